@@ -17,7 +17,7 @@ from maxlm.config.schema import DataConfig
 from maxlm.data.dataset.records import Dataset, Shard, SourceCounts, Split
 from maxlm.data.loader.batches import Batches, TrainingRows, WeightedSource
 from maxlm.data.loader.dataset import open_training_data
-from maxlm.data.loader.mixture import PERIOD, ROWS_KEPT, Mixture
+from maxlm.data.loader.mixture import NUM_CACHED_ROWS, PERIOD, Mixture
 from maxlm.data.loader.shuffle import ShuffledIndex
 from maxlm.data.loader.windows import Sequences
 
@@ -170,7 +170,7 @@ def _of_sources(size: int, rounds: int) -> tuple[float, float, float]:
 
     def read_on() -> Mixture:
         mixture = Mixture([1.0] * size, seed=0)
-        for number in range(ROWS_KEPT // PERIOD + 1):
+        for number in range(NUM_CACHED_ROWS // PERIOD + 1):
             mixture[number * period]
         return mixture
 

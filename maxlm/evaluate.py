@@ -164,7 +164,7 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
     # Of text, whatever the model was trained on last.
     config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
     data = dataclasses.replace(config.data, path=options.data, sources=()) if options.data else config.data
-    corpus = open_training_data(data, tell_sources=config.metrics.per_source_loss)
+    corpus = open_training_data(data, with_sources=config.metrics.per_source_loss)
     num_tokens, text_bytes = _check(corpus, model)
     batches = corpus.validation_batches(
         config.train.global_batch_size,

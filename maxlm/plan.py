@@ -217,7 +217,7 @@ def _data(config: Config, vocab_size: int) -> Data:
     if vocabulary and not config.train.num_epochs:
         return Data(vocabulary, windows=1)
     try:
-        corpus = open_training_data(config.data, tell_sources=False)
+        corpus = open_training_data(config.data, with_sources=False)
     except InputError as error:
         if config.train.num_epochs:
             raise InputError(f'train.num_epochs={config.train.num_epochs:g} needs the data set: {error}') from error

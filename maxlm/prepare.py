@@ -19,7 +19,7 @@ from maxlm.data.filters.registry import FILTERS, make_cleaner
 from maxlm.data.formats.discovery import find_inputs, refuse_overlap
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.registry import find_format
-from maxlm.data.prepare.existing_output import OtherDataError, locked, published, refuse_other_data
+from maxlm.data.prepare.existing_output import OtherDataError, check_same_data, locked, published
 from maxlm.data.prepare.partitions import Partition, ReadSettings, make_partitions
 from maxlm.data.prepare.pipeline import (
     LEARNED,
@@ -70,7 +70,7 @@ def _prepare(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequenc
     with locked(options.output):
         if (options.output / MANIFEST_NAME).exists():
             dataset = load_manifest(options.output)
-            refuse_other_data(dataset, str(dataset.path), recipe.made_from, skip_failed=options.skip_failed)
+            check_same_data(dataset, str(dataset.path), recipe.made_from, skip_failed=options.skip_failed)
             message = f'{options.output} is already prepared from these inputs'
         else:
             dataset = _make(options, recipe, groups)

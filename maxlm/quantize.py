@@ -75,7 +75,7 @@ def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
     workdir = Path(find_local_step(checkpoint).parent.parent)
     data = read_config(workdir).data
     data = dataclasses.replace(data, path=path, sources=()) if path else data
-    corpus = open_training_data(data, tell_sources=False)
+    corpus = open_training_data(data, with_sources=False)
     dataset = corpus.first
     if Tokenizer.load(dataset.tokenizer_path).sha256 != Tokenizer.load(workdir / TOKENIZER).sha256:
         raise InputError(

@@ -34,7 +34,7 @@ def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches,
     del stack
     if config.train.objective == 'grpo':
         raise InputError('train.objective=grpo learns from what the model writes: start it by python -m maxlm.grpo')
-    corpus = open_training_data(config.data, tell_sources=config.metrics.per_source_loss)
+    corpus = open_training_data(config.data, with_sources=config.metrics.per_source_loss)
     check_objective(config, corpus.first)
     return TextBatches(corpus), corpus.first.vocab_size
 

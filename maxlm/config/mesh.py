@@ -42,10 +42,10 @@ def resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
     return dataclasses.replace(mesh, **sizes)
 
 
-def padded_vocabulary(size: int, parts: int) -> int:
+def padded_vocabulary(size: int, num_shards: int) -> int:
     """Returns the size of a vocabulary in use: above `size` only where `parts` devices do not divide that."""
-    multiple = VOCABULARY_MULTIPLE * parts
-    return -(-size // multiple) * multiple if size % parts else size
+    multiple = VOCABULARY_MULTIPLE * num_shards
+    return -(-size // multiple) * multiple if size % num_shards else size
 
 
 def check_layout(config: Config) -> None:

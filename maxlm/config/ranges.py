@@ -49,9 +49,9 @@ TOKENS = Range(0, 10**18)
 # A rate above 1 per step is already far beyond every published recipe.
 RATE = Range(0, 100)
 WEIGHT = Range(0, 1000)
-SHARE = Range(0, 1)
-SHARE_BELOW_1 = Range(0, 1, below=True)
-SHARE_ABOVE_0 = Range(0, 1, above=True)
+FRACTION = Range(0, 1)
+FRACTION_BELOW_1 = Range(0, 1, below=True)
+FRACTION_ABOVE_0 = Range(0, 1, above=True)
 # Added to a root or a variance; smaller ones are 0 in float32.
 EPSILON = Range(1e-30, 1)
 # Turns and factors of rotary positions.
@@ -75,7 +75,7 @@ RANGES: dict[str, Range] = {
     'model.head_dim': Range(0, 2**16),
     'model.ffn_dim': Range(0, 2**24),
     'model.max_positions': Range(0, INT32),
-    'model.partial_rotary_factor': SHARE_ABOVE_0,
+    'model.partial_rotary_factor': FRACTION_ABOVE_0,
     'model.rope_theta': Range(1, 1e12),
     'model.rope_scaling_factor': Range(1, 1e5),
     'model.original_max_positions': Range(0, INT32),
@@ -88,7 +88,7 @@ RANGES: dict[str, Range] = {
     'model.logit_softcap': Range(0.1, 1e5, or_zero=True),
     'model.sliding_window': Range(0, INT32),
     'model.init_std': Range(1e-30, 1),
-    'model.dropout': SHARE_BELOW_1,
+    'model.dropout': FRACTION_BELOW_1,
     'model.quantization_group_size': Range(0, 2**24),
     'model.lora_rank': Range(0, 2**16),
     'model.lora_alpha': Range(0, 1e5, above=True),
@@ -127,18 +127,18 @@ RANGES: dict[str, Range] = {
     'optimizer.learning_rate': Range(0, RATE.high, above=True),
     'optimizer.adam_learning_rate': RATE,
     'optimizer.embedding_learning_rate': RATE,
-    'optimizer.wsd_decay_fraction': SHARE_ABOVE_0,
+    'optimizer.wsd_decay_fraction': FRACTION_ABOVE_0,
     'optimizer.warmup_steps': STEPS,
     'optimizer.warmup_tokens': TOKENS,
     'optimizer.min_learning_rate': RATE,
-    'optimizer.beta1': SHARE_BELOW_1,
-    'optimizer.beta2': SHARE_BELOW_1,
+    'optimizer.beta1': FRACTION_BELOW_1,
+    'optimizer.beta2': FRACTION_BELOW_1,
     'optimizer.eps': EPSILON,
-    'optimizer.muon_momentum': SHARE_BELOW_1,
+    'optimizer.muon_momentum': FRACTION_BELOW_1,
     'optimizer.muon_momentum_warmup_steps': STEPS,
     'optimizer.weight_decay': Range(0, 10),
     'optimizer.max_grad_norm': Range(0, 1e9),
-    'optimizer.ema_decay': SHARE_BELOW_1,
+    'optimizer.ema_decay': FRACTION_BELOW_1,
     **{f'mesh.{axis}': Range(-1, 2**20) for axis in MESH_AXES},
     'mesh.num_pipeline_repeats': Range(1, 1000),
     'checkpoint.save_interval_steps': STEPS,
@@ -151,19 +151,19 @@ RANGES: dict[str, Range] = {
     'guard.spike_threshold': Range(0, 1e6, above=True),
     'guard.max_rollbacks': COUNT,
     'guard.rollback_skip_steps': STEPS,
-    'guard.rollback_lr_factor': SHARE_ABOVE_0,
+    'guard.rollback_lr_factor': FRACTION_ABOVE_0,
     'guard.early_stopping_patience': STEPS,
     'guard.early_stopping_min_delta': Range(0, 1e6),
     'guard.max_hours': HOURS,
     'guard.max_dollars': DOLLARS,
     'dpo.beta': Range(0, WEIGHT.high, above=True),
-    'dpo.label_smoothing': SHARE_BELOW_1,
+    'dpo.label_smoothing': FRACTION_BELOW_1,
     'dpo.rpo_alpha': WEIGHT,
     'grpo.num_generations': Range(2, 10**5),
     'grpo.prompts_per_rollout': Range(0, 10**6),
     'grpo.max_completion_length': Range(0, 2**24),
     'grpo.num_iterations': COUNT_FROM_1,
-    'grpo.epsilon': SHARE,
+    'grpo.epsilon': FRACTION,
     'grpo.epsilon_high': WEIGHT,
     'grpo.kl_coef': WEIGHT,
     'grpo.eval_num_prompts': STEPS,

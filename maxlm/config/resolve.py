@@ -164,27 +164,27 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
     for key, size in sizes.items():
         if size % FP8_MULTIPLE:
             below = size // FP8_MULTIPLE * FP8_MULTIPLE
-            near = f'{below} or {below + FP8_MULTIPLE}' if below else str(FP8_MULTIPLE)
+            closest = f'{below} or {below + FP8_MULTIPLE}' if below else str(FP8_MULTIPLE)
             each = f' on each of mesh.tensor={parts} devices' if parts > 1 and key != 'model.dim' else ''
             raise InputError(
                 f'model.matmul_precision=fp8: {key} is {size}{each} and has to be a multiple of {FP8_MULTIPLE}; '
-                f'nearest: {near}'
+                f'nearest: {closest}'
             )
 
 
 def _attention_kernel(config: Config, platform: str) -> str:
     """`model.attention` with auto decided. Takes a config whose mesh and head_dim are resolved."""
-    asked = config.model.attention
+    requested = config.model.attention
     kernel, needs = {'gpu': ('cudnn', _cudnn_needs(config.model)), 'tpu': ('splash', _splash_needs(config))}.get(
         platform, ('xla', '')
     )
-    if asked == 'auto':
+    if requested == 'auto':
         return 'xla' if needs else kernel
-    if asked not in ('xla', kernel):
-        raise InputError(f'model.attention={asked}: the devices here are of kind {platform}; set it to auto')
-    if asked == kernel and needs:
-        raise InputError(f'model.attention={asked}: needs {needs}; set it to auto')
-    return asked
+    if requested not in ('xla', kernel):
+        raise InputError(f'model.attention={requested}: the devices here are of kind {platform}; set it to auto')
+    if requested == kernel and needs:
+        raise InputError(f'model.attention={requested}: needs {needs}; set it to auto')
+    return requested
 
 
 def _cudnn_needs(model: ModelConfig) -> str:
@@ -207,8 +207,8 @@ def _splash_needs(config: Config) -> str:
         return f'mesh.context=1 and mesh.stage=1; here they are {mesh.context} and {mesh.stage}'
     if window % SPLASH_MULTIPLE:
         below = window // SPLASH_MULTIPLE * SPLASH_MULTIPLE
-        near = f'{below} or {below + SPLASH_MULTIPLE}' if below else str(SPLASH_MULTIPLE)
-        return f'a data.seq_len that is a multiple of {SPLASH_MULTIPLE}; here it is {window}; nearest: {near}'
+        closest = f'{below} or {below + SPLASH_MULTIPLE}' if below else str(SPLASH_MULTIPLE)
+        return f'a data.seq_len that is a multiple of {SPLASH_MULTIPLE}; here it is {window}; nearest: {closest}'
     return ''
 
 

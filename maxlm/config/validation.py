@@ -298,7 +298,7 @@ def divisors(number: int) -> list[int]:
 def nearest(word: str, options: Iterable[str]) -> str:
     """The end of an error message: the closest of the options, or all of them."""
     options = list(options)
-    near = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
-    if near:
-        return f'did you mean {near[0]!r}?'
+    closest = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    if closest:
+        return f'did you mean {closest[0]!r}?'
     return f'there are: {", ".join(options)}' if options else 'there is nothing of the kind'

@@ -24,13 +24,13 @@ class Hardware(NamedTuple):
         nvidia_cards: NVIDIA GPUs on the PCI bus.
         tpu_chips: TPUs on the PCI bus, or of which there is a device file.
         nvidia: what the driver tells; None without one.
-        trouble: why it tells nothing.
+        problem: reason why NVML gives no information.
     """
 
     nvidia_cards: int = 0
     tpu_chips: int = 0
     nvidia: Nvidia | None = None
-    trouble: str = ''
+    problem: str = ''
 
     @property
     def num_gpus(self) -> int:

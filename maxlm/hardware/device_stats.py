@@ -115,35 +115,35 @@ def _visible(nvml: Any) -> Any:
 
 def _slice_of(nvml: Any, handle: Any) -> tuple[Any, Any]:
     """The handle of what CUDA computes on and that of the whole GPU, which differ where that is cut up (MIG)."""
-    if _ask(nvml, lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle)):
+    if _try_read(nvml, lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle)):
         return handle, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    if (_ask(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)) or [0])[0]:
+    if (_try_read(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)) or [0])[0]:
         # Of a GPU that is cut up CUDA takes the first part.
         return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0), handle
     return handle, handle
 
 
 def _read_nvidia(nvml: Any, part: Any, whole: Any) -> Reading:
-    use = _ask(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(part))
-    memory = _ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(part))
-    reasons = _ask(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(whole))
+    use = _try_read(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(part))
+    memory = _try_read(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(part))
+    reasons = _try_read(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(whole))
     watts = None, None
     if part is whole:
         # The power of a whole GPU is not that of one part.
-        power = _ask(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(whole))
-        limit = _ask(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole))
+        power = _try_read(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(whole))
+        limit = _try_read(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole))
         watts = power and power / 1000, limit and limit / 1000
     reading = {
         'use_percent': use and use.gpu,
         'memory_bytes': memory and memory.used,
         'memory_total_bytes': memory and memory.total,
-        'temperature_c': _ask(nvml, lambda: nvml.nvmlDeviceGetTemperature(whole, nvml.NVML_TEMPERATURE_GPU)),
+        'temperature_c': _try_read(nvml, lambda: nvml.nvmlDeviceGetTemperature(whole, nvml.NVML_TEMPERATURE_GPU)),
         'power_w': watts[0],
         'power_limit_w': watts[1],
-        'clock_mhz': _ask(nvml, lambda: nvml.nvmlDeviceGetClockInfo(whole, nvml.NVML_CLOCK_SM)),
-        'clock_max_mhz': _ask(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, nvml.NVML_CLOCK_SM)),
+        'clock_mhz': _try_read(nvml, lambda: nvml.nvmlDeviceGetClockInfo(whole, nvml.NVML_CLOCK_SM)),
+        'clock_max_mhz': _try_read(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, nvml.NVML_CLOCK_SM)),
         'throttled': None if reasons is None else [name for bit, name in THROTTLES.items() if reasons & bit],
-        'ecc_errors': _ask(
+        'ecc_errors': _try_read(
             nvml,
             lambda: nvml.nvmlDeviceGetTotalEccErrors(
                 whole, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -153,7 +153,7 @@ def _read_nvidia(nvml: Any, part: Any, whole: Any) -> Reading:
     return {key: value for key, value in reading.items() if value is not None}
 
 
-def _ask(nvml: Any, question: Callable[[], Any]) -> Any:
+def _try_read(nvml: Any, question: Callable[[], Any]) -> Any:
     """The answer; None where the device, the driver or the library has none."""
     try:
         return question()

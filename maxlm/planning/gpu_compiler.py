@@ -86,15 +86,15 @@ def install_compiler() -> None:
     try:
         with _locked(folder.parent) as lock:
             if _installed(folder) == version:
-                _tell(f'the compiler for GPUs is installed already: {_size(folder)} in {folder}')
+                _report(f'the compiler for GPUs is installed already: {_size(folder)} in {folder}')
                 return
             if folder.exists() and not _installed(folder) and any(folder.iterdir()):
                 raise InputError(f'{folder}: contains other files; set {VARIABLE} to an empty or a new directory')
-            _tell(f'installing the compiler for GPUs of jaxlib {version} into {folder} …')
+            _report(f'installing the compiler for GPUs of jaxlib {version} into {folder} …')
             _install(folder, version, lock)
     except OSError as error:
         raise InputError(f'{folder}: {os_message(error)}; set {VARIABLE} to another directory') from error
-    _tell(f'installed the compiler for GPUs: {_size(folder)} in {folder}')
+    _report(f'installed the compiler for GPUs: {_size(folder)} in {folder}')
 
 
 def _install(folder: Path, version: str, lock: int) -> None:
@@ -192,5 +192,5 @@ def _size(folder: Path) -> str:
     return format_bytes(sum(path.stat().st_size for path in folder.rglob('*') if path.is_file()))
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -175,7 +175,7 @@ def _memory(forecast: Forecast) -> list[tuple[str, str]]:
     if forecast.compiled is not None:
         how += f' in {forecast.compiled.seconds:.0f} s'
     over = forecast.needed - forecast.available
-    verdict = 'fits' if over <= 0 else f'DOES NOT FIT: {format_bytes(over)} too much'
+    conclusion = 'fits' if over <= 0 else f'DOES NOT FIT: {format_bytes(over)} too much'
     chip = format_bytes(forecast.target.chip.memory)
     kinds = ', '.join(
         f'{kind} {format_bytes(size)}' for kind in KINDS if (size := getattr(memory, kind)) > 0.002 * memory.total
@@ -183,7 +183,7 @@ def _memory(forecast: Forecast) -> list[tuple[str, str]]:
     lines = [
         (
             'memory',
-            f'{verdict}: {format_bytes(forecast.needed)} of {format_bytes(forecast.available)} that a program may '
+            f'{conclusion}: {format_bytes(forecast.needed)} of {format_bytes(forecast.available)} that a program may '
             f'have of {chip}, {how}',
         ),
         ('', kinds),

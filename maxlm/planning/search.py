@@ -28,7 +28,7 @@ LARGEST_MICRO_BATCH = 64
 # Sequences from which on their split over devices is worth a thought.
 LONG = 8192
 # Programs that are compiled until one fits: estimates are off by some percent.
-MOST_COMPILED = 5
+MAX_COMPILED = 5
 
 
 class Override(NamedTuple):
@@ -89,7 +89,7 @@ def verify_by_compiling(candidates: list[Candidate], compiled: Compile) -> Candi
         if forecast.fits:
             return Candidate(candidate.changes, forecast)
         attempts += 1
-        if attempts == MOST_COMPILED:
+        if attempts == MAX_COMPILED:
             break
         # What was estimated wrongly here is likely to be so next to it.
         too_large = candidate.forecast.needed * forecast.available / forecast.needed
@@ -207,5 +207,5 @@ def _with(config: Config, changes: tuple[Override, ...]) -> Config:
     return config
 
 
-def _powers(most: int) -> list[int]:
-    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
+def _powers(limit: int) -> list[int]:
+    return [2**exponent for exponent in range(limit.bit_length()) if 2**exponent <= limit]

@@ -92,7 +92,7 @@ def parse_target(spec: str) -> Target:
     if name == 'cpu':
         return _parse_cpu(spec, rest if colon else str(len(jax.devices('cpu'))))
     if name not in _NAMES:
-        raise InputError(f'target {spec!r}: {_near_chip(name, rest)} (chips: {", ".join([*_NAMES, "cpu"])})')
+        raise InputError(f'target {spec!r}: {_closest_chip(name, rest)} (chips: {", ".join([*_NAMES, "cpu"])})')
     chip = _NAMES[name]
     return _parse_gpu(spec, chip, rest) if chip.platform == 'gpu' else _parse_tpu(spec, chip, rest)
 
@@ -122,8 +122,8 @@ def _parse_gpu(spec: str, chip: Chip, rest: str) -> Target:
     if count > whole:
         wanted = count * nodes
         fewer, more = wanted // whole, -(-wanted // whole)
-        near = ' or '.join(_gpu_spec(chip, number) for number in dict.fromkeys((fewer, more)))
-        raise InputError(f'target {spec!r}: a node has {whole} GPUs; did you mean {near}?')
+        closest = ' or '.join(_gpu_spec(chip, number) for number in dict.fromkeys((fewer, more)))
+        raise InputError(f'target {spec!r}: a node has {whole} GPUs; did you mean {closest}?')
     return Target(spec, chip, count * nodes, nodes, (count, nodes))
 
 
@@ -137,10 +137,10 @@ def _parse_tpu(spec: str, chip: Chip, rest: str) -> Target:
     slices = int(found[2] or 1) if found else 1
     if shape not in SLICES[chip.name]:
         chips = math.prod(shape) if shape else 8
-        near = ', '.join(_near_slices(chip.name, chips))
+        closest = ', '.join(_closest_slices(chip.name, chips))
         if not shape:
-            raise InputError(f'target {spec!r}: needs the shape of a slice, e.g. {near}')
-        raise InputError(f'target {spec!r}: {chip.name} has no slice of this shape; near: {near}')
+            raise InputError(f'target {spec!r}: needs the shape of a slice, e.g. {closest}')
+        raise InputError(f'target {spec!r}: {chip.name} has no slice of this shape; near: {closest}')
     chips, text = math.prod(shape), f'{chip.name}:{"x".join(map(str, shape))}'
     if slices == 0:
         raise InputError(f'target {spec!r}: needs a number of slices, e.g. {text} or {text}*2')
@@ -151,7 +151,7 @@ def _parse_tpu(spec: str, chip: Chip, rest: str) -> Target:
     return Target(spec, chip, chips * slices, slices, shape)
 
 
-def _near_slices(name: str, chips: int, number: int = 3) -> list[str]:
+def _closest_slices(name: str, chips: int, number: int = 3) -> list[str]:
     """Slices with about so many chips, the most compact first among those of one size."""
     by_distance = sorted(
         SLICES[name], key=lambda shape: (abs(math.log(math.prod(shape) / max(chips, 1))), max(shape), shape)
@@ -159,26 +159,26 @@ def _near_slices(name: str, chips: int, number: int = 3) -> list[str]:
     return [f'{name}:{"x".join(map(str, shape))}' for shape in by_distance[:number]]
 
 
-def _near_chip(name: str, rest: str) -> str:
+def _closest_chip(name: str, rest: str) -> str:
     """What may have been meant by the name of a chip that there is not."""
     slice_name = re.fullmatch(r'(v4|v5p|v5litepod|v5e|v6e)-(\d{1,6})', name, re.ASCII)
     if slice_name:
         tpu, count = slice_name[1].replace('v5litepod', 'v5e'), int(slice_name[2])
         chips = count // 2 if tpu in _COUNTED_IN_CORES else count
-        (near,) = _near_slices(tpu, chips, number=1)
-        return f'TPUs are named by the shape of a slice; did you mean {near}?'
+        (closest,) = _closest_slices(tpu, chips, number=1)
+        return f'TPUs are named by the shape of a slice; did you mean {closest}?'
     guess = nearest(name, [*_NAMES, 'cpu'])
     if not guess.startswith('did you mean'):
         return 'there is no such chip'
-    near = guess.split("'")[1]
-    if near == 'cpu':
+    closest = guess.split("'")[1]
+    if closest == 'cpu':
         return 'did you mean cpu?'
     try:
-        return f'did you mean {parse_target(f"{near}:{rest}").spec}?'
+        return f'did you mean {parse_target(f"{closest}:{rest}").spec}?'
     except InputError:
-        chip = _NAMES[near]
-        example = _gpu_spec(chip, 1) if chip.platform == 'gpu' else _near_slices(near, 8, number=1)[0]
-        return f'did you mean {near}, e.g. {example}?'
+        chip = _NAMES[closest]
+        example = _gpu_spec(chip, 1) if chip.platform == 'gpu' else _closest_slices(closest, 8, number=1)[0]
+        return f'did you mean {closest}, e.g. {example}?'
 
 
 def target_devices(target: Target) -> list[Any]:

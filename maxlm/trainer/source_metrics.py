@@ -57,7 +57,7 @@ class SourceStats:
         """Says what a run of `num_windows` windows will make of its weighted sources."""
         if not self._weighted:
             return
-        served = self._mixture.served(num_windows)
+        served = self._mixture.rows_taken(num_windows)
         facts = zip(self._all, self._mixture.shares, served, self._windows, strict=True)
         for name, share, rows, windows in facts:
             epochs = rows / windows
@@ -75,7 +75,7 @@ class SourceStats:
         """Metrics of a step by source, after `num_windows` windows in all; a source without a token has no loss."""
         metrics = self._told('train', means(losses, tokens), tokens)
         if self._weighted:
-            served = self._mixture.served(num_windows)
+            served = self._mixture.rows_taken(num_windows)
             for name, rows, windows in zip(self._names, served, self._windows, strict=True):
                 metrics[f'data/fraction/{name}'] = rows / num_windows
                 metrics[f'data/epoch/{name}'] = rows / windows

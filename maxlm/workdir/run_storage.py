@@ -111,7 +111,7 @@ class RunStorage:
         self._add_worker('upload-files', 'metrics.jsonl', self._files.work, poll_seconds)
 
     def fetch(self, *, timeout_seconds: float = START_SECONDS) -> None:
-        """Fetches what the run wrote on other machines: its files, and its newest step unless it is local_steps.
+        """Fetches what the run wrote on other machines: its files, and its newest step unless it is complete here.
 
         Call it in one process, before anything reads the directory.
 
@@ -120,7 +120,7 @@ class RunStorage:
 
         Raises:
             TransientStorageError: the bucket did not answer. The local state may be older than that in the bucket.
-            InputError: the bucket denies access, a file there is damaged, or a file cannot be written local_steps.
+            InputError: the bucket denies access, a file there is damaged, or a file cannot be written.
         """
         if self._bucket is None:
             return
@@ -153,7 +153,7 @@ class RunStorage:
         return complete_steps(self._bucket) if self._bucket else []
 
     def is_uploaded(self, step: int) -> bool:
-        """Returns whether a step is complete in the bucket, as far as is known local_steps; False where there is none."""
+        """Returns True if this process knows that a step is complete in the bucket."""
         if self._direct:
             return bool((self.checkpoint_directory / str(step) / COMMIT_MARKER).exists())
         return self._steps is not None and step in self._upload_state.steps and step not in self._steps.pending()
@@ -222,7 +222,7 @@ class RunStorage:
         if self._direct:
             return
         for step in self._upload_state.steps.keys() - set(remote_steps):
-            # Somebody else deleted it: it is uploaded again if it is still local_steps.
+            # Somebody else deleted it: it is uploaded again if it is still on the disk.
             self._upload_state.set_step(step, None)
         local_steps = self._upload_state.local_steps()
         if remote_steps and remote_steps[-1] > max(local_steps, default=-1):

@@ -128,7 +128,7 @@ def tell():
 
 with StopRequest() as stop:
     tell()
-    assert stop.reached()
+    assert stop.should_stop()
     tell()
     print('saved')
 {ending}

@@ -49,19 +49,19 @@ class CachePolicy:
     def __init__(self, capacity_bytes: int):
         self._capacity = capacity_bytes
         self._step = 0
-        self._held: dict[Path, CachedFile] = {}
+        self._files: dict[Path, CachedFile] = {}
         # Last steps of the uses that are planned, as a heap.
         self._planned: list[int] = []
         self.queue: deque[CachedFile] = deque()
 
-    def adopt(self, file: RemoteFile) -> None:
+    def register(self, file: RemoteFile) -> None:
         """Counts what an earlier run left of a file; what has its name and another size is deleted."""
         if not file.is_there:
             file.path.unlink(missing_ok=True)
         if file.path.exists() or file.partial.exists():
-            self._held[file.path] = CachedFile(file)
+            self._files[file.path] = CachedFile(file)
 
-    def advance(self, step: int) -> None:
+    def advance_to(self, step: int) -> None:
         """All steps below `step` are consumed."""
         self._step = max(self._step, step)
         while self._planned and self._planned[0] < self._step:
@@ -82,61 +82,61 @@ class CachePolicy:
             return True
         if len(self._planned) >= MAX_PLANNED:
             return False
-        if self._capacity and not self._make_room(use):
+        if self._capacity and not self._free_space(use):
             if use.first_step <= self._step:
-                self._check_due(use)
+                self._check_fits(use)
             return False
         heapq.heappush(self._planned, use.last_step)
         for file in use.files:
-            held = self._held.setdefault(file.path, CachedFile(file))
-            held.last_step = max(held.last_step, use.last_step)
-            if held.state not in ('queued', 'fetching'):
-                self._queue_unless_there(held)
+            cached = self._files.setdefault(file.path, CachedFile(file))
+            cached.last_step = max(cached.last_step, use.last_step)
+            if cached.state not in ('queued', 'fetching'):
+                self._queue_if_missing(cached)
         return True
 
     def requeue_vanished(self) -> None:
         """Fetches again what is needed and has been deleted by somebody else, who may share the cache."""
-        for held in self._held.values():
-            if held.state == 'there' and held.last_step >= self._step and not self._queue_unless_there(held):
+        for cached in self._files.values():
+            if cached.state == 'there' and cached.last_step >= self._step and not self._queue_if_missing(cached):
                 # It was its turn before: it is not to wait behind all that is fetched ahead.
                 self.queue.rotate()
 
-    def _queue_unless_there(self, held: CachedFile) -> bool:
-        if held.file.is_there:
-            held.state = 'there'
+    def _queue_if_missing(self, cached: CachedFile) -> bool:
+        if cached.file.is_there:
+            cached.state = 'there'
             return True
         # Of another size it is of no use, and would take the room of what comes.
-        held.file.path.unlink(missing_ok=True)
-        held.state = 'queued'
-        self.queue.append(held)
+        cached.file.path.unlink(missing_ok=True)
+        cached.state = 'queued'
+        self.queue.append(cached)
         return False
 
-    def _make_room(self, use: PlannedRead) -> bool:
-        wanted = {file.path: file.bytes for file in use.files}
-        size = sum(({path: held.file.bytes for path, held in self._held.items()} | wanted).values())
+    def _free_space(self, use: PlannedRead) -> bool:
+        needed = {file.path: file.bytes for file in use.files}
+        size = sum(({path: cached.file.bytes for path, cached in self._files.items()} | needed).values())
         unused = [
-            held
-            for path, held in self._held.items()
-            if held.last_step < self._step and held.state != 'fetching' and path not in wanted
+            cached
+            for path, cached in self._files.items()
+            if cached.last_step < self._step and cached.state != 'fetching' and path not in needed
         ]
         # What was not used for longest comes first.
-        for held in sorted(unused, key=lambda held: held.last_step):
+        for cached in sorted(unused, key=lambda cached: cached.last_step):
             if size <= self._capacity:
                 break
-            size -= held.file.bytes
-            self._evict(held)
+            size -= cached.file.bytes
+            self._evict(cached)
         return size <= self._capacity
 
-    def _evict(self, held: CachedFile) -> None:
+    def _evict(self, cached: CachedFile) -> None:
         # Whoever has it open can go on reading.
-        held.file.path.unlink(missing_ok=True)
-        remove_partial(held.file)
-        if held.state == 'queued':
-            self.queue.remove(held)
-        del self._held[held.file.path]
+        cached.file.path.unlink(missing_ok=True)
+        remove_partial(cached.file)
+        if cached.state == 'queued':
+            self.queue.remove(cached)
+        del self._files[cached.file.path]
 
-    def _check_due(self, use: PlannedRead) -> None:
-        needed = {path: held.file.bytes for path, held in self._held.items() if held.last_step >= self._step}
+    def _check_fits(self, use: PlannedRead) -> None:
+        needed = {path: cached.file.bytes for path, cached in self._files.items() if cached.last_step >= self._step}
         needed |= {file.path: file.bytes for file in use.files}
         if sum(needed.values()) > self._capacity:
             raise InputError(_too_small(self._capacity, use.first_step, sum(needed.values())))

@@ -51,8 +51,8 @@ class Fetcher:
         uses: in the order of their first steps; may be endless, as the same files return in every epoch.
         capacity_bytes: of all files that are kept, unfinished ones as if they were whole; 0 = unlimited.
         threads: files that are fetched at the same time.
-        on_alarm: is told, from any thread, what a person should know.
-        known: all files that `uses` may name: what an earlier run left of them counts, and makes room.
+        on_warning: is called, from any thread, what a person should know.
+        all_files: all files that `uses` may name: what an earlier run left of them counts, and makes room.
         on_bytes: is told, from any thread, how many bytes more are on the disk; see `fetch_file`.
         wait: sleeps for a number of seconds between tries; None = a sleep that closing ends.
 
@@ -64,45 +64,45 @@ class Fetcher:
         self,
         uses: Iterable[PlannedRead],
         *,
-        on_alarm: OnWarning,
+        on_warning: OnWarning,
         capacity_bytes: int = 0,
         threads: int = 8,
-        known: Iterable[RemoteFile] = (),
+        all_files: Iterable[RemoteFile] = (),
         on_bytes: Callable[[int], None] = lambda num_bytes: None,
         wait: Callable[[float], None] | None = None,
     ):
-        self._on_alarm = on_alarm
+        self._on_warning = on_warning
         self._on_bytes = on_bytes
         self._closing = threading.Event()
-        self._retries = RetryPolicy(on_alarm, wait or tenacity.sleep_using_event(self._closing))
+        self._retries = RetryPolicy(on_warning, wait or tenacity.sleep_using_event(self._closing))
         uses = iter(uses)
         first_uses = list(itertools.islice(uses, CHECKED_USES))
         if capacity_bytes:
             check_capacity(first_uses, capacity_bytes)
         self._uses = itertools.chain(first_uses, uses)
-        files = itertools.chain(known, *(use.files for use in first_uses))
-        self._known = {file.path: file for file in files}
+        files = itertools.chain(all_files, *(use.files for use in first_uses))
+        self._all_files = {file.path: file for file in files}
         # For the planning thread; what `advance` leaves for it is not guarded, that the training loop never waits.
-        self._news = threading.Event()
+        self._wake = threading.Event()
         self._step = 0
         self._next_end = -1
         self._rechecked = time.monotonic()
         self._error = ''
         # Shared by the threads, and guarded by the condition.
-        self._changed = threading.Condition()
-        self._room = CachePolicy(capacity_bytes)
+        self._condition = threading.Condition()
+        self._policy = CachePolicy(capacity_bytes)
         self._locks: dict[Path, int] = {}
         self._threads = [
             threading.Thread(target=target, name='fetch', daemon=True)
-            for target in [self._plan, *[self._work] * threads]
+            for target in [self._plan, *[self._run] * threads]
         ]
 
     def __enter__(self) -> Fetcher:
         try:
-            for file in self._known.values():
+            for file in self._all_files.values():
                 self._announce(file.path.parent)
                 error_marker(file.path).unlink(missing_ok=True)
-                self._room.adopt(file)
+                self._policy.register(file)
         except OSError as error:
             self._release()
             raise InputError(
@@ -132,7 +132,7 @@ class Fetcher:
         """
         self._step = max(self._step, step)
         if self._step > self._next_end:
-            self._news.set()
+            self._wake.set()
         if self._error:
             raise InputError(self._error)
 
@@ -152,10 +152,10 @@ class Fetcher:
             os.close(descriptor)
 
     def _stop(self) -> None:
-        with self._changed:
+        with self._condition:
             self._closing.set()
-            self._news.set()
-            self._changed.notify_all()
+            self._wake.set()
+            self._condition.notify_all()
 
     def _plan(self) -> None:
         try:
@@ -168,52 +168,52 @@ class Fetcher:
                 self._rest()
         # A thread that ended without a word would leave readers waiting for ever.
         except Exception as error:
-            self._fail(f'it cannot be told what is to be fetched: {type(error).__name__}: {error}')
+            self._stop_with_error(f'it cannot be told what is to be fetched: {type(error).__name__}: {error}')
             raise
 
     def _rest(self) -> None:
-        self._news.wait(RECHECK_SECONDS)
-        self._news.clear()
-        with self._changed:
+        self._wake.wait(RECHECK_SECONDS)
+        self._wake.clear()
+        with self._condition:
             self._catch_up()
             # Not with all news: it looks at every file that is planned.
             if time.monotonic() - self._rechecked > RECHECK_SECONDS:
                 self._rechecked = time.monotonic()
-                self._room.requeue_vanished()
-                self._changed.notify_all()
+                self._policy.requeue_vanished()
+                self._condition.notify_all()
 
     def _catch_up(self) -> None:
-        self._room.advance(self._step)
-        self._next_end = self._room.next_end
+        self._policy.advance_to(self._step)
+        self._next_end = self._policy.next_end
 
     def _admit(self, use: PlannedRead) -> bool:
         """Whether the use is dealt with; False = it has to wait."""
         if self._closing.is_set():
             return True
-        with self._changed:
+        with self._condition:
             self._catch_up()
             try:
                 for file in use.files:
                     self._announce(file.path.parent)
-                admitted = self._room.admit(use)
+                admitted = self._policy.admit(use)
             except (InputError, OSError) as error:
                 reason = f'{error.filename}: {os_message(error)}' if isinstance(error, OSError) else str(error)
                 for file in use.files:
-                    self._give_up(file, reason)
+                    self._record_failure(file, reason)
                 return True
             self._catch_up()
-            self._changed.notify_all()
+            self._condition.notify_all()
         return admitted
 
-    def _work(self) -> None:
-        while (held := self._next()) is not None:
+    def _run(self) -> None:
+        while (cached := self._next()) is not None:
             try:
-                state = 'there' if self._fetch(held.file) else 'failed'
+                state = 'there' if self._fetch(cached.file) else 'failed'
             except ClosedError:
                 return
-            with self._changed:
-                held.state = state
-            self._news.set()
+            with self._condition:
+                cached.state = state
+            self._wake.set()
 
     def _fetch(self, file: RemoteFile) -> bool:
         try:
@@ -223,38 +223,38 @@ class Fetcher:
         except ClosedError:
             raise
         except InputError as error:
-            self._give_up(file, str(error))
+            self._record_failure(file, str(error))
             return False
         except Exception as error:
-            self._give_up(file, f'{file.path}: {type(error).__name__} while it was fetched')
+            self._record_failure(file, f'{file.path}: {type(error).__name__} while it was fetched')
             return False
         return True
 
     def _next(self) -> CachedFile | None:
-        with self._changed:
-            while not self._room.queue and not self._closing.is_set():
-                self._changed.wait()
+        with self._condition:
+            while not self._policy.queue and not self._closing.is_set():
+                self._condition.wait()
             if self._closing.is_set():
                 return None
-            held = self._room.queue.popleft()
-            held.state = 'fetching'
-            return held
+            cached = self._policy.queue.popleft()
+            cached.state = 'fetching'
+            return cached
 
-    def _give_up(self, file: RemoteFile, reason: str) -> None:
-        self._on_alarm(reason)
+    def _record_failure(self, file: RemoteFile, reason: str) -> None:
+        self._on_warning(reason)
         try:
             atomic_write(error_marker(file.path), reason.encode(), make_parents=True)
         except InputError as error:
-            self._fail(f'{error}; {reason}')
+            self._stop_with_error(f'{error}; {reason}')
 
-    def _fail(self, reason: str) -> None:
+    def _stop_with_error(self, reason: str) -> None:
         """Ends the fetching where those who wait cannot be told why: then they are not to wait."""
         self._error = reason
         self._stop()
         self._release()
 
 
-def fetch_manifest(url: str, cache: Path, *, on_alarm: OnWarning) -> RemoteManifest:
+def fetch_manifest(url: str, cache: Path, *, on_warning: OnWarning) -> RemoteManifest:
     """Fetches `dataset.json`, tokenizer and chat template of the data set in directory `url` to directory `cache`.
 
     If the bucket does not answer, those that are in the cache are used, with an alarm. If the data set is another one
@@ -282,7 +282,7 @@ def fetch_manifest(url: str, cache: Path, *, on_alarm: OnWarning) -> RemoteManif
             raise error from None
         if not all(_has_checksum(cache / name, sha256) for name, sha256 in manifest.beside.items()):
             raise
-        on_alarm(f'{error}; going on with {MANIFEST_NAME} in {cache}')
+        on_warning(f'{error}; going on with {MANIFEST_NAME} in {cache}')
         return manifest
     remove_stale(manifest, cache)
     atomic_write(cache / MANIFEST_NAME, manifest.content, make_parents=True)

@@ -13,7 +13,7 @@ from maxlm.errors import InputError
 MESSAGE_FIELDS = ('messages', 'conversations', 'prompt', 'completion', 'chosen', 'rejected')
 ROLE_FIELDS = ('role', 'from')
 # Fields that messages list at most.
-FIELDS_SHOWN = 20
+MAX_FIELDS_LISTED = 20
 
 
 def parse_roles(given: str) -> tuple[tuple[str, str], ...]:
@@ -49,13 +49,13 @@ def with_usual_names(entry: Any, options: ReadOptions) -> Any:
     return entry
 
 
-def told_fields(entry: Any) -> str:
+def list_fields(entry: Any) -> str:
     """Returns the names of a record's fields, for messages."""
     if not isinstance(entry, Mapping):
         return f'it is no object but {type(entry).__name__}'
     names = [' '.join(str(name).split())[:50] for name in entry]
-    more = f' and {len(names) - FIELDS_SHOWN} more' if len(names) > FIELDS_SHOWN else ''
-    return f'it has {", ".join(names[:FIELDS_SHOWN])}{more}' if names else 'it has no fields'
+    more = f' and {len(names) - MAX_FIELDS_LISTED} more' if len(names) > MAX_FIELDS_LISTED else ''
+    return f'it has {", ".join(names[:MAX_FIELDS_LISTED])}{more}' if names else 'it has no fields'
 
 
 def _renamed(messages: Any, roles: Mapping[str, str]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from maxlm.data.documents.conversation import FORMATS, has_completion, has_format, parse_completion, parse_conversation
 from maxlm.data.documents.document import Document
-from maxlm.data.documents.field_names import told_fields, with_usual_names
+from maxlm.data.documents.field_names import list_fields, with_usual_names
 from maxlm.data.documents.preference import FORMATS as PREFERENCE_FORMATS
 from maxlm.data.documents.preference import has_preference, parse_preference
 from maxlm.data.documents.read_options import ReadOptions
@@ -44,7 +44,7 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
     if options.format == 'preference':
         preference = parse_preference(named)
         if preference is None:
-            raise ValueError(f'no pair of answers: it needs {PREFERENCE_FORMATS}; {told_fields(entry)}')
+            raise ValueError(f'no pair of answers: it needs {PREFERENCE_FORMATS}; {list_fields(entry)}')
         return Document(name, source, preference.text, preference=preference, metadata=_scalars(entry))
     has_text = _has_text(entry, options.text_key)
     has_messages = isinstance(entry, dict) and bool(options.messages_field) and options.messages_field in entry
@@ -53,7 +53,7 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
     if not has_text:
         hint = '--format=chat takes conversations' if has_format(named) else '--text-field names the key'
         hint = '--format=preference takes pairs of answers' if has_preference(named) else hint
-        raise ValueError(f'no text at the key {options.text_key!r}; {hint}; {told_fields(entry)}')
+        raise ValueError(f'no text at the key {options.text_key!r}; {hint}; {list_fields(entry)}')
     text = entry.pop(options.text_key)
     _refuse_surrogates(text)
     return Document(name, source, text, metadata=_scalars(entry))
@@ -69,7 +69,7 @@ def _said(name: str, source: str, entry: Any, named: Any, options: ReadOptions) 
         missing = f'no messages at the key {options.messages_field!r}' if options.messages_field else 'no conversation'
         no_text = '' if options.format == 'chat' else f', and no text at the key {options.text_key!r}'
         hint = '--messages-field names the key' if options.messages_field else f'it needs {FORMATS}'
-        raise ValueError(f'{missing}{no_text}: {hint}; {told_fields(entry)}')
+        raise ValueError(f'{missing}{no_text}: {hint}; {list_fields(entry)}')
     return Document(name, source, conversation.text, conversation=conversation, metadata=_scalars(entry))
 
 

@@ -43,6 +43,6 @@ class ReadOptions:
         return max(MAX_WINDOW_BYTES, self.max_record_bytes)
 
     @property
-    def limit_told(self) -> str:
+    def limit_text(self) -> str:
         """The limit of records, and the option that changes it, for messages."""
         return f'{self.max_record_bytes / 2**20:g} MiB, the limit for a record; --max-record-mib changes it'

@@ -116,8 +116,8 @@ class Processes:
             worker.process.join()
 
     def _new_worker(self) -> _Worker:
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(there,), daemon=True)
+        parent_end, child_end = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(child_end,), daemon=True)
         # Ctrl-C is for this process, which ends the workers: until they ignore it they start with it blocked. One that
         # comes now is taken here a moment later.
         multiprocessing.resource_tracker.ensure_running()  # else `start` would do this, which unblocks it
@@ -127,8 +127,8 @@ class Processes:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # Else its end would not be noticed here.
-        there.close()
-        return _Worker(process, here)
+        child_end.close()
+        return _Worker(process, parent_end)
 
     def _bury(self, number: int) -> TaskResult:
         process, connection = self._busy.pop(number)

@@ -30,8 +30,8 @@ def drop_if(condition: bool, reason: str, value: float, bound: float) -> FilterR
 
     `drop_if(…) or remove_if(…) or document` reads as a list of rules of which the first that holds counts.
     """
-    return FilterResult(reason, f'{_figure(value)}; bound {_figure(bound)}') if condition else None
+    return FilterResult(reason, f'{_format_number(value)}; bound {_format_number(bound)}') if condition else None
 
 
-def _figure(value: float) -> str:
+def _format_number(value: float) -> str:
     return f'{value:,}' if isinstance(value, int) else f'{value:.3f}'.rstrip('0').rstrip('.')

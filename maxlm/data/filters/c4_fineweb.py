@@ -10,7 +10,7 @@ import re
 
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult, drop_if
-from maxlm.data.filters.line_stats import filled_lines, repeated_shares, share
+from maxlm.data.filters.line_stats import filled_lines, fraction, repeated_fractions
 
 # Raffel et al., Exploring the Limits of Transfer Learning (2020), arXiv:1910.10683, section 2.2, with the figures, the
 # phrases and the longest word of the program that made C4 (c4_utils.py of TensorFlow Datasets).
@@ -65,9 +65,9 @@ def c4(document: Document) -> Document | FilterResult:
 def fineweb(document: Document) -> Document | FilterResult:
     """Removes lists, menus and tables: few lines end as sentences do, many are short, or they are repeated."""
     lines = filled_lines(document.text)
-    ended = share(sum(line.endswith(FINEWEB_LINE_ENDS) for line in lines), len(lines))
-    short = share(sum(len(line) < FINEWEB_SHORT_LINE for line in lines), len(lines))
-    _, repeated = repeated_shares(lines)
+    ended = fraction(sum(line.endswith(FINEWEB_LINE_ENDS) for line in lines), len(lines))
+    short = fraction(sum(len(line) < FINEWEB_SHORT_LINE for line in lines), len(lines))
+    _, repeated = repeated_fractions(lines)
     # The paper removes at the bound already.
     return (
         drop_if(ended <= FINEWEB_MIN_ENDED_LINES, 'fineweb: ended lines', ended, FINEWEB_MIN_ENDED_LINES)

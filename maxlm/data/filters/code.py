@@ -52,8 +52,8 @@ def code(document: Document) -> Document | FilterResult:
         drop_if(longest > MAX_LINE_LENGTH, 'code: longest line', longest, MAX_LINE_LENGTH)
         or drop_if(mean > MAX_MEAN_LINE_LENGTH, 'code: mean line length', mean, MAX_MEAN_LINE_LENGTH)
         or drop_if(alphanumeric < MIN_ALPHANUMERIC, 'code: alphanumeric share', alphanumeric, MIN_ALPHANUMERIC)
-        or _judge_head(lines[:HEAD_LINES])
-        or (_judge_python(document.text) if _is_python(document) else None)
+        or _check_head(lines[:HEAD_LINES])
+        or (_check_python(document.text) if _is_python(document) else None)
         or document
     )
 
@@ -65,7 +65,7 @@ def _alphanumeric(text: str) -> int:
     return sum(map(str.isalnum, text))
 
 
-def _judge_head(lines: list[str]) -> FilterResult | None:
+def _check_head(lines: list[str]) -> FilterResult | None:
     for line in lines:
         lowered = line.lower()
         for marker in GENERATED_MARKERS:
@@ -85,7 +85,7 @@ def _is_python(document: Document) -> bool:
     return any(isinstance(path, str) and path.lower().endswith(PYTHON_SUFFIXES) for path in paths)
 
 
-def _judge_python(text: str) -> FilterResult | None:
+def _check_python(text: str) -> FilterResult | None:
     """The grammar is that of the Python that runs: what only Python 2 can read is removed."""
     try:
         with warnings.catch_warnings():

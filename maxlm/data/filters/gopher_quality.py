@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult, drop_if
-from maxlm.data.filters.line_stats import filled_lines, share
+from maxlm.data.filters.line_stats import filled_lines, fraction
 
 # All of them are the paper's.
 MIN_WORDS = 50
@@ -37,7 +37,7 @@ def gopher_quality(document: Document) -> Document | FilterResult:
     text = document.text
     words = text.split()
     num_words = len(words)
-    mean_length = share(sum(map(len, words)), num_words)
+    mean_length = fraction(sum(map(len, words)), num_words)
     rule = 'gopher_quality: '
     removal = (
         drop_if(num_words < MIN_WORDS, rule + 'too few words', num_words, MIN_WORDS)
@@ -59,12 +59,12 @@ def gopher_quality(document: Document) -> Document | FilterResult:
         or drop_if(
             ellipsis_lines > MAX_ELLIPSIS_LINES, rule + 'lines with an ellipsis', ellipsis_lines, MAX_ELLIPSIS_LINES
         )
-        or _judge_words(rule, text, words)
+        or _check_words(rule, text, words)
         or document
     )
 
 
-def _judge_words(rule: str, text: str, words: Sequence[str]) -> FilterResult | None:
+def _check_words(rule: str, text: str, words: Sequence[str]) -> FilterResult | None:
     # Most words begin with a letter; the search is for the others.
     alphabetic = sum(1 for word in words if word[0].isalpha() or _LETTER.search(word)) / len(words)
     stop_words = _distinct_stop_words(text)

@@ -12,7 +12,7 @@ import numpy as np
 
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult, drop_if
-from maxlm.data.filters.line_stats import filled_lines, repeated_shares
+from maxlm.data.filters.line_stats import filled_lines, repeated_fractions
 
 # Largest shares that are kept, all of them from table A1.
 MAX_REPEATED_LINES = 0.30
@@ -28,8 +28,8 @@ _PARAGRAPH_END = re.compile(r'\n\s*\n')
 def gopher_repetition(document: Document) -> Document | FilterResult:
     """Removes what says the same line, paragraph or phrase again and again."""
     text = document.text
-    lines, line_characters = repeated_shares(filled_lines(text))
-    paragraphs, paragraph_characters = repeated_shares(_PARAGRAPH_END.split(text.strip()))
+    lines, line_characters = repeated_fractions(filled_lines(text))
+    paragraphs, paragraph_characters = repeated_fractions(_PARAGRAPH_END.split(text.strip()))
     rule = 'gopher_repetition: '
     for name, value, bound in (
         ('repeated lines', lines, MAX_REPEATED_LINES),

@@ -10,17 +10,17 @@ def filled_lines(text: str) -> list[str]:
     return [line for line in map(str.strip, text.split('\n')) if line]
 
 
-def share(part: float, whole: float) -> float:
-    """`part` of `whole`, 0 of nothing."""
-    return part / whole if whole else 0.0
+def fraction(num_matching: float, total: float) -> float:
+    """Returns `num_matching / total`, or 0 if `total` is 0."""
+    return num_matching / total if total else 0.0
 
 
-def repeated_shares(parts: Sequence[str]) -> tuple[float, float]:
+def repeated_fractions(parts: Sequence[str]) -> tuple[float, float]:
     """Shares of the parts, and of their characters, that stand in a part that was there before."""
     # The first of equal parts is not repeated, so that leaving out the repeated ones loses nothing.
     unique = set(parts)
     characters = sum(map(len, parts))
     return (
-        share(len(parts) - len(unique), len(parts)),
-        share(characters - sum(map(len, unique)), characters),
+        fraction(len(parts) - len(unique), len(parts)),
+        fraction(characters - sum(map(len, unique)), characters),
     )

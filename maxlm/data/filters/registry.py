@@ -40,10 +40,10 @@ def make_cleaner(names: Sequence[str]) -> Filter:
         if names and document.tokens is not None:
             raise InputError(f'{document.name} is tokenized already: {", ".join(names)} can judge text only')
         for name in names:
-            verdict = FILTERS[name](document)
-            if isinstance(verdict, FilterResult):
-                return verdict
-            document = verdict
+            result = FILTERS[name](document)
+            if isinstance(result, FilterResult):
+                return result
+            document = result
         return document
 
     return clean

@@ -61,19 +61,19 @@ class CleaningReport:
     shortened_documents: int = 0
     removed: dict[str, Removed] = dataclasses.field(default_factory=dict)
 
-    def count(self, document: Document, verdict: Document | FilterResult) -> None:
+    def count(self, document: Document, decision: Document | FilterResult) -> None:
         """Counts the next document as it was before the cleaning, and what came of it."""
         size = _num_bytes(document)
         self.documents += 1
         self.bytes += size
-        if isinstance(verdict, FilterResult):
-            example = Example(document.name, _excerpt(document), _shorten(verdict.detail))
-            before = self.removed.get(verdict.reason, Removed())
-            self.removed[verdict.reason] = before + Removed(1, size, (example,))
+        if isinstance(decision, FilterResult):
+            example = Example(document.name, _excerpt(document), _shorten(decision.detail))
+            before = self.removed.get(decision.reason, Removed())
+            self.removed[decision.reason] = before + Removed(1, size, (example,))
         else:
             self.kept_documents += 1
-            self.kept_bytes += _num_bytes(verdict)
-            self.shortened_documents += verdict.text != document.text
+            self.kept_bytes += _num_bytes(decision)
+            self.shortened_documents += decision.text != document.text
 
     def merge(self, later: CleaningReport) -> CleaningReport:
         """The report of both parts; `later` comes behind in the order of the corpus."""

@@ -39,7 +39,7 @@ def find_inputs(
     exclude: Sequence[str] = (),
     max_files: int = 0,
     max_record_bytes: int = MAX_RECORD_BYTES,
-    on_left_out: OnLeftOut = lambda files: None,
+    on_skipped: OnLeftOut = lambda files: None,
 ) -> list[InputFile]:
     """The files behind `paths`, in the order of `paths` and sorted by name within each.
 
@@ -63,7 +63,7 @@ def find_inputs(
     """
     inputs = []
     for path in paths:
-        files = _files_of(os.fspath(path), tuple(exclude), max_record_bytes, on_left_out)
+        files = _files_of(os.fspath(path), tuple(exclude), max_record_bytes, on_skipped)
         inputs.append(files[: max_files or len(files)])
     _refuse_shared_files(inputs)
     files = [file for given in inputs for file in given]
@@ -83,7 +83,7 @@ def refuse_overlap(training: Sequence[InputFile], validation: Sequence[InputFile
             raise InputError(f'{display_path(file.path)} is in --validation and in --input; move it out of one of them')
 
 
-def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_left_out: OnLeftOut) -> list[InputFile]:
+def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_skipped: OnLeftOut) -> list[InputFile]:
     for prefix, kind in DATASET_PREFIXES.items():
         if given.startswith(prefix):
             return [_dataset(given, kind, max_record_bytes)]
@@ -91,12 +91,12 @@ def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_le
     given = given.removeprefix('file://')
     try:
         if _is_glob(given):
-            return _matches(given, exclude, on_left_out)
+            return _matches(given, exclude, on_skipped)
         entry = filesystem.stat(given)
         source = _last_component(given)
         if not entry.is_directory:
             return [_input_file(entry, source, kind_of(entry.name) or 'text')]
-        files = _taken(list(_walk(given, exclude)), source, on_left_out)
+        files = _select_files(list(_walk(given, exclude)), source, on_skipped)
     except StorageError as error:
         raise InputError(f'{error}; --input takes files, directories, globs and data sets') from error
     if not files:
@@ -116,14 +116,14 @@ def _is_glob(given: str) -> bool:
     return _WILDCARDS.search(given) is not None and not os.path.lexists(given)
 
 
-def _matches(glob: str, exclude: tuple[str, ...], on_left_out: OnLeftOut) -> list[InputFile]:
+def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnLeftOut) -> list[InputFile]:
     root, patterns = _split_glob(glob)
     suffix = PurePosixPath(patterns[-1]).suffix
     is_named = bool(suffix) and not _WILDCARDS.search(suffix)
     # By name: `**` reaches some files in several ways.
     found = {entry.name: entry for entry in _expand(root, '', patterns, exclude)}
     source = _last_component(root)
-    files = _taken([found[name] for name in sorted(found)], source, on_left_out, is_named=is_named)
+    files = _select_files([found[name] for name in sorted(found)], source, on_skipped, is_named=is_named)
     if not files:
         what = f'no file that can be read: {_searched()}' if found else 'nothing'
         raise InputError(f'{display_path(glob)} matches {what}')
@@ -131,7 +131,9 @@ def _matches(glob: str, exclude: tuple[str, ...], on_left_out: OnLeftOut) -> lis
     return files
 
 
-def _taken(entries: Sequence[Entry], source: str, on_left_out: OnLeftOut, *, is_named: bool = False) -> list[InputFile]:
+def _select_files(
+    entries: Sequence[Entry], source: str, on_skipped: OnLeftOut, *, is_named: bool = False
+) -> list[InputFile]:
     """The files that are read; with `is_named` the user has named their suffix."""
     known = [entry for entry in entries if kind_of(entry.name)]
     unknown = [entry for entry in entries if not kind_of(entry.name)]
@@ -139,8 +141,8 @@ def _taken(entries: Sequence[Entry], source: str, on_left_out: OnLeftOut, *, is_
     if not is_named:
         # Token files cannot be mixed with text.
         texts = [] if any(kind_of(entry.name) == 'tokens' for entry in known) else text_files(unknown)
-    taken = {entry.path for entry in texts}
-    on_left_out([entry for entry in unknown if entry.path not in taken])
+    selected = {entry.path for entry in texts}
+    on_skipped([entry for entry in unknown if entry.path not in selected])
     return [
         _input_file(entry, source, kind_of(entry.name) or 'text')
         for entry in sorted([*known, *texts], key=lambda entry: entry.name)

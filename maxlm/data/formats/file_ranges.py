@@ -15,7 +15,7 @@ from maxlm.data.formats.registry import READERS
 from maxlm.storage.errors import StorageError, TransientStorageError
 
 
-def read_documents(piece: FileRange, options: ReadOptions, on_bad: OnBad = raise_bad) -> Iterator[Document]:
+def read_documents(file_range: FileRange, options: ReadOptions, on_bad: OnBad = raise_bad) -> Iterator[Document]:
     """The documents of one piece, in order and one at a time; those without a character or token are left out.
 
     Names are the file's, and where a file holds several documents also what finds one in it without the others: the
@@ -26,7 +26,9 @@ def read_documents(piece: FileRange, options: ReadOptions, on_bad: OnBad = raise
     record (lines of JSONL from 1, as editors count them) and what would be right; the name is the file's or
     `FILE:RECORD`. What is readable behind a bad record is read nevertheless.
     """
-    documents = READERS[piece.file.kind].read(piece.file, piece.start, piece.stop or sys.maxsize, options, on_bad)
+    documents = READERS[file_range.file.kind].read(
+        file_range.file, file_range.start, file_range.stop or sys.maxsize, options, on_bad
+    )
     for document in documents:
         if document.text or (document.tokens is not None and len(document.tokens)):
             yield document
@@ -68,7 +70,8 @@ def split_file(file: InputFile, target_bytes: int) -> list[FileRange]:
         return [FileRange(file, 0, 0, file.size)]
     count = -(-bounds[-1] // target_bytes)
     # At the unit nearest behind each equal share; large units swallow some of them.
-    cuts = {bisect.bisect_left(bounds, bounds[-1] * i // count) for i in range(count)} | {len(bounds) - 1}
+    boundaries = {bisect.bisect_left(bounds, bounds[-1] * i // count) for i in range(count)} | {len(bounds) - 1}
     return [
-        FileRange(file, start, stop, bounds[stop] - bounds[start]) for start, stop in itertools.pairwise(sorted(cuts))
+        FileRange(file, start, stop, bounds[stop] - bounds[start])
+        for start, stop in itertools.pairwise(sorted(boundaries))
     ]

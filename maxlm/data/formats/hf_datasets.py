@@ -26,7 +26,7 @@ from maxlm.data.documents.read_options import MAX_RECORD_BYTES, ReadOptions
 from maxlm.data.formats import parquet
 from maxlm.data.formats.hf_files import limit_files, parquet_file
 from maxlm.data.formats.input_file import InputFile
-from maxlm.data.formats.rows import column_fault, record_fields, row_document, told_rows
+from maxlm.data.formats.rows import checked_rows, column_fault, record_fields, row_document
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError, classify_error, short_message
@@ -97,7 +97,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
         dataset = dataset.select_columns(record_fields(columns, options))
         if not _is_streamed(dataset):
             rows = dataset.select(range(start, min(stop, len(dataset))))
-            for number, row in enumerate(told_rows(rows, file.path), start):
+            for number, row in enumerate(checked_rows(rows, file.path), start):
                 yield from row_document(file, str(number), row, options, on_bad)
             return
         for shard in range(start, min(stop, dataset.num_shards)):
@@ -106,7 +106,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
                 yield from parquet.read(part, 0, sys.maxsize, options, on_bad)
                 continue
             rows = dataset.shard(num_shards=dataset.num_shards, index=shard)
-            for number, row in enumerate(told_rows(rows, file.path)):
+            for number, row in enumerate(checked_rows(rows, file.path)):
                 yield from row_document(file, f'{shard}:{number}', row, options, on_bad)
     except StorageError as error:
         on_bad(file.name, str(error))
@@ -119,7 +119,7 @@ def first_format(file: InputFile, options: ReadOptions) -> str:
 
 def _columns(dataset: Any, file: InputFile, options: ReadOptions) -> list[str]:
     # A stream may learn its columns only from its first row.
-    return dataset.column_names or list(next(told_rows(dataset, file.path), {options.text_key: ''}))
+    return dataset.column_names or list(next(checked_rows(dataset, file.path), {options.text_key: ''}))
 
 
 def _parse(given: str) -> _Spec:

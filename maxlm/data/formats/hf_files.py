@@ -84,12 +84,12 @@ class _Lines(io.RawIOBase):
         return len(content)
 
     def readall(self) -> bytes:
-        parts, size = [], 0
-        while part := self.read(2**20):
-            size += len(part)
+        blocks, size = [], 0
+        while block := self.read(2**20):
+            size += len(block)
             self._check(size, 'a file without lines is')
-            parts.append(part)
-        return b''.join(parts)
+            blocks.append(block)
+        return b''.join(blocks)
 
     def close(self) -> None:
         if not self.closed:
@@ -98,4 +98,4 @@ class _Lines(io.RawIOBase):
 
     def _check(self, size: int, what: str) -> None:
         if size > self._options.max_record_bytes:
-            raise StorageError(f'{display_path(self._path)}: {what} longer than {self._options.limit_told}')
+            raise StorageError(f'{display_path(self._path)}: {what} longer than {self._options.limit_text}')

@@ -48,7 +48,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
                 if content.strip() or not is_whole:
                     try:
                         if not is_whole:
-                            raise ValueError(f'the line is longer than {options.limit_told}')
+                            raise ValueError(f'the line is longer than {options.limit_text}')
                         entry = parse(content, options, offset + len(line) - len(content))
                         yield entry_document(f'{file.name}:{offset}', file.source, entry, options)
                     except ValueError as error:

@@ -45,7 +45,7 @@ FIRST_FORMATS: dict[str, Callable[[InputFile, ReadOptions], str]] = {
 }
 
 
-def find_format(asked: str, files: Sequence[InputFile], *, text_key: str, messages_field: str = '') -> str:
+def find_format(requested: str, files: Sequence[InputFile], *, text_key: str, messages_field: str = '') -> str:
     """What records are (see `ReadOptions.format`): as `asked`, but of `auto` only where there are conversations.
 
     That is seen at the first line of the first file of each source, or at its columns: a corpus may have very many
@@ -55,7 +55,7 @@ def find_format(asked: str, files: Sequence[InputFile], *, text_key: str, messag
         InputError: only conversations, or preferences, are asked for, and a file has no records; some sources hold
             preferences, and others do not; or a file cannot be read.
     """
-    if asked == 'auto':
+    if requested == 'auto':
         if messages_field:
             return 'auto'
         options = ReadOptions(text_key=text_key)
@@ -73,13 +73,13 @@ def find_format(asked: str, files: Sequence[InputFile], *, text_key: str, messag
                     f'{display_path(pairs.path)} holds preferences, and {display_path(file.path)} does not; '
                     'prepare them apart'
                 )
-        asked = 'preference'
-    if asked in ('chat', 'preference'):
+        requested = 'preference'
+    if requested in ('chat', 'preference'):
         for file in files:
             if file.kind not in FIRST_FORMATS:
-                what = 'conversations' if asked == 'chat' else 'preferences'
+                what = 'conversations' if requested == 'chat' else 'preferences'
                 raise InputError(
-                    f'--format={asked}: {display_path(file.path)} is no JSONL, Parquet or data set of the hub, '
+                    f'--format={requested}: {display_path(file.path)} is no JSONL, Parquet or data set of the hub, '
                     f'which {what} come in; --exclude leaves out files of directories'
                 )
-    return asked
+    return requested

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from maxlm.data.documents.document import Document, OnBad
-from maxlm.data.documents.field_names import told_fields
+from maxlm.data.documents.field_names import list_fields
 from maxlm.data.documents.parse_record import RECORD_FIELDS, entry_document
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
@@ -45,11 +45,11 @@ def column_fault(columns: Sequence[str], options: ReadOptions) -> str:
         if wanted and (not options.messages_field or options.messages_field in columns or options.text_key in columns):
             return ''
         missing = f'no column {options.messages_field!r}' if options.messages_field else 'no column of a conversation'
-        return f'{missing}; {told_fields(dict.fromkeys(columns))}; --messages-field names the column'
+        return f'{missing}; {list_fields(dict.fromkeys(columns))}; --messages-field names the column'
     for key in (options.text_key, *options.metadata_keys):
         if key not in columns:
             option = '--text-field' if key == options.text_key else '--metadata-keys'
-            return f'no column {key!r}; {told_fields(dict.fromkeys(columns))}; {option} names the column'
+            return f'no column {key!r}; {list_fields(dict.fromkeys(columns))}; {option} names the column'
     return ''
 
 
@@ -68,7 +68,7 @@ def without_none(value: Any) -> Any:
     return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def told_rows(rows: Iterable[Any], path: str) -> Iterator[Any]:
+def checked_rows(rows: Iterable[Any], path: str) -> Iterator[Any]:
     """Yields `rows`. An error that a library raises between them becomes a StorageError that names `path`."""
     iterator = iter(rows)
     while True:
@@ -102,7 +102,7 @@ def text_of(value: Any) -> str:
 
 def _refuse_long(text: str, options: ReadOptions) -> None:
     if len(text) > options.max_record_bytes:
-        raise ValueError(f'the text is longer than {options.limit_told}')
+        raise ValueError(f'the text is longer than {options.limit_text}')
 
 
 def plain(value: Any) -> Any:

@@ -39,7 +39,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
         on_bad(file.name, f'{path}: damaged or cut short ({error}); fetch or compress it again')
         return
     if is_compressed(file.name) and len(content) > options.max_record_bytes:
-        on_bad(file.name, f'{path}: is longer than {options.limit_told}')
+        on_bad(file.name, f'{path}: is longer than {options.limit_text}')
         return
     try:
         text = content.decode('utf-8')

@@ -18,7 +18,7 @@ from typing import Any
 from maxlm.data.documents.document import Document, OnBad
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
-from maxlm.data.formats.rows import column_fault, row_document, told_rows
+from maxlm.data.formats.rows import checked_rows, column_fault, row_document
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
@@ -63,7 +63,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
         if fault := column_fault(sorted(builder.info.features or ()), options):
             on_bad(file.name, f'{file.path}: {fault}')
             return
-        examples = told_rows(_examples(builder, _split(file.path), start, stop), file.path)
+        examples = checked_rows(_examples(builder, _split(file.path), start, stop), file.path)
         for number, example in enumerate(examples, start):
             yield from row_document(file, str(number), example, options, on_bad)
     except StorageError as error:

@@ -47,8 +47,8 @@ class TrainingRows:
         return sys.maxsize
 
     def locate(self, row: int) -> tuple[int, int]:
-        part, place = self.mixture[row]
-        return part, self.orders[part][place]
+        source, position = self.mixture[row]
+        return source, self.orders[source][position]
 
 
 class ValidationRows:
@@ -64,8 +64,8 @@ class ValidationRows:
         if row >= len(self):
             return None
         number = feistel_permutation(row, len(self), seed=0)
-        part = bisect.bisect_right(self._firsts, number) - 1
-        return part, number - self._firsts[part]
+        source = bisect.bisect_right(self._firsts, number) - 1
+        return source, number - self._firsts[source]
 
 
 class Batches:
@@ -76,7 +76,7 @@ class Batches:
     of the order; the last batch is filled up with rows of weight 0.
 
     Args:
-        parts: where the windows are; all of the same length, with the same tokenizer.
+        sources: of the windows; all of the same length, with the same tokenizer.
         order: of the windows of all parts.
         global_batch: windows of a batch over all hosts.
         rows: those of the global batch that this host wants; None = all. The other hosts do not change them.
@@ -88,20 +88,20 @@ class Batches:
 
     def __init__(
         self,
-        parts: Sequence[WeightedSource],
+        sources: Sequence[WeightedSource],
         order: RowOrder,
         *,
         global_batch: int,
         rows: slice | None = None,
-        tell_sources: bool = False,
+        with_sources: bool = False,
         num_batches: int = 0,
         seq_len_schedule: Sequence[tuple[int, int]] = (),
     ):
-        self._parts = parts
+        self._sources = sources
         self.order = order
         self.global_batch = global_batch
         self._rows = range(global_batch)[rows or slice(None)]
-        self._tell_sources = tell_sources
+        self._with_sources = with_sources
         self._context_schedule = seq_len_schedule
         available = -(-len(order) // global_batch)
         self._length = min(available, num_batches or available, sys.maxsize // global_batch)
@@ -114,28 +114,28 @@ class Batches:
         if not 0 <= step < len(self):
             raise IndexError(step)
         first = step * self.global_batch
-        places = [self.order.locate(first + row) for row in self._rows]
+        positions = [self.order.locate(first + row) for row in self._rows]
         # One token is a last target and nothing to read: a row of padding.
         streams = [
-            np.zeros(1, np.int32) if place is None else self._parts[place[0]].windows.stream(place[1])
-            for place in places
+            np.zeros(1, np.int32) if position is None else self._sources[position[0]].windows.stream(position[1])
+            for position in positions
         ]
-        cut = self._cut(step)
-        batch = self._parts[0].windows.batch(streams, parts=cut)
-        if self._tell_sources:
-            sources = [0 if place is None else self._source(*place) for place in places]
-            batch['sources'] = np.repeat(np.array(sources, np.int32), cut)
+        num_splits = self._num_splits(step)
+        batch = self._sources[0].windows.batch(streams, num_splits=num_splits)
+        if self._with_sources:
+            sources = [0 if position is None else self._source(*position) for position in positions]
+            batch['sources'] = np.repeat(np.array(sources, np.int32), num_splits)
         return batch
 
-    def _source(self, part: int, window: int) -> int:
-        return self._parts[part].names[self._parts[part].windows.shard_of(window)]
+    def _source(self, source: int, window: int) -> int:
+        return self._sources[source].names[self._sources[source].windows.shard_of(window)]
 
-    def _cut(self, step: int) -> int:
-        cut = 1
-        for first_step, parts in self._context_schedule:
+    def _num_splits(self, step: int) -> int:
+        num_splits = 1
+        for first_step, splits in self._context_schedule:
             if first_step <= step:
-                cut = parts
-        return cut
+                num_splits = splits
+        return num_splits
 
 
 class StepIndexedBatches(Protocol):

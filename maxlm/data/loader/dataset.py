@@ -59,7 +59,7 @@ def check_alike(a: Dataset, b: Dataset) -> None:
 
 
 # Sources whose losses are told apart; a list of files, each a source of its own, can be long.
-MAX_SOURCES_TOLD = 64
+MAX_SOURCES_LISTED = 64
 
 
 def _warn(line: str) -> None:
@@ -167,23 +167,25 @@ class TrainingData:
         Raises:
             InputError: a source has nothing to train on.
         """
-        parts = self._parts('train')
-        for part, source in zip(parts, self.sources, strict=True):
+        weighted_sources = self._weighted_sources('train')
+        for part, source in zip(weighted_sources, self.sources, strict=True):
             if not len(part.windows):
-                raise InputError(f'{_told(source)}: the train split is empty; maxlm.prepare needs more text for it')
+                raise InputError(
+                    f'{_display_name(source)}: the train split is empty; maxlm.prepare needs more text for it'
+                )
         orders = [
             # Sources of the same size are not in the same order.
             ShuffledIndex(
                 part.windows.shard_windows, seed=(self.data.seed + number) % 2**32, pool_shards=self.data.shuffle_shards
             )
-            for number, part in enumerate(parts)
+            for number, part in enumerate(weighted_sources)
         ]
         return Batches(
-            parts,
+            weighted_sources,
             TrainingRows(self.mixture, orders),
             global_batch=global_batch,
             rows=rows,
-            tell_sources=bool(self.names),
+            with_sources=bool(self.names),
             seq_len_schedule=seq_len_schedule,
         )
 
@@ -195,22 +197,22 @@ class TrainingData:
         Raises:
             InputError: there is nothing to validate on.
         """
-        parts = self._parts('validation')
-        if not any(len(part.windows) for part in parts):
+        weighted_sources = self._weighted_sources('validation')
+        if not any(len(part.windows) for part in weighted_sources):
             raise InputError(
-                f'{_told(self.sources[0])}: the validation split is empty; maxlm.prepare needs more text for it'
+                f'{_display_name(self.sources[0])}: the validation split is empty; maxlm.prepare needs more text for it'
             )
         return Batches(
-            parts,
-            ValidationRows([len(part.windows) for part in parts]),
+            weighted_sources,
+            ValidationRows([len(part.windows) for part in weighted_sources]),
             global_batch=global_batch,
             rows=rows,
-            tell_sources=bool(self.names),
+            with_sources=bool(self.names),
             num_batches=num_batches,
         )
 
     def fetcher(
-        self, training: Batches | None, start_step: int, on_alarm: OnWarning = _warn
+        self, training: Batches | None, start_step: int, on_warning: OnWarning = _warn
     ) -> Fetcher | contextlib.nullcontext[None]:
         """Fetches from buckets, ahead of use, what the steps of `training` from `start_step` on read, and the
         validation splits, which stay. Does nothing where all is here.
@@ -230,7 +232,7 @@ class TrainingData:
             assert isinstance(training.order, TrainingRows)
             shards = [source.shards('train') for source in self.sources]
             for reading in upcoming_reads(training.order, training.global_batch, start_step):
-                files = self.sources[reading.part].remote_files(shards[reading.part][s] for s in reading.shards)
+                files = self.sources[reading.source].remote_files(shards[reading.source][s] for s in reading.shards)
                 if files:
                     yield PlannedRead(files, reading.first_step, reading.last_step)
 
@@ -238,10 +240,10 @@ class TrainingData:
         try:
             return Fetcher(
                 uses(),
-                on_alarm=on_alarm,
+                on_warning=on_warning,
                 capacity_bytes=int(self.data.cache_limit_gib * 2**30),
                 threads=self.data.download_threads,
-                known=itertools.chain(*every),
+                all_files=itertools.chain(*every),
             )
         except InputError as error:
             raise InputError(
@@ -266,8 +268,8 @@ class TrainingData:
             'order': VERSION,
         }
 
-    def _parts(self, split: str) -> list[WeightedSource]:
-        parts = []
+    def _weighted_sources(self, split: str) -> list[WeightedSource]:
+        weighted_sources = []
         # All rows of a batch are of one kind.
         marked = any(source.dataset.masked for source in self.sources)
         for number, source in enumerate(self.sources):
@@ -276,11 +278,11 @@ class TrainingData:
                 names = [number] * len(windows.shards)
             else:
                 names = [self.names.index(shard.source) if self.names else 0 for shard in windows.shards]
-            parts.append(WeightedSource(windows, names))
-        return parts
+            weighted_sources.append(WeightedSource(windows, names))
+        return weighted_sources
 
 
-def open_training_data(data: DataConfig, *, tell_sources: bool = True, on_alarm: OnWarning = _warn) -> TrainingData:
+def open_training_data(data: DataConfig, *, with_sources: bool = True, on_warning: OnWarning = _warn) -> TrainingData:
     """The data sets that `data.sources`, or else `data.path`, names; without `tell_sources` none is told apart.
 
     `on_alarm` is told when a bucket does not answer and what is cached is used.
@@ -290,16 +292,16 @@ def open_training_data(data: DataConfig, *, tell_sources: bool = True, on_alarm:
             preferences and others do not.
     """
     if not data.sources:
-        dataset, url = _open(data.path, data, on_alarm)
+        dataset, url = _open(data.path, data, on_warning)
         _check_packed(dataset, data)
         source = Source('', dataset, '', 1.0, url)
         names = tuple({shard.source: None for split in source.dataset.splits.values() for shard in split.shards})
-        return TrainingData(data, (source,), names if tell_sources and 1 < len(names) <= MAX_SOURCES_TOLD else ())
+        return TrainingData(data, (source,), names if with_sources and 1 < len(names) <= MAX_SOURCES_LISTED else ())
     opened: dict[str, tuple[Dataset, str]] = {}
     sources = []
     for entry, weight in data.sources:
         path, _, only = entry.partition('#')
-        opened[path] = opened.get(path) or _open(path, data, on_alarm)
+        opened[path] = opened.get(path) or _open(path, data, on_warning)
         dataset, url = opened[path]
         sources.append(Source(_name(entry), dataset, only, float(weight), url))
     repeated = [name for name, count in Counter(source.name for source in sources).items() if count > 1]
@@ -314,10 +316,10 @@ def open_training_data(data: DataConfig, *, tell_sources: bool = True, on_alarm:
         check_alike(a.dataset, b.dataset)
         _check_same_tokenizer(a.dataset, b.dataset)
     names = tuple(source.name for source in sources)
-    return TrainingData(data, tuple(sources), names if tell_sources and len(names) <= MAX_SOURCES_TOLD else ())
+    return TrainingData(data, tuple(sources), names if with_sources and len(names) <= MAX_SOURCES_LISTED else ())
 
 
-def _open(path: str, data: DataConfig, on_alarm: OnWarning) -> tuple[Dataset, str]:
+def _open(path: str, data: DataConfig, on_warning: OnWarning) -> tuple[Dataset, str]:
     """A data set and, if it lies in a bucket, its URL; then only its manifest is here."""
     protocol, separator, rest = path.partition('://')
     if not separator:
@@ -325,7 +327,7 @@ def _open(path: str, data: DataConfig, on_alarm: OnWarning) -> tuple[Dataset, st
     # Below the cache whatever the URL says: files there are deleted to make room.
     below = [part for part in rest.split('/') if part not in ('', '.', '..')]
     directory = Path(data.cache_dir).expanduser().joinpath(protocol, *below)
-    manifest = fetch_manifest(path, directory, on_alarm=on_alarm)
+    manifest = fetch_manifest(path, directory, on_warning=on_warning)
     return load_manifest(directory, complete=False), manifest.url
 
 
@@ -334,7 +336,7 @@ def _name(entry: str) -> str:
     return source or path.rstrip('/').rpartition('/')[2]
 
 
-def _told(source: Source) -> str:
+def _display_name(source: Source) -> str:
     return f'{source.dataset.path}#{source.only}' if source.only else str(source.dataset.path)
 
 

@@ -12,7 +12,7 @@ PERIOD = 1024
 # Weights are fractions of this: integers, so that every machine counts the same.
 UNIT = 2**40
 # Rows whose arrangement is kept, in whole periods: those that the batches being read ahead can be in.
-ROWS_KEPT = 64 * PERIOD
+NUM_CACHED_ROWS = 64 * PERIOD
 
 
 class Mixture:
@@ -54,18 +54,18 @@ class Mixture:
         """The source of a row, and how many rows of that source were before it."""
         if len(self._units) == 1:
             return 0, row
-        period, place = divmod(row, self._period)
+        period, position = divmod(row, self._period)
         source_of, number_of = self._cached_arrangement(period)
-        return int(source_of[place]), int(number_of[place])
+        return int(source_of[position]), int(number_of[position])
 
-    def served(self, rows: int) -> list[int]:
+    def rows_taken(self, rows: int) -> list[int]:
         """How many of the first `rows` rows are from each source."""
-        period, place = divmod(rows, self._period)
+        period, position = divmod(rows, self._period)
         source_of, _ = self._cached_arrangement(period)
-        within = np.bincount(source_of[:place], minlength=len(self._units)).tolist()
+        within = np.bincount(source_of[:position], minlength=len(self._units)).tolist()
         return [before + count for before, count in zip(self._before(period), within, strict=True)]
 
-    def find(self, source: int, number: int) -> int:
+    def row_of(self, source: int, number: int) -> int:
         """The row at which a source has its row `number`: `self[find(s, n)] == (s, n)`."""
         low, high = 0, 1
         while self._before(high)[source] <= number:
@@ -79,7 +79,7 @@ class Mixture:
 
     def _keep_arrangements(self) -> None:
         # Two at least: a batch can be in both.
-        self._cached_arrangement = functools.lru_cache(max(2, ROWS_KEPT // self._period))(self._arrangement)
+        self._cached_arrangement = functools.lru_cache(max(2, NUM_CACHED_ROWS // self._period))(self._arrangement)
 
     def _before(self, periods: int) -> list[int]:
         """Rows of each source in the first `periods` periods."""

@@ -14,18 +14,18 @@ class ShardRead(NamedTuple):
 
     first_step: int
     last_step: int
-    part: int
+    source: int
     shards: tuple[int, ...]
 
 
 def upcoming_reads(rows: TrainingRows, global_batch: int, start_step: int) -> Iterator[ShardRead]:
     """All readings from `start_step` on, without end, by first step."""
 
-    def of_part(part: int) -> Iterator[ShardRead]:
-        start = rows.mixture.served(start_step * global_batch)[part]
-        for span in rows.orders[part].spans(start):
-            first = rows.mixture.find(part, max(span.start, start))
-            last = rows.mixture.find(part, span.stop - 1)
-            yield ShardRead(first // global_batch, last // global_batch, part, span.shards)
+    def reads_of_source(source: int) -> Iterator[ShardRead]:
+        start = rows.mixture.rows_taken(start_step * global_batch)[source]
+        for block in rows.orders[source].blocks(start):
+            first = rows.mixture.row_of(source, max(block.start, start))
+            last = rows.mixture.row_of(source, block.stop - 1)
+            yield ShardRead(first // global_batch, last // global_batch, source, block.shards)
 
-    return heapq.merge(*map(of_part, range(len(rows.orders))), key=lambda reading: reading.first_step)
+    return heapq.merge(*map(reads_of_source, range(len(rows.orders))), key=lambda reading: reading.first_step)

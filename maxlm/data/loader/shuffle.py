@@ -22,23 +22,23 @@ ROUNDS = 8
 # until it says a number that is within the range: 9 ms for a place of 10 items, 0.02 ms of 12 000.
 TABLE_SIZE = 2**14
 # Tables that are kept, of 32 KB at most: those of the pools of all sources that data is read ahead from.
-TABLES_KEPT = 512
+NUM_CACHED_TABLES = 512
 # Epochs whose pools are kept: those that the batches being read ahead can be in.
-EPOCHS_KEPT = 4
+NUM_CACHED_EPOCHS = 4
 
 
-def feistel_permutation(place: int, size: int, seed: int) -> int:
+def feistel_permutation(position: int, size: int, seed: int) -> int:
     """The item at a place of a permutation of `size` items, 0 … size - 1: a pure function, and the same for ever.
 
     Up to TABLE_SIZE items the permutation sorts random bits of the seed, and is kept for a while. Of more it is
     computed place by place by a small cipher (`grain.experimental.index_shuffle`).
     """
     if size <= TABLE_SIZE:
-        return int(_table(size, seed)[place])
-    return int(index_shuffle(place, max_index=size - 1, seed=seed, rounds=ROUNDS))
+        return int(_table(size, seed)[position])
+    return int(index_shuffle(position, max_index=size - 1, seed=seed, rounds=ROUNDS))
 
 
-@functools.lru_cache(TABLES_KEPT)
+@functools.lru_cache(NUM_CACHED_TABLES)
 def _table(size: int, seed: int) -> np.ndarray:
     # NumPy promises the bits of a generator for ever, and the way of its `permutation` not.
     return np.argsort(np.random.Philox(key=seed).random_raw(size), kind='stable').astype(np.uint16)
@@ -74,36 +74,36 @@ class ShuffledIndex:
         self._seed = seed
         self._pool_shards = min(pool_shards or len(shard_windows), len(shard_windows))
         assert len(self) > 0
-        self._cached_pools = functools.lru_cache(EPOCHS_KEPT)(self._pools)
+        self._cached_pools = functools.lru_cache(NUM_CACHED_EPOCHS)(self._pools)
 
     def __getstate__(self) -> tuple[list[int], int, int]:
         return self._firsts, self._seed, self._pool_shards
 
     def __setstate__(self, state: tuple[list[int], int, int]) -> None:
         self._firsts, self._seed, self._pool_shards = state
-        self._cached_pools = functools.lru_cache(EPOCHS_KEPT)(self._pools)
+        self._cached_pools = functools.lru_cache(NUM_CACHED_EPOCHS)(self._pools)
 
     def __len__(self) -> int:
         """Windows of an epoch."""
         return self._firsts[-1]
 
-    def __getitem__(self, place: int) -> int:
+    def __getitem__(self, position: int) -> int:
         """The window at a place of the endless order, 0 … len - 1."""
-        epoch, place = divmod(place, len(self))
+        epoch, position = divmod(position, len(self))
         pools = self._cached_pools(epoch)
-        pool = bisect.bisect_right(pools.starts, place) - 1
+        pool = bisect.bisect_right(pools.starts, position) - 1
         size = pools.starts[pool + 1] - pools.starts[pool]
-        index = feistel_permutation(place - pools.starts[pool], size, _seed(self._seed, epoch, 1 + pool))
+        index = feistel_permutation(position - pools.starts[pool], size, _seed(self._seed, epoch, 1 + pool))
         member = bisect.bisect_right(pools.offsets[pool], index) - 1
         return self._firsts[pools.shards[pool][member]] + index - pools.offsets[pool][member]
 
-    def spans(self, place: int) -> Iterator[ShuffleBlock]:
+    def blocks(self, position: int) -> Iterator[ShuffleBlock]:
         """The pools of the order, without end, from the one on that `place` is in."""
-        for epoch in itertools.count(place // len(self)):
+        for epoch in itertools.count(position // len(self)):
             pools = self._cached_pools(epoch)
             for shards, (start, stop) in zip(pools.shards, itertools.pairwise(pools.starts), strict=True):
                 first = epoch * len(self)
-                if first + stop > place:
+                if first + stop > position:
                     yield ShuffleBlock(first + start, first + stop, shards)
 
     def _pools(self, epoch: int) -> _Pools:
@@ -111,7 +111,7 @@ class ShuffledIndex:
         filled = [shard for shard, (a, b) in enumerate(itertools.pairwise(self._firsts)) if b > a]
         if self._pool_shards < len(self._firsts) - 1:
             seed = _seed(self._seed, epoch, 0)
-            filled = [filled[feistel_permutation(place, len(filled), seed)] for place in range(len(filled))]
+            filled = [filled[feistel_permutation(position, len(filled), seed)] for position in range(len(filled))]
         shards = _batched(filled, self._pool_shards)
         offsets = [
             list(itertools.accumulate((self._firsts[shard + 1] - self._firsts[shard] for shard in pool), initial=0))

@@ -52,7 +52,7 @@ class Sequences:
         self._isolate_documents = isolate_documents
         # Whether streams are of marked tokens.
         self.marked = marked or dataset.masked
-        self._to_mark = marked and not dataset.masked
+        self._adds_flags = marked and not dataset.masked
         # First window of each shard, and one past the last of all.
         self._firsts = list(itertools.accumulate(self.shard_windows, initial=0))
 
@@ -83,13 +83,13 @@ class Sequences:
         start = (number - self._firsts[shard]) * self.window
         stop = min(start + self.window + 1, self._reader.shards[shard].tokens)
         stream = self._reader.read(shard, start, stop)
-        return encode_stream_flags(stream, self._end_of_document) if self._to_mark else stream
+        return encode_stream_flags(stream, self._end_of_document) if self._adds_flags else stream
 
     def __getitem__(self, number: int) -> Batch:
         """One window, arrays [T]; raises as `stream` does."""
         return {name: rows[0] for name, rows in self.batch([self.stream(number)]).items()}
 
-    def batch(self, streams: Sequence[np.ndarray], *, parts: int = 1) -> Batch:
+    def batch(self, streams: Sequence[np.ndarray], *, num_splits: int = 1) -> Batch:
         """`window_batch` of streams of these windows, or of others of the same length and tokenizer."""
         return window_batch(
             streams,
@@ -97,7 +97,7 @@ class Sequences:
             end_of_document=self._end_of_document,
             isolate_documents=self._isolate_documents,
             marked=self.marked,
-            parts=parts,
+            num_splits=num_splits,
         )
 
 
@@ -108,7 +108,7 @@ def window_batch(
     end_of_document: int,
     isolate_documents: bool,
     marked: bool = False,
-    parts: int = 1,
+    num_splits: int = 1,
 ) -> Batch:
     """Windows put side by side, each cut into `parts` of T = window / parts tokens: arrays [B, T], B = streams · parts.
 
@@ -129,7 +129,7 @@ def window_batch(
         marked: whether streams are of marked tokens; see `marks`.
         parts: rows that a window is cut into.
     """
-    T = window // parts
+    T = window // num_splits
     full = np.zeros((len(streams), window + 1), np.uint32 if marked else np.int32)
     for number, stream in enumerate(streams):
         full[number, : len(stream)] = stream

@@ -24,7 +24,7 @@ class OtherDataError(InputError):
     """The existing data set was made from other inputs or options."""
 
 
-def refuse_other_data(dataset: Dataset, name: str, made_from: dict[str, Any], *, skip_failed: bool) -> None:
+def check_same_data(dataset: Dataset, name: str, made_from: dict[str, Any], *, skip_failed: bool) -> None:
     """Raises OtherDataError unless a data set, called `name` in messages, is the one that is asked for."""
     changes = [
         f'{key} {dataset.made_from.get(key)}, not {value}' if key != 'inputs' else 'other input files'
@@ -49,9 +49,9 @@ def published(url: str, made_from: dict[str, Any], *, skip_failed: bool) -> list
         InputError: it cannot be read.
     """
     with tempfile.TemporaryDirectory() as folder:
-        fetch_manifest(url, Path(folder), on_alarm=lambda line: print(f'prepare: {line}', file=sys.stderr))
+        fetch_manifest(url, Path(folder), on_warning=lambda line: print(f'prepare: {line}', file=sys.stderr))
         dataset = load_manifest(folder, complete=False)
-        refuse_other_data(dataset, display_path(url), made_from, skip_failed=skip_failed)
+        check_same_data(dataset, display_path(url), made_from, skip_failed=skip_failed)
         lines = summary(dataset, f'{display_path(url)} is already prepared from these inputs', cleaned=False)
     return [line.replace(folder, display_path(url)) for line in lines]
 

@@ -118,17 +118,17 @@ class DocumentFilter:
             place, self._place = self._place, self._place + 1
             if place >= len(self._verdicts.codes):
                 raise self._changed()
-            verdict = FilterDecision(int(self._verdicts.codes[place]))
-            if verdict is FilterDecision.FILTERED:
+            decision = FilterDecision(int(self._verdicts.codes[place]))
+            if decision is FilterDecision.FILTERED:
                 continue
             if self._verdicts.shortened[place]:
                 cleaned = self._clean(document)
                 if isinstance(cleaned, FilterResult):
                     raise self._changed()
                 document = cleaned
-            if verdict in DUPLICATE_REASONS:
+            if decision in DUPLICATE_REASONS:
                 detail = self._verdicts.kept_names.get(place, '')
-                self.duplicates.count(document, FilterResult(DUPLICATE_REASONS[verdict], detail))
+                self.duplicates.count(document, FilterResult(DUPLICATE_REASONS[decision], detail))
                 self.duplicates.shortened_documents += bool(self._verdicts.shortened[place])
             else:
                 kept.append(document)

@@ -33,42 +33,42 @@ BATCH_CHARACTERS = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """Pieces of one source, in order. Picklable.
+    """File ranges of one source, in order. Picklable.
 
     Attributes:
-        number: place among all groups.
-        pieces: what is read; at least one.
-        held_out: given to be validated on, all of it.
+        number: index among all partitions.
+        file_ranges: ranges to read; at least one.
+        is_validation: all of it is validation data.
     """
 
     number: int
-    pieces: tuple[FileRange, ...]
-    held_out: bool
+    file_ranges: tuple[FileRange, ...]
+    is_validation: bool
 
     @property
     def source(self) -> str:
         """What all of its documents are from."""
-        return self.pieces[0].file.source
+        return self.file_ranges[0].file.source
 
     @property
     def size(self) -> int:
         """Bytes of input."""
-        return sum(piece.size for piece in self.pieces)
+        return sum(file_range.size for file_range in self.file_ranges)
 
     @property
     def name(self) -> str:
         """For messages: where it begins, and how much it is."""
-        first = self.pieces[0]
-        more = len({piece.file.path for piece in self.pieces}) - 1
+        first = self.file_ranges[0]
+        more = len({file_range.file.path for file_range in self.file_ranges}) - 1
         part = f' from {first.start:,}' if first.start else ''
         return display_path(first.file.path) + part + (f' and {more:,} more files' if more else '')
 
     @functools.cached_property
     def identity(self) -> str:
         """Checksum of what is read."""
-        files = [(piece.file, piece.start, piece.stop) for piece in self.pieces]
+        files = [(file_range.file, file_range.start, file_range.stop) for file_range in self.file_ranges]
         facts = [(f.name, f.source, f.kind, f.size, f.version, start, stop) for f, start, stop in files]
-        return identity_of(self.number, self.held_out, facts)
+        return identity_of(self.number, self.is_validation, facts)
 
 
 class PartitionTask:
@@ -104,9 +104,11 @@ def make_partitions(training: Sequence[InputFile], validation: Sequence[InputFil
     """Cuts the files into pieces and packs these, in order, into groups; those to validate on come last."""
     total = sum(file.size for file in (*training, *validation))
     target = min(MAX_GROUP_BYTES, max(MIN_GROUP_BYTES, total // GROUPS))
-    parts = [(False, pieces) for pieces in _pack(training, target)]
-    parts += [(True, pieces) for pieces in _pack(validation, target)]
-    return [Partition(number, pieces, held_out) for number, (held_out, pieces) in enumerate(parts)]
+    partitions = [(False, file_ranges) for file_ranges in _pack(training, target)]
+    partitions += [(True, file_ranges) for file_ranges in _pack(validation, target)]
+    return [
+        Partition(number, file_ranges, is_validation) for number, (is_validation, file_ranges) in enumerate(partitions)
+    ]
 
 
 def read_batches(
@@ -131,36 +133,38 @@ def read_batches(
 
     batch: list[Document] = []
     characters = done = 0
-    for piece in group.pieces:
-        left = piece.size
-        for document in read_documents(piece, reading.options, on_bad):
+    for file_range in group.file_ranges:
+        num_bytes_left = file_range.size
+        for document in read_documents(file_range, reading.options, on_bad):
             batch.append(document)
             # Token files have two or four bytes per token.
             size = len(document.text) if document.tokens is None else 2 * len(document.tokens)
-            spent = min(left, size)
-            left, done, characters = left - spent, done + spent, characters + size
+            spent = min(num_bytes_left, size)
+            num_bytes_left, done, characters = num_bytes_left - spent, done + spent, characters + size
             if characters >= BATCH_CHARACTERS:
                 yield batch, done
                 batch, characters, done = [], 0, 0
-        done += left
+        done += num_bytes_left
     if batch or done:
         yield batch, done
 
 
 def _pack(files: Sequence[InputFile], target: int) -> list[tuple[FileRange, ...]]:
     with concurrent.futures.ThreadPoolExecutor(LOOKUP_THREADS) as pool:
-        pieces = [piece for found in pool.map(lambda file: _cut(file, target), files) for piece in found]
+        file_ranges = [
+            file_range for found in pool.map(lambda file: _split(file, target), files) for file_range in found
+        ]
     groups: list[list[FileRange]] = []
     size = target
-    for piece in pieces:
-        if size >= target or groups[-1][0].file.source != piece.file.source:
+    for file_range in file_ranges:
+        if size >= target or groups[-1][0].file.source != file_range.file.source:
             groups.append([])
             size = 0
-        groups[-1].append(piece)
-        size += piece.size
+        groups[-1].append(file_range)
+        size += file_range.size
     return [tuple(group) for group in groups]
 
 
-def _cut(file: InputFile, target: int) -> list[FileRange]:
+def _split(file: InputFile, target: int) -> list[FileRange]:
     # The same as `cut` gives for such a file, which it would open.
     return [FileRange(file, 0, 0, file.size)] if file.size <= target else split_file(file, target)

@@ -25,7 +25,7 @@ from maxlm.data.prepare.sample import Preview
 from maxlm.data.prepare.scan import Cleaning, ScanTask, VerdictFile, deduplicate
 from maxlm.data.prepare.task_results import identity_of, load_result, save_result
 from maxlm.data.prepare.train_val_split import HASH_RANGE, SAMPLE_BYTES
-from maxlm.data.prepare.write_shards import ChatShards, WriteShards, left_behind
+from maxlm.data.prepare.write_shards import ChatShards, WriteShards, find_leftover_files
 from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from maxlm.errors import InputError, os_message
@@ -172,7 +172,9 @@ def remove_leftovers(dataset: Dataset, *, cleaned: bool) -> None:
     """Removes what is no part of the finished data set, all of it made by this program."""
     shutil.rmtree(dataset.path / WORK_DIRECTORY, ignore_errors=True)
     remove_partial_files(dataset.path)
-    for path in left_behind(dataset.path, [shard for split in dataset.splits.values() for shard in split.shards]):
+    for path in find_leftover_files(
+        dataset.path, [shard for split in dataset.splits.values() for shard in split.shards]
+    ):
         path.unlink()
     if not dataset.chat_template_sha256:
         (dataset.path / CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
@@ -212,9 +214,9 @@ class _Stages:
         shown = self._means.show_progress and cleaning.duplicates != 'none'
         with StageBar('duplicates', total=0, show=shown) as bar:
             verdicts += deduplicate(surveys, bar.step)
-        filtered = {survey.group.number: survey.load()[1] for survey in surveys}
-        _refuse_empty([filtered[survey.group.number] for survey in surveys if not survey.group.held_out])
-        return [survey.group for survey in surveys], verdicts, filtered
+        filtered = {scan.group.number: scan.load()[1] for scan in surveys}
+        _refuse_empty([filtered[scan.group.number] for scan in surveys if not scan.group.is_validation])
+        return [scan.group for scan in surveys], verdicts, filtered
 
     def begin(
         self, groups: Sequence[Partition], verdicts: Sequence[VerdictFile | None]
@@ -226,7 +228,7 @@ class _Stages:
         known = load_result(stamp, identity)
         if known and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == known['tokenizer_sha256']:
             return Tokenizer.load(path), _validation_of(known)
-        training = [place for place, group in enumerate(groups) if not group.held_out]
+        training = [place for place, group in enumerate(groups) if not group.is_validation]
         preview = Preview(
             [groups[place] for place in training],
             [verdicts[place] for place in training],
@@ -264,7 +266,7 @@ class _Stages:
                 reading=self._recipe.reading,
                 verdicts=file,
                 filters=self._recipe.cleaning.filters,
-                validation=ValidationChoice(HASH_RANGE) if group.held_out else validation,
+                validation=ValidationChoice(HASH_RANGE) if group.is_validation else validation,
                 tokenizer_sha256=tokenizer.sha256,
                 infill=self._recipe.infill,
                 block=self._recipe.block,
@@ -301,7 +303,7 @@ class _Stages:
             )
         for place, reason in failed.items():
             group = unfinished[place].group
-            first = group.pieces[0].file.name
+            first = group.file_ranges[0].file.name
             self.left_out.append({'name': f'group {group.number}, from {first}', 'reason': reason})
         lost = {id(unfinished[place]) for place in failed}
         return [task for task in tasks if id(task) not in lost]

@@ -70,11 +70,11 @@ class Preview:
 
     def _documents(self, place: int) -> Iterator[Document]:
         group, verdicts = self.groups[place], self.verdicts[place]
-        sieve = DocumentFilter(group.name, verdicts.load() if verdicts else None, self.filters)
+        document_filter = DocumentFilter(group.name, verdicts.load() if verdicts else None, self.filters)
         try:
             # What is left out is reported when it is written.
             for documents, _ in read_batches(group, self.reading, left_out=[]):
-                yield from sieve.keep(documents)
+                yield from document_filter.keep(documents)
         except TransientError as error:
             # A sample that depends on what answers today is only for those who asked for it.
             if not self.skip_failed:

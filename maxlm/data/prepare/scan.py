@@ -153,14 +153,12 @@ def deduplicate(surveys: Sequence[ScanTask], on_step: Callable[[int, int], None]
         InputError: a result is missing or cannot be written.
     """
     # The sort is stable.
-    order = sorted(range(len(surveys)), key=lambda place: not surveys[place].group.held_out)
+    order = sorted(range(len(surveys)), key=lambda place: not surveys[place].group.is_validation)
     cleaning = surveys[0].cleaning
     corpus = identity_of([surveys[place].identity for place in order], dataclasses.asdict(cleaning))
     files = [
-        VerdictFile(
-            survey.work / f'verdicts-{survey.group.number:05d}.json', identity_of(corpus, survey.group.identity)
-        )
-        for survey in surveys
+        VerdictFile(scan.work / f'verdicts-{scan.group.number:05d}.json', identity_of(corpus, scan.group.identity))
+        for scan in surveys
     ]
     if all(FilterDecisions.load(file.path, file.identity) for file in files):
         return files
@@ -180,9 +178,9 @@ def deduplicate(surveys: Sequence[ScanTask], on_step: Callable[[int, int], None]
 def _find(surveys: Sequence[ScanTask], on_step: Callable[[int, int], None]) -> list[Duplicates]:
     cleaning = surveys[0].cleaning
     return find_duplicates(
-        [survey.signatures_path for survey in surveys],
+        [scan.signatures_path for scan in surveys],
         threshold=cleaning.near_threshold if cleaning.duplicates == 'near' else None,
-        identities=[survey.identity for survey in surveys],
+        identities=[scan.identity for scan in surveys],
         on_step=on_step,
     )
 
@@ -196,7 +194,7 @@ def _named(found: Duplicates) -> np.ndarray:
 
 def _names_of_kept(surveys: Sequence[ScanTask], duplicates: Sequence[Duplicates | None]) -> dict[int, str]:
     numbers = sorted({int(i) for found in duplicates if found is not None for i in found.kept[_named(found)]})
-    names = kept_names([survey.signatures_path for survey in surveys], numbers) if numbers else []
+    names = kept_names([scan.signatures_path for scan in surveys], numbers) if numbers else []
     return dict(zip(numbers, names, strict=True))
 
 

@@ -133,14 +133,14 @@ class WriteShards(PartitionTask):
             TransientError: the storage fails.
         """
         tokenizer = _load_tokenizer(self.output / TOKENIZER_FILE, self.tokenizer_sha256)
-        sieve = DocumentFilter(self.name, self.verdicts.load() if self.verdicts else None, self.filters)
+        document_filter = DocumentFilter(self.name, self.verdicts.load() if self.verdicts else None, self.filters)
         # An earlier result must not stand for the shards that are written now, if this is killed in between.
         self.result_path.unlink(missing_ok=True)
         left_out: list[dict[str, str]] = []
         with contextlib.ExitStack() as stack:
             splits = {name: self._output(name, tokenizer, stack) for name in SPLITS}
             for read, size in read_batches(self.group, self.reading, left_out):
-                documents = list(self.validation.parts(sieve.keep(read)))
+                documents = list(self.validation.parts(document_filter.keep(read)))
                 num_tokens = 0
                 for document, encoded in self._encode(documents, tokenizer, left_out):
                     splits['validation' if self.validation.includes(document.name) else 'train'].add(
@@ -150,12 +150,12 @@ class WriteShards(PartitionTask):
                 for split in splits.values():
                     split.flush()
                 report(size, len(documents), num_tokens)
-            sieve.finish()
+            document_filter.finish()
             counts = {name: split.finish() for name, split in splits.items()}
         facts = {
             'splits': {name: _to_facts(split) for name, split in counts.items()},
             'left_out': left_out,
-            'duplicates': sieve.duplicates.to_json(),
+            'duplicates': document_filter.duplicates.to_json(),
         }
         save_result(self.result_path, self.identity, facts)
 
@@ -242,7 +242,7 @@ def _from_facts(facts: dict[str, Any]) -> SplitCounts:
     return SplitCounts(shard, facts['text_bytes'], unpack(facts['token_counts']), facts['chat'])
 
 
-def left_behind(output: Path, kept: Sequence[Shard]) -> list[Path]:
+def find_leftover_files(output: Path, kept: Sequence[Shard]) -> list[Path]:
     """Shards in `output` that earlier runs wrote and that are none of `kept`."""
     names = {shard.name for shard in kept}
     found = [path for split in SPLITS for path in sorted(output.glob(f'{split}-*.arrayrecord'))]

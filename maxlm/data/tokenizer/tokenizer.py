@@ -147,7 +147,7 @@ class Tokenizer:
         encoded = _encode_batch(self._library, texts)
         if self.kind == 'ids':
             for text, ids in zip(texts, encoded, strict=True):
-                self._refuse_other_words(text, ids)
+                self._check_ids(text, ids)
         return encoded
 
     def encode_batch_inside(self, texts: Sequence[str], *, after_special: bool = False) -> list[np.ndarray]:
@@ -188,7 +188,7 @@ class Tokenizer:
         library.encode_special_tokens = True
         return library
 
-    def _refuse_other_words(self, text: str, ids: np.ndarray) -> None:
+    def _check_ids(self, text: str, ids: np.ndarray) -> None:
         wrong = np.flatnonzero(ids == self.end_of_document)
         if len(wrong):
             raise InputError(

@@ -31,7 +31,7 @@ def check_data(context: CheckContext) -> CheckResult:
     with tempfile.TemporaryDirectory(prefix='maxlm-doctor-') as cache:
         data = dataclasses.replace(context.config.data, cache_dir=cache)
         try:
-            corpus = open_training_data(data, tell_sources=False, on_alarm=warnings.append)
+            corpus = open_training_data(data, with_sources=False, on_warning=warnings.append)
             slow = []
             for source in corpus.sources:
                 shards = source.shards('train')

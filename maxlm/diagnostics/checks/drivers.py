@@ -44,7 +44,7 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
         return failure(f'{hardware.told}, and libtpu is missing: JAX would run on the CPU', "pip install 'maxlm[tpu]'")
     if hardware.nvidia is None:
         return failure(
-            f'{hardware.told}, and their driver does not answer ({hardware.trouble})',
+            f'{hardware.told}, and their driver does not answer ({hardware.problem})',
             f'install a driver from {_dotted(OLDEST_DRIVERS["cuda12"])} on; in a container, start it with --gpus all',
         )
     driver = hardware.nvidia.driver

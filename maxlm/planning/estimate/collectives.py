@@ -86,11 +86,11 @@ def _gathers(config: Config) -> list[Transfer]:
     directions = 1 if model.remat_policy == 'none' and mesh.stage == 1 else 2
     of = _padded_tables(config)
     # A table that also is the output projection comes twice.
-    whole = width * (of.positions + of.tokens + (of.head or of.tokens))
+    all_weights = width * (of.positions + of.tokens + (of.head or of.tokens))
     blocks = (1 if model.matmul_precision == 'fp8' else width) * block_parameters(model) / mesh.tensor
     return [
         _transfer(config, 'all-gather', SAVING_AXES, blocks, directions * _layers(config)),
-        _transfer(config, 'all-gather', SAVING_AXES, whole / mesh.tensor, config.rounds),
+        _transfer(config, 'all-gather', SAVING_AXES, all_weights / mesh.tensor, config.rounds),
     ]
 
 

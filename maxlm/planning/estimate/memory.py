@@ -132,7 +132,7 @@ def estimate_memory(
     gradient, filler = _gradient_and_filler(config, backend)
     # The sum over micro-batches, and what is being added to it: a pipeline sums over its iterations.
     gradients = gradient * (2 if config.accumulation > 1 else 1)
-    activations, on_host = _kept(config, sizes, backend)
+    activations, on_host = _saved_activation_bytes(config, sizes, backend)
     copies = _copied_weights(config, sizes, backend)
     head = _vocabulary(config, sizes, backend)
     at_layers = gradients + activations + copies + _layer_work(config, sizes, backend, capability) + head.table
@@ -214,23 +214,23 @@ def _matrices(config: Config, sizes: _Sizes) -> int:
     return sizes.D * sizes.H * 2 * (sizes.N + sizes.K) + sizes.D * sizes.F * (3 if sizes.gated else 2)
 
 
-def _kept(config: Config, sizes: _Sizes, backend: Backend) -> tuple[int, int]:
+def _saved_activation_bytes(config: Config, sizes: _Sizes, backend: Backend) -> tuple[int, int]:
     """Bytes that the backward pass keeps of all layers: on the device and on the host."""
     model, mesh = config.model, config.mesh
     tokens = sizes.B * sizes.T
     stream = tokens * sizes.D * sizes.width
-    by_layer, on_host = _kept_of_layer(config, sizes, backend), 0
+    by_layer, on_host = _saved_bytes_of_layer(config, sizes, backend), 0
     if model.remat_policy == 'offload':
         on_host = sizes.layers * stream
-    kept = sizes.layers * by_layer
+    saved = sizes.layers * by_layer
     if mesh.stage > 1:
         # The chunk's input of every iteration, and the slots of all micro-batches, twice, as the loop's carry.
         iterations = mesh.num_pipeline_repeats * config.accumulation + mesh.stage - 1
-        kept += stream * (iterations + 2 * config.accumulation)
-    return int(kept), int(on_host)
+        saved += stream * (iterations + 2 * config.accumulation)
+    return int(saved), int(on_host)
 
 
-def _kept_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> float:
+def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> float:
     model = config.model
     D, F, N, K, H, width = sizes.D, sizes.F, sizes.N, sizes.K, sizes.H, sizes.width
     tokens = sizes.B * sizes.T
@@ -259,9 +259,9 @@ def _kept_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> float:
     ffn = {'swiglu': 5, 'gelu': backend.gelu, 'gelu_tanh': backend.gelu, 'relu2': 1.5}[model.activation] * F
     # What goes into products, in 8 bits where they are.
     inputs = (2 * D + N * H + F) * (1 if model.matmul_precision == 'fp8' else width)
-    kept = norms + tokens * ((heads + ffn) * width + inputs) + statistics
+    saved = norms + tokens * ((heads + ffn) * width + inputs) + statistics
     # The matrices as they were used: the gathered ones are left out by name, but not what they were reshaped to.
-    return kept + _matrices(config, sizes) * (1 if model.matmul_precision == 'fp8' else width)
+    return saved + _matrices(config, sizes) * (1 if model.matmul_precision == 'fp8' else width)
 
 
 def _gathers(config: Config) -> bool:

@@ -76,16 +76,18 @@ def shard_size(config: Config, weight: Weight, *, zero: int) -> int:
 
 def shard_shape(config: Config, weight: Weight, *, zero: int) -> tuple[int, ...]:
     """The part of a weight that one device holds."""
-    return tuple(size // parts for size, parts in zip(weight.shape, _parts_of(config, weight, zero), strict=True))
+    return tuple(
+        size // num_shards for size, num_shards in zip(weight.shape, _shards_by_axis(config, weight, zero), strict=True)
+    )
 
 
-def _parts_of(config: Config, weight: Weight, zero: int) -> list[int]:
+def _shards_by_axis(config: Config, weight: Weight, zero: int) -> list[int]:
     """By dimension, the devices that a weight is split over."""
-    axes = splitting_axes(weight.shape, weight.axes, lambda axis: _parts(config, axis, 3))
-    return [math.prod(_parts(config, axis, zero) for axis in each) for each in axes]
+    axes = splitting_axes(weight.shape, weight.axes, lambda axis: _num_shards(config, axis, 3))
+    return [math.prod(_num_shards(config, axis, zero) for axis in each) for each in axes]
 
 
-def _parts(config: Config, axis: str, zero: int) -> int:
+def _num_shards(config: Config, axis: str, zero: int) -> int:
     if axis in SAVING and zero < 3:
         return 1
     sizes = config.mesh.sizes
@@ -110,11 +112,13 @@ def moment_bytes(config: Config, weight: Weight) -> int:
 
 def _scale_bytes(config: Config, weight: Weight) -> int:
     """Of the blocks' scales, placed as `maxlm.training.optimizers.quantized_moments.place_moment` places them."""
-    *rest, last = _parts_of(config, weight, 3)
+    *rest, last = _shards_by_axis(config, weight, 3)
     number = num_blocks(weight.shape[-1])
-    whole = any(parts == 1 and size % last == 0 for size, parts in zip(weight.shape[:-1], rest, strict=True))
-    parts = math.prod(rest) * (last if number % last == 0 or whole else 1)
-    return 4 * math.prod(weight.shape[:-1]) * number // parts
+    is_replicated = any(
+        num_shards == 1 and size % last == 0 for size, num_shards in zip(weight.shape[:-1], rest, strict=True)
+    )
+    num_shards = math.prod(rest) * (last if number % last == 0 or is_replicated else 1)
+    return 4 * math.prod(weight.shape[:-1]) * number // num_shards
 
 
 def _shard_bytes(leaf: Any) -> int:

@@ -37,11 +37,11 @@ def test_room_is_made_of_what_is_used_up(files, tmp_path):
     assert room.admit(PlannedRead((files[2],), 2, 6))
     assert not room.admit(PlannedRead((files[3],), 5, 8))
     assert fetch_queue(room) == '012'
-    room.advance(4)
+    room.advance_to(4)
     assert not room.admit(PlannedRead((files[3],), 5, 8))
     assert there(tmp_path) == '012'
     assert room.next_end == 4
-    room.advance(5)
+    room.advance_to(5)
     assert room.admit(PlannedRead((files[3],), 5, 8))
     # As much as is needed, and no more.
     assert there(tmp_path) == '12'
@@ -54,7 +54,7 @@ def test_what_is_used_again_stays(files, tmp_path):
     assert room.admit(PlannedRead(tuple(files[:2]), 0, 1))
     assert room.admit(PlannedRead((files[0],), 2, 3))
     assert fetch_queue(room) == '01'
-    room.advance(2)
+    room.advance_to(2)
     assert room.admit(PlannedRead((files[2], files[3]), 4, 5))
     assert there(tmp_path) == '0'
     assert fetch_queue(room) == '23'
@@ -69,7 +69,7 @@ def test_without_a_limit_nothing_goes_and_the_plan_has_an_end(files, tmp_path, m
             admitted += 1
         assert admitted == step + 5
         fetch_queue(room)
-        room.advance(step + 1)
+        room.advance_to(step + 1)
     assert there(tmp_path) == '0123456789'
 
 
@@ -80,7 +80,7 @@ def test_what_an_earlier_run_left_counts_and_goes_first(files, tmp_path):
     files[0].path.write_bytes(b'another size')
     room = CachePolicy(20)
     for file in files:
-        room.adopt(file)
+        room.register(file)
     # The other size goes at once: it would be read, or be on the disk together with the new file.
     assert there(tmp_path) == '.8.partial17'
     assert room.admit(PlannedRead(tuple(files[:2]), 0, 0))
@@ -93,7 +93,7 @@ def test_what_is_being_fetched_does_not_go(files):
     assert room.admit(PlannedRead(tuple(files[:2]), 0, 0))
     held = room.queue.popleft()
     held.state = 'fetching'
-    room.advance(1)
+    room.advance_to(1)
     assert not room.admit(PlannedRead(tuple(files[2:4]), 1, 1))
     # What was not begun is no longer wanted.
     assert [held.file.path.name for held in room.queue] == []
@@ -108,7 +108,7 @@ def test_what_was_deleted_by_others_is_fetched_again_while_it_is_needed(files):
     fetch_queue(room)
     room.requeue_vanished()
     assert not room.queue
-    room.advance(1)
+    room.advance_to(1)
     files[0].path.unlink()
     files[1].path.unlink()
     assert room.admit(PlannedRead((files[2],), 3, 3))
@@ -130,12 +130,12 @@ def test_a_step_that_can_never_have_its_files_is_refused(files):
     room = CachePolicy(39)
     assert all(room.admit(use) for use in uses[:2])
     fetch_queue(room)
-    room.advance(4)
+    room.advance_to(4)
     assert room.admit(uses[2])
     fetch_queue(room)
     # Not due yet: it could be that room is made.
     assert not room.admit(uses[3])
-    room.advance(5)
+    room.advance_to(5)
     with pytest.raises(InputError, match='too small: step 5 reads files of 40 bytes'):
         room.admit(uses[3])
 
@@ -150,9 +150,9 @@ def test_random_orders_keep_the_limit_and_never_stop(files, tmp_path):
         capacity = next(size for size in range(10, 200, 10) if fits(uses, size))
         room, pending = CachePolicy(capacity), list(uses)
         for file in files:
-            room.adopt(file)
+            room.register(file)
         for step in range(uses[-1].last_step + 1):
-            room.advance(step)
+            room.advance_to(step)
             while pending and room.admit(pending[0]):
                 fetch_queue(room)
                 del pending[0]

@@ -53,13 +53,13 @@ def put_dataset(gcs, shards=('0', '1'), contents=CONTENTS, tokenizer=TOKENIZER):
 def test_the_manifest_and_the_tokenizer_come_first(gcs, tmp_path, alarms, files):
     cache = tmp_path / 'cache'
     put_dataset(gcs)
-    manifest = fetch_manifest('gs://bucket/data/', cache, on_alarm=alarms.append)
+    manifest = fetch_manifest('gs://bucket/data/', cache, on_warning=alarms.append)
     assert manifest.files(cache) == files[:2]
     assert (cache / 'dataset.json').read_bytes() == gcs.objects['bucket', 'data/dataset.json'].content
     assert (cache / 'tokenizer.json').read_bytes() == TOKENIZER
     assert sorted(path.name for path in cache.iterdir()) == ['dataset.json', 'tokenizer.json']
     gcs.requests.clear()
-    assert fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append) == manifest
+    assert fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append) == manifest
     assert [one.name for one in gcs.requests] == ['data/dataset.json']
     assert alarms == []
 
@@ -72,9 +72,9 @@ def test_a_chat_template_comes_with_the_tokenizer(gcs, tmp_path, alarms):
     gcs.put('bucket', 'data/dataset.json', json.dumps(facts).encode())
     gcs.put('bucket', 'data/chat_template.jinja', b'another')
     with pytest.raises(InputError, match=r'gs://bucket/data/chat_template.jinja is not that of dataset.json'):
-        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+        fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     gcs.put('bucket', 'data/chat_template.jinja', template)
-    fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     assert (cache / 'chat_template.jinja').read_bytes() == template
 
 
@@ -85,11 +85,11 @@ def test_without_the_bucket_the_cached_manifest_is_used(gcs, tmp_path, alarms):
     with pytest.raises(
         TransientStorageError, match=r'gs://bucket/data/dataset.json: no answer \(Connection refused\)$'
     ):
-        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+        fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     gcs.appear()
-    manifest = fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    manifest = fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     gcs.vanish()
-    assert fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append) == manifest
+    assert fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append) == manifest
     assert alarms == [
         f'gs://bucket/data/dataset.json: no answer (Connection refused); going on with dataset.json in {cache}'
     ]
@@ -97,24 +97,24 @@ def test_without_the_bucket_the_cached_manifest_is_used(gcs, tmp_path, alarms):
     content = (cache / 'dataset.json').read_bytes()
     (cache / 'dataset.json').write_bytes(content[:50])
     with pytest.raises(TransientStorageError):
-        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+        fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     (cache / 'dataset.json').write_bytes(content)
     (cache / 'tokenizer.json').write_bytes(b'{}')
     with pytest.raises(TransientStorageError):
-        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+        fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
 
 
 def test_another_data_set_does_not_use_what_is_cached_of_the_first(gcs, tmp_path, alarms, files, monkeypatch):
     monkeypatch.setattr(wait, 'POLL_SECONDS', 0.001)
     cache = tmp_path / 'cache'
     put_dataset(gcs)
-    fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
-    with Fetcher([PlannedRead(tuple(files[:2]), 0, 0)], on_alarm=alarms.append):
+    fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
+    with Fetcher([PlannedRead(tuple(files[:2]), 0, 0)], on_warning=alarms.append):
         wait_for_file(files[0].path)
         wait_for_file(files[1].path)
     # Shard 1 of it has the same name and size, and other content.
     put_dataset(gcs, contents=[CONTENTS[0], CONTENTS[7]], tokenizer=b'{"model": "other"}')
-    fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     assert cached(files) == [0]
     assert (cache / 'tokenizer.json').read_bytes() == b'{"model": "other"}'
 
@@ -122,9 +122,9 @@ def test_another_data_set_does_not_use_what_is_cached_of_the_first(gcs, tmp_path
 def test_a_manifest_that_cannot_be_used_leaves_no_cache(gcs, tmp_path, alarms):
     cache = tmp_path / 'cache'
     with pytest.raises(InputError, match=r'gs://bucket/data/dataset.json: No such file'):
-        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+        fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     put_dataset(gcs)
     gcs.put('bucket', 'data/tokenizer.json', b'{}')
     with pytest.raises(InputError, match=r'gs://bucket/data/tokenizer.json is not that of dataset.json'):
-        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+        fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     assert not cache.exists()

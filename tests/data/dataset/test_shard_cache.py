@@ -78,7 +78,7 @@ def read(file):
 def test_all_is_fetched_in_parallel_and_once(gcs, files, alarms):
     """The last file is not answered before another was begun after it: two are on their way at the same time."""
     held = gcs.fault('hold', match='data/0', times=1)
-    with Fetcher([PlannedRead(tuple(files), 0, 0)], on_alarm=alarms.append, threads=4):
+    with Fetcher([PlannedRead(tuple(files), 0, 0)], on_warning=alarms.append, threads=4):
         assert held.reached.wait(60)
         for file, content in list(zip(files, CONTENTS, strict=True))[1:]:
             assert read(file) == content
@@ -86,7 +86,7 @@ def test_all_is_fetched_in_parallel_and_once(gcs, files, alarms):
         held.released.set()
         assert read(files[0]) == CONTENTS[0]
     assert len(gcs.asked()) == 4 * len(files)
-    with Fetcher(each_epoch(files), on_alarm=alarms.append) as fetcher:
+    with Fetcher(each_epoch(files), on_warning=alarms.append) as fetcher:
         for step in range(50):
             fetcher.advance(step)
             assert read(files[step // 2 % 8]) == CONTENTS[step // 2 % 8]
@@ -101,8 +101,8 @@ def test_the_disk_is_bounded_at_all_times(gcs, files, alarms, capacity):
     with Fetcher(
         each_epoch(files),
         capacity_bytes=capacity,
-        on_alarm=alarms.append,
-        known=files,
+        on_warning=alarms.append,
+        all_files=files,
         on_bytes=lambda added: usage.append(disk_usage(files)),
     ) as fetcher:
         for step in range(48):
@@ -117,14 +117,14 @@ def test_the_disk_is_bounded_at_all_times(gcs, files, alarms, capacity):
     assert len(gcs.asked()) >= 3 * 8 * 4 - 4
     assert alarms == []
     # Control: without the limit all of it stays.
-    with Fetcher([PlannedRead(tuple(files), 0, 0)], on_alarm=alarms.append):
+    with Fetcher([PlannedRead(tuple(files), 0, 0)], on_warning=alarms.append):
         for file in files:
             wait_for_file(file.path)
     assert disk_usage(files) == 8 * SIZE
 
 
 def test_a_file_that_is_open_can_be_read_after_it_went(gcs, files, alarms):
-    with Fetcher(each_epoch(files, 1), capacity_bytes=SIZE, on_alarm=alarms.append) as fetcher:
+    with Fetcher(each_epoch(files, 1), capacity_bytes=SIZE, on_warning=alarms.append) as fetcher:
         wait_for_file(files[0].path)
         with files[0].path.open('rb') as opened:
             fetcher.advance(1)
@@ -134,12 +134,14 @@ def test_a_file_that_is_open_can_be_read_after_it_went(gcs, files, alarms):
 
 
 def test_the_next_run_goes_on_and_makes_room_of_what_was_left(gcs, files, alarms):
-    with Fetcher([PlannedRead(tuple(files[:3]), 0, 0)], on_alarm=alarms.append):
+    with Fetcher([PlannedRead(tuple(files[:3]), 0, 0)], on_warning=alarms.append):
         for file in files[:3]:
             wait_for_file(file.path)
     files[3].partial.write_bytes(CONTENTS[3][:600])
     gcs.requests.clear()
-    with Fetcher([PlannedRead((files[0], files[3]), 0, 0)], capacity_bytes=2000, on_alarm=alarms.append, known=files):
+    with Fetcher(
+        [PlannedRead((files[0], files[3]), 0, 0)], capacity_bytes=2000, on_warning=alarms.append, all_files=files
+    ):
         assert read(files[3]) == CONTENTS[3]
     assert cached(files) == [0, 3]
     assert [(one.name, one.start) for one in gcs.asked()] == [('data/3', 600), ('data/3', 900)]
@@ -154,7 +156,7 @@ def test_a_vanished_bucket_raises_an_alarm_and_training_goes_on_with_what_is_cac
         proceed.acquire()
 
     with Fetcher(
-        each_epoch(files), capacity_bytes=2000, threads=1, on_alarm=alarms.append, known=files, wait=wait
+        each_epoch(files), capacity_bytes=2000, threads=1, on_warning=alarms.append, all_files=files, wait=wait
     ) as fetcher:
         wait_for_file(files[0].path)
         wait_for_file(files[1].path)
@@ -191,7 +193,7 @@ def test_a_vanished_bucket_raises_an_alarm_and_training_goes_on_with_what_is_cac
 )
 def test_who_waits_for_a_file_that_cannot_be_had_is_told_why(gcs, files, alarms, kind, reason):
     gcs.fault(kind, match='data/1')
-    with Fetcher([PlannedRead((file,), step, step) for step, file in enumerate(files)], on_alarm=alarms.append):
+    with Fetcher([PlannedRead((file,), step, step) for step, file in enumerate(files)], on_warning=alarms.append):
         with pytest.raises(InputError, match=rf'^gs://bucket/data/1: {reason}'):
             wait_for_file(files[1].path)
         # The others are not concerned.
@@ -199,10 +201,10 @@ def test_who_waits_for_a_file_that_cannot_be_had_is_told_why(gcs, files, alarms,
     assert len(alarms) == 1
     # The next start knows nothing of it.
     gcs.faults.clear()
-    with Fetcher([], known=files, on_alarm=alarms.append):
+    with Fetcher([], all_files=files, on_warning=alarms.append):
         pass
     assert not list(files[0].path.parent.glob('.*.failed'))
-    with Fetcher([PlannedRead((files[1],), 0, 0)], on_alarm=alarms.append):
+    with Fetcher([PlannedRead((files[1],), 0, 0)], on_warning=alarms.append):
         assert read(files[1]) == CONTENTS[1]
     assert len(alarms) == 1
 
@@ -228,7 +230,7 @@ def test_readers_in_other_processes_wait(gcs, files, alarms):
     held = gcs.fault('hold', match='data/0')
     gcs.fault(403, match='data/1')
     missing = files[0].path.parent / 'x'
-    with Fetcher([PlannedRead((file,), 0, 0) for file in files], on_alarm=alarms.append) as fetcher:
+    with Fetcher([PlannedRead((file,), 0, 0) for file in files], on_warning=alarms.append) as fetcher:
         assert held.reached.wait(60)
         process = start_reader(files[0].path)
         held.released.set()
@@ -250,7 +252,7 @@ def test_closing_ends_the_waiting_of_threads(gcs, files, alarms):
         except InputError as error:
             raised.put(str(error))
 
-    fetcher = Fetcher(each_epoch(files), on_alarm=alarms.append)
+    fetcher = Fetcher(each_epoch(files), on_warning=alarms.append)
     with fetcher:
         thread = threading.Thread(target=reader)
         thread.start()
@@ -269,8 +271,8 @@ def test_a_local_file_needs_nobody(tmp_path):
 
 def test_two_fetchers_share_a_directory(gcs, files, alarms):
     with (
-        Fetcher(each_epoch(files), on_alarm=alarms.append) as one,
-        Fetcher(each_epoch(files[::-1]), on_alarm=alarms.append) as other,
+        Fetcher(each_epoch(files), on_warning=alarms.append) as one,
+        Fetcher(each_epoch(files[::-1]), on_warning=alarms.append) as other,
     ):
         for step in range(16):
             one.advance(step)
@@ -283,7 +285,7 @@ def test_two_fetchers_share_a_directory(gcs, files, alarms):
 
 def test_what_another_deletes_is_fetched_again(gcs, files, alarms, monkeypatch):
     monkeypatch.setattr(shard_cache, 'RECHECK_SECONDS', 0.01)
-    with Fetcher([PlannedRead(tuple(files), 0, 0)], on_alarm=alarms.append):
+    with Fetcher([PlannedRead(tuple(files), 0, 0)], on_warning=alarms.append):
         for file in files:
             wait_for_file(file.path)
         files[4].path.unlink()
@@ -293,17 +295,17 @@ def test_what_another_deletes_is_fetched_again(gcs, files, alarms, monkeypatch):
 def test_a_limit_that_is_too_small_is_refused(files, alarms):
     uses = [PlannedRead((files[0],), 0, 5), PlannedRead((files[1],), 0, 1), PlannedRead((files[2], files[1]), 2, 4)]
     with pytest.raises(InputError, match=r'a cache of 2,999 bytes is too small: step 2 reads files of 3,000 bytes'):
-        Fetcher(uses, capacity_bytes=2999, on_alarm=alarms.append)
-    Fetcher(uses, capacity_bytes=3000, on_alarm=alarms.append)
+        Fetcher(uses, capacity_bytes=2999, on_warning=alarms.append)
+    Fetcher(uses, capacity_bytes=3000, on_warning=alarms.append)
 
 
 def test_a_limit_that_turns_out_too_small_is_told_to_readers(gcs, files, alarms, monkeypatch):
     monkeypatch.setattr(shard_cache, 'CHECKED_USES', 1)
     uses = [PlannedRead((files[0],), 0, 5), PlannedRead((files[1],), 1, 1)]
-    with Fetcher(uses, capacity_bytes=1500, on_alarm=alarms.append) as fetcher:
+    with Fetcher(uses, capacity_bytes=1500, on_warning=alarms.append) as fetcher:
         wait_for_file(files[0].path)
         fetcher.advance(1)
-        fetcher._news.set()
+        fetcher._wake.set()
         with pytest.raises(InputError, match='a cache of 1,500 bytes is too small: step 1 reads files of 2,000 bytes'):
             wait_for_file(files[1].path)
 
@@ -316,7 +318,7 @@ def test_an_order_that_fails_ends_the_waiting(gcs, files, alarms, monkeypatch):
         yield PlannedRead((files[0],), 0, 0)
         raise ArithmeticError('beyond its end')
 
-    with Fetcher(uses(), known=files, on_alarm=alarms.append) as fetcher:
+    with Fetcher(uses(), all_files=files, on_warning=alarms.append) as fetcher:
         with pytest.raises(InputError, match='nothing is fetching it'):
             wait_for_file(files[1].path)
         with pytest.raises(InputError, match='cannot be told what is to be fetched: ArithmeticError: beyond its end'):
@@ -326,7 +328,7 @@ def test_an_order_that_fails_ends_the_waiting(gcs, files, alarms, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_named(gcs, files, alarms, tmp_path, monkeypatch):
     (tmp_path / 'cache').write_text('a file')
     with pytest.raises(InputError, match=r'cache: .*; give a directory for the cache that can be written'):
-        Fetcher([PlannedRead((files[0],), 0, 0)], on_alarm=alarms.append).__enter__()
+        Fetcher([PlannedRead((files[0],), 0, 0)], on_warning=alarms.append).__enter__()
     (tmp_path / 'cache').unlink()
 
     def full(path, content, **_):
@@ -335,7 +337,7 @@ def test_a_cache_that_cannot_be_written_is_named(gcs, files, alarms, tmp_path, m
     monkeypatch.setattr(shard_cache, 'atomic_write', full)
     gcs.fault(403, match='data/1')
     # Where not even the reason can be written nobody waits for it.
-    with Fetcher([PlannedRead((files[1],), 0, 0)], on_alarm=alarms.append) as fetcher:
+    with Fetcher([PlannedRead((files[1],), 0, 0)], on_warning=alarms.append) as fetcher:
         with pytest.raises(InputError, match='nothing is fetching it'):
             wait_for_file(files[1].path)
         with pytest.raises(InputError, match='No space left on device; gs://bucket/data/1: access denied'):

@@ -1,6 +1,6 @@
 import pytest
 
-from maxlm.data.filters.line_stats import filled_lines, repeated_shares, share
+from maxlm.data.filters.line_stats import filled_lines, fraction, repeated_fractions
 
 
 def test_lines_that_hold_something():
@@ -19,9 +19,9 @@ def test_lines_that_hold_something():
     ],
 )
 def test_repeated_shares(parts, shares):
-    assert repeated_shares(parts) == pytest.approx(shares)
+    assert repeated_fractions(parts) == pytest.approx(shares)
 
 
 def test_share_of_nothing():
-    assert share(0, 0) == 0
-    assert share(1, 4) == 0.25
+    assert fraction(0, 0) == 0
+    assert fraction(1, 4) == 0.25

@@ -75,7 +75,7 @@ def test_unknown_files_of_a_directory_are_told_by_their_content(root):
         with fsspec.open(f'{root}/{name}', 'wb', auto_mkdir=True) as file:
             file.write(content)
     left_out = []
-    files = find_inputs([root], on_left_out=left_out.extend)
+    files = find_inputs([root], on_skipped=left_out.extend)
     assert {file.name for file in files} == set(contents)
     assert {file.kind for file in files} == {'text'}
     assert {entry.name for entry in left_out} == set(binary)

@@ -52,7 +52,7 @@ def test_shares_and_sources_of_rows(three):
         np.testing.assert_array_equal(origin(batch), batch['sources'] + 1)
         rows.update(batch['sources'].tolist())
     assert [rows[source] for source in range(3)] == pytest.approx([1024, 614, 410], abs=1)
-    assert corpus.mixture.served(2048) == [rows[source] for source in range(3)]
+    assert corpus.mixture.rows_taken(2048) == [rows[source] for source in range(3)]
 
 
 def test_every_window_of_a_source_once_per_epoch_of_it(three):
@@ -104,7 +104,7 @@ def test_sources_within_one_data_set(make_dataset):
     assert weighted.names == ('code', 'web')
     assert Counter(weighted.train_batches(1024)[0]['sources'].tolist())[0] == pytest.approx(922, abs=1)
     assert corpus.fingerprint(8) != weighted.fingerprint(8)
-    silent = open_training_data(DataConfig(path=path, seq_len=WINDOW), tell_sources=False)
+    silent = open_training_data(DataConfig(path=path, seq_len=WINDOW), with_sources=False)
     assert silent.names == ()
     assert 'sources' not in silent.train_batches(4)[0]
 

@@ -25,7 +25,7 @@ def test_shares_are_as_asked(weights):
     mixture = Mixture(weights, seed=1)
     total = sum(weights)
     for rows in (PERIOD, 100 * PERIOD, 10**9):
-        served = mixture.served(rows)
+        served = mixture.rows_taken(rows)
         assert sum(served) == rows
         # Within a period the order is random; the bound is what a whole period may be off.
         for weight, count in zip(weights, served, strict=True):
@@ -43,11 +43,11 @@ def test_rows_of_a_source_count_up_and_are_found(weights):
         assert number == counts[source]
         counts[source] += 1
         if row % 97 == 0:
-            assert mixture.served(row + 1) == [counts[s] for s in range(len(weights))]
-            assert mixture.find(source, number) == row
+            assert mixture.rows_taken(row + 1) == [counts[s] for s in range(len(weights))]
+            assert mixture.row_of(source, number) == row
     # Far away as well.
     source, number = mixture[10**11 + 3]
-    assert mixture.find(source, number) == 10**11 + 3
+    assert mixture.row_of(source, number) == 10**11 + 3
 
 
 def test_sources_take_turns_at_random():
@@ -62,6 +62,6 @@ def test_sources_take_turns_at_random():
 
 def test_a_rare_source_is_served():
     mixture = Mixture([1.0, 1e-4], seed=0)
-    assert mixture.served(10**6)[1] == 99 or mixture.served(10**6)[1] == 100
-    row = mixture.find(1, 0)
+    assert mixture.rows_taken(10**6)[1] == 99 or mixture.rows_taken(10**6)[1] == 100
+    row = mixture.row_of(1, 0)
     assert mixture[row] == (1, 0)

@@ -32,13 +32,13 @@ def test_readings_are_what_the_steps_read(pool_shards, start):
     assert [r.first_step for r in announced] == sorted(r.first_step for r in announced)
     assert announced[0].first_step == start
     for (part, step), shards in read.items():
-        covering = [r for r in announced if r.part == part and r.first_step <= step <= r.last_step]
+        covering = [r for r in announced if r.source == part and r.first_step <= step <= r.last_step]
         assert shards <= {shard for r in covering for shard in r.shards}
     for reading in announced:
         # Both ends are steps that really read from it: nothing is kept for longer than it is used.
         for step in (reading.first_step, reading.last_step):
             if step < stop:
-                assert read[reading.part, step] & set(reading.shards)
+                assert read[reading.source, step] & set(reading.shards)
     if pool_shards:
         assert all(len(r.shards) <= pool_shards for r in announced)
         assert max(r.last_step for r in announced) < sys.maxsize

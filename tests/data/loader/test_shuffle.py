@@ -52,7 +52,7 @@ def test_a_pool_has_its_own_shards_and_their_order_changes():
     orders = []
     for number in range(4):
         spans = []
-        for span in order.spans(number * len(order)):
+        for span in order.blocks(number * len(order)):
             if span.start == (number + 1) * len(order):
                 break
             spans.append(span)
@@ -71,7 +71,7 @@ def test_a_pool_has_its_own_shards_and_their_order_changes():
 def test_spans_begin_with_the_one_that_a_place_is_in(pool_shards):
     order = ShuffledIndex(SHARDS, seed=3, pool_shards=pool_shards)
     for place in range(2 * len(order)):
-        span = next(order.spans(place))
+        span = next(order.blocks(place))
         assert span.start <= place < span.stop
 
 

@@ -66,7 +66,7 @@ def test_windows_that_are_cut_are_shorter_windows(make_dataset, random_shards, p
     dataset = make_dataset(random_shards, block=BLOCK)
     long = Sequences(dataset, 'train', 16, isolate_documents=isolate_documents)
     short = Sequences(dataset, 'train', 16 // parts, isolate_documents=isolate_documents)
-    cut = long.batch([long.stream(number) for number in range(len(long))], parts=parts)
+    cut = long.batch([long.stream(number) for number in range(len(long))], num_splits=parts)
     assert {rows.shape for rows in cut.values()} == {(len(long) * parts, 16 // parts)}
     rows = [{name: rows[i] for name, rows in cut.items()} for i in range(len(long) * parts)]
     # A shard's last window has parts of padding only; the others are the short windows, in order.

@@ -204,7 +204,7 @@ def test_windows_that_are_not_packed_cut_conversations_but_not_masks(tmp_path):
     targets = np.concatenate([row['targets'] for row in rows])[: shard.tokens - 1]
     np.testing.assert_array_equal(targets, token_ids(stream)[1:])
     # Cut once more, as by a schedule of the context.
-    cut = windows.batch([windows.stream(number) for number in range(len(windows))], parts=4)
+    cut = windows.batch([windows.stream(number) for number in range(len(windows))], num_splits=4)
     np.testing.assert_array_equal(cut['weights'].reshape(-1)[: shard.tokens - 1] > 0, is_target(stream)[1:])
     assert cut['positions'].max() < 16
     long, joined = (Sequences(dataset, 'train', 512, isolate_documents=isolate)[0] for isolate in (True, False))

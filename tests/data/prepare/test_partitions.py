@@ -45,7 +45,7 @@ def test_groups_hold_everything_once_and_one_source_each(corpus, small):
     assert len(groups) > 10
     assert [group.number for group in groups] == list(range(len(groups)))
     for group in groups:
-        assert {piece.file.source for piece in group.pieces} == {group.source}
+        assert {piece.file.source for piece in group.file_ranges} == {group.source}
         assert 0 < group.size < 600
     found = names(groups)
     assert len(found) == len(set(found)) == 92
@@ -59,29 +59,29 @@ def test_groups_hold_everything_once_and_one_source_each(corpus, small):
 
 def test_what_is_held_out_comes_last(corpus, small):
     groups = make_partitions(find_inputs(corpus[1:]), find_inputs(corpus[:1]))
-    held_out = [group.held_out for group in groups]
+    held_out = [group.is_validation for group in groups]
     assert held_out == sorted(held_out)
-    assert {group.source for group in groups if group.held_out} == {'a'}
+    assert {group.source for group in groups if group.is_validation} == {'a'}
 
 
 def test_the_identity_is_of_all_that_is_read(corpus):
     group = make_partitions(find_inputs(corpus), [])[1]
-    piece = group.pieces[0]
+    piece = group.file_ranges[0]
     assert group.identity == make_partitions(find_inputs(corpus), [])[1].identity
     others = [
         dataclasses.replace(group, number=7),
-        dataclasses.replace(group, held_out=True),
-        dataclasses.replace(group, pieces=(dataclasses.replace(piece, stop=5),)),
-        dataclasses.replace(group, pieces=(dataclasses.replace(piece, start=5),)),
-        dataclasses.replace(group, pieces=(piece, piece)),
+        dataclasses.replace(group, is_validation=True),
+        dataclasses.replace(group, file_ranges=(dataclasses.replace(piece, stop=5),)),
+        dataclasses.replace(group, file_ranges=(dataclasses.replace(piece, start=5),)),
+        dataclasses.replace(group, file_ranges=(piece, piece)),
     ]
     for field, value in {'name': 'n', 'source': 's', 'kind': 'text', 'size': 1, 'version': 'v'}.items():
         file = dataclasses.replace(piece.file, **{field: value})
-        others.append(dataclasses.replace(group, pieces=(dataclasses.replace(piece, file=file),)))
+        others.append(dataclasses.replace(group, file_ranges=(dataclasses.replace(piece, file=file),)))
     assert len({group.identity, *(other.identity for other in others)}) == len(others) + 1
     # Where it lies does not count.
     moved = dataclasses.replace(piece, file=dataclasses.replace(piece.file, path='/elsewhere'))
-    assert dataclasses.replace(group, pieces=(moved,)).identity == group.identity
+    assert dataclasses.replace(group, file_ranges=(moved,)).identity == group.identity
     reading = ReadSettings(ReadOptions(), skip_bad=False)
     assert reading.identity != ReadSettings(ReadOptions(), skip_bad=True).identity
     assert reading.identity != ReadSettings(ReadOptions(text_key='body'), skip_bad=False).identity
@@ -113,7 +113,7 @@ def failing_group(tmp_path, monkeypatch, cause):
 
     monkeypatch.setattr(groups_module, 'read_documents', read)
     files = find_inputs([tmp_path])
-    return Partition(0, tuple(FileRange(file, 0, 0, file.size) for file in files), held_out=False)
+    return Partition(0, tuple(FileRange(file, 0, 0, file.size) for file in files), is_validation=False)
 
 
 @pytest.mark.parametrize('skip_bad', [False, True])
@@ -136,4 +136,4 @@ def test_a_file_that_is_gone_is_bad(tmp_path, monkeypatch):
 def test_messages_say_where_a_group_begins(corpus, small):
     groups = make_partitions(find_inputs(corpus), [])
     assert groups[0].name.endswith('a/00.txt and 5 more files')
-    assert groups[-1].name.endswith(f'b.jsonl from {groups[-1].pieces[0].start:,}')
+    assert groups[-1].name.endswith(f'b.jsonl from {groups[-1].file_ranges[0].start:,}')

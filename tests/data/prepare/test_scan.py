@@ -59,7 +59,7 @@ def test_the_first_of_equal_documents_is_kept(surveys):
 
 def test_what_is_validated_on_is_kept_before_all(surveys):
     made = surveys(TEXTS, NEAR, held_out=[TEXTS[0]])
-    assert made[-1].group.held_out
+    assert made[-1].group.is_validation
     found = codes_after(made)
     assert found == [
         [FilterDecision.EXACT_DUPLICATE],

@@ -11,7 +11,7 @@ from maxlm.data.prepare import partitions as groups_module
 from maxlm.data.prepare.choose_validation import ValidationChoice
 from maxlm.data.prepare.partitions import ReadSettings, make_partitions
 from maxlm.data.prepare.train_val_split import HASH_RANGE, name_hash
-from maxlm.data.prepare.write_shards import WriteShards, left_behind
+from maxlm.data.prepare.write_shards import WriteShards, find_leftover_files
 from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
@@ -120,4 +120,4 @@ def test_shards_of_earlier_runs(task):
     (task.output / 'train-00009.arrayrecord').write_text('old')
     (task.output / 'mine.arrayrecord').write_text('not ours')
     kept = [split.shard for split in result.splits.values()]
-    assert left_behind(task.output, kept) == [task.output / 'train-00009.arrayrecord']
+    assert find_leftover_files(task.output, kept) == [task.output / 'train-00009.arrayrecord']

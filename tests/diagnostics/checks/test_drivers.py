@@ -143,7 +143,7 @@ def test_cards_on_the_bus_are_seen_without_a_driver(tmp_path, nvml, monkeypatch)
     cards = bus(tmp_path / 'a', ('0x10de', '0x2330', '0x030200'), sound_card, ('0x1ae0', '0x001f', '0x010000'))
     there = read_hardware(cards)
     assert (there.nvidia_cards, there.tpu_chips, there.platform) == (1, 0, 'gpu')
-    assert there.trouble == 'Driver Not Loaded'
+    assert there.problem == 'Driver Not Loaded'
     chips = read_hardware(bus(tmp_path / 'b', *[('0x1ae0', '0x0063', '0x120000')] * 4))
     assert (chips.platform, chips.told) == ('tpu', '4 TPU chips')
     assert read_hardware(tmp_path / 'none').platform == 'cpu'
