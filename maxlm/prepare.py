@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     """Makes the data set that `argv` asks for. Raises InputError when it cannot be made."""
     options = _parse(argv)
     not_text: list[Entry] = []
-    find: dict[str, Any] = {'max_record_bytes': options.max_record_mib * 2**20, 'on_left_out': not_text.extend}
+    find: dict[str, Any] = {'max_record_bytes': options.max_record_mib * 2**20, 'on_skipped': not_text.extend}
     find |= {'exclude': options.exclude, 'max_files': options.max_files}
     training = find_inputs(options.input, **find)
     validation = find_inputs(options.validation, **find) if options.validation else []

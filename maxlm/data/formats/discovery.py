@@ -55,7 +55,7 @@ def find_inputs(
         exclude: names or patterns (`*.npy`) of what is left out of directories and globs.
         max_files: take at most so many of each input, the first by name; 0 = all.
         max_record_bytes: longest line of a data set of the hub, of which the first are read.
-        on_left_out: told the files of directories and globs that hold no text.
+        on_skipped: told the files of directories and globs that hold no text.
 
     Raises:
         InputError: a path is missing or holds nothing usable, an input has both text and token files, a file is

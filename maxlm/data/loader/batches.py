@@ -71,7 +71,7 @@ class ValidationRows:
 class Batches:
     """Batches of windows by step: a pure function of (windows, order, step). Picklable.
 
-    `batches[step]` is a dict of arrays [rows, T] (see `window_batch`), with `tell_sources` also `sources`, int32
+    `batches[step]` is a dict of arrays [rows, T] (see `window_batch`), with `with_sources` also `sources`, int32
     [rows]: the number of the source that each row is from. Row r of the global batch is row `step * global_batch + r`
     of the order; the last batch is filled up with rows of weight 0.
 
@@ -80,7 +80,7 @@ class Batches:
         order: of the windows of all parts.
         global_batch: windows of a batch over all hosts.
         rows: those of the global batch that this host wants; None = all. The other hosts do not change them.
-        tell_sources: whether batches say where their rows are from.
+        with_sources: whether batches contain the sources of their rows.
         num_batches: at most so many; 0 = all.
         seq_len_schedule: (first step, parts that each window is cut into), by first step; () = windows are rows. A
             window cut into n gives n rows of T = window / n tokens, so that a batch has the same tokens in any case.

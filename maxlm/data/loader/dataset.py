@@ -283,7 +283,7 @@ class TrainingData:
 
 
 def open_training_data(data: DataConfig, *, with_sources: bool = True, on_warning: OnWarning = _warn) -> TrainingData:
-    """The data sets that `data.sources`, or else `data.path`, names; without `tell_sources` none is told apart.
+    """The data sets that `data.sources`, or else `data.path`, names; without `with_sources` none is told apart.
 
     `on_alarm` is told when a bucket does not answer and what is cached is used.
 
