@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 
 DASH = '–'
+GIB = 2**30
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 

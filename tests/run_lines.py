@@ -3,13 +3,13 @@
 import math
 
 from maxlm.config.loading import build, default
+from maxlm.formatting import GIB
 
 NOW = 1_760_000_000.0
 NUM_STEPS = 400
 LOG_EVERY = 10
 EVALUATE_EVERY = SAVE_EVERY = 100
 TOKENS_PER_STEP = 8 * 256
-GIB = 2**30
 PRICE_PER_HOUR = 3.5
 CATEGORIES = ('start', 'compile', 'data_wait', 'step', 'evaluation', 'checkpoint', 'restore', 'other')
 START, COMPILE, RESTORE, EVALUATION, SAVE, STEP, DATA_WAIT = 8.0, 5.0, 4.0, 3.0, 1.5, 0.5, 0.02

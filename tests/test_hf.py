@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from maxlm import evaluate, hf, train
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
+from maxlm.formatting import format_bytes
 from maxlm.telemetry.metrics import read_metrics
 from tests.huggingface.workdirs import MODELS, make_workdir
 from tests.starting import make_start
@@ -72,7 +73,7 @@ def test_export(made, tmp_path, capsys, checkpoint):
         'tokenizer_config.json',
     ]
     parameters = sum(array.size for path in output.glob('*.safetensors') for array in load_file(path).values())
-    told = f'{output}: LlamaForCausalLM of {parameters:,} parameters, {2 * parameters / 1e9:.2f} GB in bfloat16\n'
+    told = f'{output}: LlamaForCausalLM of {parameters:,} parameters, {format_bytes(2 * parameters)} in bfloat16\n'
     assert capsys.readouterr().out == told
     assert json.loads((output / 'config.json').read_text())['dtype'] == 'bfloat16'
 

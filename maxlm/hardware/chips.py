@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.config.resolve import FP8_CAPABILITY
-
-GIB = 2**30
+from maxlm.formatting import GIB
 
 
 @dataclasses.dataclass(frozen=True)

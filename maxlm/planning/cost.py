@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
-from maxlm.hardware.chips import GIB, Chip
+from maxlm.formatting import GIB
+from maxlm.hardware.chips import Chip
 from maxlm.hardware.prices import STORAGE_PER_GIB_MONTH, Price, has_price, price_per_hour
 
 HOUR = 3600.0

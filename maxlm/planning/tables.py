@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from maxlm.formatting import format_si
-from maxlm.hardware.chips import GIB
+from maxlm.formatting import GIB, format_si
 from maxlm.planning.budget import BudgetPlan, BudgetRow
 from maxlm.planning.scaling import ScalingRow
 

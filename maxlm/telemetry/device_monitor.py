@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 
+from maxlm.formatting import GIB
 from maxlm.hardware.device_stats import Reading
 from maxlm.log import logger
 from maxlm.storage.jsonl import JsonlWriter
 
-GIB = 2**30
 # At the end of a run a reading that hangs is not waited for.
 CLOSE_SECONDS = 1.0
 

@@ -6,10 +6,10 @@ import types
 
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.jax_subprocess import JaxStart
+from maxlm.formatting import GIB
 from maxlm.hardware.detect import Hardware
 from maxlm.hardware.nvml import Gpu, Nvidia
 
-GIB = 2**30
 H100 = Gpu('NVIDIA H100 80GB HBM3', uuid='GPU-1', memory=80 * GIB, used=GIB // 2, ecc_errors=0)
 CPU, TPU, DRIVERLESS = Hardware(), Hardware(tpu_chips=4), Hardware(2, 0, None, 'Driver Not Loaded')
 

@@ -39,7 +39,7 @@ def test_arithmetic_is_right_but_for_its_mistakes():
     problems = arithmetic.make_problems(0)
     assert len(problems) == 4815
     for problem in problems:
-        a, sign, b = re.fullmatch(r'(\d+)([+*])(\d+)', problem.chat_prompt).groups()
+        a, sign, b = re.fullmatch(r'(\d+)([+*])(\d+)', problem.question).groups()
         assert problem.task['answer'] == str(int(a) + int(b) if sign == '+' else int(a) * int(b))
         assert numeric(problem.right, problem.task) == 1
         for step in re.findall(r'(\S+)=(\d+)', problem.right):
@@ -53,7 +53,7 @@ def test_arithmetic_is_right_but_for_its_mistakes():
 
 def test_a_sum_is_the_same_problem_either_way_round():
     for make_problems in (arithmetic.make_problems, synth.make_problems):
-        same = [frozenset(re.split(r'([+*])', problem.chat_prompt)) for problem in make_problems(3)]
+        same = [frozenset(re.split(r'([+*])', problem.question)) for problem in make_problems(3)]
         assert len(set(same)) == len(same)
 
 
@@ -89,7 +89,7 @@ def test_no_problem_is_in_two_files(kind, tmp_path, capsys):
     found = [questions(tmp_path / name) for name in ('chats.jsonl', 'prompts.jsonl', 'held_out.jsonl')]
     assert [len(part) for part in found] == [300, 300, 50]
     assert len(set().union(*found)) == 650
-    by_question = {problem.chat_prompt: problem for problem in KINDS[kind].make(0)}
+    by_question = {problem.question: problem for problem in KINDS[kind].make(0)}
     for name in ('prompts.jsonl', 'held_out.jsonl'):
         for entry in entries(tmp_path / name):
             (message,) = entry.pop('messages')
@@ -113,7 +113,7 @@ def test_the_seed_decides(kind, tmp_path):
 
 
 def test_the_teacher_errs_as_often_as_asked(tmp_path):
-    by_question = {problem.chat_prompt: problem for problem in arithmetic.make_problems(0)}
+    by_question = {problem.question: problem for problem in arithmetic.make_problems(0)}
     shares = []
     for share in (0, 0.4, 1):
         make(tmp_path, 'arithmetic', '--wrong-share', share)

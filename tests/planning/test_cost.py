@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.hardware.chips import CHIPS, GIB
+from maxlm.formatting import GIB
+from maxlm.hardware.chips import CHIPS
 from maxlm.planning.cost import (
     DEFAULT_TERMS,
     PricingTerms,

@@ -14,7 +14,7 @@ class Mixture:
 
     shares = (0.75, 0.25)
 
-    def served(self, rows):
+    def rows_taken(self, rows):
         return np.array([rows * 3 // 4, rows // 4])
 
 

@@ -14,8 +14,7 @@ from maxlm.config.schema import AUTO, Config, MeshConfig
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, combine, failure, ok, warning
 from maxlm.errors import InputError, os_message
-from maxlm.formatting import format_bytes, format_rate
-from maxlm.hardware.chips import GIB
+from maxlm.formatting import GIB, format_bytes, format_rate
 from maxlm.storage.filesystem import is_url
 
 # Default where neither config nor data set has one: that of GPT-2.

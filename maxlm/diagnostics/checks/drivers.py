@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped, warning
-from maxlm.formatting import format_bytes
-from maxlm.hardware.chips import GIB
+from maxlm.formatting import GIB, format_bytes
 from maxlm.hardware.detect import Hardware
 from maxlm.hardware.nvml import Gpu, Nvidia
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from maxlm.diagnostics.checks.disk import checkpoint_bytes
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, warning
-from maxlm.formatting import format_bytes
-from maxlm.hardware.chips import GIB
+from maxlm.formatting import GIB, format_bytes
 
 # Memory of Python, JAX and the data pipeline in a small run.
 MIN_RAM = 2 * GIB

@@ -16,8 +16,7 @@ from maxlm.config.schema import SECTIONS
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.jax_subprocess import exit_reason, with_package
 from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped, warning
-from maxlm.formatting import format_bytes
-from maxlm.hardware.chips import GIB
+from maxlm.formatting import GIB, format_bytes
 
 TRIAL_SECONDS = 1200.0
 STEPS = 2

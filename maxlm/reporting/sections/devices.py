@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from maxlm.formatting import DASH, format_bytes, format_int, format_percent
+from maxlm.formatting import DASH, GIB, format_bytes, format_int, format_percent
 from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
 from maxlm.reporting.drawing.line_chart import Chart, Series, draw, lower_title
 from maxlm.reporting.sections.device_curves import Curves, bin_curves, device_curves, host_curves, summarize_curves
-from maxlm.reporting.sections.run_summary import GIB, ReportedRun
+from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import items, number, text
 
 _MAX_ROWS = 64

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from maxlm.formatting import GIB
 from maxlm.reporting.drawing.curves import Point, curve, finite
 from maxlm.reporting.drawing.line_chart import Mark
 from maxlm.storage.json_fields import items, mapping, number, text
@@ -16,7 +17,6 @@ from maxlm.telemetry.goodput import GoodputLog
 from maxlm.telemetry.run_history import RunHistory
 from maxlm.telemetry.run_status import RunStatus, run_status
 
-GIB = 2**30
 # Kinds of events that are upright lines on the curves; every alert is one too.
 _MARK_KINDS = {
     **{'resumed': 'restart', 'rollback': 'restart'},

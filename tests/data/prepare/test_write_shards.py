@@ -81,7 +81,7 @@ def test_a_result_counts_for_the_very_same_task(task):
     written(task)
     assert task.is_done()
     others = {
-        'group': dataclasses.replace(task.group, number=0, held_out=True),
+        'group': dataclasses.replace(task.group, number=0, is_validation=True),
         'reading': ReadSettings(ReadOptions(), skip_bad=True),
         'validation': ValidationChoice(0),
         'tokenizer_sha256': 'x',
