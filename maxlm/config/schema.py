@@ -312,7 +312,7 @@ class GuardConfig:
     early_stopping_patience: int = 0
     # How much lower a validation loss must be to count.
     early_stopping_min_delta: float = 0.0
-    # What the run may cost in all of its lives; then it ends, whatever its length, with the state saved (exit code 0).
+    # Cost limit of all attempts of the run; at the limit the run saves its state and ends (exit code 0).
     # 0 = no bound.
     max_hours: float = 0.0
     max_dollars: float = 0.0

@@ -51,7 +51,7 @@ class RunSnapshot:
         num_steps: of the whole run.
         tokens: positions trained on.
         num_tokens: of the whole run.
-        seconds: from the first start to the last sign, pauses between lives included.
+        seconds: from the first start to the last sign, pauses between attempts included.
         seconds_left: to the end, at the present pace.
         dollars: spent.
         dollars_left: to the end.

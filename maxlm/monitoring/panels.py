@@ -75,7 +75,7 @@ def header(run: RunSnapshot, width: int) -> list[Text]:
     clock = Text(_clock(run.now), style='dim')
     parts = [Text(plain(run.name), style='bold'), state(run)]
     if run.attempt > 1:
-        parts.append(Text(f'life {run.attempt}', style='dim'))
+        parts.append(Text(f'attempt {run.attempt}', style='dim'))
     lines = flow(parts, width, separator='  ')
     gap = width - lines[0].cell_len - clock.cell_len
     if gap >= 2:

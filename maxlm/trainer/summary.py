@@ -120,7 +120,7 @@ def log_end(
     )
     dollars = f', ${spent["cost/dollars"]:,.2f}' if 'cost/dollars' in spent else ''
     logger.info(
-        f'all lives of the run: {format_duration(spent["cost/hours"] * HOUR)}{dollars}; of the time since the first '
+        f'all attempts of the run: {format_duration(spent["cost/hours"] * HOUR)}{dollars}; of the time since the first '
         f'began {spent["goodput/fraction"]:.1%} in steps that count'
     )
     validation = reporter.validation_loss

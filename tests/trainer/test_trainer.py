@@ -168,12 +168,12 @@ def test_events_of_a_life(whole):
 
 
 def test_the_last_lines_of_the_log(whole):
-    *_, over, done, lives, loss = [
+    *_, over, done, line, loss = [
         line.partition(' INFO ')[2] for line in (whole.workdir / 'run.log').read_text().splitlines() if ' INFO ' in line
     ]
     assert over == f'the run is over: step {STEPS} of {STEPS} is done'
     assert done.startswith(f'done: {STEPS} steps in ')
-    assert lives.startswith('all lives of the run: ')
+    assert line.startswith('all attempts of the run: ')
     last = losses(whole.workdir)[STEPS]
     assert loss.startswith(f'training loss {last:.3f}; validation loss {last:.3f} nats/token; unigram entropy of ')
 

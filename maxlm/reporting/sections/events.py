@@ -23,7 +23,7 @@ def events(runs: Sequence[ReportedRun]) -> Markup:
     shown = _most_telling(found)
     left_out = len(found) - len(shown)
     several = len(runs) > 1
-    header = [*(['run'] if several else []), 'time', 'life', 'step', 'kind', 'message']
+    header = [*(['run'] if several else []), 'time', 'attempt', 'step', 'kind', 'message']
     rows = [([run.name] if several else []) + _row(event) for run, event in shown]
     first = int(several)
     parts = [table(header, rows, texts=(0, first, first + 3, first + 4), class_='prose') if rows else Markup('')]

@@ -21,9 +21,9 @@ WORDS = {
     'restore': 'restoring',
     'other': 'other',
     'lost': 'lost: done again',
-    'idle': 'idle between lives',
+    'idle': 'idle between attempts',
 }
-# Newest lives, and hosts, that have a bar of their own.
+# Newest attempts, and hosts, that have a bar of their own.
 _MAX_LIVES, _MAX_HOSTS = 12, 16
 
 
@@ -33,7 +33,7 @@ def goodput(runs: Sequence[ReportedRun]) -> Markup:
         bars = [Bar(run.name, run.ledger.totals) for run in runs if run.ledger]
         header = ['', *(bar.name for bar in bars)]
         rows = _rows([bar.seconds_by_category for bar in bars])
-        parts = [draw_bars(bars, title='All lives of each run', labels=WORDS), table(header, rows) if bars else '']
+        parts = [draw_bars(bars, title='All attempts of each run', labels=WORDS), table(header, rows) if bars else '']
         return section('time', 'Where the time went', *parts)
     run = runs[0]
     if run.ledger is None or not run.ledger.attempts:
@@ -47,8 +47,8 @@ def goodput(runs: Sequence[ReportedRun]) -> Markup:
     bars = [Bar('total', totals), *(_attempt_bar(attempt) for attempt in attempts if several)]
     parts = [words, draw_bars(bars, title='Process 0, which speaks for the run', labels=WORDS)]
     if len(run.ledger.attempts) > len(attempts):
-        parts.append(note(f'The {len(run.ledger.attempts) - len(attempts)} lives before these are in the total.'))
-    header = ['', 'time', 'share', *(f'life {attempt.number}' for attempt in attempts if several)]
+        parts.append(note(f'The {len(run.ledger.attempts) - len(attempts)} attempts before these are in the total.'))
+    header = ['', 'time', 'share', *(f'attempt {attempt.number}' for attempt in attempts if several)]
     parts.append(table(header, _attempt_rows(totals, attempts if several else [])))
     return section(
         'time', 'Where the time went', *parts, _hosts(run), _steps_of_attempts(run, attempts) if several else ''
@@ -56,7 +56,7 @@ def goodput(runs: Sequence[ReportedRun]) -> Markup:
 
 
 def _attempt_bar(attempt: Attempt) -> Bar:
-    return Bar(f'life {attempt.number}', attempt.seconds)
+    return Bar(f'attempt {attempt.number}', attempt.seconds)
 
 
 def _attempt_rows(totals: dict[str, float], attempts: Sequence[Attempt]) -> list[list[Markup | str]]:
@@ -101,7 +101,7 @@ def _steps_of_attempts(run: ReportedRun, attempts: Sequence[Attempt]) -> Markup:
         money = format_dollars(attempt.dollars)
         rows.append(
             [
-                f'life {attempt.number}',
+                f'attempt {attempt.number}',
                 steps,
                 format_time(attempt.start_time),
                 format_time(attempt.time),

@@ -144,7 +144,7 @@ def _training(run: ReportedRun) -> Tile:
 
 def _time(run: ReportedRun) -> Tile:
     num_attempts = len(run.start_events)
-    words = f'{num_attempts} {"life" if num_attempts == 1 else "lives"}, ' if num_attempts else ''
+    words = f'{num_attempts} {"attempt" if num_attempts == 1 else "attempts"}, ' if num_attempts else ''
     since = f'{words}since {format_time(run.start_time)}' if run.start_time else ''
     return Tile('Wall time', format_duration(run.wall_seconds), since)
 

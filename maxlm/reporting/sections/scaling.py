@@ -29,7 +29,7 @@ class AttemptThroughput(NamedTuple):
 
 
 def scaling(runs: Sequence[ReportedRun]) -> Markup:
-    """A table of lives by number of devices, or why there is none; '' where no throughput is known."""
+    """A table of attempts by number of devices, or why there is none; '' where no throughput is known."""
     attempts = [one for run in runs for one in throughputs(run)]
     if not attempts:
         return Markup('')
@@ -37,9 +37,9 @@ def scaling(runs: Sequence[ReportedRun]) -> Markup:
     if len(counts) == 1:
         devices = f'{attempts[0].num_devices} {"device" if counts == {1} else "devices"}'
         rate = statistics.median(one.per_device for one in attempts)
-        message = f'All lives ran on {devices}, with {format_si(rate)} tokens/s per device; '
+        message = f'All attempts ran on {devices}, with {format_si(rate)} tokens/s per device; '
         return section('scaling', 'Scaling', note(message, 'efficiency needs a second number of devices.'))
-    header = ['run', 'life', 'devices', 'tokens/s', 'per device', 'efficiency']
+    header = ['run', 'attempt', 'devices', 'tokens/s', 'per device', 'efficiency']
     rows = [
         [
             one.run,

@@ -12,7 +12,7 @@ def test_every_category_has_its_words():
 def test_lives_and_their_total(run_of):
     (run,) = run_of('crashed')
     text = goodput([run])
-    assert re.findall(r'class="name">([^<]*)<', text) == ['total', 'life 1', 'life 2']
+    assert re.findall(r'class="name">([^<]*)<', text) == ['total', 'attempt 1', 'attempt 2']
     totals = run.ledger.totals
     assert totals['lost'] > 10
     for category, words in WORDS.items():

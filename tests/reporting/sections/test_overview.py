@@ -18,7 +18,7 @@ def test_the_tiles_of_a_finished_run(run_of):
     assert found['Steps'] == ('400', '819k tokens, 0.683 epochs')
     assert found['Best validation loss'][0] == f'{workdirs.validation_loss(400):.4f}'
     assert found['Cost'][1] == '$3.50 per device-hour (train.price_per_hour)'
-    assert found['Wall time'][1].startswith('2 lives, since 2025-10-09')
+    assert found['Wall time'][1].startswith('2 attempts, since 2025-10-09')
     assert found['Hardware'] == ('1 × NVIDIA H100 80GB HBM3', 'one device')
     assert 'MFU 42' in found['Tokens per second'][1] or 'MFU 41' in found['Tokens per second'][1]
     assert headline(run) == 'A model of 3.41M parameters trained on web, code.'

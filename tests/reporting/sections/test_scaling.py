@@ -19,7 +19,7 @@ def on_devices(run, count, rate):
 
 
 def test_one_number_of_devices_is_said(run_of):
-    assert 'All lives ran on 1 device, with 4.0' in scaling(run_of('finished'))
+    assert 'All attempts ran on 1 device, with 4.0' in scaling(run_of('finished'))
 
 
 def test_efficiency_is_that_of_a_device(run_of):
