@@ -12,7 +12,7 @@ class PlainEngine:
     """Always the likeliest token, by the whole text through the model once more."""
 
     def __init__(self, model):
-        self._tokenizer, self._ends, self._context = model.tokenizer, model.ends, model.config.model.max_positions
+        self._tokenizer, self._stop_ids, self._context = model.tokenizer, model.stop_token_ids, model.config.model.max_positions
         graph, _ = nnx.split(abstract_model(model.config, model.layout))
 
         @jax.jit
@@ -35,7 +35,7 @@ class PlainEngine:
             read = [*request.prompt, *ids]
             tokens_1T[0, : len(read)] = read
             token = self._likeliest(tokens_1T, len(read))
-            if token in self._ends:
+            if token in self._stop_ids:
                 return self._completion(text, ids, 'stop')
             ids.append(token)
             text = self._tokenizer.decode(ids)
