@@ -28,7 +28,7 @@ def make(tokenizer=None, chat=None, answers=None):
 def asked(prompt, **settings):
     """The request that the engine gets."""
     answers, engine = make(answers={prompt[-CONTEXT:]: ['x']})
-    engine._lm_eval_model = type('Any', (), {'__getitem__': lambda self, key: ['x']})()
+    engine._answers = type('Any', (), {'__getitem__': lambda self, key: ['x']})()
     answers.generate_until([SimpleNamespace(args=(prompt, settings))])
     (request,) = engine.requests
     return request
