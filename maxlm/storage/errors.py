@@ -71,7 +71,9 @@ class ErrorKind(enum.Enum):
 
 def error_kind(error: BaseException) -> ErrorKind:
     """Returns the kind of an error that a storage library raised. Storage libraries have no common base class."""
-    status, text = http_status(error), str(error)
+    status = http_status(error)
+    # The message of an OSError may contain a path with any words.
+    text = '' if isinstance(error, OSError) else str(error)
     if isinstance(error, TransientStorageError) or status in TRANSIENT_STATUSES or TRANSIENT_CODES.search(text):
         return ErrorKind.TRANSIENT
     if status in (401, 403) or isinstance(error, PermissionError) or _is_any(error, CREDENTIAL_ERRORS):

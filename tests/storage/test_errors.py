@@ -71,6 +71,7 @@ BUCKET_ERRORS = [
     (tensorstore_error('ABORTED'), TRANSIENT, 'no answer (ABORTED: Error reading'),
     (tensorstore_error('DEADLINE_EXCEEDED'), TRANSIENT, 'no answer (DEADLINE_EXCEEDED: Error reading'),
     (tensorstore_error('RESOURCE_EXHAUSTED', 429), TRANSIENT, 'the server answers with status 429'),
+    (FileNotFoundError(errno.ENOENT, 'none', 'gs://b/ABORTED'), NOT_FOUND, 'No such file or directory'),
     (PermissionError('Access\n Denied'), PERMISSION, 'access denied (Access Denied); check'),
     (caused(PermissionError('Access Denied'), s3_error(403)), PERMISSION, 'access denied (status 403: Access Denied)'),
     (OSError('Forbidden: b/x\nno'), PERMISSION, 'access denied (status 403: Forbidden: b/x no)'),
