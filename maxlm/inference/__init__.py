@@ -1,1 +1,1 @@
-"""A trained model in use: loading, sampling, scoring, rollouts, quantization."""
+"""Inference with trained models: loading, sampling, scoring, rollouts and quantization."""

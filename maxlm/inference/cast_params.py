@@ -15,15 +15,15 @@ from maxlm.training.state import Params, abstract_model
 
 
 def cast_params(params: Params, config: Config, layout: Layout, *, gather: bool = False) -> Params:
-    """Casts parameters to the computation dtype and pads the vocabulary. Parameters of norms stay float32.
+    """Casts parameters to the compute dtype and pads the vocabulary. Norm parameters stay float32.
 
     Args:
-        params: those of a run; codes and what is in host memory stay as they are.
-        config: resolved.
-        layout: of the parameters.
-        gather: gather parameters that are sharded to save memory; when traced only.
+        params: parameters of a run. Quantized codes and arrays in host memory are returned unchanged.
+        config: resolved config.
+        layout: layout of the parameters.
+        gather: gather parameters that are sharded to save memory. Valid only inside `jax.jit`.
     """
-    # Scales of 8-bit codes are found in float32.
+    # FP8 scales are computed from the float32 kernels.
     dtype = None if config.model.matmul_precision == 'fp8' else config.model.dtype
     variables = nnx.to_flat_state(nnx.state(abstract_model(config, layout)))
     axes_of = {tuple(path): variable.axes for path, variable in variables}

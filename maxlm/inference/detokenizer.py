@@ -6,24 +6,32 @@ from collections.abc import Sequence
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 
-# Replaces bytes that are not valid UTF-8 (yet).
+# Character that replaces invalid or incomplete UTF-8.
 REPLACEMENT = '�'
-# Bytes of an incomplete UTF-8 character, at most.
+# Maximum number of bytes of an incomplete UTF-8 character.
 MAX_PENDING_BYTES = 3
-# Tokens of the prompt that are decoded along: some tokenizers write a text's first blank only in the middle.
+# Prompt tokens that are decoded as context: some tokenizers drop a leading space at the start of a text.
 NUM_CONTEXT_TOKENS = 4
 
 
 class TextStream:
-    """Text of one continuation. Returned text is never revised; its concatenation equals decoding all tokens at once.
+    """Incremental text of one continuation.
 
-    Withholds text that a later token can still change, the bytes of an incomplete character, and what may be the
-    beginning of a stop string. (Of bytes that are no text at all, tokenizers with byte fallback write replacements for
-    valid neighbours too, as soon as the first comes; those that are shown stay.)
+    Returned text is never revised, and its concatenation equals decoding all tokens at once. The stream withholds
+    the bytes of an incomplete character and text that may be the start of a stop string.
+
+    For invalid UTF-8, tokenizers with byte fallback also replace valid neighboring bytes. Characters that were
+    returned before the invalid byte are not revised.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]):
-        """`prompt` is what the continuation follows; `stops` end it and are not part of it."""
+        """Initializes the stream.
+
+        Args:
+            tokenizer: tokenizer of the model.
+            prompt: token ids before the continuation.
+            stops: strings that end the continuation. They are not part of its text.
+        """
         self._decode = tokenizer.decode
         self._stops = tuple(stops)
         # Tokens from `_first_token` on are decoded together; the first `_num_chars_read` characters were returned.
@@ -31,7 +39,7 @@ class TextStream:
         self._first_token = 0
         self._num_chars_read = len(_complete_prefix(self._decode(self._ids)))
         self._withheld = ''
-        # Tokens since the text ended with a complete character.
+        # Number of tokens since the text last ended with a complete character.
         self._num_incomplete = 0
         self.stopped = False
 
@@ -58,7 +66,7 @@ class TextStream:
         self._withheld += complete[self._num_chars_read :]
         self._num_chars_read = max(self._num_chars_read, len(complete))
         if len(complete) == len(text) and len(self._ids) - self._first_token > 2 * NUM_CONTEXT_TOKENS:
-            # From now on without the tokens whose text stands; unless they begin inside a character.
+            # Drop old tokens to keep decoding cheap, unless the shorter context starts inside a character.
             rest = self._decode(self._ids[-NUM_CONTEXT_TOKENS:])
             if text.endswith(rest):
                 self._first_token, self._num_chars_read = len(self._ids) - NUM_CONTEXT_TOKENS, len(rest)

@@ -1,4 +1,4 @@
-"""A trained model from a checkpoint."""
+"""Loads a trained model from a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,21 +24,29 @@ from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER, read_config
 
 
 class LoadedModel(NamedTuple):
-    """Parameters with what is needed to run them on the devices that are here."""
+    """A model, its tokenizer and its chat template, placed on the available devices.
 
-    # Resolved for these devices.
+    Attributes:
+        config: config resolved for these devices.
+        layout: layout of the parameters.
+        params: parameters, or None if an engine holds a converted copy.
+        tokenizer: tokenizer of the run.
+        tokenizer_path: path of the tokenizer file.
+        step: step of the checkpoint.
+        chat: encoder of conversations, or None for a base model.
+    """
+
     config: Config
     layout: Layout
     params: Any
     tokenizer: Tokenizer
     tokenizer_path: Path
     step: int
-    # Of a chat model: renders conversations.
     chat: ChatEncoder | None = None
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a generation: end of document and, of a chat model, end of turn."""
+        """Ids that end a generation: end of document and, for a chat model, end of turn."""
         return (self.tokenizer.end_of_document, *(() if self.chat is None else (self.chat.end_of_turn,)))
 
     def without_params(self) -> LoadedModel:
@@ -47,20 +55,20 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_layers: bool = False) -> LoadedModel:
-    """Reads a checkpoint: a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or one step's directory; a
-    workdir may be in a bucket.
+    """Loads a model from a checkpoint.
 
-    The parameters are their moving average where the run kept one. A chat template that cannot be used is a warning.
+    Loads the EMA of the parameters if the run kept one. Logs a warning if a chat template cannot be used.
 
     Args:
-        checkpoint: where it is.
-        num_devices: how many of the devices here the model is to run on.
-        quantize: kind of weights (int8, int4, fp8) that kernels in float32 are stored as, here and not on the disk;
-            '' = as they are.
-        share_layers: shard each layer over all devices (mesh.tensor) for low latency; else use the run's mesh.
+        checkpoint: a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. The
+            workdir may be in a bucket.
+        num_devices: number of local devices to use.
+        quantize: weight type (int8, int4, fp8) to which float32 kernels are quantized in memory; '' = no
+            quantization.
+        share_layers: shard each layer over all devices (mesh.tensor) for low latency instead of using the run's mesh.
 
     Raises:
-        InputError: it is not there, cannot be read, has no tokenizer, or cannot be quantized.
+        InputError: the checkpoint does not exist, cannot be read, has no tokenizer, or cannot be quantized.
     """
     step_directory = find_local_step(checkpoint)
     workdir = step_directory.parent.parent
@@ -91,7 +99,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
 
 
 def _abstract_params(config: Config, layout: Layout) -> Any:
-    """Shapes, types and placements. Not those of a state: there is no optimizer for codes."""
+    """Returns shapes, dtypes and shardings of the parameters, without optimizer state: codes have no optimizer."""
     _, variables = nnx.split(abstract_model(config, layout))
     shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
     return jax.tree.map(

@@ -1,4 +1,4 @@
-"""Texts that begin alike, put into trees so that a model reads what they share once."""
+"""Prefix trees of token sequences: the model reads a shared prefix once."""
 
 from __future__ import annotations
 
@@ -7,32 +7,50 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Shared tokens, at least.
+# Minimum length of a shared prefix, in tokens.
 MIN_SHARED_TOKENS = 8
-# Tokens of a tree of several texts, at most: attention grows with the square of it.
+# Maximum size of a tree with several texts, in tokens: attention cost is quadratic in it.
 MAX_TREE_TOKENS = 2048
 
 
 class Tree(NamedTuple):
-    """Numbers of texts, in the order of their tokens, and how many tokens they have when shared ones count once."""
+    """A group of texts that share prefixes.
+
+    Attributes:
+        texts: indices of the texts, sorted by their tokens.
+        size: number of tokens, with shared tokens counted once.
+    """
 
     texts: list[int]
     size: int
 
 
 class FlattenedTree(NamedTuple):
-    """A tree's tokens, depth first; arrays are int32 [size], as `maxlm.model.attention.tree.TokenTree` has them."""
+    """Tokens of a tree in depth-first order. Arrays are int32 [size], as in `maxlm.model.attention.tree.TokenTree`.
+
+    Attributes:
+        tokens: token ids.
+        ends: end (exclusive) of the range of tokens that attend to each token.
+        depths: depth of each token, which is its position in its texts.
+        paths: for each text, the indices of its tokens.
+    """
 
     tokens: np.ndarray
-    # Index behind the last token that sees this one.
     ends: np.ndarray
     depths: np.ndarray
-    # Indices of the tokens of each text.
     paths: list[np.ndarray]
 
 
 def insert(texts: Sequence[Sequence[int]], *, max_tokens: int = MAX_TREE_TOKENS) -> list[Tree]:
-    """Every text in one tree, of up to `max_tokens` tokens unless it is of one text; 0: each is alone."""
+    """Groups texts into prefix trees.
+
+    Args:
+        texts: token ids of each text.
+        max_tokens: maximum size of a tree with several texts; 0 = one tree per text.
+
+    Returns:
+        Trees that contain each text exactly once.
+    """
     arrays = [np.asarray(text, np.int32) for text in texts]
     trees: list[Tree] = []
     for number in sorted(range(len(texts)), key=lambda number: tuple(texts[number])):
@@ -49,7 +67,7 @@ def insert(texts: Sequence[Sequence[int]], *, max_tokens: int = MAX_TREE_TOKENS)
 
 
 def flatten(texts: Sequence[Sequence[int]]) -> FlattenedTree:
-    """The texts of one tree, in the order of their tokens."""
+    """Flattens the texts of one tree, which must be sorted by their tokens."""
     tokens: list[np.ndarray] = []
     depths: list[np.ndarray] = []
     paths: list[np.ndarray] = []
@@ -71,7 +89,7 @@ def flatten(texts: Sequence[Sequence[int]]) -> FlattenedTree:
 
 
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """Tokens that two texts begin with in common."""
+    """Returns the length of the common prefix of two token sequences."""
     num = min(len(first), len(second))
     differs = np.flatnonzero(first[:num] != second[:num])
     return int(differs[0]) if len(differs) else num

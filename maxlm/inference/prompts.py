@@ -1,4 +1,4 @@
-"""Token ids of prompts."""
+"""Encodes prompts as token ids."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from maxlm.workdir.files import CHAT_TEMPLATE
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the ids of a text to continue."""
+    """Returns the token ids of a text to continue."""
     (ids,) = tokenizer.encode_batch([text])
     return ids.tolist()
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """Returns the ids of a fill-in-the-middle prompt: prefix, suffix, middle, as `maxlm.data.tokenizer.fim` trains it.
+    """Returns the token ids of a fill-in-the-middle prompt: prefix, suffix, middle.
+
+    This is the order in which `maxlm.data.tokenizer.fim` trains the model.
 
     Raises:
-        InputError: the tokenizer has no tokens for that.
+        InputError: the tokenizer has no fill-in-the-middle tokens.
     """
     if tokenizer.infill_ids is None:
         raise InputError(
@@ -35,10 +37,10 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
 
 
 def chat_prompt(model: LoadedModel, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the ids of a conversation with the generation prompt of the assistant.
+    """Returns the token ids of a conversation, followed by the generation prompt of the assistant.
 
     Raises:
-        InputError: the model has no chat template, or that does not take the messages.
+        InputError: the model has no chat template, or the template rejects the messages.
     """
     if model.chat is None:
         raise InputError(

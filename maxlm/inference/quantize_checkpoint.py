@@ -1,4 +1,4 @@
-"""A quantized model from a checkpoint in float32: as a workdir of its own, or straight into memory."""
+"""Quantizes a float32 checkpoint into a new workdir or into memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,16 @@ from maxlm.workdir.files import CONFIG, EXPORT_FILES, TOKENIZER, read_config
 
 
 class Quantized(NamedTuple):
-    """Workdir, step, and bytes of the parameters before and after, in memory and on disk."""
+    """Result of a quantization.
+
+    Attributes:
+        workdir: the new workdir.
+        step: step of the checkpoint.
+        memory_before: bytes of the source parameters in memory.
+        memory_after: bytes of the quantized parameters in memory.
+        disk_before: bytes of the source parameters on disk.
+        disk_after: bytes of the quantized parameters on disk.
+    """
 
     workdir: Path
     step: int
@@ -37,10 +46,14 @@ class Quantized(NamedTuple):
 
 
 def parse_weights(kind: str, group: int | None = None) -> Weights:
-    """Returns how to store kernels; `group` defaults to the group size of the kind.
+    """Returns the quantization settings of a weight type.
+
+    Args:
+        kind: weight type: int8, int4 or fp8.
+        group: group size; None = the default of the weight type; 0 = one scale for all inputs.
 
     Raises:
-        InputError: there is no such kind, or the group is below 0.
+        InputError: the weight type is unknown, or the group size is negative.
     """
     if kind not in DEFAULT_GROUPS:
         raise InputError(f'{kind!r} is no kind of quantized weights; there are {", ".join(DEFAULT_GROUPS)}')
@@ -50,15 +63,15 @@ def parse_weights(kind: str, group: int | None = None) -> Weights:
 
 
 def quantized_config(config: Config, weights: Weights, source: str) -> Config:
-    """The config of a run with its model quantized.
+    """Returns the config of a run with its model quantized.
 
     Args:
-        config: of a run in float32.
-        weights: how its kernels are stored.
-        source: what messages call the checkpoint.
+        config: config of a run with float32 weights.
+        weights: quantization settings of the kernels.
+        source: name of the checkpoint in error messages.
 
     Raises:
-        InputError: the model is quantized already, or has adapters.
+        InputError: the model is already quantized or has adapters.
     """
     model = config.model
     if model.weight_quantization != 'float':
@@ -70,7 +83,7 @@ def quantized_config(config: Config, weights: Weights, source: str) -> Config:
             f'{source}: the model has adapters (model.lora_rank={model.lora_rank}); merge them first by '
             f'maxlm.checkpoints merge'
         )
-    # Products are those of the computation's type: the kernels have no other codes but their own.
+    # Quantized kernels are multiplied in the compute dtype; they cannot be quantized again for the matmul.
     model = dataclasses.replace(
         model, weight_quantization=weights.kind, quantization_group_size=weights.group, matmul_precision='default'
     )
@@ -78,20 +91,20 @@ def quantized_config(config: Config, weights: Weights, source: str) -> Config:
 
 
 def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show: bool) -> Quantized:
-    """Makes a workdir with the quantized model of a checkpoint as its only step, a layer at a time.
+    """Creates a workdir whose only step contains the quantized model of a checkpoint, one layer at a time.
 
-    It keeps the config of the run but for model.weight_quantization, the tokenizer and the chat template, and the
-    step's number.
+    Copies the step number, the tokenizer, the chat template and the config, in which it changes
+    model.weight_quantization, model.quantization_group_size and model.matmul_precision.
 
     Args:
-        checkpoint: as `find_local_step` takes it.
-        output: the workdir to be made.
-        weights: how to store the kernels of the blocks; embedding, head, norms and biases stay in float32.
-        show: whether to show progress.
+        checkpoint: checkpoint, in the syntax of `find_local_step`.
+        output: workdir to create.
+        weights: quantization settings of the block kernels. Embedding, head, norms and biases stay float32.
+        show: show a progress bar.
 
     Raises:
-        InputError: the model is quantized already or has adapters, its kernels cannot be stored so, the checkpoint
-            cannot be read, or the output cannot be written. Nothing is left behind.
+        InputError: the model is already quantized or has adapters, its kernels cannot be quantized this way, the
+            checkpoint cannot be read, or the output cannot be written. No partial output remains.
     """
     workdir = check_new('--output', output)
     step_directory = find_local_step(checkpoint)
@@ -128,25 +141,28 @@ def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show:
 
 
 def read_quantized(step_directory: Any, config: Config, weights: Weights, abstract: Any) -> Any:
-    """The parameters of a step in float32 as those of the quantized model, placed as `abstract` says.
+    """Reads float32 parameters of a step and quantizes them while loading.
 
-    What is held besides the result is one stack over layers of codes, and one layer in float32.
+    Peak host memory beyond the result is one stack of codes over all layers plus one float32 layer.
 
     Args:
-        step_directory: as `find_step` returns it.
-        config: of the run, in float32.
-        weights: how to store the kernels of the blocks.
-        abstract: shapes, types and placements of the parameters of the quantized model.
+        step_directory: directory returned by `find_local_step`.
+        config: config of the run, with float32 weights.
+        weights: quantization settings of the block kernels.
+        abstract: shapes, dtypes and shardings of the quantized parameters.
+
+    Returns:
+        Quantized parameters, with the structure and shardings of `abstract`.
 
     Raises:
-        InputError: they are those of another model, cannot be read, or cannot be stored so.
+        InputError: the parameters belong to another model, cannot be read, or cannot be quantized this way.
     """
     reader = ParamsReader(step_directory, params_item(step_directory))
     arrays = quantized_arrays(reader, config.model, weights, str(step_directory))
     expected = named_leaves(abstract)
     _check_shapes(arrays, expected, str(step_directory))
     placed = {}
-    # Sorted: the scales of a kernel come after its codes, with which they are made.
+    # Sorted, because the scales of a kernel are computed with its codes and follow them.
     for path in sorted(arrays):
         array = arrays[path]
         values = (

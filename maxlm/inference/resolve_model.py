@@ -1,4 +1,4 @@
-"""Resolves a model argument: a step of a workdir, its best step, or a directory of Transformers."""
+"""Resolves a model argument: a step of a workdir, its best step, or a Transformers directory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 
 @contextlib.contextmanager
 def found_checkpoint(checkpoint: str) -> Iterator[str]:
-    """Yields a checkpoint for `load_model`: of a workdir the step of the lowest validation loss, else the newest.
+    """Yields a checkpoint for `load_model`.
 
-    A directory of Transformers is imported into a temporary workdir, which is there while entered.
+    For a workdir, this is the step with the lowest validation loss, or the newest step if none has a validation loss.
+    A Transformers directory is imported into a temporary workdir, which is deleted on exit.
 
     Raises:
-        InputError: there is no such model.
+        InputError: the model does not exist.
     """
     if _is_hugging_face(checkpoint):
         with tempfile.TemporaryDirectory(prefix='maxlm-serve-') as directory:
@@ -41,7 +42,7 @@ def found_checkpoint(checkpoint: str) -> Iterator[str]:
 
 
 def default_model_name(checkpoint: str) -> str:
-    """The name to serve a model under: that of its directory."""
+    """Returns the default name of a served model: the name of its directory."""
     path = Path(split_name(checkpoint)[0])
     if path.parent.name == CHECKPOINTS_DIR:
         path = path.parent.parent
@@ -65,7 +66,7 @@ def _best_checkpoint(checkpoint: str) -> str:
 
 
 def _is_hugging_face(checkpoint: str) -> bool:
-    """Returns whether the directory has weights of Transformers and no checkpoints of a run."""
+    """Returns True if the directory contains Transformers weights and no checkpoints of a run."""
     directory = Path(checkpoint).expanduser()
     return (
         not is_url(checkpoint)

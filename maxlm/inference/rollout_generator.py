@@ -1,10 +1,10 @@
-"""Responses to prompts, drawn where and as the model is trained, with the log-probability of each token.
+"""Generates responses with the log-probability of each token, on the mesh and with the parameters of training.
 
-One compiled program: prompts go through the model and leave their keys and values in a cache, samples of one prompt
-share that, then tokens come one of every row at a time, until all rows have ended.
+One compiled program prefills the prompts, shares each prompt's cache among its samples, and decodes one token per row
+at a time until every row has ended.
 
-Shapes: P prompts in one run of the program, T padded prompt length, B rows, each of one sample, R tokens of a response
-at most, D dim, V vocabulary, and those of a cache: L layers, S slots, K key/value heads, H head dim.
+Shapes: P prompts per call, T padded prompt length, B rows (one sample each), R maximum response tokens, D dim,
+V vocabulary, and for caches L layers, S slots, K key/value heads, H head dim.
 """
 
 from __future__ import annotations
@@ -32,29 +32,32 @@ from maxlm.training.state import Params, abstract_model
 
 
 class Responses(NamedTuple):
-    """What was drawn; rows are the samples of the first prompt, then those of the second, …"""
+    """Generated responses. Rows are the samples of the first prompt, then those of the second, and so on.
 
-    # int32, 0 behind the end.
+    Attributes:
+        tokens_BR: token ids, int32; 0 after the end of a response.
+        log_probs_BR: log softmax(logits)[token] in nats at temperature 1 over all ids of the model, float32; 0 after
+            the end of a response.
+        num_B: number of tokens per row, including the end token.
+        ended_B: True if the response has an end token, False if it was cut off.
+        passes: number of decoding steps over all calls of the program.
+    """
+
     tokens_BR: np.ndarray
-    # float32, in nats: log softmax(logits)[token] at temperature 1 over all ids of the model; 0 behind the end.
     log_probs_BR: np.ndarray
-    # Tokens of each row, the one that ended it included.
     num_B: np.ndarray
-    # Whether such a token came; else the response was cut off.
     ended_B: np.ndarray
-    # Passes of one token of every row through the model, over all runs of the program.
     passes: int
 
     @property
     def drawn(self) -> int:
-        """Tokens of all rows."""
+        """Number of generated tokens in all rows."""
         return int(self.num_B.sum())
 
 
 class _Drawing(NamedTuple):
-    """The state of a run of the program."""
+    """Loop state of the decoding program. `num_columns` is the number of tokens in rows that have not ended."""
 
-    # Tokens that rows have which have not ended.
     num_columns: jax.Array
     token_B: jax.Array
     ended_B: jax.Array
@@ -65,7 +68,7 @@ class _Drawing(NamedTuple):
 
 
 class Sampler:
-    """Draws responses from one model. Compiles at the first use of a number of rows."""
+    """Generates responses with one model. Compiles once for each batch size."""
 
     def __init__(
         self,
@@ -79,16 +82,16 @@ class Sampler:
     ):
         """
         Args:
-            config: of the run, resolved.
-            layout: of the parameters.
-            ends: ids that end a response.
-            max_prompt: tokens of a prompt, at most.
-            max_tokens: tokens of a response, at most.
-            gather_once: parameters that are split to save memory are brought together once for a run of the program,
-                not for every token. Each device then holds all of them in the type of the computation.
+            config: resolved config of the run.
+            layout: layout of the parameters.
+            ends: token ids that end a response.
+            max_prompt: maximum number of prompt tokens.
+            max_tokens: maximum number of response tokens.
+            gather_once: gather sharded parameters once per call instead of once per token. Each device then holds all
+                parameters in the compute dtype.
 
         Raises:
-            InputError: the mesh splits layers or length, or prompt and response do not fit into the model's context.
+            InputError: the mesh shards layers or sequence length, or prompt and response exceed the model's context.
         """
         _check_mesh(layout)
         context = config.model.max_positions
@@ -105,7 +108,7 @@ class Sampler:
         self._max_prompt, self._max_tokens = max_prompt, max_tokens
         self._gather_once = gather_once
         self._graph, _ = nnx.split(abstract_model(config, layout))
-        # Every process reads the result.
+        # Replicated, because every process reads the result.
         self._program = jax.jit(self._draw, static_argnames='group', out_shardings=layout.named())
 
     def __call__(
@@ -119,25 +122,27 @@ class Sampler:
         temperature: float = 1.0,
         rows_per_run: int = 0,
     ) -> Responses:
-        """`num_samples` responses to each prompt.
+        """Generates `num_samples` responses to each prompt.
 
-        A row draws with a key of its own, made of `seed`, its number from `first_row` on, and the position. What it
-        draws depends neither on the other rows nor on the mesh, but for rounding (with model.matmul_precision=fp8 rows
-        do share scales). With model.rope_scaling=dynamic the cache keeps keys as they were rotated when they came, so
-        that beyond the original context log-probabilities are not those of one pass over the whole text.
+        The key of a row is derived from `seed` and the row index, counted from `first_row`, and the key of a token
+        also from its position. A sample is therefore independent of other rows and of the mesh, up to rounding.
+        With model.matmul_precision=fp8, rows share scales.
+
+        With model.rope_scaling=dynamic, cached keys are not rotated again. Beyond the original context,
+        log-probabilities then differ from those of one forward pass over the complete text.
 
         Args:
-            params: as they lie on the mesh.
-            prompts: ids; the same for every process, each of which has all results.
-            seed: of the draws.
-            first_row: number of the first row.
-            num_samples: responses to each prompt.
-            temperature: logits are divided by it for the draw; 0 = always the likeliest token.
-            rows_per_run: that are drawn at the same time, at most; 0 = all.
+            params: parameters, sharded on the mesh.
+            prompts: token ids of each prompt. All processes pass the same prompts and receive all results.
+            seed: seed of the samples.
+            first_row: index of the first row.
+            num_samples: number of responses per prompt.
+            temperature: divisor of the logits for sampling; 0 = greedy.
+            rows_per_run: maximum number of rows generated at the same time; 0 = all.
 
         Raises:
-            InputError: a prompt is empty or too long, an argument is out of range, or fewer rows are wanted at a time
-                than the devices that rows are split over.
+            InputError: a prompt is empty or too long, an argument is out of range, or `rows_per_run` is smaller than
+                the number of devices that rows are sharded over.
         """
         self._check(prompts, num_samples, temperature, rows_per_run)
         group, P = plan_runs(
@@ -147,7 +152,7 @@ class Sampler:
             shards=self._layout.num_shards('batch'),
             lengths=(self._max_prompt, self._max_tokens),
         )
-        # A prompt goes through the model once for each group of its samples.
+        # A prompt is prefilled once for each group of its samples.
         filled = [prompt for prompt in prompts for _ in range(num_samples // group)]
         parts: list[list[np.ndarray]] = []
         passes = 0
@@ -180,7 +185,7 @@ class Sampler:
         *,
         group: int,
     ) -> tuple[jax.Array, ...]:
-        """What `Responses` has, for `group` samples of each prompt; a prompt of length 0 is none."""
+        """Returns the fields of `Responses` for `group` samples of each prompt; a prompt of length 0 is padding."""
         R, B = self._max_tokens, length_P.size * group
         params = self._as_used(params)
         seed, first_row = seed_and_first_row
@@ -190,13 +195,13 @@ class Sampler:
         ends = jnp.asarray(self._ends, jnp.int32)
 
         def next_token(logits_BV: jax.Array, position_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """The token behind each position, and its log-probability."""
+            """Samples the token after each position and returns it with its log-probability."""
             keys_B = jax.vmap(jax.random.fold_in)(row_keys_B, position_B)
             token_B = sample(logits_BV, keys_B, temperature)
             return token_B, log_prob(logits_BV, token_B)
 
         def add(drawing: _Drawing, logits_BV: jax.Array) -> _Drawing:
-            """With one token more in every row that has not ended."""
+            """Appends one token to every row that has not ended."""
             position_B = length_B + drawing.num_columns - 1
             token_B, log_prob_B = next_token(logits_BV, position_B)
             going_B = ~drawing.ended_B
@@ -225,7 +230,7 @@ class Sampler:
         drawing = _Drawing(
             num_columns=jnp.zeros((), jnp.int32),
             token_B=jnp.zeros(B, jnp.int32),
-            # What only fills the devices never starts.
+            # Padding rows start as ended.
             ended_B=jnp.repeat(length_P == 0, group),
             num_B=jnp.zeros(B, jnp.int32),
             tokens_BR=jnp.zeros((B, R), jnp.int32),
@@ -236,7 +241,7 @@ class Sampler:
         return drawing.tokens_BR, drawing.log_probs_BR, drawing.num_B, drawing.ended_B, drawing.num_columns - 1
 
     def _prefill(self, params: Params, tokens_PT: jax.Array, length_P: jax.Array) -> tuple[jax.Array, Caches]:
-        """The hidden state behind each prompt's last token, [P, 1, D], and the cache with T slots."""
+        """Returns the hidden state of each prompt's last token, [P, 1, D], and the cache with T slots."""
         P, T = tokens_PT.shape
         positions_PT = self._layout.constrain(jnp.broadcast_to(jnp.arange(T), (P, T)), ('batch', 'length'))
         cache = self._placed(init_caches(self._config.model, P, T))
@@ -257,7 +262,7 @@ class Sampler:
         return logits_B1V[:, 0]
 
     def _shared(self, cache: Caches, group: int) -> Caches:
-        """The cache of so many samples of each prompt, with slots for their tokens."""
+        """Repeats the cache for `group` samples of each prompt and adds slots for their tokens."""
 
         def spread(x_LPKTH: jax.Array) -> jax.Array:
             more = max(0, self._max_prompt + self._max_tokens - x_LPKTH.shape[3])
@@ -270,14 +275,14 @@ class Sampler:
         return jax.tree.map(lambda x: self._layout.constrain(x, CACHE_AXES[: x.ndim]), cache)
 
     def _as_used(self, params: Params) -> Params:
-        """Made once for all tokens; blocks in host memory come a layer at a time."""
+        """Casts parameters once for all tokens. Blocks in host memory are transferred one layer at a time."""
         params = {name: tree if name == BLOCKS else to_device(tree) for name, tree in params.items()}
         return cast_params(params, self._config, self._layout, gather=self._gather_once)
 
     def _pad(self, prompts: Sequence[Sequence[int]], P: int) -> tuple[np.ndarray, np.ndarray]:
-        """[P, T] and [P]; rows behind the last prompt are empty."""
+        """Pads prompts to token ids [P, T] and lengths [P]; rows after the last prompt are empty."""
         T = self._max_prompt
-        # Attention goes through longer prompts by whole blocks.
+        # Chunked attention needs a multiple of its block size.
         if T > QUERY_BLOCK:
             T = min(-(-T // QUERY_BLOCK) * QUERY_BLOCK, self._config.model.max_positions)
         tokens, lengths = np.zeros((P, T), np.int32), np.zeros(P, np.int32)
@@ -286,7 +291,7 @@ class Sampler:
         return tokens, lengths
 
     def _put(self, x: np.ndarray, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
-        """An explicit transfer of what every process has."""
+        """Transfers a host array that all processes have. Explicit, because implicit transfers are forbidden."""
         return jax.make_array_from_callback(x.shape, sharding or self._layout.named(), lambda index: x[index])
 
     def _check(self, prompts: Sequence[Sequence[int]], num_samples: int, temperature: float, rows_per_run: int) -> None:
@@ -324,11 +329,20 @@ def _check_mesh(layout: Layout) -> None:
 def plan_runs(
     num_prompts: int, num_samples: int, rows_per_run: int, *, shards: int, lengths: tuple[int, int]
 ) -> tuple[int, int]:
-    """(samples that share the cache of one prompt, prompts in one run of the program).
+    """Chooses the batch shape of `Sampler`.
 
-    Prompts of a run divide over the `shards` devices of the batch, which empty ones fill. Where prompts are few, it is
-    less work to take one through the model several times, each time for some of its samples. `lengths` are those of
-    prompt and response, by which the work is counted.
+    The prompts of a call are sharded over `shards` devices; empty prompts pad the batch. If there are few prompts,
+    prefilling a prompt several times, each time for some of its samples, can be cheaper.
+
+    Args:
+        num_prompts: number of prompts.
+        num_samples: number of samples per prompt.
+        rows_per_run: maximum number of rows per call; 0 = unlimited.
+        shards: number of devices that the batch is sharded over.
+        lengths: lengths of prompt and response, which determine the cost.
+
+    Returns:
+        Number of samples that share one prefilled prompt, and number of prompts per call.
     """
 
     def choices() -> Iterator[tuple[int, int, int]]:
@@ -337,7 +351,7 @@ def plan_runs(
             most = rows_per_run // group // shards if rows_per_run else num_prompts * num_samples
             if num_samples % group or not most:
                 continue
-            # In units of one prompt for every device.
+            # A unit is one prompt per device.
             units = -(-num_prompts * (num_samples // group) // shards)
             runs = -(-units // most)
             P = -(-units // runs) * shards

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits.
+"""Samples the next token from logits.
 
 Shapes: B rows, V vocabulary, C reported top tokens.
 """
@@ -24,22 +24,27 @@ Array = jax.Array | np.ndarray
 class Sampling:
     """Sampling settings of a request.
 
+    Attributes:
+        temperature: divisor of the logits; 0 = greedy.
+        top_k: sample only from the k most likely tokens; 0 = all.
+        top_p: sample only from the most likely tokens whose probabilities sum to this value (Holtzman et al. 2020);
+            1 = all.
+        min_p: sample only tokens with at least this fraction of the highest probability (Nguyen et al. 2024);
+            0 = all.
+        repetition_penalty: for tokens of the prompt or continuation, positive logits are divided by this value and
+            negative logits are multiplied by it (Keskar et al. 2019, "CTRL"); 1 = none.
+        presence_penalty: subtracted once from the logit of each generated token, as in the OpenAI API.
+        frequency_penalty: subtracted from the logit of each generated token once per occurrence.
+
     Raises:
         InputError: a value is out of range.
     """
 
-    # Logits are divided by it; 0 = always the likeliest token.
     temperature: float = 1.0
-    # Only the k likeliest tokens can be drawn; 0 = all.
     top_k: int = 0
-    # Only the likeliest tokens that together reach this probability can be drawn (Holtzman et al. 2020); 1 = all.
     top_p: float = 1.0
-    # Only tokens that are at least this share as likely as the likeliest can be drawn (Nguyen et al. 2024); 0 = all.
     min_p: float = 0.0
-    # Logits of tokens that are in prompt or continuation are divided by it where they are positive, else multiplied
-    # (Keskar et al. 2019, "CTRL"); 1 = none.
     repetition_penalty: float = 1.0
-    # Subtracted from the logits of generated tokens: once, and once per occurrence (as in OpenAI's API).
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
@@ -60,7 +65,7 @@ class Sampling:
 
 
 class Rows(NamedTuple):
-    """The settings of a batch, a row of it each."""
+    """Sampling settings of a batch, one entry per row."""
 
     temperature_B: Array
     top_k_B: Array
@@ -72,7 +77,7 @@ class Rows(NamedTuple):
 
 
 def stack_settings(settings: Sequence[Sampling]) -> Rows:
-    """Stacks settings into rows, on the host."""
+    """Stacks settings into one array per field, on the host."""
     return Rows(
         *(
             np.array([getattr(row, name.removesuffix('_B')) for row in settings], dtype)
@@ -82,12 +87,12 @@ def stack_settings(settings: Sequence[Sampling]) -> Rows:
 
 
 def sampling_keys(seed_B: Array, sample_B: Array, position_B: jax.Array) -> jax.Array:
-    """The key of the draw behind each position of a sample: nothing else goes into it, so that a draw can be repeated.
+    """Returns one sampling key per row, which depends only on seed, sample and position.
 
     Args:
-        seed_B: of the requests, uint32.
-        sample_B: numbers of the samples in their requests, uint32.
-        position_B: of the last tokens that are there.
+        seed_B: request seeds, uint32.
+        sample_B: sample indices within their requests, uint32.
+        position_B: positions of the last known tokens.
     """
 
     def key(seed: Array, sample: Array, position: Array) -> jax.Array:
@@ -97,9 +102,9 @@ def sampling_keys(seed_B: Array, sample_B: Array, position_B: jax.Array) -> jax.
 
 
 def sample(logits_BV: jax.Array, keys_B: jax.Array, temperature: jax.Array | float) -> jax.Array:
-    """One token id per row, int32 [B], at one temperature for all; 0 is the likeliest.
+    """Samples one token id per row, int32 [B], at one temperature for all rows; 0 = greedy.
 
-    Each row has its own key, so its batch mates do not matter.
+    Each row has its own key, so results do not depend on the other rows.
     """
 
     def categorical() -> jax.Array:
@@ -109,10 +114,13 @@ def sample(logits_BV: jax.Array, keys_B: jax.Array, temperature: jax.Array | flo
 
 
 def sample_rows(logits_BV: jax.Array, keys_B: jax.Array, rows: Rows) -> jax.Array:
-    """One token id per row, int32 [B], each by its own settings but for penalties, which `apply_penalties` applies."""
+    """Samples one token id per row, int32 [B], with the settings of each row.
+
+    Penalties are not applied here; call `apply_penalties` first.
+    """
 
     def categorical() -> jax.Array:
-        # A row that takes the likeliest is divided by anything.
+        # Greedy rows are divided by 1; their scaled logits are unused.
         scaled_BV = logits_BV / jnp.where(rows.temperature_B > 0, rows.temperature_B, 1)[:, None]
         is_truncated_B = (rows.top_k_B > 0) | (rows.top_p_B < 1) | (rows.min_p_B > 0)
         filtered_BV = jax.lax.cond(
@@ -127,31 +135,31 @@ def sample_rows(logits_BV: jax.Array, keys_B: jax.Array, rows: Rows) -> jax.Arra
 
 
 def top_k_mask(logits_BV: jax.Array, *, top_k_B: Array, top_p_B: Array, min_p_B: Array) -> jax.Array:
-    """The logits with -inf where top-k, top-p or min-p exclude a token.
+    """Returns the logits with -inf for tokens excluded by top-k, top-p or min-p.
 
-    The likeliest token always stays, and so does one that is exactly as likely as the last that does.
+    The most likely token is always kept. Tokens tied with the least likely kept token are kept too.
     """
     V = logits_BV.shape[1]
     sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
     probability_BV = jax.nn.softmax(sorted_BV, axis=-1)
-    # A token stays if those before it have not reached top_p yet.
+    # A token is kept if the probabilities of all likelier tokens sum to less than top_p.
     keep_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV < top_p_B[:, None]
     keep_BV |= (top_p_B >= 1)[:, None]
     keep_BV &= jnp.arange(V)[None, :] < jnp.where(top_k_B > 0, top_k_B, V)[:, None]
     keep_BV &= probability_BV >= min_p_B[:, None] * probability_BV[:, :1]
-    # Each condition ends somewhere in the order, so what stays is a beginning of it.
+    # Each condition keeps a prefix of the sorted order, and so does their intersection.
     last_B1 = jnp.maximum(keep_BV.sum(axis=-1, keepdims=True) - 1, 0)
     return jnp.where(logits_BV >= jnp.take_along_axis(sorted_BV, last_B1, axis=-1), logits_BV, -jnp.inf)
 
 
 def apply_penalties(logits_BV: jax.Array, rows: Rows, in_prompt_BV: jax.Array, counts_BV: jax.Array) -> jax.Array:
-    """The logits after penalties for what was there already.
+    """Returns the logits after repetition, presence and frequency penalties.
 
     Args:
-        logits_BV: of the next token.
-        rows: the settings.
-        in_prompt_BV: whether the prompt has the token.
-        counts_BV: how often the continuation has it.
+        logits_BV: logits of the next token.
+        rows: sampling settings.
+        in_prompt_BV: True where the prompt contains the token.
+        counts_BV: number of occurrences of the token in the continuation.
     """
     is_generated_BV = counts_BV > 0
     penalty_B1 = rows.repetition_penalty_B[:, None]
@@ -163,20 +171,20 @@ def apply_penalties(logits_BV: jax.Array, rows: Rows, in_prompt_BV: jax.Array, c
 
 
 def has_penalty(rows: Rows) -> jax.Array:
-    """Returns whether any row has a penalty."""
+    """Returns True if any row has a penalty."""
     has_additive_B = (rows.presence_penalty_B != 0) | (rows.frequency_penalty_B != 0)
     return ((rows.repetition_penalty_B != 1) | has_additive_B).any()
 
 
 def log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
-    """log softmax(logits)[token] in nats, [B]."""
-    # A sum over a selection, as in training: a vocabulary that is split stays so.
+    """Returns log softmax(logits)[token] in nats, [B]."""
+    # A masked sum instead of a gather keeps a sharded vocabulary sharded, as in training.
     is_token_BV = jnp.arange(logits_BV.shape[1])[None, :] == token_B[:, None]
     return jnp.where(is_token_BV, logits_BV, 0).sum(axis=-1) - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
 def top_log_probs(logits_BV: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
-    """Returns ids and log-probabilities of the `num` likeliest tokens, [B, C] each, in descending order."""
+    """Returns ids and log-probabilities of the `num` most likely tokens, [B, C] each, in descending order."""
     logits_BC, ids_BC = jax.lax.top_k(logits_BV, num)
     return ids_BC, logits_BC - jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
 

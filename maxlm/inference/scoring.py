@@ -1,11 +1,10 @@
-"""Log-probabilities of given continuations, as benchmarks ask for them.
+"""Log-probabilities of given continuations, as required by benchmarks.
 
-Several requests share a row of the batch as documents that cannot see each other, so that nothing is filled up with
-padding and few shapes are compiled. What requests begin with in common, such as a question before its answers or
-examples before all questions, is read once: they are a tree in their row. Logits are made at scored positions only,
-some at a time.
+Requests are packed into rows as documents that cannot attend to each other, which avoids padding and limits the number
+of compiled shapes. A prefix shared by several requests, such as a question or few-shot examples, is read once: these
+requests form a tree in their row. Logits are computed only at scored positions, one chunk at a time.
 
-Shapes: B batch, T length, D dim, V vocabulary, P scored positions of one call.
+Shapes: B batch, T length, D dim, V vocabulary, P scored positions per call.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from maxlm.model.decoder import softcap, without_padding
 from maxlm.parallel.host_offload import to_device
 from maxlm.training.state import Params, abstract_model
 
-# Rows that requests share are as long as the longest, and at least this; a multiple of what kernels like.
+# A packed row is as long as its longest entry, at least the minimum, and a multiple supported by attention kernels.
 MIN_ROW_TOKENS = 512
 ROW_MULTIPLE = 128
-# Tokens of a batch; a CPU gains nothing by more.
+# Tokens per batch. Larger batches do not improve CPU throughput.
 BATCH_TOKENS, CPU_BATCH_TOKENS = 2**14, 2**12
-# Positions whose logits exist at the same time.
+# Maximum number of positions whose logits are held in memory.
 LOGITS_CHUNK = 1024
-# Requests so much shorter than a row get shorter rows: attention grows with the square of the length.
+# Requests shorter than a row by this factor get shorter rows: attention cost is quadratic in the row length.
 SHORT_ROW_FACTOR = 4
 
 
 class ScoringRequest(NamedTuple):
-    """A continuation behind its context: token ids, at least one of each."""
+    """A context and its continuation, each a non-empty sequence of token ids."""
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -52,7 +51,9 @@ class ScoringRequest(NamedTuple):
 class Likelihood(NamedTuple):
     """Score of a continuation.
 
-    log_prob: Σ log softmax(logits)[token] over its tokens, in nats. is_greedy: whether each is the likeliest.
+    Attributes:
+        log_prob: Σ log softmax(logits)[token] over the tokens of the continuation, in nats.
+        is_greedy: True if every token is the most likely one.
     """
 
     log_prob: float
@@ -67,28 +68,33 @@ class _Sequence(NamedTuple):
 
 
 class LogprobScorer:
-    """Scores spans with one model, on the mesh that it lies on. Compiles at the first use of a shape.
+    """Scores continuations with one model on its mesh. Compiles once for each shape.
 
     Attributes:
-        params: of the model; others of the same shapes may take their place.
-        max_length: tokens that the model reads, at most.
+        params: parameters of the model. They may be replaced by others of the same shapes.
+        max_length: maximum number of input tokens.
     """
 
     def __init__(self, model: LoadedModel, *, batch_tokens: int = 0):
-        """`batch_tokens` are read at a time, or one row; 0 = as many as suit the device."""
+        """Initializes the scorer.
+
+        Args:
+            model: model to score with.
+            batch_tokens: number of tokens per batch, at least one row; 0 = a default for the device.
+        """
         self.params = model.params
         self._config, self._layout = model.config.model, model.layout
         self.max_length = self._config.max_positions
         self._on_cpu = jax.default_backend() == 'cpu'
         self._batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if self._on_cpu else BATCH_TOKENS)
-        # The rotation depends on the length of the whole text there.
+        # Dynamic RoPE scaling depends on the length of the complete text, so texts cannot be packed.
         self._is_one_per_row = self._config.rope_scaling == 'dynamic'
         layout, num_length_shards = self._layout, self._layout.num_shards('length')
         self._has_trees = not self._is_one_per_row and num_length_shards == layout.num_shards('layers') == 1
         graph, _ = nnx.split(abstract_model(model.config, layout))
 
         def build_decoder(params: Params) -> Any:
-            # Blocks come from host memory one by one, all other parameters at once.
+            # Blocks are transferred from host memory one at a time, all other parameters at once.
             return nnx.merge(
                 graph, {name: tree if name == BLOCKS else to_device(tree) for name, tree in params.items()}
             )
@@ -130,15 +136,15 @@ class LogprobScorer:
             return log_prob_P, jnp.argmax(logits_PV, axis=1) == target_P
 
         self._forward, self._forward_trees = jax.jit(forward), jax.jit(forward_trees)
-        # Replicated: every process reads all scores.
+        # Replicated, because every process reads all scores.
         self._score_tokens = jax.jit(score_tokens, out_shardings=layout.named())
 
     def score(self, requests: Sequence[ScoringRequest], *, show: bool = False) -> list[Likelihood]:
-        """The likelihood of each span. What does not fit into the context is cut off on the left.
+        """Returns the likelihood of each continuation. Contexts that do not fit are truncated on the left.
 
         Args:
-            spans: in any order.
-            show: whether to show progress.
+            requests: requests, in any order.
+            show: show a progress bar.
 
         Raises:
             InputError: a context or a continuation is empty, or a continuation is longer than the model's context.
@@ -173,9 +179,9 @@ class LogprobScorer:
                         (self._score_tokens(self.params, hidden_BTD, *map(self._to_devices, padded.T)), chunk[:, 0])
                     )
                     if self._on_cpu:
-                        # With many programs on their way, virtual devices of a CPU can wait for each other for ever.
+                        # With many programs in flight, the virtual devices of a CPU can deadlock.
                         jax.block_until_ready(pending[-1][0])
-                # One batch is always in the device's queue while an older one is read.
+                # Keep one batch in the device queue while an older one is read.
                 while len(pending) > 2 * max(1, len(targets) // LOGITS_CHUNK):
                     collect()
                 bar.update(sum(len(sequence.requests) for row in members for tree in row for sequence in tree))
@@ -184,7 +190,7 @@ class LogprobScorer:
         return [Likelihood(float(p), bool(g)) for p, g in zip(log_prob, is_greedy, strict=True)]
 
     def _to_devices(self, x: np.ndarray) -> jax.Array:
-        """On every device, by an explicit transfer: a run forbids all others."""
+        """Replicates an array to every device. Explicit, because implicit transfers are forbidden during a run."""
         return jax.make_array_from_callback(x.shape, self._layout.named(), x.__getitem__)
 
     def _unique_sequences(self, requests: Sequence[ScoringRequest]) -> list[_Sequence]:
@@ -203,14 +209,14 @@ class LogprobScorer:
         return [_Sequence(*pair) for pair in by_tokens.items()]
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[list[int]], int]]:
-        """Rows of numbers of trees, with their length: the largest first."""
+        """Yields rows of tree indices with their row length, longest rows first."""
         remaining = sorted(range(len(lengths)), key=lambda number: -lengths[number])
         multiple = math.lcm(ROW_MULTIPLE, 2 * self._layout.num_shards('length'))
         while remaining:
             T = -(-max(MIN_ROW_TOKENS, lengths[remaining[0]]) // multiple) * multiple
             longer = [number for number in remaining if lengths[number] * SHORT_ROW_FACTOR > T]
             shorter = remaining[len(longer) :]
-            # Another shape is worth it for a batch or more.
+            # Use a shorter row length only if it fills at least one batch.
             if T <= MIN_ROW_TOKENS or sum(lengths[number] for number in shorter) < self._batch_tokens:
                 longer, shorter = remaining, []
             rows = [[number] for number in longer] if self._is_one_per_row else pack(longer, lengths, T)
@@ -224,13 +230,13 @@ class LogprobScorer:
         return self._round_rows(min(1 << (num_rows - 1).bit_length(), max(1, self._batch_tokens // T, num_rows)))
 
     def _round_rows(self, num_rows: int) -> int:
-        """Rows are split over devices; a pipeline has as many micro-batches as stages."""
+        """Rounds up to a multiple of the row shards, which include the microbatches of a pipeline."""
         num_shards = self._layout.num_shards('rows')
         return -(-num_rows // num_shards) * num_shards
 
 
 def pack(numbers: Sequence[int], lengths: Sequence[int], T: int) -> list[list[int]]:
-    """Packs numbers of descending lengths into rows of T tokens by best fit."""
+    """Packs items into rows of T tokens by best fit. `numbers` are their indices, sorted by descending length."""
     rows: list[list[int]] = []
     free_tokens: list[tuple[int, int]] = []
     for number in numbers:
@@ -251,10 +257,10 @@ def scored_indices(length: int, num: int) -> range:
 
 
 def windows(tokens: Sequence[int], prefix: int, max_length: int) -> list[ScoringRequest]:
-    """A text of any length as spans in which each token is scored once, with as much context as fits.
+    """Splits a text of any length into requests that score each token once, with as much context as fits.
 
-    The first stands behind `prefix`; the last window reaches back so that it is full. As lm-eval cuts texts for
-    perplexities with `context_len=1`.
+    The context of the first window is `prefix`. The last window extends backward to the full length. lm-eval splits
+    texts in the same way for perplexity, with `context_len=1`.
     """
     first = min(max_length, len(tokens))
     requests = [ScoringRequest([prefix], tokens[:first])] if first else []
@@ -265,7 +271,7 @@ def windows(tokens: Sequence[int], prefix: int, max_length: int) -> list[Scoring
 
 
 def _batch_arrays(rows: Sequence[Sequence[FlattenedTree]], B: int, T: int) -> np.ndarray:
-    """Tokens, numbers of trees, ends and positions, int32 [4, B, T]; padding sees itself."""
+    """Returns tokens, tree numbers, ends and positions, int32 [4, B, T]. A padding token attends only to itself."""
     arrays = np.zeros((4, B, T), np.int32)
     tokens, segments, ends, positions = arrays
     ends[:] = np.arange(1, T + 1)
@@ -284,7 +290,7 @@ def _scored_tokens(
     flattened: Sequence[Sequence[FlattenedTree]],
     requests: Sequence[ScoringRequest],
 ) -> np.ndarray:
-    """(span, row, column, target) of each scored token, int32 [tokens, 4]."""
+    """Returns (request, row, column, target) of each scored token, int32 [tokens, 4]."""
     targets = []
     for row, (trees, flattened_trees) in enumerate(zip(rows, flattened, strict=True)):
         start = 0

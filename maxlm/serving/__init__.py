@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server and the chat page."""
+"""OpenAI-compatible HTTP server and chat page."""

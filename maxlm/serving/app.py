@@ -1,4 +1,4 @@
-"""The endpoints."""
+"""Endpoints of the HTTP server."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from maxlm.serving.streaming import CompletionResponse
 
 
 def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str] = ()) -> ASGIApp:
-    """The app of a service; pages of `origins` may read its responses."""
-    # No pages of documentation: they load scripts from elsewhere.
+    """Returns the ASGI app of a service. Pages of `origins` may read its responses."""
+    # FastAPI's documentation pages are disabled, because they load scripts from other hosts.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -61,7 +61,7 @@ def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str]
         return Response(service.metrics.text(), headers={'content-type': CONTENT_TYPE})
 
     def model() -> dict[str, Any]:
-        # Fields for the chat page, beside OpenAI's four.
+        # Includes fields for the chat page in addition to OpenAI's four.
         return {
             'id': served.name,
             'object': 'model',
@@ -94,7 +94,6 @@ def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str]
                 release=functools.partial(service.body_reader.release, len(body)),
             )
         except ClientDisconnect:
-            # The client has disconnected.
             return Response(status_code=499)
         return _respond(service, api_request, engine_requests, chat=chat, started=request.scope['state']['started'])
 
@@ -109,14 +108,14 @@ def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str]
     secured = SecurityMiddleware(app, service, access)
     if not origins:
         return secured
-    # Outermost: a browser asks whether it may ask without a key, and pages are to read errors too.
+    # Outermost, because CORS preflight requests have no key, and pages must be able to read error responses.
     return CORSMiddleware(
         secured, allow_origins=list(origins), allow_methods=['GET', 'POST'], allow_headers=['*'], max_age=600
     )
 
 
 def _encode(service: Service, body: bytes, *, chat: bool) -> tuple[RequestBase, EngineRequests]:
-    """Raises ApiError for a request that cannot be answered."""
+    """Parses and tokenizes a request. Raises ApiError if it is invalid."""
     context, max_tokens = service.served.engine.max_context, service.limits.max_tokens
     if chat:
         conversation = parse_chat(body, max_context=context)

@@ -1,4 +1,4 @@
-"""The chat page: one file for the browser, joined from three."""
+"""Chat page: one HTML document assembled from the files of a directory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _SCRIPTS = ('markdown.js', 'settings.js', 'talk.js', 'page.js')
 
 
 class Page:
-    """The page and what it may do.
+    """HTML of the chat page and its security policy.
 
     Attributes:
         text: HTML.
-        policy: for Content-Security-Policy: nothing from elsewhere, and no style or script but its own.
+        policy: Content-Security-Policy that allows only the styles, scripts and endpoints of this server.
     """
 
     def __init__(self) -> None:

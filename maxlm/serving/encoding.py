@@ -1,4 +1,4 @@
-"""Threads that parse and tokenize requests: a long text must not delay other requests."""
+"""Threads that parse and tokenize requests, so that a long text does not delay other requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from maxlm.serving.errors import SERVER, ApiError
 from maxlm.serving.limits import ServerLimits
 from maxlm.storage.errors import catch_panics
 
-# Bytes of a body that does not wait behind larger ones.
+# Maximum size of a small body. Small bodies do not wait for larger ones.
 _SMALL_BODY_BYTES = 64 * 1024
-# Threads for small bodies, and for larger ones.
+# Number of threads for small and for large bodies.
 _NUM_SMALL_THREADS, _NUM_LARGE_THREADS = 2, 1
 
 
 class _Job:
-    """A function to be called, and the future of its result in the event loop."""
+    """A function to call in a thread, and the future of its result in the event loop."""
 
     def __init__(self, function: Callable[[], Any], release: Callable[[], None]):
         self.function, self.release = function, release
@@ -32,19 +32,19 @@ class _Job:
         self.future: asyncio.Future[Any] = self.loop.create_future()
 
     def run(self) -> None:
-        """Calls the function, in a thread; its result is dropped after the request was cancelled."""
+        """Calls the function in a worker thread. The result is dropped if the request was cancelled."""
         result, error = None, None
         try:
             with catch_panics('tokenizers'):
                 result = self.function()
         except BaseException as raised:
             error = raised
-        # The loop may be gone by now.
+        # The event loop may be closed.
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._finish, result, error)
 
     def fail(self, error: Exception) -> None:
-        """Ends the wait for the result with an error."""
+        """Fails the future with an error."""
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -58,7 +58,7 @@ class _Job:
 
 
 class _WorkQueue:
-    """A queue with threads of its own. They do not keep the process from its end."""
+    """A job queue with its own daemon threads, which do not block process exit."""
 
     def __init__(self, name: str, num_threads: int):
         self._jobs: collections.deque[_Job] = collections.deque()
@@ -68,7 +68,7 @@ class _WorkQueue:
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, job: _Job, max_jobs: int) -> bool:
-        """Adds a job unless `max_jobs` are waiting; whether it did."""
+        """Adds a job and returns True, or returns False if `max_jobs` jobs are waiting."""
         with self._condition:
             if len(self._jobs) >= max_jobs:
                 return False
@@ -77,7 +77,7 @@ class _WorkQueue:
         return True
 
     def remove(self, job: _Job) -> None:
-        """Takes a job away that still waits."""
+        """Removes a job that has not started."""
         with self._condition:
             if job not in self._jobs:
                 return
@@ -85,7 +85,7 @@ class _WorkQueue:
         job.release()
 
     def close(self) -> None:
-        """Ends the threads after what they are at."""
+        """Stops the threads after their current jobs."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
@@ -98,14 +98,14 @@ class _WorkQueue:
                     return
                 job = self._jobs.popleft()
             job.run()
-            # Its body must not be kept until the next one comes.
+            # Release the body now instead of when the next job arrives.
             del job
 
 
 class Encoders:
-    """Encodes requests in four queues: small and large bodies, of texts and of conversations.
+    """Encodes requests in four queues, by body size (small, large) and kind (text, chat).
 
-    So neither a large text nor a slow chat template holds up small texts.
+    Small texts therefore never wait for large texts or slow chat templates.
     """
 
     def __init__(self, limits: ServerLimits):
@@ -130,19 +130,19 @@ class Encoders:
         started: float,
         release: Callable[[], None],
     ) -> Any:
-        """The result of a function, called in a thread.
+        """Calls a function in a worker thread and returns its result.
 
         Args:
-            function: what parses and tokenizes.
-            chat: whether it renders a chat template.
-            size: bytes of the body.
-            receive: that of the request, whose body has been read.
-            started: beginning of the request, by `time.monotonic`.
-            release: called in the event loop when the body is not needed any more.
+            function: function that parses and tokenizes the request.
+            chat: the request uses a chat template.
+            size: size of the body in bytes.
+            receive: ASGI receive channel of the request, whose body has been read.
+            started: start of the request, as `time.monotonic()`.
+            release: called in the event loop when the body is no longer needed.
 
         Raises:
-            ApiError: too many are waiting, it takes too long, or the server ends.
-            ClientDisconnect: the client is gone.
+            ApiError: the queue is full, the request timed out, or the server is shutting down.
+            ClientDisconnect: the client has disconnected.
         """
         queue = self._queues[chat, size <= _SMALL_BODY_BYTES]
         job = _Job(function, release)
@@ -169,25 +169,25 @@ class Encoders:
             queue.remove(job)
 
     def fail_all(self, error: ApiError) -> None:
-        """Ends all that wait with an error."""
+        """Fails all pending jobs with an error."""
         for job in list(self._jobs):
             job.fail(error)
 
     def close(self) -> None:
-        """Ends the threads; one that is stuck stays until the process ends."""
+        """Stops the threads after their current jobs."""
         for queue in self._queues.values():
             queue.close()
 
 
 def timeout_error(limits: ServerLimits) -> ApiError:
-    """Returns the error of a response that exceeds its time limit."""
+    """Returns the error for a request that exceeds its timeout."""
     return ApiError(
         504, f'the answer took longer than {limits.request_timeout:g} s', kind='timeout_error', code='timeout'
     )
 
 
 def draining_error() -> ApiError:
-    """Returns the error of a response that the server's shutdown cuts off."""
+    """Returns the error for a request that is cut off by the server's shutdown."""
     return ApiError(503, 'the server is stopping', kind=SERVER, code='draining')
 
 

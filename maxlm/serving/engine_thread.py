@@ -1,4 +1,4 @@
-"""The engine's own thread: it steps while there is work and passes deltas to the event loop."""
+"""Thread that steps the engine and passes deltas to the event loop."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Protocol
 from maxlm.inference.engine.requests import Delta, EngineState, Request
 from maxlm.log import logger
 
-# A request ends the wait; this bounds how long the thread outlives `stop`.
+# A request interrupts the wait, so this only bounds how long `stop` waits for an idle thread.
 _POLL_SECONDS = 0.2
 
 Listener = Callable[[Delta], None]
 
 
 class StreamHandle(Protocol):
-    """A request that the engine has."""
+    """Handle of a submitted request."""
 
     def cancel(self) -> None:
         """Cancels the request."""
@@ -37,51 +37,52 @@ class EngineLike(Protocol):
         """Raises InputError if a request does not fit."""
 
     def submit(self, request: Request, listener: Listener) -> StreamHandle:
-        """Takes a request."""
+        """Queues a request."""
 
     def step(self) -> bool:
-        """One token for each slot."""
+        """Runs one step. Returns False if no work is left."""
 
     def wait(self, timeout: float) -> None:
-        """Until there is something to do."""
+        """Waits for work, at most `timeout` seconds."""
 
     def fail(self) -> None:
         """Ends all samples."""
 
 
 class EngineThread:
-    """Steps an engine, and calls listeners in the event loop: once for all that a step brought.
+    """Steps an engine in a thread and calls listeners in the event loop, once per step for all deltas.
 
     Attributes:
-        failed: whether the engine broke down. It does not step again.
+        failed: True if the engine raised an exception. It is not stepped again.
     """
 
     def __init__(self, engine: EngineLike, on_failure: Callable[[], None]):
-        """`on_failure` is called in the event loop when the engine has broken down."""
+        """Initializes the thread. `on_failure` is called in the event loop after an engine failure."""
         self.failed = False
         self._engine, self._on_failure = engine, on_failure
         self._deltas: list[tuple[Listener, Delta]] = []
         self._is_stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        # A step that never ends must not keep the process.
+        # A daemon thread, so that a step that hangs does not block process exit.
         self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
 
     def start(self) -> None:
-        """To be called in the event loop."""
+        """Starts the thread. Must be called in the event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self, timeout: float = 10.0) -> bool:
-        """Ends the thread after the step that it is in; whether it did within the time."""
+        """Stops the thread after its current step. Returns True if it ended within `timeout` seconds."""
         self._is_stopped = True
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def submit(self, request: Request, listener: Listener) -> StreamHandle:
-        """As the engine's; the listener is called in the event loop.
+        """Submits a request to the engine. The listener is called in the event loop.
 
         Raises:
-            InputError, QueueFullError: the engine's.
+            InputError: the engine rejects the request.
+            QueueFullError: the queue of the engine is full.
         """
         return self._engine.submit(request, lambda delta: self._deltas.append((listener, delta)))
 
@@ -97,7 +98,7 @@ class EngineThread:
             self.failed = True
             self._fail_all()
             self._call_in_loop(self._on_failure)
-            # Requests that were submitted before the failure was visible.
+            # Fail requests that were submitted before `failed` was visible to the event loop.
             while not self._is_stopped:
                 self._engine.wait(_POLL_SECONDS)
                 self._fail_all()
@@ -113,6 +114,6 @@ class EngineThread:
 
     def _call_in_loop(self, function: Callable[[], object]) -> None:
         assert self._loop is not None
-        # The loop may be gone while the last step still runs.
+        # The event loop may be closed while the last step still runs.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API gives them: a status, and one JSON object that says what was wrong."""
+"""Errors in the format of OpenAI's API: an HTTP status and a JSON object."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from maxlm.errors import InputError
 
 INVALID = 'invalid_request_error'
 SERVER = 'server_error'
-# Messages quote client input, truncated to this length.
+# Maximum length of a message, because messages quote client input.
 MAX_MESSAGE = 500
-# Names of the engine's requests → those of the API.
+# Parameter names of the engine → names of the API.
 _API_PARAMETERS = {'num_samples': 'n', 'stops': 'stop', 'top_log_probs': 'logprobs'}
 
 
@@ -22,12 +22,12 @@ class ApiError(Exception):
     """An error response.
 
     Attributes:
-        status: of HTTP.
-        message: one line for the person.
+        status: HTTP status.
+        message: one line of text for users.
         kind: OpenAI's `type`.
-        param: the parameter at fault, None for none.
-        code: a word for programs, None for none.
-        headers: of the response, besides.
+        param: name of the invalid parameter, or None.
+        code: machine-readable error code, or None.
+        headers: additional response headers.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
+        """JSON body of the response."""
         return {'error': {'message': self.message, 'type': self.kind, 'param': self.param, 'code': self.code}}
 
 
 def from_input_error(error: InputError, param: str | None = None) -> ApiError:
-    """Converts an error of the engine or a tokenizer; a message `name=…` or `name: …` names the parameter."""
+    """Converts an error of the engine or a tokenizer. A message `name=…` or `name: …` names the parameter."""
     match = re.match(r'(\w+)[=:]', str(error))
     name = match[1] if match else None
     api_name = _API_PARAMETERS.get(name, name) if name else None
@@ -62,7 +62,7 @@ def from_input_error(error: InputError, param: str | None = None) -> ApiError:
 
 
 def from_validation_error(error: ValidationError) -> ApiError:
-    """The first thing that a request's JSON has wrong."""
+    """Converts the first error of a failed JSON validation."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first['type'] == 'json_invalid':
         reason = first['msg'].removeprefix('Invalid JSON: ')

@@ -1,4 +1,4 @@
-"""A connection of uvicorn that does not wait for ever: neither for the head of a request nor for a client to read."""
+"""HTTP connections with timeouts for request heads and for clients that do not read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from maxlm.serving.limits import ServerLimits
 
 
 class Connection(H11Protocol):
-    """With deadlines. Cut off, it looks to the app like a client that is gone."""
+    """A uvicorn connection with timeouts. To the app, an aborted connection looks like a disconnected client."""
 
     limits = ServerLimits()
     _write_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
 
-    # uvicorn narrows what asyncio gives, against its base class, and so does this.
+    # uvicorn narrows the type of the parameter relative to its base class, and this override follows it.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait for the head of a request."""
+        """Applies the connection limits and starts the read timer."""
         super().connection_made(transport)
-        # `connections` has those of all clients, with this one.
+        # `connections` contains all open connections, including this one.
         num_from_client = sum(
             self._client_address(connection) == self._client_address(self) for connection in self.connections
         )
@@ -34,13 +34,13 @@ class Connection(H11Protocol):
         self._start_read_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends all waiting."""
+        """Cancels the timers."""
         self._cancel_timer(self._write_timer)
         self._cancel_timer(self._read_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Restarts the read timer while no request is complete."""
+        """Starts the read timer if it is not running, or cancels it while a request is in progress."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._cancel_timer(self._read_timer)
@@ -55,18 +55,18 @@ class Connection(H11Protocol):
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Stops the write timer."""
+        """Cancels the write timer."""
         self._cancel_timer(self._write_timer)
         super().resume_writing()
 
     def on_response_complete(self) -> None:
-        """Cancels the read timer. The write timer and the keep-alive timeout stay."""
+        """Cancels the read timer. The write timer and the keep-alive timeout keep running."""
         super().on_response_complete()
         self._cancel_timer(self._read_timer)
         self._read_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """Responds to malformed HTTP; aborts where a response has begun."""
+        """Responds to malformed HTTP with status 400, or aborts if a response has started."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
@@ -98,5 +98,5 @@ class Connection(H11Protocol):
 
 
 def connection_class(limits: ServerLimits) -> type[Connection]:
-    """The class whose connections have these limits: uvicorn makes them itself."""
+    """Returns a connection class with these limits, because uvicorn instantiates connections itself."""
     return type('Connection', (Connection,), {'limits': limits})

@@ -1,4 +1,4 @@
-"""Limits of requests, and reading of bodies within them."""
+"""Server limits, and reading of request bodies within them."""
 
 from __future__ import annotations
 
@@ -11,39 +11,42 @@ from maxlm.errors import InputError, flag
 from maxlm.serving.errors import ApiError
 
 JSON = 'application/json'
-# Multiple of the limit that is read and discarded: a client that is writing does not read the response.
+# Bodies up to this multiple of the limit are read and discarded, because a client does not read while it writes.
 _DISCARD_FACTOR = 8
 _NON_NEGATIVE = ('max_tokens', 'max_queue_size', 'drain_seconds')
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
-    """Limits of one request and of all.
+    """Limits of single requests and of the server.
+
+    Attributes:
+        max_request_bytes: maximum size of a request body.
+        max_total_bytes: maximum total size of the bodies in flight.
+        max_tokens: maximum number of tokens of a continuation; 0 = limited by the context only.
+        max_queue_size: maximum number of samples waiting for a slot, as configured in the engine; 0 = unlimited.
+        max_encoding_queue_size: maximum number of requests waiting in each encoding queue.
+        request_timeout: seconds from the first byte of a request to the last byte of its response.
+        body_seconds: timeout for reading a body.
+        stall_seconds: timeout for a client to read a response, and for the head of a request to arrive.
+        max_connections: maximum number of open connections.
+        max_client_connections: maximum number of open connections per client address. Clients of a proxy share one.
+        drain_seconds: seconds that running requests have to finish during shutdown.
 
     Raises:
-        InputError: one is not above 0.
+        InputError: a value is out of range.
     """
 
-    # Bytes of a body.
     max_request_bytes: int = 4 * 2**20
-    # Bytes of all bodies in flight.
     max_total_bytes: int = 256 * 2**20
-    # Tokens of a continuation; 0 = what the context leaves.
     max_tokens: int = 0
-    # Samples that may wait for a slot, as configured in the engine; 0 = as many as come.
     max_queue_size: int = 0
-    # Requests of one kind that may wait to be tokenized.
     max_encoding_queue_size: int = 64
-    # From the first byte of the request to the last of its response.
     request_timeout: float = 600.0
-    # Until a body is there.
     body_seconds: float = 30.0
-    # Between two reads of the response by the client, and until the head of a request has arrived.
     stall_seconds: float = 30.0
-    # Connections at a time, and those of one address: clients of a proxy share one.
     max_connections: int = 1024
     max_client_connections: int = 256
-    # Until the running requests are cut off after the server was asked to stop.
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -53,18 +56,18 @@ class ServerLimits:
 
 
 class BodyReader:
-    """Reads bodies and counts their buffered bytes."""
+    """Reads request bodies and limits their total size in memory."""
 
     def __init__(self, limits: ServerLimits):
         self._limits = limits
         self.num_bytes = 0
 
     async def read(self, request: Request) -> bytes:
-        """Returns the body, whose bytes are counted until `release`.
+        """Reads and returns a body. Its bytes count toward the total until `release`.
 
         Raises:
-            ApiError: it is too large, too slow, or no JSON by what its head says.
-            ClientDisconnect: the client is gone.
+            ApiError: the body is too large, arrives too slowly, or is not declared as uncompressed JSON.
+            ClientDisconnect: the client has disconnected.
         """
         media_type = request.headers.get('content-type', '').partition(';')[0].strip().lower()
         if media_type != JSON:

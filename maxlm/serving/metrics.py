@@ -11,17 +11,17 @@ from prometheus_client.registry import Collector
 from maxlm.inference.engine.requests import EngineState
 
 CONTENT_TYPE = 'text/plain; version=0.0.4; charset=utf-8'
-# Label of unknown paths, which would otherwise be unbounded.
+# Label of unknown paths, which bounds the number of label values.
 OTHER = 'other'
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
-    """Counters of one server. All names begin with `maxlm_`."""
+    """Metrics of one server. All names begin with `maxlm_`."""
 
     def __init__(self, state: Callable[[], EngineState]):
-        """`state` is called on every scrape."""
+        """Registers the metrics. `state` is called on every scrape."""
         registry = CollectorRegistry()
         self.requests = Counter(
             'maxlm_requests', 'Requests that were answered, by path and status', ('path', 'status'), registry=registry
@@ -45,7 +45,7 @@ class Metrics:
         self._registry = registry
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads it."""
+        """Returns all metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
 

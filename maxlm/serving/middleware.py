@@ -1,4 +1,4 @@
-"""The security middleware: API key, allowed origins (CORS), request counts, and errors as the API has them."""
+"""Security middleware: API key, allowed hosts and origins, request counts and error responses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PAGE, HEALTH, METRICS, MODELS = '/', '/health', '/metrics', '/v1/models'
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
 PATHS = (PAGE, HEALTH, METRICS, MODELS, COMPLETIONS, CHAT)
 COMPLETION_PATHS = (COMPLETIONS, CHAT)
-# Readable without a key; the page asks for it itself.
+# Paths that need no key. The chat page asks the user for the key.
 PUBLIC_PATHS = (PAGE, HEALTH)
-# Status of nginx for a client that disconnected.
+# Status that nginx uses for a client that disconnected.
 _CLIENT_CLOSED_REQUEST = '499'
 _HEADERS = {
     'x-content-type-options': 'nosniff',
@@ -37,24 +37,25 @@ _HEADERS = {
 class AccessPolicy:
     """Rules for API key, host and origin of requests.
 
-    A web page open in a browser on this machine can reach what listens on loopback, under its own name if that
-    is made to resolve to 127.0.0.1. So a request from a page elsewhere is refused by its Origin, and, of a server on
-    loopback, one under another name by its Host.
+    A web page in a local browser can send requests to a loopback address, also under its own host name if that name
+    is rebound to 127.0.0.1 (DNS rebinding). The Origin check rejects requests from pages of other origins. On a
+    loopback address, the Host check rejects other host names.
     """
 
     def __init__(self, *, api_key: str, loopback: bool, origins: Collection[str]):
         """
         Args:
-            api_key: '' = none is required.
-            loopback: whether the server listens there alone.
-            origins: other origins whose pages may ask, e.g. https://chat.example.org; a proxy has their host.
+            api_key: required API key; '' = none.
+            loopback: True if the server listens on a loopback address only.
+            origins: additional allowed origins, such as https://chat.example.org. Their host names are allowed too,
+                for requests through a proxy.
         """
         self._key = api_key.encode()
         self._loopback, self._origins = loopback, frozenset(origins)
         self._hosts = {'localhost', *(urlsplit(origin).hostname for origin in origins)}
 
     def check(self, path: str, headers: Headers) -> None:
-        """Raises ApiError unless a request may be answered."""
+        """Raises ApiError if a request is not allowed."""
         hosts, origins = headers.getlist('host'), headers.getlist('origin')
         if len(hosts) != 1 or len(origins) > 1 or (self._loopback and not self._is_allowed_host(_hostname(hosts[0]))):
             raise ApiError(
@@ -66,7 +67,7 @@ class AccessPolicy:
             raise ApiError(403, 'pages of this Origin may not ask; --allow-origin lets them', code='origin_not_allowed')
         if self._key and path not in PUBLIC_PATHS:
             scheme, _, credentials = headers.get('authorization', '').partition(' ')
-            # Compared in a time that does not tell how much of it is right.
+            # Constant-time comparison does not leak how much of the key is correct.
             is_valid = hmac.compare_digest(credentials.strip().encode('utf-8', 'surrogateescape'), self._key)
             if not (is_valid and scheme.lower() == 'bearer'):
                 raise ApiError(
@@ -84,7 +85,7 @@ class AccessPolicy:
 
 
 class SecurityMiddleware:
-    """Around the app."""
+    """Wraps the app with access checks, security headers, request metrics and error handling."""
 
     def __init__(self, app: ASGIApp, service: Service, access: AccessPolicy):
         self._app, self._service, self._access = app, service, access
@@ -120,9 +121,9 @@ class SecurityMiddleware:
             await error_response(error)(scope, receive, send_with_headers)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        # Also what is no Exception, such as the panic of a library in Rust.
+        # Includes exceptions that are not an Exception, such as panics of Rust libraries.
         except BaseException:
-            # Details go to the log only, not to the client.
+            # Details are logged but not sent to the client.
             logger.exception(f'{scope["method"]} {path} failed')
             if not status:
                 await error_response(internal_error())(scope, receive, send_with_headers)
@@ -137,17 +138,17 @@ class SecurityMiddleware:
 
 
 def internal_error() -> ApiError:
-    """Returns the response to an internal error."""
+    """Returns the error for an internal failure."""
     return ApiError(500, 'the server has a fault; its log has more', kind=SERVER, code='internal_error')
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """The error as a response."""
+    """Converts an error to a JSON response."""
     return JSONResponse(error.body, error.status, error.headers)
 
 
 def _hostname(host: str) -> str:
-    """The name in a Host header, without its port; '' where it is none."""
+    """Returns the host name of a Host header without its port, or '' if it is malformed."""
     try:
         return urlsplit(f'//{host}').hostname or ''
     except ValueError:
@@ -155,7 +156,7 @@ def _hostname(host: str) -> str:
 
 
 def _netloc(origin: str) -> str:
-    """Name and port of an origin, as in a Host header."""
+    """Returns host name and port of an origin, as in a Host header."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

@@ -1,4 +1,4 @@
-"""A request of the API → requests of the engine."""
+"""Converts API requests to engine requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from maxlm.serving.schema import (
 
 
 class ServedModel(NamedTuple):
-    """A model by the name that it is served under."""
+    """A model and the name under which it is served."""
 
     name: str
     step: int
@@ -36,17 +36,22 @@ class ServedModel(NamedTuple):
 
 
 class EngineRequests(NamedTuple):
-    """Engine requests of one API request, and the echoed text before each response, '' for none."""
+    """Engine requests of one API request, and the text to echo before each response ('' = none)."""
 
     requests: list[Request]
     echoes: list[str]
 
 
 def parse_completion_request(api_request: CompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
-    """`max_tokens` is the server's limit, 0 = what the context leaves. Takes as long as the tokenizer.
+    """Converts a completion request. Tokenizes the prompts, which can take long.
+
+    Args:
+        api_request: parsed body.
+        served: the served model.
+        max_tokens: limit of the server; 0 = limited by the context only.
 
     Raises:
-        ApiError: a parameter is wrong, or the prompt does not fit.
+        ApiError: a parameter is invalid, or the prompt does not fit.
     """
     if api_request.echo and api_request.logprobs is not None:
         raise ApiError(400, 'echo: prompts have no log-probabilities here; leave out one of the two', param='echo')
@@ -79,10 +84,16 @@ def parse_completion_request(api_request: CompletionRequest, served: ServedModel
 
 
 def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
-    """As above, of a conversation.
+    """Converts a chat request. Renders and tokenizes the conversation, which can take long.
+
+    Args:
+        api_request: parsed body.
+        served: the served model.
+        max_tokens: limit of the server; 0 = limited by the context only.
 
     Raises:
-        ApiError: the same, or the model has no chat template, or it does not take the conversation.
+        ApiError: a parameter is invalid, the prompt does not fit, the model has no chat template, or the template
+            rejects the conversation.
     """
     if served.chat is None:
         raise ApiError(
@@ -101,7 +112,7 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
     ]
     try:
         rendered = served.chat.render_prompt(messages)
-        # Only now: a template may leave out much of what it gets.
+        # Checked after rendering, because a template may omit much of its input.
         _check_size(rendered.text, served, 'messages')
         ids = served.chat.encode_rendered(rendered).tolist()
     except (ChatError, InputError) as error:
@@ -115,7 +126,7 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
 
 
 def _check_size(text: str, served: ServedModel, param: str) -> None:
-    """Raises ApiError for a text that has more tokens than the context, before it is tokenized."""
+    """Raises ApiError, before tokenization, if a text is certainly longer than the context."""
     longest, size = longest_token(served.tokenizer), len(text.encode())
     if longest is not None and size > longest * served.engine.max_context:
         raise ApiError(

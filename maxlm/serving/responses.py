@@ -1,4 +1,4 @@
-"""Results of the engine → OpenAI's objects, at once or in chunks."""
+"""Converts engine results to OpenAI's response objects and stream chunks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.inference.engine.requests import Delta, GeneratedToken
 
-# OpenAI's, for what is impossible: JSON has no infinity.
+# OpenAI's value for impossible tokens, because JSON has no infinity.
 _MIN_LOG_PROB = -9999.0
 _REPLACEMENT = '\ufffd'
 _CACHE_SIZE = 65536
 
 
 class Token(NamedTuple):
-    """Text and bytes of a token; `bytes` is None for part of a character without a byte of its own."""
+    """Text and bytes of a token. `bytes` is None for a partial character that has no byte value of its own."""
 
     text: str
     bytes: list[int] | None
 
 
 class TokenDecoder:
-    """Token ids by themselves."""
+    """Decodes single tokens and caches the results."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -35,7 +35,7 @@ class TokenDecoder:
 
     def _decode(self, token_id: int) -> Token:
         tokenizer = self._tokenizer
-        # Behind itself: some tokenizers drop the blank of a text's first token.
+        # Decode the token after itself: some tokenizers drop the leading space of the first token.
         text = tokenizer.decode([token_id, token_id])[len(tokenizer.decode([token_id])) :]
         if _REPLACEMENT not in text:
             return Token(text, list(text.encode()))
@@ -58,7 +58,7 @@ class ResponseBuilder:
         with_log_probs: bool,
         echoes: Sequence[str],
     ):
-        """`echoes` has the prefix text of each choice."""
+        """Initializes the builder. `echoes` contains the prefix text of each choice."""
         self.chat = chat
         self._token_decoder, self._with_log_probs, self._echoes = token_decoder, with_log_probs, echoes
         self._object = 'chat.completion' if chat else 'text_completion'
@@ -68,7 +68,7 @@ class ResponseBuilder:
             'model': model,
             'system_fingerprint': f'step-{step}',
         }
-        # Characters of each choice's tokens so far, of which `text_offset` tells.
+        # Number of characters of each choice so far, for `text_offset`.
         self._offsets = [len(echo) for echo in echoes]
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ class ResponseBuilder:
         ]
 
     def chunk(self, choice: int, delta: Delta) -> dict[str, Any]:
-        """The chunk of a stream for what is new."""
+        """Returns the stream chunk for one delta of a choice."""
         text = {'delta': {'content': delta.text} if delta.text else {}} if self.chat else {'text': delta.text}
         log_probs = self._log_probs(choice, delta.tokens)
         return self._chunk([{'index': choice, **text, 'logprobs': log_probs, 'finish_reason': delta.finish_reason}])
@@ -93,7 +93,7 @@ class ResponseBuilder:
         return self._chunk([]) | {'usage': usage}
 
     def response(self, deltas: Sequence[Sequence[Delta]], usage: dict[str, int]) -> dict[str, Any]:
-        """Returns the response to all choices' deltas."""
+        """Returns the response object for the deltas of all choices."""
         choices = []
         for index, (echo, choice_deltas) in enumerate(zip(self._echoes, deltas, strict=True)):
             text = ''.join(delta.text for delta in choice_deltas)

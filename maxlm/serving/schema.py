@@ -1,4 +1,4 @@
-"""Request schema: OpenAI's parameters, and a few of other servers.
+"""Request schema: OpenAI's parameters and some extensions of other servers.
 
 An unsupported parameter that would change the response is rejected by name. Parameters without effect, such as `user`,
 are accepted and ignored.
@@ -14,11 +14,11 @@ from maxlm.inference.engine.requests import MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOG_
 from maxlm.serving.errors import ApiError, from_validation_error
 
 MAX_SEED = 2**32 - 1
-# Between 0 and this the logits would leave the range of float32.
+# Lower temperatures would overflow float32 logits.
 MIN_TEMPERATURE = 1e-3
 ROLES = ('system', 'developer', 'user', 'assistant')
 _MAX_INT32 = 2**31 - 1
-# Parameters that are not done → the values that ask for nothing.
+# Unsupported parameters → values that have no effect and are accepted.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     'add_generation_prompt': (None, True),
     'allowed_token_ids': (None, []),
@@ -73,7 +73,7 @@ class StreamOptions(_Object):
 
 
 class RequestBase(_Object):
-    """Parameters of both kinds of requests. None counts as absent."""
+    """Parameters of completion and chat requests. None means absent."""
 
     model: str | None = None
     stream: bool | None = None
@@ -88,16 +88,16 @@ class RequestBase(_Object):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    # A text or a list of texts; see `stops`.
+    # A text or a list of texts, validated by `stops`.
     stop: Any = None
     ignore_eos: bool | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The texts to stop at.
+        """Stop strings.
 
         Raises:
-            ApiError: it is none.
+            ApiError: `stop` is invalid.
         """
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(x, str) and x for x in stops):
@@ -108,7 +108,7 @@ class RequestBase(_Object):
 class CompletionRequest(RequestBase):
     """The body of /v1/completions."""
 
-    # A text, texts, ids or lists of ids; see `prompts`.
+    # A text, texts, token ids or lists of token ids, validated by `parse_prompts`.
     prompt: Any
     suffix: str | None = None
     echo: bool | None = None
@@ -116,10 +116,10 @@ class CompletionRequest(RequestBase):
 
 
 class Message(_Object):
-    """One of a conversation."""
+    """A message of a conversation."""
 
     role: str
-    # A text, or parts of type text; see `text`.
+    # A text or a list of text parts, validated by `message_text`.
     content: Any
     name: str | None = Field(None, max_length=200)
 
@@ -134,24 +134,24 @@ class ChatCompletionRequest(RequestBase):
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Raises ApiError when it is none, or asks for what is not done."""
+    """Parses a completion request. Raises ApiError if it is invalid or uses unsupported parameters."""
     try:
         request = CompletionRequest.model_validate_json(body)
     except ValidationError as error:
         raise from_validation_error(error) from None
-    # best_of equal to n changes nothing.
+    # best_of equal to n has no effect.
     _reject_unsupported(request, _UNSUPPORTED | {'best_of': (None, request.n or 1)} | _UNSUPPORTED_IN_COMPLETIONS)
     _check_consistency(request)
     return request
 
 
 def parse_chat(body: bytes, *, max_context: int) -> ChatCompletionRequest:
-    """Raises ApiError when it is none, or asks for what is not done."""
+    """Parses a chat request. Raises ApiError if it is invalid or uses unsupported parameters."""
     try:
         request = ChatCompletionRequest.model_validate_json(body)
     except ValidationError as error:
         raise from_validation_error(error) from None
-    # A template writes at least a token for each.
+    # A template writes at least one token per message.
     _check_length('messages', request.messages, max_context)
     _reject_unsupported(request, _UNSUPPORTED | _UNSUPPORTED_IN_CHAT)
     _check_consistency(request)
@@ -171,10 +171,12 @@ def parse_chat(body: bytes, *, max_context: int) -> ChatCompletionRequest:
 
 
 def parse_prompts(request: CompletionRequest, *, vocab_size: int, max_context: int) -> list[str] | list[list[int]]:
-    """The prompts, all texts or all ids. Their number is checked first: there may be millions.
+    """Returns the prompts: all texts or all lists of token ids.
+
+    Their number is checked first, because there may be millions.
 
     Raises:
-        ApiError: they are neither, or too many.
+        ApiError: the prompts are invalid, too many or too long.
     """
     prompts = request.prompt
     if isinstance(prompts, str):
@@ -205,7 +207,7 @@ def message_text(message: Message, message_index: int, *, max_parts: int) -> str
     """Returns the text of a message.
 
     Raises:
-        ApiError: it is not text, or in too many parts.
+        ApiError: the content is not text, or has too many parts.
     """
     param = f'messages[{message_index}].content'
     if isinstance(message.content, str):

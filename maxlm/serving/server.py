@@ -1,4 +1,4 @@
-"""Server lifecycle: listens, serves, and on a signal drains running requests."""
+"""Server lifecycle: listens, serves, and drains running requests after a signal."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from maxlm.serving.request_parsing import ServedModel
 from maxlm.serving.service import Service
 
 _KEEP_ALIVE_SECONDS = 75
-# Seconds that cancelled requests, connections and the engine each get after the drain.
+# Seconds that cancelled requests, connections and the engine each have after the drain.
 _SHUTDOWN_STEP_SECONDS = 2
-# All of that, after which the process ends whatever it is at.
+# Seconds after the drain until the process exits unconditionally.
 _SHUTDOWN_SECONDS = 5
 _BACKLOG = 1024
 _MAX_PORT = 65535
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that does not listen yet: whoever connects is refused until the model is ready.
+    """Returns a bound socket that does not listen yet, so clients are refused until the model is ready.
 
     Raises:
-        InputError: the address is none of this machine's, or taken.
+        InputError: the address does not belong to this machine or is in use.
     """
     if not 0 <= port <= _MAX_PORT:
         raise InputError(f'--port={port}: must be from 0 to {_MAX_PORT}')
@@ -53,20 +53,20 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def server_url(listener: socket.socket) -> str:
-    """Returns the URL for a browser on this machine."""
+    """Returns the URL of the server for a browser on this machine."""
     host, port = listener.getsockname()[:2]
     host = {'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host)
     return f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Returns whether only this machine can connect."""
+    """Returns True if only this machine can connect."""
     host = listener.getsockname()[0]
     return host.startswith('127.') or host == '::1'
 
 
 class _UvicornServer(uvicorn.Server):
-    """Signals are not uvicorn's: it would stop to listen at once, and end by the signal."""
+    """A uvicorn server without signal handlers: uvicorn's would stop listening at once and exit by the signal."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -74,10 +74,10 @@ class _UvicornServer(uvicorn.Server):
 
 
 class Server:
-    """A server in an event loop.
+    """An HTTP server in an event loop.
 
     Attributes:
-        service: set once `run` has begun.
+        service: the service, or None before `run`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Server:
         origins: Collection[str] = (),
         on_ready: Callable[[], None] = lambda: None,
     ):
-        """`on_ready` is called when it listens."""
+        """Initializes the server. `on_ready` is called when it listens."""
         self._served, self._limits, self._listener = served, limits, listener
         self._access = AccessPolicy(api_key=api_key, loopback=is_loopback(listener), origins=origins)
         self._origins, self._on_ready = tuple(origins), on_ready
@@ -98,14 +98,14 @@ class Server:
         self.service: Service | None = None
 
     async def run(self) -> int:
-        """Serves until `stop`; the exit code."""
+        """Serves until `stop` is called, and returns the exit code."""
         service = self.service = Service(self._served, self._limits, on_failure=self._stop_event.set)
         config = uvicorn.Config(
             make_app(service, self._access, origins=self._origins),
             http=connection_class(self._limits),
             ws='none',
             lifespan='off',
-            # Malformed requests must not fill a log.
+            # Malformed requests must not fill the log.
             log_config=None,
             log_level='critical',
             access_log=False,
@@ -134,17 +134,17 @@ class Server:
         return EXIT_FAILED if service.engine_thread.failed else EXIT_DONE
 
     def stop(self) -> None:
-        """New requests are refused, those that run are finished; to be called in the event loop."""
+        """Rejects new requests and finishes running ones. Must be called in the event loop."""
         self._stop_event.set()
 
     @property
     def drain_seconds(self) -> float:
-        """Limit of the time for the last requests."""
+        """Maximum number of seconds for running requests to finish."""
         return self._limits.drain_seconds
 
     @property
     def is_stopping(self) -> bool:
-        """Whether `stop` was called or the engine failed."""
+        """True if `stop` was called or the engine failed."""
         return self._stop_event.is_set()
 
     async def _drain(self, service: Service) -> None:
@@ -161,7 +161,10 @@ class Server:
 
 
 def serve_until_stopped(server: Server) -> int:
-    """Runs in this process; SIGTERM and SIGINT stop it, a second one ends it at once. The exit code."""
+    """Runs a server in this process and returns the exit code.
+
+    SIGTERM or SIGINT stops the server. A second signal exits at once.
+    """
 
     async def run() -> int:
         loop = asyncio.get_running_loop()
@@ -171,10 +174,10 @@ def serve_until_stopped(server: Server) -> int:
 
     def handle_signal(number: signal.Signals) -> None:
         if server.is_stopping:
-            # Threads of the device may never come back: nothing is waited for.
+            # Exit without joining threads, because device threads may hang.
             os._exit(128 + number)
         logger.info(f'{number.name}: running requests are finished, new ones refused; a second signal ends at once')
-        # A thread of the interpreter could not do it: one that never lets go of it may be what is stuck.
+        # Runs outside the interpreter: a Python thread could be blocked by a thread that never releases the GIL.
         faulthandler.dump_traceback_later(server.drain_seconds + _SHUTDOWN_SECONDS, exit=True)
         server.stop()
 

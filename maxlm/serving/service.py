@@ -1,4 +1,4 @@
-"""One served model: its pending requests and admission."""
+"""State of one served model: pending requests and admission control."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from maxlm.serving.metrics import Metrics
 from maxlm.serving.request_parsing import ServedModel
 from maxlm.serving.responses import TokenDecoder
 
-# Largest Retry-After.
+# Maximum value of Retry-After.
 _MAX_RETRY_SECONDS = 60
 
 
 class PendingRequest:
-    """The requests at the engine of one request of the API, until all their samples have ended.
+    """Engine requests of one API request, until all their samples have ended.
 
     Attributes:
-        num_choices: samples of all.
-        generated_tokens: so far.
+        num_choices: number of samples of all engine requests.
+        num_unfinished: number of samples that have not ended.
+        generated_tokens: number of tokens generated so far.
     """
 
     def __init__(self, service: Service, requests: list[Request], *, started: float):
-        """Hands them to the engine; `started` is by `time.monotonic`.
+        """Submits the requests to the engine. `started` is the start of the request, as `time.monotonic()`.
 
         Raises:
-            ApiError: too much is waiting already.
+            ApiError: the queue is full, or the request has more samples than slots and queue can hold.
         """
         self._service, self._started = service, started
         self._deadline = started + service.limits.request_timeout
@@ -68,7 +69,7 @@ class PendingRequest:
         """Returns the new deltas of the choices; empty after `timeout` seconds without one.
 
         Raises:
-            ApiError: the time is over, the engine broke down, or the server ends.
+            ApiError: the request timed out or was cancelled, the engine failed, or the server is shutting down.
         """
         deltas: list[tuple[int, Delta]] = []
         wait = min(timeout, self._deadline - time.monotonic())
@@ -85,7 +86,7 @@ class PendingRequest:
         return deltas
 
     def fail(self, error: ApiError) -> None:
-        """Ends it with an error."""
+        """Ends the request with an error."""
         self._deltas.put_nowait(error)
 
     def close(self) -> None:
@@ -123,14 +124,16 @@ class Service:
     """State shared by the endpoints. Must be created in the event loop.
 
     Attributes:
-        served, limits: these.
+        served: the served model.
+        limits: limits of the server.
         pending: requests that have not finished.
-        is_draining: whether new requests are refused.
-        num_requests: those that are not over yet; `idle` is set when there are none.
+        is_draining: True if new requests are rejected because of a shutdown.
+        num_requests: number of requests in progress.
+        idle: set if no request is in progress.
     """
 
     def __init__(self, served: ServedModel, limits: ServerLimits, *, on_failure: Callable[[], None] = lambda: None):
-        """`on_failure` is called when the engine has broken down."""
+        """Initializes the service. `on_failure` is called after an engine failure."""
         self.served, self.limits = served, limits
         self.metrics = Metrics(lambda: served.engine.state)
         self.body_reader = BodyReader(limits)
@@ -145,23 +148,23 @@ class Service:
         self._mean_seconds = 1.0
 
     def submit(self, requests: list[Request], *, started: float) -> PendingRequest:
-        """Hands requests to the engine.
+        """Submits requests to the engine.
 
         Raises:
-            ApiError: it takes no more.
+            ApiError: the service accepts no more requests.
         """
         self.check_ready()
         return PendingRequest(self, requests, started=started)
 
     def check_ready(self) -> None:
-        """Raises ApiError when new requests are refused."""
+        """Raises ApiError if new requests are rejected."""
         if self.engine_thread.failed:
             raise ApiError(503, 'the engine broke down; the server ends', kind=SERVER, code='engine_failed')
         if self.is_draining:
             raise ApiError(503, 'the server is stopping', kind=SERVER, code='draining', headers={'retry-after': '5'})
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError for a model that is not served here."""
+        """Raises ApiError if a model is not served here."""
         if name is not None and name != self.served.name:
             raise ApiError(
                 404,
@@ -171,7 +174,7 @@ class Service:
             )
 
     def retry_after(self) -> int:
-        """Returns the seconds until a slot may be free, from the queue length and recent durations."""
+        """Returns the estimated seconds until a slot is free, from the queue length and recent durations."""
         state = self.served.engine.state
         return max(1, min(_MAX_RETRY_SECONDS, math.ceil(self._mean_seconds * (state.waiting + 1) / state.num_slots)))
 
@@ -191,12 +194,12 @@ class Service:
             self.idle.set()
 
     def fail_all(self) -> None:
-        """Ends all requests that are open."""
+        """Fails all pending requests, because the server is shutting down."""
         self.encoders.fail_all(draining_error())
         for request in list(self.pending):
             request.fail(draining_error())
 
     def close(self, timeout: float) -> None:
-        """Lets go of the threads; that of the engine has `timeout` seconds for its step."""
+        """Stops the threads. The engine thread has `timeout` seconds to finish its step."""
         self.encoders.close()
         self.engine_thread.stop(timeout)

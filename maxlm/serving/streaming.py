@@ -1,4 +1,4 @@
-"""Sends a response as one object or as server-sent events (SSE), for as long as the client is connected."""
+"""Sends a response as one JSON object or as server-sent events (SSE)."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from maxlm.serving.errors import ApiError
 from maxlm.serving.responses import ResponseBuilder, usage
 from maxlm.serving.service import PendingRequest
 
-# Proxies take a silent connection for dead after a minute or so.
+# Proxies close connections that are idle for about a minute.
 _KEEPALIVE_SECONDS = 15.0
 _KEEPALIVE = b': still here\n\n'
 _DONE = b'data: [DONE]\n\n'
 _STREAM_HEADERS = (
     (b'content-type', b'text/event-stream; charset=utf-8'),
     (b'cache-control', b'no-cache'),
-    # nginx keeps back what it can otherwise.
+    # Disables buffering in nginx.
     (b'x-accel-buffering', b'no'),
 )
 
 
 class CompletionResponse(Response):
-    """The response to a pending request, which is closed when the client disconnects."""
+    """Response to a pending request. The request is closed when the response ends or the client disconnects."""
 
     def __init__(
         self, request: PendingRequest, builder: ResponseBuilder, *, prompt_tokens: int, stream: bool, with_usage: bool
     ):
-        """`with_usage`: whether a stream ends with a chunk that counts tokens."""
+        """Initializes the response. If `with_usage` is True, a stream ends with a usage chunk."""
         super().__init__()
         self._request, self._builder = request, builder
         self._prompt_tokens, self._stream, self._with_usage = prompt_tokens, stream, with_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it.
+        """Sends the response.
 
         Raises:
-            ApiError: it went wrong before anything was sent.
+            ApiError: the request failed before anything was sent.
         """
         disconnect_task = asyncio.create_task(_wait_for_disconnect(receive))
         send_task = asyncio.create_task(

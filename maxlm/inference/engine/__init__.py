@@ -1,1 +1,1 @@
-"""The engine: continuous batching of requests over cache slots."""
+"""Inference engine with continuous batching over cache slots."""

@@ -1,4 +1,4 @@
-"""Prompts from a file of JSON lines, and their continuations into another."""
+"""Reads prompts from a JSONL file and writes their completions to another."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from maxlm.inference.load import LoadedModel
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.storage.atomic import new_file
 
-# Fields of an input line: exactly one of the first two.
+# Fields of an input line, which has either a prompt or messages. A suffix requires a prompt.
 PROMPT, MESSAGES, SUFFIX = 'prompt', 'messages', 'suffix'
-# Added to the lines of the output.
+# Field added to each output line.
 COMPLETIONS = 'completions'
 
 
 class Line(NamedTuple):
-    """A line that was read: where it stands, what it says, and the ids of its prompt."""
+    """A parsed input line.
+
+    Attributes:
+        name: file and line number.
+        fields: the JSON object.
+        ids: token ids of the prompt.
+    """
 
     name: str
     fields: dict[str, Any]
@@ -29,13 +35,13 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, model: LoadedModel) -> list[Line]:
-    """Returns the lines of a JSONL file with the tokens of their prompts.
+    """Reads a JSONL file and encodes the prompt of each line.
 
-    Each line is `{"prompt": TEXT}`, with `"suffix": TEXT` for a hole between both, or `{"messages": [...]}`.
-    Other fields are kept for the output.
+    A line is `{"prompt": TEXT}`, `{"prompt": TEXT, "suffix": TEXT}` for fill-in-the-middle, or `{"messages": [...]}`.
+    Other fields are copied to the output.
 
     Raises:
-        InputError: the file cannot be read, or a line is none of these. The message names the line.
+        InputError: the file cannot be read, or a line has another form. The message names the line.
     """
     return [_parse_line(f'{path}:{number}', fields, model) for number, fields in read_objects(str(path))]
 
@@ -69,12 +75,12 @@ def write_completions(
     """Writes the lines with `"completions": [{"text", "finish_reason"}, …]` atomically.
 
     Raises:
-        InputError: the file exists already, or cannot be written.
+        InputError: the file already exists or cannot be written.
     """
     if path.exists():
         raise InputError(f'{path}: is there already; choose another name')
     try:
-        # The file is opened first: a directory without write permission is reported before hours of work.
+        # Open the file before generating, so that a missing write permission is reported at once.
         with new_file(path) as partial, partial.open('w', encoding='utf-8') as file:
             file.writelines(_output_lines(lines, complete()))
     except OSError as error:

@@ -1,6 +1,6 @@
-"""The two programs of the engine, prefill and decode, over slots: compiled for a few shapes, never while serving.
+"""Compiled prefill and decode functions over cache slots, for a few shapes, all compiled before serving.
 
-Shapes: B slots, P prompts that come in one call, T tokens of a chunk, V vocabulary.
+Shapes: B slots, P prompts per call, T tokens of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,29 +21,36 @@ from maxlm.model.layers.kv_cache import CACHE_AXES, Caches, init_caches, slots_b
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params
 
-# Sizes that are compiled grow by this factor: what is computed in vain against what is compiled.
+# Growth factor of compiled sizes: a larger factor wastes more computation and compiles fewer programs.
 GROWTH = 4
-# Tokens of a prompt that come in one call, at least.
+# Minimum number of prompt tokens per prefill call.
 MIN_CHUNK = 32
-# Positions per slot, at least.
+# Minimum number of positions per slot.
 MIN_CACHE_LENGTH = 256
-# Rows of a decoding call, at least, where there is more than one: a product with fewer takes as long.
+# Minimum number of rows of a decode call with more than one row: smaller matmuls are not faster.
 MIN_ROWS = 4
-# Growth of rows and tokens on a CPU.
+# Growth factor of rows and tokens on a CPU.
 CPU_GROWTH = 2
-# Tokens of a slot that one call draws, at most.
+# Maximum number of tokens generated per slot in one call.
 MAX_PASSES = 8
 
 
 class PrefillChunk(NamedTuple):
-    """Tokens of a prompt, and where they go."""
+    """A chunk of a prompt to prefill.
+
+    Attributes:
+        tokens: token ids of the chunk.
+        start: position of the first token.
+        slot: slot that holds the preceding tokens.
+        prompt: token ids of the complete prompt, for penalties.
+        sampling: sampling settings of the request.
+        seed: seed of the request.
+        sample: index of the sample in the request.
+    """
 
     tokens: Sequence[int]
-    # Position of the first.
     start: int
-    # That has what is before.
     slot: int
-    # All tokens of the prompt, for penalties.
     prompt: Sequence[int]
     sampling: Sampling
     seed: int
@@ -51,7 +58,7 @@ class PrefillChunk(NamedTuple):
 
 
 class CompiledFunctions:
-    """Compiled for one model and number of slots; holds no state."""
+    """Compiled functions for one model and number of slots. Holds no state."""
 
     def __init__(
         self,
@@ -66,16 +73,16 @@ class CompiledFunctions:
     ):
         """
         Args:
-            config: resolved.
-            layout: of the parameters.
-            num_ids: of the tokenizer. A model may have more, for a round number; they have no text.
-            num_slots: a multiple of the devices that rows are split over.
-            max_context: positions of a slot, at most.
-            int8: keep keys and values in 8 bits.
-            chunk: tokens of a prompt in one call, at most.
+            config: resolved config.
+            layout: layout of the parameters.
+            num_ids: vocabulary size of the tokenizer. A model may have additional padding ids without text.
+            num_slots: number of slots, a multiple of the devices that rows are sharded over.
+            max_context: maximum number of positions per slot.
+            int8: store keys and values in 8 bits.
+            chunk: maximum number of prompt tokens per prefill call.
 
         Raises:
-            InputError: the mesh splits layers or length, or the slots do not divide over it.
+            InputError: the mesh shards layers or sequence length, or the slots cannot be sharded evenly.
         """
         for axis, what in {'stage': 'the layers', 'context': 'the length'}.items():
             if layout.mesh.shape[axis] > 1:
@@ -95,12 +102,12 @@ class CompiledFunctions:
         self._is_int8 = int8
         self.chunk = min(chunk, max_context)
         growth = CPU_GROWTH if jax.default_backend() == 'cpu' else GROWTH
-        # Cache lengths. Every pass reads the full length, except with unstacked layers.
+        # Every pass reads the full cache length, except with unstacked layers.
         self.cache_lengths = (
             [max_context] if self._runner.are_layers_unstacked else _growing_sizes(MIN_CACHE_LENGTH, max_context)
         )
         self.chunk_sizes = _growing_sizes(min(MIN_CHUNK, self.chunk), self.chunk, growth)
-        # Rows of a decoding call are those of the first slots; where devices have rows of their own, all.
+        # A decode call covers the first slots, or all slots if rows are sharded over devices.
         self.row_counts = (
             [num_slots] if self.num_row_shards > 1 else sorted({1, *_growing_sizes(MIN_ROWS, num_slots, growth)})
         )
@@ -126,11 +133,11 @@ class CompiledFunctions:
         return jax.jit(init, out_shardings=self._shardings)()
 
     def prepare(self, params: Params) -> Params:
-        """Parameters as the programs take them."""
+        """Converts parameters to the form that the compiled functions take."""
         return self._runner.prepare(params)
 
     def num_rows(self, highest_slot: int) -> int:
-        """Rows of the decoding call that has the slot `highest_slot`."""
+        """Returns the number of rows of the decode call that includes the slot `highest_slot`."""
         return _smallest_fitting(self.row_counts, highest_slot + 1)
 
     def to_devices(self, tree: Any) -> Any:
@@ -138,7 +145,7 @@ class CompiledFunctions:
         return jax.device_put(tree, self._layout.named())
 
     def ring_slots(self) -> dict[int, int]:
-        """Window → slots of the layers that see so far, where these are fewer than positions."""
+        """Returns {window: number of slots} of the sliding-window layers whose cache is shorter than the context."""
         num_slots = slots_by_window(self._cache_shapes(self.max_context), self._config).items()
         return {window: num for window, num in num_slots if num < self.max_context}
 
@@ -148,7 +155,7 @@ class CompiledFunctions:
 
     def resize(self, state: State, cache_length: int) -> State:
         """Returns the state with `cache_length` positions per slot; later positions are dropped."""
-        # One array after the other, so that there are never two of all.
+        # Resize one array at a time to limit peak memory.
         caches, tree = jax.tree.flatten(state.caches)
         for index, like in enumerate(jax.tree.leaves(self._cache_shapes(cache_length))):
             if caches[index].shape != like.shape:
@@ -162,14 +169,14 @@ class CompiledFunctions:
     def prefill(
         self, params: Params, state: State, chunks: Sequence[PrefillChunk], *, with_top: bool
     ) -> tuple[State, SampledTokens]:
-        """Prefills up to `num_row_shards` chunks and samples the token after each: row p of the result is chunk p."""
+        """Prefills up to `num_row_shards` chunks and samples the token after each. Row p of the result is chunk p."""
         P = self.num_row_shards
         assert 0 < len(chunks) <= P, len(chunks)
         max_length = max(len(chunk.tokens) for chunk in chunks)
         T = _smallest_fitting(self.chunk_sizes, max_length)
         tokens_PT = np.zeros((P, T), np.int32)
         in_prompt_PV = np.zeros((P, self._num_ids), bool)
-        # Padding rows are written nowhere.
+        # Padding rows have an out-of-range slot, so they are not written.
         placement = np.full((3, P), self.num_slots, np.int32)
         placement[1:] = 0
         for row, chunk in enumerate(chunks):
@@ -191,12 +198,12 @@ class CompiledFunctions:
     ) -> tuple[State, SampledTokens]:
         """Generates `num_tokens` tokens for each of the first slots.
 
-        `num_tokens` is int32, up to MOST_PASSES; it, `num_row_shards` and `seeds` are of `num_rows` slots.
+        `num_tokens` is int32 and at most MAX_PASSES. `num_tokens`, `rows` and `seeds` have `num_rows` entries.
         """
         return self._decode(params, state, num_tokens, rows, seeds, with_top)
 
     def warm_up_calls(self) -> Iterator[tuple[str, int, Callable[[Params, State], tuple[State, Any]]]]:
-        """Yields name, cache length and a compiling call of every program; the calls leave slots empty."""
+        """Yields name, cache length and a compiling call of every program. The calls leave slots empty."""
 
         def decode(num: int, params: Params, state: State) -> tuple[State, SampledTokens]:
             seeds = PendingPrompt(np.zeros(num, np.uint32), np.zeros(num, np.uint32))
@@ -214,7 +221,7 @@ class CompiledFunctions:
             yield f'take over {cache_length}', cache_length, copy_slot
             for num in self.row_counts:
                 yield f'decode {num} × {cache_length}', cache_length, partial(decode, num)
-            # Padding needs no room.
+            # The largest chunk size that a prompt of this cache length can need.
             largest = _smallest_fitting(self.chunk_sizes, min(cache_length, self.chunk))
             for size in self.chunk_sizes:
                 if size <= largest:
@@ -244,7 +251,7 @@ class CompiledFunctions:
 
 
 def _growing_sizes(minimum: int, maximum: int, growth: int = GROWTH) -> list[int]:
-    """Growing by a factor; the last is the largest."""
+    """Returns sizes that grow by a factor, ending with `maximum`."""
     sizes = []
     while minimum < maximum:
         sizes.append(minimum)

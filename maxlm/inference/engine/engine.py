@@ -1,8 +1,8 @@
-"""Continuous batching: requests come and go, and every pass through the model serves all that are there.
+"""Continuous batching: requests join and leave at any time, and each forward pass serves all active requests.
 
-A sample of a request has a slot, which holds the keys and values of its tokens. What a slot holds stays when its sample
-ends: a prompt that begins in the same way as the content of any slot takes that over and only the rest goes through the
-model. The host reads tokens one call late, while the next call is on its way.
+Each sample has a cache slot for the keys and values of its tokens. Slots keep their content after a sample ends. A
+prompt that shares a prefix with any slot reuses that prefix, and only the rest is prefilled. The host reads tokens one
+call late, while the next call runs.
 """
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Rows, Sampling, stack_settings
 
 CACHES = ('model', 'int8')
-# Settings of idle slots.
+# Sampling settings of idle slots.
 _IDLE = Sampling(temperature=0)
 
 
 class _Pending(NamedTuple):
-    """A call whose tokens the host has not read."""
+    """A dispatched call whose result the host has not read. `samples` holds (row, sequence, number of tokens)."""
 
     sampled: SampledTokens
-    # Row, sequence and number of tokens.
     samples: list[tuple[int, ActiveSequence, int]]
     dispatched: float
     passes: int  # 0: prefill
 
 
 class Engine:
-    """Continues prompts with one model, many at a time. `submit` may come from any thread, `step` from one.
+    """Generates continuations of many prompts with one model. `submit` is thread-safe; `step` is for one thread.
 
-    A sample depends on its request only, up to rounding (with model.matmul_precision=fp8 rows share scales). With
-    model.rope_scaling=dynamic keys are not rotated again, so tokens beyond the original context differ from one pass.
+    A sample depends only on its request, up to rounding (with model.matmul_precision=fp8, rows share scales). With
+    model.rope_scaling=dynamic, cached keys are not rotated again, so tokens beyond the original context differ.
     """
 
     def __init__(
@@ -62,15 +61,15 @@ class Engine:
     ):
         """
         Args:
-            model: what continues.
-            num_slots: samples at a time; rounded up to the devices that rows are split over.
-            max_context: tokens of prompt and continuation together, at most; 0 = what the model takes.
-            cache: keys and values in the type of the computation (`model`) or in 8 bits (`int8`).
-            max_queue_size: samples that may wait for a slot; 0 = as many as come.
-            chunk: tokens of prompts that go through the model between two tokens of running samples, at most.
+            model: model to run.
+            num_slots: number of concurrent samples, rounded up to a multiple of the row shards.
+            max_context: maximum number of tokens of prompt and continuation; 0 = the context of the model.
+            cache: store keys and values in the compute dtype (`model`) or in 8 bits (`int8`).
+            max_queue_size: maximum number of samples that wait for a slot; 0 = unlimited.
+            chunk: maximum number of prompt tokens prefilled between two tokens of running samples.
 
         Raises:
-            InputError: an argument is out of range, or the mesh allows no cache.
+            InputError: an argument is out of range, or the mesh does not support a cache.
         """
         context = model.config.model.max_positions
         if not 0 <= max_context <= context:
@@ -102,12 +101,12 @@ class Engine:
         self._num_ids = min(model.tokenizer.vocab_size, model.config.model.vocab_size)
         self._max_queue_size = max_queue_size
         rings = self._compiled.ring_slots()
-        # Positions before the continuation of a prompt that a ring may have written over: none where no layer has one.
+        # Positions after a shared prefix that can be written before a ring buffer overwrites positions it still needs.
         self._ring_slack = min((slots - window for window, slots in rings.items()), default=math.inf)
         self._slots = [Slot(number) for number in range(self._compiled.num_slots)]
         self._state = self._compiled.init_state()
         self._waiting: collections.deque[ActiveSequence] = collections.deque()
-        # In slots; those among them whose prompt is not all there.
+        # Samples in slots, and those of them whose prompt is not completely prefilled.
         self._running: list[ActiveSequence] = []
         self._prefilling: list[ActiveSequence] = []
         self._pending: collections.deque[_Pending] = collections.deque()
@@ -120,7 +119,7 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        """Returns queue lengths and counters."""
+        """Queue lengths and counters."""
         with self._condition:
             return EngineState(
                 num_slots=len(self._slots),
@@ -138,7 +137,7 @@ class Engine:
         return self._compiled.cache_bytes()
 
     def warm_up(self, on_program: Callable[[str], None] | None = None) -> None:
-        """Compiles every program that a request can need, so that none waits for one; `on_done` gets their names."""
+        """Compiles every program that a request can need. `on_program` receives the name of each before it compiles."""
         for name, cache_length, call in self._compiled.warm_up_calls():
             if on_program is not None:
                 on_program(name)
@@ -148,7 +147,7 @@ class Engine:
         self._resize(self._compiled.cache_lengths[0])
 
     def check(self, request: Request) -> None:
-        """Raises InputError when a request does not fit, or has ids that the model does not know."""
+        """Raises InputError if a request does not fit, or contains ids unknown to the tokenizer or the model."""
         prompt_length, context = len(request.prompt), self.max_context
         if prompt_length + request.max_tokens > context:
             raise InputError(
@@ -159,11 +158,11 @@ class Engine:
             raise InputError(f'the prompt has ids outside of 0 … {self._num_ids - 1}, those of the tokenizer')
 
     def submit(self, request: Request, listener: Callable[[Delta], None]) -> RequestHandle:
-        """Has a request done. `listener` is called by `step`, until each sample had a delta with its finish.
+        """Queues a request. `step` calls `listener` until each sample has a delta with a finish reason.
 
         Raises:
-            InputError: as `check`.
-            QueueFullError: too many samples wait.
+            InputError: `check` rejects the request.
+            QueueFullError: too many samples are waiting.
         """
         self.check(request)
         samples = [
@@ -179,7 +178,7 @@ class Engine:
         return RequestHandle(samples, self.wake)
 
     def wake(self) -> None:
-        """Ends a `wait`."""
+        """Interrupts `wait`."""
         with self._condition:
             self._condition.notify_all()
 
@@ -192,7 +191,7 @@ class Engine:
     def step(self) -> bool:
         """Ends cancelled sequences, fills free slots, dispatches decoding, and reads earlier results.
 
-        Returns False when there is nothing left to do.
+        Returns False if no work is left.
         """
         self._drop_cancelled()
         num_pending = len(self._pending)
@@ -204,7 +203,7 @@ class Engine:
         return self._has_work
 
     def fail(self) -> None:
-        """Ends everything, as a step that raised leaves it."""
+        """Ends all samples as failed, after an exception in `step`."""
         with self._condition:
             samples = [*self._running, *self._waiting]
             self._waiting.clear()
@@ -215,14 +214,14 @@ class Engine:
     def complete(
         self, requests: Sequence[Request], on_done: Callable[[int], None] | None = None
     ) -> list[list[Completion]]:
-        """All samples of all requests, [request][sample]; for who has the engine alone.
+        """Completes requests and returns all samples, [request][sample]. Requires exclusive use of the engine.
 
         Args:
-            requests: to complete.
-            on_done: is called with the number of each request that is done.
+            requests: requests to complete.
+            on_done: called with the index of each completed request.
 
         Raises:
-            InputError: one does not fit; nothing is generated then.
+            InputError: a request does not fit. Nothing is generated in this case.
         """
         results = [[FinishedRequest() for _ in range(request.num_samples)] for request in requests]
         for request in requests:
@@ -256,7 +255,7 @@ class Engine:
             self._finish(sample, 'cancelled')
 
     def _prefill(self) -> None:
-        """Prompts, a chunk of each at a time; no more in one step than what one long prompt has in a chunk."""
+        """Prefills prompts one chunk at a time, within the token budget of one chunk per step."""
         budget = self._compiled.chunk
         while budget > 0:
             samples = self._prefilling[: self._compiled.num_row_shards]
@@ -298,7 +297,7 @@ class Engine:
         slot.sample, slot.last_used = sample, self._clock
         if source is not slot:
             self._state = self._compiled.copy_slot(self._state, source.number, slot.number)
-            # It may go further than what is shared.
+            # The source may have been written beyond the shared prefix.
             slot.num_written = source.num_written
         elif not shared:
             slot.num_written = 0
@@ -357,11 +356,11 @@ class Engine:
 
     @property
     def _has_prefill(self) -> bool:
-        """Whether the next step has a prefill chunk."""
+        """True if the next step has a prefill chunk."""
         return bool(self._prefilling or (self._waiting and any(slot.sample is None for slot in self._slots)))
 
     def _sampling_rows(self, settings: list[tuple[Sampling, int, int]]) -> tuple[Rows, PendingPrompt]:
-        """On the devices, and put there anew only when they change."""
+        """Returns sampling settings and seeds on the devices. Transfers them only if they changed."""
         if self._settings is None or self._settings[0] != settings:
             samplings, seeds, numbers = zip(*settings, strict=True)
             row_seeds = PendingPrompt(np.array(seeds, np.uint32), np.array(numbers, np.uint32))

@@ -17,7 +17,7 @@ INPUT_PROMPT = '> '
 
 
 def stream(engine: Engine, request: Request, output: TextIO) -> str:
-    """Writes the text of a request with one sample while it comes, and returns it; Ctrl-C ends it early."""
+    """Writes and returns the text of a request with one sample as it is generated. Ctrl-C cancels the request."""
     texts: list[str] = []
 
     def on_delta(delta: Delta) -> None:
@@ -46,15 +46,15 @@ def run_interactive(
     read_line: Callable[[str], str],
     output: TextIO,
 ) -> None:
-    """Reads lines until end of input and responds to each; with `chat` the conversation is kept.
+    """Reads lines until end of input and responds to each. With `chat`, the conversation is kept.
 
     Args:
-        model: whose tokenizer and chat template are used.
-        engine: of the model, used exclusively.
-        request: what to ask for a prompt's ids.
-        chat: lines are turns of a user; else each is a text of its own that is continued.
-        read_line: as `input`: shows a prompt and returns a line; EOFError ends.
-        output: gets the responses. Errors of a line are written there, and the line is ignored.
+        model: model whose tokenizer and chat template are used.
+        engine: engine of the model, used exclusively.
+        request: builds a request from the token ids of a prompt.
+        chat: treat lines as user turns; otherwise each line is a separate text to continue.
+        read_line: reads a line after showing a prompt, like `input`. EOFError ends the session.
+        output: receives the responses and error messages. A line with an error is ignored.
     """
     output.write(f'{HELP}\n')
     messages: list[dict[str, str]] = []

@@ -1,7 +1,6 @@
 """Prefill and decode steps of a model over cache slots.
 
-Shapes: B slots, P prompts that come in one call, T tokens of a chunk, V vocabulary, C reported top tokens,
-N passes of one call.
+Shapes: B slots, P prompts per call, T tokens of a chunk, V vocabulary, C reported top tokens, N passes per call.
 """
 
 from __future__ import annotations
@@ -33,28 +32,34 @@ from maxlm.training.state import Params, abstract_model
 
 
 class PendingPrompt(NamedTuple):
-    """Seeds of the sampling keys, by row."""
+    """Seed and sample index of each row, from which its sampling keys are derived."""
 
     seed_B: Array
     sample_B: Array
 
 
 class State(NamedTuple):
-    """State of all slots, on the devices. A slot's next token is not in the cache yet."""
+    """State of all slots, on the devices.
+
+    Attributes:
+        caches: keys and values.
+        token_B: next input token of each slot, not in the cache yet.
+        length_B: number of tokens in the cache.
+        in_prompt_BV: True where the prompt contains the token.
+        counts_BV: number of occurrences in the continuation.
+    """
 
     caches: Caches
     token_B: jax.Array
-    # Tokens in the cache.
     length_B: jax.Array
     in_prompt_BV: jax.Array
-    # Occurrences in the continuation.
     counts_BV: jax.Array
 
 
 class SampledTokens(NamedTuple):
-    """Tokens of a call, by pass and row, with log-probabilities; of the likeliest where they were wanted, else zeros.
+    """Tokens and log-probabilities of a call, by pass and row.
 
-    Entries of passes that were not requested are 0.
+    Entries of passes that were not requested are 0, as are the top tokens if no request needs them.
     """
 
     token_NB: jax.Array
@@ -64,30 +69,30 @@ class SampledTokens(NamedTuple):
 
 
 class ModelRunner:
-    """Steps of one model as functions of parameters and state, which `CompiledFunctions` compiles."""
+    """Prefill and decode steps of one model as functions of parameters and state. `CompiledFunctions` compiles them."""
 
     def __init__(self, config: Config, layout: Layout, *, num_ids: int, max_passes: int):
         """
         Args:
-            config: resolved.
-            layout: of the parameters.
-            num_ids: of the tokenizer. A model may have more, for a round number; they have no text.
-            most: tokens of a slot that one call draws, at most.
+            config: resolved config.
+            layout: layout of the parameters.
+            num_ids: vocabulary size of the tokenizer. A model may have additional padding ids without text.
+            max_passes: maximum number of tokens generated per slot in one call.
         """
         self._config = config.model
         self.are_layers_unstacked = uses_unstacked_layers(config)
-        # A copy of what is not to be changed.
+        # A copy, because the cached abstract model must not be modified.
         decoder = nnx.merge(*nnx.split(abstract_model(config, layout)))
-        # By path: axes of the input.
+        # Parameter path → input axes of a transposed kernel.
         self._transposed_axes = decoder.turn_kernels() if self.are_layers_unstacked else {}
         self._graph, abstract = nnx.split(decoder)
         self._abstract_blocks = nnx.to_pure_dict(abstract)[BLOCKS]
         self._num_ids, self._max_passes = num_ids, max_passes
-        # One program: one for each shape of a parameter would take longer to compile.
+        # One program for all parameters compiles faster than one program per shape.
         self._split_blocks = jax.jit(self._unstack)
 
     def prepare(self, params: Params) -> Params:
-        """Parameters as the passes take them."""
+        """Converts parameters to the form that `prefill` and `decode` take."""
         if not self.are_layers_unstacked:
             return params
         other_params = {name: tree for name, tree in params.items() if name != BLOCKS}
@@ -111,7 +116,8 @@ class ModelRunner:
     ) -> tuple[State, SampledTokens]:
         """Prefills chunks in one pass and samples the token after each.
 
-        `placement` holds slot, position of the first token and number of tokens of each chunk, int32 [3, P].
+        `placement` contains the slot, the position of the first token and the number of tokens of each chunk,
+        int32 [3, P].
         """
         P, T = tokens_PT.shape
         slot_P, start_P, count_P = placement
@@ -122,7 +128,7 @@ class ModelRunner:
         if P == 1:
             hidden_PTD, caches = run(cache=state.caches, first_row=slot_P[0])
         else:
-            # Rows that are not beside each other.
+            # The slots are not contiguous, so their caches are gathered and scattered.
             hidden_PTD, new_caches = run(cache=jax.tree.map(lambda x: x[:, slot_P], state.caches))
             caches = jax.tree.map(lambda x, new: x.at[:, slot_P].set(new, mode='drop'), state.caches, new_caches)
         last_P = jnp.maximum(count_P - 1, 0)
@@ -154,7 +160,7 @@ class ModelRunner:
         seeds: PendingPrompt,
         with_top: jax.Array,
     ) -> tuple[State, SampledTokens]:
-        """Samples `num_tokens_B` tokens for each of the first slots, in as many passes as the largest number."""
+        """Samples `num_tokens_B` tokens for each of the first slots. The number of passes is the maximum."""
         num = len(num_tokens_B)
         start_B, in_prompt_BV = state.length_B[:num], state.in_prompt_BV[:num]
         decoder, blocks = self._build_decoder(params)
@@ -165,7 +171,7 @@ class ModelRunner:
             length_B = start_B + step
             hidden_B1D, caches = decoder(
                 token_B[:, None],
-                # A slot that rests may be anywhere.
+                # The stored position of an inactive slot may be out of range.
                 positions_BT=jnp.where(active_B, length_B, 0)[:, None],
                 cache=caches,
                 length_B=jnp.where(active_B, length_B + 1, 0),
@@ -203,14 +209,14 @@ class ModelRunner:
         return transpose_kernel(x, self._transposed_axes.get(tuple(entry.key for entry in path), 0))
 
     def _unstack(self, blocks: Params) -> list[Params]:
-        """Parameters of each layer of a stack."""
-        # With the name of what they are part of in their paths.
+        """Splits stacked parameters into one tree per layer."""
+        # Include the prefix BLOCKS in the paths, because the keys of `_transposed_axes` have it.
         stacks, tree = jax.tree_util.tree_flatten_with_path({BLOCKS: blocks})
         layers = zip(*([self._transpose(path, x) for x in x_L] for path, x_L in stacks), strict=True)
         return [jax.tree.unflatten(tree, layer)[BLOCKS] for layer in layers]
 
     def _build_decoder(self, params: Params) -> tuple[Any, Any]:
-        """Returns the model and the parameters of its blocks where they are unstacked."""
+        """Returns the model, and the parameters of its blocks if they are unstacked."""
         if not self.are_layers_unstacked:
             return nnx.merge(self._graph, params), None
         return nnx.merge(self._graph, {**params, BLOCKS: self._abstract_blocks}), params[BLOCKS]
@@ -251,8 +257,8 @@ class ModelRunner:
 
 
 def uses_unstacked_layers(config: Config) -> bool:
-    """Returns whether layers have separate arrays and are unrolled.
+    """Returns True if layers have separate arrays and are unrolled.
 
-    A CPU copies what a loop takes out of a stack. Other compilers do not, and short programs are compiled sooner.
+    On a CPU, a loop copies each slice that it takes from a stack. Other compilers do not, and a loop compiles faster.
     """
     return jax.default_backend() == 'cpu' and config.mesh.host_offload == 'none'

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from maxlm.errors import InputError
 from maxlm.inference.sampling import Sampling
 
-# An id that ends a text or a stop string came; the number of tokens is reached; the request was cancelled; the engine
-# broke down.
+# 'stop': end token or stop string; 'length': max_tokens reached; 'cancelled': request cancelled; 'failed': engine
+# failure.
 FinishReason = Literal['stop', 'length', 'cancelled', 'failed']
 MAX_SAMPLES = 128
 MAX_TOP_LOG_PROBS = 20
@@ -17,30 +17,35 @@ MAX_STOPS = 16
 
 
 class QueueFullError(Exception):
-    """The queue of the engine is full."""
+    """Raised if the queue of the engine is full."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Continuations of one prompt.
+    """A request for continuations of one prompt.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_tokens: maximum number of tokens per continuation.
+        sampling: sampling settings.
+        seed: sample i uses only (seed, i) and the position, so results do not depend on slots or other requests.
+        num_samples: number of continuations.
+        stops: strings that end a continuation and are not part of it.
+        top_log_probs: None = no log-probabilities; 0 = those of the generated tokens; k = also those of the k most
+            likely tokens.
+        ignore_eos: continue after an end token.
 
     Raises:
-        InputError: a value is out of range. Whether the prompt fits is the engine's to say.
+        InputError: a value is out of range. `Engine.check` verifies that the request fits into the context.
     """
 
-    # Token ids, at least one.
     prompt: tuple[int, ...]
-    # Tokens of each continuation, at most.
     max_tokens: int
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    # Sample i draws with (seed, i) and the position only: neither batch mates nor slots matter.
     seed: int = 0
     num_samples: int = 1
-    # Texts before which a continuation is cut.
     stops: tuple[str, ...] = ()
-    # None: no log-probabilities; 0: of the generated tokens; k: also of the k likeliest.
     top_log_probs: int | None = None
-    # Go on behind an id that ends a text.
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -59,24 +64,32 @@ class Request:
 
 
 class GeneratedToken(NamedTuple):
-    """A token with its log-probability in nats: log softmax(logits) over the ids of the tokenizer, at temperature 1."""
+    """A generated token.
+
+    Attributes:
+        id: token id.
+        log_prob: log softmax(logits) in nats over the ids of the tokenizer, at temperature 1; NaN if not requested.
+        top: (id, log-probability) of the most likely tokens, in descending order.
+    """
 
     id: int
-    # NaN where no log-probabilities were requested.
     log_prob: float
-    # The likeliest tokens, the likeliest first: (id, log-probability).
     top: tuple[tuple[int, float], ...]
 
 
 class Delta(NamedTuple):
-    """New text and tokens of one sample of a request."""
+    """New text and tokens of one sample of a request.
+
+    Attributes:
+        sample: index of the sample.
+        text: new text. An incomplete character or possible start of a stop string is withheld.
+        tokens: new tokens, without an end token.
+        finish_reason: reason for the end of the sample, or None if it continues.
+    """
 
     sample: int
-    # Text that can be shown: what may be the start of a stop string, or of a character, is held back.
     text: str
-    # Tokens that came since the last delta; the one that ended the text is not among them.
     tokens: tuple[GeneratedToken, ...]
-    # Why there is no more; None: more comes.
     finish_reason: FinishReason | None
 
 
@@ -94,16 +107,22 @@ class Completion(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """Queue lengths of the engine and counters since its start."""
+    """Queue lengths of the engine and counters since its start.
+
+    Attributes:
+        num_slots: number of slots.
+        running: number of samples in slots.
+        waiting: number of samples without a slot.
+        prompt_tokens: number of prompt tokens.
+        cached_tokens: number of prompt tokens whose keys and values were cached.
+        generated_tokens: number of generated tokens.
+        passes: number of decoding steps.
+    """
 
     num_slots: int
-    # Samples in slots.
     running: int
-    # Samples that have no slot yet.
     waiting: int
-    # Tokens of prompts: all, and those among them whose keys and values were there already.
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    # Passes of one token of every slot through the model.
     passes: int

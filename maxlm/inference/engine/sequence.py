@@ -1,4 +1,4 @@
-"""One sample of a request, while it is generated and when it is finished."""
+"""One sample of a request, during and after generation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,26 @@ from maxlm.inference.engine.slots import Slot
 
 @dataclasses.dataclass(eq=False)
 class ActiveSequence:
-    """One continuation of a request, from its submission to its end."""
+    """One continuation of a request, from submission to end.
+
+    Attributes:
+        request: the request.
+        number: index of the sample in the request.
+        listener: callback that receives the deltas.
+        text: incremental text.
+        slot: cache slot, or None while waiting.
+        num_dispatched: number of tokens dispatched to the devices.
+        num_generated: number of tokens received.
+        last_token: last token received.
+        is_cancelled: True if the client cancelled the request.
+        finish_reason: reason for the end, or None while active.
+    """
 
     request: Request
     number: int
     listener: Callable[[Delta], None]
     text: TextStream
     slot: Slot | None = None
-    # Tokens that were dispatched to the devices, tokens received, and the last of them.
     num_dispatched: int = 0
     num_generated: int = 0
     last_token: int = 0
@@ -33,15 +45,15 @@ class ActiveSequence:
         """Appends generated tokens, up to one that ends the sequence, and returns the delta.
 
         Args:
-            tokens: that came, in order.
-            stop_token_ids: end a text unless the request ignores them.
+            tokens: generated tokens, in order.
+            stop_token_ids: ids that end a text unless the request ignores them.
         """
         assert self.slot is not None, 'a sample that draws has a slot'
         new_tokens: list[GeneratedToken] = []
         text = ''
         for token in tokens:
             if self.num_generated:
-                # It went through the model to give this token.
+                # The model has read the previous token to generate this one.
                 self.slot.content.append(self.last_token)
             self.num_generated += 1
             if token.id in stop_token_ids and not self.request.ignore_eos:
@@ -57,21 +69,21 @@ class ActiveSequence:
 
 
 class RequestHandle:
-    """A submitted request."""
+    """Handle of a submitted request."""
 
     def __init__(self, samples: Sequence[ActiveSequence], wake: Callable[[], None]):
-        """`wake` has the engine look at its samples."""
+        """Initializes the handle. `wake` wakes the engine."""
         self._samples, self._wake = samples, wake
 
     def cancel(self) -> None:
-        """Its samples end at the next step. From any thread; of what has ended nothing changes."""
+        """Cancels the samples that have not ended, at the next step. Thread-safe."""
         for sample in self._samples:
             sample.is_cancelled = True
         self._wake()
 
 
 class FinishedRequest:
-    """The deltas of one sample, put together."""
+    """Collects the deltas of one sample."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -89,7 +101,13 @@ class FinishedRequest:
 
 
 def generated_tokens(request: Request, arrays: Sequence[np.ndarray]) -> Iterator[GeneratedToken]:
-    """Those of one row, [N] and [N, C]: ids and log-probabilities, then the likeliest where any request wants them."""
+    """Yields the tokens of one row.
+
+    Args:
+        request: request of the row.
+        arrays: token ids and log-probabilities, [N]; ids and log-probabilities of the most likely tokens, [N, C], if
+            any request of the call needs them.
+    """
     num = request.top_log_probs or 0
     for token, log_prob, *top_values in zip(*(x.tolist() for x in arrays), strict=True):
         top = tuple(zip(*(values[:num] for values in top_values), strict=True)) if num else ()

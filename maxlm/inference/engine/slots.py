@@ -1,4 +1,4 @@
-"""Slots of the engine: what each holds, and which one a prompt gets."""
+"""Cache slots of the engine and their assignment to prompts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from maxlm.inference.prefix_tree import common_prefix
 
-# Shared tokens that are worth copying from a slot; fewer are as fast to recompute.
+# Minimum number of shared tokens for copying a slot; fewer tokens are as fast to recompute.
 MIN_SHARED_TOKENS = 16
-# Passes that did not need the current length before it shrinks.
+# Number of passes with unneeded cache length before it shrinks.
 SHRINK_AFTER_PASSES = 1000
 
 
@@ -20,11 +20,11 @@ class Slot:
     """A row of the cache.
 
     Attributes:
-        number: of the row.
-        sample: that has it; None: it is free.
-        content: tokens whose keys and values it holds, at the positions 0, 1, 2, …
-        num_written: positions that were ever written for this content, at most.
-        last_used: step of the logical clock at its last assignment.
+        number: index of the row.
+        sample: sample that uses the slot, or None if the slot is free.
+        content: tokens whose keys and values are cached, at positions 0, 1, 2, …
+        num_written: upper bound of the positions written since the content started.
+        last_used: step of the logical clock at the last assignment.
     """
 
     def __init__(self, number: int):
@@ -35,31 +35,33 @@ class Slot:
         self.last_used = 0
 
     def num_shared(self, prompt: np.ndarray) -> int:
-        """Tokens that its content and a prompt begin with in common."""
+        """Returns the length of the common prefix of the content and a prompt."""
         return common_prefix(np.array(self.content[: len(prompt)], prompt.dtype), prompt)
 
 
 class CacheLength:
-    """Positions per slot of the cache: the needed number, rounded up to a compiled size.
+    """Number of positions per slot: the required number, rounded up to a compiled size.
 
     Attributes:
-        size: that there is.
+        size: current size.
     """
 
     def __init__(self, sizes: Sequence[int]):
-        """The sizes grow; the first is where it starts."""
+        """Initializes the length with the first of the ascending compiled sizes."""
         self._sizes = sizes
         self.size = sizes[0]
-        # Passes since more than the next smaller size was needed.
+        # Number of passes for which a smaller size would have been enough.
         self._passes_oversized = 0
 
     def fit(self, length: int, passes: int = 0) -> int:
-        """The size that there should be.
+        """Returns the size that the cache should have.
+
+        The cache shrinks if a smaller size was sufficient for more than SHRINK_AFTER_PASSES passes, because every pass
+        reads the full length. Idle slots lose the content beyond the new size.
 
         Args:
-            length: positions of the slot that needs the most.
-            passes: that this many are enough for. What was not needed for long is given up, with what idle slots hold
-                there, because each pass reads all.
+            length: maximum number of positions that a slot needs.
+            passes: number of passes that this length is sufficient for.
         """
         needed = next(size for size in self._sizes if size >= length)
         self._passes_oversized = 0 if needed >= self.size else self._passes_oversized + passes
@@ -72,13 +74,17 @@ class CacheLength:
 def choose_slot(
     slots: Sequence[Slot], prompt: np.ndarray, *, slack: float, row_counts: Sequence[int]
 ) -> tuple[Slot, Slot, int]:
-    """The free slot for a prompt, the slot whose keys and values it takes over, and how many.
+    """Chooses the slot for a prompt and the slot whose keys and values it reuses.
 
     Args:
-        slots: of which one is free at least.
-        prompt: ids; the last token always goes through the model.
-        slack: positions after the shared ones that may have been written without loss. Rings lose old positions.
-        row_counts: of the first slots that are decoded together, ascending: a slot among fewer makes all faster.
+        slots: all slots, at least one of them free.
+        prompt: token ids. The last token is always recomputed.
+        slack: number of positions after the shared ones that may have been written without overwriting them in
+            ring buffers.
+        row_counts: ascending numbers of first slots that are decoded together. Decoding fewer rows is faster.
+
+    Returns:
+        The target slot, the source slot, and the number of reused tokens.
     """
 
     def num_reusable(slot: Slot) -> int:
@@ -88,9 +94,9 @@ def choose_slot(
     source = max(slots, key=num_reusable)
     num = num_reusable(source)
     free = [slot for slot in slots if slot.sample is None]
-    # In place if little of its content is lost; another slot's content may be of use again.
+    # Reuse in place if little content is lost. Otherwise copy, because the content may be reused again.
     if num and source.sample is None and (num * 2 >= len(source.content) or len(free) == 1):
         return source, source, num
-    # Least recently used of the slots that add the fewest rows.
+    # Of the slots that require the fewest rows, use the least recently used one.
     target = min(free, key=lambda slot: (bisect.bisect_right(row_counts, slot.number), slot.last_used, slot.number))
     return target, (source if num else target), num
