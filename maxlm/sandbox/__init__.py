@@ -1,1 +1,1 @@
-"""Runs untrusted Python programs with limits."""
+"""Runs untrusted Python programs with resource limits."""

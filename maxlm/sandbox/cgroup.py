@@ -1,7 +1,7 @@
-"""A control group (cgroup v2) for one program: limits on the total usage of its processes.
+"""A control group (cgroup v2) that limits the total usage of one program's processes.
 
-It needs a group that this user may divide, with memory and pids already handed down, e.g. from
-`systemd-run --user --scope -p Delegate=yes` or a container that may write to its own.
+Requires a parent group in which this user may create groups and which delegates memory and pids. Examples are a scope
+of `systemd-run --user --scope -p Delegate=yes` and a container with write access to its own group.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from maxlm.sandbox.limits import SandboxLimits
 
 MOUNT = Path('/sys/fs/cgroup')
 REQUIRED_CONTROLLERS = {'memory', 'pids'}
-# The sandbox's own process in the group.
+# Number of sandbox processes in the group.
 OWN_PROCESSES = 1
 
 
 def find_parent(mount: Path = MOUNT, own_cgroup: Path = Path('/proc/self/cgroup')) -> Path:
-    """The group that programs' groups can be made in; OSError says why there is none."""
+    """Returns the group in which programs' groups can be created. Raises OSError with the reason if there is none."""
     lines = own_cgroup.read_text().splitlines()
     path = next((line[3:] for line in lines if line.startswith('0::')), None)
     if path is None:
@@ -34,7 +34,7 @@ def find_parent(mount: Path = MOUNT, own_cgroup: Path = Path('/proc/self/cgroup'
 
 
 class Group:
-    """One program's group, below the folder behind the descriptor `parent`, which stays valid in any view of files."""
+    """Control group of one program, below the open directory `parent`. A descriptor is valid in any mount namespace."""
 
     def __init__(self, parent: int, name: str):
         os.mkdir(name, dir_fd=parent)
@@ -57,18 +57,18 @@ class Group:
         self.write('pids.max', str(limits.processes + OWN_PROCESSES))
 
     def open_procs(self) -> int:
-        """Opens cgroup.procs; a process that writes 0 to it joins the group, with its later children."""
+        """Opens cgroup.procs. A process that writes 0 to it joins the group, as do its later children."""
         return os.open(f'{self.name}/cgroup.procs', os.O_WRONLY, dir_fd=self.parent)
 
     def out_of_memory(self) -> bool:
-        """Returns whether the kernel's OOM killer ran."""
+        """Returns True if the kernel's OOM killer ran."""
         descriptor = os.open(f'{self.name}/memory.events', os.O_RDONLY, dir_fd=self.parent)
         with os.fdopen(descriptor) as file:
             counts = dict(line.split() for line in file.read().splitlines())
         return int(counts.get('oom_kill', 0)) > 0
 
     def kill(self) -> None:
-        """Kills all that is in it."""
+        """Kills all processes of the group."""
         with contextlib.suppress(OSError):
             self.write('cgroup.kill', '1')
 

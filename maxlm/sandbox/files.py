@@ -1,6 +1,6 @@
-"""The directory of a program on the machine's disk: its usage and removal.
+"""Usage and removal of a program's directory on the machine's disk.
 
-Its content is hostile: names and depths of any length, any permissions, links to anywhere.
+The content is untrusted: names and nesting of any length, any permissions, links to any target.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BLOCK = 512
 
 
 def exceeds_limits(folder: str, limits: SandboxLimits) -> bool:
-    """Returns whether the files of a directory exceed the limits on number or total size."""
+    """Returns True if the files of a directory exceed the limits on number or total size."""
     num_files = size = 0
     folders = [folder]
     for path in folders:
@@ -35,9 +35,9 @@ def exceeds_limits(folder: str, limits: SandboxLimits) -> bool:
 
 
 def remove(folder: str) -> None:
-    """Removes a folder whose processes have all ended. What cannot be removed stays.
+    """Removes a directory after all its processes have ended. Files that cannot be removed remain.
 
-    Folders in it are emptied into the top one, so neither paths nor the depth of calls grow with them.
+    Nested directories are emptied into the top one, so that neither path length nor recursion depth grows.
     """
     with contextlib.suppress(OSError):
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -51,18 +51,18 @@ def remove(folder: str) -> None:
 
 
 def remove_entry(name: str, top: int) -> None:
-    """Removes a file, or a folder after its contents have been moved to `top`."""
+    """Removes a file, or a directory after moving its contents to `top`."""
     try:
         os.unlink(name, dir_fd=top)
         return
     except (IsADirectoryError, PermissionError):
-        # Linux says the one of folders, other systems the other.
+        # Linux raises the former for a directory, other systems the latter.
         pass
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
         inner = os.open(name, flags, dir_fd=top)
     except PermissionError:
-        # Never as root, who may open it: a link in its place would lead that elsewhere.
+        # Never reached as root, which can open any directory: chmod would follow a link put in its place.
         os.chmod(name, 0o700, dir_fd=top)
         inner = os.open(name, flags, dir_fd=top)
     try:

@@ -1,7 +1,7 @@
-"""The processes of one program: forks of a worker that has never read a program or a test.
+"""Processes of one program, forked from a worker that has never read a program or a test.
 
-The first process of the program starts the program's own, waits for it and reports how it ended; where programs have
-process numbers of their own, all of them end with the first. The tests have a process beside these.
+The init process starts the program's process, waits for it and reports how it ended. In a process namespace, all
+processes of the program end with the init process. Tests run in a separate process.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from maxlm.sandbox.program.execute import run_text
 from maxlm.sandbox.program.rpc_protocol import Channel
 from maxlm.sandbox.program.unit_tests import run_tests
 
-# Descriptors of the program's and of the tests' process; the first three are the standard streams.
+# Descriptors of the program's and the tests' process, after the three standard streams.
 CHANNEL, COMMAND, REPORT, CGROUP_PROCS = 3, 4, 5, 6
-# Limit of a worker; keeps closing all descriptors fast.
+# Descriptor limit of a worker, which keeps closing all descriptors fast.
 MAX_DESCRIPTORS = 256
 FIRST_FREE_DESCRIPTOR = 100
 MAX_COMMAND_BYTES = 1 << 30
-# Isolation of the process failed before it ran any of the program.
+# Exit code of a process whose isolation failed before it ran any of the program.
 EXIT_NOT_ISOLATED = 121
 
 
 def fork(child: Callable[[], object]) -> int:
-    """Runs `child` in a new process, which ends with it whatever happens; the process's number."""
+    """Runs `child` in a new process, which always exits afterwards, and returns the process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -54,14 +54,14 @@ def remap_descriptors(descriptors: list[int]) -> None:
 
 
 def read_command(descriptor: int) -> dict:
-    """Reads a JSON command up to the end of the pipe; {} if the monitor has ended."""
+    """Reads a JSON command up to the end of the pipe. Returns {} if the monitor has exited."""
     with os.fdopen(descriptor, 'rb') as pipe:
         data = pipe.read(MAX_COMMAND_BYTES)
     return json.loads(data) if data else {}
 
 
 def init_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
-    """Runs the program in a child and reports its exit code and CPU seconds in JSON."""
+    """Runs the program in a child process and reports its exit code and CPU seconds as JSON."""
     remap_descriptors(descriptors)
     os.setsid()
     if sys.platform.startswith('linux'):
@@ -80,7 +80,7 @@ def init_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
         run_text(command['text'], Channel(CHANNEL) if command['tested'] else None, folder)
 
     pid = fork(program)
-    # Else the program's end would not be the end of its streams and of the tests' channel.
+    # Close this process's copies, so that the program's streams and the tests' channel end with the program.
     remap_descriptors([os.open(os.devnull, os.O_RDWR)] * 4 + [REPORT, REPORT])
     while True:
         ended_pid, status, usage = os.wait4(-1, 0)
@@ -92,7 +92,7 @@ def init_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
 
 
 def tests_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
-    """Runs the tests and reports on each in a line of JSON."""
+    """Runs the tests and reports the result of each as a line of JSON."""
     remap_descriptors(descriptors)
     os.setsid()
     command = read_command(COMMAND)
@@ -100,7 +100,7 @@ def tests_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
         os._exit(0)
     limits = SandboxLimits(**command['limits'])
     folder = confinement.new_folder(limits, command['folder'])
-    # Their own report has no need of the limits on files and output.
+    # The CPU limit is for the program. Tests are limited by the wall time only.
     confinement.enter(limits._replace(cpu_seconds=limits.wall_seconds), folder, is_program=False)
 
     def report(line: list) -> None:

@@ -1,15 +1,15 @@
-"""Isolation of programs, with the mechanisms that the machine allows.
+"""Isolation of programs with the mechanisms that the machine supports.
 
-A worker builds what all its programs share (namespaces, a root folder that holds only Python) once; each program adds
-its own (process numbers, folder, limits, identity, Landlock, seccomp). What the kernel refuses is left out, with the
-reason.
+A worker sets up the shared parts once: namespaces, and a root directory that contains only Python. Each program adds
+its own process ids, directory, limits, user, Landlock and seccomp. Mechanisms that the kernel refuses are skipped, and
+the reason is recorded.
 
 | mechanism | needs |
 |---|---|
-| `mount`, `network`, `process`, `ipc namespace` | root, or user namespaces for everybody |
+| `mount`, `network`, `process`, `ipc namespace` | root, or unprivileged user namespaces |
 | `own user` | root, and a Python that other users can read |
-| `cgroup` | a cgroup v2 that is ours, with memory and pids |
-| `landlock`, `seccomp` | a kernel with them; nobody's permission |
+| `cgroup` | a delegated cgroup v2 with memory and pids |
+| `landlock`, `seccomp` | kernel support; no privileges |
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ NAMESPACES = {
 }
 PROCESS_NAMESPACE = 'process namespace'
 MECHANISMS = (*NAMESPACES, PROCESS_NAMESPACE, 'own user', 'user namespace', 'landlock', 'seccomp', 'cgroup')
-# Not a mechanism but a privilege; without it a worker does as one that an ordinary user has started.
+# A privilege instead of a mechanism: without it, a worker behaves as if started by an ordinary user.
 ROOT = 'root'
 # Candidates for the mount point of the new root. Their files are hidden only in the worker's mount namespace.
 MOUNT_POINTS = ('/mnt', '/media', '/srv', '/opt', '/tmp')
 WORK_FOLDER = '/tmp'
-# Identities that no account has, out of reach of what is left of a program that went before.
+# User ids without an account. Random ids isolate a program from leftovers of earlier programs.
 FIRST_USER, NUM_USERS = 0x40000000, 1 << 28
-# The worker's own processes, which count for the same user where all have one identity.
+# Number of sandbox processes, which count toward the process limit if all processes have the same user.
 OWN_PROCESSES = 8
 PENDING_SIGNALS = 64
 
 
 class IsolationError(Exception):
-    """A mechanism that the machine does not provide."""
+    """Raised if the machine does not support a mechanism."""
 
     def __init__(self, mechanism: str, error: Exception):
         super().__init__(f'{mechanism}: {error}')
@@ -55,20 +55,23 @@ class IsolationError(Exception):
 
 
 class Users(NamedTuple):
-    """The identities of the tests and of the program, so that neither can touch the other."""
+    """User ids of the tests and of the program, which differ so that neither can affect the other."""
 
     tests: int
     program: int
 
 
 class Confinement:
-    """The isolation that a worker has set up, and that each of its processes enters.
+    """Isolation that a worker sets up and each of its processes enters.
 
-    enabled: the mechanisms in use. refused: mechanism to the kernel's reason. users: if the worker may change identity.
+    Attributes:
+        enabled: mechanisms in use.
+        refused: mechanism → reason that it is not in use.
+        users: user ids of tests and program if the worker may change users, else None.
     """
 
     def __init__(self, without: frozenset[str], folder: str | None = None):
-        """Builds the worker's share. `folder`: where programs get their folders if there is no mount namespace."""
+        """Sets up the worker's part. `folder` contains the programs' directories if there is no mount namespace."""
         self.without = without
         self.folder = folder
         self.enabled: set[str] = set()
@@ -79,7 +82,7 @@ class Confinement:
         if not sys.platform.startswith('linux'):
             self.refused = dict.fromkeys(MECHANISMS, 'the machine does not run Linux')
             return
-        # The interpreter may lie in a home that only root can enter: the current folder is a way in that stays.
+        # The interpreter may be below a directory that only root can enter. The working directory stays accessible.
         os.chdir(sys.base_prefix)
         if ROOT in without and os.geteuid() == 0:
             drop_to_user(FIRST_USER + secrets.randbelow(NUM_USERS))
@@ -98,7 +101,7 @@ class Confinement:
         self.enabled |= {'seccomp'} - without
 
     def attempt(self, mechanism: str, build: Callable[[], object]) -> None:
-        """Builds it unless it is switched off; an OSError is remembered as the reason that it is missing."""
+        """Sets up a mechanism unless it is switched off. Records an OSError as the reason that it is missing."""
         if mechanism in self.without:
             self.disable(mechanism, 'switched off')
             return
@@ -117,7 +120,7 @@ class Confinement:
             self.users = None
 
     def build_root(self) -> None:
-        """A root folder of Python's files, read-only, at the paths that they have anyway."""
+        """Mounts a read-only root directory that contains Python's files at their usual paths."""
         paths = [*self.readable, *self.devices]
         points = (point for point in MOUNT_POINTS if os.path.isdir(point))
         free = (point for point in points if not any(path.startswith(f'{point}/') for path in paths))
@@ -148,20 +151,24 @@ class Confinement:
         syscalls.mount('none', '/', None, flags | syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY)
 
     def unshare_worker_pids(self) -> None:
-        """The next child of this process is number 1 of its own, sees no others, and ends with all of its own.
+        """Puts the next child of this process into a process namespace.
 
-        To be called last: a process can have only one such child.
+        The child has process id 1 and cannot see other processes. The namespace ends with it.
+        Must be called last, because a process can have only one such child.
         """
         if sys.platform.startswith('linux'):
             self.attempt(PROCESS_NAMESPACE, lambda: syscalls.unshare(syscalls.CLONE_NEWPID))
 
     def unshare_program_pids(self) -> None:
-        """Unshares process numbers for a program, where the worker could do it."""
+        """Puts the program into its own process namespace if the worker has one."""
         if PROCESS_NAMESPACE in self.enabled:
             syscalls.unshare(syscalls.CLONE_NEWPID)
 
     def new_folder(self, limits: SandboxLimits, folder: str | None) -> str:
-        """An empty folder that ends with the process, its size limited; without a mount namespace it is `folder`."""
+        """Returns an empty directory of limited size that is removed with the process.
+
+        Without a mount namespace, returns `folder` unchanged.
+        """
         if 'ipc namespace' in self.enabled:
             syscalls.unshare(syscalls.CLONE_NEWIPC)
         if 'mount namespace' not in self.enabled:
@@ -173,7 +180,7 @@ class Confinement:
         return WORK_FOLDER
 
     def enter(self, limits: SandboxLimits, folder: str, *, is_program: bool) -> None:
-        """Isolates this process for good: no privileges, limits, one directory. IsolationError names what failed."""
+        """Isolates this process permanently: no privileges, limits, one directory. Raises IsolationError on failure."""
         os.chdir(folder)
         set_limits(limits, own_processes=0 if self.users else OWN_PROCESSES)
         if not sys.platform.startswith('linux'):
@@ -199,7 +206,7 @@ class Confinement:
 
 
 def drop_to_user(user: int) -> None:
-    """This process gets the identity `user`, for good, and stays one that its own files in /proc belong to."""
+    """Changes the user of this process permanently and keeps its files in /proc owned by that user."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -207,7 +214,7 @@ def drop_to_user(user: int) -> None:
 
 
 def new_user_namespace() -> None:
-    """Privileges over new namespaces for a process without any; it keeps its identity."""
+    """Creates a user namespace in which an unprivileged process may create other namespaces. Keeps the user id."""
     user, group = os.getuid(), os.getgid()
     syscalls.unshare(syscalls.CLONE_NEWUSER)
     for name, text in (('setgroups', 'deny'), ('uid_map', f'{user} {user} 1'), ('gid_map', f'{group} {group} 1')):
@@ -216,7 +223,7 @@ def new_user_namespace() -> None:
 
 
 def user_processes() -> int:
-    """Processes and threads of this user, which a limit per user counts too; 0 where /proc does not tell."""
+    """Returns the number of processes and threads of this user, which a per-user limit counts; 0 without /proc."""
     count = 0
     for name in os.listdir('/proc') if os.path.isdir('/proc') else []:
         try:
@@ -228,7 +235,7 @@ def user_processes() -> int:
 
 
 def set_limits(limits: SandboxLimits, *, own_processes: int) -> None:
-    """The limits that the kernel holds for each process."""
+    """Sets the resource limits (rlimits) of this process."""
     cpu = math.ceil(limits.cpu_seconds)
     processes = limits.processes + (own_processes and own_processes + user_processes())
     rlimits = {
@@ -254,7 +261,11 @@ def set_limits(limits: SandboxLimits, *, own_processes: int) -> None:
 
 
 def probe(confinement: Confinement) -> None:
-    """Isolates child processes until one works, disabling mechanisms that fail; RuntimeError if Python cannot run."""
+    """Isolates child processes until one works, and disables mechanisms that fail.
+
+    Raises:
+        RuntimeError: Python cannot run isolated.
+    """
     while True:
         reader, writer = os.pipe()
         child = os.fork()
@@ -272,7 +283,7 @@ def probe(confinement: Confinement) -> None:
 
 
 def probe_once(confinement: Confinement, writer: int) -> NoReturn:
-    """The child: enters isolation as a program does, reads a file of the standard library, reports what failed."""
+    """Enters isolation as a program does, reads a file of the standard library, and reports failures to `writer`."""
     message = '\nthe trial process failed'
     try:
         folder = confinement.new_folder(SandboxLimits(), confinement.folder)
@@ -283,7 +294,7 @@ def probe_once(confinement: Confinement, writer: int) -> NoReturn:
     except IsolationError as error:
         message = f'{error.mechanism}\n{error}'
     except OSError as error:
-        # Whoever cannot read Python's files is one user too many; anything else speaks for itself.
+        # If a separate user cannot read Python's files, disable 'own user'. Other errors have no remedy.
         message = f'{"own user" if confinement.users else ""}\n{error}'
     finally:
         os.write(writer, message.encode())

@@ -1,4 +1,4 @@
-"""Landlock: a process gives up all files but those below the folders it names, and signals to those outside."""
+"""Landlock: restricts a process to given files and directories, and its signals to its own domain."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from maxlm.sandbox.syscalls import system_call
 NR_CREATE_RULESET, NR_ADD_RULE, NR_RESTRICT_SELF = 444, 445, 446
 VERSION_FLAG = 1
 RULE_PATH_BENEATH = 1
-# linux/landlock.h, in the order of the bits.
+# Rights in the bit order of linux/landlock.h.
 RIGHTS = (
     *('execute', 'write_file', 'read_file', 'read_dir', 'remove_dir', 'remove_file', 'make_char', 'make_dir'),
     *('make_reg', 'make_sock', 'make_fifo', 'make_block', 'make_sym', 'refer', 'truncate', 'ioctl_dev'),
 )
 RIGHT_BITS = {name: 1 << index for index, name in enumerate(RIGHTS)}
-# Number of rights by version of the ABI.
+# ABI version → number of rights.
 NUM_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15}
 READ = RIGHT_BITS['read_file'] | RIGHT_BITS['read_dir']
-# No devices, no sockets, and no programs to start.
+# Excludes creating devices and sockets, and executing programs.
 WRITE = sum(RIGHT_BITS.values()) & ~(
     RIGHT_BITS['execute'] | RIGHT_BITS['make_char'] | RIGHT_BITS['make_block'] | RIGHT_BITS['make_sock']
 )
@@ -31,15 +31,16 @@ SCOPES = 0b11
 
 
 def version() -> int:
-    """The version of the kernel's Landlock; OSError if it has none or it is switched off."""
+    """Returns the version of the Landlock ABI. Raises OSError if Landlock is missing or disabled."""
     return system_call(NR_CREATE_RULESET, 0, 0, VERSION_FLAG, what='landlock_create_ruleset')
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """This process and its children read only `readable` (files or folders), write only `writable`, start no program.
+    """Restricts this process and its children.
 
-    They have no TCP (version 4 on), and signal and reach by abstract sockets only each other (version 6 on). It needs
-    no_new_privs. Paths that are not there are left out.
+    They can read only `readable` and `writable` files or directories, write only `writable` ones, and execute no
+    programs. They cannot use TCP (ABI 4 and later). Signals and abstract sockets reach only the same domain (ABI 6 and
+    later). Requires no_new_privs. Paths that do not exist are ignored.
     """
     abi = version()
     handled = (1 << NUM_RIGHTS_BY_ABI.get(abi, len(RIGHTS))) - 1
@@ -56,7 +57,7 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
 
 
 def add_path(ruleset: int, path: str, allowed: int) -> None:
-    """Allows the rights on what lies below `path`."""
+    """Allows the rights on a path and everything below it."""
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""Monitors one program from its arrival to its result, in a separate process that never runs any of it."""
+"""Monitors one program from start to result, in a separate process that never executes any of it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,33 @@ from maxlm.sandbox.isolation import PROCESS_NAMESPACE, Confinement, drop_to_user
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.process_tree import ProcessTree, reap
 
-# A message between a pool and its worker: whether tests are in it, its length, JSON.
+# Message between a pool and its worker: a tag for requests with tests, the length, and JSON.
 HEADER = struct.Struct('>cI')
 PLAIN, TESTED = b'P', b'T'
 WATCH_SECONDS = 0.05
-# For the tests to say which of them can pass no more, and for pipes to end, once the program has been stopped.
+# Time for the tests to report and for pipes to close after the program was stopped.
 GRACE_SECONDS = 0.5
-# A longer pause means that the monitor itself was suspended; the deadline is extended by it.
+# A longer pause means that the monitor itself was suspended. The deadline is then extended by the pause.
 SUSPENDED_SECONDS = 1.0
 CHUNK = 1 << 16
 MAX_STDERR_BYTES = 8 << 10
 MAX_NOTES = 20
-# CPU time is charged in ticks.
+# Tolerance, because the kernel charges CPU time in ticks.
 CPU_SLACK = 0.2
 
 
 class ProcessMonitor:
-    """The processes of one program, seen from outside."""
+    """Starts, watches and stops the processes of one program."""
 
     def __init__(self, confinement: Confinement, tree: ProcessTree | None, cgroup_parent: int | None, has_tests: bool):
-        """Starts the processes, which wait for commands. cgroup_parent: descriptor. has_tests: there will be tests."""
+        """Starts the processes, which wait for commands.
+
+        Args:
+            confinement: isolation of the worker.
+            tree: process tree, or None if it cannot be read.
+            cgroup_parent: descriptor of the parent control group, or None.
+            has_tests: also start a process for tests.
+        """
         self.confinement, self.tree = confinement, tree
         self.group = (
             cgroup.Group(cgroup_parent, f'maxlm-{os.getpid()}-{os.urandom(4).hex()}')
@@ -65,7 +72,7 @@ class ProcessMonitor:
         channel = program_socket.fileno() if program_socket is not None else null
         descriptors = [stdin, stdout, stderr, channel, command, status, cgroup_procs]
         confinement.unshare_program_pids()
-        # Not by its number, which is another's as soon as it has been reaped.
+        # A pidfd, because the process id can be reused as soon as the process has been reaped.
         self.init_pidfd = os.pidfd_open(fork.fork(lambda: fork.init_process(confinement, descriptors)))
         for descriptor in {stdin, stdout, stderr, command, status, cgroup_procs, null, *child_descriptors}:
             os.close(descriptor)
@@ -80,7 +87,7 @@ class ProcessMonitor:
         self.stop_reason = ''
 
     def make_folder(self, name: str, user: int) -> str | None:
-        """Makes a directory for a process without a mount namespace."""
+        """Creates a directory for a process. Returns None with a mount namespace, which needs none."""
         if self.confinement.folder is None:
             return None
         folder = f'{self.confinement.folder}/{name}'
@@ -89,7 +96,7 @@ class ProcessMonitor:
         return folder
 
     def run(self, request: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
-        """Sends the commands, watches until the end, and returns the result."""
+        """Sends the commands, watches the processes until they end, and returns the result."""
         limits = SandboxLimits(**request['limits'])
         if self.group:
             self.group.limit(limits)
@@ -106,7 +113,7 @@ class ProcessMonitor:
         return result
 
     def watch(self, limits: SandboxLimits, stdin: bytes, connection: socket.socket, start: float) -> None:
-        """Moves what the processes read and write until all has ended or a limit has been passed."""
+        """Transfers input and output until all streams have ended or a limit is exceeded."""
         poll = select.poll()
         waiting = set(self.buffers)
         for descriptor in (*waiting, self.stdin):
@@ -141,12 +148,12 @@ class ProcessMonitor:
                 elif not self.read_output(descriptor, limits):
                     poll.unregister(descriptor)
                     waiting.discard(descriptor)
-                    # The tests are done, or the program is: what it has left behind may hold its streams open.
+                    # Tests or program have ended. Leftover processes may keep the streams open.
                     if descriptor in (self.report, self.status):
                         self.kill()
 
     def write_stdin(self, remaining: memoryview, event: int) -> memoryview:
-        """Writes to the program's stdin; returns the remaining bytes."""
+        """Writes to the program's stdin and returns the remaining bytes."""
         if event & (select.POLLERR | select.POLLHUP):
             return memoryview(b'')
         try:
@@ -157,7 +164,7 @@ class ProcessMonitor:
             return memoryview(b'')
 
     def read_output(self, descriptor: int, limits: SandboxLimits) -> bool:
-        """Reads a chunk; returns False at the end."""
+        """Reads a chunk. Returns False at the end of the stream."""
         try:
             chunk = os.read(descriptor, CHUNK)
         except BlockingIOError:
@@ -172,20 +179,20 @@ class ProcessMonitor:
         return bool(chunk)
 
     def check_usage(self, limits: SandboxLimits) -> None:
-        """Stops a program that uses too much memory or, where nothing else limits it, disk."""
+        """Stops a program that uses too much memory, or too much disk without a mount namespace."""
         if self.tree is not None and self.tree.memory(limits.memory_bytes) > limits.memory_bytes:
             self.stop('memory')
         if self.folder is not None and exceeds_limits(self.folder, limits):
             self.stop('disk')
 
     def stop(self, reason: str) -> None:
-        """Stops the program; the first reason is kept."""
+        """Stops the program. Keeps the first reason."""
         if not self.stop_reason:
             self.stop_reason = reason
             self.kill()
 
     def kill(self) -> None:
-        """Ends all processes of the program."""
+        """Kills all processes of the program."""
         if self.group:
             if not self.stop_reason and self.group.out_of_memory():
                 self.stop_reason = 'memory'
@@ -216,7 +223,7 @@ class ProcessMonitor:
                 remove(folder)
 
     def result(self, limits: SandboxLimits, seconds: float) -> dict[str, Any]:
-        """Returns the result once all processes have ended."""
+        """Returns the result. All processes must have ended."""
         status = self.buffers[self.status]
         exit_info: dict[str, Any] = json.loads(bytes(status)) if status else {'code': None, 'cpu': 0.0}
         stdout, stderr = (
@@ -265,17 +272,17 @@ def kill_user(user: int) -> None:
 
 
 def write_command(descriptor: int, command: dict[str, Any]) -> None:
-    """Writes a command and closes the pipe; a process that has ended is noticed elsewhere."""
+    """Writes a command and closes the pipe. Ignores a process that has exited, which `watch` detects."""
     with contextlib.suppress(BrokenPipeError), os.fdopen(descriptor, 'wb') as pipe:
         pipe.write(json.dumps(command).encode())
 
 
 def parse_report(report: bytes) -> tuple[int, int, list[str], bool]:
-    """Returns the numbers of tests and passed tests, failure reasons, and whether an error occurred outside tests."""
+    """Returns the number of tests, the number of passed tests, notes, and True if code outside the tests failed."""
     total = counted = passed = 0
     notes, has_error = [], False
     for line in report.splitlines(keepends=True):
-        # The tests' process was stopped while it wrote.
+        # An incomplete line: the tests' process was killed while writing.
         if not line.endswith(b'\n'):
             continue
         kind, *rest = json.loads(line)
@@ -292,7 +299,7 @@ def parse_report(report: bytes) -> tuple[int, int, list[str], bool]:
 def monitor_next(
     connection: socket.socket, confinement: Confinement, tree: ProcessTree | None, cgroup_parent: int | None
 ) -> NoReturn:
-    """Reads one request, only after the program's processes have been forked, and answers it."""
+    """Waits for one request and handles it. Forks the program's processes before it reads the request."""
     has_tests = connection.recv(1, socket.MSG_PEEK) == TESTED
     process_monitor = ProcessMonitor(confinement, tree, cgroup_parent, has_tests)
     _, request = receive(connection)
@@ -301,13 +308,13 @@ def monitor_next(
 
 
 def send(connection: socket.socket, kind: bytes, message: dict[str, Any]) -> None:
-    """One message."""
+    """Sends one message."""
     data = json.dumps(message).encode()
     connection.sendall(HEADER.pack(kind, len(data)) + data)
 
 
 def receive(connection: socket.socket) -> tuple[bytes, dict[str, Any]]:
-    """One message; EOFError if the other end is closed."""
+    """Receives one message. Raises EOFError if the connection is closed."""
 
     def read_exactly(length: int) -> bytes:
         data = bytearray()

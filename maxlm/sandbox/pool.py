@@ -1,25 +1,27 @@
-"""Runs Python programs that nobody has read: answers of a model, for rewards and for benchmarks of code.
+"""Runs untrusted Python programs: responses of a model, for rewards and code benchmarks.
 
-A program gets a process of its own without network, privileges, environment, or files but Python's and an empty folder,
-and limits on everything that it could use up. What the machine cannot enforce is said in `Sandbox.missing`, and a pool
-refuses to start without what is `required`. The guarantees beside the limits:
+Each program runs in its own process without network, privileges or environment variables, with access only to Python's
+files and an empty directory, and with limits on all resources. `Sandbox.missing` lists guarantees that the machine
+cannot enforce. A pool does not start if one of the `required` guarantees is missing. Guarantees in addition to limits:
 
 | guarantee | a program |
 |---|---|
-| files | reads Python's and its own, and changes only its own |
-| network | reaches nobody, on this machine or another |
-| signals | neither signals, traces nor otherwise changes processes but its own |
-| processes | has so many at most, all its children counted |
-| orphans | leaves none behind |
-| total memory | with all its processes has so much at most (`memory_bytes` holds for each in any case) |
-| disk | with all its files has so much at most; else it is stopped soon after |
-| kernel calls | is refused those that no program of this kind needs: keys, mounts, modules, other programs … |
+| files | reads only Python's files and its own, and modifies only its own |
+| network | cannot connect to this or any other machine |
+| signals | cannot signal, trace or modify processes of others |
+| processes | has at most N processes, including all descendants |
+| orphans | leaves no processes behind |
+| total memory | has at most `memory_bytes` in all its processes (the limit per process always holds) |
+| disk | has at most `disk_bytes` in all its files; without this guarantee it is stopped soon after exceeding them |
+| kernel calls | cannot use system calls that such programs never need: keys, mounts, modules, exec and others |
 
     with SandboxPool(workers=8) as pool:
-        results = pool.run_many([Program('print(6 * 7)'), Program('def f(x): return x', tests='assert f(1) == 1')])
+        jobs = [SandboxJob('print(6 * 7)'), SandboxJob('def f(x): return x', tests='assert f(1) == 1')]
+        results = pool.run_many(jobs)
 
-Tests run in another process than the program (see `rpc_protocol`), so it cannot reach them, their outcome or what they
-expect. All guarantees depend on the Linux kernel: against kernel exploits, use a separate machine.
+Tests run in a different process (see `maxlm.sandbox.program.rpc_protocol`), so a program cannot access them, their
+results or the expected values. All guarantees depend on the Linux kernel: against kernel exploits, use a separate
+machine.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ from maxlm.sandbox.limits import SandboxLimits
 
 # Guarantee → alternative sets of mechanisms that provide it.
 GUARANTEES: dict[str, tuple[tuple[str, ...], ...]] = {
-    # Landlock alone would let it change permissions and times.
+    # Landlock alone does not prevent changes of permissions and times.
     'files': (('mount namespace',), ('landlock', 'seccomp')),
-    # Sockets of the machine have names among its files.
+    # Local sockets have names in the file system.
     'network': (('network namespace', 'mount namespace'), ('seccomp',)),
     'signals': (('process namespace',), ('seccomp',)),
     'processes': (('own user',), ('user namespace',), ('cgroup',)),
@@ -59,14 +61,14 @@ GUARANTEES: dict[str, tuple[tuple[str, ...], ...]] = {
     'disk': (('mount namespace',),),
     'kernel calls': (('seccomp',),),
 }
-# Held by limits that every Linux has.
+# Guarantees of the limits that every Linux supports.
 ALWAYS_ENFORCED = ('cpu', 'wall', 'memory', 'open files', 'file size', 'output', 'environment')
 REQUIRED = ('files', 'network', 'signals')
 MECHANISMS = (
     *('root', 'mount namespace', 'network namespace', 'ipc namespace', 'process namespace', 'own user'),
     *('user namespace', 'landlock', 'seccomp', 'cgroup', 'memory watch'),
 )
-# No site packages, no user's folder, none of PYTHON… but one: sets are iterated in the same order in every worker.
+# No site packages, no user directory and no PYTHON… variables, except a fixed hash seed for a constant order of sets.
 INTERPRETER_OPTIONS = ('-s', '-S', '-P', '-B')
 ENVIRONMENT = {'PYTHONHASHSEED': '0', 'LANG': 'C.UTF-8'}
 BOOTSTRAP = (
@@ -74,15 +76,22 @@ BOOTSTRAP = (
     'sys.path.pop(0); main(sys.argv[2:])'
 )
 START_SECONDS = 60.0
-# Extra time of a worker beyond the wall time of its program, on a loaded machine.
+# Additional time that a worker has beyond the wall time of its program, on a loaded machine.
 GRACE_SECONDS = 20.0
 STOP_SECONDS = 3.0
-# Attempts per program when its worker dies.
+# Maximum number of attempts of a program whose worker dies.
 MAX_ATTEMPTS = 2
 
 
 class SandboxJob(NamedTuple):
-    """A program's text, what it reads on stdin, and tests of it: see `testing` for what counts as one."""
+    """A program to run.
+
+    Attributes:
+        text: source text.
+        stdin: standard input.
+        tests: source text of tests, in the forms of `maxlm.sandbox.program.unit_tests`.
+        limits: limits, or None for those of the pool.
+    """
 
     text: str
     stdin: str = ''
@@ -93,16 +102,22 @@ class SandboxJob(NamedTuple):
 class ExecutionResult(NamedTuple):
     """Result of a program.
 
-    | status | means |
+    | status | meaning |
     |---|---|
-    | passed | all its tests did; without tests: exit code 0 |
-    | failed | it ran, and not all of its tests passed |
-    | error | it did not get that far, or crashed: exception, exit code, no test in the tests |
-    | timeout, memory, output | it was stopped at that limit |
-    | killed | it was stopped for filling its folder, or from outside |
+    | passed | all tests passed; without tests: exit code 0 |
+    | failed | the program ran, and some tests failed |
+    | error | exception or nonzero exit code, or the tests contain no test |
+    | timeout, memory, output | stopped at this limit |
+    | killed | stopped because of disk usage, or killed from outside |
 
-    seconds: wall time. exit_code: negative for a signal, None if it was stopped. tests, tests_passed: of those given.
-    stderr is the end of it; lines of the sandbox itself come last and begin with `sandbox: `.
+    Attributes:
+        status: one of the values above.
+        stdout: standard output.
+        stderr: end of the standard error, followed by messages of the sandbox, which begin with `sandbox: `.
+        seconds: wall time.
+        exit_code: exit code, negative for a signal; None if the program was stopped.
+        tests: number of tests.
+        tests_passed: number of passed tests.
     """
 
     status: str
@@ -117,8 +132,11 @@ class ExecutionResult(NamedTuple):
 class Sandbox(NamedTuple):
     """Guarantees of the sandbox on this machine.
 
-    mechanisms: parts of the kernel in use. refused: those that are not, each with the reason. enforced, missing: names
-    of guarantees.
+    Attributes:
+        mechanisms: kernel mechanisms in use.
+        refused: mechanism → reason that it is not in use.
+        enforced: names of the guarantees that hold.
+        missing: names of the guarantees that do not hold.
     """
 
     mechanisms: tuple[str, ...]
@@ -135,7 +153,7 @@ class Sandbox(NamedTuple):
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Guarantees that do not."""
+        """Guarantees that do not hold."""
         return tuple(
             name
             for name, alternatives in GUARANTEES.items()
@@ -144,10 +162,10 @@ class Sandbox(NamedTuple):
 
 
 class SandboxWorker:
-    """One worker's process, as its pool sees it."""
+    """Process of one worker, as seen by its pool."""
 
     def __init__(self, without: Sequence[str]):
-        """Starts it; `wait` until it is ready."""
+        """Starts the process. Call `wait` before sending programs."""
         self.connection, child_socket = socket.socketpair()
         root, settings = str(Path(maxlm.__file__).parent.parent), json.dumps({'without': list(without)})
         with child_socket:
@@ -166,7 +184,7 @@ class SandboxWorker:
         self.buffer = bytearray()
 
     def wait(self) -> Sandbox:
-        """Waits until the worker is ready and returns its guarantees; RuntimeError if it cannot run programs."""
+        """Waits until the worker is ready and returns its guarantees. Raises RuntimeError if it cannot run programs."""
         self.connection.settimeout(START_SECONDS)
         try:
             _, hello = monitor.receive(self.connection)
@@ -180,7 +198,7 @@ class SandboxWorker:
         return Sandbox(tuple(hello['has']), hello['refused'])
 
     def send(self, program: SandboxJob, limits: SandboxLimits) -> None:
-        """Sends a program to the worker. OSError if it has died."""
+        """Sends a program to the worker. Raises OSError if the worker has died."""
         kind = monitor.TESTED if program.tests.strip() else monitor.PLAIN
         request = {**program._asdict(), 'limits': limits._asdict()}
         self.connection.settimeout(START_SECONDS)
@@ -189,7 +207,12 @@ class SandboxWorker:
         self.buffer.clear()
 
     def receive(self) -> ExecutionResult | None:
-        """Reads a chunk of the response; returns the result once complete. EOFError, OSError if the worker has died."""
+        """Reads a chunk of the response and returns the result once it is complete, else None.
+
+        Raises:
+            EOFError: the worker has died.
+            OSError: the worker has died.
+        """
         chunk = self.connection.recv(1 << 20)
         if not chunk:
             raise EOFError('the worker has died')
@@ -200,7 +223,7 @@ class SandboxWorker:
         return ExecutionResult(**json.loads(self.buffer[size:]))
 
     def stop(self, *, immediately: bool = False) -> None:
-        """Ends it with everything below it. By itself, as its socket is closed, unless there is a hurry."""
+        """Stops the worker and all its processes. Unless `immediately`, it has time to exit by itself."""
         self.connection.close()
         if not immediately:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -213,7 +236,7 @@ class SandboxWorker:
 
 
 class SandboxPool:
-    """Workers that run programs side by side. Close it, or use it in a `with` statement."""
+    """Workers that run programs in parallel. Close it, or use it in a `with` statement."""
 
     def __init__(
         self,
@@ -225,9 +248,14 @@ class SandboxPool:
     ):
         """Starts the workers.
 
-        limits: of programs that bring none. required: guarantees without which it refuses to start. without: mechanisms
-        not to use (for tests); `root`: workers give up root before anything else. InputError for wrong values, and if
-        something required cannot be had here.
+        Args:
+            workers: number of workers.
+            limits: limits of programs that have none.
+            required: guarantees without which the pool does not start.
+            without: mechanisms to disable, for tests; with `root`, workers drop root first.
+
+        Raises:
+            InputError: an argument is invalid, or the machine cannot enforce a required guarantee.
         """
         if workers < 1:
             raise InputError(f'a sandbox needs a worker or more, not {workers}')
@@ -261,7 +289,7 @@ class SandboxPool:
         self.close()
 
     def close(self) -> None:
-        """Ends all workers; programs that are running are stopped."""
+        """Stops all workers and the running programs."""
         self.finalizer()
 
     def run(self, program: SandboxJob) -> ExecutionResult:
@@ -269,10 +297,12 @@ class SandboxPool:
         return self.run_many([program])[0]
 
     def run_many(self, programs: Sequence[SandboxJob]) -> list[ExecutionResult]:
-        """Runs programs, as many at a time as there are workers; returns results in the same order.
+        """Runs programs in parallel, one per worker, and returns results in the same order.
 
-        Workers that die are replaced, and their program is tried once more before it is `killed`. InputError for limits
-        that are none.
+        Workers that die are replaced. Their program is retried once before its status is `killed`.
+
+        Raises:
+            InputError: limits are invalid.
         """
         limits = [(program.limits or self.limits).checked() for program in programs]
         with self.lock:
@@ -281,12 +311,12 @@ class SandboxPool:
             try:
                 return self.run_all(programs, limits)
             except BaseException:
-                # Late responses must not be mistaken for those of later programs.
+                # Close the pool, because late responses could be mistaken for those of later programs.
                 self.close()
                 raise
 
     def run_all(self, programs: Sequence[SandboxJob], limits: Sequence[SandboxLimits]) -> list[ExecutionResult]:
-        """`run_many` with each program's limits."""
+        """Runs programs with the given limits. See `run_many`."""
         results: dict[int, ExecutionResult] = {}
         attempts = [0] * len(programs)
         queue, idle = deque(range(len(programs))), list(range(len(self.workers)))
@@ -325,14 +355,14 @@ class SandboxPool:
         return [results[index] for index in range(len(programs))]
 
     def replace(self, worker_index: int) -> None:
-        """A new worker for one that has died or does not answer."""
+        """Replaces a worker that has died or does not respond."""
         self.workers[worker_index].stop(immediately=True)
         self.workers[worker_index] = SandboxWorker(self.without)
         self.workers[worker_index].wait()
 
 
 def check_names(names: Iterable[str], all_names: Sequence[str], kind: str) -> tuple[str, ...]:
-    """Returns the names; InputError for one that does not exist."""
+    """Returns the names. Raises InputError if a name is unknown."""
     chosen = tuple(names)
     for name in chosen:
         if name not in all_names:
@@ -341,7 +371,7 @@ def check_names(names: Iterable[str], all_names: Sequence[str], kind: str) -> tu
 
 
 def stop_all(workers: list[SandboxWorker]) -> None:
-    """Ends workers side by side."""
+    """Stops workers in parallel."""
     for worker in workers:
         with contextlib.suppress(OSError):
             worker.connection.shutdown(socket.SHUT_RDWR)

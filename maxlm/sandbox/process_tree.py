@@ -1,4 +1,4 @@
-"""Descendants of a process as shown in /proc: listing, memory and killing."""
+"""Descendants of a process according to /proc: listing, memory usage and termination."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PAUSE_SECONDS = 0.001
 
 
 class ProcessTree:
-    """Looks through an open /proc, so that it works wherever / has gone since; numbers are those of that /proc."""
+    """Process tree, read through a descriptor of /proc, which stays valid after / changes. Ids are those of /proc."""
 
     def __init__(self) -> None:
-        """OSError without a /proc that lists children."""
+        """Opens /proc. Raises OSError if it does not exist or does not list children."""
         self.folder = os.open('/proc', os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.descendants()
 
     def read(self, path: str) -> str:
-        """A file in it; empty if the process has gone."""
+        """Reads a file below /proc. Returns '' if the process has ended."""
         try:
             descriptor = os.open(path, os.O_RDONLY, dir_fd=self.folder)
             with os.fdopen(descriptor, errors='replace') as file:
@@ -31,7 +31,7 @@ class ProcessTree:
             return ''
 
     def own_pid(self) -> str:
-        """This process; OSError if it is not shown."""
+        """Returns the id of this process. Raises OSError if /proc does not show it."""
         return os.readlink('self', dir_fd=self.folder)
 
     def children(self, pid: str) -> list[str]:
@@ -56,14 +56,15 @@ class ProcessTree:
         return pids
 
     def live_descendants(self) -> list[str]:
-        """Returns descendants that have not ended."""
+        """Returns descendants that are not zombies."""
         states = {pid: self.read(f'{pid}/stat').rpartition(')')[2].split() for pid in self.descendants()}
         return [pid for pid, fields in states.items() if fields and fields[0] not in 'ZX']
 
     def memory(self, threshold: int) -> int:
-        """Bytes that descendants hold besides files of the disk; exact only above `threshold`.
+        """Returns the memory of all descendants in bytes, without file pages; exact only above `threshold`.
 
-        Pages that forks share are counted in each of them by the quick way, and once by the exact one.
+        First sums resident memory, which counts pages shared by forks once per process and includes file pages. If the
+        sum exceeds `threshold`, the proportional set size is used, which counts shared pages once.
         """
         pids = self.descendants()
         rss = 0
@@ -80,16 +81,16 @@ class ProcessTree:
         return pss
 
     def kill_all(self, exclude: str = '') -> None:
-        """Kills all descendants but `exclude`, also those that fork meanwhile, and reaps what has ended.
+        """Kills all descendants except `exclude`, including those that fork meanwhile, and reaps ended processes.
 
-        For a worker without a process namespace, whose numbers are those of /proc, and which is the one that gets the
-        children of those who die: while a descendant lives it is this process's child or below one. A look at the whole
-        tree is not proof, since whoever changes parents between two reads is seen below neither.
+        For a worker without a process namespace, whose ids equal those of /proc, and which is a subreaper. A living
+        descendant is therefore below a child of this process, and the loop ends when there are no such children.
+        The listing of the complete tree is no proof, because it can miss processes that are reparented meanwhile.
         """
         deadline = time.monotonic() + SWEEP_SECONDS
         while time.monotonic() < deadline:
             pids = [pid for pid in self.live_descendants() if pid != exclude]
-            # Stopped first: who is stopped forks no more.
+            # Stop all processes first, because a stopped process cannot fork.
             for signal_number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in pids:
                     try:
@@ -103,7 +104,7 @@ class ProcessTree:
 
 
 def reap() -> bool:
-    """Reaps children that have ended; returns False if there are none left."""
+    """Reaps children that have ended. Returns False if no children are left."""
     while True:
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:

@@ -1,4 +1,4 @@
-"""The files that a Python program needs of the machine: its interpreter's library, shared libraries, a few devices."""
+"""Files that a Python program needs: the standard library, shared libraries and a few devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 
-# Folders of a system that hold much besides Python.
+# Installation prefixes that contain more than Python.
 SHARED_PREFIXES = ('/', '/usr', '/usr/local')
 DEVICES = ('/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
 LIBRARY_FOLDERS = ('/lib', '/lib64', '/usr/lib', '/usr/lib64')
@@ -14,7 +14,7 @@ LINKER_FILES = ('/etc/ld.so.cache', '/etc/localtime')
 
 
 def loaded_library_folders() -> set[str]:
-    """Folders of the shared libraries that this process has loaded."""
+    """Returns the directories of the shared libraries that this process has loaded."""
     try:
         with open('/proc/self/maps', encoding='utf-8', errors='replace') as maps:
             paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count('/') and '.so' in line}
@@ -24,7 +24,7 @@ def loaded_library_folders() -> set[str]:
 
 
 def python_folders() -> set[str]:
-    """The standard library; the whole of an installation that has a folder of its own."""
+    """Returns the directories of the standard library, or the complete prefix of a separate Python installation."""
     paths = sysconfig.get_paths(vars={'base': sys.base_prefix, 'platbase': sys.base_exec_prefix})
     folders = {paths['stdlib'], paths['platstdlib']}
     folders |= {prefix for prefix in (sys.base_prefix, sys.base_exec_prefix) if prefix not in SHARED_PREFIXES}
@@ -40,7 +40,7 @@ def system_folders() -> set[str]:
 
 
 def without_nested(paths: set[str]) -> list[str]:
-    """The paths that do not lie below another of them, in order."""
+    """Returns the sorted paths that are not below another path of the set."""
     outermost: list[str] = []
     for path in sorted(paths):
         if not any(path == other or path.startswith(other.rstrip('/') + '/') for other in outermost):
@@ -49,16 +49,16 @@ def without_nested(paths: set[str]) -> list[str]:
 
 
 def readable_paths() -> list[str]:
-    """Folders and files that a program may read: real paths, none below another."""
+    """Returns real paths of the directories and files that a program may read. None is below another."""
     files = {path for path in LINKER_FILES if os.path.exists(path)}
     return without_nested(python_folders() | system_folders() | files)
 
 
 def devices() -> list[str]:
-    """The devices that a program may use."""
+    """Returns the devices that a program may use."""
     return [path for path in DEVICES if os.path.exists(path)]
 
 
 def links() -> dict[str, str]:
-    """Top folders that are only links into others, as /lib is to usr/lib: path to target."""
+    """Returns {path: target} of top-level library directories that are symbolic links, such as /lib to usr/lib."""
     return {path: os.readlink(path) for path in LIBRARY_FOLDERS if os.path.islink(path)}

@@ -1,11 +1,11 @@
-"""A worker of the sandbox: a small interpreter without JAX that is shut in once and forks for each program.
+"""Worker of the sandbox: a small interpreter without JAX, which is isolated once and forks for each program.
 
-| process | lives | does |
+| process | lifetime | task |
 |---|---|---|
-| worker | as long as the pool | makes namespaces, waits for the next, clears up after it |
-| its fork | likewise | forks a monitor for each request, and has read none itself |
-| monitor | one program | starts, watches and stops the rest, answers the pool |
-| first process, program, tests | one program | see `program_processes` |
+| worker | pool | sets up isolation, waits for the server, removes the directory |
+| server | pool | forks a monitor for each request and never reads a request itself |
+| monitor | one program | starts, watches and stops the other processes, responds to the pool |
+| init process, program, tests | one program | see `maxlm.sandbox.fork` |
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from maxlm.sandbox.fork import MAX_DESCRIPTORS
 from maxlm.sandbox.isolation import Confinement, probe
 from maxlm.sandbox.process_tree import ProcessTree, reap
 
-# Modules that programs and tests import most.
+# Modules imported most often by programs and tests.
 PRELOADED_MODULES = (
     *('abc', 'array', 'bisect', 'collections', 'copy', 'dataclasses', 'datetime', 'decimal', 'enum', 'fractions'),
     *('functools', 'heapq', 'itertools', 'json', 'math', 'operator', 'random', 're', 'statistics', 'string', 'struct'),
@@ -37,7 +37,7 @@ EXIT_CLOSED = 3
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Serves the socket `arguments[0]` with the settings `arguments[1]`, JSON; ends when the pool closes it."""
+    """Serves requests on the socket `arguments[0]` with JSON settings `arguments[1]` until the pool closes it."""
     connection = socket.socket(fileno=int(arguments[0]))
     settings = json.loads(arguments[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -96,7 +96,7 @@ def serve(
     cgroup_parent: int | None,
     hello: dict,
 ) -> NoReturn:
-    """Answers requests one after the other; each by a fork, which ends with it."""
+    """Serves requests one at a time. Each request has its own fork, which exits afterwards."""
     if sys.platform.startswith('linux'):
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, 'prctl')
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, 'prctl')
@@ -109,7 +109,7 @@ def serve(
                     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, 'prctl')
                 monitor.monitor_next(connection, confinement, tree, cgroup_parent)
             finally:
-                # Signals to the pool that there is no result.
+                # Reports to the pool that there is no result.
                 connection.shutdown(socket.SHUT_RDWR)
                 os._exit(EXIT_CLOSED)
         if os.waitpid(pid, 0)[1] != 0:

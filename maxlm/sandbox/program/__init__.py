@@ -1,1 +1,1 @@
-"""The part of the sandbox that runs beside an untrusted program."""
+"""Part of the sandbox that runs in the processes of an untrusted program and its tests."""

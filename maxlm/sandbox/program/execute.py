@@ -1,4 +1,4 @@
-"""The text of a program, run in the process that has been shut in for it."""
+"""Executes the text of a program in its isolated process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ EXIT_ERROR = 1
 
 
 def run_text(text: str, channel: Channel | None, folder: str) -> NoReturn:
-    """Runs `text` as a script on its standard streams, or as a module for the tests at the other end of `channel`.
+    """Runs `text` as a script, or as a module for the tests connected to `channel`.
 
-    Ends the process as an interpreter would: threads, atexit, streams, exit code.
+    Exits the process as an interpreter does: joins threads, runs atexit functions, flushes streams, sets the exit code.
     """
     prepare_interpreter(folder)
     code = execute(text, '__main__' if channel is None else 'program')
@@ -37,11 +37,11 @@ def run_text(text: str, channel: Channel | None, folder: str) -> NoReturn:
 
 
 def prepare_interpreter(folder: str) -> None:
-    """As fresh as one that has just been started, without the worker's ways."""
+    """Resets the interpreter to the state of a new one, without settings of the worker."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT | {'HOME': folder, 'TMPDIR': folder})
     sys.argv = [FILE]
-    # The worker has looked for a folder before, and it is remembered.
+    # The worker has cached its own temporary directory.
     tempfile.tempdir = None
     sys.stdin = open(0, encoding='utf-8', errors='surrogateescape', closefd=False)  # noqa: SIM115
     sys.stdout = io.TextIOWrapper(open(1, 'wb', closefd=False), encoding='utf-8', errors='surrogateescape')  # noqa: SIM115
@@ -54,14 +54,14 @@ def prepare_interpreter(folder: str) -> None:
     for name in ('stdin', 'stdout', 'stderr'):
         setattr(sys, f'__{name}__', getattr(sys, name))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The usual way to write a script's last line, which site would have brought.
+    # Scripts often end with exit() or quit(), which the site module would define.
     for name in ('exit', 'quit'):
         setattr(builtins, name, sys.exit)
     gc.enable()
 
 
 def execute(text: str, name: str) -> int:
-    """Runs the text as the module `name`; its exit code."""
+    """Runs the text as the module `name` and returns its exit code."""
     module = types.ModuleType(name)
     module.__file__ = FILE
     sys.modules[name] = module
@@ -83,7 +83,7 @@ def execute(text: str, name: str) -> int:
 
 
 def print_traceback(error: BaseException) -> None:
-    """The traceback without the frames of the sandbox."""
+    """Prints the traceback without the frames of the sandbox."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != FILE:
         frames = frames.tb_next
@@ -94,7 +94,7 @@ def print_traceback(error: BaseException) -> None:
 
 
 def exit_interpreter(code: int) -> NoReturn:
-    """The end of an interpreter, in its order; the process is a fork, whose frames below must not go on."""
+    """Shuts down in the order of an interpreter and exits. Calling frames belong to the worker and must not resume."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -29,29 +29,30 @@ BINARY = {
     **{'and': 'and_', 'or': 'or_'},
 }
 UNARY = {'neg': 'neg', 'pos': 'pos', 'abs': 'abs', 'invert': 'invert'}
-# Methods of plain data that change it.
+# Mutating methods of plain types.
 MUTATING = frozenset(
     [
         *('append', 'extend', 'insert', 'remove', 'pop', 'clear', 'sort', 'reverse', 'add', 'discard', 'update'),
         *('popitem', 'setdefault', 'difference_update', 'intersection_update', 'symmetric_difference_update'),
     ]
 )
-# Methods of plain data that are true or false, such as `issubset`: nothing but plain data answers them.
+# Predicates of plain types, such as `issubset`. Only plain data may answer them.
 PREDICATES = frozenset(name for kind in PLAIN for name in dir(kind) if name.startswith('is') or name.endswith('swith'))
-# Conversions whose result must have exactly this type.
+# Conversions → the exact type of their result.
 TYPED = {'int': int, 'float': float, 'complex': complex, 'bytes': bytes, 'index': int}
 
 
 class RefusedError(TypeError):
-    """Tests use an object of the program where only plain data decide."""
+    """Raised if tests use an object of the program where only plain data are allowed."""
 
 
 class RpcClient:
-    """The program that is tested: its names, and how to ask it.
+    """Client of a tested program.
 
     Attributes:
-        made: numbers of the classes that the tests have called.
-        refused: the first refusal since the last `pop_refusal`, '' for none.
+        names: names of the program → values or proxies.
+        called_classes: numbers of the classes that the tests have called.
+        refusal: the first refusal since the last `pop_refusal`, or ''.
     """
 
     def __init__(self, channel: Channel):
@@ -85,7 +86,7 @@ class RpcClient:
         return decode(result, self.restore)
 
     def serve(self, request: list) -> None:
-        """Calls a function that the tests have handed over."""
+        """Calls a function that the tests have passed to the program."""
         try:
             _, number, encoded, keywords = request
             arguments = [decode(value, self.restore) for value in encoded]
@@ -98,7 +99,7 @@ class RpcClient:
             self.channel.send(['raise', [type(error).__name__], ''])
 
     def export(self, value: Any) -> list:
-        """Objects of the program go back to it; functions are called here. TypeError for others."""
+        """Encodes a reference to a remote object, a builtin or a function. Raises TypeError for other values."""
         if isinstance(value, RemoteObject):
             return ['r', value.remote_number]
         if isinstance(value, type) and issubclass(value, BaseException) and hasattr(value, 'remote_number'):
@@ -111,7 +112,7 @@ class RpcClient:
         raise TypeError(f'tests can hand plain data and functions to a program, not {type(value).__name__}')
 
     def restore(self, data: list) -> Any:
-        """A module (of this side, if it is loaded), a builtin, an exception class or a remote object."""
+        """Decodes a reference: a loaded standard library module, a builtin, an exception class or a remote object."""
         tag, reference, *rest = data
         if tag == 'm':
             return sys.modules.get(reference) if reference.partition('.')[0] in sys.stdlib_module_names else None
@@ -129,23 +130,23 @@ class RpcClient:
         return self.objects[reference]
 
     def refuse(self, what: str) -> NoReturn:
-        """Raises RefusedError, which counts even where the tests catch it."""
+        """Raises RefusedError and records it, so that it counts even if the tests catch it."""
         self.refusal = self.refusal or f'{what} of an object of the program: tests compare and compute with plain data'
         raise RefusedError(self.refusal)
 
     def pop_refusal(self) -> str | None:
-        """The first refusal since the last call."""
+        """Returns and clears the first refusal since the last call."""
         refusal, self.refusal = self.refusal, ''
         return refusal or None
 
     def error_class(self, number: int, names: list[str]) -> type[BaseException]:
-        """The program's exception class, to be caught here."""
+        """Returns a local class for an exception class of the program."""
         if names[0] not in self.error_classes:
             self.error_classes[names[0]] = type(names[0], (builtin_error(names),), {'remote_number': number})
         return self.error_classes[names[0]]
 
     def to_exception(self, response: list) -> BaseException:
-        """The exception that an answer tells of."""
+        """Converts an error response to an exception."""
         try:
             _, names, message = response
             kind = next(
@@ -157,7 +158,10 @@ class RpcClient:
 
 
 def builtin_error(names: list[str]) -> type[Exception]:
-    """The nearest of the classes that Python has; what is none of the Exceptions, as SystemExit, ends no tests."""
+    """Returns the first builtin subclass of Exception except UnicodeError, else RuntimeError.
+
+    SystemExit and KeyboardInterrupt of the program therefore never end the tests.
+    """
     for name in names:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
@@ -166,33 +170,34 @@ def builtin_error(names: list[str]) -> type[Exception]:
 
 
 class RemoteObject:
-    """An object of the program, or of a class derived from plain data with its content.
+    """Proxy of an object of the program.
 
-    With a content it is compared and computed with as that content, and has the methods of plain data; the program has
-    no part in it. Without one it equals itself alone, and everything else that a test compares or computes with it is
-    refused. Only an object of a class that the tests call takes arguments in its methods.
+    An object of a class derived from a plain type has content. It is compared and used in operations as that content,
+    and has the methods of the plain type; the program is not involved. An object without content equals only itself,
+    and other comparisons and operations with plain data are refused. Only instances of classes that the tests call
+    accept arguments in their methods.
     """
 
     def __init__(self, client: RpcClient, number: int, kind: int, content: Any, *, is_method: bool = False):
-        """`is_method`: whether it is an attribute of an object that takes no arguments."""
+        """Initializes the proxy. `is_method` marks an attribute of an object that accepts no arguments."""
         for name, value in (('client', client), ('number', number), ('kind', kind), ('content', content)):
             object.__setattr__(self, f'remote_{name}', value)
         object.__setattr__(self, 'remote_is_method', is_method)
 
     def remote_is_open(self):
-        """Returns whether the object may receive arguments of the tests."""
+        """Returns True if the object may receive arguments from the tests."""
         return not self.remote_is_method and (
             self.remote_kind == CLASS or self.remote_kind in self.remote_client.called_classes
         )
 
     def remote_data(self):
-        """The content as it is now; ABSENT for an object that is no plain data."""
+        """Returns the current content, or ABSENT if the object has none."""
         if isinstance(self.remote_content, MUTABLE) and self.remote_is_open():
             return expect(type(self.remote_content), self.remote_client.call('content', self))
         return self.remote_content
 
     def remote_open(self, what):
-        """Refuses what only an object of a class that the tests call may do."""
+        """Refuses an operation unless the object is an instance of a class that the tests call."""
         if not self.remote_is_open():
             self.remote_client.refuse(what)
 
@@ -297,19 +302,19 @@ class RemoteObject:
 
 
 def expect(kind: type, value: Any) -> Any:
-    """The value; TypeError unless it is exactly of that type."""
+    """Returns the value. Raises TypeError unless it is exactly of the type."""
     if type(value) is not kind:
         raise TypeError(f'{kind.__name__} expected, the program gave {type(value).__name__}')
     return value
 
 
 def plain_data(value: Any) -> Any:
-    """Returns the data that a value is compared by; ABSENT for an object without."""
+    """Returns the data by which a value is compared, or ABSENT."""
     return value.remote_data() if isinstance(value, RemoteObject) else value
 
 
 def comparison(name: str) -> Callable:
-    """__eq__, __lt__ …: by plain data alone, but for an object and itself."""
+    """Returns a comparison method such as __eq__, which uses plain data or object identity only."""
 
     def compare(self, other):
         left, right = plain_data(self), plain_data(other)
@@ -323,7 +328,7 @@ def comparison(name: str) -> Callable:
 
 
 def operation(function: Callable, *, swapped: bool) -> Callable:
-    """__add__, __rsub__ …: by plain data; objects of the program alone are left to the program."""
+    """Returns an operator method such as __add__. Plain data are computed here, two proxies by the program."""
 
     def method(self, other):
         operands = (other, self) if swapped else (self, other)
@@ -338,7 +343,7 @@ def operation(function: Callable, *, swapped: bool) -> Callable:
 
 
 def unary(name: str) -> Callable:
-    """__neg__, __abs__ …: of the content, or by the program."""
+    """Returns a unary method such as __neg__, computed from the content or, without content, by the program."""
 
     def method(self):
         data = self.remote_data()
@@ -348,7 +353,7 @@ def unary(name: str) -> Callable:
 
 
 def conversion(name: str, kind: type) -> Callable:
-    """__int__, __float__ …: of the content, or by the program, exactly of one type."""
+    """Returns a conversion method such as __int__, computed from the content or by the program, with an exact type."""
 
     def method(self):
         data = self.remote_data()

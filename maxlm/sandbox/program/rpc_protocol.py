@@ -1,12 +1,11 @@
-"""Objects of another process, for tests that must not run where the tested program can reach them.
+"""RPC protocol between a tested program and its tests, which run in a process that the program cannot access.
 
-The tests have a process of their own. What they call in the program is called there; what comes back is plain data, by
-value, or a reference to an object that stays there. So a program can return what it likes, and nothing else: it sees
-neither the tests nor what they expect, and has no say in how values are compared.
+Calls of the tests run in the program's process. Results are plain data, passed by value, or references to objects of
+the program. A program can only return values: it sees neither the tests nor the expected values, and does not control
+how values are compared.
 
-Messages are JSON. A request is `['do', function, arguments, keywords]`, its answer `['value', result, changed
-arguments]` or `['raise', names of the classes, message]`. While one side waits for an answer it serves the requests of
-the other.
+Messages are JSON. A request is `['do', function, arguments, keywords]`. A response is `['value', result, changed
+arguments]` or `['raise', class names, message]`. While one side waits for a response, it serves requests of the other.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-# One message, so that a program cannot fill the memory of the tests.
+# Maximum size of a message, so that a program cannot fill the memory of the tests.
 MAX_MESSAGE_BYTES = 16 << 20
 LENGTH = struct.Struct('>I')
-# Beyond it JSON's own numbers are slow to read.
+# Larger integers are encoded in hexadecimal, because parsing long decimal numbers is slow.
 MAX_JSON_INT = 1 << 62
 
 SEQUENCES: dict[type, str] = {list: 'l', tuple: 't', set: 's', frozenset: 'f'}
 MUTABLE = (list, dict, set, bytearray)
-# Values of the standard library that tests compare with: name to the arguments that make an equal one.
+# Standard library types that are passed by value → arguments that construct an equal value.
 CONSTRUCTOR_ARGUMENTS: dict[str, Callable[[Any], tuple]] = {
     'fractions.Fraction': lambda value: (value.numerator, value.denominator),
     'decimal.Decimal': lambda value: (str(value),),
@@ -45,30 +44,35 @@ CONSTRUCTOR_ARGUMENTS: dict[str, Callable[[Any], tuple]] = {
     'builtins.range': lambda value: (value.start, value.stop, value.step),
     'builtins.complex': lambda value: (value.real, value.imag),
 }
-# Functions and types of Python that go by name in both directions; exceptions do too.
+# Builtins that are passed by name in both directions, as are exceptions.
 NAMED_BUILTINS: tuple[Any, ...] = (
     *(abs, all, any, bool, bytearray, bytes, callable, chr, complex, dict, divmod, enumerate, filter, float, frozenset),
     *(hash, hex, int, isinstance, issubclass, iter, len, list, map, max, min, next, object, oct, ord, pow, range, repr),
     *(reversed, round, set, slice, sorted, str, sum, tuple, type, zip),
 )
-# In the place of an object's class: it is one itself.
+# Marks a reference to a class, in place of the number of its class.
 CLASS = -1
-# Base classes whose content is sent with an object.
+# Base classes whose content is sent with an object of a derived class.
 PLAIN = (bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
 
 class Ended(Exception):  # noqa: N818 an end, not an error of this side
-    """The other process is gone, or says what makes no sense."""
+    """Raised if the other process has ended or sent an invalid message."""
 
 
 class Channel:
-    """Messages to and from the process at the other end of a descriptor."""
+    """Message channel to another process over a descriptor."""
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor
 
     def send(self, message: list) -> None:
-        """Ended if nobody reads; ValueError if it is too long."""
+        """Sends a message.
+
+        Raises:
+            Ended: the other process has closed the channel.
+            ValueError: the message is too long.
+        """
         data = json.dumps(message).encode()
         if len(data) > MAX_MESSAGE_BYTES:
             raise ValueError(f'{len(data)} bytes are too much to hand over')
@@ -80,7 +84,7 @@ class Channel:
             raise Ended(str(error)) from None
 
     def receive(self) -> list:
-        """The next message; Ended if there is none, or none that can be read."""
+        """Receives a message. Raises Ended if the channel is closed or the message is invalid."""
         (length,) = LENGTH.unpack(self.read(LENGTH.size))
         if length > MAX_MESSAGE_BYTES:
             raise Ended(f'a message of {length} bytes')
@@ -107,20 +111,20 @@ class Channel:
 
 
 def builtin_name(value: Any) -> str | None:
-    """The name of a function, type or exception of Python that goes by name."""
+    """Returns the name of a builtin that is passed by name, else None."""
     name = getattr(value, '__name__', None)
     return name if isinstance(name, str) and builtin_by_name(name) is value else None
 
 
 def builtin_by_name(name: str) -> Any:
-    """Returns the builtin of a name; None if it is not passed by name."""
+    """Returns the builtin with a name, or None if it is not passed by name."""
     value = getattr(builtins, name, None)
     is_error = isinstance(value, type) and issubclass(value, BaseException)
     return value if is_error or any(value is known for known in NAMED_BUILTINS) else None
 
 
 def encode(value: Any, export: Callable[[Any], list]) -> Any:
-    """JSON for a value; `export` says how to speak of what is no plain data. Only exact types count as plain."""
+    """Encodes a value as JSON. `export` encodes objects that are not exactly of a plain type."""
     kind = type(value)
     if value is None or kind in (bool, str, float):
         return value
@@ -139,7 +143,7 @@ def encode(value: Any, export: Callable[[Any], list]) -> Any:
 
 
 def decode(data: Any, restore: Callable[[list], Any]) -> Any:
-    """The value of what `encode` made; `restore` for what was no plain data. Ended if it makes no sense."""
+    """Decodes a value of `encode`. `restore` decodes what `export` encoded. Raises Ended if the data are invalid."""
     if data is None or type(data) in (bool, str, float, int):
         return data
     try:
@@ -162,12 +166,12 @@ def decode(data: Any, restore: Callable[[list], Any]) -> Any:
 
 
 def plain_content(value: Any) -> list:
-    """`[content]` of an object whose class is derived from plain data, `[]` of others; the class has no say in it."""
+    """Returns `[content]` of an instance of a plain type, else `[]`. Bypasses methods of derived classes."""
     return next(([plain_copy(kind, value)] for kind in PLAIN if isinstance(value, kind)), [])
 
 
 def plain_copy(kind: Any, value: Any) -> Any:
-    """A plain copy of an object whose class is derived from `kind`."""
+    """Returns a plain copy of an instance of a class derived from `kind`."""
     if kind in SEQUENCES:
         return kind(kind.__iter__(value))
     if kind is dict:
@@ -180,7 +184,7 @@ def plain_copy(kind: Any, value: Any) -> Any:
 
 
 def update(old: Any, new: Any) -> Any:
-    """`old`, changed in place to equal `new` as far as its type allows; else `new`."""
+    """Updates `old` in place to equal `new` and returns it. Returns `new` if the type does not allow this."""
     if type(old) is not type(new):
         return new
     if isinstance(old, list):

@@ -1,4 +1,4 @@
-"""The program's side of its tests: serves what they ask for. Nothing here is trusted, for the program can change it."""
+"""RPC server in the program's process. Nothing here is trusted, because the program can modify it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from maxlm.sandbox.program.rpc_protocol import (
 
 
 def call(function: Callable, *arguments: Any, **keywords: Any) -> Any:
-    """`function(…)`."""
+    """Returns `function(*arguments, **keywords)`."""
     return function(*arguments, **keywords)
 
 
@@ -36,7 +36,7 @@ FUNCTIONS: dict[str, Callable] = {
 
 
 class RpcServer:
-    """Objects that the tests hold references to, and the answers to their requests."""
+    """Serves requests of the tests and stores the objects that they reference."""
 
     def __init__(self, channel: Channel):
         self.channel = channel
@@ -44,7 +44,7 @@ class RpcServer:
         self.numbers: dict[int, int] = {}
 
     def export(self, value: Any) -> list:
-        """A reference: number, that of its class (CLASS for a class), and the content of an object of derived data."""
+        """Encodes a reference: the object's number, the number of its class or CLASS, and its plain content if any."""
         if isinstance(value, types.ModuleType):
             return ['m', value.__name__]
         if (name := builtin_name(value)) is not None:
@@ -87,7 +87,7 @@ class RpcServer:
         return [[encode(value, self.export) for value in arguments], named]
 
     def serve(self, request: list) -> None:
-        """Answers one request."""
+        """Serves one request."""
         try:
             _, name, encoded, keywords = request
             arguments = [decode(value, self.restore) for value in encoded]
@@ -109,12 +109,12 @@ class RpcServer:
 
 
 def class_names(kind: type) -> list[str]:
-    """Names of an exception's classes, its own first."""
+    """Returns the class names of an exception's MRO, starting with its own."""
     return [base.__name__ for base in kind.__mro__]
 
 
 def serve_tests(channel: Channel, names: Mapping[str, Any]) -> None:
-    """Tells the program's names, then serves until the tests end."""
+    """Sends the program's names, then serves requests until the tests end."""
     server = RpcServer(channel)
     try:
         public_names = {name: value for name, value in names.items() if not name.startswith('__')}
@@ -126,7 +126,7 @@ def serve_tests(channel: Channel, names: Mapping[str, Any]) -> None:
 
 
 def encoded_name(server: RpcServer, value: Any) -> Any:
-    """A global of the program; by reference if its content cannot be told, e.g. because it holds itself."""
+    """Encodes a global of the program. Uses a reference if it cannot be encoded by value, such as a recursive list."""
     try:
         return encode(value, server.export)
     except (RecursionError, ValueError):

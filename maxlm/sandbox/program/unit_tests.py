@@ -1,13 +1,13 @@
-"""Tests of a program: what counts as one, and running them where the program cannot reach.
+"""Finds the tests of a program and runs them in a process that the program cannot access.
 
-| in the text | counts as |
+| code | counts as |
 |---|---|
 | a top-level `assert` | a test |
 | a top-level call of a function that the tests define, as `check(add)` | a test |
-| `def test_…():` without parameters | a test |
-| a method `test_…` of a class that is a `unittest.TestCase` or is named `Test…` | a test |
+| a function `test…` without required parameters | a test |
+| a method `test…` of a class that is derived from `…TestCase` or named `Test…` | a test |
 
-Other statements prepare. If one of them fails, what follows does not run.
+Other statements are setup. If one of them fails, the remaining code does not run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from maxlm.sandbox.program.rpc_client import RpcClient
 from maxlm.sandbox.program.rpc_protocol import Channel, Ended
 
 FILE = 'tests.py'
-# The names by which tests may import what they test.
+# Module names under which tests may import the program.
 MODULES = ('program', 'solution')
 MAX_REASON = 400
 
@@ -35,7 +35,7 @@ Report = Callable[[list], None]
 
 
 def is_test(statement: ast.stmt, functions: set[str]) -> bool:
-    """Returns whether a top-level statement is a test by itself."""
+    """Returns True if a top-level statement is a test by itself."""
     if isinstance(statement, ast.Assert):
         return True
     call = statement.value if isinstance(statement, ast.Expr) else None
@@ -43,7 +43,7 @@ def is_test(statement: ast.stmt, functions: set[str]) -> bool:
 
 
 def is_test_function(node: ast.AST) -> bool:
-    """Returns whether a node is a `test_…` function without parameters or a method with self alone."""
+    """Returns True if a node is a `test…` function whose only required parameter, if any, is self."""
     if not isinstance(node, ast.FunctionDef) or not node.name.startswith('test'):
         return False
     arguments = node.args
@@ -52,7 +52,7 @@ def is_test_function(node: ast.AST) -> bool:
 
 
 def is_test_class(node: ast.AST) -> bool:
-    """Returns whether a node is a class of tests, judging by its text."""
+    """Returns True if a node is a test class according to its name or bases."""
     if not isinstance(node, ast.ClassDef):
         return False
     bases = [base.attr if isinstance(base, ast.Attribute) else getattr(base, 'id', '') for base in node.bases]
@@ -60,7 +60,7 @@ def is_test_class(node: ast.AST) -> bool:
 
 
 def defined_functions(tree: ast.Module) -> set[str]:
-    """Names of the functions at the top level."""
+    """Returns the names of top-level functions."""
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
@@ -72,7 +72,11 @@ def count_tests(tree: ast.Module) -> int:
 
 
 def run_tests(text: str, channel: Channel, report: Report) -> None:
-    """Runs them; reports `['total', n]` first, then `['pass']`, `['fail', why]` or, for the rest, `['error', why]`."""
+    """Runs the tests of a text and reports the results.
+
+    Reports `['total', n]` first, then `['pass']` or `['fail', reason]` for each test. Reports `['error', reason]` if
+    other code fails.
+    """
     linecache.cache[FILE] = (len(text), None, text.splitlines(keepends=True), FILE)
     try:
         tree = ast.parse(text, FILE)
@@ -108,10 +112,10 @@ def run_tests(text: str, channel: Channel, report: Report) -> None:
 
 
 def usable_names(tree: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
-    """The program's names that its tests may use, so that it cannot put its own `abs` or `math` into a comparison.
+    """Returns the names of the program that its tests may use.
 
-    A module of the standard library is the tests' own. A builtin is too, unless the tests use no other name of the
-    program: then it is what they are about.
+    Standard library modules are imported by the tests, so a program cannot replace `math` in a comparison. Builtins of
+    the program are ignored too, unless the tests use no other name of the program. In that case the builtin is tested.
     """
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     mentioned = used | {
@@ -126,7 +130,7 @@ def usable_names(tree: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_module(names: dict[str, Any]) -> dict[str, Any]:
-    """The globals of the tests: a module with the program's names, as have the modules that they may import."""
+    """Creates the modules of the tests, including those that they may import, and returns the tests' globals."""
     for name in MODULES:
         module = types.ModuleType(name)
         module.__dict__.update(names)
@@ -138,7 +142,7 @@ def test_module(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_test(test: Callable[[], Any]) -> str | None:
-    """Runs a test and returns why it fails, or None."""
+    """Runs a test and returns the reason of its failure, or None."""
     try:
         test()
     except BaseException as error:
@@ -147,19 +151,19 @@ def run_test(test: Callable[[], Any]) -> str | None:
 
 
 def failure_reason(error: BaseException) -> str:
-    """One line: where in the tests, and what."""
+    """Returns one line with the location in the tests and the error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == FILE]
     location = f'line {frames[-1].lineno}: {frames[-1].line}: ' if frames else ''
     try:
         message = str(error)
     except BaseException:
-        # It holds an object of the program, which need not answer.
+        # The message contains an object of the program, whose methods may fail.
         message = ''
     return f'{location}{type(error).__name__}: {message}'[:MAX_REASON]
 
 
 def defined_cases(tree: ast.Module, namespace: dict[str, Any]) -> Iterator[Callable[[], Any]]:
-    """The test functions and methods, in the order of the text."""
+    """Yields the test functions and methods in the order of the text."""
     for node in tree.body:
         if is_test_function(node):
             yield namespace[node.name]  # type: ignore[attr-defined]
@@ -170,7 +174,7 @@ def defined_cases(tree: ast.Module, namespace: dict[str, Any]) -> Iterator[Calla
 
 
 def as_test(kind: type, name: str) -> Callable[[], Any]:
-    """One method as a test, with what unittest does around it."""
+    """Returns a function that runs one method as a test, with setup and teardown of unittest."""
 
     def run() -> None:
         if not issubclass(kind, unittest.TestCase):
