@@ -1,1 +1,1 @@
-"""Perplexity, lm-eval tasks, programs, long contexts, and tables of the results."""
+"""Evaluation: perplexity, lm-eval tasks, code generation, long contexts, and tables of results."""

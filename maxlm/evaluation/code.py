@@ -1,6 +1,6 @@
-"""HumanEval and MBPP: programs that the model writes, run against the tests of their problems in the sandbox.
+"""HumanEval and MBPP: runs programs written by the model against the problems' tests in the sandbox.
 
-Problems come from the files that their authors published (`HumanEval.jsonl`, `mbpp.jsonl`, also compressed).
+Problems are read from the files published by the authors (`HumanEval.jsonl`, `mbpp.jsonl`, optionally compressed).
 """
 
 from __future__ import annotations
@@ -23,31 +23,37 @@ from maxlm.rewards.scorer import RewardScorer, is_correct, pass_at_k
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_bytes
 
-# Chen et al. 2021, "Evaluating Large Language Models Trained on Code": where a function's body is over; and where text
-# about it begins.
+# Stop strings of Chen et al. 2021, "Evaluating Large Language Models Trained on Code", which mark the end of the
+# function body, and the start of text after a code block.
 HUMANEVAL_STOPS = ('\nclass', '\ndef', '\n#', '\nif', '\nprint', '\n```')
-# Where the tests of a problem, or text, would begin again after the program.
+# Strings after which the tests of a problem or text would follow.
 MBPP_STOPS = ('\nclass', '\nassert', '\n"""', '\nprint', '\nif', '\n```')
-# Austin et al. 2021, "Program Synthesis with Large Language Models": the numbers of the problems that are for tests.
+# Problem numbers of the test split in Austin et al. 2021, "Program Synthesis with Large Language Models".
 MBPP_TEST = range(11, 511)
-# pass@k is reported for those of them that there are samples for.
+# pass@k is reported for each k up to the number of samples.
 REPORTED_K = (1, 10, 100)
 
 
 class Problem(NamedTuple):
-    """A prompt and the task by which the sandbox scores its completion."""
+    """A prompt and the task with which the sandbox scores its completions.
+
+    Attributes:
+        name: task id.
+        prompt: text to complete.
+        task: task of the reward scorer.
+        chat_prompt: user message for chat models.
+        response_prefix: start of the response of a chat model. The rest is scored as a completion of `prompt`.
+    """
 
     name: str
     prompt: str
     task: dict[str, Any]
-    # For chat models: the user message, and the beginning of the response. The rest is scored as a completion of the
-    # prompt.
     chat_prompt: str
     response_prefix: str
 
 
 class ProgramsConfig(NamedTuple):
-    """Sampling of programs: `temperature` counts from two samples on, a single one is the likeliest."""
+    """Sampling settings of programs. A single sample is greedy; `temperature` applies to two or more samples."""
 
     num_samples: int
     max_tokens: int
@@ -56,7 +62,13 @@ class ProgramsConfig(NamedTuple):
 
 
 class ProgramResults(NamedTuple):
-    """`rewards` float32 [problems, samples], 1 = all tests passed; `records` for a file, one for each sample."""
+    """Results of one suite.
+
+    Attributes:
+        measures: pass@k for each reported k.
+        rewards: float32 [problems, samples]; 1 = all tests passed.
+        records: one JSON object per sample.
+    """
 
     measures: list[Measure]
     rewards: np.ndarray
@@ -64,7 +76,7 @@ class ProgramResults(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """Problems of one kind."""
+    """Problems of one benchmark."""
 
     name: str
     problems: list[Problem]
@@ -72,10 +84,15 @@ class Suite(NamedTuple):
 
 
 def open_suite(kind: str, path: str, *, limit: int | None = None) -> Suite:
-    """The problems of a file; `kind` is one of KINDS.
+    """Reads the problems of a file.
+
+    Args:
+        kind: one of KINDS.
+        path: file of the benchmark.
+        limit: maximum number of problems; None = all.
 
     Raises:
-        InputError: the file cannot be read or is of another format.
+        InputError: the file cannot be read or has another format.
     """
     parse, stops = KINDS[kind]
     problems = []
@@ -96,18 +113,19 @@ def open_suite(kind: str, path: str, *, limit: int | None = None) -> Suite:
 def solve(
     suite: Suite, engine: Generator, tokenizer: Tokenizer, config: ProgramsConfig, *, chat: ChatEncoder | None = None
 ) -> ProgramResults:
-    """Has the model write `num_samples` programs for each problem, and scores them.
+    """Generates `num_samples` programs for each problem and scores them.
 
     Args:
         suite: the problems.
-        engine: of the model.
-        tokenizer: of the model.
-        config: how programs are drawn.
-        chat: asks for programs in conversations, and begins the answers; None has the model go on from texts.
+        engine: engine of the model.
+        tokenizer: tokenizer of the model.
+        config: sampling settings.
+        chat: chat encoder. Prompts are then user messages, and the start of the response is given. None = the model
+            continues the prompt as text.
 
     Raises:
-        InputError: a problem does not fit into the model's context, the chat template does not take a question, or this
-            machine cannot run programs safely.
+        InputError: a problem does not fit into the model's context, the chat template rejects a prompt, or this machine
+            cannot run programs safely.
     """
     S = config.num_samples
     sampling = Sampling(temperature=0) if S == 1 else Sampling(temperature=config.temperature, top_p=0.95)
@@ -115,7 +133,7 @@ def solve(
         Request(tuple(ids.tolist()), config.max_tokens, sampling, seed=config.seed, num_samples=S, stops=suite.stops)
         for ids in _prompts(suite.problems, tokenizer, chat)
     ]
-    # Before hours of writing, not after: whether the machine can run programs.
+    # Start the sandbox before hours of generation, so that a machine that cannot run programs is reported at once.
     with RewardScorer('all_tests') as scorer:
         completions = [[sample.text for sample in samples] for samples in engine.complete(requests)]
         responses = [text for samples in completions for text in samples]
@@ -151,7 +169,7 @@ def _humaneval(row: Mapping[str, Any]) -> Problem:
     tests = f'{row["test"]}\n\ncheck({entry})\n'
     response_prefix = f'```python\n{prompt}'
     chat_prompt = f'Complete the function `{entry}` in Python:\n\n{response_prefix.rstrip()}\n```'
-    # The prompt ends within the function that the program goes on with.
+    # The prompt ends inside the function that the completion continues.
     return Problem(str(row['task_id']), prompt, {'prefix': prompt, 'tests': tests}, chat_prompt, response_prefix)
 
 
@@ -159,7 +177,7 @@ def _mbpp(row: Mapping[str, Any]) -> Problem | None:
     if int(row['task_id']) not in MBPP_TEST:
         return None
     tests = list(row['test_list'])
-    # As Fried et al. 2023, "InCoder", ask: the task and a test in a docstring. The reviewed file says `prompt`.
+    # Prompt of Fried et al. 2023, "InCoder": the task and one test in a docstring. The sanitized file uses `prompt`.
     text = row['text'] if 'text' in row else row['prompt']
     prompt = f'"""\n{text}\n{tests[0]}\n"""\n'
     imports = [str(row.get('test_setup_code') or ''), *row.get('test_imports', ())]

@@ -1,7 +1,7 @@
-"""A model for lm-eval: likelihoods of continuations and of whole texts, and continuations until a stop.
+"""A model for lm-eval: likelihoods of continuations and of complete texts, and generation until a stop string.
 
-It answers as lm-eval's Hugging Face backend does with the exported weights: the same tokens, the same truncation from
-the left, the same prefix before a text without context.
+Results equal those of lm-eval's Hugging Face backend with the exported weights: the same tokens, truncation from the
+left, and prefix token before a text without context.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from maxlm.inference.sampling import Sampling
 from maxlm.inference.scoring import LogprobScorer, ScoringRequest, windows
 
 INSTALL_HINT = "benchmarks of lm-eval need the extra: pip install 'maxlm[eval]'"
-# Default, as in lm-eval's own backends.
+# Default number of generated tokens, as in lm-eval's own backends.
 MAX_TOKENS = 256
 LENGTH_NAMES = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')
 SAMPLING_NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
 
 
 class Generator(Protocol):
-    """Completes prompts; the engine."""
+    """Interface of the engine that completes requests."""
 
     def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """The samples of each request."""
+        """Returns the samples of each request."""
 
 
 class LmEvalModel:
-    """The methods that lm-eval asks of a model; `harness_model` makes one of its models of it."""
+    """Implements the model interface of lm-eval. `harness_model` converts it to lm-eval's base class."""
 
     def __init__(self, model: LoadedModel, scorer: LogprobScorer, engine: Generator | None, *, show: bool = False):
-        """Without `engine` it continues nothing."""
+        """Initializes the model. Without `engine`, it cannot generate text."""
         self._model, self._scorer, self._engine, self._show = model, scorer, engine, show
-        # A tokenizer from elsewhere may put a token before every text; a template's special tokens come as text here.
+        # An imported tokenizer may add a token before each text. Templates write special tokens as text.
         self._tokenizer = tokenizers.Tokenizer.from_str(model.tokenizer.to_json())
         self._tokenizer.encode_special_tokens = model.chat is None
         prefix = self._tokenizer.encode('').ids
@@ -51,21 +51,24 @@ class LmEvalModel:
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a document."""
+        """Id of the end-of-document token."""
         return self._model.tokenizer.end_of_document
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
+        """Id of the token before a text without context."""
         return self._prefix
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model reads, at most."""
+        """Maximum number of input tokens."""
         return self._scorer.max_length
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """Ids of a text; None: with the token before every text, if there is one and the text does not have it."""
+        """Returns the token ids of a text.
+
+        If `add_special_tokens` is None, adds the tokenizer's prefix token unless the text already starts with it.
+        """
         del ignored
         if add_special_tokens is None:
             prefix_text = self._tokenizer.decode([self._prefix], skip_special_tokens=False)
@@ -82,14 +85,14 @@ class LmEvalModel:
         return [(score.log_prob, score.is_greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, of any length."""
+        """Returns the log-probability of each text, of any length."""
         del disable_tqdm
         texts = [windows(self.tok_encode(*request.args), self._prefix, self.max_length) for request in requests]
         found = iter(self._scorer.score(list(itertools.chain.from_iterable(texts)), show=self._show))
         return [sum(score.log_prob for score in itertools.islice(found, len(spans))) for spans in texts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Each prompt's continuation, up to what its task stops at."""
+        """Returns each prompt's continuation, up to the stop strings of its task."""
         del disable_tqdm
         if self._engine is None:
             raise InputError('tasks that generate text cannot be run here; give tasks of likelihoods')
@@ -113,10 +116,10 @@ class LmEvalModel:
                 f'a task asks for {max_tokens} tokens, and the context of the model is {self.max_length}; '
                 'set max_gen_toks in its generation_kwargs'
             )
-        # As lm-eval reads them: a temperature alone asks for draws.
+        # As in lm-eval, a positive temperature without `do_sample` means sampling.
         do_sample = settings.get('do_sample', float(settings.get('temperature') or 0) > 0)
         options = {name: settings[name] for name in SAMPLING_NAMES if settings.get(name) is not None}
-        # One token is needed to go on from.
+        # The model needs at least one token of context.
         ids = (self.tok_encode(prompt) or [self._prefix])[-max_prompt:]
         return Request(
             tuple(ids),
@@ -127,8 +130,10 @@ class LmEvalModel:
         )
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Messages as the model's template spells them; without `add_generation_prompt` up to the end of the last one's
-        text, from which the model goes on."""
+        """Renders messages with the model's chat template.
+
+        Without `add_generation_prompt`, the text ends after the content of the last message, which the model continues.
+        """
         assert self._model.chat is not None, 'who asks for conversations has a model that has them'
         rendered = self._model.chat.template.render(chat_history, add_generation_prompt=add_generation_prompt)
         text = rendered.spelled(0, len(rendered.text))
@@ -138,7 +143,7 @@ class LmEvalModel:
         return text[: text.rindex(last) + len(last)]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The source of the template, for lm-eval's records."""
+        """Returns the source of the chat template, for lm-eval's results."""
         return self._model.chat.template.source if chat_template and self._model.chat else None
 
     def get_model_info(self) -> dict[str, Any]:
@@ -147,7 +152,7 @@ class LmEvalModel:
 
 
 def harness_model(model: LmEvalModel) -> Any:
-    """`model` as an instance of lm-eval's own class of models.
+    """Converts a model to an instance of lm-eval's base class.
 
     Raises:
         InputError: lm-eval is not installed.
@@ -169,5 +174,5 @@ def _stop_strings(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _truncate_at_stops(text: str, stops: Sequence[str]) -> str:
-    """A text before the first of the stops: the engine takes only so many."""
+    """Truncates a text at the first stop string. Required, because the engine accepts at most MAX_STOPS of them."""
     return text[: min((index for stop in stops if (index := text.find(stop)) >= 0), default=len(text))]

@@ -1,4 +1,4 @@
-"""Benchmarks of lm-eval, by name or from files, and their results in its format."""
+"""Runs lm-eval tasks, by name or from files, and writes results in lm-eval's format."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from maxlm.errors import InputError, os_message
 from maxlm.evaluation.lm_eval_model import INSTALL_HINT, LmEvalModel, harness_model
 from maxlm.evaluation.statistics import Measure, exponential_of, mean_of
 
-# Draws for the standard errors of metrics that are no means.
+# Number of bootstrap samples for standard errors of metrics that are not means.
 BOOTSTRAPS = 1000
-# Metrics for which lm-eval keeps (log-probability, words or bytes) of each document.
+# Metrics for which lm-eval stores (log-probability, number of words or bytes) per document.
 RATES = {'word_perplexity': 1.0, 'byte_perplexity': 1.0, 'bits_per_byte': math.log(2)}
 YAML = ('.yaml', '.yml')
-# Usual names of benchmarks that lm-eval calls otherwise, as of lm-eval 0.4.
+# Common benchmark names → names in lm-eval 0.4.
 ALIASES = {
     'arc': ('arc_easy', 'arc_challenge'),
     'csqa': ('commonsense_qa',),
@@ -39,10 +39,10 @@ ALIASES = {
 
 
 class Benchmarks:
-    """Tasks, read once, that any number of models can be given.
+    """Tasks that are loaded once and can be run on several models.
 
-    A task is a name of lm-eval's (`arc_easy`, `mmlu`, …) or of a folder of task files, a key of `ALIASES`, or the
-    path of a task file.
+    A task is given by its name in lm-eval (`arc_easy`, `mmlu`, …) or in a directory of task files, by a key of
+    `ALIASES`, or by the path of a task file. The path of a directory selects all its task files.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Benchmarks:
     ):
         """
         Args:
-            tasks: names, paths of task files, or paths of folders whose task files are all run.
-            folder: of further task files, whose names can be given.
-            num_fewshot: examples in each prompt; None = as the task says.
-            limit: documents of each task, at most; None = all.
-            chat: whether prompts are spelled by the model's chat template.
-            key: what messages say that the tasks were given by.
+            tasks: task names, paths of task files, or paths of directories whose task files are all run.
+            folder: directory of additional task files, which `tasks` may name.
+            num_fewshot: number of examples in each prompt; None = the default of the task.
+            limit: maximum number of documents per task; None = all.
+            chat: apply the model's chat template to prompts.
+            key: name of the option in error messages.
 
         Raises:
-            InputError: lm-eval is not installed, or there is no such task.
+            InputError: lm-eval is not installed, or a task does not exist.
         """
         try:
             from lm_eval.tasks import TaskManager
@@ -73,7 +73,7 @@ class Benchmarks:
             raise InputError(INSTALL_HINT) from error
         if folder and not Path(folder).is_dir():
             raise InputError(f'--tasks-path={folder}: no such folder')
-        # It narrates what it does by warnings.
+        # lm-eval logs its progress as warnings.
         logging.getLogger('lm_eval').setLevel(logging.ERROR)
         self._settings = {'num_fewshot': num_fewshot, 'limit': limit, 'apply_chat_template': chat}
         folders = [folder] if folder else []
@@ -93,10 +93,10 @@ class Benchmarks:
                 names.append(task)
         try:
             self._manager = TaskManager(include_path=folders or None, include_defaults=False)
-            # lm-eval's own thousands of files take seconds to look through.
+            # Loading lm-eval's own task files takes seconds, so they are loaded only if needed.
             if any(name not in self._manager.all_tasks and not name.endswith(YAML) for name in names):
                 self._manager = TaskManager(include_path=folders or None)
-        except Exception as error:  # of YAML, of what a task file loads
+        except Exception as error:  # raised by YAML or code of a task file
             raise InputError(f'task files in {", ".join(folders)}: {_one_line(error)}') from error
         known_tasks = set(self._manager.all_tasks)
         aliases = {name: names_of_alias for name, names_of_alias in ALIASES.items() if name not in known_tasks}
@@ -109,14 +109,14 @@ class Benchmarks:
         self._names, self._key = names, key
 
     def output_types(self) -> dict[str, str]:
-        """Name of each task, of groups their parts → what it asks: multiple_choice, loglikelihood, generate_until, …
+        """Returns {task: output type}, such as multiple_choice, loglikelihood or generate_until. Groups are expanded.
 
         Raises:
-            InputError: the data of a task cannot be had.
+            InputError: the data of a task cannot be loaded.
         """
         try:
             loaded = self._manager.load(list(self._names))['tasks']
-        except Exception as error:  # of data sets, of the hub, of what a task file says
+        except Exception as error:  # raised by data sets, the Hub or a task file
             raise InputError(
                 f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_one_line(error)}'
             ) from error
@@ -126,14 +126,14 @@ class Benchmarks:
         """Runs lm-eval's `simple_evaluate` and returns its results.
 
         Raises:
-            InputError: a task cannot be run: its data cannot be had, or it asks for what the model cannot do.
+            InputError: the data of a task cannot be loaded, or a task needs a function that the model does not support.
         """
         from lm_eval import simple_evaluate
 
         model = harness_model(lm_eval_model)
-        # It forks for standard errors, which a process with JAX in it does not survive.
+        # lm-eval forks processes for standard errors, and JAX is not fork-safe.
         os.environ['DISABLE_MULTIPROC'] = '1'
-        # It prints, and draws bars into logs too.
+        # lm-eval prints text and progress bars, which must not appear in logs.
         output = sys.stderr if sys.stderr.isatty() else io.StringIO()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), _quiet_git():
@@ -146,7 +146,7 @@ class Benchmarks:
                 )
         except (InputError, AssertionError, MemoryError):
             raise
-        except Exception as error:  # of data sets, of the hub, of what a task file says
+        except Exception as error:  # raised by data sets, the Hub or a task file
             raise InputError(
                 f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_one_line(error)}'
             ) from error
@@ -175,7 +175,7 @@ def _git_hash() -> str | None:
 
 
 def measures(results: Mapping[str, Any]) -> list[Measure]:
-    """The numbers of lm-eval's results, with standard errors over documents."""
+    """Returns the metrics of lm-eval's results, with standard errors over documents."""
     found = []
     for task, values in results['results'].items():
         samples = results.get('samples', {}).get(task, [])
@@ -192,7 +192,7 @@ def measures(results: Mapping[str, Any]) -> list[Measure]:
 
 
 def _from_documents(measure: Measure, metric: str, values: Sequence[Any]) -> Measure | None:
-    """The same number made of the documents' own, where it is a mean of them or follows from one."""
+    """Recomputes a metric from its documents, if it is their mean or follows from a mean. Returns None otherwise."""
     if not values or any(value is None or isinstance(value, str | list | dict) for value in values):
         return None
     if metric not in RATES:
@@ -208,10 +208,10 @@ def _from_documents(measure: Measure, metric: str, values: Sequence[Any]) -> Mea
 
 
 def write_results(results: Mapping[str, Any], folder: Path, *, step: int) -> None:
-    """`results_STEP.json` and `samples_TASK_STEP.jsonl`, as lm-eval writes them and as its tools read them.
+    """Writes `results_STEP.json` and `samples_TASK_STEP.jsonl` in lm-eval's format.
 
     Raises:
-        InputError: they cannot be written.
+        InputError: the files cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -226,7 +226,7 @@ def write_results(results: Mapping[str, Any], folder: Path, *, step: int) -> Non
 
 
 def _to_json(value: Any) -> Any:
-    """Converts NumPy scalars to numbers and other objects to text."""
+    """Converts NumPy scalars to numbers and other objects to strings."""
     return value.item() if hasattr(value, 'item') else str(value)
 
 

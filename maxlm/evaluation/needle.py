@@ -1,9 +1,8 @@
-"""A fact hidden in a long text: is it found, at which length of the text and at which depth?
+"""Needle-in-a-haystack test: retrieves a fact hidden in a long text, by text length and depth.
 
-After Kamradt 2023, "Needle In A Haystack". The text is of sentences that have nothing to do with the fact, which is a
-number drawn anew each time. It is found where the model holds the right number to be likelier than the others
-(`choice`), and retrieved where each of its tokens is the likeliest of all (`retrieved`), which is what greedy decoding
-would write.
+After Kamradt 2023, "Needle In A Haystack". The text consists of unrelated sentences, and the fact is a random number. A
+trial counts as `choice` if the correct number is more likely than all wrong ones. It counts as `retrieved` if each of
+its tokens is the most likely one, so that greedy decoding would generate it.
 
 Shapes: N lengths, D depths.
 """
@@ -53,7 +52,14 @@ FILLER = (
 
 
 class NeedleConfig(NamedTuple):
-    """`lengths` in tokens, the question and its answer included; `trials` in each cell."""
+    """Settings of the test.
+
+    Attributes:
+        lengths: text lengths in tokens, including the question and its answer.
+        depths: relative positions of the fact.
+        trials: number of trials per length and depth.
+        seed: seed of the trials.
+    """
 
     lengths: tuple[int, ...]
     depths: tuple[float, ...] = DEPTHS
@@ -62,7 +68,7 @@ class NeedleConfig(NamedTuple):
 
 
 class NeedleResults(NamedTuple):
-    """Shares of the trials, float64 [lengths, depths]; by chance `choice` is 1 / CHOICES."""
+    """Fractions of successful trials, float64 [N, D]. The chance level of `choice_ND` is 1 / CHOICES."""
 
     config: NeedleConfig
     choice_ND: np.ndarray
@@ -71,7 +77,7 @@ class NeedleResults(NamedTuple):
 
 
 def default_lengths(context: int) -> tuple[int, ...]:
-    """Powers of two from SHORTEST on, and the model's context."""
+    """Returns powers of two from MIN_LENGTH up to the model's context, and the context."""
     lengths = [MIN_LENGTH]
     while lengths[-1] * 2 < context:
         lengths.append(lengths[-1] * 2)
@@ -81,10 +87,10 @@ def default_lengths(context: int) -> tuple[int, ...]:
 def find_needles(
     scorer: LogprobScorer, tokenizer: Tokenizer, config: NeedleConfig, *, show: bool = False
 ) -> NeedleResults:
-    """Hides facts at all lengths and depths, and asks for them.
+    """Runs all trials at all lengths and depths.
 
     Raises:
-        InputError: a length is beyond the model's context, or too short for fact and question.
+        InputError: a length exceeds the model's context, or is too short for fact and question.
     """
     for length in config.lengths:
         if length > scorer.max_length:
@@ -94,7 +100,7 @@ def find_needles(
     found = scorer.score(requests, show=show)
     log_prob = np.array([score.log_prob for score in found]).reshape(N, D, config.trials, CHOICES)
     is_greedy = np.array([score.is_greedy for score in found]).reshape(log_prob.shape)
-    # The first choice is the right one; of equals none is found.
+    # The first choice is the correct one. A tie counts as a failure.
     choice = np.asarray((log_prob[..., :1] > log_prob[..., 1:]).all(axis=-1))
     retrieved = is_greedy[..., 0]
     measures = []
@@ -105,12 +111,12 @@ def find_needles(
 
 
 def _requests(tokenizer: Tokenizer, config: NeedleConfig) -> Iterator[ScoringRequest]:
-    """Yields requests for each length, depth and trial: the right answer, then wrong ones."""
+    """Yields requests for each length, depth and trial: the correct answer first, then the wrong ones."""
     sentences = [ids.tolist() for ids in tokenizer.encode_batch_inside([f' {text}' for text in FILLER])]
     for length in config.lengths:
         for depth in config.depths:
             for trial in range(config.trials):
-                # A trial has the same fact and the same filler at every depth.
+                # The seed excludes the depth, so a trial has the same fact and filler at every depth.
                 rng = random.Random(f'{config.seed} {length} {trial}')
                 yield from _trial(tokenizer, sentences, rng, length, depth)
 
@@ -132,7 +138,7 @@ def _trial(
     while sum(map(len, haystack)) + min(map(len, sentences)) <= available:
         fitting = [sentence for sentence in sentences if len(sentence) <= available - sum(map(len, haystack))]
         haystack.append(rng.choice(fitting))
-    # Between sentences.
+    # Insert the fact between sentences.
     split = round(depth * len(haystack))
     context = list(itertools.chain(*haystack[:split], fact, *haystack[split:], question))
     for continuation in continuations:
@@ -140,7 +146,7 @@ def _trial(
 
 
 def draw_needles(results: NeedleResults, title: str) -> Figure:
-    """Two heat maps: which number is the likeliest, and whether it would be written."""
+    """Returns a figure with two heat maps: the fractions of `choice` and of `retrieved` trials."""
     from matplotlib.figure import Figure
 
     config = results.config

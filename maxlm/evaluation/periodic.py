@@ -1,4 +1,4 @@
-"""Benchmarks during a run, on the mesh that it trains on, with the parameters as they lie."""
+"""lm-eval tasks during training, on the mesh and parameters of the run."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ PREFIX = 'eval/tasks/'
 
 
 class Tasks:
-    """Those of `eval.tasks`. Of several processes all take part, and have the same scores."""
+    """Runs the tasks of `eval.tasks`. All processes must take part, and all receive the same scores."""
 
     def __init__(self, benchmarks: Benchmarks, config: Config, layout: Layout, tokenizer_path: Path):
         self._benchmarks = benchmarks
-        # The step is not used here.
+        # The step is unused here.
         model = LoadedModel(config, layout, None, Tokenizer.load(tokenizer_path), tokenizer_path, 0)
         self._scorer = LogprobScorer(model)
         self._lm_eval_model = LmEvalModel(model, self._scorer, None)
 
     def __call__(self, params: Params) -> dict[str, float]:
-        """Name of a metric → value.
+        """Runs the tasks and returns {metric: value}.
 
         Raises:
-            InputError: the data of a task cannot be had.
+            InputError: the data of a task cannot be loaded.
         """
         self._scorer.params = params
         try:
             results: Mapping[str, Any] = self._benchmarks.run(self._lm_eval_model)
         finally:
-            # The next training step replaces the parameters.
+            # Release the parameters, because the next training step replaces them.
             self._scorer.params = None
         return {PREFIX + measure.name: measure.value for measure in measures(results)}
 
 
 def open_tasks(config: Config, layout: Layout, tokenizer_path: Path) -> Tasks | None:
-    """Opens the tasks of a run; None = none.
+    """Opens the tasks of a run. Returns None if it has none.
 
     Raises:
-        InputError: lm-eval is not installed, there is no such task, or one has the model write text.
+        InputError: lm-eval is not installed, a task does not exist, or a task requires text generation.
     """
     if not config.eval.tasks:
         return None
@@ -64,5 +64,5 @@ def open_tasks(config: Config, layout: Layout, tokenizer_path: Path) -> Tasks | 
 
 
 def task_text(scores: Mapping[str, float]) -> str:
-    """Returns the scores as a text for the log."""
+    """Formats the scores for the log."""
     return 'tasks ' + '  '.join(f'{name.removeprefix(PREFIX)} {value:.4f}' for name, value in scores.items())

@@ -1,6 +1,6 @@
-"""The loss on held-out text, taken apart: by window, by source, by how much text stands before a token.
+"""Loss on held-out text by window, by source and by position.
 
-Shapes: A micro-batches, B rows of a micro-batch, T length, W windows, S sources, K classes of positions.
+Shapes: A microbatches, B rows of a microbatch, T length, W windows, S sources, K position classes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,17 @@ if TYPE_CHECKING:
 
 
 class HeldOut(NamedTuple):
-    """Sums of losses in nats, and what they are sums over; each float64.
+    """Sums of losses in nats and of token weights, float64.
 
-    Class k is of the tokens that are predicted from 2^k to 2^(k+1) - 1 tokens.
+    Position class k contains the tokens that are predicted from 2^k to 2^(k+1) - 1 tokens.
+
+    Attributes:
+        loss_W: sum of losses per window.
+        tokens_W: sum of token weights per window.
+        source_W: source index of each window.
+        class_loss_K: sum of losses per position class.
+        class_tokens_K: sum of token weights per position class.
+        window: length of a window.
     """
 
     loss_W: np.ndarray
@@ -35,15 +43,14 @@ class HeldOut(NamedTuple):
     source_W: np.ndarray
     class_loss_K: np.ndarray
     class_tokens_K: np.ndarray
-    # Tokens that the model sees at most.
     window: int
 
     def loss(self) -> Measure:
-        """Nats per token with its error over windows, which count as independent."""
+        """Returns nats per token. The standard error treats windows as independent."""
         return _mean('loss', self.loss_W, self.tokens_W)
 
     def source_losses(self, names: Iterable[str]) -> list[Measure]:
-        """The same of each source; those without a token are left out."""
+        """Returns nats per token of each source. Sources without tokens are omitted."""
         measures = []
         for number, name in enumerate(names):
             is_source = (self.source_W == number) & (self.tokens_W > 0)
@@ -52,7 +59,7 @@ class HeldOut(NamedTuple):
         return measures
 
     def by_position(self) -> list[tuple[int, int, float]]:
-        """(first, last, loss) by the number of tokens that the model sees, in classes of powers of two."""
+        """Returns (first, last, loss) for each position class, where first and last are numbers of context tokens."""
         return [
             (2**k, min(2 ** (k + 1) - 1, self.window), float(loss / tokens))
             for k, (loss, tokens) in enumerate(zip(self.class_loss_K, self.class_tokens_K, strict=True))
@@ -61,9 +68,10 @@ class HeldOut(NamedTuple):
 
 
 def make_token_losses(config: Config, layout: Layout) -> Callable[[Params, Batch], dict[str, jax.Array]]:
-    """(params, batch) → the loss in nats of each token with its weight and position [A, B, T], and sources [A, B].
+    """Returns a jitted function (params, batch) → arrays of per-token losses.
 
-    As `make_eval_step` adds them up.
+    The arrays are the loss in nats of each token, its weight and its position, [A, B, T]. If the batch has sources,
+    they are included, [A, B]. `make_eval_step` sums the same losses.
     """
     log_probs = make_log_probs(config, layout)
 
@@ -74,7 +82,7 @@ def make_token_losses(config: Config, layout: Layout) -> Callable[[Params, Batch
             return None, -log_probs(params, None, micro_batch, None).log_probs_BT
 
         _, loss_ABT = jax.lax.scan(scan_step, None, micro_batches)
-        # The columns of a split length are in an order of their own, alike in all of these.
+        # With a sharded sequence length, all of these arrays have the same permuted column order.
         names = [name for name in ('weights', 'positions', 'sources') if name in micro_batches]
         return {'loss': loss_ABT, **{name: micro_batches[name] for name in names}}
 
@@ -89,7 +97,7 @@ def measure(
     layout: Layout,
     global_batch: int,
 ) -> HeldOut:
-    """All batches, each window by itself; windows are in the order of the data, whatever the mesh."""
+    """Evaluates all batches. Windows are in data order, independent of the mesh."""
     windows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     classes, window = np.zeros((2, 64)), 0
     pending: dict[str, jax.Array] | None = None
@@ -98,7 +106,7 @@ def measure(
         nonlocal classes, window
         arrays = {name: _flatten_micro_batches(np.asarray(x)) for name, x in jax.device_get(losses).items()}
         weights = arrays['weights'].astype(np.float64)
-        # A selection: where nothing is predicted a loss may be anything.
+        # A selection instead of a product, because losses of unpredicted tokens may be NaN or infinite.
         loss = np.where(weights > 0, arrays['loss'].astype(np.float64) * weights, 0.0)
         windows.append((loss.sum(axis=1), weights.sum(axis=1), arrays.get('sources', np.zeros(len(loss)))))
         window = arrays['positions'].shape[1]
@@ -107,7 +115,7 @@ def measure(
 
     for batch in batches:
         losses = token_losses(params, layout.put_batch(batch, global_batch))
-        # The device works on this batch while the one before is added up.
+        # The device computes this batch while the host sums the previous one.
         if pending is not None:
             collect(pending)
         pending = losses
@@ -120,7 +128,7 @@ def measure(
 
 
 def bits_per_byte(loss: Measure, tokens_per_byte: float) -> Measure:
-    """Nats per token → bits per byte of the text."""
+    """Converts nats per token to bits per byte of text."""
     factor = tokens_per_byte / math.log(2)
     values = None if loss.values is None else loss.values * factor
     error = None if loss.error is None else loss.error * factor
@@ -128,7 +136,7 @@ def bits_per_byte(loss: Measure, tokens_per_byte: float) -> Measure:
 
 
 def draw_positions(curves: dict[str, list[tuple[int, int, float]]], title: str) -> Figure:
-    """Loss over the number of tokens that the model sees, one curve for each name."""
+    """Returns a figure of the loss over the number of context tokens, with one curve per name."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.8), layout='constrained')
@@ -148,7 +156,7 @@ def draw_positions(curves: dict[str, list[tuple[int, int, float]]], title: str) 
     return figure
 
 
-# Wong 2011, "Points of view: Color blindness".
+# Palette of Wong 2011, "Points of view: Color blindness".
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 
 
@@ -157,5 +165,5 @@ def _mean(name: str, sums: np.ndarray, counts: np.ndarray) -> Measure:
 
 
 def _flatten_micro_batches(x: np.ndarray) -> np.ndarray:
-    """[A, B, …] → [A · B, …] in the order before `split_micro_batches`."""
+    """Reshapes [A, B, …] to [A · B, …] in the order before `split_micro_batches`."""
     return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])

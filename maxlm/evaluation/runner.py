@@ -22,7 +22,13 @@ NEEDLE = 'needle'
 
 
 class ParsedTasks(NamedTuple):
-    """benchmarks: names and paths for lm-eval. suites: (kind, path). needle: whether facts are hidden."""
+    """Tasks by type.
+
+    Attributes:
+        benchmarks: task names and paths for lm-eval.
+        suites: (kind, path) of code benchmarks.
+        needle: run the needle-in-a-haystack test.
+    """
 
     benchmarks: tuple[str, ...]
     suites: tuple[tuple[str, str], ...]
@@ -30,10 +36,10 @@ class ParsedTasks(NamedTuple):
 
 
 def parse_tasks(text: str) -> ParsedTasks:
-    """`arc_easy,tasks/mine.yaml,humaneval:HumanEval.jsonl,needle` → what each part is.
+    """Parses a comma-separated list such as `arc_easy,tasks/mine.yaml,humaneval:HumanEval.jsonl,needle`.
 
     Raises:
-        InputError: a part is empty.
+        InputError: an item is empty.
     """
     parts = [part.strip() for part in text.split(',')]
     if not all(parts):
@@ -49,7 +55,18 @@ def parse_tasks(text: str) -> ParsedTasks:
 
 
 class EvalOptions(NamedTuple):
-    """Options of tasks. None: as a task says, all documents, lengths up to the model's context."""
+    """Options of tasks.
+
+    Attributes:
+        folder: directory of additional lm-eval task files.
+        num_fewshot: number of examples in each prompt; None = the default of the task.
+        limit: maximum number of documents or problems per task; None = all.
+        chat: apply the model's chat template.
+        programs: sampling settings of code benchmarks.
+        needle_lengths: text lengths of the needle test; None = `default_lengths`.
+        needle_trials: number of trials per length and depth.
+        num_slots: number of engine slots for generation.
+    """
 
     folder: str = ''
     num_fewshot: int | None = None
@@ -62,7 +79,7 @@ class EvalOptions(NamedTuple):
 
 
 class EvalResult(NamedTuple):
-    """Results of one model; `measures` are all numbers, the rest is for files."""
+    """Results of one model. `measures` contains all numbers; the other fields are written to files."""
 
     measures: list[Measure]
     benchmarks: dict[str, Any] | None
@@ -70,7 +87,7 @@ class EvalResult(NamedTuple):
     needles: NeedleResults | None
 
     def write(self, folder: Path, *, step: int, title: str) -> None:
-        """Results and answers of each task as files; InputError if they cannot be written."""
+        """Writes results and responses of each task. Raises InputError if a file cannot be written."""
         if self.benchmarks is not None:
             write_results(self.benchmarks, folder, step=step)
         try:
@@ -87,10 +104,10 @@ class EvalResult(NamedTuple):
 
 
 class EvalRun:
-    """Tasks whose files are read once, before any model is."""
+    """Tasks whose files are read once, before any model is loaded."""
 
     def __init__(self, parsed: ParsedTasks, config: EvalOptions):
-        """Raises InputError when a task is not there, or what it needs is not installed."""
+        """Opens the tasks. Raises InputError if a task does not exist or a required package is not installed."""
         self._config, self._needle = config, parsed.needle
         self._suites = [open_suite(kind, path, limit=config.limit) for kind, path in parsed.suites]
         self._benchmarks: Benchmarks | None = None
@@ -104,10 +121,10 @@ class EvalRun:
             )
 
     def run(self, model: LoadedModel, *, show: bool = False) -> EvalResult:
-        """Gives all tasks to a model.
+        """Runs all tasks on a model.
 
         Raises:
-            InputError: a task does not fit the model, its data cannot be had, or programs cannot be run safely here.
+            InputError: a task does not fit the model, its data cannot be loaded, or programs cannot be run safely.
         """
         config = self._config
         if config.chat and model.chat is None:
@@ -134,14 +151,14 @@ class EvalRun:
 
 
 class _LazyEngine:
-    """Its cache takes memory, and most tasks need none."""
+    """Creates the engine at its first use, because its cache needs memory and most tasks do not generate text."""
 
     def __init__(self, model: LoadedModel, num_slots: int):
         self._model, self._num_slots = model, num_slots
         self._engine: Engine | None = None
 
     def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """See `Engine.complete`."""
+        """Completes requests. See `Engine.complete`."""
         if self._engine is None:
             self._engine = Engine(self._model, num_slots=self._num_slots)
         return self._engine.complete(requests)

@@ -1,6 +1,6 @@
-"""Measured numbers with their uncertainty, and differences between models.
+"""Measurements with uncertainty, and differences between models.
 
-Shapes: N units that were measured one by one: windows of text, documents, problems.
+Shapes: N independently measured units: windows of text, documents or problems.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-# 95 % of a normal distribution lie within this many standard deviations.
+# 95 % of a normal distribution is within this number of standard deviations.
 Z_95 = 1.959964
-# exp of more than this overflows float64.
+# Larger exponents overflow float64.
 MAX_EXPONENT = 700.0
 
 
 class Measure(NamedTuple):
-    """A mean with its standard error, where that is known.
+    """A mean with its standard error.
 
-    values: what it is a mean of, float64 [N], and how much each counts; for differences between models that were
-    measured on the same units.
+    Attributes:
+        name: name of the metric.
+        value: the mean.
+        error: standard error, or None if unknown.
+        values: values of the units, float64 [N], or None. Used for paired differences between models.
+        weights: weights of the units, float64 [N], or None.
     """
 
     name: str
@@ -31,22 +35,22 @@ class Measure(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % confidence."""
+        """95 % confidence interval, or None if the error is unknown."""
         if self.error is None or not math.isfinite(self.error):
             return None
         return self.value - Z_95 * self.error, self.value + Z_95 * self.error
 
 
 def mean_of(name: str, values: np.ndarray, weights: np.ndarray | None = None) -> Measure:
-    """Σ weights · values / Σ weights over N ≥ 1 units, which count as independent draws.
+    """Returns Σ weights · values / Σ weights over N ≥ 1 independent units.
 
-    The error is that of a ratio estimator (Cochran 1977, "Sampling Techniques", eq. 6.13); without weights that is the
-    standard error of the mean. Of a single unit there is none, nor of units that are all alike: no right answer among
-    thirty does not mean that there never is one.
+    The error is that of a ratio estimator (Cochran 1977, "Sampling Techniques", eq. 6.13). Without weights, it is the
+    standard error of the mean. It is None for a single unit and for equal values: if all of thirty responses are wrong,
+    the success rate is not known to be exactly 0.
     """
     values = np.asarray(values, np.float64)
     weights = np.ones_like(values) if weights is None else np.asarray(weights, np.float64)
-    # A unit in which nothing was measured has no value.
+    # Units of weight 0 were not measured.
     values, weights = values[weights > 0], weights[weights > 0]
     N, total = len(values), weights.sum()
     value = float((values * weights).sum() / total)
@@ -58,8 +62,7 @@ def mean_of(name: str, values: np.ndarray, weights: np.ndarray | None = None) ->
 def exponential_of(name: str, mean: Measure) -> Measure:
     """Returns exp(mean), with the error by the delta method.
 
-    Its values are those of the linear approximation around the mean, so that `difference` of two of these compares them
-    unit by unit.
+    The values are linearized around the mean, so that `difference` can compare two such measures unit by unit.
     """
     value = math.exp(mean.value) if mean.value < MAX_EXPONENT else math.inf
     error = None if mean.error is None else value * mean.error
@@ -69,10 +72,10 @@ def exponential_of(name: str, mean: Measure) -> Measure:
 
 
 def difference(first: Measure, second: Measure) -> Measure | None:
-    """`second` minus `first`.
+    """Returns `second` minus `first`, or None if the difference is not finite.
 
-    On the same units the error is that of their differences, which is far smaller than that of either; otherwise both
-    add up. None where a value is not a number.
+    For the same units, the error is that of the paired differences, which is usually much smaller. Otherwise the errors
+    are combined as independent.
     """
     name, change = second.name, second.value - first.value
     if not math.isfinite(change):

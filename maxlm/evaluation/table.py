@@ -1,4 +1,4 @@
-"""Several checkpoints in one table, with 95 % confidence intervals."""
+"""Tables that compare checkpoints, with 95 % confidence intervals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from maxlm.evaluation.statistics import Z_95, Measure, difference
 
 LARGE = 1e5
-# Decimals of a number that has no small ones beside it, and more than these are written with an exponent.
+# Minimum number of decimals. Numbers that need more than the maximum are written with an exponent.
 MIN_DECIMALS, MAX_DECIMALS = 4, 9
-# Parts of the largest number of a cell that rounding may have left.
+# Numbers below this fraction of the largest number in a cell are treated as rounding errors.
 ROUNDING = 1e-9
 LEGEND = (
     '±: half of the 95 % interval, 1.96 standard errors (lm-eval prints one standard error). '
@@ -20,18 +20,18 @@ LEGEND = (
 
 
 class Column(NamedTuple):
-    """One checkpoint and what was measured of it."""
+    """A checkpoint and its measures."""
 
     name: str
     measures: Sequence[Measure]
 
     def find(self, name: str) -> Measure | None:
-        """The measure of that name."""
+        """Returns the measure with a name, or None."""
         return next((measure for measure in self.measures if measure.name == name), None)
 
 
 def table_text(columns: Sequence[Column]) -> str:
-    """Lines for people: what, each checkpoint, what the others differ from the first by, and the legend."""
+    """Formats a text table: one row per metric, all checkpoints, their differences from the first, and a legend."""
     first, *others = columns
     header = ['', *(column.name for column in columns), *(f'{column.name} − {first.name}' for column in others)]
     rows = [header]
@@ -55,7 +55,7 @@ def table_text(columns: Sequence[Column]) -> str:
 
 
 def table_json(columns: Sequence[Column]) -> list[dict[str, Any]]:
-    """The same as objects: `name`, and for each checkpoint `value`, `standard_error`, `interval` and differences."""
+    """Returns one object per metric, with `value`, `standard_error`, `interval` and differences of each checkpoint."""
     rows = []
     for name in _names(columns):
         row_measures = [column.find(name) for column in columns]
@@ -102,14 +102,14 @@ def _difference_cell(change: Measure | None) -> str:
 
 
 def _format_numbers(*numbers: float, sign: str = '-') -> list[str]:
-    """Numbers with the same decimals, enough for two digits of each; perplexities of bad models get an exponent."""
-    # Sums that cancel leave something like 1e-17, which is 0.
+    """Formats numbers with the same decimals, at least two significant digits each. Large numbers get an exponent."""
+    # Differences that cancel leave rounding errors such as 1e-17, which count as 0.
     largest = max((abs(number) for number in numbers if math.isfinite(number)), default=0.0)
     sizes = [abs(number) for number in numbers if math.isfinite(number) and abs(number) > ROUNDING * largest]
     decimals = max((1 - math.floor(math.log10(size)) for size in sizes), default=0)
     decimals = max(decimals, MIN_DECIMALS)
     return [
-        # Plus 0.0, since -0.0 would be written with its sign.
+        # Adding 0.0 converts -0.0 to 0.0.
         f'{number + 0.0:{sign}.{decimals}f}'
         if decimals <= MAX_DECIMALS and abs(number) < LARGE
         else f'{number + 0.0:{sign}.3e}'

@@ -1,4 +1,4 @@
-"""Loss over a list of batches."""
+"""Validation loss on a fixed list of batches."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from maxlm.training.step import make_eval_step
 
 
 class Evaluation(NamedTuple):
-    """What is minimized (of next_token in nats per predicted token), and how many tokens were predicted.
+    """Result of an evaluation.
 
-    `source_losses` and `source_tokens` are the same by source, where the batches tell sources; the loss of one that had
-    no token is NaN. `parts` are further means by name.
+    Attributes:
+        loss: mean of the minimized quantity (for next_token, nats per predicted token).
+        tokens: number of predicted tokens.
+        source_losses: loss of each source, NaN for a source without tokens; empty if batches have no sources.
+        source_tokens: number of predicted tokens of each source.
+        parts: other means by name.
     """
 
     loss: float
@@ -33,26 +37,26 @@ class Evaluation(NamedTuple):
 
     @property
     def told(self) -> dict[str, float]:
-        """What a run tells of it, by name."""
+        """Metrics to log, by name."""
         return {'loss': self.loss, **(self.parts or {'perplexity': perplexity(self.loss)})}
 
 
 class Validation:
-    """The validation loss of a run, on always the same batches."""
+    """Validation loss of a run, always on the same batches."""
 
     def __init__(self, config: Config, corpus: TrainingData, layout: Layout):
         """
         Raises:
-            InputError: there is nothing to validate on.
+            InputError: there is no validation data.
         """
         self._layout, self._global_batch = layout, config.train.global_batch_size
         rows = layout.local_rows(self._global_batch)
         self._batches = corpus.validation_batches(self._global_batch, config.eval.num_batches, rows)
-        # Every process reads all of the sums.
+        # Replicated, because every process reads the sums.
         self._step = jax.jit(make_eval_step(config, layout, len(corpus.names)), out_shardings=layout.named())
 
     def __len__(self) -> int:
-        """Batches."""
+        """Returns the number of batches."""
         return len(self._batches)
 
     def __call__(self, state: TrainState) -> Evaluation:
@@ -76,9 +80,9 @@ def evaluate(
     layout: Layout,
     global_batch: int,
 ) -> Evaluation:
-    """Mean over all predicted tokens, or pairs, of the batches, whose rows are this process's share."""
+    """Returns the mean over all predicted tokens or pairs. Each process passes its own rows of the batches."""
     sums = [eval_step(params, reference, layout.put_batch(batch, global_batch)) for batch in batches]
-    # One transfer at the end: until here the device works through the batches without waiting for Python.
+    # Transfer once at the end, so that the device never waits for the host between batches.
     total = jax.tree.map(lambda *batches: np.sum(np.asarray(batches, np.float64), axis=0), *jax.device_get(sums))
     return Evaluation(
         loss=float(total.loss) / max(float(total.weight), 1.0),
@@ -90,5 +94,5 @@ def evaluate(
 
 
 def means(sums: np.ndarray, counts: np.ndarray) -> list[float]:
-    """sums / counts; NaN where nothing was counted."""
+    """Returns sums / counts, NaN where the count is 0."""
     return [float(total / count) if count else math.nan for total, count in zip(sums, counts, strict=True)]

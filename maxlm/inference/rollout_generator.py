@@ -1,7 +1,7 @@
 """Generates responses with the log-probability of each token, on the mesh and with the parameters of training.
 
-One compiled program prefills the prompts, shares each prompt's cache among its samples, and decodes one token per row
-at a time until every row has ended.
+One compiled program prefills the prompts and shares each prompt's cache among its samples. It then decodes one token
+per row at a time until every row has ended.
 
 Shapes: P prompts per call, T padded prompt length, B rows (one sample each), R maximum response tokens, D dim,
 V vocabulary, and for caches L layers, S slots, K key/value heads, H head dim.

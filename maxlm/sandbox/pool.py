@@ -1,7 +1,7 @@
 """Runs untrusted Python programs: responses of a model, for rewards and code benchmarks.
 
-Each program runs in its own process without network, privileges or environment variables, with access only to Python's
-files and an empty directory, and with limits on all resources. `Sandbox.missing` lists guarantees that the machine
+Each program runs in its own process without network, privileges or environment variables. It can access only Python's
+files and an empty directory, and all its resources are limited. `Sandbox.missing` lists guarantees that the machine
 cannot enforce. A pool does not start if one of the `required` guarantees is missing. Guarantees in addition to limits:
 
 | guarantee | a program |

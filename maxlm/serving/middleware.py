@@ -37,8 +37,8 @@ _HEADERS = {
 class AccessPolicy:
     """Rules for API key, host and origin of requests.
 
-    A web page in a local browser can send requests to a loopback address, also under its own host name if that name
-    is rebound to 127.0.0.1 (DNS rebinding). The Origin check rejects requests from pages of other origins. On a
+    A web page in a local browser can send requests to a loopback address. It can also use its own host name if that
+    name is rebound to 127.0.0.1 (DNS rebinding). The Origin check rejects requests from pages of other origins. On a
     loopback address, the Host check rejects other host names.
     """
 
