@@ -55,7 +55,8 @@ class Benchmarks:
         chat: bool = False,
         key: str = '--tasks',
     ):
-        """
+        """Loads the tasks.
+
         Args:
             tasks: task names, paths of task files, or paths of directories whose task files are all run.
             folder: directory of additional task files, which `tasks` may name.

@@ -45,7 +45,8 @@ class Validation:
     """Validation loss of a run, always on the same batches."""
 
     def __init__(self, config: Config, corpus: TrainingData, layout: Layout):
-        """
+        """Opens the validation batches.
+
         Raises:
             InputError: there is no validation data.
         """

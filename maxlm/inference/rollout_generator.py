@@ -80,7 +80,8 @@ class Sampler:
         max_tokens: int,
         gather_once: bool = False,
     ):
-        """
+        """Initializes the sampler.
+
         Args:
             config: resolved config of the run.
             layout: layout of the parameters.

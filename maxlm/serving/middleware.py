@@ -43,7 +43,8 @@ class AccessPolicy:
     """
 
     def __init__(self, *, api_key: str, loopback: bool, origins: Collection[str]):
-        """
+        """Initializes the policy.
+
         Args:
             api_key: required API key; '' = none.
             loopback: True if the server listens on a loopback address only.

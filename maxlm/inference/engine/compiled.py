@@ -71,7 +71,8 @@ class CompiledFunctions:
         int8: bool,
         chunk: int,
     ):
-        """
+        """Defines the compiled functions.
+
         Args:
             config: resolved config.
             layout: layout of the parameters.

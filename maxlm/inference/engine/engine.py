@@ -59,7 +59,8 @@ class Engine:
         max_queue_size: int = 0,
         chunk: int = 512,
     ):
-        """
+        """Initializes the engine.
+
         Args:
             model: model to run.
             num_slots: number of concurrent samples, rounded up to a multiple of the row shards.

@@ -72,7 +72,8 @@ class ModelRunner:
     """Prefill and decode steps of one model as functions of parameters and state. `CompiledFunctions` compiles them."""
 
     def __init__(self, config: Config, layout: Layout, *, num_ids: int, max_passes: int):
-        """
+        """Initializes the runner.
+
         Args:
             config: resolved config.
             layout: layout of the parameters.
