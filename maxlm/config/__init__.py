@@ -1,1 +1,1 @@
-"""The config of a run: every key once, its range, and how the keys go together. Imports no model."""
+"""Configuration of a run: the schema of its keys, their ranges and validation. Imports no model code."""

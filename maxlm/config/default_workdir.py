@@ -1,4 +1,4 @@
-"""Names the workdir of a run that is started without --workdir."""
+"""Default workdir of a run that is started without --workdir."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def default_workdir(spec: str) -> str:
-    """Returns the workdir of a config: `runs/NAME`, or `runs/NAME-VARIANT`.
+    """Returns the default workdir of a config: `runs/NAME` or `runs/NAME-VARIANT`.
 
-    The config.json of a workdir gives a new directory, so that the run it belongs to stays as it is.
+    The config.json of an existing workdir gives a new directory, so that the existing run stays unchanged.
 
     Args:
-        spec: value of --config, as `maxlm.config.loading.load` takes it.
+        spec: value of --config, as accepted by `maxlm.config.loading.load`.
     """
     path, _, variant = spec.partition(':')
     if Path(path).name == 'config.json':

@@ -1,12 +1,12 @@
-"""Model families: named settings of the decoder's switches.
+"""Model families: named presets for the architecture keys of `model.*`.
 
-A family fills every switch of `model.*` that the config leaves open; what the config sets stands.
+A family sets every architecture key that the config leaves at its default. Keys set in the config take precedence.
 """
 
 from __future__ import annotations
 
-# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners": pre-norm, learned positions, GELU in its
-# tanh form, biases everywhere, output tied to the embedding.
+# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners": pre-norm, learned positions, the tanh
+# approximation of GELU, biases in all projections, output tied to the embedding.
 _GPT2: dict[str, object] = {
     'position_embedding': 'learned',
     'partial_rotary_factor': 1.0,
@@ -24,8 +24,8 @@ _GPT2: dict[str, object] = {
     'init': 'normal',
 }
 
-# Black et al. 2022, "GPT-NeoX-20B": attention and feed-forward read the same residual stream, rotary positions on a
-# quarter of each head, exact GELU, untied, small initial weights.
+# Black et al. 2022, "GPT-NeoX-20B": parallel attention and feed-forward, rotary positions on a quarter of each head,
+# exact GELU, untied output, small initial weights.
 _GPT_NEOX: dict[str, object] = {
     **_GPT2,
     'position_embedding': 'rotary',
@@ -36,8 +36,8 @@ _GPT_NEOX: dict[str, object] = {
     'init': 'small',
 }
 
-# Touvron et al. 2023, "LLaMA": RMSNorm, SwiGLU, rotary positions on the whole head, no biases, untied. The paper is
-# silent on initial weights; the released configs say 0.02, and residual outputs are scaled as in GPT-2.
+# Touvron et al. 2023, "LLaMA": RMSNorm, SwiGLU, rotary positions on the entire head, no biases, untied output. The
+# paper does not specify initial weights. The released configs use 0.02; residual outputs are scaled as in GPT-2.
 _LLAMA: dict[str, object] = {
     **_GPT2,
     'position_embedding': 'rotary',
@@ -47,8 +47,8 @@ _LLAMA: dict[str, object] = {
     'tie_embeddings': False,
 }
 
-# Yang et al. 2025, "Qwen3 Technical Report": Llama with normalized queries and keys, and a larger rotary base. Its
-# heads are 128 wide whatever the width of the model: set model.head_dim. Up to 4B the output is tied.
+# Yang et al. 2025, "Qwen3 Technical Report": Llama with normalized queries and keys and a larger rotary base. All
+# model sizes use head_dim=128, so set model.head_dim. Models up to 4B tie the output to the embedding.
 _QWEN3: dict[str, object] = {
     **_LLAMA,
     'rope_theta': 1_000_000.0,
@@ -56,8 +56,8 @@ _QWEN3: dict[str, object] = {
     'qk_norm': True,
 }
 
-# Karpathy 2025, nanochat: norms without parameters, also after the embedding and on queries and keys; squared ReLU (So
-# et al. 2021, "Primer"); logits in ±15; untied; residual outputs start at zero.
+# Karpathy 2025, nanochat: norms without parameters, also after the embedding and on queries and keys; squared ReLU
+# (So et al. 2021, "Primer"); logits soft-capped to ±15; untied output; residual outputs initialized to zero.
 _NANOCHAT: dict[str, object] = {
     **_LLAMA,
     'norm_epsilon': 1e-6,

@@ -1,6 +1,6 @@
-"""How a config is read: `FILE[:variant]` and `--config.section.key=value` → a validated Config.
+"""Loads a config from `FILE[:variant]` and `--config.section.key=value` overrides and validates it.
 
-FILE is Python with `get_config(variant)`, or the config.json that a run left in its workdir.
+FILE is a Python file that defines `get_config(variant)`, or the config.json in the workdir of a run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from maxlm.renames import current_config, current_key, report_renamed
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import NotRegularError, check_regular, read_text
 
-# Of each group, one key says the same as another would.
+# The keys of each group are alternative ways to set one quantity.
 ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'))
-# Whole numbers that may also be 'auto'.
+# Integer keys that also accept 'auto'.
 MAY_BE_AUTO = ('train.per_device_batch_size',)
 EXAMPLES: dict[type, str] = {
     bool: 'true or false',
@@ -44,7 +44,7 @@ EXAMPLES: dict[type, str] = {
 
 
 def default() -> ConfigDict:
-    """All keys at their defaults; locked, so that a mistyped key is an error. What config files start from."""
+    """Returns all keys at their defaults, the starting point of config files. It is locked: unknown keys are errors."""
     sections = {}
     for section, cls in SECTIONS.items():
         sections[section] = {
@@ -61,9 +61,9 @@ def default() -> ConfigDict:
 
 
 class _Section(ConfigDict):
-    """A section of a config file, whose keys can also be read and set by their former names."""
+    """A section of a config file. Its keys can also be read and set by their former names."""
 
-    # The defaults are for copies, whose attributes are set later.
+    # Copies call this without arguments and set the attributes afterwards.
     def __init__(self, name: str = '', config: ConfigDict | None = None, keys: Mapping[str, Any] | None = None):
         object.__setattr__(self, '_name', name)
         object.__setattr__(self, '_config', config)
@@ -84,7 +84,7 @@ class _Section(ConfigDict):
 
 
 def _current(key: str, value: Any = None) -> tuple[str, Any]:
-    """Returns name and value of a key that the user has written, and prints its new name where it has a former one."""
+    """Returns the current name and value of a user-supplied key, and prints the new name if the key was renamed."""
     new, value = current_key(key, value)
     if new != key:
         report_renamed(f'config key {key}', new)
@@ -92,10 +92,11 @@ def _current(key: str, value: Any = None) -> tuple[str, Any]:
 
 
 def load(spec: str, overrides: Sequence[str] = ()) -> Config:
-    """Reads `FILE[:variant]`, applies `section.key=value` overrides and validates.
+    """Reads `FILE[:variant]`, applies `section.key=value` overrides and validates the result.
 
-    What a run had resolved stands in its config.json and therefore here, devices of the mesh included, unless it is
-    overridden. The attention kernel alone is chosen anew: xla on a machine that has better would be slow in silence.
+    A config.json contains all resolved values of its run, including the mesh, and they stay unless overridden. Only
+    `model.attention` is resolved again: with the stored kernel, a faster kernel of this machine would be silently
+    unused.
 
     Raises:
         InputError: the file, a key or a value is not usable.
@@ -111,7 +112,7 @@ def load(spec: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Parts a command line into `section.key=value` overrides (without `--config.`) and the rest."""
+    """Splits a command line into `section.key=value` overrides (without `--config.`) and the remaining arguments."""
     overrides, rest = [], []
     words = iter(argv)
     for word in words:
@@ -125,17 +126,20 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def build(values: ConfigDict) -> Config:
-    """Turns a ConfigDict into a validated, frozen Config with the family's settings filled in."""
+    """Converts a ConfigDict to a validated, frozen Config, with the settings of the model family filled in."""
     config = _freeze(values)
     validate(config)
     return check_paths(config)
 
 
 def from_json(text: str) -> Config:
-    """The config that `to_json` wrote, e.g. from a workdir's config.json; of a resolved config, the same again.
+    """Returns the config that `to_json` wrote, e.g. from a workdir's config.json.
+
+    A resolved config stays resolved.
 
     Raises:
-        ValueError: it is not JSON, or has a section, key, type or number that no config has.
+        ValueError: the text is not JSON, or it contains an unknown section or key, a wrong type or a number out of
+            range.
     """
     try:
         config = _freeze(_parse_json(text))
@@ -150,7 +154,7 @@ def to_json(config: Config) -> str:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Returns a config as section.key → value."""
+    """Returns the config as a flat dict from `section.key` to value."""
     sections = dataclasses.asdict(config)
     return {f'{section}.{key}': value for section, keys in sections.items() for key, value in keys.items()}
 
@@ -176,7 +180,7 @@ def _freeze(values: ConfigDict) -> Config:
 
 @functools.cache
 def _fields(cls: type) -> Mapping[str, type]:
-    """Name → type of a section's keys."""
+    """Returns the keys of a section with their types."""
     return MappingProxyType(typing.get_type_hints(cls))
 
 
@@ -202,14 +206,14 @@ def _read_json_file(path: Path, variant: str) -> ConfigDict:
         raise InputError(f'{path}: {error}') from error
     values.model.attention = 'auto'
     for group in ALTERNATIVES:
-        # What the run resolved stands first in each group, before what it was derived from.
+        # A resolved config can set several keys of a group. Keep the first, which the run derives the others from.
         for key in [key for key in group if _value(values, key)][1:]:
             _clear(values, key)
     return values
 
 
 def _check_family_is_open(values: ConfigDict, path: str, overrides: Sequence[str]) -> None:
-    """A family only sets what is left open; where nothing is, asking for another would change its name alone."""
+    """Rejects another `model.family` if every key that a family sets has a value: only the name would change."""
     switches = [key for key, value in dataclasses.asdict(ModelConfig()).items() if value is FAMILY]
     wanted = [text for key, _, text in (override.partition('=') for override in overrides) if key == 'model.family']
     if set(wanted) - {values.model.family} and all(values.model[key] is not None for key in switches):
@@ -220,7 +224,7 @@ def _check_family_is_open(values: ConfigDict, path: str, overrides: Sequence[str
 
 
 def _parse_json(text: str) -> ConfigDict:
-    """The defaults with a config's JSON on top: a key that is younger than the text has its default."""
+    """Returns the defaults updated with a config's JSON. Keys that are missing in the text keep their defaults."""
     sections = parse_json(text)
     values = default()
     if isinstance(sections, dict):
@@ -266,8 +270,8 @@ def _run_config_file(path: Path, variant: str) -> ConfigDict:
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
     except BaseException as error:
-        # SystemExit too: a config that exits would end the command without a word.
-        # A config file is the user's input: its own mistakes are named with their line, without our stack.
+        # BaseException includes SystemExit, which would end the command without a message. A config file is user input,
+        # so report the line of its error and no traceback of maxlm.
         lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == str(path)]  # type: ignore[arg-type]
         where = f'{path}:{lines[-1]}' if lines else str(path)
         raise InputError(f'{where}: {type(error).__name__}: {error}') from error
@@ -291,7 +295,7 @@ def _apply(values: ConfigDict, override: str) -> str:
 
 
 def _let_overrides_win(values: ConfigDict, overridden: set[str]) -> None:
-    # Someone who overrides num_tokens means it instead of the file's num_steps, not beside it.
+    # An override replaces the alternatives that the file sets: num_tokens replaces num_steps.
     for group in ALTERNATIVES:
         if overridden & set(group):
             for key in set(group) - overridden:

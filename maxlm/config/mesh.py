@@ -1,4 +1,4 @@
-"""Whether a mesh fits the devices, the model and the batch; a refusal says which numbers would."""
+"""Resolves the device mesh and checks that it fits the devices, the model and the batch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from maxlm.config.schema import Config, MeshConfig
 from maxlm.config.validation import divisors
 from maxlm.errors import InputError
 
-# A vocabulary that does not divide over devices is padded to a multiple of this on each: matrix units and vector lanes
-# take such sizes without a remainder.
+# A vocabulary that cannot be split evenly is padded to a multiple of this on each device: matrix units and vector
+# lanes process such sizes without a remainder.
 VOCABULARY_MULTIPLE = 128
 
 
 def resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
-    """The mesh with its -1 filled in for so many devices.
+    """Returns the mesh with its -1 axis filled in for `num_devices` devices.
 
     Raises:
-        InputError: the axes do not multiply to the number of devices.
+        InputError: the product of the axes is not the number of devices.
     """
     sizes: dict[str, Any] = dict(mesh.sizes)
     fixed = math.prod(max(size, 1) for size in sizes.values())
@@ -43,16 +43,17 @@ def resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
 
 
 def padded_vocabulary(size: int, num_shards: int) -> int:
-    """Returns the size of a vocabulary in use: above `size` only where `parts` devices do not divide that."""
+    """Returns `size` if `num_shards` divides it, otherwise the next multiple of VOCABULARY_MULTIPLE · num_shards."""
     multiple = VOCABULARY_MULTIPLE * num_shards
     return -(-size // multiple) * multiple if size % num_shards else size
 
 
 def check_layout(config: Config) -> None:
-    """Checks a config whose mesh, batch and model are resolved.
+    """Checks a config with resolved mesh, batch and model.
 
     Raises:
-        InputError: an axis of the mesh does not divide what it splits.
+        InputError: an axis of the mesh does not divide the dimension that it shards, or the mesh does not support
+            `mesh.host_offload` or pipeline stages with this config.
     """
     mesh, model = config.mesh, config.model
     _check_axis(
@@ -61,7 +62,7 @@ def check_layout(config: Config) -> None:
     if mesh.context > 1:
         windows = [('data.seq_len', config.data.seq_len)]
         windows += [('a length of data.seq_len_schedule', window) for window, _ in config.data.seq_len_schedule]
-        # Each device has two pieces, one from the front and one from the back.
+        # For load balance, each device gets two chunks: one from the first half and one from the second half.
         _check_axis(config, 'context', windows, pieces=2)
     if mesh.host_offload != 'none' and config.optimizer.name != 'adamw':
         raise InputError(
@@ -80,7 +81,7 @@ def check_layout(config: Config) -> None:
 
 
 def _check_axis(config: Config, axis: str, wholes: list[tuple[str, int]], *, pieces: int = 1) -> None:
-    """Refuses an axis of which a device has `pieces` of each of the named wholes, and they do not come out equal."""
+    """Checks that `pieces` times the size of the axis divides each of the named dimensions."""
     size = getattr(config.mesh, axis)
     for key, whole in wholes:
         if whole % (pieces * size):

@@ -1,4 +1,4 @@
-"""Config keys that take a path, each with the URLs that work for it."""
+"""Config keys that contain paths, and the URL schemes that each key accepts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ PATHS = MappingProxyType(
         'alerts.file': PathOption(Kind.FILE, may_be_empty=True),
     }
 )
-# `~` is expanded where these are used, so that config.json works for other users too.
+# `~` is expanded at use, so that config.json also works for other users.
 EXPANDED_AT_USE = ('data.cache_dir', 'train.compilation_cache_dir', 'alerts.file')
-# An entry of data.sources is a directory, which `#SOURCE` may follow. Names of tasks may be paths.
+# An entry of data.sources is a directory, optionally followed by `#SOURCE`. Task names may be paths.
 SOURCE = PathOption(urls=ANY)
 TASK = PathOption()
 
 
 def check_paths(config: Config) -> Config:
-    """Returns the config with `~` of paths resolved, and `file://` of those for which no other URL works.
+    """Returns the config with `~` expanded in paths, and `file://` removed from keys that accept no other URLs.
 
     Raises:
-        InputError: a path or URL cannot be used, whatever the other keys are; the message names its key.
+        InputError: a path or URL is invalid regardless of the other keys. The message names the key.
     """
     sections: dict[str, Any] = {}
     for key, option in PATHS.items():
@@ -41,7 +41,7 @@ def check_paths(config: Config) -> Config:
         before = sections.get(section, getattr(config, section))
         given = getattr(before, name)
         path = check_key(key, given, option)
-        # A data set at file:// is fetched like one of a bucket.
+        # A dataset at file:// is fetched like a dataset in a bucket.
         as_given = (option.urls == ANY and given.startswith('file://')) or (
             key in EXPANDED_AT_USE and given.startswith('~')
         )

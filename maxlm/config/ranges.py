@@ -1,4 +1,4 @@
-"""The range of every numeric key."""
+"""Ranges of all numeric config keys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from maxlm.errors import InputError
 
 
 class Range(NamedTuple):
-    """The finite values that a key can have.
+    """Range of finite values that a key accepts.
 
     Attributes:
         low, high: smallest and largest value.
-        above, below: the value must be larger than `low`, smaller than `high`.
-        or_zero: 0 is allowed too.
+        above, below: exclude `low` or `high` itself.
+        or_zero: 0 is also allowed.
     """
 
     low: float
@@ -25,11 +25,11 @@ class Range(NamedTuple):
     or_zero: bool = False
 
     def __contains__(self, value: object) -> bool:
-        """Returns whether a number is in the range; nan and infinities are not."""
+        """Returns True if a number is in the range. NaN and infinities are not."""
         assert isinstance(value, (int, float)), value
         if self.or_zero and value == 0:
             return True
-        # Comparisons with nan are false.
+        # Comparisons with NaN are false.
         from_low = value > self.low if self.above else value >= self.low
         return from_low and (value < self.high if self.below else value <= self.high)
 
@@ -41,27 +41,27 @@ class Range(NamedTuple):
 
 # Step numbers, token ids and positions are 32-bit integers on the devices.
 INT32 = 2**31 - 1
-# Random generators take 32 bits.
+# Random generators take 32-bit seeds.
 SEED = Range(0, 2**32 - 1)
 STEPS = Range(0, INT32)
 STEPS_FROM_1 = Range(1, INT32)
 TOKENS = Range(0, 10**18)
-# A rate above 1 per step is already far beyond every published recipe.
+# All published recipes use rates far below 1 per step.
 RATE = Range(0, 100)
 WEIGHT = Range(0, 1000)
 FRACTION = Range(0, 1)
 FRACTION_BELOW_1 = Range(0, 1, below=True)
 FRACTION_ABOVE_0 = Range(0, 1, above=True)
-# Added to a root or a variance; smaller ones are 0 in float32.
+# Added to a square root or a variance; smaller values are 0 in float32.
 EPSILON = Range(1e-30, 1)
-# Turns and factors of rotary positions.
+# Number of turns and scale factors of rotary positions.
 TURNS = Range(0, 1e5, above=True)
 COUNT = Range(0, 10**5)
 COUNT_FROM_1 = Range(1, 10**5)
-# Threads and processes of one machine.
+# Threads and processes on one machine.
 WORKERS = Range(0, 1024)
 WORKERS_FROM_1 = Range(1, 1024)
-# The largest is about three years, which threads can still wait for.
+# The largest value is about three years, the longest time that threads can wait.
 SECONDS = Range(0, 1e8)
 HOURS = Range(0, 1e5)
 DOLLARS = Range(0, 1e10)
@@ -146,7 +146,7 @@ RANGES: dict[str, Range] = {
     'checkpoint.max_to_keep': STEPS_FROM_1,
     'checkpoint.keep_best': STEPS,
     'checkpoint.keep_period': STEPS,
-    # The steps are kept on the devices and sorted at every step.
+    # The values of the window are kept on the devices and sorted at every step.
     'guard.spike_window': Range(0, 2**16),
     'guard.spike_threshold': Range(0, 1e6, above=True),
     'guard.max_rollbacks': COUNT,
@@ -177,10 +177,10 @@ RANGES: dict[str, Range] = {
 
 
 def check_ranges(config: Config) -> None:
-    """Compares every numeric key with its range.
+    """Checks every numeric key against its range.
 
     Raises:
-        InputError: a value is not in its range; nan and infinities never are.
+        InputError: a value is outside its range, NaN or infinite.
     """
     for key, allowed in RANGES.items():
         section, name = key.split('.')
@@ -193,7 +193,7 @@ def check_ranges(config: Config) -> None:
 def _shown(value: float) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) >= 10**5:
         return f'{value:g}'
-    # Python refuses to write integers of many thousand digits.
+    # Python raises ValueError when it formats integers of several thousand digits.
     if isinstance(value, int) and abs(value) >= 10**20:
         return f'{"-" if value < 0 else ""}10^{int(value.bit_length() * 0.30103)}'
     return str(value)

@@ -1,4 +1,4 @@
-"""Fills in the keys that depend on the machine and on the data set: mesh, batch, length, vocabulary."""
+"""Resolves the keys that depend on the machine and on the dataset: mesh, batch, run length, vocabulary."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, Model
 from maxlm.config.validation import divides
 from maxlm.errors import InputError
 
-# Smallest compute capability of a GPU that multiplies 8-bit floats (Ada; Hopper has 9.0), and what the sizes of such a
-# product have to be multiples of.
+# Minimum compute capability of GPUs with FP8 matrix products (Ada; Hopper has 9.0). The dimensions of these products
+# must be multiples of FP8_MULTIPLE.
 FP8_CAPABILITY = (8, 9)
 FP8_MULTIPLE = 16
-# What lengths of sequences have to be multiples of for splash attention: the width of a TPU's vector unit.
+# Splash attention needs sequence lengths that are multiples of the width of a TPU's vector unit.
 SPLASH_MULTIPLE = 128
-# `data.seq_len` of a config that holds a model and no run.
+# `data.seq_len` of a config that describes a model without a run.
 _WINDOW = 1024
 
 
@@ -31,19 +31,18 @@ def resolve(
     windows: int,
     capability: tuple[int, int] | None = None,
 ) -> Config:
-    """Fills in what depends on the machine and on the data set; afterwards no key means "derived".
+    """Fills in the keys that depend on the machine and on the dataset. All keys of the result have explicit values.
 
     Args:
-        config: as `build` returned it; train.per_device_batch_size is a number (`maxlm.planning.search` finds one for
-        auto).
-        platform: of the devices: cpu, gpu or tpu.
-        num_devices: devices in the whole run.
-        vocab_size: token ids of the data set.
-        windows: training windows in one epoch of the data set.
-        capability: compute capability of the GPUs, major and minor; None if that is not known.
+        config: result of `build`. train.per_device_batch_size is a number; `maxlm.planning.search` resolves 'auto'.
+        platform: platform of the devices: cpu, gpu or tpu.
+        num_devices: number of devices of the run.
+        vocab_size: number of token ids of the dataset.
+        windows: number of training sequences in one epoch of the dataset.
+        capability: (major, minor) compute capability of the GPUs, or None if unknown.
 
     Raises:
-        InputError: the numbers do not fit together; the message says which would.
+        InputError: the values are inconsistent. The message suggests values that work.
     """
     mesh = resolve_mesh(config.mesh, num_devices)
     window = config.data.seq_len
@@ -114,11 +113,11 @@ def resolve_on(
     capability: tuple[int, int] | None = None,
     share_layers: bool = False,
 ) -> Config:
-    """A resolved config of a finished run for the devices that are here, without gradient accumulation.
+    """Returns the resolved config of a finished run adapted to the given devices, without gradient accumulation.
 
-    Parameters are sharded over all of them, or with `share_layers` heads and feed-forward are; the batch is
-    `train.per_device_batch_size` per device, as it fitted in training, or one sequence where there was none. Products
-    of 8-bit floats stay, so that a model does what it did in training, but where the devices have none.
+    By default, parameters are sharded over all devices; `share_layers` shards heads and feed-forward instead. The
+    batch per device is `train.per_device_batch_size`, which fitted in training, or one sequence if the key is 0.
+    FP8 matrix products are kept if the devices support them, so that the model computes as in training.
     """
     mesh = MeshConfig(fsdp=1, tensor=num_devices) if share_layers else MeshConfig(fsdp=num_devices)
     model = dataclasses.replace(config.model, attention='auto')
@@ -140,12 +139,13 @@ def resolve_on(
 
 
 def _multiplies_fp8(platform: str, capability: tuple[int, int] | None) -> bool:
-    """Whether devices have products of 8-bit floats, or are a CPU, which computes them slowly."""
+    """Returns True for GPUs with FP8 products, for GPUs of unknown capability and for CPUs, which emulate them
+    slowly."""
     return platform == 'cpu' or (platform == 'gpu' and (capability is None or capability >= FP8_CAPABILITY))
 
 
 def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | None) -> None:
-    """Refuses `model.matmul_precision=fp8` in a resolved config where devices or sizes do not go with it."""
+    """Checks that devices and sizes support `model.matmul_precision=fp8` if a resolved config sets it."""
     model, parts = config.model, config.mesh.tensor
     if model.matmul_precision != 'fp8':
         return
@@ -173,7 +173,7 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
 
 
 def _attention_kernel(config: Config, platform: str) -> str:
-    """`model.attention` with auto decided. Takes a config whose mesh and head_dim are resolved."""
+    """Returns `model.attention` with auto resolved. The config must have a resolved mesh and head_dim."""
     requested = config.model.attention
     kernel, needs = {'gpu': ('cudnn', _cudnn_needs(config.model)), 'tpu': ('splash', _splash_needs(config))}.get(
         platform, ('xla', '')
@@ -188,8 +188,8 @@ def _attention_kernel(config: Config, platform: str) -> str:
 
 
 def _cudnn_needs(model: ModelConfig) -> str:
-    """What keeps a GPU from fused attention, as the end of a message; nothing: ''."""
-    # Limits of cuDNN's on all supported GPUs.
+    """Returns the unmet requirements of cuDNN attention for an error message, or '' if all are met."""
+    # Limits of cuDNN on all supported GPUs.
     if model.dtype in ('bfloat16', 'float16') and model.head_dim % 8 == 0 and model.head_dim <= 128:
         return ''
     return (
@@ -199,7 +199,7 @@ def _cudnn_needs(model: ModelConfig) -> str:
 
 
 def _splash_needs(config: Config) -> str:
-    """What keeps a TPU from fused attention, as the end of a message; nothing: ''."""
+    """Returns the unmet requirements of splash attention for an error message, or '' if all are met."""
     mesh, window = config.mesh, config.data.seq_len
     if config.model.dtype == 'float16':
         return 'model.dtype=bfloat16 or float32; here it is float16'
@@ -213,12 +213,13 @@ def _splash_needs(config: Config) -> str:
 
 
 def config_for_model(model: Mapping[str, Any], source: str) -> Config:
-    """The config of a workdir that holds a model and no run: `model.*` resolved, the rest open or at its defaults.
+    """Returns the config of a workdir that contains a model without a run.
 
-    What a run needs to be told (its length, its batch, its data) has to be given when it is trained.
+    The keys of `model.*` are resolved; all other keys have their defaults. Training needs explicit values for the run
+    length, the batch and the data.
 
     Raises:
-        InputError: the settings of the model do not go together.
+        InputError: the model settings are inconsistent.
     """
     values = default()
     for key, value in model.items():

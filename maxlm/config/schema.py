@@ -1,4 +1,4 @@
-"""Every key of a run, declared once, with its default and what it means."""
+"""Schema of the config: declares every key once, with its default and its documentation."""
 
 from __future__ import annotations
 
@@ -9,318 +9,318 @@ from typing import Any
 from maxlm.config.schema_logging import AlertsConfig, EvalConfig, MetricsConfig, ProfileConfig
 from maxlm.config.schema_rl import DpoConfig, GrpoConfig
 
-# The default of a switch that the model's family sets, unless the config does.
+# Default of an architecture key: the model family sets it unless the config does.
 FAMILY: Any = None
-# What a key that may be 'auto' has then, as long as it is not decided.
+# Value of a key set to 'auto' until it is resolved.
 AUTO = -1
-# Length of a run whose budget decides on it, as long as its pace is not measured.
+# Placeholder number of steps until throughput is measured (runs given in hours or dollars).
 UNDECIDED_STEPS = 10**7
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    # Named settings of the switches that are left at FAMILY below: gpt2, gpt_neox, llama, qwen3, nanochat
-    # (maxlm/config/families.py).
+    # Preset for the keys below with default FAMILY: gpt2, gpt_neox, llama, qwen3, nanochat (maxlm/config/families.py).
     family: str = 'gpt2'
-    # Number of token ids; 0 = the data set's. May be larger than the data set's, for a round number.
+    # Number of token ids; 0 = that of the dataset. May be larger than the dataset's, e.g. a round number.
     vocab_size: int = 0
-    # Decoder blocks.
+    # Number of decoder blocks.
     num_layers: int = 0
     # Width of the residual stream.
     dim: int = 0
-    # Query heads.
+    # Number of query heads.
     num_heads: int = 0
-    # Key/value heads (grouped-query attention); 0 = num_heads.
+    # Number of key/value heads (grouped-query attention); 0 = num_heads.
     num_kv_heads: int = 0
     # Width of a head; 0 = dim / num_heads.
     head_dim: int = 0
     # Inner width of the feed-forward; 0 = 4 · dim, or for swiglu 8/3 · dim rounded up to a multiple of 128.
     ffn_dim: int = 0
-    # Rows of the learned position table, and the longest context that sampling will use; 0 = data.seq_len.
+    # Rows of the learned position table, and the longest context for sampling; 0 = data.seq_len.
     max_positions: int = 0
-    # learned | rotary.
+    # Position embedding: learned | rotary.
     position_embedding: str = FAMILY
-    # Share of each head that is rotated, from its start.
+    # Fraction of each head that is rotated, from its first dimension.
     partial_rotary_factor: float = FAMILY
     # Base of the rotary frequencies.
     rope_theta: float = FAMILY
-    # How rotary frequencies are changed for contexts longer than those of the first training: none | linear | dynamic |
+    # Scaling of rotary frequencies for contexts longer than those of the original training: none | linear | dynamic |
     # yarn | llama3.
     rope_scaling: str = 'none'
-    # How many times longer.
+    # Factor by which the context is extended.
     rope_scaling_factor: float = 1.0
-    # Context of the first training, from which dynamic, yarn and llama3 scale; 0 = max_positions / rope_scaling_factor.
+    # Context of the original training, used by dynamic, yarn and llama3; 0 = max_positions / rope_scaling_factor.
     original_max_positions: int = 0
-    # llama3: turns within the original context below which a frequency is divided by the factor, above which it stays.
+    # llama3: a frequency with fewer turns within the original context than low_freq_factor is divided by the factor;
+    # one with more turns than high_freq_factor is unchanged.
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     # yarn: the same two bounds.
     rope_beta_slow: float = 1.0
     rope_beta_fast: float = 32.0
-    # yarn: the bounds are rounded to whole pairs.
+    # yarn: round the bounds outward to integer pair indices.
     rope_truncate: bool = True
-    # yarn: queries and keys are multiplied by it; 0 = 0.1 · ln(rope_scaling_factor) + 1.
+    # yarn: factor that multiplies queries and keys; 0 = 0.1 · ln(rope_scaling_factor) + 1.
     rope_attention_factor: float = 0.0
-    # layernorm | rmsnorm.
+    # Normalization layer: layernorm | rmsnorm.
     norm: str = FAMILY
     # Added to the variance before the square root.
     norm_epsilon: float = FAMILY
     # Norms have a learned scale.
     norm_use_scale: bool = FAMILY
-    # Queries and keys are normalized per head, before the rotation.
+    # Normalize queries and keys per head, before the rotation.
     qk_norm: bool = FAMILY
-    # Embeddings are normalized before the first block.
+    # Normalize embeddings before the first block.
     embedding_norm: bool = FAMILY
-    # Logits are bent into ±logit_softcap by a tanh; 0 = not.
+    # Soft-cap logits to ±logit_softcap with tanh; 0 = off.
     logit_softcap: float = FAMILY
-    # gelu | gelu_tanh | swiglu | relu2.
+    # Activation of the feed-forward: gelu | gelu_tanh | swiglu | relu2.
     activation: str = FAMILY
     # Biases in the projections of attention and feed-forward, and in LayerNorm.
     use_bias: bool = FAMILY
-    # Attention and feed-forward read the same input and are added together.
+    # Attention and feed-forward read the same input, and their outputs are added together.
     parallel_residual: bool = FAMILY
-    # The output projection is the transposed embedding.
+    # Use the transposed embedding as the output projection.
     tie_embeddings: bool = FAMILY
-    # Which layers attend how far, repeated over the layers: L = the whole context, S = the last sliding_window tokens.
+    # Attention range per layer, repeated over the layers: L = full context, S = the last sliding_window tokens.
     attention_pattern: str = 'L'
-    # Tokens that an S layer attends to, the query's own included.
+    # Number of tokens that an S layer attends to, including the query's own token.
     sliding_window: int = 0
     # Initialization of the weights: normal | small | uniform (maxlm/model/layers/initializers.py).
     init: str = FAMILY
-    # normal: standard deviation, of which residual outputs get 1 / sqrt(2 · num_layers); uniform: that of a tied
-    # embedding.
+    # normal: standard deviation; residual outputs use it divided by sqrt(2 · num_layers). uniform: standard deviation
+    # of a tied embedding.
     init_std: float = 0.02
-    # Probability that an element is dropped, after the embedding and at the end of each residual branch.
+    # Dropout probability, after the embedding and at the end of each residual branch.
     dropout: float = 0.0
-    # Type of the computation: bfloat16 | float16 (with a loss scale) | float32. Parameters are always float32.
+    # Compute dtype: bfloat16 | float16 (with a loss scale) | float32. Parameters are always float32.
     dtype: str = 'bfloat16'
-    # Products of the blocks' projections: default (in that type) | fp8 (8-bit floats, in both passes:
-    # maxlm/model/layers/fp8.py). For GPUs from Ada and Hopper on; a CPU computes the same, slowly.
+    # Matrix products of the blocks' projections: default (in the compute dtype) | fp8 (8-bit floats in forward and
+    # backward pass: maxlm/model/layers/fp8.py). fp8 needs Ada, Hopper or newer GPUs; CPUs emulate it slowly.
     matmul_precision: str = 'default'
-    # How the blocks' kernels are stored: float (in float32, the only one that is trained) | int8 | int4 | fp8, as
-    # maxlm.quantize writes them (maxlm/model/layers/weight_only_quantization.py).
+    # Storage of the blocks' kernels: float (float32, required for training) | int8 | int4 | fp8, as written by
+    # maxlm.quantize (maxlm/model/layers/weight_only_quantization.py).
     weight_quantization: str = 'float'
-    # Inputs of a projection that share a scale; 0 = all.
+    # Number of inputs of a projection that share a scale; 0 = all.
     quantization_group_size: int = 0
-    # What the backward pass keeps of a block: none (keep all) | dots | dots_no_batch | full (keep the inputs only) |
-    # offload (the inputs only, in host memory).
+    # Activations of a block kept for the backward pass: none (no rematerialization, keep all) | dots | dots_no_batch |
+    # full (keep only the block's inputs) | offload (keep only the inputs, in host memory).
     remat_policy: str = 'none'
-    # One compiled block in a loop (compile time independent of depth), or every block written out.
+    # Scan over one compiled block (compile time independent of depth) instead of unrolling all blocks.
     scan_layers: bool = True
-    # Rank of low-rank adapters (Hu et al. 2022, "LoRA"), which are then what is trained; 0 = none.
+    # Rank of low-rank adapters (Hu et al. 2022, "LoRA"). With adapters, only they are trained by default; 0 = none.
     lora_rank: int = 0
-    # What the adapters add counts lora_alpha / lora_rank times.
+    # The adapters' output is multiplied by lora_alpha / lora_rank.
     lora_alpha: float = 16.0
-    # Projections of the blocks that have adapters, by patterns: ('attention.*',), ('*.query', '*.value').
+    # Patterns of the blocks' projections that have adapters: ('attention.*',), ('*.query', '*.value').
     lora_target_modules: tuple = ('*',)
-    # Attention kernel: auto | xla | cudnn (GPU) | splash (TPU). auto = cudnn or splash where it applies, otherwise xla.
+    # Attention kernel: auto | xla | cudnn (GPU) | splash (TPU). auto = cudnn or splash if supported, otherwise xla.
     attention: str = 'auto'
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    # Directory that `maxlm.prepare --output` wrote, or a copy of it in a bucket (gs://…, s3://…).
+    # Directory written by `maxlm.prepare --output`, or a copy of it in a bucket (gs://…, s3://…).
     path: str = 'data'
-    # Several such directories instead, each with its weight: (('data/web', 0.7), ('data/code', 0.3)). 'DIR#SOURCE' is
-    # one of the sources within a directory. Weights are shares of the training windows.
+    # Several data directories with weights, instead of data.path: (('data/web', 0.7), ('data/code', 0.3)). 'DIR#SOURCE'
+    # selects one source within a directory. Weights are proportions of the training sequences.
     sources: tuple = ()
-    # Passes over a source of data.sources above which the start of the run warns (up to 4 are nearly as good as new
-    # text: Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
+    # Number of epochs over a source of data.sources above which the run warns at the start. Up to 4 epochs are nearly
+    # as good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
     warn_epochs: float = 4.0
     # Tokens in one training sequence.
     seq_len: int = 1024
-    # Shorter sequences that the run starts with, each with the share of the steps at which it ends: ((256, 0.5),
-    # (512, 0.8)). Windows are then cut; tokens of a batch and their order stay the same.
+    # Shorter sequence lengths at the start of the run, each with the fraction of the steps at which it ends:
+    # ((256, 0.5), (512, 0.8)). Sequences are split; the tokens of a batch and their order stay the same.
     seq_len_schedule: tuple = ()
-    # Seed of the order of the windows.
+    # Seed of the order of the training sequences.
     seed: int = 0
-    # Shards whose windows are shuffled together, and read before the next ones; 0 = all of the data set.
+    # Number of shards whose sequences are shuffled together and read before the next ones; 0 = all shards.
     shuffle_shards: int = 0
-    # A run may go on although its data changed, at the same step of the new order.
+    # Allow a run to resume after its data changed, at the same step of the new order.
     allow_dataset_change: bool = False
-    # Documents that share a window cannot attend to each other, and positions start again in each.
+    # Prevent attention between documents in one sequence, and restart positions at each document.
     document_mask: bool = True
-    # Threads that read batches ahead, in this process or in each worker.
+    # Number of threads that prefetch batches, in this process or in each worker.
     num_threads: int = 4
-    # Batches that are kept ready.
+    # Number of prefetched batches.
     prefetch_buffer_size: int = 8
-    # Processes that read batches; 0 = threads of this process. The order does not depend on it.
+    # Number of worker processes that read batches; 0 = threads of this process. The order does not depend on it.
     num_workers: int = 0
-    # Directory that shards from a bucket are fetched to, ahead of use.
+    # Cache directory for shards downloaded from a bucket; they are downloaded before use.
     cache_dir: str = '~/.cache/maxlm'
-    # GiB that they may take; the ones that have been used make room. 0 = no bound.
+    # Size limit of the cache in GiB; used shards are evicted. 0 = unlimited.
     cache_limit_gib: float = 0.0
-    # Shards that are fetched at the same time.
+    # Number of concurrent shard downloads.
     download_threads: int = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    # Length of the run, given as exactly one of the five. One in hours or dollars becomes a number of steps, which
-    # follows the measured throughput, so that the schedule ends with it; time of all attempts of the run counts.
+    # Length of the run; exactly one of the five keys must be set. A length in hours or dollars is converted to a number
+    # of steps that follows the measured throughput, so that the schedule ends with it. All attempts of the run count.
     num_steps: int = 0
     num_tokens: int = 0
     num_epochs: float = 0.0
     hours: float = 0.0
     dollars: float = 0.0
-    # Dollars for one device for one hour, by which dollars are counted.
+    # Price of one device per hour, in dollars.
     price_per_hour: float = 0.0
-    # Sequences in one optimizer step over all devices, given here or in tokens (a multiple of data.seq_len).
+    # Number of sequences per optimizer step over all devices, given here or in tokens (a multiple of data.seq_len).
     global_batch_size: int = 0
     global_batch_size_tokens: int = 0
-    # Sequences that one device works on at a time; gradients are accumulated until the global batch is full.
-    # 0 = no accumulation; 'auto' (AUTO) = as many as fit its memory.
+    # Sequences per device and forward pass; gradients are accumulated until the global batch is complete.
+    # 0 = no accumulation; 'auto' (AUTO) = as many as fit into device memory.
     per_device_batch_size: int = 0
     # Steps between two log lines.
     log_every: int = 10
     # Seed of the initial parameters and of dropout.
     seed: int = 0
-    # Positions of each sequence whose logits exist at the same time.
+    # Number of positions of each sequence whose logits are in memory at the same time.
     loss_chunk_size: int = 256
-    # Weight of the square of log Σ exp(logits), which keeps logits from drifting (PaLM: 1e-4); 0 = off.
+    # Weight of the z-loss, the square of log Σ exp(logits), which prevents drifting logits (PaLM: 1e-4); 0 = off.
     z_loss: float = 0.0
-    # What is minimized: next_token (cross-entropy) | dpo (of pairs of answers: section dpo) | grpo (of responses by
-    # their rewards: section grpo, for maxlm.grpo).
+    # Training objective: next_token (cross-entropy) | dpo (pairs of answers: section dpo) | grpo (rewards of responses:
+    # section grpo, for maxlm.grpo).
     objective: str = 'next_token'
-    # Checkpoint whose parameters a new run starts from: WORKDIR (its newest step), WORKDIR@STEP or a step's directory.
-    # What it has not, adapters and the rows of new tokens, starts anew.
+    # Checkpoint that initializes the parameters of a new run: WORKDIR (latest step), WORKDIR@STEP or the directory of a
+    # step. Parameters missing from it (adapters, rows for new tokens) are freshly initialized.
     init_from: str = ''
-    # float16: what the loss is multiplied by at first, so that small gradients do not vanish. An overflow halves it and
-    # leaves the step out; so many steps without one double it.
+    # float16: initial loss scale, which prevents underflow of small gradients. An overflow halves the scale and skips
+    # the step; loss_scale_growth_interval steps without overflow double it.
     initial_loss_scale: float = 32768.0
     loss_scale_growth_interval: int = 2000
-    # Directory for compiled programs, so that a run that starts again does not compile again; evaluation and sampling
-    # use it too. It must be yours alone, since what lies there is run, and the same for all processes. '' = none. Where
-    # JAX_COMPILATION_CACHE_DIR is set, that counts.
+    # Directory of the compilation cache, which saves compilation when a run restarts; evaluation and sampling use it
+    # too. Only you may have write access, because its contents are executed. All processes must use the same directory.
+    # '' = none. JAX_COMPILATION_CACHE_DIR takes precedence if it is set.
     compilation_cache_dir: str = '~/.cache/maxlm/programs'
-    # Seconds without a step, outside of compiling, evaluating and saving, after which a process counts as stuck: it
-    # tells where it stands and ends the run with exit code 75.
+    # Seconds without a step after which a process counts as stuck, not counting compilation, evaluation and saving. It
+    # then reports where it is stuck and ends the run with exit code 75.
     hang_timeout_seconds: float = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    # adamw | muon (Muon on the matrices of the blocks, AdamW on the rest).
+    # Optimizer: adamw | muon (Muon on the matrices of the blocks, AdamW on all other parameters).
     name: str = 'adamw'
-    # Peak learning rate; under muon that of its matrices.
+    # Peak learning rate; for muon, that of the matrices.
     learning_rate: float = 3e-4
-    # Peak learning rate of what muon leaves to AdamW: embeddings, head, scales, biases; 0 = learning_rate.
+    # muon: peak learning rate of the AdamW parameters (embeddings, head, scales, biases); 0 = learning_rate.
     adam_learning_rate: float = 0.0
     # Peak learning rate of the embedding tables; 0 = that of AdamW.
     embedding_learning_rate: float = 0.0
-    # cosine | linear | wsd (stable, then a linear decay) | constant, after a linear warm-up from 0.
+    # Schedule after a linear warm-up from 0: cosine | linear | wsd (stable, then linear decay) | constant.
     schedule: str = 'cosine'
-    # wsd: share of the run that its decay takes, at the end.
+    # wsd: fraction of the run used for the decay, at its end.
     wsd_decay_fraction: float = 0.2
-    # Length of the warm-up, given in steps or in tokens.
+    # Length of the warm-up, in steps or in tokens.
     warmup_steps: int = 0
     warmup_tokens: int = 0
-    # Where cosine, linear and wsd end, for a peak of learning_rate; other peaks rise and fall in proportion.
+    # Final learning rate of cosine, linear and wsd for the peak learning_rate; it scales with the other peaks.
     min_learning_rate: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
-    # How the moments are stored: float32 | bfloat16 | int8 (in blocks: Dettmers et al. 2022, "8-bit Optimizers via
+    # Storage of the moments: float32 | bfloat16 | int8 (block-wise: Dettmers et al. 2022, "8-bit Optimizers via
     # Block-wise Quantization").
     moment_dtype: str = 'float32'
-    # Added to the root of the second moment.
+    # Added to the square root of the second moment.
     eps: float = 1e-8
-    # muon: Nesterov momentum, and the steps over which it rises to that from 0.85.
+    # muon: Nesterov momentum, and the number of steps over which it rises from 0.85 to that value.
     muon_momentum: float = 0.95
     muon_momentum_warmup_steps: int = 0
     # Decoupled weight decay.
     weight_decay: float = 0.1
-    # What it applies to: matrices (embeddings included) | projections (embeddings and head left out) | all (scales and
-    # biases too).
+    # Parameters with weight decay: matrices (with embeddings) | projections (matrices without embeddings and head) |
+    # all (with scales and biases).
     weight_decay_mask: str = 'matrices'
-    # Parameters that are not trained, by patterns of their dotted names: ('embedding', 'blocks.attention.*').
+    # Parameters that are not trained, as patterns of dotted names: ('embedding', 'blocks.attention.*').
     frozen_params: tuple = ()
-    # Parameters that are trained although `frozen` names them, or although there are adapters: ('embedding', 'head.*').
+    # Parameters trained despite frozen_params or despite adapters: ('embedding', 'head.*').
     trainable_params: tuple = ()
-    # Largest global norm of the gradient; 0 = not clipped.
+    # Maximum global norm of the gradient; 0 = no clipping.
     max_grad_norm: float = 1.0
-    # Decay per step of a moving average of the parameters, which is then what is evaluated and used; 0 = off. At
-    # update n it is at most (1 + n) / (10 + n).
+    # Decay per step of the exponential moving average of the parameters, which is then used for evaluation and
+    # inference; 0 = off. At update n the decay is at most (1 + n) / (10 + n).
     ema_decay: float = 0.0
 
 
-# From the slowest links to the fastest: neighbours along the last axis are neighbours in the machine.
+# Ordered from the slowest links to the fastest: neighbors along the last axis are neighbors in the machine.
 MESH_AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    # Devices along each axis; one of them may be -1, which takes what is left.
-    # Whole copies of the layout below (across slow links).
+    # Number of devices along each axis. One axis may be -1 and takes the remaining devices.
+    # Replicas of the complete layout below (across slow links).
     replica: int = 1
-    # Pipeline: consecutive layers on different devices.
+    # Pipeline parallelism: consecutive layers on different devices.
     stage: int = 1
-    # Data parallel, parameters replicated.
+    # Data parallelism with replicated parameters.
     data: int = 1
-    # Data parallel, with the state sharded as `zero` says.
+    # Data parallelism with the state sharded according to `zero_stage`.
     fsdp: int = -1
-    # The sequence split over devices (ring attention).
+    # Context parallelism: sequences split over devices (ring attention).
     context: int = 1
-    # Heads and feed-forward of a block split over devices.
+    # Tensor parallelism: heads and feed-forward of a block split over devices.
     tensor: int = 1
-    # What is sharded over fsdp and context (Rajbhandari et al. 2020, "ZeRO"): 1 = optimizer state | 2 = gradients too |
-    # 3 = parameters too.
+    # State sharded over fsdp and context (Rajbhandari et al. 2020, "ZeRO"): 1 = optimizer state | 2 = also gradients |
+    # 3 = also parameters.
     zero_stage: int = 3
-    # Times that the layers go round the stages; more of them make idle time shorter.
+    # Number of times that the layers pass through all stages (circular pipeline); higher values reduce idle time.
     num_pipeline_repeats: int = 1
-    # What lives in host memory and comes to the device a layer at a time: none | optimizer | all (parameters too).
+    # State kept in host memory and moved to the device one layer at a time: none | optimizer | all (also parameters).
     host_offload: str = 'none'
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Devices along each axis, in the order of the axes."""
+        """Returns the number of devices along each axis, in the order of MESH_AXES."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    # Steps between two checkpoints; 0 = by time only, and the last step.
+    # Steps between two checkpoints; 0 = save by time only, and at the last step.
     save_interval_steps: int = 1000
-    # Minutes since the last save after which the next step is saved, whatever its number; 0 = by steps only.
+    # Minutes since the last checkpoint after which the next step is saved, at any step number; 0 = save by steps only.
     save_interval_minutes: float = 20.0
-    # Newest checkpoints that are kept.
+    # Number of latest checkpoints to keep.
     max_to_keep: int = 5
-    # Checkpoints with the lowest validation loss that are kept too, of those that were saved at an evaluation.
+    # Number of additional checkpoints to keep: those saved at an evaluation with the lowest validation loss.
     keep_best: int = 1
-    # Every so many steps a checkpoint is saved and never deleted; 0 = none.
+    # Steps between permanent checkpoints, which are always saved and never deleted; 0 = none.
     keep_period: int = 0
-    # gs://bucket/run or s3://bucket/run: a copy of the workdir there, uploaded in the background; '' = none.
+    # Remote copy of the workdir (gs://bucket/run or s3://bucket/run), uploaded in the background; '' = none.
     remote_dir: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    # Good steps by which spikes of loss and gradient norm are told; from when there are as many, steps that spike are
-    # left out. 0 = only those are that are not finite.
+    # Number of recent good steps used to detect loss and gradient-norm spikes. Once the window is full, steps with
+    # spikes are skipped. 0 = skip only non-finite steps.
     spike_window: int = 128
-    # Robust standard deviations above the median from which on a step spikes.
+    # Robust standard deviations above the median from which on a step counts as a spike.
     spike_threshold: float = 10.0
-    # Consecutive steps with a spike or a value that is not finite after which the run rolls back or, after
-    # max_rollbacks, stops with exit code 1. Each of these steps is skipped.
+    # Number of consecutive steps with a spike or a non-finite value after which the run rolls back or, after
+    # max_rollbacks rollbacks, stops with exit code 1. Each of these steps is skipped.
     max_consecutive_skips: int = 20
-    # Times that a run goes back to a checkpoint from before such steps and leaves out their batches; 0 = it stops.
+    # Maximum number of rollbacks to a checkpoint before the bad steps. A rollback skips their batches. 0 = stop.
     max_rollbacks: int = 2
-    # Steps before the first bad one whose batches are left out then too.
+    # Number of steps before the first bad step whose batches are also skipped after a rollback.
     rollback_skip_steps: int = 20
-    # What a rollback multiplies learning rates by; 1 = they stay.
+    # Factor that a rollback applies to all learning rates; 1 = unchanged.
     rollback_lr_factor: float = 1.0
-    # Evaluations without a lower validation loss after which the run ends (exit code 0); 0 = it does not.
+    # Number of evaluations without a lower validation loss after which the run ends (exit code 0); 0 = never.
     early_stopping_patience: int = 0
-    # How much lower a validation loss must be to count.
+    # Minimum decrease of the validation loss that counts as an improvement.
     early_stopping_min_delta: float = 0.0
-    # Cost limit of all attempts of the run; at the limit the run saves its state and ends (exit code 0).
-    # 0 = no bound.
+    # Cost limit of all attempts of the run. At the limit, the run saves its state and ends (exit code 0).
+    # 0 = unlimited.
     max_hours: float = 0.0
     max_dollars: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One run. Sections as users write them: `--config.train.num_steps=100`."""
+    """Config of a run. Users set a key with its section: `--config.train.num_steps=100`."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -338,21 +338,21 @@ class Config:
 
     @property
     def has_reference(self) -> bool:
-        """Whether what is minimized looks at the model that the run starts from."""
+        """Returns True if the loss needs the reference model, a copy of the initial parameters."""
         return self.train.objective == 'dpo' or (self.train.objective == 'grpo' and self.grpo.kl_coef > 0)
 
     @property
     def by_budget(self) -> bool:
-        """Returns whether hours or dollars give the length, which is then decided during the run."""
+        """Returns True if the run length is given in hours or dollars and is therefore determined during the run."""
         return bool(self.train.hours or self.train.dollars)
 
     @property
     def batch_shards(self) -> int:
-        """Devices that the batch is split over (resolved configs only)."""
+        """Returns the number of devices over which the batch is split (resolved configs only)."""
         return self.mesh.replica * self.mesh.data * self.mesh.fsdp
 
     def at_context(self, window: int) -> Config:
-        """The run while its sequences are shorter: windows are cut, tokens stay (resolved configs only)."""
+        """Returns the config for a shorter sequence length with the same tokens per step (resolved configs only)."""
         parts = self.data.seq_len // window
         train = dataclasses.replace(
             self.train,
@@ -363,23 +363,23 @@ class Config:
 
     @property
     def contexts(self) -> list[tuple[int, int]]:
-        """(first step, from 0, length of the sequences) of each part of the run (resolved configs only)."""
+        """Returns (first step from 0, sequence length) of each segment of the run (resolved configs only)."""
         lengths = [*(window for window, _ in self.data.seq_len_schedule), self.data.seq_len]
         starts = [0, *(round(share * self.train.num_steps) for _, share in self.data.seq_len_schedule)]
         return list(zip(starts, lengths, strict=True))
 
     def context_at(self, step: int) -> int:
-        """Length of the sequences in step number `step`, from 0 (resolved configs only)."""
+        """Returns the sequence length at `step`, counted from 0 (resolved configs only)."""
         return [window for first_step, window in self.contexts if first_step <= step][-1]
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches in one optimizer step (resolved configs only)."""
+        """Returns the number of micro-batches per optimizer step (resolved configs only)."""
         return self.train.global_batch_size // (self.train.per_device_batch_size * self.batch_shards)
 
     @property
     def rounds(self) -> int:
-        """Times that the model is run for one optimizer step: a pipeline takes all micro-batches at once."""
+        """Returns the number of model calls per optimizer step. A pipeline processes all micro-batches in one call."""
         return self.accumulation if self.mesh.stage == 1 else 1
 
 

@@ -1,6 +1,6 @@
-"""Keys of what a run tells of itself: evaluations, alerts, metrics, a profile.
+"""Config keys of evaluations, alerts, metrics and profiles.
 
-They change no result, but for what `guard` and `checkpoint.keep_best` make of evaluations.
+They do not change the training result, except through `guard` and `checkpoint.keep_best`, which use evaluations.
 """
 
 from __future__ import annotations
@@ -10,64 +10,65 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    # Steps between two evaluations on the validation split; 0 = never. The last step is always evaluated otherwise.
+    # Steps between two evaluations on the validation split; 0 = never. Otherwise the last step is always evaluated.
     interval: int = 0
-    # Batches of the global batch's size per evaluation; 0 = the whole split.
+    # Number of batches per evaluation, each of the global batch size; 0 = the entire split.
     num_batches: int = 0
-    # Beginnings of validation documents (chosen by data.seed) that the model continues at each evaluation, for
-    # samples.jsonl, the log and TensorBoard; 0 = none.
+    # Number of prompts that the model continues at each evaluation, for samples.jsonl, the log and TensorBoard. They
+    # are the beginnings of validation documents, selected by data.seed. 0 = none.
     num_samples: int = 0
-    # Texts to continue instead: ('Once upon a time', 'def main(').
+    # Prompts used instead of validation documents: ('Once upon a time', 'def main(').
     sample_prompts: tuple = ()
-    # Tokens of a continuation, at most.
+    # Maximum number of tokens per continuation.
     sample_max_tokens: int = 64
-    # Benchmarks of lm-eval by likelihoods, as names (needs the extra `eval`, and the hub) or as paths of task files:
-    # ('arc_easy', 'tasks/mine.yaml').
+    # lm-eval benchmarks scored by likelihood, as names (need the extra `eval` and access to the hub) or as paths of
+    # task files: ('arc_easy', 'tasks/mine.yaml').
     tasks: tuple = ()
-    # Steps between two times that they are run, and at the last step; 0 = never.
+    # Steps between two runs of the benchmarks, which also run at the last step; 0 = never.
     tasks_interval: int = 0
-    # Documents of each, at most; 0 = all.
+    # Maximum number of documents per benchmark; 0 = all.
     tasks_limit: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class AlertsConfig:
-    # Destinations of alerts besides the log (maxlm/telemetry/alerts.py). This one is a file that gets one JSON line
-    # for each alert; a relative path is below the workdir. '' = none, here and below.
+    # Destinations of alerts in addition to the log (maxlm/telemetry/alerts.py). This one is a file that receives one
+    # JSON line per alert; a relative path is relative to the workdir. '' = none, here and below.
     file: str = ''
-    # A line of shell, e.g. 'mail -s "$MAXLM_ALERT_MESSAGE" me@example.org'. The alert comes as JSON on its input.
+    # Shell command, e.g. 'mail -s "$MAXLM_ALERT_MESSAGE" me@example.org'. It receives the alert as JSON on stdin.
     command: str = ''
-    # Name of the environment variable that holds a webhook's URL (Slack, Mattermost, Google Chat, Teams); never the URL
-    # itself, which is a secret.
+    # Name of the environment variable that contains a webhook URL (Slack, Mattermost, Google Chat, Teams). Never the
+    # URL itself, which is a secret.
     webhook_env_var: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    # Tell loss and share of each source, where there are several.
+    # Log loss and share of each source if there are several sources.
     per_source_loss: bool = True
     # Write TensorBoard event files next to metrics.jsonl.
     tensorboard: bool = True
-    # The same curves at Weights & Biases: '' = no | online | offline (kept in WORKDIR/wandb, for `wandb sync` later).
-    # Needs the extra `wandb`, and online the key of an account (`wandb login`).
+    # Log the same curves to Weights & Biases: '' = no | online | offline (kept in WORKDIR/wandb, for `wandb sync`
+    # later). Needs the extra `wandb` and, for online, the API key of an account (`wandb login`).
     wandb: str = ''
-    # Project that the run is in there.
+    # Weights & Biases project of the run.
     wandb_project: str = 'maxlm'
-    # Seconds between two readings of the machine and its accelerators into WORKDIR/devices.jsonl; 0 = none.
+    # Seconds between two samples of host and accelerator statistics in WORKDIR/devices.jsonl; 0 = none.
     device_stats_interval_seconds: float = 30.0
-    # Seconds between two lines of WORKDIR/goodput.jsonl: what a run that is killed does not tell of its time. 0 = only
-    # at saves, rollbacks and the end.
+    # Seconds between two lines of WORKDIR/goodput.jsonl. A killed run loses at most this much of its time record. 0 =
+    # only at saves, rollbacks and the end.
     goodput_interval_seconds: float = 10.0
     # Show a progress bar when standard error is a terminal.
     progress_bar: bool = True
-    # Peak TFLOP/s of one device, for MFU; 0 = the chip's datasheet, or on a CPU what a large product reaches here.
+    # Peak TFLOP/s of one device, for MFU; 0 = from the chip's datasheet, or on a CPU measured with a large matrix
+    # product.
     peak_tflops: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ProfileConfig:
-    # Number, from 1, of the first step whose operations are traced into WORKDIR/profile, for TensorBoard and Perfetto;
-    # those that take most time are logged. 0 = none.
+    # First step, counted from 1, whose operations are traced into WORKDIR/profile, for TensorBoard and Perfetto. The
+    # slowest operations are logged. 0 = none.
     start_step: int = 0
-    # Steps that are traced.
+    # Number of traced steps.
     num_steps: int = 3

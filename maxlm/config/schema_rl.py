@@ -1,4 +1,4 @@
-"""Keys of what comes after pretraining: preferences (DPO) and reinforcement by rewards (GRPO)."""
+"""Config keys of post-training: preference optimization (DPO) and reinforcement learning from rewards (GRPO)."""
 
 from __future__ import annotations
 
@@ -7,53 +7,54 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class DpoConfig:
-    # Strength of the tie to the reference, which is the model that the run starts from: the more, the closer it stays.
+    # Strength of the KL regularization toward the reference, i.e. the initial model. Higher values keep it closer.
     beta: float = 0.1
     # sigmoid (Rafailov et al. 2023, "Direct Preference Optimization") | ipo (Azar et al. 2023, "A General Theoretical
     # Paradigm to Understand Learning from Human Preferences").
     loss_type: str = 'sigmoid'
-    # sigmoid: share of the pairs that are taken to be the wrong way round (Mitchell 2023, "conservative DPO").
+    # sigmoid: fraction of the pairs that are assumed to be mislabeled (Mitchell 2023, "conservative DPO").
     label_smoothing: float = 0.0
-    # Weight of the mean cross-entropy of the answers that are preferred (Pang et al. 2024, "Iterative Reasoning
-    # Preference Optimization"); 0 = none.
+    # Weight of the mean cross-entropy of the preferred answers (Pang et al. 2024, "Iterative Reasoning Preference
+    # Optimization"); 0 = none.
     rpo_alpha: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class GrpoConfig:
-    # JSONL file of prompts: each a `prompt` or `messages`, and what its reward needs.
+    # JSONL file of prompts, each with a `prompt` or `messages` and the fields that its reward needs.
     prompts: str = ''
-    # JSONL file of prompts to evaluate on at eval.interval; '' = none.
+    # JSONL file of evaluation prompts, evaluated at eval.interval; '' = none.
     eval_prompts: str = ''
     # Reward of a response (maxlm/rewards/rewards.py), or a weighted sum of rewards: 'numeric + 0.1*format'.
     reward: str = 'exact'
-    # Reward that must be 1 for a response to count as correct in evaluations; '' = grpo.reward.
+    # Reward for evaluations; a response counts as correct if its reward is 1. '' = grpo.reward.
     eval_reward: str = ''
-    # Responses to each prompt, drawn from the model as it is (a group; G in the paper).
+    # Number of responses sampled per prompt from the unmodified model distribution (a group; G in the paper).
     num_generations: int = 16
-    # Prompts that are answered before the model learns from the answers. num_generations times it is a multiple of
-    # train.global_batch_size, the responses in one optimizer step.
+    # Number of prompts per rollout. num_generations · prompts_per_rollout must be a multiple of
+    # train.global_batch_size, the number of responses in one optimizer step.
     prompts_per_rollout: int = 0
-    # Tokens of a response, at most; of data.seq_len the rest is for the prompt.
+    # Maximum number of tokens per response; the remaining tokens of data.seq_len are for the prompt.
     max_completion_length: int = 0
-    # Parameters that are split to save memory are brought together once for a rollout, and not for every token: faster,
-    # and each device then holds all of them in the type of the computation.
+    # Gather sharded parameters once per rollout instead of once per token. This is faster, but each device then holds
+    # all parameters in the compute dtype.
     gather_params_for_generation: bool = False
-    # Times that the model learns from the same responses.
+    # Number of optimization passes over the same responses.
     num_iterations: int = 1
-    # How far a token's probability may go down, and up, from that with which it was drawn, as a share of it (Yu et al.
-    # 2025, "DAPO": 0.2 and 0.28).
+    # Clipping range of the probability ratio, 1 - epsilon to 1 + epsilon_high (Yu et al. 2025, "DAPO": 0.2 and 0.28).
+    # The ratio compares a token's probability with that at sampling time.
     epsilon: float = 0.2
     epsilon_high: float = 0.2
-    # Weight of the divergence from the model that the run starts from; 0 = none, and no copy of it.
+    # Weight of the KL divergence from the initial model; 0 = none, and no copy of the initial model.
     kl_coef: float = 0.0
-    # Whether advantages are divided by the standard deviation of their group. Liu et al. 2025, "Understanding R1-Zero-
-    # Like Training": better not.
+    # Divide advantages by the standard deviation of their group. Liu et al. 2025, "Understanding R1-Zero-Like
+    # Training", recommend False.
     scale_rewards: bool = True
-    # Average of the token losses, named as in TRL: grpo (over each response, then over responses: Shao et al. 2024,
-    # "DeepSeekMath") | dapo (over all tokens) | dr_grpo (their sum divided by max_completion_length: Liu et al.).
+    # Averaging of token losses, named as in TRL: grpo (per response, then over responses: Shao et al. 2024,
+    # "DeepSeekMath") | dapo (over all tokens) | dr_grpo (sum divided by max_completion_length: Liu et al.).
     loss_type: str = 'dapo'
-    # Prompts of an evaluation, from the first; 0 = all.
+    # Number of evaluation prompts, from the beginning of the file; 0 = all.
     eval_num_prompts: int = 0
-    # Responses to each of them at temperature 1, for pass@k; besides these there is the likeliest one. 0 = only that.
+    # Number of responses per evaluation prompt at temperature 1, for pass@k, in addition to a greedy one. 0 = greedy
+    # only.
     eval_num_generations: int = 0

@@ -1,4 +1,4 @@
-"""Which values make sense, alone and together; a refusal names the key, the value and what would be right."""
+"""Validates config values, alone and in combination. Errors name the key, the value and the values that work."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from maxlm.config.schema import Config, DataConfig, ModelConfig
 from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
 from maxlm.errors import InputError
 
-# Of each group exactly one key is set.
+# Exactly one key of each group must be set.
 EXCLUSIVE = (
-    # A budget first: on another machine the same budget is another number of steps.
+    # Budgets come first: on another machine, the same budget gives another number of steps.
     ('train.hours', 'train.dollars', 'train.num_steps', 'train.num_tokens', 'train.num_epochs'),
     ('train.global_batch_size', 'train.global_batch_size_tokens'),
 )
@@ -47,10 +47,10 @@ CHOICES = {
 
 SOURCE_WEIGHT = Range(0, 1e9, above=True)
 
-# A step of 200 blocks that are not in a loop already compiles for minutes.
+# Without a scan over layers, a step of 200 blocks already compiles for minutes.
 MAX_UNROLLED_LAYERS = 200
 
-# Of fewer steps median and deviation are too uncertain.
+# With fewer steps, the median and the deviation are too uncertain.
 MIN_SPIKE_WINDOW = 16
 
 
@@ -160,7 +160,7 @@ def check_sources(sources: Any) -> None:
 
 
 def _check_webhook(variable: str) -> None:
-    # The value is not shown: it may be the secret itself.
+    # The value is not shown because it may be the secret itself.
     if variable and not variable.isidentifier():
         raise InputError(
             'alerts.webhook_env_var: needs the name of an environment variable that holds the URL, e.g. '
@@ -290,13 +290,13 @@ def divides(small_key: str, small: int, large_key: str, large: int) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns the divisors of a positive number, in rising order."""
+    """Returns the divisors of a positive number in ascending order."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
 
 
 def nearest(word: str, options: Iterable[str]) -> str:
-    """The end of an error message: the closest of the options, or all of them."""
+    """Returns the end of an error message: the closest option, or all options if none is close."""
     options = list(options)
     closest = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
     if closest:

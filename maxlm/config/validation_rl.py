@@ -1,4 +1,4 @@
-"""Which values make sense for what comes after pretraining."""
+"""Validates the config keys of fine-tuning and post-training: LoRA, frozen parameters, DPO and GRPO."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from maxlm.errors import InputError
 
 
 def check_adapters(model: ModelConfig) -> None:
-    """Compares `model.lora_target_modules` with the projections of the model's blocks, where there are to be adapters.
+    """Checks `model.lora_target_modules` against the projections of the model's blocks if LoRA is enabled.
 
     Raises:
-        InputError: there are no patterns, or one names none of them.
+        InputError: there are no patterns, or a pattern matches no projection.
     """
     if not model.lora_rank:
         return
@@ -29,10 +29,10 @@ def check_adapters(model: ModelConfig) -> None:
 
 
 def check_dpo(config: Config) -> None:
-    """Compares the keys of section dpo with each other and, where preferences are learned, with those of the data.
+    """Checks that the keys of section dpo are consistent and, if the objective is dpo, that the data keys match it.
 
     Raises:
-        InputError: some do not go together.
+        InputError: some keys are inconsistent.
     """
     dpo, data = config.dpo, config.data
     if dpo.label_smoothing >= 0.5:
@@ -61,10 +61,10 @@ def check_dpo(config: Config) -> None:
 
 
 def check_trained(config: Config) -> None:
-    """Refuses what does not go with parameters that are not trained, and a reference that is nowhere.
+    """Checks the keys for frozen parameters, LoRA adapters and the reference model.
 
     Raises:
-        InputError: some keys do not go together.
+        InputError: some keys are inconsistent, or train.init_from is missing although the loss needs a reference model.
     """
     optimizer = config.optimizer
     for key in ('frozen_params', 'trainable_params'):
@@ -86,10 +86,10 @@ def check_trained(config: Config) -> None:
 
 
 def check_grpo(config: Config) -> None:
-    """Compares the keys of a run of maxlm.grpo.
+    """Checks the config of a maxlm.grpo run.
 
     Raises:
-        InputError: one is missing, or some do not go together.
+        InputError: a required key is missing, or some keys are inconsistent.
     """
     grpo, train, window = config.grpo, config.train, config.data.seq_len
     if train.objective != 'grpo':
@@ -135,7 +135,7 @@ def check_grpo(config: Config) -> None:
             raise InputError(f'{key}={value!r}: maxlm.grpo does without; set it to {wanted!r}{_WHY_NOT.get(key, "")}')
 
 
-# Why a key that has another default must be set.
+# Reasons why a key must not have its default or another value, appended to the error message.
 _WHY_NOT = {
     'guard.spike_window': ' (the loss of a step says little: rewards are relative to those of the same rollout)',
     'guard.max_rollbacks': ' (the batches behind a step depend on the model, so none could be left out)',
