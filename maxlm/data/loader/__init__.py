@@ -1,1 +1,1 @@
-"""Batches of a step: mixture, shuffle, windows."""
+"""Data loader: the mixture, shuffle and windows that determine the batch of each step."""

@@ -1,4 +1,4 @@
-"""Batches by step: rows in their order, cut to a host's share, read ahead."""
+"""Batches by step: shuffled rows, sharded over hosts and prefetched."""
 
 from __future__ import annotations
 
@@ -22,14 +22,22 @@ from maxlm.data.loader.windows import Batch, Sequences
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSource:
-    """Windows of one split, and by shard of them the number of the source that their loss is told by."""
+    """Windows of one split.
+
+    Attributes:
+        windows: the windows.
+        names: for each shard of `windows`, the number of the source under which its loss is reported.
+    """
 
     windows: Sequences
     names: Sequence[int]
 
 
 class RowOrder(Protocol):
-    """An order of windows: row number → (part, window of that part), or None behind the last row."""
+    """Order of the windows of all sources.
+
+    `locate` maps a row number to (source, window of that source), or to None after the last row.
+    """
 
     def __len__(self) -> int: ...
 
@@ -37,7 +45,7 @@ class RowOrder(Protocol):
 
 
 class TrainingRows:
-    """Endless rows: a weighted mixture of parts, each of which is shuffled anew in every epoch."""
+    """Endless rows of a weighted mixture of sources. Each source is reshuffled every epoch."""
 
     def __init__(self, mixture: Mixture, orders: Sequence[ShuffledIndex]):
         self.mixture = mixture
@@ -52,7 +60,7 @@ class TrainingRows:
 
 
 class ValidationRows:
-    """All windows of all parts, each once, in an order that is always the same. At least one window."""
+    """Each window of all sources once, in a fixed order. There must be at least one window."""
 
     def __init__(self, num_windows: Sequence[int]):
         self._firsts = list(itertools.accumulate(num_windows, initial=0))
@@ -71,19 +79,19 @@ class ValidationRows:
 class Batches:
     """Batches of windows by step: a pure function of (windows, order, step). Picklable.
 
-    `batches[step]` is a dict of arrays [rows, T] (see `window_batch`), with `with_sources` also `sources`, int32
-    [rows]: the number of the source that each row is from. Row r of the global batch is row `step * global_batch + r`
-    of the order; the last batch is filled up with rows of weight 0.
+    `batches[step]` is a dict of arrays [rows, T] (see `window_batch`). With `with_sources` it also contains `sources`,
+    int32 [rows]: the number of the source of each row. Row r of the global batch is row `step * global_batch + r` of
+    the order. The last batch is padded with rows of weight 0.
 
     Args:
-        sources: of the windows; all of the same length, with the same tokenizer.
-        order: of the windows of all parts.
-        global_batch: windows of a batch over all hosts.
-        rows: those of the global batch that this host wants; None = all. The other hosts do not change them.
-        with_sources: whether batches contain the sources of their rows.
-        num_batches: at most so many; 0 = all.
-        seq_len_schedule: (first step, parts that each window is cut into), by first step; () = windows are rows. A
-            window cut into n gives n rows of T = window / n tokens, so that a batch has the same tokens in any case.
+        sources: the sources of the windows. All have the same window length and tokenizer.
+        order: order of the windows of all sources.
+        global_batch: number of windows in a batch over all hosts.
+        rows: rows of the global batch for this host; None = all. They do not depend on the rows of other hosts.
+        with_sources: add the sources of the rows to the batches.
+        num_batches: maximum number of batches; 0 = all.
+        seq_len_schedule: (first step, number of splits) entries in ascending order; () = windows are rows. A window
+            split into n gives n rows of T = window / n tokens, so the number of tokens in a batch does not change.
     """
 
     def __init__(
@@ -110,12 +118,17 @@ class Batches:
         return self._length
 
     def __getitem__(self, step: int) -> Batch:
-        """Raises IndexError beyond the last batch, InputError when a shard is damaged."""
+        """Returns the batch of a step.
+
+        Raises:
+            IndexError: the step is not below the number of batches.
+            InputError: a shard is damaged.
+        """
         if not 0 <= step < len(self):
             raise IndexError(step)
         first = step * self.global_batch
         positions = [self.order.locate(first + row) for row in self._rows]
-        # One token is a last target and nothing to read: a row of padding.
+        # A stream of one token has a target but no input, so it gives a row of padding.
         streams = [
             np.zeros(1, np.int32) if position is None else self._sources[position[0]].windows.stream(position[1])
             for position in positions
@@ -139,7 +152,7 @@ class Batches:
 
 
 class StepIndexedBatches(Protocol):
-    """Batches by step, as `Batches` are."""
+    """Batches by step; `Batches` implements it."""
 
     def __len__(self) -> int: ...
 
@@ -149,20 +162,21 @@ class StepIndexedBatches(Protocol):
 def iterate(
     batches: StepIndexedBatches, start_step: int, data: DataConfig, stop_step: int | None = None
 ) -> Generator[Batch, None, None]:
-    """The batches of steps [start_step, stop_step), read ahead by `data.num_threads` or by `data.num_workers`
-    processes.
+    """Yields the batches of steps [start_step, stop_step), prefetched by threads or worker processes.
 
-    The order depends on neither. Closing the iterator (`.close()`, or dropping it) ends threads and processes. What a
-    step raises, InputError included, is raised here in its turn.
+    `data.num_threads` threads read batches, in each of `data.num_workers` worker processes if there are any. The order
+    depends on neither. Closing the iterator (`.close()`, or garbage collection) ends threads and processes. Exceptions
+    of a step, including InputError, are raised when that step is reached.
     """
     steps = grain.MapDataset.source(batches)[start_step:stop_step].to_iter_dataset(
         grain.ReadOptions(num_threads=data.num_threads, prefetch_buffer_size=data.prefetch_buffer_size)
     )
     if data.num_workers > 0:
         if not flags.FLAGS.is_parsed():
-            # grain hands its absl flags to the workers; maxlm has no use for absl's own parsing.
+            # Grain passes its absl flags to the workers, so they must count as parsed. maxlm does not use absl's
+            # parsing.
             flags.FLAGS.mark_as_parsed()
-        # By pipe: shared memory is scarce in containers (64 MB by default), and grain leaves the last batches in it.
+        # Use a pipe: shared memory is scarce in containers (64 MB by default), and Grain leaks the last batches there.
         by_pipe = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
         steps = grain.experimental.WithOptionsIterDataset(steps, by_pipe)
         steps = steps.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.num_workers))

@@ -1,4 +1,4 @@
-"""What a run trains on: one prepared data set, or several with weights."""
+"""Training data of a run: one prepared dataset, or several with weights."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ PREFERENCE_OBJECTIVE = 'dpo'
 
 
 def check_objective(config: Config, dataset: Dataset) -> None:
-    """Compares `train.objective` with what a data set of the run holds.
+    """Checks that `train.objective` matches the type of the dataset.
 
     Raises:
-        InputError: the objective needs preferences and there are none, or they are there and it does not.
+        InputError: the objective needs preference data and the dataset has none, or the reverse.
     """
     objective = config.train.objective
     if objective == PREFERENCE_OBJECTIVE and not dataset.preferences:
@@ -49,7 +49,7 @@ def check_objective(config: Config, dataset: Dataset) -> None:
 
 
 def check_alike(a: Dataset, b: Dataset) -> None:
-    """Raises InputError unless both of two data sets of a mixture hold preferences, or neither does."""
+    """Raises InputError if only one of two datasets of a mixture contains preference data."""
     if a.preferences != b.preferences:
         preferences, other = (a, b) if a.preferences else (b, a)
         raise InputError(
@@ -58,7 +58,7 @@ def check_alike(a: Dataset, b: Dataset) -> None:
         )
 
 
-# Sources whose losses are told apart; a list of files, each a source of its own, can be long.
+# Maximum number of sources with separate losses; a list of files, each its own source, can be long.
 MAX_SOURCES_LISTED = 64
 
 
@@ -68,14 +68,14 @@ def _warn(line: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One entry of `data.sources`, or the data set of `data.path`.
+    """One entry of `data.sources`, or the dataset of `data.path`.
 
     Attributes:
-        name: as it stands in logs and metrics.
-        dataset: where the shards are.
-        only: the one source of the data set whose shards are used; '' = all.
-        weight: share of the training rows, relative to the others'.
-        url: the bucket that shards are fetched from; '' = they are all here.
+        name: name in logs and metrics.
+        dataset: the dataset that contains the shards.
+        only: the single source of the dataset whose shards are used; '' = all sources.
+        weight: relative weight of the source in the training rows.
+        url: URL of the bucket that contains the shards; '' = all shards are local.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Source:
     url: str
 
     def windows(self, split: str, data: DataConfig, *, marked: bool = False) -> Sequences:
-        # A deleted file takes room until it is closed: those of the last pool must not stay open.
+        # A deleted file uses disk space until it is closed, so files of the previous pool must not stay open.
         max_open = data.shuffle_shards if self.url and data.cache_limit_gib and data.shuffle_shards else OPEN_SHARDS
         return Sequences(
             self.dataset,
@@ -102,7 +102,7 @@ class Source:
         return [shard for shard in self.dataset.splits[split].shards if self.only in ('', shard.source)]
 
     def remote_files(self, shards: Iterable[Shard]) -> tuple[RemoteFile, ...]:
-        """What is to be fetched of `shards`; nothing where they are here."""
+        """Returns the remote files of `shards`; empty if the dataset is local."""
         if not self.url:
             return ()
         path = self.dataset.path
@@ -111,13 +111,13 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingData:
-    """The data of a run.
+    """Training data of a run.
 
     Attributes:
-        data: the section of the config that it was opened with.
-        sources: one or more, all with the same tokenizer.
-        names: what losses and shares are told by: the entries of `data.sources`, or the sources within the data set of
-            `data.path`; a single one, or too many, are not told apart and leave it empty.
+        data: the data section of the config.
+        sources: one or more sources with the same tokenizer.
+        names: names under which losses and shares are reported: the entries of `data.sources`, or the sources within
+            the dataset of `data.path`. Empty for a single source or too many sources.
     """
 
     data: DataConfig
@@ -126,12 +126,12 @@ class TrainingData:
 
     @property
     def first(self) -> Dataset:
-        """One of the data sets, for what is the same in all: tokenizer and vocabulary."""
+        """Returns the first dataset; tokenizer and vocabulary are the same in all."""
         return self.sources[0].dataset
 
     @property
     def training_windows(self) -> int:
-        """Windows that an epoch has; over several sources, all their windows together."""
+        """Returns the number of windows in one epoch over all sources."""
         return sum(len(source.windows('train', self.data)) for source in self.sources)
 
     @property
@@ -140,7 +140,10 @@ class TrainingData:
 
     @property
     def validation_counts(self) -> tuple[int, int]:
-        """Tokens of the validation data, and bytes of its text; 0 where some came in as tokens and nobody knows."""
+        """Returns the number of tokens and of text bytes in the validation data.
+
+        The number of bytes is 0 if some documents were already tokenized, because their text size is unknown.
+        """
         counts = [
             facts
             for source in self.sources
@@ -152,7 +155,10 @@ class TrainingData:
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per token of the validation data's token frequencies; over several data sets their mean by tokens."""
+        """Returns the unigram entropy of the validation data in nats per token.
+
+        For several datasets, it is their mean weighted by tokens.
+        """
         splits = [
             dataset.splits['validation'] for dataset in {s.dataset.path: s.dataset for s in self.sources}.values()
         ]
@@ -162,10 +168,10 @@ class TrainingData:
     def train_batches(
         self, global_batch: int, rows: slice | None = None, seq_len_schedule: tuple[tuple[int, int], ...] = ()
     ) -> Batches:
-        """The shuffled, endless batches of the train split. See `Batches` for the arguments.
+        """Returns the shuffled, endless batches of the train split. See `Batches` for the arguments.
 
         Raises:
-            InputError: a source has nothing to train on.
+            InputError: the train split of a source is empty.
         """
         weighted_sources = self._weighted_sources('train')
         for part, source in zip(weighted_sources, self.sources, strict=True):
@@ -174,7 +180,7 @@ class TrainingData:
                     f'{_display_name(source)}: the train split is empty; maxlm.prepare needs more text for it'
                 )
         orders = [
-            # Sources of the same size are not in the same order.
+            # The seed depends on the source, so that sources of the same size have different orders.
             ShuffledIndex(
                 part.windows.shard_windows, seed=(self.data.seed + number) % 2**32, pool_shards=self.data.shuffle_shards
             )
@@ -190,12 +196,16 @@ class TrainingData:
         )
 
     def validation_batches(self, global_batch: int, num_batches: int = 0, rows: slice | None = None) -> Batches:
-        """Batches of the validation splits, each window at most once and unweighted; 0 = all of them.
+        """Returns batches of the validation splits, with each window at most once and without source weights.
 
-        Fewer are a sample of the whole, always the same one, whatever the run's seed.
+        Args:
+            global_batch: see `Batches`.
+            num_batches: maximum number of batches; 0 = all. A smaller number selects a sample that is always the same,
+                independent of the run's seed.
+            rows: see `Batches`.
 
         Raises:
-            InputError: there is nothing to validate on.
+            InputError: all validation splits are empty.
         """
         weighted_sources = self._weighted_sources('validation')
         if not any(len(part.windows) for part in weighted_sources):
@@ -214,11 +224,13 @@ class TrainingData:
     def fetcher(
         self, training: Batches | None, start_step: int, on_warning: OnWarning = _warn
     ) -> Fetcher | contextlib.nullcontext[None]:
-        """Fetches from buckets, ahead of use, what the steps of `training` from `start_step` on read, and the
-        validation splits, which stay. Does nothing where all is here.
+        """Returns a fetcher that downloads shards from buckets before the steps of `training` read them.
+
+        It starts at `start_step` and keeps the validation splits in the cache. If all data is local, the result is a
+        null context.
 
         Raises:
-            InputError: `data.cache_limit_gib` is too small for what a step reads.
+            InputError: `data.cache_limit_gib` is too small for the shards of one step.
         """
         if not any(source.url for source in self.sources):
             return contextlib.nullcontext()
@@ -252,7 +264,7 @@ class TrainingData:
             ) from error
 
     def fingerprint(self, global_batch: int) -> dict[str, Any]:
-        """All that the order of the data depends on, for a checkpoint: flat and JSON-able."""
+        """Returns everything that determines the data order, as a flat JSON-compatible dict for a checkpoint."""
         if len(self.sources) == 1 and not self.data.sources:
             contents: dict[str, Any] = {'dataset': self.first.fingerprint}
         else:
@@ -270,7 +282,7 @@ class TrainingData:
 
     def _weighted_sources(self, split: str) -> list[WeightedSource]:
         weighted_sources = []
-        # All rows of a batch are of one kind.
+        # All rows of a batch have the same format, with or without token flags.
         marked = any(source.dataset.masked for source in self.sources)
         for number, source in enumerate(self.sources):
             windows = source.windows(split, self.data, marked=marked)
@@ -283,13 +295,16 @@ class TrainingData:
 
 
 def open_training_data(data: DataConfig, *, with_sources: bool = True, on_warning: OnWarning = _warn) -> TrainingData:
-    """The data sets that `data.sources`, or else `data.path`, names; without `with_sources` none is told apart.
+    """Opens the datasets of `data.sources`, or else of `data.path`.
 
-    `on_alarm` is told when a bucket does not answer and what is cached is used.
+    Args:
+        data: the data section of the config.
+        with_sources: report losses separately by source.
+        on_warning: called with a message when a bucket does not respond and cached data is used.
 
     Raises:
-        InputError: one is missing or damaged, has no such source, they have different tokenizers, or some hold
-            preferences and others do not.
+        InputError: a dataset is missing or damaged, has no source of the given name, or differs from another dataset in
+            its tokenizer or in whether it contains preferences.
     """
     if not data.sources:
         dataset, url = _open(data.path, data, on_warning)
@@ -306,7 +321,7 @@ def open_training_data(data: DataConfig, *, with_sources: bool = True, on_warnin
         sources.append(Source(_name(entry), dataset, only, float(weight), url))
     repeated = [name for name, count in Counter(source.name for source in sources).items() if count > 1]
     if repeated:
-        # Two directories of the same name: then their whole paths tell them apart.
+        # Directories with the same name are distinguished by their full paths.
         entries = [entry for entry, _ in data.sources]
         sources = [dataclasses.replace(source, name=entry) for source, entry in zip(sources, entries, strict=True)]
     for source in sources:
@@ -320,11 +335,11 @@ def open_training_data(data: DataConfig, *, with_sources: bool = True, on_warnin
 
 
 def _open(path: str, data: DataConfig, on_warning: OnWarning) -> tuple[Dataset, str]:
-    """A data set and, if it lies in a bucket, its URL; then only its manifest is here."""
+    """Returns the dataset and its URL, or '' if it is local. Of a remote dataset, only the manifest is downloaded."""
     protocol, separator, rest = path.partition('://')
     if not separator:
         return load_manifest(path), ''
-    # Below the cache whatever the URL says: files there are deleted to make room.
+    # Any URL maps to a path below the cache directory, because files there are deleted to free space.
     below = [part for part in rest.split('/') if part not in ('', '.', '..')]
     directory = Path(data.cache_dir).expanduser().joinpath(protocol, *below)
     manifest = fetch_manifest(path, directory, on_warning=on_warning)
@@ -365,7 +380,7 @@ def _check_packed(dataset: Dataset, data: DataConfig) -> None:
 def _check_same_tokenizer(a: Dataset, b: Dataset) -> None:
     if a.tokenizer_sha256 == b.tokenizer_sha256:
         return
-    # Not byte by byte: a file from elsewhere may be written in another way and mean the same.
+    # Compare the loaded tokenizers: equivalent files from other tools can differ in their bytes.
     if Tokenizer.load(a.tokenizer_path).sha256 != Tokenizer.load(b.tokenizer_path).sha256:
         raise InputError(
             f'data.sources: {a.path} and {b.path} have different tokenizers; prepare one with --tokenizer '

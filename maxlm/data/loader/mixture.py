@@ -1,4 +1,4 @@
-"""Which source a row of the endless training data is from: weighted, and a pure function of the row's number."""
+"""Weighted mixture of sources: maps a row of the endless training data to its source as a pure function."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Rows over which the shares are as asked, to within a row; longer where there are many sources.
+# Number of rows per period. Shares are exact to within a row per period. Many sources need longer periods.
 PERIOD = 1024
-# Weights are fractions of this: integers, so that every machine counts the same.
+# Weights are integer fractions of this, so that the result is identical on all machines.
 UNIT = 2**40
-# Rows whose arrangement is kept, in whole periods: those that the batches being read ahead can be in.
+# Number of rows with cached arrangements, in complete periods; they cover the batches that are being prefetched.
 NUM_CACHED_ROWS = 64 * PERIOD
 
 
 class Mixture:
-    """row → (source, row of that source). Picklable.
+    """Maps a row to (source, row of that source). Picklable.
 
-    Rows come in periods. Of the first k periods source s has floor(w_s · k · period) rows, and the source with the
-    largest weight has what is left: shares are exact in the long run and off by less than one row per source at the
-    end of any period. Within a period the sources are in random order, drawn with (seed, period).
+    Rows are grouped in periods. The first k periods contain floor(w_s · k · period) rows of source s; the source with
+    the largest weight gets the remaining rows. Shares are exact in the long run and off by less than one row per source
+    at the end of any period. Within a period the order of the sources is random, seeded with (seed, period).
 
     Args:
-        weights: positive; their sum does not matter.
-        seed: 0 … 2³² - 1.
+        weights: positive weights; they need not sum to 1.
+        seed: integer from 0 to 2³² - 1.
     """
 
     def __init__(self, weights: Sequence[float], *, seed: int):
         assert weights
         assert min(weights) > 0
         num_sources = len(weights)
-        # The largest source must have as many rows per period as the others may gain by rounding.
+        # The largest source must have at least as many rows per period as all other sources can gain by rounding.
         self._period = max(PERIOD, num_sources**2)
         self._units = [max(1, round(weight / sum(weights) * UNIT)) for weight in weights]
         self._largest = int(np.argmax(self._units))
@@ -47,11 +47,11 @@ class Mixture:
 
     @property
     def shares(self) -> list[float]:
-        """Share of each source in the rows, in the long run."""
+        """Returns the long-run share of each source in the rows."""
         return [units / sum(self._units) for units in self._units]
 
     def __getitem__(self, row: int) -> tuple[int, int]:
-        """The source of a row, and how many rows of that source were before it."""
+        """Returns the source of a row and the number of rows of that source before it."""
         if len(self._units) == 1:
             return 0, row
         period, position = divmod(row, self._period)
@@ -59,18 +59,18 @@ class Mixture:
         return int(source_of[position]), int(number_of[position])
 
     def rows_taken(self, rows: int) -> list[int]:
-        """How many of the first `rows` rows are from each source."""
+        """Returns the number of rows of each source among the first `rows` rows."""
         period, position = divmod(rows, self._period)
         source_of, _ = self._cached_arrangement(period)
         within = np.bincount(source_of[:position], minlength=len(self._units)).tolist()
         return [before + count for before, count in zip(self._before(period), within, strict=True)]
 
     def row_of(self, source: int, number: int) -> int:
-        """The row at which a source has its row `number`: `self[find(s, n)] == (s, n)`."""
+        """Returns the row of row `number` of a source: `self[row_of(s, n)] == (s, n)`."""
         low, high = 0, 1
         while self._before(high)[source] <= number:
             low, high = high, 2 * high
-        # The last period before which there are not more than `number`.
+        # Find the last period with at most `number` rows of the source before it.
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._before(middle)[source] <= number else (low, middle)
@@ -78,25 +78,25 @@ class Mixture:
         return low * self._period + int(np.flatnonzero((source_of == source) & (number_of == number))[0])
 
     def _keep_arrangements(self) -> None:
-        # Two at least: a batch can be in both.
+        # A batch can span two periods.
         self._cached_arrangement = functools.lru_cache(max(2, NUM_CACHED_ROWS // self._period))(self._arrangement)
 
     def _before(self, periods: int) -> list[int]:
-        """Rows of each source in the first `periods` periods."""
+        """Returns the number of rows of each source in the first `periods` periods."""
         rows = periods * self._period
         counts = [units * rows // UNIT for units in self._units]
         counts[self._largest] += rows - sum(counts)
         return counts
 
     def _arrangement(self, period: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each place of a period its source, and the number of the row among that source's."""
+        """Returns, for each position of a period, its source and the row number within that source."""
         before = self._before(period)
         counts = np.subtract(self._before(period + 1), before)
         source_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        # Raw bits and a stable sort: NumPy promises to keep both from version to version, its own shuffle it does not.
+        # NumPy guarantees that raw bits and the stable sort never change between versions, unlike its shuffle.
         bits = np.random.Philox(key=[self._seed, period]).random_raw(self._period)
         source_of = source_of[np.argsort(bits, kind='stable')]
-        # In one go over all sources: of a thousand, each with a look at every place, it would be a second.
+        # Vectorized over the sources: a loop over a thousand sources would take a second.
         by_source = np.argsort(source_of, kind='stable')
         firsts = np.cumsum(counts) - counts
         number_of = np.empty(self._period, np.int64)

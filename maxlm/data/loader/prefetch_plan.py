@@ -1,4 +1,4 @@
-"""Which shards the steps ahead will read, so that they can be fetched before and given up afterwards."""
+"""Predicts the shards that upcoming steps read, so that they can be prefetched and evicted in time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from maxlm.data.loader.batches import TrainingRows
 
 
 class ShardRead(NamedTuple):
-    """Steps [first_step, last_step] read these shards of a part, and no other of it."""
+    """Shards of a source read by the steps [first_step, last_step]. These steps read no other shards of the source."""
 
     first_step: int
     last_step: int
@@ -19,7 +19,7 @@ class ShardRead(NamedTuple):
 
 
 def upcoming_reads(rows: TrainingRows, global_batch: int, start_step: int) -> Iterator[ShardRead]:
-    """All readings from `start_step` on, without end, by first step."""
+    """Yields all shard reads from `start_step` on, endlessly, in the order of their first step."""
 
     def reads_of_source(source: int) -> Iterator[ShardRead]:
         start = rows.mixture.rows_taken(start_step * global_batch)[source]

@@ -1,4 +1,4 @@
-"""The endless order of a split's windows: any place of it is computed, and what is kept does not grow with them."""
+"""Endless shuffled order of a split's windows, with random access and constant memory."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from typing import NamedTuple
 import numpy as np
 from grain.experimental import index_shuffle
 
-# Raised whenever a place leads to another window: a run goes on in another order only if it is told to.
+# Increment when a position maps to another window: a run resumes with another order only on request.
 VERSION = 2
 # Odd, so that different seeds stay different modulo 2³².
 SEED_STRIDE = 0x9E3779B1
-# Rounds of the cipher behind the permutation. Four, as in grain's own shuffle, are too few for large data: the first
-# 5 000 places of 10¹² fail a chi-square test (1 291 where 63 is expected); with eight they pass, for 0.5 µs more.
+# Rounds of the cipher of the permutation. Four rounds, as in grain's shuffle, are too few for large data: the first
+# 5 000 positions of 10¹² fail a chi-square test (1 291, expected 63). Eight rounds pass and take 0.5 µs more.
 ROUNDS = 8
-# Up to so many items a permutation is a table. The cipher permutes a power of two of a million or so and is asked again
-# until it says a number that is within the range: 9 ms for a place of 10 items, 0.02 ms of 12 000.
+# Largest permutation stored as a table. The cipher permutes a power of two of about a million and is repeated until the
+# result is in the range. This takes 9 ms per position for 10 items and 0.02 ms for 12 000 items.
 TABLE_SIZE = 2**14
-# Tables that are kept, of 32 KB at most: those of the pools of all sources that data is read ahead from.
+# Number of cached tables, of at most 32 KB each; they cover the pools of all sources that are being prefetched.
 NUM_CACHED_TABLES = 512
-# Epochs whose pools are kept: those that the batches being read ahead can be in.
+# Number of epochs with cached pools; they cover the batches that are being prefetched.
 NUM_CACHED_EPOCHS = 4
 
 
 def feistel_permutation(position: int, size: int, seed: int) -> int:
-    """The item at a place of a permutation of `size` items, 0 … size - 1: a pure function, and the same for ever.
+    """Returns the item at a position of a permutation of the `size` items 0 … size - 1.
 
-    Up to TABLE_SIZE items the permutation sorts random bits of the seed, and is kept for a while. Of more it is
-    computed place by place by a small cipher (`grain.experimental.index_shuffle`).
+    The result is a pure function of the arguments and does not change between versions. Up to TABLE_SIZE items, the
+    permutation sorts random bits of the seed and is cached. Larger permutations are computed per position with a small
+    cipher (`grain.experimental.index_shuffle`).
     """
     if size <= TABLE_SIZE:
         return int(_table(size, seed)[position])
@@ -40,12 +41,12 @@ def feistel_permutation(position: int, size: int, seed: int) -> int:
 
 @functools.lru_cache(NUM_CACHED_TABLES)
 def _table(size: int, seed: int) -> np.ndarray:
-    # NumPy promises the bits of a generator for ever, and the way of its `permutation` not.
+    # NumPy guarantees that the bits of a generator never change, unlike the algorithm of its `permutation`.
     return np.argsort(np.random.Philox(key=seed).random_raw(size), kind='stable').astype(np.uint16)
 
 
 class ShuffleBlock(NamedTuple):
-    """Places [start, stop) of the order, which lead to windows of these shards only."""
+    """Positions [start, stop) of the order, which contain only windows of these shards."""
 
     start: int
     stop: int
@@ -53,23 +54,23 @@ class ShuffleBlock(NamedTuple):
 
 
 class ShuffledIndex:
-    """place → window, a pure function of (windows of each shard, seed, pool_shards). Picklable.
+    """Maps a position to a window: a pure function of (windows of each shard, seed, pool_shards). Picklable.
 
-    Every epoch has every window once. An epoch is a sequence of pools of `pool_shards` shards each, shuffled shards
-    first; within a pool all windows are shuffled. So the windows of a batch come from few shards, which can be fetched
-    ahead and given up afterwards. With pool_shards = 0 all shards are one pool: the windows of an epoch are a
-    permutation of all.
+    Every epoch contains every window once. An epoch is a sequence of pools. The shards are shuffled and grouped into
+    pools of `pool_shards` shards; within a pool, all windows are shuffled. The windows of a batch therefore come from
+    few shards, which can be prefetched and evicted afterwards. With pool_shards = 0, all shards form one pool and an
+    epoch is a permutation of all windows.
 
-    See `permuted`: the cost of a place does not grow with the number of windows.
+    The cost per position does not grow with the number of windows; see `feistel_permutation`.
 
     Args:
-        shard_windows: number of windows in each shard; window numbers count through them. At least one window.
-        seed: 0 … 2³² - 1.
-        pool_shards: shards in a pool; 0 = all.
+        shard_windows: number of windows in each shard, at least one in total. Window numbers count through the shards.
+        seed: integer from 0 to 2³² - 1.
+        pool_shards: number of shards in a pool; 0 = all.
     """
 
     def __init__(self, shard_windows: Sequence[int], *, seed: int, pool_shards: int = 0):
-        # First window of each shard, and one past the last of all.
+        # First window of each shard, followed by the total number of windows.
         self._firsts = list(itertools.accumulate(shard_windows, initial=0))
         self._seed = seed
         self._pool_shards = min(pool_shards or len(shard_windows), len(shard_windows))
@@ -84,11 +85,11 @@ class ShuffledIndex:
         self._cached_pools = functools.lru_cache(NUM_CACHED_EPOCHS)(self._pools)
 
     def __len__(self) -> int:
-        """Windows of an epoch."""
+        """Returns the number of windows in an epoch."""
         return self._firsts[-1]
 
     def __getitem__(self, position: int) -> int:
-        """The window at a place of the endless order, 0 … len - 1."""
+        """Returns the window at a position of the endless order, from 0 to len - 1."""
         epoch, position = divmod(position, len(self))
         pools = self._cached_pools(epoch)
         pool = bisect.bisect_right(pools.starts, position) - 1
@@ -98,7 +99,7 @@ class ShuffledIndex:
         return self._firsts[pools.shards[pool][member]] + index - pools.offsets[pool][member]
 
     def blocks(self, position: int) -> Iterator[ShuffleBlock]:
-        """The pools of the order, without end, from the one on that `place` is in."""
+        """Yields the pools of the order endlessly, starting with the pool that contains `position`."""
         for epoch in itertools.count(position // len(self)):
             pools = self._cached_pools(epoch)
             for shards, (start, stop) in zip(pools.shards, itertools.pairwise(pools.starts), strict=True):
@@ -107,7 +108,7 @@ class ShuffledIndex:
                     yield ShuffleBlock(first + start, first + stop, shards)
 
     def _pools(self, epoch: int) -> _Pools:
-        # Shards without a window (a single token) would make a pool of nothing.
+        # Shards without windows (a single token) could form an empty pool.
         filled = [shard for shard, (a, b) in enumerate(itertools.pairwise(self._firsts)) if b > a]
         if self._pool_shards < len(self._firsts) - 1:
             seed = _seed(self._seed, epoch, 0)
@@ -121,11 +122,16 @@ class ShuffledIndex:
 
 
 class _Pools(NamedTuple):
-    # Shards of each pool, in the order of the pool's window numbers.
+    """Pools of an epoch.
+
+    Attributes:
+        shards: the shards of each pool, in the order of the pool's window numbers.
+        offsets: for each pool, the first window number of each of its shards, followed by its number of windows.
+        starts: first position of each pool within the epoch, followed by the number of positions.
+    """
+
     shards: list[tuple[int, ...]]
-    # Of each pool: the number of its first window in each of its shards, and one past its last.
     offsets: list[list[int]]
-    # First place of each pool within the epoch, and one past the last of all.
     starts: list[int]
 
 
@@ -134,5 +140,5 @@ def _batched(items: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 
 def _seed(seed: int, epoch: int, stream: int) -> int:
-    """Different for each use: seeds are spread, else epoch 1 of seed 0 were epoch 0 of seed 1."""
+    """Returns a distinct seed per use. Without the stride, epoch 1 of seed 0 would equal epoch 0 of seed 1."""
     return (seed * SEED_STRIDE + epoch + stream * 0x85EBCA6B) % 2**32

@@ -1,16 +1,16 @@
-"""Batches that a run leaves out: from the number of a step to that of its batch."""
+"""Batches that a run skips: maps the number of a step to the number of its batch."""
 
 from __future__ import annotations
 
 from maxlm.data.loader.batches import Batches
 from maxlm.data.loader.windows import Batch
 
-# Ranges [start, stop) of batches in the data's own order, from the first to the last, with gaps in between.
+# Ranges [start, stop) of batches in data order, sorted and separated by gaps.
 Skips = tuple[tuple[int, int], ...]
 
 
 def data_index(step: int, skips: Skips) -> int:
-    """The batch of step number `step`, both from 0. It rises with the step."""
+    """Returns the batch of step number `step`, both counted from 0. It increases with the step."""
     for start, stop in skips:
         if step < start:
             break
@@ -19,7 +19,7 @@ def data_index(step: int, skips: Skips) -> int:
 
 
 def skip_steps(skips: Skips, first: int, stop: int) -> Skips:
-    """The ranges with the batches of the steps [first, stop), which until now had batches."""
+    """Returns the skipped ranges extended by the batches of steps [first, stop)."""
     assert 0 <= first < stop, (first, stop)
     ranges = sorted([*skips, (data_index(first, skips), data_index(stop - 1, skips) + 1)])
     merged = ranges[:1]
@@ -33,7 +33,7 @@ def skip_steps(skips: Skips, first: int, stop: int) -> Skips:
 
 
 class SkippingBatches:
-    """Batches by step, without those that are left out. Picklable."""
+    """Batches by step without the skipped batches. Picklable."""
 
     def __init__(self, batches: Batches, skips: Skips):
         self._batches = batches

@@ -1,4 +1,4 @@
-"""Training sequences of a fixed length, into which documents are packed, by number."""
+"""Random access to windows: training sequences of a fixed length that contain packed documents."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from maxlm.data.chat.token_flags import encode_stream_flags, is_document_start, 
 from maxlm.data.dataset.records import Dataset, Shard
 from maxlm.data.dataset.token_reader import OPEN_SHARDS, TokenReader
 
-# tokens, targets, weights, segments, positions: each [B, T].
+# Keys tokens, targets, weights, segments, positions; each [B, T].
 Batch = dict[str, np.ndarray]
 
 
 class Sequences:
-    """Random access to windows of T tokens; picklable.
+    """Random access to windows of T tokens. Picklable.
 
-    Windows do not cross shards: a shard of n tokens gives ceil((n - 1) / T), and its window w holds the tokens
-    [w · T, w · T + T) with the targets one further. See `window_batch` for what becomes of them.
+    Windows do not cross shards: a shard of n tokens has ceil((n - 1) / T) windows. Window w contains the tokens
+    [w · T, w · T + T) and the targets shifted by one. `window_batch` converts windows to batches.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class Sequences:
         fetched: bool = False,
         max_open: int = OPEN_SHARDS,
     ):
-        """Opens no file yet.
+        """Initializes the windows without opening files.
 
         Args:
-            dataset, split: what is read.
-            window: tokens of a window.
-            shards: those of the split that are used; None = all.
+            dataset, split: dataset and split to read.
+            window: number of tokens in a window.
+            shards: shards of the split to use; None = all.
             isolate_documents: see `window_batch`.
-            marked: whether streams are marked although the data set is not, to be in batches with those of one that is.
+            marked: add token flags to streams of a dataset without flags, to mix them with a dataset that has flags.
             fetched, max_open: see `TokenReader`.
         """
         shards = dataset.splits[split].shards if shards is None else shards
@@ -50,10 +50,10 @@ class Sequences:
         self.window = window
         self._end_of_document = dataset.end_of_document
         self._isolate_documents = isolate_documents
-        # Whether streams are of marked tokens.
+        # True if streams contain token flags.
         self.marked = marked or dataset.masked
         self._adds_flags = marked and not dataset.masked
-        # First window of each shard, and one past the last of all.
+        # First window of each shard, followed by the total number of windows.
         self._firsts = list(itertools.accumulate(self.shard_windows, initial=0))
 
     @property
@@ -62,20 +62,22 @@ class Sequences:
 
     @property
     def shard_windows(self) -> list[int]:
-        """Number of windows in each shard."""
+        """Returns the number of windows in each shard."""
         return [-((1 - shard.tokens) // self.window) for shard in self._reader.shards]
 
     def __len__(self) -> int:
         return self._firsts[-1]
 
     def shard_of(self, number: int) -> int:
-        """The shard that a window is in."""
+        """Returns the shard that contains a window."""
         return bisect.bisect_right(self._firsts, number) - 1
 
     def stream(self, number: int) -> np.ndarray:
-        """The tokens of a window and the last target, as they are stored, or marked: [n + 1], n ≤ T.
+        """Returns the tokens of a window and the last target, [n + 1] with n ≤ T, with token flags if `marked`.
 
-        Raises IndexError beyond the last window, InputError when the shard is damaged.
+        Raises:
+            IndexError: there is no window of this number.
+            InputError: the shard is damaged.
         """
         if not 0 <= number < len(self):
             raise IndexError(number)
@@ -86,11 +88,11 @@ class Sequences:
         return encode_stream_flags(stream, self._end_of_document) if self._adds_flags else stream
 
     def __getitem__(self, number: int) -> Batch:
-        """One window, arrays [T]; raises as `stream` does."""
+        """Returns one window as a batch without batch axis, arrays [T]. Raises the same errors as `stream`."""
         return {name: rows[0] for name, rows in self.batch([self.stream(number)]).items()}
 
     def batch(self, streams: Sequence[np.ndarray], *, num_splits: int = 1) -> Batch:
-        """`window_batch` of streams of these windows, or of others of the same length and tokenizer."""
+        """Returns `window_batch` of streams from these windows, or from windows of the same length and tokenizer."""
         return window_batch(
             streams,
             self.window,
@@ -110,24 +112,26 @@ def window_batch(
     marked: bool = False,
     num_splits: int = 1,
 ) -> Batch:
-    """Windows put side by side, each cut into `parts` of T = window / parts tokens: arrays [B, T], B = streams · parts.
+    """Returns a batch of windows, each split into rows of T = window / num_splits tokens.
 
-        tokens     int32    what the model reads; 0 in padding
-        targets    int32    the token that follows each; 0 in padding
-        weights    float32  1 where the target counts; 0 after an end of document, which does not tell the next
-                            document's first token, and in padding
-        segments   int32    1, 2, … the number of the document within the row; 0 in padding
-        positions  int32    0, 1, … within the segment; 0 in padding
+    The arrays have shape [B, T] with B = len(streams) · num_splits:
 
-    Without `isolate_documents` a row is one segment. Marked tokens say themselves what counts and begins a document.
+        tokens     int32    input tokens; 0 in padding
+        targets    int32    the next token of each; 0 in padding
+        weights    float32  1 where the target counts; 0 in padding and after an end-of-document token, which does not
+                            predict the first token of the next document
+        segments   int32    number of the document within the row, from 1; 0 in padding
+        positions  int32    position within the segment, from 0; 0 in padding
+
+    Without `isolate_documents` a row is one segment. The flags of marked tokens determine targets and document starts.
 
     Args:
         streams: tokens of each window and the last target, [n + 1] with n ≤ window.
-        window: tokens that a window may have; a multiple of `parts`.
-        end_of_document: id that ends a document.
-        isolate_documents: whether the token after an end of document starts a segment.
-        marked: whether streams are of marked tokens; see `marks`.
-        parts: rows that a window is cut into.
+        window: maximum number of tokens in a window; a multiple of `num_splits`.
+        end_of_document: token id that ends a document.
+        isolate_documents: start a new segment after each end-of-document token.
+        marked: streams contain token flags; see `maxlm.data.chat.token_flags`.
+        num_splits: number of rows into which a window is split.
     """
     T = window // num_splits
     full = np.zeros((len(streams), window + 1), np.uint32 if marked else np.int32)
@@ -140,23 +144,23 @@ def window_batch(
     else:
         begins = full[:, :-1] == end_of_document
         counts = ~begins
-    # Copies: of a single row the slices would share their memory.
+    # Copy, because slices of a single row would share memory.
     targets = full[:, 1:].copy()
     for row, length in short:
-        # The last target is no token that is read.
+        # The last target is not an input token.
         full[row, length] = 0
     tokens = full[:, :-1].copy()
     weights = counts.astype(np.float32)
     for row, length in short:
         weights[row, length:] = 0
-    # Documents are long: work by document, not by token.
+    # Vectorize over documents, which are long, instead of tokens.
     starts = np.zeros(tokens.size, bool)
     if isolate_documents:
         starts[1:] = begins.reshape(-1)[:-1]
     starts[::T] = True
     firsts = np.flatnonzero(starts)
     lengths = np.diff(firsts, append=tokens.size)
-    # How many segments began before the row that each is in.
+    # Number of segments that began before the row of each segment.
     before_row = np.searchsorted(firsts, firsts // T * T)
     segments = np.repeat((np.arange(len(firsts)) - before_row + 1).astype(np.int32), lengths).reshape(tokens.shape)
     positions = np.arange(tokens.size, dtype=np.int32) - np.repeat(firsts.astype(np.int32), lengths)
