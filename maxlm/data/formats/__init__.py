@@ -1,1 +1,1 @@
-"""Readers of input files: text, JSONL, Parquet, token files, Hugging Face datasets, TFDS."""
+"""Readers of input formats: text, JSONL, Parquet, token files, Hugging Face datasets and TFDS."""

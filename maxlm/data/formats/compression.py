@@ -1,4 +1,4 @@
-"""Compressed files as streams; one that was cut short is an error, never a shorter stream."""
+"""Decompression streams that raise an error if the compressed file is truncated."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any, BinaryIO, cast
 
 from maxlm.data.documents.read_options import MAX_WINDOW_BYTES
 
-# Compressed bytes that are decompressed together. Blocks of Zstandard may grow by 32768: to 64 MiB.
+# Number of compressed bytes per call. A Zstandard block can expand by a factor of 32768, here to 64 MiB.
 INPUT_BYTES = 2**11
 COMPRESSED_SUFFIXES = ('.gz', '.zst')
 
 
 def is_compressed(name: str) -> bool:
-    """Whether the name of a file tells of a compression that `decompressed` knows."""
+    """Returns True if the suffix of a file name is a compression supported by `decompressed`."""
     return name.lower().endswith(COMPRESSED_SUFFIXES)
 
 
 def decompressed(file: BinaryIO, name: str, *, max_window_bytes: int = MAX_WINDOW_BYTES) -> BinaryIO:
-    """The content of an open file that `name` tells the compression of, none included.
+    """Returns a stream of the decompressed content of an open file, selected by the suffix of `name`.
 
-    Reading raises EOFError when the file ends too early, OSError or zlib.error when it is damaged otherwise, or is
-    Zstandard with a window of more than `max_window_bytes`, which the decompressor keeps in memory.
+    Without a compression suffix, the result is `file` itself. Reading the stream raises EOFError if the file is
+    truncated. It raises OSError or zlib.error if the file is otherwise damaged, or if it needs a Zstandard window of
+    more than `max_window_bytes`, which the decompressor keeps in memory.
     """
     if name.lower().endswith('.gz'):
         return cast(BinaryIO, gzip.GzipFile(fileobj=file))
@@ -32,7 +33,7 @@ def decompressed(file: BinaryIO, name: str, *, max_window_bytes: int = MAX_WINDO
 
 
 class _ZstandardStream(io.RawIOBase):
-    """zstandard's own stream ends without a word where the file was cut short, so frames are followed here."""
+    """Zstandard stream that detects truncated files, unlike the stream of the zstandard package."""
 
     def __init__(self, file: BinaryIO, max_window_bytes: int):
         import zstandard  # few inputs are compressed
@@ -41,7 +42,7 @@ class _ZstandardStream(io.RawIOBase):
         self._error = zstandard.ZstdError
         self._max_window_bytes = max_window_bytes
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=max_window_bytes)
-        # The frame that is being read; None between two.
+        # Decompressor of the current frame; None between two frames.
         self._frame: Any = None
         self._input = b''
         self._output = memoryview(b'')

@@ -1,8 +1,8 @@
-"""The files behind what the user calls inputs: files, directories, globs, local or in buckets, and named data sets.
+"""Resolves the inputs given by the user: files, directories, globs, local or in buckets, and named datasets.
 
-A glob knows `*`, `?` and `[…]` within a component and `**` for any number of directories. Its files are named from the
-directory before its first wildcard, which also is their source: `books/*/x.txt` gives `a/x.txt` of `books`. A directory
-that it matches is walked. A local path that exists is never a glob.
+Globs support `*`, `?` and `[…]` within a path component, and `**` for any number of directories. Names of matching
+files are relative to the directory before the first wildcard, and that directory is their source: `books/*/x.txt`
+gives `a/x.txt` of source `books`. Matching directories are walked. An existing local path is never treated as a glob.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import Entry, display_path, is_url
 
-# Data sets that are given by name, and the readers that know them.
+# Prefixes of datasets that are given by name, with the kind of their reader.
 DATASET_PREFIXES = {'hf:': 'hub', 'tfds:': 'tfds'}
 SKIPPED_DIRECTORIES = ('__pycache__',)
 _WILDCARDS = re.compile(r'[*?[]')
 
 
-# Called with the files of a directory or glob that are left out, since they hold no text.
+# Called with the files of a directory or glob that are skipped because they contain no text.
 OnLeftOut = Callable[[Sequence[Entry]], None]
 
 
@@ -41,25 +41,27 @@ def find_inputs(
     max_record_bytes: int = MAX_RECORD_BYTES,
     on_skipped: OnLeftOut = lambda files: None,
 ) -> list[InputFile]:
-    """The files behind `paths`, in the order of `paths` and sorted by name within each.
+    """Returns the files of `paths`, in the order of `paths` and sorted by name within each path.
 
-    A directory is walked; files with a suffix of TEXT_SUFFIXES or KIND_SUFFIXES are taken, and those of other suffixes
-    whose content is text (see `content`), unless there are token files; hidden entries, local directories that are
-    symbolic links, `__pycache__`, and files and directories whose name matches a pattern of `exclude` are not. A file
-    given itself is taken whatever its suffix, as text where that is unknown; so are the matches of a glob that ends in
-    a suffix. Where two inputs hold a file of the same name, all names get their source in front.
+    A directory is walked. Its files are included if their suffix is in TEXT_SUFFIXES or KIND_SUFFIXES. Files with other
+    suffixes are included if their content is text (see `text_files`) and the directory has no token files. Hidden
+    entries, local directories that are symbolic links, `__pycache__` and names that match `exclude` are skipped.
+
+    A file given directly is included regardless of its suffix, as text if the suffix is unknown. The same holds for
+    the matches of a glob that ends in a suffix. If two inputs contain files of the same name, all names are prefixed
+    with their source.
 
     Args:
         paths: local paths, URLs, globs of both, `hf:NAME[:CONFIG][@REVISION][#SPLIT]`, `hf:DIRECTORY[#SPLIT]`,
             `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`, `tfds:DIRECTORY[#SPLIT]`.
-        exclude: names or patterns (`*.npy`) of what is left out of directories and globs.
-        max_files: take at most so many of each input, the first by name; 0 = all.
-        max_record_bytes: longest line of a data set of the hub, of which the first are read.
-        on_skipped: told the files of directories and globs that hold no text.
+        exclude: names or patterns (`*.npy`) of entries to skip in directories and globs.
+        max_files: maximum number of files per input, the first by name; 0 = all.
+        max_record_bytes: maximum line length of Hugging Face datasets, whose first rows are read here.
+        on_skipped: called with the files of directories and globs that contain no text.
 
     Raises:
-        InputError: a path is missing or holds nothing usable, an input has both text and token files, a file is
-            reached twice, or two different files would still have the same name.
+        InputError: a path is missing or contains no usable file, an input contains both text and token files, a file is
+            given twice, or two different files have the same name even with the source as prefix.
     """
     inputs = []
     for path in paths:
@@ -76,7 +78,7 @@ def find_inputs(
 
 
 def refuse_overlap(training: Sequence[InputFile], validation: Sequence[InputFile]) -> None:
-    """Raises InputError when a file would be both trained on and validated on."""
+    """Raises InputError if a file is in both the training and the validation input."""
     shared = {_identity(file) for file in training} & {_identity(file) for file in validation}
     for file in validation:
         if _identity(file) in shared:
@@ -87,7 +89,7 @@ def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_sk
     for prefix, kind in DATASET_PREFIXES.items():
         if given.startswith(prefix):
             return [_dataset(given, kind, max_record_bytes)]
-    # A local file, however it is spelled, needs no fsspec.
+    # Local files, including file:// URLs, are read without fsspec.
     given = given.removeprefix('file://')
     try:
         if _is_glob(given):
@@ -111,7 +113,7 @@ def _dataset(given: str, kind: str, max_record_bytes: int) -> InputFile:
 
 def _is_glob(given: str) -> bool:
     if is_url(given):
-        # In a web address `?` begins the query.
+        # In a web URL, `?` starts the query.
         return '*' in given if given.startswith('http') else _WILDCARDS.search(given) is not None
     return _WILDCARDS.search(given) is not None and not os.path.lexists(given)
 
@@ -120,7 +122,7 @@ def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnLeftOut) -> list
     root, patterns = _split_glob(glob)
     suffix = PurePosixPath(patterns[-1]).suffix
     is_named = bool(suffix) and not _WILDCARDS.search(suffix)
-    # By name: `**` reaches some files in several ways.
+    # Deduplicate by name, because `**` can reach a file in several ways.
     found = {entry.name: entry for entry in _expand(root, '', patterns, exclude)}
     source = _last_component(root)
     files = _select_files([found[name] for name in sorted(found)], source, on_skipped, is_named=is_named)
@@ -134,7 +136,7 @@ def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnLeftOut) -> list
 def _select_files(
     entries: Sequence[Entry], source: str, on_skipped: OnLeftOut, *, is_named: bool = False
 ) -> list[InputFile]:
-    """The files that are read; with `is_named` the user has named their suffix."""
+    """Returns the files to read. `is_named` means that the user specified their suffix."""
     known = [entry for entry in entries if kind_of(entry.name)]
     unknown = [entry for entry in entries if not kind_of(entry.name)]
     texts = unknown
@@ -150,7 +152,7 @@ def _select_files(
 
 
 def _split_glob(glob: str) -> tuple[str, list[str]]:
-    """The directory before the first component with a wildcard, and the components from there."""
+    """Returns the directory before the first component with a wildcard, and the remaining components."""
     start = glob.index('://') + 3 if is_url(glob) else 0
     first = _WILDCARDS.search(glob, start)
     assert first is not None
@@ -163,7 +165,7 @@ def _split_glob(glob: str) -> tuple[str, list[str]]:
 
 
 def _expand(directory: str, below: str, patterns: Sequence[str], exclude: tuple[str, ...]) -> Iterator[Entry]:
-    """The files that match `patterns` under a directory, with names from where the glob began (`below` as a prefix)."""
+    """Yields the files that match `patterns` under a directory, with `below` prefixed to their relative names."""
     pattern, *rest = patterns
     if pattern == '**':
         for file in _walk(directory, exclude):
@@ -185,7 +187,7 @@ def _expand(directory: str, below: str, patterns: Sequence[str], exclude: tuple[
 
 
 def _match(components: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether a path matches, or a directory that it is below."""
+    """Returns True if a path or one of its parent directories matches the patterns."""
     if not patterns:
         return True
     pattern, *rest = patterns
@@ -220,8 +222,8 @@ def _searched() -> str:
 
 
 def _refuse_mixed(given: str, files: Sequence[InputFile]) -> None:
-    # Text beside token files is a README or a script, token files beside text are other data; together they would be
-    # two kinds of ids in one data set.
+    # Text files in a directory of token files are READMEs or scripts, and token files in a directory of text are other
+    # data. Reading both would mix two kinds of ids in one dataset.
     tokens = next((file for file in files if file.kind == 'tokens'), None)
     text = next((file for file in files if file.kind != 'tokens'), None)
     if tokens and text:
@@ -241,7 +243,7 @@ def _repeated(names: Iterator[str]) -> list[str]:
 
 
 def _refuse_shared_files(inputs: Sequence[Sequence[InputFile]]) -> None:
-    # Within one input a link and its target are two names for one text; two inputs that overlap are a slip.
+    # Within one input, a link and its target are two names of one text. An overlap of two inputs is a mistake.
     seen: dict[str, InputFile] = {}
     for files in inputs:
         for file in files:

@@ -1,4 +1,4 @@
-"""Parts of input files that are read independently of each other, so that workers share even a single file."""
+"""Ranges of input files that can be read independently, so that several workers can read one file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from maxlm.storage.errors import StorageError, TransientStorageError
 
 
 def read_documents(file_range: FileRange, options: ReadOptions, on_bad: OnBad = raise_bad) -> Iterator[Document]:
-    """The documents of one piece, in order and one at a time; those without a character or token are left out.
+    """Yields the documents of a range one at a time and in order, without empty documents.
 
-    Names are the file's, and where a file holds several documents also what finds one in it without the others: the
-    byte at which a line of JSONL begins, the row of Parquet, the first token of token files, the row or example of a
-    data set, all from 0.
+    Document names start with the name of the file. If a file contains several documents, the name also contains the
+    position of the document, counted from 0: the byte at which a JSONL line starts, the Parquet row, the first token in
+    a token file, or the row or example of a dataset.
 
-    `on_bad(name, reason)` is called for what cannot be read, a file or a record of it. The reason names the file and
-    record (lines of JSONL from 1, as editors count them) and what would be right; the name is the file's or
-    `FILE:RECORD`. What is readable behind a bad record is read nevertheless.
+    `on_bad(name, reason)` is called for each unreadable file or record. The reason names the file, the record (JSONL
+    lines are counted from 1, as in editors) and the expected content. The name is that of the file or `FILE:RECORD`.
+    Readable records after a bad record are still returned.
     """
     documents = READERS[file_range.file.kind].read(
         file_range.file, file_range.start, file_range.stop or sys.maxsize, options, on_bad
@@ -36,12 +36,12 @@ def read_documents(file_range: FileRange, options: ReadOptions, on_bad: OnBad = 
 
 @dataclasses.dataclass(frozen=True)
 class FileRange:
-    """A part of one input file. Picklable.
+    """Range of one input file. Picklable.
 
     Attributes:
         file: the file.
-        start, stop: from unit `start` to before unit `stop`, in the units of its format; [0, 0) is the whole file.
-        size: bytes, for progress and for groups of pieces.
+        start, stop: the range [start, stop) in units of the format; [0, 0) is the entire file.
+        size: number of bytes, for progress reports and for grouping ranges.
     """
 
     file: InputFile
@@ -51,13 +51,13 @@ class FileRange:
 
 
 def split_file(file: InputFile, target_bytes: int) -> list[FileRange]:
-    """Cuts a file into pieces of about `target_bytes`. Each document is in exactly one of them.
+    """Splits a file into ranges of about `target_bytes`. Each document is in exactly one range.
 
-    The pieces depend only on the file. A file that cannot be cut, or that is damaged, is one piece: reading it reports
-    the damage.
+    The ranges depend only on the file. A file that is damaged or cannot be split is one range; reading it reports the
+    damage.
 
     Raises:
-        TransientStorageError: the storage does not answer. One piece for the whole file would change the shards.
+        TransientStorageError: the storage does not respond. Falling back to one range would change the shards.
     """
     assert target_bytes > 0
     try:
@@ -69,7 +69,7 @@ def split_file(file: InputFile, target_bytes: int) -> list[FileRange]:
     if len(bounds) < 2 or bounds[-1] <= target_bytes:
         return [FileRange(file, 0, 0, file.size)]
     count = -(-bounds[-1] // target_bytes)
-    # At the unit nearest behind each equal share; large units swallow some of them.
+    # Split at the first unit at or after each equal share. A large unit can contain several of these points.
     boundaries = {bisect.bisect_left(bounds, bounds[-1] * i // count) for i in range(count)} | {len(bounds) - 1}
     return [
         FileRange(file, start, stop, bounds[stop] - bounds[start])

@@ -1,9 +1,9 @@
-"""Data sets of Hugging Face: by their name on the hub, streamed, or from a local directory.
+"""Reads Hugging Face datasets, streamed from the Hub or from a local directory.
 
-    hf:NAME[:CONFIG][@REVISION][#SPLIT]     streamed from the hub
+    hf:NAME[:CONFIG][@REVISION][#SPLIT]     streamed from the Hub
     hf:DIRECTORY[#SPLIT]                    written by `save_to_disk`, or Parquet or JSONL files with a README
 
-SPLIT is `train` unless it is given. A name is resolved to a commit once, so that all workers read the same.
+The default SPLIT is `train`. A name is resolved to a commit once, so that all workers read the same version.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPEC = re.compile(r'(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@#]+))?(@(?P<rev
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """What a spec says; `directory` is '' for a name on the hub."""
+    """Parsed spec of a dataset. `directory` is '' for a dataset on the Hub."""
 
     directory: str
     name: str
@@ -52,11 +52,11 @@ class _Spec:
 
 
 def find(given: str, max_record_bytes: int = MAX_RECORD_BYTES) -> InputFile:
-    """The input that a spec `hf:…` is. Lines of its files may have `max_record_bytes`.
+    """Returns the input file of a spec `hf:…`. Lines of its files may have up to `max_record_bytes`.
 
     Raises:
-        InputError: it is spelled wrongly, there is no such data set, configuration, revision or split, it cannot be
-            reached, or the package `datasets` is missing.
+        InputError: the spec is malformed, the dataset, configuration, revision or split does not exist or cannot be
+            accessed, or the package `datasets` is not installed.
     """
     spec = _parse(given)
     if spec.directory:
@@ -77,7 +77,7 @@ def find(given: str, max_record_bytes: int = MAX_RECORD_BYTES) -> InputFile:
 
 
 def bounds(file: InputFile) -> Sequence[int]:
-    """Units are rows of what `save_to_disk` wrote, otherwise shards; all are taken to be of the same size."""
+    """Returns the unit boundaries. Units are rows if `save_to_disk` wrote the dataset, else shards, of equal sizes."""
     dataset = _open(file.path, file.version)
     count = dataset.num_shards if _is_streamed(dataset) else len(dataset)
     unit = max(file.size // max(count, 1), 1)
@@ -85,7 +85,10 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """The documents of units [start, stop). See `formats.Reader`. Names are `DATASET:ROW`, or `DATASET:SHARD:ROW`."""
+    """Yields the documents of units [start, stop); see `registry.Reader`.
+
+    Names are `DATASET:ROW`, or `DATASET:SHARD:ROW` for streamed datasets.
+    """
     try:
         limit_files(_datasets(file.path), options)
         dataset = streamed = _open(file.path, file.version)
@@ -93,7 +96,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
         if fault := column_fault(columns, options):
             on_bad(file.name, f'{file.path}: {fault}')
             return
-        # The other columns are not even fetched where the format allows it.
+        # Select columns first: some formats then do not even download the remaining columns.
         dataset = dataset.select_columns(record_fields(columns, options))
         if not _is_streamed(dataset):
             rows = dataset.select(range(start, min(stop, len(dataset))))
@@ -113,12 +116,12 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
 
 
 def first_format(file: InputFile, options: ReadOptions) -> str:
-    """Returns the format that the columns show: `preference`, `chat` or `text`."""
+    """Returns the format detected from the columns: `preference`, `chat` or `text`."""
     return columns_format(_columns(_open(file.path, file.version), file, options), options)
 
 
 def _columns(dataset: Any, file: InputFile, options: ReadOptions) -> list[str]:
-    # A stream may learn its columns only from its first row.
+    # A stream may know its columns only after its first row.
     return dataset.column_names or list(next(checked_rows(dataset, file.path), {options.text_key: ''}))
 
 
@@ -135,7 +138,7 @@ def _parse(given: str) -> _Spec:
 
 @functools.lru_cache(maxsize=4)
 def _open(given: str, version: str) -> Any:
-    """The `datasets.Dataset` or `IterableDataset`; `version` only tells changed ones apart."""
+    """Returns the `datasets.Dataset` or `IterableDataset`. `version` is only part of the cache key."""
     datasets = _datasets(given)
     spec = _parse(given)
     split = spec.split or 'train'
@@ -156,15 +159,15 @@ def _open(given: str, version: str) -> Any:
             return splits[split]
         return datasets.load_dataset(spec.directory, split=split, streaming=True)
     except (ValueError, FileNotFoundError) as error:
-        # Its own words on names, configurations and splits that it does not find.
+        # These messages of `datasets` describe names, configurations and splits that do not exist.
         raise StorageError(f'{given}: {short_message(given, error)}') from error
-    # What else it raises comes from the network, the hub and all formats.
+    # Other exceptions come from the network, the Hub and the libraries of all formats.
     except Exception as error:
         raise classify_error(given, error) from error
 
 
 def _commit(given: str, spec: _Spec) -> str:
-    """The commit that a name and revision stand for now."""
+    """Returns the commit that the name and revision currently refer to."""
     _datasets(given)
     import huggingface_hub  # part of an extra
 
@@ -175,7 +178,7 @@ def _commit(given: str, spec: _Spec) -> str:
 
 
 def _size(dataset: Any, spec: _Spec) -> int:
-    """Bytes of a data set on the hub: of the split, of the whole download, or of all files that it keeps."""
+    """Returns the size in bytes of a dataset on the Hub: of the split, else the download, else all its files."""
     split = (dataset.info.splits or {}).get(spec.split or 'train')
     if known := (split and split.num_bytes) or dataset.info.download_size:
         return int(known)

@@ -1,7 +1,7 @@
-"""Opens the files of streamed data sets with the limits that local files have.
+"""Opens the files of streamed datasets with the same limits as local files.
 
-The package `datasets` reads lines of any length. It opens all files by one function, which `limit_files` replaces.
-Parquet files are not decoded by `datasets` but by `readers.parquet`, for which `parquet_file` finds them.
+The package `datasets` reads lines of any length. It opens all files with one function, which `limit_files` replaces.
+Parquet files are decoded by `maxlm.data.formats.parquet` instead of `datasets`; `parquet_file` returns their paths.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ TEXT_SUFFIXES = ('.json', '.jsonl', '.ndjson', '.csv', '.tsv', '.txt')
 
 
 def limit_files(datasets: Any, options: ReadOptions) -> None:
-    """Has `datasets` open the files of streamed data sets with the limits of `options`, from now on."""
+    """Patches `datasets` so that it opens the files of streamed datasets with the limits of `options`."""
     streaming = datasets.streaming
     if not isinstance(streaming.xopen, _Opener):
         streaming.xopen = datasets.utils.file_utils.xopen = _Opener(streaming.xopen)
         for name, module in tuple(sys.modules.items()):
             if name.startswith('datasets.packaged_modules.') and hasattr(module, '_patched_for_streaming'):
-                # Others, such as lm-eval, have used it; the next use gives it the new function.
+                # Other callers, such as lm-eval, have already patched this module. The next use patches it with the new
+                # function.
                 module._patched_for_streaming = False  # type: ignore[attr-defined]
     streaming.xopen.options = options
 
 
 def parquet_file(dataset: Any, shard: int) -> str:
-    """Returns the path or URL of a shard of a streamed data set; '' where it is not a Parquet file."""
+    """Returns the path or URL of a shard of a streamed dataset, or '' if it is not a Parquet file."""
     files = getattr(getattr(dataset, '_ex_iterable', None), 'kwargs', {}).get('files')
     if not isinstance(files, list) or len(files) != dataset.num_shards:
         return ''
@@ -42,7 +43,7 @@ def parquet_file(dataset: Any, shard: int) -> str:
 
 
 class _Opener:
-    """`xopen` of `datasets` with limits."""
+    """Replacement of `xopen` in `datasets` that enforces limits."""
 
     options = ReadOptions()
 
@@ -64,7 +65,7 @@ class _Opener:
 
 
 class _Lines(io.RawIOBase):
-    """A file of text. Reading raises StorageError if a line, or a file that is read as a whole, is too long."""
+    """Text file. Reading raises StorageError if a line, or a file that is read at once, is too long."""
 
     def __init__(self, file: BinaryIO, path: str, options: ReadOptions):
         self._file = file

@@ -31,15 +31,15 @@ KIND_SUFFIXES = {
 
 @dataclasses.dataclass(frozen=True)
 class InputFile:
-    """One file to read, or one split of a named data set.
+    """One file to read, or one split of a named dataset.
 
     Attributes:
-        path: where it lies: a local path, a URL, or what a data set was called by (`hf:…`, `tfds:…`).
-        name: its path relative to the input that led to it, with `/`; the same on every machine.
+        path: a local path, a URL, or the spec of a dataset (`hf:…`, `tfds:…`).
+        name: path relative to the input that contains the file, with `/` as separator. It is the same on every machine.
         source: last component of that input; shares are reported per source.
-        kind: its format, a key of `registry.READERS`.
-        size: bytes; an estimate where a data set does not say.
-        version: changes when the content does: time of change, generation, ETag, fingerprint or revision.
+        kind: format, a key of `registry.READERS`.
+        size: number of bytes; an estimate for datasets without a known size.
+        version: changes when the content changes: modification time, generation, ETag, fingerprint or revision.
     """
 
     path: str
@@ -51,16 +51,16 @@ class InputFile:
 
 
 def kind_of(name: str) -> str:
-    """The format of a file by the suffix of its name, below that of a compression; '' = its content tells it."""
+    """Returns the format of a file by its suffix, ignoring a compression suffix, or '' if the content must decide."""
     kinds = (kind for kind, suffixes in KIND_SUFFIXES.items() if name.lower().endswith(suffixes))
     return next(kinds, 'text' if suffix_of(name) in TEXT_SUFFIXES else '')
 
 
 # Number of bytes at the start of a file that decide whether it is text.
 BLOCK_BYTES = 8192
-# Files that are opened at once: in a bucket each takes a while.
+# Number of files opened concurrently, because opening a file in a bucket is slow.
 THREADS = 16
-# Known not to be prose or code, so that directories with very many of them are not opened one by one.
+# Suffixes of files that contain neither prose nor code. Directories can contain very many, so they are not opened.
 # fmt: off
 OTHER_SUFFIXES = frozenset({
     # Data formats: text, but rarely prose or code.
@@ -76,25 +76,25 @@ OTHER_SUFFIXES = frozenset({
 
 
 def suffix_of(name: str) -> str:
-    """Returns the suffix of a file name in small letters, below that of a compression."""
+    """Returns the suffix of a file name in lower case, ignoring a compression suffix."""
     path = PurePosixPath(name.lower())
     return path.with_suffix('').suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
 
 
 def text_files(entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the files that hold text, by their first block; those of OTHER_SUFFIXES are not opened."""
+    """Returns the files whose first block is text. Files with a suffix in OTHER_SUFFIXES are not opened."""
     opened = [entry for entry in entries if suffix_of(entry.name) not in OTHER_SUFFIXES]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         return [entry for entry, found in zip(opened, pool.map(_holds_text, opened), strict=True) if found]
 
 
 def _holds_text(entry: Entry) -> bool:
-    """Returns whether the first block of a file, decompressed, is UTF-8 without NUL.
+    """Returns True if the first block of a file, decompressed, is UTF-8 without NUL.
 
-    True also for a file that cannot be opened: reading it reports the reason.
+    It also returns True if the file cannot be opened, because reading it reports the reason.
 
     Raises:
-        TransientStorageError: the storage does not answer.
+        TransientStorageError: the storage does not respond.
     """
     try:
         with filesystem.open_file(entry.path) as file:

@@ -1,4 +1,4 @@
-"""JSONL, plain or compressed with gzip or Zstandard: each line is an object: a text, conversation or preference."""
+"""Reads JSONL, optionally compressed with gzip or Zstandard. Each line is a text, a conversation or a preference."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path
 from maxlm.storage.json_text import parse_json
 
-# Read at once where only the ends of lines matter.
+# Block size for reads that only search for line ends.
 CHUNK_BYTES = 2**20
 UTF8_MARK = b'\xef\xbb\xbf'
 
 
 def bounds(file: InputFile) -> Sequence[int]:
-    """Units are bytes; a line belongs to where its first byte is. A compressed file is whole."""
+    """Returns the unit boundaries. Units are bytes; a line belongs to its first byte. Compressed files are one unit."""
     return () if is_compressed(file.name) else range(file.size + 1)
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """The documents of the lines that begin in bytes [start, stop). See `formats.Reader`.
+    """Yields the documents of the lines that start in bytes [start, stop); see `registry.Reader`.
 
-    Names are `FILE:BYTE`, the place of the line in the (decompressed) file: the lines before need not be read.
+    Names are `FILE:BYTE` with the offset of the line in the (decompressed) file, because it is known without reading
+    the lines before it.
     """
     path = display_path(file.path)
     lines_before: int | None = 0 if start == 0 else None
@@ -66,7 +67,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
 
 
 def parse(line: bytes, options: ReadOptions, offset: int) -> Any:
-    """The JSON value of a line that starts at byte `offset`; ValueError says what is wrong with it."""
+    """Returns the JSON value of a line that starts at byte `offset`. Raises ValueError if it is invalid."""
     try:
         return parse_json(line.decode('utf-8'))
     except UnicodeDecodeError as error:
@@ -78,11 +79,12 @@ def parse(line: bytes, options: ReadOptions, offset: int) -> Any:
 
 
 def first_format(file: InputFile, options: ReadOptions) -> str:
-    """What the first record of a file shows to be: `preference`, `chat`, or `text`, also where it is damaged, as is
-    told later.
+    """Returns the format of the first record of a file: `preference`, `chat` or `text`.
+
+    A damaged file counts as `text`; reading it reports the damage.
 
     Raises:
-        StorageError: the storage has no such file, or does not answer.
+        StorageError: the file does not exist, or the storage does not respond.
     """
     with filesystem.open_file(file.path) as content:
         try:
@@ -96,7 +98,7 @@ def first_format(file: InputFile, options: ReadOptions) -> str:
 
 
 def _first_line(stream: BinaryIO, start: int) -> int:
-    """Goes to the first line that begins at byte `start` or later; returns where that is."""
+    """Seeks to the first line that starts at byte `start` or later, and returns its offset."""
     if start == 0:
         return 0
     stream.seek(start - 1)
@@ -104,9 +106,9 @@ def _first_line(stream: BinaryIO, start: int) -> int:
 
 
 def _skip_line(stream: BinaryIO) -> int:
-    """Reads to the end of the line; returns the number of bytes."""
+    """Reads to the end of the line and returns the number of bytes read."""
     size = 0
-    # By parts: the line may be longer than memory.
+    # Read in blocks, because the line may be larger than memory.
     while part := stream.readline(CHUNK_BYTES):
         size += len(part)
         if part.endswith(b'\n'):
@@ -115,7 +117,7 @@ def _skip_line(stream: BinaryIO) -> int:
 
 
 def _count_lines(path: str, stop: int) -> int:
-    """Lines before byte `stop`, which begins one."""
+    """Returns the number of lines before byte `stop`, which must be the start of a line."""
     count = 0
     with filesystem.open_file(path) as file:
         while stop > 0 and (chunk := file.read(min(CHUNK_BYTES, stop))):
@@ -125,9 +127,9 @@ def _count_lines(path: str, stop: int) -> int:
 
 
 def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number, object) of each line of a JSONL file that is not empty.
+    """Yields (line number, object) of each non-empty line of a JSONL file.
 
-    The file is local or in a bucket, plain or compressed with gzip or Zstandard.
+    The file is local or in a bucket, optionally compressed with gzip or Zstandard.
 
     Raises:
         InputError: the file cannot be read, or a line is not a JSON object. The message names the line.

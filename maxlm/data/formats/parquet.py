@@ -1,4 +1,4 @@
-"""Parquet: each row is a document."""
+"""Reads Parquet files, in which each row is a document."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path
 
-# Rows that are decoded together: few, since each may be a book.
+# Number of rows decoded together. It is small because a row may contain a book.
 BATCH_ROWS = 128
-# Limit on their memory. A dictionary page of D bytes can give each row a text of almost D bytes.
+# Memory limit of these rows. A dictionary page of D bytes can give each row a text of almost D bytes.
 BATCH_BYTES = 2**28
-# Read at a time: otherwise PyArrow reads all of a row group first.
+# Read buffer size. Without a buffer, PyArrow first reads the entire row group.
 BUFFER_BYTES = 2**20
 
 
 def bounds(file: InputFile) -> Sequence[int]:
-    """Units are row groups; each has a share of the file's bytes by its uncompressed size."""
+    """Returns the unit boundaries. Units are row groups, with file bytes in proportion to their uncompressed sizes."""
     import pyarrow  # slow to import
 
     try:
         with filesystem.open_file(file.path) as content:
             metadata = _open(content).metadata
-            # PyArrow aborts the process where it is asked for a damaged column of a row group.
+            # Use only row-group metadata: PyArrow aborts the process on access to a damaged column of a row group.
             sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     except (pyarrow.ArrowException, OSError):
         return ()
@@ -42,7 +42,7 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 
 def first_format(file: InputFile, options: ReadOptions) -> str:
-    """Returns the format that the columns show: `preference`, `chat`, or `text`, also where the file is damaged."""
+    """Returns the format detected from the columns: `preference`, `chat` or `text`; `text` if the file is damaged."""
     import pyarrow  # slow to import
 
     with filesystem.open_file(file.path) as content:
@@ -53,10 +53,10 @@ def first_format(file: InputFile, options: ReadOptions) -> str:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """The documents of row groups [start, stop). See `formats.Reader`.
+    """Yields the documents of row groups [start, stop); see `registry.Reader`.
 
-    Names are `FILE:ROW`. Only the columns of the text and of `metadata_keys` are read; a row without text (null) is
-    left out. Of conversations and preferences the columns of their fields are read.
+    Names are `FILE:ROW`. Only the columns with the text and `metadata_keys` are read, or with the fields of
+    conversations and preferences. Rows without text (null) are skipped.
     """
     import pyarrow  # slow to import
 
@@ -102,7 +102,7 @@ def _batch_rows(
     path: str,
     options: ReadOptions,
 ) -> int:
-    """Returns how many rows of a row group are decoded together.
+    """Returns the number of rows of a row group to decode together.
 
     Raises:
         ValueError: a page is too large to be decompressed.
@@ -110,7 +110,7 @@ def _batch_rows(
     """
     columns = record_fields(parquet.schema_arrow.names, options)
     metadata = parquet.metadata.row_group(group)
-    # In a bucket a small group is not read twice: no page of it is larger than the group, if its footer is right.
+    # Do not read small groups in a bucket twice: with a correct footer, no page is larger than its group.
     if filesystem.is_url(path) and metadata.total_byte_size <= BATCH_BYTES:
         largest = metadata.total_byte_size
     else:
@@ -133,7 +133,7 @@ def _read_group(
     for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=columns):
         arrays = {key: batch.column(key) for key in columns}
         for i in range(batch.num_rows):
-            # One value at a time: what is not UTF-8 fails here, and only it is bad.
+            # Convert values one at a time, so that only values that are not UTF-8 are rejected.
             try:
                 values = {key: array[i].as_py() for key, array in arrays.items()}
             except UnicodeDecodeError as error:
@@ -145,19 +145,19 @@ def _read_group(
 
 
 def _open(content: BinaryIO) -> Any:
-    """Opens a file; raises ArrowException or OSError if it is damaged."""
+    """Opens a file. Raises ArrowException or OSError if it is damaged."""
     import pyarrow.parquet  # slow to import
 
     try:
         check_footer(content)
         return pyarrow.parquet.ParquetFile(content, pre_buffer=False, buffer_size=BUFFER_BYTES)
     except UnicodeDecodeError as error:
-        # PyArrow decodes the names of columns without a check.
+        # PyArrow decodes column names without validation.
         raise pyarrow.ArrowInvalid('the name of a column is not UTF-8') from error
 
 
 def _column_fault(schema: Any, options: ReadOptions) -> str:
-    """What is wrong with the columns that are asked for; '' = nothing."""
+    """Returns an error text if the requested columns are missing or have a wrong type, else ''."""
     import pyarrow.types as is_type  # slow to import
 
     if fault := column_fault(schema.names, options):

@@ -1,8 +1,8 @@
-"""Sizes of Parquet pages, read from their headers before a page is decompressed.
+"""Sizes of Parquet pages, read from their headers before decompression.
 
-The footer has the sizes of column chunks only, and nothing makes them true. A page is decompressed as a whole, to at
-most 2 GiB, so the header of each page that a reader is going to decode is looked at first. The places of the chunks are
-read here too: PyArrow ends the process where it is asked for those of some damaged files.
+The footer contains only the sizes of column chunks, and they can be wrong. A page is decompressed as a unit, to at
+most 2 GiB, so the header of each page is checked before it is decoded. Chunk offsets are also read here, because
+PyArrow aborts the process on access to the chunk offsets of some damaged files.
 
 Format: github.com/apache/parquet-format, `FileMetaData` and `PageHeader` in the compact protocol of Thrift.
 """
@@ -14,11 +14,11 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-# Writers end pages at 1 MiB by default; DuckDB's have up to 100 MB.
+# Writers end pages at 1 MiB by default; pages of DuckDB have up to 100 MB.
 MAX_PAGE_BYTES = 2**27
-# The footer is parsed as a whole, to several times its size.
+# The footer is parsed in memory, to several times its size.
 MAX_FOOTER_BYTES = 2**26
-# Structs and numbers of a footer, of which each may take one byte of it and a hundred in memory.
+# Maximum number of structs and integers in a footer. Each can take one byte in the file and a hundred in memory.
 MAX_VALUES = 2**22
 # Fields of FileMetaData, RowGroup, ColumnChunk, ColumnMetaData and PageHeader.
 _ROW_GROUPS, _COLUMNS, _CHUNK = 4, 1, 3
@@ -27,7 +27,7 @@ _UNCOMPRESSED, _COMPRESSED = 2, 3
 
 
 def check_footer(file: BinaryIO) -> None:
-    """Raises OSError if the footer of a file is larger than any that a writer makes."""
+    """Raises OSError if the footer of a file is larger than the footers of all known writers."""
     footer, size = _footer_bytes(file)
     file.seek(0)
     if min(footer, size) > MAX_FOOTER_BYTES:
@@ -35,7 +35,7 @@ def check_footer(file: BinaryIO) -> None:
 
 
 def column_chunks(file: BinaryIO) -> list[list[range]]:
-    """Returns the bytes that each column of each row group takes in a file whose footer was checked.
+    """Returns the byte range of each column of each row group in a file with a checked footer.
 
     Raises:
         OSError: the footer is damaged.
@@ -52,14 +52,14 @@ def column_chunks(file: BinaryIO) -> list[list[range]]:
 def largest_pages(
     file: BinaryIO, chunks: Sequence[range], names: Sequence[str], columns: Sequence[str] | None, limit: int
 ) -> int:
-    """Returns how many bytes the largest page of each column of a row group has, summed over the columns.
+    """Returns the size in bytes of the largest page of each column of a row group, summed over the columns.
 
     Args:
         file: the Parquet file.
-        chunks: of the row group, from `column_chunks`.
-        names: of its columns; those of nested ones begin with the name of the top-level column and a dot.
-        columns: names of top-level columns; None = all.
-        limit: largest page that may be decompressed, in bytes.
+        chunks: byte ranges of the row group's columns, from `column_chunks`.
+        names: names of the row group's columns. Nested columns have the prefix `TOP_LEVEL_COLUMN.`.
+        columns: names of the top-level columns to include; None = all.
+        limit: maximum size in bytes of a page that may be decompressed.
 
     Raises:
         ValueError: a page is larger than the limit.
@@ -82,7 +82,7 @@ def largest_pages(
 
 
 def _footer_bytes(file: BinaryIO) -> tuple[int, int]:
-    """Returns the size of the footer as the file states it, and that of the file."""
+    """Returns the stated size of the footer, and the size of the file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 8))
     return int.from_bytes(file.read(4), 'little'), size
@@ -90,7 +90,7 @@ def _footer_bytes(file: BinaryIO) -> tuple[int, int]:
 
 def _bytes_of(chunk: dict[int, Any]) -> range:
     start, dictionary = chunk[_DATA_PAGE], chunk.get(_DICTIONARY_PAGE, 0)
-    # As in Arrow.
+    # As in Arrow, the dictionary page comes first if its offset is valid.
     start = dictionary if 0 < dictionary < start else start
     return range(start, start + chunk[_CHUNK_BYTES])
 
@@ -109,7 +109,7 @@ def _page_sizes(file: BinaryIO, chunk: range) -> Iterator[int]:
 
 
 class _Thrift:
-    """Reads structs of integers, lists and structs, and skips all else. Raises OSError where the bytes are damaged."""
+    """Reads structs of integers, lists and structs, and skips other types. Raises OSError if the bytes are damaged."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -122,7 +122,7 @@ class _Thrift:
         while byte := self._read_byte():
             delta, kind = byte >> 4, byte & 15
             number = number + delta if delta else _signed(self._read_varint())
-            # The type includes the value of a boolean, which is not needed.
+            # The type of a boolean field includes its value, which is not needed.
             if kind not in (1, 2):
                 found[number] = self._read_value(kind, depth)
         return found
@@ -139,7 +139,7 @@ class _Thrift:
             byte = self._read_byte()
             length = byte >> 4 if byte >> 4 < 15 else self._read_varint()
             return [self._read_value(byte & 15, depth - 1) for _ in range(length)]
-        # In lists booleans are a byte each. Of a text or other bytes the length comes first.
+        # In lists, a boolean is one byte. Strings and binary values start with their length.
         sizes = {1: 1, 2: 1, 3: 1, 7: 8}
         if kind not in sizes and kind != 8:
             raise OSError('damaged')

@@ -1,4 +1,4 @@
-"""The table of formats."""
+"""Registry of input formats and detection of the record format."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from maxlm.storage.filesystem import display_path
 
 
 class Reader(NamedTuple):
-    """How a format is read.
+    """Reader of a format.
 
     Attributes:
-        bounds: (file) → the bytes at which its units begin and, last, end; ascending from 0. Units are what the file
-            can be cut between. Empty where it cannot be cut, or is damaged. Raises StorageError when it cannot be read.
-        read: (file, start, stop, options, on_bad) → the documents that begin in units [start, stop), in order. `stop`
-            may be far beyond the end.
+        bounds: maps a file to the byte offsets of its units: the start of each unit, in ascending order from 0, and the
+            end of the last one. Files are only split between units. Empty if the file is damaged or cannot be split.
+            Raises StorageError if the file cannot be read.
+        read: maps (file, start, stop, options, on_bad) to the documents that start in units [start, stop), in order.
+            `stop` may be far beyond the end.
     """
 
     bounds: Callable[[InputFile], Sequence[int]]
@@ -37,7 +38,7 @@ READERS = {
     'hub': Reader(hf_datasets.bounds, hf_datasets.read),
 }
 
-# The format that the first record of a file has, or its columns, by kind of the file.
+# Functions that detect the format of the first record or of the columns, by kind of the file.
 FIRST_FORMATS: dict[str, Callable[[InputFile, ReadOptions], str]] = {
     'jsonl': jsonl.first_format,
     'parquet': parquet.first_format,
@@ -46,14 +47,15 @@ FIRST_FORMATS: dict[str, Callable[[InputFile, ReadOptions], str]] = {
 
 
 def find_format(requested: str, files: Sequence[InputFile], *, text_key: str, messages_field: str = '') -> str:
-    """What records are (see `ReadOptions.format`): as `asked`, but of `auto` only where there are conversations.
+    """Returns the record format (see `ReadOptions.format`): `requested`, or the detected format if it is `auto`.
 
-    That is seen at the first line of the first file of each source, or at its columns: a corpus may have very many
-    files. Where it is a preference, all must be. With a `messages_field` there are conversations.
+    The format is detected from the first line or the columns of the first file of each source, because a corpus may
+    have very many files. If one source contains preferences, all files must. If no source contains conversations, the
+    result is `text`. With a `messages_field`, `auto` stays `auto`.
 
     Raises:
-        InputError: only conversations, or preferences, are asked for, and a file has no records; some sources hold
-            preferences, and others do not; or a file cannot be read.
+        InputError: conversations or preferences are requested, but a file has no records; only some sources contain
+            preferences; or a file cannot be read.
     """
     if requested == 'auto':
         if messages_field:

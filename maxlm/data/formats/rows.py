@@ -1,4 +1,4 @@
-"""Rows of Parquet and of data sets: their text, what else they hold, and faults in between."""
+"""Converts rows of Parquet files and datasets to documents, with checks of columns and values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from maxlm.storage.filesystem import display_path
 def row_document(
     file: InputFile, place: str, row: Mapping[str, Any], options: ReadOptions, on_bad: OnBad
 ) -> Iterator[Document]:
-    """The document that a row is, named `FILE:PLACE`; none where it has no text (None), or no readable one."""
+    """Yields the document of a row, named `FILE:PLACE`. Rows without text (None) or with invalid text yield nothing."""
     name = f'{file.name}:{place}'
     try:
         if options.format != 'text':
-            # Columns of messages hold all fields that any message has.
+            # A struct column of messages contains the fields of all messages, so unused fields are None.
             entry = without_none(plain(dict(row)))
             if not record_fields(list(entry), options):
                 return
@@ -39,7 +39,7 @@ def row_document(
 
 
 def column_fault(columns: Sequence[str], options: ReadOptions) -> str:
-    """Which column is asked for and not there; '' = none."""
+    """Returns an error text if a requested column is missing, else ''."""
     if options.format != 'text':
         wanted = [key for key in record_fields(columns, options) if key not in options.metadata_keys]
         if wanted and (not options.messages_field or options.messages_field in columns or options.text_key in columns):
@@ -54,7 +54,7 @@ def column_fault(columns: Sequence[str], options: ReadOptions) -> str:
 
 
 def record_fields(columns: Sequence[str], options: ReadOptions) -> list[str]:
-    """Returns the columns that are read of a row."""
+    """Returns the columns of a row to read."""
     if options.format == 'text':
         return list(dict.fromkeys((options.text_key, *options.metadata_keys)))
     wanted = {options.text_key, options.messages_field, *RECORD_FIELDS, *options.metadata_keys}
@@ -62,35 +62,35 @@ def record_fields(columns: Sequence[str], options: ReadOptions) -> list[str]:
 
 
 def without_none(value: Any) -> Any:
-    """Returns a JSON value without the fields of its objects that are None."""
+    """Returns a JSON value without object fields that are None."""
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def checked_rows(rows: Iterable[Any], path: str) -> Iterator[Any]:
-    """Yields `rows`. An error that a library raises between them becomes a StorageError that names `path`."""
+    """Yields `rows`. Converts exceptions raised during iteration to a StorageError that names `path`."""
     iterator = iter(rows)
     while True:
         try:
             row = next(iterator)
         except StopIteration:
             return
-        # Readers of data sets raise errors of all the libraries below them.
+        # Dataset readers raise the exceptions of all libraries that they use.
         except Exception as error:
             raise classify_error(path, error) from error
         yield row
 
 
 def text_of(value: Any) -> str:
-    """The text that a value is, '' for None; ValueError says why it is none."""
+    """Returns a value as text, '' for None. Raises ValueError with the reason if the value is not text."""
     if value is None:
         return ''
     try:
         if isinstance(value, bytes):
             return value.decode('utf-8')
         if isinstance(value, str):
-            # Half of a surrogate pair cannot be encoded.
+            # Strings with unpaired surrogates cannot be encoded.
             value.encode()
             return value
     except UnicodeDecodeError as error:
@@ -106,7 +106,7 @@ def _refuse_long(text: str, options: ReadOptions) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value of a column as a JSON value."""
+    """Converts a column value to a JSON value."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -115,7 +115,7 @@ def plain(value: Any) -> Any:
         return value.decode('utf-8', errors='replace')
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    # NumPy's scalars and arrays know their plain values.
+    # NumPy scalars and arrays convert themselves to Python values.
     if hasattr(value, 'tolist'):
         return plain(value.tolist())
     return value if value is None or isinstance(value, str | bool | int | float) else str(value)

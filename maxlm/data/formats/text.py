@@ -1,4 +1,4 @@
-"""Text files: each is one document."""
+"""Reads text files, each of which is one document."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path
 
-# Some editors mark UTF-8 with it; it is not text.
+# Some editors start UTF-8 files with it; it is not part of the text.
 BYTE_ORDER_MARK = '\ufeff'
 
 
 def bounds(file: InputFile) -> Sequence[int]:
-    """A document is not cut."""
+    """Returns no unit boundaries: text files are not split."""
     return ()
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """The file as a document. See `formats.Reader`. A compressed file is decompressed, up to the limit of a record."""
+    """Yields the file as one document; see `registry.Reader`.
+
+    A compressed file is decompressed up to the maximum record size; larger files are reported to `on_bad`.
+    """
     path = display_path(file.path)
     try:
         if is_compressed(file.name):

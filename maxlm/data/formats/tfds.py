@@ -1,9 +1,9 @@
-"""Data sets of TensorFlow Datasets that are prepared on this machine or in a bucket.
+"""Reads TensorFlow Datasets that are prepared on this machine or in a bucket.
 
-    tfds:NAME[/CONFIG][:VERSION][#SPLIT]    from the directory that the variable TFDS_DATA_DIR names
+    tfds:NAME[/CONFIG][:VERSION][#SPLIT]    from the directory in the environment variable TFDS_DATA_DIR
     tfds:DIRECTORY[#SPLIT]                  the directory with the `dataset_info.json` of one version
 
-SPLIT is `train` unless it is given. ArrayRecord is read at any place; TFRecord by ranges, which needs TensorFlow.
+The default SPLIT is `train`. ArrayRecord supports random access. TFRecord is read in ranges, which needs TensorFlow.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
 
 PREFIX = 'tfds:'
-# Examples that are read together.
+# Number of examples read together.
 BATCH_EXAMPLES = 64
 
 
 def find(given: str) -> InputFile:
-    """The input that a spec `tfds:…` is.
+    """Returns the input file of a spec `tfds:…`.
 
     Raises:
-        InputError: there is no such data set, version or split, or it is not prepared.
+        InputError: the dataset, version or split does not exist, or the dataset is not prepared.
     """
     builder, split = _open(given), _split(given)
     if split not in builder.info.splits:
@@ -46,7 +46,7 @@ def find(given: str) -> InputFile:
 
 
 def bounds(file: InputFile) -> Sequence[int]:
-    """Units are examples; all are taken to be of the same size."""
+    """Returns the unit boundaries. Units are examples, assumed to be of equal size."""
     try:
         count = _opened(file.path, file.version).info.splits[_split(file.path)].num_examples
     except KeyError:
@@ -56,7 +56,7 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """The documents of examples [start, stop), texts. See `formats.Reader`. Names are `DATASET#SPLIT:EXAMPLE`."""
+    """Yields the texts of examples [start, stop); see `registry.Reader`. Names are `DATASET#SPLIT:EXAMPLE`."""
     options = dataclasses.replace(options, format='text')
     try:
         builder = _opened(file.path, file.version)
@@ -75,7 +75,7 @@ def _examples(builder: Any, split: str, start: int, stop: int) -> Iterator[dict[
     try:
         source = builder.as_data_source(split=split)
     except NotImplementedError:
-        # What TFDS raises for formats that it cannot read at random: TFRecord, for one.
+        # TFDS raises this for formats without random access, e.g. TFRecord.
         yield from _stored_in_order(builder, split, start, stop)
         return
     for first in range(start, stop, BATCH_EXAMPLES):
@@ -86,7 +86,7 @@ def _stored_in_order(builder: Any, split: str, start: int, stop: int) -> Iterato
     import tensorflow_datasets  # slow to import
 
     instruction = tensorflow_datasets.core.ReadInstruction(split, from_=start, to=stop, unit='abs')
-    # One file after the other; several at a time would mix their examples.
+    # Read one file at a time; reading several would interleave their examples.
     config = tensorflow_datasets.ReadConfig(interleave_cycle_length=1)
     dataset = builder.as_dataset(split=instruction, shuffle_files=False, read_config=config)
     yield from tensorflow_datasets.as_numpy(dataset)
@@ -98,7 +98,7 @@ def _split(given: str) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _opened(given: str, version: str) -> Any:
-    # The version tells a data set from what was in its place before.
+    # The version is part of the cache key, to distinguish a dataset from its predecessor in the same directory.
     return _open(given)
 
 
@@ -112,7 +112,7 @@ def _open(given: str) -> Any:
         if filesystem.is_url(directory) or os.path.isdir(directory):
             return tensorflow_datasets.builder_from_directory(directory)
         return tensorflow_datasets.builder(directory, data_dir=os.environ.get('TFDS_DATA_DIR') or None, try_gcs=False)
-    # It raises all kinds, and lists every data set that it knows; the first line says it.
+    # TFDS raises many exception types and lists all known datasets. The first line contains the cause.
     except Exception as error:
         first_line = str(error).partition('\n')[0][:300]
         raise StorageError(f'{given}: {first_line or type(error).__name__}') from error

@@ -1,4 +1,4 @@
-"""Token files as arrays that are read in parts: `.npy`, the members of `.npz`, raw `.bin` with and without header."""
+"""Random access to token files: `.npy`, the members of `.npz`, and raw `.bin` with or without a header."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import BinaryIO
 import numpy as np
 
 RAW_DTYPES = ('uint16', 'uint32')
-# The header of llm.c's token files: 256 integers, of which the first are a magic number, a version, and the number of
-# tokens (github.com/karpathy/llm.c, dev/data/data_common.py). By magic number and version, how tokens are stored.
+# Header of llm.c token files: 256 integers that start with a magic number, a version and the number of tokens
+# (github.com/karpathy/llm.c, dev/data/data_common.py). Maps (magic number, version) to the token dtype.
 HEADER_DTYPES = {(20240520, 1): 'uint16', (20240801, 7): 'uint32'}
 HEADER_INTEGERS = 256
-# The longest header that NumPy parses.
+# Maximum length of headers that NumPy parses.
 MAX_NPY_HEADER_BYTES = 10_000
 
 
 class TokenFileError(Exception):
-    """What is wrong with a token file; the message does not name it."""
+    """Error in a token file. The message does not contain the file name."""
 
 
 @dataclasses.dataclass
 class TokenArray:
-    """Integers in a file; nothing is read but what is asked for.
+    """Array of integers in a file. Only the requested ranges are read.
 
     Attributes:
         file: open file.
-        offset: byte of the first integer.
-        dtype: how they are stored.
+        offset: byte offset of the first integer.
+        dtype: dtype of the integers.
         shape: [tokens] or [documents, length].
     """
 
@@ -42,21 +42,21 @@ class TokenArray:
 
     @property
     def length(self) -> int:
-        """Integers in all."""
+        """Returns the number of integers."""
         return math.prod(self.shape)
 
     @property
     def has_rows(self) -> bool:
-        """Whether each document is a row of its own."""
+        """Returns True if each document is a separate row."""
         return len(self.shape) == 2
 
     @property
     def num_bytes(self) -> int:
-        """Size of all integers."""
+        """Returns the size of all integers in bytes."""
         return self.length * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Integers [start, stop) in C order; TokenFileError when the file ends before."""
+        """Returns the integers [start, stop) in C order. Raises TokenFileError if the file ends before `stop`."""
         self.file.seek(self.offset + start * self.dtype.itemsize)
         content = self.file.read((stop - start) * self.dtype.itemsize)
         ids = np.frombuffer(content[: len(content) // self.dtype.itemsize * self.dtype.itemsize], self.dtype)
@@ -66,25 +66,26 @@ class TokenArray:
 
 
 def open_npy(file: BinaryIO, size: int) -> TokenArray:
-    """The array of a `.npy` file of `size` bytes. Never unpickles.
+    """Returns the array of a `.npy` file of `size` bytes. Never unpickles.
 
     Raises:
-        TokenFileError: not such a file, not of integers, not one- or two-dimensional, or of another size than it says.
+        TokenFileError: the file is not a valid `.npy` file, its array does not contain integers or is not one- or
+            two-dimensional, or its size differs from the size in the header.
     """
     try:
-        # Version 3 is for names of fields, which token ids have none of.
+        # Version 3 is for non-ASCII field names; arrays of token ids have no fields.
         read_header, length_bytes = {
             (1, 0): (np.lib.format.read_array_header_1_0, 2),
             (2, 0): (np.lib.format.read_array_header_2_0, 4),
         }[np.lib.format.read_magic(file)]
-        # NumPy reads as many bytes as the header claims to have, before it looks at their number.
+        # NumPy reads the number of bytes stated in the header before it checks the number.
         start = file.read(length_bytes)
         length = min(int.from_bytes(start, 'little'), MAX_NPY_HEADER_BYTES + 1)
         with warnings.catch_warnings():
-            # A header that Python 2 wrote is read all the same.
+            # Headers written by Python 2 are also accepted.
             warnings.simplefilter('ignore', UserWarning)
             shape, fortran_order, dtype = read_header(io.BytesIO(start + file.read(length)))
-    # NumPy tokenizes headers of Python 2 and evaluates all.
+    # NumPy tokenizes headers written by Python 2 and evaluates all headers, which raises many exception types.
     except (ValueError, KeyError, SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError) as error:
         reason = ' '.join(str(error).split())[:200]
         raise TokenFileError(f'no .npy array ({reason}); save it with numpy.save') from error
@@ -104,10 +105,10 @@ def open_npy(file: BinaryIO, size: int) -> TokenArray:
 
 
 def open_raw(file: BinaryIO, size: int, token_dtype: str) -> TokenArray:
-    """The tokens of a raw little-endian file of `size` bytes, with llm.c's header or stored as `token_dtype`.
+    """Returns the tokens of a raw little-endian file of `size` bytes, with the header of llm.c or of `token_dtype`.
 
     Raises:
-        TokenFileError: nothing says how it is stored, or its size does not fit.
+        TokenFileError: the dtype is unknown, or the size of the file does not match it.
     """
     start = file.read(4 * HEADER_INTEGERS)
     header = np.frombuffer(start, '<i4') if len(start) == 4 * HEADER_INTEGERS else np.zeros(1, '<i4')

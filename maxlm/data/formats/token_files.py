@@ -1,4 +1,4 @@
-"""Token files: documents are cut out of a stream of ids at their ends."""
+"""Reads token files: streams of token ids that are split into documents at end-of-document tokens."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path
 
-# Tokens read at once.
+# Number of tokens read at once.
 CHUNK_TOKENS = 2**20
-# A stretch of so many tokens without an end is cut; a multiple of CHUNK_TOKENS.
+# A block of this many tokens without an end of document ends the document. A multiple of CHUNK_TOKENS.
 MAX_DOCUMENT_TOKENS = 2**24
-# What broken, encrypted and unknown kinds of zip members raise.
+# Exceptions raised for damaged, encrypted and unsupported zip members.
 ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError)
 
 
 def bounds(file: InputFile) -> Sequence[int]:
-    """Units of `.npy` and `.bin` are bytes of tokens, of `.npz` its arrays."""
+    """Returns the unit boundaries. Units are bytes of tokens in `.npy` and `.bin` files, and arrays in `.npz` files."""
     if not _is_archive(file):
-        # The header makes the last piece a little smaller than it seems.
+        # The last range is smaller than stated by the size of the header.
         return range(file.size + 1)
     try:
         with filesystem.open_file(file.path) as content, zipfile.ZipFile(content) as archive:
@@ -40,11 +40,11 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """The documents that begin in units [start, stop). See `formats.Reader`.
+    """Yields the documents that start in units [start, stop); see `registry.Reader`.
 
-    A document reaches to the next `options.end_of_document`, which is left out; behind every MAX_DOCUMENT_TOKENS tokens
-    of the file without an end in them it is cut. Each row of a two-dimensional array is such a stream. Names are
-    `FILE:TOKEN`, with the number of the document's first token in the array, or `FILE:ARRAY:TOKEN` for `.npz`.
+    A document ends before the next `options.end_of_document`, which is not included. A block of MAX_DOCUMENT_TOKENS
+    tokens without an end also ends the document. Each row of a two-dimensional array is a separate stream. Names are
+    `FILE:TOKEN`, or `FILE:ARRAY:TOKEN` for `.npz`, with the index of the document's first token in the array.
     """
     path = display_path(file.path)
     try:
@@ -111,7 +111,7 @@ def _read_array(
 
 
 def _documents(array: TokenArray, start: int, stop: int, end: int | None) -> Iterator[tuple[int, np.ndarray]]:
-    """(First token, ids) of the documents whose first token is in bytes [start, stop) of the tokens."""
+    """Yields (first token, ids) of the documents whose first token is in bytes [start, stop) of the tokens."""
     itemsize = array.dtype.itemsize
     # A header of a few bytes may claim any number of empty rows.
     if not array.length:
@@ -128,14 +128,15 @@ def _documents(array: TokenArray, start: int, stop: int, end: int | None) -> Ite
 def _cut_stream(
     array: TokenArray, begin: int, finish: int, start: int, stop: int, end: int | None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(First token, ids) of the documents of the stream [begin, finish) that start in [start, stop); empty ones too.
+    """Yields (first token, ids) of the documents of the stream [begin, finish) that start in [start, stop).
 
-    A document starts at `begin`, behind an end, and MAX_DOCUMENT_TOKENS · k behind `begin` where as many tokens before
-    that hold no end: this can be told without reading all that is before.
+    Empty documents are included. A document starts at `begin` and after every end. One also starts at `begin` +
+    MAX_DOCUMENT_TOKENS · k if the block of MAX_DOCUMENT_TOKENS tokens before it contains no end. This rule makes the
+    starts computable without reading all previous tokens.
     """
     first = _first_start(array, begin, min(start, finish), finish, end)
     parts: list[np.ndarray] = []
-    # A document that starts within a block starts behind an end in it.
+    # A document that starts inside a block starts after an end in that block.
     seen_end = (first - begin) % MAX_DOCUMENT_TOKENS != 0
     for position, ids in _chunks(array, begin, first, finish):
         if first >= stop:
@@ -157,10 +158,10 @@ def _cut_stream(
 
 
 def _first_start(array: TokenArray, begin: int, start: int, finish: int, end: int | None) -> int:
-    """The first token at `start` or behind it at which a document starts; `finish` where there is none."""
+    """Returns the index at or after `start` of the first token that starts a document, or `finish` if there is none."""
     if start == begin:
         return begin
-    # Behind an end at `start` - 1, too.
+    # An end at `start` - 1 also counts.
     position = start - 1
     while position < finish:
         block = begin + (position - begin) // MAX_DOCUMENT_TOKENS * MAX_DOCUMENT_TOKENS
@@ -185,7 +186,7 @@ def _find_end(array: TokenArray, start: int, stop: int, end: int | None) -> int 
 
 
 def _chunks(array: TokenArray, begin: int, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(First token, ids) from `start`; no chunk goes on behind a multiple of CHUNK_TOKENS from `begin`."""
+    """Yields (first token, ids) from `start`. Chunks end at multiples of CHUNK_TOKENS after `begin`, or at `stop`."""
     while start < stop:
         chunk_stop = min(begin + ((start - begin) // CHUNK_TOKENS + 1) * CHUNK_TOKENS, stop)
         yield start, array.read(start, chunk_stop)
