@@ -1,1 +1,1 @@
-"""Tokenizers: byte- and character-level, BPE, extensions, fill-in-the-middle."""
+"""Tokenizers: byte- and character-level, BPE, vocabulary extension and fill-in-the-middle (FIM)."""

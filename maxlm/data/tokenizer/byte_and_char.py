@@ -1,7 +1,7 @@
-"""Tokenizers that need no training: of bytes, of characters, of ids that come as numbers.
+"""Tokenizers without training: byte-level, character-level and decimal token ids.
 
-Each is a `tokenizer.json` like any other. Bytes and characters are also encoded by NumPy, much faster and to the same
-ids.
+Each is a regular `tokenizer.json`. Bytes and characters are also encoded with NumPy, which is much faster and gives the
+same ids.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NUM_BYTES = 256
 
 
 def byte_spelling() -> dict[int, str]:
-    """Byte → the printable character by which `ByteLevel` of the library writes it."""
-    # These keep their code, the others follow from 256 on.
+    """Returns a dict from each byte to the printable character with which `ByteLevel` represents it."""
+    # These bytes keep their code point. The remaining bytes are numbered from 256.
     kept = [*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)]
     spelling = {byte: chr(byte) for byte in kept}
     for byte in range(NUM_BYTES):
@@ -29,7 +29,7 @@ def byte_spelling() -> dict[int, str]:
 
 
 def bytes_library() -> tokenizers.Tokenizer:
-    """The id of a byte of UTF-8 is its value, the end of document is 256."""
+    """Returns a byte-level tokenizer: the id of a UTF-8 byte is its value, and the end of document is 256."""
     spelling = byte_spelling()
     library = tokenizers.Tokenizer(models.BPE(vocab={spelling[byte]: byte for byte in range(NUM_BYTES)}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -39,7 +39,10 @@ def bytes_library() -> tokenizers.Tokenizer:
 
 
 def chars_library(characters: Sequence[str]) -> tokenizers.Tokenizer:
-    """The id of a character is its place in `characters`; the end of document and unknown characters follow."""
+    """Returns a character-level tokenizer.
+
+    The id of a character is its index in `characters`. The ids of the end of document and of unknown characters follow.
+    """
     vocab = {token: i for i, token in enumerate([*characters, END_OF_DOCUMENT, UNKNOWN])}
     library = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     library.pre_tokenizer = pre_tokenizers.Split(Regex(r'[\s\S]'), 'isolated')
@@ -49,19 +52,22 @@ def chars_library(characters: Sequence[str]) -> tokenizers.Tokenizer:
 
 
 def numbers_library(vocab_size: int, end_of_document: int) -> tokenizers.Tokenizer:
-    """The text of ids is their decimal numbers with blanks between; what is no such number becomes the end."""
+    """Returns a tokenizer for decimal token ids separated by spaces. Other words become the end of document."""
     vocab = {END_OF_DOCUMENT if i == end_of_document else str(i): i for i in range(vocab_size)}
-    # An unknown token of its own would be one id more than the data has.
+    # A separate unknown token would add an id that the data does not have.
     library = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=END_OF_DOCUMENT))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # A blank before each number, so that the text of a continuation can be put after that of its beginning.
+    # Start with a space, so that the text of a continuation can be appended to its prompt.
     library.decoder = decoders.Replace(Regex('^'), ' ')
     library.add_special_tokens([END_OF_DOCUMENT])
     return library
 
 
 def recognize(library: tokenizers.Tokenizer, end_of_document: int) -> tuple[str, Callable[[str], np.ndarray] | None]:
-    """Kind of `library` (`bytes`, `chars`, `ids`; else `library`), and text → uint32 ids where NumPy is faster."""
+    """Returns the kind of `library` (`bytes`, `chars`, `ids` or `library`) and its NumPy encoder.
+
+    The encoder maps text to uint32 ids. It is None if NumPy is not faster.
+    """
     vocab = library.get_vocab(with_added_tokens=True)
     words = set(vocab) - {token.content for token in library.get_added_tokens_decoder().values() if token.special}
     if len(words) == NUM_BYTES and _same(library, bytes_library()):
@@ -77,7 +83,7 @@ def recognize(library: tokenizers.Tokenizer, end_of_document: int) -> tuple[str,
 
 
 def _same(library: tokenizers.Tokenizer, made: tokenizers.Tokenizer) -> bool:
-    # What was added later comes after all that it is made with.
+    # Special tokens that were added later come after the original tokens.
     added = sorted(library.get_added_tokens_decoder().items())
     made.add_special_tokens([token.content for _, token in added])
     return library.to_str() == made.to_str()

@@ -1,4 +1,4 @@
-"""Whether a tokenizer is another one with more tokens, so that a model of that one can go on with it."""
+"""Checks that a tokenizer extends another one, so that a model of the original tokenizer can be trained with it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 
-# What of a `tokenizer.json` makes ids of texts and texts of ids, besides its tokens. What it puts around a text
-# (`post_processor`) is not used here.
+# Parts of a `tokenizer.json`, besides the tokens, that determine encoding and decoding. The tokens added around a
+# text (`post_processor`) are not used here.
 PARTS = ('truncation', 'padding', 'normalizer', 'pre_tokenizer', 'decoder')
-# How a word of these is cut depends on rules alone (merges, blanks): more tokens change nothing in it.
+# These models split words only by rules (merges, whitespace), so additional tokens do not change existing splits.
 GROWING_MODELS = ('BPE', 'WordLevel')
-# Which blanks and words beside it an added token takes.
+# Options of an added token that decide which adjacent whitespace and words it matches.
 TAKES = ('lstrip', 'rstrip', 'single_word')
 
 
 def extension_error(new: Tokenizer, old: Tokenizer) -> str:
-    """What keeps `new` from being `old` with more tokens, in a few words; '' where it is.
+    """Returns the reason why `new` does not extend `old`, or '' if it does.
 
-    It is where all tokens of `old` have the same ids in it, those that it has besides come after all of them, and all
-    else by which text becomes ids is the same.
+    `new` extends `old` if all tokens of `old` keep their ids, additional tokens have higher ids, and all other parts
+    that affect encoding are equal.
     """
     now, before = json.loads(new.to_json()), json.loads(old.to_json())
     for part in PARTS:
@@ -49,12 +49,12 @@ def extension_error(new: Tokenizer, old: Tokenizer) -> str:
 
 def _ids(facts: dict[str, Any]) -> dict[str, int]:
     vocab = facts['model']['vocab']
-    # Unigram: pieces with their scores, in the order of ids.
+    # A Unigram vocabulary is a list of (piece, score) in the order of the ids.
     ids = dict(vocab) if isinstance(vocab, dict) else {piece: index for index, (piece, _) in enumerate(vocab)}
     return ids | {token['content']: token['id'] for token in facts['added_tokens']}
 
 
 def _takes(facts: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
-    """Of all tokens; one that is no added token takes nothing."""
+    """Returns the TAKES options of all tokens. They are False for tokens that are not added tokens."""
     found = dict.fromkeys(_ids(facts), (False,) * len(TAKES))
     return found | {token['content']: tuple(token[name] for name in TAKES) for token in facts['added_tokens']}

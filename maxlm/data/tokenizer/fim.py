@@ -1,16 +1,16 @@
-"""Fill in the middle: some documents are cut in three and put in another order, so that a model learns to fill a hole.
+"""Fill-in-the-middle (FIM): splits some documents into three parts and reorders them.
 
 After Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle" (arXiv 2207.14255). A text is
-cut at two characters and becomes one of
+split at two characters and becomes one of
 
     prefix-suffix-middle (PSM):  <prefix> prefix <suffix> suffix <middle> middle
     suffix-prefix-middle (SPM):  <prefix> <suffix> suffix <middle> prefix middle
 
-SPM in their second variant: it is PSM with an empty prefix, so that what is learned from one serves the other. The
-parts are tokenized separately: cut by characters, before tokenizing, a hole may begin and end inside a word, as the
-cursor of an editor does. Cut between tokens, the model would never see the half words that it is asked to complete.
+SPM is the second variant of the paper: PSM with an empty prefix, so that training on one also helps the other. The
+parts are tokenized separately. Splitting at characters, before tokenization, lets the middle start and end inside a
+word, like the cursor of an editor. Splitting between tokens would never train the completion of partial words.
 
-A document is cut as a whole. One that is longer than the context of training gives windows that hold only some parts.
+An entire document is split once. If it is longer than the training sequences, a sequence contains only some parts.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from maxlm.data.documents.document import Document
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 
-# Fewer leave nothing to learn from.
+# Shorter texts leave nothing to learn.
 MIN_CHARACTERS = 3
-# Draws are uniform below this.
+# Random integers are uniform below this value.
 _DRAW_RANGE = 2**64
 
 
 @dataclasses.dataclass(frozen=True)
 class FimConfig:
-    """How much is rearranged.
+    """Proportions of fill-in-the-middle.
 
     Attributes:
-        rate: share of the documents.
-        spm_share: share of these that put the suffix first.
+        rate: proportion of documents that are reordered.
+        spm_share: proportion of reordered documents that use SPM.
     """
 
     rate: float = 0.5
     spm_share: float = 0.5
 
     def __post_init__(self) -> None:
-        """Raises InputError when one is not a share."""
+        """Raises InputError if a proportion is not between 0 and 1."""
         for name, share in dataclasses.asdict(self).items():
             if not 0 <= share <= 1:
                 raise InputError(f'infill {name}={share}: needs a share from 0 to 1')
@@ -52,7 +52,7 @@ class FimConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FimSplit:
-    """A text with a hole: `prefix + middle + suffix` is the text; `suffix_first` asks for SPM."""
+    """Split text: `prefix + middle + suffix` is the original text. `suffix_first` selects SPM."""
 
     prefix: str
     middle: str
@@ -61,15 +61,16 @@ class FimSplit:
 
 
 def split_text(name: str, text: str, infill: FimConfig) -> FimSplit | None:
-    """How the document `name` is cut, None where it stays as it is, like all below MIN_CHARACTERS.
+    """Returns the split of the document `name`, or None if it is not split, as for texts below MIN_CHARACTERS.
 
-    All follows from a hash of the name: the same on every machine, for any number of workers. Both ends of the hole
-    are uniform over the len(text) + 1 places between characters, as in the paper; each part may be empty.
+    The result depends only on a hash of the name and on the text, so it is the same on every machine and for any number
+    of workers. Both ends of the middle are uniform over the len(text) + 1 positions between characters, as in the
+    paper. Each part may be empty.
     """
     if len(text) < MIN_CHARACTERS:
         return None
-    # The salt: independent of the hash that chooses what is validated on. Bits of a hash and not of NumPy's
-    # generators, whose streams may change between its versions.
+    # The salt makes this hash independent of the hash that selects validation documents. Hash bits are used because the
+    # streams of NumPy's generators may change between versions.
     digest = hashlib.sha256(f'infill:{name}'.encode(errors='surrogateescape')).digest()
     rearranged, suffix_first, *ends = (int.from_bytes(digest[i : i + 8]) for i in range(0, 32, 8))
     if rearranged >= int(infill.rate * _DRAW_RANGE):
@@ -79,12 +80,12 @@ def split_text(name: str, text: str, infill: FimConfig) -> FimSplit | None:
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], infill: FimConfig | None) -> list[np.ndarray]:
-    """Token ids of each document, without the end of document: uint32 arrays [number of tokens].
+    """Returns the token ids of each document without the end of document: uint32 arrays [number of tokens].
 
-    Documents that are tokenized already are passed through.
+    Documents that are already tokenized are returned unchanged.
 
     Raises:
-        InputError: `infill` is asked for, and a document is tokenized already or the tokenizer has no tokens for it.
+        InputError: `infill` is given, but a document is already tokenized or the tokenizer has no FIM tokens.
     """
     if infill is None:
         encoded = iter(tokenizer.encode_batch([document.text for document in documents if document.tokens is None]))

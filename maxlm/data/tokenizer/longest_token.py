@@ -1,4 +1,4 @@
-"""Bytes of text that one token can stand for."""
+"""Upper bound on the number of text bytes per token."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 _MAX_CHARACTER_BYTES = 4
 # A canonical composition has at least a third of the bytes of its parts (Unicode's FAQ on normalization).
 _COMPOSED = {'NFC': 3, 'NFD': 1}
-# Number of characters that byte-level BPE spells bytes with, and of the tokens of byte fallback.
+# Number of characters in the alphabet of byte-level BPE, and number of byte-fallback tokens.
 _NUM_BYTES = 256
 _BYTE = re.compile(r'<0x[0-9A-Fa-f]{2}>')
 
 
 @functools.lru_cache(8)
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Bytes of text that a token stands for at most; None where a token can stand for a text of any length.
+    """Returns the maximum number of text bytes that one token can represent, or None if there is no limit.
 
-    So a text of more than N times as many bytes has more than N tokens.
+    A text of more than N times as many bytes therefore has more than N tokens.
     """
     if tokenizer.kind in ('bytes', 'chars'):
         return 1 if tokenizer.kind == 'bytes' else _MAX_CHARACTER_BYTES
-    # The numbers of an ids tokenizer may have any blanks between.
+    # The numbers of an ids tokenizer may be separated by any amount of whitespace.
     return None if tokenizer.kind == 'ids' else _longest(json.loads(tokenizer.to_json()))
 
 
@@ -38,7 +38,7 @@ def _longest(facts: dict[str, Any]) -> int | None:
         return None
     vocab = model['vocab']
     if any(step['type'] == 'ByteLevel' for step in steps):
-        # Each character of a token is a byte. Bytes that are no token would be left out.
+        # Each character of a token is a byte. Bytes without a token would be dropped.
         if sum(len(token) == 1 for token in vocab) < _NUM_BYTES:
             return None
         longest = max(map(len, vocab))
@@ -58,14 +58,14 @@ def _steps(node: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Returns whether a pre-tokenizer keeps all of the text."""
+    """Returns True if a pre-tokenizer keeps the complete text."""
     if step['type'] in ('Split', 'Punctuation'):
         return step['behavior'] != 'Removed'
     return step['type'] in ('ByteLevel', 'Digits', 'Metaspace', 'UnicodeScripts')
 
 
 def _shrinking(steps: list[dict[str, Any]]) -> int | None:
-    """Returns the factor by which normalizers can shrink a text, in bytes; None if there is no bound."""
+    """Returns the factor by which normalizers can shrink a text in bytes, or None if there is no bound."""
     factor = 1
     for step in steps:
         if step['type'] in _COMPOSED:

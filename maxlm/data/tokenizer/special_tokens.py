@@ -1,6 +1,6 @@
-"""Special tokens: what ends a document, what fill-in-the-middle joins the parts of one with, and what chats have.
+"""Special tokens: end of document, fill-in-the-middle (FIM) and chat tokens.
 
-Only a token that is marked special is never made from text.
+Text is never encoded to a token that is marked special.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tokenizers
 from maxlm.errors import InputError
 
 END_OF_DOCUMENT = '<|endoftext|>'
-# In order of preference, for a tokenizer.json from elsewhere.
+# Accepted names for tokenizers from other sources, in order of preference.
 END_OF_DOCUMENT_NAMES = (
     END_OF_DOCUMENT,
     '</s>',
@@ -21,14 +21,14 @@ END_OF_DOCUMENT_NAMES = (
     '<eos>',
     '<|eos|>',
     '<｜end▁of▁sentence｜>',
-    # nanochat has only a token that begins documents. In a stream of documents it stands between any two, like one that
-    # ends them: after a text the model predicts it. Last, since most tokenizers have both and mean the other.
+    # nanochat only has a token that starts documents. In a stream of documents, it separates two documents like an end
+    # token: the model predicts it after a text. It is last, because most tokenizers have both kinds of token.
     '<|bos|>',
 )
 
 
 class InfillNames(NamedTuple):
-    """Spellings of the tokens that stand before the prefix, the middle and the suffix of a text with a hole."""
+    """Names of the special tokens before the prefix, the middle and the suffix of a FIM document."""
 
     prefix: str
     middle: str
@@ -36,16 +36,16 @@ class InfillNames(NamedTuple):
 
 
 class InfillIds(NamedTuple):
-    """Ids of the tokens that stand before the prefix, the middle and the suffix of a text with a hole."""
+    """Ids of the special tokens before the prefix, the middle and the suffix of a FIM document."""
 
     prefix: int
     middle: int
     suffix: int
 
 
-# What a tokenizer gets that has none; the names of Qwen and CodeGemma.
+# Names added to tokenizers without FIM tokens, as in Qwen and CodeGemma.
 INFILL = InfillNames('<|fim_prefix|>', '<|fim_middle|>', '<|fim_suffix|>')
-# In order of preference, for a tokenizer.json from elsewhere.
+# Accepted names for tokenizers from other sources, in order of preference.
 INFILL_NAMES = (
     INFILL,
     # StarCoder.
@@ -54,16 +54,16 @@ INFILL_NAMES = (
     InfillNames('<fim-prefix>', '<fim-middle>', '<fim-suffix>'),
     # Code Llama.
     InfillNames('▁<PRE>', '▁<MID>', '▁<SUF>'),
-    # DeepSeek names places in the text: `begin` prefix `hole` suffix `end` middle.
+    # The names of DeepSeek refer to positions in the text: `begin` prefix `hole` suffix `end` middle.
     InfillNames('<｜fim▁begin｜>', '<｜fim▁end｜>', '<｜fim▁hole｜>'),
 )
 
 
 def find_end_of_document(library: tokenizers.Tokenizer) -> int:
-    """The id that ends documents.
+    """Returns the id of the end-of-document token.
 
     Raises:
-        InputError: no special token does.
+        InputError: the tokenizer has no such special token.
     """
     special = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
     for name in END_OF_DOCUMENT_NAMES:
@@ -75,9 +75,9 @@ def find_end_of_document(library: tokenizers.Tokenizer) -> int:
 
 
 def find_infill_ids(library: tokenizers.Tokenizer) -> InfillIds | None:
-    """The ids of fill-in-the-middle where `library` has all three; marks them special where the file did not.
+    """Returns the ids of the FIM tokens if `library` has all three, and marks the tokens as special.
 
-    Qwen and DeepSeek leave them unmarked, so that text which spells them would become them.
+    Qwen and DeepSeek do not mark them, so that a text that contains their names would be encoded to their ids.
     """
     added = {token.content: i for i, token in library.get_added_tokens_decoder().items()}
     for names in INFILL_NAMES:
@@ -88,10 +88,10 @@ def find_infill_ids(library: tokenizers.Tokenizer) -> InfillIds | None:
 
 
 def add_special_tokens(library: tokenizers.Tokenizer, names: Sequence[str]) -> None:
-    """Makes `names` special; those that are no tokens yet get ids after all others, which stay as they are.
+    """Makes `names` special tokens. Names without a token get new ids after all existing ids.
 
     Raises:
-        InputError: the ids have gaps, so that the new ones would not come last.
+        InputError: the existing ids have gaps, so the new ids would not be the last.
     """
     vocab = library.get_vocab(with_added_tokens=True)
     size = max(vocab.values(), default=-1) + 1
@@ -105,10 +105,10 @@ def add_special_tokens(library: tokenizers.Tokenizer, names: Sequence[str]) -> N
 
 
 def add_infill_tokens(library: tokenizers.Tokenizer) -> None:
-    """Adds INFILL after the ids that are there, which stay as they are; does nothing where there are such tokens.
+    """Adds the INFILL tokens after all existing ids if `library` has no FIM tokens.
 
     Raises:
-        InputError: the ids have gaps, or one of the names is taken, so that the new ones would not come last.
+        InputError: the existing ids have gaps, or one of the names exists, so the new ids would not be the last.
     """
     if find_infill_ids(library):
         return

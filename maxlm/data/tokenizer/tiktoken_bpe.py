@@ -1,4 +1,4 @@
-"""Byte-level BPE by tiktoken: the ids that the library of `tokenizer.json` gives, several times as fast."""
+"""Byte-level BPE with tiktoken: the same ids as the `tokenizers` library, several times faster."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import tokenizers
 
 from maxlm.data.tokenizer.byte_and_char import byte_spelling
 
-# What `ByteLevel` of the library splits text by: the words of GPT-2 (Radford et al. 2019), its `encoder.py`.
+# Regular expression of `ByteLevel` in the library: the words of GPT-2 (Radford et al. 2019), from its `encoder.py`.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def byte_pair_encoder(library: tokenizers.Tokenizer) -> Callable[[str], np.ndarray] | None:
-    """Text → uint32 ids where `library` is byte-level BPE as `train_bpe` makes it, otherwise None.
+    """Returns an encoder from text to uint32 ids if `library` is byte-level BPE like that of `train_bpe`, else None.
 
-    The library joins the pairs that are listed as merges; tiktoken joins any pair that makes a token. That is the same
-    where each token has one merge, has its id in the order of the merges, and comes out of its own text alone: as long
-    as nothing was joined across the ends of a token, what is between them was joined as in that text.
+    The library merges the pairs in its list of merges; tiktoken merges any pair that forms a token. Both give the same
+    ids if each token has exactly one merge, ids follow the order of the merges, and each token is encoded to itself. As
+    long as no merge crosses the boundaries of a token, the text within them is merged as if it were alone.
 
-    The encoder raises ValueError for what tiktoken cannot split: a run of very many blanks.
+    The encoder raises ValueError for text that tiktoken cannot split: a run of very many spaces.
     """
     facts = json.loads(library.to_str())
     if not _is_plain(facts):
@@ -33,7 +33,7 @@ def byte_pair_encoder(library: tokenizers.Tokenizer) -> Callable[[str], np.ndarr
     made = [''.join(pair) for pair in facts['model']['merges']]
     if ids.keys() != {*spelling.values(), *made}:
         return None
-    # No step of zero either: that is a token with two merges.
+    # A difference of zero means that a token has two merges.
     if np.any(np.diff([ids[word] for word in made]) <= 0):
         return None
     if any(len(library.model.tokenize(word)) != 1 for word in made):
@@ -48,7 +48,7 @@ def byte_pair_encoder(library: tokenizers.Tokenizer) -> Callable[[str], np.ndarr
 
 
 def _is_plain(facts: dict[str, Any]) -> bool:
-    """Whether `tokenizer.json` asks for nothing but GPT-2's words and byte-level merges."""
+    """Returns True if `tokenizer.json` uses only the words of GPT-2 and byte-level merges."""
     model, words = facts['model'], facts['pre_tokenizer'] or {}
     options = ('dropout', 'continuing_subword_prefix', 'end_of_word_suffix', 'byte_fallback', 'ignore_merges')
     return (

@@ -1,4 +1,4 @@
-"""Text ↔ token ids, always through a `tokenizer.json`, so that an export needs nothing else."""
+"""Tokenizer: converts between text and token ids. Always based on a `tokenizer.json`, the only file for export."""
 
 from __future__ import annotations
 
@@ -31,33 +31,34 @@ from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text
 
 TOKENIZER_FILE = 'tokenizer.json'
-# 256 bytes and the end of a document.
+# 256 bytes and the end of document.
 MIN_BPE_VOCAB_SIZE = 257
 # Each id becomes an entry of tokenizer.json.
 MAX_NUMBERED_IDS = 2**20
-# A tokenizer.json may leave this many ids unused, and as many as it uses. Embeddings have a row for each.
+# A tokenizer.json may skip this many ids plus as many as it uses. Embeddings have a row for each skipped id.
 MAX_UNUSED_IDS = 2**16
 SPECS = 'bytes, chars, bpe:N, ids:N[:END], hf:NAME[@REVISION] or the path of a tokenizer.json'
 
 
 class Tokenizer:
-    """Text ↔ token ids.
+    """Converts between text and token ids.
 
-    Text that spells a special token is encoded as text, never as that token's id.
+    Text that contains the name of a special token is encoded as text, never as the id of that token.
 
     Attributes:
-        kind: `bytes`, `chars`, `ids` (text is numbers) or `library`. The first two are encoded by NumPy, byte-level BPE
-            by tiktoken, always with the ids that the library gives.
+        kind: `bytes`, `chars`, `ids` (text is numbers) or `library`. NumPy encodes bytes and chars, and tiktoken
+            encodes byte-level BPE, always to the same ids as the library.
         vocab_size: ids are 0 … vocab_size - 1.
-        end_of_document: the id that ends each document.
-        infill_ids: the ids that fill-in-the-middle joins the parts of a document with; None where it has none.
-        special_tokens: the special tokens by their id; `lstrip` and `rstrip` take the blanks before and behind.
+        end_of_document: id of the token that ends each document.
+        infill_ids: ids of the fill-in-the-middle tokens, or None if the tokenizer has none.
+        special_tokens: the special tokens by id; with `lstrip` or `rstrip` a token includes whitespace before or after
+            it.
     """
 
     def __init__(self, library: tokenizers.Tokenizer):
-        """Raises InputError when `library` has no special token that ends a document."""
+        """Raises InputError if `library` has no special token that ends a document."""
         library.encode_special_tokens = True
-        # Ids need not be dense in a file from elsewhere: the table of embeddings must hold the largest.
+        # The ids of other tokenizers may have gaps; the embedding table must contain the largest id.
         self.vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.end_of_document = find_end_of_document(library)
         self.infill_ids = find_infill_ids(library)
@@ -67,10 +68,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, infill: bool = False) -> Tokenizer:
-        """Reads a `tokenizer.json`; with `infill`, adds the tokens of fill-in-the-middle where it has none.
+        """Loads a `tokenizer.json`. With `infill`, adds fill-in-the-middle tokens if it has none.
 
         Raises:
-            InputError: the file is missing, is not a tokenizer, has no end-of-document token, or cannot be added to.
+            InputError: the file is missing, is not a tokenizer, has no end-of-document token, or cannot be extended.
         """
         try:
             text = read_text(path)
@@ -82,10 +83,10 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, text: str, *, name: str, infill: bool = False) -> Tokenizer:
-        """The same from the content of a file, which messages call `name`."""
+        """Loads the content of a `tokenizer.json` like `load`. Error messages call it `name`."""
         try:
             facts = parse_json(text)
-            # Before the library: it makes a table of all ids.
+            # Check before loading, because the library creates a table of all ids.
             _refuse_gaps(facts)
             with catch_panics('tokenizers'):
                 library = tokenizers.Tokenizer.from_str(text)
@@ -99,10 +100,10 @@ class Tokenizer:
             raise InputError(f'{name}: {error}') from error
 
     def with_special_tokens(self, names: Sequence[str]) -> Tokenizer:
-        """The same with `names` as special tokens; those that are no tokens yet get ids after all others.
+        """Returns this tokenizer with `names` as special tokens. Names without a token get ids after all existing ids.
 
         Raises:
-            InputError: they cannot come last, or text of this tokenizer is numbers.
+            InputError: the new ids cannot be the last, or the kind of this tokenizer is `ids`.
         """
         if self.kind == 'ids':
             raise InputError('the text of an ids tokenizer is numbers, which has no other tokens')
@@ -111,24 +112,24 @@ class Tokenizer:
         return Tokenizer(library)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the `tokenizer.json`; the same tokenizer always gives the same bytes."""
+        """Writes the `tokenizer.json`. Equal tokenizers give identical bytes."""
         Path(path).write_text(self.to_json(), encoding='utf-8')
 
     def to_json(self) -> str:
-        """The content of `tokenizer.json`."""
+        """Returns the content of `tokenizer.json`."""
         return self._library.to_str(pretty=True) + '\n'
 
     @property
     def sha256(self) -> str:
-        """Checksum of `tokenizer.json`."""
+        """Returns the SHA-256 of `tokenizer.json`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text, without the end of document: uint32 arrays [number of tokens].
+        """Returns the token ids of each text without the end of document: uint32 arrays [number of tokens].
 
         Raises:
-            InputError: a text has no ids: it holds a surrogate, the library panics on it, or the tokenizer is one of
-                `ids` and the text is not numbers.
+            InputError: a text has no ids: it contains a surrogate, the library panics on it, or the kind is `ids` and
+                the text is not numbers.
         """
         fast = self._fast
         if fast is None:
@@ -143,7 +144,7 @@ class Tokenizer:
         return encoded
 
     def encode_batch_by_library(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode_batch` without the fast paths: what they must equal."""
+        """Returns `encode_batch` computed by the library, the reference for the fast encoders."""
         encoded = _encode_batch(self._library, texts)
         if self.kind == 'ids':
             for text, ids in zip(texts, encoded, strict=True):
@@ -151,10 +152,10 @@ class Tokenizer:
         return encoded
 
     def encode_batch_inside(self, texts: Sequence[str], *, after_special: bool = False) -> list[np.ndarray]:
-        """`encode_batch` for texts from inside a document: without the blank that SentencePiece puts before a text.
+        """Returns `encode_batch` of texts inside a document, without the space that SentencePiece puts before a text.
 
-        With `after_special`, texts are as the library has them behind a special token: without that blank only where
-        the first text alone gets it.
+        With `after_special`, texts are encoded as the library encodes them after a special token. The space is then
+        omitted only if the library puts it before the first text alone.
         """
         library = self._after_special if after_special else self._inside
         if library is self._library:
@@ -162,12 +163,12 @@ class Tokenizer:
         return _encode_batch(library, texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of token ids; special tokens are spelled out, bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of token ids. Special tokens appear by name; bytes that are not UTF-8 become U+FFFD."""
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
 
     @functools.cached_property
     def _fast(self) -> Callable[[str], np.ndarray] | None:
-        # When first needed: it takes longer than to read the file.
+        # Created at first use, because it takes longer than loading the file.
         return byte_pair_encoder(self._library) if self.kind == 'library' else self._by_numpy
 
     @functools.cached_property
@@ -179,7 +180,7 @@ class Tokenizer:
         return self._changed(_without_first_blank)
 
     def _changed(self, change: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> tokenizers.Tokenizer:
-        """The library with another normalizer and pre-tokenizer; itself where `change` changes neither."""
+        """Returns the library with a changed normalizer and pre-tokenizer, or itself if `change` changes neither."""
         facts = json.loads(self._library.to_str())
         bare = {**facts, **{name: change(facts[name]) for name in ('normalizer', 'pre_tokenizer')}}
         if bare == facts:
@@ -198,13 +199,15 @@ class Tokenizer:
 
 
 def make_tokenizer(spec: str, texts: Iterable[str], *, infill: bool = False) -> Tokenizer:
-    """The tokenizer that `spec` asks for, one of SPECS.
+    """Returns the tokenizer of `spec`, one of SPECS.
 
-    `texts` is what `chars` and `bpe:N` learn from; it is not read otherwise. `infill` asks for the special tokens of
-    fill-in-the-middle: where there are none yet, they come after all other ids; the N of `bpe:N` counts them.
+    Args:
+        spec: the tokenizer to load or train.
+        texts: training texts of `chars` and `bpe:N`; not read otherwise.
+        infill: add fill-in-the-middle tokens after all other ids if there are none. The N of `bpe:N` includes them.
 
     Raises:
-        InputError: there is no such tokenizer, or it cannot have these tokens.
+        InputError: the tokenizer does not exist, or it cannot have these tokens.
     """
     _check_form(spec, infill=infill)
     name, _, rest = spec.partition(':')
@@ -222,32 +225,32 @@ def make_tokenizer(spec: str, texts: Iterable[str], *, infill: bool = False) -> 
 
 
 def check_spec(spec: str, *, infill: bool = False) -> None:
-    """Raises InputError when `make_tokenizer` could not follow `spec`, before any text is read."""
+    """Raises InputError if `make_tokenizer` cannot create `spec`, before any text is read."""
     _check_form(spec, infill=infill)
     if spec not in ('bytes', 'chars') and spec.partition(':')[0] not in ('bpe', 'ids'):
         make_tokenizer(spec, [], infill=infill)
 
 
 def bytes_tokenizer(*, infill: bool = False) -> Tokenizer:
-    """257 ids: the id of a byte of UTF-8 is its value, the end of document is 256."""
+    """Returns a tokenizer with 257 ids: the id of a UTF-8 byte is its value, and the end of document is 256."""
     return _finished(bytes_library(), infill)
 
 
 def chars_tokenizer(texts: Iterable[str], *, infill: bool = False) -> Tokenizer:
-    """One id per character of `texts`, sorted by code point, then the end of document and unknown characters."""
+    """Returns a tokenizer with one id per character of `texts`, sorted, then end of document and unknown characters."""
     return _finished(chars_library(sorted(set().union(*texts))), infill)
 
 
 def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
-    """For data that is tokenized already, without its tokenizer: the text of ids is their decimal numbers."""
+    """Returns a tokenizer for tokenized data whose tokenizer is missing. The text of ids is their decimal numbers."""
     return Tokenizer(numbers_library(vocab_size, end_of_document))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, infill: bool = False) -> Tokenizer:
-    """Byte-level BPE with GPT-2's split of text into words; the same texts give the same tokenizer.
+    """Trains byte-level BPE with the word splitting of GPT-2. Equal texts give equal tokenizers.
 
-    The end of document is id 0 and the 256 bytes follow, so that any text can be encoded; with `infill` its three
-    tokens come last. Text with too few different words gives fewer than `vocab_size` ids.
+    The end of document is id 0 and the 256 bytes follow, so that any text can be encoded. With `infill`, its three
+    tokens come last. Texts with too few different words give fewer than `vocab_size` ids.
     """
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -258,7 +261,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, infill: bool = False) ->
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # A list: what goes wrong while reading must not be raised inside the library.
+    # Convert to a list first, so that read errors are not raised inside the library.
     sample = list(texts)
     try:
         with catch_panics('tokenizers'):
@@ -287,11 +290,11 @@ def _encode_batch(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[n
 
 
 def _refuse_gaps(facts: Any) -> None:
-    """Raises InputError where the ids of a tokenizer.json have large gaps; other mistakes are for the library."""
+    """Raises InputError if the ids of a tokenizer.json have large gaps. The library detects other mistakes."""
     parts = facts if isinstance(facts, dict) else {}
     model, added = parts.get('model'), parts.get('added_tokens')
     vocab = model.get('vocab') if isinstance(model, dict) else None
-    # Those of Unigram are a list, in the order of ids.
+    # A Unigram vocabulary is a list in the order of the ids.
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab) if isinstance(vocab, list) else 0))
     ids += [token.get('id') for token in (added if isinstance(added, list) else []) if isinstance(token, dict)]
     numbers = {i for i in ids if isinstance(i, int)}
@@ -304,7 +307,7 @@ def _refuse_gaps(facts: Any) -> None:
 
 
 def _check_form(spec: str, *, infill: bool) -> None:
-    """What can be told of `spec` without the disk and the hub."""
+    """Checks the syntax of `spec` and the existence of local files, without access to the Hub."""
     name, _, rest = spec.partition(':')
     if name == 'bpe':
         smallest = MIN_BPE_VOCAB_SIZE + len(INFILL) * infill
@@ -329,13 +332,13 @@ def _check_form(spec: str, *, infill: bool) -> None:
 
 
 def _parse_ids(rest: str) -> tuple[int, int]:
-    """Number of ids and the end of document; by default the last, as in GPT-2."""
+    """Returns the number of ids and the end of document, by default the last id as in GPT-2."""
     size, _, end = rest.partition(':')
     return int(size), int(end) if end else int(size) - 1
 
 
 def _from_hub(name: str, *, infill: bool) -> Tokenizer:
-    """The `tokenizer.json` of a model of the Hugging Face hub, by the library's own client and its cache."""
+    """Loads the `tokenizer.json` of a model on the Hugging Face Hub with the client and cache of the library."""
     identifier, _, revision = name.partition('@')
     try:
         with catch_panics('tokenizers'):
@@ -352,7 +355,7 @@ def _from_hub(name: str, *, infill: bool) -> Tokenizer:
 
 
 def _without_leading_blank(node: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer of `tokenizer.json` that puts no blank before a text."""
+    """Returns a normalizer or pre-tokenizer of `tokenizer.json` changed to put no space before a text."""
     kind = node and node['type']
     if node is None or kind == 'Prepend':
         return None
@@ -367,7 +370,7 @@ def _without_leading_blank(node: dict[str, Any] | None) -> dict[str, Any] | None
 
 
 def _without_first_blank(node: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer that puts no blank before the first text, if it puts one before that alone."""
+    """Returns a normalizer or pre-tokenizer without the space before the first text, if only the first text gets it."""
     if node is not None and node['type'] == 'Sequence' and 'pretokenizers' in node:
         return {**node, 'pretokenizers': [_without_first_blank(step) for step in node['pretokenizers']]}
     return _without_leading_blank(node) if node is not None and node.get('prepend_scheme') == 'first' else node
