@@ -1,1 +1,1 @@
-"""The device mesh, logical axis rules, and memory of the host."""
+"""Device mesh, logical axis rules and host offloading."""

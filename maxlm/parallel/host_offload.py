@@ -1,4 +1,4 @@
-"""Arrays in host memory, and their way to the device. Nothing may compute with them where they are."""
+"""Moves arrays between host memory and device memory. Arrays in host memory cannot be used in computations."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ Tree = Any
 
 
 def on_host(x: jax.Array) -> bool:
-    """Whether an array, perhaps a traced one, is in host memory."""
+    """Returns True if an array, possibly traced, is in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_device(tree: Tree) -> Tree:
-    """The same in the device's memory, sharded as it is."""
+    """Returns the tree in device memory with the same sharding."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree)
 
 
 def like(old: Tree, new: Tree) -> Tree:
-    """`new`, in host memory where `old` is."""
+    """Returns `new` with each array in host memory if the corresponding array of `old` is."""
     return jax.tree.map(lambda was, x: jax.device_put(x, jax.memory.Space.Host) if on_host(was) else x, old, new)
 
 
 def fetch(tree: Tree, slots: Tree | None) -> Tree:
-    """`to_device`, whose gradient is that of `slots`, a tree of arrays of the same shapes on the device.
+    """Returns `to_device(tree)` with a gradient that is defined by `slots`.
 
-    The gradient of an array in host memory would be sent there. The slots' values are not used; None: no gradient.
+    `slots` is a tree of arrays of the same shapes on the device; their values are not used. The gradient with respect
+    to an array in host memory would be moved to host memory; the gradient with respect to its slot stays on the device.
+    If `slots` is None, there is no gradient.
     """
     return to_device(tree) if slots is None else jax.tree.map(_fetch, tree, slots)
 

@@ -1,6 +1,6 @@
-"""Where arrays lie: the device mesh, and the one table from logical axes to mesh axes.
+"""Placement of arrays: the device mesh and the table from logical axes to mesh axes.
 
-The layout of a run follows from `mesh.*` and this table; the model names its axes and knows no mesh.
+The layout of a run follows from `mesh.*` and this table. The model names logical axes and does not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from maxlm.config.schema import MESH_AXES, MeshConfig
 from maxlm.errors import InputError
 from maxlm.parallel.partitioning import GATHERED, Axes
 
-# Logical axis → mesh axes that it is split over. A mesh axis may serve only one axis of an array.
+# Maps each logical axis to the mesh axes that shard it. An array may use each mesh axis for only one of its axes.
 TABLE: dict[str, tuple[str, ...]] = {
     # Activations.
     'batch': ('replica', 'data', 'fsdp'),
-    # Of the loss, in which all stages of a pipeline have a part.
+    # Rows of the loss, which is also split over the stages of a pipeline.
     'rows': ('replica', 'data', 'fsdp', 'stage'),
     'length': ('context',),
     'micro_batch': (),
     'activation': (),
-    # Parameters: the width is what ZeRO cuts, since every matrix has it and it divides well.
+    # Parameters. ZeRO shards the model width, because every matrix has this axis and it divides well.
     'embed': ('fsdp', 'context'),
     'vocab': ('tensor',),
     'heads': ('tensor',),
@@ -41,26 +41,26 @@ TABLE: dict[str, tuple[str, ...]] = {
     'layers': ('stage',),
     'position': (),
     'norm': (),
-    # The rank of low-rank adapters: small, and every device needs it whole.
+    # The rank of LoRA adapters is small, and every device needs all of it.
     'adapter': (),
-    # Of the layers in a pipeline's order: see `maxlm.model.pipeline`.
+    # Layers in pipeline order: see `maxlm.model.pipeline`.
     'repeats': (),
     'stage': ('stage',),
     'layers_of_stage': (),
 }
-# The axes of parameters that are split only to save memory: their uses need them whole.
+# Parameter axes that are sharded only to save memory. They are gathered before use.
 SAVING = frozenset({'embed'})
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh with the rules by which arrays are placed on it. Hashable, so that it can be part of a model's graph.
+    """Mesh with the rules that place arrays on it. Hashable, so that it can be part of a model's graph.
 
     Attributes:
-        mesh: of the axes MESH_AXES.
-        zero: what is split over the axes that save memory: 3 = parameters too, 2 = gradients and optimizer state, 1 =
-            optimizer state.
-        repeats: how often the layers go round the stages of a pipeline.
+        mesh: mesh with the axes MESH_AXES.
+        zero: ZeRO stage, the state sharded over the memory-saving axes: 1 = optimizer state, 2 = also gradients, 3 =
+            also parameters.
+        repeats: number of times that the layers pass through the stages of a pipeline.
     """
 
     mesh: Mesh
@@ -69,28 +69,28 @@ class Layout:
 
     @property
     def of_gradients(self) -> Layout:
-        """Where sums of gradients lie."""
+        """Returns the layout of gradient sums."""
         return dataclasses.replace(self, zero=3 if self.zero >= 2 else self.zero)
 
     @property
     def of_moments(self) -> Layout:
-        """Where optimizer state lies."""
+        """Returns the layout of optimizer state."""
         return dataclasses.replace(self, zero=3)
 
     def num_shards(self, axis: str) -> int:
-        """Devices that a logical axis is split over."""
+        """Returns the number of devices over which a logical axis is sharded."""
         return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self._mesh_axes(axis))
 
     def spec(self, axes: Sequence[str]) -> PartitionSpec:
-        """The mesh axes of an array whose axes have these names."""
+        """Returns the PartitionSpec of an array with these logical axes."""
         return self._spec([(axis,) for axis in axes])
 
     def named(self, *axes: str) -> NamedSharding:
-        """The sharding of an array whose axes have these names; without names: replicated."""
+        """Returns the sharding of an array with these logical axes. Without axes, the array is replicated."""
         return NamedSharding(self.mesh, self.spec(axes))
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """Fixes the placement of an intermediate value."""
+        """Constrains the sharding of an intermediate value."""
         return jax.lax.with_sharding_constraint(x, self.named(*axes))
 
     def constrain_gradient(self, gradient: jax.Array, axes: Axes) -> jax.Array:
@@ -98,7 +98,7 @@ class Layout:
         return self.of_gradients.constrain(gradient, axes)
 
     def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
-        """See `Partitioning`. The gradient is summed over devices straight into its parts (a reduce-scatter)."""
+        """See `Partitioning`. The gradient is reduce-scattered over the devices."""
         if not any(axis in SAVING and self.of_moments.num_shards(axis) > 1 for axis in axes):
             return x
         whole = tuple('activation' if axis in SAVING else axis for axis in axes)
@@ -112,8 +112,8 @@ class Layout:
 
         def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
             if is_table:
-                # Each device adds up its own tokens first. To have the sum in parts at once, XLA would bring parts of
-                # all tokens to every device, and with a length that is split first all of all tokens.
+                # Each device first sums the gradients of its own tokens. To compute the sharded sum directly, XLA would
+                # send parts of all tokens to every device and, with a sharded length, would first gather all tokens.
                 gradient = self.constrain(gradient, whole)
             return (self.constrain_gradient(gradient, axes),)
 
@@ -121,7 +121,7 @@ class Layout:
         return gather(x)
 
     def pad_vocabulary(self, table: jax.Array, axes: Axes) -> jax.Array:
-        """See `Partitioning`. Parameters are never padded, so that no state or checkpoint depends on the mesh."""
+        """See `Partitioning`. Parameters are never padded, so no state or checkpoint depends on the mesh."""
         dim = axes.index('vocab')
         size = table.shape[dim]
         more = padded_vocabulary(size, self.num_shards('vocab')) - size
@@ -132,7 +132,8 @@ class Layout:
         @jax.custom_vjp
         def pad(table: jax.Array) -> jax.Array:
             padded = jnp.pad(table, [(0, more if place == dim else 0) for place in range(table.ndim)])
-            # Placed as the parameter first: one all-to-all then splits the vocabulary in place of the width.
+            # Constrain to the sharding of the parameter first: one all-to-all then shards the vocabulary instead of the
+            # width.
             return self.constrain(jax.lax.with_sharding_constraint(padded, stored), axes)
 
         def forward(table: jax.Array) -> tuple[jax.Array, None]:
@@ -164,14 +165,15 @@ class Layout:
             return function(*shards, mesh_axis)
 
         specs = tuple(map(self.spec, in_axes))
-        # What crosses devices inside is its own matter.
+        # The function may communicate between devices, so JAX cannot check replication.
         return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=self.spec(out_axes), check_vma=False)
 
     def parameter(self, name: str, shape: tuple[int, ...], axes: Sequence[str]) -> NamedSharding:
-        """The sharding of a parameter.
+        """Returns the sharding of a parameter.
 
         Raises:
-            InputError: an axis, other than that of the vocabulary, does not divide over its devices.
+            InputError: the size of an axis, other than that of the vocabulary, is not divisible by its number of
+                devices.
         """
         for axis, size in zip(axes, shape, strict=True):
             parts = self.of_moments.num_shards(axis)
@@ -184,12 +186,13 @@ class Layout:
         return self._parameter_sharding(shape, axes)
 
     def spread_layers(self, axes: Sequence[str]) -> tuple[list[NamedSharding], int]:
-        """Placements that lead from a stack's own to one with whole layers on each device, and the devices it is over.
+        """Returns shardings from that of a layer stack to one with complete layers per device, and the number of
+        devices.
 
-        `axes` begin with the one of layers, whose size must divide over the devices. The devices are those that hold
-        pieces of a layer, and those with copies (`data`; links between replicas are too slow for it). On the way one
-        mesh axis moves at a time, which is an all-to-all within it; where two move at once, XLA gathers the whole stack
-        on every device.
+        The first of `axes` is the layer axis; the number of devices must divide its size. The devices are those that
+        hold shards of a layer and those that hold copies (`data`; links between replicas are too slow). Consecutive
+        shardings differ in one mesh axis, which needs one all-to-all over that axis. If two axes change at once, XLA
+        gathers the complete stack on every device.
         """
         spec = [self._mesh_axes(axis) for axis in axes]
         placements = [self.named(*axes)]
@@ -201,17 +204,17 @@ class Layout:
 
     @property
     def batch(self) -> NamedSharding:
-        """Of [B, T] arrays of a batch."""
+        """Returns the sharding of [B, T] arrays of a batch."""
         return self.named('batch', 'length')
 
     def local_rows(self, global_batch: int) -> slice:
-        """The rows of a global batch from the first to the last that this process's devices hold a part of."""
+        """Returns the range of global batch rows that are at least partly on devices of this process."""
         indices = self.named('batch').addressable_devices_indices_map((global_batch,)).values()
         rows = [range(global_batch)[index[0]] for index in indices if index is not None]
         return slice(min(r.start for r in rows), max(r.stop for r in rows))
 
     def put_batch(self, batch: dict[str, np.ndarray], global_batch: int) -> dict[str, jax.Array]:
-        """This process's rows [b, T] (or [b]), as `local_rows` tells them → global arrays [B, T] ([B])."""
+        """Returns global arrays [B, T] (or [B]) from this process's rows [b, T] (or [b]), those of `local_rows`."""
         first = self.local_rows(global_batch).start
 
         def put(rows: np.ndarray) -> jax.Array:
@@ -221,7 +224,7 @@ class Layout:
                 assert index is not None
                 of_rows, *rest = index
                 start, stop, _ = of_rows.indices(global_batch)
-                # An explicit transfer: the loop forbids all others.
+                # Transfer explicitly, because the training loop disallows implicit transfers.
                 parts.append(jax.device_put(rows[(slice(start - first, stop - first), *rest)], device))
             return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
@@ -231,11 +234,11 @@ class Layout:
         return NamedSharding(self.mesh, self._spec(splitting_axes(shape, axes, self.of_moments.num_shards)))
 
     def _spec(self, axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
-        """Returns the spec of an array; `axes` are the logical axes that split each dimension."""
+        """Returns the spec of an array. `axes` are the logical axes that shard each dimension."""
         spec = [tuple(mesh_axis for axis in each for mesh_axis in self._mesh_axes(axis)) for each in axes]
         used = [mesh_axis for mesh_axes in spec for mesh_axis in mesh_axes]
         assert len(used) == len(set(used)), f'{tuple(axes)} would split two axes over one mesh axis: {spec}'
-        # A tuple of one and its element mean the same to JAX but do not compare equal; the compiler writes the latter.
+        # JAX treats a tuple of one name like the name, but they do not compare equal. The compiler returns the name.
         return PartitionSpec(*(names[0] if len(names) == 1 else (names or None) for names in spec))
 
     def _mesh_axes(self, axis: str) -> tuple[str, ...]:
@@ -245,15 +248,15 @@ class Layout:
 def splitting_axes(
     shape: Sequence[int], axes: Sequence[str], parts: Callable[[str], int]
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns, by dimension of a parameter, the logical axes over whose devices it is split.
+    """Returns, for each dimension of a parameter, the logical axes over which it is sharded.
 
-    A vocabulary that does not divide is not split. Its devices split the width instead, or have copies where they do
-    not divide that.
+    A vocabulary that is not divisible by its number of devices is not sharded. Its devices shard the model width
+    instead, or hold copies if the width is not divisible either.
 
     Args:
-        shape: of the parameter.
-        axes: its logical axes.
-        parts: logical axis → devices that it is split over with ZeRO 3.
+        shape: shape of the parameter.
+        axes: logical axes of the parameter.
+        parts: maps a logical axis to its number of devices under ZeRO 3.
     """
     sizes = dict(zip(axes, shape, strict=True))
     if sizes.get('vocab', 0) % parts('vocab') == 0:
@@ -264,10 +267,14 @@ def splitting_axes(
 
 
 def make_layout(config: MeshConfig, devices: Sequence[Any] | None = None) -> Layout:
-    """The layout of resolved sizes; `devices` default to all of the run.
+    """Returns the layout of a mesh config with resolved sizes.
+
+    Args:
+        config: the mesh config.
+        devices: devices of the mesh; None = all devices of the run.
 
     Raises:
-        InputError: links between slices or nodes would lie inside of an axis that needs fast ones.
+        InputError: links between slices or nodes would be part of an axis that needs fast links.
     """
     sizes = tuple(config.sizes.values())
     devices = jax.devices() if devices is None else devices
@@ -287,13 +294,13 @@ def make_layout(config: MeshConfig, devices: Sequence[Any] | None = None) -> Lay
 
 
 def split_across_islands(sizes: dict[str, int], num_islands: int) -> tuple[int, ...]:
-    """By mesh axis, its factor that goes over slow links; outer axes come first.
+    """Returns the factor of each mesh axis that uses slow links, with outer axes first.
 
-    Islands are slices of a TPU pod or nodes of GPUs: links between them are much slower than within. `tensor` never
-    crosses them.
+    Islands are slices of a TPU pod or GPU nodes. Links between islands are much slower than links within them. The
+    `tensor` axis never crosses islands.
 
     Raises:
-        InputError: the outer axes do not hold a factor of the number of islands.
+        InputError: the product of the remaining axes is not a multiple of the number of islands.
     """
     left, across = num_islands, []
     for axis, size in sizes.items():
@@ -310,10 +317,10 @@ def split_across_islands(sizes: dict[str, int], num_islands: int) -> tuple[int, 
 
 
 def island_of(device: Any) -> int:
-    """The number of the group of devices with fast links among them that a device is in."""
-    # Of GPUs the slice is the node, with one process on it or one for each GPU.
+    """Returns the number of a device's island, a group of devices connected by fast links."""
+    # For GPUs, the slice is the node, with one process per node or per GPU.
     island = getattr(device, 'slice_index', None)
     if island is None:
-        # The hosts of one slice of TPUs are no border.
+        # All hosts of a TPU slice are connected by fast links.
         island = 0 if device.platform == 'tpu' else device.process_index
     return island

@@ -1,4 +1,4 @@
-"""What the model knows of the devices: names of axes, and how many parts they are in. `Layout` knows the mesh."""
+"""Interface through which the model places values: logical axes and numbers of shards. `Layout` implements it."""
 
 from __future__ import annotations
 
@@ -9,51 +9,52 @@ import jax
 
 Axes = tuple[str, ...]
 
-# What a parameter that was brought together for its use is called, for rules on what the backward pass keeps.
+# Checkpoint name of gathered parameters, for rematerialization policies.
 GATHERED = 'gathered'
 
 
 class Partitioning(Protocol):
     """Places values by the logical names of their axes (`maxlm.parallel.layout.TABLE`). Hashable.
 
-    `repeats` is how often the layers go round the stages of a pipeline.
+    Attributes:
+        repeats: number of times that the layers pass through the stages of a pipeline.
     """
 
     @property
     def repeats(self) -> int: ...
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """Fixes where an intermediate value lies."""
+        """Constrains the sharding of an intermediate value."""
 
     def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
-        """A parameter as its use needs it: whole along the axes that only save memory. Its gradient is cut again.
+        """Returns a parameter for use: unsharded along the axes that only save memory. Its gradient is sharded again.
 
-        `is_table` tells that rows of it are looked up.
+        `is_table` means that the parameter is used for row lookups.
         """
 
     def constrain_gradient(self, gradient: jax.Array, axes: Axes) -> jax.Array:
-        """Places a parameter's gradient as its sum is kept."""
+        """Places the gradient of a parameter like its gradient sum."""
 
     def pad_vocabulary(self, table: jax.Array, axes: Axes) -> jax.Array:
-        """Pads a table of the vocabulary with zeros where the vocabulary does not divide over its devices.
+        """Pads a vocabulary table with zeros if the vocabulary is not divisible by its number of devices.
 
-        Returns the table itself where it does, or where it is padded already. The gradient is cut to the table's size.
+        Returns the table itself if it is divisible or already padded. The gradient is cut to the size of the table.
         """
 
     def cut_vocabulary(self, gradient: jax.Array, axes: Axes, size: int) -> jax.Array:
-        """Returns the gradient of a padded table as that of its parameter, which has `size` token ids."""
+        """Returns the gradient of a padded table cut to the `size` token ids of its parameter."""
 
     def num_shards(self, axis: str) -> int:
-        """Devices that an axis is split over."""
+        """Returns the number of devices over which an axis is sharded."""
 
     def per_shard(
         self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Axes, axis: str
     ) -> Callable[..., Any]:
-        """`function(*shards, mesh_axis)`, run by every device on its own parts; `mesh_axis` is what splits `axis`."""
+        """Returns `function(*shards, mesh_axis)` run by each device on its shards; `mesh_axis` is the one of `axis`."""
 
 
 class SingleDevice:
-    """The placement of a model that runs without a mesh."""
+    """Partitioning of a model that runs without a mesh."""
 
     repeats = 1
 
