@@ -1,1 +1,1 @@
-"""Chips, their statistics, and prices."""
+"""Accelerators: datasheets, detection, statistics and prices."""

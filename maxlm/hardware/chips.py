@@ -1,4 +1,4 @@
-"""What a device can do: datasheet figures, and what a CPU reaches in fact."""
+"""Performance figures of devices: datasheets of accelerators and measurements of CPUs."""
 
 from __future__ import annotations
 
@@ -16,36 +16,40 @@ from maxlm.formatting import GIB
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device, by its vendor's datasheet. Bandwidths are bytes/s of one device."""
+    """Datasheet figures of one device. Bandwidths are bytes/s of one device.
 
-    # As in `--target=NAME:…`.
+    Attributes:
+        name: name in `--target=NAME:…`.
+        platform: gpu, tpu or cpu.
+        kind: part of JAX's `device_kind`.
+        tflops: dense bfloat16 peak.
+        memory: device memory in bytes.
+        memory_bandwidth: read bandwidth of the device memory.
+        per_node: number of devices with fast links between them: a GPU node, or the TPU chips of one host.
+        link_bandwidth: from a GPU to the other GPUs of its node (NVLink, PCIe), in one direction; from a TPU along one
+            axis of its torus, in both directions.
+        network_bandwidth: from a device to other nodes or slices.
+        host_bandwidth: between a device and the memory of its host, in one direction.
+        torus: number of torus dimensions of a TPU, for compilation targets; 0 = GPU or CPU.
+        capability: (major, minor) compute capability of a GPU; None = unknown, or not a GPU.
+    """
+
     name: str
-    # gpu | tpu | cpu.
     platform: str
-    # Part of JAX's `device_kind`.
     kind: str
-    # Dense bfloat16.
     tflops: float
-    # Bytes of device memory, and how fast they are read.
     memory: int
     memory_bandwidth: float
-    # Devices with fast links among them: a node of GPUs; of TPUs the chips of one host.
     per_node: int
-    # Out of a device to the others of its node (NVLink, PCIe), in one direction; of a TPU along one axis of its torus,
-    # in both.
     link_bandwidth: float
-    # Out of a device to other nodes or slices.
     network_bandwidth: float
-    # Between a device and its host's memory, in one direction.
     host_bandwidth: float
-    # Of the target, where one compiles for it: dimensions of a TPU's torus; 0 = a GPU or CPU.
     torus: int = 0
-    # Of a GPU, its compute capability, major and minor; None = not known, or not a GPU.
     capability: tuple[int, int] | None = None
 
     @property
     def fp8_tflops(self) -> float:
-        """Dense peak in 8-bit floats: twice that of bfloat16 on every GPU that has them, as its datasheet says."""
+        """Returns the dense FP8 peak: twice the bfloat16 peak on all GPUs with FP8, according to their datasheets."""
         return self.tflops * (2 if self.capability is not None and self.capability >= FP8_CAPABILITY else 1)
 
 
@@ -70,10 +74,10 @@ def _tpu(name: str, kind: str, tflops: float, gib: int, tb_s: float, link_gb_s: 
     return Chip(name, 'tpu', kind, tflops, gib * GIB, tb_s * 1e12, 4, link_gb_s * 1e9, network * 1e9, host * 1e9, torus)
 
 
-# The first whose kind is part of a device's kind counts, so longer ones stand before their beginnings. TPU v2, v3 and
-# 7x are shown as half chips, the others as whole ones; v5e and v6e are "lite".
-# Sources: NVIDIA's datasheets (a link is NVLink or PCIe in one direction, a network 400, 200 or 100 Gb/s a GPU); Google
-# Cloud's pages on the architecture of TPUs and Austin et al. 2025, "How to Scale Your Model", chapter 2.
+# `find_chip` uses the first entry whose kind is part of the device kind, so longer names precede their prefixes. JAX
+# shows TPU v2, v3 and 7x as half chips and the others as complete chips; v5e and v6e are "lite".
+# Sources: NVIDIA datasheets (a link is NVLink or PCIe in one direction; the network has 400, 200 or 100 Gb/s per GPU);
+# Google Cloud pages on TPU architecture; Austin et al. 2025, "How to Scale Your Model", chapter 2.
 CHIPS: tuple[Chip, ...] = (
     _gpu((9, 0), 'h100-pcie', 'H100 PCIe', 756.0, 80, 2.0, 64, host_gb_s=50),
     _gpu((9, 0), 'h100-nvl', 'H100 NVL', 835.0, 94, 3.9, 64, host_gb_s=50),
@@ -102,21 +106,24 @@ CHIPS: tuple[Chip, ...] = (
 
 
 class Peak(NamedTuple):
-    """What MFU is divided by."""
+    """Peak throughput of a device, the denominator of MFU.
 
-    # Of one device; 0 = unknown.
+    Attributes:
+        tflops: peak of one device; 0 = unknown.
+        source: origin of the figure, for the log.
+    """
+
     tflops: float
-    # Where the figure comes from, for the log.
     source: str
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """The chip of a device as JAX names it, if it is known."""
+    """Returns the chip of a JAX device kind, or None if it is unknown."""
     return next((chip for chip in CHIPS if chip.kind in device_kind), None)
 
 
 def capability_of(device: Any) -> tuple[int, int] | None:
-    """Compute capability of a GPU that is here; None of another device."""
+    """Returns the compute capability of a local GPU, or None for other devices."""
     told = getattr(device, 'compute_capability', None)
     if device.platform != 'gpu' or not told:
         return None
@@ -125,12 +132,12 @@ def capability_of(device: Any) -> tuple[int, int] | None:
 
 
 def find_peak(configured_tflops: float) -> Peak:
-    """The peak of this machine's devices: the configured one, else the datasheet's, else measured on a CPU."""
+    """Returns the peak of the local devices: configured, from the datasheet, or measured on a CPU."""
     device = jax.local_devices()[0]
     if configured_tflops:
         return Peak(configured_tflops, 'metrics.peak_tflops')
     if device.platform == 'cpu':
-        # Virtual devices share the cores, so each has its part of what they reach together.
+        # Virtual devices share the cores, so each gets an equal part of the measured throughput.
         return Peak(measure_matmul_tflops() / jax.local_device_count(), 'measured: 1024³ float32 products on this CPU')
     chip = find_chip(device.device_kind)
     if chip:
@@ -139,12 +146,12 @@ def find_peak(configured_tflops: float) -> Peak:
 
 
 def host_memory() -> int:
-    """Bytes of memory of this machine."""
+    """Returns the memory size of this machine in bytes."""
     return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
 
 def measure_matmul_tflops(size: int = 1024, rounds: int = 7, products: int = 4) -> float:
-    """TFLOP/s of a chain of `size`³ float32 products on the default device: the best of `rounds`."""
+    """Returns the TFLOP/s of chained `size`³ float32 products on the default device, the best of `rounds`."""
 
     @jax.jit
     def chain(a: jax.Array, b: jax.Array) -> jax.Array:

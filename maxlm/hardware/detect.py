@@ -1,4 +1,4 @@
-"""Which accelerators are in a machine, whether or not JAX or a driver sees them."""
+"""Detects the accelerators of a machine, even without JAX or a driver."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import NamedTuple
 from maxlm.hardware.nvml import Nvidia, NvidiaError, read_nvidia
 
 PCI = Path('/sys/bus/pci/devices')
-# https://pci-ids.ucw.cz: NVIDIA, Google; display controllers have class 3 (03 VGA, 0302 without a display).
+# https://pci-ids.ucw.cz: NVIDIA, Google. Display controllers have class 03 (0300 VGA, 0302 without a display).
 NVIDIA_VENDOR, GOOGLE_VENDOR = 0x10DE, 0x1AE0
 DISPLAY_CLASS = 0x03
-# Google's PCI devices that are TPUs, v3 to 7x, as in JAX's own list; others are disks and networks.
+# PCI device ids of Google's TPUs, v3 to 7x, from JAX's list. Other Google devices are disks and network cards.
 TPU_IDS = frozenset({0x0027, 0x0056, 0x005E, 0x0062, 0x0063, 0x006F, 0x0076})
 
 
 class Hardware(NamedTuple):
-    """The accelerators of a machine.
+    """Accelerators of a machine.
 
     Attributes:
-        nvidia_cards: NVIDIA GPUs on the PCI bus.
-        tpu_chips: TPUs on the PCI bus, or of which there is a device file.
-        nvidia: what the driver tells; None without one.
+        nvidia_cards: number of NVIDIA GPUs on the PCI bus.
+        tpu_chips: number of TPUs on the PCI bus, or else of TPU device files.
+        nvidia: information from the NVIDIA driver; None if it is not available.
         problem: reason why NVML gives no information.
     """
 
@@ -34,17 +34,17 @@ class Hardware(NamedTuple):
 
     @property
     def num_gpus(self) -> int:
-        """NVIDIA GPUs: those that the driver tells of, or else those on the bus."""
+        """Number of NVIDIA GPUs reported by the driver, or else on the PCI bus."""
         return len(self.nvidia.gpus) if self.nvidia else self.nvidia_cards
 
     @property
     def platform(self) -> str:
-        """What JAX should run on here: gpu, tpu or cpu."""
+        """Platform that JAX should use: gpu, tpu or cpu."""
         return 'gpu' if self.num_gpus else 'tpu' if self.tpu_chips else 'cpu'
 
     @property
     def told(self) -> str:
-        """In words, e.g. `8 × NVIDIA H200`."""
+        """Description of the accelerators, e.g. `8 × NVIDIA H200`."""
         if self.nvidia and self.nvidia.gpus:
             kinds = dict.fromkeys(gpu.name for gpu in self.nvidia.gpus)
             return f'{len(self.nvidia.gpus)} × {" and ".join(kinds)}'
@@ -54,7 +54,7 @@ class Hardware(NamedTuple):
 
 
 def read_hardware(pci: Path = PCI) -> Hardware:
-    """What is in this machine."""
+    """Returns the accelerators of this machine."""
     cards, chips = _count(pci)
     chips = chips or len(glob.glob('/dev/accel[0-9]*'))
     try:
@@ -64,10 +64,10 @@ def read_hardware(pci: Path = PCI) -> Hardware:
 
 
 def _count(pci: Path) -> tuple[int, int]:
-    """NVIDIA GPUs and TPU chips on the bus."""
+    """Returns the numbers of NVIDIA GPUs and TPU chips on the PCI bus."""
     cards = chips = 0
     for device in pci.glob('*'):
-        # What cannot be read is not there.
+        # Skip devices that cannot be read.
         with contextlib.suppress(OSError, ValueError):
             vendor, kind = _number(device / 'vendor'), _number(device / 'class') >> 16
             cards += vendor == NVIDIA_VENDOR and kind == DISPLAY_CLASS

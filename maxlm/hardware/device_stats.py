@@ -1,7 +1,7 @@
-"""What the accelerators of this process tell of themselves: use, memory, heat, power, clocks, errors.
+"""Statistics of this process's accelerators: utilization, memory, temperature, power, clocks, errors.
 
-NVIDIA's by NVML (`pynvml`), TPUs by libtpu's own `tpumonitoring`. What is not there, or does not answer, is absent: no
-function here raises. None asks JAX, whose calls may wait for the step that is under way.
+NVIDIA GPUs are read through NVML (`pynvml`), TPUs through `tpumonitoring` of libtpu. Values that are unavailable are
+absent: no function here raises. None calls JAX, because its calls may wait for the current step.
 """
 
 from __future__ import annotations
@@ -10,34 +10,38 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-# One accelerator: see `read_devices` for the keys.
+# Statistics of one accelerator: see `Accelerators.read` for the keys.
 Reading = dict[str, Any]
 
 
 class LocalDevice(NamedTuple):
-    """A device of this process, as JAX names it."""
+    """Device of this process.
+
+    Attributes:
+        platform, kind: platform and device kind in JAX.
+        ordinal: index among the devices that the driver shows to this process.
+    """
 
     platform: str
     kind: str
-    # Its number among those that the driver shows to this process.
     ordinal: int
 
 
 class Accelerators:
-    """The devices that this process computes on."""
+    """Accelerators used by this process."""
 
     def __init__(self, devices: Sequence[LocalDevice]):
-        """Asks nobody yet: a driver that hangs is the reading's trouble."""
+        """Stores the devices without opening a driver, because a driver call can hang."""
         self._devices = devices
         self._read: Callable[[], list[Reading]] | None = None
 
     def read(self) -> list[Reading]:
-        """One entry for each device that tells anything; none on a CPU.
+        """Returns one entry for each device with available statistics; empty on a CPU.
 
-        Keys, each of which may be absent: `index` (of JAX in this process), `kind`, `use_percent` (time in which it
-        worked), `memory_bytes` (taken from the driver; JAX takes its share at once), `memory_total_bytes`,
-        `temperature_c`, `power_w`, `power_limit_w`, `clock_mhz`, `clock_max_mhz`, `throttled` (why its clock is held
-        down), `ecc_errors` (uncorrected, since the driver was loaded).
+        Keys, each of which may be absent: `index` (of JAX in this process), `kind`, `use_percent` (share of time in
+        which it was busy), `memory_bytes` (allocated from the driver; JAX preallocates its share),
+        `memory_total_bytes`, `temperature_c`, `power_w`, `power_limit_w`, `clock_mhz`, `clock_max_mhz`, `throttled`
+        (reasons for a reduced clock), `ecc_errors` (uncorrected, since the driver was loaded).
         """
         if self._read is None:
             self._read = self._open()
@@ -50,14 +54,14 @@ class Accelerators:
                 return _open_nvidia(self._devices)
             if platforms == {'tpu'}:
                 return _open_tpus(self._devices)
-        # A library that is absent, or a driver that is not NVIDIA's.
+        # The library is not installed, or the driver is not NVIDIA's.
         except Exception:
             pass
         return list
 
 
 def local_devices() -> list[LocalDevice]:
-    """Those of this process; JAX must have started."""
+    """Returns the devices of this process. JAX must be initialized."""
     import jax
 
     return [
@@ -66,7 +70,7 @@ def local_devices() -> list[LocalDevice]:
     ]
 
 
-# Bits of NVML's reasons why a clock is lower than it could be. Idleness and what an administrator has set are none.
+# NVML bits of the reasons for a reduced clock, except idleness and settings of an administrator.
 THROTTLES = {
     0x04: 'power',
     0x08: 'hardware slowdown',
@@ -91,13 +95,13 @@ def _open_nvidia(devices: Sequence[LocalDevice]) -> Callable[[], list[Reading]]:
 
 
 def _visible(nvml: Any) -> Any:
-    """A function: number of a device in CUDA → NVML's handle.
+    """Returns a function from the CUDA index of a device to its NVML handle.
 
-    CUDA_VISIBLE_DEVICES lists numbers, UUIDs or beginnings of these.
+    CUDA_VISIBLE_DEVICES lists indices, UUIDs or prefixes of UUIDs.
     """
     listed = os.environ.get('CUDA_VISIBLE_DEVICES')
     if listed is None:
-        # Where GPUs are of one kind, both number them by their places on the bus.
+        # For GPUs of the same kind, CUDA and NVML both order devices by their position on the PCI bus.
         return nvml.nvmlDeviceGetHandleByIndex
 
     def find(ordinal: int) -> Any:
@@ -114,11 +118,11 @@ def _visible(nvml: Any) -> Any:
 
 
 def _slice_of(nvml: Any, handle: Any) -> tuple[Any, Any]:
-    """The handle of what CUDA computes on and that of the whole GPU, which differ where that is cut up (MIG)."""
+    """Returns the handles of the device that CUDA uses and of its physical GPU. They differ with MIG."""
     if _try_read(nvml, lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle)):
         return handle, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
     if (_try_read(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)) or [0])[0]:
-        # Of a GPU that is cut up CUDA takes the first part.
+        # CUDA uses the first MIG instance of a partitioned GPU.
         return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0), handle
     return handle, handle
 
@@ -129,7 +133,7 @@ def _read_nvidia(nvml: Any, part: Any, whole: Any) -> Reading:
     reasons = _try_read(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(whole))
     watts = None, None
     if part is whole:
-        # The power of a whole GPU is not that of one part.
+        # The power of a GPU is not that of one MIG instance.
         power = _try_read(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(whole))
         limit = _try_read(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole))
         watts = power and power / 1000, limit and limit / 1000
@@ -154,7 +158,7 @@ def _read_nvidia(nvml: Any, part: Any, whole: Any) -> Reading:
 
 
 def _try_read(nvml: Any, question: Callable[[], Any]) -> Any:
-    """The answer; None where the device, the driver or the library has none."""
+    """Returns the result of a query, or None if the device, driver or library does not support it."""
     try:
         return question()
     except (nvml.NVMLError, AttributeError):
@@ -171,7 +175,7 @@ def _open_tpus(devices: Sequence[LocalDevice]) -> Callable[[], list[Reading]]:
     }
 
     def read() -> list[Reading]:
-        # Of each chip, which may be two devices, in their order.
+        # Values are per chip, in order. A chip may be two devices.
         told = {key: _tpu_metric(tpumonitoring, name) for key, name in names.items()}
         chips = max(map(len, told.values()))
         kinds = [device.kind for device in devices[:: max(1, len(devices) // chips)]] if chips else []
@@ -188,7 +192,7 @@ def _open_tpus(devices: Sequence[LocalDevice]) -> Callable[[], list[Reading]]:
 
 
 def _tpu_metric(tpumonitoring: Any, name: str) -> list[float]:
-    # The library raises plain exceptions, while the runtime starts above all.
+    # The library raises plain exceptions, especially while the runtime starts.
     try:
         return [float(value) for value in tpumonitoring.get_metric(name).data()]
     except Exception:

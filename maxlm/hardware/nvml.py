@@ -1,4 +1,4 @@
-"""What NVIDIA's driver tells of its GPUs (NVML), without taking hold of them."""
+"""Reads the state of NVIDIA GPUs from the driver (NVML) without creating a CUDA context."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from typing import Any, NamedTuple
 
 from maxlm.hardware.device_stats import THROTTLES
 
-# Of the reasons for a lower clock those that mean a fault or poor cooling. A power limit that was reached and clocks
-# that are kept equal are none.
+# Reasons for a reduced clock that indicate a fault or poor cooling, i.e. not a power limit or synchronized clocks.
 FAULTS = frozenset(THROTTLES) - {0x04, 0x10}
 
 
 class NvidiaError(Exception):
-    """The driver does not answer; one line."""
+    """The driver does not respond. The message is one line."""
 
 
 class Gpu(NamedTuple):
-    """One GPU; None is what it does not tell.
+    """State of one GPU. Unavailable values are None.
 
     Attributes:
-        name: the driver's, e.g. `NVIDIA H100 80GB HBM3`.
-        uuid: as CUDA_VISIBLE_DEVICES may list it.
-        memory: bytes.
-        used: bytes of it that are taken.
-        ecc_errors: uncorrected, since the driver was loaded.
-        remap_pending: whether a faulty row of memory waits for a reset to be replaced.
-        remap_failed: whether one could not be replaced.
-        throttled: why its clock is low now, of the reasons that are faults.
-        processes: numbers of the processes that compute on it.
+        name: name from the driver, e.g. `NVIDIA H100 80GB HBM3`.
+        uuid: UUID, as accepted by CUDA_VISIBLE_DEVICES.
+        memory: total memory in bytes.
+        used: used memory in bytes.
+        ecc_errors: number of uncorrected ECC errors since the driver was loaded.
+        remap_pending: True if a faulty memory row will be replaced at the next reset.
+        remap_failed: True if a faulty memory row could not be replaced.
+        throttled: current reasons for a reduced clock that are in FAULTS.
+        processes: ids of the processes that compute on the GPU.
     """
 
     name: str
@@ -44,7 +43,13 @@ class Gpu(NamedTuple):
 
 
 class Nvidia(NamedTuple):
-    """Version of the driver, e.g. (580, 65, 6), the newest CUDA that it runs, e.g. (13, 0), and all GPUs."""
+    """State of the NVIDIA driver.
+
+    Attributes:
+        driver: version of the driver, e.g. (580, 65, 6).
+        cuda: latest CUDA version that the driver supports, e.g. (13, 0).
+        gpus: all GPUs.
+    """
 
     driver: tuple[int, ...]
     cuda: tuple[int, int]
@@ -52,10 +57,10 @@ class Nvidia(NamedTuple):
 
 
 def read_nvidia() -> Nvidia:
-    """All that is told now.
+    """Returns the current state of the driver and its GPUs.
 
     Raises:
-        NvidiaError: there is no driver, or it does not answer.
+        NvidiaError: there is no driver, or it does not respond.
     """
     try:
         import pynvml as nvml
@@ -87,14 +92,14 @@ def _open(nvml: Any) -> Iterator[None]:
 
 def _read_gpu(nvml: Any, gpu: Any) -> Gpu:
     def told(ask: Callable[[], Any]) -> Any:
-        """None where this GPU, or this driver, does not tell."""
+        """Returns the result of a query, or None if this GPU or driver does not support it."""
         try:
             return ask()
         except (nvml.NVMLError, AttributeError):
             return None
 
     memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
-    # Corrected, uncorrected, a reset is pending, a replacement has failed.
+    # Counts of corrected and uncorrected errors, pending flag, failure flag.
     rows = told(lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
     reasons = told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)) or 0
     processes = told(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(gpu)) or ()

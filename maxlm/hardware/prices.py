@@ -1,7 +1,7 @@
-"""What devices and storage cost to rent: public list prices, in one table with one date.
+"""Rental prices of devices and storage: public list prices of one date.
 
-Prices move: an H100 has cost from 2 to 12 dollars an hour in the same year, depending on where. The table is for
-comparing plans; for a bill give your own price.
+Prices vary: within one year, an H100 has cost from 2 to 12 dollars per hour, depending on the provider. The table is
+meant for comparing plans. For actual costs, specify your own price.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from maxlm.config.validation import nearest
 from maxlm.errors import InputError
 from maxlm.hardware.chips import Chip
 
-# On which the GPU providers' pages were read, by public collections of prices that quote them (Lambda's B200 and V100
-# five days before). TPUs: see GOOGLE.
+# Date on which public price collections read the pages of the GPU providers (Lambda's B200 and V100: five days
+# earlier). For TPUs see GOOGLE.
 DATE = '2026-09-25'
 
 
 class Price(NamedTuple):
-    """Dollars for one device for one hour, without tax, and who asks them."""
+    """Price of one device per hour in dollars without tax, and its source."""
 
     dollars: float
     source: str
@@ -27,7 +27,7 @@ class Price(NamedTuple):
 class _Offer(NamedTuple):
     on_demand: float
     source: str
-    # 0 = no spot market there, or none with a price that is public and dated.
+    # 0 = the provider has no spot market, or no public spot price with a date.
     spot: float = 0.0
     spot_source: str = ''
 
@@ -36,8 +36,8 @@ LAMBDA = f'Lambda, list price per GPU of an 8-GPU instance, as read {DATE}'
 LAMBDA_SINGLE = f'Lambda, list price of a 1-GPU instance, as read {DATE}'
 NEBIUS = f'Nebius, list price per GPU, HGX node, as read {DATE}'
 RUNPOD = f'RunPod Secure Cloud, list price, as read {DATE}'
-# Both as SkyPilot's catalog v8 has them from Google's billing catalog (commit 006059e, which carries no date of its
-# own). Spot prices change up to once a day and by region, for v5p from 0.84 to 1.68: they are orders of magnitude.
+# Both from Google's billing catalog in SkyPilot's catalog v8 (commit 006059e, without a date). Spot prices change up to
+# once a day and by region (v5p: from 0.84 to 1.68), so they only show the order of magnitude.
 GOOGLE = 'Google Cloud, list price, {}, undated, as in the SkyPilot catalog v8, commit 006059e'
 GOOGLE_SPOT = GOOGLE.replace('list', 'spot')
 
@@ -46,9 +46,9 @@ def _google(on_demand: float, spot: float, region: str) -> _Offer:
     return _Offer(on_demand, GOOGLE.format(region), spot, GOOGLE_SPOT.format(region))
 
 
-# By the names of CHIPS, and per device as JAX shows it: a v2 or v3 is half a chip. Where offers differ, the one of an
-# 8-GPU node with fast links is taken. Spot prices of GPUs are left out: those found with a date were either above
-# another provider's on-demand price or a small part of it, some weeks old.
+# Keys are names of CHIPS. Prices are per JAX device: a v2 or v3 device is half a chip. If offers differ, the price of
+# an 8-GPU node with fast links is used. GPU spot prices are omitted: those found with a date were either above another
+# provider's on-demand price, or a small fraction of it and some weeks old.
 PRICES: dict[str, _Offer] = {
     'h100': _Offer(3.99, LAMBDA),
     'h100-pcie': _Offer(3.29, LAMBDA_SINGLE),
@@ -69,13 +69,13 @@ PRICES: dict[str, _Offer] = {
     'v6e': _google(2.70, 0.5442, 'us-central1'),
 }
 
-# Dollars per GiB and month: Google Cloud Storage, standard class, us-central1 and other regions of the first tier.
+# Dollars per GiB and month: Google Cloud Storage, standard class, us-central1 and other tier-1 regions.
 STORAGE_PER_GIB_MONTH = 0.020
 STORAGE_SOURCE = 'Google Cloud Storage, standard class, us-central1'
 
 
 def has_price(chip: Chip, *, spot: bool = False) -> bool:
-    """Whether the table has a price for a chip."""
+    """Returns True if the table has a price for a chip."""
     if chip.platform == 'cpu':
         return not spot
     offer = PRICES.get(chip.name)
@@ -83,10 +83,10 @@ def has_price(chip: Chip, *, spot: bool = False) -> bool:
 
 
 def price_per_hour(chip: Chip, *, spot: bool = False) -> Price:
-    """The price of one device of this kind for an hour.
+    """Returns the price of one device per hour.
 
     Raises:
-        InputError: the table has none.
+        InputError: the table has no price for the chip.
     """
     if chip.platform == 'cpu' and not spot:
         return Price(0.0, 'your own machine')
