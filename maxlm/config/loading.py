@@ -206,7 +206,7 @@ def _read_json_file(path: Path, variant: str) -> ConfigDict:
         raise InputError(f'{path}: {error}') from error
     values.model.attention = 'auto'
     for group in ALTERNATIVES:
-        # A resolved config can set several keys of a group. Keep the first, which the run derives the others from.
+        # A resolved config can set several keys of a group, which describe the same quantity. Keep only the first.
         for key in [key for key in group if _value(values, key)][1:]:
             _clear(values, key)
     return values

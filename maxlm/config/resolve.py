@@ -31,7 +31,7 @@ def resolve(
     windows: int,
     capability: tuple[int, int] | None = None,
 ) -> Config:
-    """Fills in the keys that depend on the machine and on the dataset. All keys of the result have explicit values.
+    """Fills in the keys that depend on the machine and on the dataset, so that they have explicit values.
 
     Args:
         config: result of `build`. train.per_device_batch_size is a number; `maxlm.planning.search` resolves 'auto'.
@@ -139,8 +139,7 @@ def resolve_on(
 
 
 def _multiplies_fp8(platform: str, capability: tuple[int, int] | None) -> bool:
-    """Returns True for GPUs with FP8 products, for GPUs of unknown capability and for CPUs, which emulate them
-    slowly."""
+    """Returns True for GPUs with FP8 products or unknown capability, and for CPUs, which emulate FP8 slowly."""
     return platform == 'cpu' or (platform == 'gpu' and (capability is None or capability >= FP8_CAPABILITY))
 
 
@@ -215,8 +214,8 @@ def _splash_needs(config: Config) -> str:
 def config_for_model(model: Mapping[str, Any], source: str) -> Config:
     """Returns the config of a workdir that contains a model without a run.
 
-    The keys of `model.*` are resolved; all other keys have their defaults. Training needs explicit values for the run
-    length, the batch and the data.
+    The keys of `model.*` are resolved. All other keys have their defaults, except that `data.seq_len` is limited to
+    `model.max_positions`. Training needs explicit values for the run length, the batch and the data.
 
     Raises:
         InputError: the model settings are inconsistent.

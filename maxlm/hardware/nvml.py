@@ -13,7 +13,7 @@ FAULTS = frozenset(THROTTLES) - {0x04, 0x10}
 
 
 class NvidiaError(Exception):
-    """The driver does not respond. The message is one line."""
+    """Error of the NVIDIA driver or of its Python package. The message is one line."""
 
 
 class Gpu(NamedTuple):

@@ -58,8 +58,8 @@ class Layout:
 
     Attributes:
         mesh: mesh with the axes MESH_AXES.
-        zero: ZeRO stage, the state sharded over the memory-saving axes: 1 = optimizer state, 2 = also gradients, 3 =
-            also parameters.
+        zero: ZeRO stage, the state sharded over the memory-saving axes: 1 = optimizer state,
+            2 = also gradients, 3 = also parameters.
         repeats: number of times that the layers pass through the stages of a pipeline.
     """
 
@@ -132,8 +132,7 @@ class Layout:
         @jax.custom_vjp
         def pad(table: jax.Array) -> jax.Array:
             padded = jnp.pad(table, [(0, more if place == dim else 0) for place in range(table.ndim)])
-            # Constrain to the sharding of the parameter first: one all-to-all then shards the vocabulary instead of the
-            # width.
+            # Use the parameter's sharding first: one all-to-all then shards the vocabulary instead of the width.
             return self.constrain(jax.lax.with_sharding_constraint(padded, stored), axes)
 
         def forward(table: jax.Array) -> tuple[jax.Array, None]:
@@ -172,8 +171,7 @@ class Layout:
         """Returns the sharding of a parameter.
 
         Raises:
-            InputError: the size of an axis, other than that of the vocabulary, is not divisible by its number of
-                devices.
+            InputError: the size of an axis other than the vocabulary is not divisible by its number of devices.
         """
         for axis, size in zip(axes, shape, strict=True):
             parts = self.of_moments.num_shards(axis)
@@ -186,13 +184,12 @@ class Layout:
         return self._parameter_sharding(shape, axes)
 
     def spread_layers(self, axes: Sequence[str]) -> tuple[list[NamedSharding], int]:
-        """Returns shardings from that of a layer stack to one with complete layers per device, and the number of
-        devices.
+        """Returns the shardings that lead from a layer stack to complete layers per device, and the number of devices.
 
-        The first of `axes` is the layer axis; the number of devices must divide its size. The devices are those that
-        hold shards of a layer and those that hold copies (`data`; links between replicas are too slow). Consecutive
-        shardings differ in one mesh axis, which needs one all-to-all over that axis. If two axes change at once, XLA
-        gathers the complete stack on every device.
+        The shardings start with that of the stack. The first of `axes` is the layer axis; the number of devices must
+        divide its size. These devices have shards of a layer or copies of it (axis `data`; links between replicas are
+        too slow). Consecutive shardings differ in one mesh axis, which needs one all-to-all over that axis. If two axes
+        change at once, XLA gathers the complete stack on every device.
         """
         spec = [self._mesh_axes(axis) for axis in axes]
         placements = [self.named(*axes)]
@@ -300,7 +297,7 @@ def split_across_islands(sizes: dict[str, int], num_islands: int) -> tuple[int, 
     `tensor` axis never crosses islands.
 
     Raises:
-        InputError: the product of the remaining axes is not a multiple of the number of islands.
+        InputError: the product of the axes other than `tensor` is not a multiple of the number of islands.
     """
     left, across = num_islands, []
     for axis, size in sizes.items():

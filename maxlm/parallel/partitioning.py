@@ -50,7 +50,7 @@ class Partitioning(Protocol):
     def per_shard(
         self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Axes, axis: str
     ) -> Callable[..., Any]:
-        """Returns `function(*shards, mesh_axis)` run by each device on its shards; `mesh_axis` is the one of `axis`."""
+        """Returns `function(*shards, mesh_axis)` run by each device on its shards; `mesh_axis` shards `axis`."""
 
 
 class SingleDevice:

@@ -22,8 +22,8 @@ def decompressed(file: BinaryIO, name: str, *, max_window_bytes: int = MAX_WINDO
     """Returns a stream of the decompressed content of an open file, selected by the suffix of `name`.
 
     Without a compression suffix, the result is `file` itself. Reading the stream raises EOFError if the file is
-    truncated. It raises OSError or zlib.error if the file is otherwise damaged, or if it needs a Zstandard window of
-    more than `max_window_bytes`, which the decompressor keeps in memory.
+    truncated. It raises OSError or zlib.error if the file is otherwise damaged. It also raises OSError if the
+    Zstandard window, which the decompressor keeps in memory, is larger than `max_window_bytes`.
     """
     if name.lower().endswith('.gz'):
         return cast(BinaryIO, gzip.GzipFile(fileobj=file))

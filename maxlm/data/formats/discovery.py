@@ -60,8 +60,8 @@ def find_inputs(
         on_skipped: called with the files of directories and globs that contain no text.
 
     Raises:
-        InputError: a path is missing or contains no usable file, an input contains both text and token files, a file is
-            given twice, or two different files have the same name even with the source as prefix.
+        InputError: a path is missing or contains no usable file; an input contains both text and token files; a file is
+            given twice; or two different files have the same name even with the source as prefix.
     """
     inputs = []
     for path in paths:

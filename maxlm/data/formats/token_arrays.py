@@ -69,8 +69,8 @@ def open_npy(file: BinaryIO, size: int) -> TokenArray:
     """Returns the array of a `.npy` file of `size` bytes. Never unpickles.
 
     Raises:
-        TokenFileError: the file is not a valid `.npy` file, its array does not contain integers or is not one- or
-            two-dimensional, or its size differs from the size in the header.
+        TokenFileError: the file is not a valid `.npy` file; the array does not contain integers; it is not one- or
+            two-dimensional; or the size of the file differs from the size in the header.
     """
     try:
         # Version 3 is for non-ASCII field names; arrays of token ids have no fields.

@@ -264,7 +264,7 @@ class TrainingData:
             ) from error
 
     def fingerprint(self, global_batch: int) -> dict[str, Any]:
-        """Returns everything that determines the data order, as a flat JSON-compatible dict for a checkpoint."""
+        """Returns the values that determine the data order, as a flat JSON-compatible dict for a checkpoint."""
         if len(self.sources) == 1 and not self.data.sources:
             contents: dict[str, Any] = {'dataset': self.first.fingerprint}
         else:
@@ -303,8 +303,8 @@ def open_training_data(data: DataConfig, *, with_sources: bool = True, on_warnin
         on_warning: called with a message when a bucket does not respond and cached data is used.
 
     Raises:
-        InputError: a dataset is missing or damaged, has no source of the given name, or differs from another dataset in
-            its tokenizer or in whether it contains preferences.
+        InputError: a dataset is missing or damaged or has no source of the given name; the datasets have different
+            tokenizers; or only some contain preferences.
     """
     if not data.sources:
         dataset, url = _open(data.path, data, on_warning)
