@@ -1,4 +1,4 @@
-"""The counts of all groups, added up to a manifest."""
+"""Builds the manifest of a data set from the counts of its partitions."""
 
 from __future__ import annotations
 
@@ -27,19 +27,28 @@ def assemble(
     output: Path,
     left_out: Sequence[dict[str, str]] = (),
 ) -> tuple[Dataset, CleaningReport]:
-    """The data set that the groups, all of them written, make together, and what was removed as duplicates.
+    """Builds the data set from written partitions.
 
-    `left_out` is what is not in any of the groups.
+    Args:
+        tasks: the completed tasks of all partitions.
+        tokenizer: tokenizer of the data set.
+        tokenizer_kind: kind of the tokenizer, for the manifest.
+        made_from: provenance of the data set, for the manifest.
+        output: directory of the data set.
+        left_out: names and reasons of the partitions that were skipped.
+
+    Returns:
+        The data set, and the report on removed duplicates.
 
     Raises:
-        InputError: no document is left to train on, or somebody removed what a group had written.
+        InputError: there is no training document, or a shard or result is missing.
     """
     chat = tasks[0].chat
     sums = {name: _Sum(tokenizer.vocab_size, ChatCounts() if chat is None else chat.make_counts()) for name in SPLITS}
-    # As keys: a file that cannot be read at all is told once, and not for each of its pieces.
+    # The keys are unique: an unreadable file is listed once and not once per range.
     reasons = dict.fromkeys((entry['name'], entry['reason']) for entry in left_out)
     duplicates = CleaningReport()
-    # One result at a time: their token counts would not fit into memory together.
+    # Results are loaded one at a time, because the token counts of all partitions may not fit into memory.
     for task in tasks:
         result = task.load()
         if result is None:
@@ -102,7 +111,7 @@ def _nothing(counts: ChatCounts, chat: ChatShards | None) -> str:
 
 
 def without_duplicates(filtered: CleaningReport, duplicates: CleaningReport) -> CleaningReport:
-    """The report of both: `duplicates` were removed from what the filters had kept."""
+    """Merges the report of the filters with the report on duplicates, which were removed after the filters."""
     return dataclasses.replace(
         filtered,
         kept_documents=filtered.kept_documents - duplicates.documents,
@@ -113,13 +122,13 @@ def without_duplicates(filtered: CleaningReport, duplicates: CleaningReport) -> 
 
 
 class _Sum:
-    """The growing counts of one split."""
+    """Running totals of one split."""
 
     def __init__(self, vocab_size: int, chat: ChatCounts):
         self._token_counts = np.zeros(vocab_size, np.int64)
-        # Source → [documents, tokens, text_bytes].
+        # Maps a source to [documents, tokens, text_bytes].
         self._sources: dict[str, np.ndarray] = {}
-        # Sources of which some documents were tokenized already: the bytes of their text are not known.
+        # Sources with a shard whose text bytes are unknown.
         self._without_text: set[str] = set()
         self._shards: list[Shard] = []
         self.chat = chat
@@ -154,8 +163,8 @@ class _Sum:
 
 
 def _entropy(counts: np.ndarray) -> float:
-    """Entropy of a distribution given by counts, in nats; 0 where there is nothing."""
+    """Returns the entropy in nats of a distribution given by counts; 0 if all counts are 0."""
     counts = counts[counts > 0]
     frequencies = counts / max(counts.sum(), 1)
-    # abs: one kind of token only gives -0.0.
+    # abs: a single distinct token gives -0.0.
     return abs(float((frequencies * np.log(frequencies)).sum()))

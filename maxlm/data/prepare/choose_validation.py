@@ -1,6 +1,6 @@
-"""Chooses the validation documents of --input, or the end of one document where there are few.
+"""Chooses the validation documents of --input. If there are few documents, the end of one document is chosen instead.
 
-All of it follows from names and lengths, so that it is the same on every machine and for any number of workers.
+The choice depends only on names and lengths. It is the same on every machine and for any number of workers.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from maxlm.data.documents.document import Document
 from maxlm.data.prepare import train_val_split
 from maxlm.data.prepare.train_val_split import name_hash, validation_threshold
 
-# Whole documents are validated on from where the share is at least this part of a document.
+# Complete documents are chosen if the validation share of their number is at least this fraction of one document.
 MIN_SHARE_OF_DOCUMENT = 0.25
-# Characters, or tokens, that either side of a cut has at least.
+# Minimum number of characters or tokens on each side of a cut.
 MIN_PART = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A document of which the end is validated on.
+    """A document whose end is validation data.
 
     Attributes:
-        name: of the document.
-        start: character, or token, at which the end starts.
+        name: name of the document.
+        start: index of the first character or token of the validation part.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Cut:
 
     @property
     def tail_name(self) -> str:
-        """Name of the end."""
+        """Name of the validation part."""
         return f'{self.name}#{self.start}'
 
     def apply(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yields the documents, with the document `name` as two: its beginning under that name, and its end."""
+        """Yields the documents. Splits the document `name` in two: its beginning keeps the name."""
         for document in documents:
             if document.name != self.name:
                 yield document
@@ -57,12 +57,12 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class ValidationChoice:
-    """The validation part of --input.
+    """The choice of validation documents of --input.
 
     Attributes:
-        below: documents whose name's hash is below are validated on.
-        cut: the document of which the end is validated on; None = no document is cut.
-        note: reason for a cut, or for an empty split; '' = there is neither.
+        below: a document is validation data if the hash of its name is below this threshold.
+        cut: the document whose end is validation data; None = no document is cut.
+        note: reason for a cut or for an empty split; '' if there is neither.
     """
 
     below: int
@@ -70,24 +70,25 @@ class ValidationChoice:
     note: str = ''
 
     def includes(self, name: str) -> bool:
-        """Returns whether the document `name`, of those that `parts` yields, is validated on."""
+        """Returns True if the document `name` is validation data. The name must come from `parts`."""
         return name_hash(name) < self.below or (self.cut is not None and name == self.cut.tail_name)
 
     def parts(self, documents: Iterable[Document]) -> Iterable[Document]:
-        """Returns the documents, cut where the choice cuts one."""
+        """Returns the documents after applying the cut, if there is one."""
         return documents if self.cut is None else self.cut.apply(documents)
 
 
 def choose_validation(documents: Iterable[Document], share: float) -> ValidationChoice:
-    """Returns which part of the documents is validated on.
+    """Chooses about `share` of the documents for validation.
 
-    With few documents a whole one would be much more than `share`, and of a single one nothing would be left to train
-    on: then the end of the longest document is validated on, `share` of all text, cut at a line where possible.
+    If there are few documents, one complete document would be much more than `share`. A single document would leave no
+    training data. In both cases the end of the longest document is chosen: `share` of all text, cut at the end of a
+    line if possible.
 
-    Reads at most `splits.MAX_NAMES` documents, and no more than it takes.
+    Reads only as many documents as the choice needs, and at most `train_val_split.MAX_NAMES`.
 
     Raises:
-        InputError: there is no document at all.
+        InputError: there are no documents.
     """
     seen = _Seen()
     names = seen.names(documents)
@@ -111,12 +112,12 @@ def choose_validation(documents: Iterable[Document], share: float) -> Validation
         few = f'{seen.documents} document{"s" if seen.documents > 1 else ""}'
         note = f'the end of {longest.name}, from {unit[:-1]} {start:,}, since there are few documents ({few})'
         return ValidationChoice(0, Cut(longest.name, start), note)
-    # The hash of names chooses among several documents, so only a single one needs the note.
+    # The hash of the names splits several documents, so only a single document leaves validation empty.
     return ValidationChoice(below, note=reason if seen.documents == 1 else '')
 
 
 class _Seen:
-    """Number and length of the documents so far, and the longest of them."""
+    """Number and total length of the documents read so far, and the longest document."""
 
     def __init__(self) -> None:
         self.documents = self.length = 0
@@ -136,9 +137,12 @@ def _length(document: Document) -> int:
 
 
 def _place(document: Document, length: float) -> int | None:
-    """The place at which the end of about `length` starts; None where the document is too short."""
+    """Returns the index at which the last `length` characters or tokens start; None if the document is too short.
+
+    In a text, the index is moved to a nearby start of a line or word.
+    """
     text = document.text
-    # Blanks at either side are no text.
+    # Leading and trailing whitespace does not count as text.
     first, stop = 0, _length(document)
     if document.tokens is None:
         first, stop = len(text) - len(text.lstrip()), len(text.rstrip())

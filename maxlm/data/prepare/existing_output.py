@@ -1,4 +1,4 @@
-"""Data sets that exist already, locally or in a bucket: locked, and compared with the one that is asked for."""
+"""Checks data sets that already exist, in a local directory or a bucket, and locks output directories."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ class OtherDataError(InputError):
 
 
 def check_same_data(dataset: Dataset, name: str, made_from: dict[str, Any], *, skip_failed: bool) -> None:
-    """Raises OtherDataError unless a data set, called `name` in messages, is the one that is asked for."""
+    """Raises OtherDataError unless a data set was made from the requested inputs and options.
+
+    Args:
+        dataset: the existing data set.
+        name: its name in messages.
+        made_from: the requested inputs and options.
+        skip_failed: whether the data set may lack partitions that failed.
+    """
     changes = [
         f'{key} {dataset.made_from.get(key)}, not {value}' if key != 'inputs' else 'other input files'
         for key, value in {**dict.fromkeys((*CHAT_FACTS, *READING_FACTS)), **made_from}.items()
@@ -45,7 +52,7 @@ def published(url: str, made_from: dict[str, Any], *, skip_failed: bool) -> list
     """Returns the summary of a data set in a bucket.
 
     Raises:
-        OtherDataError: it is not the one that is asked for.
+        OtherDataError: it was made from other inputs or options.
         InputError: it cannot be read.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +65,11 @@ def published(url: str, made_from: dict[str, Any], *, skip_failed: bool) -> list
 
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Makes the directory and keeps other runs out of it."""
+    """Creates the output directory and locks it against other runs.
+
+    Raises:
+        InputError: the directory cannot be written, or another run has locked it.
+    """
     try:
         output.mkdir(parents=True, exist_ok=True)
         if not os.access(output, os.W_OK | os.X_OK):

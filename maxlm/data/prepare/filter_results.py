@@ -1,4 +1,4 @@
-"""What the cleaning says of each document of a group, and taking out of the group what it says."""
+"""Filter decisions on the documents of a partition, and a filter that applies them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ from maxlm.errors import InputError
 
 
 class FilterDecision(enum.IntEnum):
-    """What is done with a document."""
+    """Decision on one document.
+
+    Attributes:
+        KEPT: the document is unchanged.
+        SHORTENED: a filter removed a part of the text. The filters run again when the document is written.
+        FILTERED: a filter removed the document.
+        EXACT_DUPLICATE: the document is removed as an exact duplicate.
+        NEAR_DUPLICATE: the document is removed as a near-duplicate.
+    """
 
     KEPT = 0
-    # Kept after a filter took a part of its text; the filters are run on it again.
     SHORTENED = 1
     FILTERED = 2
     EXACT_DUPLICATE = 3
@@ -34,13 +41,14 @@ DUPLICATE_REASONS = {FilterDecision.EXACT_DUPLICATE: EXACT_DUPLICATE, FilterDeci
 
 @dataclasses.dataclass(frozen=True)
 class FilterDecisions:
-    """The verdicts on the documents of a group, in the order of reading.
+    """Decisions on the documents of a partition, in the order of reading.
 
     Attributes:
-        codes: uint8 [number of documents], each a Verdict.
-        checksum: `checksum_of` the documents that were judged.
-        shortened: bool [number of documents]: a filter takes a part of the text, whatever becomes of the rest.
-        kept_names: for the first duplicates of either kind, by place: the name of the document that is kept instead.
+        codes: uint8 [number of documents], values of FilterDecision.
+        checksum: `DocumentHash` of the documents.
+        shortened: bool [number of documents]; True if a filter removed a part of the text, also for duplicates.
+        kept_names: maps the index of a duplicate to the name of the document that is kept instead. Contains only the
+            first duplicates of each kind, which the report shows.
     """
 
     codes: np.ndarray
@@ -49,7 +57,7 @@ class FilterDecisions:
     kept_names: dict[int, str]
 
     def save(self, path: Path, identity: str) -> None:
-        """Writes them; raises InputError when that fails."""
+        """Writes the decisions to a file. Raises InputError if it cannot be written."""
         facts = {
             'codes': pack(self.codes),
             'checksum': self.checksum,
@@ -60,7 +68,7 @@ class FilterDecisions:
 
     @classmethod
     def load(cls, path: Path, identity: str) -> FilterDecisions | None:
-        """What `save` wrote with the same identity, None where there is none such."""
+        """Returns the saved decisions; None if the file is missing, damaged or has a different identity."""
         facts = load_result(path, identity)
         if facts is None:
             return None
@@ -72,31 +80,36 @@ class FilterDecisions:
 
 
 class DocumentHash:
-    """Of documents in a row, by name and length: tells a file that was changed between two readings."""
+    """Hash of the names and lengths of consecutive documents. Detects files that change between two readings."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
     def add(self, document: Document) -> None:
-        """Counts in the next document."""
+        """Adds the next document."""
         size = len(document.text) if document.tokens is None else len(document.tokens)
         self._hash.update(f'{document.name}\0{size}\0'.encode(errors='surrogateescape'))
 
     def value(self) -> str:
-        """The checksum of those so far."""
+        """Returns the checksum of the documents added so far."""
         return self._hash.hexdigest()
 
 
 class DocumentFilter:
-    """Lets through what is kept of a group's documents, which must come in the order of reading.
+    """Applies filter decisions to the documents of a partition, which must come in the order of reading.
 
     Attributes:
-        duplicates: of the documents that the filters kept: what equals or resembles another, and how many of these
-            were shortened.
+        duplicates: report on the removed duplicates, including the number of those that were shortened.
     """
 
     def __init__(self, name: str, verdicts: FilterDecisions | None, filters: Sequence[str]):
-        """With `verdicts` None all is kept. `name` is the group's, for messages."""
+        """Creates a filter.
+
+        Args:
+            name: name of the partition in messages.
+            verdicts: the decisions; None keeps all documents.
+            filters: names of the filters, which run again on shortened documents.
+        """
         self.duplicates = CleaningReport()
         self._name = name
         self._verdicts = verdicts
@@ -105,10 +118,10 @@ class DocumentFilter:
         self._place = 0
 
     def keep(self, documents: Iterable[Document]) -> list[Document]:
-        """Those of the next documents that are kept, as the filters leave them.
+        """Returns the next documents that are kept, after shortening them where a filter does so.
 
         Raises:
-            InputError: there are more than were judged.
+            InputError: the input has changed since the scan.
         """
         if self._verdicts is None:
             return list(documents)
@@ -135,7 +148,7 @@ class DocumentFilter:
         return kept
 
     def finish(self) -> None:
-        """Raises InputError unless all that was judged, and nothing else, went through."""
+        """Raises InputError unless `keep` received exactly the documents of the scan."""
         if self._verdicts is not None and self._checksum.value() != self._verdicts.checksum:
             raise self._changed()
 

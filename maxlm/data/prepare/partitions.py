@@ -1,6 +1,6 @@
-"""Groups: pieces of one source that are read, cleaned and written together, independently of all others.
+"""Partitions of the input. Each contains file ranges of one source and is read, filtered and written independently.
 
-Everything about them follows from names and sizes, so that they are the same on every machine.
+Partitions depend only on the names and sizes of the files, so they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from maxlm.data.prepare.task_results import identity_of
 from maxlm.storage.errors import TransientStorageError
 from maxlm.storage.filesystem import display_path
 
-# A group is about this share of the input, so that all workers are busy to the end; but of terabytes no more than
-# MAX_GROUP_BYTES, what a failure costs, and of little data no less than MIN_GROUP_BYTES, to keep shards few.
+# Number of partitions within the size limits below. Several partitions per worker keep all workers busy to the end.
+# MAX_GROUP_BYTES limits the work that a failure repeats. MIN_GROUP_BYTES limits the number of shards of small inputs.
 GROUPS = 64
 MAX_GROUP_BYTES = 256 * 2**20
 MIN_GROUP_BYTES = 2 * 2**20
-# Files whose units are looked up at once: in a bucket each takes a while.
+# Number of files that are split concurrently: each lookup in a bucket is slow.
 LOOKUP_THREADS = 16
-# Characters that are worked on together: enough to keep an encoder busy, little enough for a moving progress bar.
+# Characters per batch of documents: enough to keep the encoder busy, few enough to update the progress bar often.
 BATCH_CHARACTERS = 2**20
 
 
@@ -36,9 +36,9 @@ class Partition:
     """File ranges of one source, in order. Picklable.
 
     Attributes:
-        number: index among all partitions.
-        file_ranges: ranges to read; at least one.
-        is_validation: all of it is validation data.
+        number: index of the partition.
+        file_ranges: the ranges to read; at least one.
+        is_validation: True if all documents are validation data.
     """
 
     number: int
@@ -47,17 +47,17 @@ class Partition:
 
     @property
     def source(self) -> str:
-        """What all of its documents are from."""
+        """Name of the source of all documents."""
         return self.file_ranges[0].file.source
 
     @property
     def size(self) -> int:
-        """Bytes of input."""
+        """Size of the input in bytes."""
         return sum(file_range.size for file_range in self.file_ranges)
 
     @property
     def name(self) -> str:
-        """For messages: where it begins, and how much it is."""
+        """Name for messages: the first file, the start in it, and the number of further files."""
         first = self.file_ranges[0]
         more = len({file_range.file.path for file_range in self.file_ranges}) - 1
         part = f' from {first.start:,}' if first.start else ''
@@ -65,43 +65,48 @@ class Partition:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Checksum of what is read."""
+        """Checksum of the file ranges and the versions of their files."""
         files = [(file_range.file, file_range.start, file_range.stop) for file_range in self.file_ranges]
         facts = [(f.name, f.source, f.kind, f.size, f.version, start, stop) for f, start, stop in files]
         return identity_of(self.number, self.is_validation, facts)
 
 
 class PartitionTask:
-    """Base of the tasks that work on one partition. See `executor.Task`."""
+    """Base class of tasks that process one partition. See `Task`."""
 
     group: Partition
 
     @property
     def name(self) -> str:
-        """See `executor.Task`."""
+        """See `Task`."""
         return self.group.name
 
     @property
     def size(self) -> int:
-        """See `executor.Task`."""
+        """See `Task`."""
         return self.group.size
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadSettings:
-    """How documents are read: the options of the readers, and whether what cannot be read is left out."""
+    """Settings for reading documents.
+
+    Attributes:
+        options: options of the readers.
+        skip_bad: whether unreadable records are skipped.
+    """
 
     options: ReadOptions
     skip_bad: bool
 
     @property
     def identity(self) -> str:
-        """Checksum of all of it."""
+        """Checksum of the settings."""
         return identity_of(dataclasses.asdict(self))
 
 
 def make_partitions(training: Sequence[InputFile], validation: Sequence[InputFile]) -> list[Partition]:
-    """Cuts the files into pieces and packs these, in order, into groups; those to validate on come last."""
+    """Splits the files into ranges and packs the ranges, in order, into partitions. Validation files come last."""
     total = sum(file.size for file in (*training, *validation))
     target = min(MAX_GROUP_BYTES, max(MIN_GROUP_BYTES, total // GROUPS))
     partitions = [(False, file_ranges) for file_ranges in _pack(training, target)]
@@ -114,17 +119,22 @@ def make_partitions(training: Sequence[InputFile], validation: Sequence[InputFil
 def read_batches(
     group: Partition, reading: ReadSettings, left_out: list[dict[str, str]]
 ) -> Iterator[tuple[list[Document], int]]:
-    """The documents of a group in order, a few at a time, each time with the bytes of input that are done.
+    """Yields the documents of a partition in order, in batches of about BATCH_CHARACTERS.
 
-    What cannot be read and may be left out is added to `left_out`, as name and reason.
+    Each batch comes with the number of input bytes processed since the previous batch.
+
+    Args:
+        group: the partition to read.
+        reading: settings of the readers.
+        left_out: list to which the name and reason of each skipped record are appended.
 
     Raises:
-        InputError: a document cannot be read, and nothing may be left out.
-        TransientError: the storage fails; neither is that left out.
+        InputError: a record cannot be read, and `reading.skip_bad` is False.
+        TransientError: the storage fails. Such records are never skipped.
     """
 
     def on_bad(name: str, reason: str) -> None:
-        # Readers report a fault while they handle it, so that what is behind it can still be told.
+        # Readers call this while they handle the original exception.
         if isinstance(sys.exception(), TransientStorageError):
             raise TransientError(reason)
         if not reading.skip_bad:
@@ -137,7 +147,7 @@ def read_batches(
         num_bytes_left = file_range.size
         for document in read_documents(file_range, reading.options, on_bad):
             batch.append(document)
-            # Token files have two or four bytes per token.
+            # Token files have two or four bytes per token; progress counts two.
             size = len(document.text) if document.tokens is None else 2 * len(document.tokens)
             spent = min(num_bytes_left, size)
             num_bytes_left, done, characters = num_bytes_left - spent, done + spent, characters + size
@@ -166,5 +176,5 @@ def _pack(files: Sequence[InputFile], target: int) -> list[tuple[FileRange, ...]
 
 
 def _split(file: InputFile, target: int) -> list[FileRange]:
-    # The same as `cut` gives for such a file, which it would open.
+    # `split_file` returns the same for a small file, but opens it.
     return [FileRange(file, 0, 0, file.size)] if file.size <= target else split_file(file, target)

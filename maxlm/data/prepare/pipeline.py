@@ -1,4 +1,4 @@
-"""The stages of a preparation: survey, verdicts, tokenizer, shards, manifest. Each goes on where it was interrupted."""
+"""Stages of `maxlm prepare`: scan, deduplication, tokenizer, shards, manifest. An interrupted stage resumes."""
 
 from __future__ import annotations
 
@@ -34,16 +34,23 @@ from maxlm.storage.atomic import atomic_write
 
 
 def rates(documents: int, tokens: int, seconds: float) -> str:
-    """Documents and tokens in a second, as the bar shows them."""
+    """Returns documents and tokens per second as text for the progress bar."""
     parts = {'documents/s': documents, 'tokens/s': tokens}
     return ', '.join(f'{format_si(count / seconds)} {unit}' for unit, count in parts.items() if count)
 
 
 class StageBar:
-    """Shows bytes, time left, documents/s and tokens/s of a stage; nothing where standard error is no terminal."""
+    """Progress bar of a stage: bytes, remaining time, documents/s and tokens/s. Hidden if stderr is not a terminal."""
 
     def __init__(self, name: str, *, total: int, initial: int = 0, show: bool = True):
-        """Of `total` bytes `initial` were done by an earlier run."""
+        """Creates the bar.
+
+        Args:
+            name: label of the bar.
+            total: total number of bytes.
+            initial: number of bytes that an earlier run processed.
+            show: if False, the bar is hidden.
+        """
         self._documents = self._tokens = 0
         self._bar = tqdm(
             total=total,
@@ -51,7 +58,7 @@ class StageBar:
             unit='B',
             unit_scale=True,
             desc=name,
-            # None: only where standard error is a terminal.
+            # None hides the bar if stderr is not a terminal.
             disable=None if show else True,
         )
 
@@ -62,7 +69,7 @@ class StageBar:
         self._bar.close()
 
     def __call__(self, num_bytes: int, documents: int = 0, tokens: int = 0) -> None:
-        """Counts what is newly done. See `engine.OnProgress`."""
+        """Adds newly completed work. See `OnProgress`."""
         self._documents += documents
         self._tokens += tokens
         if not self._bar.disable:
@@ -71,7 +78,7 @@ class StageBar:
         self._bar.update(num_bytes)
 
     def step(self, done: int, total: int) -> None:
-        """Sets the bar to step `done` of `total`, for what has no bytes."""
+        """Sets the bar to step `done` of `total`, for stages that do not count bytes."""
         self._bar.total, self._bar.unit, self._bar.unit_scale = total, ' steps', False
         self._bar.update(done - self._bar.n)
 
@@ -79,14 +86,14 @@ class StageBar:
 if TYPE_CHECKING:
     from maxlm.data.chat.setup import ChatRecipe
 
-# What is needed until the data set is complete, and what the cleaning removed.
+# Directory of temporary files, and file with the report of the filters.
 WORK_DIRECTORY = '.prepare'
 CLEANING_FILE = 'cleaning.json'
-# Set in `made_from` where groups failed and were left out.
+# Key of `made_from`: number of partitions that failed and were skipped.
 GROUPS_LEFT_OUT = 'groups_left_out'
-# Set in `made_from` where the end of a document is validated on, or nothing: the reason.
+# Key of `made_from`: reason why the validation split is the end of a document, or empty.
 VALIDATION_NOTE = 'validation_note'
-# Tokenizers that learn from the text.
+# Tokenizers that are trained on the text.
 LEARNED = ('chars', 'bpe')
 
 T = TypeVar('T', ScanTask, WriteShards)
@@ -94,17 +101,17 @@ T = TypeVar('T', ScanTask, WriteShards)
 
 @dataclasses.dataclass(frozen=True)
 class PrepareConfig:
-    """What is made of the groups.
+    """Settings that determine the data set.
 
     Attributes:
-        tokenizer: its spec. See `make_tokenizer`.
-        reading: how documents are read.
-        cleaning: which of them are removed.
-        validation_share: share of the documents of --input that is validated on.
-        infill: what is rearranged for filling in the middle; None = nothing.
-        block: tokens in a record.
-        made_from: all of this, and the inputs, as the manifest tells it.
-        chat: how conversations are spelled; None = there are none.
+        tokenizer: spec of the tokenizer. See `make_tokenizer`.
+        reading: settings of the readers.
+        cleaning: settings of filters and deduplication.
+        validation_share: fraction of the documents of --input used for validation.
+        infill: settings of fill-in-the-middle; None = off.
+        block: tokens per record.
+        made_from: these settings and the inputs, for the manifest.
+        chat: chat template and settings for conversations or preference pairs; None = plain text.
     """
 
     tokenizer: str
@@ -119,13 +126,13 @@ class PrepareConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionOptions:
-    """How it is made; the data set does not show it, unless groups fail and are left out.
+    """Settings of the execution. The data set does not depend on them, unless failed partitions are skipped.
 
     Attributes:
-        engine: where tasks run.
-        retries: further tries of a task that fails.
-        skip_failed: whether groups whose tasks fail to the end are left out.
-        show_progress: whether there are bars.
+        engine: executor of the tasks.
+        retries: maximum number of retries of a failed task.
+        skip_failed: whether partitions are skipped if all attempts fail.
+        show_progress: whether progress bars are shown.
     """
 
     engine: Executor
@@ -135,10 +142,10 @@ class ExecutionOptions:
 
 
 def prepare(recipe: PrepareConfig, groups: Sequence[Partition], output: Path, means: ExecutionOptions) -> Dataset:
-    """Makes the data set in `output`; `dataset.json` is written last.
+    """Prepares a data set in `output`. `dataset.json` is written last.
 
     Raises:
-        InputError: it cannot be made; what is finished is kept, and calling it again goes on.
+        InputError: a stage failed. Completed tasks are kept, and the next call resumes.
     """
     stages = _Stages(recipe, output.resolve(), means)
     try:
@@ -169,7 +176,7 @@ def prepare(recipe: PrepareConfig, groups: Sequence[Partition], output: Path, me
 
 
 def remove_leftovers(dataset: Dataset, *, cleaned: bool) -> None:
-    """Removes what is no part of the finished data set, all of it made by this program."""
+    """Removes temporary files and files of earlier runs that do not belong to the completed data set."""
     shutil.rmtree(dataset.path / WORK_DIRECTORY, ignore_errors=True)
     remove_partial_files(dataset.path)
     for path in find_leftover_files(
@@ -183,14 +190,14 @@ def remove_leftovers(dataset: Dataset, *, cleaned: bool) -> None:
 
 
 def remove_partial_files(output: Path) -> None:
-    """Removes what killed processes were writing. Only while nothing runs."""
+    """Removes partial files of killed processes. Requires that no task is running."""
     for directory in (output, output / WORK_DIRECTORY):
         for path in directory.glob('.*.partial'):
             path.unlink(missing_ok=True)
 
 
 class _Stages:
-    """The stages in turn. `left_out` grows by the groups that fail."""
+    """Stages of one preparation. `left_out` lists the partitions that failed and were skipped."""
 
     def __init__(self, recipe: PrepareConfig, output: Path, means: ExecutionOptions):
         self.work = output / WORK_DIRECTORY
@@ -202,7 +209,11 @@ class _Stages:
     def clean(
         self, groups: Sequence[Partition]
     ) -> tuple[list[Partition], list[VerdictFile | None], dict[int, CleaningReport]]:
-        """The groups that can be read, the verdicts on each, and by number what the filters removed."""
+        """Runs the scan and the deduplication.
+
+        Returns:
+            The partitions that were read, the file with the decisions of each, and the reports by partition number.
+        """
         cleaning = self._recipe.cleaning
         if not cleaning:
             return list(groups), [None] * len(groups), {}
@@ -221,9 +232,9 @@ class _Stages:
     def begin(
         self, groups: Sequence[Partition], verdicts: Sequence[VerdictFile | None]
     ) -> tuple[Tokenizer, ValidationChoice]:
-        """The tokenizer, written, and which part of --input is validated on."""
+        """Creates and writes the tokenizer, and chooses the validation documents of --input."""
         path, stamp = self._output / TOKENIZER_FILE, self.work / 'begin.json'
-        # Which groups there are depends on what failed; all else follows from the recipe.
+        # Failed partitions may be missing, so the identity includes the partitions.
         identity = identity_of(self._recipe.made_from, [group.identity for group in groups])
         known = load_result(stamp, identity)
         if known and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == known['tokenizer_sha256']:
@@ -241,7 +252,7 @@ class _Stages:
         shown = self._means.show_progress and _kind(self._recipe.tokenizer) in LEARNED
         with StageBar('tokenizer', total=total, show=shown) as bar:
             chat = self._recipe.chat
-            # A tokenizer of characters must know those of the template too.
+            # A character tokenizer needs the characters of the template too.
             texts = itertools.chain(preview.texts(validation, bar), chat.texts if chat else ())
             tokenizer = make_tokenizer(self._recipe.tokenizer, texts, infill=self._recipe.infill is not None)
             tokenizer = chat.with_tokens(tokenizer) if chat else tokenizer
@@ -256,7 +267,7 @@ class _Stages:
         tokenizer: Tokenizer,
         validation: ValidationChoice,
     ) -> list[WriteShards]:
-        """Writes the shards; returns the tasks that are done."""
+        """Writes the shards and returns the completed tasks."""
         chat = None if self._recipe.chat is None else self._write_template(self._recipe.chat, tokenizer)
         tasks = [
             WriteShards(
@@ -283,13 +294,12 @@ class _Stages:
         return ChatShards(hashlib.sha256(source.encode()).hexdigest(), chat.window, preferences)
 
     def _run(self, stage: str, tasks: Sequence[T]) -> list[T]:
-        """Runs those that are not done yet; returns those that are then."""
+        """Runs the tasks that are not done, and returns all completed tasks."""
         unfinished = [task for task in tasks if not task.is_done()]
         total, left = (sum(task.size for task in part) for part in (tasks, unfinished))
         with StageBar(stage, total=total, initial=total - left, show=self._means.show_progress) as bar:
             failed = run_tasks(self._means.engine, unfinished, retries=self._means.retries, on_progress=bar)
-        # What other machines wrote on a shared disk may stay hidden from one that has found it missing before, until
-        # that looks at the directories anew.
+        # On a shared file system, files from other machines can stay invisible until the directory is listed again.
         for directory in (self._output, self.work):
             os.listdir(directory)
         if failed and not self._means.skip_failed:
@@ -310,7 +320,7 @@ class _Stages:
 
 
 def _refuse_empty(reports: Sequence[CleaningReport]) -> None:
-    """Raises InputError when the filters keep nothing of all the text to train on."""
+    """Raises InputError if the filters remove all training documents."""
     report = functools.reduce(CleaningReport.merge, reports, CleaningReport())
     if not report.documents or report.kept_documents:
         return
@@ -323,11 +333,11 @@ def _refuse_empty(reports: Sequence[CleaningReport]) -> None:
 
 
 def _validation_of(facts: dict[str, Any]) -> ValidationChoice:
-    """Returns the choice that a stamp holds."""
+    """Returns the choice from a saved result."""
     return ValidationChoice(facts['below'], facts['cut'] and Cut(**facts['cut']), facts['note'])
 
 
 def _kind(spec: str) -> str:
-    """How a tokenizer is made, in a word; `file` for all that are there already."""
+    """Returns the kind of a tokenizer spec; `file` for existing tokenizers."""
     name, _, _ = spec.partition(':')
     return name if name in (*LEARNED, 'bytes', 'ids') else 'file'

@@ -1,4 +1,4 @@
-"""Facts that decide a prepared data set, which its manifest lists under `made_from`."""
+"""Provenance of a prepared data set: the inputs and options that its manifest lists under `made_from`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from maxlm.data.chat.setup import ChatRecipe
 
-# Keys of `made_from` that only data with conversations has, and options that are listed where they are not the default.
+# Keys of `made_from` for conversations and preference pairs, and keys that are listed only if not at their defaults.
 CHAT_FACTS = ('format', 'chat_template', 'pack_window')
 READING_FACTS = ('max_record_bytes', 'messages_field', 'roles')
 
 
 def chat_facts(what: str, chat: ChatRecipe | None) -> dict[str, Any]:
-    """Returns the facts that decide how conversations are prepared, for `made_from`."""
+    """Returns the entries of `made_from` for conversations or preference pairs; none if `chat` is None."""
     if chat is None:
         return {}
     facts = [chat.source, chat.special_tokens, chat.variables]
@@ -39,7 +39,7 @@ def made_from(
     training: Sequence[InputFile],
     validation: Sequence[InputFile],
 ) -> dict[str, Any]:
-    """All that decides the result, to compare with what a finished data set was made from."""
+    """Returns all inputs and options that determine a data set. See `check_same_data`."""
     files = [[(f.name, f.source, f.kind, f.size, f.version) for f in part] for part in (training, validation)]
     kind = options.tokenizer.partition(':')[0]
     told = options.tokenizer
@@ -66,5 +66,5 @@ def made_from(
 def _reading_facts(read: ReadOptions) -> dict[str, Any]:
     default = ReadOptions()
     facts = {name: getattr(read, name) for name in READING_FACTS if getattr(read, name) != getattr(default, name)}
-    # As JSON has them.
+    # The round trip turns tuples into lists, as in the manifest.
     return json.loads(json.dumps(facts))

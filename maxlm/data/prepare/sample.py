@@ -1,4 +1,4 @@
-"""What is looked at before anything is written: names, to divide by, and text that the tokenizer learns from."""
+"""Previews the training documents: their names for the validation split and a sample of text for the tokenizer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from maxlm.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Preview:
-    """The documents to train on, in order, before they are written.
+    """The training documents in order, before they are written.
 
     Attributes:
-        groups: those of --input.
-        verdicts: what is kept of each; None = all.
-        reading, filters: how they are read, and what shortens them.
-        skip_failed: whether the rest of a group is left out when its storage fails.
+        groups: the partitions of --input.
+        verdicts: the filter decisions of each partition; None keeps all of its documents.
+        reading: settings of the readers.
+        filters: names of the filters that shorten documents.
+        skip_failed: if True, a storage failure skips the rest of the partition; otherwise it is an error.
     """
 
     groups: Sequence[Partition]
@@ -39,11 +40,13 @@ class Preview:
             yield from self._documents(place)
 
     def texts(self, validation: ValidationChoice, on_text: Callable[[int], None]) -> Iterator[str]:
-        """Text for the tokenizer, SAMPLE_BYTES characters at most; never nothing where there is text to train on.
+        """Yields at most SAMPLE_BYTES characters of text to train the tokenizer.
+
+        If the sampled partitions contain no training text, yields the beginning of the first training document.
 
         Args:
-            validation: the part of the documents that is not trained on.
-            on_text: told the number of characters of each text.
+            validation: the validation documents, which are excluded.
+            on_text: called with the number of characters of each sampled text.
         """
         places = sample_places([group.size for group in self.groups])
         found = False
@@ -72,10 +75,10 @@ class Preview:
         group, verdicts = self.groups[place], self.verdicts[place]
         document_filter = DocumentFilter(group.name, verdicts.load() if verdicts else None, self.filters)
         try:
-            # What is left out is reported when it is written.
+            # WriteShards reports the skipped records.
             for documents, _ in read_batches(group, self.reading, left_out=[]):
                 yield from document_filter.keep(documents)
         except TransientError as error:
-            # A sample that depends on what answers today is only for those who asked for it.
+            # A sample without the rest of the partition would depend on when the storage failed.
             if not self.skip_failed:
                 raise InputError(f'{error}; run the same again, what is finished is kept') from error

@@ -1,6 +1,6 @@
-"""The first look at the documents of a group: what the filters say, and signatures to find duplicates by.
+"""Scans the documents of each partition: runs the filters and computes signatures for deduplication.
 
-The duplicates are then found among all groups together, and each group gets its verdicts.
+`deduplicate` then finds the duplicates among all partitions and writes the filter decisions of each partition.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from maxlm.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Cleaning:
-    """What is removed.
+    """Settings of filters and deduplication.
 
     Attributes:
-        filters: names of cleaning.filters, in order.
-        duplicates: `none`, `exact` or `near`.
-        near_threshold: Jaccard similarity from which documents are near-duplicates.
+        filters: names of the filters, in order.
+        duplicates: duplicates to remove: `none`, `exact` or `near`.
+        near_threshold: minimum Jaccard similarity of near-duplicates.
     """
 
     filters: tuple[str, ...]
@@ -45,11 +45,13 @@ class Cleaning:
 
 @dataclasses.dataclass(frozen=True)
 class ScanTask(PartitionTask):
-    """The task of looking at one group. See `engine.Task`.
+    """Task that scans one partition. See `Task`.
 
     Attributes:
-        work: directory for what is needed until the data set is complete.
-        group, reading, cleaning: what is looked at, and how.
+        work: directory of temporary files, which is deleted when the data set is complete.
+        group: the partition.
+        reading: settings of the readers.
+        cleaning: settings of filters and deduplication.
     """
 
     work: Path
@@ -59,13 +61,13 @@ class ScanTask(PartitionTask):
 
     @property
     def identity(self) -> str:
-        """Checksum of all that decides the result. The threshold does not: it is for the comparison."""
+        """Checksum of everything that determines the result. `near_threshold` only matters in `deduplicate`."""
         cleaning = self.cleaning
         return identity_of(self.group.identity, self.reading.identity, cleaning.filters, cleaning.duplicates)
 
     @property
     def signatures_path(self) -> Path:
-        """Where the signatures of the documents are that the filters keep."""
+        """Path of the signatures of the documents that the filters keep."""
         return self.work / f'signatures-{self.group.number:05d}'
 
     @property
@@ -73,23 +75,23 @@ class ScanTask(PartitionTask):
         return self.work / f'survey-{self.group.number:05d}.json'
 
     def is_done(self) -> bool:
-        """See `engine.Task`."""
+        """See `Task`."""
         if load_result(self._path, self.identity) is None:
             return False
         return self.cleaning.duplicates == 'none' or is_current(self.signatures_path, self.identity)
 
     def run(self, report: OnProgress) -> None:
-        """Runs the filters, and signs what they keep. See `engine.Task`.
+        """Runs the filters and computes signatures of the kept documents. See `Task`.
 
         Raises:
-            InputError: a document cannot be read (unless it may be left out) or judged, or a file cannot be written.
+            InputError: a document cannot be read and may not be skipped, or a file cannot be written.
             TransientError: the storage fails.
         """
         clean = make_cleaner(self.cleaning.filters)
         cleaning, checksum, codes = CleaningReport(), DocumentHash(), bytearray()
 
         def kept_documents() -> Iterator[Document]:
-            # What is left out is reported when it is written.
+            # WriteShards reports the skipped records.
             for documents, size in read_batches(self.group, self.reading, left_out=[]):
                 for document in documents:
                     checksum.add(document)
@@ -115,7 +117,7 @@ class ScanTask(PartitionTask):
         save_result(self._path, self.identity, facts)
 
     def load(self) -> tuple[FilterDecisions, CleaningReport]:
-        """What it found; duplicates are not told yet. Raises InputError when it is not done."""
+        """Returns the decisions before deduplication and the report. Raises InputError if the task is not done."""
         facts = load_result(self._path, self.identity)
         if facts is None:
             raise InputError(f'{self._path}: removed or changed while maxlm.prepare was running; run it again')
@@ -126,13 +128,13 @@ class ScanTask(PartitionTask):
 
 @dataclasses.dataclass(frozen=True)
 class VerdictFile:
-    """The verdicts on a group as a file that a worker finds."""
+    """File with the filter decisions of a partition, for workers to load."""
 
     path: Path
     identity: str
 
     def load(self) -> FilterDecisions:
-        """The verdicts; raises InputError when they are not there."""
+        """Returns the decisions. Raises InputError if the file is missing or has changed."""
         verdicts = FilterDecisions.load(self.path, self.identity)
         if verdicts is None:
             raise InputError(f'{self.path}: removed or changed while maxlm.prepare was running; run it again')
@@ -140,14 +142,14 @@ class VerdictFile:
 
 
 def deduplicate(surveys: Sequence[ScanTask], on_step: Callable[[int, int], None]) -> list[VerdictFile]:
-    """Finds the duplicates among all that was surveyed and writes the verdicts on each group.
+    """Finds the duplicates among all scanned documents and writes the filter decisions of each partition.
 
-    The groups to validate on come first: of two equal documents the one that is validated on is kept, not the one that
-    is trained on. Verdicts that are there already are kept.
+    Validation partitions come first: of two equal documents, the validation document is kept. If all files exist
+    already, nothing is computed.
 
     Args:
-        surveys: all of them done.
-        on_step: told the steps that are done, and their number.
+        surveys: the scans, all of them done.
+        on_step: called with the number of completed steps and the total number of steps.
 
     Raises:
         InputError: a result is missing or cannot be written.
@@ -186,7 +188,7 @@ def _find(surveys: Sequence[ScanTask], on_step: Callable[[int, int], None]) -> l
 
 
 def _named(found: Duplicates) -> np.ndarray:
-    """Places, among the signed documents, of the duplicates that a report may show: the first of either kind."""
+    """Returns the indices, among documents with signatures, of the duplicates that a report shows."""
     return np.concatenate(
         [np.flatnonzero((found.kept >= 0) & (found.near == near))[:MAX_EXAMPLES] for near in (False, True)]
     )
@@ -199,7 +201,7 @@ def _names_of_kept(surveys: Sequence[ScanTask], duplicates: Sequence[Duplicates 
 
 
 def _with_duplicates(verdicts: FilterDecisions, found: Duplicates, names: dict[int, str]) -> FilterDecisions:
-    # Signed are the documents that the filters keep.
+    # Only the documents that the filters keep have signatures.
     places = np.flatnonzero(verdicts.codes != FilterDecision.FILTERED)
     codes = verdicts.codes.copy()
     duplicate = found.kept >= 0

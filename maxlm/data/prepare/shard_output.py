@@ -1,4 +1,4 @@
-"""The shard that one group writes of one split, and its counts."""
+"""Writes the shard of one partition and split, and counts its tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 
 @dataclasses.dataclass
 class SplitCounts:
-    """What one group gives to one split.
+    """Counts of one partition in one split.
 
     Attributes:
-        shard: the file, None when the split got no document.
-        text_bytes: bytes of UTF-8; of documents that were tokenized already none are counted.
-        token_counts: how often each id occurs, int64 [vocab_size]; of marked tokens those that are predicted.
-        chat: of marked tokens, the counts of `chat_packing.ChatCounts`, or `PairCounts`, by name.
+        shard: the shard; None if the split has no documents in this partition.
+        text_bytes: size of the text in UTF-8. Pretokenized documents and tokens with flags count as 0.
+        token_counts: number of occurrences of each id, int64 [vocab_size]. For tokens with flags, only the targets of
+            the loss count.
+        chat: fields of `ChatCounts` or `PairCounts` for tokens with flags; empty otherwise.
     """
 
     shard: Shard | None
@@ -32,7 +33,7 @@ class SplitCounts:
 
 
 class SplitOutput:
-    """A growing shard, opened with its first document; leaving `stack` with an exception removes it."""
+    """Writer of a shard. The file is created with the first document and removed if `stack` exits with an exception."""
 
     def __init__(self, path: Path, *, source: str, block: int, tokenizer: Tokenizer, stack: contextlib.ExitStack):
         self._path = path
@@ -46,15 +47,15 @@ class SplitOutput:
         self._token_counts = np.zeros(tokenizer.vocab_size, np.int64)
 
     def add(self, document: TokenDocument, text: str) -> None:
-        """Takes a document, and the text that it is from."""
-        # A tokenizer that strips blanks can leave nothing of a text but its end.
+        """Adds a document and counts the bytes of its text."""
+        # A tokenizer that strips whitespace may return only the end-of-document token.
         if len(document.tokens) <= 1:
             return
         self._text_bytes += len(text.encode())
         self._pending.append(document.tokens)
 
     def flush(self) -> None:
-        """Writes what it has taken."""
+        """Writes the added documents to the shard."""
         if not self._pending:
             return
         if self._writer is None:
@@ -66,7 +67,7 @@ class SplitOutput:
         self._pending = []
 
     def finish(self) -> SplitCounts:
-        """Completes the shard."""
+        """Completes the shard and returns its counts."""
         self.flush()
         shard = self._writer.finish() if self._writer else None
         return SplitCounts(shard, self._text_bytes, self._token_counts)
@@ -76,9 +77,9 @@ class SplitOutput:
 
 
 class MarkedOutput(SplitOutput):
-    """The same of marked tokens, packed into windows or not.
+    """Writer of a shard of tokens with flags, which may be packed into sequences.
 
-    The bytes of text stay unknown: the loss is of a part of it only.
+    The bytes of text are not counted, because the loss covers only a part of the text.
     """
 
     def __init__(
@@ -92,11 +93,16 @@ class MarkedOutput(SplitOutput):
         window: int,
         counts: ChatCounts,
     ):
-        """Further arguments than those of others.
+        """Creates a writer.
 
         Args:
-            window: tokens of the windows that documents are packed into; 0 = they are not packed.
-            counts: of nothing yet.
+            path: path of the shard.
+            source: name of the source of the documents.
+            block: tokens per record.
+            tokenizer: tokenizer of the documents.
+            stack: context that closes the shard.
+            window: tokens per packed sequence; 0 = no packing.
+            counts: counts to increment; initially zero.
         """
         super().__init__(path, source=source, block=block, tokenizer=tokenizer, stack=stack)
         self._dtype = 'uint32'
@@ -105,14 +111,14 @@ class MarkedOutput(SplitOutput):
         self._packer = Packer(window, end_of_document=end, counts=self._chat) if window else None
 
     def add(self, document: TokenDocument, text: str) -> None:
-        """Takes a document of marked tokens."""
+        """Adds a document of tokens with flags. An empty preference pair is counted as undecided."""
         if len(document.tokens) > 1:
             self._pending += self._packer.add(document) if self._packer else [document.tokens]
         elif isinstance(self._chat, PairCounts):
             self._chat.undecided += 1
 
     def finish(self) -> SplitCounts:
-        """Completes the shard, and the windows that are not full yet."""
+        """Pads and writes the open sequences, completes the shard and returns its counts."""
         self._pending += self._packer.finish() if self._packer else []
         counts = super().finish()
         return dataclasses.replace(counts, chat=dataclasses.asdict(self._chat))

@@ -1,4 +1,4 @@
-"""What is told of a data set when it is made."""
+"""Summary of a prepared data set for the terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from maxlm.data.prepare.pipeline import CLEANING_FILE, VALIDATION_NOTE
 from maxlm.storage.filesystem import Entry, display_path
 from maxlm.storage.regular_files import read_text
 
-# Left-out documents that are printed; dataset.json lists them all.
+# Number of skipped documents that are printed. dataset.json lists all of them.
 LEFT_OUT_SHOWN = 10
 SUFFIXES_SHOWN = 5
 
 
 def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
-    """Lines that tell what a data set holds, behind `message`; with `cleaned` also what was removed from it."""
+    """Returns lines that describe a data set. The first line starts with `message`.
+
+    With `cleaned`, the lines include the report of the filters.
+    """
     lines = [f'{message}: vocabulary {dataset.vocab_size:,}, fingerprint {dataset.fingerprint[:12]}']
     for name, split in dataset.splits.items():
         if not split.documents:
@@ -48,7 +51,7 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
             lines += [f'  {line}' for line in report.to_lines()]
             lines.append(f'  examples: {path}')
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError):
-            # The data set is complete without it.
+            # The data set is usable without the report.
             lines.append(f'  cleaning: {path} cannot be read; copy it again')
     if dataset.left_out:
         lines.append(f'  left out: {len(dataset.left_out):,}, all listed in {dataset.path / MANIFEST_NAME}')
@@ -57,7 +60,7 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
 
 
 def files_left_out(files: Sequence[Entry]) -> list[str]:
-    """Returns a line on the files of the input that hold no text; none where there are no such files."""
+    """Returns a line about input files that contain no text; an empty list if there are no such files."""
     if not files:
         return []
     suffixes = Counter(suffix_of(entry.name) or 'no suffix' for entry in files).most_common(SUFFIXES_SHOWN)

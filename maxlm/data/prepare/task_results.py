@@ -1,4 +1,4 @@
-"""Results of tasks: small files that appear whole or not at all, stamped with what they were made from."""
+"""Stores results of tasks in small JSON files, written atomically, with a checksum of the inputs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from maxlm.storage.atomic import atomic_write
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 
-# To be raised whenever the same input would give another result.
+# Increment this when the same input gives a different result.
 RESULT_VERSION = 1
 
 
 def identity_of(*facts: Any) -> str:
-    """Checksum of JSON values: of all that decides a result."""
+    """Returns a checksum of JSON values. Pass everything that determines a result."""
     return hashlib.sha256(json.dumps([RESULT_VERSION, *facts]).encode()).hexdigest()
 
 
 def save_result(path: Path, identity: str, facts: dict[str, Any]) -> None:
-    """Writes `facts`, JSON values, with their stamp. Raises InputError when that fails."""
+    """Writes JSON values and the identity. Raises InputError if the file cannot be written."""
     atomic_write(path, json.dumps({'identity': identity, **facts}))
 
 
 def load_result(path: Path, identity: str) -> dict[str, Any] | None:
-    """What `save_result` wrote with the same `identity`; None where there is none such."""
+    """Returns the values that `save_result` wrote; None if the file is missing, damaged or has a different identity."""
     try:
         facts: dict[str, Any] = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
         return facts if facts['identity'] == identity else None
@@ -40,14 +40,14 @@ def load_result(path: Path, identity: str) -> dict[str, Any] | None:
 
 
 def pack(array: np.ndarray) -> str:
-    """An array as a short string: counts of 10⁵ ids, most of them 0, take kilobytes."""
+    """Compresses an array to a string. Counts of 10⁵ ids, most of them 0, take kilobytes."""
     stream = io.BytesIO()
     np.save(stream, array, allow_pickle=False)
     return base64.b64encode(zlib.compress(stream.getvalue(), level=1)).decode()
 
 
 def unpack(text: str) -> np.ndarray:
-    """What `pack` made a string of; ValueError for anything else."""
+    """Returns the array that `pack` compressed. Raises ValueError for any other string."""
     try:
         return np.load(io.BytesIO(zlib.decompress(base64.b64decode(text))), allow_pickle=False)
     except (zlib.error, EOFError) as error:

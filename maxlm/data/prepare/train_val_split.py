@@ -1,6 +1,6 @@
-"""Who goes where: validation or training, and what the tokenizer learns from.
+"""Assigns documents to training or validation, and chooses the partitions that the tokenizer is trained on.
 
-All of it follows from names and sizes, so that it is the same on every machine and for any number of workers.
+Both depend only on names and sizes. They are the same on every machine and for any number of workers.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from collections.abc import Iterable, Sequence
 
 from maxlm.errors import InputError
 
-# Hashes of names are uniform below this.
+# Upper bound of the hashes of names, which are uniformly distributed.
 HASH_RANGE = 2**64
-# Text that a tokenizer is trained on, in bytes; more does not change its merges by much.
+# Size of the tokenizer's training text. More text hardly changes its merges.
 SAMPLE_BYTES = 32 * 2**20
-# Places of a larger corpus that the text is from.
+# Number of positions in a larger corpus from which the training text is taken.
 SAMPLE_PLACES = 256
-# Names that are looked at, to see that a share leaves neither side empty.
+# Maximum number of names that are read to check that neither split is empty.
 MAX_NAMES = 2**17
 
 
 def name_hash(name: str, *, salt: str = '') -> int:
-    """A number below HASH_RANGE that depends on the name alone; another `salt` gives an independent one."""
+    """Returns a hash of the name below HASH_RANGE. Different values of `salt` give independent hashes."""
     digest = hashlib.sha256(f'{salt}{name}'.encode(errors='surrogateescape')).digest()
     return int.from_bytes(digest[:8])
 
 
 def validation_threshold(names: Iterable[str], share: float) -> int:
-    """The number below which the hash of a document's name puts it into validation.
+    """Returns the threshold for `name_hash` below which a document is validation data.
 
-    It is `share` of the range, moved where a handful of documents would leave one side empty: of two or more, the one
-    with the smallest hash is validated on and the one with the largest is trained on; a single one is trained on.
-    Reads no more `names` than it takes to see both sides, and at most MAX_NAMES.
+    The threshold is `share` of HASH_RANGE. It is moved if a few documents would leave one split empty: with two or
+    more documents, the smallest hash goes to validation and the largest to training. A single document goes to
+    training. Reads `names` until both splits have a document, and at most MAX_NAMES.
 
     Raises:
-        InputError: there is no document at all.
+        InputError: there are no documents.
     """
     threshold = int(share * HASH_RANGE)
     smallest, largest = HASH_RANGE, -1
@@ -52,10 +52,13 @@ def validation_threshold(names: Iterable[str], share: float) -> int:
 
 
 def sample_places(sizes: Sequence[int]) -> list[int]:
-    """Which groups, given their sizes in bytes, the tokenizer's sample is from, ascending.
+    """Returns the ascending indices of the partitions that the tokenizer is trained on.
 
-    All of them where all of the text is the sample, otherwise those at SAMPLE_PLACES places at equal distances. From
-    the beginning of each comes an equal part, so that no more is read of a large corpus than is used.
+    A corpus of at most SAMPLE_BYTES is used completely. In a larger corpus, the partitions at SAMPLE_PLACES
+    equidistant positions are chosen. An equal part is read from the beginning of each, so no unused text is read.
+
+    Args:
+        sizes: sizes of all partitions in bytes.
     """
     ends = list(itertools.accumulate(sizes))
     if not ends or ends[-1] <= SAMPLE_BYTES:

@@ -1,4 +1,4 @@
-"""The shards of one group: its documents, cleaned and tokenized, one file per split, with the counts of each."""
+"""Writes the shards of one partition: its filtered and tokenized documents, one file per split, with their counts."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ SPLITS = ('train', 'validation')
 
 @dataclasses.dataclass
 class GroupResult:
-    """What a group gave.
+    """Result of writing one partition.
 
     Attributes:
         splits: counts by name of the split.
-        left_out: names and reasons of what could not be read.
-        duplicates: which of the documents that the filters kept were removed as duplicates.
+        left_out: names and reasons of the skipped records.
+        duplicates: report on the documents that the filters kept and that were removed as duplicates.
     """
 
     splits: dict[str, SplitCounts]
@@ -51,12 +51,12 @@ class GroupResult:
 
 @dataclasses.dataclass(frozen=True)
 class ChatShards:
-    """How shards with conversations, or with preferences, are written, of marked tokens.
+    """Settings for shards of conversations or preference pairs, whose tokens have flags.
 
     Attributes:
-        template_sha256: checksum of the chat template, which lies beside the tokenizer.
-        window: tokens of the windows that they are packed into; 0 = they are not packed.
-        preferences: whether all are preferences; otherwise none is.
+        template_sha256: checksum of the chat template in the output directory.
+        window: tokens per packed sequence; 0 = no packing.
+        preferences: True if all documents are preference pairs; False if all are conversations.
     """
 
     template_sha256: str
@@ -64,25 +64,26 @@ class ChatShards:
     preferences: bool = False
 
     def make_counts(self) -> ChatCounts:
-        """Counts of nothing yet."""
+        """Returns counts of zero."""
         return PairCounts() if self.preferences else ChatCounts()
 
 
 @dataclasses.dataclass(frozen=True)
 class WriteShards(PartitionTask):
-    """The task of writing one group. See `engine.Task`.
+    """Task that writes the shards of one partition. See `Task`.
 
     Attributes:
-        output: directory of the data set; its `tokenizer.json` is there.
-        work: directory for what is needed until the data set is complete.
-        group, reading: what is written.
-        verdicts: what is kept of it; None = all.
-        filters: names of cleaning.filters, run again on documents that they shorten.
-        validation: the part of the documents that goes to validation.
+        output: directory of the data set. It contains `tokenizer.json`.
+        work: directory of temporary files, which is deleted when the data set is complete.
+        group: the partition.
+        reading: settings of the readers.
+        verdicts: the filter decisions; None keeps all documents.
+        filters: names of the filters, which run again on documents that they shorten.
+        validation: the choice of validation documents.
         tokenizer_sha256: checksum of the tokenizer.
-        infill: what is rearranged for filling in the middle; None = nothing.
-        block: tokens in a record.
-        chat: how conversations are written; None = there are none.
+        infill: settings of fill-in-the-middle; None = off.
+        block: tokens per record.
+        chat: settings for conversations or preference pairs; None = plain text.
     """
 
     output: Path
@@ -99,7 +100,7 @@ class WriteShards(PartitionTask):
 
     @property
     def identity(self) -> str:
-        """Checksum of all that decides what is written."""
+        """Checksum of everything that determines the shards."""
         return identity_of(
             FORMAT_VERSION,
             self.group.identity,
@@ -114,27 +115,27 @@ class WriteShards(PartitionTask):
 
     @property
     def result_path(self) -> Path:
-        """Where the counts are kept until the data set is complete."""
+        """Path of the file with the counts, which is deleted when the data set is complete."""
         return self.work / f'group-{self.group.number:05d}.json'
 
     def shard_path(self, split: str) -> Path:
-        """Where the shard of a split is."""
+        """Returns the path of the shard of a split."""
         return self.output / f'{split}-{self.group.number:05d}.arrayrecord'
 
     def is_done(self) -> bool:
-        """See `engine.Task`."""
+        """See `Task`."""
         return self.load() is not None
 
     def run(self, report: OnProgress) -> None:
-        """Writes the shards of the group and, last, its result. See `engine.Task`.
+        """Writes the shards of the partition and then its result. See `Task`.
 
         Raises:
-            InputError: a document cannot be read (unless it may be left out) or encoded, or a file cannot be written.
+            InputError: a document cannot be read or encoded and may not be skipped, or a file cannot be written.
             TransientError: the storage fails.
         """
         tokenizer = _load_tokenizer(self.output / TOKENIZER_FILE, self.tokenizer_sha256)
         document_filter = DocumentFilter(self.name, self.verdicts.load() if self.verdicts else None, self.filters)
-        # An earlier result must not stand for the shards that are written now, if this is killed in between.
+        # If this process is killed, an old result must not describe the shards that are written now.
         self.result_path.unlink(missing_ok=True)
         left_out: list[dict[str, str]] = []
         with contextlib.ExitStack() as stack:
@@ -160,7 +161,7 @@ class WriteShards(PartitionTask):
         save_result(self.result_path, self.identity, facts)
 
     def load(self) -> GroupResult | None:
-        """What `run` of the very same task wrote, if its shards are still there; otherwise None."""
+        """Returns the result of `run`, or None if it or a shard is missing or belongs to a different task."""
         facts = load_result(self.result_path, self.identity)
         if facts is None:
             return None
@@ -183,7 +184,7 @@ class WriteShards(PartitionTask):
     def _encode(
         self, documents: Sequence[Document], tokenizer: Tokenizer, left_out: list[dict[str, str]]
     ) -> Iterator[tuple[Document, TokenDocument]]:
-        """The documents as they are written; what tokenizer or chat template do not take may be left out."""
+        """Yields documents with their tokens. Skips documents that cannot be encoded if `skip_bad` is set."""
         encode: Callable[[Sequence[Document]], Sequence[TokenDocument | ChatError]]
         if self.chat is None:
             encode = functools.partial(_encode_texts, tokenizer, infill=self.infill)
@@ -209,7 +210,7 @@ def _encode_texts(
 
 @functools.lru_cache(maxsize=1)
 def _load_tokenizer(path: Path, sha256: str) -> Tokenizer:
-    """Kept by a process from one group to the next: a large one takes a while."""
+    """Loads the tokenizer once per process: loading a large one is slow."""
     tokenizer = Tokenizer.load(path)
     if tokenizer.sha256 != sha256:
         raise InputError(f'{path}: removed or changed while maxlm.prepare was running; run it again')
@@ -218,8 +219,8 @@ def _load_tokenizer(path: Path, sha256: str) -> Tokenizer:
 
 @functools.lru_cache(maxsize=1)
 def _load_encoder(directory: Path, tokenizer_sha256: str, template_sha256: str) -> ChatEncoder:
-    """Kept likewise."""
-    # Jinja is for conversations only.
+    """Loads the chat encoder once per process."""
+    # Plain text does not need Jinja.
     from maxlm.data.chat.encoder import ChatEncoder
 
     encoder = ChatEncoder.load(directory)
@@ -243,7 +244,7 @@ def _from_facts(facts: dict[str, Any]) -> SplitCounts:
 
 
 def find_leftover_files(output: Path, kept: Sequence[Shard]) -> list[Path]:
-    """Shards in `output` that earlier runs wrote and that are none of `kept`."""
+    """Returns the paths of shards in `output` that are not in `kept`. Earlier runs wrote them."""
     names = {shard.name for shard in kept}
     found = [path for split in SPLITS for path in sorted(output.glob(f'{split}-*.arrayrecord'))]
     return [path for path in found if path.name not in names]
