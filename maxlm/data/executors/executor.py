@@ -1,4 +1,4 @@
-"""Tasks that any process can do, and what runs them: what fails is tried again, what is done stays done."""
+"""Tasks of `maxlm prepare` and the protocol of executors. Failed tasks are retried; completed tasks are kept."""
 
 from __future__ import annotations
 
@@ -17,48 +17,58 @@ import tenacity
 from maxlm.errors import InputError, os_message
 from maxlm.storage.retry import EXPONENTIAL_BACKOFF
 
-# What no second try helps against, and every other task will meet as well.
+# Errors that a retry cannot fix and that every other task would meet too.
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 
-# Called with newly done (bytes of input, documents, tokens).
+# Called with newly completed work: (bytes of input, documents, tokens).
 OnProgress = Callable[[int, int, int], None]
 
 
 class TransientError(Exception):
-    """A storage that fails now and may answer later. The message is one line."""
+    """A storage failure that a retry may fix. The message is one line."""
 
 
 class Task(Protocol):
-    """A part of the work, from files to files. Picklable; done twice it writes the same bytes."""
+    """A unit of work that reads and writes files. Tasks are picklable and idempotent: a rerun writes the same bytes."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name for messages."""
 
     @property
     def size(self) -> int:
-        """Bytes of input."""
+        """Size of the input in bytes."""
 
     def is_done(self) -> bool:
-        """Whether its result is there, made from the same."""
+        """Returns True if a result of the same inputs exists."""
 
     def run(self, report: OnProgress) -> None:
-        """Does it; the result appears last, whole or not at all."""
+        """Runs the task. The result is written last and atomically."""
 
 
 class TaskStatus(enum.Enum):
-    """How a task ended."""
+    """Status of a finished task.
+
+    Attributes:
+        DONE: the task succeeded.
+        BAD: the input or the disk has an error, reported as an InputError. All tasks must stop.
+        FAILED: the task failed with another error. A retry may succeed.
+    """
 
     DONE = 'done'
-    # The input or the disk is at fault, as an InputError says: all must stop.
     BAD = 'bad'
-    # Anything else: another try may succeed.
     FAILED = 'failed'
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskResult:
-    """How the task of this number ended, and why in one line."""
+    """Result of one attempt to run a task.
+
+    Attributes:
+        number: number of the task.
+        ending: status of the task.
+        reason: cause of a failure in one line; '' for success.
+    """
 
     number: int
     ending: TaskStatus
@@ -66,24 +76,24 @@ class TaskResult:
 
 
 class Executor(Protocol):
-    """Somewhere tasks run. A context manager; leaving it ends what still runs."""
+    """Runs tasks. An executor is a context manager, which stops running tasks when it exits."""
 
     @property
     def num_slots(self) -> int:
-        """Tasks that may be started before one has ended."""
+        """Maximum number of tasks that may run or wait at the same time."""
 
     def start(self, number: int, task: Task) -> None:
-        """Starts a task, which `number` tells from the others."""
+        """Starts a task, which `number` identifies."""
 
     def wait(self, on_progress: OnProgress) -> list[TaskResult]:
-        """Waits until something happens; tells progress, returns what has ended (perhaps nothing)."""
+        """Waits for the next event, reports progress and returns the finished tasks. The list may be empty."""
 
     def close(self) -> None:
-        """Ends what still runs."""
+        """Stops all running tasks."""
 
 
 def run_with_retries(number: int, task: Task, report: OnProgress) -> TaskResult:
-    """Runs a task, in whatever process, and tells how it ended."""
+    """Runs a task once and returns its status. Converts exceptions to results."""
     try:
         task.run(report)
     except (InputError, TransientError) as error:
@@ -105,20 +115,20 @@ def run_tasks(
     on_progress: OnProgress,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[int, str]:
-    """Runs all tasks. Those that fail are run again when all others have ended, after a pause, at most `retries` times.
+    """Runs all tasks. Failed tasks are retried after all others have finished and a pause, at most `retries` times.
 
     Args:
-        engine: runs the tasks.
-        tasks: in the order in which they are started.
-        retries: further attempts of a task.
-        on_progress: called with newly done work; for tasks that are run again, again.
+        engine: the executor.
+        tasks: the tasks in the order in which they start.
+        retries: maximum number of retries of a task.
+        on_progress: called with newly completed work. A retried task reports its work again.
         sleep: waits for a number of seconds.
 
     Returns:
         The last reason of each task that failed in all attempts, by its index in `tasks`.
 
     Raises:
-        InputError: a task met bad input or a full disk. Completed tasks stay completed.
+        InputError: a task met bad input or a full disk. Completed tasks are kept.
     """
     failed = dict.fromkeys(range(len(tasks)), '')
 

@@ -1,4 +1,4 @@
-"""Tasks in this process, or in several others on this machine."""
+"""Executors on this machine: in this process, or in several worker processes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 from maxlm.data.executors.executor import OnProgress, Task, TaskResult, TaskStatus, run_with_retries
 
-# One thread per worker; the processes are what uses the cores.
+# Each worker uses one thread, because the worker processes already use all cores.
 ONE_THREAD = {'TOKENIZERS_PARALLELISM': 'false', 'RAYON_NUM_THREADS': '1'}
 
-# Seconds that an idle process gets to end.
+# Seconds that an idle process has to exit.
 END_SECONDS = 5.0
 
 
 class InProcess:
-    """Runs one task after the other where it is. See `engine.Engine`."""
+    """Runs tasks one at a time in the current process. See `Executor`."""
 
     num_slots = 1
 
@@ -38,15 +38,15 @@ class InProcess:
         self.close()
 
     def start(self, number: int, task: Task) -> None:
-        """See `engine.Engine`."""
+        """See `Executor`."""
         self._waiting.append((number, task))
 
     def wait(self, on_progress: OnProgress) -> list[TaskResult]:
-        """See `engine.Engine`."""
+        """See `Executor`."""
         return [run_with_retries(*self._waiting.popleft(), on_progress)]
 
     def close(self) -> None:
-        """See `engine.Engine`."""
+        """See `Executor`."""
         self._waiting.clear()
 
 
@@ -56,17 +56,17 @@ class _Worker(NamedTuple):
 
 
 class Processes:
-    """Runs tasks in `num_slots` processes, which start when they are needed and die with this one.
+    """Runs tasks in `num_slots` worker processes. Workers start on demand and exit with this process.
 
-    A process that is killed costs the try of its task and is replaced. See `engine.Engine`.
+    If a worker is killed, its task fails in this attempt and the worker is replaced. See `Executor`.
     """
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
         self._idle: list[_Worker] = []
-        # By the number of the task.
+        # Maps task numbers to workers.
         self._busy: dict[int, _Worker] = {}
-        # Not fork: the encoder's threads do not survive it.
+        # The encoder's threads do not survive a fork.
         self._context = multiprocessing.get_context('spawn')
 
     def __enter__(self) -> Processes:
@@ -76,15 +76,15 @@ class Processes:
         self.close()
 
     def start(self, number: int, task: Task) -> None:
-        """See `engine.Engine`."""
+        """See `Executor`."""
         worker = self._idle.pop() if self._idle else self._new_worker()
         self._busy[number] = worker
-        # If it was killed meanwhile, `wait` tells.
+        # `wait` reports a worker that was killed.
         with contextlib.suppress(OSError):
             worker.connection.send((number, task))
 
     def wait(self, on_progress: OnProgress) -> list[TaskResult]:
-        """See `engine.Engine`."""
+        """See `Executor`."""
         numbers = {worker.connection: number for number, worker in self._busy.items()}
         outcomes = []
         for connection in multiprocessing.connection.wait(list(numbers)):
@@ -103,12 +103,12 @@ class Processes:
         return outcomes
 
     def close(self) -> None:
-        """See `engine.Engine`. Kills whoever is at work: what is written appears whole or not at all."""
+        """See `Executor`. Kills busy workers, which is safe because files are written atomically."""
         idle, busy = self._idle, list(self._busy.values())
         self._idle, self._busy = [], {}
         for worker in busy:
             worker.process.kill()
-        # The others end by themselves, and tidy up what libraries leave.
+        # Idle workers exit by themselves and clean up the resources of libraries.
         for worker in (*busy, *idle):
             worker.connection.close()
             worker.process.join(END_SECONDS)
@@ -118,15 +118,15 @@ class Processes:
     def _new_worker(self) -> _Worker:
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(target=_work, args=(child_end,), daemon=True)
-        # Ctrl-C is for this process, which ends the workers: until they ignore it they start with it blocked. One that
-        # comes now is taken here a moment later.
-        multiprocessing.resource_tracker.ensure_running()  # else `start` would do this, which unblocks it
+        # Only this process handles Ctrl-C, and stops the workers. SIGINT stays blocked while a worker starts, until the
+        # worker ignores it. A pending SIGINT is delivered here afterwards.
+        multiprocessing.resource_tracker.ensure_running()  # `start` would do this and unblock SIGINT
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # Else its end would not be noticed here.
+        # An open copy would hide the exit of the worker.
         child_end.close()
         return _Worker(process, parent_end)
 

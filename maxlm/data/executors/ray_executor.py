@@ -1,4 +1,4 @@
-"""Tasks on the machines of a Ray cluster. The directory of the data set must be on a disk that all of them share."""
+"""Executor on a Ray cluster. All machines must share the disk with the directory of the data set."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from maxlm.data.executors.executor import OnProgress, Task, TaskResult, TaskStat
 from maxlm.data.executors.local_executor import ONE_THREAD, InProcess, Processes
 from maxlm.errors import InputError, os_message
 
-# Tasks per core that are handed over before one has ended, so that no machine waits for the next.
+# Tasks per core that are submitted at once, so that no machine waits for its next task.
 TASKS_PER_CORE = 2
-# Seconds that killed tasks get to end.
+# Seconds that cancelled tasks have to stop.
 CANCEL_SECONDS = 30.0
-# Seconds that a cluster gets to answer at all.
+# Timeout of the connection to a cluster.
 CONNECT_SECONDS = 10.0
 REMEDY = '`ray start --head` starts one and tells its address'
 
 
 class RayCluster:
-    """Runs one task per core of a cluster. See `engine.Engine`.
+    """Runs one task per core of a Ray cluster. See `Executor`.
 
-    Ray's own retries are off: ours count. Progress is told by whole tasks.
+    Ray's own retries are off, because `run_tasks` retries. Progress is reported when a task finishes.
     """
 
     def __init__(self, address: str = ''):
-        """Joins the cluster at `address`; without one that of the variable RAY_ADDRESS, or one on this machine alone.
+        """Connects to a cluster.
+
+        Args:
+            address: address of the cluster. If empty, Ray uses RAY_ADDRESS or starts a cluster on this machine.
 
         Raises:
-            InputError: Ray is missing, or the cluster does not answer.
+            InputError: Ray is not installed, or the cluster does not respond.
         """
         try:
             import ray  # an extra, and slow to import
@@ -42,7 +45,7 @@ class RayCluster:
         try:
             if self._joined:
                 ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR)
-        # Of Ray, of the network, of the address.
+        # Ray, the network and the address raise exceptions of many types.
         except Exception as error:
             reason = ' '.join(str(error).split())[:300]
             raise InputError(f'--ray-address={address}: no Ray cluster ({reason}); {REMEDY}') from error
@@ -57,22 +60,22 @@ class RayCluster:
 
     @property
     def num_slots(self) -> int:
-        """See `engine.Engine`. A cluster grows and shrinks."""
+        """See `Executor`. The size of a cluster can change."""
         return TASKS_PER_CORE * max(int(self._ray.cluster_resources().get('CPU', 1)), 1)
 
     def start(self, number: int, task: Task) -> None:
-        """See `engine.Engine`."""
+        """See `Executor`."""
         self._running[self._remote.remote(number, task)] = number
 
     def wait(self, on_progress: OnProgress) -> list[TaskResult]:
-        """See `engine.Engine`."""
+        """See `Executor`."""
         ended, _ = self._ray.wait(list(self._running), num_returns=1)
         outcomes = []
         for reference in ended:
             number = self._running.pop(reference)
             try:
                 outcome, done = self._ray.get(reference)
-            # A worker or a machine is gone, or has no memory left.
+            # A worker or a machine was lost, or ran out of memory.
             except self._ray.exceptions.RayError as error:
                 reason = str(error).strip().partition('\n')[0][:300]
                 outcomes.append(TaskResult(number, TaskStatus.FAILED, f'{type(error).__name__}: {reason}'))
@@ -82,7 +85,7 @@ class RayCluster:
         return outcomes
 
     def close(self) -> None:
-        """See `engine.Engine`."""
+        """See `Executor`."""
         running, self._running = list(self._running), {}
         for reference in running:
             self._ray.cancel(reference, force=True)
@@ -93,9 +96,9 @@ class RayCluster:
 
 
 def _refuse_silent(address: str) -> None:
-    """Raises InputError when nobody answers at HOST:PORT, for which Ray would try for minutes."""
+    """Raises InputError if HOST:PORT does not respond. Ray itself would retry for minutes."""
     host, _, port = address.removeprefix('ray://').rpartition(':')
-    # Else it is the name of a way to find one, which Ray knows.
+    # Ray resolves other forms of addresses.
     if not (host and port.isdigit()):
         return
     try:
@@ -118,7 +121,7 @@ def _attempt(number: int, task: Task) -> tuple[TaskResult, tuple[int, int, int]]
 
 
 def make_executor(kind: str, num_workers: int, ray_address: str) -> InProcess | Processes | RayCluster:
-    """Returns the executor of `kind`, `local` or `ray`; a local one needs no processes for one worker."""
+    """Returns the executor of `kind`, `local` or `ray`. A local executor with one worker starts no processes."""
     if kind == 'ray':
         return RayCluster(ray_address)
     return Processes(num_workers) if num_workers > 1 else InProcess()
