@@ -1,4 +1,4 @@
-"""What a filter says of a document: the document, perhaps shortened, or why it is left out."""
+"""Interface of document filters."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from maxlm.data.documents.document import Document
 
 @dataclasses.dataclass(frozen=True)
 class FilterResult:
-    """Why a document is left out.
+    """Reason for removing a document.
 
     Attributes:
-        reason: one of few, `FILTER: RULE`; documents are counted by it.
-        detail: what was met in this document, e.g. the figure and its bound.
+        reason: name of the rule, `FILTER: RULE`. Documents are counted by reason.
+        detail: detail of this document, such as the value and its bound.
     """
 
     reason: str
     detail: str
 
 
-# A pure function of the document.
+# Returns the document, possibly shortened, or the reason for removing it. A filter is a pure function.
 Filter = Callable[[Document], Document | FilterResult]
 
 
 def drop_if(condition: bool, reason: str, value: float, bound: float) -> FilterResult | None:
-    """A Removal that tells `value` and the `bound` that it breaks, None where `condition` does not hold.
+    """Returns a FilterResult with `value` and the violated `bound` if `condition` is True, otherwise None.
 
-    `drop_if(…) or remove_if(…) or document` reads as a list of rules of which the first that holds counts.
+    `drop_if(…) or drop_if(…) or document` is a list of rules. The first rule that applies determines the reason.
     """
     return FilterResult(reason, f'{_format_number(value)}; bound {_format_number(bound)}') if condition else None
 

@@ -1,6 +1,6 @@
-"""Heuristics for the text of web pages: those of C4 and those that FineWeb added.
+"""Heuristics for web pages from C4 and FineWeb.
 
-They are made for languages with blanks between the words and with the Latin marks at the end of a sentence.
+They assume languages that separate words by whitespace and end sentences with Latin punctuation.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult, drop_if
 from maxlm.data.filters.line_stats import filled_lines, fraction, repeated_fractions
 
-# Raffel et al., Exploring the Limits of Transfer Learning (2020), arXiv:1910.10683, section 2.2, with the figures, the
-# phrases and the longest word of the program that made C4 (c4_utils.py of TensorFlow Datasets).
+# Raffel et al., Exploring the Limits of Transfer Learning (2020), arXiv:1910.10683, section 2.2. The numbers, the
+# phrases and the maximum word length are from the program that made C4 (c4_utils.py of TensorFlow Datasets).
 C4_MIN_WORDS_PER_LINE = 5
 C4_MIN_SENTENCES = 3
 C4_MAX_WORD_LENGTH = 1000
@@ -28,8 +28,8 @@ C4_POLICIES = (
     'use cookies',
 )
 
-# Penedo et al., The FineWeb Datasets (2024), arXiv:2406.17557, section 3.6. (The default of the program with the same
-# rule, datatrove, is 0.01 for the repeated characters.)
+# Penedo et al., The FineWeb Datasets (2024), arXiv:2406.17557, section 3.6. (The default of the same rule in datatrove
+# is 0.01 for the repeated characters.)
 FINEWEB_MIN_ENDED_LINES = 0.12
 FINEWEB_MAX_REPEATED_CHARACTERS = 0.1
 FINEWEB_SHORT_LINE = 30
@@ -42,10 +42,10 @@ _LONG_WORD = re.compile(rf'\S{{{C4_MAX_WORD_LENGTH + 1}}}')
 
 
 def c4(document: Document) -> Document | FilterResult:
-    """Keeps the lines that are sentences, and removes the pages that have too few or are no prose.
+    """Keeps the lines that are sentences. Removes pages with too few sentences and pages that are not prose.
 
-    Left out of the paper's list: its word list, for which no list comes with this package, and repeated spans of three
-    sentences, which are a matter of the corpus.
+    Two rules of the paper are not applied: the word list, which is not part of this package, and the removal of
+    repeated spans of three sentences, which requires the entire corpus.
     """
     text = document.text
     lowered = text.lower()
@@ -53,7 +53,7 @@ def c4(document: Document) -> Document | FilterResult:
         if mark in lowered:
             return FilterResult(f'c4: {rule}', _around(text, lowered.index(mark), len(mark)))
     lines = [line for line in (_CITATION.sub('', line).strip() for line in filled_lines(text)) if _is_prose(line)]
-    # Where a line ends with a quotation mark alone, it still is a sentence.
+    # A line that ends only with a quotation mark counts as one sentence.
     sentences = sum(max(1, len(_SENTENCE_END.findall(line))) for line in lines)
     removal = drop_if(sentences < C4_MIN_SENTENCES, 'c4: too few sentences', sentences, C4_MIN_SENTENCES)
     if removal:
@@ -63,12 +63,12 @@ def c4(document: Document) -> Document | FilterResult:
 
 
 def fineweb(document: Document) -> Document | FilterResult:
-    """Removes lists, menus and tables: few lines end as sentences do, many are short, or they are repeated."""
+    """Removes lists, menus and tables: few lines end like sentences, or many lines are short or repeated."""
     lines = filled_lines(document.text)
     ended = fraction(sum(line.endswith(FINEWEB_LINE_ENDS) for line in lines), len(lines))
     short = fraction(sum(len(line) < FINEWEB_SHORT_LINE for line in lines), len(lines))
     _, repeated = repeated_fractions(lines)
-    # The paper removes at the bound already.
+    # The paper also removes documents exactly at the bound.
     return (
         drop_if(ended <= FINEWEB_MIN_ENDED_LINES, 'fineweb: ended lines', ended, FINEWEB_MIN_ENDED_LINES)
         or drop_if(

@@ -1,10 +1,10 @@
-"""Heuristics for source code, with the figures that The Stack was filtered with for BigCode's models.
+"""Heuristics for source code, with the bounds used to filter The Stack for BigCode's models.
 
-The lengths of lines are from Chen et al., Evaluating Large Language Models Trained on Code (2021), arXiv:2107.03374,
-section 3.1; the share of letters and digits from the filters of The Stack (bigcode-dataset, preprocessing); the marks
-of generated files from Lozhkov et al., StarCoder 2 and The Stack v2 (2024), arXiv:2402.19173.
+The line lengths are from Chen et al., Evaluating Large Language Models Trained on Code (2021), arXiv:2107.03374,
+section 3.1. The share of letters and digits is from the filters of The Stack (bigcode-dataset, preprocessing). The
+markers of generated files are from Lozhkov et al., StarCoder 2 and The Stack v2 (2024), arXiv:2402.19173.
 
-Every document is judged as code; prose with a paragraph on each line has lines that are too long.
+Every document is treated as code. Prose with one line per paragraph is removed because its lines are too long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from maxlm.data.filters.base import FilterResult, drop_if
 MAX_MEAN_LINE_LENGTH = 100
 MAX_LINE_LENGTH = 1000
 MIN_ALPHANUMERIC = 0.25
-# Generated files say so at their head.
+# Number of lines at the start of a file that are searched for markers of generated files.
 HEAD_LINES = 5
 GENERATED_MARKERS = (
     'auto-generated',
@@ -28,12 +28,12 @@ GENERATED_MARKERS = (
     'automatically generated',
     'generated automatically',
     'this file is generated',
-    # Conventions of tools: that of Go's `go generate`, and the mark that review tools look for.
+    # Markers of tools: Go's `go generate`, and the marker that review tools search for.
     'do not edit',
     '@generated',
 )
 PYTHON_SUFFIXES = ('.py', '.pyi')
-# Where corpora of code tell the language, and the path of the file.
+# Metadata keys for the language and the file path in code corpora.
 LANGUAGE_KEYS = ('language', 'lang', 'programming_language')
 PATH_KEYS = ('path', 'file_path', 'max_stars_repo_path', 'filename')
 
@@ -60,7 +60,7 @@ def code(document: Document) -> Document | FilterResult:
 
 def _alphanumeric(text: str) -> int:
     if text.isascii():
-        # Ten times as fast as a look at every character.
+        # This is ten times as fast as checking each character.
         return len(text) - len(text.encode().translate(None, _ASCII_ALPHANUMERIC))
     return sum(map(str.isalnum, text))
 
@@ -77,7 +77,7 @@ def _check_head(lines: list[str]) -> FilterResult | None:
 def _is_python(document: Document) -> bool:
     for key in LANGUAGE_KEYS:
         language = document.metadata.get(key)
-        # Elsewhere it may be the language of prose (`en`).
+        # In other corpora the key may contain a natural language (`en`).
         if isinstance(language, str) and language.lower() in ('python', 'python3'):
             return True
     paths = [document.metadata.get(key) for key in PATH_KEYS]
@@ -86,18 +86,18 @@ def _is_python(document: Document) -> bool:
 
 
 def _check_python(text: str) -> FilterResult | None:
-    """The grammar is that of the Python that runs: what only Python 2 can read is removed."""
+    """Checks the syntax with the grammar of the running Python, so code for Python 2 only is removed."""
     try:
         with warnings.catch_warnings():
-            # Those are about the corpus (invalid escapes, `is` with a literal), not about this program.
+            # The warnings concern the corpus (invalid escapes, `is` with a literal), not this program.
             warnings.simplefilter('ignore')
             ast.parse(text.removeprefix('\ufeff'))
     except SyntaxError as error:
         return FilterResult('code: Python syntax', f'line {error.lineno}: {error.msg}')
     except (ValueError, MemoryError) as error:
-        # Lone surrogates, null bytes, and what the stack of the parser is too small for.
+        # Lone surrogates, null bytes, or a parser stack overflow.
         return FilterResult('code: Python syntax', str(error) or 'nested too deeply')
     except RecursionError:
-        # It is parsed: only its tree is too deep for Python, which also depends on how deep the calls are here.
+        # The text was parsed. Building the tree exceeded the recursion limit, which depends on the call stack.
         pass
     return None

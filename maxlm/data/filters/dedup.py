@@ -1,8 +1,8 @@
-"""Which documents of a corpus are there already: equal ones by their hash, similar ones by MinHash and LSH.
+"""Deduplication of a corpus: exact duplicates by hash, near-duplicates by MinHash and LSH.
 
-A document is removed only if it equals, or is similar to, an earlier one that is kept. So a chain of documents, each a
-bit different from the one before, is not removed down to its first, as it would be if a cluster kept one of its
-members; and of every removed document a near copy is still there.
+A document is removed only if it is equal or similar to an earlier document that is kept. So a near copy of each
+removed document remains. Keeping one document per cluster would not guarantee that: in a chain of documents that
+change little by little, the last can differ from the first.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from maxlm.data.filters.minhash import NUM_SLOTS, Signatures, hash64, similarity
 from maxlm.errors import InputError
 
 MIN_THRESHOLD, MAX_THRESHOLD = 0.1, 1.0
-# Share of the pairs at the threshold that LSH is to find.
+# Minimum share of pairs at the threshold that LSH finds.
 MIN_BAND_RECALL = 0.99
-# A pair counts as similar if its signatures agree in this many standard errors less than the threshold: at the
-# threshold the estimate is below it half of the time, below this bound once in fifty times. With the bands that makes
-# a recall of 0.97.
+# A pair is similar if its estimate is at most this many standard errors below the threshold. At the threshold, half of
+# the estimates are below the threshold, and 2% are below this bound. Together with the bands, the recall is 0.97.
 ERROR_MARGIN = 2.05
-# Pairs whose signatures are compared at once: 2 × 512 bytes each.
+# Number of pairs per comparison; each pair takes 2 × 512 bytes.
 PAIRS_AT_ONCE = 2**15
 
-# Called with the number of steps done, and of all steps.
+# Called with the number of completed steps and the total number of steps.
 OnStep = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Duplicates:
-    """What is a duplicate in one file of signatures.
+    """Duplicates in one file of signatures.
 
     Attributes:
-        kept: int64 [number of documents]: number, counted through all files, of the earlier document that is kept and
-            that this one duplicates; -1 for a document that is kept itself.
-        near: bool [number of documents]: the duplicate is similar to that document, but not equal.
+        kept: int64 [number of documents]; number, counted over all files, of the earlier document that is kept instead;
+            -1 for a document that is kept.
+        near: bool [number of documents]; True if the document is similar to the kept document but not equal.
     """
 
     kept: np.ndarray
@@ -45,10 +44,10 @@ class Duplicates:
 
 
 def choose_bands(threshold: float) -> tuple[int, int]:
-    """(bands, rows): the longest bands that find pairs of similarity `threshold` with MIN_BAND_RECALL.
+    """Returns (bands, rows): the longest bands that find pairs of similarity `threshold` with MIN_BAND_RECALL.
 
-    Of pairs with similarity s, 1 - (1 - s^rows)^bands have equal slots in one band at least (Leskovec, Rajaraman and
-    Ullman, Mining of Massive Datasets, section 3.4.2). Longer bands have fewer pairs to compare in vain.
+    A pair of similarity s has equal slots in at least one band with probability 1 - (1 - s^rows)^bands (Leskovec,
+    Rajaraman and Ullman, Mining of Massive Datasets, section 3.4.2). Longer bands produce fewer false candidates.
 
     Raises:
         InputError: the threshold is outside MIN_THRESHOLD … MAX_THRESHOLD.
@@ -62,7 +61,7 @@ def choose_bands(threshold: float) -> tuple[int, int]:
 
 
 def band_recall(similarity: float, bands: int, rows: int) -> float:
-    """Share of the pairs of this similarity that LSH finds."""
+    """Returns the share of pairs of this similarity that LSH finds."""
     return 1 - (1 - similarity**rows) ** bands
 
 
@@ -73,20 +72,22 @@ def find_duplicates(
     identities: Sequence[str] | None = None,
     on_step: OnStep = lambda done, total: None,
 ) -> list[Duplicates]:
-    """The duplicates in each file of signatures; documents are numbered through all files in order.
+    """Finds the duplicates in each file of signatures. Documents are numbered over all files in order.
 
-    Everything follows from the order of the documents and their content. Takes about 80 bytes of memory per document,
+    The result depends only on the order and the content of the documents. Takes about 80 bytes of memory per document,
     and reads the signatures one band at a time.
 
     Args:
-        paths: what `Signatures.save` wrote.
-        threshold: Jaccard similarity of the sets of shingles from which documents are similar; None: only equal ones.
-        identities: what the files must have been made from; None: whatever.
-        on_step: told the progress.
+        paths: files written by `Signatures.save`.
+        threshold: minimum Jaccard similarity of near-duplicates; None finds only exact duplicates.
+        identities: expected identities of the files; None accepts any.
+        on_step: called with the progress.
+
+    Returns:
+        The duplicates of each file.
 
     Raises:
-        InputError: a file is missing, damaged, stale, or made without what finds similar documents; or the threshold
-            makes no sense.
+        InputError: a file is missing, damaged, stale or has no slots for near-duplicates, or the threshold is invalid.
     """
     bands, rows = (0, 0) if threshold is None else choose_bands(threshold)
     corpus = _Corpus(paths, identities, need_slots=threshold is not None)
@@ -96,14 +97,14 @@ def find_duplicates(
     if threshold is not None:
         bound = threshold - ERROR_MARGIN * similarity_error(threshold)
         clusters = _Clusters(corpus.num_documents)
-        # The comparison is ours, not that of the library's index: that one holds all signatures in memory, and tells
-        # that a document is similar to some other, not to which one that is kept.
+        # The index of the library is not used: it holds all signatures in memory, and does not report which kept
+        # document is similar.
         unlike = np.flatnonzero(~equal)
         for band in range(bands):
             _join_similar(corpus, unlike, clusters, range(band * rows, (band + 1) * rows), bound)
             on_step(band + 2, bands + 2)
         _choose_kept(corpus, unlike, clusters, bound, kept)
-    # What equals a document that is removed for another is similar to that other.
+    # If a document equals a removed near-duplicate, it is a near-duplicate of the same kept document.
     moved = np.flatnonzero(equal)
     moved = moved[kept[kept[moved]] >= 0]
     kept[moved] = kept[kept[moved]]
@@ -114,7 +115,7 @@ def find_duplicates(
 
 
 def kept_names(paths: Sequence[Path], numbers: Sequence[int]) -> list[str]:
-    """The names behind numbers of documents, as `Duplicates.kept` has them: few, e.g. those of a report's examples."""
+    """Returns the names of documents given by number, as in `Duplicates.kept`. Intended for a few examples."""
     starts = np.append(0, np.cumsum([len(Signatures.load(path).exact) for path in paths], dtype=np.int64))
     files = (int(np.searchsorted(starts, number, side='right')) - 1 for number in numbers)
     return [
@@ -124,7 +125,7 @@ def kept_names(paths: Sequence[Path], numbers: Sequence[int]) -> list[str]:
 
 
 class _Corpus:
-    """The signatures of all files as if they were one; a file is open only while it is looked at."""
+    """Signatures of all files as one sequence. A file is open only while it is read."""
 
     def __init__(self, paths: Sequence[Path], identities: Sequence[str] | None, *, need_slots: bool):
         self._paths = paths
@@ -144,18 +145,18 @@ class _Corpus:
 
     @property
     def parts(self) -> list[slice]:
-        """The documents of each file."""
+        """Slices of the documents of each file."""
         return [slice(*ends) for ends in zip(self._starts, self._starts[1:], strict=False)]
 
     def exact(self) -> np.ndarray:
-        """uint64 [documents, 2]."""
+        """Returns the hashes of the contents, uint64 [documents, 2]."""
         hashes = np.empty((self.num_documents, 2), np.uint64)
         for path, part in zip(self._paths, self.parts, strict=True):
             hashes[part] = Signatures.load(path).exact
         return hashes
 
     def band_keys(self, slots: range) -> np.ndarray:
-        """uint64 [documents]: equal where these slots are."""
+        """Returns keys that are equal if these slots are equal, uint64 [documents]."""
         keys = np.zeros(self.num_documents, np.uint64)
         for path, part in zip(self._paths, self.parts, strict=True):
             for row in self._slots(path)[slots.start : slots.stop]:
@@ -163,7 +164,7 @@ class _Corpus:
         return keys
 
     def slots_of(self, documents: np.ndarray) -> np.ndarray:
-        """uint16 [NUM_SLOTS, len(documents)]."""
+        """Returns the slots of some documents, uint16 [NUM_SLOTS, len(documents)]."""
         files = np.searchsorted(self._starts, documents, side='right') - 1
         slots = np.empty((NUM_SLOTS, len(documents)), np.uint16)
         for file in np.unique(files):
@@ -179,7 +180,7 @@ class _Corpus:
 
 
 class _Clusters:
-    """Union–find over documents; the first document of a cluster is its root."""
+    """Union–find over documents. The root of a cluster is its first document."""
 
     def __init__(self, num_documents: int):
         self._parents = np.arange(num_documents)
@@ -199,17 +200,17 @@ class _Clusters:
     def _root(self, document: int) -> int:
         parents = self._parents
         while (parent := int(parents[document])) != document:
-            # Halves the way for whoever comes next.
+            # Path halving speeds up later lookups.
             parents[document] = parents[parent]
             document = parent
         return document
 
 
 def _find_equal(corpus: _Corpus) -> np.ndarray:
-    """int64 [documents]: the first document that this one equals, -1 for the first itself."""
+    """Returns the first equal document of each document, int64 [documents]; -1 for the first itself."""
     hashes = corpus.exact()
     kept = np.full(corpus.num_documents, -1)
-    # The sort is stable: of equal documents the first stays in front.
+    # The sort is stable, so the first of equal documents stays first.
     order = np.lexsort(hashes.T)
     hashes = hashes[order]
     again = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(order)]
@@ -219,7 +220,7 @@ def _find_equal(corpus: _Corpus) -> np.ndarray:
 
 
 def _join_similar(corpus: _Corpus, documents: np.ndarray, clusters: _Clusters, slots: range, bound: float) -> None:
-    """Joins documents that are equal in these slots and similar in all of them."""
+    """Joins documents whose slots in this band are equal and that are similar."""
     keys = corpus.band_keys(slots)[documents]
     order = np.argsort(keys, kind='stable')
     keys, documents = keys[order], documents[order]
@@ -228,7 +229,7 @@ def _join_similar(corpus: _Corpus, documents: np.ndarray, clusters: _Clusters, s
     in_bucket = in_bucket[: len(keys)]
 
     def similar(leaders: np.ndarray, others: np.ndarray) -> np.ndarray:
-        # What is in one cluster already needs no comparison: most pairs are in many bands.
+        # Documents of one cluster need no comparison: most similar pairs occur in several bands.
         matches = clusters.roots(leaders) == clusters.roots(others)
         open_pairs = np.flatnonzero(~matches)
         matches[open_pairs] = _similarity(corpus, leaders[open_pairs], others[open_pairs]) >= bound
@@ -240,7 +241,7 @@ def _join_similar(corpus: _Corpus, documents: np.ndarray, clusters: _Clusters, s
 
 
 def _choose_kept(corpus: _Corpus, documents: np.ndarray, clusters: _Clusters, bound: float, kept: np.ndarray) -> None:
-    """Walks through each cluster in order and keeps what is similar to nothing that is kept; fills in `kept`."""
+    """Visits each cluster in order and keeps documents that are not similar to a kept one. Fills in `kept`."""
     roots = clusters.roots(documents)
     order = np.argsort(roots, kind='stable')
     roots, documents = roots[order], documents[order]
@@ -257,13 +258,15 @@ def _choose_kept(corpus: _Corpus, documents: np.ndarray, clusters: _Clusters, bo
 def _follow(
     groups: np.ndarray, documents: np.ndarray, similar: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """In each group the first document leads those that are similar to it, the first of the rest leads again, ….
+    """Yields (leaders, followers): in each group, the first document leads all documents that are similar to it.
 
-    All groups at once, so that it takes as many rounds as one group has leaders. Yields (leaders, followers).
+    The first remaining document leads the next round. All groups are processed at once, so the number of rounds is the
+    maximum number of leaders in a group.
 
     Args:
-        groups: [number of documents], equal ones side by side.
+        groups: group of each document, [number of documents]; equal values are adjacent.
         documents: [number of documents], ascending within a group.
+        similar: returns a mask of similar pairs of (leaders, documents).
     """
     while len(documents):
         leads = np.append(True, groups[1:] != groups[:-1])
@@ -275,7 +278,7 @@ def _follow(
 
 
 def _similarity(corpus: _Corpus, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """float64 [number of pairs]: share of equal slots, the estimate of the Jaccard similarity (Broder, 1997)."""
+    """Returns the share of equal slots, float64 [pairs]: the estimate of the Jaccard similarity (Broder, 1997)."""
     similarity = np.empty(len(first))
     for start in range(0, len(first), PAIRS_AT_ONCE):
         part = slice(start, start + PAIRS_AT_ONCE)

@@ -1,6 +1,7 @@
-"""Gopher's quality heuristics: Rae et al., Scaling Language Models (2021), arXiv:2112.11446, appendix A.1.1.
+"""Quality heuristics of Gopher: Rae et al., Scaling Language Models (2021), arXiv:2112.11446, appendix A.1.1.
 
-They are made for languages with blanks between the words; a word is what stands between blanks, with its punctuation.
+They assume languages that separate words by whitespace. A word is a sequence of characters without whitespace,
+including its punctuation.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult, drop_if
 from maxlm.data.filters.line_stats import filled_lines, fraction
 
-# All of them are the paper's.
+# All bounds are from the paper.
 MIN_WORDS = 50
 MAX_WORDS = 100_000
 MIN_MEAN_WORD_LENGTH = 3
@@ -24,7 +25,7 @@ MIN_ALPHABETIC_WORDS = 0.8
 STOP_WORDS = ('the', 'be', 'to', 'of', 'and', 'that', 'have', 'with')
 MIN_STOP_WORDS = 2
 
-# The paper names neither; these are the marks of running text and of Markdown.
+# The paper does not list them. These are the characters used in prose and Markdown.
 BULLETS = ('•', '‣', '◦', '▪', '●', '-', '*')
 ELLIPSES = ('...', '…')
 
@@ -33,7 +34,7 @@ _LETTER = re.compile(r'[^\W\d_]')
 
 
 def gopher_quality(document: Document) -> Document | FilterResult:
-    """Removes what is too short or too long for prose, or made of other things than words."""
+    """Removes documents that are too short or too long for prose, or that consist of few real words."""
     text = document.text
     words = text.split()
     num_words = len(words)
@@ -65,7 +66,7 @@ def gopher_quality(document: Document) -> Document | FilterResult:
 
 
 def _check_words(rule: str, text: str, words: Sequence[str]) -> FilterResult | None:
-    # Most words begin with a letter; the search is for the others.
+    # Most words begin with a letter, so the search is only needed for the rest.
     alphabetic = sum(1 for word in words if word[0].isalpha() or _LETTER.search(word)) / len(words)
     stop_words = _distinct_stop_words(text)
     return drop_if(
@@ -74,7 +75,7 @@ def _check_words(rule: str, text: str, words: Sequence[str]) -> FilterResult | N
 
 
 def _distinct_stop_words(text: str) -> int:
-    """How many of the stop words occur, counted up to MIN_STOP_WORDS: no more need to be looked for."""
+    """Returns the number of distinct stop words in the text, at most MIN_STOP_WORDS."""
     found: set[str] = set()
     for match in _STOP_WORD.finditer(text):
         found.add(match.group().lower())

@@ -1,6 +1,6 @@
-"""Gopher's repetition heuristics: Rae et al., Scaling Language Models (2021), arXiv:2112.11446, table A1.
+"""Repetition heuristics of Gopher: Rae et al., Scaling Language Models (2021), arXiv:2112.11446, table A1.
 
-They are made for languages with blanks between the words; a word is what stands between blanks.
+They assume languages that separate words by whitespace. A word is a sequence of characters without whitespace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult, drop_if
 from maxlm.data.filters.line_stats import filled_lines, repeated_fractions
 
-# Largest shares that are kept, all of them from table A1.
+# Upper bounds from table A1. A document above a bound is removed.
 MAX_REPEATED_LINES = 0.30
 MAX_REPEATED_LINE_CHARACTERS = 0.20
 MAX_REPEATED_PARAGRAPHS = 0.30
@@ -26,7 +26,7 @@ _PARAGRAPH_END = re.compile(r'\n\s*\n')
 
 
 def gopher_repetition(document: Document) -> Document | FilterResult:
-    """Removes what says the same line, paragraph or phrase again and again."""
+    """Removes documents that repeat lines, paragraphs or phrases too often."""
     text = document.text
     lines, line_characters = repeated_fractions(filled_lines(text))
     paragraphs, paragraph_characters = repeated_fractions(_PARAGRAPH_END.split(text.strip()))
@@ -50,19 +50,20 @@ def gopher_repetition(document: Document) -> Document | FilterResult:
 
 
 def ngram_shares(words: Sequence[str]) -> Iterator[tuple[int, float]]:
-    """n and a share of the characters of all words, for n = 2 … 10 while an n-gram occurs twice.
+    """Yields (n, share of the characters of all words) for n = 2 … 10. Stops at the first n without repeated n-grams.
 
-    For n in MAX_TOP_NGRAM_CHARACTERS it is the share of all occurrences of the most frequent n-gram (of several, the
-    longest), for the others that of all n-grams that were there before. What lies in two occurrences is counted once.
+    For n in MAX_TOP_NGRAM_CHARACTERS, the share covers all occurrences of the most frequent n-gram. Among equally
+    frequent n-grams, the longest counts. For larger n, the share covers all n-grams that occurred earlier in the text.
+    Overlapping occurrences are counted once.
     """
     table: dict[str, int] = {}
     ids = np.fromiter((table.setdefault(word, len(table)) for word in words), np.int64, len(words))
     lengths = np.fromiter(map(len, words), np.int64, len(words))
-    # Where the n-grams begin that occur again, and which of them are equal.
+    # Start indices of repeated n-grams, and an id for each distinct n-gram.
     starts = np.flatnonzero(np.bincount(ids)[ids] > 1) if len(ids) else ids
     grams = ids[starts]
     for n in range(2, 1 + max(MAX_REPEATED_NGRAM_CHARACTERS)):
-        # An n-gram that occurs again begins with an (n - 1)-gram that does: the others are not looked at any more.
+        # A repeated n-gram begins with a repeated (n - 1)-gram, so all other starts are dropped.
         inside = starts + n <= len(words)
         starts, grams = starts[inside], grams[inside]
         keys = grams * len(table) + ids[starts + n - 1]
@@ -82,10 +83,16 @@ def ngram_shares(words: Sequence[str]) -> Iterator[tuple[int, float]]:
 
 
 def _covered_share(starts: np.ndarray, n: int, lengths: np.ndarray) -> float:
-    """Share of the characters in the n words from each of `starts`; `lengths` [words] are those of all words."""
+    """Returns the share of characters in the n words from each of `starts`.
+
+    Args:
+        starts: indices of the first words.
+        n: number of words.
+        lengths: lengths of all words, [words].
+    """
     changes = np.zeros(len(lengths) + 1, np.int64)
     changes[starts] += 1
-    # In one stroke only distinct places can be changed, as those of each kind are.
+    # Fancy indexing adds only once per distinct index; the starts are distinct.
     changes[starts + n] -= 1
     covered = np.cumsum(changes[:-1]) > 0
     return float(lengths[covered].sum()) / float(lengths.sum())

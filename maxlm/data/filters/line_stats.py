@@ -1,4 +1,4 @@
-"""The lines of a text as the filters of the web see them, and how much of it is there before."""
+"""Line statistics for web filters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def filled_lines(text: str) -> list[str]:
-    """The lines that hold something, without the blanks around it."""
+    """Returns the non-empty lines, stripped of whitespace."""
     return [line for line in map(str.strip, text.split('\n')) if line]
 
 
@@ -16,8 +16,8 @@ def fraction(num_matching: float, total: float) -> float:
 
 
 def repeated_fractions(parts: Sequence[str]) -> tuple[float, float]:
-    """Shares of the parts, and of their characters, that stand in a part that was there before."""
-    # The first of equal parts is not repeated, so that leaving out the repeated ones loses nothing.
+    """Returns the fractions of repeated parts and of their characters."""
+    # The first occurrence does not count as repeated.
     unique = set(parts)
     characters = sum(map(len, parts))
     return (

@@ -1,9 +1,9 @@
-"""Signatures: what is kept of a document to find its duplicates, 16 bytes for equal and 512 for similar ones.
+"""Signatures for deduplication: 16 bytes per document for exact duplicates, 512 bytes more for near-duplicates.
 
-Similar are documents whose sets of shingles are: every five words in a row, in small letters and without punctuation,
-as it is usual for prose and for code (Kocetkov et al., The Stack, 2022; Penedo et al., FineWeb, 2024). Characters of
-scripts without blanks count as words. A document of fewer words has them all as its only shingle: it is similar to
-what says the same. For documents of tokens the words are the tokens.
+Documents are similar if their sets of shingles are similar. A shingle is five consecutive words in lowercase without
+punctuation, as is usual for prose and code (Kocetkov et al., The Stack, 2022; Penedo et al., FineWeb, 2024). Each
+character of scripts without spaces is a word. All words of a shorter document form its only shingle, so it is similar
+only to documents with the same words. The words of pretokenized documents are their tokens.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import new_file
 from maxlm.storage.json_text import parse_json
 
-# To be raised whenever the same document would get another signature.
+# Increment this when the same document gets a different signature.
 SIGNATURE_VERSION = 1
 SHINGLE_WORDS = 5
-# Slots of a MinHash signature: a similarity of 0.8 is told with a standard error of 0.025 (`similarity_error`).
+# Slots of a MinHash signature. The standard error of a similarity of 0.8 is 0.025 (`similarity_error`).
 NUM_SLOTS = 256
 SEED = 0x6D61786C6D
-# Of each slot the lower half is stored: different minima agree in it once in 65 536 (Li and König, b-Bit Minwise
-# Hashing, 2010), which is nothing beside the error of the estimate.
+# Only the lower half of a slot is stored. Different minima agree in it once in 65 536 (Li and König, b-Bit Minwise
+# Hashing, 2010), which is negligible compared with the error of the estimate.
 SLOT_DTYPE = np.dtype('<u2')
-# Characters, or tokens, that are hashed together.
+# Characters or tokens per batch.
 BATCH_SIZE = 2**20
 
-# Scripts that are written without blanks: Thai and Lao, Myanmar, Khmer, kana, ideographs.
+# Scripts without spaces between words: Thai and Lao, Myanmar, Khmer, kana, ideographs.
 _NO_BLANKS = re.compile(
     '[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff]'
 )
 _FOREIGN_MARKS = re.compile(r'[^\w\x00-\x7f]+')
-# Small letters for capital ones and blanks for all that is no part of a word; what is not ASCII stays.
+# Maps uppercase to lowercase and separators to spaces. Bytes outside ASCII are unchanged.
 _ASCII_WORDS = bytes(
     byte if byte >= 0x80 or chr(byte).isalnum() or byte == ord('_') else ord(' ') for byte in bytes(range(256)).lower()
 )
@@ -49,15 +49,16 @@ _ASCII_WORDS = bytes(
 
 @dataclasses.dataclass(frozen=True)
 class Signatures:
-    """Signatures of documents in a row.
+    """Signatures of consecutive documents.
 
     Attributes:
-        exact: uint64 [number of documents, 2]: 128 bits of a hash of the text, its line ends and outer blanks aside.
-        slots: uint16 [NUM_SLOTS, number of documents], None when only equal documents are looked for. Slots lie
-            outside so that a band of them is one piece of the file.
-        name_bytes, name_ends: the documents' names in UTF-8, one after the other: uint8 [bytes of all], and where each
-            ends: int64 [number of documents].
-        identity: whatever they were made from, as the maker tells it.
+        exact: uint64 [number of documents, 2]; 128-bit hash of the text with normalized line ends, stripped of outer
+            whitespace.
+        slots: uint16 [NUM_SLOTS, number of documents]; None for exact duplicates only. The slot axis is first, so that
+            a band is contiguous in the file.
+        name_bytes: uint8 [total bytes]; concatenated names of the documents in UTF-8.
+        name_ends: int64 [number of documents]; end of each name in `name_bytes`.
+        identity: checksum of the inputs, given by the caller.
     """
 
     exact: np.ndarray
@@ -67,12 +68,12 @@ class Signatures:
     identity: str = ''
 
     def name(self, number: int) -> str:
-        """The name of one document."""
+        """Returns the name of a document."""
         start = int(self.name_ends[number - 1]) if number else 0
         return self.name_bytes[start : int(self.name_ends[number])].tobytes().decode(errors='surrogatepass')
 
     def save(self, path: Path) -> None:
-        """Writes them to `path` atomically: arrays in NumPy's format, of which the first is the head.
+        """Writes the signatures atomically as consecutive arrays in NumPy's format. The first array is a JSON header.
 
         Raises:
             InputError: the file cannot be written.
@@ -89,7 +90,7 @@ class Signatures:
 
     @classmethod
     def load(cls, path: Path) -> Signatures:
-        """Opens the file at `path`; what is not looked at is not read.
+        """Opens the file at `path`. The arrays are memory-mapped.
 
         Raises:
             InputError: the file is missing, damaged, or was made by another version.
@@ -108,7 +109,7 @@ class Signatures:
 
 
 def is_current(path: Path, identity: str) -> bool:
-    """Whether `path` holds signatures, in full length, that this version made with the same `identity`."""
+    """Returns True if `path` contains complete signatures of this version with the same `identity`."""
     try:
         return Signatures.load(path).identity == identity
     except InputError:
@@ -116,9 +117,9 @@ def is_current(path: Path, identity: str) -> bool:
 
 
 def minhash_signature(documents: Iterable[Document], *, near: bool, identity: str = '') -> Signatures:
-    """The signatures of `documents` in their order; with `near` those that find similar documents too.
+    """Computes the signatures of `documents` in order. With `near`, includes the slots for near-duplicates.
 
-    They depend on the content alone: not on the process, the machine, or what else is signed.
+    A signature depends only on the content of its document.
     """
     exact: list[bytes] = []
     names: list[bytes] = []
@@ -147,7 +148,7 @@ def minhash_signature(documents: Iterable[Document], *, near: bool, identity: st
 
 
 def exact_hash(document: Document) -> bytes:
-    """16 bytes that documents of the same content share; a text and tokens never do."""
+    """Returns a 16-byte hash of the content. The hashes of a text and of tokens always differ."""
     if document.tokens is not None:
         content, kind = np.ascontiguousarray(document.tokens, '<u4').tobytes(), b'tokens'
     else:
@@ -156,25 +157,25 @@ def exact_hash(document: Document) -> bytes:
 
 
 def similarity_error(similarity: float) -> float:
-    """Standard error of the similarity that two signatures tell: sqrt(J (1 - J) / slots), Broder (1997)."""
+    """Returns the standard error of an estimated similarity J: sqrt(J (1 - J) / slots), Broder (1997)."""
     return float(np.sqrt(similarity * (1 - similarity) / NUM_SLOTS))
 
 
 def _minhash(documents: Sequence[Document]) -> np.ndarray:
-    """uint16 [NUM_SLOTS, number of documents]."""
+    """Returns the slots of the documents, uint16 [NUM_SLOTS, number of documents]."""
     import rensa
 
     words = _word_hashes(documents)
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     flat = np.concatenate([*words, np.zeros(SHINGLE_WORDS, np.uint64)])
-    # Every window of the whole batch at once; those that reach into the next document are cut off below.
+    # Shingles of the concatenated batch. Those that cross into the next document are dropped below.
     shingles = np.zeros(len(flat) - SHINGLE_WORDS + 1, np.uint64)
     for place in range(SHINGLE_WORDS):
         shingles = hash64(shingles, flat[place : place + len(shingles)])
     counts = np.maximum(lengths - SHINGLE_WORDS + 1, 1)
     starts = np.cumsum(lengths) - lengths
     offsets = np.append(0, np.cumsum(counts))
-    # The place of each shingle: that of its document, and how many of the same document come before it.
+    # Start of each shingle in `flat`: the start of its document plus its index in the document.
     places = np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
     chosen = shingles[places]
     for number in np.flatnonzero(lengths < SHINGLE_WORDS).tolist():
@@ -195,16 +196,16 @@ def _word_hashes(documents: Sequence[Document]) -> list[np.ndarray]:
 
 
 def _words(text: str) -> list[bytes]:
-    # Three times as fast as one regular expression that finds the words.
+    # This is three times as fast as one regular expression for words.
     if not text.isascii():
         text = _NO_BLANKS.sub(r' \g<0> ', _FOREIGN_MARKS.sub(' ', text.lower()))
     return text.encode(errors='surrogatepass').translate(_ASCII_WORDS).split()
 
 
 def _hash_of_few(words: np.ndarray, document: Document) -> np.uint64:
-    """The only shingle of a document with fewer words than a shingle has."""
+    """Returns the only shingle of a document that is shorter than a shingle."""
     if not len(words):
-        # Only marks: it is similar to the same marks alone.
+        # A document of punctuation only is similar to equal documents.
         return np.frombuffer(exact_hash(document), '<u8')[0]
     shingle = np.full(1, len(words), np.uint64)
     for word in words:
@@ -213,7 +214,7 @@ def _hash_of_few(words: np.ndarray, document: Document) -> np.uint64:
 
 
 def hash64(hashes: np.ndarray, values: np.ndarray | np.uint64) -> np.ndarray:
-    """Takes `values` into uint64 `hashes`: a multiplication spreads them upwards, the shifts bring them down again."""
+    """Mixes `values` into uint64 `hashes`. Multiplications move bits up, and shifts move them down."""
     hashes = (hashes ^ values) * np.uint64(0x9E3779B97F4A7C15)
     hashes ^= hashes >> np.uint64(29)
     hashes *= np.uint64(0xBF58476D1CE4E5B9)
@@ -231,13 +232,13 @@ def _format() -> list[int]:
 
 
 def _map_array(file: BinaryIO) -> np.ndarray:
-    """The array at the file's position, as a part of the file that is read when it is looked at; moves behind it."""
+    """Returns a memory map of the array at the position of the file, and seeks to its end."""
     np.lib.format.read_magic(file)
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     start, size = file.tell(), int(np.prod(shape)) * dtype.itemsize
     if os.fstat(file.fileno()).st_size < start + size:
         raise ValueError('cut short')
-    # No empty piece of a file can be mapped.
+    # An empty range cannot be mapped.
     array = np.asarray(np.memmap(file, dtype, 'r', start, shape)) if size else np.empty(shape, dtype)
     file.seek(start + size)
     return array

@@ -1,4 +1,4 @@
-"""The filters by name, and several of them as one."""
+"""Registry of filters by name."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FILTERS: dict[str, Filter] = {
 
 
 def make_cleaner(names: Sequence[str]) -> Filter:
-    """The named filters in a row: each judges what the one before has left of the document, the first removal counts.
+    """Returns a filter that applies the named filters in order. The first removal determines the result.
 
     Raises:
-        InputError: a name is unknown or given twice; the returned function raises it for a document of tokens.
+        InputError: a name is unknown or given twice. The returned function raises it for pretokenized documents.
     """
     for place, name in enumerate(names):
         if name not in FILTERS:

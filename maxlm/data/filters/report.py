@@ -1,4 +1,4 @@
-"""The report of a cleaning: how much was removed, why, and what it looked like."""
+"""Report of filters and deduplication: numbers, reasons and examples of removed documents."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult
 from maxlm.storage.json_text import parse_json
 
-# Per reason, the first in the order of the corpus: they do not depend on who worked on what.
+# The examples of a reason are its first documents in corpus order, so they do not depend on the workers.
 MAX_EXAMPLES = 3
 MAX_EXCERPT = 200
-# Reasons beside those of the filters. The detail is the name of the document that is kept.
+# Reasons for duplicates. The detail is the name of the kept document.
 EXACT_DUPLICATE = 'duplicate: exact'
 NEAR_DUPLICATE = 'duplicate: near'
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A removed document: its name, its beginning, and the detail of its removal."""
+    """A removed document.
+
+    Attributes:
+        name: name of the document.
+        excerpt: beginning of the document.
+        detail: detail of the removal.
+    """
 
     name: str
     excerpt: str
@@ -29,7 +35,13 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Removed:
-    """What was removed for one reason. `bytes` are of UTF-8, for documents of tokens those of the tokens."""
+    """Documents removed for one reason.
+
+    Attributes:
+        documents: number of documents.
+        bytes: size of the text in UTF-8, or size of the token array of pretokenized documents.
+        examples: the first documents, at most MAX_EXAMPLES.
+    """
 
     documents: int = 0
     bytes: int = 0
@@ -45,13 +57,13 @@ class Removed:
 
 @dataclasses.dataclass
 class CleaningReport:
-    """Counts over documents in their order. Reports of parts of a corpus are merged in the order of the parts.
+    """Counts of the documents of a corpus or of a part of it. Reports of parts are merged in corpus order.
 
     Attributes:
-        documents, bytes: what was looked at.
-        kept_documents, kept_bytes: what is left of it.
-        shortened_documents: how many of the kept ones lost a part of their text.
-        removed: by reason.
+        documents, bytes: all documents.
+        kept_documents, kept_bytes: kept documents.
+        shortened_documents: number of kept documents that a filter shortened.
+        removed: removed documents by reason.
     """
 
     documents: int = 0
@@ -62,7 +74,7 @@ class CleaningReport:
     removed: dict[str, Removed] = dataclasses.field(default_factory=dict)
 
     def count(self, document: Document, decision: Document | FilterResult) -> None:
-        """Counts the next document as it was before the cleaning, and what came of it."""
+        """Counts the next document. `document` is the original, `decision` the result of the filters."""
         size = _num_bytes(document)
         self.documents += 1
         self.bytes += size
@@ -76,7 +88,7 @@ class CleaningReport:
             self.shortened_documents += decision.text != document.text
 
     def merge(self, later: CleaningReport) -> CleaningReport:
-        """The report of both parts; `later` comes behind in the order of the corpus."""
+        """Returns the report of both parts. `later` follows in corpus order."""
         return CleaningReport(
             self.documents + later.documents,
             self.bytes + later.bytes,
@@ -90,14 +102,14 @@ class CleaningReport:
         )
 
     def to_json(self) -> str:
-        """The content of `cleaning.json`, the reasons in the order of their names."""
+        """Returns the content of `cleaning.json`, sorted by reason."""
         facts = dataclasses.asdict(self)
         facts['removed'] = dict(sorted(facts['removed'].items()))
         return json.dumps(facts, indent=1) + '\n'
 
     @classmethod
     def from_json(cls, content: str) -> CleaningReport:
-        """What `to_json` wrote; KeyError, TypeError or ValueError for anything else."""
+        """Returns the report that `to_json` wrote. Raises KeyError, TypeError or ValueError for other content."""
         facts: dict[str, Any] = parse_json(content)
         removed = {
             reason: Removed(
@@ -108,7 +120,7 @@ class CleaningReport:
         return cls(**{**facts, 'removed': removed})
 
     def to_lines(self) -> list[str]:
-        """For the console: a line for the whole, and one per reason, the most frequent first."""
+        """Returns lines for the terminal: a total, then one line per reason, the most frequent first."""
         lines = [
             f'cleaning: {self.kept_documents:,} of {self.documents:,} documents kept, '
             f'{self.kept_bytes:,} of {self.bytes:,} bytes'
@@ -135,11 +147,11 @@ def _excerpt(document: Document) -> str:
         return _shorten(
             f'{len(document.tokens):,} tokens: {" ".join(map(str, document.tokens[:MAX_EXCERPT].tolist()))}'
         )
-    # No more is looked at than may be shown, but blanks at the front do not count.
+    # A prefix is sufficient for the excerpt. Leading whitespace does not count.
     return _shorten(document.text.lstrip()[: 4 * MAX_EXCERPT])
 
 
 def _shorten(text: str) -> str:
-    """One line of MAX_EXCERPT characters at most."""
+    """Returns one line of at most MAX_EXCERPT characters."""
     line = ' '.join(text.split())
     return line if len(line) <= MAX_EXCERPT else line[: MAX_EXCERPT - 1] + '…'
