@@ -1,1 +1,1 @@
-"""Documents, conversations and preferences, and how records become them."""
+"""Documents, conversations and preferences, and their parsers."""

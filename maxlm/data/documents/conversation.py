@@ -1,12 +1,12 @@
-"""Conversations, and the records that they come in.
+"""Conversations, and parsers of their record formats.
 
     OpenAI    {"messages": [{"role": "user", "content": "…"}, …], "tools": […]}
     ShareGPT  {"conversations": [{"from": "human", "value": "…"}, …], "system": "…"}
     Alpaca    {"instruction": "…", "input": "…", "output": "…", "system": "…"}
     TRL       {"prompt": [{"role": "user", …}], "completion": [{"role": "assistant", …}]}, or both texts
 
-`tools`, `input` and `system` may be missing. A message of OpenAI's format may have other keys, such as `tool_calls`,
-which are for the chat template to show; an assistant's `"weight": 0` says that the message is not learned.
+`tools`, `input` and `system` are optional. A message in OpenAI's format may have other keys, such as `tool_calls`,
+which are passed to the chat template. `"weight": 0` excludes a message of the assistant from the loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 Message = Mapping[str, Any]
 
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
-# Who speaks in ShareGPT's format and those that were made after it.
+# Roles of the speakers in ShareGPT's format and formats derived from it.
 SPEAKERS = {
     **{role: role for role in ROLES},
     'human': 'user',
@@ -32,7 +32,7 @@ SPEAKERS = {
     'function': 'tool',
     'observation': 'tool',
 }
-# For messages: what is a conversation.
+# Description of a conversation in error messages.
 FORMATS = (
     '"messages" of "role" and "content", "conversations" of "from" and "value", "instruction" and "output", or '
     '"prompt" and "completion"'
@@ -41,12 +41,12 @@ FORMATS = (
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Who said what.
+    """A sequence of messages with roles.
 
     Attributes:
-        messages: JSON objects with `role`, one of ROLES, `content`, a text, and what else the record holds.
-        learned: for each message, whether a model is to learn to say it; only what the assistant says may be.
-        tools: descriptions of what the assistant may call, JSON values; empty = nothing.
+        messages: JSON objects with `role`, one of ROLES, `content`, a text, and the other keys of the record.
+        learned: for each message, whether the loss covers it; only messages of the assistant may be True.
+        tools: JSON descriptions of the tools that the assistant may call; empty = no tools.
     """
 
     messages: tuple[Message, ...]
@@ -55,20 +55,20 @@ class Conversation:
 
     @property
     def text(self) -> str:
-        """What is said, without who says it: what duplicates are found by, and what a tokenizer learns from."""
+        """Contents of the messages without roles. Deduplication and tokenizer training use this text."""
         return '\n\n'.join(message['content'] for message in self.messages)
 
 
 def has_format(entry: Any) -> bool:
-    """Whether a record has the keys of one of the formats."""
+    """Returns True if a record has the keys of one of the formats."""
     return isinstance(entry, dict) and any(all(key in entry for key in keys) for keys, _ in _PARSERS)
 
 
 def parse_conversation(entry: Any) -> Conversation | None:
-    """The conversation that a record is; None where it is in none of the formats.
+    """Returns the conversation of a record; None if the record has none of the formats.
 
     Raises:
-        ValueError: it is in one of them and not as it should be. The message is one line, without the record.
+        ValueError: the conversation is malformed. The message is one line and does not include the record.
     """
     if not has_format(entry):
         return None
@@ -76,20 +76,20 @@ def parse_conversation(entry: Any) -> Conversation | None:
     messages = parse(entry)
     if parse is not _openai:
         messages = [*system_of(entry), *messages]
-    # All but the completion is read only.
+    # The loss covers only the completion.
     prompt = len(messages) - len(_said(entry, 'completion', 'assistant')) if parse is _prompt_completion else 0
     return make_conversation(messages, entry, prompt=prompt)
 
 
 def has_completion(entry: Any) -> bool:
-    """Returns whether a record is a prompt and its completion, both texts."""
+    """Returns True if a record is a prompt and a completion that are both texts."""
     if not has_format(entry) or any(key in entry for keys, _ in _PARSERS[:-1] for key in keys[:1]):
         return False
     return isinstance(entry['prompt'], str) and isinstance(entry['completion'], str)
 
 
 def parse_completion(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns prompt and completion of a record.
+    """Returns the prompt and the completion of a record.
 
     Raises:
         ValueError: the completion is empty, or is labeled as good or bad.
@@ -101,10 +101,10 @@ def parse_completion(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def make_conversation(messages: Sequence[Message], entry: Mapping[str, Any], *, prompt: int = 0) -> Conversation:
-    """The conversation of a record's messages, of which the first `prompt` are not learned.
+    """Returns the conversation of a record's messages. The loss does not cover the first `prompt` messages.
 
     Raises:
-        ValueError: nothing of it is to be learned, or it is not text.
+        ValueError: the loss covers no message, `tools` is not a list, or a content is not valid text.
     """
     learned = tuple(
         place >= prompt and message['role'] == 'assistant' and message.get('weight', 1) != 0
@@ -125,16 +125,16 @@ def make_conversation(messages: Sequence[Message], entry: Mapping[str, Any], *, 
 
 
 def parse_messages(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """The messages at a key of a record, as OpenAI's format or ShareGPT's has them.
+    """Returns the messages at a key of a record, in OpenAI's or ShareGPT's format.
 
     Raises:
-        ValueError: they are not as they should be.
+        ValueError: the messages are malformed.
     """
     return (_sharegpt if any('from' in message for message in _list(entry, key)) else _openai)(entry, key)
 
 
 def system_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The message of the system that a record has beside its messages; none where it has none."""
+    """Returns the system message of a record in a list; empty if the record has none."""
     return [{'role': 'system', 'content': _text(entry['system'], 'system')}] if entry.get('system') else []
 
 
@@ -184,7 +184,7 @@ def _prompt_completion(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _said(entry: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
-    """The messages of a text, of a message, or of several."""
+    """Converts a text, a message or a list of messages to a list of messages."""
     value = entry[key]
     if isinstance(value, str):
         return [{'role': role, 'content': value}]
@@ -196,7 +196,7 @@ def _refuse_label(entry: Mapping[str, Any]) -> None:
         raise ValueError("'label' says whether the completion is good, and bad ones are not to be learned; remove them")
 
 
-# The keys that a format is known by.
+# Keys that identify a format, and its parser.
 _PARSERS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[dict[str, Any]]]]] = (
     (('messages',), _openai),
     (('conversations',), _sharegpt),
@@ -213,7 +213,7 @@ def _list(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _text(content: Any, told: str) -> str:
-    """A text, or the texts of a list of parts, which is how OpenAI's format has texts beside images."""
+    """Returns a text, or joins the text parts of a list. OpenAI's format uses such lists for texts and images."""
     if isinstance(content, list):
         parts = [
             part.get('text') if isinstance(part, dict) and part.get('type') == 'text' else None for part in content

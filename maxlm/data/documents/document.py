@@ -1,4 +1,4 @@
-"""A document: what every reader yields, what is cleaned, and what is tokenized as a whole."""
+"""The document: the unit that readers yield, filters process and the tokenizer encodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maxlm.data.documents.conversation import Conversation
 from maxlm.data.documents.preference import Preference
 from maxlm.errors import InputError
 
-# Called with the name of what cannot be read, and a reason that names the file (and record) and what would be right.
+# Called with the name of an unreadable record and the reason, which names the file, the record and a remedy.
 OnBad = Callable[[str, str], None]
 
 
@@ -21,17 +21,17 @@ T = TypeVar('T')
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text, or a text that is tokenized already, that is trained on as a whole.
+    """A text or token sequence that is trained on as one unit.
 
     Attributes:
-        name: unique in a data set and the same on every machine; what is chosen at random is chosen by its hash.
-        source: name of the input that it is from; shares and losses are told by source.
-        text: empty where `tokens` are given.
-        tokens: uint32 [number of tokens] without the end of document, for input that is tokenized already.
-        conversation: what `text` is without who says it; None for a text.
-        preference: what `text` is of a prompt and two answers; None for all else.
-        learned_from: characters at the beginning of `text` that are read and not learned; needs marked tokens.
-        metadata: what else the record holds (language, URL, path, …), as JSON values.
+        name: unique name in a data set, the same on every machine. Random choices use the hash of the name.
+        source: name of the input. Shares and losses are reported by source.
+        text: the text; empty if `tokens` is set.
+        tokens: uint32 [number of tokens] without the end-of-document token, for pretokenized input.
+        conversation: the conversation that `text` is the content of; None for other documents.
+        preference: the preference pair that `text` is the content of; None for other documents.
+        learned_from: number of characters at the beginning of `text` without loss. Requires tokens with flags.
+        metadata: other fields of the record (language, URL, path, …) as JSON values.
     """
 
     name: str
@@ -45,23 +45,23 @@ class Document:
 
     @property
     def is_divisible(self) -> bool:
-        """Returns whether the document can be split into two documents."""
+        """Returns True if the document can be split into two documents."""
         return self.conversation is None and self.preference is None and not self.learned_from
 
 
 def raise_bad(name: str, reason: str) -> None:
-    """The strict way to meet the bad document `name`: the reading ends."""
+    """Raises InputError for an unreadable record. Readers use this if bad records may not be skipped."""
     raise InputError(f'{reason} (--skip-bad-records leaves out what cannot be read)')
 
 
 def encode_each(
     encode: Callable[[Sequence[Document]], Sequence[T]], documents: Sequence[Document]
 ) -> Sequence[T | InputError]:
-    """Returns `encode(documents)`; where it raises InputError, each document at fault has its error as the result.
+    """Returns `encode(documents)`. If it raises InputError, the result of each invalid document is its error.
 
     Args:
-        encode: returns one result for each document, which does not depend on the other documents.
-        documents: those to encode.
+        encode: returns one result per document, which does not depend on the other documents.
+        documents: the documents to encode.
     """
     try:
         return encode(documents)

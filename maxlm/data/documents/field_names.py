@@ -1,4 +1,4 @@
-"""Names of fields and roles in records that have others than the usual ones."""
+"""Maps nonstandard field and role names in records to the standard names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from maxlm.data.documents.conversation import ROLES
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.errors import InputError
 
-# Fields that may hold messages, and the fields of a message that hold its role.
+# Fields that may contain messages, and fields of a message that contain its role.
 MESSAGE_FIELDS = ('messages', 'conversations', 'prompt', 'completion', 'chosen', 'rejected')
 ROLE_FIELDS = ('role', 'from')
-# Fields that messages list at most.
+# Maximum number of fields listed in an error message.
 MAX_FIELDS_LISTED = 20
 
 
@@ -20,7 +20,7 @@ def parse_roles(given: str) -> tuple[tuple[str, str], ...]:
     """Returns (name in the data, role) for each part of `user=human,assistant=bot`.
 
     Raises:
-        InputError: a part has another form, a role is unknown, or a name is given twice.
+        InputError: a part is malformed, a role is unknown, or a name is given twice.
     """
     pairs = []
     for part in given.split(',') if given else ():
@@ -34,7 +34,7 @@ def parse_roles(given: str) -> tuple[tuple[str, str], ...]:
 
 
 def with_usual_names(entry: Any, options: ReadOptions) -> Any:
-    """Returns a record with its messages at a usual field, and the usual roles; what is no object as it is."""
+    """Returns a record with its messages in a standard field and with standard roles. Other values are unchanged."""
     if not isinstance(entry, dict):
         return entry
     field = options.messages_field
@@ -50,7 +50,7 @@ def with_usual_names(entry: Any, options: ReadOptions) -> Any:
 
 
 def list_fields(entry: Any) -> str:
-    """Returns the names of a record's fields, for messages."""
+    """Returns a list of the fields of a record, for error messages."""
     if not isinstance(entry, Mapping):
         return f'it is no object but {type(entry).__name__}'
     names = [' '.join(str(name).split())[:50] for name in entry]

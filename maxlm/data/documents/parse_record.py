@@ -1,4 +1,4 @@
-"""Records as documents: a record of JSONL, a row of Parquet or of a data set is a text, conversation or preference."""
+"""Converts records of JSONL, Parquet and data sets to documents: texts, conversations or preference pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maxlm.data.documents.preference import FORMATS as PREFERENCE_FORMATS
 from maxlm.data.documents.preference import has_preference, parse_preference
 from maxlm.data.documents.read_options import ReadOptions
 
-# Fields that conversations and preferences are made of.
+# Fields of conversations and preference pairs.
 RECORD_FIELDS = (
     *('messages', 'conversations', 'system', 'tools', 'instruction', 'input', 'output', 'prompt', 'completion'),
     *('chosen', 'rejected', 'question', 'label'),
@@ -20,25 +20,25 @@ RECORD_FIELDS = (
 
 
 def entry_format(entry: Any, options: ReadOptions) -> str:
-    """Returns the format that a record shows: `preference`, `chat`, or `text`, also where it is in none of them."""
+    """Returns the format of a record: `preference`, `chat` or `text`. The default is `text`."""
     if isinstance(entry, dict) and options.messages_field and options.messages_field in entry:
         return 'chat'
     if _has_text(entry, options.text_key):
         return 'text'
-    # Before conversations: records of pairs may hold one besides.
+    # Preference pairs come first, because their records may also contain a conversation.
     return 'preference' if has_preference(entry) else 'chat' if has_format(entry) else 'text'
 
 
 def columns_format(columns: Collection[str], options: ReadOptions) -> str:
-    """Returns the format that rows of these columns have."""
+    """Returns the format of rows with these columns."""
     return entry_format(dict.fromkeys(columns, ''), options)
 
 
 def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> Document:
-    """Returns the document that a record is.
+    """Converts a record to a document.
 
     Raises:
-        ValueError: it is none, or longer than a record may be. The message is one line.
+        ValueError: the record has no valid content in the format of `options`. The message is one line.
     """
     named = with_usual_names(entry, options)
     if options.format == 'preference':

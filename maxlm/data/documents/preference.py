@@ -1,13 +1,13 @@
-r"""Preferences: a prompt with two answers of which one was chosen, and the records that they come in.
+r"""Preferences: a prompt with a chosen and a rejected answer, and parsers of their record formats.
 
     explicit    {"prompt": "…", "chosen": "…", "rejected": "…"}
     messages    {"prompt": [{"role": "user", "content": "…"}, …], "chosen": [{"role": "assistant", …}], "rejected": […]}
-    whole       {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": […]}, with a common beginning
-    dialogues   {"chosen": "\n\nHuman: …\n\nAssistant: …", "rejected": "…"}, likewise (Anthropic's HH)
+    implicit    {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": […]}, with a common prefix
+    dialogues   {"chosen": "\n\nHuman: …\n\nAssistant: …", "rejected": "…"}, with a common prefix (Anthropic's HH)
 
-A prompt is a text or messages, at `prompt`, `question`, `instruction` (with `input`) or ShareGPT's `conversations`; an
-answer is a text, a message or messages. Messages are of OpenAI's format or of ShareGPT's. `tools` and `system` are as
-in conversations.
+A prompt is a text or messages at `prompt`, `question`, `instruction` (with `input`) or ShareGPT's `conversations`. An
+answer is a text, a message or messages. Messages have OpenAI's or ShareGPT's format. `tools` and `system` have the
+same meaning as in conversations.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 from maxlm.data.documents.conversation import Conversation, Message, make_conversation, parse_messages, system_of
 
-# The keys that a preference is known by.
+# Required keys of a preference, and alternative keys of its prompt.
 ANSWERS = ('chosen', 'rejected')
 PROMPTS = ('prompt', 'question', 'instruction', 'conversations')
-# For messages: what is a preference.
+# Description of a preference in error messages.
 FORMATS = '"chosen" and "rejected", each an answer to a "prompt" or a conversation with a common beginning'
 _TURN = re.compile(r'\n\n(Human|Assistant):')
 _SPEAKERS = {'Human': 'user', 'Assistant': 'assistant'}
@@ -30,11 +30,12 @@ _SPEAKERS = {'Human': 'user', 'Assistant': 'assistant'}
 
 @dataclasses.dataclass(frozen=True)
 class Preference:
-    """A prompt and two answers to it.
+    """A prompt and two answers.
 
     Attributes:
-        chosen, rejected: the prompt with the better answer, and with the other one; what is learned are the answers.
-        prompt: number of messages that are the prompt, the same in both.
+        chosen: the prompt with the better answer.
+        rejected: the prompt with the worse answer.
+        prompt: number of messages of the prompt, which is the same in both. The loss covers only the answers.
     """
 
     chosen: Conversation
@@ -43,13 +44,13 @@ class Preference:
 
     @property
     def text(self) -> str:
-        """What is said, the prompt once. See `Conversation.text`."""
+        """Contents of the messages, with the prompt once. See `Conversation.text`."""
         other = (message['content'] for message in self.rejected.messages[self.prompt :])
         return '\n\n'.join([self.chosen.text, *other])
 
     @property
     def has_answers(self) -> bool:
-        """Whether neither answer is empty."""
+        """Returns True if neither answer is empty."""
         return all(
             any(
                 learned and (message['content'].strip() or message.get('tool_calls') or message.get('function_call'))
@@ -60,15 +61,15 @@ class Preference:
 
 
 def has_preference(entry: Any) -> bool:
-    """Whether a record has the keys of a preference."""
+    """Returns True if a record has the keys of a preference."""
     return isinstance(entry, dict) and all(key in entry for key in ANSWERS)
 
 
 def parse_preference(entry: Any) -> Preference | None:
-    """The preference that a record is; None where it is none.
+    """Returns the preference of a record; None if the record has no preference.
 
     Raises:
-        ValueError: it is one and not as it should be. The message is one line, without the record.
+        ValueError: the preference is malformed. The message is one line and does not include the record.
     """
     if not has_preference(entry):
         return None
@@ -102,7 +103,7 @@ def _conversation(
 
 
 def _prompt(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages before the answers, as far as they are not part of these."""
+    """Returns the messages of the prompt; empty if the prompt is only contained in the answers."""
     key = next((key for key in PROMPTS if entry.get(key) is not None), None)
     if key is None:
         return []
@@ -111,12 +112,12 @@ def _prompt(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     if key == 'instruction' and entry.get('input'):
         text = f'{text}\n\n{entry["input"]}'
     messages = _dialogue(text) or [{'role': 'user', 'content': text}]
-    # What invites the assistant to answer.
+    # An empty last turn of the assistant only prompts for the answer.
     return messages[:-1] if messages[-1] == {'role': 'assistant', 'content': ''} else messages
 
 
 def _answer(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """The messages of an answer, or of the conversation that ends with it; at least one."""
+    """Returns the messages of an answer, or of the conversation that ends with it; at least one."""
     answer = entry[key]
     if isinstance(answer, str):
         return _dialogue(answer) or [{'role': 'assistant', 'content': answer}]
@@ -127,7 +128,7 @@ def _answer(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _dialogue(text: str) -> list[dict[str, Any]]:
-    """The turns of a text that begins with one as HH writes them; empty for all others."""
+    """Returns the turns of a text in the format of HH; empty for other texts."""
     if not _TURN.match(text):
         return []
     parts = _TURN.split(text)[1:]
@@ -138,7 +139,7 @@ def _dialogue(text: str) -> list[dict[str, Any]]:
 
 
 def _common(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """Number of messages that both begin with, so that both have an answer behind them."""
+    """Returns the length of the common prefix, after which both conversations have an answer."""
     last = min(len(chosen), len(rejected)) - 1
     common = next((place for place in range(last) if chosen[place] != rejected[place]), last)
     if any(said[common]['role'] != 'assistant' for said in (chosen, rejected)):

@@ -1,30 +1,29 @@
-"""How input is read, in so far as the files do not say it themselves."""
+"""Options of the document readers."""
 
 from __future__ import annotations
 
 import dataclasses
 
-# Records of JSONL, rows, and decompressed text files are refused from here on, unless a larger limit is given.
+# Default size limit of JSONL records, rows, and decompressed text files.
 MAX_RECORD_BYTES = 64 * 2**20
-# The limit of the zstd program without options. Frames written with `--long=31` need 2 GiB.
+# Default limit of the zstd program. Frames written with `--long=31` need 2 GiB.
 MAX_WINDOW_BYTES = 2**27
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadOptions:
-    """Options of all readers; each uses those that concern its format.
+    """Options of all readers. Each reader uses the options of its format.
 
     Attributes:
-        format: what a record of JSONL is: `text`, `chat`, `preference`, or `auto`, whichever of the first two it shows
-            to be.
-        text_key: where the text is in a record (key of JSONL, column of Parquet and of data sets).
-        metadata_keys: columns of Parquet and of data sets that are kept as metadata; of JSONL all scalars are kept.
-        token_dtype: `uint16` or `uint32`, how raw `.bin` token files are stored; '' = not known.
-        end_of_document: the id that ends a document in token files; None = their documents have no ends.
-        vocab_size: ids of token files must be below; None = any that fits 32 bits.
-        messages_field: field of the messages in a record; '' = the usual ones.
-        roles: (name in the data, role) for names of roles that are not the usual ones.
-        max_record_bytes: longest line of JSONL, text of a row, and content of a compressed text file.
+        format: format of JSONL records: `text`, `chat`, `preference` or `auto`. `auto` detects text and chat.
+        text_key: field of the text in a record (key of JSONL, column of Parquet and of data sets).
+        metadata_keys: columns of Parquet and of data sets that are kept as metadata. All scalars of JSONL are kept.
+        token_dtype: dtype of raw `.bin` token files, `uint16` or `uint32`; '' = unknown.
+        end_of_document: id of the end-of-document token in token files; None = their documents have no such token.
+        vocab_size: upper bound of the ids in token files; None = any id that fits 32 bits.
+        messages_field: field of the messages in a record; '' = the standard fields.
+        roles: pairs (name in the data, role) for nonstandard role names.
+        max_record_bytes: maximum size of a JSONL line, the text of a row, and the content of a compressed text file.
     """
 
     format: str = 'text'
@@ -39,10 +38,10 @@ class ReadOptions:
 
     @property
     def max_window_bytes(self) -> int:
-        """Largest window of Zstandard."""
+        """Maximum window size of Zstandard."""
         return max(MAX_WINDOW_BYTES, self.max_record_bytes)
 
     @property
     def limit_text(self) -> str:
-        """The limit of records, and the option that changes it, for messages."""
+        """Text for messages: the limit of records, and the option that changes it."""
         return f'{self.max_record_bytes / 2**20:g} MiB, the limit for a record; --max-record-mib changes it'
