@@ -11,13 +11,13 @@ from pathlib import Path
 from maxlm.errors import InputError
 from maxlm.storage.download import RemoteFile, remove_partial
 
-# Uses that are planned at most: they are endless, and the disk may not be the limit.
+# Maximum number of planned reads. Their iterator may be infinite and the disk unlimited.
 MAX_PLANNED = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRead:
-    """The files that steps [first_step, last_step] read."""
+    """Files that the steps [first_step, last_step] read."""
 
     files: tuple[RemoteFile, ...]
     first_step: int
@@ -26,12 +26,12 @@ class PlannedRead:
 
 @dataclasses.dataclass
 class CachedFile:
-    """A file that has its place on the disk.
+    """A file in the cache.
 
     Attributes:
-        file: what and where.
-        last_step: last of the planned steps that read it; -1 = none is planned.
-        state: `left` by an earlier run, whole or in part; `queued`, `fetching`, `there`, or `failed`.
+        file: the remote file and its local path.
+        last_step: last planned step that reads the file; -1 = no planned step.
+        state: `left` (complete or partial, from an earlier run), `queued`, `fetching`, `there` or `failed`.
     """
 
     file: RemoteFile
@@ -40,43 +40,43 @@ class CachedFile:
 
 
 class CachePolicy:
-    """The plan of a cache: what is to be fetched next, and what goes for it. For one thread at a time.
+    """Decides which files are fetched next and which files are evicted. Not thread-safe.
 
     Args:
-        capacity_bytes: of all files together, unfinished ones as if they were whole; 0 = unlimited.
+        capacity_bytes: limit of the total size, where partial files count with their full size; 0 = unlimited.
     """
 
     def __init__(self, capacity_bytes: int):
         self._capacity = capacity_bytes
         self._step = 0
         self._files: dict[Path, CachedFile] = {}
-        # Last steps of the uses that are planned, as a heap.
+        # Heap of the last steps of the planned reads.
         self._planned: list[int] = []
         self.queue: deque[CachedFile] = deque()
 
     def register(self, file: RemoteFile) -> None:
-        """Counts what an earlier run left of a file; what has its name and another size is deleted."""
+        """Registers a file of an earlier run. Deletes a local file of a different size."""
         if not file.is_there:
             file.path.unlink(missing_ok=True)
         if file.path.exists() or file.partial.exists():
             self._files[file.path] = CachedFile(file)
 
     def advance_to(self, step: int) -> None:
-        """All steps below `step` are consumed."""
+        """Marks all steps below `step` as completed."""
         self._step = max(self._step, step)
         while self._planned and self._planned[0] < self._step:
             heapq.heappop(self._planned)
 
     @property
     def next_end(self) -> int:
-        """The step after which something can change: the first at which a planned use ends; -1 = none is planned."""
+        """First step at which a planned read ends; -1 = none. The plan cannot change before this step is completed."""
         return self._planned[0] if self._planned else -1
 
     def admit(self, use: PlannedRead) -> bool:
-        """Plans a use, with room made for it; False = not now: what is there is still needed.
+        """Plans a read and evicts files for it. Returns False if the files that are still needed leave no space.
 
         Raises:
-            InputError: a step that is due can never have all its files.
+            InputError: the files of the current step do not fit into the cache.
         """
         if use.last_step < self._step:
             return True
@@ -95,17 +95,17 @@ class CachePolicy:
         return True
 
     def requeue_vanished(self) -> None:
-        """Fetches again what is needed and has been deleted by somebody else, who may share the cache."""
+        """Queues needed files again that another process has deleted from a shared cache."""
         for cached in self._files.values():
             if cached.state == 'there' and cached.last_step >= self._step and not self._queue_if_missing(cached):
-                # It was its turn before: it is not to wait behind all that is fetched ahead.
+                # The file is needed before all files that are prefetched, so it moves to the front of the queue.
                 self.queue.rotate()
 
     def _queue_if_missing(self, cached: CachedFile) -> bool:
         if cached.file.is_there:
             cached.state = 'there'
             return True
-        # Of another size it is of no use, and would take the room of what comes.
+        # A file of a different size is useless and takes up space.
         cached.file.path.unlink(missing_ok=True)
         cached.state = 'queued'
         self.queue.append(cached)
@@ -119,7 +119,7 @@ class CachePolicy:
             for path, cached in self._files.items()
             if cached.last_step < self._step and cached.state != 'fetching' and path not in needed
         ]
-        # What was not used for longest comes first.
+        # Least recently used files come first.
         for cached in sorted(unused, key=lambda cached: cached.last_step):
             if size <= self._capacity:
                 break
@@ -128,7 +128,7 @@ class CachePolicy:
         return size <= self._capacity
 
     def _evict(self, cached: CachedFile) -> None:
-        # Whoever has it open can go on reading.
+        # Processes that have the file open can continue to read it.
         cached.file.path.unlink(missing_ok=True)
         remove_partial(cached.file)
         if cached.state == 'queued':
@@ -143,9 +143,11 @@ class CachePolicy:
 
 
 def check_capacity(uses: Sequence[PlannedRead], capacity_bytes: int) -> None:
-    """Raises InputError if the files that some step of `uses` reads do not fit in together.
+    """Raises InputError if the files that one step reads do not fit into the cache together.
 
-    `uses` are in the order of their first steps.
+    Args:
+        uses: planned reads, ordered by first step.
+        capacity_bytes: limit of the total size.
     """
     active: list[PlannedRead] = []
     worst = (0, 0)

@@ -1,9 +1,9 @@
-"""The record format: shards of token blocks in ArrayRecord, and the manifest `dataset.json` that makes them a data set.
+"""Record format: shards of token blocks in ArrayRecord, and the manifest `dataset.json`, which describes a data set.
 
-A split (`train`, `validation`) is a list of shards. A shard is one stream of tokens: whole documents, each followed by
-the end of document. Record i of a shard holds stream[i · block : (i + 1) · block + 1] as little-endian integers; it
-shares its last token with its successor, so that a window inside one block has its targets too. The last is shorter.
-Those of a masked data set, one of conversations, are marked: see `marks`.
+A split (`train`, `validation`) is a list of shards. A shard is a stream of tokens: complete documents, each followed by
+the end-of-document token. Record i of a shard contains stream[i · block : (i + 1) · block + 1] as little-endian
+integers. It shares its last token with the next record, so a sequence within one block includes its targets. The last
+record is shorter. The tokens of a masked data set (conversations) have flags: see `token_flags`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = 'dataset.json'
-# What the manifest of a masked data set tells beyond that of others.
+# Fields that only the manifest of a masked data set contains, with their defaults.
 UNMASKED: dict[str, Any] = {'masked': False, 'packed_window': 0, 'chat_template_sha256': '', 'chat': {}}
-# What that of one with preferences tells besides.
+# Fields that only the manifest of a data set with preferences contains, with their defaults.
 NO_PREFERENCES: dict[str, Any] = {'preferences': False}
-# Records are read one at a time in random order: no grouping, and nothing to gain from compressing token ids cheaply.
+# Records are read one at a time in random order, so grouping does not help. Fast compression hardly shrinks token ids.
 WRITER_OPTIONS = 'group_size:1,uncompressed'
-# Smallest and largest values of the manifest's integers. Ids leave two bits of 32 for marks: see `marks`.
+# Bounds of the integers in the manifest. Two of the 32 bits of a token are reserved for flags: see `token_flags`.
 BOUNDS = {'vocab_size': (1, 2**30), 'block': (1, 2**31 - 1), 'packed_window': (0, 2**31 - 1)}
 BOUNDS_OF_COUNTS = (0, 2**62)
 
@@ -46,7 +46,16 @@ T = TypeVar('T')
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One file of records, all from the same source. `bytes` is the size of the file, `sha256` its checksum."""
+    """A file of records from one source.
+
+    Attributes:
+        name: name of the file.
+        source: name of the source.
+        tokens: number of tokens.
+        documents: number of documents.
+        bytes: size of the file.
+        sha256: checksum of the file.
+    """
 
     name: str
     source: str
@@ -58,7 +67,14 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class SourceCounts:
-    """What one input gave to a split. `share` is of the split's tokens."""
+    """Counts of one source in a split.
+
+    Attributes:
+        documents: number of documents.
+        tokens: number of tokens.
+        text_bytes: size of the text in UTF-8; 0 if unknown.
+        share: fraction of the tokens of the split.
+    """
 
     documents: int
     tokens: int
@@ -68,13 +84,14 @@ class SourceCounts:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One split of a data set.
+    """A split of a data set.
 
     Attributes:
-        documents, tokens: counts; tokens include one end of document each.
-        text_bytes: bytes of UTF-8.
-        unigram_entropy: nats per token of the split's own token frequencies; what a model without context reaches.
-        sources: counts by name of the input.
+        documents: number of documents.
+        tokens: number of tokens, including one end-of-document token per document.
+        text_bytes: size of the text in UTF-8; 0 if unknown.
+        unigram_entropy: entropy of the token frequencies in nats per token: the loss of a model without context.
+        sources: counts by name of the source.
         shards: the files.
     """
 
@@ -88,26 +105,26 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A data set as its manifest describes it.
+    """A data set as described by its manifest.
 
     Attributes:
-        path: its directory.
-        tokenizer: `bytes`, `chars`, `bpe`, `ids` or `file`: how the tokenizer was made.
-        tokenizer_file, tokenizer_sha256: its `tokenizer.json`.
+        path: directory of the data set.
+        tokenizer: kind of the tokenizer: `bytes`, `chars`, `bpe`, `ids` or `file`.
+        tokenizer_file, tokenizer_sha256: name and checksum of its `tokenizer.json`.
         vocab_size: token ids are 0 … vocab_size - 1.
-        end_of_document: id after each document.
-        dtype: `uint16` or `uint32`, as stored.
-        block: tokens in a record, less the shared one.
+        end_of_document: id of the token after each document.
+        dtype: stored type of the tokens, `uint16` or `uint32`.
+        block: tokens per record, without the shared token.
         splits: `train` and `validation`.
-        left_out: names and reasons of the documents that could not be read.
-        made_from: the arguments and a checksum of the inputs that it was made from.
+        left_out: names and reasons of the skipped records.
+        made_from: options, and a checksum of the inputs.
         fingerprint: checksum of all tokens and of the format.
-        masked: whether tokens are marked, so that only some are predicted; then `dtype` is `uint32`.
-        packed_window: tokens of the windows that whole conversations were packed into; 0 = not packed.
-        chat_template_sha256: checksum of CHAT_TEMPLATE_FILE, '' = there is none.
-        chat: of each split, counts by name: see `chat_packing.ChatCounts` and `PairCounts`.
-        preferences: whether each two documents of a window are the answers to one prompt, the one that was chosen
-            first. The end of a window may be a further document, of padding.
+        masked: True if tokens have flags, so that only some are targets of the loss. `dtype` is then `uint32`.
+        packed_window: tokens per packed sequence; 0 = not packed.
+        chat_template_sha256: checksum of CHAT_TEMPLATE_FILE; '' = no template.
+        chat: fields of `ChatCounts` or `PairCounts` for each split.
+        preferences: True if each two documents of a sequence are the chosen and the rejected answer to one prompt, in
+                        this order. The last document of a sequence may be padding.
     """
 
     path: Path
@@ -134,26 +151,26 @@ class Dataset:
 
     @property
     def beside(self) -> dict[str, str]:
-        """The files beside the shards, with their checksums: tokenizer and, if there is one, chat template."""
+        """Checksums of the files in addition to the shards: the tokenizer and, if there is one, the chat template."""
         template = {CHAT_TEMPLATE_FILE: self.chat_template_sha256} if self.chat_template_sha256 else {}
         return {self.tokenizer_file: self.tokenizer_sha256, **template}
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The stored type of token ids below `vocab_size`."""
+    """Returns the stored type of token ids below `vocab_size`."""
     return 'uint16' if vocab_size <= 2**16 else 'uint32'
 
 
 class ShardWriter:
-    """Writes one shard; the file appears under its name only when it is complete and on the disk.
+    """Writes one shard. The file is renamed to its final name when it is complete and synced.
 
-    Use as a context manager; leaving it with an exception removes what was written.
+    Use it as a context manager. An exception deletes the partial file.
     """
 
     def __init__(self, path: Path, *, source: str, block: int, dtype: str):
         self._path = path
         self._source = source
-        # A name of its own: a worker that was given up may still write the same shard on a node that is cut off.
+        # A unique name, because a lost worker on a disconnected node may still write the same shard.
         self._partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.partial')
         self._block = block
         self._dtype = np.dtype(dtype).newbyteorder('<')
@@ -170,20 +187,20 @@ class ShardWriter:
             self._partial.unlink(missing_ok=True)
 
     def write(self, documents: Sequence[np.ndarray]) -> None:
-        """Appends documents: arrays [number of tokens] that end with the end of document."""
+        """Appends documents: arrays [number of tokens] that end with the end-of-document token."""
         self._documents += len(documents)
         self._tokens += sum(map(len, documents))
         pending = np.concatenate([self._pending, *documents]).astype(self._dtype)
         start = 0
-        # One token more than a block must be there: it is the last target.
+        # A record needs one token after the block, which is the last target.
         while len(pending) - start > self._block:
             self._write_record(pending[start : start + self._block + 1])
             start += self._block
         self._pending = pending[start:]
 
     def finish(self) -> Shard:
-        """Writes the last record, moves the file to its name and describes it."""
-        # A single token left over is the last target of the record before: it needs no record of its own.
+        """Writes the last record, renames the file and returns its description."""
+        # A single remaining token is already the last target of the previous record.
         if len(self._pending) > 1:
             self._write_record(self._pending)
         try:
@@ -202,7 +219,7 @@ class ShardWriter:
 
 
 def save_manifest(dataset: Dataset) -> None:
-    """Writes `dataset.json`, whole or not at all: from then on the directory is a data set."""
+    """Writes `dataset.json` atomically, which completes the data set."""
     facts = {'format_version': FORMAT_VERSION, **dataclasses.asdict(dataset)}
     del facts['path']
     for name in (*(() if dataset.masked else UNMASKED), *(() if dataset.preferences else NO_PREFERENCES)):
@@ -211,10 +228,10 @@ def save_manifest(dataset: Dataset) -> None:
 
 
 def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dataset:
-    """Reads the data set in directory `path` and, with `complete`, checks that its files are there in full length.
+    """Reads the data set in directory `path`. With `complete`, checks that all shards exist in full size.
 
     Raises:
-        InputError: there is no data set, the manifest is malformed, or a file is missing or cut short.
+        InputError: there is no data set, the manifest is malformed, or a file is missing or truncated.
     """
     path = Path(path)
     manifest = path / MANIFEST_NAME
@@ -244,7 +261,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dat
 
 
 def verify(dataset: Dataset) -> None:
-    """Reads all files of the data set; raises InputError naming the first that differs from what was written."""
+    """Verifies the checksums of all files. Raises InputError for the first file that differs."""
     expected = {shard.name: shard.sha256 for split in dataset.splits.values() for shard in split.shards}
     for name, checksum in {**expected, **dataset.beside}.items():
         try:
@@ -265,7 +282,7 @@ def dataset_fingerprint(
     masked: bool = False,
     preferences: bool = False,
 ) -> str:
-    """SHA-256 over the checksums and sources of all shards and what their bytes mean."""
+    """Returns the SHA-256 of the checksums and sources of all shards and of the format of their tokens."""
     shards = {name: [(shard.source, shard.sha256) for shard in split.shards] for name, split in splits.items()}
     kinds = [*(['masked'] if masked else []), *(['preferences'] if preferences else [])]
     facts = [FORMAT_VERSION, block, dtype, end_of_document, shards, *kinds]
@@ -316,12 +333,12 @@ def _parse_manifest(path: Path, facts: Any) -> Dataset:
 
 
 def _build(cls: Callable[..., T], facts: dict[str, Any]) -> T:
-    """A dataclass from exactly its fields, each of its type; TypeError names what is not."""
+    """Builds a dataclass from a dict with exactly its fields. Raises TypeError for a field of the wrong type."""
     kinds = typing.get_type_hints(cls)
     if set(facts) != set(kinds):
         raise TypeError(f'keys {sorted(set(facts) ^ set(kinds))}')
     for name, kind in kinds.items():
-        # A path is a subclass of Path; of dict[…] and tuple[…] the kind of container is checked.
+        # isinstance accepts subclasses of Path. For dict[…] and tuple[…], only the container is checked.
         value = facts[name]
         if not isinstance(value, typing.get_origin(kind) or kind) or not _is_in_range(name, value, kind):
             raise TypeError(f'{name} is {repr(value)[:200]}')
@@ -333,13 +350,13 @@ def _is_in_range(name: str, value: Any, kind: Any) -> bool:
         return math.isfinite(value) and value >= 0 and (name != 'share' or value <= 1)
     if kind is int:
         smallest, largest = BOUNDS.get(name, BOUNDS_OF_COUNTS)
-        # JSON's `true` is an int for Python.
+        # bool is a subclass of int.
         return not isinstance(value, bool) and smallest <= value <= largest
     return True
 
 
 def is_file_name(name: str) -> bool:
-    """Returns whether `name` names a file in a data set's directory, and leads nowhere else."""
+    """Returns True if `name` is a file name without directories."""
     return name == os.path.basename(name) and name not in ('', '.', '..') and '\0' not in name and len(name) < 256
 
 
@@ -357,7 +374,7 @@ def _sync_and_hash(path: Path) -> tuple[str, int]:
 
 
 def reason_of(error: Exception) -> str:
-    """What the system says of a failure, in a line."""
+    """Returns the message of an error in one line."""
     return os_message(error) if isinstance(error, OSError) else str(error)
 
 

@@ -1,4 +1,4 @@
-"""`dataset.json` of a data set in a bucket: which files belong to it, and their checksums."""
+"""Manifest `dataset.json` of a data set in a bucket: its files and their checksums."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 
 @dataclasses.dataclass(frozen=True)
 class RemoteManifest:
-    """What fetching needs to know of a data set.
+    """The parts of a manifest that downloads need.
 
     Attributes:
-        url: the directory of the data set.
-        content: of `dataset.json`, as it is.
-        beside: names and SHA-256 of the files beside the shards: tokenizer and, if there is one, chat template.
-        shards: name → size in bytes and SHA-256, of all splits.
+        url: directory of the data set.
+        content: content of `dataset.json`.
+        beside: names and SHA-256 of the tokenizer and, if there is one, of the chat template.
+        shards: maps the names of the shards of all splits to size in bytes and SHA-256.
     """
 
     url: str
@@ -33,7 +33,7 @@ class RemoteManifest:
     shards: dict[str, tuple[int, str]]
 
     def files(self, directory: Path) -> list[RemoteFile]:
-        """The shards, with their places in `directory`."""
+        """Returns the shards with their local paths in `directory`."""
         return [
             RemoteFile(f'{self.url}/{name}', directory / name, size, sha256)
             for name, (size, sha256) in self.shards.items()
@@ -44,15 +44,15 @@ def read_remote_manifest(url: str) -> RemoteManifest:
     """Reads the manifest of the data set in the directory `url`.
 
     Raises:
-        InputError: there is none, or it is malformed.
-        TransientStorageError: the bucket does not answer.
+        InputError: the manifest is missing or malformed.
+        TransientStorageError: the bucket does not respond.
     """
     url = url.rstrip('/')
     return parse_manifest(url, read_file(f'{url}/{MANIFEST_NAME}'))
 
 
 def parse_manifest(url: str, content: bytes) -> RemoteManifest:
-    """The manifest of the data set in the directory `url`; raises InputError if it is malformed."""
+    """Parses the manifest of the data set in the directory `url`. Raises InputError if it is malformed."""
     name = f'{redact(url)}/{MANIFEST_NAME}'
     try:
         facts = parse_json(content)
@@ -72,7 +72,7 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{name} is malformed ({str(error)[:300]}); copy the data set to the bucket again') from error
     for file in (*beside, *shards):
-        # They become paths: none may lead out of the directory.
+        # The names become paths, which must stay in the directory.
         if not is_file_name(file):
             raise InputError(
                 f'{name} is malformed (a file named {repr(file)[:99]}); copy the data set to the bucket again'
@@ -88,17 +88,16 @@ def _size(value: object) -> int:
 
 
 def remove_stale(manifest: RemoteManifest, directory: Path) -> None:
-    """Removes from `directory` the shards of another data set that have the names and sizes of this one's.
+    """Removes shards of another data set that have the same names as shards of this data set.
 
-    Files are taken for what they should be by their sizes; those of the data set that was here before are known by
-    its manifest.
+    The cache identifies files by size only. The old manifest in `directory` gives the checksums of its files.
     """
     try:
         before = parse_manifest(str(directory), read_bytes(directory / MANIFEST_NAME, limit=MAX_TEXT_BYTES))
     except FileNotFoundError:
         return
     except InputError:
-        # Unknown what its shards are: then they are not this one's.
+        # Shards of an unreadable manifest are considered stale.
         before = RemoteManifest('', b'', {}, dict.fromkeys(manifest.shards, (0, '')))
     except OSError as error:
         raise InputError(f'{directory / MANIFEST_NAME}: {os_message(error)}') from error
@@ -112,9 +111,9 @@ def remove_stale(manifest: RemoteManifest, directory: Path) -> None:
 
 
 def with_checksums(files: Sequence[RemoteFile]) -> list[RemoteFile]:
-    """The files, those of prepared data sets with the checksums of their manifests; a manifest comes after them all.
+    """Adds the checksums from the manifests of prepared data sets, and sorts the manifests to the end.
 
-    What is in the place of a data set's files and is known to belong to another data set is removed.
+    Removes local files that belong to another data set.
 
     Raises:
         InputError: a manifest cannot be read.
@@ -126,7 +125,7 @@ def with_checksums(files: Sequence[RemoteFile]) -> list[RemoteFile]:
         try:
             manifest = parse_manifest(file.url.rpartition('/')[0], content)
         except InputError:
-            # Some other program's: a file like others.
+            # The file belongs to another program and is treated as a normal file.
             continue
         remove_stale(manifest, file.path.parent)
         checksums |= {shard.path: shard.sha256 for shard in manifest.files(file.path.parent)}

@@ -1,6 +1,6 @@
-"""A data set in a bucket, used as if it were on the local disk: its files are fetched ahead of their use.
+"""Local cache of a data set in a bucket. Files are fetched before they are used.
 
-The fetcher runs in threads of the training process; readers wait for its files, see `maxlm.data.dataset.wait`.
+The fetcher runs in threads of the training process. Readers wait for its files: see `maxlm.data.dataset.wait`.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.object_store import read_file
 from maxlm.storage.retry import OnWarning, RetryPolicy
 
-# Between two looks of the fetcher at whether what it fetched is still there.
+# Interval of the check for files that another process has deleted.
 RECHECK_SECONDS = 10.0
-# Uses that are looked at before the start, for whether they fit.
+# Number of planned reads that are checked against the capacity before the start.
 CHECKED_USES = 256
-# For threads that are in the middle of a request when the fetcher is closed.
+# Time that threads have to finish a request when the fetcher closes.
 CLOSE_SECONDS = 5.0
 
 
 class Fetcher:
-    """Fetches files in the order of their use, ahead of it. Use as a context manager, around what reads the files.
+    """Prefetches files in the order of use. Use it as a context manager around the readers.
 
-    It goes as far ahead as `capacity_bytes` allow. Files that no present and no planned step reads are deleted when
-    their place is needed, those first that were not used for longest; readers that have one open can go on. Files that
-    are there in their full size are not fetched again: their checksums were compared when they were fetched. A bucket
-    that does not answer is asked again for as long as it takes, with alarms; what is there can be read meanwhile. A
-    file that cannot be had leaves the reason to those who wait for it.
+    `capacity_bytes` limits prefetching. If space is needed, files that no current or planned step reads are deleted,
+    the least recently used first. Readers that have such a file open can continue. Local files of full size are not
+    fetched again: their checksums were verified after the download. If the bucket does not respond, requests are
+    retried without a limit, with warnings. Local files stay readable meanwhile. If a file cannot be fetched, its
+    readers raise an error.
 
-    Several fetchers may share a directory; each keeps only its own files within its limit, and fetches anew what
-    another has deleted.
+    Several fetchers may share a directory. Each limits only its own files and fetches files again that another fetcher
+    has deleted.
 
     Args:
-        uses: in the order of their first steps; may be endless, as the same files return in every epoch.
-        capacity_bytes: of all files that are kept, unfinished ones as if they were whole; 0 = unlimited.
-        threads: files that are fetched at the same time.
-        on_warning: is called, from any thread, what a person should know.
-        all_files: all files that `uses` may name: what an earlier run left of them counts, and makes room.
-        on_bytes: is told, from any thread, how many bytes more are on the disk; see `fetch_file`.
-        wait: sleeps for a number of seconds between tries; None = a sleep that closing ends.
+        uses: planned reads, ordered by first step. May be infinite, because the files return in every epoch.
+        capacity_bytes: limit of the total size, where partial files count with their full size; 0 = unlimited.
+        threads: number of concurrent downloads.
+        on_warning: called from any thread with a message for the user.
+        all_files: all files that `uses` may contain. Files of earlier runs count towards the limit and can be evicted.
+        on_bytes: called from any thread with the change of the number of bytes on disk; see `fetch_file`.
+        wait: sleeps for a number of seconds between attempts; None = a sleep that `close` interrupts.
 
     Raises:
-        InputError: some step needs more than `capacity_bytes`; on entering: the cache cannot be written.
+        InputError: a step needs more than `capacity_bytes`, or the cache cannot be written.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Fetcher:
         self._uses = itertools.chain(first_uses, uses)
         files = itertools.chain(all_files, *(use.files for use in first_uses))
         self._all_files = {file.path: file for file in files}
-        # For the planning thread; what `advance` leaves for it is not guarded, that the training loop never waits.
+        # Inputs of the planning thread. `advance` sets them without a lock, so the training loop never waits.
         self._wake = threading.Event()
         self._step = 0
         self._next_end = -1
         self._rechecked = time.monotonic()
         self._error = ''
-        # Shared by the threads, and guarded by the condition.
+        # Shared state, guarded by the condition.
         self._condition = threading.Condition()
         self._policy = CachePolicy(capacity_bytes)
         self._locks: dict[Path, int] = {}
@@ -116,19 +116,19 @@ class Fetcher:
         self.close()
 
     def close(self) -> None:
-        """Ends the fetching, and the waiting for it; the next fetcher goes on with unfinished files."""
+        """Stops fetching and releases waiting readers. The next fetcher resumes partial files."""
         self._stop()
         deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
-            # They are daemons: one that waits for an answer does not keep the process.
+            # Daemon threads do not keep the process alive while they wait for a response.
             thread.join(max(0.0, deadline - time.monotonic()))
         self._release()
 
     def advance(self, step: int) -> None:
-        """All steps below `step` are consumed: files that only they read may go.
+        """Marks all steps below `step` as completed, so that files that only they read can be evicted.
 
         Raises:
-            InputError: the cache cannot be written any more.
+            InputError: the cache can no longer be written.
         """
         self._step = max(self._step, step)
         if self._step > self._next_end:
@@ -137,13 +137,13 @@ class Fetcher:
             raise InputError(self._error)
 
     def _announce(self, directory: Path) -> None:
-        """Lets readers of a directory know that there is somebody to wait for."""
+        """Locks a directory to signal its readers that a fetcher is running."""
         if directory in self._locks:
             return
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
         self._locks[directory] = descriptor
-        # Readers who look whether it is locked hold it for a moment only.
+        # Readers that test the lock hold it only for a moment.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
 
     def _release(self) -> None:
@@ -166,7 +166,7 @@ class Fetcher:
                     return
             while not self._closing.is_set():
                 self._rest()
-        # A thread that ended without a word would leave readers waiting for ever.
+        # If the thread ended silently, readers would wait forever.
         except Exception as error:
             self._stop_with_error(f'it cannot be told what is to be fetched: {type(error).__name__}: {error}')
             raise
@@ -176,7 +176,7 @@ class Fetcher:
         self._wake.clear()
         with self._condition:
             self._catch_up()
-            # Not with all news: it looks at every file that is planned.
+            # This check reads the status of every planned file, so it only runs at intervals.
             if time.monotonic() - self._rechecked > RECHECK_SECONDS:
                 self._rechecked = time.monotonic()
                 self._policy.requeue_vanished()
@@ -187,7 +187,7 @@ class Fetcher:
         self._next_end = self._policy.next_end
 
     def _admit(self, use: PlannedRead) -> bool:
-        """Whether the use is dealt with; False = it has to wait."""
+        """Returns True if the read is planned or has failed; False if it must wait."""
         if self._closing.is_set():
             return True
         with self._condition:
@@ -217,7 +217,7 @@ class Fetcher:
 
     def _fetch(self, file: RemoteFile) -> bool:
         try:
-            # In a later epoch it is tried again.
+            # An error of an earlier epoch is not final.
             error_marker(file.path).unlink(missing_ok=True)
             fetch_patiently(file, retries=self._retries, closing=self._closing, on_bytes=self._on_bytes)
         except ClosedError:
@@ -248,20 +248,21 @@ class Fetcher:
             self._stop_with_error(f'{error}; {reason}')
 
     def _stop_with_error(self, reason: str) -> None:
-        """Ends the fetching where those who wait cannot be told why: then they are not to wait."""
+        """Stops the fetcher if an error cannot be recorded for the readers. Releasing the locks ends their wait."""
         self._error = reason
         self._stop()
         self._release()
 
 
 def fetch_manifest(url: str, cache: Path, *, on_warning: OnWarning) -> RemoteManifest:
-    """Fetches `dataset.json`, tokenizer and chat template of the data set in directory `url` to directory `cache`.
+    """Downloads `dataset.json`, tokenizer and chat template of the data set in directory `url` to directory `cache`.
 
-    If the bucket does not answer, those that are in the cache are used, with an alarm. If the data set is another one
-    than that in the cache, what is cached of the latter under the same names is removed.
+    If the bucket does not respond, the cached files are used, with a warning. If the cache contains another data set,
+    its shards of the same names are removed.
 
     Raises:
-        InputError: they cannot be read, or one is not the one that the manifest means.
+        InputError: a file cannot be read, or its checksum differs from the manifest.
+        TransientStorageError: the bucket does not respond, and the cache does not contain all files.
     """
     try:
         manifest = read_remote_manifest(url)

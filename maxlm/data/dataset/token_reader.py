@@ -16,20 +16,27 @@ from maxlm.data.dataset.records import Dataset, Shard, reason_of, remedy
 from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
 
-# One record is read at a time (seek, then read: a tenth of the time that reading by a list of indices takes), and a
-# larger buffer would read what is not asked for.
+# One record is read at a time: a seek and a read take a tenth of the time of a read by indices. A larger buffer would
+# read unused data.
 READER_OPTIONS = 'readahead_buffer_size:4096,max_parallelism:0'
-# Shards that a process keeps open, well below the usual limit of 1024 files.
+# Maximum number of open shards per process, well below the usual limit of 1024 files.
 OPEN_SHARDS = 256
 
 
 class TokenReader:
-    """Random access to the tokens of shards. Picklable, and can be shared by threads: each process opens its files."""
+    """Random access to the tokens of shards. Picklable and thread-safe. Each process opens its own files."""
 
     def __init__(
         self, dataset: Dataset, shards: Sequence[Shard], *, fetched: bool = False, max_open: int = OPEN_SHARDS
     ):
-        """With `fetched`, shards that are not there are waited for. At most `max_open` of them are kept open."""
+        """Creates a reader.
+
+        Args:
+            dataset: the data set.
+            shards: the shards to read.
+            fetched: whether to wait for missing shards, which a `Fetcher` downloads.
+            max_open: maximum number of open shards.
+        """
         self.shards = tuple(shards)
         self._path = dataset.path
         self._block = dataset.block
@@ -46,7 +53,7 @@ class TokenReader:
         self._forget_readers()
 
     def read(self, shard: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of a shard's stream, at least two, as they are stored: [stop - start].
+        """Returns the stored tokens [start, stop) of a shard's stream, at least two: [stop - start].
 
         Raises:
             InputError: the shard cannot be read or its content is damaged.
@@ -56,7 +63,7 @@ class TokenReader:
             blocks = [np.frombuffer(record, self._dtype) for record in self._read(shard, records)]
         except (RuntimeError, IndexError, ValueError) as error:
             raise self._damaged(shard, reason_of(error)) from error
-        # All but the last give up the token that their successor has too.
+        # The last token of a record is also the first token of the next record.
         stream = blocks[0] if len(blocks) == 1 else np.concatenate([*(block[:-1] for block in blocks[:-1]), blocks[-1]])
         first = records.start * self._block
         tokens = stream[start - first : stop - first]
@@ -70,7 +77,7 @@ class TokenReader:
     def _read(self, shard: int, records: Sequence[int]) -> list[bytes]:
         reader, lock = self._reader(shard)
         contents = []
-        # The position belongs to the reader, and threads share it.
+        # Threads share the reader and its position.
         with lock:
             for record in records:
                 reader.seek(record)
@@ -79,7 +86,7 @@ class TokenReader:
 
     def _forget_readers(self) -> None:
         self._lock = threading.Lock()
-        # The one used last stands last.
+        # Ordered by last use, the most recent last.
         self._readers: OrderedDict[int, tuple[ArrayRecordReader, threading.Lock]] = OrderedDict()
 
     def _reader(self, shard: int) -> tuple[ArrayRecordReader, threading.Lock]:
@@ -87,7 +94,7 @@ class TokenReader:
             if shard in self._readers:
                 self._readers.move_to_end(shard)
                 return self._readers[shard]
-        # Not under the lock: while one thread waits for a shard the others go on with what is there.
+        # Opening may wait for a shard, so the lock is not held. Other threads can use open shards.
         opened = self._open(self._path / self.shards[shard].name), threading.Lock()
         with self._lock:
             opened = self._readers.setdefault(shard, opened)
@@ -102,6 +109,6 @@ class TokenReader:
             try:
                 return ArrayRecordReader(os.fspath(path), READER_OPTIONS)
             except RuntimeError:
-                # It may have made room for others in this very moment: then it comes again.
+                # The file may have been evicted since the wait. The fetcher downloads it again.
                 if not self._fetched or path.exists():
                     raise

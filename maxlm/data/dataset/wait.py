@@ -1,7 +1,7 @@
-"""Waiting for files that another thread or process fetches: see `maxlm.data.dataset.shard_cache`.
+"""Waits for files that another thread or process fetches: see `maxlm.data.dataset.shard_cache`.
 
-Readers and fetcher talk through the cache directory alone: `.NAME.failed` says why a file will not come, and while
-`.fetching` is locked there is somebody to wait for.
+Readers and fetcher communicate only through the cache directory. `.NAME.failed` contains the reason why a file cannot
+be fetched. While a fetcher is running, `.fetching` is locked.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from pathlib import Path
 
 from maxlm.errors import InputError
 
-# Between two looks at a file that is not there yet.
+# Interval between checks for a missing file.
 POLL_SECONDS = 0.1
 LOCK_NAME = '.fetching'
 
 
 def wait_for_file(path: Path, *, sleep: Callable[[float], object] = time.sleep) -> None:
-    """Returns when `path` is there, at once if it is; any process may wait for what a `Fetcher` fetches.
+    """Waits until `path` exists. Any process can wait for the files of a `Fetcher`.
 
     Raises:
-        InputError: it cannot be fetched, or nobody is fetching files of its directory.
+        InputError: the file cannot be fetched, or no fetcher is running for its directory.
     """
     while not path.exists():
         try:
             raise InputError(error_marker(path).read_text(encoding='utf-8'))
         except OSError:
-            # No such file: it has not failed.
+            # There is no error marker, so the fetch has not failed.
             pass
-        # It may have come just before the fetcher ended.
+        # The file may have arrived just before the fetcher stopped.
         if not _is_fetched(path.parent) and not path.exists():
             raise InputError(f'{path} is missing, and nothing is fetching it')
         sleep(POLL_SECONDS)
 
 
 def _is_fetched(directory: Path) -> bool:
-    """Whether a fetcher is at work on files of a directory: then its lock cannot be had."""
+    """Returns True if a fetcher holds the lock of a directory."""
     try:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDWR)
     except OSError:
@@ -54,5 +54,5 @@ def _is_fetched(directory: Path) -> bool:
 
 
 def error_marker(path: Path) -> Path:
-    """Where the reason lies why a file will not come."""
+    """Returns the path of the file with the reason why `path` cannot be fetched."""
     return path.with_name(f'.{path.name}.failed')
