@@ -1,6 +1,6 @@
-"""Conversations as marked tokens: spelled by a chat template, with its special tokens, and only what is said learned.
+"""Encodes conversations as tokens with flags. The loss covers only messages of the assistant.
 
-What a template writes and what data holds are told apart: only the former becomes special tokens.
+Text of the template and text of the data are distinguished: only the template can produce special tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from maxlm.storage.regular_files import read_text
 
 
 class _Piece(NamedTuple):
-    """A special token by its id, or a text with which encoding of _ENCODINGS it gets its ids."""
+    """A special token, or a text to tokenize.
+
+    Attributes:
+        text: the text; '' for a special token.
+        encoding: _FIRST, _AFTER_SPECIAL or _INSIDE; -1 for a special token.
+        token: id of the special token; -1 for a text.
+        learned: True if the loss covers the piece.
+        ends_turn: True for the special token at the end of an assistant turn.
+    """
 
     text: str
     encoding: int
@@ -34,20 +42,21 @@ class _Piece(NamedTuple):
     ends_turn: bool
 
 
-# Of texts at the beginning, behind special tokens, and behind other texts.
+# Encodings of texts at the beginning, after special tokens, and after other texts.
 _FIRST, _AFTER_SPECIAL, _INSIDE = range(3)
 
 
 class ChatEncoder:
-    """Conversations → token ids, by a tokenizer that has the template's special tokens.
+    """Encodes conversations with a tokenizer that has the template's special tokens.
 
     Attributes:
-        tokenizer, template: these.
+        tokenizer: the tokenizer.
+        template: the chat template.
         end_of_turn: id of the special token that ends a turn of the assistant.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
-        """Raises InputError when the template does not spell a question and its answer, and what ends that."""
+        """Raises InputError if the template cannot render a question with an answer and a special token after it."""
         self.tokenizer = tokenizer
         self.template = template
         self._special = {token.content: (i, token) for i, token in tokenizer.special_tokens.items()}
@@ -61,10 +70,10 @@ class ChatEncoder:
 
     @classmethod
     def load(cls, directory: Path) -> ChatEncoder:
-        """That of a data set or a workdir.
+        """Loads the encoder of a data set or a workdir.
 
         Raises:
-            InputError: the tokenizer or the chat template is missing or is none.
+            InputError: the tokenizer or the chat template is missing or invalid.
         """
         path = directory / CHAT_TEMPLATE_FILE
         try:
@@ -75,36 +84,39 @@ class ChatEncoder:
         return cls(Tokenizer.load(directory / TOKENIZER_FILE), ChatTemplate(source, name=str(path)))
 
     def encode_prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> np.ndarray:
-        """Ids of messages, and of what invites the assistant to answer: uint32 [number of tokens].
+        """Returns the token ids of messages and of the generation prompt: uint32 [number of tokens].
 
         Raises:
-            ChatError: the template does not take them.
+            ChatError: the template does not accept the messages.
         """
         return self.encode_rendered(self.render_prompt(messages, tools=tools))
 
     def render_prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> Rendered:
-        """The text of `encode_prompt`, before it is tokenized.
+        """Returns the text of `encode_prompt` before tokenization.
 
         Raises:
-            ChatError: the template does not take the messages.
+            ChatError: the template does not accept the messages.
         """
         return self.template.render(messages, special=tuple(self._special), tools=tools, add_generation_prompt=True)
 
     def encode_rendered(self, rendered: Rendered) -> np.ndarray:
-        """Ids of what `render_prompt` gave: uint32 [number of tokens]."""
+        """Returns the token ids of the result of `render_prompt`: uint32 [number of tokens]."""
         (ids,) = self._ids([list(self._cut(rendered, []))])
         return np.concatenate(ids)
 
     def encode_documents(self, documents: Sequence[Document]) -> list[TokenDocument | ChatError]:
-        """Conversations and texts as they are learned: of the former what the assistant says, of the latter all.
+        """Encodes documents for training.
 
-        A preference is two documents in one: the prompt with the answer that was chosen, and the prompt with the other
-        one; of both the answer is learned. It is left empty where that is the same, or nothing in one of them.
+        The loss covers the messages of the assistant in conversations, and all of a text after its prompt. A preference
+        pair is encoded as two consecutive documents: the prompt with the chosen answer, and the prompt with the
+        rejected answer. The loss covers both answers. The result is empty if the answers are equal, an answer is empty,
+        or a text has no tokens.
 
-        What a template does not take gives the error. A text of which the tokenizer leaves nothing is left empty.
+        Returns:
+            For each document its tokens, or the error if the template does not accept it.
 
         Raises:
-            InputError: a text has no ids.
+            InputError: a text cannot be tokenized.
         """
         found = [self._try(document) for document in documents]
         ids = iter(self._ids([pieces for parts in found if not isinstance(parts, ChatError) for pieces in parts]))
@@ -133,7 +145,7 @@ class ChatEncoder:
         if document.preference is None:
             return encoded[0]
         chosen, rejected = (answer.tokens for answer in encoded)
-        # Not only by what was said: a template may trim it.
+        # The tokens are compared too, because a template may strip the answers.
         is_decided = document.preference.has_answers and not np.array_equal(chosen, rejected)
         return TokenDocument(np.concatenate([chosen, rejected] if is_decided else [chosen[:0]]), ())
 
@@ -145,7 +157,7 @@ class ChatEncoder:
         learned = np.repeat([piece.learned for piece in pieces], lengths)
         end = self.tokenizer.end_of_document
         is_text = document.conversation is None and document.preference is None
-        # The end of the last turn may be the end of documents.
+        # The token at the end of the last turn may be the end-of-document token.
         if len(tokens) and (is_text or tokens[-1] != end):
             tokens, learned = np.append(tokens, np.uint32(end)), np.append(learned, is_text)
         if is_text:
@@ -169,7 +181,7 @@ class ChatEncoder:
         return [piece for piece in pieces if piece.ends_turn] if ends_only else pieces
 
     def _cut(self, rendered: Rendered, said: Sequence[Span]) -> Iterator[_Piece]:
-        """The rendered text at its special tokens, and where what is said begins."""
+        """Splits the rendered text at its special tokens and at the starts of assistant messages."""
         text = rendered.text
         starts, stops = [span.start for span in said], {span.stop for span in said}
 
@@ -196,7 +208,7 @@ class ChatEncoder:
         yield from texts(place, len(text), encoding)
 
     def _ids(self, documents: Sequence[Sequence[_Piece]]) -> list[list[np.ndarray]]:
-        """The ids of each piece of each document; texts of the same encoding together."""
+        """Returns the ids of each piece of each document. Texts of the same encoding are tokenized in one batch."""
         encode = {
             _FIRST: self.tokenizer.encode_batch,
             _AFTER_SPECIAL: lambda texts: self.tokenizer.encode_batch_inside(texts, after_special=True),

@@ -1,6 +1,6 @@
-"""Stand-ins for what data spells and is not to be taken for: one character for one, for as long as it matters.
+"""Escapes special-token text in user data with placeholder characters while a chat template is rendered.
 
-Places in a text, and what a chat template asks of it, stay as they are.
+Each placeholder replaces one character, so positions in a text do not change.
 """
 
 from __future__ import annotations
@@ -10,26 +10,31 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-# From here downwards, of the characters for private use.
+# The largest private-use character. Placeholders are assigned from here downwards.
 _LAST_STAND_IN = 0x10FFFD
 
 
 @functools.lru_cache
 def special_token_pattern(special: tuple[str, ...]) -> re.Pattern[str]:
-    """Matches any of some spellings, the longest that is there; nothing where there are none."""
+    """Returns a pattern that matches the longest of some tokens. Without tokens, it matches nothing."""
     return re.compile('|'.join(re.escape(name) for name in sorted(special, key=len, reverse=True)) or r'(?!)')
 
 
 @functools.lru_cache
 def _beginnings(special: tuple[str, ...]) -> re.Pattern[str]:
-    """The first character of each, also where two of them overlap."""
+    """Returns a pattern that matches the first character of each token, also of overlapping tokens."""
     return re.compile(f'(?={special_token_pattern(special).pattern}).', re.DOTALL)
 
 
 def escape_special_tokens(data: Any, special: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
-    """The data with stand-ins for the first characters of all that it spells of `special`; stand-in → character.
+    """Replaces the first character of each special token in the data by a placeholder.
 
-    Data are JSON values, of which all texts are looked at. Stand-ins are characters that are in none of them.
+    Args:
+        data: JSON values. All strings and keys are escaped.
+        special: texts of the special tokens.
+
+    Returns:
+        The escaped data, and the original character of each placeholder. Placeholders do not occur in `data`.
     """
     beginnings = _beginnings(special)
     strings = list(_strings(data))

@@ -1,8 +1,8 @@
-"""Chat templates in Jinja, compiled and rendered in this process, with the rules of Transformers.
+"""Compiles and renders Jinja chat templates in this process, compatible with Transformers.
 
-Jinja's sandbox keeps a template from Python's objects, but bounds neither time nor memory: templates from elsewhere are
-rendered in a process of their own, see `chat_process`. `strftime_now` is not offered, so that what is made of data does
-not depend on the day; the templates that know it have a fixed date without it.
+Jinja's sandbox restricts access to Python objects but limits neither time nor memory. Templates from other sources are
+therefore rendered in a separate process: see `template_process`. `strftime_now` is not available, because prepared data
+must not depend on the date. Templates that use it have a fixed date as a fallback.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import jinja2.utils
 from maxlm.data.chat.escape import escape_special_tokens, special_token_pattern
 from maxlm.data.documents.conversation import Message
 
-# Characters of an error's message.
+# Maximum length of an error message.
 _MAX_REASON = 500
-# Around what the assistant says, while a conversation is rendered: noncharacters.
+# Markers around assistant messages during rendering. They are noncharacters of Unicode.
 _OPEN, _CLOSE = '\U0010fffe', '\U0010ffff'
 _NO_END = (
     'the chat template ends a turn of the assistant with no special token, so that a model would not learn to stop'
@@ -33,7 +33,7 @@ _NO_END = (
 
 
 class ChatError(ValueError):
-    """A conversation that a template does not spell. The message is one line."""
+    """A template cannot render a conversation. The message is one line."""
 
 
 class Span(NamedTuple):
@@ -44,12 +44,12 @@ class Span(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A conversation as a template spells it.
+    """A rendered conversation.
 
     Attributes:
-        text: all of it. Where data spells a special token, a stand-in is in place of its first character.
-        said: for each message of the assistant, what it says up to the end of its turn.
-        stand_ins: stand-in → the character that it is in place of.
+        text: the rendered text. In data, the first character of each special token is replaced by a placeholder.
+        said: for each assistant message, the span up to and including the end of its turn.
+        stand_ins: maps placeholders to the original characters.
     """
 
     text: str
@@ -57,19 +57,19 @@ class Rendered(NamedTuple):
     stand_ins: Mapping[str, str]
 
     def spelled(self, start: int, stop: int) -> str:
-        """The characters [start, stop) with those that belong in place of stand-ins."""
+        """Returns the characters [start, stop) with the original characters instead of placeholders."""
         return self.text[start:stop].translate(
             {ord(stand_in): character for stand_in, character in self.stand_ins.items()}
         )
 
 
 class TemplateFacts(NamedTuple):
-    """Facts of a template that its text shows.
+    """Properties of a template, from its source.
 
     Attributes:
-        texts: all texts in it.
-        undeclared: the variables that it uses and does not set.
-        has_generation: whether it tells by `{% generation %}` what the assistant says.
+        texts: all texts in the template.
+        undeclared: variables that the template uses but does not set.
+        has_generation: True if the template marks assistant messages with `{% generation %}`.
     """
 
     texts: tuple[str, ...]
@@ -78,21 +78,21 @@ class TemplateFacts(NamedTuple):
 
 
 class JinjaTemplate:
-    """A template, compiled.
+    """A compiled template.
 
     Attributes:
-        facts: those of it.
+        facts: properties of the template.
     """
 
     def __init__(self, source: str):
-        """Raises ChatError when `source` is no template."""
+        """Compiles the template. Raises ChatError if `source` is not a valid template."""
         environment = _environment()
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatError(f'line {error.lineno} is not of a chat template: {_line(error)}') from error
-        # Python's compiler has limits of its own, and expressions of constants are computed here.
+        # Python's compiler has its own limits, and Jinja evaluates constant expressions here.
         except Exception as error:
             raise ChatError(f'the chat template cannot be compiled: {_line(error)}') from error
         constants = (node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str))
@@ -148,7 +148,8 @@ class JinjaTemplate:
                 raise ChatError(_NO_END)
             stop = ends[-1].end()
             if not text.startswith(through[:stop]):
-                # Some leave out the thoughts of earlier turns: then the turn ends with the next such token.
+                # Some templates remove the reasoning of earlier turns. The turn then ends at the next token of this
+                # kind.
                 found = text.find(ends[-1].group(), len(invited))
                 if found < 0:
                     raise ChatError(_NO_END)
@@ -164,13 +165,13 @@ class JinjaTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        # Whatever it does with messages that it was not made for.
+        # A template can raise any exception for unexpected messages.
         except Exception as error:
             raise ChatError(f'the chat template does not take it: {_line(error)}') from error
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` … `{% endgeneration %}` around what the assistant says."""
+    """Jinja extension for `{% generation %}` … `{% endgeneration %}` around assistant messages."""
 
     tags = {'generation'}  # noqa: RUF012 (Jinja declares it so)
 
@@ -184,7 +185,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Names that begin with an underscore would be taken for Python's own by what handles the object."""
+    """Namespace that refuses names with a leading underscore, which could be confused with Python's own attributes."""
 
     def __init__(*args: Any, **names: Any) -> None:
         namespace, *given = args
@@ -206,7 +207,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    # Jinja's own escapes HTML.
+    # Jinja's own filter escapes HTML.
     environment.filters['tojson'] = _to_json
     environment.globals |= {'raise_exception': _raise, 'namespace': _Namespace}
     return environment
@@ -236,7 +237,7 @@ def _hide(
 
 
 def _take_marks(text: str) -> tuple[str, list[Span]]:
-    """The text without the marks, and what was between them."""
+    """Returns the text without markers, and the spans between the markers."""
     spans: list[Span] = []
     parts: list[str] = []
     length = 0
@@ -250,7 +251,7 @@ def _take_marks(text: str) -> tuple[str, list[Span]]:
 
 
 def _with_end(text: str, span: Span, special: tuple[str, ...]) -> Span:
-    """The span up to the special token that ends it; if a template leaves that outside, it must be the next."""
+    """Extends a span by the special token that follows it, unless the span already ends with a special token."""
     if text.endswith(special, *span):
         return span
     end = special_token_pattern(special).match(text, span.stop)

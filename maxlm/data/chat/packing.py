@@ -1,7 +1,8 @@
-"""Packing: whole conversations, or pairs of answers, put together into windows of a fixed length.
+"""Packs complete conversations or preference pairs into sequences of a fixed length.
 
-Online best fit: a conversation goes into the fullest of the open windows that has room for it. Windows are written as
-they fill up; what is written depends on the conversations and their order alone.
+The algorithm is online best fit: each conversation goes into the fullest open sequence with enough space. A sequence
+is written when it is full, or when too many sequences are open. The result depends only on the conversations and their
+order.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ import numpy as np
 
 from maxlm.data.chat.token_flags import DOCUMENT_START_BIT, IGNORE_BIT, TokenDocument
 
-# Windows that wait for what still fits. More would leave less padding, and take memory: each is a window of tokens.
+# Maximum number of open sequences. More would reduce padding but need more memory.
 OPEN_WINDOWS = 512
 
 
 @dataclasses.dataclass
 class ChatCounts:
-    """What became of the conversations of a split.
+    """Counts of the conversations of a split.
 
     Attributes:
-        predicted: tokens that are learned.
-        padding: tokens that only fill up windows.
-        shortened: conversations that were cut at the end of a turn.
-        left_out: conversations of which no turn of the assistant fits into a window.
+        predicted: number of tokens that are targets of the loss.
+        padding: number of padding tokens.
+        shortened: number of conversations that were cut at the end of a turn.
+        left_out: number of conversations that were skipped because no turn of the assistant fits into a sequence.
     """
 
     predicted: int = 0
@@ -34,41 +35,41 @@ class ChatCounts:
     left_out: int = 0
 
     def add(self, other: ChatCounts) -> None:
-        """Counts in those of another part of the split."""
+        """Adds the counts of another part of the split."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 @dataclasses.dataclass
 class PairCounts(ChatCounts):
-    """What became of the pairs of answers of a split; `left_out` are those longer than a window, none is shortened.
+    """Counts of the preference pairs of a split. `left_out` counts pairs longer than a sequence; no pair is shortened.
 
     Attributes:
-        undecided: pairs that are left out since both answers are the same, or one is empty.
+        undecided: number of pairs that were skipped because the answers are equal or one is empty.
     """
 
     undecided: int = 0
 
 
 class Packer:
-    """Whole conversations → windows of `window` marked tokens, which follow each other in a shard.
+    """Packs documents into consecutive sequences of `window` tokens with flags.
 
-    A conversation that is longer is cut behind the last turn of the assistant that fits; a pair of answers is left out.
-    A text that is longer is cut into windows. What is left of a window is filled up with ends of document that are not
-    learned, in a segment of their own.
+    A longer conversation is cut after the last turn of the assistant that fits. A longer preference pair is skipped. A
+    longer text is split into sequences. The rest of a sequence is padded with end-of-document tokens, which form their
+    own document and are not targets of the loss.
     """
 
     def __init__(self, window: int, *, end_of_document: int, counts: ChatCounts):
         self._window = window
         self._end = np.uint32(end_of_document) | IGNORE_BIT
         self._counts = counts
-        # (room, number of the window) ascending, and the documents of each.
+        # Ascending (free tokens, number of the sequence), and the documents of each open sequence.
         self._rooms: list[tuple[int, int]] = []
         self._open: dict[int, list[np.ndarray]] = {}
         self._next = 0
 
     def add(self, document: TokenDocument) -> list[np.ndarray]:
-        """Takes a document; returns the documents of the windows that are then complete, the last with padding."""
+        """Adds a document. Returns the documents of the completed sequences; the last of each includes the padding."""
         done: list[np.ndarray] = []
         for part in self._parts(document):
             place = bisect.bisect_left(self._rooms, (len(part), 0))
@@ -84,20 +85,20 @@ class Packer:
         return done
 
     def finish(self) -> list[np.ndarray]:
-        """The documents of all windows that are still open."""
+        """Returns the documents of all open sequences."""
         done: list[np.ndarray] = []
         while self._rooms:
             done += self._close()
         return done
 
     def _close(self) -> list[np.ndarray]:
-        """The fullest window."""
+        """Returns the documents of the fullest sequence."""
         room, number = self._rooms.pop(0)
         documents = self._open.pop(number)
         if room:
             padding = np.full(room, self._end, np.uint32)
             padding[0] |= DOCUMENT_START_BIT
-            # Not a document of its own, which would be counted.
+            # The padding is appended to the last document, so that it is not counted as a document.
             documents[-1] = np.concatenate([documents[-1], padding])
             self._counts.padding += room
         return documents
@@ -111,7 +112,7 @@ class Packer:
             for part in parts:
                 part[0] |= DOCUMENT_START_BIT | IGNORE_BIT
             return parts
-        # Room for the end of document, unless the turn ends with it.
+        # Space for the end-of-document token, unless the turn ends with it.
         end = self._end & ~IGNORE_BIT
         fits = [stop for stop in document.turn_ends if stop + int(tokens[stop - 1] != end) <= window]
         if not fits:

@@ -1,4 +1,4 @@
-"""What a preparation does with conversations: which template spells them, with which special tokens and variables."""
+"""Chooses chat template, special tokens and template variables for data preparation."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 
 DEFAULT_TEMPLATE = 'chatml'
-# What lies beside a `tokenizer.json` of Transformers, and may hold names of tokens and a template.
+# Transformers' configuration file in the directory of `tokenizer.json`. It may contain special tokens and a template.
 TOKENIZER_CONFIG = 'tokenizer_config.json'
-# Special tokens that begin a text, where nothing tells which one does.
+# Candidates for the beginning-of-text token if the configuration does not name one.
 BEGINNINGS = ('<|begin_of_text|>', '<s>', '<bos>', '<|bos|>')
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatRecipe:
-    """How conversations are spelled and written.
+    """Settings for rendering and packing conversations.
 
     Attributes:
-        name: of the template, as it was given.
-        source: the template.
-        special_tokens: what the tokenizer gets as special tokens, where it does not have them.
-        variables: names and values of the template's variables that came with the tokenizer.
-        window: tokens of the windows that conversations are packed into; 0 = they are not packed.
+        name: name of the template as given.
+        source: source of the template.
+        special_tokens: special tokens to add to the tokenizer if they are missing.
+        variables: names and values of the template's variables from the tokenizer's configuration.
+        window: tokens per packed sequence; 0 = no packing.
     """
 
     name: str
@@ -42,14 +42,14 @@ class ChatRecipe:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The texts that the template writes."""
+        """Texts that occur in the template."""
         return self._template.texts
 
     def with_tokens(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The tokenizer with the special tokens.
+        """Returns the tokenizer with the special tokens added.
 
         Raises:
-            InputError: it cannot have them, or the template does not spell a conversation with them.
+            InputError: the tokens cannot be added, or the template cannot render a conversation with them.
         """
         tokenizer = tokenizer.with_special_tokens(self.special_tokens)
         template = ChatTemplate(self.template_for(tokenizer), name=self.name)
@@ -62,7 +62,11 @@ class ChatRecipe:
         return tokenizer
 
     def template_for(self, tokenizer: Tokenizer) -> str:
-        """The source of the template that knows its variables: what is not told is the end of document."""
+        """Returns the source of the template with its variables set.
+
+        Variables without a known value get the end-of-document token, but `bos_token` gets a token of BEGINNINGS if the
+        tokenizer has one.
+        """
         special = {token.content for token in tokenizer.special_tokens.values()}
         end = tokenizer.special_tokens[tokenizer.end_of_document].content
         values = dict.fromkeys(VARIABLES, end)
@@ -76,18 +80,18 @@ class ChatRecipe:
 
 
 def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str], window: int) -> ChatRecipe:
-    """The recipe for a template and a tokenizer as the command has them.
+    """Returns the recipe for the command-line options of a template and a tokenizer.
 
     Args:
-        given: a name of TEMPLATES or a file; '' = what lies beside the tokenizer, or DEFAULT_TEMPLATE.
-        tokenizer: its spec; files are looked for beside that of a file.
-        special_tokens: besides those that the template shows.
+        given: name in TEMPLATES, or a file; '' = the template in the tokenizer's directory, or DEFAULT_TEMPLATE.
+        tokenizer: spec of the tokenizer. If it is a file, its directory is searched for a template.
+        special_tokens: special tokens in addition to those in the template.
         window: see `ChatRecipe`.
 
     Raises:
-        InputError: there is no such template, or a file is damaged.
+        InputError: the template does not exist, or a file is damaged.
     """
-    # A spec that names no file has no directory either.
+    # Other specs have no directory.
     directory = Path(tokenizer).parent if Path(tokenizer).is_file() else None
     config = _read_config(directory / TOKENIZER_CONFIG) if directory else {}
     beside = directory / CHAT_TEMPLATE_FILE if directory else Path(CHAT_TEMPLATE_FILE)
@@ -121,7 +125,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _template_in(config: dict[str, Any]) -> str:
-    """The template that older versions of Transformers keep in there, or the one of several that is the default."""
+    """Returns the template from the configuration, where older versions of Transformers store it; '' if there is none.
+
+    A list of templates contains one that is named `default`.
+    """
     kept = config.get('chat_template')
     if isinstance(kept, list):
         kept = {entry.get('name'): entry.get('template') for entry in kept if isinstance(entry, dict)}.get('default')
@@ -129,6 +136,6 @@ def _template_in(config: dict[str, Any]) -> str:
 
 
 def _content(token: Any) -> str:
-    """A token, which older versions write as an object."""
+    """Returns the text of a token, which older versions store as an object; '' if there is none."""
     token = token.get('content') if isinstance(token, dict) else token
     return token if isinstance(token, str) else ''

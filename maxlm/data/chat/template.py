@@ -1,7 +1,7 @@
-"""Chat templates: how a conversation is spelled, in Jinja, with the rules of Transformers.
+"""Chat templates in Jinja, compatible with Transformers.
 
-Templates come with models from anywhere, so they are rendered by `chat_process`, within limits. The templates of this
-file need none, and are rendered in this process, which costs less.
+Templates from other sources are untrusted, so `template_process` renders them within limits. The templates in this file
+are rendered in this process, which is faster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from maxlm.data.documents.conversation import Message
 from maxlm.errors import InputError, os_message
 from maxlm.storage.regular_files import read_text
 
-# OpenAI's ChatML, with the calls of tools as Hermes and Qwen write them.
+# OpenAI's ChatML, with tool calls in the format of Hermes and Qwen.
 CHATML = """\
 {%- if tools %}
     {{- '<|im_start|>system\\nTools:\\n' }}
@@ -47,7 +47,7 @@ CHATML = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-# Llama 3's, for texts alone.
+# Llama 3's template without tool calls.
 LLAMA3 = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -68,36 +68,37 @@ LLAMA3 = """\
 {%- endif %}
 """
 TEMPLATES = {'chatml': CHATML, 'llama3': LLAMA3}
-# What a template may ask of the tokenizer.
+# Variables of the tokenizer that a template may use.
 VARIABLES = ('bos_token', 'eos_token', 'pad_token', 'unk_token')
-# Spellings of special tokens that are known as such wherever a template has them.
+# Texts that are recognized as special tokens in a template.
 _SPECIAL = re.compile(r'<\|[^<>|\s]+\|>|<(?:start|end)_of_turn>')
-# What `set_variables` writes.
+# Prefix that `set_variables` writes.
 _SET = re.compile(r'(?:\{%- set \w+ = "(?:[^"\\\n]|\\.)*" %\}\n)*')
-# Characters of a template, far more than any model has.
+# Maximum number of characters of a template, far more than known models use.
 _MAX_SOURCE = 4 << 20
 
 
 class ChatTemplate:
-    """A template, compiled.
+    """A compiled chat template.
 
     Attributes:
-        source: Jinja.
-        texts: all texts in it.
-        tokens: the special tokens that these spell, as far as it shows: `<|…|>` and `<start_of_turn>`.
-        variables: those of VARIABLES that it uses and does not set.
-        has_generation: whether it tells by `{% generation %}` what the assistant says.
+        source: Jinja source.
+        texts: all texts in the template.
+        tokens: special tokens in these texts that are recognized by their form: `<|…|>` and `<start_of_turn>`.
+        variables: elements of VARIABLES that the template uses but does not set.
+        has_generation: True if the template marks assistant messages with `{% generation %}`.
     """
 
     def __init__(self, source: str, *, name: str, limits: RenderLimits | None = None):
-        """
+        """Compiles a template.
+
         Args:
-            source: Jinja.
-            name: that of the template in messages.
-            limits: those of a template that is none of TEMPLATES; None = the default.
+            source: Jinja source.
+            name: name of the template in messages.
+            limits: limits of a template that is not in TEMPLATES; None = the default.
 
         Raises:
-            InputError: `source` is no template, or is beyond the limits.
+            InputError: `source` is not a valid template or exceeds the limits.
         """
         self.source = source
         if len(source) > _MAX_SOURCE:
@@ -125,16 +126,16 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         add_generation_prompt: bool = False,
     ) -> Rendered:
-        """Messages as Transformers' `apply_chat_template` spells them; `said` is empty.
+        """Renders messages like `apply_chat_template` of Transformers. `said` is empty.
 
         Args:
             messages: JSON objects with `role` and `content`.
-            special: spellings that have stand-ins where data has them.
+            special: special tokens to escape in the data.
             tools: JSON values.
-            add_generation_prompt: whether what begins a turn of the assistant comes last.
+            add_generation_prompt: whether to append the beginning of an assistant turn.
 
         Raises:
-            ChatError: the template refuses the messages, fails, or is beyond its limits.
+            ChatError: the template rejects the messages, fails, or exceeds its limits.
         """
         return self._template.render(
             messages, special=special, tools=tools, add_generation_prompt=add_generation_prompt
@@ -143,24 +144,26 @@ class ChatTemplate:
     def render_said(
         self, messages: Sequence[Message], *, special: Sequence[str], tools: Sequence[Any] = ()
     ) -> Rendered:
-        """The same with what the assistant says, each time up to and with the special token that ends its turn.
+        """Renders messages and finds the assistant messages, each up to and including the special token that ends its
+        turn.
 
-        Without `{% generation %}` that is what comes between the text that invites the assistant and the next turn.
+        Without `{% generation %}`, an assistant message starts after the generation prompt.
 
         Raises:
-            ChatError: as above, or it cannot be told, or nothing special ends a turn.
+            ChatError: the template fails as in `render`, the messages cannot be found, or a turn has no special token
+                at its end.
         """
         return self._template.render_said(messages, special=special, tools=tools)
 
 
 def set_variables(source: str, values: Mapping[str, str]) -> str:
-    """The source of a template that knows the values of its variables without a tokenizer."""
+    """Returns the source of a template with the values of its variables prepended."""
     lines = (f'{{%- set {name} = {json.dumps(value, ensure_ascii=False)} %}}\n' for name, value in values.items())
     return ''.join(lines) + source
 
 
 def load_template(given: str) -> ChatTemplate:
-    """The template of a name of TEMPLATES, or of a file. Raises InputError when there is none such."""
+    """Loads a template by its name in TEMPLATES or from a file. Raises InputError if neither exists."""
     if given in TEMPLATES:
         return ChatTemplate(TEMPLATES[given], name=given)
     try:
@@ -175,5 +178,5 @@ def load_template(given: str) -> ChatTemplate:
     return ChatTemplate(source, name=given)
 
 
-# File of the chat template, beside the tokenizer. Transformers has the same name.
+# File of the chat template in the tokenizer's directory. Transformers uses the same name.
 CHAT_TEMPLATE_FILE = 'chat_template.jinja'

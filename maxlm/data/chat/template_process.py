@@ -1,10 +1,10 @@
-"""A process that renders chat templates from elsewhere, within limits of CPU time and memory.
+"""Renders untrusted chat templates in a separate process with limits of CPU time and memory.
 
-A template can compute for ever in nested loops, or make a text of any length with one operator. A rule about its
-operators would not hold for all filters, so the kernel ends the process at its limits.
+A template can run forever in nested loops, or build a text of any length with one operator. Restricting the operators
+would not cover all filters. Therefore the kernel kills the process at its limits.
 
-A request is the source of a template, then JSON: `[method, arguments…]`. It is answered by `['value', result]` or
-`['error', line]`, also JSON. A length comes before each of them.
+A request consists of the source of a template and a JSON list `[method, arguments…]`. The response is the JSON list
+`['value', result]` or `['error', message]`. Each part is preceded by its length.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ from maxlm.data.documents.conversation import Message
 from maxlm.storage.json_text import parse_json
 
 _LENGTH = struct.Struct('>Q')
-# Neither the environment nor the user's folder; modules come from where this process has them.
+# The process ignores the environment and the user's site directory. It imports modules from the paths of its parent.
 _COMMAND = (
     *('-I', '-S', '-c'),
     'import sys; sys.path[:] = sys.argv[2:]; from maxlm.data.chat.template_process import main; main(sys.argv[1])',
 )
-# Templates that stay compiled.
+# Number of compiled templates in the cache.
 _KEPT = 8
 
 
 class RenderLimits(NamedTuple):
-    """Limits of one conversation; the sizes grow with it.
+    """Limits for rendering one conversation.
 
     Attributes:
-        cpu_seconds: CPU time, which the kernel rounds up to a whole second.
-        memory_bytes, memory_per_byte: address space, and what each byte of the conversation adds.
-        output_bytes, output_per_byte: characters of the rendered conversation, likewise.
+        cpu_seconds: CPU time. The kernel rounds it up to full seconds.
+        memory_bytes: address space.
+        memory_per_byte: additional address space per byte of the request.
+        output_bytes: number of characters of the rendered conversation.
+        output_per_byte: additional characters per byte of the request.
     """
 
     cpu_seconds: float = 20.0
@@ -59,29 +61,29 @@ class RenderLimits(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Elapsed time after which the process is ended even if it has used little CPU time."""
+        """Timeout in seconds, which applies even if the process uses little CPU time."""
         return 30 + 5 * self.cpu_seconds
 
 
 class RemoteTemplate:
-    """A template that another process compiles and renders, with the methods of JinjaTemplate.
+    """A template that another process compiles and renders. It has the methods of JinjaTemplate.
 
     Attributes:
-        facts: those of it.
+        facts: properties of the template.
     """
 
     def __init__(self, source: str, limits: RenderLimits | None = None):
-        """Raises ChatError when `source` is no template, or is beyond the limits."""
+        """Raises ChatError if `source` is not a valid template or exceeds the limits."""
         self._source, self._limits = source, limits or RenderLimits()
         texts, undeclared, has_generation = self._ask('facts')
         self.facts = TemplateFacts(tuple(texts), tuple(undeclared), has_generation)
 
     def render(self, messages: Sequence[Message], **options: Any) -> Rendered:
-        """See JinjaTemplate. Raises ChatError also beyond the limits."""
+        """See JinjaTemplate. Also raises ChatError if the template exceeds the limits."""
         return _rendered(self._ask('render', list(messages), options))
 
     def render_said(self, messages: Sequence[Message], **options: Any) -> Rendered:
-        """See JinjaTemplate. Raises ChatError also beyond the limits."""
+        """See JinjaTemplate. Also raises ChatError if the template exceeds the limits."""
         return _rendered(self._ask('render_said', list(messages), options))
 
     def _ask(self, *request: Any) -> Any:
@@ -89,13 +91,13 @@ class RemoteTemplate:
 
 
 def main(limits: str) -> None:
-    """Serves requests on the standard streams until the first is closed; the kernel ends it at its limits.
+    """Serves requests on stdin and stdout until stdin is closed. The kernel kills the process at its limits.
 
     Args:
         limits: RenderLimits as JSON.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A parent may ignore or block this signal, and a new process inherits that.
+    # A parent process may ignore or block this signal, and a new process inherits that.
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGXCPU})
     template = functools.lru_cache(_KEPT)(JinjaTemplate)
@@ -117,7 +119,7 @@ def main(limits: str) -> None:
 
 
 class _Renderer:
-    """The process, started when it is first asked, and again after it was ended."""
+    """Handle of the rendering process, which starts at the first request and restarts after it was killed."""
 
     def __init__(self, owner: int, limits: RenderLimits):
         self._owner, self._limits = owner, limits
@@ -126,7 +128,7 @@ class _Renderer:
         atexit.register(self._close)
 
     def ask(self, source: str, request: Sequence[Any]) -> Any:
-        """The result of a request about a template. Raises ChatError."""
+        """Returns the result of a request. Raises ChatError."""
         try:
             data = json.dumps(request, default=_plain).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -148,7 +150,7 @@ class _Renderer:
             except (OSError, EOFError, ValueError):
                 raise ChatError(self._reason()) from None
             except BaseException:
-                # Its answer would be read as that to the next request.
+                # The response would be read as the response to the next request.
                 self._close()
                 raise
         if kind != 'value':
@@ -156,7 +158,7 @@ class _Renderer:
         return result
 
     def _reason(self) -> str:
-        """Why there is no answer; the process is ended."""
+        """Returns the reason for a missing response, and kills the process."""
         assert self._process is not None
         try:
             code = self._process.wait(1)
@@ -169,7 +171,7 @@ class _Renderer:
 
     def _close(self) -> None:
         process, self._process = self._process, None
-        # A fork of this process must not end it.
+        # A forked copy must not kill the process.
         if process is None or self._owner != os.getpid():
             return
         process.kill()
@@ -181,12 +183,12 @@ class _Renderer:
 
 @functools.lru_cache
 def _renderer(process_id: int, limits: RenderLimits) -> _Renderer:
-    """Returns the renderer of a process; forks do not share it."""
+    """Returns the renderer of a process. Forks do not share it."""
     return _Renderer(process_id, limits)
 
 
 def _plain(value: Any) -> Any:
-    """Returns the text of a value that JSON does not have, such as a date."""
+    """Converts a value that JSON does not support, such as a date, to a dict or text."""
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
@@ -203,7 +205,7 @@ def _start(limits: RenderLimits) -> subprocess.Popen[bytes]:
 
 def _limit(kind: int, value: int) -> None:
     hard = resource.getrlimit(kind)[1]
-    # Not every system has each limit.
+    # Some systems do not support all limits.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
@@ -231,7 +233,7 @@ def _write(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _wait(pipe: IO[bytes], seconds: float) -> None:
-    """Waits until there is something to read, or the end of it. Raises TimeoutError."""
+    """Waits until the pipe is readable or closed. Raises TimeoutError."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     if not poll.poll(1000 * seconds):

@@ -1,7 +1,7 @@
-"""Loss masks in token ids: their top bits say whether a token is a target and where documents begin.
+"""Loss masks in token ids. The top bits mark tokens that are no targets and tokens that start documents.
 
-Conversations need both. Only what the assistant says is learned, and the token that ends its turn may be the very one
-that ends documents elsewhere, so that the ends of documents cannot be told by an id.
+Conversations need both flags. The loss covers only messages of the assistant. The token at the end of a turn may be the
+end-of-document token, so document boundaries cannot be found by id.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The bits of a marked token, a uint32. Ids are below both.
+# Flags of a token, which is a uint32. Ids are smaller than both flags.
 IGNORE_BIT = np.uint32(1 << 31)
 DOCUMENT_START_BIT = np.uint32(1 << 30)
 ID_MASK = np.uint32((1 << 30) - 1)
 
 
 class TokenDocument(NamedTuple):
-    """A document as it is written.
+    """A tokenized document.
 
     Attributes:
-        tokens: ids or marked tokens with the end of document, uint32 [number of tokens].
-        turn_ends: of a conversation, numbers of tokens up to and with the ends of the assistant's turns, ascending;
-            () of a pair of answers, two documents that stay together; None for a text, which may be cut anywhere.
+        tokens: ids or tokens with flags, including the end-of-document token, uint32 [number of tokens].
+        turn_ends: for a conversation, the ascending ends of the assistant's turns as numbers of tokens; () for a
+            preference pair, whose two documents stay together; None for a text, which may be split anywhere.
     """
 
     tokens: np.ndarray
@@ -30,13 +30,13 @@ class TokenDocument(NamedTuple):
 
 
 def encode_flags(ids: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-    """A document as marked tokens: uint32 [number of tokens].
+    """Adds flags to the tokens of a document: uint32 [number of tokens].
 
-    The first is never predicted: no document tells how the next begins.
+    The first token is never a target, because a document does not predict the beginning of the next document.
 
     Args:
-        ids: its token ids, [number of tokens].
-        predicted: whether each counts as a target, bool [number of tokens].
+        ids: token ids, [number of tokens].
+        predicted: True for targets of the loss, bool [number of tokens].
     """
     marked = ids.astype(np.uint32)
     marked[~predicted] |= IGNORE_BIT
@@ -45,9 +45,9 @@ def encode_flags(ids: np.ndarray, predicted: np.ndarray) -> np.ndarray:
 
 
 def encode_stream_flags(stream: np.ndarray, end_of_document: int) -> np.ndarray:
-    """Marks a stream of ids in which `end_of_document` ends documents: all but the first of each is predicted.
+    """Adds flags to a stream in which `end_of_document` ends documents. The first token of each document is no target.
 
-    Its own first token stays unmarked, since a stream does not tell what is before it.
+    The first token of the stream gets no flags, because the token before it is unknown.
     """
     marked = stream.astype(np.uint32)
     marked[1:][stream[:-1] == end_of_document] |= IGNORE_BIT | DOCUMENT_START_BIT
@@ -55,15 +55,15 @@ def encode_stream_flags(stream: np.ndarray, end_of_document: int) -> np.ndarray:
 
 
 def token_ids(marked: np.ndarray) -> np.ndarray:
-    """The ids of marked tokens, in their shape."""
+    """Returns the ids of tokens with flags, of the same shape."""
     return marked & ID_MASK
 
 
 def is_target(marked: np.ndarray) -> np.ndarray:
-    """Whether each marked token counts as a target, bool in their shape."""
+    """Returns True for each token that is a target of the loss, bool of the same shape."""
     return (marked & IGNORE_BIT) == 0
 
 
 def is_document_start(marked: np.ndarray) -> np.ndarray:
-    """Whether each marked token begins a document, bool in their shape."""
+    """Returns True for each token that starts a document, bool of the same shape."""
     return (marked & DOCUMENT_START_BIT) != 0
