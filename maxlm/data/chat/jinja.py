@@ -148,8 +148,7 @@ class JinjaTemplate:
                 raise ChatError(_NO_END)
             stop = ends[-1].end()
             if not text.startswith(through[:stop]):
-                # Some templates remove the reasoning of earlier turns. The turn then ends at the next token of this
-                # kind.
+                # Some templates remove the reasoning of earlier turns. The turn then ends at the next such token.
                 found = text.find(ends[-1].group(), len(invited))
                 if found < 0:
                     raise ChatError(_NO_END)

@@ -73,7 +73,11 @@ class CachePolicy:
         return self._planned[0] if self._planned else -1
 
     def admit(self, use: PlannedRead) -> bool:
-        """Plans a read and evicts files for it. Returns False if the files that are still needed leave no space.
+        """Plans a read and evicts unused files for it.
+
+        Returns:
+            True if the read is planned or in the past. False if the files that are still needed leave no space for it,
+            or if MAX_PLANNED reads are planned.
 
         Raises:
             InputError: the files of the current step do not fit into the cache.

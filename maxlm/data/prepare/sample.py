@@ -79,6 +79,6 @@ class Preview:
             for documents, _ in read_batches(group, self.reading, left_out=[]):
                 yield from document_filter.keep(documents)
         except TransientError as error:
-            # A sample without the rest of the partition would depend on when the storage failed.
+            # Skipping the rest makes the sample depend on the time of the failure, so it requires --skip-failed.
             if not self.skip_failed:
                 raise InputError(f'{error}; run the same again, what is finished is kept') from error

@@ -154,7 +154,7 @@ def deduplicate(surveys: Sequence[ScanTask], on_step: Callable[[int, int], None]
     Raises:
         InputError: a result is missing or cannot be written.
     """
-    # The sort is stable.
+    # The sort is stable, so both kinds keep their order.
     order = sorted(range(len(surveys)), key=lambda place: not surveys[place].group.is_validation)
     cleaning = surveys[0].cleaning
     corpus = identity_of([surveys[place].identity for place in order], dataclasses.asdict(cleaning))
