@@ -1,1 +1,1 @@
-"""Checkpoints: saves, restores, checksums, initial parameters."""
+"""Saves, restores, verifies and lists checkpoints."""

@@ -1,4 +1,4 @@
-"""One step on its way to the disk or the bucket, in the background, and what kept it from there."""
+"""Asynchronous save of one step."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from maxlm.errors import os_message
 from maxlm.runtime.barrier import PeerError, SaveTransaction
 from maxlm.storage.errors import http_status, redact
 
-# A save that is not through by then is given up.
+# Timeout of a save.
 TIMEOUT_SECONDS = 3600
-# What those who write besides one that failed get to end.
+# Timeout for the remaining writer threads after one of them failed.
 LINGER_SECONDS = 10.0
 
-# How TensorStore words the errors of systems and of buckets.
+# Format of operating-system errors in TensorStore's messages.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _MAX_REASON_CHARS = 160
 
 
 class AsyncSave:
-    """The save of one step; made anew for each, since what Orbax has of one that failed fails again."""
+    """Asynchronous save of one step. Use a new instance for each step, because Orbax keeps errors of a failed save."""
 
     def __init__(self, transaction: SaveTransaction, on_end: Callable[[str], None]):
         """
         Args:
-            joint: with the other processes.
-            on_end: called from a thread, once, with why the step could not be written, or '' when it is there.
+            transaction: coordinates the save with the other processes.
+            on_end: called once from a background thread with the failure reason, or '' after a successful save.
         """
         self._transaction = transaction
         self._on_end = on_end
-        # Made in the background, directories that cannot be made leave threads that wait for them for minutes. Of
-        # several processes only the first makes them, and the others would wait in a collective.
+        # If Orbax fails to create directories in the background, its threads wait for minutes, so a single process
+        # creates them in the foreground. With several, only process 0 would, and the others would wait in a collective.
         options = ocp.options.AsyncOptions(
             timeout_secs=TIMEOUT_SECONDS,
             barrier_sync_fn=transaction.barrier,
@@ -55,11 +55,11 @@ class AsyncSave:
         self._thread = threading.Thread(target=self._wait, name='save')
 
     def begin(self, directory: epath.Path, items: ocp.args.Composite) -> None:
-        """Copies the arrays off the device and lets them be written. What fails from here on is told to `on_end`."""
-        # For good: threads of a save that failed complain after its end.
+        """Copies the arrays off the device and starts writing them. Later failures are reported to `on_end`."""
+        # The filter is permanent, because threads of a failed save still log errors after its end.
         dedupe_logs()
         try:
-            # What is left there of another try is deleted.
+            # `force` deletes the remains of an earlier attempt.
             self._checkpointer.save(directory, args=items, force=True)
         except Exception as error:
             self._end(error)
@@ -67,7 +67,7 @@ class AsyncSave:
             self._thread.start()
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Waits until it is written or has failed, at most so many seconds; returns whether it is over."""
+        """Waits at most `seconds` for the save to end. Returns True if it has ended, successfully or not."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -75,7 +75,7 @@ class AsyncSave:
     def _wait(self) -> None:
         try:
             self._checkpointer.wait_until_finished()
-        # Orbax keeps what its threads raise, of whatever kind.
+        # Orbax re-raises any exception of its threads.
         except BaseException as error:
             self._end(error)
         else:
@@ -90,23 +90,23 @@ class AsyncSave:
             if error:
                 _join_writers()
         except Exception:
-            # Whatever it remembers is the same failure.
+            # The checkpointer re-raises the failure that is already being reported.
             pass
         finally:
             self._on_end(reason)
 
 
 def _join_writers() -> None:
-    """Orbax writes in several threads, of which one fails first: what the others still write cannot be removed."""
+    """Waits for Orbax's other writer threads after one failed. Files cannot be removed while they are written."""
     deadline = time.monotonic() + LINGER_SECONDS
     for thread in threading.enumerate():
         if type(thread).__module__.startswith('orbax.'):
-            # Their own join raises what they met.
+            # `join` of Orbax's thread class raises the error of the thread.
             threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 
 
 def failure_reason(error: BaseException) -> str:
-    """Returns the reason of a failure in one short line."""
+    """Returns the failure reason in one short line."""
     text = ' '.join(str(error).split())
     if found := _OS_ERROR.search(text):
         return os.strerror(int(found[1]))

@@ -1,14 +1,13 @@
-"""Checksums of everything in a step, stored with it: what is restored is what was saved, or the step is damaged.
+"""Checksums of all items of a step, stored with the step and verified on restore.
 
     WORKDIR/checkpoints/<step>/checksums/metadata: {"version": 1, "params": {"embedding": "(61, 16) float32 1a2b3c4d"}}
 
-An array's is the sum of its elements' bits, as unsigned integers, each times a weight of its position, modulo 2³². Made
-of integers, it is the same for any sharding and number of processes. Weights are odd: no change of an element times any
-of them is 0, so a change of one element is always found. They are hashes of the position, so that rows or layers that
-changed places are found too.
+The checksum of an array is the weighted sum of its elements' bits, read as unsigned integers, modulo 2³². Integer
+arithmetic makes it independent of the sharding and of the number of processes. Each weight is an odd hash of the
+element's position. An odd weight never maps a changed element to the same product, so a change of one element is
+always detected. Hashed weights also detect rows or layers that were swapped.
 
-The file systems below have checksums of their own at best for what is on its way: bits that flip in array data are
-otherwise restored without a word.
+File systems protect array data at best in transit. Without these checksums, flipped bits would be restored silently.
 """
 
 from __future__ import annotations
@@ -42,40 +41,40 @@ from maxlm.parallel.host_offload import on_host, to_device
 ITEM = 'checksums'
 VERSION = 1
 JSON_ITEMS = ('progress', 'data')
-# Bytes of an array that are read at a time, as whole pieces of it.
+# Bytes of an array that are read at a time, in complete chunks.
 READ_BYTES = 2**26
-# Elements whose weights are made at a time.
+# Elements whose weights are computed at a time.
 CHUNK_ELEMENTS = 2**16
 
 Sums = dict[str, str]  # dotted path → `shape type checksum`
 
 
 def start_checksums(trees: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Has the devices compute the checksums of items of arrays; does not wait for them.
+    """Starts computing the checksums of array items on the devices, without waiting for the results.
 
     Returns:
-        item → uint32 of the sorted dotted paths of its leaves, on all devices.
+        item → uint32 checksums of its leaves, ordered by dotted path and replicated on all devices.
     """
     return {item: _start(tree) for item, tree in trees.items()}
 
 
 def finish_checksums(trees: Mapping[str, Any], started: Mapping[str, jax.Array]) -> dict[str, Sums]:
-    """What `start_checksums` began, with the paths, shapes and types that belong to it."""
+    """Waits for the checksums of `start_checksums` and adds the paths, shapes and dtypes of the arrays."""
     values = jax.device_get(dict(started))
     return {item: _describe(descriptions(tree), values[item]) for item, tree in trees.items()}
 
 
 def json_checksum(content: Mapping[str, Any]) -> Sums:
-    """Of an item that is JSON: of its text with sorted keys."""
+    """Returns the checksum of a JSON item, computed over its text with sorted keys."""
     text = json.dumps(content, sort_keys=True)
     return {'json': f'{zlib.crc32(text.encode()):08x}'}
 
 
 def read_checksums(step_directory: epath.Path) -> dict[str, Sums] | None:
-    """The checksums that lie with a step, by item; None where it was saved without.
+    """Returns the checksums stored with a step, by item, or None if the step was saved without checksums.
 
     Raises:
-        DamagedError: they cannot be read.
+        CorruptCheckpointError: the checksums cannot be read.
     """
     path = step_directory / ITEM
     if not path.is_dir():
@@ -88,10 +87,10 @@ def read_checksums(step_directory: epath.Path) -> dict[str, Sums] | None:
 
 
 def check_items(step_directory: epath.Path, stored: Mapping[str, Sums]) -> None:
-    """Whether all items are there that were saved.
+    """Checks that every item with a stored checksum exists.
 
     Raises:
-        DamagedError: one is missing.
+        CorruptCheckpointError: an item is missing.
     """
     for item in sorted(stored):
         if not (step_directory / item).is_dir():
@@ -102,12 +101,12 @@ def verify_checksums(path: epath.Path, stored: Mapping[str, Sums], found: Sums) 
     """Compares the checksums of one item.
 
     Args:
-        path: of the item; its name is looked up in `stored`.
-        stored: as `read_checksums` returns them.
-        found: of what was read.
+        path: path of the item; its name is the key in `stored`.
+        stored: result of `read_checksums`.
+        found: checksums of the values that were read.
 
     Raises:
-        DamagedError: they differ; the message names all leaves that do.
+        CorruptCheckpointError: the checksums differ. The message names the first leaf that differs and their number.
     """
     expected = stored.get(path.name)
     if expected is None:
@@ -123,15 +122,15 @@ def verify_checksums(path: epath.Path, stored: Mapping[str, Sums], found: Sums) 
 
 
 def check_descriptions(path: epath.Path, stored: Mapping[str, Sums], found: Mapping[str, str]) -> None:
-    """Whether an item still describes the arrays that were saved: damage of that looks like another model.
+    """Compares the array descriptions of an item with the saved ones. Corrupt descriptions look like another model.
 
     Args:
-        path: of the item.
-        stored: as `read_checksums` returns them.
-        found: `descriptions` of what lies there.
+        path: path of the item.
+        stored: result of `read_checksums`.
+        found: `descriptions` of the item.
 
     Raises:
-        DamagedError: it does not.
+        CorruptCheckpointError: the descriptions differ.
     """
     saved = {name: text.rpartition(' ')[0] for name, text in stored.get(path.name, {}).items()}
     if saved != found:
@@ -143,11 +142,10 @@ def check_descriptions(path: epath.Path, stored: Mapping[str, Sums], found: Mapp
 
 
 def corrupt_arrays(step_directory: epath.Path) -> tuple[list[str], int]:
-    """Reads all of a step, a piece at a time, and compares it with its checksums.
+    """Reads a complete step in chunks and compares it with its checksums.
 
     Returns:
-        One line for each item that is damaged; and the number of checksums that were compared, 0 for a step that was
-        saved without.
+        One line for each corrupt item, and the number of compared checksums. It is 0 if the step has no checksums.
     """
     found: list[str] = []
     try:
@@ -170,21 +168,21 @@ def corrupt_arrays(step_directory: epath.Path) -> tuple[list[str], int]:
 
 
 def array_checksum(values: np.ndarray, first: int = 0) -> int:
-    """The checksum of an array, or the part of one that begins with its element number `first` in C order."""
+    """Returns the checksum of an array, or of a slice of one that starts at element `first` in C order."""
     bits = np.ascontiguousarray(values).reshape(-1)
     bits = bits.view(np.dtype(f'u{bits.dtype.itemsize}'))
     total = 0
-    # The weights of a part stay in the cache, and need no room worth mentioning.
+    # The weights of one chunk fit into the CPU cache and need little memory.
     for start in range(0, bits.size, CHUNK_ELEMENTS):
         chunk = bits[start : start + CHUNK_ELEMENTS]
-        # Positions are counted modulo 2³², as on the device.
+        # Positions wrap at 2³², as on the device.
         positions = np.arange(chunk.size, dtype=np.uint32) + np.uint32((first + start) % 2**32)
         total += int(np.sum(chunk.astype(np.uint32) * _weights(positions), dtype=np.uint32))
     return total % 2**32
 
 
 def _weights(positions: Any) -> Any:
-    """An odd hash of each position, for arrays of NumPy and of JAX; steps of the finalizer of MurmurHash3."""
+    """Returns an odd hash of each position, for NumPy and JAX arrays (steps of the MurmurHash3 finalizer)."""
     hashes = positions * np.uint32(0x9E3779B1)
     hashes = (hashes ^ (hashes >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     hashes = hashes ^ (hashes >> np.uint32(13))
@@ -195,7 +193,7 @@ def _start(tree: Any) -> jax.Array:
     leaves = named_leaves(tree)
     names = sorted(leaves)
     arrays = [jnp.asarray(leaves[name]) for name in names]
-    # One process can read what is on all devices.
+    # Replicated, so that each process can read the sums.
     sharding = arrays[0].sharding
     everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     return _sums(arrays, tuple(BLOCKS in name.split('.') for name in names), everywhere)
@@ -209,7 +207,7 @@ def _sums(arrays: list[jax.Array], stacked: tuple[bool, ...], everywhere: NamedS
 
 def _sum(x: jax.Array, stacked: bool) -> jax.Array:
     if stacked and on_host(x):
-        # A layer at a time, or the device would need room for the stack.
+        # One layer at a time, because the complete stack might not fit into device memory.
         size = np.uint32(math.prod(x.shape[1:]) % 2**32)
         firsts = jnp.arange(x.shape[0], dtype=jnp.uint32) * size
         return jax.lax.map(lambda layer: _sum_from(to_device(layer[0]), layer[1]), (x, firsts)).sum(dtype=jnp.uint32)
@@ -217,7 +215,7 @@ def _sum(x: jax.Array, stacked: bool) -> jax.Array:
 
 
 def _sum_from(x: jax.Array, first: jax.Array) -> jax.Array:
-    """`array_checksum` on a device."""
+    """Computes `array_checksum` on a device."""
     if x.dtype == jnp.bool_:
         bits = x.astype(jnp.uint32)
     else:
@@ -235,7 +233,7 @@ def _describe(texts: Mapping[str, str], values: np.ndarray) -> Sums:
 
 
 def _stored_sums(path: epath.Path) -> Sums:
-    """Checksums of an item of arrays, from where it lies."""
+    """Reads an item of arrays from storage and returns its checksums."""
     tree = item_metadata(path)
     texts, leaves = descriptions(tree), named_leaves(tree)
     context = type_handlers.get_ts_context()
@@ -258,7 +256,7 @@ def _stored_sums(path: epath.Path) -> Sums:
 
 
 def _row_blocks(array: tensorstore.TensorStore) -> Iterator[Any]:
-    """Indices of parts of a stored array: whole pieces, in rows of them."""
+    """Yields indices of row blocks of a stored array. Each block consists of complete chunks."""
     if not array.shape:
         yield ...
         return

@@ -1,4 +1,4 @@
-"""One step from another place, local or a bucket, into a workdir: resumed, checked, visible when it is whole."""
+"""Copies one step from a directory or bucket into a workdir: resumable, verified and atomic."""
 
 from __future__ import annotations
 
@@ -28,16 +28,23 @@ from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.run_storage import cache_directory
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
-# What a step grows in, in the folder of checkpoints.
+# Directory for incomplete copies, inside the directory of checkpoints.
 PARTIAL_DIR = '_fetching'
 OPTIMIZER = 'optimizer'
-# As data.cache_dir has it.
+# Default of data.cache_dir.
 CACHE = '~/.cache/maxlm'
 THREADS = 8
 
 
 class FetchResult(NamedTuple):
-    """The step that was fetched; one that is damaged is not kept."""
+    """Result of fetching a step.
+
+    Attributes:
+        directory: directory of the step.
+        bytes: size of all files, including those of an earlier attempt.
+        num_checksums: number of compared checksums.
+        errors: one line for each corrupt item. A corrupt step is deleted.
+    """
 
     directory: Path
     bytes: int
@@ -46,41 +53,41 @@ class FetchResult(NamedTuple):
 
 
 def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threads: int, show: bool) -> FetchResult:
-    """Copies a step with config, tokenizer and metrics that lie beside it; goes on with what an interrupted run left.
+    """Copies a step and the config, tokenizer and metrics of its run. Resumes an interrupted copy.
 
     Args:
-        checkpoint: `WORKDIR` (its newest step), `WORKDIR@STEP` or `WORKDIR@best`; a directory or a URL.
-        output: workdir that gets it.
-        weights_only: leave out the optimizer state and the metrics.
-        threads: files at a time.
+        checkpoint: `WORKDIR` (newest step), `WORKDIR@STEP` or `WORKDIR@best`; a directory or a URL.
+        output: destination workdir.
+        weights_only: skip the optimizer state and the metrics.
+        threads: number of files to copy in parallel.
         show: show progress on a terminal.
 
     Raises:
-        InputError: it is not there or cannot be had, or `output` has another step of this number.
+        InputError: the checkpoint is missing or cannot be read, or `output` already contains a step of this number.
     """
     workdir, steps = resolve_checkpoint(checkpoint)
     step = steps[-1].step
     source = f'{workdir}/{CHECKPOINTS_DIR}/{step}'
     folder = output.resolve() / CHECKPOINTS_DIR
     finished = folder / str(step)
-    # A step with less in it is no continuation of one with more.
+    # A copy without the optimizer state must not resume a complete copy, or the reverse.
     unfinished = folder / PARTIAL_DIR / f'{step}{"-weights" if weights_only else ""}'
     if finished.exists():
         raise InputError(f'{finished}: there is a checkpoint already; choose another --output')
     files = list_tree(source, unfinished)
     if weights_only:
         files = [file for file in files if file.path.relative_to(unfinished).parts[0] != OPTIMIZER]
-    # Rewritten below when the optimizer is left out: its size says nothing then.
+    # The checksums file is rewritten below without the optimizer, so its size does not show that it is complete.
     rewritten = unfinished / ITEM / JSON_FILE
     if weights_only:
         rewritten.unlink(missing_ok=True)
-    # What a run that goes on from the step writes on.
+    # A run that resumes from the step appends to the metrics.
     sibling_files = (CONFIG, TOKENIZER, CHAT_TEMPLATE) if weights_only else (CONFIG, TOKENIZER, CHAT_TEMPLATE, METRICS)
     files += [file for name in sibling_files for file in _sibling_file(workdir, name, output.resolve())]
     total = sum(file.bytes for file in files)
     missing = [file for file in files if not file.is_there]
     num_bytes_present = total - sum(file.bytes for file in missing)
-    # The bar is not made for several threads.
+    # The progress bar is not thread-safe.
     lock = threading.Lock()
     with progress_bar(total=total, initial=num_bytes_present, unit='B', show=show) as bar:
 
@@ -103,10 +110,10 @@ def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threa
 
 
 def find_local_step(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
-    """As `find_step`; of a checkpoint in a bucket the parameters are fetched into a directory of the cache first.
+    """Returns the directory of a step like `find_step`. Fetches the parameters into the cache if they are in a bucket.
 
     Raises:
-        InputError: there is no such checkpoint, or it cannot be had, or is damaged.
+        InputError: the checkpoint is missing, cannot be read or is corrupt.
     """
     if not is_url(checkpoint):
         return find_step(checkpoint)
@@ -115,7 +122,7 @@ def find_local_step(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
     output = cache_directory(workdir, cache, kind='weights')
     local_step = output / CHECKPOINTS_DIR / str(step)
     if local_step.is_dir() and not _is_copy(local_step, f'{workdir}/{CHECKPOINTS_DIR}/{step}'):
-        # Of another run at the same place, or of this one after it went back.
+        # The copy belongs to another run in the same location, or to this run before a rollback.
         shutil.rmtree(output)
     if not local_step.is_dir():
         logger.info(f'fetching {display_path(workdir)}@{step} to {output}')
@@ -126,7 +133,7 @@ def find_local_step(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
 
 
 def _is_copy(local_step: Path, source: str) -> bool:
-    """Returns whether the checksums of what was fetched earlier are still those of the source."""
+    """Returns True if the checksums of the local copy match those of the source."""
     try:
         there = parse_json(read_bytes(f'{source}/{ITEM}/{JSON_FILE}', limit=MAX_TEXT_BYTES))
         here = parse_json((local_step / ITEM / JSON_FILE).read_bytes())
@@ -143,6 +150,6 @@ def _sibling_file(workdir: str, name: str, output: Path) -> list[RemoteFile]:
     try:
         stat(f'{workdir}/{name}')
     except StorageError:
-        # An import has no config of a run; what needs one says so.
+        # An import has no run config. Code that needs one reports the missing file.
         return []
     return list_tree(f'{workdir}/{name}', output)

@@ -1,4 +1,4 @@
-"""Warm start (`train.init_from`): which parameters of a checkpoint a new run takes, and which start anew.
+"""Warm start (`train.init_from`): loads parameters from a checkpoint and initializes the missing ones.
 
 Shapes: V rows of the vocabulary, D dim.
 """
@@ -29,18 +29,19 @@ from maxlm.training.state import Params
 from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
 from maxlm.workdir.step_dirs import to_path
 
-# Parameter → its axis of token ids.
+# Parameter → its vocabulary axis.
 VOCABULARY = {'embedding': 0, 'head.kernel': 1}
 POSITIONS = 'position_embedding'
 
 
 class VocabResize(NamedTuple):
-    """How a vocabulary becomes larger.
+    """Resize of the vocabulary.
 
     Attributes:
-        num_old_tokens: of the checkpoint's tokenizer. Rows from there on start at the mean of those before.
-        num_new_tokens: of the run's tokenizer.
-        num_old_rows, num_new_rows: of the tables, which may be larger than the tokenizers.
+        num_old_tokens: size of the checkpoint's tokenizer. Later rows are initialized with the mean of the rows before.
+        num_new_tokens: size of the run's tokenizer.
+        num_old_rows: rows of the checkpoint's tables, which may exceed the size of the tokenizer.
+        num_new_rows: rows of the run's tables.
     """
 
     num_old_tokens: int
@@ -56,14 +57,14 @@ class VocabResize(NamedTuple):
 
 
 class InitCheckpoint(NamedTuple):
-    """A checkpoint that was compared with what a run wants of it.
+    """Checkpoint whose parameters were compared with those of a run.
 
     Attributes:
-        step: its directory.
-        item: which parameters are used, see `params_item`.
-        stored: shapes, types and placements of those that are taken over, as they are stored.
-        vocab_resize: of the vocabulary; None = it stays.
-        tokenizer_mismatch: what to do where the run's tokenizer is neither the checkpoint's nor an extension; else ''.
+        step: directory of the step.
+        item: name of the parameter item, see `params_item`.
+        stored: stored shapes, dtypes and shardings of the parameters to load.
+        vocab_resize: resize of the vocabulary, or None if its size stays the same.
+        tokenizer_mismatch: error text if the run's tokenizer neither equals nor extends the checkpoint's, else ''.
     """
 
     step: epath.Path
@@ -74,23 +75,23 @@ class InitCheckpoint(NamedTuple):
 
     @property
     def path(self) -> epath.Path:
-        """Where the parameters lie."""
+        """Path of the parameter item."""
         return self.step / self.item
 
     def missing(self, initial: Params) -> dict[str, jax.Array]:
-        """By dotted name, what of the parameters of a run that starts random the checkpoint has not."""
+        """Returns the freshly initialized parameters that are missing in the checkpoint, by dotted path."""
         stored = named_leaves(self.stored)
         return {name: array for name, array in named_leaves(initial).items() if name not in stored}
 
     def read(self, abstract: Params, missing: Mapping[str, jax.Array]) -> Params:
-        """The parameters that a run starts with, placed as `abstract` says; all processes together.
+        """Reads the initial parameters of a run, sharded like `abstract`. All processes call it together.
 
         Args:
-            abstract: as `open_init_checkpoint` got it.
-            missing: see there.
+            abstract: the argument `abstract` of `open_init_checkpoint`.
+            missing: result of `missing`.
 
         Raises:
-            InputError: they cannot be read, or are not what was saved.
+            InputError: the parameters cannot be read, or differ from the saved ones.
         """
         loaded = named_leaves(restore_params(self.step, self.stored, item=self.item))
 
@@ -110,25 +111,25 @@ class InitCheckpoint(NamedTuple):
 def open_init_checkpoint(
     step: epath.Path, config: Config, abstract: Params, *, tokenizer: Path | None
 ) -> InitCheckpoint:
-    """Compares a step with what a run wants of it, without reading its arrays.
+    """Compares a step with the parameters of a run, without reading its arrays.
 
-    Adapters that it has not start anew. Its vocabulary may be smaller where the run's tokenizer is an extension of the
-    one that lies with it. All else must be there, in the config's shapes.
+    Missing adapters are freshly initialized. The vocabulary may be smaller than the run's if the run's tokenizer
+    extends the checkpoint's. All other parameters must exist with the shapes of the config.
 
     Args:
-        step: as `find_step` returns it.
-        config: resolved.
-        abstract: shapes, types and placements of the config's parameters.
-        tokenizer: `tokenizer.json` of the run; None = the checkpoint's own.
+        step: result of `find_step`.
+        config: resolved config of the run.
+        abstract: shapes, dtypes and shardings of the config's parameters.
+        tokenizer: `tokenizer.json` of the run, or None for the checkpoint's own.
 
     Raises:
-        InputError: it cannot be read, or is of another model. The message says what would be right.
+        InputError: the step cannot be read, or belongs to another model. The message states the remedy.
     """
     item = params_item(step)
     path = to_path(step) / item
     has = named_leaves(item_metadata(path))
     if (sums := checksums.read_checksums(step)) is not None:
-        # What is damaged may look like anything.
+        # A corrupt description could be mistaken for another model.
         checksums.check_descriptions(path, sums, descriptions(has))
     if any(name.endswith(f'.{CODES}') for name in has):
         raise InputError(
@@ -158,16 +159,16 @@ def open_init_checkpoint(
 
 
 def context_change_text(step: epath.Path, config: Config) -> str:
-    """What a run changes in how far its model sees and how it tells positions; '' = nothing, or nobody knows.
+    """Describes how a run changes sequence length and position encoding. Returns '' if nothing changes or is known.
 
     Args:
-        step: that the run starts from; the config beside it tells how it was trained.
-        config: of the run, resolved.
+        step: initial checkpoint of the run. The config of its workdir states how it was trained.
+        config: resolved config of the run.
     """
     before = _read_run_config(step)
     if before is None:
         return ''
-    # An import has no length of a run, and its window is not that of its training.
+    # An imported model has no num_steps, and its data.seq_len is not its training length.
     trained_at = before.data.seq_len if before.train.num_steps else before.model.max_positions
     facts = _position_changes(before.model, config.model, trained_at)
     if trained_at == config.data.seq_len and not facts:
@@ -180,10 +181,10 @@ def context_change_text(step: epath.Path, config: Config) -> str:
 
 
 def load_tokenizer(path: epath.Path) -> Tokenizer:
-    """A `tokenizer.json` on a disk or in a bucket.
+    """Loads a `tokenizer.json` from a disk or a bucket.
 
     Raises:
-        InputError: it cannot be read, or is none.
+        InputError: the file cannot be read, or is not a tokenizer.
     """
     if not str(path).startswith('gs://'):
         return Tokenizer.load(path)
@@ -191,7 +192,7 @@ def load_tokenizer(path: epath.Path) -> Tokenizer:
         return Tokenizer.from_json(path.read_text(), name=str(path))
     except InputError:
         raise
-    except Exception as error:  # of the disk, of a bucket's client
+    except Exception as error:  # Errors of the file system and of the bucket client.
         raise classify_error(str(path), error) from error
 
 
@@ -211,14 +212,14 @@ def _scaling(model: ModelConfig, trained_at: int) -> str:
     if model.rope_scaling == 'none':
         return 'no scaling'
     scaling = f'{model.rope_scaling} ×{model.rope_scaling_factor:g}'
-    # Linear scaling divides all positions, wherever the first training ended.
+    # Linear scaling divides all positions, regardless of the length of the original training.
     if model.rope_scaling == 'linear' or model.original_max_positions == trained_at:
         return scaling
     return f'{scaling} of {model.original_max_positions}'
 
 
 def _read_run_config(step: epath.Path) -> Config | None:
-    """The config of the run that a step is of; None where it cannot be known."""
+    """Returns the config of the run that wrote a step, or None if it is missing or cannot be read."""
     workdir = step.parent.parent
     if not (workdir / CONFIG).exists():
         return None
@@ -285,14 +286,14 @@ def _compare_vocabularies(
     wants: Mapping[str, Any],
     tokenizer: Path | None,
 ) -> tuple[VocabResize | None, str]:
-    """How the vocabulary grows, and what there is to say of the tokenizers where it does not."""
+    """Returns the resize of the vocabulary, and an error text if the tokenizers are incompatible."""
     sizes = {
         (has[name].shape[axis], wants[name].shape[axis])
         for name, axis in VOCABULARY.items()
         if name in has and name in wants and _is_equal_except_axis(has[name].shape, wants[name].shape, axis)
     }
     if len(sizes) != 1:
-        # Of another model, which is said elsewhere.
+        # `check_params` reports shapes of another model.
         return None, ''
     ((rows_before, rows),) = sizes
     if rows < rows_before:
@@ -324,17 +325,16 @@ def _compare_vocabularies(
 
 
 def _is_equal_except_axis(shape: tuple[int, ...], other: tuple[int, ...], axis: int) -> bool:
-    """Whether two shapes are the same but for an axis."""
+    """Returns True if two shapes agree on all axes except `axis`."""
     return (*shape[:axis], *shape[axis + 1 :]) == (*other[:axis], *other[axis + 1 :])
 
 
 def _stored_table(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: int) -> jax.ShapeDtypeStruct:
-    """The table as it is stored, on the device, with all of the vocabulary on each: its size need not divide."""
+    """Returns the stored table on the device, replicated over the vocabulary, whose size may be indivisible."""
     sharding = wanted.sharding
     assert isinstance(sharding, NamedSharding)
     spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     spec[axis] = None
-    # Only the vocabulary may differ.
     before = tuple(shape[axis] if place == axis else size for place, size in enumerate(wanted.shape))
     return jax.ShapeDtypeStruct(
         before, wanted.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind='device')
@@ -342,10 +342,10 @@ def _stored_table(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: in
 
 
 def _resize_table(table: jax.Array, wanted: jax.ShapeDtypeStruct, *, axis: int, num_old_tokens: int) -> jax.Array:
-    """Resizes a table to a shape and sharding; rows from `num_old_tokens` on get the mean of those before.
+    """Resizes a table to a shape and sharding. Rows from `num_old_tokens` on become the mean of the rows before.
 
-    The mean: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models". Rows at their random
-    initialization may be likelier than all others together; the mean is no likelier than these are.
+    Source of the mean: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models". Randomly
+    initialized rows may be more likely than all other tokens together. The mean row is not.
     """
     rows = wanted.shape[axis]
     assert num_old_tokens <= table.shape[axis] <= rows, (num_old_tokens, table.shape, wanted.shape)

@@ -1,4 +1,4 @@
-"""What lies in one item of a step, as it is described there, and reading whose failure is one line."""
+"""Metadata of the items of a step, and readers that report each failure in one line."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from maxlm.storage.errors import ErrorKind, TransientStorageError, error_kind, s
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 
-# The file that holds a JSON item, in the folder of the item's name.
+# File of a JSON item, inside the directory of the item.
 JSON_FILE = 'metadata'
-# OCDBT keeps the bytes of arrays in folders of this name.
+# OCDBT stores array data in directories of this name.
 _DATA_FOLDER = 'd'
 REMEDY = 'verify it with `maxlm checkpoints verify`, or start from an older step with --resume=WORKDIR@STEP'
 
@@ -30,15 +30,15 @@ T = TypeVar('T')
 
 
 class CorruptCheckpointError(InputError):
-    """What is stored in a step cannot be read, or is not what was saved. Another step may be whole."""
+    """An item of a step cannot be read, or differs from the saved item. Another step may be intact."""
 
 
 def translate_errors(path: epath.Path, read: Callable[[], T]) -> T:
-    """Returns `read()`. Errors of Orbax, TensorStore and JSON become one line.
+    """Returns `read()` and converts errors of Orbax, TensorStore and JSON to one line.
 
     Raises:
-        CorruptCheckpointError: it cannot be read.
-        TransientStorageError: its bucket does not answer or denies access, so the step may be intact.
+        CorruptCheckpointError: the item cannot be read.
+        TransientStorageError: the bucket does not respond or denies access, so the step may be intact.
     """
     dedupe_logs()
     try:
@@ -55,10 +55,10 @@ def translate_errors(path: epath.Path, read: Callable[[], T]) -> T:
 
 
 def read_json(item: epath.Path) -> dict[str, Any]:
-    """The content of a JSON item.
+    """Returns the content of a JSON item.
 
     Raises:
-        CorruptCheckpointError: it is missing, or is no JSON object.
+        CorruptCheckpointError: the item is missing, or is not a JSON object.
     """
 
     check_files(item)
@@ -73,16 +73,16 @@ def read_json(item: epath.Path) -> dict[str, Any]:
 
 
 def item_metadata(path: epath.Path) -> Any:
-    """What an item of a step consists of: a tree of descriptions, each with name, shape and dtype.
+    """Returns the metadata of an item: a tree whose leaves have name, shape and dtype.
 
     Raises:
-        CorruptCheckpointError: it is missing or cannot be read.
+        CorruptCheckpointError: the item is missing or cannot be read.
     """
     check_files(path)
     with ocp.StandardCheckpointer() as checkpointer:
         tree = translate_errors(path, lambda: checkpointer.metadata(path).item_metadata)
     if tree is None:
-        # Orbax does not say which.
+        # Orbax does not distinguish the two cases.
         raise CorruptCheckpointError(f'{path}: missing in the checkpoint, or damaged; {REMEDY}')
     return tree
 
@@ -91,7 +91,8 @@ def check_files(item: epath.Path) -> None:
     """Checks all files of an item on a disk before Orbax and TensorStore open them.
 
     Raises:
-        CorruptCheckpointError: a file is special, is a link out of the item, or is a description that is too large.
+        CorruptCheckpointError: a file is a special file, links outside the item, or is a metadata file above the size
+            limit.
     """
     if str(item).startswith('gs://'):
         return
@@ -107,24 +108,25 @@ def check_files(item: epath.Path) -> None:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Dotted path → every leaf of a tree."""
+    """Returns the leaves of a tree by dotted path."""
     return {'.'.join(map(key_name, path)): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def descriptions(tree: Any) -> dict[str, str]:
-    """Dotted path → `shape type` of every array of a tree."""
+    """Returns `shape dtype` of the arrays of a tree by dotted path."""
     return {name: f'{tuple(leaf.shape)} {jnp.dtype(leaf.dtype).name}' for name, leaf in named_leaves(tree).items()}
 
 
 def key_name(entry: Any) -> str:
-    """A step of a path through a tree."""
+    """Returns the name of one entry of a tree path."""
     return str(getattr(entry, 'key', getattr(entry, 'name', getattr(entry, 'idx', entry))))
 
 
 def dedupe_logs() -> None:
-    """Lets Orbax's other threads and tasks say nothing more when one of many arrays cannot be read or written.
+    """Suppresses repeated logs of Orbax's threads and tasks about one failed read or write.
 
-    They print and log one failure many times, each with a trace. For good: that comes as late as the process ends.
+    Orbax prints and logs one failure many times, each with a traceback. The filter is permanent, because such logs
+    appear until the process exits.
     """
     if getattr(sys.excepthook, '__name__', '') != _on_exception.__name__:
         sys.excepthook, sys.unraisablehook = _on_exception, _on_unraisable
@@ -140,7 +142,7 @@ def _is_echo(error: BaseException | None) -> bool:
 
 
 def _on_exception(kind: type, error: BaseException, trace: Any) -> None:
-    # What ends the program itself is always told.
+    # Exceptions of the main thread end the program and are always printed.
     if threading.get_ident() == _MAIN_THREAD or not _is_echo(error):
         sys.__excepthook__(kind, error, trace)
 
@@ -151,5 +153,5 @@ def _on_unraisable(unraisable: Any) -> None:
 
 
 def _of_others(record: logging.LogRecord) -> bool:
-    # asyncio logs a task whose failure nobody asked for with the path of the file that defines it.
+    # asyncio logs an unretrieved task exception with the path of the file that defines the task.
     return 'orbax' not in record.pathname and 'orbax' not in record.getMessage()

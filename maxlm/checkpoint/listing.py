@@ -1,4 +1,4 @@
-"""The checkpoints of a workdir, local or in a bucket, with their sizes and losses; nothing of their arrays is read."""
+"""Lists the checkpoints of a workdir or bucket with sizes and losses, without reading arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, COMMIT_MARKER, DAMAGE
 
 
 class CheckpointInfo(NamedTuple):
-    """A complete step; `validation_loss` None = none is known."""
+    """Complete step.
+
+    Attributes:
+        step: number of the step.
+        bytes: size of all files.
+        validation_loss: validation loss of the saved state, or None if unknown.
+    """
 
     step: int
     bytes: int
@@ -27,17 +33,22 @@ class CheckpointInfo(NamedTuple):
 
 
 class CheckpointRef(NamedTuple):
-    """What was asked for: a workdir as it was given, and its steps, all or one."""
+    """Resolved checkpoint reference.
+
+    Attributes:
+        workdir: workdir as given by the user.
+        steps: the requested step, or all steps if none was requested.
+    """
 
     workdir: str
     steps: list[CheckpointInfo]
 
 
 def resolve_checkpoint(checkpoint: str) -> CheckpointRef:
-    """The steps that `WORKDIR`, `WORKDIR@STEP` or `WORKDIR@best` means, local or a URL.
+    """Resolves `WORKDIR`, `WORKDIR@STEP` or `WORKDIR@best`, a local directory or a URL.
 
     Raises:
-        InputError: there are none, or not that one.
+        InputError: the workdir has no checkpoint, or not the requested one.
     """
     workdir, wanted = split_name(checkpoint)
     steps = list_checkpoints(workdir)
@@ -58,10 +69,10 @@ def resolve_checkpoint(checkpoint: str) -> CheckpointRef:
 
 
 def list_checkpoints(workdir: str) -> list[CheckpointInfo]:
-    """The complete steps of a workdir, oldest first; none where there is no workdir.
+    """Returns the complete steps of a workdir, oldest first. A missing workdir has no steps.
 
     Raises:
-        StorageError: it cannot be listed.
+        StorageError: the workdir cannot be listed.
     """
     sizes: dict[int, dict[str, int]] = {}
     for name in _entries(workdir):
@@ -73,7 +84,7 @@ def list_checkpoints(workdir: str) -> list[CheckpointInfo]:
 
 
 def damaged_steps(workdir: str) -> list[str]:
-    """Names of the steps that were set aside."""
+    """Returns the names of the steps that were set aside as corrupt."""
     names = _entries(workdir)
     moved = list_directory(f'{workdir}/{CHECKPOINTS_DIR}/{DAMAGED}') if DAMAGED in names else []
     marked = [name for name in names if is_url(workdir) and name.isdigit() and _is_set_aside(workdir, name)]
@@ -81,10 +92,10 @@ def damaged_steps(workdir: str) -> list[str]:
 
 
 def checkpoint_config(workdir: str) -> CheckpointConfig:
-    """What a run's config says of checkpoints.
+    """Returns the checkpoint section of a run's config.
 
     Raises:
-        InputError: there is none that can be read.
+        InputError: the config is missing or cannot be read.
     """
     path = f'{workdir}/{CONFIG}'
     try:

@@ -1,11 +1,11 @@
-"""Checkpoints with Orbax: parameters, optimizer state, progress and data fingerprint as separate items of a step.
+"""Saves and restores checkpoints with Orbax. Each step consists of separate items.
 
     WORKDIR/checkpoints/<step>/{params, ema, optimizer, progress, data, checksums}
 
-Parameters stand alone, so that sampling, evaluation and download need not touch the optimizer state; `ema`, their
-moving average, is there where the run kept one. The workdir may be gs://bucket/run: see `step_folder` for how steps lie
-there, and when one is complete. What is restored is compared with its checksums. A step that fails is set aside once an
-older one was found to be whole, and stays there until a person removes it.
+Parameters are a separate item, so sampling, evaluation and download need not read the optimizer state. `ema` exists if
+the run kept a moving average of the parameters. The workdir may be gs://bucket/run; `StepDirectory` defines the layout
+and the commit marker. Restored items are verified against their checksums. A corrupt step is set aside once an older
+step was found to be intact, and is never deleted.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from maxlm.training.spike_guard import window_to_json
 from maxlm.training.state import TrainState
 from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, StepDirectory, split_name, to_path
 
-# A client of a bucket tries for a quarter of an hour to write into one that does not answer, and says nothing. The
-# question whether it answers takes half a minute itself.
+# Time after which an unfinished save probes the bucket. A bucket client silently retries writes for 15 minutes. The
+# probe itself takes half a minute.
 PROBE_SECONDS = 20.0
-# How long the next step waits for the one before to be written.
+# Time that the next save waits for the previous one.
 BUSY_TIMEOUT_SECONDS = 10.0
-# Key of `progress`.
+# Key of the `progress` item.
 VALIDATION_LOSS = 'validation_loss'
 
 
 class Checkpoints:
-    """The checkpoints of one workdir. Saves run in the background; leaving the context waits for the last.
+    """Checkpoint manager of one workdir. Saves run in the background. Leaving the context waits for the last save.
 
-    Of several processes all call its methods together, but `latest_step`.
+    All processes call its methods together, except `latest_step`.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Checkpoints:
     ):
         """
         Args:
-            workdir: of the run: a directory, or gs://bucket/run.
-            max_to_keep, keep_best, keep_period: see `retention_reasons`; what has no reason to stay is deleted.
-            on_failure: told, from a thread, one line about each save that failed. The run can go on: what was saved
-                before is as it was, and the next save starts afresh.
+            workdir: workdir of the run: a directory, or gs://bucket/run.
+            max_to_keep, keep_best, keep_period: see `retention_reasons`. Steps without a reason to keep are deleted.
+            on_failure: called from a thread with one line about each failed save. The run can continue: earlier steps
+                are intact, and the next save is independent of the failed one.
 
         Raises:
             InputError: the bucket cannot be read.
@@ -76,36 +76,36 @@ class Checkpoints:
         self._on_failure = on_failure
         self._group = ProcessGroup()
         self._is_first_process = jax.process_index() == 0
-        # What is complete, for the threads too.
+        # Guards `_complete`, which threads also change.
         self._lock = threading.Lock()
         self._complete = set(self._folder.complete())
-        # The first process alone deletes.
+        # Only process 0 deletes steps.
         self._losses = (
             {one.step: one.validation_loss for one in saved_losses(workdir)} if self._is_first_process else {}
         )
         self._save: AsyncSave | None = None
-        # Seconds from the start of the newest complete save until it was stored; 0 before the first one.
+        # Duration of the newest complete save; 0 before the first one.
         self.save_seconds = 0.0
-        # Whether something lies there that is to be deleted.
+        # True if files of a failed save or deletion remain.
         self._needs_cleaning = False
-        # In the background: a large step takes long to delete on some file systems.
+        # Deletion runs in the background, because it is slow for large steps on some file systems.
         self._cleaner = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='delete-steps')
         self._cleaning = self._clean(self._folder.clear)
 
     def latest_step(self) -> int | None:
-        """Newest step that is known to be complete."""
+        """Returns the newest step that is known to be complete."""
         with self._lock:
             return max(self._complete, default=None)
 
     def steps(self) -> list[int]:
-        """The complete steps, oldest first, after a save that is under way."""
+        """Waits for the current save and returns the complete steps, oldest first."""
         self._wait_for_all()
         text = ''
         if self._is_first_process:
             try:
                 found = self._folder.complete()
             except InputError:
-                # Of a bucket that does not answer what was seen last is told.
+                # The bucket does not respond: return the steps seen last.
                 found = sorted(self._complete)
             text = json.dumps(found)
         steps = json.loads(self._group.broadcast_from_host0(text))
@@ -123,21 +123,21 @@ class Checkpoints:
         history: Mapping[str, Any] | None = None,
         wait_for_previous: bool = True,
     ) -> bool:
-        """Copies the state off the device and writes it in the background, unless it is there already.
+        """Copies the state off the device and writes it in the background, unless the step is already saved.
 
-        That it cannot be written ends nothing: `on_failure` is told.
+        A failed write does not stop the run. It is reported to `on_failure`.
 
         Args:
-            step: its number.
-            state: after that step.
-            fingerprint: the facts on which the order of its data depends.
-            validation_loss: of this state, where it was evaluated.
-            history: what else the run is to remember, as JSON; it comes back as {} where there is none.
-            wait_for_previous: wait until the previous save is written. Otherwise, if that takes longer than
-                a moment, this one is not saved and `on_failure` is told.
+            step: number of the step.
+            state: state after that step.
+            fingerprint: data fingerprint: the facts that determine the order of the data.
+            validation_loss: validation loss of this state, if it was evaluated.
+            history: other JSON data of the run. `restore` returns {} if it was empty.
+            wait_for_previous: wait until the previous save ends. If False and the previous save does not end within
+                `BUSY_TIMEOUT_SECONDS`, the step is not saved and `on_failure` is called.
 
         Returns:
-            Whether the step is there or on its way.
+            True if the step is saved or being saved.
         """
         if not wait_for_previous and self._is_busy():
             self._on_failure(f'step {step} is not saved: the one before is still being written; the run goes on')
@@ -153,7 +153,7 @@ class Checkpoints:
             progress |= {'loss_scale': float(state.loss_scale.scale), 'good_steps': int(state.loss_scale.good_steps)}
         if state.window is not None:
             progress['window'] = window_to_json(state.window)
-        # JSON has no infinity, and a loss that is not finite says nothing.
+        # JSON has no infinity, and a non-finite loss cannot rank checkpoints.
         if validation_loss is not None and np.isfinite(validation_loss):
             progress[VALIDATION_LOSS] = validation_loss
         if history:
@@ -177,14 +177,14 @@ class Checkpoints:
         return True
 
     def wait(self) -> int | None:
-        """Waits for what is under way; returns the newest step that is complete then, None where there is none."""
+        """Waits for the current save. Returns the newest complete step, or None."""
         return max(self.steps(), default=None)
 
     def remove_after(self, step: int) -> None:
-        """Removes all steps that are newer than `step`; the same numbers can be saved again.
+        """Removes all steps newer than `step`. Their numbers can be saved again.
 
         Raises:
-            InputError: that cannot be done.
+            InputError: a step cannot be removed.
         """
         newer = [one for one in self.steps() if one > step]
         if self._is_first_process:
@@ -197,17 +197,17 @@ class Checkpoints:
             self._losses.pop(one, None)
 
     def is_params_only(self, step: int) -> bool:
-        """Returns whether a step was written with parameters and no optimizer state, as an import leaves it."""
+        """Returns True if a step was saved with parameters and without optimizer state, like an imported model."""
         return is_params_only(self.directory / str(step))
 
     def restore_newest(self, abstract: TrainState, *, loss_scale: float = 1.0) -> RestoredState | None:
-        """The state of the newest step that is whole, with a warning about each newer one, which is set aside.
+        """Restores the newest intact step. Sets aside newer corrupt steps, with a warning for each.
 
         Returns:
-            None where there is no step, or the newest that can be used is an import: step 0 with parameters only.
+            The restored state, or None if there is no step or the newest usable one is an import (parameters only).
 
         Raises:
-            InputError: no step is whole, and all are left as they are; or the newest is of another model or optimizer.
+            InputError: all steps are corrupt (none is set aside), or the newest is of another model or optimizer.
         """
         failures: dict[int, str] = {}
         restored = None
@@ -225,7 +225,7 @@ class Checkpoints:
                     f'{self._set_aside(damaged)}; going back to step {step}'
                 )
             if failures:
-                # Until here no process may look for steps anew.
+                # Before this barrier, no process may list the steps again.
                 self._group.barrier()
                 with self._lock:
                     self._complete -= failures.keys()
@@ -237,7 +237,7 @@ class Checkpoints:
         return None
 
     def restore(self, step: int, abstract: TrainState, *, loss_scale: float = 1.0) -> RestoredState:
-        """As `restore_step`, after a save that is under way."""
+        """Waits for the current save and calls `restore_step`."""
         self._wait_for_save()
         return restore_step(self.directory / str(step), abstract, loss_scale=loss_scale)
 
@@ -258,12 +258,12 @@ class Checkpoints:
 
     def _wait_for_all(self) -> None:
         self._wait_for_save()
-        # One after the other: when this comes, all is done.
+        # The cleaner has one worker, so this task runs after all earlier ones.
         self._cleaner.submit(lambda: None).result()
 
     def _prepare_write(self) -> str:
-        """Frees space; returns the reason why writing fails, or ''. The same in all processes."""
-        # Nobody writes any more.
+        """Frees space. Returns the reason why writing fails, or '', the same in all processes."""
+        # After the barrier no process writes.
         self._group.barrier()
         if self._needs_cleaning:
             self._needs_cleaning = False
@@ -278,14 +278,14 @@ class Checkpoints:
         return self._group.broadcast_from_host0(problem)
 
     def _on_save_end(self, step: int, reason: str, loss: float | None = None, began: float = math.inf) -> None:
-        """A save is over, for good or not."""
+        """Records the end of a save. An empty `reason` means success."""
         if reason:
             with self._lock:
                 newest = max(self._complete, default=None)
             instead = 'there is none before' if newest is None else f'the newest is step {newest}'
-            # A disk that is full gets room at once.
+            # Frees space immediately, because the disk may be full.
             self._cleaning = self._clean(self._folder.clear)
-            # Other processes may still be writing.
+            # Clean again before the next save, because other processes may still be writing.
             self._needs_cleaning = True
             self._on_failure(f'step {step} is not saved: {reason}; {instead}; the run goes on')
             return
@@ -336,16 +336,16 @@ class Checkpoints:
 
 
 def saved_steps(workdir: Any) -> list[int]:
-    """The complete steps of a workdir, a directory or gs://bucket/run, oldest first.
+    """Returns the complete steps of a workdir (a directory or gs://bucket/run), oldest first.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the workdir cannot be read.
     """
     return StepDirectory(workdir).complete()
 
 
 def saved_losses(workdir: Any) -> list[SavedStep]:
-    """The complete steps of a workdir with their validation losses, oldest first. What cannot be read has none."""
+    """Returns the complete steps with their validation losses, oldest first. The loss is None if it cannot be read."""
     found = []
     for step in saved_steps(workdir):
         try:
@@ -357,12 +357,12 @@ def saved_losses(workdir: Any) -> list[SavedStep]:
 
 
 def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
-    """The directory of one step: from a workdir (its newest), `WORKDIR@STEP`, or the step's directory itself.
+    """Returns the directory of one step, given a workdir (newest step), `WORKDIR@STEP` or the step's directory.
 
-    `WORKDIR@best` is the step with the lowest validation loss. Each may be in a bucket, gs://….
+    `WORKDIR@best` is the step with the lowest validation loss. Each path may be a bucket URL (gs://…).
 
     Raises:
-        InputError: there is no such checkpoint; the message names `key`, which has it, and lists the steps there are.
+        InputError: there is no such checkpoint. The message names the option `key` and lists the existing steps.
     """
     workdir, wanted = split_name(checkpoint)
     directory = to_path(workdir)

@@ -1,7 +1,7 @@
-"""Adapters (Hu et al. 2022, "LoRA") added to the kernels that they stand beside: kernel + scale · lora_a · lora_b.
+"""Merges LoRA adapters (Hu et al. 2022, "LoRA") into their kernels: kernel + scale · lora_a · lora_b.
 
-Shapes: L layers. A projection's kernel is [*in, *out], lora_a [*in, rank] and lora_b [rank, *out], each with L before
-it where layers are stacked.
+Shapes: L layers. A projection's kernel is [*in, *out], lora_a [*in, rank] and lora_b [rank, *out]. Each has a leading L
+axis if layers are stacked.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from maxlm.workdir.files import CONFIG, EXPORT_FILES, TOKENIZER, read_config
 
 
 class MergeResult(NamedTuple):
-    """What was written."""
+    """Workdir of the merged model, and its number of parameters."""
 
     workdir: Path
     parameters: int
 
 
 def merge(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """The parameters of the same model without adapters, in float32. Pure: it can be compiled.
+    """Returns the parameters of the same model without adapters, in float32. Pure, so it can be compiled.
 
     Args:
-        params: nested dict of a model's parameters, those of the blocks stacked over layers.
-        model: as they were trained, with its `lora_rank` and `lora_alpha`.
+        params: nested dict of a model's parameters, with blocks stacked over layers.
+        model: config of the trained model, with its `lora_rank` and `lora_alpha`.
     """
     if LORA_A in params:
 
@@ -57,7 +57,7 @@ def merge(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
-    """The model that adapters are merged into."""
+    """Returns the model config without adapters."""
     plain = ModelConfig()
     return dataclasses.replace(
         model, lora_rank=plain.lora_rank, lora_alpha=plain.lora_alpha, lora_target_modules=plain.lora_target_modules
@@ -65,31 +65,31 @@ def without_adapters(model: ModelConfig) -> ModelConfig:
 
 
 def adapter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Dotted path → shape of the adapters' parameters of a resolved model, stacked over layers."""
+    """Returns the shapes of a resolved model's adapters by dotted path, stacked over layers."""
     state = nnx.state(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
     flat = {'.'.join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
     return {name: tuple(variable.shape) for name, variable in flat.items() if name.endswith((LORA_A, LORA_B))}
 
 
 class MergedReader:
-    """Reads the parameters of one step, like `ParamsReader`, with adapters added to their kernels.
+    """Reads the parameters of one step like `ParamsReader`, with adapters merged into their kernels.
 
-    A layer of a kernel costs that and the product of its adapter, which is of the same size.
+    Reading one layer of a kernel needs memory for the kernel and for its adapter's product, which has the same size.
 
     Attributes:
-        shapes: dotted path → stored shape, without those of adapters.
+        shapes: dotted path → stored shape, without adapters.
     """
 
     def __init__(self, reader: ParamsReader, model: ModelConfig, source: str):
-        """Finds what is there, without reading it.
+        """Reads the shapes of the step's arrays, but not the arrays.
 
         Args:
-            reader: of the step.
-            model: of the run, with or without adapters.
-            source: what messages call the step.
+            reader: reader of the step.
+            model: config of the run, with or without adapters.
+            source: name of the step in error messages.
 
         Raises:
-            InputError: the adapters of the step are not those of the model.
+            InputError: the adapters of the step do not match those of the model.
         """
         wanted = adapter_shapes(model) if model.lora_rank else {}
         stored = {path: shape for path, shape in reader.shapes.items() if path.endswith((LORA_A, LORA_B))}
@@ -104,7 +104,7 @@ class MergedReader:
         self._scale = np.float32(adapter_scale(model)) if model.lora_rank else np.float32(0)
 
     def read(self, path: str, layer: int | None = None) -> np.ndarray:
-        """One array, or one layer of it, as `ParamsReader.read`; of a kernel with an adapter a layer only."""
+        """Reads one array or one layer, like `ParamsReader.read`. A kernel with an adapter requires `layer`."""
         values = self._reader.read(path, layer)
         module, _, name = path.rpartition('.')
         if name != 'kernel' or module not in self._adapted_modules:
@@ -117,18 +117,18 @@ class MergedReader:
 
 
 def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult:
-    """Makes a workdir whose step 0 has the model of a checkpoint with its adapters merged, a layer at a time.
+    """Creates a workdir whose step 0 contains a checkpoint's model with merged adapters. Processes one layer at a time.
 
-    Its config is that of the model alone, with the run's data.seq_len; it keeps tokenizer and chat template.
+    The new config contains the model and the run's data.seq_len. The tokenizer and chat template are copied.
 
     Args:
-        checkpoint: as `find_local_step` takes it.
-        output: the workdir to be made.
-        show: whether to show progress.
+        checkpoint: argument of `find_local_step`.
+        output: new workdir.
+        show: show progress.
 
     Raises:
-        InputError: the model has no adapters, the checkpoint cannot be read, or the output cannot be written. Nothing
-            is left behind.
+        InputError: the model has no adapters, the checkpoint cannot be read, or the output cannot be written. No files
+            are left behind.
     """
     workdir = check_new('--output', output)
     step_directory = find_local_step(checkpoint)
@@ -165,7 +165,7 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult
 
 
 def _merged_config(config: Config, source: str) -> Config:
-    # The kernel of attention is chosen where the model is used.
+    # The attention kernel depends on the device that runs the model.
     model = dataclasses.replace(without_adapters(config.model), attention='auto')
     merged = config_for_model(dataclasses.asdict(model), source)
     return dataclasses.replace(merged, data=dataclasses.replace(merged.data, seq_len=config.data.seq_len))

@@ -1,4 +1,4 @@
-"""The items of a step that are arrays: how they are cut, read and compared with what is wanted; parameters alone."""
+"""Reads, checks and restores the array items of a step, and the parameters alone."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from maxlm.errors import InputError
 from maxlm.training.state import Params
 from maxlm.workdir.step_dirs import to_path
 
-# In the path of every array that is stacked over layers: [L, …].
+# Path component of every array that is stacked over layers: [L, …].
 STACK = 'blocks'
 
 
 def restore_params(step_directory: epath.Path, abstract: Params, *, item: str = 'params') -> Params:
-    """The parameters alone of one step's directory, placed as `abstract` says; `item` as `params_item` returns it.
+    """Restores the parameters of a step, sharded like `abstract`. `item` is the result of `params_item`.
 
     Raises:
-        DamagedError: they cannot be read, or are not what was saved.
-        InputError: they are those of another model.
+        CorruptCheckpointError: the parameters cannot be read, or differ from the saved ones.
+        InputError: the parameters are those of another model.
     """
     path = to_path(step_directory) / item
     stored = checksums.read_checksums(path.parent)
@@ -37,15 +37,15 @@ def restore_params(step_directory: epath.Path, abstract: Params, *, item: str = 
 
 
 def params_item(step_directory: epath.Path) -> str:
-    """The parameters of a step that are used: `ema`, their moving average, where the run kept one; else `params`."""
+    """Returns the item with the parameters to use: `ema` (moving average) if the run kept one, else `params`."""
     return 'ema' if (step_directory / 'ema').is_dir() else 'params'
 
 
 def check_params(step_directory: epath.Path, abstract: Params) -> None:
-    """Compares what `params_item` names in a step with what is wanted, without reading the arrays.
+    """Compares the item `params_item` of a step with `abstract`, without reading the arrays.
 
     Raises:
-        InputError: it is missing, or of another model.
+        InputError: the item is missing, or belongs to another model.
     """
     advice = 'choose a checkpoint of this model, or the model of the checkpoint'
     path = to_path(step_directory) / params_item(step_directory)
@@ -53,12 +53,12 @@ def check_params(step_directory: epath.Path, abstract: Params) -> None:
 
 
 def copy_params(params: Params) -> Params:
-    """The same values in arrays of their own: the memory of an array that a state holds twice cannot be reused."""
+    """Copies the arrays. A buffer that a state contains twice cannot be donated."""
     return jax.tree.map(jnp.copy, params)
 
 
 def chunked_by_layer(tree: Any) -> Any:
-    """What has Orbax store stacked arrays in pieces of one layer, so that a layer can be read without the others."""
+    """Returns Orbax save arguments that store stacked arrays in chunks of one layer, so layers can be read alone."""
 
     def arguments(path: tuple[Any, ...], leaf: Any) -> ocp.SaveArgs:
         stacked = leaf.shape and STACK in map(key_name, path)
@@ -68,10 +68,10 @@ def chunked_by_layer(tree: Any) -> Any:
 
 
 def read_arrays(path: epath.Path, abstract: Any) -> Any:
-    """An item of arrays, placed as `abstract` says; by each process alone, so that it can fail in one of them.
+    """Reads an item of arrays, sharded like `abstract`. Each process reads independently, so one process may fail.
 
     Raises:
-        DamagedError: it cannot be read.
+        CorruptCheckpointError: the item cannot be read.
     """
     handler = ocp.StandardCheckpointHandler()
     try:
@@ -81,15 +81,15 @@ def read_arrays(path: epath.Path, abstract: Any) -> Any:
 
 
 def verify_items(path: epath.Path, trees: Mapping[str, Any], stored: Mapping[str, checksums.Sums]) -> None:
-    """Compares what was restored with the checksums of its step; all processes together.
+    """Compares the restored items of a step with their checksums. All processes call it together.
 
     Args:
         path: directory of the step.
         trees: item → its arrays.
-        stored: as `read_checksums` returns them.
+        stored: result of `read_checksums`.
 
     Raises:
-        DamagedError: an item is not what was saved.
+        CorruptCheckpointError: an item differs from the saved one.
     """
     found = checksums.finish_checksums(trees, checksums.start_checksums(trees))
     for item, sums in found.items():
@@ -103,17 +103,17 @@ def check_tree(
     *,
     stored: Mapping[str, checksums.Sums] | None,
 ) -> None:
-    """Compares names, shapes and types of what is stored with what is wanted: Orbax would cast types in silence.
+    """Compares stored names, shapes and dtypes with the expected ones. Orbax would silently cast dtypes.
 
     Args:
-        path: of an item of arrays.
-        abstract: what is wanted.
-        advice: the end of the message.
-        stored: checksums of the step, where it has some: they tell damage from another model.
+        path: path of an item of arrays.
+        abstract: expected tree.
+        advice: remedy at the end of the error message.
+        stored: checksums of the step, if any. They distinguish corruption from another model.
 
     Raises:
-        DamagedError: the item is missing, or does not describe what was saved.
-        InputError: it is of another model.
+        CorruptCheckpointError: the item is missing, or its descriptions differ from the saved ones.
+        InputError: the item belongs to another model.
     """
     has, wants = descriptions(item_metadata(path)), descriptions(abstract)
     if stored is not None:

@@ -1,6 +1,6 @@
-"""The parameters of a step in codes and scales, and codes and scales as parameters again, a layer at a time.
+"""Quantizes the parameters of a step to codes and scales, and dequantizes them, one layer at a time.
 
-Kernels are named by their dotted path, `blocks.feedforward.up.kernel`; codes and scales of it lie in its place, as
+Kernels are named by their dotted path, such as `blocks.feedforward.up.kernel`. Their codes and scales replace them as
 `…kernel_codes` and `…kernel_scales`.
 """
 
@@ -37,19 +37,19 @@ _SCALES_DTYPE = np.dtype(ml_dtypes.bfloat16)
 def quantized_arrays(
     reader: ParamsReader, model: ModelConfig, weights: Weights, source: str
 ) -> dict[str, StreamedArray]:
-    """By dotted path, what the quantized model of a step is made of; each layer is read when its turn comes.
+    """Returns the arrays of the quantized model by dotted path. Each layer is read on demand.
 
-    The scales that come up with codes are kept, so that each layer is read once if codes are asked for first.
+    Scales are cached when codes are computed, so each layer is read once if codes are read before scales.
 
     Args:
-        reader: of the step, whose parameters are those of `model` in float32.
-        model: resolved.
-        weights: how to store its kernels.
-        source: what messages call the step.
+        reader: reader of the step, whose parameters are those of `model` in float32.
+        model: resolved config.
+        weights: storage format of the kernels.
+        source: name of the step in error messages.
 
     Raises:
-        InputError: a kernel cannot be stored so. An array's `read` raises it too: what it reads cannot be read or is
-            not finite.
+        InputError: a kernel cannot be stored in this format. `StreamedArray.read` raises it if a kernel cannot be read
+            or is not finite.
     """
     kernels = quantized_kernels(model)
     found: dict[str, StreamedArray] = {}
@@ -83,7 +83,7 @@ def _quantized_kernel(
         return codes
 
     def read_scales(_: int | None) -> np.ndarray:
-        # All at once: they are small, and each write makes the checkpoint's index longer.
+        # All layers at once: scales are small, and each write adds an entry to the checkpoint's index.
         return np.stack(
             [cached_scales[layer] if layer in cached_scales else make(layer)[1] for layer in range(num_layers)]
         )
@@ -98,22 +98,22 @@ def _quantized_kernel(
 
 
 class DequantizedReader:
-    """Reads the parameters of a step of a quantized model, like `ParamsReader`, with kernels made of their codes.
+    """Reads the parameters of a quantized model's step like `ParamsReader`, with dequantized kernels.
 
     Attributes:
-        shapes: dotted path → shape, as the model in float32 would be stored.
+        shapes: dotted path → shape of the float32 model.
     """
 
     def __init__(self, reader: ParamsReader, model: ModelConfig, source: str):
-        """Finds what is there, without reading it.
+        """Reads the shapes and dtypes of the step's arrays, but not the arrays.
 
         Args:
-            reader: of the step.
-            model: of its config, quantized.
-            source: what messages call the step.
+            reader: reader of the step.
+            model: config of the quantized model.
+            source: name of the step in error messages.
 
         Raises:
-            InputError: the codes of the step are not those of the model.
+            InputError: the codes of the step do not match the model.
         """
         weights = weights_of(model)
         assert weights is not None, 'a model that is not quantized needs no such reader'
@@ -130,12 +130,12 @@ class DequantizedReader:
                         f'model.weight_quantization={weights.kind} has {dtype} there'
                     )
             num_layers, *shape = reader.shapes[f'{module}.{CODES}']
-            # The only axis whose size differs.
+            # Two int4 codes share a byte along this axis.
             shape[num_in - 1] *= 2 if weights.kind == 'int4' else 1
             self.shapes[path] = (num_layers, *shape)
 
     def read(self, path: str, layer: int | None = None) -> np.ndarray:
-        """One array in float32, or one layer of it; of a kernel a layer only."""
+        """Reads one array in float32, or one layer of it. A kernel requires `layer`."""
         num_in = self._num_in.get(path)
         if num_in is None:
             return self._reader.read(path, layer)

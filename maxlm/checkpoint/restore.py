@@ -1,4 +1,4 @@
-"""A state from a step: read, compared with its checksums, and the same for all processes."""
+"""Restores the train state from a step and verifies its checksums, consistently in all processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ T = TypeVar('T')
 
 
 class RestoredState(NamedTuple):
-    """A state, the facts on which the order of its data depends, and what else the run remembers."""
+    """Restored train state.
+
+    Attributes:
+        state: the train state.
+        fingerprint: data fingerprint: the facts that determine the order of the data.
+        history: other JSON data of the run.
+    """
 
     state: TrainState
     fingerprint: dict[str, Any]
@@ -33,7 +39,7 @@ class RestoredState(NamedTuple):
 
 
 def is_params_only(path: epath.Path) -> bool:
-    """Whether a step was written with parameters and no optimizer state, as an import leaves it."""
+    """Returns True if a step was saved with parameters and without optimizer state, like an imported model."""
     if not (path / 'params').is_dir() or (path / 'optimizer').is_dir():
         return False
     try:
@@ -44,25 +50,25 @@ def is_params_only(path: epath.Path) -> bool:
 
 
 def items_of(state: TrainState) -> dict[str, Any]:
-    """The items of arrays that a state is stored in."""
+    """Returns the array items of a state by name."""
     trees = {'params': state.params, 'optimizer': state.opt_state}
     return trees if state.ema is None else {**trees, 'ema': state.ema}
 
 
 def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 1.0) -> RestoredState:
-    """The state of a step, placed as `abstract` says; all processes together.
+    """Restores the state of a step, sharded like `abstract`. All processes call it together.
 
-    A moving average that `abstract` has and the step has not starts at the parameters; one that only the step has
-    is left there.
+    If the step has no `ema` and `abstract` has one, it starts as a copy of the parameters. If only the step has an
+    `ema`, it is ignored.
 
     Args:
-        path: of the step.
-        abstract: as `abstract_state` returns it.
-        loss_scale: for a step that has none.
+        path: directory of the step.
+        abstract: result of `abstract_state`.
+        loss_scale: loss scale for a step without one.
 
     Raises:
-        DamagedError: the step cannot be read by each process, or is not what was saved.
-        InputError: the step was made by another model or optimizer.
+        CorruptCheckpointError: some process cannot read the step, or it differs from the saved one.
+        InputError: the step was saved by another model or optimizer.
     """
     trees, progress, fingerprint, stored = _agree_on_errors(path, lambda: _read(path, abstract))
     if stored is not None:
@@ -72,12 +78,12 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
     counters = tuple(jnp.int32(int(progress[name])) for name in ('step', 'skipped'))
     scale = None
     if abstract.loss_scale is not None:
-        # A run that went on in another type before has none: it starts anew.
+        # A step of a run in another dtype has no loss scale.
         first = float(progress.get('loss_scale', loss_scale))
         scale = LossScale(jnp.float32(first), jnp.int32(int(progress.get('good_steps', 0))))
     window = None
     if abstract.window is not None:
-        # A part of it, or nothing, is what a run finds that had another or none before.
+        # A step of a run with another window size contains a shorter or longer window, or none.
         config = GuardConfig(spike_window=abstract.window.good_QW.shape[1])
         window = window_from_json(progress.get('window'), config)
     step_counter, skipped, scale, window = jax.device_put((*counters, scale, window), abstract.step.sharding)
@@ -90,7 +96,7 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
 
 
 def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict, dict, dict | None]:
-    """Items of arrays, `progress`, `data` and checksums of a step, by this process alone."""
+    """Returns the array items, `progress`, `data` and checksums of a step, read by this process alone."""
     if is_params_only(path):
         raise InputError(
             f'{path / "optimizer"}: missing in the checkpoint; '
@@ -114,7 +120,7 @@ def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict,
 
 
 def _agree_on_errors(path: epath.Path, read: Callable[[], T]) -> T:
-    """`read()`, whose DamagedError in one process is one in all: they must go on from the same step."""
+    """Returns `read()`. A CorruptCheckpointError in one process is raised in all, so they restore the same step."""
     if jax.process_count() == 1:
         return read()
     result, failure = None, None

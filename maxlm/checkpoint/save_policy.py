@@ -1,4 +1,4 @@
-"""Decides after which steps to save a checkpoint, by number and by the clock; the same in all processes."""
+"""Decides after which steps to save a checkpoint, by step number and by time, consistently in all processes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from maxlm.training.retention import next_check, should_save
 
 
 def broadcast_from_host0(values: np.ndarray) -> np.ndarray:
-    """Returns the values of process 0 in all processes: clocks differ, and all processes must save."""
+    """Returns the values of process 0 in all processes. Clocks differ, and all processes must save together."""
     return values if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
 class SavePolicy:
-    """Looks at the clock only now and then, since several processes must agree on what it says."""
+    """Decides after which steps to save. Reads the clock rarely, because the processes must agree on the time."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class SavePolicy:
     ):
         """
         Args:
-            config: the section of the run's config.
-            start: number of the last step that is done.
-            clock: seconds.
-            agree: values of this process → those that all processes use.
+            config: the checkpoint section of the run's config.
+            start: number of the last finished step.
+            clock: returns the time in seconds.
+            agree: maps the values of this process to the values that all processes use.
         """
         self._config = config
         self._clock = clock
@@ -43,7 +43,7 @@ class SavePolicy:
         self._last_save_time, self._next_check_step = self._start_time, start + 1
 
     def should_save(self, step: int, *, num_steps: int) -> bool:
-        """Returns whether to save a checkpoint after `step`; all processes call it once after every step."""
+        """Returns True if a checkpoint is due after `step`. All processes call it once after every step."""
         seconds = 0.0
         save_interval_minutes = self._config.save_interval_minutes
         if save_interval_minutes and step >= self._next_check_step:
@@ -63,5 +63,5 @@ class SavePolicy:
         )
 
     def record_save(self, step: int) -> None:
-        """Notes that a step was saved, for whatever reason."""
+        """Records a save, scheduled or not."""
         self._last_save_time, self._next_check_step = self._clock(), step + 1

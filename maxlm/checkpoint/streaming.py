@@ -1,8 +1,8 @@
-"""The parameters of a checkpoint array by array and layer by layer, for models that are larger than memory.
+"""Reads and writes the parameters of a checkpoint by array and by layer, for models larger than memory.
 
-What is here holds, besides the array or layer that is asked for, a few hundred MiB, however large the model. Arrays are
-named by their dotted path in the parameters, e.g. `blocks.attention.query.kernel`. Those below `blocks` are stacked
-over layers: [L, …].
+Besides the requested array or layer, it needs a few hundred MiB of memory, regardless of the size of the model. Arrays
+are named by their dotted path, such as `blocks.attention.query.kernel`. Arrays below `blocks` are stacked over layers:
+[L, …].
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from maxlm.checkpoint.item_metadata import item_metadata, translate_errors
 from maxlm.errors import InputError, os_message
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, to_path
 
-# Bytes of the pieces that arrays are written in. A device that wants a part of a piece decodes all of it; each piece is
-# an entry in the checkpoint's index, which grows with every write.
+# Size of the stored chunks. A reader decodes complete chunks even if it needs only a part. Each chunk is an entry in
+# the checkpoint's index, which grows with every write.
 CHUNK_BYTES = 64 * 2**20
-# Bytes that are on their way to or from the disk at a time: the pieces of it are encoded or decoded in parallel.
+# Bytes that are read or written at a time. The chunks among them are encoded or decoded in parallel.
 MAX_BYTES_IN_FLIGHT = 4 * CHUNK_BYTES
 FLOAT32 = np.dtype(np.float32)
 
 
 class ParamsReader:
-    """Reads the parameters of one step where they lie, no more of them at a time than is asked for.
+    """Reads the parameters of one step on demand.
 
-    Whole arrays come from any checkpoint at the cost of their size. A layer costs its own size where the checkpoint is
-    stored by layers, as `Checkpoints.save` and `write_step` do, and that of its stack where it is not.
+    A complete array can be read from any checkpoint with memory for its size. A layer needs memory for the layer if the
+    checkpoint is chunked by layer, as `Checkpoints.save` and `write_step` do, and otherwise for its stack.
 
-    What was read is compared with the checksum of its array, where the step has some, as soon as all of it was read: an
-    array at once, a stack with its last layer. Before that, a layer may be damaged.
+    If the step has checksums, an array is verified as soon as all of it was read: a complete array immediately, a stack
+    with its last layer. Earlier layers of a stack are returned unverified.
 
     Attributes:
-        shapes: dotted path → stored shape, that of the whole stack for arrays below `blocks`.
-        dtypes: dotted path → type.
+        shapes: dotted path → stored shape, with the layer axis for arrays below `blocks`.
+        dtypes: dotted path → dtype.
     """
 
     def __init__(self, step_directory: Path, item: str = 'params', *, may_be_quantized: bool = False):
-        """Finds what is there, without reading it.
+        """Reads the metadata of the item, but not its arrays.
 
         Args:
-            step_directory: as `find_step` returns it.
-            item: `params`, or `ema` for their moving average (`params_item` says which are used).
-            may_be_quantized: whether arrays may be of other types than float32.
+            step_directory: result of `find_step`.
+            item: `params`, or `ema` for their moving average (`params_item` returns the one to use).
+            may_be_quantized: allow dtypes other than float32.
 
         Raises:
-            InputError: the item is missing, cannot be read, or is of other types.
+            InputError: the item is missing, cannot be read, or has other dtypes.
         """
         self._path = to_path(step_directory) / item
         tree = item_metadata(self._path)
@@ -71,22 +71,22 @@ class ParamsReader:
         self._use_zarr3 = tree.use_zarr3
         checksums = read_checksums(self._path.parent)
         self._checksums = (checksums or {}).get(item)
-        # By array: layer → its part of the checksum, until all are known.
+        # Array → layer → partial checksum, until all layers were read.
         self._layer_checksums: dict[str, dict[int, int]] = {}
         self._context = type_handlers.get_ts_context()
 
     def read(self, path: str, layer: int | None = None) -> np.ndarray:
-        """One array, or one layer of it.
+        """Reads one array, or one layer of it.
 
         Args:
             path: a key of `shapes`.
-            layer: index along the first axis of a stacked array; None reads all of it.
+            layer: index along the first axis of a stacked array; None reads the complete array.
 
         Returns:
-            Of `dtypes[path]` and `shapes[path]`, without its first axis when `layer` is given.
+            Array of dtype `dtypes[path]` and shape `shapes[path]`, without the first axis if `layer` is given.
 
         Raises:
-            InputError: it cannot be read, or its array is not what was saved.
+            InputError: the array cannot be read, or differs from the saved one.
         """
         assert path in self.shapes, path
         assert layer is None or 0 <= layer < self.shapes[path][0], (path, layer)
@@ -126,14 +126,14 @@ class ParamsReader:
 
 @dataclasses.dataclass(frozen=True)
 class StreamedArray:
-    """An array that is made while it is written.
+    """Array that is computed while it is written.
 
     Attributes:
-        shape: of the whole array, its stack over layers included.
-        read: for a stacked array, layer index → that layer, of `shape[1:]`; for others, None → the whole of `shape`.
-            It is called once for each, in order, and what it returned is let go before the next call.
-        stacked: whether the first axis is that of layers.
-        dtype: of what `read` returns.
+        shape: shape of the complete array, including its layer axis.
+        read: returns layer i, of shape `shape[1:]`, for a stacked array. Returns the complete array for None otherwise.
+            It is called once for each layer, in order. Its result is freed before the next call.
+        is_stacked: True if the first axis is the layer axis.
+        dtype: dtype of the results of `read`.
     """
 
     shape: tuple[int, ...]
@@ -141,37 +141,37 @@ class StreamedArray:
     is_stacked: bool
     dtype: np.dtype = FLOAT32
 
-    # What Orbax asks of an array.
+    # Orbax requires `size`.
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
 
 def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) -> None:
-    """Writes parameters as a step without optimizer state, while they are read, one array after the other.
+    """Writes parameters as a step without optimizer state. Arrays are read and written one after the other.
 
-    The step becomes visible when all of it is written; what an error or Ctrl-C leaves half-written is removed.
-    `maxlm.train` starts a run from such a step when it is step 0. For one process.
+    The step becomes visible when it is complete. An error or Ctrl-C removes an incomplete step. `maxlm.train` can
+    start a run from it if its number is 0. Use it in one process only.
 
     Args:
-        workdir: made if need be.
+        workdir: workdir of the step, created if missing.
         step: number of the step.
-        arrays: dotted path → array, for all parameters of the model. They are read in the order of their sorted paths.
+        arrays: dotted path → array, for all parameters of the model. They are read in sorted order.
 
     Raises:
-        InputError: there is such a step already, or it cannot be written; and what the arrays' `read` raises.
+        InputError: the step exists already or cannot be written. Errors of the arrays' `read` are raised too.
     """
     directory = workdir.resolve() / CHECKPOINTS_DIR / str(step)
     if directory.exists():
         raise InputError(f'{directory}: there is a checkpoint already; choose another workdir')
     registry = type_handlers.create_type_handler_registry((StreamedArray, _StreamedArrayHandler()))
-    # Zarr 2, since `_StreamedArrayHandler` writes in its terms how an array is cut.
+    # Zarr 2, because `_StreamedArrayHandler` writes the chunk shape in its format.
     params_handler = ocp.PyTreeCheckpointHandler(use_zarr3=False, type_handler_registry=registry)
     items = {
         'params': (params_handler, ocp.args.PyTreeSave(_nest(arrays))),
         'progress': (ocp.JsonCheckpointHandler(), ocp.args.JsonSave({'step': step, 'skipped': 0})),
     }
-    # One after the other: saved as one composite, they would leave threads behind that wait for one that failed.
+    # Separate saves: a composite save would leave threads waiting for the item that failed.
     with _atomic_directory(directory) as unfinished:
         for item, (handler, arguments) in items.items():
             with ocp.Checkpointer(handler) as checkpointer:
@@ -179,7 +179,7 @@ def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) ->
 
 
 class _StreamedArrayHandler(type_handlers.TypeHandler):
-    """How Orbax writes StreamedArrays; it reads them back as what `typestr` says."""
+    """Writes StreamedArrays for Orbax. Orbax reads them with the handler that `typestr` names."""
 
     def typestr(self) -> str:
         return 'np.ndarray'
@@ -187,7 +187,7 @@ class _StreamedArrayHandler(type_handlers.TypeHandler):
     async def serialize(
         self, values: Sequence[StreamedArray], infos: Sequence[Any], args: Sequence[ocp.SaveArgs] | None = None
     ) -> list[Any]:
-        # Here, and not in the futures that Orbax lets a handler return: it would run those side by side.
+        # Written here, because Orbax would run returned futures concurrently.
         for value, info, arg in zip(values, infos, args or [None] * len(values), strict=True):
             await info.await_path_creation()
             spec = type_handlers.get_json_tspec_write(
@@ -199,7 +199,7 @@ class _StreamedArrayHandler(type_handlers.TypeHandler):
                 process_index=jax.process_index(),
                 arg=arg,
             )
-            # Orbax splits into equal pieces only: where a size is prime, into single rows.
+            # Orbax only splits evenly: an axis of prime size would be split into single rows.
             axis = int(value.is_stacked)
             spec['metadata']['chunks'] = [1] * axis + list(_chunk_shape(value.shape[axis:]))
             stored = await tensorstore.open(tensorstore.Spec(spec), create=True, open=True, context=info.ts_context)
@@ -209,7 +209,7 @@ class _StreamedArrayHandler(type_handlers.TypeHandler):
                 await _write(stored if layer is None else stored[layer], array)
         return []
 
-    # Abstract in Orbax, so they have to be here. It never calls them: it reads by the handler that `typestr` names.
+    # Abstract methods of Orbax. It never calls them, because it reads with the handler that `typestr` names.
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
         raise AssertionError('streamed arrays are read as np.ndarray')
 
@@ -228,7 +228,7 @@ async def _write(stored: tensorstore.TensorStore, values: np.ndarray) -> None:
 
 
 def _chunk_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the pieces in which an array [R, …] is stored: some of its rows, at most PIECE bytes if one row fits."""
+    """Returns the chunk shape of an array [R, …]: some of its rows, at most CHUNK_BYTES if one row fits."""
     if not shape:
         return ()
     row_bytes = 4 * math.prod(shape[1:])
@@ -236,7 +236,7 @@ def _chunk_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _row_slices(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Iterator[Any]:
-    """Indices of parts of an array [R, …]: whole pieces, which could not be read twice for nothing, in rows of them."""
+    """Yields row slices of an array [R, …]. Slices consist of complete chunks, so that no chunk is read twice."""
     if not shape:
         yield ...
         return
@@ -248,8 +248,8 @@ def _row_slices(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Iterato
 
 @contextlib.contextmanager
 def _atomic_directory(directory: Path) -> Iterator[Path]:
-    """A directory that becomes `directory` at the end, all at once, or vanishes when an error ends it."""
-    # The name under which the next run looks for what a kill left.
+    """Yields a temporary directory that is renamed to `directory` at the end, or removed after an error."""
+    # Orbax's temporary name: the next run removes directories of this name after a kill.
     unfinished = directory.with_name(f'{directory.name}.orbax-checkpoint-tmp')
     created = [folder for folder in (unfinished, *unfinished.parents) if not folder.exists()]
     try:
