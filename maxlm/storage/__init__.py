@@ -1,1 +1,1 @@
-"""Local and remote files: buckets, downloads, retries, atomic writes, JSON lines. Knows no run."""
+"""Local and remote files: buckets, downloads, retries, atomic writes and JSON lines. Independent of runs."""

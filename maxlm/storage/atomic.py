@@ -14,7 +14,7 @@ from maxlm.formatting import format_bytes
 
 
 def atomic_write(path: Path, content: bytes | str, *, make_parents: bool = False) -> None:
-    """Writes a small file, and its directory with `make_parents`; raises InputError when it cannot be written."""
+    """Writes a small file, and creates its directory with `make_parents`. Raises InputError if it cannot be written."""
     try:
         if make_parents:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def replace_file(path: Path, content: bytes | str) -> None:
     """Replaces the content of a file. Readers see the old or the new content.
 
     Raises:
-        OSError: it cannot be written. The old file stays.
+        OSError: the file cannot be written. The old file remains.
     """
     with new_file(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -37,12 +37,12 @@ def replace_file(path: Path, content: bytes | str) -> None:
 def new_file(path: Path) -> Iterator[Path]:
     """Yields the path of a temporary file, which is synced and renamed to `path` when the context ends.
 
-    An error deletes the temporary file. A process that is killed leaves a hidden file whose name ends with `.partial`.
+    An error deletes the temporary file. A killed process leaves a hidden file whose name ends with `.partial`.
 
     Raises:
-        OSError: it cannot be written. An old file at `path` stays.
+        OSError: the file cannot be written. An old file at `path` remains.
     """
-    # Several processes may write the same file.
+    # Unique, because several processes may write the same file.
     partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.partial')
     try:
         yield partial
@@ -53,15 +53,15 @@ def new_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-# Besides the tensors: tokenizer, card, the checkpoint's own descriptions.
+# Space for files other than tensors: tokenizer, model card and checkpoint metadata.
 _MARGIN = 64 * 10**6
 
 
 def check_new(option: str, path: str) -> Path:
-    """The absolute path of a directory to be made.
+    """Returns the absolute path of a new directory.
 
     Raises:
-        InputError: something is there already.
+        InputError: the path exists and is not an empty directory, or its nearest existing parent is not a directory.
     """
     directory = Path(path).expanduser().resolve()
     try:
@@ -76,7 +76,7 @@ def check_new(option: str, path: str) -> Path:
 
 
 def check_space(option: str, directory: Path, needed: int) -> None:
-    """Raises InputError unless `needed` bytes and a margin are free where `directory` will be."""
+    """Raises InputError unless `needed` bytes and a margin are free on the file system of `directory`."""
     free = shutil.disk_usage(_standing(directory)).free
     if needed + _MARGIN > free:
         raise InputError(
@@ -87,19 +87,19 @@ def check_space(option: str, directory: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def new_directory(option: str, directory: Path) -> Iterator[Path]:
-    """A directory beside `directory` to be filled, which takes its name when the context ends without an error.
+    """Yields a temporary directory beside `directory`, which is renamed when the context ends without an error.
 
-    An error leaves nothing behind. A process that is killed leaves a directory whose name ends with `.partial`.
+    An error removes it. A killed process leaves a directory whose name ends with `.partial`.
 
     Raises:
-        InputError: it cannot be written to.
+        InputError: the directory cannot be written.
     """
     partial = directory.with_name(f'.{directory.name}.{os.getpid()}.partial')
     made = [parent for parent in directory.parents if not parent.exists()]
     try:
         partial.mkdir(parents=True)
         yield partial
-        # Takes the place of an empty directory too.
+        # Also replaces an empty directory.
         partial.replace(directory)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -112,7 +112,7 @@ def new_directory(option: str, directory: Path) -> Iterator[Path]:
 
 
 def _standing(directory: Path) -> Path:
-    """The nearest parent that exists."""
+    """Returns the nearest existing parent."""
     return next(parent for parent in directory.parents if parent.exists())
 
 

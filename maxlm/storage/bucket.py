@@ -1,4 +1,4 @@
-"""The directory of a run in a bucket: listed, written, deleted; what goes wrong is one line without secrets."""
+"""Object operations below a bucket URL: list, read, write, delete. Errors are one line without secrets."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 from maxlm.storage.errors import TransientStorageError, classify_error, redact, short_message
 from maxlm.storage.object_store import open_filesystem, read_range
 
-# A request carries so much of a large file: what arrives shows as progress, and little is sent twice.
+# Part size of large uploads. Small parts give frequent progress and cheap retries.
 PART_BYTES = 2**24
-# https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html: no more than 10,000 parts.
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html: at most 10,000 parts.
 MOST_PARTS = 9_000
 READ_BYTES = 2**20
 
@@ -24,28 +24,33 @@ T = TypeVar('T')
 
 
 class BucketError(TransientStorageError):
-    """The bucket did not do what it was asked: an outage, or a permission that may be given yet."""
+    """A bucket request failed: an outage, or a permission that may still be granted."""
 
 
 class PermissionDeniedError(BucketError):
-    """The bucket says no, which waiting alone does not change: credentials, permissions, a bucket that is not there."""
+    """The bucket refused a request: bad credentials, missing permissions or a missing bucket. Retries do not help."""
 
 
 class Listed(NamedTuple):
-    """Size in bytes of an object, and what the bucket tells of its content: MD5, or S3's ETag; '' = nothing."""
+    """Listed object.
+
+    Attributes:
+        size: size in bytes.
+        digest: digest reported by the bucket (MD5, or S3's ETag), or '' if it reports none.
+    """
 
     size: int
     digest: str
 
 
 class LocalFile(NamedTuple):
-    """A file that is to be in the bucket.
+    """Local file to upload.
 
     Attributes:
-        path: where it is.
-        size: bytes.
-        sha256: of its content, hexadecimal.
-        digest: what the bucket will tell of it.
+        path: path of the file.
+        size: size in bytes.
+        sha256: SHA-256 of its content in hexadecimal.
+        digest: digest that the bucket will report.
     """
 
     path: Path
@@ -55,7 +60,7 @@ class LocalFile(NamedTuple):
 
 
 class Bucket:
-    """Objects by their names below a URL."""
+    """Objects below a URL."""
 
     def __init__(self, url: str):
         """
@@ -65,14 +70,14 @@ class Bucket:
         self.url = url.rstrip('/')
         self._filesystem, root = open_filesystem(self.url)
         self._root = root.rstrip('/')
-        # S3's ETags of encrypted objects are no MD5; there the client's own checksum guards what is sent.
+        # S3's ETags of encrypted objects are not MD5. The client's own checksum protects uploads to S3.
         self.tells_md5 = self.url.startswith(('gs://', 'gcs://'))
 
     def list(self, prefix: str = '') -> dict[str, Listed]:
-        """All objects below `prefix/`, or below the URL.
+        """Lists all objects below `prefix/`, or below the URL.
 
         Raises:
-            BucketError: it cannot be listed.
+            BucketError: the objects cannot be listed.
         """
         below = f'{self._root}/{prefix}'.rstrip('/')
         found: dict[str, dict[str, Any]] = self._ask(
@@ -81,7 +86,7 @@ class Bucket:
         return {name.removeprefix(f'{self._root}/'): _listed(facts) for name, facts in found.items()}
 
     def list_one(self, name: str) -> Listed | None:
-        """One object, or None where there is none. Raises BucketError when the bucket does not tell."""
+        """Returns one object, or None if it does not exist. Raises BucketError if the request fails."""
 
         def ask() -> Listed | None:
             try:
@@ -92,11 +97,11 @@ class Bucket:
         return self._ask(name, ask)
 
     def read(self, name: str) -> bytes:
-        """The content of an object. Raises BucketError when it cannot be had."""
+        """Returns the content of an object. Raises BucketError if it cannot be read."""
         return self._ask(name, functools.partial(read_range, self._filesystem, f'{self._root}/{name}', None, None))
 
     def sha256(self, name: str, size: int) -> str:
-        """Reads an object in parts and returns its checksum. Raises BucketError when it cannot be had."""
+        """Reads an object in parts and returns its SHA-256. Raises BucketError if it cannot be read."""
         digest = hashlib.sha256()
         for start in range(0, size, PART_BYTES):
             read = functools.partial(
@@ -106,21 +111,21 @@ class Bucket:
         return digest.hexdigest()
 
     def put(self, name: str, content: bytes) -> None:
-        """Writes a small object. Raises BucketError when it cannot be written."""
+        """Writes a small object. Raises BucketError if it cannot be written."""
         self._ask(name, lambda: self._filesystem.pipe_file(f'{self._root}/{name}', content))
 
     def put_file(self, name: str, path: Path, on_bytes: Callable[[int], None]) -> None:
-        """Writes a file, which shows under its name when it is whole.
+        """Uploads a file. The object becomes visible when it is complete.
 
         Raises:
-            BucketError: it cannot be written.
-            FileNotFoundError: the local file is gone.
+            BucketError: the object cannot be written.
+            FileNotFoundError: the local file does not exist.
         """
-        import fsspec.callbacks  # takes a while
+        import fsspec.callbacks  # slow to import
 
         class Told(fsspec.callbacks.Callback):
             def call(self, *_: Any, **__: Any) -> None:
-                # It is also told of the size, before anything is sent.
+                # fsspec also calls this when it learns the size, before it sends data.
                 if self.value:
                     on_bytes(self.value)
 
@@ -133,15 +138,15 @@ class Bucket:
         )
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes objects one after the other, those that are not there too. Raises BucketError."""
+        """Deletes objects one after the other. Ignores missing objects. Raises BucketError if a deletion fails."""
         for name in names:
             self._ask(name, functools.partial(self._remove, f'{self._root}/{name}'))
 
     def describe(self, path: Path) -> LocalFile:
-        """Reads a local file, once.
+        """Reads a local file once and computes its digests.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         size = path.stat().st_size
         sha256, md5 = hashlib.sha256(), hashlib.md5()
@@ -157,7 +162,7 @@ class Bucket:
                     parts.append(md5.digest())
                     md5, left = hashlib.md5(), _part_bytes(size)
         if in_parts:
-            # As S3 does: the MD5 of the MD5s of its parts.
+            # S3's ETag of a multipart upload is the MD5 of the MD5s of its parts.
             parts += [md5.digest()] if left < _part_bytes(size) else []
             return LocalFile(path, size, sha256.hexdigest(), f'{hashlib.md5(b"".join(parts)).hexdigest()}-{len(parts)}')
         return LocalFile(path, size, sha256.hexdigest(), md5.hexdigest())
@@ -171,7 +176,7 @@ class Bucket:
         try:
             self._filesystem.invalidate_cache()
             return ask()
-        # Libraries raise what their own libraries raise: there is no common ancestor.
+        # Storage libraries pass on exceptions of their dependencies, which have no common base class.
         except Exception as error:
             known = classify_error(url, error)
             if isinstance(known, TransientStorageError):

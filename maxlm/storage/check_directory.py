@@ -1,4 +1,4 @@
-"""Checks files of a directory that other people made, before they are read."""
+"""Checks files of untrusted directories before they are read."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def check_entries(
     root: str | os.PathLike[str] = '',
     limit: int | None = MAX_TEXT_BYTES,
 ) -> None:
-    """Checks files of a directory that a reader is about to open. A name without an entry passes.
+    """Checks files of a directory before a reader opens them. Ignores names without a file.
 
     Args:
-        directory: where the files are.
+        directory: directory of the files.
         names: names of the files.
-        root: the directory that links must not leave; '' = `directory`.
-        limit: largest size in bytes; None = any.
+        root: directory that links must not leave; '' = `directory`.
+        limit: maximum size in bytes; None = unlimited.
 
     Raises:
-        InputError: an entry is a special file or a directory, is a link that leads nowhere or out of `root`, cannot be
+        InputError: a file is a special file or a directory, is a broken link or a link out of `root`, cannot be
             read, or is too large.
     """
     allowed = _allowed(os.path.realpath(root or directory))
@@ -42,7 +42,7 @@ def check_entries(
 def _check_entry(path: str, allowed: tuple[str, ...], limit: int | None) -> None:
     target = os.path.realpath(path)
     if os.path.islink(path) and not os.path.isfile(path):
-        # Devices and FIFOs too: opening one can block.
+        # The link may lead to a device or a FIFO, and opening one can block.
         raise NotRegularError(errno.EINVAL, f'is a link to {target}, which is not a file', path)
     check_regular(path)
     if os.path.islink(path) and not target.startswith(allowed):
@@ -56,9 +56,9 @@ def _check_entry(path: str, allowed: tuple[str, ...], limit: int | None) -> None
 
 
 def _allowed(root: str) -> tuple[str, ...]:
-    """Returns the prefixes of the paths that links may lead to.
+    """Returns the path prefixes of valid link targets.
 
-    The cache of huggingface_hub keeps `models--NAME/snapshots/COMMIT` as links to files of `models--NAME/blobs`.
+    The cache of huggingface_hub stores `models--NAME/snapshots/COMMIT` as links to files of `models--NAME/blobs`.
     """
     repository, snapshots, _ = root.rpartition(f'{os.sep}snapshots{os.sep}')
     is_cached = snapshots and os.path.basename(repository).startswith('models--')

@@ -20,9 +20,9 @@ from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.object_store import Checksum, open_filesystem, read_checksum, read_range, translate_errors
 from maxlm.storage.retry import RetryPolicy
 
-# Asked for at once and held in memory: long enough that waiting for the first byte is little of it.
+# Size of a request, held in memory. Large enough that the latency of a request is a small part of its time.
 CHUNK_BYTES = 2**23
-# Between two looks at a file that another process is fetching.
+# Poll interval for a file that another process is fetching.
 LOCK_POLL_SECONDS = 0.2
 
 T = TypeVar('T')
@@ -30,13 +30,13 @@ T = TypeVar('T')
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
-    """A file of a bucket and its place on the local disk.
+    """File of a bucket and its local path.
 
     Attributes:
         url: any URL of fsspec.
-        path: where it is wanted.
-        bytes: its size.
-        sha256: its checksum in hexadecimal; '' = unknown: then what the bucket itself tells is checked.
+        path: local path of the file.
+        bytes: size of the file.
+        sha256: SHA-256 in hexadecimal. If it is '', the bucket's own checksum or version is compared.
     """
 
     url: str
@@ -46,12 +46,12 @@ class RemoteFile:
 
     @property
     def partial(self) -> Path:
-        """What is fetched of it so far."""
+        """Path of the partial download."""
         return self.path.with_name(f'.{self.path.name}.partial')
 
     @property
     def is_there(self) -> bool:
-        """Whether it is on the local disk, judged by its size: what was fetched was checked then."""
+        """True if the local file has the expected size. Its checksum was verified when it was fetched."""
         try:
             return self.path.stat().st_size == self.bytes
         except OSError:
@@ -59,17 +59,17 @@ class RemoteFile:
 
 
 class ClosedError(Exception):
-    """Ends the threads of a fetcher that is closed."""
+    """The fetcher is closed. Ends its threads."""
 
 
 class Call(Protocol):
-    """Runs a request, perhaps several times."""
+    """Runs a request, possibly with retries."""
 
     def __call__(self, request: Callable[[], T], /) -> T: ...
 
 
 def call_once(request: Callable[[], T]) -> T:
-    """Returns the result of `request`. A Call without retries."""
+    """Returns the result of `request`. Implements `Call` without retries."""
     return request()
 
 
@@ -79,20 +79,20 @@ def fetch_file(
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     call: Call = call_once,
 ) -> None:
-    """Fetches a file that is not on the local disk yet. Resumes an unfinished download.
+    """Fetches a missing file. Resumes an unfinished download.
 
-    The file grows as `.NAME.partial` and is renamed when it is complete, verified and synced. If its checksum is wrong,
-    it is fetched again, once. Of several processes that fetch the same file one does, and the others wait.
+    The file is written as `.NAME.partial`. It is renamed when it is complete, verified and synced. If its checksum is
+    wrong, it is fetched once more. If several processes fetch the same file, one downloads it and the others wait.
 
     Args:
         file: the file to fetch.
-        on_bytes: called with the number of bytes added, including those of an earlier run; below 0 when they are
-            discarded. An exception that it raises ends the download. The partial file is kept.
+        on_bytes: called with the number of bytes added, including those of an earlier run. The number is negative when
+            bytes are discarded. An exception that it raises ends the download. The partial file is kept.
         call: runs each request, for example with retries.
 
     Raises:
         InputError: the file cannot be read or written, or its checksum is wrong twice.
-        TransientStorageError: the bucket does not answer.
+        TransientStorageError: the bucket does not respond.
     """
     try:
         file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def fetch_file(
 def fetch_patiently(
     file: RemoteFile, *, retries: RetryPolicy, closing: threading.Event, on_bytes: Callable[[int], None]
 ) -> None:
-    """Fetches a file in one of several threads. Retries while the bucket does not answer, until `closing` is set.
+    """Fetches a file in one of several threads. Retries while the bucket does not respond, until `closing` is set.
 
     Raises:
         InputError: the file cannot be fetched.
@@ -127,7 +127,7 @@ def fetch_patiently(
             try:
                 return request()
             except TransientStorageError:
-                # Neither warn nor wait.
+                # Raise ClosedError now instead of warning and waiting for a retry.
                 end_if_closed()
                 raise
 
@@ -138,7 +138,7 @@ def fetch_patiently(
 
 @contextlib.contextmanager
 def _locked_partial(file: RemoteFile) -> Iterator[int | None]:
-    """A descriptor of the partial file, which is this process' alone; None when another has fetched the file."""
+    """Yields a descriptor of the locked partial file, or None if another process has fetched the file."""
     while not file.is_there:
         descriptor = os.open(file.partial, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -148,7 +148,7 @@ def _locked_partial(file: RemoteFile) -> Iterator[int | None]:
                 time.sleep(LOCK_POLL_SECONDS)
                 continue
             if not _is_same_file(descriptor, file.partial):
-                # Renamed or removed by who had the lock before.
+                # The previous lock holder renamed or removed it.
                 continue
             if file.is_there:
                 file.partial.unlink()
@@ -156,7 +156,7 @@ def _locked_partial(file: RemoteFile) -> Iterator[int | None]:
             try:
                 yield descriptor
             finally:
-                # Of a file that could not be had nothing remains.
+                # Do not leave an empty partial file after a failed download.
                 if not os.fstat(descriptor).st_size and _is_same_file(descriptor, file.partial):
                     file.partial.unlink()
             return
@@ -166,7 +166,7 @@ def _locked_partial(file: RemoteFile) -> Iterator[int | None]:
 
 
 def remove_partial(file: RemoteFile) -> None:
-    """Throws away what is fetched of a file, unless some process is fetching it."""
+    """Removes the partial download of a file, unless a process is fetching it."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError):
         descriptor = os.open(file.partial, os.O_RDWR)
         try:
@@ -211,7 +211,7 @@ def _fetch(file: RemoteFile, partial: int, on_bytes: Callable[[int], None], call
             on_bytes(len(content))
         os.fsync(partial)
         actual = _digest(file.partial, checksum.kind)
-        # Where there is only a version: still the same that the first bytes are from.
+        # If there is only a version, check that it has not changed since the first bytes were read.
         later = request(functools.partial(read_checksum, filesystem, path)) if checksum.version else checksum
         if actual == checksum.value and later == checksum:
             os.replace(file.partial, file.path)
@@ -234,12 +234,12 @@ def _write_at(descriptor: int, content: bytes, start: int) -> None:
 
 
 def _resumable_bytes(file: RemoteFile, partial: int, checksum: Checksum) -> int:
-    """How much of the partial file can be kept."""
+    """Returns the number of bytes of the partial file that can be kept."""
     start = os.fstat(partial).st_size
     if start > file.bytes:
         start = 0
     if checksum.version:
-        # No checksum would tell that the beginning is from another version of the file.
+        # Without a checksum, only the version shows that the first bytes belong to another version of the file.
         version = _version_path(file)
         if start and (not version.exists() or version.read_text(encoding='utf-8') != checksum.version):
             start = 0
@@ -257,7 +257,7 @@ def _digest(path: Path, kind: str) -> str:
     with path.open('rb') as file:
         if kind != 'crc32c':
             return hashlib.file_digest(file, kind).hexdigest()
-        import google_crc32c  # comes with gcsfs
+        import google_crc32c  # a dependency of gcsfs
 
         checksum = google_crc32c.Checksum()
         while content := file.read(CHUNK_BYTES):

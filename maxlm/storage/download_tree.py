@@ -1,4 +1,4 @@
-"""A tree of files in a bucket, copied to a local directory with its folders."""
+"""Copies a directory tree from a bucket to a local directory."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from maxlm.storage.object_store import open_filesystem, translate_errors
 from maxlm.storage.retry import OnWarning, RetryPolicy
 
 WILDCARDS = re.compile(r'[*?[]')
-# Ctrl-C is noticed between two looks at what is done.
+# The main thread polls, so that it notices Ctrl-C.
 POLL_SECONDS = 0.1
 
 
 def list_tree(url: str, directory: Path, *, include: str = '', max_files: int = 0) -> list[RemoteFile]:
-    """The files behind a URL, with their places in `directory`, sorted by name.
+    """Lists the files of a URL, with their local paths in `directory`, sorted by name.
 
-    A URL is a file, a folder, or a glob (`*`, `?`, `[…]`, and `**` for any folders). Names are relative to the folder,
-    or to the folder before the first wildcard; a folder that a glob matches is taken as a whole.
+    The URL is a file, a directory or a glob (`*`, `?`, `[…]`, and `**` for any directories). Names are relative to the
+    directory, or to the directory before the first wildcard. A directory that matches the glob is listed completely.
 
     Args:
         url: any URL of fsspec, or a local path.
-        directory: where to.
-        include: take only files whose name, or its last component, matches this pattern; '' = all.
-        max_files: take at most so many, the first by name; 0 = all.
+        directory: local destination.
+        include: select only files whose name, or its last component, matches this pattern; '' = all.
+        max_files: maximum number of files, the first by name; 0 = all.
 
     Raises:
-        InputError: there is nothing, or it may not be listed.
+        InputError: there are no files, or they cannot be listed.
     """
     filesystem, path = open_filesystem(url)
-    # In a web address `?` begins the query.
+    # `?` starts the query of an HTTP URL.
     is_glob = '*' in path if url.startswith('http') else WILDCARDS.search(path) is not None
     root, facts = translate_errors(url, lambda: _expanded(filesystem, path) if is_glob else _found(filesystem, path))
     prefix = url.partition('://')[0] + '://' if '://' in url else ''
@@ -69,21 +69,21 @@ def fetch_tree(
     on_file: Callable[[], None] = lambda: None,
     wait: Callable[[float], None] | None = None,
 ) -> None:
-    """Fetches files, `threads` at a time; those that are there in their full size are left as they are.
+    """Fetches files in parallel. Skips local files that have the expected size.
 
-    A bucket that does not answer is asked again for as long as it takes. Ended by an error or Ctrl-C it leaves what is
-    whole, and unfinished files to be gone on with.
+    Requests are retried until the bucket responds. After an error or Ctrl-C, complete files remain, and unfinished
+    downloads can be resumed.
 
     Args:
-        files: in the order in which they are begun.
-        threads: files at a time.
-        last: name of files that are begun when all others are complete; '' = none.
-        on_alarm, wait: see `RetryPolicy`; None = a sleep that ends with the fetching.
-        on_bytes: is told, from any thread, of bytes that are fetched; see `fetch_file`.
-        on_file: is told, from any thread, that a file is there.
+        files: files in the order in which they are started.
+        threads: number of files to fetch in parallel.
+        last: name of the files that are started when all other files are complete; '' = none.
+        on_alarm, wait: see `RetryPolicy`. Without `wait`, retries sleep until the download ends.
+        on_bytes: called from any thread with the number of fetched bytes; see `fetch_file`.
+        on_file: called from any thread after each complete file.
 
     Raises:
-        InputError: a file cannot be had; the others that were begun are not waited for.
+        InputError: a file cannot be fetched. Other unfinished downloads are abandoned.
     """
     for is_last in (False, True):
         part = [file for file in files if (file.path.name == last) == is_last]
@@ -91,7 +91,7 @@ def fetch_tree(
 
 
 class _Pool:
-    """Threads that fetch files. They are daemons: one that waits for an answer does not keep the process."""
+    """Threads that fetch files. They are daemons, so a thread that waits for a response does not block exit."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class _Pool:
 
 
 def _found(filesystem: Any, path: str) -> tuple[str, dict[str, Any]]:
-    """The folder that names are relative to, and facts by full name."""
+    """Returns the directory that names are relative to, and the files' facts by full name."""
     facts = filesystem.info(path)
     if facts['type'] == 'file':
         return path.rpartition('/')[0], {path: facts}

@@ -1,4 +1,4 @@
-"""Errors of storage libraries: classification, messages without secrets, and panics of libraries written in Rust."""
+"""Errors of storage libraries: classification, messages without secrets, and panics of Rust libraries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from maxlm.errors import InputError, os_message
 
-# Timeouts, too many requests, and failures of the server.
+# Timeouts, rate limits and server failures.
 TRANSIENT_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 TRANSIENT_ERRNOS = frozenset(
     {errno.EAGAIN, errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH}
 )
-# Package and class name, since none of these packages need be installed.
+# Top-level package and class name, because these packages are optional.
 TRANSIENT_ERRORS = frozenset(
     {
         ('aiohttp', 'ClientError'),
@@ -35,13 +35,13 @@ CREDENTIAL_ERRORS = frozenset(
         ('google', 'DefaultCredentialsError'),
     }
 )
-# TensorStore raises ValueError for each status; https://github.com/abseil/abseil-cpp/blob/master/absl/status/status.h
+# TensorStore raises ValueError for every status; https://github.com/abseil/abseil-cpp/blob/master/absl/status/status.h
 TRANSIENT_CODES = re.compile(r'UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED')
 PERMISSION_CODES = re.compile(r'PERMISSION_DENIED|UNAUTHENTICATED|Forbidden')
 
 _TENSORSTORE_STATUS = re.compile(r"http_response_code='(\d{3})'")
 _USER_IN_URL = re.compile(r'(?<=://)[^/@\s]+@')
-# Elsewhere `?` is a part of names and globs.
+# Only in HTTP URLs, because `?` may be part of other names and globs.
 _QUERY_IN_URL = re.compile(r'(https?://[^\s?\'">]*)(\?[^\s\'">]+)')
 _SECRET = re.compile(
     r'(?i)\b(bearer\s+|[\w-]*(?:token|secret|signature|password|credential|key)[\w-]*["\']?\s*[=:]\s*)\S+'
@@ -49,11 +49,11 @@ _SECRET = re.compile(
 
 
 class StorageError(InputError):
-    """A path that cannot be listed, opened, read or written. The message is one line that names the path."""
+    """A path cannot be listed, opened, read or written. The message is one line that names the path."""
 
 
 class TransientStorageError(StorageError):
-    """A failure that may pass, such as an outage: the same request may succeed later."""
+    """A storage failure that may be temporary, such as an outage. The same request may succeed later."""
 
 
 class RustPanicError(ValueError):
@@ -61,7 +61,7 @@ class RustPanicError(ValueError):
 
 
 class ErrorKind(enum.Enum):
-    """The kinds of errors that storage libraries raise."""
+    """Kind of a storage library's error."""
 
     TRANSIENT = 'transient'
     PERMISSION = 'permission'
@@ -70,7 +70,7 @@ class ErrorKind(enum.Enum):
 
 
 def error_kind(error: BaseException) -> ErrorKind:
-    """Returns the kind of an error that a storage library raised. Storage libraries have no common base class."""
+    """Returns the kind of an error raised by a storage library. Storage libraries have no common base class."""
     status = http_status(error)
     # The message of an OSError may contain a path with any words.
     text = '' if isinstance(error, OSError) else str(error)
@@ -88,7 +88,7 @@ def error_kind(error: BaseException) -> ErrorKind:
 
 
 def classify_error(path: str, error: Exception) -> StorageError:
-    """Returns the error that users see when a library fails to read `path`.
+    """Converts an error of a storage library that failed to read `path` into a StorageError.
 
     Its message is one line without secrets. It is a TransientStorageError if the same request may succeed later. A
     StorageError is returned unchanged.
@@ -101,7 +101,7 @@ def classify_error(path: str, error: Exception) -> StorageError:
 
 
 def http_status(error: BaseException) -> int:
-    """Returns the HTTP status that an error stands for; 0 = none."""
+    """Returns the HTTP status of an error, or 0 if it has none."""
     for known in (error, error.__cause__):
         response = getattr(known, 'response', None)
         if isinstance(response, dict):
@@ -111,32 +111,32 @@ def http_status(error: BaseException) -> int:
                 return int(getattr(known, name))
     if found := _TENSORSTORE_STATUS.search(str(error)):
         return int(found[1])
-    # gcsfs raises an OSError without a number.
+    # gcsfs raises an OSError without errno.
     return 403 if str(error).startswith('Forbidden') else 0
 
 
 def redact(text: str) -> str:
     """Returns `text` without secrets.
 
-    Secrets are user and query of URLs, which contain passwords and signatures, and words after the name of a key.
+    Secrets are user names, passwords and queries in URLs, and the words after names such as `token` or `password`.
     """
     return _SECRET.sub(r'\1…', _QUERY_IN_URL.sub(r'\1', _USER_IN_URL.sub('', text)))
 
 
 def short_message(path: str, error: BaseException) -> str:
-    """Returns the message of an error about `path` in one short line without secrets; '' if it has none."""
+    """Returns the message of an error about `path` in one short line without secrets, or '' if it has none."""
     return _one_line(path, str(error))
 
 
 @contextlib.contextmanager
 def catch_panics(library: str) -> Iterator[None]:
-    """Raises RustPanicError, which is a ValueError, where the code of the block raises a panic.
+    """Raises RustPanicError, a subclass of ValueError, if a Rust library panics in the block.
 
     PyO3 raises `PanicException`, a subclass of BaseException, when Rust code panics. `except Exception` does not catch
     it, and the class cannot be imported.
 
     Args:
-        library: name of the library, for the message.
+        library: name of the library in the error message.
     """
     try:
         yield
@@ -171,8 +171,8 @@ def _reason(path: str, error: Exception, kind: ErrorKind) -> str:
 
 
 def _system_message(error: Exception) -> str:
-    """Returns the message of a failed request, in the words of the system where it has an error number."""
-    # aiohttp keeps the system's error of a failed connection. asyncio rewords it and adds addresses.
+    """Returns the message of a failed request. Uses the system's text if the error has an errno."""
+    # aiohttp keeps the system error of a failed connection. asyncio rewords it and adds addresses.
     system_error = getattr(error, 'os_error', error)
     if isinstance(system_error, OSError):
         number = system_error.errno or 0
@@ -184,7 +184,7 @@ def _system_message(error: Exception) -> str:
 
 def _one_line(path: str, text: str) -> str:
     line = ' '.join(text.split())
-    # Clients of buckets repeat user and query of a URL in other places of their messages.
+    # Bucket clients repeat the user and query of a URL elsewhere in their messages.
     for secret in [*_USER_IN_URL.findall(path), *(query for _, query in _QUERY_IN_URL.findall(path))]:
         line = line.replace(secret, '…')
     return redact(line)[:300]

@@ -1,4 +1,4 @@
-"""Reads local paths and URLs of all file systems that fsspec knows. Errors are one line without secrets."""
+"""Reads local paths and fsspec URLs. Errors are one line without secrets."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from maxlm.storage.errors import classify_error, redact
 from maxlm.storage.object_store import open_filesystem
 from maxlm.storage.regular_files import NotRegularError, check_regular, check_size, kind_of, open_descriptor
 
-# Bytes that a local file is read by; fsspec reads buckets ahead by itself.
+# Read buffer of local files. fsspec reads ahead by itself.
 BUFFER_BYTES = 2**20
-# Facts that change when a remote file does, the surest first; the names are those of gcsfs, s3fs, http, memory.
+# Fields that change with the content of a remote file, the most reliable first: gcsfs, s3fs, http and memory.
 VERSION_FACTS = ('generation', 'ETag', 'etag', 'md5Hash', 'mtime', 'LastModified', 'updated', 'created')
 _URL = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A file or a directory.
+    """File or directory.
 
     Attributes:
         path: local path or URL.
-        name: last component; from `walk` the path below the directory that was walked, with `/`.
-        size: bytes; 0 where the storage does not say.
-        version: changes when the content does; '' for directories and where the storage does not say.
-        is_directory: whether it has entries of its own.
+        name: last path component. `walk` returns the path relative to its root, with `/`.
+        size: size in bytes; 0 if unknown.
+        version: text that changes with the content; '' for directories or if unknown.
+        is_directory: True for a directory.
     """
 
     path: str
@@ -41,26 +41,26 @@ class Entry:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL, and not local."""
+    """Returns True if a path is a URL."""
     return _URL.match(path) is not None
 
 
 def display_path(path: str) -> str:
-    """Returns a path as messages may show it: a URL without secrets."""
+    """Returns the path for messages: URLs without secrets, local paths unchanged."""
     return redact(path) if is_url(path) else path
 
 
 def stat(path: str) -> Entry:
-    """Facts of a file or directory; links are followed.
+    """Returns the entry of a file or directory. Follows links.
 
     Raises:
-        StorageError: there is none, it may not be looked at, or it is a special file, e.g. a FIFO.
+        StorageError: the path does not exist, cannot be read, or is a special file such as a FIFO.
     """
     name = display_path(path).rstrip('/').rsplit('/', 1)[-1]
     try:
         if is_url(path):
             filesystem, root = open_filesystem(path)
-            # What this process has listed before may have changed since.
+            # Listings that this process cached may be outdated.
             filesystem.invalidate_cache()
             return _remote_entry(path, name, filesystem.info(root))
         facts = os.stat(path)
@@ -73,18 +73,18 @@ def stat(path: str) -> Entry:
 
 
 def list_directory(path: str) -> list[Entry]:
-    """The entries of a directory, sorted by name. A local link that leads nowhere is a file of 0 bytes.
+    """Returns the entries of a directory, sorted by name. A broken local link is a file of 0 bytes.
 
-    Local special files (FIFOs, sockets, devices) are left out.
+    Skips local special files (FIFOs, sockets, devices).
 
     Raises:
-        StorageError: it cannot be listed.
+        StorageError: the directory cannot be listed.
     """
     try:
         if is_url(path):
             filesystem, root = open_filesystem(path)
             facts = {fact['name'].rstrip('/'): fact for fact in filesystem.ls(root, detail=True)}
-            # Buckets list a directory that was made by hand as an entry of itself.
+            # Buckets list an explicitly created directory as an entry of itself.
             facts.pop(root.rstrip('/'), None)
             names = {name.rsplit('/', 1)[-1]: fact for name, fact in facts.items()}
             return [_remote_entry(_join(path, name), name, names[name]) for name in sorted(names)]
@@ -96,9 +96,9 @@ def list_directory(path: str) -> list[Entry]:
 
 
 def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iterator[Entry]:
-    """All files below a directory, in no order that is promised. Local directories that are links are not entered.
+    """Yields all files below a directory, in any order. Does not follow local links to directories.
 
-    `skip(name)` tells of the name of a file or directory whether it is left out, with all that is below it.
+    Skips files and directories, including their contents, whose name satisfies `skip(name)`.
 
     Raises:
         StorageError: the directory, or one below it, cannot be listed.
@@ -107,7 +107,7 @@ def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iter
         yield from _walk_local(path, '', skip)
         return
     try:
-        # One flat listing: object stores have no directories, and asking for each of them would be many requests.
+        # One flat listing, because listing each directory of an object store would need many requests.
         filesystem, root = open_filesystem(path)
         found = filesystem.find(root, detail=True)
     except Exception as error:
@@ -120,10 +120,10 @@ def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iter
 
 
 def open_file(path: str) -> BinaryIO:
-    """Opens a file to read and seek in. Use as a context manager.
+    """Opens a file for reading and seeking. Use as a context manager.
 
     Raises:
-        StorageError: it cannot be opened; reading raises it too, when the storage fails meanwhile.
+        StorageError: the file cannot be opened. Reads raise it too if the storage fails.
     """
     try:
         if is_url(path):
@@ -135,7 +135,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def read_bytes(path: str, *, limit: int | None = None) -> bytes:
-    """Returns the whole content of a file. Raises StorageError if it cannot be read, or has more than `limit` bytes."""
+    """Returns the content of a file. Raises StorageError if it cannot be read, or is larger than `limit` bytes."""
     with open_file(path) as file:
         if limit is not None:
             try:
@@ -147,7 +147,7 @@ def read_bytes(path: str, *, limit: int | None = None) -> bytes:
 
 
 class _LocalFile(io.FileIO):
-    """A local regular file whose failing reads say which file it was."""
+    """Local regular file. Read errors name the file."""
 
     def __init__(self, path: str):
         super().__init__(path, 'rb', opener=open_descriptor)
@@ -160,7 +160,7 @@ class _LocalFile(io.FileIO):
 
 
 class _RemoteFile(io.RawIOBase):
-    """A file of fsspec with a position of its own: some file systems hand out one object to all who open a file."""
+    """File of fsspec with its own position. Some file systems return one shared object to all callers."""
 
     def __init__(self, path: str, file: Any):
         self._path = path

@@ -1,11 +1,11 @@
-"""Parses JSON that other programs or people wrote."""
+"""Parses untrusted JSON."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-# Deep enough for every format that maxlm reads, and far from the recursion limit of code that walks the values.
+# Deep enough for every format that maxlm reads, and far below Python's recursion limit.
 MAX_DEPTH = 100
 
 
@@ -16,14 +16,14 @@ def parse_json(text: str | bytes) -> Any:
         text: JSON, as a string or as UTF-8 bytes.
 
     Raises:
-        ValueError: if the text is not UTF-8, is not JSON, or nests arrays and objects deeper than `MAX_DEPTH`.
+            ValueError: the text is not UTF-8, is not JSON, or nests arrays and objects deeper than `MAX_DEPTH`.
     """
     decoded = text if isinstance(text, str) else text.decode('utf-8')
     try:
         value = json.loads(decoded)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    # A text with few brackets cannot be deep. Counting them costs much less than parsing.
+    # A text with few brackets cannot be nested deeply, and counting is much cheaper than traversing the value.
     if decoded.count('[') + decoded.count('{') > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise ValueError(_TOO_DEEP)
     return value

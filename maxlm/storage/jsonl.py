@@ -1,4 +1,4 @@
-"""Files of JSON lines that a run appends to, and that others read while it does or after it was killed."""
+"""Reads and appends JSON lines. Readers tolerate files that are being written or whose writer was killed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from maxlm.storage.regular_files import NotRegularError, read_bytes
 
 
 class JsonlFile(NamedTuple):
-    """What such a file holds.
+    """Content of a JSON lines file.
 
     Attributes:
-        lines: one object each, oldest first.
-        torn: the last line is not whole, since its writer was killed or is about to write the rest; it is left out.
+        lines: objects, oldest first.
+        torn: True if the last line is truncated. It is skipped. Its writer was killed, or is still writing it.
     """
 
     lines: list[dict[str, Any]]
@@ -31,10 +31,10 @@ class JsonlFile(NamedTuple):
 
 
 def read_lines(path: Path) -> JsonlFile:
-    """The lines of a file; none where there is no such file.
+    """Reads the lines of a file. A missing file has no lines.
 
     Raises:
-        InputError: another line than the last is not a JSON object.
+        InputError: a line other than the last is not a JSON object.
     """
     try:
         content = read_bytes(path)
@@ -42,13 +42,13 @@ def read_lines(path: Path) -> JsonlFile:
         return JsonlFile([], False)
     except NotRegularError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
-    # A whole file ends with a newline, so the last piece is empty or torn; bytes, since it may end inside a letter.
+    # A complete file ends with a newline, so the last part is empty or truncated. It may end inside a UTF-8 character.
     *complete, rest = content.split(b'\n')
     return JsonlFile([_parse(path, number, line) for number, line in enumerate(complete, start=1)], bool(rest))
 
 
 def drop_partial_line(path: Path) -> None:
-    """Cuts off a torn last line, so that what is appended next begins a line of its own."""
+    """Removes a truncated last line, so that the next appended line starts on its own line."""
     try:
         content = read_bytes(path)
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def drop_partial_line(path: Path) -> None:
 
 
 def truncation_note(name: str) -> str:
-    """How every reader says that it has left something out."""
+    """Returns the note that a truncated last line was skipped."""
     return f'{name}: the last line is torn and left out'
 
 
@@ -77,24 +77,24 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 class JsonlWriter:
-    """Appends lines to a file, from any thread. A file that cannot be written is said once, and ends nothing."""
+    """Appends lines to a file, from any thread. Write errors are logged once and not raised."""
 
     def __init__(self, path: Path):
         self._path = path
         self._lock = threading.Lock()
-        # Of a life that was killed in the middle of a line.
+        # True until checked, because a killed attempt may have left a truncated line.
         self._torn = True
         self._failing = False
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """One line, which is with the system when this returns; numbers that are not finite become null."""
+        """Appends one line and passes it to the operating system. Non-finite numbers become null."""
         line = _encode(values)
         with self._lock:
             try:
                 if self._torn:
                     drop_partial_line(self._path)
                     self._torn = False
-                # Opened anew for each, since others may have put another file in its place.
+                # Reopened for each line, because another process may have replaced the file.
                 file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
                 try:
                     self._torn = os.write(file, line) < len(line)
@@ -110,7 +110,7 @@ class JsonlWriter:
                 self._failing = False
 
     def replace(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Puts these in place of what the file holds, all at once or not at all."""
+        """Replaces the content of the file atomically."""
         content = b''.join(map(_encode, lines))
         with self._lock:
             try:
@@ -126,7 +126,7 @@ def _encode(values: Mapping[str, Any]) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN; null is what every reader of it takes."""
+    """Replaces non-finite numbers with None. JSON has no NaN, and every parser accepts null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

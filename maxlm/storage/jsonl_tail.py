@@ -1,4 +1,4 @@
-"""Follows a file of JSON lines that grows, in a directory or in a bucket: only what is new is read."""
+"""Follows a growing JSON lines file in a directory or a bucket. Reads only new bytes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from maxlm.storage.filesystem import Entry, open_file
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.jsonl import truncation_note
 
-# So much of what was read is read again and compared: it shows whether the file was written anew, as a run does that
-# goes back to an older step.
+# Number of already read bytes that are read again and compared. A difference shows that the file was rewritten, which
+# happens when a run rolls back to an older step.
 OVERLAP_BYTES = 512
 
 
 class JsonlTail:
-    """The lines of one file as of the last `update`.
+    """Lines of one file as of the last `update`.
 
-    Whoever watches a run must not end because of a line of it, so unlike `read_lines` it leaves out what is no JSON
-    object, and counts that.
+    Skips and counts lines that are not JSON objects, so that a malformed line cannot crash the monitor. `read_lines`
+    raises instead.
 
     Attributes:
-        lines: the objects, oldest first.
-        torn: the last line is not whole, and left out.
-        bad: other lines that are left out.
+        lines: objects, oldest first.
+        torn: True if the last line is truncated. It is skipped.
+        bad: number of other skipped lines.
     """
 
     def __init__(self, convert: Callable[[dict[str, Any]], dict[str, Any]] = lambda line: line):
-        """`convert` is applied to each object."""
+        """
+        Args:
+            convert: function applied to each object.
+        """
         self._convert = convert
         self._forget()
 
@@ -36,21 +39,21 @@ class JsonlTail:
         self.torn = False
         self.bad = 0
         self._version: tuple[int, str] | None = None
-        # Of whole lines, and the last of their bytes.
+        # Number of bytes of complete lines that were read, and the last OVERLAP_BYTES of them.
         self._read_bytes = 0
         self._overlap = b''
 
     def update(self, entry: Entry | None) -> bool:
-        """Reads what is new.
+        """Reads new lines.
 
         Args:
-            entry: the file as its directory lists it now; None = it is not there.
+            entry: current directory entry of the file; None = the file does not exist.
 
         Returns:
-            Whether `lines` may have changed.
+            True if `lines` may have changed.
 
         Raises:
-            StorageError: the file cannot be read; what was read before stays.
+            StorageError: the file cannot be read. Lines that were read before remain.
         """
         if entry is None:
             had_lines = bool(self.lines)
@@ -75,14 +78,14 @@ class JsonlTail:
         return True
 
     def notes(self, name: str) -> list[str]:
-        """What was left out of the file of this name, a line for each reason."""
+        """Returns one note for each kind of skipped line in the file `name`."""
         notes = [truncation_note(name)] if self.torn else []
         if self.bad:
             notes.append(f'{name}: {self.bad} line{"s are" if self.bad > 1 else " is"} not JSON and left out')
         return notes
 
     def _new_bytes(self, path: str) -> bytes | None:
-        """What comes after the lines that were read; None where those are not there any more."""
+        """Returns the bytes after the lines that were read, or None if the file was rewritten."""
         with open_file(path) as file:
             file.seek(self._read_bytes - len(self._overlap))
             content = file.read()
@@ -90,10 +93,10 @@ class JsonlTail:
 
 
 def _parse(whole: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The objects of whole lines, and the number of lines that are none."""
+    """Returns the objects of complete lines, and the number of other lines."""
     pieces = whole.split(b'\n')[:-1]
     try:
-        # At once is several times faster, and the names of values are kept once instead of for each line.
+        # Parsing all lines at once is several times faster, and shares the strings of keys.
         values = parse_json(b'[' + b','.join(pieces) + b']')
     except ValueError:
         values = []

@@ -1,4 +1,4 @@
-"""Requests to buckets: file systems by URL, bytes and checksums."""
+"""Basic bucket requests: file systems by URL, bytes and checksums."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from maxlm.errors import InputError
 from maxlm.storage.errors import StorageError, TransientStorageError, classify_error, redact
 
-# What a protocol needs that does not come with maxlm: package and extra.
+# Optional package and extra of each protocol.
 EXTRAS = {'gs': ('gcsfs', 'gcs'), 'gcs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3'), 's3a': ('s3fs', 's3')}
-# What a connection may be silent for.
+# Timeout of a silent connection.
 SILENCE_SECONDS = 30.0
 
 T = TypeVar('T')
@@ -24,12 +24,12 @@ T = TypeVar('T')
 
 @dataclasses.dataclass(frozen=True)
 class Checksum:
-    """What tells the content of a file from others.
+    """Identifies the content of a remote file.
 
     Attributes:
-        kind: `sha256`, `md5` or `crc32c`; '' where the bucket has none that can be computed here.
-        value: in hexadecimal, for crc32c in base64.
-        version: changes when the file changes in the bucket; '' where the checksum itself does that.
+        kind: `sha256`, `md5` or `crc32c`; '' if the bucket reports no checksum that can be computed locally.
+        value: checksum in hexadecimal; in base64 for crc32c.
+        version: text that changes with the file in the bucket; '' if the checksum suffices.
     """
 
     kind: str
@@ -38,12 +38,12 @@ class Checksum:
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """Returns the file system of a URL, one for all threads of a process, and the path within it.
+    """Returns the file system of a URL, shared by all threads of a process, and the path within it.
 
     Raises:
         StorageError: the protocol is unknown, or a package is missing.
     """
-    import fsspec  # takes a while, and readers of what is there do without
+    import fsspec  # slow to import, and not needed for local files
 
     protocol = url.partition('://')[0] if '://' in url else 'file'
     try:
@@ -61,7 +61,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 
 def translate_errors(url: str, ask: Callable[[], T]) -> T:
-    """Returns the result of `ask`. Errors of storage libraries become those of `classify_error`.
+    """Returns the result of `ask`. Converts errors of storage libraries with `classify_error`.
 
     Raises:
         StorageError: the request failed.
@@ -71,7 +71,7 @@ def translate_errors(url: str, ask: Callable[[], T]) -> T:
         return ask()
     except InputError:
         raise
-    # They raise what their own libraries raise: there is no common ancestor.
+    # Storage libraries pass on exceptions of their dependencies, which have no common base class.
     except Exception as error:
         if isinstance(error, FileNotFoundError):
             _refuse_missing_bucket(url)
@@ -82,27 +82,27 @@ def read_file(url: str) -> bytes:
     """Returns the content of a small file.
 
     Raises:
-        StorageError: it cannot be read.
-        TransientStorageError: the bucket does not answer.
+        StorageError: the file cannot be read.
+        TransientStorageError: the bucket does not respond.
     """
     filesystem, path = open_filesystem(url)
     return translate_errors(url, functools.partial(read_range, filesystem, path, None, None))
 
 
 def read_range(filesystem: Any, path: str, start: int | None, end: int | None) -> bytes:
-    """Bytes [start, end) of a file; raises what the file system raises."""
+    """Returns bytes [start, end) of a file. Raises the errors of the file system."""
     content: bytes = filesystem.cat_file(path, start=start, end=end)
     return content
 
 
 def read_checksum(filesystem: Any, path: str) -> Checksum:
-    """The best that the bucket tells of a file's content; raises what the file system raises."""
+    """Returns the best checksum or version that the bucket reports. Raises the errors of the file system."""
     if 's3' in _protocols(filesystem):
         bucket, _, key = path.partition('/')
         facts = filesystem.call_s3('head_object', Bucket=bucket, Key=key)
         etag = facts['ETag'].strip('"')
-        # https://docs.aws.amazon.com/AmazonS3/latest/API/API_Object.html: an MD5 digest, but for objects that were
-        # uploaded in parts or are encrypted with keys of KMS or the customer.
+        # https://docs.aws.amazon.com/AmazonS3/latest/API/API_Object.html: the ETag is an MD5 digest, except for
+        # multipart uploads and for objects encrypted with KMS or customer keys.
         plain = facts.get('ServerSideEncryption', 'AES256') == 'AES256' and 'SSECustomerAlgorithm' not in facts
         return Checksum('md5', etag) if plain and '-' not in etag else Checksum('', '', version=etag)
     facts = filesystem.info(path)
@@ -110,27 +110,27 @@ def read_checksum(filesystem: Any, path: str) -> Checksum:
         return Checksum('md5', base64.b64decode(facts['md5Hash']).hex())
     if facts.get('crc32c'):
         return Checksum('crc32c', facts['crc32c'])
-    # Names of etags and times in the other file systems of fsspec.
+    # Names of ETags and times in other file systems of fsspec.
     known = [str(facts[name]) for name in ('ETag', 'etag', 'LastModified', 'last_modified', 'mtime') if facts.get(name)]
     return Checksum('', '', version=f'{facts.get("size")} {" ".join(known)}')
 
 
-# Threads may ask for the first time together.
+# Serializes concurrent first calls.
 _opening = threading.Lock()
 
 
 @functools.lru_cache
 def _filesystem(kind: Any, pid: int, options: tuple[tuple[str, Any], ...]) -> Any:
-    # By process: the connections of the asynchronous file systems do not survive a fork. Not fsspec's own instances:
-    # it has one for every thread, each with its own connections and credentials.
+    # Cached by process, because connections of asynchronous file systems do not survive a fork. fsspec's own instances
+    # are not used: each thread gets its own, with separate connections and credentials.
     del pid
-    # gcsfs prints a traceback for every request that it gives up; what is of it for a person is said by alarms.
+    # gcsfs logs a traceback for every failed request. Our own warnings report such failures.
     logging.getLogger('gcsfs').setLevel(logging.CRITICAL)
     known = dict(options)
     if 'gs' in _protocols(kind):
-        import aiohttp  # comes with gcsfs
+        import aiohttp  # a dependency of gcsfs
 
-        # It has none by itself, and would wait for ever where a network is lost without a word.
+        # gcsfs has no default timeout, and would wait forever after a silent loss of the network.
         known['requests_timeout'] = aiohttp.ClientTimeout(sock_connect=SILENCE_SECONDS, sock_read=SILENCE_SECONDS)
     return kind(**known, use_listings_cache=False, skip_instance_cache=True)
 
@@ -140,7 +140,7 @@ def _protocols(kind: Any) -> tuple[str, ...]:
 
 
 def _refuse_missing_bucket(url: str) -> None:
-    """Raises TransientStorageError if the bucket of `url` is missing: it may come back, unlike a missing file."""
+    """Raises TransientStorageError if the bucket of `url` is missing. Unlike a missing file, it may reappear."""
     filesystem, path = open_filesystem(url)
     bucket = path.strip('/').partition('/')[0]
     if url.partition('://')[0] not in EXTRAS:

@@ -1,6 +1,7 @@
-"""Types of options and config keys that take a path: each says which URLs work for it, and refuses the others.
+"""Types of options and config keys that take a path. Each type declares the URLs that it supports.
 
-A refusal is one line and comes before any work. `file://` URLs are local paths; `~` is the home directory.
+An unsupported path is rejected in one line before any work starts. `file://` URLs are local paths, and `~` is the home
+directory.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from maxlm.errors import InputError
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.storage.regular_files import kind_of
 
-# URLs of every protocol that fsspec knows.
+# All protocols that fsspec supports.
 ANY = ('*',)
 BUCKETS = ('gs', 's3')
-# Only schemes of buckets: `x:y` with another name is the name of a file.
+# Only bucket and web schemes, because `x:y` may be a file name.
 _ONE_SLASH = re.compile(r'(gs|gcs|s3|s3a|https?|file):/(?!/)')
 _NO_BUCKET = re.compile(r'(gs|gcs|s3|s3a)://(/|$)')
 
 
 class Kind(enum.Enum):
-    """Kind of file that a path names, if it exists."""
+    """Required kind of an existing path."""
 
     FILE = 'file'
     DIRECTORY = 'directory'
@@ -36,14 +37,14 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class PathOption:
-    """Type of an argparse option that takes a path. Called with the text, it returns the path.
+    """Type of an argparse option that takes a path. Calling it with the text returns the path.
 
     Attributes:
-        kind: what a local path may name. A path that names nothing is accepted.
-        urls: protocols whose URLs work, or ANY; () = none.
-        may_be_empty: whether the empty text is accepted, and means that no path is given.
-        as_path: whether a local path is returned as `Path`, and not as `str`.
-        advice: what to do instead of giving a URL; '' = give a local file or directory.
+        kind: required kind of a local path. A missing path is accepted.
+        urls: supported protocols, or ANY; () = none.
+        may_be_empty: accept the empty text as "no path".
+        as_path: return local paths as `Path` instead of `str`.
+        advice: remedy in the error message for URLs; '' = give a local file or directory.
     """
 
     kind: Kind = Kind.EITHER
@@ -55,7 +56,7 @@ class PathOption:
     def __call__(self, text: str) -> str | Path:
         """
         Raises:
-            argparse.ArgumentTypeError: the path cannot be used, whatever the other options are.
+            argparse.ArgumentTypeError: the path is not valid.
         """
         try:
             path = self.checked(text)
@@ -64,7 +65,7 @@ class PathOption:
         return Path(path) if self.as_path and not is_url(path) else path
 
     def checked(self, text: str) -> str:
-        """Returns the path; local ones without `file://` and `~`. Raises ValueError with one line."""
+        """Returns the path. Removes `file://` and expands `~`. Raises ValueError with a one-line message."""
         if not text and self.may_be_empty:
             return text
         if not text.strip():
@@ -102,7 +103,7 @@ class PathOption:
         try:
             mode = os.stat(path).st_mode
         except OSError:
-            # The command itself says what it misses, or makes it.
+            # The path does not exist. The command reports it or creates it.
             return
         if stat.S_ISDIR(mode):
             if self.kind is Kind.FILE:
@@ -116,7 +117,7 @@ class PathOption:
 
 @dataclasses.dataclass(frozen=True)
 class PathList:
-    """Type of an argparse option that takes names and paths with commas between; a path may follow `KIND:`."""
+    """Type of an argparse option that takes comma-separated names and paths. `KIND:` may precede a path."""
 
     option: PathOption
 
@@ -128,10 +129,10 @@ class PathList:
 
 
 def check_key(key: str, value: Any, option: PathOption) -> Any:
-    """Returns the value of a config key that takes a path, as `PathOption.checked` does.
+    """Returns the validated value of a config key that takes a path; see `PathOption.checked`.
 
     Raises:
-        InputError: it cannot be used; the message names the key.
+        InputError: the path is not valid. The message names the key.
     """
     if not isinstance(value, str):
         return value
@@ -151,6 +152,6 @@ def _without_file_protocol(path: str) -> str:
 
 
 def _is_known(protocol: str) -> bool:
-    import fsspec  # takes a while, and only URLs need it
+    import fsspec  # slow to import, and only needed for URLs
 
     return protocol in fsspec.available_protocols()

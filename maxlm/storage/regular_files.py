@@ -1,4 +1,4 @@
-"""Reads local regular files and refuses all others: opening a FIFO, a socket or a device can block forever."""
+"""Reads local regular files and rejects special files. Opening a FIFO, a socket or a device can block forever."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ _KINDS = {
 }
 
 
-# Texts and JSON are read whole. The largest tokenizers have 40 MiB, and a sparse file of any size costs no space.
+# Text and JSON files are read at once. The largest tokenizers have 40 MiB. A sparse file can exceed any memory.
 MAX_TEXT_BYTES = 2**27
 
 
 class NotRegularError(OSError):
-    """The path names a file that is not a regular one, or too large; `strerror` says what it is."""
+    """The path is not a regular file, or the file is too large. `strerror` states the reason."""
 
 
 def kind_of(mode: int) -> str:
-    """Returns the kind of a file in words, from `st_mode`; '' for a regular file."""
+    """Returns the kind of a special file in words, from `st_mode`, or '' for a regular file."""
     return '' if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), 'a special file')
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raises NotRegularError unless a path names a regular file; FileNotFoundError if it names nothing."""
+    """Raises NotRegularError unless a path is a regular file, and FileNotFoundError if it does not exist."""
     _check(path, os.stat(path).st_mode)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a regular file to read; never blocks. Raises OSError."""
+    """Opens a regular file for reading. Never blocks. Raises OSError."""
     return os.fdopen(open_descriptor(path), 'rb')
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Returns a descriptor of a regular file; suits the argument `opener` of `open`. Raises OSError."""
+    """Opens a regular file and returns its descriptor. Can be the argument `opener` of `open`. Raises OSError."""
     try:
-        # Before it is opened: opening a device can have effects.
+        # Checked before opening, because opening a device can have side effects.
         check_regular(path)
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
-    # Without O_NONBLOCK, a FIFO that takes the place of the file in between would block.
+    # Without O_NONBLOCK, the call would block if a FIFO replaced the file after the check.
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     try:
         _check(path, os.fstat(descriptor).st_mode)
@@ -68,7 +68,7 @@ def read_bytes(path: str | os.PathLike[str], *, limit: int | None = None) -> byt
 def read_text(path: str | os.PathLike[str]) -> str:
     """Returns the UTF-8 text of a regular file of at most `MAX_TEXT_BYTES`. Raises OSError.
 
-    Newlines are as `Path.read_text` has them.
+    Translates newlines like `Path.read_text`.
     """
     with open(path, encoding='utf-8', opener=open_descriptor) as file:
         check_size(path, os.fstat(file.fileno()).st_size, MAX_TEXT_BYTES)
@@ -76,7 +76,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def check_size(path: str | os.PathLike[str], size: int, limit: int) -> None:
-    """Raises NotRegularError if a file has more bytes than may be read at once."""
+    """Raises NotRegularError if the size of a file exceeds `limit`."""
     if size > limit:
         raise NotRegularError(errno.EFBIG, f'has {size:,} bytes, more than the limit of {limit:,}', str(path))
 

@@ -1,4 +1,4 @@
-"""Retries of requests to buckets: waiting times and warnings."""
+"""Retries bucket requests with exponential backoff and warnings."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ import tenacity
 
 from maxlm.storage.errors import TransientStorageError, redact
 
-# Seconds after each failure in a row: 1, 2, 4, … and at most 60.
+# Seconds after each consecutive failure: 1, 2, 4, … up to 60.
 EXPONENTIAL_BACKOFF = tenacity.wait_exponential(max=60)
 
-# Called with one line for a person.
+# Called with a one-line message for the user.
 OnWarning = Callable[[str], None]
 T = TypeVar('T')
 
 
 class RetryPolicy:
-    """Repeats requests that fail with a TransientStorageError. Threads that share a bucket share one policy.
+    """Retries requests that fail with a TransientStorageError. Threads that use one bucket share one policy.
 
-    The first failure in a row warns, then those whose number is a power of two, once for all threads. One more line
-    says that the bucket answers again.
+    It warns about the first consecutive failure and about those whose number is a power of two, once for all threads. A
+    final message reports that the bucket responds again.
 
     Args:
         on_warning: called with each warning.
-        sleep: waits for a number of seconds, or less.
+        sleep: sleeps for at most the given number of seconds.
     """
 
     def __init__(self, on_warning: OnWarning, sleep: Callable[[float], None]):
         self._on_warning = on_warning
         self._sleep = sleep
         self._lock = threading.Lock()
-        # URLs of requests that failed last time, and the largest number of failures that a warning was about.
+        # URLs whose last request failed, and the highest consecutive failure that was reported.
         self._failing: set[str] = set()
         self._warned = 0
 
     def call(self, url: str, request: Callable[[], T], *, patience_seconds: float = math.inf) -> T:
-        """Returns the result of `request`, which is repeated until it does not raise TransientStorageError.
+        """Returns the result of `request`. Repeats it while it raises TransientStorageError.
 
         Args:
-            url: names what is requested.
-            request: any other error, also one that it raises to end the retries, is raised at once.
+            url: URL of the request, for messages.
+            request: the request. Its other errors are raised immediately, so it can raise one to end the retries.
             patience_seconds: the first failure after this time is raised.
         """
 
