@@ -1,1 +1,1 @@
-"""The files of a run: names, lock, step directories, upload to a bucket."""
+"""Files of a run: names, lock, step directories and uploads to a bucket."""

@@ -1,7 +1,7 @@
-"""Steps of a run in a bucket: `URL/checkpoints/<step>/…`, complete as soon as its last object is there.
+"""Steps of a run in a bucket: `URL/checkpoints/<step>/…`, complete when the last object is written.
 
-The files of a step come first, then `mirror.json` with their sizes and checksums, then `commit_success.txt`, which is
-also what Orbax knows a complete step of a bucket by. Who deletes a step deletes that object first.
+An upload first writes the files of a step, then `mirror.json` with their sizes and checksums, then
+`commit_success.txt`, which is also Orbax's commit marker. A deletion deletes the commit marker first.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, COMMIT_MARKER
 MANIFEST = 'mirror.json'
 FORMAT_VERSION = 1
 THREADS = 4
-# What Orbax writes into its markers.
+# Content of Orbax's markers.
 MARKER_CONTENT = b'Checkpoint commit was successful'
 
 
 def complete_steps(bucket: Bucket) -> list[int]:
-    """The complete steps of a run, oldest first. Raises BucketError when the bucket does not tell."""
+    """Returns the complete steps of a run, oldest first. Raises BucketError if the bucket cannot be listed."""
     return sorted(step for step, names in listed_steps(bucket).items() if COMMIT_MARKER in names)
 
 
 def listed_steps(bucket: Bucket) -> dict[int, set[str]]:
-    """Step → names of its objects, also of steps that are not complete. Raises BucketError."""
+    """Returns the object names of all steps, including incomplete ones. Raises BucketError."""
     steps: dict[int, set[str]] = {}
     for name in bucket.list(CHECKPOINTS_DIR):
         _, step, rest = (*name.split('/', 2), '', '')[:3]
@@ -42,17 +42,17 @@ def listed_steps(bucket: Bucket) -> dict[int, set[str]]:
 
 
 def upload_step(bucket: Bucket, step: int, files: dict[str, LocalFile], on_bytes: Callable[[int], None]) -> None:
-    """Brings a step into the bucket; what is there of it already, with the same content, is not sent again.
+    """Uploads a step. Skips files that the bucket contains with the same content.
 
     Args:
-        bucket: of the run.
-        step: its number. Another step of this number that is there stops being complete, and is replaced.
+        bucket: bucket of the run.
+        step: number of the step. Another step of this number in the bucket is replaced.
         files: name within the step → file.
-        on_bytes: is told of progress.
+        on_bytes: called with the progress.
 
     Raises:
-        BucketError: it is not complete there; the same call goes on.
-        OSError: a file cannot be read any more.
+        BucketError: the upload failed. Another call resumes it.
+        OSError: a file cannot be read.
     """
     folder = f'{CHECKPOINTS_DIR}/{step}'
     existing = _list_files(bucket, folder)
@@ -81,18 +81,18 @@ def upload_files(
     *,
     read_back: bool = False,
 ) -> None:
-    """Uploads files to a folder of a bucket and verifies them; those with the same content there are not sent again.
+    """Uploads files to a directory of a bucket and verifies them. Skips files that exist with the same content.
 
     Args:
-        bucket: of the folder.
-        folder: its name; '' = the bucket's own URL.
-        files: name within the folder → file.
-        on_bytes: is called with the progress.
-        read_back: whether a file is read again when the bucket tells no checksum of it that can be compared.
+        bucket: bucket of the directory.
+        folder: name of the directory; '' = the bucket's own URL.
+        files: name within the directory → file.
+        on_bytes: called with the progress.
+        read_back: read a file again if the bucket reports no comparable checksum.
 
     Raises:
-        BucketError: one is not there, or has another content; the same call goes on.
-        OSError: a file cannot be read any more.
+        BucketError: a file is missing or has another content. Another call resumes the upload.
+        OSError: a file cannot be read.
     """
     prefix = f'{folder}/' if folder else ''
     existing = _list_files(bucket, folder)
@@ -115,7 +115,7 @@ def upload_files(
 
 
 def delete_step(bucket: Bucket, step: int, names: Iterable[str] | None = None) -> None:
-    """Deletes a step: from the first request on it is not complete any more. Raises BucketError."""
+    """Deletes a step. It is incomplete from the first request on. Raises BucketError."""
     folder = f'{CHECKPOINTS_DIR}/{step}'
     names = _list_files(bucket, folder) if names is None else names
     bucket.delete(f'{folder}/{name}' for name in sorted(names, key=lambda name: (name != COMMIT_MARKER, name)))
@@ -128,21 +128,21 @@ def download_step(
     *,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Fetches a complete step to a local directory, resumes unfinished files, and verifies each file.
+    """Downloads a complete step to a local directory, resumes partial files and verifies each file.
 
     Args:
-        bucket: of the run.
-        step: its number.
-        folder: the files are written here. The caller renames it when this function returns.
-        on_bytes: as for `fetch_file`.
+        bucket: bucket of the run.
+        step: number of the step.
+        folder: destination directory. The caller renames it when this function returns.
+        on_bytes: see `fetch_file`.
 
     Raises:
-        InputError: a file is damaged or cannot be written.
-        TransientStorageError: the bucket does not answer.
+        InputError: a file is corrupt or cannot be written.
+        TransientStorageError: the bucket does not respond.
     """
     files = list(_remote_files(bucket, step, folder))
     for file in files:
-        # Left by an earlier try, perhaps at another step of this number.
+        # An earlier attempt left this file, possibly from another step of this number.
         if file.is_there and bucket.describe(file.path).sha256 != file.sha256:
             file.path.unlink()
     with concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix='fetch') as pool:
@@ -162,7 +162,7 @@ def _remote_files(bucket: Bucket, step: int, folder: Path) -> Iterator[RemoteFil
     step_path = f'{CHECKPOINTS_DIR}/{step}'
     existing = _list_files(bucket, step_path)
     if MANIFEST not in existing:
-        # Written into the bucket by Orbax itself: its checksums are those of the bucket.
+        # Orbax wrote this step into the bucket, so only the bucket's own checksums exist.
         files = {name: (facts.size, '') for name, facts in existing.items() if not _is_marker(name)}
     else:
         files = _read_manifest(bucket, f'{step_path}/{MANIFEST}')

@@ -1,4 +1,4 @@
-"""The small files of a run in its bucket: its log, metrics, config and the like, uploaded whole when they change."""
+"""Uploads the small files of a run (log, metrics, config) when they change."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.files import WANDB_ID_FILE as WANDB_ID
 from maxlm.workdir.upload_state import UploadState
 
-# A run that goes on elsewhere takes these with it.
+# A run that resumes on another machine downloads these files.
 NAMES = (
     *(CONFIG, TOKENIZER, CHAT_TEMPLATE),
     *(METRICS, RUN_LOG, EVENTS, goodput_name(0), 'devices.jsonl', SAMPLES_FILE, WANDB_ID),
 )
-# These go to the bucket only: every attempt of a run writes new ones.
+# Upload-only files: every attempt of a run writes new ones.
 UPLOAD_ONLY_PATTERNS = ('report.html', 'tensorboard/**/*', 'profile/**/*', 'wandb/**/*')
-# A local file that gave way to that of the bucket.
+# Suffix of a local file that was replaced by the bucket's version.
 REPLACED_SUFFIX = '.replaced'
 
 
@@ -42,12 +42,13 @@ class FileMirror:
     ):
         """
         Args:
-            bucket: of the run.
-            upload_state: of the run's directory.
-            on_bytes: is told of progress.
-            interval_seconds: between two uploads, at least; ten times what an upload takes, if that is more.
-            names: of files that are compared with the bucket's when the run starts.
-            patterns: patterns of those that are not.
+            bucket: bucket of the run.
+            upload_state: upload state of the run's workdir.
+            on_bytes: called with the progress.
+            interval_seconds: minimum time between two uploads. If an upload takes longer than a tenth of it, the next
+                one waits ten times as long as the upload took.
+            names: files that are compared with the bucket's when the run starts.
+            patterns: glob patterns of upload-only files.
         """
         self._bucket = bucket
         self._upload_state = upload_state
@@ -59,10 +60,10 @@ class FileMirror:
         self.skip_interval = False
 
     def work(self) -> bool:
-        """Uploads what changed, when that is due; returns False, for there is no more to do then.
+        """Uploads changed files if an upload is due. Always returns False, because no work is left afterwards.
 
         Raises:
-            BucketError: the bucket does not take it.
+            BucketError: an upload failed.
         """
         started = time.monotonic()
         if started < self._next_upload_time and not self.skip_interval:
@@ -79,12 +80,12 @@ class FileMirror:
     def _existing_files(self) -> list[str]:
         workdir = self._upload_state.workdir
         names = [name for name in self._names if (workdir / name).is_file()]
-        # What links point to is there itself.
+        # The targets of links match the patterns themselves.
         found = {path for pattern in self._patterns for path in workdir.glob(pattern) if not path.is_symlink()}
         return names + [path.relative_to(workdir).as_posix() for path in sorted(found) if path.is_file()]
 
     def _upload(self, name: str) -> None:
-        # A copy stays as it is while it is sent.
+        # Upload a copy, because the file may change during the upload.
         copy = self._upload_state.folder / 'outgoing' / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self._upload_state.workdir / name, copy)
@@ -92,7 +93,7 @@ class FileMirror:
         digests = self._upload_state.files.get(name, [])
         if digests[-1:] != [digest]:
             if name in self._names:
-                # Before and after: killed in between, either may be there.
+                # Record both digests: after a kill during the upload, the bucket has either version.
                 self._upload_state.set_file(name, [*digests[-1:], digest])
             self._bucket.put_file(name, copy, self._on_bytes)
             if name in self._names:
@@ -101,25 +102,25 @@ class FileMirror:
 
 
 def fetch_files(bucket: Bucket, upload_state: UploadState) -> list[str]:
-    """Fetches the files that another machine wrote last, and renames local files that differ.
+    """Fetches files that another machine wrote last. Renames local files that differ.
 
     Args:
-        bucket: of the run.
-        upload_state: of the run's directory.
+        bucket: bucket of the run.
+        upload_state: upload state of the run's workdir.
 
     Returns:
-        The names of the fetched files.
+        Names of the fetched files.
 
     Raises:
-        TransientStorageError: the bucket does not answer. Another call resumes.
-        InputError: a file is damaged or cannot be written.
+        TransientStorageError: the bucket does not respond. Another call resumes.
+        InputError: a file is corrupt or cannot be written.
     """
     fetched = []
     for name in NAMES:
         listed = bucket.list_one(name)
         path = upload_state.workdir / name
         if listed is None:
-            # Whatever was uploaded, it is not there any more.
+            # The file was deleted in the bucket, so forget its earlier upload.
             if name in upload_state.files:
                 upload_state.set_file(name, [])
             continue

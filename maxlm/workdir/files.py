@@ -1,4 +1,4 @@
-"""The directory of a run: what lies in it under which name, and whether a config may go on in it.
+"""File names in a workdir, and checks that a run can resume with a config.
 
 WORKDIR/config.json  tokenizer.json  [chat_template.jinja]  metrics.jsonl  run.log  tensorboard/  checkpoints/<step>/
 """
@@ -20,7 +20,7 @@ from maxlm.storage.regular_files import read_text
 
 CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
-# Of a run on conversations.
+# Exists in runs on conversations.
 CHAT_TEMPLATE = 'chat_template.jinja'
 METRICS_FILE = 'metrics.jsonl'
 SAMPLES_FILE = 'samples.jsonl'
@@ -39,14 +39,14 @@ def goodput_name(process: int) -> str:
 
 
 def open_workdir(workdir: Path) -> None:
-    """Makes the directory if need be.
+    """Creates the workdir if it is missing.
 
     Raises:
-        InputError: it cannot be written to.
+        InputError: the workdir cannot be written.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        # Whether a directory is writable shows by writing: permission bits say nothing of quotas or read-only mounts.
+        # Test by writing, because permission bits do not show quotas or read-only mounts.
         with tempfile.TemporaryFile(dir=workdir):
             pass
     except OSError as error:
@@ -54,10 +54,10 @@ def open_workdir(workdir: Path) -> None:
 
 
 def check_same_model(workdir: Path, config: Config) -> None:
-    """Checks that the run that a workdir holds, if any, can go on with a config.
+    """Checks that the run in a workdir, if any, can resume with a config.
 
     Raises:
-        InputError: it is one of another model.
+        InputError: the run is of another model.
     """
     if not (workdir / CONFIG).exists():
         return
@@ -70,9 +70,9 @@ def check_same_model(workdir: Path, config: Config) -> None:
 
 
 def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, Any] | None:
-    """Returns the first key by which the models of two configs differ, and its values; None if they are equal."""
+    """Returns the first key in which the models of two configs differ, with both values, or None."""
     old, new = old_config.model, new_config.model
-    # How the same function of the same parameters is computed may change between two attempts of a run.
+    # These keys may change between two attempts: they select initial values, regularization and implementations.
     ignored = {'family', 'remat_policy', 'scan_layers', 'attention', 'matmul_precision', 'dtype', 'dropout'}
     ignored |= {'init', 'init_std'}
     for field in dataclasses.fields(new):
@@ -83,7 +83,7 @@ def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, 
 
 
 def write_run_files(workdir: Path, config: Config, tokenizer: Path) -> None:
-    """Puts the resolved config, the tokenizer and the chat template beside it into the workdir of a run that starts."""
+    """Writes the resolved config, the tokenizer and its chat template into the workdir of a new run."""
     try:
         replace_file(workdir / CONFIG, to_json(config))
         shutil.copyfile(tokenizer, workdir / TOKENIZER)
@@ -94,10 +94,11 @@ def write_run_files(workdir: Path, config: Config, tokenizer: Path) -> None:
 
 
 def read_config(workdir: Path) -> Config:
-    """The resolved config of a run.
+    """Returns the resolved config of a run.
 
     Raises:
-        InputError: there is none, it is not one, or a file beside it is a special file or a link that leads elsewhere.
+        InputError: the config is missing or not valid, or a file beside it is a special file or links outside the
+            workdir.
     """
     path = workdir / CONFIG
     check_entries(workdir, (CONFIG, TOKENIZER, CHAT_TEMPLATE))

@@ -1,7 +1,7 @@
-"""One writer per workdir: WORKDIR/run.lock, which says who it is, and is kept young as long as that one lives.
+"""Lock of a workdir: WORKDIR/run.lock names its owner, which updates its modification time as a heartbeat.
 
-It works on disks that machines share. Nothing is taken from their clocks: the age of a lock is the difference to the
-time of a file that has just been written beside it, for which the disk's own server has set both.
+The lock works on shared disks and does not depend on synchronized clocks. The age of a lock is the difference between
+its modification time and that of a file just written beside it. The file server sets both times.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from maxlm.storage.regular_files import NotRegularError, read_text
 
 LOCK = 'run.lock'
 HEARTBEAT_SECONDS = 10.0
-# Without a heartbeat the owner is taken to be gone, if it cannot be asked for.
+# Without a heartbeat for this long, an owner whose process cannot be checked counts as dead.
 STALE_SECONDS = 60.0
 MAX_TRIES = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """The owner of a lock.
+    """Owner of a lock.
 
     Attributes:
         token: unique to this lock.
-        host: name of the machine.
-        kernel: changes with every boot and every container: only within one and the same can a `pid` be looked up.
-        pid: of the process.
-        born: when the kernel started it, in ticks since boot; two processes of one pid differ in it.
-        user: who started it.
-        since: wall clock at the start, for people.
+        host: host name.
+        kernel: ID of the boot and the PID namespace. A `pid` can only be checked if it is the same.
+        pid: process ID.
+        born: start time of the process in ticks since boot. Distinguishes processes that reuse a pid.
+        user: user who started the process.
+        since: wall-clock start time, for messages.
     """
 
     token: str
@@ -60,11 +60,11 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """The owner that this process would be."""
+    """Returns this process as an owner."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
-        # A container may run under a number without a name.
+        # A container may run under a user ID without a name.
         user = str(os.getuid())
     now = datetime.datetime.now(datetime.UTC)
     return Owner(
@@ -79,9 +79,14 @@ def this_process() -> Owner:
 
 
 class _LockState(NamedTuple):
-    """A lock at one moment.
+    """State of a lock.
 
-    `holder` is None if nobody can be made out: another version of maxlm wrote the lock, or, with `is_foreign`, none.
+    Attributes:
+        holder: owner of the lock, or None if it is unknown.
+        is_foreign: True if maxlm did not write the lock. If `holder` is None and this is False, another version of
+            maxlm wrote it.
+        heartbeat_time: time of the last heartbeat.
+        age: seconds since the last heartbeat.
     """
 
     holder: Owner | None
@@ -92,7 +97,7 @@ class _LockState(NamedTuple):
 
 
 def is_alive(owner: Owner) -> bool | None:
-    """Returns whether the process of a lock runs; None where that cannot be seen from here."""
+    """Returns True if the process of a lock is running, or None if this cannot be checked from this process."""
     if not owner.kernel or owner.kernel != _kernel():
         return None
     born = _start_ticks(owner.pid)
@@ -100,7 +105,7 @@ def is_alive(owner: Owner) -> bool | None:
         try:
             os.kill(owner.pid, 0)
         except PermissionError:
-            # Another user's, which the system may hide.
+            # The system may hide processes of other users.
             return None
         except ProcessLookupError:
             return False
@@ -108,10 +113,10 @@ def is_alive(owner: Owner) -> bool | None:
 
 
 class WorkdirLock:
-    """While entered, this process alone writes into a workdir.
+    """Exclusive lock of a workdir, held while the context is entered.
 
-    A lock whose owner is gone is taken over with a warning. One of another machine is watched for as long as an owner
-    may be silent, so that a run which was moved goes on by itself, and a second one is refused.
+    A lock whose owner is dead is taken over with a warning. A lock of another machine is watched until its heartbeat
+    times out. Thus a run that moved to a new machine resumes by itself, and a second run is rejected.
     """
 
     def __init__(
@@ -124,11 +129,11 @@ class WorkdirLock:
     ):
         """
         Args:
-            workdir: directory that is there.
-            on_lost: called from a thread, with the reason, when somebody else has taken the lock: this process was
-                away for so long that it seemed dead, and must not write any more.
-            heartbeat_seconds: between two signs of life.
-            stale_seconds: without one after which the lock of another machine is free.
+            workdir: existing directory.
+            on_lost: called from a thread with the reason when another process has taken the lock. This process was
+                suspended for too long and must not write any more.
+            heartbeat_seconds: time between two heartbeats.
+            stale_seconds: time without a heartbeat after which the lock of another machine is free.
         """
         self._workdir = workdir
         self._path = workdir / LOCK
@@ -141,7 +146,7 @@ class WorkdirLock:
     def __enter__(self) -> WorkdirLock:
         """
         Raises:
-            InputError: somebody else holds the lock, or it cannot be written.
+            InputError: another process holds the lock, or the lock cannot be written.
         """
         try:
             self._acquire()
@@ -165,10 +170,10 @@ class WorkdirLock:
                 return
             state = self._read_state()
             if state is None:
-                # Gone between two looks.
+                # The lock was removed between two reads.
                 continue
             if state.is_foreign and state.age <= self._stale_seconds:
-                # On a disk without hard links, a run that is starting may not have written all of it.
+                # Without hard links, a starting run may have written its lock only in part.
                 raise InputError(
                     f'--workdir={self._workdir}: {LOCK} is not a lock that maxlm wrote; delete it if no run uses the '
                     f'directory'
@@ -185,7 +190,7 @@ class WorkdirLock:
         raise InputError(f'--workdir={self._workdir}: {LOCK} changes all the time: several runs start on it at once')
 
     def _create(self) -> bool:
-        """Makes the lock; False if there is one. Nobody sees it half written."""
+        """Creates the lock atomically. Returns False if a lock exists."""
         text = json.dumps(dataclasses.asdict(self._owner)) + '\n'
         draft = self._sibling('new')
         try:
@@ -195,7 +200,7 @@ class WorkdirLock:
             except FileExistsError:
                 return False
             except OSError:
-                # Buckets that are mounted as directories have no links; with them a file appears when it is closed.
+                # Buckets mounted as directories have no links. On them, a file becomes visible when it is closed.
                 try:
                     _write(self._path, text, os.O_CREAT | os.O_EXCL)
                 except FileExistsError:
@@ -209,7 +214,7 @@ class WorkdirLock:
         return self._path.with_name(f'.{LOCK}.{word}.{self._owner.token}')
 
     def _holder(self, path: Path | None = None) -> Owner | None:
-        """Returns the owner named in the lock; None if it cannot be read.
+        """Returns the owner of the lock, or None if it cannot be read.
 
         Raises:
             FileNotFoundError: there is no lock.
@@ -220,7 +225,7 @@ class WorkdirLock:
             return None
 
     def _read_fields(self, path: Path) -> dict[str, Any]:
-        """Returns the content of a lock, {} if maxlm did not write it. Raises FileNotFoundError if there is no lock."""
+        """Returns the fields of a lock, or {} if maxlm did not write it. Raises FileNotFoundError without a lock."""
         try:
             fields = parse_json(read_text(path))
         except ValueError:
@@ -228,12 +233,12 @@ class WorkdirLock:
         return fields if isinstance(fields, dict) and 'token' in fields else {}
 
     def _read_state(self) -> _LockState | None:
-        """Reads the lock; returns None if there is none any more."""
+        """Reads the lock. Returns None if it was removed."""
         draft = self._sibling('age')
         try:
             _write(draft, '', os.O_CREAT)
             now = draft.stat().st_mtime
-            # Opening it brings the facts of a shared disk up to date.
+            # Opening the file refreshes its cached attributes on a shared disk.
             holder = self._holder()
             is_foreign = holder is None and not self._read_fields(self._path)
             heartbeat_time = self._path.stat().st_mtime
@@ -245,7 +250,7 @@ class WorkdirLock:
                 draft.unlink()
 
     def _shows_heartbeat(self, first: _LockState) -> bool:
-        """Returns whether a holder whose process cannot be looked up shows a sign of life before its time is up."""
+        """Returns True if a holder whose process cannot be checked sends a heartbeat before the timeout."""
         if first.age <= self._stale_seconds:
             logger.info(
                 f'{self._path}: held by {first.holder or "a run that cannot be named"}; waiting up to '
@@ -253,20 +258,20 @@ class WorkdirLock:
             )
         state: _LockState | None = first
         watched = time.monotonic()
-        # The second bound is for a disk whose times are nonsense.
+        # The second bound is for disks with wrong file times.
         while state and state.age <= self._stale_seconds and time.monotonic() - watched <= 2 * self._stale_seconds:
             time.sleep(self._heartbeat_seconds / 5)
             state = self._read_state()
             if state and (state.holder, state.heartbeat_time) != (first.holder, first.heartbeat_time):
-                # A beat, or somebody who was faster.
+                # A heartbeat, or another process that acquired the lock.
                 return True
         return False
 
     def _remove(self, holder: Owner | None) -> None:
-        """Takes away the lock of a holder that is gone, unless another has been faster."""
+        """Removes the lock of a dead holder, unless another process has taken it over."""
         directory = os.open(self._workdir, os.O_RDONLY)
         try:
-            # Not all shared disks have this; there, what is below makes do.
+            # Some shared disks do not support flock. `_discard` is safe without it.
             with contextlib.suppress(OSError):
                 fcntl.flock(directory, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):
@@ -276,11 +281,12 @@ class WorkdirLock:
             os.close(directory)
 
     def _discard(self, holder: Owner | None) -> None:
-        # Renamed and not deleted: only then is it known whose it was.
+        # Rename instead of delete, because only the renamed lock shows reliably who owned it.
         gone = self._sibling('gone')
         self._path.rename(gone)
         if self._holder(gone) != holder:
-            # The new lock of somebody who was faster goes back; if a third is there already, the second will notice.
+            # Restore the lock of the faster process. If a third process has created one, the faster one detects the
+            # loss.
             with contextlib.suppress(OSError):
                 os.link(gone, self._path)
         else:
@@ -292,14 +298,15 @@ class WorkdirLock:
             try:
                 holder = self._holder()
                 if holder == self._owner:
-                    # The time is the server's, and the content stays whosever it is by now.
+                    # The server sets the time. The content stays the same, even if another process has just replaced
+                    # it.
                     os.utime(self._path)
             except FileNotFoundError:
-                # Somebody has tidied up.
+                # The lock was deleted, for example by a user.
                 with contextlib.suppress(OSError):
                     self._create()
             except OSError:
-                # A disk that is away for a moment.
+                # The disk is temporarily unavailable.
                 pass
             else:
                 if holder != self._owner and not self._stop.is_set():
@@ -324,9 +331,9 @@ def _kernel() -> str:
 
 
 def _start_ticks(pid: int) -> str:
-    """Ticks from boot to the start of a process; '' if there is none, or only its exit code is left."""
+    """Returns the start time of a process in ticks since boot, or '' if it does not exist or has exited."""
     try:
-        # The name may hold anything, brackets too.
+        # The process name may contain any characters, including brackets.
         fields = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace').rpartition(')')[2].split()
     except OSError:
         return ''

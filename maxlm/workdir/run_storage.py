@@ -1,10 +1,10 @@
-"""Where a run keeps what it has: a directory, a directory with a copy in a bucket, or a bucket that Orbax writes to.
+"""Storage of a run: a directory, a directory mirrored to a bucket, or a bucket that Orbax writes to.
 
---workdir=/disk/run                                   only there
---workdir=/disk/run  checkpoint.remote_dir=gs://… | s3://…    there first, and uploaded in the background
+--workdir=/disk/run                                   local only
+--workdir=/disk/run  checkpoint.remote_dir=gs://… | s3://…    local first, then uploaded in the background
 --workdir=s3://bucket/run                             the same, with a directory of the cache
---workdir=gs://bucket/run                             checkpoints go into the bucket by Orbax; the small files are
-                                                      in a directory of the cache and are uploaded
+--workdir=gs://bucket/run                             Orbax writes checkpoints into the bucket; small files are in a
+                                                      directory of the cache and are uploaded
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from maxlm.workdir.uploader import POLL_SECONDS, STALL_SECONDS, StepMirror, Uplo
 DIRECT = 'gs'
 MIRRORED = 's3'
 FILES_SECONDS = 30.0
-# What the start waits for a bucket that does not answer: without it nobody knows where the run stands.
+# Time that the start waits for a bucket that does not respond. Only the bucket shows the latest state of the run.
 START_SECONDS = 300.0
-# What the end waits without anything arriving.
+# Time that `close` waits without progress.
 END_SECONDS = 300.0
-# By bucket: https://cloud.google.com/storage/docs/buckets#naming, and alike for S3.
+# Bucket names: https://cloud.google.com/storage/docs/buckets#naming, and similar for S3.
 _URL = re.compile(r'(gs|s3)://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^?#\s]*)?')
 
 
 class RunStorage:
-    """A run's directory and its copy. Entered, it uploads in the background; leaving it waits for the last upload.
+    """Workdir of a run and its copy in a bucket. The context uploads in the background and waits for the last upload.
 
     Attributes:
-        workdir: the local directory: config, metrics, log, and the checkpoints unless they go into a bucket directly.
-        checkpoint_directory: where checkpoints are written and read.
-        url: of the bucket's copy; '' = there is none.
+        workdir: local directory with config, metrics and log. It contains the checkpoints unless Orbax writes them into
+            the bucket.
+        checkpoint_directory: directory in which checkpoints are written and read.
+        url: URL of the copy; '' = no copy.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ class RunStorage:
     ):
         """
         Args:
-            workdir: the local directory.
-            url: of the bucket's copy.
-            direct: checkpoints go there directly, by Orbax.
-            process: the first uploads; of the others each only what it writes about itself.
+            workdir: local directory.
+            url: URL of the copy.
+            direct: Orbax writes checkpoints to `url`.
+            process: process index. Process 0 uploads all files. Other processes upload only their own logs.
             surplus: see `StepMirror`.
-            poll_seconds: between two looks for new steps.
-            files_seconds: between two uploads of files that grow.
-            stall_seconds: without anything arriving, until it is said.
-            warn: is told, from threads, of what goes wrong with uploads.
+            poll_seconds: time between two checks for new steps.
+            files_seconds: time between two uploads of growing files.
+            stall_seconds: time without progress until a warning.
+            warn: called from threads with upload problems.
         """
         self.workdir = workdir
         self.url = url.rstrip('/')
@@ -111,16 +112,16 @@ class RunStorage:
         self._add_worker('upload-files', 'metrics.jsonl', self._files.work, poll_seconds)
 
     def fetch(self, *, timeout_seconds: float = START_SECONDS) -> None:
-        """Fetches what the run wrote on other machines: its files, and its newest step unless it is complete here.
+        """Fetches the files that the run wrote on other machines, and its newest step unless it is complete locally.
 
-        Call it in one process, before anything reads the directory.
+        Call it in one process, before the workdir is read.
 
         Args:
-            timeout_seconds: time for which requests are repeated when the bucket does not answer.
+            timeout_seconds: time for which requests are retried if the bucket does not respond.
 
         Raises:
-            TransientStorageError: the bucket did not answer. The local state may be older than that in the bucket.
-            InputError: the bucket denies access, a file there is damaged, or a file cannot be written.
+            TransientStorageError: the bucket did not respond. The local state may be older than the bucket's.
+            InputError: the bucket denies access, a file in it is corrupt, or a file cannot be written.
         """
         if self._bucket is None:
             return
@@ -132,10 +133,11 @@ class RunStorage:
             ) from error
 
     def fetch_step(self, step: int) -> Path:
-        """Fetches one step from the copy, in place of a local one that is damaged; returns its directory.
+        """Fetches one step from the copy, replaces a corrupt local one, and returns its directory.
 
         Raises:
-            TransientStorageError, InputError: it is not there or cannot be read.
+            TransientStorageError: the bucket does not respond.
+            InputError: there is no copy, or the step cannot be read.
         """
         if self._bucket is None or self._direct:
             raise InputError(f'step {step}: there is no copy of it to fetch')
@@ -149,7 +151,7 @@ class RunStorage:
         return place
 
     def remote_steps(self) -> list[int]:
-        """The complete steps of the copy, oldest first. Raises TransientStorageError when it does not answer."""
+        """Returns the complete steps of the copy, oldest first. Raises TransientStorageError if it does not respond."""
         return complete_steps(self._bucket) if self._bucket else []
 
     def is_uploaded(self, step: int) -> bool:
@@ -159,21 +161,21 @@ class RunStorage:
         return self._steps is not None and step in self._upload_state.steps and step not in self._steps.pending()
 
     def start(self) -> None:
-        """Begins to upload."""
+        """Starts the uploads."""
         if self._workers:
             self._progress.start()
         for worker in self._workers:
             worker.start()
 
     def close(self, *, timeout_seconds: float = END_SECONDS) -> None:
-        """Waits until all is uploaded.
+        """Waits until all files are uploaded.
 
         Args:
-            timeout_seconds: without anything arriving, after which it says what is missing and returns.
+            timeout_seconds: time without progress after which it warns about missing uploads and returns.
         """
         if self._files:
             self._files.skip_interval = True
-        # Steps first: what is said of them belongs to the log, which is a file.
+        # Steps first, because the messages about them belong to the log file.
         for worker in self._workers:
             self._progress.record_arrival()
             worker.closing.set()
@@ -187,7 +189,7 @@ class RunStorage:
             self._progress.stop()
 
     def upload_last_files(self) -> None:
-        """After `close`, once: what has been written since, about the end itself. What fails is said."""
+        """Uploads the files written since `close`, such as the final events. Errors are logged. Call it once."""
         if self._files is None or self._abandoned:
             return
         try:
@@ -212,7 +214,7 @@ class RunStorage:
         """Fetches files and the newest step. Another call resumes after a TransientStorageError."""
         assert self._bucket
         try:
-            # First, because this request fails if the bucket does not exist.
+            # The first request, because it fails if the bucket does not exist.
             remote_steps = complete_steps(self._bucket)
             fetched = fetch_files(self._bucket, self._upload_state)
         except PermissionDeniedError as error:
@@ -222,7 +224,7 @@ class RunStorage:
         if self._direct:
             return
         for step in self._upload_state.steps.keys() - set(remote_steps):
-            # Somebody else deleted it: it is uploaded again if it is still on the disk.
+            # Another process deleted the step in the bucket. It is uploaded again if it exists locally.
             self._upload_state.set_step(step, None)
         local_steps = self._upload_state.local_steps()
         if remote_steps and remote_steps[-1] > max(local_steps, default=-1):
@@ -241,17 +243,17 @@ class RunStorage:
 def open_run_storage(
     workdir: str, *, mirror: str = '', cache: str = '~/.cache/maxlm', process: int = 0, **options: Any
 ) -> RunStorage:
-    """The storage of a run, of which nothing is read or written yet.
+    """Creates the storage of a run, without reading or writing anything.
 
     Args:
-        workdir: as `--workdir` has it: a directory, or a URL of gs:// or s3://.
-        mirror: as `checkpoint.remote_dir` has it: '' or such a URL, for a workdir that is a directory.
-        cache: directory for runs whose workdir is a URL.
-        process: of the run.
-        options: of `RunStorage`.
+        workdir: value of `--workdir`: a directory, or a gs:// or s3:// URL.
+        mirror: value of `checkpoint.remote_dir`: '', or such a URL if the workdir is a directory.
+        cache: cache directory for runs whose workdir is a URL.
+        process: index of this process in the run.
+        options: options of `RunStorage`.
 
     Raises:
-        InputError: a URL that cannot be used, or two of them.
+        InputError: a URL is not valid, or both arguments are URLs.
     """
     if mirror:
         check_url('checkpoint.remote_dir', mirror)
@@ -269,7 +271,7 @@ def open_run_storage(
 
 
 def check_url(key: str, url: str) -> None:
-    """Refuses a URL that a run cannot be kept at; the message names `key`, and nothing of it that may be secret."""
+    """Raises InputError if a run cannot be stored at a URL. The message names `key` and contains no secrets."""
     if _URL.fullmatch(url):
         return
     shown = redact(url).partition('?')[0]
@@ -280,7 +282,7 @@ def check_url(key: str, url: str) -> None:
 
 
 def cache_directory(url: str, cache: str, *, kind: str = 'runs') -> Path:
-    """The local directory of a run in a bucket: the same for the same URL, and no other's; one for each `kind`."""
+    """Returns the local directory of a run in a bucket. It is unique for each URL and `kind`."""
     url = url.rstrip('/')
     name = re.sub(r'[^A-Za-z0-9._-]+', '-', url.partition('://')[2]).strip('-.')[-80:]
     return Path(cache).expanduser() / kind / f'{name}-{hashlib.sha256(url.encode()).hexdigest()[:8]}'

@@ -1,9 +1,9 @@
-"""The folder of a run's steps, on a disk or in a bucket: which are complete, and how one goes, never half visible.
+"""Step directories of a run, on a disk or in a bucket. Steps become visible and are deleted atomically.
 
-WORKDIR/checkpoints/<step>/            complete, on a disk: it got this name when all of it was written
-gs://…/checkpoints/<step>/…            complete when its `commit_success.txt` is there, which is written last
-WORKDIR/checkpoints/_trash/<step>      about to be deleted; on a disk only
-WORKDIR/checkpoints/_damaged/<step>    set aside; in a bucket, where moving is copying, `damaged.txt` marks it
+WORKDIR/checkpoints/<step>/            complete step on a disk, renamed when all files were written
+gs://…/checkpoints/<step>/…            complete if its `commit_success.txt` exists, which is written last
+WORKDIR/checkpoints/_trash/<step>      step that is being deleted, on a disk only
+WORKDIR/checkpoints/_damaged/<step>    step set aside on a disk; a bucket has no rename, so `damaged.txt` marks it
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from maxlm.storage.filesystem import is_url
 CHECKPOINTS_DIR = 'checkpoints'
 TRASH = '_trash'
 DAMAGED = '_damaged'
-# In a bucket, where nothing can be renamed, a step is complete when this is there.
+# Commit marker of steps in a bucket, where directories cannot be renamed.
 COMMIT_MARKER = 'commit_success.txt'
-# In a bucket, a step with this stays, although it is not complete any more, until one of its number is saved.
+# Marker of a corrupt step in a bucket. The step is kept, although incomplete, until its number is saved again.
 DAMAGED_MARKER = 'damaged.txt'
 # `WORKDIR@best`: the step with the lowest validation loss.
 BEST = 'best'
-# In the name of what is being written on a disk.
+# Part of the names of unfinished directories on a disk.
 UNFINISHED = '.orbax-checkpoint-tmp'
 
 _PROBE = '_probe'
@@ -37,23 +37,23 @@ _PROBE_BYTES = 2**16
 
 
 def to_path(path: Any) -> epath.Path:
-    """A directory or gs://… as a path that both Orbax and this package can use; a directory's is absolute."""
+    """Returns a directory or gs:// URL as a path for Orbax and this package. Local paths become absolute."""
     if not str(path).startswith('gs://'):
         return epath.Path(os.path.abspath(path))
-    # TensorFlow's own client would be taken if TensorFlow is installed.
+    # Otherwise epath would use TensorFlow's client if TensorFlow is installed.
     os.environ.setdefault('EPATH_USE_TF', 'false')
-    import fsspec.config  # takes a while
+    import fsspec.config  # slow to import
 
     for protocol in ('gs', 'gcs'):
-        # Listings that are kept hide what other processes wrote.
+        # Cached listings hide files that other processes write.
         fsspec.config.conf.setdefault(protocol, {}).setdefault('use_listings_cache', False)
     return epath.Path(path)
 
 
 def split_name(checkpoint: str) -> tuple[str, str]:
-    """`WORKDIR@STEP` or `WORKDIR@best`, local or a URL: the workdir and what stands behind the @, '' for nothing.
+    """Splits `WORKDIR@STEP` or `WORKDIR@best`, local or a URL, into the workdir and the text after the @, or ''.
 
-    Of a directory that is not there as it stands anything behind the @ is a step, of a URL what can be one.
+    If a local path does not exist, any text after its @ is a step. In a URL, only a number or `best` is.
     """
     workdir, _, wanted = checkpoint.rpartition('@')
     can_be = wanted.isdigit() or wanted == BEST if is_url(checkpoint) else not Path(checkpoint).exists()
@@ -61,7 +61,7 @@ def split_name(checkpoint: str) -> tuple[str, str]:
 
 
 class StepDirectory:
-    """WORKDIR/checkpoints. Whoever changes it is one process."""
+    """Directory WORKDIR/checkpoints. Only one process may change it."""
 
     def __init__(self, workdir: Any):
         self.path = to_path(workdir) / CHECKPOINTS_DIR
@@ -69,28 +69,28 @@ class StepDirectory:
 
     @property
     def in_bucket(self) -> bool:
-        """Whether it is in a bucket, and not on a disk."""
+        """True if the directory is in a bucket."""
         return self._in_bucket
 
     def is_complete(self, step: int | str) -> bool:
-        """Whether this step can be restored, as far as its name and marker tell."""
+        """Returns True if a step is complete, according to its name and marker."""
         path = self.path / str(step)
         return bool((path / COMMIT_MARKER).exists() if self._in_bucket else path.is_dir())
 
     def complete(self) -> list[int]:
-        """The complete steps, oldest first; none where there is no folder.
+        """Returns the complete steps, oldest first. A missing directory has no steps.
 
         Raises:
-            InputError: it cannot be listed.
+            InputError: the directory cannot be listed.
         """
         with self._translate_errors():
             return sorted(int(name) for name in self._names() if name.isdigit() and self.is_complete(name))
 
     def delete(self, step: int) -> None:
-        """Deletes a step, if it is there: all at once for whoever looks, also if a kill comes in between.
+        """Deletes a step, if it exists. Readers never see a part of it, even after a kill.
 
         Raises:
-            InputError: it cannot be deleted.
+            InputError: the step cannot be deleted.
         """
         path = self.path / str(step)
         with self._translate_errors():
@@ -101,16 +101,16 @@ class StepDirectory:
             trash = self.path / TRASH / str(step)
             trash.parent.mkdir(parents=True, exist_ok=True)
             _remove(trash)
-            # Deleted in place, a kill would leave a visible half of it.
+            # Rename first, because a kill during a deletion in place would leave a part of the step visible.
             with contextlib.suppress(FileNotFoundError):
                 path.rename(trash)
             _remove(trash)
 
     def set_aside(self, step: int) -> epath.Path:
-        """Takes a damaged step out of sight, without deleting it; returns where it is.
+        """Hides a corrupt step without deleting it. Returns its new path.
 
         Raises:
-            InputError: that cannot be done.
+            InputError: the step cannot be set aside.
         """
         path = self.path / str(step)
         with self._translate_errors():
@@ -128,23 +128,23 @@ class StepDirectory:
             return target
 
     def clear(self) -> None:
-        """Deletes what saves and deletions that were killed or have failed left behind.
+        """Deletes the remains of interrupted or failed saves and deletions.
 
         Raises:
-            InputError: it cannot be deleted.
+            InputError: a file cannot be deleted.
         """
         with self._translate_errors():
             for name in self._names():
                 path = self.path / name
                 if name == TRASH:
-                    # The folder itself stays.
+                    # The trash directory itself stays.
                     for step in path.iterdir():
                         _remove(step)
                 elif UNFINISHED in name or (self._in_bucket and name.isdigit() and self._is_leftover(path)):
                     _remove(path)
 
     def probe_write(self) -> None:
-        """Raises an OSError, or what a bucket's client raises, where nothing can be written."""
+        """Raises an OSError, or an error of the bucket client, if the directory cannot be written."""
         probe = self.path / _PROBE
         try:
             probe.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ class StepDirectory:
         try:
             yield
         except Exception as error:
-            # Clients of buckets raise what their own libraries raise: there is no common ancestor.
+            # Bucket clients pass on exceptions of their dependencies, which have no common base class.
             if self._in_bucket:
                 raise classify_error(str(self.path), error) from error
             if isinstance(error, OSError):
@@ -176,6 +176,6 @@ class StepDirectory:
 
 
 def _remove(path: epath.Path) -> None:
-    # Twice: in a bucket the first time may be over when the object that stands for the directory is gone.
+    # Twice, because the first call may stop early in a bucket when the directory's own object is deleted.
     path.rmtree(missing_ok=True)
     path.rmtree(missing_ok=True)

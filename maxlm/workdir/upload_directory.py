@@ -1,5 +1,6 @@
-"""A directory made locally and uploaded: complete in the bucket as soon as its last file is there, with all sizes and
-checksums verified. An interrupted upload continues when the command is run again.
+"""Uploads a local directory. It is complete in the bucket when its last file is written and all files are verified.
+
+Running the command again resumes an interrupted upload.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from maxlm.storage.retry import RetryPolicy
 from maxlm.workdir.bucket_steps import upload_files
 from maxlm.workdir.run_storage import cache_directory, check_url
 
-# A bucket that has not answered for this long is given up.
+# Timeout for a bucket that does not respond.
 TIMEOUT_SECONDS = 300.0
 RETRY_ADVICE = 'run the same command again to continue: what has arrived is kept'
 
@@ -27,23 +28,23 @@ T = TypeVar('T')
 
 
 class Upload:
-    """A directory of the cache that becomes a directory of a bucket.
+    """Upload of a directory of the cache to a bucket.
 
     Attributes:
-        url: of the directory in the bucket.
-        folder: the local directory; the caller fills it.
+        url: URL of the directory in the bucket.
+        folder: local directory; the caller writes its files.
     """
 
     def __init__(self, option: str, url: str, *, cache: str, last: str):
         """
         Args:
-            option: that the URL was given by.
+            option: option with the URL, for messages.
             url: gs://… or s3://….
             cache: directory of the cache.
-            last: name of the file without which the directory is not complete; it is uploaded last.
+            last: name of the file that completes the directory; it is uploaded last.
 
         Raises:
-            InputError: the URL cannot be used.
+            InputError: the URL is not valid.
         """
         check_url(option, url)
         self.url = url.rstrip('/')
@@ -52,37 +53,37 @@ class Upload:
         self._bucket = Bucket(self.url)
         self._cache_path = cache_directory(self.url, cache, kind='uploads')
         self.folder = self._cache_path / self.url.rpartition('/')[2]
-        # Distinguishes files that this machine uploaded from those of others.
+        # Shows that this machine started the upload, so that existing files in the bucket belong to it.
         self._started_marker = self._cache_path / '.begun'
 
     def is_complete(self) -> bool:
-        """Returns whether the bucket has the last file. Raises InputError when it does not answer."""
+        """Returns True if the bucket contains the last file. Raises InputError if the bucket does not respond."""
         return self._retry(lambda: self._bucket.list_one(self._last)) is not None
 
     def check_new(self) -> None:
-        """Raises InputError unless the bucket has nothing there, or what an interrupted upload has left."""
+        """Raises InputError unless the bucket's directory is empty or is an interrupted upload of this machine."""
         remote_files = self._retry(self._bucket.list)
         if remote_files and (self._last in remote_files or not self._started_marker.exists()):
             raise InputError(f'{self._option}={redact(self.url)}: there is something already; choose one that is new')
 
     def begin(self) -> None:
-        """Makes the local directory's parent; raises InputError if it cannot be written."""
+        """Creates the parent of the local directory. Raises InputError if it cannot be written."""
         try:
             self._cache_path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f'{self._cache_path}: {os_message(error)}; give another --cache') from error
 
     def discard(self) -> None:
-        """Removes the local directory, which is not complete in the bucket."""
+        """Removes the local directory."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self, *, show: bool) -> None:
-        """Uploads the files of the local directory, verifies them, and removes it.
+        """Uploads the files of the local directory, verifies them, and removes the local directory.
 
-        Hidden files, which are those of an unfinished write, are left out.
+        Skips hidden files, which belong to unfinished writes.
 
         Raises:
-            InputError: the bucket refuses them, or has not answered for long; the local directory stays.
+            InputError: the bucket refuses an upload or does not respond. The local directory remains.
         """
         paths = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob('[!.]*')}
         try:

@@ -16,10 +16,10 @@ MIRROR = '.mirror'
 
 
 class UploadState:
-    """Steps that are complete in the bucket, by fingerprint, and what small files were there when last seen."""
+    """Fingerprints of the steps that are complete in the bucket, and digests of the small files last seen in it."""
 
     def __init__(self, workdir: Path, url: str):
-        """What was recorded of another URL is forgotten."""
+        """Reads the recorded state. Ignores a state of another URL."""
         self.workdir = workdir
         self.folder = workdir / MIRROR
         self._url = url
@@ -28,11 +28,11 @@ class UploadState:
         if facts.get('url') != url:
             facts = {}
         self.steps: dict[int, str] = {int(step): str(mark) for step, mark in facts.get('steps', {}).items()}
-        # Name → digests that the bucket's copy has if it is from here: the last, and the one on its way.
+        # Name → digests of own uploads that the bucket may have: the last one, and the one in progress.
         self.files: dict[str, list[str]] = {name: list(known) for name, known in facts.get('files', {}).items()}
 
     def local_steps(self) -> dict[int, str]:
-        """The complete steps in the directory, each with what tells it from another one of the same number."""
+        """Returns the complete local steps with fingerprints that distinguish steps of the same number."""
         steps = {}
         folder = self.workdir / CHECKPOINTS_DIR
         for entry in os.scandir(folder) if folder.is_dir() else ():
@@ -45,12 +45,12 @@ class UploadState:
         return steps
 
     def is_set_aside(self, step: int) -> bool:
-        """Returns whether a step is gone because it was damaged, and not because it is not wanted any more."""
+        """Returns True if a step was set aside as corrupt, as opposed to deleted."""
         folder = self.workdir / CHECKPOINTS_DIR / DAMAGED
         return (folder / str(step)).exists() or any(folder.glob(f'{step}[!0-9]*'))
 
     def set_step(self, step: int, fingerprint: str | None) -> None:
-        """Notes that a step is in the bucket, or is not any more; written at once."""
+        """Records that a step is in the bucket, or was deleted from it (`fingerprint` None). Written immediately."""
         with self._lock:
             if fingerprint is None:
                 self.steps.pop(step, None)
@@ -59,7 +59,7 @@ class UploadState:
             self._write()
 
     def set_file(self, name: str, digests: list[str]) -> None:
-        """Notes what a file is in the bucket; written at once."""
+        """Records the digests of a file in the bucket. Written immediately."""
         with self._lock:
             self.files[name] = digests
             self._write()
@@ -71,14 +71,14 @@ class UploadState:
 
 
 class StagingDir:
-    """Hard links to the files of the step that is being uploaded: it stays, though the run may not want it any more."""
+    """Hard links to the files of the step that is being uploaded. They remain if the run deletes the step."""
 
     def __init__(self, upload_state: UploadState):
         self._upload_state = upload_state
         self._folder = upload_state.folder / 'staged'
 
     def stage(self, step: int, fingerprint: str) -> Path:
-        """A directory with the files of a step; raises FileNotFoundError when the step is gone."""
+        """Returns a directory with the files of a step. Raises FileNotFoundError if the step does not exist."""
         target = self._folder / f'{step}-{fingerprint}'
         if target.is_dir():
             return target
@@ -88,7 +88,7 @@ class StagingDir:
         try:
             shutil.copytree(origin, partial, copy_function=os.link)
         except (OSError, shutil.Error):
-            # Gone meanwhile, or a file system without links: then the step itself is read.
+            # The step was deleted, or the file system has no hard links. In the latter case, read the step itself.
             shutil.rmtree(partial, ignore_errors=True)
             if not origin.is_dir():
                 raise FileNotFoundError(str(origin)) from None
@@ -97,7 +97,7 @@ class StagingDir:
         return target
 
     def clear(self) -> None:
-        """The files are not needed any more."""
+        """Removes the links."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -105,6 +105,6 @@ def _read(path: Path) -> dict:
     try:
         facts = parse_json(path.read_bytes())
     except (OSError, ValueError):
-        # Without it more is compared, and nothing is lost.
+        # Without the recorded state, more files are compared, but nothing is lost.
         return {}
     return facts if isinstance(facts, dict) else {}

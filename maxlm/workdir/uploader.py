@@ -1,4 +1,4 @@
-"""Uploads the steps of a run in the background, newest first, and lets the bucket follow what the run keeps."""
+"""Uploads the steps of a run in the background, newest first, and deletes steps that the run deleted."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from maxlm.workdir.bucket_steps import MANIFEST, complete_steps, delete_step, li
 from maxlm.workdir.step_dirs import COMMIT_MARKER
 from maxlm.workdir.upload_state import StagingDir, UploadState
 
-# Between two looks for new steps.
+# Time between two checks for new steps.
 POLL_SECONDS = 1.0
-# Without progress, when an upload is under way: then it is said.
+# Time without progress during an upload until a warning.
 STALL_SECONDS = 45.0
-# While the run waits for nothing but the bucket.
+# Maximum retry delay while the run waits only for the bucket.
 MAX_WAIT_AT_END = 5.0
 
 
 class UploadProgress:
-    """Whether what is under way goes on; warns when it does not. Shared by the threads of one run's storage."""
+    """Progress of a run's uploads, shared by its threads. Warns when an upload stalls."""
 
     def __init__(self, url: str, stall_seconds: float = STALL_SECONDS, warn: Callable[[str], None] = logger.warning):
         self._warn = warn
@@ -47,13 +47,13 @@ class UploadProgress:
         self._stop.set()
 
     def record_arrival(self, *_: object) -> None:
-        """Something arrived."""
+        """Records that data arrived in the bucket."""
         with self._lock:
             self._last = self._last_arrival = time.monotonic()
 
     @property
     def idle_seconds(self) -> float:
-        """Since something arrived; tries that fail do not count."""
+        """Seconds since data arrived. Failed attempts do not count as arrivals."""
         with self._lock:
             return time.monotonic() - self._last_arrival
 
@@ -80,7 +80,7 @@ class UploadProgress:
 
 
 class UploadWorker:
-    """A thread that repeats `work`, also after errors, until it is closed and no work is left."""
+    """Thread that repeats `work`, even after errors, until it is closed and no work is left."""
 
     def __init__(
         self,
@@ -94,12 +94,12 @@ class UploadWorker:
     ):
         """
         Args:
-            name: of the thread.
-            url: what alarms name.
-            work: does one piece; returns whether there was one. It is done again after an error.
-            progress: counts the time that a piece takes.
-            poll_seconds: between two looks when there is nothing to do.
-            warn: is told of errors.
+            name: name of the thread.
+            url: URL in warnings.
+            work: does one unit of work and returns True if there was any. It is repeated after an error.
+            progress: measures the time of each unit.
+            poll_seconds: time between two checks for work.
+            warn: called with errors.
         """
         self._url = url
         self._work = work
@@ -124,7 +124,7 @@ class UploadWorker:
     def _run(self) -> None:
         with contextlib.suppress(ClosedError):
             while True:
-                # All work that the closing thread leaves is done before `closing` is set.
+                # `closing` is read before the attempt, because all remaining work exists before it is set.
                 closing = self.closing.is_set()
                 if self._retries.call(self._url, self._attempt):
                     continue
@@ -141,7 +141,7 @@ class UploadWorker:
         except TransientStorageError:
             raise
         except Exception as error:
-            # Of a full disk or a file that changed: no error of an upload ends the run.
+            # For example a full disk or a changed file. No upload error may end the run.
             line = str(error) if isinstance(error, InputError) else f'{type(error).__name__}: {error}'
             raise TransientStorageError(redact(f'{self._url}: not uploaded: {line}')) from error
 
@@ -165,25 +165,26 @@ class StepMirror:
     ):
         """
         Args:
-            bucket: of the run.
-            upload_state: of the run's directory.
-            progress: is told what arrives.
-            surplus: which of the bucket's steps are not wanted. It is asked for those alone that never were in this
-                directory; those that were are deleted when the run deletes them. Without it the others stay.
+            bucket: bucket of the run.
+            upload_state: upload state of the run's workdir.
+            progress: notified when data arrives.
+            surplus: selects the steps of the bucket that are not needed. It applies only to steps that were never in
+                this workdir. Other steps are deleted when the run deletes them. Without it, steps of other machines are
+                kept.
         """
         self._bucket = bucket
         self._upload_state = upload_state
         self._progress = progress
         self._surplus = surplus
         self._staging = StagingDir(upload_state)
-        # The digests of the step that is under way, which takes a while to read.
+        # Cached digests of the step that is being uploaded, because computing them is slow.
         self._described: tuple[Path, dict[str, LocalFile]] | None = None
 
     def work(self) -> bool:
-        """Uploads a step, or else deletes those that are not wanted any more; returns whether there was anything.
+        """Uploads one step, or else deletes steps that the run deleted. Returns True if there was work.
 
         Raises:
-            BucketError: the bucket does not do it.
+            BucketError: a request failed.
         """
         local = self._upload_state.local_steps()
         pending = [step for step, fingerprint in local.items() if self._upload_state.steps.get(step) != fingerprint]
@@ -194,7 +195,7 @@ class StepMirror:
         gone = [
             step for step in self._upload_state.steps.keys() - local.keys() if not self._upload_state.is_set_aside(step)
         ]
-        # Some step stays complete in the bucket, whatever happens here.
+        # Without local steps nothing is deleted, so at least one complete step remains in the bucket.
         if not gone or not local:
             return False
         for step in gone:
@@ -204,7 +205,7 @@ class StepMirror:
         return True
 
     def pending(self) -> list[int]:
-        """The steps of the directory that are not in the bucket."""
+        """Returns the local steps that are not in the bucket."""
         local = self._upload_state.local_steps()
         return sorted(step for step, fingerprint in local.items() if self._upload_state.steps.get(step) != fingerprint)
 
@@ -215,7 +216,7 @@ class StepMirror:
             files = self._describe(folder)
             upload_step(self._bucket, step, files, self._progress.record_arrival)
         except FileNotFoundError:
-            # The run does not want it any more, and it could not be linked.
+            # The run deleted the step, and the step could not be linked.
             self._described = None
             return
         self._described = None
@@ -236,13 +237,13 @@ class StepMirror:
             for name, path in sorted(paths.items()):
                 if name not in (COMMIT_MARKER, MANIFEST):
                     files[name] = self._bucket.describe(path)
-                    # Reading is progress too: a large step takes a while.
+                    # Reading counts as progress, because it takes long for a large step.
                     self._progress.record_arrival()
             self._described = folder, files
         return self._described[1]
 
     def _delete_orphans(self, newest: int) -> None:
-        """Deletes what other machines left behind: steps that are not wanted, and older ones that are not complete."""
+        """Deletes steps left by other machines: steps that are not needed, and incomplete steps older than `newest`."""
         local = self._upload_state.local_steps()
         others = {
             step: names
