@@ -1,1 +1,1 @@
-"""The processes of a run: start, rendezvous, heartbeat, barrier, preemption, compilation cache."""
+"""Processes of a run: initialization, rendezvous, heartbeats, barriers, preemption and compilation cache."""

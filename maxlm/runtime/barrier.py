@@ -1,7 +1,7 @@
-"""Barriers and broadcasts around a save: all processes wait, the first decides, and all learn of a failed write.
+"""Barriers, broadcasts and save transactions among the processes of a run.
 
-It goes over the store of JAX's coordination service and not over the devices: a background thread may use it while the
-devices compute, and a process whose save has failed can tell the others, who would wait for it in a barrier.
+They use the key-value store of JAX's coordination service instead of collectives. A background thread can use them
+while the devices compute, and a process whose save failed can notify processes that wait in a barrier.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-# A peer that is lost is noticed long before, by `Heartbeats`.
+# `Heartbeats` detects a lost process much earlier.
 TIMEOUT_SECONDS = 6 * 3600
 VOTE_SECONDS = 600
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 1.0
@@ -28,11 +28,11 @@ class PeerError(Exception):
 
 
 class ProcessGroup:
-    """The processes of a run; all call the same methods in the same order. One that is alone waits for nobody."""
+    """Group of all processes of a run. All processes call its methods in the same order. One process never waits."""
 
-    # For all objects of a process: a key of the store is never used twice.
+    # Shared by all instances in a process, because each key of the store may be used only once.
     _num_barriers = 0
-    # Of the newest save. All may meet for other things while it is under way.
+    # Number of the newest save. Barriers are counted separately, because they may run during a save.
     _num_saves = 0
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class ProcessGroup:
         return str(_client().blocking_key_value_get(key, TIMEOUT_SECONDS * 1000))
 
     def begin_save(self) -> SaveTransaction:
-        """Makes ready for one save; the one before must be over in all."""
+        """Starts a save transaction. The previous save must have ended in all processes."""
         if self.num_processes == 1:
             return SaveTransaction('', self.process_index, self.num_processes)
         self._arrive()
@@ -68,23 +68,23 @@ class ProcessGroup:
         folder = f'{ROOT}/{ProcessGroup._num_barriers}'
         _client().wait_at_barrier(f'{folder}/met', TIMEOUT_SECONDS * 1000)
         if self.process_index == 0 and ProcessGroup._num_barriers > 1:
-            # All have left it behind.
+            # All processes have left the previous barrier.
             _client().key_value_delete(f'{ROOT}/{ProcessGroup._num_barriers - 1}/')
         return folder
 
 
 class SaveTransaction:
-    """One save: all processes commit it, or none."""
+    """Save transaction: either all processes commit a save, or none."""
 
     def __init__(self, prefix: str, process: int, num_processes: int):
         self._prefix, self._process, self._num_processes = prefix, process, num_processes
         self._phase = 0
 
     def barrier(self, *, key: str, timeout_ms: int) -> None:
-        """What Orbax calls, in a thread of its own, after writing and after committing.
+        """Waits for all processes. Orbax calls it in a background thread after writing and after committing.
 
         Raises:
-            PeerError: a process has failed, or did not come in time.
+            PeerError: a process failed or did not arrive in time.
         """
         del key
         self._phase += 1
@@ -115,9 +115,10 @@ class SaveTransaction:
 
 
 def is_shared(directory: Path | None) -> bool:
-    """Returns whether all processes see one and the same directory, which exists; all call it together.
+    """Returns True if all processes see the same existing directory. All processes call it together.
 
-    A process that has none gives None.
+    Args:
+        directory: directory of this process, or None if it has none.
     """
     group = ProcessGroup()
     if group.num_processes == 1:

@@ -1,7 +1,7 @@
-"""Compiled programs that outlive their process: a run that starts again does not compile again.
+"""Persistent compilation cache with checksums, so that a restarted run does not compile again.
 
-JAX keeps them, and this is where. Its own files have no checksum: with one bit of them changed XLA ends the process, or
-computes something else. Here what is not whole is not there.
+It replaces the file cache of JAX, whose files have no checksums. A single flipped bit in such a file can crash XLA or
+change results. This cache ignores corrupt files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from maxlm.runtime.barrier import ProcessGroup, is_shared
 from maxlm.storage.filesystem import is_url
 from maxlm.storage.regular_files import read_bytes
 
-# Of all programs together; those of one run are some hundred kilobytes to a few megabytes.
+# Size limit of all programs together. The programs of one run have a few hundred kilobytes to a few megabytes.
 CAPACITY = 4 * 2**30
 SUFFIX = '.program'
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -32,16 +32,16 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def enable_compilation_cache(cache_dir: str) -> None:
-    """Has JAX keep what it compiles in a directory, and read from there what has been compiled before.
+    """Enables JAX's persistent compilation cache in a directory.
 
-    To be called before anything is compiled, by all processes of a run. Where the directory cannot be used, one line
-    says so and nothing is kept. A place that JAX was told (JAX_COMPILATION_CACHE_DIR; empty = none) is left as it is.
+    Call it in all processes of a run, before anything is compiled. If the directory cannot be used, a warning is logged
+    and the cache is disabled. A cache set by JAX_COMPILATION_CACHE_DIR (empty = none) is not changed.
 
     Args:
-        given: train.compilation_cache_dir; '' = keep nothing.
+        cache_dir: train.compilation_cache_dir; '' = no cache.
 
     Raises:
-        InputError: it is a URL.
+        InputError: `cache_dir` is a URL.
     """
     if is_url(cache_dir):
         raise InputError(
@@ -56,21 +56,27 @@ def enable_compilation_cache(cache_dir: str) -> None:
 
 
 class CompilationCache:
-    """Files of programs, each with its checksum, as JAX asks for them; the ones used longest ago make room.
+    """File cache of compiled programs with checksums, in the interface that JAX expects. Evicts the least recently
+    used.
 
-    Processes may share a directory: files come whole, by a rename, and go at any time.
+    Processes may share a directory: files appear atomically by a rename, and may disappear at any time.
     """
 
     def __init__(self, directory: Path, *, capacity: int = CAPACITY, host: str = ''):
-        """`host` tells machines apart that cannot run each other's programs."""
-        # The name is JAX's.
+        """
+        Args:
+            directory: directory of the files.
+            capacity: size limit in bytes.
+            host: suffix of file names that separates machines which cannot run each other's programs.
+        """
+        # JAX requires this name.
         self._path = directory
         self._capacity = capacity
         self._host = host
         self._is_disabled = False
 
     def get(self, key: str) -> bytes | None:
-        """The program that was kept under a key; None if there is none that is whole."""
+        """Returns the program of a key, or None if it is missing or corrupt."""
         path = self._file(key)
         try:
             stored = read_bytes(path)
@@ -78,14 +84,14 @@ class CompilationCache:
             if digest != self._digest(key, program):
                 path.unlink(missing_ok=True)
                 return None
-            # By which the ones used longest ago are told.
+            # The modification time is the time of last use, for `_evict`.
             os.utime(path)
         except OSError:
             return None
         return program
 
     def put(self, key: str, program: bytes) -> None:
-        """Keeps a program. The first that cannot be kept, e.g. since the disk is full, is the last that is tried."""
+        """Stores a program. After the first failure, for example on a full disk, programs are no longer stored."""
         if self._is_disabled or len(program) > self._capacity:
             return
         try:
@@ -96,7 +102,7 @@ class CompilationCache:
             logger.warning(f'no more compiled programs are kept in {self._path}: {os_message(error)}')
 
     def _write(self, path: Path, content: bytes) -> None:
-        # Whoever may write to the file could have their code run: it is made for its owner alone.
+        # NamedTemporaryFile creates a private file. Whoever can write it could run code in this process.
         with tempfile.NamedTemporaryFile(dir=self._path, suffix=f'{SUFFIX}.part', delete=False) as file:
             temporary = Path(file.name)
             try:
@@ -117,9 +123,9 @@ class CompilationCache:
 
     def _evict(self) -> None:
         files = []
-        # What a killed process left half-written goes as it ages; what is not ours stays.
+        # The pattern includes partial files of killed processes, which are evicted by age, and excludes foreign files.
         for path in self._path.glob(f'*{SUFFIX}*'):
-            # Another process may be faster.
+            # Another process may delete the file first.
             with contextlib.suppress(OSError):
                 status = path.stat()
                 files.append((status.st_mtime_ns, status.st_size, path))
@@ -133,34 +139,34 @@ class CompilationCache:
 
 
 def _open(cache_dir: str) -> Path | None:
-    """The directory, made if need be; None, with a line that says why, if it should not or cannot be used."""
+    """Creates and returns the directory. Logs a warning and returns None if it is unsafe or cannot be used."""
     try:
         directory = Path(cache_dir).expanduser()
         for path in (*reversed(directory.parents), directory):
-            # Not by parents=True, which makes parents that a group can write to where the umask is 002.
+            # mkdir(parents=True) would create group-writable parents with umask 002.
             path.mkdir(mode=0o700, exist_ok=True)
         reason = _security_problem(directory)
         if not reason:
-            # Whether a directory is writable shows by writing.
+            # Test by writing, because permission bits do not suffice.
             with tempfile.TemporaryFile(dir=directory):
                 return directory
     except OSError as error:
         reason = f'{cache_dir}: {os_message(error)}'
     except RuntimeError:
-        # Of a user who is only a number, as in containers.
+        # The user has only a numeric ID, for example in a container.
         reason = f'{cache_dir}: there is no home directory'
     _warn_disabled(reason)
     return None
 
 
 def _security_problem(directory: Path) -> str:
-    """Why someone else could have their code run by a program from there; empty if nobody could."""
+    """Returns the reason why another user could inject a program into the directory, or ''."""
     status = directory.stat()
     if status.st_uid != os.geteuid():
         return f'{directory} belongs to another user, whose code would be run'
     if status.st_mode & WRITABLE_BY_OTHERS:
         return f'{directory} can be written to by others, whose code would be run; chmod 700 it'
-    # A user who can write to a parent can replace the directory, unless the parent is sticky, as /tmp is.
+    # A user who can write to a parent can replace the directory, unless the parent is sticky like /tmp.
     for parent in directory.resolve().parents:
         status = parent.stat()
         if status.st_uid not in (0, os.geteuid()):
@@ -174,16 +180,16 @@ def _security_problem(directory: Path) -> str:
 
 
 def _warn_disabled(reason: str) -> None:
-    # The first speaks for all.
+    # Process 0 reports for all processes.
     if jax.process_index() == 0:
         logger.warning(f'compiled programs are not kept: {reason}; train.compilation_cache_dir sets another directory')
 
 
 def _is_shared_by_all(directory: Path | None) -> bool:
-    """Whether all processes of the run have this directory, and not each one of the same name on its own disk.
+    """Returns True if all processes use the same directory, as opposed to local directories of the same name.
 
-    JAX writes in the first process only. When that finds its program and the others compile theirs, these wait for it
-    without an end: of GPUs XLA shares out the trials of kernels among the processes.
+    JAX writes the cache in process 0 only. If process 0 finds its program and the other processes must compile, they
+    wait for it forever, because XLA distributes the autotuning of GPU kernels among the processes.
     """
     if ProcessGroup().num_processes == 1:
         return directory is not None
@@ -194,25 +200,25 @@ def _is_shared_by_all(directory: Path | None) -> bool:
 
 
 def _install(directory: Path) -> None:
-    # A JAX that asks elsewhere would write files of its own, without checksums.
+    # Another version of JAX might bypass this cache and write its own files without checksums.
     if not hasattr(compilation_cache, 'get_file_cache'):
         _warn_disabled(f'jax {jax.__version__} has no place to put them')
         return
     programs = CompilationCache(directory, host=_host())
-    # JAX has no public place for a cache of one's own: this is what it asks where programs are. Of the answer it uses
-    # `get`, `put` and `_path`; its type is an abstract class of JAX's that is not public either.
+    # JAX has no public API for a custom cache, so this replaces its internal lookup. JAX uses only `get`, `put` and
+    # `_path` of the result. The abstract base class is not public either.
     compilation_cache.get_file_cache = lambda path: (programs, path)  # type: ignore[assignment, return-value]
     compilation_cache.reset_cache()
     jax.config.update('jax_compilation_cache_dir', str(directory))
-    # All of a step's programs, the small ones too.
+    # Also cache the small programs of a step.
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
     jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
-    # XLA's files of kernels, beside, have no checksums either.
+    # XLA's kernel cache has no checksums either.
     jax.config.update('jax_persistent_cache_enable_xla_caches', '')
 
 
 def _host() -> str:
-    """What a CPU's programs depend on besides JAX's key: a home directory may be shared by machines of several ages."""
+    """Returns a suffix for CPU features, which JAX's key lacks. Different machines may share a home directory."""
     if jax.default_backend() != 'cpu':
         return ''
     features = platform.machine()

@@ -1,7 +1,7 @@
-"""Heartbeats of the processes of a run: that they live, what they wait for, and why they end.
+"""Heartbeats of the processes of a run: detects lost, failed and overdue processes and ends all processes together.
 
-Each writes a line a second to the store of JAX's coordination service; process 0 reads all of them and writes one
-report, which the others read. So the traffic grows with the number of processes, not with its square.
+Each process writes its status to the store of JAX's coordination service once per second. Process 0 reads all statuses
+and writes one report, which the other processes read. The traffic grows linearly with the number of processes.
 """
 
 from __future__ import annotations
@@ -24,41 +24,46 @@ import jax
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError
 
 TICK_SECONDS = 1.0
-# A process whose lines stay out for so many ticks is lost, and so is a process 0 that says nothing.
+# A process counts as lost after this many ticks without a heartbeat, or, for process 0, without a new report.
 LOST_TICKS = 8
-# After so many it is looked whether process 0 is there at all.
+# Ticks without a new report after which the connection to process 0 is tested.
 PROBE_TICKS = 2
-# The first line may take longer: processes start at different speeds.
+# Limit for the first heartbeat, which is longer because processes start at different speeds.
 FIRST_TICKS = 60
-# A report must be read by all before process 0 ends, which holds the store.
+# Process 0 owns the store, so it stays until all processes have read its report.
 LINGER_SECONDS = 3.0
-# The error that a lost peer causes in a collective is seen here before the peer is found lost.
+# A failed collective precedes the detection of the lost process. Wait this long for the report.
 REPORT_SECONDS = 12.0
-# All processes reach the end of a run at about the same time.
+# Timeout of the barrier at the end of a run, which all processes reach at about the same time.
 END_SECONDS = 600
-# Then they disconnect: sooner than the abort that `_delay_abort` holds up.
+# Timeout for disconnecting. Shorter than the delay of `_delay_abort`.
 DISCONNECT_SECONDS = 4.0
-# One of them may be fetching a checkpoint, while the others wait. Those that are lost are noticed long before.
+# Long, because one process may fetch a checkpoint while the others wait. Lost processes are detected much earlier.
 BARRIER_SECONDS = 6 * 3600
 
 LINES, REPORT, END = 'maxlm/lines', 'maxlm/verdict', 'maxlm/end'
 
 
 class FailureReport(NamedTuple):
-    """What process 0 makes of the lines of all. Where there is a `reason`, all end with `code`."""
+    """Report of process 0 about all processes. If it has a `reason`, all processes exit with `code`.
 
-    # Changes with every one: it shows that process 0 lives.
+    Attributes:
+        sequence_number: changes with every report, as the heartbeat of process 0.
+        all_overdue: True if every process has waited too long for the others, so that no process is known to be stuck.
+        reason: reason for the exit; '' = none.
+        code: exit code.
+    """
+
     sequence_number: int
-    # Every process has waited too long for the others, so none of them is the one that is waited for.
     all_overdue: bool
     reason: str = ''
     code: int = EXIT_PREEMPTED
 
 
 class Heartbeats:
-    """While entered, the processes of a run end together. Does nothing for a process that is alone.
+    """Context in which the processes of a run end together. Does nothing if there is only one process.
 
-    An error in one ends the others: with exit code 2 after bad input, otherwise with 75, since starting again can help.
+    An error in one process ends all: with exit code 2 after bad input, otherwise with 75, because a restart may help.
     """
 
     def __init__(self) -> None:
@@ -67,33 +72,33 @@ class Heartbeats:
         self._report = FailureReport(sequence_number=0, all_overdue=self._count == 1)
         self._silent_ticks = 0
         self._sequence_number = 0
-        # By process: its last line, and the ticks since that was new.
+        # Process → its last status line, and the ticks since it changed.
         self._lines = {number: ('', LOST_TICKS - FIRST_TICKS) for number in range(1, self._count)}
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        # Told the exit code and the reason before the process ends in the midst of its work, from whatever thread.
+        # Called with exit code and reason before the process exits abnormally, from any thread.
         self.on_exit: Callable[[int, str], None] = lambda code, reason: None
 
     @property
     def all_overdue(self) -> bool:
-        """Whether all processes have said that they have waited too long for the others."""
+        """True if all processes have reported that they waited too long for the others."""
         return self._report.all_overdue
 
     def set_overdue(self, is_overdue: bool) -> None:
-        """Says whether this process has waited too long for the others."""
+        """Reports whether this process has waited too long for the others."""
         self._status = 'overdue' if is_overdue else 'busy'
 
     def barrier(self, name: str) -> None:
-        """Waits for all processes to come here; `name` tells this place from others."""
+        """Waits for all processes. `name` identifies the barrier."""
         if self._count > 1:
             _state().client.wait_at_barrier(f'maxlm/{name}', BARRIER_SECONDS * 1000)
 
     def exit_all(self, code: int, reason: str) -> NoReturn:
-        """Ends this process, from any of its threads, and the others, who print the reason."""
+        """Ends this process, from any of its threads, and the other processes, which print the reason."""
         if self._count > 1:
             self._status = f'left {code} {reason}'
             self._stop.set()
-            # If process 0 cannot be reached the others know already.
+            # If process 0 cannot be reached, the other processes detect that themselves.
             with contextlib.suppress(RuntimeError):
                 self._exchange()
             if self._id == 0:
@@ -117,7 +122,7 @@ class Heartbeats:
             try:
                 _state().client.wait_at_barrier(END, END_SECONDS * 1000)
             except RuntimeError:
-                # As below.
+                # A lost process is reported by `_exchange_loop`, as below.
                 self._stop.wait(REPORT_SECONDS)
                 raise
             self._stop.set()
@@ -128,7 +133,7 @@ class Heartbeats:
         elif isinstance(error, KeyboardInterrupt):
             self.exit_all(EXIT_INTERRUPTED, 'interrupted')
         else:
-            # If a peer is lost that is the news, and not which collective failed by it: `_talk` will end this process.
+            # If a process was lost, report that instead of the failed collective: `_exchange_loop` ends this process.
             self._stop.wait(REPORT_SECONDS)
             traceback.print_exception(error)
             self.exit_all(EXIT_FAILED, f'{type(error).__name__}: {" ".join(str(error).split())[:200]}')
@@ -149,7 +154,7 @@ class Heartbeats:
                 self._exit_with_others(report.reason, report.code)
 
     def _watch_loop(self) -> None:
-        # Counted in ticks and not by a clock, so that a process that was suspended does not take it for silence.
+        # Counts ticks instead of seconds, so that a suspended process does not mistake its suspension for silence.
         while not self._stop.wait(TICK_SECONDS):
             self._silent_ticks += 1
             if self._silent_ticks >= PROBE_TICKS and self._id and _is_refused(_state().coordinator_address):
@@ -163,9 +168,9 @@ class Heartbeats:
         _end(code)
 
     def _exchange(self) -> FailureReport:
-        """Writes the status of this process, reads the report. Raises RuntimeError if process 0 cannot be reached."""
+        """Writes the status of this process and reads the report. Raises RuntimeError if process 0 is unreachable."""
         store = _state().client
-        # Two threads come here when a process leaves.
+        # Both a leaving thread and `_exchange_loop` may call this.
         with self._lock:
             self._sequence_number += 1
             if self._id:
@@ -191,10 +196,10 @@ class Heartbeats:
 
 
 def disconnect(code: int) -> None:
-    """Disconnects from the other processes after all work is done, before this process ends with `code`.
+    """Disconnects from the other processes after all work is done, before this process exits with `code`.
 
-    JAX would wait for one that is lost only now until its heartbeat stays out, and then abort: a run that is done would
-    seem to have failed. Here the process ends at once, with its code, if the others do not come soon.
+    If a process is lost only now, JAX would wait for its heartbeat timeout and abort, so a finished run would seem to
+    have failed. This function exits with `code` if the other processes do not disconnect soon.
     """
     if _state().client is not None:
         leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
@@ -205,7 +210,7 @@ def disconnect(code: int) -> None:
 
 
 def diagnose(lines: dict[int, str]) -> FailureReport:
-    """Returns the report that follows from the last line of each process, by its number."""
+    """Returns the report that follows from the last status line of each process."""
     statuses = {number: line.partition(' ')[2] for number, line in lines.items()}
     for number, status in statuses.items():
         word, _, rest = status.partition(' ')
@@ -217,14 +222,14 @@ def diagnose(lines: dict[int, str]) -> FailureReport:
 
 
 def _state() -> Any:
-    # JAX has no public door to its coordination service and the key-value store there; Orbax takes this one too.
+    # JAX has no public API for its coordination service and key-value store. Orbax uses this one too.
     from jax._src import distributed
 
     return distributed.global_state
 
 
 def _is_refused(address: str) -> bool:
-    """Returns whether nobody listens at an address; one that cannot be reached does not refuse."""
+    """Returns True if the connection is refused. An unreachable address returns False."""
     host, _, port = address.rpartition(':')
     try:
         socket.create_connection((host.strip('[]'), int(port)), timeout=TICK_SECONDS).close()
@@ -236,19 +241,19 @@ def _is_refused(address: str) -> bool:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends at once: an orderly end of JAX waits for all processes."""
+    """Exits immediately, because a normal exit of JAX waits for all processes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _delay_abort() -> None:
-    """Gives `_listen` the time to end this process in its own way.
+    """Delays JAX's abort, so that `_watch_loop` can end this process with an error message.
 
-    When process 0 is gone, a thread of JAX aborts the process at once, with a stack trace. A handler in Python could
-    not hold it up, for abort ends the process as soon as the handler in C returns, and that only makes a note. The
-    handler here is the C library's `sleep`, called with the signal's number: SIGABRT's is 6, so it takes 6 seconds,
-    after which the process is aborted as ever. That thread holds JAX's locks meanwhile, so `_talk` may hang.
+    When process 0 is lost, a thread of JAX aborts the process immediately with a stack trace. A Python signal handler
+    cannot delay that: the C handler only sets a flag, and abort continues when it returns. This function installs the C
+    library's `sleep` as the handler. It is called with the signal number, which is 6 for SIGABRT, so it sleeps for 6
+    seconds before the abort. That thread holds JAX's locks meanwhile, so `_exchange_loop` may hang.
     """
     library = ctypes.CDLL(None)
     library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]

@@ -1,7 +1,7 @@
-"""Joining the processes of a run, before any of them touches a device.
+"""Initializes the distributed processes of a run, before any process uses a device.
 
-Where they are is told by the environment: MAXLM_COORDINATOR=HOST:PORT (of process 0), MAXLM_NUM_PROCESSES,
-MAXLM_PROCESS_ID and perhaps MAXLM_LOCAL_DEVICES=0,1,…; otherwise by Slurm, Open MPI or a TPU pod, in what JAX reads.
+The environment defines the processes: MAXLM_COORDINATOR=HOST:PORT (of process 0), MAXLM_NUM_PROCESSES,
+MAXLM_PROCESS_ID and optionally MAXLM_LOCAL_DEVICES=0,1,…. Otherwise JAX detects Slurm, Open MPI or a TPU pod.
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ from maxlm.runtime.rendezvous import RendezvousError, rendezvous
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = 'MAXLM_COORDINATOR', 'MAXLM_NUM_PROCESSES', 'MAXLM_PROCESS_ID'
 LOCAL_DEVICES = 'MAXLM_LOCAL_DEVICES'
 
-# To wait for processes that the cluster starts later.
+# Timeout for processes that the cluster starts later.
 JOIN_SECONDS = 300
-# JAX aborts a process, with a stack trace, when the heartbeat of a peer stays out. `Heartbeats` ends it earlier.
+# JAX aborts a process with a stack trace if a process misses its heartbeat. `Heartbeats` ends it earlier.
 HEARTBEAT_SECONDS = 30
-# At the end of a run all processes arrive together; one that has gone must not hold up the rest.
+# All processes reach the end of a run together. A lost process must not delay the other processes.
 SHUTDOWN_SECONDS = 30
 
 
 class ProcessEnv(NamedTuple):
-    """A process among those of its run; `local_devices` None = all of the machine."""
+    """Environment of one process of a run.
+
+    Attributes:
+        coordinator: HOST:PORT of process 0.
+        num_processes: number of processes.
+        process_id: index of this process.
+        local_devices: indices of its devices; None = all devices of the machine.
+    """
 
     coordinator: str
     num_processes: int
@@ -39,11 +46,11 @@ class ProcessEnv(NamedTuple):
 
 
 def initialize(environment: Mapping[str, str] = os.environ) -> None:
-    """Joins the processes that the environment tells of; a process that is alone stays alone, without a port.
+    """Initializes the distributed processes that the environment defines. A single process opens no port.
 
     Raises:
-        InputError: the variables do not fit together, or the processes' do not.
-        RendezvousError: not all of them came in time.
+        InputError: the variables are inconsistent, in this process or among the processes.
+        RendezvousError: not all processes arrived in time.
     """
     process_env = detect_process_env(environment)
     if process_env is not None and process_env.num_processes > 1:
@@ -53,36 +60,41 @@ def initialize(environment: Mapping[str, str] = os.environ) -> None:
             coordinator_address=process_env.coordinator,
             num_processes=process_env.num_processes,
             process_id=process_env.process_id,
-            # An empty list is all devices; without one JAX looks for a cluster that says which.
+            # An empty list means all devices. With None, JAX looks for a cluster that assigns devices.
             local_device_ids=process_env.local_devices or [],
         )
     elif process_env is not None:
         if process_env.local_devices:
             jax.config.update('jax_cuda_visible_devices', ','.join(map(str, process_env.local_devices)))
     elif (cluster := detect_cluster(environment)) is not None:
-        # JAX would give each task one device, which is wrong for a task that has a node to itself.
+        # JAX would give each task one device, which is wrong for a task that has a node for itself.
         devices: list[int] | None = [] if cluster.num_local_tasks == 1 else None
         _initialize(f'process 0 of {cluster.cluster}', local_device_ids=devices)
     elif _on_tpu(environment):
         try:
             _initialize('worker 0 of the TPU pod')
         except ValueError:
-            # A TPU without a pod around it: nobody told a coordinator.
+            # A TPU machine outside a pod has no coordinator.
             return
 
 
 class ClusterEnv(NamedTuple):
-    """The tasks of a cluster job, as far as JAX does not detect them."""
+    """Cluster job whose tasks form a run.
+
+    Attributes:
+        cluster: name of the job in messages.
+        num_local_tasks: number of tasks on this node.
+    """
 
     cluster: str
     num_local_tasks: int
 
 
 def detect_cluster(environment: Mapping[str, str]) -> ClusterEnv | None:
-    """The tasks of a Slurm step or an Open MPI job; None where there is one at most.
+    """Detects the tasks of a Slurm step or an Open MPI job. Returns None if there is at most one task.
 
     Raises:
-        InputError: Open MPI has more than JAX can find each other.
+        InputError: the version of Open MPI does not support JAX's detection.
     """
     if int(environment.get('OMPI_COMM_WORLD_SIZE', 1)) > 1:
         if 'OMPI_MCA_orte_hnp_uri' not in environment:
@@ -91,7 +103,7 @@ def detect_cluster(environment: Mapping[str, str]) -> ClusterEnv | None:
                 f'set {COORDINATOR}, {NUM_PROCESSES} and {PROCESS_ID}'
             )
         return ClusterEnv('the Open MPI job', int(environment.get('OMPI_COMM_WORLD_LOCAL_SIZE', 1)))
-    # In a batch script itself, or a shell, there is no step and one process.
+    # A batch script or a shell is not a Slurm step and runs one process.
     if 'SLURM_STEP_NODELIST' in environment and int(environment.get('SLURM_NTASKS', 1)) > 1:
         nodes = int(environment.get('SLURM_STEP_NUM_NODES', 1))
         return ClusterEnv('the Slurm step', -(-int(environment['SLURM_NTASKS']) // nodes))
@@ -99,10 +111,10 @@ def detect_cluster(environment: Mapping[str, str]) -> ClusterEnv | None:
 
 
 def detect_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
-    """Reads the MAXLM_ variables; returns None if none of them is set.
+    """Reads the MAXLM_ variables. Returns None if none of them is set.
 
     Raises:
-        InputError: some are missing or cannot be.
+        InputError: a variable is missing or not valid.
     """
     names = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
     values = {name: environment.get(name, '') for name in names}
@@ -139,7 +151,7 @@ def _check_address(address: str) -> None:
 
 
 def _on_tpu(environment: Mapping[str, str]) -> bool:
-    """Whether JAX will run on the TPU of this machine; asking JAX would take hold of it."""
+    """Returns True if JAX will run on the TPU of this machine. Querying JAX would acquire the TPU."""
     platforms = environment.get('JAX_PLATFORMS', '')
     wanted = not platforms or 'tpu' in platforms
     chips = glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*')
@@ -147,7 +159,7 @@ def _on_tpu(environment: Mapping[str, str]) -> bool:
 
 
 def _initialize(coordinator: str, **arguments: object) -> None:
-    """`jax.distributed.initialize`, whose own way to say that time is up is an abort."""
+    """Calls `jax.distributed.initialize`. After a timeout it exits with an error message, where JAX would abort."""
 
     def abort() -> None:
         message = f'{coordinator} and the others did not all come within {JOIN_SECONDS} s; start again'

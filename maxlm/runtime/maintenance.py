@@ -1,15 +1,15 @@
-"""Maintenance events and preemption notices of Google Cloud, from its metadata server.
+"""Maintenance events and preemption notices from the metadata server of Google Cloud.
 
-| key of the instance | says | what follows |
+| key of the instance | value | action |
 |---|---|---|
 | `preempted` | TRUE about 30 s before a spot machine ends | stop |
-| `maintenance-event` | TERMINATE_ON_HOST_MAINTENANCE from a minute to an hour ahead | stop |
-| | MIGRATE_ON_HOST_MAINTENANCE | nothing: the machine goes on elsewhere |
-| `upcoming-maintenance` | that of TPUs: PENDING, days ahead, with its time | it is logged |
+| `maintenance-event` | TERMINATE_ON_HOST_MAINTENANCE, from a minute to an hour ahead | stop |
+| | MIGRATE_ON_HOST_MAINTENANCE | log only: the machine migrates |
+| `upcoming-maintenance` | PENDING (TPUs), days ahead, with its time | log only |
 | | ONGOING | stop |
 
-Only news count: a run that is started under a notice goes on until a signal ends it, or it would be stopped and started
-over and over until the machine is gone.
+Only new events stop a run. A run that starts under a notice continues until a signal ends it. Otherwise it would be
+stopped and restarted repeatedly until the machine ends.
 """
 
 from __future__ import annotations
@@ -27,30 +27,35 @@ from typing import NamedTuple
 from maxlm.log import logger
 from maxlm.storage.json_text import parse_json
 
-# The variables that Google's own libraries read.
+# Variables that Google's own libraries read.
 HOST, NOT_ON_GCE = 'GCE_METADATA_HOST', 'NO_GCE_CHECK'
 DEFAULT_HOST = 'metadata.google.internal'
 PRODUCT_NAME = Path('/sys/class/dmi/id/product_name')
-# The server holds a question that long for an answer that has changed.
+# The server delays a response for up to this long until the value changes.
 WAIT_SECONDS = 60
-# After an answer that is none; doubled up to the second.
+# Delay after a failed request, doubled up to the maximum.
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 
 
 class MaintenanceEvent(NamedTuple):
-    """What follows from a key's new value: words for the log, and whether to stop."""
+    """Event reported by the metadata server.
+
+    Attributes:
+        message: message for the log.
+        must_stop: True if the run must stop.
+    """
 
     message: str
     must_stop: bool
 
 
 def read_preempted(value: str) -> MaintenanceEvent | None:
-    """Of `preempted`."""
+    """Parses the value of `preempted`."""
     return MaintenanceEvent('notice of preemption', must_stop=True) if value.upper() == 'TRUE' else None
 
 
 def read_maintenance(value: str) -> MaintenanceEvent | None:
-    """Of `maintenance-event`."""
+    """Parses the value of `maintenance-event`."""
     if value.startswith('TERMINATE'):
         return MaintenanceEvent(f'notice of maintenance ({value})', must_stop=True)
     if value.startswith('MIGRATE'):
@@ -59,7 +64,7 @@ def read_maintenance(value: str) -> MaintenanceEvent | None:
 
 
 def read_upcoming(value: str) -> MaintenanceEvent | None:
-    """Of `upcoming-maintenance`, an object in JSON."""
+    """Parses the value of `upcoming-maintenance`, a JSON object."""
     try:
         fields = parse_json(value)
     except ValueError:
@@ -85,41 +90,41 @@ READERS: dict[str, Callable[[str], MaintenanceEvent | None]] = {
 
 
 def metadata_host(environment: Mapping[str, str] = os.environ) -> str:
-    """Where the metadata server is; '' on a machine that is not of Google Cloud."""
+    """Returns the host of the metadata server, or '' if the machine does not belong to Google Cloud."""
     if environment.get(HOST):
         return environment[HOST]
     if environment.get(NOT_ON_GCE, '').lower() == 'true':
         return ''
     try:
-        # Asked here and not of the network, where the name may lead anywhere.
+        # Read the local product name instead of querying the network, where the host name may resolve to anything.
         return DEFAULT_HOST if PRODUCT_NAME.read_text(encoding='utf-8').startswith('Google') else ''
     except OSError:
         return ''
 
 
 class MaintenanceWatcher:
-    """While entered, threads wait for notices. Does nothing where there is no metadata server.
+    """Context in which threads wait for maintenance events. Does nothing without a metadata server.
 
-    Neither a server that fails nor one that is silent disturbs the run.
+    A failing or silent server does not affect the run.
     """
 
     def __init__(self, stop: Callable[[str], None], *, warn: Callable[[str], None] = logger.warning, host: str = ''):
         """
         Args:
-            stop: called with the words of a notice after which the run must stop, from a thread of its own.
+            stop: called from a background thread with the message of an event that must stop the run.
             warn: called with the message of each other event.
-            host: of the metadata server; '' = as `metadata_host` says.
+            host: host of the metadata server; '' = result of `metadata_host`.
         """
         self._stop, self._warn = stop, warn
         self._host = host or metadata_host()
         self._closed = threading.Event()
-        # The machine's own network, which no proxy reaches.
+        # The metadata server is on the machine's own network, where proxies do not apply.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def __enter__(self) -> MaintenanceWatcher:
         if self._host:
             for key in READERS:
-                # Not waited for at the end: each may be in the middle of a long question.
+                # Daemon threads that are not joined, because each may wait for a long response.
                 threading.Thread(target=self._watch, args=(key,), daemon=True, name=f'notices-{key}').start()
         return self
 
@@ -133,7 +138,7 @@ class MaintenanceWatcher:
                 tag, value = self._fetch(key, tag)
                 pause = RETRY_SECONDS
             except urllib.error.HTTPError as error:
-                # 404 and 503 are how it says that there is no notice.
+                # The server responds with 404 or 503 if there is no notice.
                 error.close()
                 tag, value = '', ''
             except (OSError, http.client.HTTPException, ValueError):
@@ -152,12 +157,12 @@ class MaintenanceWatcher:
                     self._warn(event.message)
             previous = value
             if not tag:
-                # The server has not waited.
+                # Without an ETag the server responds immediately, so wait here.
                 self._closed.wait(pause)
                 pause = min(pause * 2, MAX_RETRY_SECONDS)
 
     def _fetch(self, key: str, tag: str) -> tuple[str, str]:
-        """Waits for a value that is not the one of `tag`; returns the new one's tag and the value."""
+        """Waits until the value differs from the one of `tag`. Returns the new ETag and value."""
         path, _, query = key.partition('?')
         words = urllib.parse.parse_qsl(query)
         if tag:
@@ -166,6 +171,6 @@ class MaintenanceWatcher:
         request = urllib.request.Request(url, headers={'Metadata-Flavor': 'Google'})
         with self._opener.open(request, timeout=2 * WAIT_SECONDS) as answer:
             if answer.headers.get('Metadata-Flavor') != 'Google':
-                # Whoever answers, it is not that server.
+                # Another server answered.
                 raise ValueError
             return answer.headers.get('ETag', ''), answer.read(65536).decode('utf-8', 'replace').strip()

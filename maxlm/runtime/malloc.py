@@ -9,19 +9,19 @@ from pathlib import Path
 
 # Parameters of glibc's mallopt (malloc.h).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
-# Bytes by which the heap grows; a page uses memory only after it is touched.
+# Bytes by which the heap grows. A page uses memory only after it is touched.
 _GROWTH = 2**26
 # Device files of GPUs (NVIDIA, AMD) and TPUs.
 _ACCELERATORS = ('dev/nvidia0', 'dev/kfd', 'dev/accel0', 'dev/vfio/0')
 
 
 def disable_malloc_trim(root: Path = Path('/')) -> bool:
-    """Makes glibc's malloc keep freed memory, so that a CPU step does not pay for page faults again.
+    """Configures glibc's malloc to keep freed memory, which avoids repeated page faults in CPU steps.
 
     Call it before JAX starts its threads. The resident memory of the process then never shrinks.
 
     Returns:
-        False if nothing was changed, because the machine has accelerators or malloc is not glibc's.
+        False if nothing was changed, because the machine has accelerators or does not use glibc.
     """
     if _has_accelerator(root):
         return False
@@ -29,7 +29,7 @@ def disable_malloc_trim(root: Path = Path('/')) -> bool:
         if not os.confstr('CS_GNU_LIBC_VERSION'):
             return False
         mallopt = ctypes.CDLL(None).mallopt
-        # One heap for all threads, because only that one grows to any size; no mmap outside of it; no trimming.
+        # One arena for all threads, because only the main arena can grow without limit; no mmap; no trimming.
         settings = {_ARENA_MAX: 1, _MMAP_MAX: 0, _TRIM_THRESHOLD: -1, _TOP_PAD: _GROWTH}
         return all([mallopt(key, value) for key, value in settings.items()])
     return False

@@ -1,4 +1,4 @@
-"""Stop requests: the machine is going away, or the user has pressed Ctrl-C."""
+"""Stop requests: preemption of the machine, or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest:
-    """While entered, the first SIGTERM or SIGINT only raises the flag `requested`; the loop saves and leaves.
+    """Context in which the first SIGTERM or SIGINT only sets `requested`. The training loop then saves and exits.
 
-    A second SIGINT interrupts at once. A second SIGTERM changes nothing: the save that is under way goes on.
+    A second SIGINT raises KeyboardInterrupt. A second SIGTERM is ignored, so the current save continues.
 
-    Of several processes one may be told and the others not, and their loops are not at the same step. Then JAX's
-    preemption service finds a step that none of them has passed. It works in threads of its own: a step asks it for a
-    number in memory, while a flag that all agree on by a collective would cost every step a round trip. It listens to
-    SIGTERM only, and by its own handler, so SIGINT and notices are passed on as one.
+    With several processes, only some may receive the signal, and their loops may be at different steps. JAX's
+    preemption service then finds a step that no process has passed. It works in background threads, so a step only
+    reads a number in memory. A collective would cost every step a round trip. The service handles only SIGTERM, so
+    SIGINT and maintenance events are forwarded as SIGTERM.
     """
 
     def __init__(self) -> None:
-        self.requested = ''  # the signal's name, or what a notice said
+        self.requested = ''  # name of the signal, or message of a maintenance event
         self._was_signalled = False
         self._num_checks = 0
         self._is_multiprocess = jax.process_count() > 1
-        # Signal number → handler before; Python types a handler in several ways.
+        # Signal number → previous handler. Python declares several types of handlers.
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -40,7 +40,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def request(self, reason: str) -> None:
-        """Asks for the stop in words, from any thread: what came over the network instead of as a signal."""
+        """Requests a stop with a reason, from any thread, for example after a maintenance event."""
         if self.requested:
             return
         self.requested = reason
@@ -48,10 +48,10 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def should_stop(self) -> bool:
-        """Returns whether to stop now, the same in all processes; each calls it once after every step."""
+        """Returns True if the run must stop now, the same in all processes. Each calls it once after every step."""
         if not self._is_multiprocess:
             return bool(self.requested)
-        # Not the number of the step: a run that goes back would ask for the same again.
+        # Counts checks instead of steps, because a run that rolls back would use a step number twice.
         self._num_checks += 1
         if not multihost_utils.reached_preemption_sync_point(self._num_checks):
             return False
@@ -59,7 +59,7 @@ class StopRequest:
         return True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        # After a notice the first Ctrl-C is still a first one.
+        # The first Ctrl-C after a maintenance event still counts as the first.
         if number == signal.SIGINT and self._was_signalled:
             raise KeyboardInterrupt
         self._was_signalled = True
@@ -69,9 +69,9 @@ class StopRequest:
 
 
 def ignore_sigterm() -> None:
-    """For a process that has saved, or done all, and is about to end with its exit code.
+    """Ignores SIGTERM in a process that has saved or finished and is about to exit.
 
-    To take down JAX lasts a second or two. Another SIGTERM would make a death by signal of it, which whoever started
-    the run takes for a crash.
+    Shutting down JAX takes a second or two. Another SIGTERM would end the process by a signal, which a launcher reports
+    as a crash.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

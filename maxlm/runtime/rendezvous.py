@@ -1,7 +1,7 @@
-"""The processes of a run meet at the coordinator's port, before JAX takes it over.
+"""Rendezvous of the processes of a run on the coordinator's port, before JAX uses it.
 
-JAX aborts a process that has waited in vain, and does not say who was missing. Here process 0 counts those that come.
-A process says `maxlm NUMBER_OF_PROCESSES ITS_NUMBER`; the answer is `go`, `late WHY` or `no WHY`.
+After a timeout, JAX aborts a process without naming the missing ones. Here process 0 counts the processes that
+connect. A process sends `maxlm NUM_PROCESSES PROCESS_ID`; the response is `go`, `late REASON` or `no REASON`.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import NoReturn
 
 from maxlm.errors import EXIT_PREEMPTED, InputError, os_message
 
-# Between two tries to reach process 0, or to hear of somebody.
+# Delay between two attempts to reach process 0, and timeout of `accept`.
 RETRY_SECONDS = 0.2
-# For a line that comes at once if it comes at all.
+# Timeout of a line that is normally sent immediately.
 LINE_SECONDS = 2.0
 
 
 class RendezvousError(Exception):
-    """The processes of a run did not all come; starting again can help. The message is one line."""
+    """Not all processes of a run arrived in time. A restart may help. The message is one line."""
 
     def exit_process(self) -> NoReturn:
-        """Ends the process from any thread, with a line and exit code 75."""
+        """Exits the process from any thread, with the message and exit code 75."""
         print(f'error: {self}', file=sys.stderr, flush=True)
         os._exit(EXIT_PREEMPTED)
 
 
 def rendezvous(coordinator: str, num_processes: int, process_id: int, *, seconds: float) -> None:
-    """Returns when all have come; the port is free again then.
+    """Waits until all processes have arrived. The port is free again when it returns.
 
     Args:
         coordinator: HOST:PORT of process 0.
-        num_processes: how many there will be.
-        process_id: of this one.
-        seconds: to wait for the others.
+        num_processes: number of processes.
+        process_id: index of this process.
+        seconds: timeout.
 
     Raises:
-        InputError: the port cannot be had, the host cannot be found, or two processes contradict each other.
-        RendezvousError: not all came in time.
+        InputError: the port is in use, the host cannot be found, or the settings of two processes are inconsistent.
+        RendezvousError: not all processes arrived in time.
     """
     host, _, port = coordinator.rpartition(':')
     deadline = time.monotonic() + seconds
@@ -52,7 +52,7 @@ def rendezvous(coordinator: str, num_processes: int, process_id: int, *, seconds
 
 
 def _accept_all(coordinator: str, port: int, num_processes: int, deadline: float, seconds: float) -> None:
-    """Process 0's part."""
+    """Accepts all other processes, in process 0."""
     connections: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(coordinator, port))
@@ -71,7 +71,7 @@ def _accept_all(coordinator: str, port: int, num_processes: int, deadline: float
                 number = _accept(connection, num_processes, connections)
                 if number is not None:
                     connections[number] = connection
-            # Who has gone while it waited comes again, as another connection.
+            # A process that disconnected while it waited connects again.
             connections = {
                 number: connection for number, connection in connections.items() if _is_connected(connection)
             }
@@ -93,10 +93,10 @@ def _listen(coordinator: str, port: int) -> socket.socket:
 
 
 def _accept(connection: socket.socket, num_processes: int, connections: dict[int, socket.socket]) -> int | None:
-    """The number of the process that has come; None if it is none of this run.
+    """Reads the greeting of a connection and returns its process ID, or None if it is not a process of maxlm.
 
     Raises:
-        InputError: it is of another number of processes, or has the number of another.
+        InputError: the process has another number of processes, or its ID is already in use.
     """
     words = _read_line(connection).split()
     if len(words) != 3 or words[0] != 'maxlm' or not (words[1] + words[2]).isdigit():
@@ -115,7 +115,7 @@ def _accept(connection: socket.socket, num_processes: int, connections: dict[int
 
 
 def _connect(coordinator: str, address: tuple[str, int], greeting: str, deadline: float, seconds: float) -> None:
-    """The part of all processes but the first."""
+    """Connects to process 0, in all other processes."""
     reason = 'no answer'
     while time.monotonic() < deadline:
         try:
@@ -133,10 +133,10 @@ def _connect(coordinator: str, address: tuple[str, int], greeting: str, deadline
             raise InputError(message)
         if kind == 'late':
             raise RendezvousError(message)
-        # Something else may answer there, e.g. the process 0 of before, which is about to end.
+        # Another program may listen on the port, such as the previous process 0 during its exit.
         time.sleep(RETRY_SECONDS)
     if reason.startswith('the host'):
-        # Where names come and go with machines, one may only be late; so it is waited for as long.
+        # Raised only after the timeout, because the host name may be registered later.
         raise InputError(f'MAXLM_COORDINATOR={coordinator}: {reason}; give the address of process 0')
     raise RendezvousError(f'process 0 did not answer at {coordinator} within {seconds:g} s ({reason}); start again')
 
@@ -148,7 +148,7 @@ def _answer(connections: dict[int, socket.socket], line: str) -> None:
 
 
 def _is_connected(connection: socket.socket) -> bool:
-    """Whether the other side is still there: nothing has come since its first line, no end either."""
+    """Returns True if the process is still connected: it has neither closed the connection nor sent more data."""
     connection.setblocking(False)
     try:
         return connection.recv(1, socket.MSG_PEEK) != b''
@@ -161,7 +161,7 @@ def _is_connected(connection: socket.socket) -> bool:
 
 
 def _read_line(connection: socket.socket, seconds: float = LINE_SECONDS) -> str:
-    """One line of at most 500 characters; what came until then if it does not end in time."""
+    """Reads one line of at most 500 characters. After a timeout, returns the characters that arrived."""
     deadline = time.monotonic() + seconds
     line = b''
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The hang timeout: notices that a run makes no progress, logs all stacks, and ends it so that it can start again."""
+"""Hang timeout: detects that a run makes no progress, logs all stacks and exits so that the run can be restarted."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ MAX_TICK_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class _Activity:
-    """Activity of the main thread between two signs of progress; compared by identity."""
+    """Activity of the main thread since its last progress. Compared by identity."""
 
     in_phase: bool = False
     is_waiting: bool = False
 
 
 class Watchdog:
-    """Between `start` and `finish`, ends the process with exit code 75 when the main thread does no step for too long.
+    """Exits the process with code 75 if the main thread completes no step for too long between `start` and `finish`.
 
-    A process that waits for its devices may wait for another one that is stuck. It leaves that one the time to tell
-    where, and ends by itself only when all processes wait: then none of them is at fault.
+    A process that waits for its devices may wait for another process that is stuck. The stuck process then reports its
+    stacks. A waiting process exits by itself only if all processes wait, because then no single process is stuck.
     """
 
     def __init__(self, seconds: float, heartbeats: Heartbeats, workdir: Path | None = None):
         """
         Args:
-            seconds: without a step, outside of phases; 0 = never mind.
-            heartbeats: of all processes.
-            workdir: where run.log gets the stacks too.
+            seconds: timeout without a step, outside of phases; 0 = no timeout.
+            heartbeats: heartbeats of all processes.
+            workdir: workdir whose run.log also receives the stacks.
         """
         self._seconds = seconds
         self._heartbeats = heartbeats
         self._workdir = workdir
-        # Only the main thread sets it, as one value: the watching thread never sees half of a change. In a phase until
-        # `start`.
+        # Only the main thread replaces it, as one value, so that the watching thread sees consistent fields. It starts
+        # in a phase, until `start`.
         self._activity = _Activity(in_phase=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name='watchdog')
@@ -62,20 +62,20 @@ class Watchdog:
         self._heartbeats.set_overdue(False)
 
     def start(self) -> None:
-        """The first step is about to begin."""
+        """Starts the timeout before the first step."""
         self._activity = _Activity()
 
     def finish(self) -> None:
-        """There will be no more steps. Not called after an error: to clean up after one must not take for ever."""
+        """Stops the timeout after the last step. Not called after an error, so that the cleanup has a timeout too."""
         self._activity = _Activity(in_phase=True)
 
     def step_done(self) -> None:
-        """There is progress."""
+        """Records progress."""
         self._activity = _Activity()
 
     @contextlib.contextmanager
     def phase(self) -> Iterator[None]:
-        """What happens inside may take long: compiling, evaluating, saving."""
+        """Suspends the timeout for long operations: compilation, evaluation, saving."""
         self._activity = _Activity(in_phase=True)
         try:
             yield
@@ -84,9 +84,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, the main thread waits for the devices, and with them for other processes.
+        """Marks that the main thread waits for the devices, and thereby for other processes.
 
-        What it waited for has come when it leaves: that is progress, however long it took.
+        The end of the wait counts as progress, regardless of its duration.
         """
         self._activity = _Activity(is_waiting=True)
         try:
@@ -101,12 +101,12 @@ class Watchdog:
         while not self._stop.wait(tick):
             now = time.monotonic()
             activity = self._activity
-            # A process that was suspended has not been stuck.
+            # Limits the increment, because a process that was suspended was not stuck.
             age = age + min(now - then, 2 * tick) if activity is last_activity else 0.0
             then, last_activity = now, activity
             overdue = age > self._seconds and not activity.in_phase
             self._heartbeats.set_overdue(overdue and activity.is_waiting)
-            # The last check: a process that has gone on meanwhile is left alone.
+            # Checks again, because the process may have made progress meanwhile.
             if overdue and (not activity.is_waiting or self._heartbeats.all_overdue) and self._activity is activity:
                 self._abort(activity)
 
