@@ -102,7 +102,7 @@ class CompilationCache:
             logger.warning(f'no more compiled programs are kept in {self._path}: {os_message(error)}')
 
     def _write(self, path: Path, content: bytes) -> None:
-        # NamedTemporaryFile creates a private file. Whoever can write it could run code in this process.
+        # NamedTemporaryFile creates a private file. A user who can write it could run code in this process.
         with tempfile.NamedTemporaryFile(dir=self._path, suffix=f'{SUFFIX}.part', delete=False) as file:
             temporary = Path(file.name)
             try:

@@ -1,1 +1,1 @@
-"""Metrics, events, goodput, alerts and trackers: written by a run and read back."""
+"""Metrics, events, goodput, alerts and trackers of a run, and readers for them."""

@@ -1,8 +1,8 @@
-"""Alerts: what a person should hear of although nobody looks at the log.
+"""Alerts: problems that a person should know about without reading the log.
 
-Each goes to the log at once and, by a thread, to what the config names: a file of JSON lines, a command, a webhook. Of
-one kind at most one a minute goes out; of those between, the newest does when the minute is over, with their number.
-Nothing here stops, delays or fails a run.
+Each alert is logged immediately. A thread sends it to the configured channels: a file of JSON lines, a command or a
+webhook. At most one alert of a kind is sent per minute. After the minute, the newest suppressed alert is sent with the
+number of suppressed ones. Alerts never stop, delay or fail a run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.storage.regular_files import open_descriptor
 
-# Between two alerts of one kind.
+# Minimum time between two alerts of one kind.
 INTERVAL_SECONDS = 60.0
 SEND_SECONDS = 15.0
-# At the end of a run what is left goes out; whoever cannot take it in that time is not waited for.
+# Timeout for sending pending alerts at the end of a run.
 CLOSE_SECONDS = 10.0
 
 
@@ -40,12 +40,12 @@ class Alert:
     """One alert.
 
     Attributes:
-        time: of the day, UTC.
+        time: time in UTC, ISO 8601.
         run: name of the workdir.
-        host: machine it comes from.
-        kind: one word, e.g. `storage`; the pace of alerts is kept for each kind.
+        host: name of the host that sends it.
+        kind: one word, such as `storage`. Alerts are rate-limited for each kind.
         message: one line.
-        held_back: earlier ones of the kind that went to the log alone.
+        held_back: number of earlier alerts of this kind that were only logged.
     """
 
     time: str
@@ -61,7 +61,7 @@ class Alert:
 
 
 class Alerts:
-    """While entered, sends what `send` is given. Of several processes each logs, and the first alone sends."""
+    """Sends alerts while the context is entered. All processes log alerts, and only process 0 sends them."""
 
     def __init__(
         self,
@@ -74,19 +74,19 @@ class Alerts:
     ):
         """
         Args:
-            config: where they go.
-            workdir: of the run, which is called after it.
-            process: number of this process.
-            record: is told kind and message of each as well, from the thread that sends it. It must not raise.
-            interval_seconds: between two alerts of one kind.
+            config: channels of the alerts.
+            workdir: workdir of the run. Its name is the name of the run.
+            process: index of this process.
+            on_alert: called with kind and message of each alert, in the thread that calls `send`. It must not raise.
+            interval_seconds: minimum time between two alerts of one kind.
 
         Raises:
-            InputError: the variable that is to hold the webhook's URL does not.
+            InputError: the environment variable of the webhook contains no URL.
         """
         self._run, self._host = workdir.resolve().name, socket.gethostname()
         self._on_alert = on_alert
         self._interval = interval_seconds
-        # The name of a place, for messages → what brings an alert there.
+        # Name of a channel in messages → function that sends an alert to it.
         self._channels: dict[str, Callable[[Alert], None]] = {}
         if config.file and not process:
             self._channels['alerts.file'] = lambda alert: _append(workdir / Path(config.file).expanduser(), alert)
@@ -100,7 +100,7 @@ class Alerts:
                 )
             self._channels['alerts.webhook_env_var'] = lambda alert: _post(url, alert)
         self._failing: set[str] = set()
-        # By kind; so there are never more than there are kinds.
+        # Both by kind, so their size is bounded by the number of kinds.
         self._pending: dict[str, Alert] = {}
         self._last_sent: dict[str, float] = {}
         self._closing = False
@@ -120,7 +120,7 @@ class Alerts:
             self._thread.join(CLOSE_SECONDS)
 
     def send(self, kind: str, message: str) -> None:
-        """Logs a warning and has it sent; returns at once, and never raises."""
+        """Logs a warning and schedules it for sending. Returns immediately, and never raises."""
         message = ' '.join(message.split())
         logger.warning(f'{kind}: {message}')
         self._on_alert(kind, message)
@@ -148,7 +148,7 @@ class Alerts:
                     self._try(channel, send, alert)
 
     def _ready(self) -> list[str]:
-        """The kinds that may go out now."""
+        """Returns the kinds that may be sent now."""
         now = time.monotonic()
         return [
             kind
@@ -160,7 +160,7 @@ class Alerts:
         try:
             send(alert)
         except Exception as error:
-            # The message of an error may hold the address that it was about, which is a secret.
+            # Log only the reason, because the error message may contain the secret URL.
             if channel not in self._failing:
                 logger.warning(f'{channel}: an alert could not be sent ({_reason(error)})')
             self._failing.add(channel)
@@ -183,7 +183,7 @@ def _append(path: Path, alert: Alert) -> None:
 
 
 def _run(command: str, alert: Alert) -> None:
-    """Runs a line of shell; the alert comes as JSON on its input, its words in variables, never in the line itself."""
+    """Runs a shell command. The alert is passed as JSON on stdin and in environment variables, never in the command."""
     words = {'MAXLM_ALERT_KIND': alert.kind, 'MAXLM_ALERT_MESSAGE': str(alert)}
     process = subprocess.Popen(
         ['/bin/sh', '-c', command],
@@ -191,7 +191,7 @@ def _run(command: str, alert: Alert) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, **words},
-        # With a group of its own, all that it has started can be ended; and Ctrl-C is not for it.
+        # A new session, so that all its processes can be killed together and Ctrl-C does not reach them.
         start_new_session=True,
     )
     try:
@@ -206,14 +206,14 @@ def _run(command: str, alert: Alert) -> None:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A message that is sent elsewhere as a question would be lost in silence."""
+    """Rejects redirects, which would turn the POST into a GET and silently lose the message."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def _post(url: str, alert: Alert) -> None:
-    """Posts the one field that Slack, Mattermost, Google Chat and Teams all read."""
+    """Posts the field `text`, which Slack, Mattermost, Google Chat and Teams all read."""
     body = json.dumps({'text': str(alert)}).encode()
     request = urllib.request.Request(url, data=body, headers={'Content-Type': 'application/json'})
     urllib.request.build_opener(_NoRedirects()).open(request, timeout=SEND_SECONDS).close()

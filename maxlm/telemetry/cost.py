@@ -1,4 +1,4 @@
-"""Cost of a run so far and projected, in hours and dollars, and the source of its price."""
+"""Current and projected cost of a run in hours and dollars, and the source of its price."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ HOUR = 3600.0
 
 
 def price_of(config: Config, device_kind: str) -> Price | None:
-    """Of one device for an hour: the config's, else that of the table of list prices; None where there is none."""
+    """Returns the hourly price of a device: the config's, else the list price. Returns None if there is no price."""
     if config.train.price_per_hour:
         return Price(config.train.price_per_hour, 'train.price_per_hour')
     chip = find_chip(device_kind)
-    # The machine itself has no price there.
+    # A CPU has no list price.
     if chip is None or chip.platform == 'cpu' or not has_price(chip):
         return None
     return price_per_hour(chip)
@@ -26,13 +26,13 @@ def price_of(config: Config, device_kind: str) -> Price | None:
 def cost_metrics(
     seconds: float, dollars: float | None, *, dollars_per_hour: float, seconds_left: float
 ) -> dict[str, float]:
-    """The `cost/…` metrics.
+    """Returns the `cost/…` metrics and the remaining time.
 
     Args:
-        seconds: of all attempts of the run so far, without the time between them.
-        dollars: that they cost; None where no price is known.
-        dollars_per_hour: of all devices of the run.
-        seconds_left: until its end at the present pace; nan = not known.
+        seconds: duration of all attempts of the run so far, without the time between them.
+        dollars: cost of all attempts; None if no price is known.
+        dollars_per_hour: hourly price of all devices of the run.
+        seconds_left: time until the end at the current throughput; nan = unknown.
     """
     metrics = {'cost/hours': seconds / HOUR}
     if math.isfinite(seconds_left):
@@ -45,7 +45,7 @@ def cost_metrics(
 
 
 def cost_text(metrics: dict[str, float]) -> str:
-    """Returns the metrics as the end of a log line: `$1.23 of $45.60, 2 h 03 min left`."""
+    """Formats the metrics for the end of a log line: `$1.23 of $45.60, 2 h 03 min left`."""
     parts = []
     if 'cost/dollars' in metrics:
         at_end = f' of ${metrics["cost/projected_dollars"]:,.2f}' if 'cost/projected_dollars' in metrics else ''

@@ -1,7 +1,7 @@
-"""Readings of this machine and its accelerators, now and then, by a thread beside the run: WORKDIR/devices.jsonl.
+"""Samples host and accelerator statistics in a background thread and writes WORKDIR/devices.jsonl.
 
-A reading costs a few milliseconds of one core, so that one in 30 seconds is far below 0.5 % of it. One that fails is
-left out, one that hangs ends them; neither touches the run.
+A sample takes a few milliseconds of one core, far below 0.5 % of it at one sample in 30 seconds. A failed accelerator
+reading is omitted. A hanging reading ends the sampling. Neither affects the run.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from maxlm.hardware.device_stats import Reading
 from maxlm.log import logger
 from maxlm.storage.jsonl import JsonlWriter
 
-# At the end of a run a reading that hangs is not waited for.
+# Timeout for the last sample at the end of a run.
 CLOSE_SECONDS = 1.0
 
 
 def file_name(process: int) -> str:
-    """The file in the workdir that a process writes."""
+    """Returns the name of the file in the workdir that a process writes."""
     return f'devices-{process}.jsonl' if process else 'devices.jsonl'
 
 
 class DeviceReadings:
-    """While entered, appends a reading to the file every so often."""
+    """Appends samples to the file at a fixed interval while the context is entered."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class DeviceReadings:
     ):
         """
         Args:
-            workdir: of the run.
-            interval_seconds: from one reading to the next; 0 = there are none.
-            attempt: start of the run that this process is, from 1.
-            process: number of this process.
-            accelerators: reads them: `Accelerators.read`.
+            workdir: workdir of the run.
+            interval_seconds: time between two samples; 0 = no samples.
+            attempt: number of this attempt of the run, from 1.
+            process: index of this process.
+            accelerators: reads the accelerators, see `Accelerators.read`.
         """
         self._writer = JsonlWriter(workdir / file_name(process))
         self._interval_seconds = interval_seconds
@@ -59,7 +59,7 @@ class DeviceReadings:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name='devices')
         self._lock = threading.Lock()
-        # Since the last call of `metrics`.
+        # Samples since the last call of `metrics`.
         self._recent: list[Reading] = []
 
     def __enter__(self) -> DeviceReadings:
@@ -73,7 +73,7 @@ class DeviceReadings:
             self._thread.join(CLOSE_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """Means of the readings since the last call, by the names of METRICS; nothing if there was none."""
+        """Returns the means of the samples since the last call, by metric name, or {} without samples."""
         with self._lock:
             recent, self._recent = self._recent, []
         summaries = [summarize(reading) for reading in recent]
@@ -82,7 +82,7 @@ class DeviceReadings:
 
     def _run(self) -> None:
         try:
-            # Of a shorter time its use is not known.
+            # CPU usage over a shorter time is not meaningful.
             if self._closing.wait(min(self._interval_seconds, 1.0)):
                 return
             while True:
@@ -92,7 +92,7 @@ class DeviceReadings:
                     self._recent.append(reading)
                 if self._closing.wait(self._interval_seconds):
                     return
-        # Whatever it is, the run has nothing to do with it.
+        # A failure must not affect the run.
         except Exception as error:
             logger.warning(f'there are no more readings of the machine ({type(error).__name__}: {error})')
 
@@ -105,18 +105,18 @@ class DeviceReadings:
 
 
 class Host:
-    """This machine and this process. Use and rates are of the time since the reading before."""
+    """Statistics of this host and process. Usage and rates cover the time since the previous sample."""
 
     def __init__(self, workdir: Path):
         self._workdir = workdir
         self._process = psutil.Process()
-        # The first call of both has nothing to compare with.
+        # The first call of each has no reference and returns 0.
         psutil.cpu_percent()
         self._process.cpu_percent()
         self._previous = time.monotonic(), _traffic()
 
     def read(self) -> Reading:
-        """What the machine tells; a key that it does not is absent."""
+        """Returns the statistics of the host. Omits keys that it does not support."""
         memory = _try_read(psutil.virtual_memory)
         now, traffic = time.monotonic(), _traffic()
         (then, before), self._previous = self._previous, (now, traffic)
@@ -138,7 +138,7 @@ class Host:
 
 
 def summarize(reading: Reading) -> dict[str, float]:
-    """The metrics of a reading: over devices the mean use and memory, the hottest, and the power of all."""
+    """Returns the metrics of a sample: mean usage and memory over devices, maximum temperature and total power."""
     devices = reading['devices']
 
     def of_devices(key: str, reduce: Callable[[list[float]], float]) -> float | None:
@@ -165,7 +165,7 @@ def summarize(reading: Reading) -> dict[str, float]:
 
 
 def _traffic() -> dict[str, int]:
-    """Bytes so far by disk and network; those that stay within the machine are no traffic."""
+    """Returns the bytes transferred so far by disk and network, without the loopback interface."""
     disk = _try_read(psutil.disk_io_counters)
     cards = _try_read(lambda: psutil.net_io_counters(pernic=True)) or {}
     outside = [counters for name, counters in cards.items() if name != 'lo']
@@ -177,7 +177,7 @@ def _traffic() -> dict[str, int]:
 
 
 def _try_read(read: Callable[[], Any]) -> Any:
-    """Calls `read`; returns None where this machine does not have the value."""
+    """Calls `read`. Returns None if this host does not support the value."""
     try:
         return read()
     except (psutil.Error, OSError, RuntimeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""What a run is run with: command, versions, checkout, devices."""
+"""Environment of a run: command, versions, git checkout and devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jax
 
 from maxlm.storage.errors import redact
 
-# Name → distribution. What is not installed is left out.
+# Name → distribution. Missing packages are omitted.
 _PACKAGES = {
     'jax': 'jax',
     'jaxlib': 'jaxlib',
@@ -29,18 +29,18 @@ _PACKAGES = {
     'libtpu': 'libtpu',
 }
 NVIDIA_DRIVER = Path('/proc/driver/nvidia/version')
-# A checkout on a disk that does not answer must not hold up a run.
+# Timeout for git, because a checkout on an unresponsive disk must not delay a run.
 _GIT_SECONDS = 5.0
 
 
 def command(argv: Sequence[str] | None = None) -> list[str]:
-    """What starts this run again, without what URLs in it may keep secret; by default with this process's words."""
+    """Returns the command that restarts this run, without secrets in URLs. `argv` defaults to `sys.argv[1:]`."""
     args = sys.argv[1:] if argv is None else argv
     return ['python', '-m', 'maxlm.train', *map(redact, args)]
 
 
 def versions(driver: Path = NVIDIA_DRIVER) -> dict[str, str]:
-    """Of Python, of the packages that compute, and of the driver of NVIDIA's GPUs where there is one."""
+    """Returns the versions of Python, of the main packages and of the NVIDIA driver, if present."""
     found = {'python': platform.python_version()}
     for name, distribution in _PACKAGES.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -52,8 +52,8 @@ def versions(driver: Path = NVIDIA_DRIVER) -> dict[str, str]:
 
 
 def checkout(directory: Path = Path(__file__).parents[2]) -> dict[str, Any] | None:
-    """`commit`, and whether files that git tracks differ from it (`dirty`); None of a copy that is no checkout."""
-    # A directory above may be somebody else's checkout.
+    """Returns the git `commit` and whether tracked files differ from it (`dirty`), or None outside a checkout."""
+    # A parent directory may be another project's checkout.
     if not (directory / '.git').exists():
         return None
     try:
@@ -65,7 +65,7 @@ def checkout(directory: Path = Path(__file__).parents[2]) -> dict[str, Any] | No
 
 
 def devices() -> dict[str, Any]:
-    """Of all processes of the run."""
+    """Describes the devices of all processes of the run."""
     device = jax.local_devices()[0]
     return {
         'kind': device.device_kind,
@@ -78,7 +78,7 @@ def devices() -> dict[str, Any]:
 def _git(directory: Path, *args: str) -> str:
     return subprocess.run(
         ['git', '-C', str(directory), *args],
-        # It shall read only: `status` would bring its index up to date.
+        # Read-only: `git status` would otherwise update the index.
         env={**os.environ, 'GIT_OPTIONAL_LOCKS': '0'},
         check=True,
         capture_output=True,

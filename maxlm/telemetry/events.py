@@ -1,8 +1,8 @@
 """Event log of a run: WORKDIR/events.jsonl.
 
-Kinds: `started`, `resumed`, `compiled`, `evaluated`, `saved`, `length`, `context`, those of alerts (which have
-`"alert": true`), and as the last line of each attempt one of `ENDS` with the exit code in `code`. An attempt without
-such a line is running or was killed.
+Kinds: `started`, `resumed`, `compiled`, `evaluated`, `saved`, `length`, `context` and those of alerts, which have
+`"alert": true`. The last line of each attempt is one of `ENDS` with the exit code in `code`. An attempt without such a
+line is running or was killed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ENDS = ('finished', 'preempted', 'failed', 'diverged')
 
 
 class Events:
-    """Appends to the file, from any thread. That it cannot be written ends nothing."""
+    """Appends events to the file, from any thread. Write errors are logged and not raised."""
 
     def __init__(self, workdir: Path, attempt: int, *, clock: Callable[[], float] = time.time):
         """
         Args:
-            workdir: of the run.
-            attempt: number of this start of the run, from 1.
-            clock: seconds since 1970.
+            workdir: workdir of the run.
+            attempt: number of this attempt of the run, from 1.
+            clock: returns the time in seconds since 1970.
         """
         self._writer = JsonlWriter(workdir / EVENTS_FILE)
         self._attempt, self._clock = attempt, clock
@@ -35,7 +35,7 @@ class Events:
         self._newest: dict[str, Any] | None = None
 
     def add(self, kind: str, message: str, *, step: int | None = None, **extra: Any) -> None:
-        """One more event; `extra` is JSON. Nothing follows the last event of an attempt."""
+        """Appends an event. `extra` is JSON. Events after the last event of an attempt are ignored."""
         event = {
             'time': round(self._clock(), 3),
             'life': self._attempt,
@@ -52,7 +52,7 @@ class Events:
 
     @property
     def newest(self) -> dict[str, Any] | None:
-        """Returns the newest event of this attempt."""
+        """Newest event of this attempt."""
         return self._newest
 
 
@@ -60,6 +60,6 @@ def read_events(workdir: Path) -> JsonlFile:
     """Reads the events of all attempts, oldest first.
 
     Raises:
-        InputError: a line that is not the last is not JSON.
+        InputError: a line other than the last is not a JSON object.
     """
     return read_lines(workdir / EVENTS_FILE)

@@ -1,8 +1,8 @@
 """Goodput of a run over all attempts: WORKDIR/goodput.jsonl, and goodput-<N>.jsonl of process N.
 
-A line holds seconds by category since its attempt began (see `maxlm.telemetry.run_recorder`). The sum over attempts
-is computed here from the lines alone: which steps were lost, because a later attempt or a rollback repeated them,
-and how long nothing ran at all.
+A line contains the seconds by category since its attempt began (see `maxlm.telemetry.run_recorder`). This module
+computes the totals over attempts from the lines alone. They include lost steps, which a later attempt or a rollback
+repeated, and idle time between attempts.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from maxlm.workdir.files import goodput_name
 
 # Categories of the time of a running process, in the order of reports.
 ACTIVITIES = ('start', 'compile', 'restore', 'step', 'rollout', 'data_wait', 'evaluation', 'checkpoint', 'other')
-# Categories that lines of older versions do not have.
+# Categories that are missing in lines of older versions.
 ADDED_LATER = ('rollout',)
 # Categories that advance the training.
 PRODUCTIVE = ('step', 'rollout')
-# `lost`: steps that were repeated; `idle`: nothing ran between two attempts.
+# `lost`: repeated steps. `idle`: time between two attempts.
 CATEGORIES = (*ACTIVITIES, 'lost', 'idle')
-# Categories that are lost with a step.
+# Categories whose time is lost with a step.
 STEP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation')
-# Lines that stay when a file is compacted, besides the last one of each attempt.
+# Reasons of lines that `compact` keeps, besides the last line of each attempt.
 _PERMANENT = ('saved', 'rollback')
 
 
 class Attempt(NamedTuple):
-    """One start of a process of the run.
+    """One attempt of a process of the run.
 
     Attributes:
-        number: from 1.
-        host: name of the machine.
-        start_time: seconds since 1970.
-        time: of its last line.
-        start_step: that it went on from; None as long as it has read no checkpoint.
-        step: the last that was done.
+        number: number of the attempt, from 1.
+        host: host name.
+        start_time: start time in seconds since 1970.
+        time: time of its last line.
+        start_step: step from which it resumed; None until it has read a checkpoint.
+        step: last finished step.
         saved_step: newest checkpoint at its last line.
-        seconds: by category, over CATEGORIES; `idle` is the time before the attempt.
-        dollars: that it cost; None where no price is known, and in ledgers of other processes than the first.
-        is_closed: the process wrote its last line, so it was not killed.
+        seconds: seconds by category, over CATEGORIES. `idle` is the time before the attempt.
+        dollars: cost; None if no price is known, and for all processes except process 0.
+        is_closed: True if the process wrote its last line, so it was not killed.
     """
 
     number: int
@@ -60,43 +60,48 @@ class Attempt(NamedTuple):
 
 
 class GoodputLog(NamedTuple):
-    """The attempts of one process of a run, oldest first, and notes on unreadable lines of its file."""
+    """Goodput log of one process.
+
+    Attributes:
+        attempts: attempts, oldest first.
+        notes: notes about unreadable lines of the file.
+    """
 
     attempts: list[Attempt]
     notes: list[str]
 
     @property
     def totals(self) -> dict[str, float]:
-        """Returns seconds by category over all attempts."""
+        """Seconds by category over all attempts."""
         return {name: sum(attempt.seconds[name] for attempt in self.attempts) for name in CATEGORIES}
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds from the start of the first attempt to the last line of the last one."""
+        """Seconds from the start of the first attempt to the last line of the last one."""
         return sum(self.totals.values())
 
     @property
     def fraction(self) -> float:
-        """Returns productive seconds, rollouts included, as a fraction of all seconds; 0 without lines."""
+        """Productive seconds, including rollouts, as a fraction of all seconds; 0 without lines."""
         return sum(self.totals[name] for name in PRODUCTIVE) / self.seconds if self.attempts else 0.0
 
     @property
     def dollars(self) -> float | None:
-        """Returns the cost of all attempts with a known price; None if no price is known."""
+        """Cost of all attempts with a known price, or None if no price is known."""
         costs = [attempt.dollars for attempt in self.attempts if attempt.dollars is not None]
         return sum(costs) if costs else None
 
 
 def read_goodput(workdir: Path, process: int = 0, *, count_lost: bool = True) -> GoodputLog:
-    """Reads the goodput log of one process; that of process 0 stands for the run.
+    """Reads the goodput log of one process. The log of process 0 represents the run.
 
     Args:
-        workdir: of the run.
-        process: its number.
-        count_lost: as for `attempts_of`.
+        workdir: workdir of the run.
+        process: index of the process.
+        count_lost: see `attempts_of`.
 
     Raises:
-        InputError: a line that is not the last is not JSON, or is not a line of a goodput log.
+        InputError: a line other than the last is not JSON, or is not a line of a goodput log.
     """
     name = goodput_name(process)
     lines, truncated = read_lines(workdir / name)
@@ -110,12 +115,12 @@ def read_goodput(workdir: Path, process: int = 0, *, count_lost: bool = True) ->
 def attempts_of(lines: Sequence[dict[str, Any]], *, count_lost: bool = True) -> list[Attempt]:
     """Converts the lines of one process to attempts.
 
-    Seconds of steps after the one that a later attempt, or a rollback, continued from are `lost`, with the
-    waits for their data and the evaluations between them. As a line is written at every save these are known exactly.
+    A later attempt or a rollback continues from an earlier step. The seconds of the steps after it become `lost`, with
+    their data waits and evaluations. They are exact, because a line is written at every save.
 
     Args:
-        lines: oldest first.
-        count_lost: without it they stay what they were.
+        lines: lines, oldest first.
+        count_lost: mark lost steps. If False, their seconds keep their categories.
     """
     attempts: list[Attempt] = []
     intervals: list[_Interval] = []
@@ -136,13 +141,20 @@ def attempts_of(lines: Sequence[dict[str, Any]], *, count_lost: bool = True) -> 
 
 @dataclasses.dataclass
 class _Interval:
-    """Seconds of the steps after `first` up to `last`, between two lines of an attempt."""
+    """Seconds of the steps after `first` up to `last`, between two lines of an attempt.
+
+    Attributes:
+        attempt: attempt of the lines.
+        first: step of the first line.
+        last: step of the second line.
+        seconds: seconds by category.
+        is_final: True if the attempt ended with this interval, so there is no unfinished step.
+    """
 
     attempt: Attempt
     first: int
     last: int
     seconds: dict[str, float]
-    # The attempt ended with it, without an unfinished step.
     is_final: bool
 
     def mark_lost(self, fraction: float) -> None:
@@ -152,10 +164,10 @@ class _Interval:
 
 
 def _make_attempt(lines: Sequence[dict[str, Any]], previous_end: float) -> Attempt:
-    """Makes an attempt from its lines and the time of the last line before them."""
+    """Converts the lines of one attempt. `previous_end` is the time of the last line of the previous attempt."""
     began, last = lines[0]['began'], lines[-1]
     seconds = {name: seconds_of(last, name) for name in ACTIVITIES}
-    # Clocks of two machines differ.
+    # Not negative, because clocks of two hosts may differ.
     seconds |= {'lost': 0.0, 'idle': max(0.0, began - previous_end)}
     return Attempt(
         number=last['life'],
@@ -172,7 +184,7 @@ def _make_attempt(lines: Sequence[dict[str, Any]], previous_end: float) -> Attem
 
 
 def seconds_of(line: dict[str, Any], name: str) -> float:
-    """Returns the seconds of a category in a line; raises KeyError if the line lacks a required category."""
+    """Returns the seconds of a category in a line. Raises KeyError if a required category is missing."""
     seconds = line['seconds']
     return float(seconds.get(name, 0.0) if name in ADDED_LATER else seconds[name])
 
@@ -180,19 +192,19 @@ def seconds_of(line: dict[str, Any], name: str) -> float:
 def _make_interval(attempt: Attempt, before: dict[str, Any], line: dict[str, Any]) -> _Interval:
     first = before['step'] if before['step'] is not None else attempt.start_step or 0
     seconds = {name: seconds_of(line, name) - before['seconds'].get(name, 0.0) for name in STEP_CATEGORIES}
-    # The line of a rollback has the step that it goes back to.
+    # The line of a rollback contains the step to which the run returns.
     return _Interval(attempt, first, max(first, line['step']), seconds, line['why'] == 'end')
 
 
 def _mark_lost_after(intervals: list[_Interval], step: int) -> None:
-    """Marks the steps after `step` as lost, since the run continues from there."""
+    """Marks the steps after `step` as lost, because the run continues from `step`."""
     while intervals:
         newest = intervals[-1]
         is_unfinished = newest.first == newest.last == step and not newest.is_final
         if newest.last <= step and not is_unfinished:
             return
         if newest.first < step:
-            # No line tells when it was done.
+            # The time of `step` is between two lines, so interpolate.
             newest.mark_lost((newest.last - step) / (newest.last - newest.first))
             newest.last = step
             return
@@ -201,7 +213,7 @@ def _mark_lost_after(intervals: list[_Interval], step: int) -> None:
 
 
 def compact(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drops the lines that `attempts_of` does not need: all but saves, rollbacks and the last of each attempt."""
+    """Returns the lines that `attempts_of` needs: saves, rollbacks and the last line of each attempt."""
     remaining = []
     for _, group in itertools.groupby(lines, key=lambda line: line['life']):
         own = list(group)

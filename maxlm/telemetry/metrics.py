@@ -1,4 +1,4 @@
-"""What a run reports: every metric's name, unit and meaning in one table, and the places it goes to."""
+"""Metrics of a run: one table of names, units and meanings, and the writer of metrics.jsonl and samples.jsonl."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from maxlm.renames import current_metrics
 from maxlm.storage.jsonl import JsonlWriter, read_lines, truncation_note
 from maxlm.workdir.files import METRICS_FILE, SAMPLES_FILE
 
-# Between what the model was given and what it wrote, where both are one text.
+# Separates the prompt from the generated text in samples.
 CURSOR = '▮'
 
 
 class Metric(NamedTuple):
-    """Unit and meaning of one name."""
+    """Unit and meaning of a metric."""
 
     unit: str
     meaning: str
@@ -29,14 +29,14 @@ METRICS: dict[str, Metric] = {
     'train/best_loss': Metric('nats/token', 'lowest train/loss of the lines so far'),
     'train/perplexity': Metric('', 'exp(train/loss)'),
     'train/z_loss': Metric('nats/token', 'what train.z_loss adds to train/loss in what is differentiated'),
-    # Of dpo; means over the pairs of the step. Rewards are dpo.beta · log-probability relative to the reference.
+    # DPO: means over the pairs of the step. Rewards are dpo.beta · log-probability relative to the reference model.
     'train/rewards/accuracies': Metric('', 'dpo: share of pairs whose better answer has the higher reward'),
     'train/rewards/margins': Metric('', 'dpo: reward of the better answer minus that of the other'),
     'train/rewards/chosen': Metric('', 'dpo: reward of the better answer'),
     'train/rewards/rejected': Metric('', 'dpo: reward of the other answer'),
     'train/logps/chosen': Metric('nats', 'dpo: log-probability of the better answer'),
     'train/logps/rejected': Metric('nats', 'dpo: log-probability of the other answer'),
-    # Of grpo; means over the tokens of the step's responses.
+    # GRPO: means over the tokens of the step's responses.
     'train/clip_fraction': Metric('', 'grpo: tokens whose gradient is cut off, since their probability has moved far'),
     'train/entropy': Metric('nats', 'grpo: entropy of the distribution that a token is drawn from'),
     'train/approx_kl': Metric('nats', 'grpo: divergence from the model that drew the responses'),
@@ -50,7 +50,7 @@ METRICS: dict[str, Metric] = {
     'train/skipped_steps': Metric(
         'steps', 'steps so far that changed nothing: loss or gradient spiked or was not finite'
     ),
-    # By source; * is its name.
+    # Metrics by source; * is the name of the source.
     'train/loss/*': Metric('nats/token', 'train/loss over the tokens of one source'),
     'train/tokens/*': Metric('tokens', 'predicted tokens of one source in the step'),
     'eval/loss': Metric('nats/token', 'train/loss on the validation split; grpo: share of wrong answers, see accuracy'),
@@ -87,7 +87,7 @@ METRICS: dict[str, Metric] = {
     'cost/dollars': Metric('$', 'what all devices cost in that time, where a price is known'),
     'cost/projected_dollars': Metric('$', 'what they will have cost at the last step, at the pace of this attempt'),
     'goodput/fraction': Metric('', 'share of steps that count in the time since the first attempt of the run began'),
-    # Of the responses that the model wrote before the step.
+    # Responses generated before the step.
     'rollout/reward': Metric('', 'mean reward'),
     'rollout/reward_std': Metric('', 'standard deviation of rewards within a group, mean over groups'),
     'rollout/reward/*': Metric('', 'mean of one part of a sum of rewards'),
@@ -100,7 +100,7 @@ METRICS: dict[str, Metric] = {
     'rollout/tokens_per_second': Metric('tokens/s', 'tokens of responses over the time that drawing them took'),
     'rollout/reward_seconds': Metric('s', 'time that judging the responses took'),
     'rollout/epoch': Metric('epochs', 'passes over the prompts so far'),
-    # Of process 0's machine; means of the readings since the last line (metrics.device_stats_interval_seconds).
+    # Host of process 0: means of the samples since the last line (metrics.device_stats_interval_seconds).
     'device/utilization_percent': Metric('%', 'time in which a device worked, mean over devices'),
     'device/memory_gib': Metric('GiB', 'memory taken from the driver, mean over devices; JAX takes its share at once'),
     'device/temperature_c': Metric('°C', 'of the hottest device'),
@@ -116,28 +116,31 @@ METRICS: dict[str, Metric] = {
 
 
 class Tracker(Protocol):
-    """A place besides metrics.jsonl where a run is shown. What it raises ends the tracker, not the run."""
+    """Destination of metrics besides metrics.jsonl. An exception disables the tracker and does not stop the run."""
 
     def begin(self, after_step: int, newest_step: int) -> None:
-        """The run goes on from a step; metrics.jsonl had lines up to `newest_step`, whose steps are done again."""
+        """Starts a segment after step `after_step`. Steps up to `newest_step` were already written and are repeated."""
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """What `MetricWriter.write` was given."""
+        """Writes the values of `MetricWriter.write`."""
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Name → text."""
+        """Writes texts by name."""
 
     def close(self) -> None:
-        """Brings away what is left."""
+        """Writes buffered data and closes the tracker."""
 
 
 class MetricWriter:
-    """Appends to WORKDIR/metrics.jsonl and samples.jsonl, and hands on to the trackers, for one segment of a run."""
+    """Writes metrics.jsonl, samples.jsonl and the trackers, for one segment of a run."""
 
     def __init__(self, workdir: Path, *, after_step: int, trackers: list[Tracker] | None = None):
-        """Lines behind `after_step` are dropped: their steps are about to be done again.
+        """Opens the files and drops lines after `after_step`, whose steps are repeated.
 
-        `trackers` stay open for another segment; one that fails leaves the list.
+        Args:
+            workdir: workdir of the run.
+            after_step: last step before the segment.
+            trackers: trackers, which stay open for the next segment. A failing tracker is removed from the list.
         """
         self._metrics, self._samples = JsonlWriter(workdir / METRICS_FILE), JsonlWriter(workdir / SAMPLES_FILE)
         newest_step = _drop_lines_after(workdir / METRICS_FILE, after_step, self._metrics)
@@ -146,9 +149,9 @@ class MetricWriter:
         self._notify(lambda tracker: tracker.begin(after_step, newest_step))
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """One line: `step`, `time` (seconds since 1970) and the values, of which those that are not finite are null.
+        """Writes one line with `step`, `time` (seconds since 1970) and the values. Non-finite values become null.
 
-        Names must stand in METRICS.
+        All names must be in METRICS.
         """
         unknown = {name for name in values if name not in METRICS and _pattern(name) not in METRICS}
         assert not unknown, f'metrics without a row in METRICS: {unknown}'
@@ -157,7 +160,7 @@ class MetricWriter:
         self._notify(lambda tracker: tracker.write(step, time, values))
 
     def write_samples(self, step: int, time: float, samples: Sequence[tuple[str, str]]) -> None:
-        """Prompts, each with what the model made of it: a line of samples.jsonl each."""
+        """Writes prompts with the model's completions, one line of samples.jsonl each."""
         for prompt, text in samples:
             self._samples.write({'time': round(time, 3), 'step': step, 'prompt': prompt, 'text': text})
         texts = {f'samples/{number}': f'{prompt}{CURSOR}{text}' for number, (prompt, text) in enumerate(samples)}
@@ -173,10 +176,10 @@ class MetricWriter:
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """Reads the lines of metrics.jsonl; omits a truncated last line (the writer was killed).
+    """Reads the lines of metrics.jsonl. Skips a truncated last line of a killed writer.
 
     Raises:
-        InputError: another line is not JSON.
+        InputError: a line other than the last is not JSON.
     """
     return [current_metrics(line) for line in read_lines(workdir / METRICS_FILE).lines]
 
@@ -196,7 +199,7 @@ SECTIONS = {
 
 
 def metrics_page() -> str:
-    """METRICS as Markdown: docs/metrics.md."""
+    """Returns docs/metrics.md: METRICS as Markdown."""
     page = [
         '# Metrics',
         '',
@@ -213,27 +216,27 @@ def metrics_page() -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), bounded where a float ends, so that a hopeless loss is a large number and not an error."""
+    """Returns exp(loss). A very large loss is clipped, so that the result does not overflow."""
     return math.exp(min(loss, 700.0))
 
 
 def lowest_loss(workdir: Path, *, up_to: int) -> float:
-    """The lowest training loss that stands in metrics.jsonl up to a step; infinity where there is none."""
+    """Returns the lowest training loss in metrics.jsonl up to a step, or infinity if there is none."""
     losses = (line.get('train/loss') for line in read_metrics(workdir) if line['step'] <= up_to)
     return min((loss for loss in losses if loss is not None), default=math.inf)
 
 
 def _pattern(name: str) -> str:
-    """The row of a metric that is told by source or task: train/loss/web → train/loss/*."""
+    """Returns the table row of a metric by source or task: train/loss/web → train/loss/*."""
     return '/'.join([*name.split('/')[:2], '*'])
 
 
 def _drop_lines_after(path: Path, step: int, writer: JsonlWriter) -> int:
-    """Returns the newest step that the file had; 0 if it had none."""
+    """Drops the lines after `step`. Returns the newest step in the file before, or 0."""
     lines, truncated = read_lines(path)
     if truncated:
         logger.info(truncation_note(path.name))
-    # Of step 0 there may be an evaluation, which a run that starts anew makes again.
+    # Drop an evaluation at step 0 too, because a new run repeats it.
     remaining = [line for line in lines if line['step'] <= step] if step else []
     if truncated or len(remaining) < len(lines):
         writer.replace(remaining)

@@ -1,4 +1,4 @@
-"""A profile of a few steps: the trace in WORKDIR/profile, and in the log what takes most of the devices' time."""
+"""Profiles a few steps: writes a trace to WORKDIR/profile and logs the operations with the most device time."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ import jax
 from maxlm.config.schema_logging import ProfileConfig
 from maxlm.log import logger
 
-# In the workdir. TensorBoard's profiler reads it; the trace.json.gz in it is for ui.perfetto.dev.
+# Directory in the workdir, for TensorBoard's profiler. Its trace.json.gz can be opened in ui.perfetto.dev.
 PROFILE_DIR = 'profile'
 TOP = 10
-# Of a TPU's lines the one of operations; the others say the same of whole programs and steps.
+# Line of a TPU that lists operations. Other lines list the same time by program and step.
 _TPU_LINE = 'XLA Ops'
 
 
 class Operation(NamedTuple):
-    """Operations of one name: fusions and kernels are told apart by what stands before their number."""
+    """Total of the operations of one kind; see `kind_of`.
+
+    Attributes:
+        name: kind of the operations.
+        seconds: total time without nested operations, on all devices of this process.
+        num_runs: number of executions.
+    """
 
     name: str
-    # In all, without the operations inside of them, on all devices of this process.
     seconds: float
     num_runs: int
 
 
 class Profile:
-    """Traces the steps that the config asks for, once in a process. What fails is said, and ends nothing."""
+    """Traces the configured steps, once per process. Errors are logged and not raised."""
 
     def __init__(self, config: ProfileConfig, workdir: Path):
         self._start, self._num_steps = config.start_step, config.num_steps
@@ -39,18 +44,18 @@ class Profile:
         self._was_started = False
 
     def should_start(self, step: int) -> bool:
-        """Whether `start` is due before this step (from 1)."""
+        """Returns True if `start` is due before this step (from 1)."""
         return step == self._start and not self._was_started
 
     def should_stop(self, step: int) -> bool:
-        """Whether `stop` is due after this step."""
+        """Returns True if `stop` is due after this step."""
         return self._first_step is not None and step == self._first_step + self._num_steps - 1
 
     def start(self, step: int) -> None:
-        """Begins to trace; the devices should have nothing to do."""
+        """Starts the trace. The devices should be idle."""
         self._was_started = True
         options = jax.profiler.ProfileOptions()
-        # What Python does would fill the trace and slow it down.
+        # Python events would fill the trace and slow it down.
         options.python_tracer_level = 0
         try:
             jax.profiler.start_trace(self._directory, profiler_options=options)
@@ -59,7 +64,7 @@ class Profile:
             self._warn(error)
 
     def stop(self, step: int) -> None:
-        """Ends the trace after a step that is done, writes it, and logs what took most time."""
+        """Stops the trace after a finished step, writes it, and logs the longest operations."""
         assert self._first_step is not None, 'start comes first'
         first, self._first_step = self._first_step, None
         try:
@@ -69,7 +74,7 @@ class Profile:
             self._warn(error)
 
     def close(self) -> None:
-        """Ends a trace that a run ends in."""
+        """Stops a trace that is running at the end of the run."""
         if self._first_step is not None:
             self._first_step = None
             try:
@@ -84,7 +89,7 @@ class Profile:
 
 
 def newest_trace(directory: Path) -> Path:
-    """The trace that was written last. Raises FileNotFoundError if there is none."""
+    """Returns the newest trace. Raises FileNotFoundError if there is none."""
     traces = sorted(directory.rglob('*.xplane.pb'), key=lambda path: path.stat().st_mtime_ns)
     if not traces:
         raise FileNotFoundError(f'{directory}: no trace')
@@ -92,7 +97,7 @@ def newest_trace(directory: Path) -> Path:
 
 
 def operations(trace: Path) -> list[Operation]:
-    """What the devices of a trace did, the longest first."""
+    """Returns the device operations of a trace, longest first."""
     seconds: dict[str, float] = defaultdict(float)
     runs: dict[str, int] = defaultdict(int)
     for events in _device_lines(jax.profiler.ProfileData.from_file(str(trace))):
@@ -104,13 +109,13 @@ def operations(trace: Path) -> list[Operation]:
 
 
 def kind_of(name: str) -> str:
-    """The name without its numbers: loop_add_fusion.12.clone_3 is a loop_add_fusion."""
+    """Returns the name without its numbers: loop_add_fusion.12.clone_3 is a loop_add_fusion."""
     return re.sub(r'(\.clone|[._]\d+)+$', '', name.lstrip('%')) or name
 
 
 def self_times(events: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str, float]]:
-    """(name, start, duration) → (name, its duration without that of the events inside of it)."""
-    # Those that are open: name, end, time that is left.
+    """Converts events (name, start, duration) to (name, duration without nested events)."""
+    # Open events: name, end, remaining time.
     stack: list[list[Any]] = []
     for name, start, duration in sorted(events, key=lambda event: (event[1], -event[2])):
         while stack and stack[-1][1] <= start:
@@ -122,7 +127,7 @@ def self_times(events: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str
 
 
 def log(found: list[Operation], first_step: int, last_step: int) -> None:
-    """Logs the operations that took most time, with their share of that of all."""
+    """Logs the operations with the most time, with their share of the total."""
     total, steps = sum(operation.seconds for operation in found), last_step - first_step + 1
     logger.info(
         f'profile of steps {first_step} to {last_step}: {total / steps:.4g} s of operations a step, on the devices of '
@@ -133,7 +138,7 @@ def log(found: list[Operation], first_step: int, last_step: int) -> None:
 
 
 def _device_lines(data: Any) -> Iterator[list[tuple[str, float, float]]]:
-    """The operations of each line of each device. A CPU's are on the threads that run them."""
+    """Yields the operations of each line of each device. A CPU's operations are on its host threads."""
     for plane in data.planes:
         if plane.name.startswith('/device:'):
             lines = list(plane.lines)

@@ -1,6 +1,6 @@
-"""The history of a run, read from its workdir for `maxlm.monitor` and `maxlm.report`.
+"""Reads the history of a run from its workdir, for `maxlm.monitor` and `maxlm.report`.
 
-Nothing in a workdir makes reading it fail. What is torn, damaged or missing is said in the notes.
+Truncated, corrupt or missing files in a workdir are reported as notes and not raised.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from maxlm.workdir.files import CONFIG, goodput_name
 from maxlm.workdir.lock import LOCK, Owner, is_alive
 
 METRICS, EVENTS, SAMPLES = 'metrics.jsonl', 'events.jsonl', 'samples.jsonl'
-# Process 0's has this name, process N's `goodput-N.jsonl`.
+# Stems of files by process: `goodput.jsonl` of process 0, `goodput-N.jsonl` of process N.
 GOODPUT, DEVICES = 'goodput', 'devices'
 _PER_PROCESS_FILE = re.compile(rf'({GOODPUT}|{DEVICES})(?:-(\d+))?\.jsonl')
-# No number that is counted with is larger.
+# Larger numbers are treated as corrupt.
 MAX_NUMBER = 1e18
-# Any one of these shows that a run has been here.
+# Each of these files shows that a run has started in the directory.
 RUN_FILES = (METRICS, EVENTS, f'{GOODPUT}.jsonl', 'run.log', LOCK, 'checkpoints')
 
 
 @dataclasses.dataclass(frozen=True)
 class RunHistory:
-    """A run as its workdir shows it at one moment. Lists are oldest first; lines are objects as their files have them.
+    """Snapshot of a run's workdir. Lists are oldest first, and lines are JSON objects as in their files.
 
     Attributes:
-        workdir: as it was given, without secrets.
-        config: resolved; None where there is none that can be read.
+        workdir: workdir as given, without secrets.
+        config: resolved config; None if it is missing or cannot be read.
         metrics: lines of metrics.jsonl.
         events: lines of events.jsonl.
         samples: lines of samples.jsonl.
-        heartbeats: by process, the lines of goodput.jsonl.
-        goodput_logs: by process, the attempts that those lines describe.
-        devices: by process, the lines of devices.jsonl.
-        alive: whether a process holds the workdir, and runs; None where that cannot be seen from here.
-        notes: a line for each thing that is truncated, damaged or missing.
+        heartbeats: process → lines of its goodput log.
+        goodput_logs: process → attempts of those lines.
+        devices: process → lines of its devices.jsonl.
+        alive: True if a running process holds the lock; None if this cannot be checked from this machine.
+        notes: one line for each truncated, corrupt or missing file.
     """
 
     workdir: str
@@ -64,32 +64,33 @@ class RunHistory:
 
     @property
     def name(self) -> str:
-        """Of the run: the last part of its workdir."""
+        """Name of the run: the last part of its workdir."""
         path = self.workdir.rstrip('/')
         return path.rsplit('/', 1)[-1] if is_url(path) else Path(path).resolve().name or path
 
     @property
     def has_started(self) -> bool:
-        """Returns whether any run has started here."""
+        """True if a run has started in the workdir."""
         return bool(self.config or self.metrics or self.events or self.heartbeats)
 
     @property
     def started(self) -> dict[str, Any]:
-        """The newest event `started`: machine, versions, plan. Empty where there is none."""
+        """Newest event `started`, with machine, versions and plan, or {}."""
         return next((event for event in reversed(self.events) if event.get('kind') == 'started'), {})
 
 
 def read_history(workdir: str | Path) -> RunHistory:
-    """The run of a workdir, a directory or a URL (gs://…, s3://…).
+    """Reads the history of a run from a directory or URL (gs://…, s3://…).
 
     Raises:
-        InputError: it is not there, cannot be listed, or is no workdir. An empty directory is one of a run to come.
+        InputError: the directory is missing, cannot be listed, or is not a workdir. An empty directory is accepted as
+            that of a future run.
     """
     return HistoryReader(workdir).read()
 
 
 class HistoryReader:
-    """Reads a workdir again and again; what has not changed is not read again."""
+    """Reads a workdir repeatedly. Unchanged files are not read again."""
 
     def __init__(self, workdir: str | Path):
         self._workdir = str(workdir).rstrip('/') or '/'
@@ -98,7 +99,7 @@ class HistoryReader:
         self._ledgers: dict[int, GoodputLog] = {}
 
     def read(self) -> RunHistory:
-        """The run as it is now.
+        """Returns the current history of the run.
 
         Raises:
             InputError: see `read_history`.
@@ -146,7 +147,7 @@ class HistoryReader:
         try:
             tail.update(None if entry is None or entry.is_directory else entry)
         except StorageError as error:
-            # It may have been replaced since the directory was listed; the next look will tell.
+            # The file may have been replaced since the directory was listed. The next update reads it again.
             notes.append(str(error))
         notes += tail.notes(name)
         return tail
@@ -173,7 +174,7 @@ class HistoryReader:
         if is_url(self._workdir):
             return None
         if lock is None:
-            # Who trains here holds it from before the first line to after the last one.
+            # A training process holds the lock from its first line to its last one.
             return False
         try:
             return is_alive(Owner(**parse_json(read_bytes(lock.path, limit=MAX_TEXT_BYTES))))
@@ -182,7 +183,7 @@ class HistoryReader:
 
 
 def _drop_invalid_mfu(metrics: list[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
-    """Leaves MFU out of all lines if any is above 1. Older versions wrote it where `runtime.pace` leaves it out."""
+    """Removes MFU from all lines if any is above 1. Older versions wrote it, but the current `Throughput` omits it."""
     names = ('perf/mfu', 'perf/mfu_full')
     wrong = sum(any((number(line, name) or 0) > 1 for name in names) for line in metrics)
     if not wrong:
@@ -204,10 +205,10 @@ def _goodput_logs(heartbeats: dict[int, list[dict[str, Any]]], notes: list[str])
 
 
 def _is_goodput_line(line: dict[str, Any]) -> bool:
-    """Returns whether a line has all fields of a goodput log."""
+    """Returns True if a line has all fields of a goodput log."""
     seconds = line.get('seconds')
     numbers: list[Any] = [line.get(key) for key in ('life', 'time', 'began')]
-    # None = not known at that time.
+    # None means unknown at that time.
     optional = [line.get(key, '') for key in ('step', 'start_step', 'saved_step', 'dollars')]
     if not isinstance(seconds, dict):
         return False

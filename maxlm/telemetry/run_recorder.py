@@ -1,8 +1,8 @@
 """Writes the event log and the goodput log of a run.
 
-Process 0 writes WORKDIR/events.jsonl and goodput.jsonl, process N goodput-N.jsonl. A line of these has seconds by
-category since the process began; one is written at every save and rollback, at the end, and every few seconds in
-between, since a killed attempt has no last line. `maxlm.telemetry.goodput` reads the lines.
+Process 0 writes WORKDIR/events.jsonl and goodput.jsonl. Process N writes goodput-N.jsonl. A line of the goodput log
+contains the seconds by category since the process began. Lines are written at every save and rollback, at the end, and
+every few seconds in between, because a killed attempt has no last line. `maxlm.telemetry.goodput` reads the lines.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from maxlm.workdir.files import EVENTS_FILE, goodput_name
 
 # Categories of the training loop; their sum over steps is the time per step.
 _LOOP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation', 'checkpoint')
-# Heartbeat lines between two saves, after which the file is compacted.
+# Number of heartbeat lines after which the file is compacted.
 _MAX_HEARTBEATS = 1000
 _CLOSE_SECONDS = 5.0
 _MAX_MESSAGE_CHARS = 300
 
 
 class RunRecorder:
-    """Writes a line of the goodput log every few seconds while entered, and the last line and event on exit.
+    """Writes the goodput log every few seconds while the context is entered, and the last line and event on exit.
 
     Attributes:
-        timeline: of this process.
-        attempt: number of this start of the run, from 1.
-        price: of one device for an hour, if known.
+        timeline: timeline of this process.
+        attempt: number of this attempt of the run, from 1.
+        price: hourly price of one device, if known.
         previous_seconds: duration of the earlier attempts, without the time between them.
     """
 
@@ -66,16 +66,16 @@ class RunRecorder:
     ):
         """
         Args:
-            workdir: of the run. Unreadable files are renamed and failed writes are logged: telemetry never
-                ends a run.
-            timeline: of this process.
-            interval_seconds: between two lines of the goodput log; 0 = only at saves, rollbacks and the end.
-            num_devices: of the run.
-            price: of one of them for an hour.
-            process: its number.
-            is_only_process: there is no other. Otherwise a lost peer may have caused an error: `Heartbeats` finds out
-                and calls `record_exit`.
-            agree: attempt number of this process → that of all processes.
+            workdir: workdir of the run. Unreadable files are renamed and failed writes are logged, so that telemetry
+                never ends a run.
+            timeline: timeline of this process.
+            interval_seconds: time between two lines of the goodput log; 0 = only at saves, rollbacks and the end.
+            num_devices: number of devices of the run.
+            price: hourly price of one device.
+            process: index of this process.
+            is_only_process: True if the run has one process. Otherwise a lost process may have caused an error, and
+                `Heartbeats` reports it by calling `record_exit`.
+            agree: maps the attempt number of this process to that of all processes.
         """
         self.timeline, self.price = timeline, price
         self._process, self._is_only_process, self._interval_seconds = process, is_only_process, interval_seconds
@@ -95,7 +95,7 @@ class RunRecorder:
         self._num_heartbeats = 0
         self._position: Callable[[], tuple[int | None, int | None]] = lambda: (None, None)
         self._start_step: int | None = None
-        # Productive seconds of the run when the present segment began, less those of this attempt.
+        # Productive seconds of the run at the start of the current segment, minus those of this attempt.
         self._productive_seconds = 0.0
         self._segment_step, self._segment_seconds = 0, 0.0
         self._outcome: tuple[str, str, dict[str, Any]] | None = None
@@ -105,12 +105,12 @@ class RunRecorder:
 
     @property
     def step(self) -> int | None:
-        """The last step that is done; None as long as it is not known where the run stands."""
+        """Last finished step, or None before `begin`."""
         return self._position()[0]
 
     @property
     def has_begun(self) -> bool:
-        """Returns whether this attempt has begun its first step."""
+        """True if this attempt has begun its first step."""
         return self._start_step is not None
 
     def record_event(self, kind: str, message: str, *, step: int | None = None, **extra: Any) -> None:
@@ -119,22 +119,22 @@ class RunRecorder:
             self._events.add(kind, message, step=self.step if step is None else step, **extra)
 
     def record_alert(self, kind: str, message: str) -> None:
-        """Records an alert. One with the reason for the end of the attempt becomes its last event."""
+        """Records an alert. If it states the reason for the end of the attempt, it becomes the last event."""
         if kind in events.ENDS:
             self.set_outcome(kind, message, EXIT_FAILED, alert=True)
         else:
             self.record_event(kind, message, alert=True)
 
     def set_outcome(self, kind: str, message: str, code: int, **extra: Any) -> None:
-        """Sets the last event of this attempt; the first call counts."""
+        """Sets the last event of this attempt. Only the first call has an effect."""
         self._outcome = self._outcome or (kind, message, {**extra, 'code': code})
 
     def begin(self, step: int, position: Callable[[], tuple[int | None, int | None]]) -> None:
-        """The run goes on from `step`.
+        """Starts a segment of the run after `step`.
 
         Args:
-            step: number of the last step that is done.
-            position: tells, from any thread, the step that is done and the newest complete checkpoint, if any.
+            step: last finished step.
+            position: returns, in any thread, the last finished step and the newest complete checkpoint, if any.
         """
         if self._start_step is None:
             self._start_step = step
@@ -145,15 +145,15 @@ class RunRecorder:
         self._segment_step, self._segment_seconds = step, self._loop_seconds(now['seconds'])
 
     def record_save(self) -> None:
-        """A step was handed over to be saved."""
+        """Records that the save of a step has started."""
         self._write('saved')
 
     def record_rollback(self, step: int) -> None:
-        """The run goes on from an older step."""
+        """Records that the run continues from an older step."""
         self._write('rollback', step=step)
 
     def metrics(self, step: int, num_steps: int | None) -> dict[str, float]:
-        """The `cost/…` and `goodput/…` metrics after a step; `num_steps` None = not known yet."""
+        """Returns the `cost/…` and `goodput/…` metrics after a step. `num_steps` is None if it is not known yet."""
         seconds = self.timeline.read()
         elapsed = sum(seconds.values())
         now = self.timeline.start_time + elapsed
@@ -168,7 +168,7 @@ class RunRecorder:
                 dollars_per_hour=self._dollars_per_hour or 0.0,
                 seconds_left=seconds_left,
             ),
-            # The clock of another machine may be ahead.
+            # Take the maximum, because the clock of an earlier host may have been ahead.
             'goodput/fraction': (self._productive_seconds + seconds['step']) / max(elapsed, now - self._run_start_time),
         }
 
@@ -189,9 +189,9 @@ class RunRecorder:
         self._close()
 
     def record_exit(self, code: int, reason: str) -> None:
-        """Writes the last event and line before a thread ends the process."""
+        """Writes the last event and line before a thread exits the process."""
         self._override_outcome('preempted' if code == EXIT_PREEMPTED else 'failed', reason, code)
-        # A disk that does not answer must not keep it from that.
+        # In a thread with a timeout, because an unresponsive disk must not prevent the exit.
         closing = threading.Thread(target=self._close, daemon=True, name='run-recorder-close')
         closing.start()
         closing.join(_CLOSE_SECONDS)
@@ -209,7 +209,7 @@ class RunRecorder:
         self._override_outcome('failed', f'{kind}{error}', code)
 
     def _override_outcome(self, kind: str, message: str, code: int) -> None:
-        """Overrides an earlier outcome, unless that was the alert of the same kind, which lacks the exit code."""
+        """Replaces an earlier outcome. If that was the alert of the same kind, only adds the exit code."""
         if self._outcome and self._outcome[0] == kind:
             self._outcome[2]['code'] = code
         else:
@@ -237,7 +237,7 @@ class RunRecorder:
                 line['step'] = step
             self._writer.write(line)
             if reason != 'beat':
-                # The last line of an attempt stays, whatever it is.
+                # `compact` keeps these lines, and the last line of an attempt.
                 self._lines.append(line)
                 self._num_heartbeats = 0
                 return
@@ -261,7 +261,7 @@ class RunRecorder:
             'saved_step': saved_step,
             'start_step': self._start_step,
             'seconds': seconds,
-            # Of all devices of the run: other processes would count them again.
+            # Process 0 reports the cost of all devices, so other processes must not count it again.
             'dollars': None if dollars is None or self._process else round(dollars, 6),
             'why': reason,
         }
@@ -276,7 +276,7 @@ class RunRecorder:
 
 
 def _read(path: Path, check: Callable[[list[dict[str, Any]]], object]) -> list[dict[str, Any]]:
-    """Reads the lines of a file. Renames a damaged file, which must not stop a run."""
+    """Reads the lines of a file. Renames a corrupt file, which must not stop a run."""
     try:
         lines, truncated = read_lines(path)
         check(lines)

@@ -9,21 +9,21 @@ from maxlm.storage.filesystem import is_url
 from maxlm.storage.json_fields import number, text
 from maxlm.telemetry.run_history import RunHistory
 
-# Words for people.
+# States shown to users.
 EMPTY, STARTING, RUNNING, STALLED = 'no run yet', 'starting', 'running', 'stalled'
 PREEMPTED, CRASHED, DIVERGED, FINISHED = 'preempted', 'crashed', 'diverged', 'finished'
 # Kinds of the last event of an attempt.
 END_STATES = {'finished': FINISHED, 'preempted': PREEMPTED, 'failed': CRASHED, 'diverged': DIVERGED}
-# A run is stalled that does no step for so many times what a step takes, but not before so many seconds.
+# A run is stalled after this many step times, or this many seconds if that is longer, without a step.
 STALL_STEPS = 20
 STALL_SECONDS = 60.0
-# Nor before it has left out so many lines.
+# A run is not stalled before this many intervals between lines have passed.
 STALL_LINES = 3
-# So late is what comes by way of a bucket.
+# Additional delay of a workdir in a bucket.
 MIRROR_SECONDS = 120.0
-# Kinds of events that a run which gets ahead writes.
+# Kinds of events that show progress.
 PROGRESS = frozenset({'started', 'resumed', 'compiled', 'evaluated', 'saved', 'context', 'length'})
-# While a run is at one of these no step is done, for as long as it takes.
+# Phases in which no step is expected, regardless of their duration.
 WITHOUT_STEPS = frozenset({'start', 'compile', 'rollout', 'evaluation', 'checkpoint', 'restore'})
 
 
@@ -31,9 +31,9 @@ class RunStatus(NamedTuple):
     """State of a run.
 
     Attributes:
-        state: one of the words above.
-        reason: one line; '' where the word says it all.
-        last_heartbeat: time of the newest line that any of its processes wrote; None = there is none.
+        state: one of the states above.
+        reason: one line, or '' if the state needs no explanation.
+        last_heartbeat: time of the newest line of any process; None if there is none.
     """
 
     state: str
@@ -42,7 +42,7 @@ class RunStatus(NamedTuple):
 
 
 def run_status(history: RunHistory, now: float) -> RunStatus:
-    """The state of a run at the time `now`, seconds since 1970."""
+    """Returns the state of a run at the time `now`, in seconds since 1970."""
     heartbeat_time = last_heartbeat(history)
     if not history.has_started and not history.alive:
         return RunStatus(EMPTY, 'no run has begun here', heartbeat_time)
@@ -67,16 +67,16 @@ def run_status(history: RunHistory, now: float) -> RunStatus:
 
 
 def last_heartbeat(history: RunHistory) -> float | None:
-    """Time of the newest line that any process of a run wrote; None where there is none."""
+    """Returns the time of the newest line that any process of a run wrote, or None."""
     files = [history.metrics, history.events, *history.heartbeats.values(), *history.devices.values()]
     return max((time for lines in files for line in lines[-1:] if (time := number(line, 'time'))), default=None)
 
 
 def _end_event(history: RunHistory) -> dict[str, Any] | None:
-    """Returns the last event of the newest attempt; None if it has not ended, or wrote none."""
+    """Returns the last event of the newest attempt, or None if it has not ended or wrote none."""
     attempt = max((number(heartbeats[-1], 'life') or 0 for heartbeats in history.heartbeats.values()), default=0)
     for event in reversed(history.events):
-        # An attempt has a line in the goodput log before it has an event.
+        # The first line of an attempt's goodput log precedes its first event.
         if text(event, 'kind') == 'started' or (number(event, 'life') or attempt) < attempt:
             return None
         if text(event, 'kind') in END_STATES:
@@ -85,7 +85,7 @@ def _end_event(history: RunHistory) -> dict[str, Any] | None:
 
 
 def _has_stepped(history: RunHistory) -> bool:
-    """Returns whether the newest attempt has done a step."""
+    """Returns True if the newest attempt has finished a step."""
     heartbeats = history.heartbeats.get(0)
     if not heartbeats:
         return bool(history.metrics)
@@ -97,11 +97,11 @@ def _has_stepped(history: RunHistory) -> bool:
 
 
 def _stall_timeout(history: RunHistory) -> float:
-    """Seconds without a sign, or without a step, after which something is wrong."""
+    """Returns the seconds without a heartbeat or step after which a run is stalled."""
     steps = (number(line, 'perf/step_time_seconds') for line in reversed(history.metrics))
     step_seconds = next((seconds for seconds in steps if seconds), 0.0)
     timeout = max(STALL_SECONDS, STALL_STEPS * step_seconds)
-    # How often lines come depends on the config, which may be of another version, or not be there.
+    # Measured, because the config with the intervals may be missing or of another version.
     times = [number(line, 'time') for line in (history.heartbeats.get(0) or history.metrics)[-2:]]
     if len(times) == 2 and times[0] and times[1]:
         timeout = max(timeout, STALL_LINES * (times[1] - times[0]))
@@ -109,7 +109,7 @@ def _stall_timeout(history: RunHistory) -> float:
 
 
 def _last_progress(history: RunHistory) -> float | None:
-    """Returns the time of the last sign of a completed step."""
+    """Returns the time of the last sign of progress."""
     events = [event for event in history.events if text(event, 'kind') in PROGRESS]
     times = [number(line, 'time') for line in (*history.metrics[-1:], *events[-1:])]
     heartbeats = history.heartbeats.get(0, [])
@@ -122,7 +122,7 @@ def _last_progress(history: RunHistory) -> float | None:
 
 
 def _current_phase(heartbeats: list[dict[str, Any]]) -> str:
-    """Returns the category with most of the time between the last two heartbeats; '' if unknown."""
+    """Returns the category with the most time between the last two heartbeats, or '' if unknown."""
     if len(heartbeats) < 2 or heartbeats[-1].get('life') != heartbeats[-2].get('life'):
         return ''
     before, after = (heartbeat.get('seconds') for heartbeat in heartbeats[-2:])

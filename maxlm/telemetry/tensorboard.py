@@ -1,4 +1,4 @@
-"""TensorBoard: scalars, samples and the config of a run, through CLU into WORKDIR/tensorboard."""
+"""TensorBoard tracker: writes scalars, samples and the config of a run to WORKDIR/tensorboard with CLU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from maxlm.errors import InputError
 
 
 class TensorBoard:
-    """A `Tracker`. Every segment of a run writes a file of its own, in place of the steps that are done again."""
+    """Tracker for TensorBoard. Each segment of a run writes its own file, which replaces repeated steps."""
 
     def __init__(self, directory: Path, config: Config):
         """
         Raises:
-            InputError: a package is missing that it is written with.
+            InputError: a required package is missing.
         """
-        # TensorFlow, which CLU writes with, greets on stderr at import unless told not to.
+        # CLU uses TensorFlow, which prints messages to stderr at import by default.
         os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
         os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
         try:
@@ -48,7 +48,7 @@ class TensorBoard:
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """See `Tracker`."""
-        # TensorBoard reads Markdown; indented text is shown as it is.
+        # TensorBoard renders Markdown. Indented text is shown verbatim.
         self._writer.write_texts(
             step, {name: ''.join(f'    {line}\n' for line in text.split('\n')) for name, text in texts.items()}
         )
@@ -61,7 +61,7 @@ class TensorBoard:
 
 
 def hparams(config: Config) -> dict[str, bool | int | float | str]:
-    """Returns the config as `section.key` → value, tuples as text, which TensorBoard can sort runs by."""
+    """Returns the config as `section.key` → value, with tuples as text. TensorBoard can sort runs by it."""
     return {
         key: value if isinstance(value, bool | int | float | str) else repr(value)
         for key, value in flatten(config).items()
@@ -69,14 +69,14 @@ def hparams(config: Config) -> dict[str, bool | int | float | str]:
 
 
 def _purge_after(newest: Path, step: int) -> None:
-    """Has TensorBoard drop what the files up to the newest say of later steps: they are done again."""
+    """Makes TensorBoard discard points after `step` in the files up to `newest`, because their steps are repeated."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     start = Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
-    # The first start of all is no restart to it, and may be this one.
+    # TensorBoard ignores the first start event that it sees, so write two.
     events = Event(file_version='brain.Event:2'), start, start
-    # Files are read in the order of their names.
+    # TensorBoard reads files in the order of their names.
     with newest.with_name(f'{newest.name}.on').open('wb') as file:
         writer = RecordWriter(file)
         for event in events:

@@ -1,4 +1,4 @@
-"""Seconds of a process by category; its main thread is always in exactly one of `goodput.ACTIVITIES`."""
+"""Seconds of a process by category. Its main thread is always in exactly one of `goodput.ACTIVITIES`."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ import jax
 
 from maxlm.telemetry.goodput import ACTIVITIES
 
-# What JAX spends on a new program besides tracing: both are over before the next begins, so nothing counts twice.
+# Durations that JAX reports for a new program besides tracing. They do not overlap, so no time counts twice.
 _COMPILING = ('/jax/core/compile/jaxpr_to_mlir_module_duration', '/jax/core/compile/backend_compile_duration')
 
 
 class Timeline:
-    """Seconds by category. Their sum is the time since `start_time`, by construction.
+    """Seconds by category, whose sum is the time since `start_time`.
 
-    The main thread enters phases; any thread may read. Until the first step what is in no phase is `start`, and `other`
-    afterwards.
+    The main thread enters phases. Any thread may read. Time outside of phases is `start` before the first step, and
+    `other` afterwards.
     """
 
     def __init__(self, start_time: float | None = None, *, clock: Callable[[], float] = time.monotonic):
         """
         Args:
-            start_time: when the process started, in seconds since 1970 (see `process_start_time`); None = now.
-            clock: seconds.
+            start_time: start of the process in seconds since 1970 (see `process_start_time`); None = now.
+            clock: returns the time in seconds.
         """
         now = time.time()
         self._clock = clock
         self.start_time = now if start_time is None else min(start_time, now)
-        # The same moment on the clock.
+        # `start_time` on the clock.
         self.origin = self._last_counted = clock() - (now - self.start_time)
         self._category = 'start'
         self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self._lock = threading.Lock()
 
     def now(self) -> float:
-        """What the clock says."""
+        """Returns the time of the clock."""
         return self._clock()
 
     def read(self) -> dict[str, float]:
-        """Seconds by category until now."""
+        """Returns the seconds by category until now."""
         with self._lock:
             self._accumulate()
             return dict(self._seconds)
 
     @contextlib.contextmanager
     def phase(self, category: str) -> Iterator[None]:
-        """What happens inside is of one category, but for phases within it."""
+        """Counts the time in the context as one category, except for nested phases."""
         before = self._switch_category(category)
         try:
             yield
@@ -59,11 +59,11 @@ class Timeline:
             self._switch_category(before)
 
     def started(self) -> None:
-        """The process has begun to train: what is in no phase from now on is `other`. Not to be called in a phase."""
+        """Counts the time outside of phases as `other` from now on. Must not be called in a phase."""
         self._switch_category('other')
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """So much of what counted as one category was another one."""
+        """Moves up to `seconds` from one category to another."""
         with self._lock:
             self._accumulate()
             seconds = max(0.0, min(seconds, self._seconds[source]))
@@ -72,10 +72,10 @@ class Timeline:
 
     @contextlib.contextmanager
     def track_compilation(self) -> Iterator[None]:
-        """While entered, what this thread compiles counts as `compile`, in whatever phase that happens."""
+        """Counts the compilation time of this thread as `compile`, in any phase, while the context is entered."""
         thread = threading.get_ident()
 
-        # The names are those that JAX calls by.
+        # JAX passes the duration by this keyword.
         def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
             if event in _COMPILING and threading.get_ident() == thread:
                 self.move(duration_secs, self._category, 'compile')
@@ -90,7 +90,7 @@ class Timeline:
         with self._lock:
             self._accumulate()
             before, self._category = self._category, category
-            # A mistyped name fails here and not when it is left.
+            # A mistyped name fails on entry instead of on exit.
             assert category in self._seconds, category
             return before
 
@@ -101,13 +101,13 @@ class Timeline:
 
 
 def process_start_time() -> float:
-    """When this process did, in seconds since 1970: before its interpreter started and imported anything."""
+    """Returns the start time of this process in seconds since 1970, before its interpreter started."""
     try:
-        # Behind the name, which may hold spaces and parentheses; see proc(5).
+        # The fields after the process name, which may contain spaces and parentheses; see proc(5).
         fields = Path('/proc/self/stat').read_text().rpartition(')')[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf('SC_CLK_TCK')
     except (OSError, AttributeError):
-        # Not on Linux, where psutil would be wrong by up to a second.
+        # Not on Linux. On Linux, psutil would be wrong by up to a second.
         import psutil
 
         return float(psutil.Process().create_time())

@@ -1,4 +1,4 @@
-"""What looks on while a run runs: trackers, readings of the machine, a profile. None of it changes the run."""
+"""Opens the trackers, the device monitor and the profiler of a run. None of them affects the run."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from maxlm.telemetry.wandb import WeightsAndBiases
 
 
 class Trackers:
-    """Those that a config asks for, open until `stack` closes them.
+    """Trackers of a config, open until `stack` closes them.
 
     Attributes:
-        trackers: of metrics; of several processes the first alone has any.
-        readings: of the machine of each process.
-        profile: by the first process.
+        trackers: trackers of metrics, in process 0 only.
+        readings: device monitor of each process's host.
+        profile: profiler of process 0.
     """
 
     def __init__(self, stack: contextlib.ExitStack, config: Config, *, workdir: Path, attempt: int):
         """
         Raises:
-            InputError: a package is missing that a tracker needs.
+            InputError: a package that a tracker requires is missing.
         """
         process = jax.process_index()
         self.trackers = [] if process else _open_trackers(config, workdir, stack)
@@ -43,7 +43,7 @@ class Trackers:
                 accelerators=Accelerators(local_devices()).read,
             )
         )
-        # The others compute the same.
+        # Only process 0, because all processes run the same program.
         self.profile = Profile(ProfileConfig() if process else config.profile, workdir)
         stack.callback(self.profile.close)
 

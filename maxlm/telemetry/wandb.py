@@ -1,13 +1,12 @@
-"""Weights & Biases: the same names, config and samples as in the workdir, by a process of its own.
+"""Weights & Biases tracker: uploads metrics, config and samples in a child process.
 
-W&B waits for its servers, prompts, and hooks itself into the end of a program. So a child process does all of it and
-reads from a pipe what to log. The run never waits for it, but for a few seconds at its end, after which the child goes
-on alone. Whatever becomes of the child, the run has one warning and goes on.
+W&B waits for its servers, prompts, and installs exit hooks. So a child process runs it and reads the data from a pipe.
+The run waits for it only for a few seconds at the end, after which the child continues alone. If the child fails, the
+run logs one warning and continues.
 
-A run keeps one id (WORKDIR/wandb_id), so that a resumed run continues the same curves. W&B counts its own steps
-and refuses to go back; here that count is left to it, and the axis of all curves is the metric `step`. Lines
-of a killed attempt are not sent again, since the same steps give the same numbers. After a rollback they give
-others: these are sent, and stand in the curves behind the old ones.
+A run keeps one ID (WORKDIR/wandb_id), so a resumed run continues the same curves. W&B's own step counter cannot go
+back, so the x-axis of all curves is the metric `step`. Repeated steps of a killed attempt are not sent again, because
+they have the same values. Steps repeated after a rollback have other values: they are sent and appended to the curves.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from maxlm.log import logger
 from maxlm.storage.atomic import atomic_write
 from maxlm.workdir.files import WANDB_ID_FILE
 
-# For what is not uploaded yet when a run ends: so long the run waits, and so long the child goes on after it.
+# Time that the run waits for pending uploads, and time that the child continues after it.
 CLOSE_SECONDS = 5.0
 UPLOAD_SECONDS = 600
 _CHILD = 'import sys; from maxlm.telemetry.wandb import upload; upload(sys.stdin)'
 _AXIS = 'step'
-# The last line of a run that was not killed.
+# Last line of a run that was not killed.
 _END = 'end\n'
 
 
 class WeightsAndBiases:
-    """A `Tracker`."""
+    """Tracker for Weights & Biases."""
 
     def __init__(self, workdir: Path, config: Config, *, close_seconds: float = CLOSE_SECONDS):
         """
         Raises:
-            InputError: the extra is not installed.
+            InputError: the extra `wandb` is not installed.
         """
         if importlib.util.find_spec('wandb') is None:
             raise InputError(
@@ -59,11 +58,11 @@ class WeightsAndBiases:
             )
         self._mode, self._close_seconds = config.metrics.wandb, close_seconds
         run_id, self._is_resumed = _run_id(workdir / WANDB_ID_FILE)
-        # Where alerts go is nobody's business there.
+        # Omits the alert channels, which are private.
         public_config = {name: keys for name, keys in dataclasses.asdict(config).items() if name != 'alerts'}
         self._last_sent_step: int | None = None
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        # A file and not a pipe, which would have to be read.
+        # A file, because a pipe would have to be read continuously.
         self._stderr: TextIO = tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace')  # noqa: SIM115
         self._has_exited = False
         self._child = subprocess.Popen(
@@ -72,7 +71,7 @@ class WeightsAndBiases:
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,
             text=True,
-            # Ctrl-C is not for it.
+            # Ctrl-C must not reach the child.
             start_new_session=True,
             env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path), 'WANDB_SILENT': 'true'},
         )
@@ -91,7 +90,7 @@ class WeightsAndBiases:
 
     def begin(self, after_step: int, newest_step: int) -> None:
         """See `Tracker`."""
-        # Of an earlier attempt; in the same one they are done again otherwise.
+        # A resumed attempt repeats steps that were sent. A rollback within an attempt repeats steps with other values.
         first = self._last_sent_step is None
         self._last_sent_step = newest_step if first and self._is_resumed else after_step
 
@@ -121,7 +120,7 @@ class WeightsAndBiases:
     def _send(self) -> None:
         child = self._child
         assert child.stdin is not None
-        # Broken: it has ended.
+        # BrokenPipeError means that the child has exited.
         with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
             while (values := self._queue.get()) is not None:
                 pipe.write(json.dumps(values) + '\n')
@@ -136,12 +135,12 @@ class WeightsAndBiases:
 
 
 def upload(lines: TextIO) -> None:
-    """The child: logs what comes, the first line being about the run."""
+    """Runs in the child: logs each line. The first line describes the run."""
     import wandb
 
-    # Of the run, which has still something to say.
+    # SIGTERM is meant for the run, which still sends data.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Nothing of what W&B does by itself: no capturing of output, no readings of the machine, no code.
+    # Disables W&B's own features: capturing of output, system metrics, git and code.
     settings = wandb.Settings(console='off', silent=True, x_disable_stats=True, disable_git=True, save_code=False)
     try:
         run = wandb.init(**json.loads(lines.readline()), resume='allow', settings=settings)
@@ -156,9 +155,9 @@ def upload(lines: TextIO) -> None:
         signal.alarm(UPLOAD_SECONDS)
         run.finish(exit_code=int(killed))
     except Exception as error:
-        # The last line that it says is the reason.
+        # The parent logs the last line of stderr as the reason.
         print(f'{type(error).__name__}: {" ".join(str(error).split())[:300]}', file=sys.stderr, flush=True)
-        # Without W&B's own end, which may wait for the network.
+        # Skips W&B's exit hooks, which may wait for the network.
         os._exit(1)
 
 
@@ -173,7 +172,7 @@ def _to_wandb(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run_id(path: Path) -> tuple[str, bool]:
-    """The run's id at W&B, and whether it had one already."""
+    """Returns the W&B ID of the run, and True if it existed already."""
     try:
         return path.read_text(encoding='utf-8').strip(), True
     except FileNotFoundError:
