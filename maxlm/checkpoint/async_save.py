@@ -35,7 +35,7 @@ class AsyncSave:
         """
         Args:
             transaction: coordinates the save with the other processes.
-            on_end: called once from a background thread with the failure reason, or '' after a successful save.
+            on_end: called once, in any thread, with the failure reason, or '' after a successful save.
         """
         self._transaction = transaction
         self._on_end = on_end

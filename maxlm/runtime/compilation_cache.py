@@ -1,6 +1,6 @@
 """Persistent compilation cache with checksums, so that a restarted run does not compile again.
 
-It replaces the file cache of JAX, whose files have no checksums. A single flipped bit in such a file can crash XLA or
+It replaces the file cache of JAX, whose files have no checksums. A single flipped bit can crash XLA or
 change results. This cache ignores corrupt files.
 """
 
@@ -188,8 +188,8 @@ def _warn_disabled(reason: str) -> None:
 def _is_shared_by_all(directory: Path | None) -> bool:
     """Returns True if all processes use the same directory, as opposed to local directories of the same name.
 
-    JAX writes the cache in process 0 only. If process 0 finds its program and the other processes must compile, they
-    wait for it forever, because XLA distributes the autotuning of GPU kernels among the processes.
+    JAX writes the cache in process 0 only, and XLA distributes the autotuning of GPU kernels among the processes. If
+    process 0 finds its program and the other processes must compile, they wait for it forever.
     """
     if ProcessGroup().num_processes == 1:
         return directory is not None

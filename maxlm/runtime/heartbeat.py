@@ -253,7 +253,7 @@ def _delay_abort() -> None:
     When process 0 is lost, a thread of JAX aborts the process immediately with a stack trace. A Python signal handler
     cannot delay that: the C handler only sets a flag, and abort continues when it returns. This function installs the C
     library's `sleep` as the handler. It is called with the signal number, which is 6 for SIGABRT, so it sleeps for 6
-    seconds before the abort. That thread holds JAX's locks meanwhile, so `_exchange_loop` may hang.
+    seconds before the abort. That thread holds JAX's locks during the sleep, so `_exchange_loop` may hang.
     """
     library = ctypes.CDLL(None)
     library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]

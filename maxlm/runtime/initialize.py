@@ -159,7 +159,7 @@ def _on_tpu(environment: Mapping[str, str]) -> bool:
 
 
 def _initialize(coordinator: str, **arguments: object) -> None:
-    """Calls `jax.distributed.initialize`. After a timeout it exits with an error message, where JAX would abort."""
+    """Calls `jax.distributed.initialize`. After a timeout it exits with an error message instead of JAX's abort."""
 
     def abort() -> None:
         message = f'{coordinator} and the others did not all come within {JOIN_SECONDS} s; start again'

@@ -106,7 +106,7 @@ class Watchdog:
             then, last_activity = now, activity
             overdue = age > self._seconds and not activity.in_phase
             self._heartbeats.set_overdue(overdue and activity.is_waiting)
-            # Checks again, because the process may have made progress meanwhile.
+            # Checks again, because the main thread may have made progress since.
             if overdue and (not activity.is_waiting or self._heartbeats.all_overdue) and self._activity is activity:
                 self._abort(activity)
 

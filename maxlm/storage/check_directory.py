@@ -26,8 +26,8 @@ def check_entries(
         limit: maximum size in bytes; None = unlimited.
 
     Raises:
-        InputError: a file is a special file or a directory, is a broken link or a link out of `root`, cannot be
-            read, or is too large.
+        InputError: a file is a special file or a directory, links outside `root` or nowhere, cannot be read, or is
+            too large.
     """
     allowed = _allowed(os.path.realpath(root or directory))
     for name in names:

@@ -119,7 +119,7 @@ class Tracker(Protocol):
     """Destination of metrics besides metrics.jsonl. An exception disables the tracker and does not stop the run."""
 
     def begin(self, after_step: int, newest_step: int) -> None:
-        """Starts a segment after step `after_step`. Steps up to `newest_step` were already written and are repeated."""
+        """Starts a segment after `after_step`. The steps from there to `newest_step` were written and are repeated."""
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """Writes the values of `MetricWriter.write`."""

@@ -191,7 +191,7 @@ class RunRecorder:
     def record_exit(self, code: int, reason: str) -> None:
         """Writes the last event and line before a thread exits the process."""
         self._override_outcome('preempted' if code == EXIT_PREEMPTED else 'failed', reason, code)
-        # In a thread with a timeout, because an unresponsive disk must not prevent the exit.
+        # Uses a thread with a timeout, because an unresponsive disk must not prevent the exit.
         closing = threading.Thread(target=self._close, daemon=True, name='run-recorder-close')
         closing.start()
         closing.join(_CLOSE_SECONDS)

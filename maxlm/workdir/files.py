@@ -72,7 +72,7 @@ def check_same_model(workdir: Path, config: Config) -> None:
 def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, Any] | None:
     """Returns the first key in which the models of two configs differ, with both values, or None."""
     old, new = old_config.model, new_config.model
-    # These keys may change between two attempts: they select initial values, regularization and implementations.
+    # These keys may change between two attempts: they set initialization, regularization, precision and implementation.
     ignored = {'family', 'remat_policy', 'scan_layers', 'attention', 'matmul_precision', 'dtype', 'dropout'}
     ignored |= {'init', 'init_std'}
     for field in dataclasses.fields(new):

@@ -91,7 +91,6 @@ class _LockState(NamedTuple):
 
     holder: Owner | None
     is_foreign: bool
-    # Time of its last sign of life, and the seconds since.
     heartbeat_time: float
     age: float
 
@@ -271,7 +270,7 @@ class WorkdirLock:
         """Removes the lock of a dead holder, unless another process has taken it over."""
         directory = os.open(self._workdir, os.O_RDONLY)
         try:
-            # Some shared disks do not support flock. `_discard` is safe without it.
+            # Some shared disks do not support flock. There, `_discard` handles concurrent takeovers.
             with contextlib.suppress(OSError):
                 fcntl.flock(directory, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):

@@ -247,7 +247,7 @@ def open_run_storage(
 
     Args:
         workdir: value of `--workdir`: a directory, or a gs:// or s3:// URL.
-        mirror: value of `checkpoint.remote_dir`: '', or such a URL if the workdir is a directory.
+        mirror: value of `checkpoint.remote_dir`: '', or a gs:// or s3:// URL if the workdir is a directory.
         cache: cache directory for runs whose workdir is a URL.
         process: index of this process in the run.
         options: options of `RunStorage`.

@@ -107,7 +107,7 @@ class StepDirectory:
             _remove(trash)
 
     def set_aside(self, step: int) -> epath.Path:
-        """Hides a corrupt step without deleting it. Returns its new path.
+        """Hides a corrupt step without deleting it. Returns its path.
 
         Raises:
             InputError: the step cannot be set aside.

@@ -141,7 +141,7 @@ class UploadWorker:
         except TransientStorageError:
             raise
         except Exception as error:
-            # For example a full disk or a changed file. No upload error may end the run.
+            # No upload error may end the run, such as a full disk or a changed file.
             line = str(error) if isinstance(error, InputError) else f'{type(error).__name__}: {error}'
             raise TransientStorageError(redact(f'{self._url}: not uploaded: {line}')) from error
 
