@@ -55,7 +55,7 @@ class AsyncSave:
         self._thread = threading.Thread(target=self._wait, name='save')
 
     def begin(self, directory: epath.Path, items: ocp.args.Composite) -> None:
-        """Copies the arrays off the device and starts writing them. Later failures are reported to `on_end`."""
+        """Copies the arrays off the device and starts writing them. Reports failures to `on_end`."""
         # The filter is permanent, because threads of a failed save still log errors after its end.
         dedupe_logs()
         try:
