@@ -1,1 +1,1 @@
-"""Memory, time and cost of a run ahead of time."""
+"""Predicts the memory, time and cost of a run."""

@@ -1,4 +1,4 @@
-"""The best model that a budget buys: how fast each size trains, and how loss falls with size and tokens."""
+"""Finds the model of least loss for a budget, from the speed of each size and a scaling law."""
 
 from __future__ import annotations
 
@@ -16,30 +16,42 @@ from maxlm.planning.chinchilla import BESIROGLU, FLOPS_PER_PARAMETER_TOKEN, Allo
 from maxlm.planning.cost import DEFAULT_TERMS, PricingTerms, find_pace, tokens_for
 from maxlm.planning.scaling import SizePoint
 
-# Of a checkpoint, for each parameter: itself in float32, and two moments. Only what saving takes hangs on it.
+# Bytes of a checkpoint per parameter: the float32 parameter and two moments. Affects only the time of a save.
 CHECKPOINT_BYTES = {'float32': 12, 'bfloat16': 8, 'int8': 6}
 
 
 class BudgetRow(NamedTuple):
-    """One model trained for as long as a budget lasts."""
+    """One model size, trained until the budget is spent.
+
+    Attributes:
+        parameters: number of parameters.
+        tokens: number of training tokens.
+        loss: loss predicted by the law, in nats per token.
+        mfu: model FLOPs utilization.
+        fits: whether the run fits into memory.
+    """
 
     parameters: int
     tokens: float
-    # By the law, in nats per token.
     loss: float
     mfu: float
     fits: bool
 
 
 class BudgetPlan(NamedTuple):
-    """The best use of a budget."""
+    """The best use of a budget.
+
+    Attributes:
+        rows: one row per size.
+        best: the row of least loss among the rows that fit.
+        optimum: the best size when sizes between the rows are allowed.
+        by_law: the allocation that the law recommends for the operations of `best`, if every size had the same MFU.
+        law: the scaling law.
+    """
 
     rows: list[BudgetRow]
-    # Of the rows that fit, that of least loss.
     best: BudgetRow
-    # The same for sizes between the rows.
     optimum: Allocation
-    # What the law alone says for as many operations as `best` has, as if every size ran at the same share of the peak.
     by_law: Allocation
     law: Law
 
@@ -54,19 +66,19 @@ def plan_budget(
     terms: PricingTerms = DEFAULT_TERMS,
     spot: bool = False,
 ) -> BudgetPlan:
-    """The size and number of tokens of least loss for a budget, given how fast each size trains.
+    """Returns the size and number of tokens of least loss for a budget, given the speed of each size.
 
     Args:
-        points: from `sweep_sizes`.
-        chip: the kind of device.
-        dollars: for all devices, or
-        hours: of all of them together at the same time.
-        law: of the loss.
-        terms: of the rental.
-        spot: all of it on machines that may be taken away, at their price.
+        points: sizes from `sweep_sizes`.
+        chip: kind of device.
+        dollars: budget for all devices. Give either `dollars` or `hours`.
+        hours: wall-clock hours, with all devices running at the same time.
+        law: scaling law of the loss.
+        terms: pricing terms.
+        spot: use only spot devices, at the spot price.
 
     Raises:
-        InputError: no size fits, or the budget is not usable.
+        InputError: no size fits, or the budget is invalid.
     """
     price = (terms.spot_price if spot else terms.price) or 0.0
     if dollars is not None and not price:
@@ -100,7 +112,7 @@ def _nothing_fits(points: Sequence[SizePoint], chip: Chip) -> str:
 
 
 def _between(rows: Sequence[BudgetRow], law: Law) -> Allocation:
-    """The best size between the rows, if tokens change evenly on logarithmic axes from one to the next."""
+    """Returns the best size between the rows, interpolating tokens linearly on logarithmic axes."""
     ordered = sorted(rows, key=lambda row: row.parameters)
     logs_N, logs_D = np.log([[row.parameters, row.tokens] for row in ordered]).T
     sizes = np.linspace(logs_N[0], logs_N[-1], 1001)

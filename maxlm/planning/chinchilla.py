@@ -1,10 +1,10 @@
-"""How loss falls with parameters and tokens, and which of both a budget of operations should go into.
+"""Scaling law of the loss, and compute-optimal allocation between parameters and tokens.
 
 L(N, D) = E + A / N^α + B / D^β, for N parameters and D tokens, where training takes C = 6 · N · D operations (Hoffmann
 et al. 2022, "Training Compute-Optimal Large Language Models", approach 3).
 
-Its loss is that of one data set and tokenizer. What carries over to other text is how N and D share a budget; for
-losses refit it from own runs.
+The predicted loss holds for one data set and tokenizer. The split of a budget between N and D transfers to other text;
+to predict losses, refit the law to your own runs.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from maxlm.workdir.files import read_config
 
 FLOPS_PER_PARAMETER_TOKEN = 6
 MIN_RUNS = 5
-# Largest over smallest, of sizes and of lengths: a law that is drawn through less says nothing of larger models.
+# Minimum ratio of largest to smallest size, and of longest to shortest run. A law fitted to a smaller range does not
+# extrapolate to larger models.
 MIN_SPAN = 3.0
-# Standard deviation of the logarithms across the line along which N and D of the runs lie: with D = 20 · N in all of
-# them, what N and what D does cannot be told apart.
+# Minimum standard deviation of log N and log D across their main axis. If D = 20 · N in all runs, the effects of N and
+# D cannot be separated.
 MIN_SCATTER = 0.2
-# Of the logarithm of the loss: Hoffmann et al. 2022, appendix D.3.
+# Huber delta for the logarithm of the loss: Hoffmann et al. 2022, appendix D.3.
 HUBER_DELTA = 1e-3
-# Smallest singular value of the residuals' normed derivatives by the coefficients: below, they are not independent.
+# Minimum singular value of the column-normalized Jacobian. Below it, the coefficients are not independent.
 MIN_STRENGTH = 1e-6
-# Bounds of the fit: of exponents, and of the logarithms of the three parts of the loss at the runs' middle. A fit that
-# lies on one of them has found nothing.
+# Bounds of the fit, for the exponents and for the logarithms of the three loss terms at the mean of the runs. A fit
+# that ends on a bound has found no law.
 EXPONENTS = (0.02, 2.0)
 SMALLEST, LARGEST = -6.0, 4.0
 
@@ -54,20 +55,20 @@ class Law:
         return self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta
 
 
-# With the exponents of its source text; the paper rounds them to 0.34 and 0.28, which shifts large models by much.
+# The exponents come from the paper's source text. The paper rounds them to 0.34 and 0.28, which changes predictions for
+# large models considerably.
 HOFFMANN = Law(
     1.69, 406.4, 410.7, 0.3392, 0.2849, 'Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models"'
 )
-# The default. It was fitted again to runs read off the paper's plots, since the first fit had not converged: it leaves
-# smaller residuals, and agrees with the paper's two other approaches and with the model that was trained by them, about
-# 20 tokens per parameter.
+# Default law, refitted to runs read off the paper's plots because the original fit had not converged. It has smaller
+# residuals, and agrees with the paper's two other approaches and with Chinchilla: about 20 tokens per parameter.
 BESIROGLU = Law(
     1.8172, 482.01, 2085.43, 0.3478, 0.3658, 'Besiroglu et al. 2024, "Chinchilla Scaling: A Replication Attempt"'
 )
 
 
 class Allocation(NamedTuple):
-    """Where a budget of operations goes."""
+    """Parameters and tokens chosen for a compute budget, and the predicted loss."""
 
     parameters: float
     tokens: float
@@ -75,7 +76,7 @@ class Allocation(NamedTuple):
 
 
 class ScalingRun(NamedTuple):
-    """What a finished run says about the law."""
+    """Size, length and final loss of a finished run."""
 
     name: str
     parameters: float
@@ -84,22 +85,27 @@ class ScalingRun(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A law from own runs."""
+    """A law fitted to the user's own runs.
+
+    Attributes:
+        law: the fitted law.
+        runs: number of runs.
+        error: root mean square of log(predicted loss / loss) over the runs.
+        held_out_error: the same, with each run predicted by a fit to the other runs. None if there are too few runs.
+        size_exponent: the optimal size grows as the budget's operations to this power.
+        size_exponent_error: jackknife standard error of `size_exponent`. None if there are too few runs.
+    """
 
     law: Law
     runs: int
-    # Root mean square of log(predicted loss / loss): of the runs, and of each run by the law of the others (None where
-    # there are too few).
     error: float
     held_out_error: float | None
-    # The size of a budget's best model grows as its operations to the power of `size_exponent`; the standard error is
-    # the jackknife's.
     size_exponent: float
     size_exponent_error: float | None
 
 
 def compute_optimal(flops: float, law: Law = BESIROGLU) -> Allocation:
-    """The size and length of least loss for so many operations; in closed form (Hoffmann et al. 2022, equation 4)."""
+    """Returns the size and length of least loss for `flops` operations (Hoffmann et al. 2022, equation 4)."""
     if not flops > 0:
         raise InputError(f'a budget of {flops:g} operations trains nothing; give a number above 0')
     total = law.alpha + law.beta
@@ -110,10 +116,10 @@ def compute_optimal(flops: float, law: Law = BESIROGLU) -> Allocation:
 
 
 def read_runs(workdirs: Sequence[Path]) -> list[ScalingRun]:
-    """The runs in these workdirs: their last eval/loss, or where not all have one, train/loss at their end.
+    """Reads finished runs, with their last eval/loss, or their final train/loss if any run has no eval/loss.
 
     Raises:
-        InputError: a run is not finished, or they are not about the same text.
+        InputError: a run is not finished, or the runs differ in their data or vocabulary.
     """
     lines = {path: read_metrics(path) for path in workdirs}
     configs = {path: read_config(path) for path in workdirs}
@@ -122,7 +128,7 @@ def read_runs(workdirs: Sequence[Path]) -> list[ScalingRun]:
             raise InputError(f'{path}: no train/loss in its metrics.jsonl; give workdirs of finished runs')
         done, num_steps = lines[path][-1]['step'], configs[path].train.num_steps
         if done < num_steps:
-            # Its learning rate has not come down, and its loss is above that of a run of this length.
+            # The learning rate has not decayed, so the loss is higher than that of a run of this length.
             raise InputError(f'{path}: stopped at step {done} of {num_steps}; finish it, or leave it out')
     compared: dict[str, dict[Path, object]] = {
         'model.vocab_size': {path: configs[path].model.vocab_size for path in workdirs},
@@ -148,10 +154,10 @@ def read_runs(workdirs: Sequence[Path]) -> list[ScalingRun]:
 
 
 def refit(runs: Sequence[ScalingRun]) -> Fit:
-    """The law that own runs follow: least Huber loss of log L, as in Hoffmann et al. 2022, appendix D.3.
+    """Fits a law to runs, by the least Huber loss of log L, as in Hoffmann et al. 2022, appendix D.3.
 
     Raises:
-        InputError: there are too few runs, or they are too much alike to tell size and length apart.
+        InputError: there are too few runs, or they are too similar to separate the effects of size and length.
     """
     _check_spread(runs)
     law = _fit(runs)
@@ -173,7 +179,7 @@ def _last(lines: list[dict], name: str) -> float | None:
 
 
 def _end(lines: list[dict], num_steps: int) -> float | None:
-    """Mean of train/loss over the last twentieth of the run: a single batch's is too noisy."""
+    """Returns the mean of train/loss over the last twentieth of the run, since the loss of one batch is too noisy."""
     losses = [line['train/loss'] for line in lines if line.get('train/loss') is not None]
     late = [
         line['train/loss'] for line in lines if line.get('train/loss') is not None and line['step'] > 0.95 * num_steps
@@ -204,16 +210,16 @@ def _check_spread(runs: Sequence[ScalingRun]) -> None:
 
 
 def _fit(runs: Sequence[ScalingRun], near: Law | None = None) -> Law:
-    """The law of least Huber loss; with `near`, from there alone.
+    """Returns the law of least Huber loss; with `near`, starts the search only from that law.
 
-    The objective is the paper's. Its minimum is found by least squares that follow the curvature, in tens of
-    steps: L-BFGS needs thousands in this narrow valley, and where it stopped early lay the error of the first fit.
+    The objective is the paper's. Least squares finds its minimum in tens of steps because it follows the curvature.
+    L-BFGS needs thousands of steps in this narrow valley; the original fit stopped too early.
     """
-    # SciPy comes with JAX; its optimizers take a while to import.
+    # Imported here because SciPy's optimizers import slowly. JAX depends on SciPy.
     from scipy import optimize
 
     logs_N, logs_D, logs_L = np.log([[run.parameters, run.tokens, run.loss] for run in runs]).T
-    # Powers of N and D relative to a middle: the coefficients are then of the size of the loss.
+    # N and D are divided by their geometric means, so that the coefficients have the magnitude of the loss.
     middle_N, middle_D = logs_N.mean(), logs_D.mean()
     x_N, x_D = logs_N - middle_N, logs_D - middle_D
 
@@ -246,7 +252,7 @@ def _fit(runs: Sequence[ScalingRun], near: Law | None = None) -> Law:
     a, b, e, alpha, beta = best.x
     if near is None:
         _check_determined(slopes(best.x))
-    # Without one run the others may say less; that shows in the held-out error.
+    # A fit that leaves out one run may end on a bound; the held-out error shows that.
     if near is None and _on_bound(best.x):
         raise InputError(
             f'{len(runs)} runs do not show how loss falls with size and length (the best law has exponents {alpha:.2f} '
@@ -258,7 +264,7 @@ def _fit(runs: Sequence[ScalingRun], near: Law | None = None) -> Law:
 
 
 def _check_determined(slopes: np.ndarray) -> None:
-    """Refuses runs through which many laws go, e.g. two sizes crossed with two lengths and one run more."""
+    """Raises InputError if many laws fit the runs, e.g. two sizes crossed with two lengths plus one more run."""
     strengths = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0), compute_uv=False)
     if strengths[-1] < MIN_STRENGTH:
         raise InputError(
@@ -277,7 +283,7 @@ def _on_bound(coefficients: np.ndarray, margin: float = 0.01) -> bool:
 
 
 def _starts(x_N: np.ndarray, x_D: np.ndarray, weights: np.ndarray) -> list[list[float]]:
-    """The best of a grid of exponents, for each of which the law is linear; in place of the paper's 4 500 starts."""
+    """Returns the best points of a grid of exponents, where the law is linear. Replaces the paper's 4,500 starts."""
     from scipy import optimize
 
     found = []

@@ -1,7 +1,7 @@
-"""What a run costs: hours, dollars, checkpoints; and what a budget buys.
+"""Estimates the cost of a run (hours, dollars, checkpoints) and the number of tokens that a budget buys.
 
-All of it follows from the time of one step. Words and formulas on failures: Young 1974, "A First Order Approximation to
-the Optimum Checkpoint Interval"; Daly 2006, "A Higher Order Estimate of the Optimum Checkpoint Interval for Restart
+All results follow from the time of one step. Terms and formulas for failures: Young 1974, "A First Order Approximation
+to the Optimum Checkpoint Interval"; Daly 2006, "A Higher Order Estimate of the Optimum Checkpoint Interval for Restart
 Dumps".
 """
 
@@ -18,25 +18,30 @@ from maxlm.hardware.chips import Chip
 from maxlm.hardware.prices import STORAGE_PER_GIB_MONTH, Price, has_price, price_per_hour
 
 HOUR = 3600.0
-# A forward pass is a third of a training step's work.
+# A forward pass is a third of the work of a training step.
 FORWARD_SHARE = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True)
 class PricingTerms:
-    """What is assumed of the rental, for the user to correct. Dollars are per device-hour."""
+    """Assumptions about the rental, which the user can override.
 
-    # None = the table's.
+    Attributes:
+        price: dollars per device-hour. None: the price of the built-in table.
+        spot_price: dollars per device-hour of spot devices. None: the price of the built-in table.
+        spot_share: fraction of the steps that run on spot devices in `Cost.dollars_spot`.
+        preemption_hours: mean hours until one machine (a node of GPUs, a slice of a TPU) is preempted, which stops the
+            run. An assumption: no provider guarantees a rate.
+        restart_seconds: time from a preemption until steps continue: new machine, start, compilation, restore.
+        write_bandwidth: bytes/s that one host writes to storage. An assumption: about the rate from a virtual machine
+            to a bucket.
+    """
+
     price: float | None = None
     spot_price: float | None = None
-    # Share of the steps that are done on spot devices in `dollars_spot`.
     spot_share: float = 1.0
-    # Mean hours until one machine (a node of GPUs, a slice of a TPU) is taken away; the run then stops as a whole.
-    # An assumption: no provider promises anything.
     preemption_hours: float = 24.0
-    # From there until steps go on: another machine, start, compilation, restore.
     restart_seconds: float = 600.0
-    # Bytes/s that one host writes to storage. An assumption: about what a virtual machine reaches to a bucket.
     write_bandwidth: float = 1e9
 
 
@@ -44,41 +49,55 @@ DEFAULT_TERMS = PricingTerms()
 
 
 class Cost(NamedTuple):
-    """A whole run."""
+    """Cost of a complete run.
+
+    Attributes:
+        steps: number of optimizer steps.
+        tokens: number of training tokens.
+        hours: wall-clock hours on on-demand devices, including evaluation and saving.
+        dollars: price of all devices for `hours`. None: no price is known.
+        price: on-demand price per device-hour.
+        hours_spot: hours with `PricingTerms.spot_share` of the steps on spot devices, including lost and repeated work.
+            None: no spot price is known.
+        dollars_spot: price of the run with spot devices.
+        spot_price: spot price per device-hour.
+        best_every_steps: save interval, in steps, that loses the least time to preemptions.
+        checkpoint_bytes: size of one checkpoint: parameters and optimizer state.
+        checkpoint_seconds: time to write one checkpoint.
+        checkpoints_kept: number of checkpoints in storage at the end.
+        storage_dollars_per_month: price of storing these checkpoints.
+    """
 
     steps: int
     tokens: int
-    # On devices that stay, evaluation and saving included.
     hours: float
-    # Of all devices for these hours; None = no price is known.
     dollars: float | None
     price: Price | None
-    # The same run with `PricingTerms.spot_share` of its steps on spot devices, lost and repeated work included; None =
-    # no spot price is known.
     hours_spot: float | None
     dollars_spot: float | None
     spot_price: Price | None
-    # Steps between two checkpoints that would lose least time to preemptions.
     best_every_steps: int
-    # Of one checkpoint: parameters and optimizer state; and what writing it takes.
     checkpoint_bytes: int
     checkpoint_seconds: float
-    # Those that lie in storage at the end.
     checkpoints_kept: int
     storage_dollars_per_month: float
 
 
 class StepCost(NamedTuple):
-    """How fast a run goes, with all that is not a step."""
+    """Seconds per step, including the time spent outside of steps.
 
-    # Seconds of one step with its share of evaluation and of stops for saving.
+    Attributes:
+        step: seconds of one step with its share of evaluation and of pauses for saving.
+        spot_step: the same on machines that are preempted.
+        write: seconds to write a checkpoint while steps continue.
+        stop: seconds for which a checkpoint pauses the run.
+        best_interval: seconds of work between two checkpoints that lose the least.
+    """
+
     step: float
-    # The same on machines that are taken away now and then.
     spot_step: float
-    # Of writing a checkpoint, beside the steps, and of the stop for it.
     write: float
     stop: float
-    # Work between two checkpoints that loses least.
     best_interval: float
 
 
@@ -92,16 +111,17 @@ def estimate_cost(
     num_machines: int | None = None,
     terms: PricingTerms = DEFAULT_TERMS,
 ) -> Cost:
-    """The cost of a resolved config's run.
+    """Returns the cost of a resolved config's run.
 
     Args:
-        config: resolved.
-        step_seconds: of one optimizer step; with a context schedule the mean over the run.
-        chip: what is rented; prices are of its table entry unless `terms` has others.
-        num_devices: how many.
-        state_bytes: of one checkpoint, over all devices.
-        num_machines: that are taken away one by one: nodes, slices. None = nodes of GPUs; one slice of a TPU.
-        terms: of the rental.
+        config: resolved config.
+        step_seconds: seconds of one optimizer step; with a context schedule, the mean over the run.
+        chip: kind of device. Prices come from its table entry unless `terms` overrides them.
+        num_devices: number of devices.
+        state_bytes: bytes of one checkpoint, over all devices.
+        num_machines: number of machines that are preempted separately: nodes, slices. None: nodes of GPUs; one slice of
+            a TPU.
+        terms: pricing terms.
     """
     num_steps = config.train.num_steps
     pace = find_pace(
@@ -144,10 +164,10 @@ def find_pace(
     num_machines: int | None = None,
     terms: PricingTerms = DEFAULT_TERMS,
 ) -> StepCost:
-    """Seconds of a step with all that comes beside it; arguments as in `estimate_cost`.
+    """Returns the seconds of a step including all overhead; arguments as in `estimate_cost`.
 
-    The state is copied to the hosts' memory while the devices wait, and written from there while they go on. Where that
-    takes longer than the work until the next checkpoint, they wait for the rest too.
+    The state is copied to host memory while the devices wait, and written to storage while steps continue. If writing
+    takes longer than the work until the next checkpoint, the devices also wait for the rest.
     """
     assert step_seconds > 0, step_seconds
     assert 0 <= terms.spot_share <= 1, terms.spot_share
@@ -161,7 +181,7 @@ def find_pace(
     between = terms.preemption_hours * HOUR / machines
     return StepCost(
         step=(work + stop) / every,
-        # A checkpoint whose writing is cut short does not count: its seconds are lost with those of the restart.
+        # A checkpoint whose write is interrupted is lost, so its seconds are lost with those of the restart.
         spot_step=preemption_overhead(work, stop, between, terms.restart_seconds + write) * work / every,
         write=write,
         stop=stop,
@@ -170,25 +190,25 @@ def find_pace(
 
 
 def preemption_overhead(work: float, stop: float, between: float, restart: float) -> float:
-    """Wall time over useful time of a run that is interrupted now and then (Daly 2006).
+    """Returns wall time divided by useful time for a run that is interrupted at random (Daly 2006).
 
-    Interruptions come at any time alike and cost what was done since the last checkpoint, also while restarting.
+    Interruptions are equally likely at any time, also during a restart, and lose the work since the last checkpoint.
 
     Args:
         work: seconds of work between two checkpoints.
-        stop: seconds for which a checkpoint keeps the run from working.
-        between: mean seconds between two interruptions; infinite = none.
-        restart: seconds from an interruption until work goes on.
+        stop: seconds for which a checkpoint pauses the run.
+        between: mean seconds between two interruptions; infinite: none.
+        restart: seconds from an interruption until work continues.
     """
     if math.isinf(between):
         return (work + stop) / work
-    # Beyond this a run practically never comes to its next checkpoint.
+    # Beyond these limits a run practically never reaches its next checkpoint.
     exponents = min((work + stop) / between, 500.0), min(restart / between, 200.0)
     return between / work * math.exp(exponents[1]) * math.expm1(exponents[0])
 
 
 def optimal_save_interval(stop: float, between: float) -> float:
-    """Seconds of work between two checkpoints that lose least (Daly 2006; its first term is Young's)."""
+    """Returns the seconds of work between checkpoints that lose the least (Daly 2006; first term: Young 1974)."""
     if stop >= 2 * between:
         return between
     root = math.sqrt(stop / (2 * between))
@@ -196,7 +216,7 @@ def optimal_save_interval(stop: float, between: float) -> float:
 
 
 def num_saves(config: Config) -> int:
-    """Checkpoints that a resolved config's run writes, the one of its last step included."""
+    """Returns the number of checkpoints that a resolved config's run writes, including that of the last step."""
     every, steps = config.checkpoint.save_interval_steps, config.train.num_steps
     return -(-steps // every) if every else 1
 
@@ -211,19 +231,19 @@ def tokens_for(
     price: float = 0.0,
     spot: bool = False,
 ) -> float:
-    """Tokens that a budget buys at this pace.
+    """Returns the number of tokens that a budget buys.
 
     Args:
-        config: resolved; its length does not matter.
-        pace: from `find_pace`.
-        num_devices: that are rented.
-        dollars: the budget, or
-        hours: on all devices together at the same time.
-        price: per device-hour; needed for dollars.
-        spot: on machines that are taken away now and then.
+        config: resolved config; its length is ignored.
+        pace: seconds per step, from `find_pace`.
+        num_devices: number of rented devices.
+        dollars: budget in dollars. Give either `dollars` or `hours`.
+        hours: wall-clock hours, with all devices running at the same time.
+        price: dollars per device-hour; required for `dollars`.
+        spot: use the step time of spot devices.
 
     Raises:
-        InputError: not exactly one budget, or one that is not above 0.
+        InputError: not exactly one budget is given, or it is not above 0.
     """
     if (dollars is None) == (hours is None):
         raise InputError('a budget is either dollars or hours; give exactly one of them')
@@ -249,7 +269,10 @@ def _tokens_per_step(config: Config) -> int:
 
 
 def _evaluation_seconds(config: Config, step_seconds: float) -> float:
-    """For each step. What num_batches=0, the whole split, takes depends on the data and is not counted."""
+    """Returns the evaluation seconds per step.
+
+    num_batches=0, the complete split, is not counted, because its size depends on the data.
+    """
     if not config.eval.interval:
         return 0.0
     return config.eval.num_batches * step_seconds * FORWARD_SHARE / config.eval.interval

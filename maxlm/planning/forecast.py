@@ -1,4 +1,4 @@
-"""What the step of a config will need and take on a target: by formulas, or with its program from the compiler."""
+"""Predicts memory and time of a config's step on a target, by formulas or from the compiled program."""
 
 from __future__ import annotations
 
@@ -22,16 +22,25 @@ from maxlm.training.state import abstract_state
 
 
 class Forecast(NamedTuple):
-    """One step of a resolved config on a target, per device."""
+    """Memory and time of one step of a resolved config on a target, per device.
+
+    Attributes:
+        config: resolved config.
+        target: devices of the run.
+        memory: bytes by kind.
+        available: bytes of a device that a program may use.
+        work: operations, memory traffic and transfers.
+        time: seconds of a step by kind.
+        program: contents of the compiled program. None for CPUs, whose devices share one memory, and for estimates.
+        compiled: the compiled step. None for estimates.
+    """
 
     config: Config
     target: Target
     memory: Memory
-    # Bytes that a program may have.
     available: int
     work: Work
     time: StepTime
-    # What the compiler made of it; of a CPU's program nothing is read, as its devices share a memory.
     program: Program | None = None
     compiled: CompiledStep | None = None
 
@@ -49,7 +58,7 @@ class Forecast(NamedTuple):
 
 
 def estimate(config: Config, machine: Machine) -> Forecast:
-    """By formulas alone, in a few milliseconds."""
+    """Estimates a step by formulas alone, in a few milliseconds."""
     chip = machine.target.chip
     work = estimate_work(config, chip.capability)
     memory = estimate_memory(config, chip.platform, chip.capability)
@@ -57,16 +66,16 @@ def estimate(config: Config, machine: Machine) -> Forecast:
 
 
 def compile_ahead(config: Config, machine: Machine) -> Forecast:
-    """With the step compiled for a target that need not be here; see `compile_for`.
+    """Compiles the step for a target whose devices need not be present; see `compile_for`.
 
-    State in the host memory of GPUs cannot be compiled so; then it is the estimate.
+    A config with state in the host memory of GPUs cannot be compiled this way. Returns the estimate instead.
 
     Raises:
-        CompilerMissingError: what compiles for the target is not installed.
+        CompilerMissingError: no compiler for the target is installed.
         InputError: as `compile_for`.
     """
     if machine.target.chip.platform == 'gpu' and config.mesh.host_offload != 'none':
-        # GPUs that are not here have one memory only: the program would be another one.
+        # Mock GPUs have no host memory space, so the compiled program would differ from the real one.
         return estimate(config, machine)
     layout = target_layout(machine.target, config.mesh)
     with compiling_for(machine.target):
@@ -74,12 +83,13 @@ def compile_ahead(config: Config, machine: Machine) -> Forecast:
 
 
 def compile_for(config: Config, machine: Machine, layout: Layout, num_sources: int = 0) -> Forecast:
-    """With memory and transfers of the compiled step; its operations are counted by formula.
+    """Compiles the step and returns its memory and transfers; its operations are counted by formula.
 
-    A program that the compiler refuses for its memory has the memory that the compiler names, and the rest estimated.
+    If the compiler rejects the program for lack of memory, the result has the total that the compiler reports, and
+    estimates for the rest.
 
     Raises:
-        InputError: the compiler refuses the program for another reason.
+        InputError: the compiler rejects the program for another reason.
     """
     abstract = abstract_state(config, layout)
     estimated = estimate(config, machine)
@@ -108,7 +118,7 @@ def compile_for(config: Config, machine: Machine, layout: Layout, num_sources: i
 
 
 def _overflowing(estimated: Forecast, needed: int, available: int) -> Forecast:
-    """The estimate, with the compiler's total: what it is above the estimate is temporary."""
+    """Returns the estimate with the compiler's total; the difference is counted as temporary memory."""
     rest = needed - (estimated.memory.total - estimated.memory.temporary)
     memory = estimated.memory._replace(temporary=max(0, rest), is_estimate=False)
     return estimated._replace(memory=memory, available=min(estimated.available, available))

@@ -1,7 +1,7 @@
-"""JAX's compiler for NVIDIA GPUs in a directory of its own, for machines without a GPU.
+"""Installs and loads JAX's compiler for NVIDIA GPUs in a separate directory, for machines without a GPU.
 
-In the environment itself, JAX would look for a GPU at every start. The CUDA libraries that only running needs are not
-installed.
+If it were installed in the environment, JAX would look for a GPU at every start. CUDA libraries that are only needed to
+execute programs are not installed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PLATFORMS = (('linux', 'x86_64'), ('linux', 'aarch64'))
 
 
 def add_compiler() -> bool:
-    """Makes the installed compiler importable; must be called before JAX starts its first backend.
+    """Makes the installed compiler importable. Must be called before JAX starts its first backend.
 
     JAX must be restricted to the CPU (`jax_platforms`). Otherwise its plugin initializes CUDA.
 
     Returns:
-        Whether a compiler is installed.
+        True if a compiler is installed.
 
     Raises:
         InputError: MAXLM_GPU_COMPILER names a directory without a compiler for this jaxlib.
@@ -56,7 +56,7 @@ def add_compiler() -> bool:
         assert settings.jax_platforms == 'cpu', 'the plugin would initialize CUDA'
         # At the end, so that the directory cannot hide a package of the environment.
         sys.path.append(str(folder))
-        # When JAX loads the library for the first time, it prints that there is no GPU.
+        # When JAX loads the library for the first time, it prints that no GPU was found.
         with _without_stderr(), contextlib.suppress(OSError):
             ctypes.CDLL(str(folder / LIBRARY))
         return True
@@ -109,7 +109,7 @@ def _install(folder: Path, version: str, lock: int) -> None:
         done = subprocess.run(
             [sys.executable, '-m', 'pip', 'install', *options, '--target', str(part), *packages],
             stdin=subprocess.DEVNULL,
-            # Standard output of this process may be for a script.
+            # Standard output of this process may be parsed by a script.
             stdout=2,
             stderr=subprocess.PIPE,
             # pip may outlive this process.
@@ -131,7 +131,7 @@ def _install(folder: Path, version: str, lock: int) -> None:
 def _folder() -> Path:
     name = f'{_version()}-{sys.implementation.cache_tag}'
     given = Path(os.path.expanduser(os.environ.get(VARIABLE) or f'{CACHE}/{name}'))
-    # A link stays what it is: the directory behind it is replaced.
+    # Resolve symlinks, so that the target directory is replaced instead of the link.
     return given if given.parts[0] == '~' else given.resolve()
 
 
@@ -140,7 +140,7 @@ def _version() -> str:
 
 
 def _installed(folder: Path) -> str:
-    """Returns the version of jaxlib that the compiler in `folder` is for; '' = it contains none."""
+    """Returns the jaxlib version of the compiler in `folder`; '' if it contains none."""
     try:
         return (folder / MARKER).read_text(encoding='utf-8', errors='replace').strip()
     except OSError:
@@ -151,7 +151,7 @@ def _installed(folder: Path) -> str:
 def _locked(directory: Path) -> Iterator[int]:
     """Creates a directory and yields a descriptor that holds a lock on it."""
     for path in (*reversed(directory.parents), directory):
-        # For the owner alone: code is loaded from here.
+        # Only the owner may write here, because code is loaded from this directory.
         path.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -178,9 +178,9 @@ def _without_stderr() -> Iterator[None]:
 
 
 def _reason(errors: str) -> str:
-    """Returns what pip says about a failure, in one short line."""
+    """Returns pip's error message as one short line."""
     lines = errors.splitlines()
-    # Without a network, pip's last lines only say that it found no such package.
+    # Without a network, pip's last lines only report that no such package was found.
     for words in ('connection broken by ', 'ERROR: ', ''):
         for line in lines:
             if line.strip() and words in line:

@@ -1,8 +1,8 @@
-"""What XLA's compiler asks about a GPU that is not there.
+"""Descriptions of GPUs for XLA's compiler, for machines without these GPUs.
 
-Sources: the device descriptions that OpenXLA publishes (xla/backends/gpu/target_config/specs), in line with NVIDIA's
-tuning guides for Ampere, Hopper and Blackwell (processors, shared memory, L2) and with the datasheets (clock). Memory
-and its bandwidth are those of `maxlm.hardware.chips`.
+Sources: the device descriptions that OpenXLA publishes (xla/backends/gpu/target_config/specs), which agree with
+    NVIDIA's tuning guides for Ampere, Hopper and Blackwell (processors, shared memory, L2) and with the datasheets
+    (clock). Memory and its bandwidth come from `maxlm.hardware.chips`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,34 @@ from collections.abc import Iterator
 
 from maxlm.hardware.chips import Chip
 
-# The cuDNN for which programs are made, as cuDNN numbers itself; what jax[cuda12] 0.10 and later bring is newer.
+# Version of cuDNN that programs are compiled for, in cuDNN's numbering. jax[cuda12] 0.10 and later install newer ones.
 CUDNN_VERSION = 91000
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
-    """The part of a GPU's description that differs between those below."""
+    """Properties of a GPU that differ between the targets below.
 
-    # As the driver names it; a device's `device_kind`.
+    Attributes:
+        name: name reported by the driver, equal to a device's `device_kind`.
+        capability: major and minor compute capability.
+        cores: number of streaming multiprocessors.
+        lanes: float32 lanes of one multiprocessor.
+        clock_ghz: clock rate in GHz.
+        l2_cache: bytes of L2 cache.
+        shared_per_core: bytes of shared memory of one multiprocessor.
+        shared_per_block: bytes of shared memory that one block may request.
+        links: number of NVLinks.
+    """
+
     name: str
-    # Major and minor compute capability.
     capability: tuple[int, int]
-    # Streaming multiprocessors, and float32 lanes in each.
     cores: int
     lanes: int
     clock_ghz: float
-    # Bytes of L2, of shared memory of a multiprocessor, and of what one block may ask for of it.
     l2_cache: int
     shared_per_core: int
     shared_per_block: int
-    # NVLinks.
     links: int
 
 
@@ -45,7 +52,7 @@ def _hopper(name: str) -> GpuTarget:
     return GpuTarget(name, (9, 0), 132, 128, 1.98, 50 * 2**20, 228 * 2**10, 227 * 2**10, 18)
 
 
-# By the name of the chip.
+# Targets by the name of the chip.
 GPU_TARGETS: dict[str, GpuTarget] = {
     'a100-40': _ampere('NVIDIA A100-SXM4-40GB'),
     'a100': _ampere('NVIDIA A100-SXM4-80GB'),
@@ -56,10 +63,10 @@ GPU_TARGETS: dict[str, GpuTarget] = {
 
 
 def describe_gpu(chip: Chip) -> str:
-    """The GpuTargetConfigProto of a chip in GPU_TARGETS, as text."""
+    """Returns the GpuTargetConfigProto of a chip in GPU_TARGETS, as text."""
     gpu = GPU_TARGETS[chip.name]
     major, minor = gpu.capability
-    # Hopper's and Blackwell's matrix units are reached by instructions of this generation alone ("sm_90a").
+    # The matrix units of Hopper and Blackwell need architecture-specific instructions ("sm_90a").
     accelerated = major >= 9
     features = 'ACCELERATED_FEATURES' if accelerated else 'NONE'
     cudnn_major, cudnn_minor = CUDNN_VERSION // 10000, CUDNN_VERSION // 100 % 100
@@ -106,11 +113,11 @@ device_description_str: "{gpu.name}"
 
 @contextlib.contextmanager
 def mock_gpu_topology(gpu: GpuTarget) -> Iterator[None]:
-    """While a program is lowered, JAX's cuDNN attention is told of this GPU and not of the devices that are there.
+    """Makes JAX's cuDNN attention lower for this GPU instead of for the local devices.
 
-    It has no other way in: which layouts a GPU takes is asked of the first local GPU and the cuDNN that is loaded, and
-    without a GPU the answer is an error. The two questions have the same names from JAX 0.10 to 0.12; a JAX without
-    them fails here with an AttributeError.
+    JAX offers no public option for this: it queries the first local GPU and the loaded cuDNN for supported layouts, and
+    raises an error without a GPU. The patched functions have the same names from JAX 0.10 to 0.12. In a JAX without
+    them, this raises AttributeError.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 
@@ -130,5 +137,5 @@ def mock_gpu_topology(gpu: GpuTarget) -> Iterator[None]:
 
 
 def _numbers(capability: str) -> tuple[int, ...]:
-    """9.0 → (9, 0)."""
+    """Parses a compute capability: '9.0' → (9, 0)."""
     return tuple(map(int, capability.split('.')))

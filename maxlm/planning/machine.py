@@ -1,4 +1,4 @@
-"""What a step is planned for: a target with what of it a program may have and reach; the devices here, or others."""
+"""The devices that a step is planned for, and the memory and speed that a program gets of them."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ from maxlm.planning.estimate.cpu import calibrate_cpu
 from maxlm.planning.estimate.roofline import Efficiency
 from maxlm.planning.targets import Target
 
-# Of a GPU's memory what JAX may take: launch/gpu_node.sh sets XLA_PYTHON_CLIENT_MEM_FRACTION to it.
+# Fraction of a GPU's memory that JAX may use: launch/gpu_node.sh sets XLA_PYTHON_CLIENT_MEM_FRACTION to it.
 GPU_SHARE = 0.92
-# Of a TPU's what its compiler leaves to programs: it names 30.75 of a v4's 32 GiB.
+# Fraction of a TPU's memory that its compiler makes available: 30.75 of a v4's 32 GiB.
 TPU_SHARE = 0.96
-# Of a machine's own memory, which others need too.
+# Fraction of host memory that a program may use; other processes need memory too.
 CPU_SHARE = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices, and what a program gets of them."""
+    """Devices, and the resources that a program gets of them.
+
+    Attributes:
+        target: the devices.
+        available: bytes of a device that a program may use.
+        efficiency: measured constants, for a CPU. None: the fitted constants of the chip.
+    """
 
     target: Target
-    # Bytes of a device that a program may have.
     available: int
-    # Other than what is known of the chip: of a CPU, which has been measured.
     efficiency: Efficiency | None = None
 
 
 def machine_of(target: Target, config: Config) -> Machine:
-    """Of a target; a CPU is measured with products of the sizes of a resolved config."""
+    """Returns the machine of a target. A CPU is measured with matrix products of a resolved config's sizes."""
     if target.chip.platform == 'cpu':
         chip, efficiency = calibrate_cpu(config)
-        # The cores of this machine, shared by as many devices as the target has.
+        # The virtual devices of the target share the cores of this machine.
         share = jax.local_device_count() / target.num_devices
         chip = dataclasses.replace(
             chip,
@@ -53,13 +57,13 @@ def machine_of(target: Target, config: Config) -> Machine:
 
 
 def present_machine(config: Config, *, measured: bool = True) -> Machine:
-    """The devices of this run, for a resolved config.
+    """Returns the present devices, for a resolved config.
 
-    Of a kind that is not known, and of a CPU that is not measured, the times are nan.
+    The times are nan for an unknown kind of device, and for a CPU that is not measured.
 
     Args:
-        config: of the run.
-        measured: measures a CPU, unless its peak is configured. This allocates arrays of the config's sizes.
+        config: config of the run.
+        measured: measure a CPU, unless its peak is configured. This allocates arrays of the config's sizes.
     """
     device, num_devices = jax.local_devices()[0], jax.device_count()
     islands = len({island_of(device) for device in jax.devices()})
@@ -84,5 +88,5 @@ def _unknown(device: Any) -> Chip:
 
 
 def usable_memory(chip: Chip) -> int:
-    """Bytes of a device that a program may have."""
+    """Returns the bytes of a device that a program may use."""
     return int(chip.memory * {'gpu': GPU_SHARE, 'tpu': TPU_SHARE, 'cpu': CPU_SHARE}[chip.platform])

@@ -1,4 +1,4 @@
-"""Pictures of sweeps and budgets: PNG files, and one page of HTML that needs nothing beside itself."""
+"""Plots of sweeps and budgets: PNG files, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Wong 2011, "Points of view: Color blindness": told apart by everyone, and in grey by their lightness.
+# Wong 2011, "Points of view: Color blindness": distinguishable by everyone, and in gray by lightness.
 BLUE, ORANGE, GREY = '#0072B2', '#D55E00', '#767676'
-# kind → color, marker, its size, width of the line, meaning. The weak curve is broad and below: where both are the
-# same, the strong one is seen within it.
+# kind → color, marker, marker size, line width, label. The weak curve is wide and drawn first, so that the strong curve
+# stays visible where both coincide.
 CURVES = {
     'weak': (ORANGE, 's', 8.0, 3.2, 'batch grows with devices'),
     'strong': (BLUE, 'o', 5.0, 1.6, 'the same batch'),
@@ -45,9 +45,9 @@ STYLE: dict[str, Any] = {
     'xtick.color': '#333333',
     'ytick.color': '#333333',
     'legend.frameon': False,
-    # Text of an SVG stays text.
+    # Keep the text of an SVG as text.
     'svg.fonttype': 'none',
-    # The same input gives the same file.
+    # Make the output deterministic.
     'svg.hashsalt': 'maxlm',
 }
 PAGE = """<!doctype html>
@@ -74,7 +74,7 @@ p.note {{ color: #555; }}
 
 
 def scaling_figure(rows: Sequence[ScalingRow], title: str) -> Figure:
-    """Tokens/s and share of the peak over numbers of devices, for strong and weak scaling."""
+    """Plots tokens/s and MFU over numbers of devices, for strong and weak scaling."""
     figure, (speed, share) = _figure(title, 'tokens/s', 'share of the peak (MFU)')
     shown = [row for row in rows if row.kind in CURVES and not row.refusal]
     for kind, (color, marker, size, width, words) in CURVES.items():
@@ -97,7 +97,7 @@ def scaling_figure(rows: Sequence[ScalingRow], title: str) -> Figure:
         axes.set_xscale('log', base=2)
         axes.set_xlabel('devices')
         counts = sorted({row.num_devices for row in shown})
-        # Every count where there is room, otherwise every second or third from the last.
+        # Label every count if they fit on the axis, otherwise every second or third, starting from the last.
         counts = counts[::-1][:: len(counts) // 11 + 1]
         axes.set_xticks(counts, [f'{count:,}'.replace(',', ' ') for count in counts])
         axes.minorticks_off()
@@ -107,7 +107,7 @@ def scaling_figure(rows: Sequence[ScalingRow], title: str) -> Figure:
 
 
 def budget_figure(plan: BudgetPlan, title: str) -> Figure:
-    """Loss and tokens over the size of the model, for one budget."""
+    """Plots loss and tokens over the size of the model, for one budget."""
     figure, (loss, tokens) = _figure(title, 'loss the law expects, nats per token', 'tokens the budget buys')
     rows = sorted(plan.rows, key=lambda row: row.parameters)
     sizes, fits = [row.parameters for row in rows], [row.fits for row in rows]
@@ -115,7 +115,7 @@ def budget_figure(plan: BudgetPlan, title: str) -> Figure:
         axes.plot(sizes, values, color=BLUE, linewidth=2, label='each size on this budget')
         _points(axes, sizes, values, fits, BLUE, 'o')
     best = plan.optimum
-    # Words stand where no curve is: above the lowest point, right of the crossing.
+    # Place labels away from the curves: above the lowest point, and right of the crossing.
     for axes, value, words, offset, align in (
         (loss, best.loss, f'{format_si(best.parameters)}: {best.loss:.3f}', (0, 18), 'center'),
         (tokens, best.tokens, f'{format_si(best.parameters)} on {format_si(best.tokens)}', (16, -4), 'left'),
@@ -139,9 +139,9 @@ def budget_figure(plan: BudgetPlan, title: str) -> Figure:
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """Raises InputError where the file cannot be written."""
+    """Writes a figure as PNG. Raises InputError if the file cannot be written."""
     data = io.BytesIO()
-    # Neither date nor version: the same figures give the same file.
+    # Omit date and version, so that the same figure gives the same file.
     figure.savefig(data, format='png', dpi=150, metadata={'Software': None})
     _write(path, data.getvalue())
 
@@ -154,7 +154,7 @@ def write_html(
     plan: BudgetPlan | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """A page of the pictures, their tables and notes. Raises InputError where the file cannot be written."""
+    """Writes a page with the plots, their tables and notes. Raises InputError if the file cannot be written."""
     parts = [f'<p class="note">{html.escape(note)}</p>' for note in notes]
     curves, sizes = [row for row in rows if row.kind in CURVES], [row for row in rows if row.kind not in CURVES]
     if curves:
@@ -173,7 +173,7 @@ def write_html(
 
 
 def _figure(title: str, *panels: str) -> tuple[Figure, list[Axes]]:
-    # Without pyplot: no window, no state that lives on.
+    # Avoid pyplot, which opens windows and keeps global state.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -194,7 +194,7 @@ def _figure(title: str, *panels: str) -> tuple[Figure, list[Axes]]:
 def _points(
     axes: Axes, x: Sequence[float], y: Sequence[float], fits: Sequence[bool], color: str, marker: str, size: float = 6.0
 ) -> None:
-    """Filled where the run fits into memory, hollow where not."""
+    """Plots points, filled if the run fits into memory and hollow if it does not."""
     for filled in (True, False):
         chosen = [pair for pair, fit in zip(zip(x, y, strict=True), fits, strict=True) if fit is filled]
         if chosen:
@@ -203,7 +203,7 @@ def _points(
 
 
 def _ticks(axis: Any, words: Callable[[float], str]) -> None:
-    """On a logarithmic axis: 1, 2 and 5 of each decade where it is short, only 1 where it is long."""
+    """Formats a logarithmic axis: ticks at 1, 2 and 5 of each decade if it is short, only at 1 if it is long."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -233,7 +233,7 @@ def _svg(figure: Figure, name: str) -> str:
     text = io.StringIO()
     with rc_context(STYLE):
         figure.savefig(text, format='svg', metadata={'Date': None, 'Creator': None})
-    # Without the XML declaration, which has no place within a page; names are not those of other pictures.
+    # An XML declaration is invalid inside an HTML page. IDs get a prefix, because they must be unique on the page.
     picture = text.getvalue()[text.getvalue().index('<svg') :]
     return re.sub(r'(\bid="|url\(#|href="#)', rf'\g<1>{name}-', picture)
 

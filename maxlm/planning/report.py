@@ -1,4 +1,4 @@
-"""What a forecast says to a person, and to a script."""
+"""Formats a forecast as text and as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ('parameters', 'moments', 'average', 'gradients', 'activations', 'tempor
 
 
 def cost_of(forecast: Forecast, terms: PricingTerms) -> Cost:
-    """The whole run's, for the price that the config has if `terms` has none."""
+    """Returns the cost of a complete run. If `terms` has no price, the config's price is used."""
     target = forecast.target
     config = forecast.config
     train = config.train
@@ -44,7 +44,7 @@ def cost_of(forecast: Forecast, terms: PricingTerms) -> Cost:
 
 
 def budget_text(forecast: Forecast, terms: PricingTerms, *, dollars: float | None, hours: float | None) -> str:
-    """Tokens, and how to ask for them."""
+    """Returns the number of tokens that a budget buys, and the option that sets it."""
     config = forecast.config
     tokens = _tokens_for(forecast, terms, dollars=dollars, hours=hours)
     per_step = config.train.global_batch_size * config.data.seq_len
@@ -69,12 +69,12 @@ def _tokens_for(forecast: Forecast, terms: PricingTerms, *, dollars: float | Non
 
 
 def _checkpoint_bytes(config: Config) -> int:
-    """Of parameters and optimizer state, over all devices."""
+    """Returns the bytes of parameters and optimizer state, over all devices."""
     return sum(planned_state_bytes(dataclasses.replace(config, mesh=MeshConfig(fsdp=1))))
 
 
 def _mfu(forecast: Forecast) -> tuple[float, float]:
-    """Share of the peak: counted causally, and with full attention; 0 where no peak is known."""
+    """Returns the MFU with causal and with full attention counted; 0 if no peak is known."""
     config, target = forecast.config, forecast.target
     if not target.chip.tflops:
         return 0.0, 0.0
@@ -88,7 +88,7 @@ def _mfu(forecast: Forecast) -> tuple[float, float]:
 
 
 def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -> dict[str, Any]:
-    """The figures, in bytes, seconds and dollars."""
+    """Returns a JSON-serializable dictionary, in bytes, seconds and dollars."""
     causal, full = _mfu(forecast)
     memory = forecast.memory
     return {
@@ -126,14 +126,14 @@ def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -
 
 
 def as_text(forecast: Forecast, cost: Cost) -> str:
-    """A paragraph per question: does it fit, what does it do, how fast is it, what does it cost."""
+    """Returns paragraphs on the run, its memory, work, time and cost."""
     lines = [*_run(forecast), *_memory(forecast), *_work(forecast), *_time(forecast), *_cost(cost)]
     width = max(len(label) for label, _ in lines)
     return '\n'.join(f'{label:<{width}}  {text}' for label, text in lines)
 
 
 def startup_text(forecast: Forecast) -> list[str]:
-    """Memory, speed and cost, as the start of a run tells them."""
+    """Returns the lines on memory, speed and cost that a run logs when it starts."""
     lines = _memory(forecast)
     if math.isfinite(forecast.time.total):
         lines += [*_time(forecast), *_cost(cost_of(forecast, DEFAULT_TERMS))]
@@ -141,7 +141,7 @@ def startup_text(forecast: Forecast) -> list[str]:
 
 
 def suggestions_text(changes: Sequence[Override]) -> str:
-    """What to add to the command."""
+    """Returns the options to add to the command."""
     return ' '.join(change.override for change in changes)
 
 

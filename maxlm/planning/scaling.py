@@ -1,4 +1,4 @@
-"""How a run gets faster with more devices, and slower with larger models of its family."""
+"""Predicts how throughput changes with the number of devices, and with the size of the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from maxlm.planning.estimate.parameters import count_parameters
 
 
 class Prediction(NamedTuple):
-    """What is expected of one step of a resolved config on so many devices."""
+    """Predicted time and memory of one step of a resolved config.
+
+    Attributes:
+        step_seconds: seconds of the step.
+        memory_bytes: bytes used on the device with the highest use.
+        fits: whether the step fits into memory.
+    """
 
     step_seconds: float
-    # Of the fullest device.
     memory_bytes: float
     fits: bool
 
@@ -30,34 +35,45 @@ Predict = Callable[[Config, Chip, int], Prediction]
 
 
 class ScalingRow(NamedTuple):
-    """One point of a curve."""
+    """One point of a curve.
 
-    # strong: the same batch on more devices. weak: the batch grows with them. size: another model.
+    Attributes:
+        kind: `strong` (same batch on more devices), `weak` (batch grows with the devices) or `size` (another model).
+        num_devices: number of devices.
+        parameters: number of parameters.
+        global_batch: sequences in an optimizer step.
+        tokens_per_step: tokens in an optimizer step.
+        mesh: axes of the mesh that are larger than 1.
+        step_seconds: seconds of a step.
+        tokens_per_second: throughput of all devices.
+        mfu: fraction of the chip's dense bfloat16 peak, counting causal attention.
+        efficiency: `mfu` divided by that of the first usable point of the curve.
+        memory_bytes: bytes used on a device.
+        fits: whether the step fits into memory.
+        hours: hours for the configured number of tokens.
+        dollars: price of these hours. None: no price is known.
+        refusal: reason why there are no figures; then all of them are 0.
+    """
+
     kind: str
     num_devices: int
     parameters: int
-    # Sequences and tokens in an optimizer step.
     global_batch: int
     tokens_per_step: int
-    # The layout: axes of the mesh above 1.
     mesh: str
     step_seconds: float
     tokens_per_second: float
-    # Of the chip's dense bfloat16 peak, counting causal attention.
     mfu: float
-    # The same against the first point of the curve that fits.
     efficiency: float
     memory_bytes: float
     fits: bool
-    # For as many tokens as configured; dollars None = no price is known.
     hours: float
     dollars: float | None
-    # Why there are no figures; then all of them are 0.
     refusal: str = ''
 
     @property
     def usable(self) -> bool:
-        """Whether such a run could be started."""
+        """Returns True if the run could be started."""
         return self.fits and not self.refusal
 
 
@@ -68,9 +84,10 @@ class Shape(NamedTuple):
     dim: int
 
 
-# Of published series, each width a multiple of 128: Brown et al. 2020, "Language Models are Few-Shot Learners", table
-# 2.1 (0.1B to 2.7B, 13B); Touvron et al. 2023, "LLaMA", table 2 (7B, 33B, 65B), whose widths are 102 to 128 times the
-# depth. Sizes are those of such models; the exact number follows from the config's other keys.
+# Shapes of published series, with widths that are multiples of 128: Brown et al. 2020, "Language Models are Few-Shot
+# Learners", table 2.1 (0.1B to 2.7B, 13B); Touvron et al. 2023, "LLaMA", table 2 (7B, 33B, 65B), whose widths are 102
+# to 128 times the depth. The names are nominal sizes; the exact number of parameters depends on the config's other
+# keys.
 SHAPES: dict[str, Shape] = {
     '0.1B': Shape(12, 768),
     '0.4B': Shape(24, 1024),
@@ -85,15 +102,24 @@ SHAPES: dict[str, Shape] = {
 
 
 class SizePoint(NamedTuple):
-    """A size of the family and how it runs."""
+    """A size of the model family and its predicted performance.
 
-    # Resolved, unless the row is a refusal.
+    Attributes:
+        config: resolved config, unless the row is a refusal.
+        row: predicted performance.
+    """
+
     config: Config
     row: ScalingRow
 
 
 class Data(NamedTuple):
-    """What a config leaves open until there is data: token ids, and training windows in one epoch."""
+    """Values that a config takes from the data.
+
+    Attributes:
+        vocab_size: number of token ids.
+        windows: training sequences in one epoch.
+    """
 
     vocab_size: int
     windows: int
@@ -102,18 +128,19 @@ class Data(NamedTuple):
 def sweep(
     config: Config, chip: Chip, counts: Sequence[int], predict: Predict, data: Data, *, price: float | None = None
 ) -> list[ScalingRow]:
-    """Strong and weak scaling over numbers of devices; all runs see as many tokens as the config says.
+    """Predicts strong and weak scaling over numbers of devices; all runs train on the configured number of tokens.
 
     Args:
-        config: as `build` returned it.
-        chip: the kind of device.
-        counts: numbers of devices; for weak scaling the smallest has the configured batch, others in proportion.
-        predict: seconds and memory of a step of a resolved config.
-        data: for what the config leaves open.
-        price: dollars per device-hour; None = the table's.
+        config: config as returned by `build`.
+        chip: kind of device.
+        counts: numbers of devices. In weak scaling the smallest has the configured batch, and larger ones have
+            proportionally more.
+        predict: function that returns the time and memory of a resolved config's step.
+        data: values that the config takes from the data.
+        price: dollars per device-hour. None: the price of the built-in table.
 
     Raises:
-        InputError: a number of devices is not at least 1.
+        InputError: a number of devices is less than 1.
     """
     counts = sorted(set(counts))
     if not counts or counts[0] < 1:
@@ -138,7 +165,7 @@ def sweep_sizes(
     shapes: Sequence[Shape] = tuple(SHAPES.values()),
     price: float | None = None,
 ) -> list[SizePoint]:
-    """The config's family in other depths and widths on the same devices; arguments as in `sweep`."""
+    """Predicts other depths and widths of the config's family on the same devices; arguments as in `sweep`."""
     resized = [dataclasses.replace(config, model=resize(config.model, shape)) for shape in shapes]
     points = [_point('size', other, num_devices, chip, predict, data, price) for other in resized]
     rows = _with_efficiency([point.row for point in points])
@@ -146,9 +173,9 @@ def sweep_sizes(
 
 
 def resize(model: ModelConfig, shape: Shape) -> ModelConfig:
-    """A model of the same family with another depth and width.
+    """Returns a model of the same family with another depth and width.
 
-    The width of a head stays, and so do the proportions of key/value heads and of the feed-forward's inner width, which
+    The head dimension stays the same, and so do the ratio of key/value heads and that of the feed-forward width, which
     is rounded to a multiple of 128.
     """
     head_dim = model.head_dim or model.dim // model.num_heads
@@ -172,14 +199,14 @@ def resize(model: ModelConfig, shape: Shape) -> ModelConfig:
 
 
 def spread(config: Config, chip: Chip, num_devices: int, data: Data) -> Config:
-    """The config resolved for so many devices.
+    """Resolves the config for `num_devices` devices.
 
-    The axis of the mesh that is -1, or else the largest of those that split the batch, takes what the others leave.
-    Where the batch is too small for that, blocks are split over 2, 4 or 8 times as many devices of a node. The
-    micro-batch becomes the largest that divides a device's sequences and is no larger than configured.
+    The mesh axis that is -1, or else the largest of the axes that split the batch, is set to the remaining devices. If
+    the batch is too small for that, tensor parallelism grows by 2, 4 or 8 within a node. The micro-batch becomes the
+    largest divisor of a device's sequences that is at most the configured size.
 
     Raises:
-        InputError: no such layout divides batch and model; it is about the first of them.
+        InputError: no such layout divides batch and model. The error describes the first layout.
     """
     mesh = config.mesh
     axis = next((axis for axis, size in mesh.sizes.items() if size == -1), None)
@@ -199,12 +226,12 @@ def spread(config: Config, chip: Chip, num_devices: int, data: Data) -> Config:
 
 
 def global_batch(config: Config) -> int:
-    """Sequences in one optimizer step of a config that need not be resolved."""
+    """Returns the sequences in one optimizer step of a config that need not be resolved."""
     return config.train.global_batch_size or config.train.global_batch_size_tokens // config.data.seq_len
 
 
 def _at_batch(config: Config, batch: int, data: Data) -> Config:
-    """The same number of tokens in steps of another batch."""
+    """Returns the config with another batch size and the same number of tokens."""
     train, window = config.train, config.data.seq_len
     tokens = train.num_tokens
     if train.num_steps:

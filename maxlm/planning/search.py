@@ -1,7 +1,7 @@
-"""The fastest way to run a config on a target that its memory allows: micro-batch, rematerialisation, mesh.
+"""Searches for the fastest layout of a config that fits into a target's memory: micro-batch, rematerialization, mesh.
 
-None of these changes what a run computes. What does a little, or costs much time, comes only where nothing else fits:
-moments in bfloat16, state in host memory.
+These settings do not change the results of a run. Settings that change them slightly or cost much time (moments in
+bfloat16, state in host memory) are tried only if nothing else fits.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from maxlm.planning.forecast import Forecast, estimate
 from maxlm.planning.machine import Machine
 from maxlm.planning.targets import Target
 
-# A config whose machine is known → the same, resolved.
+# Resolves a config for a known machine.
 Resolve = Callable[[Config], Config]
-# The same for a forecast by the compiler.
+# Compiles a resolved config and returns the forecast.
 Compile = Callable[[Config], Forecast]
 
-# From the one that keeps most.
+# From the policy that saves most activations to the one that saves fewest.
 REMATS = ('none', 'dots_no_batch', 'full')
 LARGEST_MICRO_BATCH = 64
-# Sequences from which on their split over devices is worth a thought.
+# Minimum sequence length for which context parallelism is tried.
 LONG = 8192
-# Programs that are compiled until one fits: estimates are off by some percent.
+# Maximum number of programs to compile until one fits, since estimates are off by a few percent.
 MAX_COMPILED = 5
 
 
 class Override(NamedTuple):
-    """One key's other value."""
+    """A new value for one config key."""
 
     key: str
     value: Any
@@ -43,19 +43,19 @@ class Override(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A way to run a config."""
+    """A set of overrides and the resulting forecast."""
 
     changes: tuple[Override, ...]
     forecast: Forecast
 
 
 def search_layouts(config: Config, machine: Machine, resolve: Resolve) -> list[Candidate]:
-    """The ways whose estimate fits, the fastest first; ways that leave the run as it is come before those that do not.
+    """Returns the layouts whose estimate fits, the fastest first. Last resorts are tried only if no other layout fits.
 
     Args:
-        config: not resolved; its own mesh, batch and policy are among the ways.
-        machine: where it is to run.
-        resolve: of a config for its target.
+        config: unresolved config; its own mesh, batch and policy are among the candidates.
+        machine: target machine.
+        resolve: function that resolves a config for the target.
     """
     meshes = list(candidate_meshes(config, machine.target))
     for last_resort in _last_resorts(config):
@@ -67,7 +67,7 @@ def search_layouts(config: Config, machine: Machine, resolve: Resolve) -> list[C
         found = [candidate for way in ways if (candidate := _try(config, machine, resolve, way))]
         fitting = [candidate for candidate in found if candidate.forecast.fits]
         if fitting:
-            # Of ways that are equally fast, the one that changes least, and then the one that needs least.
+            # Ties are broken by the number of changes, then by memory.
             return sorted(
                 fitting,
                 key=lambda c: (round(c.forecast.time.total, 6), len(c.changes), c.forecast.needed),
@@ -76,9 +76,9 @@ def search_layouts(config: Config, machine: Machine, resolve: Resolve) -> list[C
 
 
 def verify_by_compiling(candidates: list[Candidate], compiled: Compile) -> Candidate | None:
-    """The first candidate that fits as compiled, too; None where none of those that are compiled does.
+    """Returns the first candidate that also fits as compiled, or None if no compiled candidate fits.
 
-    Candidates that need as much as one that was too large for the compiler are passed over.
+    Candidates that need as much memory as one that was too large when compiled are skipped.
     """
     too_large = float('inf')
     attempts = 0
@@ -91,13 +91,13 @@ def verify_by_compiling(candidates: list[Candidate], compiled: Compile) -> Candi
         attempts += 1
         if attempts == MAX_COMPILED:
             break
-        # What was estimated wrongly here is likely to be so next to it.
+        # An estimate that was too low here is likely too low for similar candidates.
         too_large = candidate.forecast.needed * forecast.available / forecast.needed
     return None
 
 
 def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compiled: Compile) -> Config:
-    """`train.per_device_batch_size=auto` decided: the largest that fits, for a config that is not resolved.
+    """Replaces `train.per_device_batch_size=auto` in an unresolved config by the largest size that fits.
 
     Raises:
         InputError: not even one sequence at a time fits.
@@ -109,7 +109,7 @@ def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compi
         if candidate is not None:
             tried.append(candidate)
     if not tried:
-        # The refusal of the config itself tells what is wrong with it.
+        # Raises the InputError that describes the problem of the config.
         resolve(_with(config, (Override('train.per_device_batch_size', 1),)))
     tried.sort(key=lambda candidate: -candidate.forecast.config.train.per_device_batch_size)
     fitting = [candidate for candidate in tried if candidate.forecast.fits] or tried[-1:]
@@ -125,10 +125,10 @@ def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compi
 
 
 def candidate_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
-    """The configured mesh, and those that people use on such a target.
+    """Yields the configured mesh and the usual meshes of such a target.
 
-    Tensor parallelism stays within a node; replicas and stages of a pipeline take the slow links; sequences are split
-    only where they are long.
+    Tensor parallelism stays within a node; replicas and pipeline stages use the slow links; sequences are split only if
+    they are long.
     """
     yield config.mesh
     num_devices, islands = target.num_devices, target.num_islands
@@ -154,7 +154,7 @@ def candidate_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
 
 
 def _last_resorts(config: Config) -> Iterator[tuple[Override, ...]]:
-    """What to add, from nothing to what costs most."""
+    """Yields sets of last-resort overrides, from none to the most expensive."""
     yield ()
     if config.optimizer.name == 'adamw' and config.optimizer.moment_dtype == 'float32':
         yield (Override('optimizer.moment_dtype', 'bfloat16'),)
@@ -175,7 +175,7 @@ def _policies(config: Config, *, offload: bool) -> Iterator[tuple[Override, ...]
 
 
 def _micro_batches(config: Config) -> list[int]:
-    """Sizes that can divide a device's share of the batch, which depends on the mesh."""
+    """Returns the sizes that can divide a device's share of the batch, which depends on the mesh."""
     batch = config.train.global_batch_size or config.train.global_batch_size_tokens // config.data.seq_len
     return [size for size in range(min(batch, LARGEST_MICRO_BATCH), 0, -1) if batch % size == 0]
 
@@ -193,7 +193,7 @@ def _try(config: Config, machine: Machine, resolve: Resolve, changes: tuple[Over
     try:
         resolved = resolve(_with(config, changes))
     except InputError:
-        # Numbers that do not go together.
+        # The sizes do not divide each other.
         return None
     return Candidate(changes, estimate(resolved, machine))
 

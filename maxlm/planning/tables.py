@@ -1,4 +1,4 @@
-"""The figures of sweeps and budgets as people and programs read them: text in columns, JSON."""
+"""Formats sweeps and budgets as text tables and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maxlm.planning.scaling import ScalingRow
 
 
 def table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first left and the others right."""
+    """Formats a table of text, with the first column left-aligned and the rest right-aligned."""
     widths = [max(len(line[column]) for line in [header, *cells]) for column in range(len(header))]
     lines = []
     for line in [header, *cells]:
@@ -29,7 +29,7 @@ SCALING_HEADER = (
 
 
 def scaling_cells(row: ScalingRow) -> list[str]:
-    """A row as it is shown."""
+    """Returns the formatted cells of a row."""
     start = [row.kind, f'{row.num_devices}', format_si(row.parameters), f'{row.global_batch}']
     if row.refusal:
         return [*start, *'-' * 8]
@@ -48,7 +48,7 @@ def scaling_cells(row: ScalingRow) -> list[str]:
 
 
 def scaling_table(rows: Sequence[ScalingRow]) -> str:
-    """The rows as text, with the reasons of those that have no figures below."""
+    """Formats the rows as text, followed by the reasons of refused rows."""
     lines = [table(SCALING_HEADER, [scaling_cells(row) for row in rows])]
     lines += [f'{row.kind} on {row.num_devices}: {row.refusal}' for row in rows if row.refusal]
     return '\n'.join(lines)
@@ -58,14 +58,14 @@ BUDGET_HEADER = ('parameters', 'tokens', 'per parameter', 'MFU', 'loss', '')
 
 
 def budget_cells(row: BudgetRow, plan: BudgetPlan) -> list[str]:
-    """A row as it is shown."""
+    """Returns the formatted cells of a row."""
     note = 'best' if row is plan.best else '' if row.fits else 'does not fit'
     ratio = f'{row.tokens / row.parameters:,.1f}'
     return [format_si(row.parameters), format_si(row.tokens), ratio, f'{row.mfu:.0%}', f'{row.loss:.3f}', note]
 
 
 def budget_table(plan: BudgetPlan) -> str:
-    """The rows as text, and what follows from them."""
+    """Formats the plan as text: its rows, the optimum and the law."""
     optimum, by_law = plan.optimum, plan.by_law
     return '\n'.join(
         [
@@ -79,7 +79,7 @@ def budget_table(plan: BudgetPlan) -> str:
 
 
 def as_json(rows: Sequence[ScalingRow] | BudgetPlan) -> Any:
-    """What `json.dumps` takes."""
+    """Returns a JSON-serializable object."""
     if isinstance(rows, BudgetPlan):
         return {
             'rows': [row._asdict() for row in rows.rows],

@@ -1,4 +1,4 @@
-"""Hardware that one compiles for without having it: its name on the command line, and its devices as JAX shows them."""
+"""Parses target names such as `h100:8`, and creates their devices for ahead-of-time compilation."""
 
 from __future__ import annotations
 
@@ -26,51 +26,56 @@ from maxlm.parallel.layout import Layout, make_layout, split_across_islands
 from maxlm.planning.gpu_compiler import OPTION, add_compiler
 from maxlm.planning.gpu_targets import GPU_TARGETS, describe_gpu, mock_gpu_topology
 
-# More than any cluster or pod of today; a mistyped number must not fill the memory.
+# Larger than any cluster or pod today. Limits the memory that a mistyped number can use.
 MAX_DEVICES = 2**16
 
 
 class CompilerMissingError(Exception):
-    """Nothing that is installed compiles for a target, so there can only be an estimate; one line that says why."""
+    """No installed compiler supports the target, so only an estimate is possible. The message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Devices of one kind, in islands: groups with fast links within, which are nodes of GPUs or slices of TPUs."""
+    """Devices of one kind, in islands with fast links within: nodes of GPUs or slices of TPUs.
 
-    # As given.
+    Attributes:
+        spec: the name as given.
+        chip: kind of device. For a CPU only the memory is set; its speed must be measured.
+        num_devices: number of devices.
+        num_islands: number of islands.
+        shape: torus of a TPU slice; otherwise (devices of a node, nodes).
+    """
+
     spec: str
-    # Of a CPU only its memory; what it reaches must be measured.
     chip: Chip
     num_devices: int
     num_islands: int
-    # A TPU slice's torus; otherwise (devices of a node, nodes).
     shape: tuple[int, ...]
 
 
 def _cubes(*pod: int) -> tuple[tuple[int, ...], ...]:
-    """Slices of three dimensions within a pod: parts of a cube of 4×4×4 chips, or whole such cubes."""
+    """Returns the 3D slices of a pod: parts of a cube of 4×4×4 chips, or multiples of such cubes."""
     sides = (range(4, side + 1, 4) for side in pod)
     whole = (shape for shape in itertools.product(*sides) if sorted(shape) == list(shape))
     return ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *whole)
 
 
 _RECTANGLES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-# The slices that exist, by chip (Google Cloud's pages on each TPU). libtpu would also make others, e.g. v5e:32x32, and
-# ends the process on some that are none, so it is asked only for these. It has no megacore for TPU7x, and v2 and v3 are
-# too small for what is trained today.
+# The slices that exist, by chip (Google Cloud's pages on each TPU). libtpu also accepts other shapes, e.g. v5e:32x32,
+# and aborts the process on some invalid ones, so only these are passed to it. It has no megacore for TPU7x, and v2 and
+# v3 are too small for current models.
 SLICES: dict[str, tuple[tuple[int, ...], ...]] = {
     'v4': _cubes(16, 16, 16),
     'v5e': _RECTANGLES,
     'v5p': _cubes(16, 20, 28),
     'v6e': _RECTANGLES,
 }
-# Two cores of these are one device to JAX on the real machine, and two to libtpu unless it is told so.
+# On these chips two cores form one JAX device, but libtpu reports two devices unless it is configured.
 _MEGACORE = ('v4', 'v5p')
-# What Google Cloud counts in its names of slices, as v4-32: cores of these, chips of the others.
+# In Google Cloud's names of slices, e.g. v4-32, the number counts cores for these chips and chips for all others.
 _COUNTED_IN_CORES = ('v4', 'v5p')
 
-# Of chips with one name the first counts.
+# If several chips have the same name, the first is used.
 _NAMES: dict[str, Chip] = {}
 for _chip in CHIPS:
     if _chip.platform == 'gpu' or _chip.name in SLICES:
@@ -79,13 +84,13 @@ _ALIASES = {'a100-80': 'a100', 'h100-sxm': 'h100'}
 
 
 def parse_target(spec: str) -> Target:
-    """The target that a text names.
+    """Parses the name of a target.
 
     `h100:8` is GPUs of one node, `h100:8x4` four such nodes; `v4:2x2x4` is a slice of TPUs, `v5e:16x16*2` two slices;
     `cpu` is all virtual CPU devices of this process, `cpu:8` eight. Case does not matter.
 
     Raises:
-        InputError: there is no such chip, or not in this number or shape; near ones that there are, are named.
+        InputError: the chip, the number of devices or the shape does not exist. The message suggests similar ones.
     """
     name, colon, rest = spec.strip().lower().partition(':')
     name = _ALIASES.get(name, name)
@@ -152,7 +157,7 @@ def _parse_tpu(spec: str, chip: Chip, rest: str) -> Target:
 
 
 def _closest_slices(name: str, chips: int, number: int = 3) -> list[str]:
-    """Slices with about so many chips, the most compact first among those of one size."""
+    """Returns the slices with about `chips` chips, the most compact first among slices of equal size."""
     by_distance = sorted(
         SLICES[name], key=lambda shape: (abs(math.log(math.prod(shape) / max(chips, 1))), max(shape), shape)
     )
@@ -160,7 +165,7 @@ def _closest_slices(name: str, chips: int, number: int = 3) -> list[str]:
 
 
 def _closest_chip(name: str, rest: str) -> str:
-    """What may have been meant by the name of a chip that there is not."""
+    """Returns a suggestion for an unknown chip name."""
     slice_name = re.fullmatch(r'(v4|v5p|v5litepod|v5e|v6e)-(\d{1,6})', name, re.ASCII)
     if slice_name:
         tpu, count = slice_name[1].replace('v5litepod', 'v5e'), int(slice_name[2])
@@ -182,15 +187,15 @@ def _closest_chip(name: str, rest: str) -> str:
 
 
 def target_devices(target: Target) -> list[Any]:
-    """Devices as those of the target, for `maxlm.parallel.layout.make_layout`; none of them need be there.
+    """Returns devices of the target for `maxlm.parallel.layout.make_layout`; they need not be present.
 
-    JAX itself should be on the CPU (`jax_platforms`), as it asks other platforms for devices when it starts. GPUs of
-    several nodes come node after node and show their node as `process_index` alone, not as `slice_index` like real
-    ones, so `make_layout` takes them for one island: use `target_layout`.
+    JAX itself should be restricted to the CPU (`jax_platforms`), because it initializes all other platforms when it
+    starts. GPUs of several nodes are ordered by node. Unlike real ones, they have their node only in `process_index`
+    and not in `slice_index`, so `make_layout` treats them as one island: use `target_layout`.
 
     Raises:
-        CompilerMissingError: what compiles for the target is not installed.
-        InputError: it is, but refuses the target; or there are fewer CPU devices.
+        CompilerMissingError: no compiler for the target is installed.
+        InputError: the compiler rejects the target, or there are too few CPU devices.
     """
     if target.chip.platform == 'cpu':
         devices = jax.devices('cpu')
@@ -209,14 +214,14 @@ def target_devices(target: Target) -> list[Any]:
 
 
 def check_compiler(target: Target) -> None:
-    """Checks, without starting it, that what compiles for the target is installed, and makes it importable.
+    """Checks that a compiler for the target is installed, without starting it, and makes it importable.
 
     Raises:
-        CompilerMissingError: what compiles for the target is not installed, or does not know the chip.
+        CompilerMissingError: no compiler for the target is installed, or it does not support the chip.
         InputError: as `add_compiler`.
     """
     name, platform = target.chip.name, target.chip.platform
-    # The variable is how a TPU machine names a libtpu that came without pip.
+    # A TPU machine sets this variable if libtpu was not installed by pip.
     if platform == 'tpu' and not os.environ.get('TPU_LIBRARY_PATH') and not _is_installed('libtpu'):
         raise CompilerMissingError(f"no compiler for {name} is installed (libtpu): pip install 'maxlm[tpu]'")
     if platform == 'gpu':
@@ -245,12 +250,12 @@ def _topology_devices(target: Target) -> tuple[Any, ...]:
                 topology=f'1x{nodes}x{per_node}',
             ).devices
         )
-    # There is no metadata server to ask, and other processes of this machine may hold libtpu.
+    # There is no metadata server to query, and other processes of this machine may use libtpu.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', 'true')
     options: dict[str, Any] = {'chip_config_name': 'megacore'} if target.chip.name in _MEGACORE else {}
     if target.num_devices == 1:
-        # libtpu before 0.0.50 takes any slice for one of whole hosts of four chips.
+        # libtpu before 0.0.50 assumes hosts of four chips for every slice.
         options['chips_per_host_bounds'] = (1, 1, 1)
     if target.num_islands > 1:
         options['num_slices'] = target.num_islands
@@ -259,7 +264,7 @@ def _topology_devices(target: Target) -> tuple[Any, ...]:
 
 
 def target_layout(target: Target, mesh: MeshConfig) -> Layout:
-    """The layout of resolved sizes on the target's devices, as `make_layout` makes it on the real machine.
+    """Returns the layout of a resolved mesh on the target's devices, as `make_layout` does on the real machine.
 
     Raises:
         CompilerMissingError, InputError: as `target_devices` and `check_islands`.
@@ -268,14 +273,14 @@ def target_layout(target: Target, mesh: MeshConfig) -> Layout:
     layout = make_layout(mesh, target_devices(target))
     if target.chip.platform != 'gpu' or target.num_islands == 1:
         return layout
-    # `make_layout` took the nodes for one island and put the GPUs in the order of their numbers.
+    # `make_layout` treated the nodes as one island and ordered the GPUs by their ids.
     grid = layout.mesh.devices.flatten()[_positions_over_nodes(target, mesh)].reshape(layout.mesh.devices.shape)
     over_nodes = Mesh(grid, layout.mesh.axis_names, axis_types=layout.mesh.axis_types)
     return dataclasses.replace(layout, mesh=over_nodes)
 
 
 def check_islands(target: Target, mesh: MeshConfig) -> None:
-    """Refuses axes that the real machine would refuse to lay over links between nodes or slices.
+    """Rejects meshes whose axes the real machine could not split between nodes or slices.
 
     Raises:
         InputError: as `split_across_islands`.
@@ -284,16 +289,16 @@ def check_islands(target: Target, mesh: MeshConfig) -> None:
 
 
 def _positions_over_nodes(target: Target, mesh: MeshConfig) -> np.ndarray:
-    """Numbers of the GPUs in the order of the mesh; each axis goes over nodes with the outer part of its index."""
+    """Returns the ids of the GPUs in mesh order; each axis crosses nodes with the outer part of its index."""
     across = split_across_islands(mesh.sizes, target.num_islands)
     within = [size // factor for size, factor in zip(mesh.sizes.values(), across, strict=True)]
     numbers = np.arange(target.num_devices).reshape(*across, *within)
-    # Node parts of the axes, parts within → for each axis both.
+    # All node factors followed by all inner factors → node factor and inner factor of each axis.
     axes = [axis for pair in zip(range(len(across)), range(len(across), numbers.ndim), strict=True) for axis in pair]
     return numbers.transpose(axes).flatten()
 
 
 def compiling_for(target: Target) -> AbstractContextManager[None]:
-    """Within it, JAX lowers and compiles cuDNN attention for the target, whatever devices are there."""
+    """Makes JAX lower and compile cuDNN attention for the target, regardless of the local devices."""
     gpu = GPU_TARGETS.get(target.chip.name)
     return mock_gpu_topology(gpu) if gpu else contextlib.nullcontext()

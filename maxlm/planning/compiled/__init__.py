@@ -1,1 +1,1 @@
-"""What a compiled program does: its HLO, memory, matmuls and collectives."""
+"""Analyzes compiled programs: their HLO, memory, matmuls and collectives."""

@@ -1,4 +1,4 @@
-"""The real training step, compiled before there is a state or a batch."""
+"""Compiles the training step before a state or a batch exists."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from maxlm.training.objectives import BATCH_TYPES, GRPO_TYPES
 from maxlm.training.state import TrainState
 from maxlm.training.step import make_train_step
 
-# Products are not taken apart into steps between which pieces of an operand go round (Wang et al. 2023): their operands
-# are read again in every step, and a small Llama on 16 chips of v4 had seven times the temporary memory.
+# Disables windowed einsums, which split a product into steps that rotate pieces of an operand (Wang et al. 2023). Each
+# step reads the operands again, and a small Llama on 16 chips of v4 used seven times the temporary memory.
 WHOLE_PRODUCTS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
-# XLA's options by kind of device. What each hides: benchmarks/tpu_overlap.py. Others have none: all that hides gathers
-# there is to carry them on within products, which libtpu calls unsafe but on v5e, and since 0.0.50 refuses; products
-# that are taken apart hide sums of gradients.
+# XLA options by kind of device. benchmarks/tpu_overlap.py measures what each option hides. Other devices have none:
+# their only way to hide gathers is to continue them within products. libtpu calls that unsafe except on v5e, and
+# rejects it since 0.0.50. Windowed einsums hide gradient sums.
 DEVICE_OPTIONS: dict[str, dict[str, Any]] = {
-    # Gathers by all-reduces unless it is told otherwise.
+    # By default, libtpu implements gathers as all-reduces.
     'TPU v4': {
         **WHOLE_PRODUCTS,
         'xla_tpu_prefer_async_allgather_to_allreduce': 'true',
         'xla_enable_async_all_gather': 'true',
     },
-    # A product carries on with a gather, or with a sum of gradients, that was started before: MaxText's flags for
-    # "continuation fusion". Sums of whole matrices are not put together for the end of a layer, where nothing is left
-    # to hide them.
+    # A product continues a gather or a gradient sum that was started earlier: MaxText's flags for "continuation
+    # fusion". Sums of complete matrices are not combined at the end of a layer, where no computation is left to hide
+    # them.
     'TPU v5 lite': {
         **WHOLE_PRODUCTS,
         'xla_enable_async_all_gather': 'true',
@@ -46,15 +46,15 @@ DEVICE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class CompiledStep(NamedTuple):
-    """`step(state, batch) → (state, metrics)`; the state given is donated."""
+    """The compiled step: `step(state, batch) → (state, metrics)`. The input state is donated."""
 
     step: jax.stages.Compiled
     seconds: float
 
     def memory_bytes(self) -> dict[str, int] | None:
-        """Per device, by kind: `state` (what lives from step to step, and the batch), `temporary`, and `host` if any.
+        """Returns the bytes per device by kind: `state` (state and batch), `temporary`, and `host` if used.
 
-        What the step returns takes the place of what it was given. None where the backend does not tell.
+        Outputs reuse the buffers of the inputs. Returns None if the backend reports no memory.
         """
         analysis = self.step.memory_analysis()
         if analysis is None:
@@ -64,10 +64,10 @@ class CompiledStep(NamedTuple):
         return {**memory, 'host': host} if host else memory
 
     def total_bytes(self) -> int | None:
-        """What a device must have for the step; None where the backend does not tell.
+        """Returns the bytes that a device needs for the step, or None if the backend reports no memory.
 
-        GPUs and CPUs allocate all that is temporary as one block of the size that is told. Of a TPU that size is up to
-        a third more than ever lives, and it is the peak, arguments included, that has to fit.
+        GPUs and CPUs allocate all temporary memory as one block of the reported size. On a TPU the reported size is up
+        to a third larger than the memory in use at any time, so the peak, which includes the arguments, decides.
         """
         memory = self.memory_bytes()
         if memory is None:
@@ -79,7 +79,7 @@ class CompiledStep(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """Of the devices: cpu, gpu or tpu."""
+        """Returns the platform of the devices: cpu, gpu or tpu."""
         sharding: Any = jax.tree.leaves(self.step.input_shardings)[0]
         return next(iter(sharding.device_set)).platform
 
@@ -94,7 +94,7 @@ def compile_train_step(
 ) -> CompiledStep:
     """Lowers and compiles the step of a resolved config for the layout's devices; see `make_train_step`.
 
-    `options` are those of XLA, beside what a kind of device needs.
+    `options` are XLA options that are added to those of the kind of device.
     """
     start = time.perf_counter()
     shape = (config.train.global_batch_size, config.data.seq_len)

@@ -1,6 +1,6 @@
-"""The text of a compiled program (XLA's HLO, as `compiled.as_text()` gives it), read into instructions.
+"""Parses the text of a compiled program (XLA's HLO, from `compiled.as_text()`) into instructions.
 
-It is read a line at a time, and an instruction's parts only when they are asked for: the text has megabytes.
+The text has megabytes, so it is parsed line by line, and the parts of an instruction are parsed lazily.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 # `%name (parameters) -> result {`.
 _COMPUTATION = re.compile(r'(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{')
-# What Pallas tells profilers of a kernel, over several lines.
+# Metadata that Pallas writes for profilers, over several lines.
 _KERNEL_METADATA = re.compile(r'kernel_metadata=\{\n.*?\n\}', re.DOTALL)
 _INSTRUCTION = re.compile(r'\s+(ROOT )?%?([\w.\-]+) = ')
 _PARENTHESIS = re.compile(r'[()]')
@@ -24,22 +24,26 @@ _BITS = re.compile(r'[a-z]+(\d+)')
 
 
 class Array(NamedTuple):
-    """Type and dimensions of an array."""
+    """Type and dimensions of an array.
 
-    # As XLA names it: bf16, f32, s8, pred, …
+    Attributes:
+        kind: XLA's name of the type: bf16, f32, s8, pred, …
+        dims: sizes of the dimensions.
+    """
+
     kind: str
     dims: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Returns the number of elements."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> float:
-        """What it takes without padding."""
+        """Returns the bytes of the array without padding."""
         bits = _BITS.match(self.kind)
-        # pred is a byte, token and opaque are nothing.
+        # pred takes one byte; token and opaque take none.
         width = int(bits.group(1)) / 8 if bits else float(self.kind == 'pred')
         return self.size * width
 
@@ -50,7 +54,7 @@ class Instruction:
     def __init__(self, name: str, line: str, is_root: bool) -> None:
         self.name = name
         self.is_root = is_root
-        # The type of a tuple has spaces in it.
+        # The type of a tuple contains spaces.
         end = _closing(line, 0) if line.startswith('(') else line.index(' ')
         self.type = line[:end]
         start = line.index('(', end)
@@ -63,28 +67,28 @@ class Instruction:
 
     @functools.cached_property
     def arguments(self) -> str:
-        """What stands in the parentheses: names, or a constant's value, or a parameter's number."""
+        """Returns the text in the parentheses: names, a constant's value or a parameter's index."""
         return self._line[self._start + 1 : self._end - 1]
 
     @functools.cached_property
     def operands(self) -> list[str]:
-        """The names of the instructions that it takes its operands from."""
+        """Returns the names of the instructions that produce the operands."""
         return _OPERAND.findall(self.arguments)
 
     @functools.cached_property
     def attributes(self) -> str:
-        """The rest of the line, from the comma after the parentheses."""
+        """Returns the rest of the line, from the comma after the parentheses."""
         return self._line[self._end :]
 
     @functools.cached_property
     def arrays(self) -> list[Array]:
-        """What it gives: one array, or those of a tuple, tuples within it included."""
+        """Returns the result arrays: one array, or all arrays of a tuple, including nested tuples."""
         found = _ARRAY.findall(self.type)
         return [Array(kind, tuple(int(dim.strip('<=')) for dim in dims.split(',') if dim)) for kind, dims in found]
 
     @functools.cached_property
     def called(self) -> dict[str, str]:
-        """The computations that it calls, by attribute: calls, to_apply, body, condition; branches have numbers."""
+        """Returns called computations by attribute: calls, to_apply, body, condition; branches have numbers."""
         called = dict(_CALLED.findall(self.attributes))
         branches = _BRANCHES.search(self.attributes)
         if branches:
@@ -92,36 +96,41 @@ class Instruction:
         return called
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a regular expression in the attributes."""
+        """Returns the first group of a regular expression in the attributes."""
         found = re.search(pattern, self.attributes)
         return found.group(1) if found else None
 
 
 class Computation(dict[str, Instruction]):
-    """Instructions by name; in the order in which they run where the program is scheduled."""
+    """Instructions by name, in execution order if the program is scheduled."""
 
     name: str = ''
 
     @property
     def root(self) -> Instruction:
-        """The one whose value is the computation's."""
+        """Returns the instruction whose value the computation returns."""
         return next(instruction for instruction in reversed(self.values()) if instruction.is_root)
 
 
 class Module(NamedTuple):
-    """A program."""
+    """A parsed program.
+
+    Attributes:
+        entry: computation at which execution starts.
+        computations: all computations by name.
+        num_partitions: number of devices that the program runs on.
+    """
 
     entry: Computation
     computations: dict[str, Computation]
-    # Devices that it runs on.
     num_partitions: int
 
 
 def parse_hlo(text: str) -> Module:
-    """Reads the text of a program.
+    """Parses the text of a program.
 
     Raises:
-        ValueError: a line that is none of HLO's, or no entry.
+        ValueError: a line is not valid HLO, or there is no entry computation.
     """
     computations: dict[str, Computation] = {}
     entry = current = None
@@ -146,7 +155,7 @@ def parse_hlo(text: str) -> Module:
 
 
 def _closing(text: str, start: int) -> int:
-    """The index behind the parenthesis that closes the one at `start`."""
+    """Returns the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for found in _PARENTHESIS.finditer(text, start):
         depth += 1 if found.group() == '(' else -1

@@ -1,4 +1,4 @@
-"""Operations of matrix products in a compiled program, as its back ends write them: dot, convolution, cuBLAS calls."""
+"""Counts the operations of matrix products in compiled programs: dot, convolution and cuBLAS calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
 
 
 class _Dimension(NamedTuple):
-    """One dimension of a convolution's window; numbers as in XLA's text."""
+    """One dimension of a convolution's window, with the fields of XLA's text format."""
 
     size: int = 1
     stride: int = 1
@@ -26,14 +26,14 @@ class _Dimension(NamedTuple):
 
 
 def product_flops(instruction: Instruction, operands: list[Array]) -> float:
-    """Operations of a matrix product, two for a multiply-add; 0 for any other instruction.
+    """Returns the operations of a matrix product, two for a multiply-add; 0 for any other instruction.
 
     Args:
-        instruction: of any kind.
-        operands: the arrays that it takes.
+        instruction: instruction of any kind.
+        operands: its operand arrays.
 
     Raises:
-        ValueError: a product whose dimensions cannot be read.
+        ValueError: the dimensions of a product cannot be parsed.
     """
     if instruction.opcode == 'dot':
         return _contraction(instruction, operands[0], r'lhs_contracting_dims=\{([\d,]*)\}')
@@ -45,7 +45,7 @@ def product_flops(instruction: Instruction, operands: list[Array]) -> float:
 
 
 def is_library_product(instruction: Instruction) -> bool:
-    """Whether it is a call of cuBLAS."""
+    """Returns True if the instruction calls cuBLAS."""
     return instruction.opcode.startswith('custom-call') and 'custom_call_target="__cublas$' in instruction.attributes
 
 
@@ -79,7 +79,7 @@ def _window(instruction: Instruction) -> list[_Dimension]:
         return []
     parts = dict(part.split('=') for part in found.group(1).split())
     columns = {
-        # Of padding, `low_high`, the end is told by the output's size.
+        # Only the low padding is needed: the output size implies the high padding.
         name: [int(value.split('_')[0]) for value in parts[name].split('x')]
         for name in _Dimension._fields
         if name in parts
@@ -89,9 +89,9 @@ def _window(instruction: Instruction) -> list[_Dimension]:
 
 @functools.lru_cache(maxsize=4096)
 def _meetings(window: _Dimension, inputs: int, outputs: int) -> int:
-    """Pairs of a place in the output and one in the window that meet an element of the input, not padding or a hole.
+    """Counts the window reads of input elements, excluding padding and dilation holes.
 
-    XLA writes batches of products as convolutions whose windows mostly meet holes, which cost nothing.
+    XLA writes batches of products as convolutions whose windows mostly read holes, which cost nothing.
     """
     if window.size == 1 and window.lhs_dilate == 1 and not window.pad:
         return outputs

@@ -1,4 +1,4 @@
-"""Memory of a compiled step by kind, as the compiler reports it, and of one that does not fit."""
+"""Memory of a compiled step by kind, and the memory in the compiler's error for a step that does not fit."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ UNITS = {'': 1, 'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 def memory_of(
     compiled: CompiledStep, config: Config, abstract: TrainState, capability: tuple[int, int] | None = None
 ) -> Memory:
-    """What the compiler tells, by kind; the estimate where it tells nothing.
+    """Returns the compiler's memory by kind, or the estimate if the compiler reports none.
 
-    The state is exact, by its shardings, and so is the total. What is temporary is divided as it is in the estimate,
-    for which `capability` is needed.
+    The state is exact, from its shardings, and so is the total. Temporary memory is divided as in the estimate, which
+    needs `capability`.
     """
     state = state_bytes(abstract)
     estimate = estimate_memory(config, compiled.platform, capability, state)
     told, total = compiled.memory_bytes(), compiled.total_bytes()
     if told is None or total is None:
         return estimate
-    # A CPU has one memory, and counts what would be on the host.
+    # A CPU has a single memory, and its total includes the part that would be on the host.
     on_host = told.get('host', state.host)
     left = total - state.parameters - state.moments - state.average - estimate.batch
     left = max(0, left if 'host' in told else left - state.host)
@@ -39,7 +39,7 @@ def memory_of(
     return estimate._replace(
         gradients=gradients,
         activations=activations,
-        # Also what fills up the tiles of a TPU's state.
+        # Includes the padding of a TPU's state to tiles.
         temporary=left - gradients - activations,
         host=on_host,
         is_estimate=False,
@@ -47,7 +47,7 @@ def memory_of(
 
 
 def overflow_of(error: Exception) -> Overflow | None:
-    """The figures in a compiler's complaint that memory does not suffice; None for another error."""
+    """Parses a compiler's out-of-memory error; returns None for another error."""
     found = OVERFLOW.search(str(error))
     if found is None:
         return None

@@ -1,7 +1,7 @@
-"""What one run of a compiled program does: transfers between devices, operations of matrix products, kernels called.
+"""Counts transfers, matrix-product operations and kernel calls of one execution of a compiled program.
 
-Everything counts as often as the loops around it run. XLA's own `cost_analysis` counts a loop's body once, and tells
-nothing for GPUs and nothing of what is sent.
+Everything is multiplied by the trip counts of the enclosing loops. XLA's own `cost_analysis` counts the body of a loop
+once, and reports nothing for GPUs and nothing about transfers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from maxlm.planning.compiled.replica_groups import find_groups, find_pairs
 from maxlm.planning.compiled.trip_counts import Scope, trip_count
 from maxlm.planning.estimate.transfers import KINDS, Transfer
 
-# Custom calls by which a TPU's compiler takes notes; they do nothing.
+# Custom calls that annotate a TPU program and do no work.
 _NOTES = frozenset(
     {
         'AllocateBuffer',
@@ -29,34 +29,37 @@ _NOTES = frozenset(
         'GatherScatterIndicesBitpacked',
     }
 )
-# Targets under which all kernels of a kind run; the instruction's name then tells which one it is.
+# Call targets that all kernels of a kind share; the instruction's name then identifies the kernel.
 _SHARED_TARGETS = frozenset({'tpu_custom_call', 'mosaic_gpu_v2', '__gpu$xla.gpu.triton'})
-# In the fusion that starts a collective, which others, with products in them, then carry on.
+# Attribute of a fusion that starts a collective, which later fusions with products continue.
 _STARTS_CHAIN = 'custom_call_target="AsyncCollectiveStart"'
 
 
 @dataclasses.dataclass
 class Program:
-    """What one device does in one run of a program."""
+    """The work of one device in one execution of a program.
 
-    # One for each collective instruction. One that sends several arrays together counts once, with the bytes of all.
-    # `is_async`: it starts before it is waited for, with a product, a kernel, or a loop of such, in between that
-    # hides it; elementwise work is too short to count.
+    Attributes:
+        transfers: one per collective instruction. An instruction that sends several arrays counts once, with the bytes
+            of all. `is_async` is True if a product, a kernel, or a loop of these runs between its start and its end;
+            elementwise work is too short to count.
+        flops: operations of matrix products, two per multiply-add, including recomputation in the backward pass.
+        kernels: number of custom calls by target: kernels of cuDNN or Pallas, whose products are not in `flops`.
+        unknown_loops: loops with counted work whose trip count cannot be determined; they count as one iteration.
+    """
+
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
-    # Two for each multiply-add of a matrix product, what is computed again in the backward pass included.
     flops: float = 0.0
-    # Runs of custom calls, by target: kernels of cuDNN or Pallas, whose products are not in `flops`.
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)
-    # Loops with any of the above in them of which the text does not tell how often they run: counted as one round.
     unknown_loops: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing that counts."""
+        """Returns True if nothing was counted."""
         return not (self.transfers or self.flops or self.kernels)
 
     def add(self, other: Program, times: float = 1) -> None:
-        """Counts another program's work too, as often as it runs."""
+        """Adds another program's work `times` times."""
         self.transfers += [transfer._replace(count=transfer.count * times) for transfer in other.transfers]
         self.flops += times * other.flops
         for name, count in other.kernels.items():
@@ -65,14 +68,14 @@ class Program:
 
 
 def read_program(text: str, mesh_sizes: Mapping[str, int]) -> Program:
-    """Counts what one run of a compiled program does on each device.
+    """Counts the work of one execution of a compiled program on each device.
 
     Args:
-        text: `compiled.as_text()`, of the back ends for CPU, GPU and TPU.
-        mesh_sizes: devices along each axis of the mesh that it was compiled for, in the order of the axes.
+        text: `compiled.as_text()` of the CPU, GPU or TPU backend.
+        mesh_sizes: devices along each axis of the mesh that the program was compiled for, in the order of the axes.
 
     Raises:
-        ValueError: the text is no program of XLA's, or one of other devices than the mesh's.
+        ValueError: the text is not an XLA program, or its number of devices differs from the mesh's.
     """
     module = parse_hlo(text)
     if module.num_partitions != math.prod(mesh_sizes.values()):
@@ -86,11 +89,11 @@ class _Reader:
     def __init__(self, module: Module, mesh: tuple[tuple[str, int], ...]) -> None:
         self.module = module
         self.mesh = mesh
-        # Of computations with neither loops nor calls in them, which count alike wherever they are called.
+        # Cached because fused computations have neither loops nor calls, so their count does not depend on the caller.
         self._fusion = functools.cache(self._count_fusion)
 
     def count(self, scope: Scope) -> Program:
-        """What one run of a computation does."""
+        """Returns the work of one execution of a computation."""
         parts = {
             name: self._one(instruction, scope)
             for name, instruction in scope.computation.items()
@@ -106,7 +109,7 @@ class _Reader:
         return total
 
     def _one(self, instruction: Instruction, scope: Scope) -> Program:
-        """What an instruction does, the computations that it calls included."""
+        """Returns the work of an instruction, including the computations that it calls."""
         called = instruction.called
         if instruction.opcode == 'while':
             return self._loop(instruction, scope)
@@ -114,11 +117,11 @@ class _Reader:
             branches = [
                 self.count(Scope(self.module.computations[name], instruction, scope)) for name in called.values()
             ]
-            # Which one runs depends on the data and the device; the one with the most work is what the others wait for.
+            # The branch depends on the data and the device. All devices wait for the branch with the most work.
             return max(branches, key=lambda branch: (branch.flops, sum(transfer.sent for transfer in branch.transfers)))
         total = Program()
         if instruction.opcode.endswith(('-done', '-update')):
-            # Counted at its start.
+            # A collective is counted at its start.
             return total
         if instruction.opcode.startswith('fusion'):
             total.add(self._fusion(called['calls']))
@@ -137,7 +140,7 @@ class _Reader:
 
     def _loop(self, loop: Instruction, scope: Scope) -> Program:
         if MORE_LISTS in loop.attributes:
-            # Of more documents than a list has room for: nearly never entered.
+            # Handles documents beyond the capacity of a list, so it almost never runs.
             return Program()
         rounds = trip_count(self.module, loop, scope)
         each = self.count(Scope(self.module.computations[loop.called['condition']], loop, scope))
@@ -152,7 +155,7 @@ class _Reader:
         return self.count(Scope(self.module.computations[name]))
 
     def _transfer(self, instruction: Instruction, computation: Computation) -> Transfer | None:
-        """The transfer of a collective; None where it sends nothing, or carries on what another one started."""
+        """Returns the transfer of a collective; None if it sends nothing or continues another one."""
         kind = _kind(instruction)
         assert kind is not None
         is_chained = 'chain_id=' in instruction.attributes
@@ -193,7 +196,7 @@ def _is_start(instruction: Instruction) -> bool:
 
 
 def _hidden(computation: Computation, starts: list[str], parts: dict[str, Program]) -> dict[str, bool]:
-    """By start of a collective, whether a product or a kernel runs until it is waited for."""
+    """Returns, by start of a collective, True if a product or a kernel runs before it is waited for."""
     if not starts:
         return {}
     started: dict[str, float] = {}

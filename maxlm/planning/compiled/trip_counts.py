@@ -1,4 +1,4 @@
-"""How often a compiled loop runs: as XLA notes it, or from its counter, its step and its bound."""
+"""Determines trip counts of compiled loops: from XLA's annotation, or from counter, step and bound."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from maxlm.planning.compiled.hlo import Computation, Instruction, Module
 
-# A loop that runs while `counter < bound`, and as the compiler may have turned it round.
+# Comparisons of a loop that runs while `counter < bound`, including forms that the compiler rewrites it to.
 _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     'LT': operator.lt,
     'LE': operator.le,
@@ -17,22 +17,27 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     'GE': operator.ge,
     'NE': operator.ne,
 }
-# What gives the value of its first operand.
+# Operations whose result has the value of their first operand.
 _SAME = {'copy', 'bitcast', 'convert', 'reshape', 'broadcast', 'copy-start', 'copy-done', 'optimization-barrier'}
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 class Scope(NamedTuple):
-    """A computation at work: with what it was called, and where."""
+    """A computation with its caller.
+
+    Attributes:
+        computation: the computation.
+        caller: the calling instruction. None for the entry, whose parameters are unknown.
+        outer: scope of the caller.
+    """
 
     computation: Computation
-    # None = the entry, whose parameters nobody knows.
     caller: Instruction | None = None
     outer: Scope | None = None
 
 
 class _Carried(NamedTuple):
-    """What a loop had at a place of its tuple when a round began, plus a constant."""
+    """The value at an index of a loop's tuple at the start of an iteration, plus a constant."""
 
     place: int
     plus: int = 0
@@ -42,12 +47,12 @@ _Value: TypeAlias = 'int | _Carried | None'
 
 
 def trip_count(module: Module, loop: Instruction, scope: Scope) -> int | None:
-    """Rounds of a `while` in one run of its computation; None where the text does not tell.
+    """Returns the iterations of a `while` in one execution of its computation; None if they cannot be determined.
 
     Args:
         module: the program.
-        loop: the instruction.
-        scope: the computation that it stands in.
+        loop: the loop instruction.
+        scope: scope of the computation that contains the loop.
     """
     known = _KNOWN.search(loop.attributes)
     if known:
@@ -70,10 +75,10 @@ def trip_count(module: Module, loop: Instruction, scope: Scope) -> int | None:
 
 
 def _rounds(holds: Callable[[int, int], bool], start: int, step: int, bound: int) -> int | None:
-    """How often a counter passes the comparison."""
+    """Returns the number of times that a counter passes the comparison."""
     if not holds(start, bound):
         return 0
-    # The last round is near where the counter reaches the bound, or there is none.
+    # Start the search just before the counter reaches the bound.
     rounds = max(0, (bound - start) // step - 1)
     if not holds(start + max(0, rounds - 1) * step, bound):
         return None
@@ -86,7 +91,7 @@ def _rounds(holds: Callable[[int, int], bool], start: int, step: int, bound: int
 def _comparison(
     module: Module, scope: Scope, loop: Instruction
 ) -> tuple[Callable[[int, int], bool], _Value, _Value] | None:
-    """What a loop asks before each round, with the counter on the left."""
+    """Returns the loop condition, with the counter on the left."""
     root = scope.computation.root
     while root.opcode in ('fusion', 'call') or root.opcode in _SAME:
         if root.opcode in _SAME:
@@ -107,7 +112,7 @@ def _comparison(
 def _initial_if_kept(
     module: Module, carried: _Carried, loop: Instruction, scope: Scope, outer: Instruction | None
 ) -> _Value:
-    """The value of a place of the loop's tuple that no round changes, relative to a round of the loop `outer`."""
+    """Returns the value at an index of the loop's tuple that no iteration changes, relative to the loop `outer`."""
     body = Scope(module.computations[loop.called['body']], loop, scope)
     if _returned(module, body, carried.place, loop) != _Carried(carried.place):
         return None
@@ -115,7 +120,7 @@ def _initial_if_kept(
 
 
 def _returned(module: Module, body: Scope, index: int, loop: Instruction) -> _Value:
-    """What a round leaves at a place of the tuple."""
+    """Returns the value that an iteration leaves at an index of the tuple."""
     root = body.computation.root
     if root.opcode == 'tuple':
         return _value(module, body, root.operands[index], loop)
@@ -123,7 +128,7 @@ def _returned(module: Module, body: Scope, index: int, loop: Instruction) -> _Va
 
 
 def _element(module: Module, taker: Instruction, index: int, scope: Scope, loop: Instruction | None) -> _Value:
-    """Element `index` of the tuple that is an instruction's first operand."""
+    """Returns element `index` of the tuple that is an instruction's first operand."""
     source = scope.computation[taker.operands[0]]
     while source.opcode in _SAME:
         source = scope.computation[source.operands[0]]
@@ -141,18 +146,18 @@ def _element(module: Module, taker: Instruction, index: int, scope: Scope, loop:
 
 
 def _of_parameter(module: Module, scope: Scope, index: int, loop: Instruction | None) -> _Value:
-    """Element `index` of the tuple that a loop's computation is given."""
+    """Returns element `index` of the tuple that is passed to a loop's computation."""
     caller, outer = scope.caller, scope.outer
     if caller is None or outer is None or caller.opcode != 'while':
         return None
     if caller is loop:
         return _Carried(index)
-    # A loop further out, whose tuple may bring along what never changes.
+    # An outer loop, whose tuple may carry values that never change.
     return _initial_if_kept(module, _Carried(index), caller, outer, loop)
 
 
 def _value(module: Module, scope: Scope, name: str, loop: Instruction | None) -> _Value:
-    """The integer that an instruction gives, as far as the text tells; relative to a round of `loop`."""
+    """Returns the integer that an instruction computes, relative to an iteration of `loop`; None if unknown."""
     instruction = scope.computation[name]
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == 'constant':

@@ -1,1 +1,1 @@
-"""Formulas for memory, FLOPs, transfers and time of a step."""
+"""Formulas for the memory, FLOPs, transfers and time of a step."""

@@ -1,8 +1,7 @@
-"""Which collectives a layout makes of one step, by formula; as they stand in programs that XLA compiled for GPUs.
+"""Estimates the collectives of one step by formula, matching programs that XLA compiled for GPUs.
 
-Sizes are those of the type that travels: parameters and their gradients in the type of the computation, parameters of
-blocks in 8 bits where these are multiplied, and the gradient of the output projection in float32, in which its sum over
-the chunks of the loss is kept.
+Sizes use the dtype that is sent: the compute dtype for parameters and gradients, 8 bits for parameters of blocks with
+8-bit products, and float32 for the gradient of the output projection, which is summed over the chunks of the loss.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from maxlm.config.schema import MESH_AXES, Config
 from maxlm.planning.estimate.parameters import Tables, block_kernels, block_parameters, model_parameters, tables
 from maxlm.planning.estimate.transfers import Transfer
 
-# Axes along which devices see other tokens, so that gradients are summed over them.
+# Axes along which devices process different tokens, so that gradients are summed over them.
 BATCH_AXES = ('replica', 'data', 'fsdp', 'context')
-# Those over which ZeRO cuts the state.
+# Axes over which ZeRO shards the state.
 SAVING_AXES = ('fsdp', 'context')
 FLOAT32 = 4
 
 
 def estimate_transfers(config: Config) -> list[Transfer]:
-    """The transfers of one optimizer step of a resolved config."""
+    """Returns the transfers of one optimizer step of a resolved config."""
     transfers = [
         *_gathers(config),
         *_gradients(config),
@@ -54,18 +53,18 @@ def _width(config: Config) -> int:
 
 
 def _iterations(config: Config) -> int:
-    """Times that a device goes through its layers, or a chunk of them."""
+    """Returns the number of times that a device runs its layers, or one chunk of them in a pipeline."""
     mesh, micro_batches = config.mesh, config.accumulation
     return micro_batches if mesh.stage == 1 else mesh.num_pipeline_repeats * micro_batches + mesh.stage - 1
 
 
 def _layers(config: Config) -> float:
-    """Layers that a device goes through in a step, in one direction."""
+    """Returns the number of layers that a device runs in a step, in one direction."""
     return config.model.num_layers / (config.mesh.stage * config.mesh.num_pipeline_repeats) * _iterations(config)
 
 
 def _stream_bytes(config: Config) -> float:
-    """Of a micro-batch on a device."""
+    """Returns the bytes of the residual stream of a micro-batch on a device."""
     return (
         config.train.per_device_batch_size
         * config.data.seq_len
@@ -76,16 +75,16 @@ def _stream_bytes(config: Config) -> float:
 
 
 def _gathers(config: Config) -> list[Transfer]:
-    """Parameters brought together for their use, and after the update where only the moments are cut."""
+    """Returns gathers of parameters before use, or after the update if only the moments are sharded."""
     model, mesh, width = config.model, config.mesh, _width(config)
     if mesh.zero_stage < 3:
-        # The new parameters come from where the moments are.
+        # The devices that hold the moments send the new parameters.
         size = FLOAT32 * model_parameters(model) / (mesh.tensor * mesh.stage)
         return [_transfer(config, 'all-gather', SAVING_AXES, size, 1, is_async=False)]
-    # With nothing computed again XLA keeps a block's parameters from forward to backward.
+    # Without rematerialization, XLA keeps a block's parameters from the forward to the backward pass.
     directions = 1 if model.remat_policy == 'none' and mesh.stage == 1 else 2
     of = _padded_tables(config)
-    # A table that also is the output projection comes twice.
+    # A table that also serves as the output projection is gathered twice.
     all_weights = width * (of.positions + of.tokens + (of.head or of.tokens))
     blocks = (1 if model.matmul_precision == 'fp8' else width) * block_parameters(model) / mesh.tensor
     return [
@@ -95,7 +94,7 @@ def _gathers(config: Config) -> list[Transfer]:
 
 
 def _gradients(config: Config) -> list[Transfer]:
-    """Sums over the devices that see other tokens: of a micro-batch, since XLA does not wait for the last."""
+    """Returns gradient sums over devices with different tokens, one per micro-batch, since XLA does not defer them."""
     model, mesh, width = config.model, config.mesh, _width(config)
     of, saved_over = _padded_tables(config), mesh.fsdp * mesh.context
     scatters = mesh.zero_stage >= 2 and saved_over > 1
@@ -116,26 +115,26 @@ def _gradients(config: Config) -> list[Transfer]:
 
 
 def _tensor_sums(config: Config) -> list[Transfer]:
-    """The stream after each half of a block, and its gradient before it; of the tables once.
+    """Returns the sums of the residual stream and of its gradient, after each half of a block and for the tables.
 
-    A device waits for them: what follows needs the sum.
+    They block the device, because the next operation needs the sum.
     """
     model, mesh = config.model, config.mesh
-    # In parallel the two halves are added before they are summed over devices.
+    # With a parallel residual, the two halves are added before they are summed over devices.
     halves = 1 if model.parallel_residual else 2
-    # The last half is not computed again, see `maxlm.planning.estimate.work`.
+    # The last half is not recomputed; see `maxlm.planning.estimate.work`.
     again = (halves - 1) * (model.remat_policy in ('full', 'offload')) + halves * (mesh.stage > 1)
     stream = _stream_bytes(config)
     tables_stream = stream * config.accumulation / config.rounds
     return [
         _transfer(config, 'all-reduce', ('tensor',), stream, (2 * halves + again) * _layers(config), is_async=False),
-        # What is looked up, and the gradient of the hidden states.
+        # The embedding lookup, and the gradient of the hidden states.
         _transfer(config, 'all-reduce', ('tensor',), tables_stream, 2 * config.rounds, is_async=False),
     ]
 
 
 def _vocabulary(config: Config) -> list[Transfer]:
-    """A vocabulary that does not divide: split in place of the width for lookup and head; and their gradients back."""
+    """Returns transfers between vocabulary and width shards, for lookup and head, if the vocabulary is padded."""
     model, mesh, width = config.model, config.mesh, _width(config)
     of = _padded_tables(config)
     if of == tables(model):
@@ -150,26 +149,26 @@ def _vocabulary(config: Config) -> list[Transfer]:
 
 
 def _padded_tables(config: Config) -> Tables:
-    """The tables as they are used."""
+    """Returns the tables with a padded vocabulary."""
     size = padded_vocabulary(config.model.vocab_size, config.mesh.tensor)
     return tables(dataclasses.replace(config.model, vocab_size=size))
 
 
 def _scales(config: Config) -> list[Transfer]:
-    """Largest elements of what is multiplied in 8 bits: inputs, kernels, and gradients of outputs.
+    """Returns the reductions of the largest elements for 8-bit products: inputs, kernels and gradients of outputs.
 
-    A device waits for them, though not for many bytes. None is asked for twice: scales are kept.
+    They block the device, but are small. None is repeated in the backward pass, because scales are saved.
     """
     if config.model.matmul_precision != 'fp8':
         return []
     axes = (*BATCH_AXES, 'tensor')
-    # What several kernels multiply counts once.
+    # An input of several kernels counts once.
     inputs, kernels = 4, len(block_kernels(config.model))
     return [_transfer(config, 'all-reduce', axes, FLOAT32, (inputs + 2 * kernels) * _layers(config), is_async=False)]
 
 
 def _ring(config: Config) -> list[Transfer]:
-    """Keys and values go around, and in the backward pass their gradients with them, in float32, and home."""
+    """Returns the ring transfers of keys and values, and of their float32 gradients in the backward pass."""
     model, mesh = config.model, config.mesh
     tokens = config.train.per_device_batch_size * config.data.seq_len / mesh.context
     elements = 2 * tokens * model.num_kv_heads / mesh.tensor * model.head_dim
@@ -182,7 +181,7 @@ def _ring(config: Config) -> list[Transfer]:
 
 
 def _pipeline(config: Config) -> list[Transfer]:
-    """The stream from stage to stage and its gradient back; all of the last stage's output to all, and back."""
+    """Returns transfers of the stream and its gradient between stages, and reductions of the last stage's output."""
     if config.mesh.stage == 1:
         return []
     stream = _stream_bytes(config)
@@ -193,7 +192,7 @@ def _pipeline(config: Config) -> list[Transfer]:
 
 
 def _muon(config: Config) -> list[Transfer]:
-    """Each matrix comes to one device and goes back: `Layout.spread_layers` moves one axis at a time."""
+    """Returns the transfers of Muon's matrices: `Layout.spread_layers` moves one axis at a time."""
     if config.optimizer.name != 'muon':
         return []
     mesh, sizes = config.mesh, config.mesh.sizes
@@ -202,7 +201,7 @@ def _muon(config: Config) -> list[Transfer]:
     num_kernels = len(block_kernels(config.model))
     transfers = []
     for axis in ('fsdp', 'context', 'tensor', 'data'):
-        # Copies along `data` only cut what they have on the way there, and gather it on the way back.
+        # Along `data`, replicas slice locally on the way there, and gather on the way back.
         kind, ways = ('all-gather', 1) if axis == 'data' else ('all-to-all', 2)
         size = total / parts / num_kernels
         transfers.append(_transfer(config, kind, (axis,), size, ways * num_kernels, is_async=mesh.stage == 1))

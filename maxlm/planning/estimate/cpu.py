@@ -1,4 +1,4 @@
-"""What the present CPU reaches on the operations of a model, so that its step time can be told before it is run."""
+"""Measures the speed of this CPU on a model's operations, to predict the step time before a run."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from maxlm.planning.estimate.parameters import block_kernels, model_parameters
 from maxlm.planning.estimate.roofline import Efficiency
 from maxlm.planning.estimate.work import estimate_work
 
-# Share of its speed alone that an operation reaches in a program: loops copy what they carry, operands of products lie
-# the wrong way round. Fitted to four of the configs of benchmarks/plan_cpu.py, in CPU time of one thread.
+# Speed of an operation inside a program relative to its speed alone: loops copy their carry, and operands of products
+# have unfavorable layouts. Fitted to four configs of benchmarks/plan_cpu.py, in CPU time of one thread.
 IN_PROGRAM = 0.73
-# Tokens at most that the operations are measured with.
+# Maximum number of tokens in the measurements.
 SAMPLED = 4096
-# Elements of an array that no cache holds.
+# Number of elements of an array that exceeds all caches.
 COPIED = 2**24
 
 
 class Cpu(NamedTuple):
-    """A measured machine, as `step_time` takes it."""
+    """A measured machine, in the form that `step_time` takes."""
 
     chip: Chip
     efficiency: Efficiency
@@ -44,17 +44,17 @@ class Cpu(NamedTuple):
 def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     """Measures this machine on products and elementwise operations of a resolved config's sizes.
 
-    Takes some seconds, most of them to compile. All devices of this process share the machine's cores, so each has its
-    part of them.
+    Takes a few seconds, mostly for compilation. All devices of this process share the machine's cores, so each device
+    gets its share of the measured speed.
 
     Raises:
-        InputError: the parameters alone are larger than the memory of the machine.
+        InputError: the parameters alone are larger than the machine's memory.
     """
     _check_parameters(config)
     window = min(config.data.seq_len, SAMPLED)
     rows = max(1, min(config.train.per_device_batch_size, SAMPLED // window))
     if rows < config.train.per_device_batch_size or window < config.data.seq_len:
-        # Rates are those of larger arrays too.
+        # Larger arrays reach the same rates.
         train = dataclasses.replace(
             config.train, per_device_batch_size=rows, global_batch_size=rows * config.batch_shards
         )
@@ -77,16 +77,16 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
         seconds += count * measured[size]
         flops += count * 6 * math.prod(size)
     ranges = list(query_ranges(window, 0))
-    # One with about the mean number of keys.
+    # A block with about the mean number of keys.
     part = ranges[len(ranges) // 2]
     queries = min(QUERY_BLOCK, part.last - part.first)
     heads = config.train.per_device_batch_size * model.num_heads
     attention = _batched_flops((heads, queries, part.last - part.start, model.head_dim), dtype, rounds)
     bandwidth = _copy_bytes(rounds)
-    # With nothing computed again, and all of a device's sequences at once if they come at once.
+    # Without rematerialization, and with the measured sequences in one micro-batch if the config fits them.
     plain = dataclasses.replace(config, model=dataclasses.replace(model, remat_policy='none'))
     work = estimate_work(plain)
-    # What a layer's attention takes beside its products: scores, softmax, transposed operands.
+    # Attention time besides its products: scores, softmax, transposed operands.
     beside = _attention_seconds(plain, rounds) - work.attention_flops / attention
     elementwise = work.memory_bytes / bandwidth / (_elementwise_seconds(plain, rounds) + max(0.0, beside))
     share = jax.local_device_count()
@@ -98,7 +98,7 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
         memory=host_memory() // share,
         memory_bandwidth=bandwidth / share,
         per_node=share,
-        # What one device sends another is a copy in memory.
+        # A transfer between two devices is a copy in memory.
         link_bandwidth=bandwidth / share / 2,
         network_bandwidth=1.25e9,
         host_bandwidth=bandwidth / share / 2,
@@ -124,7 +124,7 @@ def _check_parameters(config: Config) -> None:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
@@ -140,7 +140,7 @@ def _best(function: Callable[..., Any], arguments: tuple[jax.Array, ...], rounds
 
 
 def _product_seconds(size: tuple[int, ...], dtype: Any, rounds: int) -> float:
-    """Of a product and of the two that its gradients are."""
+    """Returns the seconds of a product and of the two products of its gradients."""
     rows, inputs, outputs = size
     x, kernel = jnp.ones((rows, inputs), dtype), jnp.ones((inputs, outputs), dtype)
     gradient = jnp.ones((rows, outputs), dtype)
@@ -150,7 +150,7 @@ def _product_seconds(size: tuple[int, ...], dtype: Any, rounds: int) -> float:
 
 
 def _batched_flops(size: tuple[int, int, int, int], dtype: Any, rounds: int) -> float:
-    """Operations per second of the two products of attention."""
+    """Returns the operations per second of the two products of attention."""
     heads, queries, keys, width = size
     q, k = jnp.ones((heads, queries, width), dtype), jnp.ones((heads, keys, width), dtype)
     weights = jnp.ones((heads, queries, keys), dtype)
@@ -163,13 +163,13 @@ def _batched_flops(size: tuple[int, int, int, int], dtype: Any, rounds: int) -> 
 
 
 def _copy_bytes(rounds: int) -> float:
-    """Bytes per second of reading and writing an array that no cache holds."""
+    """Returns the bytes per second of reading and writing an array that exceeds all caches."""
     x = jnp.ones(COPIED, jnp.float32)
     return 2 * x.nbytes / _best(lambda x: x + 1, (x,), rounds)
 
 
 def _elementwise_seconds(config: Config, rounds: int) -> float:
-    """Of norms, activations, loss and update, forward and backward."""
+    """Returns the seconds of norms, activations, loss and update, forward and backward."""
     model, window, micro_batch = config.model, config.data.seq_len, config.train.per_device_batch_size
     dtype, tokens = jnp.dtype(model.dtype), micro_batch * window
     chunk = min(config.train.loss_chunk_size, window)
@@ -183,7 +183,7 @@ def _elementwise_seconds(config: Config, rounds: int) -> float:
 
 
 def _attention_seconds(config: Config, rounds: int) -> float:
-    """Of attention in all layers of a step, forward and backward, by the kernel that the model uses."""
+    """Returns the seconds of attention in all layers of a step, forward and backward, with the model's kernel."""
     model, length, rows = config.model, config.data.seq_len, config.train.per_device_batch_size
     dtype = jnp.dtype(model.dtype)
     q_BTNH = jnp.ones((rows, length, model.num_heads, model.head_dim), dtype)
@@ -204,7 +204,7 @@ def _attention_seconds(config: Config, rounds: int) -> float:
 
 
 def _gradient_seconds(function: Callable[..., jax.Array], shape: tuple[int, ...], dtype: Any, rounds: int) -> float:
-    """Of a function and of its gradient."""
+    """Returns the seconds of a function and its gradient."""
 
     def both(x: jax.Array, gradient: jax.Array) -> Any:
         y, pull = jax.vjp(function, x)

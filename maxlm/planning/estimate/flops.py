@@ -1,7 +1,7 @@
-"""Floating-point operations and parameters of a model, counted from its shapes.
+"""Counts the floating-point operations and parameters of a model from its shapes.
 
 A multiply-add is 2 operations. Only matrix products count, as is usual (Kaplan et al. 2020; Chowdhery et al. 2022,
-PaLM, appendix B): the embedding lookup, norms and softmax do not, nor does what rematerialisation computes again.
+PaLM, appendix B). The embedding lookup, norms, softmax and rematerialization do not count.
 """
 
 from __future__ import annotations
@@ -15,47 +15,50 @@ from maxlm.training.optimizers.trainable import is_trained
 
 
 class TokenFlops(NamedTuple):
-    """Training operations (forward and backward) for one token."""
+    """Training operations (forward and backward) for one token.
 
-    # A token attends to what lies behind it: the work that a causal kernel has to do.
+    Attributes:
+        causal: a token attends to itself and earlier tokens, as a causal kernel computes.
+        full: a token attends to the complete sequence, or to the complete sliding window of a layer. This is the older
+            convention, for comparison with published figures.
+    """
+
     causal: float
-    # A token attends to the whole window, or to all of a layer's sliding window: the older convention, for comparison
-    # with published figures.
     full: float
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Parameters of a resolved model that every token is multiplied with, the output projection included."""
+    """Returns the parameters of a resolved model that multiply every token, including the output projection."""
     return model.num_layers * block_parameters(model) + model.dim * model.vocab_size
 
 
 def training_flops(model: ModelConfig, window: int) -> TokenFlops:
-    """Per token at this window: 6 per matmul parameter, and 12 · N · H per layer and position that is attended to."""
+    """Returns FLOPs per token: 6 per matmul parameter, and 12 · N · H per layer and attended position."""
     dense = 6 * matmul_parameters(model)
     per_position = 12 * model.num_heads * model.head_dim
     reaches = [min(sliding or window, window) for sliding in layer_windows(model)]
-    # The first tokens of a window see fewer than a layer reaches.
+    # The first tokens of a sequence attend to fewer positions.
     causal = sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window
     return TokenFlops(causal=dense + per_position * causal, full=dense + per_position * sum(reaches))
 
 
 def step_flops(config: Config, window: int) -> TokenFlops:
-    """Per token of what a run trains: less where parameters are frozen, more where there is a reference.
+    """Returns FLOPs per token of a run, which depend on frozen parameters and on a reference model.
 
-    Forward and backward to the inputs are 2 operations each per matmul parameter, and 2 for the gradient of each that
-    is trained; the reference has a forward pass of its own.
+    The forward pass and the gradient of the inputs take 2 operations each per matmul parameter. The gradient of a
+    trained parameter takes 2 more. A reference model adds a forward pass.
     """
     model = config.model
     whole = training_flops(model, window)
     products = [w for w in weights(model) if w.kind in ('matrix', 'head', 'adapter') or w.name == tied_head(model)]
     frozen = sum(weight.size for weight in products if not is_trained(config, weight.name))
     adapters = sum(weight.size for weight in products if weight.kind == 'adapter')
-    # An adapter's three passes.
+    # An adapter takes three passes.
     dense = 6 * adapters - 2 * frozen
     forward = 1 / 3 if config.has_reference else 0.0
     return TokenFlops(*(flops * (1 + forward) + dense for flops in whole))
 
 
 def tied_head(model: ModelConfig) -> str:
-    """Name of the table that serves as the head too; '' = there is none."""
+    """Returns the name of the table that is also the head; '' if the head is separate."""
     return 'embedding' if model.tie_embeddings else ''

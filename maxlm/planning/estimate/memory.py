@@ -1,7 +1,7 @@
-"""How much memory a training step takes on a device, by kind: estimated from a config, or told by the compiler.
+"""Estimates the memory of a training step on a device, by kind.
 
-Shapes: B rows of a micro-batch on one device, T its part of the length, D width, F feed-forward, N query heads, K
-key/value heads, H head dim, V vocabulary, L layers; all of them what one device holds.
+Shapes, all per device: B rows of a micro-batch, T sequence length, D width, F feed-forward, N query heads, K key/value
+heads, H head dim, V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -30,18 +30,25 @@ from maxlm.training.optimizers.trainable import is_trained
 
 
 class Memory(NamedTuple):
-    """Bytes per device while a step runs; `host` is a device's share of its host's memory."""
+    """Bytes per device while a step runs.
+
+    Attributes:
+        parameters: model parameters, including those of a reference.
+        moments: optimizer state.
+        average: moving average of the parameters.
+        gradients: gradients of the current micro-batch, and their sum over micro-batches.
+        activations: activations saved for the backward pass.
+        temporary: all other memory at the peak: gathered weights, logits, buffers of a layer, copies.
+        batch: arrays of the batch.
+        host: a device's share of its host's memory.
+        is_estimate: True for the formulas, False for the compiler's figures.
+    """
 
     parameters: int
-    # Optimizer state.
     moments: int
-    # Moving average of the parameters.
     average: int
-    # Those summed over micro-batches, and of the micro-batch at work.
     gradients: int
-    # What the backward pass keeps of the forward pass.
     activations: int
-    # All else at the fullest moment: weights brought together, logits, what a layer works with, copies.
     temporary: int
     batch: int
     host: int
@@ -49,43 +56,48 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of the device."""
+        """Returns the bytes of device memory."""
         state = self.parameters + self.moments + self.average + self.batch
         return state + self.gradients + self.activations + self.temporary
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What a compiler keeps beside what the program asks for; numbers of copies, read off compiled programs."""
+    """Memory overheads of a compiler, read off compiled programs. All but the last three are numbers of copies.
 
-    # Arrays [B, T, F] that the backward pass keeps of a gelu without a gate, if nothing is computed again.
+    Attributes:
+        gelu: arrays [B, T, F] saved for the backward pass of a gelu without a gate, without rematerialization.
+        ffn: arrays [B, T, F] in the compute dtype in the backward pass of a layer whose activation has no gate.
+        gated: the same for an activation with a gate.
+        gated_again: the same for an activation with a gate if gate and up are recomputed.
+        stream: arrays [B, T, D] in the backward pass of a layer.
+        layer: copies of one layer's matrices in the compute dtype.
+        scores: float32 scores of a block of queries, for attention without a fused kernel.
+        table: bytes per element of the embedding during the layers: once gathered for the lookup's gradient.
+        logits: float32 logits [B, chunk, V] and their gradients.
+        lanes: the last axis of an array is padded to a multiple of this number of elements.
+        casts_before_loop: dtypes are converted for all layers before the loop, so the loop copies converted weights.
+        turns_stacks: stacks that are sharded along their last axis are transposed before they are gathered.
+    """
+
     gelu: float
-    # In the backward pass of a layer: arrays [B, T, F] in the computation's type for an activation without a gate,
-    # with one, and with one where gate and up are computed again, and arrays [B, T, D].
     ffn: float
     gated: float
     gated_again: float
     stream: float
-    # The matrices of one layer whole, in the computation's type.
     layer: float
-    # Float32 scores of a block of queries, of attention without a fused kernel.
     scores: float
-    # Bytes per element of the embedding while layers are worked on: once gathered for the lookup's gradient.
     table: float
-    # Float32 logits [B, chunk, V] and their gradients.
     logits: float
-    # The last axis of an array is filled up to a multiple of this many elements.
     lanes: int
-    # Types are changed for all layers before the loop, and what the loop copies is of that type.
     casts_before_loop: bool
-    # Stacks whose split axis is the last are turned around for the gathering.
     turns_stacks: bool
 
 
 SUBLANES = 8
-# Fitted to some of the programs of tests/planning/estimate/memory_analyses.json; that of CPUs to a few small programs.
+# Fitted to some programs of tests/planning/estimate/memory_analyses.json; for CPUs, to a few small programs.
 BACKENDS = {
-    # The embedding is gathered and its gradient summed in float32.
+    # The embedding is gathered, and its gradient is summed, in float32.
     'gpu': Backend(4.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False, True),
     'tpu': Backend(5.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 128, True, False),
     'cpu': Backend(4.0, 9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False, False),
@@ -93,7 +105,13 @@ BACKENDS = {
 
 
 class _Sizes(NamedTuple):
-    """What one device works with; see the legend."""
+    """Sizes on one device; see the module docstring.
+
+    Attributes:
+        padded_H: H padded to the lanes, for arrays whose last axis it is.
+        width: bytes of an element in the compute dtype.
+        layers: layers that run consecutively before recomputation.
+    """
 
     B: int
     T: int
@@ -102,35 +120,32 @@ class _Sizes(NamedTuple):
     N: int
     K: int
     V: int
-    # As an axis of its own it is filled up on some devices.
     H: int
     padded_H: int
-    # Bytes of an element of the computation.
     width: int
     gated: bool
     parallel: bool
-    # Layers that run here one after the other before anything is computed again.
     layers: int
 
 
 def estimate_memory(
     config: Config, platform: str, capability: tuple[int, int] | None = None, state: StateBytes | None = None
 ) -> Memory:
-    """Memory of the step of a resolved config, without a compiler and without tracing.
+    """Estimates the memory of a resolved config's step without compiling or tracing.
 
-    The fullest moment is one of three: the backward pass of a layer, when activations of all layers are still there and
-    most gradients already; that of the head, with logits; or the update of the optimizer.
+    The peak is one of three: the backward pass of a layer, with activations of all layers and most gradients; that of
+    the head, with logits; or the optimizer update.
 
     Args:
-        config: of the run.
-        platform: of the devices: cpu, gpu or tpu.
-        capability: compute capability of GPUs; None: of other devices, or not known.
-        state: where it is known already.
+        config: config of the run.
+        platform: platform of the devices: cpu, gpu or tpu.
+        capability: compute capability of GPUs. None: other devices, or unknown.
+        state: bytes of the state if they are already known.
     """
     backend, sizes = BACKENDS[platform], _sizes(config, BACKENDS[platform])
     state = state or planned_state_bytes(config)
     gradient, filler = _gradient_and_filler(config, backend)
-    # The sum over micro-batches, and what is being added to it: a pipeline sums over its iterations.
+    # A pipeline also sums gradients over its iterations.
     gradients = gradient * (2 if config.accumulation > 1 else 1)
     activations, on_host = _saved_activation_bytes(config, sizes, backend)
     copies = _copied_weights(config, sizes, backend)
@@ -152,9 +167,13 @@ def estimate_memory(
 
 
 class Overflow(NamedTuple):
-    """What a TPU's compiler said of a program that does not fit, in bytes."""
+    """Sizes in a TPU compiler's out-of-memory error, in bytes.
 
-    # By the whole program, state included, although the message calls it temporaries.
+    Attributes:
+        needed: bytes of the complete program, including the state, although the message calls them temporaries.
+        available: bytes that a program may use.
+    """
+
     needed: int
     available: int
 
@@ -179,7 +198,7 @@ def _sizes(config: Config, backend: Backend) -> _Sizes:
 
 
 def _gradient_and_filler(config: Config, backend: Backend) -> tuple[int, int]:
-    """Bytes of one gradient of every parameter that is trained, and what fills up the tiles of the state."""
+    """Returns the bytes of one gradient of all trained parameters, and the padding of the state to tiles."""
     zero = 3 if config.mesh.zero_stage >= 2 else config.mesh.zero_stage
     gradient = filler = 0.0
     for weight in weights(config.model):
@@ -193,9 +212,10 @@ def _gradient_and_filler(config: Config, backend: Backend) -> tuple[int, int]:
 
 
 def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float:
-    """How many times larger a shard is in tiles of SUBLANES × lanes.
+    """Returns the size of a shard in tiles of SUBLANES × lanes relative to its unpadded size.
 
-    The compiler chooses which of two axes is along the lanes: that of the width and one other, which is not the heads'.
+    The compiler chooses which of two axes is along the lanes: the width or one other axis, which is not that of the
+    heads.
     """
     if backend.lanes == 1 or weight.kind == 'vector':
         return 1.0
@@ -210,12 +230,12 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _matrices(config: Config, sizes: _Sizes) -> int:
-    """Elements of the matrices of one layer, as its use needs them."""
+    """Returns the elements of the matrices of one layer as they are used."""
     return sizes.D * sizes.H * 2 * (sizes.N + sizes.K) + sizes.D * sizes.F * (3 if sizes.gated else 2)
 
 
 def _saved_activation_bytes(config: Config, sizes: _Sizes, backend: Backend) -> tuple[int, int]:
-    """Bytes that the backward pass keeps of all layers: on the device and on the host."""
+    """Returns the bytes saved for the backward pass of all layers, on the device and on the host."""
     model, mesh = config.model, config.mesh
     tokens = sizes.B * sizes.T
     stream = tokens * sizes.D * sizes.width
@@ -224,7 +244,7 @@ def _saved_activation_bytes(config: Config, sizes: _Sizes, backend: Backend) -> 
         on_host = sizes.layers * stream
     saved = sizes.layers * by_layer
     if mesh.stage > 1:
-        # The chunk's input of every iteration, and the slots of all micro-batches, twice, as the loop's carry.
+        # The chunk's input of every iteration, and the buffers of all micro-batches, twice, in the loop's carry.
         iterations = mesh.num_pipeline_repeats * config.accumulation + mesh.stage - 1
         saved += stream * (iterations + 2 * config.accumulation)
     return int(saved), int(on_host)
@@ -241,26 +261,26 @@ def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> fl
     # Softmax statistics.
     statistics = 4 * tokens * N
     if model.remat_policy in ('dots', 'dots_no_batch'):
-        # The input; q, k, v; into the feed-forward; what attention adds to the stream, unless nothing reads it.
+        # The input; q, k, v; the feed-forward activations; the stream after attention, unless the residual is parallel.
         elements = D + (N + 2 * K) * H + F * (2 if sizes.gated else 1) + (0 if sizes.parallel else D)
         if config.mesh.context > 1:
-            # What a ring returns has no name by which it would be kept.
+            # The output of ring attention has no checkpoint name, so a policy cannot save it.
             return tokens * elements * width
         if config.mesh.stage > 1 and model.remat_policy == 'dots_no_batch':
-            # The stages are a batch of every product.
+            # The stages are a batch dimension of every product.
             elements = D
         return tokens * (elements + N * H) * width + statistics
-    # Of each norm what it got in float32 (unless that is the stream itself), twice that, and what a scale multiplies,
+    # For each norm: its float32 input (unless that is the stream itself), a second copy, and the input of the scale,
     # for the gradient of the scale.
     copies = 3 - (not model.norm_use_scale) - (model.norm == 'rmsnorm' and width == 4)
     norms = copies * 4 * tokens * (2 * D + ((N + K) * H if model.qk_norm else 0))
     heads = 2 * (N + K) * sizes.padded_H
-    # Of gelu and silu their inner values too.
+    # The inner values of gelu and silu are saved too.
     ffn = {'swiglu': 5, 'gelu': backend.gelu, 'gelu_tanh': backend.gelu, 'relu2': 1.5}[model.activation] * F
-    # What goes into products, in 8 bits where they are.
+    # Inputs of products, in 8 bits if the products are.
     inputs = (2 * D + N * H + F) * (1 if model.matmul_precision == 'fp8' else width)
     saved = norms + tokens * ((heads + ffn) * width + inputs) + statistics
-    # The matrices as they were used: the gathered ones are left out by name, but not what they were reshaped to.
+    # The matrices as used: the policy excludes gathered matrices by name, but not their reshaped copies.
     return saved + _matrices(config, sizes) * (1 if model.matmul_precision == 'fp8' else width)
 
 
@@ -269,7 +289,7 @@ def _gathers(config: Config) -> bool:
 
 
 def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
-    """Parameters of blocks that stand a second time in other layouts or types, bytes."""
+    """Returns the bytes of parameters of blocks that exist a second time in another layout or dtype."""
     stacks = [weight for weight in weights(config.model) if weight.kind == 'matrix']
     copies = 0
     if backend.casts_before_loop and sizes.width < 4:
@@ -290,15 +310,15 @@ class _Vocabulary(NamedTuple):
 
 
 def _vocabulary(config: Config, sizes: _Sizes, backend: Backend) -> _Vocabulary:
-    """Bytes of the embedding while layers are worked on, and of the head's backward pass."""
+    """Returns the bytes of the embedding during the layers, and of the head's backward pass."""
     elements = sizes.V * sizes.D
     tied = sizes.width if config.model.tie_embeddings else 0
     table = elements * (backend.table + tied)
     chunk = min(config.train.loss_chunk_size, sizes.T)
     logits = 4 * sizes.B * chunk * sizes.V
     stream = sizes.B * sizes.T * sizes.D * sizes.width
-    # The gradient of the head is summed in float32.
-    # Read off the programs of configs/mix.py; those of configs/1b.py, tied too, have LayerNorm and all the copies.
+    # The gradient of the head is summed in float32. The reduced number of copies was read off the programs of
+    # configs/mix.py. Those of configs/1b.py, which also ties embeddings, have LayerNorm and all copies.
     copies = backend.logits - (1 if config.model.tie_embeddings and config.model.norm == 'rmsnorm' else 0)
     work = copies * logits + elements * (4 + sizes.width) + 3 * stream
     return _Vocabulary(int(table), int(work))
@@ -314,13 +334,13 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
     if config.mesh.context > 1:
         return int(work)
     if needs_mask(config, capability):
-        # As an addend, and as what it is made of.
+        # The mask, and the array from which it is computed.
         work += (sizes.width + 1) * sizes.B * sizes.T**2
     elif model.attention == 'cudnn' and config.data.document_mask:
-        # Softmax statistics for every place in the list of documents.
+        # Softmax statistics for every slot in the list of documents.
         work += 4 * tokens * sizes.N * documents_per_row(sizes.T)
     elif model.attention == 'splash':
-        # Queries, keys, values and output as the kernels want them, and the gradient of each.
+        # Queries, keys, values and output in the layout of the kernels, and the gradient of each.
         work += sizes.width * tokens * 4 * (sizes.N + sizes.K) * sizes.padded_H
     elif model.attention == 'xla':
         work += backend.scores * 4 * sizes.B * sizes.N * _scores_at_once(config)
@@ -330,7 +350,7 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
 
 
 def _scores_at_once(config: Config) -> int:
-    """Of a row and head: queries × keys of the largest block."""
+    """Returns queries × keys of the largest block, for one row and head."""
     ranges = [part for window in set(layer_windows(config.model)) for part in query_ranges(config.data.seq_len, window)]
     queries = [part.last - part.first for part in ranges]
     blocks = [number if number % QUERY_BLOCK else QUERY_BLOCK for number in queries]
@@ -338,11 +358,11 @@ def _scores_at_once(config: Config) -> int:
 
 
 def _update(config: Config, gradient: int) -> int:
-    """Bytes at work in the optimizer: AdamW's fuses into one pass, Muon's directions stand beside the gradients."""
+    """Returns the bytes of temporary arrays in the update: AdamW is one fused pass; Muon stores its directions."""
     return gradient if config.optimizer.name == 'muon' else 0
 
 
 def _batch(config: Config) -> int:
-    """Arrays of the global batch, each of 4 bytes an element."""
+    """Returns the bytes of the batch on a device, with 4 bytes per element."""
     elements = config.train.global_batch_size * config.data.seq_len
     return 4 * len(BATCH_TYPES) * elements // (config.batch_shards * config.mesh.context)

@@ -1,4 +1,4 @@
-"""Every parameter of a model, from its config alone: no arrays, no tracing."""
+"""Lists all parameters of a model from its config, without arrays or tracing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maxlm.model.layers.lora import adapter_of
 
 
 class Kernel(NamedTuple):
-    """A matrix of a block."""
+    """Shape of a matrix of a block."""
 
     inputs: int
     outputs: int
@@ -22,17 +22,21 @@ class Kernel(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Elements that stand outside of the blocks."""
+    """Numbers of elements outside of the blocks.
+
+    Attributes:
+        tokens: elements of the token embedding.
+        positions: elements of learned positions.
+        head: elements of a separate head; 0 if the token embedding is the head.
+    """
 
     tokens: int
-    # Learned positions.
     positions: int
-    # A head of its own; 0 where the table of tokens serves.
     head: int
 
 
 def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
-    """The matrices of one block of a resolved model."""
+    """Returns the matrices of one block of a resolved model."""
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     kernels = {
         'query': Kernel(model.dim, heads),
@@ -46,26 +50,30 @@ def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
 
 
 def block_parameters(model: ModelConfig) -> int:
-    """Elements of the matrices of one block."""
+    """Returns the number of elements of the matrices of one block."""
     return sum(kernel.size for kernel in block_kernels(model).values())
 
 
 def tables(model: ModelConfig) -> Tables:
-    """The tables of a resolved model."""
+    """Returns the table sizes of a resolved model."""
     tokens = model.vocab_size * model.dim
     positions = model.max_positions * model.dim if model.position_embedding == 'learned' else 0
     return Tables(tokens, positions, 0 if model.tie_embeddings else tokens)
 
 
 class Weight(NamedTuple):
-    """A parameter of the decoder, those of the blocks stacked over layers."""
+    """A parameter of the decoder. Parameters of blocks are stacked over layers.
 
-    # Dotted, as in the tree of parameters.
+    Attributes:
+        name: dotted path in the tree of parameters.
+        shape: shape of the array.
+        axes: logical axes, as in `maxlm.parallel.layout.TABLE`.
+        kind: as `maxlm.training.optimizers.optimizer.kind_of`: table, head, matrix or adapter (of a block) or vector.
+    """
+
     name: str
     shape: tuple[int, ...]
-    # Logical axes, as `maxlm.parallel.layout.TABLE` has them.
     axes: tuple[str, ...]
-    # As `maxlm.training.optimizers.optimizer.kind_of`: table, head, matrix or adapter (of a block) or vector.
     kind: str
 
     @property
@@ -82,7 +90,7 @@ class _Projection(NamedTuple):
 
 
 def weights(model: ModelConfig) -> Iterator[Weight]:
-    """Every parameter of a resolved model, as `maxlm.model.decoder` makes them."""
+    """Yields all parameters of a resolved model, matching `maxlm.model.decoder`."""
     D, V = model.dim, model.vocab_size
     yield Weight('embedding', (V, D), ('vocab', 'embed'), 'table')
     if model.position_embedding == 'learned':

@@ -1,9 +1,8 @@
-"""How long a step takes: what the work needs of each resource, and what of it happens at the same time.
+"""Estimates the time of a step from its work and the device's resources.
 
-Williams et al. 2009, "Roofline": work takes as long as its scarcest resource needs. A training step is a chain of
-products, which are bound by arithmetic, and of elementwise kernels, which are bound by memory; their times add up.
-Communication can go on beside both. Times of collectives are those of Austin et al. 2025, "How to Scale Your Model",
-chapters 3 and 5.
+Williams et al. 2009, "Roofline": the time of a piece of work is that of its scarcest resource. A training step is a
+sequence of products, bound by arithmetic, and elementwise kernels, bound by memory; their times add up. Communication
+can overlap both. Times of collectives follow Austin et al. 2025, "How to Scale Your Model", chapters 3 and 5.
 """
 
 from __future__ import annotations
@@ -20,46 +19,55 @@ from maxlm.planning.estimate.flops import step_flops
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.planning.estimate.work import Work
 
-# Devices of a slice from which on each dimension of its torus is closed to a ring; below, half of the links are not
-# there.
+# Minimum number of devices of a slice whose torus dimensions are closed to rings. Smaller slices lack half of the
+# links.
 CLOSED_TORUS = {2: 256, 3: 64}
 
 
 class Efficiency(NamedTuple):
-    """What of a datasheet's figures a training step gets; `benchmarks.calibrate` fits them."""
+    """Fractions of datasheet figures that a training step reaches, fitted by `benchmarks.calibrate`.
 
-    # Of the peak, in products of matrices.
+    Attributes:
+        products: fraction of the peak in matrix products.
+        attention: fraction of the peak in a fused attention kernel.
+        memory: fraction of the memory bandwidth.
+        links: fraction of the bandwidth of links within an island.
+        network: fraction of the bandwidth of the network.
+        overlap: fraction of concurrent communication that is hidden. The rest is exposed: first and last layers have no
+            computation to overlap, and both compete for units and bandwidth.
+        latency: seconds before a collective sends data.
+        per_step: fixed seconds per step.
+    """
+
     products: float
-    # Of the peak, in a fused attention kernel.
     attention: float
-    # Of the bandwidth of memory.
     memory: float
-    # Of that of links within an island, and of the network.
     links: float = 0.8
     network: float = 0.8
-    # Share of the communication beside computation that costs no time. The rest: first and last layers, for which there
-    # is nothing to compute, and units and bandwidth that both need.
     overlap: float = 0.8
-    # Seconds in which a collective has sent nothing yet, and that a step costs on top.
     latency: float = 20e-6
     per_step: float = 1e-3
 
 
 class StepTime(NamedTuple):
-    """Seconds of one step on each device."""
+    """Seconds of one step on each device.
 
-    # Products of matrices, attention included.
+    Attributes:
+        compute: matrix products, including attention.
+        memory: elementwise kernels.
+        communication: collectives.
+        hidden: the part of `communication` that overlaps `compute` and `memory`.
+        host: transfers to and from host memory that are not hidden.
+        idle: pipeline stages waiting for each other.
+        fixed: fixed costs.
+    """
+
     compute: float
-    # Elementwise kernels.
     memory: float
-    # Collectives, and the part of them that happens during the two above.
     communication: float
     hidden: float
-    # Host memory, as far as it is not hidden.
     host: float
-    # A pipeline's stages waiting for each other.
     idle: float
-    # Of fixed costs.
     fixed: float
 
     @property
@@ -68,7 +76,7 @@ class StepTime(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What takes most of the step: compute | memory | communication | host | idle."""
+        """Returns the largest component of the step: compute | memory | communication | host | idle."""
         shares = {
             'compute': self.compute,
             'memory': self.memory,
@@ -80,29 +88,34 @@ class StepTime(NamedTuple):
 
 
 class Mfu(NamedTuple):
-    """Share of the peak that the model's own operations reach, by both conventions of `step_flops`."""
+    """Model FLOPs utilization by both conventions of `step_flops`."""
 
     causal: float
     full: float
 
 
 class TransferTime(NamedTuple):
-    """Seconds of all executions of a transfer."""
+    """Seconds of all executions of a transfer.
+
+    Attributes:
+        transfer: the transfer.
+        seconds: seconds of all executions.
+        can_hide: whether the device can compute at the same time.
+    """
 
     transfer: Transfer
     seconds: float
-    # The device can compute meanwhile.
     can_hide: bool
 
 
-# Chips that are taken for another, of whose generation they are or which is nearest: nobody published enough of them.
+# Chips that use the constants of a similar chip, because too few figures are published for them.
 LIKE = {
     **dict.fromkeys(('h100-pcie', 'h100-nvl', 'gh200', 'h200', 'b200', 'l40s', 'l40', 'l4', 'rtx4090'), 'h100'),
     **dict.fromkeys(('a100-40', 'a10g', 'v100'), 'a100'),
     **dict.fromkeys(('v2', 'v3', 'v4lite'), 'v4'),
     **dict.fromkeys(('v6e', 'v7x'), 'v5p'),
 }
-# Fitted to published figures; tests/benchmarks/test_calibrate.py fits them again.
+# Fitted to published figures; tests/benchmarks/test_calibrate.py repeats the fit.
 _GPU = Efficiency(products=0.0, attention=0.377, memory=0.85, links=0.55, network=0.55, overlap=0.0, latency=20e-6)
 _TPU = Efficiency(products=0.0, attention=0.6, memory=0.7, links=0.8, network=0.8, overlap=0.449, latency=5e-6)
 EFFICIENCIES: dict[str, Efficiency] = {
@@ -115,10 +128,10 @@ EFFICIENCIES: dict[str, Efficiency] = {
 
 
 def efficiency_of(chip: Chip) -> Efficiency:
-    """The fitted constants of a chip.
+    """Returns the fitted constants of a chip.
 
     Raises:
-        InputError: there are none, as of a CPU: measure them, `maxlm.planning.estimate.cpu`.
+        InputError: there are none, e.g. for a CPU, which `maxlm.planning.estimate.cpu` measures.
     """
     name = LIKE.get(chip.name, chip.name)
     if name not in EFFICIENCIES:
@@ -135,22 +148,22 @@ def step_time(
     mesh_sizes: Mapping[str, int],
     efficiency: Efficiency | None = None,
 ) -> StepTime:
-    """Seconds of a step.
+    """Returns the time of a step.
 
     Args:
-        work: of each device.
-        chip: the device.
-        num_devices: in the whole run.
-        num_islands: nodes of GPUs or slices of TPUs; links within an island are fast.
+        work: work of each device.
+        chip: kind of device.
+        num_devices: number of devices in the run.
+        num_islands: nodes of GPUs or slices of TPUs, with fast links within.
         mesh_sizes: `mesh.sizes` of the resolved config.
-        efficiency: constants other than the fitted ones of the chip.
+        efficiency: constants that replace the chip's fitted ones.
 
     Raises:
-        InputError: the mesh cannot be laid over so many islands.
+        InputError: the mesh cannot be split over `num_islands` islands.
     """
     efficiency = efficiency or efficiency_of(chip)
     peak = chip.tflops * 1e12
-    # Products of 8-bit floats are taken to reach the same share of their own peak.
+    # Products of 8-bit floats are assumed to reach the same fraction of their own peak.
     products = (work.flops - work.fp8_flops) / peak + work.fp8_flops / (chip.fp8_tflops * 1e12)
     compute = products / efficiency.products + work.attention_flops / (peak * efficiency.attention)
     memory = work.memory_bytes / (chip.memory_bandwidth * efficiency.memory)
@@ -158,7 +171,7 @@ def step_time(
     times = transfer_times(work, chip, efficiency, num_devices, num_islands, mesh_sizes)
     can_hide = sum(time.seconds for time in times if time.can_hide)
     hidden = efficiency.overlap * min(can_hide, compute + memory)
-    # What travels to the host and back takes other links, but the same time to hide in.
+    # Host transfers use separate links, but compete for the same time to overlap.
     host = work.host_bytes / (chip.host_bandwidth * efficiency.links)
     host -= efficiency.overlap * min(host, max(0.0, compute + memory - can_hide))
     communication = sum(time.seconds for time in times)
@@ -182,12 +195,12 @@ def transfer_times(
     num_islands: int,
     mesh_sizes: Mapping[str, int],
 ) -> list[TransferTime]:
-    """Of each transfer of a step; see `step_time`."""
+    """Returns the time of each transfer of a step; see `step_time`."""
     across = dict(zip(MESH_AXES, split_across_islands(dict(mesh_sizes), num_islands), strict=True))
     times = []
     for transfer in work.transfers:
         seconds = transfer_time(transfer, chip, efficiency, across, num_devices // num_islands)
-        # On a TPU XLA also takes sums apart that a device would wait for, and computes in between (Wang et al. 2023).
+        # On a TPU XLA also splits blocking sums and computes in between (Wang et al. 2023).
         times.append(TransferTime(transfer, seconds, transfer.is_async or chip.torus > 0))
     return times
 
@@ -195,18 +208,18 @@ def transfer_times(
 def transfer_time(
     transfer: Transfer, chip: Chip, efficiency: Efficiency, across: Mapping[str, int], island: int
 ) -> float:
-    """Seconds of a transfer, alone on its links.
+    """Returns the seconds of a transfer that has its links for itself.
 
-    Of a group of a · w devices with w in each of a islands, each network interface has to bring 1/w of what its island
-    lacks, S (1 - 1/a) / w; within the island it then goes around in a ring. The two follow each other in pieces, so
-    that the slower one counts.
+    A group of a · w devices has w devices in each of a islands. Each network interface receives 1/w of the data that
+    its island lacks, S (1 - 1/a) / w. Within the island the data then passes around a ring. Both are pipelined, so the
+    slower one determines the time.
 
     Args:
-        transfer: what is sent.
-        chip: the device.
-        efficiency: of its links.
-        across: by mesh axis, its factor that goes over the network.
-        island: devices of an island.
+        transfer: the transfer.
+        chip: kind of device.
+        efficiency: constants for its links.
+        across: by mesh axis, the factor of its size that crosses islands.
+        island: number of devices in an island.
     """
     outer = math.prod(across[axis] for axis in transfer.axes)
     inner = max(1, transfer.group // outer)
@@ -214,10 +227,10 @@ def transfer_time(
     network = chip.network_bandwidth * efficiency.network
     size = transfer.size
     if transfer.kind == 'collective-permute':
-        # A ring that crosses islands waits for the link that does.
+        # A ring that crosses islands is as slow as its network link.
         seconds = size / network if outer > 1 else size / within
     elif transfer.kind == 'all-to-all':
-        # Around a ring of links each piece goes a quarter of the way; through a switch it goes straight.
+        # In a ring of links each piece travels a quarter of the way; a switch connects devices directly.
         ring = size * inner / 4 if chip.torus else size * (1 - 1 / inner)
         seconds = max(ring / within, size * (1 - 1 / outer) / network)
     else:
@@ -227,10 +240,10 @@ def transfer_time(
 
 
 def _rings(group: int, chip: Chip, island: int) -> float:
-    """Rings of links that a group can use at the same time; 1 through a switch.
+    """Returns the number of rings of links that a group can use at the same time; 1 with a switch.
 
-    A TPU has a ring along each dimension of its torus. Slices are taken to be as cubic as can be, so that a group has
-    as many dimensions as its size has sides.
+    A TPU has a ring along each dimension of its torus. Slices are assumed to be as cubic as possible, which gives the
+    number of dimensions that a group spans.
     """
     if not chip.torus or group == 1:
         return 1.0
@@ -240,12 +253,12 @@ def _rings(group: int, chip: Chip, island: int) -> float:
 
 
 def tokens_per_second(seconds: float, *, global_batch: int, window: int) -> float:
-    """Of all devices together."""
+    """Returns the throughput of all devices together."""
     return global_batch * window / seconds
 
 
 def mfu(config: Config, window: int, *, tokens_per_second: float, num_devices: int, tflops: float) -> Mfu:
-    """Utilization of `num_devices` with a peak of `tflops` each."""
+    """Returns the MFU on `num_devices` devices with a peak of `tflops` each."""
     flops = step_flops(config, window)
     peak = num_devices * tflops * 1e12
     return Mfu(tokens_per_second * flops.causal / peak, tokens_per_second * flops.full / peak)

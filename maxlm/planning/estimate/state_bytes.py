@@ -1,6 +1,6 @@
-"""How many bytes of training state a device holds, from a config's shapes alone or from abstract arrays: exact.
+"""Computes the exact bytes of training state per device, from a config's shapes or from abstract arrays.
 
-A search over many layouts takes the first way, which needs no tracing.
+A search over many layouts uses the config, which needs no tracing.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from maxlm.training.state import TrainState
 
 
 class StateBytes(NamedTuple):
-    """Bytes per device; what lies in host memory stands under `host` alone."""
+    """Bytes per device. Arrays in host memory count only in `host`.
 
-    # Those of a reference too.
+    Attributes:
+        parameters: parameters, including those of a reference.
+        moments: optimizer state.
+        average: moving average of the parameters.
+        host: arrays in host memory.
+    """
+
     parameters: int
-    # Optimizer state.
     moments: int
-    # Moving average of the parameters.
     average: int
     host: int
 
 
 def state_bytes(abstract: TrainState) -> StateBytes:
-    """Of a state whose leaves have shapes, types and shardings."""
+    """Returns the bytes of a state whose leaves have shapes, dtypes and shardings."""
     device, host = {'parameters': 0, 'moments': 0, 'average': 0}, 0
     trees = {
         'parameters': (abstract.params, abstract.reference),
@@ -51,7 +55,7 @@ def state_bytes(abstract: TrainState) -> StateBytes:
 
 
 def planned_state_bytes(config: Config) -> StateBytes:
-    """The same of a resolved config, from its shapes; counters, some bytes, are left out."""
+    """Returns the bytes of a resolved config's state from its shapes, without counters (a few bytes)."""
     params = moments = reference = 0
     for weight in weights(config.model):
         size = shard_size(config, weight, zero=config.mesh.zero_stage)
@@ -70,19 +74,19 @@ def planned_state_bytes(config: Config) -> StateBytes:
 
 
 def shard_size(config: Config, weight: Weight, *, zero: int) -> int:
-    """Elements of a weight that one device holds, where `zero` says what is split to save memory."""
+    """Returns the elements of a weight's shard on one device, with sharding at ZeRO stage `zero`."""
     return math.prod(shard_shape(config, weight, zero=zero))
 
 
 def shard_shape(config: Config, weight: Weight, *, zero: int) -> tuple[int, ...]:
-    """The part of a weight that one device holds."""
+    """Returns the shape of a weight's shard on one device."""
     return tuple(
         size // num_shards for size, num_shards in zip(weight.shape, _shards_by_axis(config, weight, zero), strict=True)
     )
 
 
 def _shards_by_axis(config: Config, weight: Weight, zero: int) -> list[int]:
-    """By dimension, the devices that a weight is split over."""
+    """Returns the number of shards along each dimension of a weight."""
     axes = splitting_axes(weight.shape, weight.axes, lambda axis: _num_shards(config, axis, 3))
     return [math.prod(_num_shards(config, axis, zero) for axis in each) for each in axes]
 
@@ -95,9 +99,9 @@ def _num_shards(config: Config, axis: str, zero: int) -> int:
 
 
 def moment_bytes(config: Config, weight: Weight) -> int:
-    """Of a weight's optimizer state, on one device."""
+    """Returns the bytes of a weight's optimizer state on one device."""
     optimizer = config.optimizer
-    # Muon has one moment of the matrices of the blocks, Adam two of everything.
+    # Muon has one moment for the matrices of the blocks, Adam two for every parameter.
     by_muon = optimizer.name == 'muon' and weight.kind == 'matrix'
     stored = optimizer.moment_dtype
     if weight.size < MIN_SIZE or (weight.kind == 'vector' and not by_muon):
@@ -111,7 +115,7 @@ def moment_bytes(config: Config, weight: Weight) -> int:
 
 
 def _scale_bytes(config: Config, weight: Weight) -> int:
-    """Of the blocks' scales, placed as `maxlm.training.optimizers.quantized_moments.place_moment` places them."""
+    """Returns the bytes of the scales, sharded as in `maxlm.training.optimizers.quantized_moments.place_moment`."""
     *rest, last = _shards_by_axis(config, weight, 3)
     number = num_blocks(weight.shape[-1])
     is_replicated = any(

@@ -1,33 +1,36 @@
-"""What devices send to each other in one step: the common terms of estimates and of compiled programs."""
+"""Data transfers between devices in one step, shared by estimates and compiled programs."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# As XLA names them.
+# XLA's names of collectives.
 KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective-permute')
 
 
 class Transfer(NamedTuple):
-    """One collective operation, as often as it runs in a step."""
+    """A collective operation and its number of executions in a step.
 
-    # One of KINDS.
+    Attributes:
+        kind: one of KINDS.
+        axes: mesh axes along which the devices of a group differ; empty if the groups follow no axes.
+        group: number of devices in a group.
+        size: bytes of the complete array over a group in one execution: the result of a gather, the input of a
+            reduce-scatter or an all-reduce. For all-to-all and collective-permute, the buffer of one device.
+        count: executions in a step. Shadows `tuple.count`, which is not used.
+        is_async: whether it starts before its result is needed, so that the device can compute at the same time.
+    """
+
     kind: str
-    # Mesh axes along which devices take part together; empty where the groups follow no axes.
     axes: tuple[str, ...]
-    # Devices in a group.
     group: int
-    # Of one execution, bytes of the whole array over a group: what a gather brings to each device, what a
-    # reduce-scatter or an all-reduce sums. For all-to-all and collective-permute, of one device's own buffer.
     size: float
-    # Executions in a step. The type checker minds that it hides `tuple.count`, which nobody needs here.
     count: float = 1  # type: ignore[assignment]
-    # Started before it is needed, so that the device can compute meanwhile.
     is_async: bool = True
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends in a step, by the best algorithm (a ring)."""
+        """Returns the bytes that each device sends in a step, with the optimal algorithm (a ring)."""
         share = (self.group - 1) / self.group
         factor = {'all-reduce': 2 * share, 'collective-permute': 1}.get(self.kind, share)
         return self.count * self.size * factor

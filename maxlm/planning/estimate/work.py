@@ -1,8 +1,8 @@
-"""What one device does in one step: products of matrices, bytes of memory, bytes sent. Formulas of the config alone.
+"""Estimates the work of one device in one step from the config: matrix products, memory traffic and transfers.
 
-Nothing is traced or compiled, so that a search may ask for thousands of layouts.
+Nothing is traced or compiled, so a search can evaluate thousands of layouts.
 
-Letters: D width, F feed-forward, N query heads, K key/value heads, H head dim, V vocabulary, T window.
+Letters: D width, F feed-forward, N query heads, K key/value heads, H head dim, V vocabulary, T sequence length.
 """
 
 from __future__ import annotations
@@ -23,28 +23,32 @@ from maxlm.planning.estimate.parameters import block_kernels, block_parameters, 
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.training.optimizers.muon import ITERATIONS
 
-# Bytes of a moment of one parameter, as it is stored.
+# Stored bytes of one moment per parameter.
 MOMENT_BYTES = {'float32': 4.0, 'bfloat16': 2.0, 'int8': 1.0}
-# Policies of model.remat_policy under which a block is computed again from its input.
+# Values of model.remat_policy that recompute a block from its input.
 RECOMPUTED = ('full', 'offload')
-# Smallest compute capability of GPUs whose cuDNN can be told where documents begin: Hopper.
+# Minimum compute capability of GPUs whose cuDNN accepts document boundaries: Hopper.
 DOCUMENTS_CAPABILITY = (9, 0)
 
 
 class Work(NamedTuple):
-    """Of one device in one optimizer step. Of a pipeline without its idle iterations, which `idle` tells."""
+    """Work of one device in one optimizer step, without the idle iterations of a pipeline.
 
-    # In products of matrices outside of attention, what is computed again included.
+    Attributes:
+        flops: operations of matrix products outside of attention, including recomputation.
+        fp8_flops: the part of `flops` in products of 8-bit floats.
+        attention_flops: operations of the two products of attention and of their gradients.
+        memory_bytes: bytes of device memory read and written outside of products.
+        host_bytes: bytes sent to host memory and back.
+        idle: fraction of the step in which a pipeline stage waits for other stages.
+        transfers: collectives.
+    """
+
     flops: float
-    # Of those, in products of 8-bit floats.
     fp8_flops: float
-    # In the two products of attention, and in their gradients.
     attention_flops: float
-    # Read from and written to device memory by all that is no product.
     memory_bytes: float
-    # To host memory and back.
     host_bytes: float
-    # Share of the step in which a stage of a pipeline waits for the others.
     idle: float
     transfers: list[Transfer]
 
@@ -54,11 +58,11 @@ class Work(NamedTuple):
 
 
 def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> Work:
-    """The work of a resolved config's step on each of its devices.
+    """Estimates the work of a resolved config's step on each of its devices.
 
     Args:
-        config: of the run.
-        capability: compute capability of the GPUs; None: of other devices, or not known.
+        config: config of the run.
+        capability: compute capability of the GPUs. None: other devices, or unknown.
     """
     mesh, train = config.mesh, config.train
     tokens = train.global_batch_size * config.data.seq_len / (config.batch_shards * mesh.context)
@@ -75,21 +79,21 @@ def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> 
 
 
 def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
-    """Returns whether a fused kernel takes the documents of tokens as an array; see `maxlm.model.attention.cudnn`."""
+    """Returns True if a fused kernel takes documents as a mask array; see `maxlm.model.attention.cudnn`."""
     told = capability is not None and capability >= DOCUMENTS_CAPABILITY and config.mesh.stage == 1
     is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
     return is_fused and config.data.document_mask and not told
 
 
 def attended_positions(config: Config, capability: tuple[int, int] | None = None) -> float:
-    """Scores that are computed for each query of a head: mean over layers and queries.
+    """Returns the scores computed per query of a head: mean over layers and queries.
 
-    A kernel that knows of documents computes fewer, by how many of them there are.
+    A kernel that knows document boundaries computes fewer, depending on the number of documents.
     """
     window, windows = config.data.seq_len, layer_windows(config.model)
     reaches = [min(sliding or window, window) for sliding in windows]
     if config.mesh.context > 1:
-        # Pairs of chunks that are in sight, each of them whole: `maxlm.model.attention.ring`.
+        # Pairs of visible chunks, each computed completely: `maxlm.model.attention.ring`.
         chunks = 2 * config.mesh.context
         size = window / chunks
         pairs = [
@@ -98,7 +102,7 @@ def attended_positions(config: Config, capability: tuple[int, int] | None = None
         ]
         return sum(pairs) / len(pairs) * size**2 / window
     if needs_mask(config, capability):
-        # A mask is an array like any other: what it hides is computed all the same.
+        # Masked scores are computed too.
         return window
     if config.model.attention == 'cudnn':
         return sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window / len(reaches)
@@ -114,50 +118,50 @@ def attended_positions(config: Config, capability: tuple[int, int] | None = None
 
 
 def attention_forwards(config: Config) -> int:
-    """How often attention is computed in the direction forward. Rules on what is kept know its results by name."""
-    # Of a ring nothing has a name.
+    """Returns the number of forward computations of attention. Policies can save its results by name."""
+    # Ring attention has no named results.
     again = ('dots_no_batch', *RECOMPUTED) if config.mesh.context > 1 else RECOMPUTED
     return 1 + (config.model.remat_policy in again) + (config.mesh.stage > 1)
 
 
 def attention_products(config: Config) -> int:
-    """Products of queries × positions × head dim that are computed for each head: 7 with nothing computed again.
+    """Returns the products of queries × positions × head dim per head: 7 without rematerialization.
 
-    No kernel keeps scores: the backward pass makes them again for its 4 products. Splash has two kernels for it, and in
-    each makes scores and the gradients of weights.
+    No kernel saves scores, so the backward pass recomputes them for its 4 products. Splash has two backward kernels,
+    which both recompute scores and the gradients of weights.
     """
     return 2 * attention_forwards(config) + (7 if config.model.attention == 'splash' else 5)
 
 
 def forward_passes(config: Config) -> float:
-    """How often a block's elements are computed in the direction forward."""
+    """Returns the number of forward computations of a block's elementwise operations."""
     return 1 + (config.model.remat_policy != 'none') + (config.mesh.stage > 1)
 
 
 def _block_flops(config: Config, tokens: float) -> float:
-    """2 per parameter of the blocks and token forward, 4 backward, and what is computed again."""
+    """Returns FLOPs of blocks: per parameter and token 2 forward, 4 backward, plus recomputation."""
     model, mesh = config.model, config.mesh
     kernels = block_kernels(model)
     block = block_parameters(model)
     per_token = 6.0 * block
-    # In a pipeline every product has the stages as a batch, so that dots_no_batch keeps none of them.
+    # In a pipeline the stages are a batch dimension of every product, so dots_no_batch saves none of them.
     if model.remat_policy in RECOMPUTED or (model.remat_policy == 'dots_no_batch' and mesh.stage > 1):
-        # The last product of a residual branch is not needed again: only the sum with the stream is, if anything.
+        # The last product of a residual branch is not recomputed: at most its sum with the stream is needed.
         last = kernels['down'].size + (kernels['out'].size if model.parallel_residual else 0)
         per_token += 2 * (block - last)
     if mesh.stage > 1:
-        # A pipeline computes a whole chunk of layers again, from its input.
+        # A pipeline recomputes a complete chunk of layers from its input.
         per_token += 2 * block
     return tokens * per_token * model.num_layers / (mesh.stage * mesh.tensor)
 
 
 def _head_flops(config: Config, tokens: float) -> float:
-    """Logits and both of their gradients, once (`cross_entropy`). The stages of a pipeline share them."""
+    """Returns FLOPs of the logits and both of their gradients (`cross_entropy`), shared by the pipeline stages."""
     return 6 * tokens * config.model.dim * _vocabulary(config) / config.mesh.stage
 
 
 def _vocabulary(config: Config) -> float:
-    """Token ids on a device, padding included."""
+    """Returns the vocabulary size on a device, including padding."""
     return padded_vocabulary(config.model.vocab_size, config.mesh.tensor) / config.mesh.tensor
 
 
@@ -169,7 +173,10 @@ def _attention_flops(config: Config, tokens: float, capability: tuple[int, int] 
 
 
 def _muon_flops(config: Config) -> float:
-    """Newton–Schulz: x xᵀ, its square, and their sum times x, of whole matrices spread over devices by layer."""
+    """Returns FLOPs of Newton–Schulz, for matrices spread over devices by layer.
+
+    Each iteration computes x xᵀ, its square, and their sum times x.
+    """
     if config.optimizer.name != 'muon':
         return 0.0
     mesh = config.mesh
@@ -182,12 +189,12 @@ def _muon_flops(config: Config) -> float:
 
 
 def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int] | None) -> float:
-    """What is read and written between products, where each chain of elementwise operations is one kernel.
+    """Returns the bytes of activations read and written between products, with one kernel per elementwise chain.
 
-    Forward, in elements of a token and block: a norm reads the stream for its sums and again for its result, which it
-    writes (3 D); adding to the stream reads two and writes one (3 D); the rotation reads and writes queries and keys;
-    the activation reads one or two of F and writes one; attention reads q, k, v and writes its output. The gradient of
-    each reads its inputs and the gradient, and writes: twice as much.
+    Forward, in elements per token and block: a norm reads the stream for its sums and again for its result, which it
+    writes (3 D). A residual addition reads two arrays and writes one (3 D). The rotation reads and writes queries and
+    keys. The activation reads one or two arrays of F and writes one. Attention reads q, k, v and writes its output. The
+    gradient of each reads its inputs and the gradient, and writes: twice the forward amount.
     """
     model, mesh = config.model, config.mesh
     width = jnp.dtype(model.dtype).itemsize
@@ -200,22 +207,21 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     forward = width * (stream + attention + rotation + head_norms + activation)
     block = forward * (2 + forward_passes(config)) + _score_bytes(config, capability)
     if model.matmul_precision == 'fp8':
-        # What goes into a product, and the gradient of what comes out, is read for its largest element, read again and
-        # written in 8 bits.
+        # Inputs of a product and gradients of its output are read for their maximum, read again and written in 8 bits.
         gates = 2 if model.activation == 'swiglu' else 1
         inputs = 2 * model.dim + heads + model.ffn_dim / mesh.tensor
         outputs = 2 * model.dim + heads + 2 * kv_heads + gates * model.ffn_dim / mesh.tensor
         block += (2 * width + 1) * (inputs * forward_passes(config) + outputs)
-    # Logits: written in float32, read for their largest, for the sum and for the gradient, which is written and read by
-    # two products.
+    # Logits: written in float32; read for their maximum, for the sum and for the gradient; the gradient is written once
+    #     and read by two products.
     logits = _vocabulary(config) * (16 + 3 * width) / mesh.stage
-    # The table: a row read and written; its gradient added to the table's in float32.
+    # The embedding: a row is read and written; its gradient is added to the table's in float32.
     lookup = model.dim * (2 * width + 12)
     return tokens * (block * model.num_layers / mesh.stage + logits + lookup)
 
 
 def _score_bytes(config: Config, capability: tuple[int, int] | None) -> float:
-    """Of a token and block: scores that pass through memory."""
+    """Returns the bytes per token and block of scores that are stored in memory."""
     model, mesh = config.model, config.mesh
     width = jnp.dtype(model.dtype).itemsize
     scores = model.num_heads / mesh.tensor * attended_positions(config, capability)
@@ -224,33 +230,33 @@ def _score_bytes(config: Config, capability: tuple[int, int] | None) -> float:
     if mesh.context == 1 and model.attention == 'cudnn':
         # The mask, which is added to the scores of each head, forward and backward.
         return 2 * width * scores if needs_mask(config, capability) else 0.0
-    # Written in float32 and read for the largest and for the sum; the weights are written and read. Backward scores and
-    # the gradients of weights are written in float32 and read; of them come weights, which one product reads, and the
-    # gradients of scores, which two read.
+    # Forward: scores are written in float32 and read for maximum and sum; the weights are written and read. Backward:
+    #     scores and the gradients of weights are written in float32 and read. They give the weights, which one product
+    #     reads, and the gradients of scores, which two products read.
     forward, backward = 12 + 2 * width, 16 + 5 * width
     return scores * (forward * attention_forwards(config) + backward)
 
 
 def _weight_bytes(config: Config) -> float:
-    """Parameters cast and brought together for each micro-batch, and their gradients added up."""
+    """Returns the bytes of casting and gathering parameters per micro-batch, and of accumulating their gradients."""
     model, mesh = config.model, config.mesh
     width = jnp.dtype(model.dtype).itemsize
     saved_over = mesh.fsdp * mesh.context
     whole = model_parameters(model) / (mesh.stage * mesh.tensor)
     held = whole / saved_over if mesh.zero_stage == 3 else whole
     summed = whole / saved_over if mesh.zero_stage >= 2 else whole
-    # Forward and backward: read in float32, written in the type of the computation, and as a whole after a gather.
+    # Forward and backward: read in float32, written in the compute dtype, and written completely after a gather.
     passes = 2 * (held * (4 + width) + whole * width * (saved_over > 1 and mesh.zero_stage == 3))
-    # A gradient is written whole, read to be summed over devices, written into its stack and added to the totals.
+    # A gradient is written completely, read for its sum over devices, stored in its stack and added to the totals.
     gradients = whole * 2 * width + summed * (4 + 12)
-    # The head's is added up in float32 over the chunks of the loss.
+    # The gradient of the head is summed in float32 over the chunks of the loss.
     chunks = math.ceil(config.data.seq_len / mesh.context / config.train.loss_chunk_size)
     sums = (chunks - 1) * 8 * model.dim * _vocabulary(config) / mesh.stage
     return config.accumulation * (passes + gradients + sums)
 
 
 def _update_bytes(config: Config) -> float:
-    """The optimizer's: each array read and written once in one pass over all of them, and the passes before it."""
+    """Returns the bytes of the update: one pass that reads and writes each array, and the passes before it."""
     model, mesh, optimizer = config.model, config.mesh, config.optimizer
     parts = mesh.stage * mesh.tensor * mesh.fsdp * mesh.context
     matrices = model.num_layers * block_parameters(model)
@@ -261,7 +267,7 @@ def _update_bytes(config: Config) -> float:
     orthogonal = 0.0
     if optimizer.name == 'muon':
         moments -= matrices * moment
-        # Three products in each iteration, whose results are scaled and added.
+        # Each iteration has three products, whose results are scaled and added.
         spread = parts * mesh.data
         orthogonal = ITERATIONS * 6 * jnp.dtype(model.dtype).itemsize * matrices / spread
     return (model_parameters(model) * per_parameter + moments) / parts + orthogonal
@@ -272,10 +278,10 @@ def _host_bytes(config: Config, tokens: float) -> float:
     held = model_parameters(model) / (mesh.stage * mesh.tensor * mesh.fsdp * mesh.context)
     total = 0.0
     if mesh.host_offload != 'none':
-        # Moments come and go; a moving average is a parameter.
+        # Moments are copied in and out; a moving average is a parameter.
         total += held * 2 * 2 * MOMENT_BYTES[optimizer.moment_dtype]
     if mesh.host_offload == 'all':
-        # Parameters come forward, backward and for the update, after which they go back.
+        # Parameters are copied in for forward, backward and update, and copied out after the update.
         total += held * 4 * (2 * config.accumulation + 2 + (2 if optimizer.ema_decay else 0))
     if model.remat_policy == 'offload':
         total += tokens * model.dim * jnp.dtype(model.dtype).itemsize * 2 * model.num_layers / mesh.stage
