@@ -1,1 +1,1 @@
-"""Formats of Hugging Face and GGUF, read and written without their libraries."""
+"""Reads and writes the formats of Hugging Face and GGUF."""

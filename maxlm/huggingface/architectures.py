@@ -1,4 +1,4 @@
-"""The architectures that maxlm reads and writes: a row each, with its keys in config.json and what it can express.
+"""Table of supported Transformers architectures: their keys in config.json and the models that they can express.
 
 Names and defaults: `configuration_*.py` of Transformers 5.
 """
@@ -27,18 +27,18 @@ _SWIGLU = {'silu': 'swiglu', 'swish': 'swiglu'}
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """One row.
+    """A supported architecture of Transformers.
 
     Attributes:
-        model_type, class_name, title: its names in config.json and for people.
-        family: the family of `model.family` that it is.
-        keys: ours → theirs and their default (None: derived).
-        activation: their key, and their default.
-        activations: theirs → ours; of several for one of ours the first is written.
-        fixed_settings: our switches that it has in one setting only.
-        fixed_keys: their keys that maxlm has in one setting only, which is also their default.
-        extra_keys: more keys for config.json, from the model.
-        limits: each gives what of a model does not fit, as `model.key=value`, or nothing.
+        model_type, class_name, title: names in config.json and in messages.
+        family: value of `model.family`.
+        keys: key of maxlm → (key of config.json, default). A default of None: the value is derived.
+        activation: key of the activation in config.json, and its default.
+        activations: name in config.json → name in maxlm. If several names map to one, the first is written.
+        fixed_settings: maxlm settings that have only one value in this architecture.
+        fixed_keys: keys of config.json for which maxlm supports only one value, which is also their default.
+        extra_keys: function from a model to further keys of config.json.
+        limits: functions that return an unsupported setting of a model as `model.key=value`, or ''.
     """
 
     model_type: str
@@ -77,7 +77,7 @@ def _one_window(model: ModelConfig) -> str:
 
 
 def same_rotated_dims(head_dim: int, fraction: float) -> bool:
-    """Returns whether Transformers, which truncates the product, rotates as many dims as maxlm, which rounds it."""
+    """Returns True if Transformers, which truncates the product, rotates as many dims as maxlm, which rounds it."""
     return int(head_dim * fraction) == round(head_dim * fraction)
 
 
@@ -176,7 +176,7 @@ LLAMA = Architecture(
     activations=_SWIGLU,
     fixed_settings=_RMSNORM,
     extra_keys=lambda model: {'mlp_bias': model.use_bias},
-    # Heads may be of any width, but Transformers refuses a width that they do not divide.
+    # Heads may have any width in maxlm, but Transformers requires that num_heads divides hidden_size.
     limits=(_divided_width, _whole_context),
 )
 MISTRAL = Architecture(
@@ -215,8 +215,8 @@ QWEN3 = Architecture(
     fixed_keys={'attention_bias': False},
     extra_keys=_layer_types,
 )
-# Transformers norms queries and keys after the rotation, which keeps their length, so it is all the same; it turns the
-# other way round, which the layout of the tensors makes up for.
+# Transformers normalizes queries and keys after the rotation. The rotation preserves their norm, so the order does not
+# matter. It rotates in the opposite direction, which the layout of the tensors compensates.
 NANOCHAT = Architecture(
     'nanochat',
     'NanoChatForCausalLM',
@@ -244,5 +244,5 @@ NANOCHAT = Architecture(
     limits=(_whole_context,),
 )
 ARCHITECTURES = {row.model_type: row for row in (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3, NANOCHAT)}
-# Those that other programs run too; nanochat is Transformers' alone, so one has to ask for it.
+# Architectures that other programs also support. Only Transformers supports nanochat, so it must be requested.
 DEFAULT_ARCHITECTURES = (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3)

@@ -1,7 +1,7 @@
-"""The config.json of an architecture and `model.*`, both ways.
+"""Converts between the config.json of an architecture and `model.*`.
 
-Import goes by the row of the file's model_type; export takes the first row that can express the model's switches,
-whatever its family is called.
+Import selects the architecture by the file's model_type. Export selects the first architecture that can express the
+model's settings, regardless of the name of its family.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EXPERT_TYPES = ('mixtral', 'dbrx', 'jetmoe', 'deepseek_v2', 'deepseek_v3', 'gpt
 
 
 def check_supported(config: Fields, supported: Iterable[str]) -> None:
-    """Raises InputError unless a config.json is one of the supported model types and asks for nothing beyond them."""
+    """Raises InputError unless a config.json has a supported model type and requires no unsupported features."""
     values, source = config.values, config.source
     kind = values.get('model_type')
     if not isinstance(kind, str):
@@ -58,12 +58,12 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
 
 
 AUTO = 'auto'
-# These mean "derived from the others" when they are null, as our 0 does.
+# Null means "derived from other keys" for these keys, as 0 does in maxlm.
 _NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap')
-# Keys of rotary positions, for messages.
+# Names of rotary keys in error messages.
 _ROPE_NAMES = {
     'rope_scaling_factor': 'factor',
-    # GPT-NeoX alone may rotate a part of a head.
+    # Only GPT-NeoX supports rotating a part of a head.
     'partial_rotary_factor': 'rotary_pct',
     'rope_low_freq_factor': 'low_freq_factor',
     'rope_high_freq_factor': 'high_freq_factor',
@@ -71,15 +71,15 @@ _ROPE_NAMES = {
     'rope_beta_fast': 'beta_fast',
     'original_max_positions': 'original_max_position_embeddings',
 }
-# Context of the run that an imported model is given, where the model's is longer.
+# Sequence length of the config of an imported model, unless the model's context is shorter.
 _WINDOW = 1024
 
 
 def choose_architecture(model: ModelConfig, architecture: str = AUTO) -> Architecture:
-    """The architecture that a resolved model is exported as: the one asked for, or the first that expresses it.
+    """Returns the architecture for the export of a resolved model: the requested one, or the first that can express it.
 
     Raises:
-        InputError: there is none; the message names the keys and values that the nearest one does not have.
+        InputError: no architecture can express the model. The message lists the settings that the closest one lacks.
     """
     if architecture != AUTO:
         row = ARCHITECTURES[architecture]
@@ -114,7 +114,7 @@ def unsupported_settings(model: ModelConfig, row: Architecture) -> list[str]:
 
 
 def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
-    """The content of config.json for a resolved model, without its ids of special tokens and its dtype.
+    """Returns the content of config.json for a resolved model, without the ids of special tokens and the dtype.
 
     Raises:
         InputError: as `choose_architecture`.
@@ -130,14 +130,14 @@ def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
-    """The resolved model of a config.json.
+    """Returns the resolved model of a config.json.
 
     Args:
-        config: its content.
-        source: what messages call it.
+        config: content of the file.
+        source: name of the file in error messages.
 
     Raises:
-        InputError: a model that maxlm does not have, or values that cannot be; the message names them.
+        InputError: the model is not supported, or a value is invalid. The message names the keys.
     """
     fields = Fields(config, source)
     row = _architecture(fields)
@@ -170,7 +170,7 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
                 f'a whole number of pairs'
             )
     model |= _attention(fields, row, model['num_layers'])
-    # The type of the parameters in the file; Transformers' own default is float32.
+    # The dtype of the stored parameters; the default of Transformers is float32.
     stored_dtype = str(config.get('dtype') or config.get('torch_dtype') or 'float32')
     model['dtype'] = 'float32' if stored_dtype.endswith('float32') else 'bfloat16'
     try:
@@ -191,7 +191,7 @@ def _architecture(fields: Fields) -> Architecture:
 
 
 def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, Any]:
-    """Returns attention pattern and window of the layers."""
+    """Returns the attention pattern and the sliding window."""
     window = 0
     if row is MISTRAL or (row is QWEN3 and fields.flag('use_sliding_window', False)):
         window = fields.integer('sliding_window', 4096, null=0)
@@ -211,6 +211,6 @@ def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, 
     if not any(sliding):
         return {'attention_pattern': 'L', 'sliding_window': 0}
     letters = ''.join('S' if slides else 'L' for slides in sliding)
-    # The shortest that gives all layers when it is repeated: what is compiled is one period of it.
+    # The shortest pattern that repeats to all layers, because one period of it is compiled.
     period = next(n for n in range(1, num_layers + 1) if letters == (letters[:n] * num_layers)[:num_layers])
     return {'attention_pattern': letters[:period], 'sliding_window': window}

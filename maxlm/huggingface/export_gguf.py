@@ -1,8 +1,8 @@
-"""A checkpoint → one GGUF file, which llama.cpp and what is built on it run; a tensor at a time.
+"""Exports a checkpoint to one GGUF file for llama.cpp, one tensor at a time.
 
-Names of keys and tensors are those of the library gguf. Files of kind `llama` rotate neighbours, where Transformers and
-maxlm rotate pairs that lie half a head apart: rows of queries and keys change places, as in llama.cpp's
-convert_hf_to_gguf.py. Those of kind `qwen3` rotate as maxlm does.
+Names of keys and tensors come from the library gguf. Files of kind `llama` rotate adjacent elements, where Transformers
+and maxlm rotate pairs half a head apart. The rows of queries and keys are therefore permuted, as in llama.cpp's
+convert_hf_to_gguf.py. Files of kind `qwen3` rotate as maxlm does.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from maxlm.storage.atomic import check_space, new_file
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config
 
 TYPES = ('f16', 'q8_0')
-# Values of a row that share a scale in q8_0.
+# Number of values of a row that share a scale in q8_0.
 BLOCK = 32
-# The file's kind of each architecture that has one. Mistral's differs by its window alone, which it has not.
+# The file's kind for each supported architecture. Mistral differs from Llama only by a sliding window, which is
+# rejected.
 _KINDS = {'llama': 'llama', 'mistral': 'llama', 'qwen3': 'qwen3'}
 _LARGEST_FLOAT16 = 65504.0
 
 
 class ExportedGguf(NamedTuple):
-    """Summary of an export; `float16_tensors` are matrices whose rows are not divisible into blocks."""
+    """Summary of an export. `float16_tensors` are matrices whose rows cannot be divided into blocks."""
 
     path: Path
     kind: str
@@ -47,17 +48,17 @@ class ExportedGguf(NamedTuple):
 
 
 def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> ExportedGguf:
-    """Writes a checkpoint with its tokenizer and chat template as one file; vectors are in float32.
+    """Writes a checkpoint with its tokenizer and chat template as one file. Vectors are stored in float32.
 
     Args:
-        checkpoint: as `find_local_step` takes it.
-        output: the file to be made.
-        dtype: of matrices: f16 or q8_0 (8 bits, with a scale for each 32 of a row).
+        checkpoint: path as accepted by `find_local_step`.
+        output: path of the new file.
+        dtype: type of matrices: f16 or q8_0 (8 bits, with a scale for every 32 values of a row).
         show: whether to show progress.
 
     Raises:
-        InputError: GGUF has no such model or tokenizer, the checkpoint cannot be read, a value is not finite or beyond
-            float16, the output cannot be written, or gguf is not installed. Nothing is left behind.
+        InputError: GGUF does not support the model or the tokenizer, the checkpoint cannot be read, a value is not
+            finite or exceeds float16, the output cannot be written, or gguf is not installed. No file remains.
     """
     gguf = _library()
     path = _check_new_file(output)
@@ -109,7 +110,7 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
 
 
 def interleave_rotary(name: str, values: np.ndarray, model: ModelConfig) -> np.ndarray:
-    """A tensor of Transformers as `llama` files have it: in each head of queries and keys, halves become neighbours."""
+    """Permutes a Transformers tensor for `llama` files: interleaves the halves of each head of queries and keys."""
     heads = {'q_proj': model.num_heads, 'k_proj': model.num_kv_heads}.get(name.split('.')[-2])
     if heads is None:
         return values
@@ -184,7 +185,7 @@ def _add_metadata(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: 
     writer.add_rope_dimension_count(model.head_dim)
     writer.add_layer_norm_rms_eps(model.norm_epsilon)
     writer.add_rope_freq_base(model.rope_theta)
-    # The scaling of llama3 is written as a tensor.
+    # llama3 scaling is written as a tensor.
     kinds = {'linear': gguf.RopeScalingType.LINEAR, 'yarn': gguf.RopeScalingType.YARN}
     if model.rope_scaling in kinds:
         writer.add_rope_scaling_type(kinds[model.rope_scaling])
@@ -204,7 +205,7 @@ def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str
     writer.add_add_bos_token(vocab.add_bos)
     eos_ids = text.ids['eos_token_id']
     eos_ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
-    # The format has no number for a token that does not exist.
+    # The format cannot represent a token that does not exist.
     eos_ids = [eos_id for eos_id in eos_ids if eos_id >= 0]
     bos_id = text.ids['bos_token_id']
     if bos_id is not None and bos_id >= 0:
@@ -243,7 +244,7 @@ def _bytes(shape: tuple[int, ...], kind: Any, gguf: Any) -> int:
 
 
 def _encode(name: str, values: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
-    # Scales of blocks are in float16 too.
+    # The scales of blocks are float16 too.
     if not np.abs(values).max() <= _LARGEST_FLOAT16:
         raise InputError(f'{name}: a value is not finite, or beyond float16; choose another step')
     encoded: np.ndarray = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), kind)

@@ -1,4 +1,4 @@
-"""A checkpoint → a directory that Transformers loads, a layer at a time."""
+"""Exports a checkpoint to a directory that Transformers loads, one layer at a time."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ class Exported(NamedTuple):
 def export_model(
     checkpoint: str, output: str, *, architecture: str, dtype: str, max_shard_size: int, show: bool
 ) -> Exported:
-    """Writes a checkpoint as config.json, safetensors, tokenizer and model card; adapters are merged, kernels that are
-    quantized are made of their codes.
+    """Writes a checkpoint as config.json, safetensors, tokenizer and model card.
 
-    What is held at a time is one parameter of one layer, or the embedding. The same checkpoint gives the same bytes.
+    Adapters are merged, and quantized kernels are dequantized. Only one parameter of one layer, or the embedding, is in
+    memory at a time. The same checkpoint gives the same bytes.
 
     Args:
-        checkpoint: as `find_local_step` takes it.
-        output: a directory to be made.
+        checkpoint: path as accepted by `find_local_step`.
+        output: path of the new directory.
         architecture: a model_type, or `auto`.
-        dtype: of the tensors: float32, bfloat16 or float16.
-        max_shard_size: bytes of tensors in one file.
+        dtype: type of the tensors: float32, bfloat16 or float16.
+        max_shard_size: maximum bytes of tensors in one file.
         show: whether to show progress.
 
     Raises:
-        InputError: no architecture expresses the model, the checkpoint cannot be read, a value is not finite or beyond
-            the range of `dtype`, or the output cannot be written. Nothing is left behind.
+        InputError: no architecture expresses the model, the checkpoint cannot be read, a value is not finite or exceeds
+            the range of `dtype`, or the output cannot be written. No files remain.
     """
     directory = check_new('--output', output)
     step_directory = find_local_step(checkpoint)
@@ -68,7 +68,7 @@ def export_model(
     reader = open_parameters(step_directory, config.model)
     check_shapes(reader.shapes, parameter_shapes(rows, config.model.num_layers), step_directory, workdir / CONFIG)
     text = files_for_export(workdir, config.model)
-    # `torch_dtype` is what versions before 5 read.
+    # Versions of Transformers before 5 read `torch_dtype`.
     settings = {**to_config(config.model, architecture), **text.ids, 'dtype': dtype, 'torch_dtype': dtype}
     parameters = sum(math.prod(row.shape) for row in rows)
     card = model_card(
@@ -98,14 +98,14 @@ def export_model(
 
 
 def open_parameters(step_directory: epath.Path, model: ModelConfig) -> MergedReader | DequantizedReader:
-    """Reads the parameters of a step as those of a plain model in float32.
+    """Opens the parameters of a step as float32 parameters without adapters and quantization.
 
     Args:
-        step_directory: as `find_step` returns it.
-        model: of its config.
+        step_directory: path as returned by `find_step`.
+        model: model of its config.
 
     Raises:
-        InputError: they cannot be read, or are not those of the model.
+        InputError: the parameters cannot be read, or do not match the model.
     """
     item = params_item(step_directory)
     if weights_of(model) is not None:
@@ -121,7 +121,7 @@ def _tensor_maker(reader: MergedReader | DequantizedReader, tensor: Tensor) -> C
 def check_shapes(
     stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], step_directory: Path, config: Path
 ) -> None:
-    """Raises InputError unless a step has the parameters that a config wants."""
+    """Raises InputError unless the parameters of a step match its config."""
     for path in sorted(stored.keys() | expected.keys()):
         if stored.get(path) != expected.get(path):
             raise InputError(

@@ -1,10 +1,11 @@
-"""The adapters of a checkpoint alone, as PEFT loads them onto the exported model that the run started from.
+"""Exports only the adapters of a checkpoint in PEFT's format, for the exported model that the run started from.
 
-For each projection PEFT holds lora_A [rank, in] and lora_B [out, rank], and adds (alpha / rank) · lora_B · lora_A to
-its weight, in all architectures alike. Where the architecture has queries, keys and values in one weight, their
-adapters are one of as many times the rank: the lora_As one below the other, each lora_B in its own rows and columns.
+For each projection PEFT stores lora_A [rank, in] and lora_B [out, rank], and adds (alpha / rank) · lora_B · lora_A to
+its weight, in all architectures. If the architecture has queries, keys and values in one weight, their adapters are
+combined into one whose rank is the sum of theirs. It stacks the lora_As, and places each lora_B in its own rows and
+columns.
 
-Shapes: I inputs, O outputs of a weight of Transformers, R rank of its adapter, r rank of one of maxlm's.
+Shapes: I inputs, O outputs of a weight of Transformers, R rank of its adapter, r rank of an adapter of maxlm.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_scale
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.workdir.files import CONFIG, read_config
 
-# As PEFT names them.
+# File names of PEFT.
 ADAPTER_CONFIG = 'adapter_config.json'
 ADAPTER_TENSORS = 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'
@@ -42,7 +43,7 @@ _DTYPE = 'float32'
 
 
 class ExportedAdapter(NamedTuple):
-    """Summary of an export; `targets` are the modules of Transformers that have adapters."""
+    """Summary of an export. `targets` are the modules of Transformers that have adapters."""
 
     directory: Path
     class_name: str
@@ -54,17 +55,17 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
     """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
     Args:
-        checkpoint: of a run with adapters, as `find_local_step` takes it.
-        output: a directory to be made.
-        base: what adapter_config.json names as the model to load them onto. With none, parameters besides the adapters
-            are compared with `train.init_from`, whose export is that model.
+        checkpoint: path of a run with adapters, as accepted by `find_local_step`.
+        output: path of the new directory.
+        base: base model to name in adapter_config.json. If it is empty, the frozen parameters are compared with
+            `train.init_from`, whose export is the base model.
         architecture: a model_type, or `auto`.
         show: whether to show progress.
 
     Raises:
-        InputError: the model has no adapters, or more than they was trained, or its base is not the one it started
-            from; no architecture expresses the model; the checkpoint cannot be read, or the output cannot be written.
-            Nothing is left behind.
+        InputError: the model has no adapters, the run also trained other parameters, or its base differs from
+            `train.init_from`; no architecture expresses the model; the checkpoint cannot be read, or the output cannot
+            be written. No files remain.
     """
     directory = check_new('--output', output)
     step_directory = find_local_step(checkpoint)
@@ -94,7 +95,7 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
 
 
 class _TargetAdapter(NamedTuple):
-    """The adapter of one weight: that module's target, its rank, and its two tensors."""
+    """The adapter of one weight: its target module, its rank and its two tensors."""
 
     target: str
     rank: int
@@ -102,7 +103,7 @@ class _TargetAdapter(NamedTuple):
 
 
 def _target_adapters(rows: Sequence[Tensor], reader: ParamsReader, *, is_conv1d: bool) -> list[_TargetAdapter]:
-    """Returns the adapters of all weights. `is_conv1d`: weights are [in, out], not the transpose."""
+    """Returns the adapters of all weights. With `is_conv1d`, weights are [in, out] instead of [out, in]."""
     weights = [row for row in rows if row.layer is not None and row.sources[0].endswith('.kernel')]
     last_names = Counter(tensor.name.split('.')[-2] for tensor in weights if tensor.layer == 0)
     orders: dict[tuple[str, ...], np.ndarray] = {}
@@ -133,13 +134,13 @@ def _target_adapters(rows: Sequence[Tensor], reader: ParamsReader, *, is_conv1d:
 def _makers(
     reader: ParamsReader, layer: int | None, outputs: Mapping[str, slice], order_O: np.ndarray
 ) -> tuple[Callable[[], np.ndarray], Callable[[], np.ndarray]]:
-    """Returns functions that make lora_A [R, I] and lora_B [O, R] of a weight.
+    """Returns functions that create lora_A [R, I] and lora_B [O, R] of a weight.
 
     Args:
-        reader: of the checkpoint.
-        layer: of the weight.
-        outputs: the modules with adapters that are in it, and where their outputs are, module after module.
-        order_O: of those outputs, in the weight.
+        reader: parameters of the checkpoint.
+        layer: layer of the weight.
+        outputs: the modules with adapters in the weight, and the slices of their concatenated outputs.
+        order_O: index of each output of the weight among the concatenated outputs.
     """
 
     def make_a() -> np.ndarray:
@@ -159,10 +160,9 @@ def _makers(
 
 
 def _output_order(tensor: Tensor, num_in: int, *, is_conv1d: bool) -> np.ndarray:
-    """For each output of a weight its number among those of the kernels it is made of, one kernel after the other.
+    """Returns, for each output of a weight, its index among the outputs of its kernels, concatenated.
 
-    Found by sending the numbers through the weight's own layout, in which an input is an input: so there is no second
-    account of what lies where.
+    The indices are passed through the weight's own layout, so the layout is defined in a single place.
     """
     numbers, start = [], 0
     for shape in tensor.source_shapes:
@@ -176,7 +176,7 @@ def _output_order(tensor: Tensor, num_in: int, *, is_conv1d: bool) -> np.ndarray
 
 
 def _settings(model: ModelConfig, parts: Sequence[_TargetAdapter], base: str, *, is_straight: bool) -> dict[str, Any]:
-    """The content of adapter_config.json; names: `LoraConfig` of PEFT."""
+    """Returns the content of adapter_config.json, with the names of PEFT's `LoraConfig`."""
     ranks = {part.target: part.rank for part in parts}
     fused = {target: rank for target, rank in ranks.items() if rank != model.lora_rank}
     return {
@@ -199,7 +199,7 @@ def _settings(model: ModelConfig, parts: Sequence[_TargetAdapter], base: str, *,
 
 
 def _check_base(config: Config, reader: ParamsReader, paths: Sequence[str], base: str) -> None:
-    """Raises InputError unless the model without its adapters is one that can be had."""
+    """Raises InputError unless the model without its adapters is available as a base model."""
     if config.optimizer.trainable_params:
         raise InputError(
             f'optimizer.trainable_params={config.optimizer.trainable_params}: the run trained more than its '
@@ -220,7 +220,7 @@ def _check_base(config: Config, reader: ParamsReader, paths: Sequence[str], base
         raise InputError(f'{started} cannot be read: {error}; {advice}') from None
     if any(path.endswith((LORA_A, LORA_B)) for path in other.shapes):
         raise InputError(f'{started} has adapters itself, so its export is not what these stand on; {advice}')
-    # Shapes first: nothing has to be read for them.
+    # Compare shapes first, because that needs no reading.
     differing = [path for path in paths if other.shapes.get(path) != reader.shapes[path]]
     for path in differing or paths:
         if differing or not _same_values(reader, other, path):
@@ -229,5 +229,5 @@ def _check_base(config: Config, reader: ParamsReader, paths: Sequence[str], base
 
 def _same_values(reader: ParamsReader, other: ParamsReader, path: str) -> bool:
     layers = range(reader.shapes[path][0]) if path.startswith(f'{BLOCKS}.') else (None,)
-    # A moving average of what does not change may differ in its last digits.
+    # A moving average of constant parameters may differ in the last digits.
     return all(np.allclose(reader.read(path, layer), other.read(path, layer), rtol=1e-5, atol=1e-8) for layer in layers)

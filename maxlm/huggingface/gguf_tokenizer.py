@@ -1,6 +1,7 @@
-"""A tokenizer.json as the vocabulary of a GGUF file: byte-level BPE, as llama.cpp has it by the name `gpt2`.
+"""Converts a tokenizer.json to the vocabulary of a GGUF file: byte-level BPE, which llama.cpp calls `gpt2`.
 
-The file does not hold the split of text into words, only the name of a split known to llama.cpp.
+The file does not contain the regular expression that splits text into words, only the name of a split that llama.cpp
+knows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from maxlm.storage.json_text import parse_json
 
 # Types of llama.cpp's tokens (llama.h, llama_token_type).
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-# Split of text into words → its name in llama.cpp (llama-vocab.cpp).
+# Regular expression that splits text into words → its name in llama.cpp (llama-vocab.cpp).
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|{numbers}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r'\s+(?!\S)|\s+'
@@ -23,26 +24,33 @@ _GPT2 = 'gpt-2'
 
 
 class Vocabulary(NamedTuple):
-    """Tokenizer fields of a file: name of the split, tokens and types by id, and merges in order."""
+    """Tokenizer fields of a GGUF file.
+
+    Attributes:
+        split: name of the split into words.
+        tokens: tokens by id.
+        types: token types by id.
+        merges: merges in order of priority.
+        add_bos: whether texts start with the BOS token.
+    """
 
     split: str
     tokens: list[str]
     types: list[int]
     merges: list[str]
-    # Whether texts begin with the BOS token.
     add_bos: bool
 
 
 def vocabulary(text: str, vocab_size: int, source: str) -> Vocabulary:
-    """The vocabulary of a tokenizer.json.
+    """Returns the vocabulary of a tokenizer.json.
 
     Args:
-        text: its content.
-        vocab_size: ids of the model, not below those of the tokenizer.
-        source: what messages call it.
+        text: content of the file.
+        vocab_size: number of ids of the model, at least that of the tokenizer.
+        source: name of the file in error messages.
 
     Raises:
-        InputError: llama.cpp has no such tokenizers.
+        InputError: llama.cpp does not support the tokenizer.
     """
     tokenizer = parse_json(text)
     model = tokenizer['model']
@@ -65,13 +73,13 @@ def vocabulary(text: str, vocab_size: int, source: str) -> Vocabulary:
         tokens[index], types[index] = token, NORMAL
     for added in tokenizer['added_tokens']:
         tokens[added['id']], types[added['id']] = added['content'], CONTROL if added['special'] else USER_DEFINED
-    # The format has no empty lists: a merge that no text has, since what it joins are no parts of words.
+    # The format has no empty lists, so add a merge that never applies, because no word contains its parts.
     merges = merges or [f'{tokens[-1]} {tokens[-1]}']
     return Vocabulary(split, tokens, types, merges, _adds_bos(tokenizer.get('post_processor')))
 
 
 def _split(node: Mapping[str, Any] | None, *, is_split: bool) -> str:
-    """The name of the split that a pre-tokenizer makes; '' where there is none. Without merges any split will do."""
+    """Returns the name of a pre-tokenizer's split, or ''. Without merges, any split gives the same result."""
     if node is None:
         return ''
     steps = node['pretokenizers'] if node['type'] == 'Sequence' else [node]
@@ -86,12 +94,12 @@ def _split(node: Mapping[str, Any] | None, *, is_split: bool) -> str:
 
 
 def _keeps_text(normalizer: Mapping[str, Any] | None) -> bool:
-    # llama.cpp leaves out the composition that Qwen's tokenizer begins with; most text is composed already.
+    # llama.cpp omits the NFC normalization of Qwen's tokenizer; most text is already normalized.
     return normalizer is None or normalizer['type'] == 'NFC'
 
 
 def _adds_bos(processor: Mapping[str, Any] | None) -> bool:
-    """Returns whether a post-processor puts a special token before texts."""
+    """Returns True if a post-processor prepends a special token."""
     if processor is None:
         return False
     if processor['type'] == 'Sequence':

@@ -1,4 +1,4 @@
-"""A directory of Transformers → a workdir with one checkpoint, a layer at a time."""
+"""Imports a Transformers directory as a workdir with one checkpoint, one layer at a time."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Imported(NamedTuple):
 
 
 def import_model(source: str, output: str, *, show: bool) -> Imported:
-    """Makes a workdir with the model as its step 0, in float32; `maxlm.train` starts from it by `train.init_from`.
+    """Creates a workdir with the model as step 0, in float32. `train.init_from` can name it.
 
     Args:
-        source: a directory with config.json and safetensors.
-        output: the workdir to be made.
+        source: directory with config.json and safetensors.
+        output: path of the new workdir.
         show: whether to show progress.
 
     Raises:
-        InputError: the model is none that maxlm has, or its files are damaged or do not fit together, or the output
-            cannot be written. Nothing is left behind.
+        InputError: the model is not supported, its files are corrupt or inconsistent, or the output cannot be written.
+            No files remain.
     """
     workdir = check_new('--output', output)
     directory = Path(source).expanduser()
@@ -92,10 +92,10 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
 
 
 def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str, source: str) -> dict[str, str]:
-    """Name of each tensor of the architecture → its name in the files, which may leave out the prefix.
+    """Maps the name of each tensor of the architecture to its name in the files, which may lack the prefix.
 
     Raises:
-        InputError: one is missing, of another shape, of a type that is none of parameters, or none of the model's.
+        InputError: a tensor is missing, unexpected or duplicated, or has the wrong shape or an unsupported dtype.
     """
     expected = {tensor.name: tensor for tensor in rows}
     prefix, head = PREFIXES[architecture], HEADS.get(architecture, 'lm_head.weight')
@@ -103,7 +103,7 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
     matched: dict[str, str] = {}
     tied = []
     for name, shape in files.shapes.items():
-        # The head's name in files of a version of Transformers that had one for all.
+        # A version of Transformers used this name for the head of all architectures.
         full = head if name == 'lm_head.weight' else name
         full = full if full in expected or full == head or full.startswith(prefix) else prefix + full
         if full in matched:
@@ -137,7 +137,7 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
 
 
 class _Part(NamedTuple):
-    """Source of a parameter of one layer: a tensor of the files, and the index among its sources."""
+    """Source of a parameter of one layer: a tensor of the files, and the index of the parameter among its sources."""
 
     tensor: Tensor
     place: int

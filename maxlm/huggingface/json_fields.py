@@ -1,4 +1,4 @@
-"""Values of a JSON object from elsewhere, checked for their type as they are read."""
+"""Reads values of an external JSON object and checks their types."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 
 
 class Fields:
-    """Reads typed values. `source` is what messages call the object, e.g. the path of a config.json.
+    """Reads typed values from a JSON object.
 
-    A key that is absent gives the caller's default; so does null where the caller says that null means it.
+    `source` names the object in error messages, e.g. the path of a config.json. A missing key gives the default. Null
+    gives the caller's `null` value if there is one, otherwise it is an error.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str):
@@ -23,7 +24,7 @@ class Fields:
         self.source = source
 
     def integer(self, key: str, default: int, *, null: int | None = None) -> int:
-        """Returns a whole number in the range of `NUMBERS`; `null` is what null stands for, where it is allowed."""
+        """Returns an integer in the range of `NUMBERS`. `null` is the value for null; None: null is not allowed."""
         return default if key not in self.values else self._checked(key, null)
 
     def number(self, key: str, default: float, *, null: float | None = None) -> float:
@@ -59,22 +60,22 @@ class Fields:
         return value
 
     def error(self, key: str, reason: str) -> InputError:
-        """The error that names the key and the value that it has."""
+        """Returns an error that names the key and its value."""
         value = f'{key}={display_value(self.values[key])}' if key in self.values else key
         return InputError(f'{self.source}: {value}: {reason}')
 
 
 def display_value(value: Any) -> str:
-    """Returns a JSON value as messages show it, cut to 100 characters."""
+    """Returns a JSON value for error messages, truncated to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f'{text[:99]}…'
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Reads the JSON object in a file.
 
     Raises:
-        InputError: the file is missing or holds something else.
+        InputError: the file is missing or does not contain a JSON object.
     """
     try:
         value = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))

@@ -1,4 +1,4 @@
-"""The model card: README.md of an export, with the facts of the run and how to load the model."""
+"""Writes the model card: the README.md of an export, with properties of the run and loading instructions."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ NAME = 'README.md'
 def model_card(
     name: str, *, workdir: Path, step: int, config: Config, architecture: Architecture, dtype: str, parameters: int
 ) -> str:
-    """The text of the card. Paths are reduced to their last part, and nothing depends on the day.
+    """Returns the text of the card. It contains only the last component of paths, and does not depend on the date.
 
     Args:
-        name: of the model.
-        workdir, step, config: the run, and the step of it that is exported.
-        architecture, dtype: of the export.
-        parameters: their number.
+        name: name of the model.
+        workdir, step, config: the run and its exported step.
+        architecture, dtype: architecture and type of the export.
+        parameters: number of parameters.
 
     Raises:
-        InputError: metrics.jsonl is damaged.
+        InputError: metrics.jsonl is corrupt.
     """
     parts = [
         _front_matter(architecture),
@@ -129,7 +129,7 @@ def _training_data(workdir: Path, config: Config) -> str:
     data = Path(config.data.path).name
     with contextlib.suppress(InputError):
         dataset = load_manifest(config.data.path)
-        # The directory may hold something else by now.
+        # Another data set may be in the directory now.
         if dataset.tokenizer_sha256 == Tokenizer.load(workdir / TOKENIZER).sha256:
             data += f', {dataset.splits["train"].tokens:,} tokens'
     return data

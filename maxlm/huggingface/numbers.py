@@ -8,10 +8,10 @@ from maxlm.config.ranges import INT32, RANGES, Range
 
 
 class Number(NamedTuple):
-    """The values that a key can have.
+    """Type and range of the values of a key.
 
     Attributes:
-        is_whole: floats are refused, also 2.0.
+        is_whole: only integers are allowed; floats such as 2.0 are rejected.
         allowed: smallest and largest value.
     """
 
@@ -19,7 +19,7 @@ class Number(NamedTuple):
     allowed: Range
 
     def __contains__(self, value: object) -> bool:
-        """Returns whether a JSON value is a number of this type and range; nan and infinities are not."""
+        """Returns True if a JSON value is a number of this type and range; nan and infinities are not."""
         types = int if self.is_whole else int | float
         return isinstance(value, types) and not isinstance(value, bool) and value in self.allowed
 
@@ -28,7 +28,7 @@ class Number(NamedTuple):
 
 
 def _integer(key: str) -> Number:
-    # In a config of maxlm, 0 means a derived size. These files leave the key out instead.
+    # In a config of maxlm, 0 means a derived size. In these files, the key is missing instead.
     allowed = RANGES[f'model.{key}']
     return Number(True, allowed._replace(low=max(1, allowed.low)))
 
@@ -61,12 +61,12 @@ NUMBERS: dict[str, Number] = {
     'layer_norm_eps': _float('norm_epsilon'),
     'layer_norm_epsilon': _float('norm_epsilon'),
     'final_logit_softcapping': _float('logit_softcap'),
-    # config.json: experts, of which there must be none.
+    # config.json: experts, whose number must be 0.
     'num_experts': _COUNT,
     'num_local_experts': _COUNT,
     'n_routed_experts': _COUNT,
     'moe_num_experts': _COUNT,
-    # config.json: rotary positions, there and in rope_parameters or rope_scaling.
+    # config.json: rotary positions, at top level and in rope_parameters or rope_scaling.
     'rope_theta': _float('rope_theta'),
     'rotary_emb_base': _float('rope_theta'),
     'partial_rotary_factor': _float('partial_rotary_factor'),
@@ -75,13 +75,13 @@ NUMBERS: dict[str, Number] = {
     'original_max_position_embeddings': _integer('original_max_positions'),
     'low_freq_factor': _float('rope_low_freq_factor'),
     'high_freq_factor': _float('rope_high_freq_factor'),
-    # As in Transformers, 0 stands for the default.
+    # As in Transformers, 0 means the default.
     'beta_slow': _float('rope_beta_slow', or_zero=True),
     'beta_fast': _float('rope_beta_fast', or_zero=True),
     'attention_factor': Number(False, RANGES['model.rope_attention_factor']._replace(or_zero=False)),
     'mscale': Number(False, Range(0, 10)),
     'mscale_all_dim': Number(False, Range(0, 10)),
-    # generation_config.json. Some files have -1 for a token that does not exist.
+    # generation_config.json. Some files use -1 for a token that does not exist.
     'bos_token_id': Number(True, Range(-1, INT32)),
     'eos_token_id': Number(True, Range(-1, INT32)),
     'pad_token_id': Number(True, Range(-1, INT32)),

@@ -1,8 +1,8 @@
-"""Rotary positions of a config.json and `model.rotary_*`, both ways.
+"""Converts rotary position settings between a config.json and `model.*`.
 
-Transformers 5 keeps everything in `rope_parameters`; before, `rope_theta` and the share of rotated dims stood beside
-`rope_scaling`. Both forms are read, by the precedence of Transformers 5, and both are written. Formulas: Transformers,
-`modeling_rope_utils.py`; ours: `maxlm/model/layers/rope.py`.
+Transformers 5 has all settings in `rope_parameters`. Earlier versions have `rope_theta` and the fraction of rotated
+dims at top level, beside `rope_scaling`. Both forms are read, with the precedence of Transformers 5, and both are
+written. Formulas: Transformers, `modeling_rope_utils.py`; maxlm: `maxlm/model/layers/rope.py`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from maxlm.config.schema import ModelConfig
 from maxlm.huggingface.json_fields import Fields
 
 DEFAULT_THETA = 10_000.0
-# GPT-NeoX has names of its own, and rotates a part of each head, which no other architecture here does.
+# GPT-NeoX uses other names, and is the only architecture here that rotates a part of each head.
 NEOX = 'gpt_neox'
 NEOX_FRACTION = 0.25
 _LAYER_TYPES = ('full_attention', 'sliding_attention')
 
 
 def to_rope(model: ModelConfig, architecture: str) -> dict[str, Any]:
-    """The keys of config.json that say what a rotary model does with positions."""
+    """Returns the config.json keys of a rotary model's positions."""
     scaling = _scaling(model)
     fraction = {'partial_rotary_factor': model.partial_rotary_factor} if architecture == NEOX else {}
     parameters = {'rope_type': 'default', **(scaling or {}), 'rope_theta': model.rope_theta, **fraction}
-    # The oldest versions know the type as `type`.
+    # The oldest versions read the type from `type`.
     scaling = scaling and {**scaling, 'type': scaling['rope_type']}
     if architecture == NEOX:
         legacy = {
@@ -35,7 +35,7 @@ def to_rope(model: ModelConfig, architecture: str) -> dict[str, Any]:
         }
     else:
         legacy = {'rope_theta': model.rope_theta, 'rope_scaling': scaling}
-    # Dynamic scaling starts where max_position_embeddings ends; elsewhere it is the longest context.
+    # Dynamic scaling starts after max_position_embeddings positions; for other types it is the longest context.
     dynamic = model.rope_scaling == 'dynamic'
     positions = model.original_max_positions if dynamic else model.max_positions
     return {'max_position_embeddings': positions, 'rope_parameters': parameters, **legacy}
@@ -69,15 +69,15 @@ def _scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str, Any]:
-    """`model.rotary_*`, and `max_positions` where the scaling changes it.
+    """Returns the rotary settings of `model.*`, and `max_positions` if the scaling changes it.
 
     Args:
-        config: the whole config.json.
+        config: the complete config.json.
         architecture: its model_type.
         max_positions: its max_position_embeddings.
 
     Raises:
-        InputError: a kind of scaling that maxlm does not have, or a value that cannot be.
+        InputError: the type of scaling is not supported, or a value is invalid.
     """
     key = 'rope_scaling' if config.values.get('rope_scaling') else 'rope_parameters'
     values = config.values.get(key) or {}
@@ -102,7 +102,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
     if kind not in ('linear', 'dynamic', 'yarn', 'llama3'):
         name = 'rope_type' if 'rope_type' in values else 'type'
         raise rope.error(name, 'this scaling is not supported; there are default, linear, dynamic, yarn and llama3')
-    # Phi's place for it, which Transformers 5 lets win for all of them.
+    # Phi has the value at top level, which takes precedence for all architectures in Transformers 5.
     original = rope.integer('original_max_position_embeddings', max_positions, null=max_positions)
     original = config.integer('original_max_position_embeddings', original, null=original)
     if kind == 'yarn' and values.get('factor') is None and 'factor' in values:
@@ -131,7 +131,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
 
 
 def _attention_factor(rope: Fields, factor: float) -> float:
-    """Returns the factor of queries and keys; 0 where it follows from the scaling factor alone."""
+    """Returns the factor of queries and keys; 0 if it follows from the scaling factor alone."""
     if rope.values.get('attention_factor') is not None:
         return rope.number('attention_factor', 1.0)
     mscale, all_dim = (rope.number(name, 0.0, null=0.0) for name in ('mscale', 'mscale_all_dim'))
@@ -141,5 +141,5 @@ def _attention_factor(rope: Fields, factor: float) -> float:
 
 
 def _mscale(factor: float, weight: float) -> float:
-    """The logarithm of DeepSeek-V2 (2024), YaRN's own at weight 1."""
+    """Returns the mscale formula of DeepSeek-V2 (2024), which equals that of YaRN for weight 1."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,8 +1,8 @@
-"""Directories of safetensors: one file or numbered shards with an index, read and written a part of a tensor at a time.
+"""Reads and writes directories of safetensors in parts of tensors: a single file, or numbered shards with an index.
 
-The library's own writer wants all tensors of a shard in memory at once. The format is a length, a JSON header and the
-bytes of the tensors one after the other (github.com/huggingface/safetensors), so it is written here as it is made, and
-what is held does not grow with the shard. Reading goes through the library, which checks every header.
+The library's writer requires all tensors of a shard in memory at once. The format is a length, a JSON header and the
+bytes of the tensors (github.com/huggingface/safetensors), so files are streamed here and memory does not grow with the
+shard. Reading uses the library, which checks every header.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from maxlm.storage.regular_files import read_bytes
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
-# Names on the command line and in config.json → that of the header, and NumPy's type.
+# Name on the command line and in config.json → name in the header, and NumPy dtype.
 DTYPES: dict[str, tuple[str, Any]] = {
     'bfloat16': ('BF16', ml_dtypes.bfloat16),
     'float16': ('F16', np.float16),
@@ -32,12 +32,12 @@ DTYPES: dict[str, tuple[str, Any]] = {
 }
 _READABLE = {header: numpy for header, numpy in DTYPES.values()}
 _PICKLES = ('*.bin', '*.pt', '*.pth', '*.ckpt', '*.pkl')
-# Bytes of float32 that are converted at a time.
+# Bytes of float32 values that are converted at a time.
 _BLOCK = 16 * 2**20
 
 
 class TensorEntry(NamedTuple):
-    """A tensor to be written: its name, its shape, and what makes it (float32), called when its turn comes."""
+    """A tensor to write: its name, its shape and a function that creates it (float32) when it is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,14 +49,14 @@ class TensorFiles:
 
     Attributes:
         shapes: name → shape.
-        dtypes: name → type as in the header, e.g. BF16.
+        dtypes: name → type in the header, e.g. BF16.
     """
 
     def __init__(self, directory: Path):
         """Opens all files and reads their headers.
 
         Raises:
-            InputError: there are none, one is missing or damaged, or they do not agree with the index.
+            InputError: there are no files, a file is missing or corrupt, or the files do not match the index.
         """
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -77,18 +77,18 @@ class TensorFiles:
                 raise InputError(f'{directory / file_name}: has no tensor {name}, which {INDEX} says is there')
 
     def path(self, name: str) -> Path:
-        """The file that a tensor is in."""
+        """Returns the path of the file that contains a tensor."""
         return self._paths[name]
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor in float32."""
+        """Returns a tensor in float32."""
         values = np.empty(self.shapes[name], np.float32)
         for rows in _blocks(values.shape):
             values[rows] = self._read(name, rows)
         return values
 
     def equal(self, name: str, other: str) -> bool:
-        """Returns whether two tensors hold the same values."""
+        """Returns True if two tensors have the same values."""
         if self.shapes[name] != self.shapes[other]:
             return False
         return all(
@@ -96,7 +96,7 @@ class TensorFiles:
         )
 
     def check_dtypes(self, names: Sequence[str]) -> None:
-        """Raises InputError where one of the tensors is of a type that parameters are not read from."""
+        """Raises InputError if a tensor has a dtype that is not supported for parameters."""
         for name in names:
             if self.dtypes[name] not in _READABLE:
                 raise InputError(
@@ -119,17 +119,17 @@ def write_tensors(
     max_shard_size: int,
     on_written: Callable[[str], object],
 ) -> None:
-    """Writes tensors in their order, as one file or as shards of at most `max_shard_size` bytes and an index.
+    """Writes tensors in the given order, as one file or as shards of at most `max_shard_size` bytes and an index.
 
     Args:
-        directory: is there.
-        entries: what to write; each is made once, when its turn comes.
+        directory: an existing directory.
+        entries: the tensors. Each is created once, when it is written.
         dtype: a key of DTYPES.
-        max_shard_size: a tensor that is larger gets a shard of its own.
-        on_written: called with the name of each tensor that is done.
+        max_shard_size: maximum bytes of a shard; a larger tensor gets its own shard.
+        on_written: called with the name of each written tensor.
 
     Raises:
-        InputError: a value is not finite, or beyond the range of the type.
+        InputError: a value is not finite, or exceeds the range of the dtype.
     """
     shards = plan_shards({entry.name: entry_bytes(entry, dtype) for entry in entries}, max_shard_size)
     by_name = {entry.name: entry for entry in entries}
@@ -151,7 +151,7 @@ def write_tensors(
 
 
 def plan_shards(sizes: Mapping[str, int], max_shard_size: int) -> list[list[str]]:
-    """Splits tensors, in their order, into shards of at most so many bytes, or of one tensor that is larger."""
+    """Splits tensors, in order, into shards of at most `max_shard_size` bytes; a larger tensor gets its own shard."""
     shards: list[list[str]] = [[]]
     shard_size = 0
     for name, size in sizes.items():
@@ -164,12 +164,12 @@ def plan_shards(sizes: Mapping[str, int], max_shard_size: int) -> list[list[str]
 
 
 def entry_bytes(entry: TensorEntry, dtype: str) -> int:
-    """Size of a tensor in a file."""
+    """Returns the size of a tensor in a file, in bytes."""
     return math.prod(entry.shape) * np.dtype(DTYPES[dtype][1]).itemsize
 
 
 def _header(entries: Sequence[TensorEntry], dtype: str) -> bytes:
-    # The metadata is what Transformers looks at to tell torch's files from others.
+    # Transformers uses the metadata to recognize files of PyTorch.
     header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
     start = 0
     for entry in entries:
@@ -177,7 +177,7 @@ def _header(entries: Sequence[TensorEntry], dtype: str) -> bytes:
         header[entry.name] = {'dtype': DTYPES[dtype][0], 'shape': entry.shape, 'data_offsets': [start, end]}
         start = end
     text = json.dumps(header, separators=(',', ':')).encode()
-    # Tensors begin at multiples of 8, as the library leaves them.
+    # Tensors start at multiples of 8 bytes, as in files of the library.
     text += b' ' * (-len(text) % 8)
     return len(text).to_bytes(8, 'little') + text
 
@@ -190,7 +190,7 @@ def _write_values(file: BinaryIO, entry: TensorEntry, dtype: str) -> None:
         if not np.isfinite(values).all():
             raise InputError(f'{entry.name}: holds values that are not finite; export another step')
         with np.errstate(over='ignore'):
-            # In the order in which they lie, and turned afterwards: twice as fast for a transposed view.
+            # Convert in memory order and transpose afterwards: twice as fast for a transposed view.
             block = np.ascontiguousarray(values.astype(DTYPES[dtype][1], copy=False))
         if not np.isfinite(block).all():
             largest = float(np.abs(values).max())
@@ -200,7 +200,7 @@ def _write_values(file: BinaryIO, entry: TensorEntry, dtype: str) -> None:
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[Any]:
-    """Indices of rows that are converted at a time; of everything for a tensor without axes."""
+    """Yields slices of rows that are converted at a time, or Ellipsis for a scalar."""
     if not shape:
         yield ...
         return
@@ -210,10 +210,10 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[Any]:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """Tensor → file name, from the index; empty where there is one file without an index."""
+    """Returns tensor → file name from the index; empty for a single file without an index."""
     check_entries(directory, (SINGLE,), limit=None)
     check_entries(directory, (INDEX,))
-    # As in Transformers, a single file comes first.
+    # As in Transformers, a single file takes precedence.
     if (directory / SINGLE).is_file():
         return {}
     path = directory / INDEX
@@ -224,7 +224,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
         if not weight_map:
             raise ValueError('it is empty')
         for name in set(weight_map.values()):
-            # An index from elsewhere must not lead out of its directory.
+            # An index of unknown origin must not reference files outside of its directory.
             if Path(name).name != name:
                 raise ValueError(f'{name!r} is not the name of a file beside it')
     except OSError as error:
@@ -252,7 +252,7 @@ def _no_tensors(directory: Path) -> InputError:
 
 def _open(path: Path) -> Any:
     try:
-        # By reads, not by mapping: the pages of a mapped file count as memory until it is closed.
+        # Use reads instead of mmap, because pages of a mapped file count as memory until it is closed.
         return safe_open(str(path), framework='np', backend='pread')
     except (SafetensorError, OSError) as error:
         raise InputError(f'{path}: not a complete safetensors file ({error}); fetch it again') from error

@@ -1,8 +1,8 @@
-"""Names and layouts of the tensors of each architecture, and how they follow from maxlm's parameters.
+"""Maps the tensors of each architecture to maxlm's parameters.
 
-Layouts only: everything is a reshape, a transpose or a concatenation, so both directions are exact. Rotary pairs lie
-half a head apart in all of these architectures as in maxlm, which leaves the order within heads alone; only nanochat
-turns them the other way round, so there the halves change places.
+All layouts are reshapes, transposes or concatenations, so both directions are exact. Rotary pairs are half a head apart
+in maxlm and in all of these architectures, so the order within heads does not change. Only nanochat rotates in the
+opposite direction, so its halves are swapped.
 
 Shapes: D dim, F feed-forward, N query heads, K key/value heads, H head dim, V vocabulary, P positions.
 """
@@ -19,7 +19,7 @@ from maxlm.config.schema import ModelConfig
 
 Shape = tuple[int, ...]
 
-# Prefix of every tensor name but the head's, unless the file holds the model without its head.
+# Prefix of all tensor names except the head's. It is missing if the file contains the model without its head.
 PREFIXES = {
     'gpt2': 'transformer.',
     'gpt_neox': 'gpt_neox.',
@@ -29,7 +29,7 @@ PREFIXES = {
     'nanochat': 'model.',
 }
 HEADS = {'gpt_neox': 'embed_out.weight'}
-# Masks and frequencies that old versions of Transformers wrote beside the parameters; patterns of whole names.
+# Masks and frequencies that old versions of Transformers saved with the parameters, as patterns of full names.
 _ROTARY_BUFFERS = (r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq', r'model\.rotary_emb\.inv_freq')
 BUFFERS = {
     'gpt2': (r'transformer\.h\.\d+\.attn\.(masked_)?bias',),
@@ -46,16 +46,16 @@ BUFFERS = {
 
 
 class Tensor(NamedTuple):
-    """One tensor of a file and what it is made of.
+    """A tensor of a file and its source parameters.
 
     Attributes:
-        name: as in the files that Transformers writes.
-        shape: as stored there.
+        name: name in the files of Transformers.
+        shape: stored shape.
         sources: dotted paths of maxlm's parameters.
-        source_shapes: their shapes; of one layer where `layer` is not None.
-        layer: index into the leading axis of the sources, or None where they have no such axis.
+        source_shapes: their shapes, for one layer unless `layer` is None.
+        layer: index into the leading axis of the sources; None if they have no such axis.
         to_hf: arrays of `source_shapes` → one array of `shape`, often a view.
-        from_hf: the way back.
+        from_hf: inverse of `to_hf`.
     """
 
     name: str
@@ -68,11 +68,11 @@ class Tensor(NamedTuple):
 
 
 def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
-    """All tensors of a resolved model in the order of its layers.
+    """Returns all tensors of a resolved model in the order of its layers.
 
     Args:
-        architecture: its model_type: gpt2, gpt_neox, llama, mistral, qwen3 or nanochat.
-        model: one that the architecture can express.
+        architecture: model_type: gpt2, gpt_neox, llama, mistral, qwen3 or nanochat.
+        model: a model that the architecture can express.
     """
     block, outer_specs = {
         'gpt2': (_gpt2_block, _gpt2_outside),
@@ -96,7 +96,7 @@ def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
 
 
 def parameter_shapes(rows: Sequence[Tensor], num_layers: int) -> dict[str, Shape]:
-    """Dotted path → shape of the parameters that tensors are made of, stacked over layers where they have one."""
+    """Returns dotted path → shape of the source parameters of tensors, stacked over layers."""
     return {
         path: shape if tensor.layer is None else (num_layers, *shape)
         for tensor in rows
@@ -112,7 +112,7 @@ class _Layout(NamedTuple):
 
 
 class _TensorSpec(NamedTuple):
-    """A tensor of any layer: `#` in its name stands for the layer's index."""
+    """A tensor of any layer. `#` in its name stands for the layer's index."""
 
     name: str
     sources: tuple[str, ...]
@@ -129,13 +129,13 @@ def _identity(*shape: int) -> _Layout:
 
 
 def _flattened(*shape: int) -> _Layout:
-    """A bias, in one axis."""
+    """Flattens a bias to one axis."""
     size = math.prod(shape)
     return _Layout((size,), (shape,), lambda arrays: arrays[0].reshape(size), lambda array: [array.reshape(shape)])
 
 
 def _transposed(in_shape: Shape, out_shape: Shape) -> _Layout:
-    """A kernel [in, out] as the weight [out, in] of torch.nn.Linear, each side in one axis."""
+    """Converts a kernel [in, out] to the weight [out, in] of torch.nn.Linear, with one axis per side."""
     rows, columns = math.prod(in_shape), math.prod(out_shape)
     return _Layout(
         (columns, rows),
@@ -146,9 +146,10 @@ def _transposed(in_shape: Shape, out_shape: Shape) -> _Layout:
 
 
 def _half_swapped(in_shape: Shape, out_shape: Shape) -> _Layout:
-    """`_transposed`, with the halves of each head swapped: the pair (a, b) turned by -x is (b, a) turned by x, swapped.
+    """Layout `_transposed` with the halves of each head swapped.
 
-    Queries and keys both need it: their products then are those of the rotation the other way round.
+    The pair (a, b) rotated by -x equals the pair (b, a) rotated by x, swapped. Applied to both queries and keys, it
+    gives the products of the opposite rotation.
     """
     shape, source_shapes, to_hf, from_hf = _transposed(in_shape, out_shape)
     half = out_shape[-1] // 2
@@ -161,7 +162,7 @@ def _half_swapped(in_shape: Shape, out_shape: Shape) -> _Layout:
 
 
 def _conv1d(in_shape: Shape, out_shape: Shape) -> _Layout:
-    """A kernel [in, out] as the weight of GPT-2's Conv1D, which keeps that order."""
+    """Converts a kernel [in, out] to the weight of GPT-2's Conv1D, which has the same order."""
     rows, columns = math.prod(in_shape), math.prod(out_shape)
     return _Layout(
         (rows, columns),
@@ -172,7 +173,7 @@ def _conv1d(in_shape: Shape, out_shape: Shape) -> _Layout:
 
 
 def _fused_qkv(in_shape: Shape, out_shape: Shape) -> _Layout:
-    """Kernels (or biases, in_shape = ()) of queries, keys and values, one after the other in the last axis."""
+    """Concatenates kernels (or biases, in_shape = ()) of queries, keys and values in the last axis."""
     columns, shape = math.prod(out_shape), in_shape + out_shape
     return _Layout(
         (*in_shape, 3 * columns),
@@ -183,7 +184,7 @@ def _fused_qkv(in_shape: Shape, out_shape: Shape) -> _Layout:
 
 
 def _interleaved_qkv(heads: int, head_dim: int, in_shape: Shape) -> _Layout:
-    """GPT-NeoX's query_key_value: in its rows the queries, keys and values of head 0, then of head 1, and so on."""
+    """Layout of GPT-NeoX's query_key_value: rows of queries, keys and values of head 0, then of head 1, and so on."""
     N, H = heads, head_dim
     rank = len(in_shape)
 
@@ -223,7 +224,7 @@ def _linear(
 
 
 def _gpt2_outside(model: ModelConfig) -> tuple[list[_TensorSpec], list[_TensorSpec]]:
-    """Rows before and after the layers, here and below."""
+    """Returns the specs before and after the layers."""
     specs_before = [
         _TensorSpec('wte.weight', ('embedding',), _identity(model.vocab_size, model.dim)),
         _TensorSpec('wpe.weight', ('position_embedding',), _identity(model.max_positions, model.dim)),
@@ -266,7 +267,7 @@ def _llama_outside(model: ModelConfig) -> tuple[list[_TensorSpec], list[_TensorS
 
 
 def _llama_block(model: ModelConfig) -> Iterator[_TensorSpec]:
-    """Llama's names, for Mistral and Qwen3 too; what a model has of them its switches say."""
+    """Yields tensors with Llama's names, also for Mistral and Qwen3; the model's settings select them."""
     D, F, H = model.dim, model.ffn_dim, model.head_dim
     use_bias = bool(model.use_bias)
     yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)

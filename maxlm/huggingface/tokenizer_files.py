@@ -1,4 +1,4 @@
-"""The files beside the weights that say how text becomes ids and where a text ends: kept as they came, or made."""
+"""Copies or creates the tokenizer and generation files of a model directory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from maxlm.huggingface.json_fields import Fields, read_object
 from maxlm.storage.json_text import parse_json
 from maxlm.workdir.files import CHAT_TEMPLATE, EXPORT_FILES, GENERATION, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
 
-# Files that Transformers converts to a tokenizer.json.
+# Files from which Transformers can create a tokenizer.json.
 _SOURCES = ('tokenizer.model', 'vocab.json')
 
 
 class TextFiles(NamedTuple):
-    """File name → content, and the ids of the tokens that begin, end and fill up texts, as config.json has them."""
+    """File name → content, and the ids of the BOS, EOS and padding tokens for config.json."""
 
     files: dict[str, bytes]
     ids: dict[str, Any]
 
 
 def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
-    """Returns the files of an export besides weights, config.json and card.
+    """Returns the files of an export, except weights, config.json and model card.
 
     Raises:
-        InputError: a file of the workdir is damaged.
+        InputError: a file of the workdir is corrupt.
     """
     files = _copied_files(workdir)
     ids: dict[str, Any] = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'))
@@ -45,9 +45,10 @@ def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
             files |= _make_tokenizer_files(library, model, has_chat=CHAT_TEMPLATE in files)
         ids |= _special_ids(parse_json(files[TOKENIZER_CONFIG]), library)
         if made_here:
-            # The model has no padding of its own: Transformers would not train the row of the end of a text.
+            # The model has no padding token. With EOS as the padding token, Transformers would not train its embedding
+            # row.
             ids['pad_token_id'] = None
-    # Rows of a batch that have ended are filled with what ends them.
+    # Finished rows of a batch are padded with EOS.
     made = {**ids, 'pad_token_id': ids['eos_token_id'] if ids['pad_token_id'] is None else ids['pad_token_id']}
     generation = parse_json(files[GENERATION]) if GENERATION in files else made
     ids |= {name: generation[name] for name in ids if GENERATION in files and generation.get(name) is not None}
@@ -59,10 +60,10 @@ def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
 
 
 def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
-    """Name → content of the files that a workdir keeps, and a remark where no text can be given to the model.
+    """Returns the files that a workdir keeps, by name, and a remark if the model has no usable tokenizer.
 
     Raises:
-        InputError: one of them is damaged.
+        InputError: a file is corrupt.
     """
     files = _copied_files(directory)
     path = directory / TOKENIZER
@@ -73,36 +74,36 @@ def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
         return files, f'{directory} {has}, which generate and evaluate need{how}'
     _read_tokenizer(path)
     try:
-        # As maxlm.prepare writes it, so that data made with this tokenizer is recognized.
+        # Serialized as by maxlm.prepare, so that data prepared with this tokenizer is recognized.
         tokenizer = Tokenizer.load(path)
         files[TOKENIZER] = tokenizer.to_json().encode()
     except InputError as error:
         files[TOKENIZER] = path.read_bytes()
         return files, f'{error}; generate and evaluate need one that maxlm reads'
-    # One that cannot be used is kept as it came.
+    # A template that cannot be used is copied unchanged.
     with contextlib.suppress(InputError):
         recipe = make_chat_recipe('', tokenizer=str(path), special_tokens=(), window=0)
         if recipe.name != DEFAULT_TEMPLATE:
-            # Older versions of Transformers keep it elsewhere, and its variables always are.
+            # Older versions of Transformers store the template in another file; its variables are always in another.
             files[CHAT_TEMPLATE] = recipe.template_for(tokenizer).encode()
     return files, ''
 
 
 def _with_end_of_turn(ends: Any, workdir: Path) -> Any:
-    """An id that ends texts, or a list of some, and that of the end of a turn where the workdir has a chat template."""
+    """Returns the EOS id or ids, with the end-of-turn id added if the workdir has a chat template."""
     if not (workdir / CHAT_TEMPLATE).is_file():
         return ends
     try:
         end_of_turn = ChatEncoder.load(workdir).end_of_turn
     except InputError:
-        # Of no use for conversations here; what it does elsewhere is not known.
+        # The template is unusable in maxlm, and its effect in other programs is unknown.
         return ends
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return ends if end_of_turn in listed else [*listed, end_of_turn]
 
 
 def _copied_files(directory: Path) -> dict[str, bytes]:
-    """Name → content of those of KEPT that are there, of which JSON is checked to be an object with ids."""
+    """Returns the existing files of EXPORT_FILES by name. JSON files must be objects with valid token ids."""
     paths = [directory / name for name in EXPORT_FILES if (directory / name).is_file()]
     for path in paths:
         if path.suffix == '.json':
@@ -122,10 +123,10 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 def _make_tokenizer_files(tokenizer: tokenizers.Tokenizer, model: ModelConfig, *, has_chat: bool) -> dict[str, bytes]:
     tokens: dict[str, Any] = {}
-    # One that maxlm has no use for may still be somebody's.
+    # A tokenizer without an end-of-document token is exported too.
     with contextlib.suppress(InputError):
         end = tokenizer.id_to_token(Tokenizer(tokenizer).end_of_document)
-        # Transformers cannot pad the texts of a batch without a token for it.
+        # Transformers cannot pad a batch without a padding token.
         tokens |= {'bos_token': end, 'eos_token': end, 'pad_token': end}
     unknown = parse_json(tokenizer.to_str())['model'].get('unk_token')
     if unknown is not None:
@@ -134,7 +135,8 @@ def _make_tokenizer_files(tokenizer: tokenizers.Tokenizer, model: ModelConfig, *
         'tokenizer_class': 'PreTrainedTokenizerFast',
         **tokens,
         'clean_up_tokenization_spaces': False,
-        # Text that spells a special token is text, as in maxlm. But Transformers has conversations spelled as texts.
+        # Special tokens in text are treated as text, as in maxlm. With a chat template this is disabled, because
+        # Transformers tokenizes rendered conversations as text.
         'split_special_tokens': not has_chat,
         'model_input_names': ['input_ids', 'attention_mask'],
         'model_max_length': model.max_positions,
@@ -143,11 +145,11 @@ def _make_tokenizer_files(tokenizer: tokenizers.Tokenizer, model: ModelConfig, *
 
 
 def _special_ids(config: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
-    """Ids of the tokens that tokenizer_config.json names."""
+    """Returns the ids of the tokens in tokenizer_config.json."""
     ids = {}
     for name in ('bos_token', 'eos_token', 'pad_token'):
         token = config.get(name)
-        # Older versions write an object.
+        # Older versions of Transformers store an object.
         token = token.get('content') if isinstance(token, dict) else token
         index = tokenizer.token_to_id(token) if isinstance(token, str) else None
         if index is not None:
