@@ -1,1 +1,1 @@
-"""The HTML report of runs, made from their files."""
+"""Creates the HTML report of runs from their files."""

@@ -1,4 +1,4 @@
-"""The report of a run, or of several side by side: one file of HTML that needs nothing beside itself."""
+"""Creates the report of one or more runs as a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from maxlm.storage.atomic import replace_file
 from maxlm.telemetry.run_history import RunHistory, read_history
 
 NAME = 'report.html'
-# Name of the page that compares several runs, in the current directory.
+# File name of the page that compares several runs; it is written to the current directory.
 COMPARISON = 'compare.html'
-# Nothing is fetched from anywhere, whatever a run wrote into the page.
+# Prevents the page from loading external resources, regardless of what a run wrote into it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-# The head of a page up to its policy, by which it is known to be ours, is shorter.
+# Upper bound for the length of a page up to its policy, which identifies our pages.
 _START_BYTES = 1024
 _SECTIONS = (
     summary,
@@ -59,19 +59,19 @@ _LINKS = {
 
 
 def write_at_end(workdir: Path) -> None:
-    """Writes WORKDIR/report.html at the end of a training run; what goes wrong is a warning in its log."""
+    """Writes WORKDIR/report.html at the end of a training run. Errors are logged as warnings."""
     try:
         write_page(workdir / NAME, [read_history(workdir)])
     except Exception as error:
-        # The run is done, and its state saved: no fault of its report may change how it ends.
+        # The run has finished and saved its state, so an error of its report must not change its exit status.
         logger.warning(f'{NAME} could not be written: {type(error).__name__}: {" ".join(str(error).split())}')
 
 
 def is_foreign(path: Path) -> bool:
-    """Returns whether a file exists that is not one of our pages, so `write_page` must not replace it.
+    """Returns True if a file exists that is not one of our pages, so `write_page` must not replace it.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if not path.exists():
         return False
@@ -83,16 +83,16 @@ def is_foreign(path: Path) -> bool:
 
 
 def write_page(path: Path, histories: list[RunHistory]) -> None:
-    """Writes the page of one run or several, in one piece: whoever reads sees the old or the new one.
+    """Writes the page of one or more runs atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     replace_file(path, page(make_runs(histories, time.time())))
 
 
 def page(runs: Sequence[ReportedRun]) -> str:
-    """The page of at least one run."""
+    """Returns the page of at least one run."""
     body = join(*(part(runs) for part in _SECTIONS))
     names = ' and '.join([', '.join(run.name for run in runs[:-1]), runs[-1].name] if len(runs) > 1 else [runs[0].name])
     lead = headline(runs[0]) if len(runs) == 1 else f'{len(runs)} runs side by side.'
@@ -103,11 +103,11 @@ def page(runs: Sequence[ReportedRun]) -> str:
         tag('meta', http_equiv='Content-Security-Policy', content=POLICY),
         tag('meta', name='viewport', content='width=device-width, initial-scale=1'),
         tag('title', names),
-        # Made here, of constants: the only text that is not escaped.
+        # The style sheet contains only constants, so it does not need to be escaped.
         tag('style', Markup(style())),
     )
     content = join(
-        # #light and #dark have the page so, whatever the reader's system is.
+        # light and #dark override the color scheme of the reader's system.
         tag('i', id='light'),
         tag('i', id='dark'),
         tag('header', tag('h1', names), tag('p', lead, class_='lead'), tag('nav', *links) if links else ''),

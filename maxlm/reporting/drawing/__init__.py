@@ -1,1 +1,1 @@
-"""Charts and HTML of the report."""
+"""Draws the charts and HTML of the report."""

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from maxlm.reporting.drawing.html import Markup, join, tag
 
-# The width of the longest bar, which is stretched to the room there is.
+# The width of the longest bar, in SVG units. The SVG is stretched to the available width.
 _WIDTH, _HEIGHT = 1000.0, 20
-# Striped, since this time is gone for nothing.
+# Categories of wasted time, which are drawn with stripes.
 STRIPED = frozenset({'lost', 'idle'})
 _STRIPE = 10.0
 
@@ -26,11 +26,11 @@ class Bar(NamedTuple):
 
 
 def draw_bars(bars: Sequence[Bar], *, title: str, labels: Mapping[str, str]) -> Markup:
-    """Bars below each other on one scale, and what the colours mean; '' where all are empty.
+    """Draws bars below each other on one scale, with a legend; '' if all are empty.
 
     Args:
-        bars: what to draw.
-        title: of all.
+        bars: the bars.
+        title: title of the figure.
         labels: category → its label, in drawing order.
     """
     max_total = max((bar.total for bar in bars), default=0.0)
@@ -43,7 +43,7 @@ def draw_bars(bars: Sequence[Bar], *, title: str, labels: Mapping[str, str]) -> 
 
 
 def swatch(category: str) -> Markup:
-    """A square in the colour of a category."""
+    """Returns a square in the color of a category."""
     return tag('span', class_=f'key t-{category}')
 
 

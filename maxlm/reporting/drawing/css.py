@@ -1,4 +1,4 @@
-"""Style sheet of the page: phone, desktop and print; light or dark as the system is, or as #light, #dark."""
+"""Style sheet of the page for phone, desktop and print. #light and #dark override the system's color scheme."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ figcaption .unit { font-weight: 400; }
 
 
 def style() -> str:
-    """The page's sheet."""
+    """Returns the style sheet of the page."""
     curves = [f'.c{number} {{ stroke: var(--c{number}); }}' for number in range(len(palette.CURVES))]
     times = [f'.t-{name} {{ fill: var(--t-{name}); background: var(--t-{name}); }}' for name in palette.TIME]
     return '\n'.join([f':root {{ color-scheme: light dark; {palette.variables()} }}', *curves, *times, _RULES.strip()])

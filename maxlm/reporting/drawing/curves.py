@@ -1,4 +1,4 @@
-"""Curves before they are drawn: taken out of lines, thinned, smoothed."""
+"""Extracts, downsamples and smooths curves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from maxlm.storage.json_fields import number
 
-# (x, y); None where the value is not finite, which breaks the curve.
+# (x, y). y is None if the value is not finite, which breaks the curve.
 Point = tuple[float, float | None]
 MAX_POINTS = 1000
 
 
 def curve(lines: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
-    """The values of one key over the steps; lines without the key are no points, null is a gap."""
+    """Returns the values of one key over the steps. Lines without the key are skipped; null is a gap."""
     points: list[Point] = []
     for line in lines:
         if key in line and (step := number(line, 'step')) is not None:
@@ -22,19 +22,19 @@ def curve(lines: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
 
 
 def finite(points: Iterable[Point]) -> list[tuple[float, float]]:
-    """Those with a value."""
+    """Returns the points with a value."""
     return [(x, y) for x, y in points if y is not None]
 
 
 def scale_by(points: Sequence[Point], factor: float) -> list[Point]:
-    """The same in another unit."""
+    """Converts the values to another unit."""
     return list(points) if factor == 1 else [(x, None if y is None else y * factor) for x, y in points]
 
 
 def downsample(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` points: of each stretch the lowest, the highest and a gap, and both ends of the whole.
+    """Returns at most `limit` points: the lowest, the highest and a gap of each bin, and both ends of the curve.
 
-    So a spike of a single step is still seen, and as high as it was.
+    This preserves spikes of a single step, with their height.
     """
     if len(points) <= limit:
         return list(points)
@@ -52,9 +52,9 @@ def downsample(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def smooth(points: Sequence[Point], width: int) -> list[Point]:
-    """The mean of the `width` points around each, fewer near the ends and beside gaps, which stay gaps.
+    """Returns the mean of the `width` points around each point, with fewer near the ends and gaps; gaps stay gaps.
 
-    The very first and last points have none: it would be as noisy as they are.
+    The first and last points are omitted, because their means would be as noisy as the points.
     """
     sums, counts = [0.0], [0]
     for _, y in points:
@@ -64,7 +64,7 @@ def smooth(points: Sequence[Point], width: int) -> list[Point]:
     edge = width // 6
     for index in range(edge, len(points) - edge):
         x, y = points[index]
-        # As far to the left as to the right: at the ends a lopsided mean would bend the curve.
+        # Use a symmetric range, because an asymmetric mean at the ends would bend the curve.
         reach = min(width // 2, index, len(points) - 1 - index)
         first, last = index - reach, index + reach + 1
         mean = (sums[last] - sums[first]) / max(1, counts[last] - counts[first])
@@ -73,7 +73,7 @@ def smooth(points: Sequence[Point], width: int) -> list[Point]:
 
 
 def break_at_gaps(points: Sequence[Point], max_gap: float) -> list[Point]:
-    """Inserts a gap between points further apart than `max_gap`, such as between two attempts of a run."""
+    """Inserts a gap between points further apart than `max_gap`, e.g. between two attempts of a run."""
     result: list[Point] = []
     for x, y in points:
         if result and x - result[-1][0] > max_gap:

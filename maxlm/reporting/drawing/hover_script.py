@@ -1,6 +1,6 @@
-"""The page's own script: reads the values of all curves of a chart under the pointer, the finger or the arrow keys.
+"""JavaScript that shows the values of all curves of a chart under the pointer, the finger or the arrow keys.
 
-Without it nothing is missing but that: the legends show the last values.
+Without JavaScript, the legends show the last values.
 """
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""HTML whose text is always escaped: a sample or a config that holds a tag is text, never a tag."""
+"""Builds HTML whose text is always escaped, so tags in a sample or a config are shown as text."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ import html
 import re
 from typing import Any
 
-# HTML has no place for control characters, UTF-8 none for halves of surrogate pairs; JSON can hold both.
+# HTML does not allow control characters, and UTF-8 no surrogates; JSON can contain both.
 _UNPRINTABLE = re.compile(r'[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]')
 _EMPTY = frozenset({'meta', 'br', 'path', 'rect'})
 
 
 class Markup(str):
-    """HTML that may stand in a page as it is. Only this module makes it."""
+    """HTML that does not need to be escaped. Only this module creates it, except for constants."""
 
     __slots__ = ()
 
 
 def escape(value: Any) -> Markup:
-    """Text as HTML shows it; Markup stays as it is, None is empty."""
+    """Escapes text for HTML. Markup is returned unchanged, and None is empty."""
     if isinstance(value, Markup):
         return value
     return Markup(html.escape(_UNPRINTABLE.sub('\ufffd', '' if value is None else str(value))))
 
 
 def tag(element: str, /, *content: Any, **attributes: Any) -> Markup:
-    """An element around its escaped content.
+    """Returns an element with its escaped content.
 
     Args:
-        element: its name.
+        element: name of the element.
         *content: texts and Markup.
-        **attributes: `class_` is class, other underscores are hyphens; None and False are left out, True has no value.
+        **attributes: `class_` is class, and other underscores are hyphens. None and False omit the attribute; True
+            gives it no value.
     """
     words = [element]
     for name, value in attributes.items():
@@ -46,22 +47,23 @@ def tag(element: str, /, *content: Any, **attributes: Any) -> Markup:
 
 
 def join(*content: Any, by: str = '') -> Markup:
-    """Texts and Markup one after the other."""
+    """Joins texts and Markup."""
     return Markup(escape(by).join(escape(one) for one in content))
 
 
 def table(header: list[Any], rows: list[list[Any]], *, texts: tuple[int, ...] = (0,), class_: str = '') -> Markup:
-    """A table that scrolls by itself where it is wider than the page.
+    """Returns a table that scrolls horizontally if it is wider than the page.
 
     Args:
-        header: of the columns.
-        rows: their cells; a Markup cell stays as it is.
-        texts: numbers of the columns that hold texts; the others hold numbers, to the right.
-        class_: of the table; `prose` where the last column is sentences, which go below the rest on a phone.
+        header: titles of the columns.
+        rows: cells; Markup is not escaped.
+        texts: indices of the columns with text. All other columns contain numbers and are right-aligned.
+        class_: CSS class of the table. `prose`: the last column contains sentences, which are shown below the row on a
+            phone.
     """
 
     def line(element: str, cells: list[Any]) -> Markup:
-        # On a phone, cells of a prose table are labelled with their column.
+        # On a phone, cells of a prose table are labeled with their column.
         heads = header if class_ == 'prose' and element == 'td' else [None] * len(cells)
         return tag(
             'tr',
@@ -77,16 +79,16 @@ def table(header: list[Any], rows: list[list[Any]], *, texts: tuple[int, ...] = 
 
 
 def section(name: str, title: str, *content: Any) -> Markup:
-    """A part of the page with its heading; '' where there is no content."""
+    """Returns a section of the page with its heading; '' if it has no content."""
     shown = [one for one in content if one]
     return tag('section', tag('h2', title), *shown, id=name) if shown else Markup('')
 
 
 def note(*content: Any) -> Markup:
-    """A remark below what it is about."""
+    """Returns a paragraph with a remark."""
     return tag('p', *content, class_='note')
 
 
 def code(text: str) -> Markup:
-    """Text as it was written, line breaks included."""
+    """Returns preformatted text, including line breaks."""
     return tag('pre', text, tabindex='0')

@@ -1,7 +1,6 @@
-"""Line charts as SVG that is stretched to the room there is, with labels in HTML that are not.
+"""Draws line charts as SVG stretched to the available space, with labels in HTML that are not stretched.
 
-Curves are drawn in the units of their data and put in place by a transformation, so what the page's script reads under
-a pointer are the values themselves.
+Curves have the units of their data and are positioned by a transform, so the page's script reads the values themselves.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from maxlm.reporting.drawing.html import Markup, join, tag
 from maxlm.reporting.drawing.palette import curve_class
 from maxlm.reporting.drawing.scales import Scale, covering, labels, ticks, time_labels, time_ticks, without_outliers
 
-# Edge of the coordinates of a picture, which is stretched to any width and height.
+# Size of the SVG coordinate system, which is stretched to any width and height.
 SIZE = 1000
-# Points of all curves of a chart; more than a few curves have fewer each.
+# Maximum number of points of all curves of a chart. Charts with many curves have fewer points per curve.
 _CHART_POINTS = 6 * MAX_POINTS
-# Lines of a curve from which on a mean is drawn above it, and the share of them that one mean is over.
+# Minimum number of points for a smoothed curve, and the fraction of the points that one mean covers.
 _NOISY, _SMOOTHING = 100, 0.03
-# A logarithmic axis where the largest value is so many times the median.
+# An axis is logarithmic if the ratio of the largest value to the median exceeds this.
 _LOG_RATIO = 30
 _MAX_MARKS = 80
-# More points than these are not told apart as dots.
+# Maximum number of points that are distinguishable as dots.
 _MAX_DOTS = 60
 
 
@@ -34,13 +33,13 @@ class Series:
     """A curve.
 
     Attributes:
-        name: in the legend.
-        points: by growing x.
-        color: its number, from 0; the same for what belongs together.
-        dots: each point is seen, where they are few.
-        smooth: where there are many points, a mean is drawn above them.
+        name: name in the legend.
+        points: points in order of x.
+        color: index of the color, from 0; related curves have the same one.
+        dots: draw each point as a dot, if there are few.
+        smooth: draw a smoothed curve on top, if there are many points.
         best: x of the point to mark.
-        legend: words after the last value.
+        legend: text after the last value in the legend.
     """
 
     name: str
@@ -54,7 +53,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A moment of the run: an upright line."""
+    """A vertical line that marks an event of the run."""
 
     x: float
     kind: Literal['alert', 'restart', 'change']
@@ -69,13 +68,13 @@ class Chart:
     """A line chart.
 
     Attributes:
-        title, unit: of the values.
-        series: at least one with a value is needed for anything to be drawn.
-        x: what the points are over: steps, or seconds since the run began.
-        marks: moments on the same axis.
-        shade: (from, to) to be tinted.
-        scale: `auto` is logarithmic where values differ much; `zero` shows 0; `loss` leaves out the first and highest.
-        wide: as wide and high as the page allows.
+        title, unit: title and unit of the values.
+        series: curves. At least one needs a value, otherwise nothing is drawn.
+        x: x-axis: steps, or seconds since the run started.
+        marks: events on the same axis.
+        shade: range (from, to) of x to shade.
+        scale: `auto` is logarithmic if values differ much; `zero` includes 0; `loss` omits outliers.
+        wide: use the full width of the page and a larger height.
     """
 
     title: str
@@ -89,7 +88,7 @@ class Chart:
 
 
 def draw(chart: Chart) -> Markup:
-    """The chart as a figure; '' where no curve has a value."""
+    """Draws the chart as a figure; '' if no curve has a value."""
     series = [one for one in chart.series if finite(one.points)]
     if not series:
         return Markup('')
@@ -117,12 +116,12 @@ def draw(chart: Chart) -> Markup:
 
 
 def lower_title(title: str) -> str:
-    """A title within a line: Learning rate → learning rate, but MFU and CPU stay."""
+    """Lowercases a title within a sentence: Learning rate → learning rate, but MFU and CPU are unchanged."""
     return title if title[:2].isupper() else title[:1].lower() + title[1:]
 
 
 def _key(classes: str, dots: str = '') -> Markup:
-    """A short piece of a curve, for the legend."""
+    """Draws a short piece of a curve for the legend."""
     paths = [tag('path', d='M0 5h30', class_=classes)] + ([tag('path', d='M15 5h0', class_=dots)] if dots else [])
     return tag('svg', *paths, viewBox='0 0 30 10', aria_hidden='true')
 
@@ -138,15 +137,15 @@ def _value_scale(kind: str, values: list[float]) -> Scale:
 def _x_scale(positions: list[float]) -> Scale:
     low, high = min(positions), max(positions)
     if low <= 0.5 * high:
-        # A run begins at 0, also where its first line comes later.
+        # A run starts at 0, even if its first line is later.
         low = 0.0
     length = high - low or 1.0
-    # So that dots at the ends are whole.
+    # Leave space for the dots at the ends.
     return Scale(low - 0.01 * length, high + 0.01 * length)
 
 
 def _merge_marks(marks: list[Mark], x: Scale) -> list[Mark]:
-    """Marks of one kind that would lie on each other are one."""
+    """Merges marks of one kind that would overlap."""
     groups: dict[tuple[str, int], list[Mark]] = {}
     for mark in marks:
         groups.setdefault((mark.kind, int(x.fraction(mark.x) * _MAX_MARKS)), []).append(mark)
@@ -232,7 +231,7 @@ def _curve(number: int, one: Series, x: Scale, y: Scale, limit: int) -> Markup:
     line = _path(shown)
     if one.smooth and len(scaled_points) >= _NOISY:
         mean = downsample(smooth(scaled_points, round(len(scaled_points) * _SMOOTHING) | 1), limit // 3)
-        # The hover script reads the values, not their means.
+        # The hover script reads the values instead of their means.
         raw = tag('path', d=line, transform=transform, class_=f'raw {color}', data_series=number)
         return join(raw, tag('path', d=_path(mean), transform=transform, class_=f'line {color}'))
     drawn = [tag('path', d=line, transform=transform, class_=f'line {color}', data_series=number)]
@@ -254,7 +253,7 @@ def _path(points: Sequence[Point]) -> str:
 
 
 def _dots(points: Sequence[Point]) -> str:
-    """Lines without length, whose round ends are seen as dots that no stretching makes oval."""
+    """Returns lines without length, whose round caps appear as dots that stretching does not distort."""
     return ''.join(f'M{_format_x(position)} {value:.6g}h0' for position, value in points if value is not None)
 
 
@@ -264,13 +263,13 @@ def _shade(span: tuple[float, float], x: Scale) -> Markup:
 
 
 def _edge(fraction: float, number: int) -> str | None:
-    """Labels at the ends stay within the frame; every second one goes where the page is narrow."""
+    """Returns CSS classes that keep labels at the ends in the frame, and hide every second one on phones."""
     words = ['end' if fraction > 0.96 else 'start' if fraction < 0.02 else '', 'second' if number % 2 else '']
     return ' '.join(filter(None, words)) or None
 
 
 def _words(chart: Chart, series: Sequence[Series]) -> str:
-    """The chart in words, for those who cannot see it."""
+    """Describes the chart in text, for screen readers."""
     sentences = []
     for one in series:
         values = [value for _, value in finite(one.points)]
@@ -282,7 +281,7 @@ def _words(chart: Chart, series: Sequence[Series]) -> str:
 
 
 def _integers(values: list[float]) -> list[float]:
-    """Steps are whole."""
+    """Keeps integers, since there are no fractional steps."""
     return [value for value in values if value == int(value)]
 
 

@@ -1,6 +1,6 @@
-"""Colours of the page, each for light and dark: told apart by everyone, readable on their ground.
+"""Colors of the page for light and dark mode, distinguishable by everyone and readable on their background.
 
-After Okabe and Ito 2008, "Color Universal Design", darkened for white and lightened for black.
+Based on Okabe and Ito 2008, "Color Universal Design", darkened for white and lightened for black.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from typing import NamedTuple
 
 
 class Color(NamedTuple):
-    """The same thing on a light and on a dark page."""
+    """A color for the light and the dark page."""
 
     light: str
     dark: str
 
 
 GROUND = Color('#ffffff', '#14171b')
-# Tiles, code and heads of tables.
+# Background of tiles and code.
 PANEL = Color('#f3f5f7', '#1e2329')
 INK = Color('#1a1d21', '#e8eaed')
-# Notes and labels.
+# Color of notes and labels.
 QUIET = Color('#565d66', '#a9b1ba')
 GRID = Color('#e1e5e9', '#2e353d')
 ALARM = Color('#b3261e', '#ff8a80')
 LINK = Color('#00589c', '#7cc4f5')
 
-# Curves, in order of use.
+# Colors of curves, in order of use.
 CURVES = (
     Color('#0072b2', '#56b4e9'),
     Color('#d55e00', '#e8743b'),
@@ -34,10 +34,10 @@ CURVES = (
     Color('#645d26', '#fcd81c'),
     Color('#2f3134', '#d0dce7'),
 )
-# Curves beyond their number have the same colours again, in other dashes.
+# When all colors are used, they repeat with other dash patterns.
 NUM_DASHES = 3
 
-# Categories of time, in the order of a bar. Lost and idle time are striped too.
+# Colors of time categories, in the order of a bar. Lost and idle time also have stripes.
 TIME = {
     'step': Color('#0072b2', '#56b4e9'),
     'rollout': Color('#3d9bd4', '#1f78b4'),
@@ -54,7 +54,7 @@ TIME = {
 
 
 def variables() -> str:
-    """All of it as CSS variables; `color-scheme` decides which side counts."""
+    """Returns all colors as CSS variables; `color-scheme` selects the light or dark value."""
     named = {
         'ground': GROUND,
         'panel': PANEL,
@@ -70,6 +70,6 @@ def variables() -> str:
 
 
 def curve_class(number: int) -> str:
-    """CSS classes of the curve with a number, from 0."""
+    """Returns the CSS classes of a curve with an index, from 0."""
     rounds, color = divmod(number, len(CURVES))
     return f'c{color} d{rounds % NUM_DASHES}'

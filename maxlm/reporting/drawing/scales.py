@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from maxlm.formatting import format_si
 
-# Seconds between two ticks of a time.
+# Seconds between two ticks of a time axis.
 _TIMES = (*(1, 2, 5, 10, 15, 30), *(60, 120, 300, 600, 900, 1800), *(3600, 7200, 10800, 21600, 43200), 86400)
 
 
 class Scale(NamedTuple):
-    """Values from `low` to `high`, evenly or by their logarithm; on a logarithmic one both are above 0."""
+    """Range of values from `low` to `high`, linear or logarithmic. On a logarithmic scale both are above 0."""
 
     low: float
     high: float
@@ -35,13 +35,13 @@ class Scale(NamedTuple):
 
 
 def covering(values: Iterable[float], *, log: bool = False, from_zero: bool = False, margin: float = 0.04) -> Scale:
-    """A scale that shows all values with a margin; never of length 0.
+    """Returns a scale that contains all values with a margin; its length is never 0.
 
     Args:
-        values: finite ones.
-        log: by the logarithm, where there are values above 0; others are then left out.
-        from_zero: 0 is shown too, and no margin below it.
-        margin: share of the range on either side.
+        values: finite values.
+        log: logarithmic if there are values above 0; all other values are ignored.
+        from_zero: include 0, without a margin below it.
+        margin: fraction of the range to add on each side.
     """
     shown = [value for value in values if not log or value > 0]
     if not shown:
@@ -62,9 +62,9 @@ def covering(values: Iterable[float], *, log: bool = False, from_zero: bool = Fa
 
 
 def without_outliers(values: Sequence[float], *, share: float = 0.02) -> list[float]:
-    """The values without those far above all but `share` of them; as they are where none is.
+    """Removes values far above all but a fraction `share` of the values. Returns all values if there are none.
 
-    A run's first losses and its spikes would otherwise press all the rest into a flat line.
+    A run's first losses and its spikes would otherwise compress the rest of the curve.
     """
     if len(values) < 50:
         return list(values)
@@ -75,7 +75,7 @@ def without_outliers(values: Sequence[float], *, share: float = 0.02) -> list[fl
 
 
 def ticks(scale: Scale, target: int = 5) -> list[float]:
-    """About `target` round values within a scale."""
+    """Returns about `target` round values within a scale."""
     if scale.log:
         return _logarithmic_ticks(scale, target)
     step = _round_step((scale.high - scale.low) / target)
@@ -83,14 +83,14 @@ def ticks(scale: Scale, target: int = 5) -> list[float]:
 
 
 def time_ticks(scale: Scale, target: int = 5) -> list[float]:
-    """About `target` round times within a scale of seconds."""
+    """Returns about `target` round times within a scale of seconds."""
     interval = (scale.high - scale.low) / target
     step = next((time for time in _TIMES if time >= interval), None)
     return _multiples(scale, step or 86400 * _round_step(interval / 86400))
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Texts of ticks, all with as many digits as tell them apart."""
+    """Formats ticks with enough digits to distinguish them."""
     highest = max((abs(value) for value in values), default=0.0)
     steps = [b - a for a, b in itertools.pairwise(values)]
     step = min(steps, default=highest) or 1.0
@@ -101,13 +101,13 @@ def labels(values: Sequence[float]) -> list[str]:
         return ['0' if not value else f'{value:.1e}'.replace('.0e', 'e').replace('e-0', 'e-') for value in values]
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     if steps and max(steps) > 1.01 * step:
-        # A logarithmic axis: each as it is.
+        # A logarithmic axis: each value has its own precision.
         return [f'{value:g}' for value in values]
     return [f'{value:,.{digits}f}' for value in values]
 
 
 def time_labels(values: Sequence[float]) -> list[str]:
-    """Returns the texts of ticks in seconds: 30 s, 1 min 30 s, 5 min, 1 h 30 min, 2 d."""
+    """Formats ticks in seconds: 30 s, 1 min 30 s, 5 min, 1 h 30 min, 2 d."""
     steps = [b - a for a, b in itertools.pairwise(values)]
     step = min(steps, default=max(values, default=0.0))
     texts = []
@@ -131,7 +131,7 @@ def time_labels(values: Sequence[float]) -> list[str]:
 
 
 def _round_step(wanted: float) -> float:
-    """The next of 1, 2, 5, 10, 20, … from `interval` on."""
+    """Returns the smallest of 1, 2, 5, 10, 20, … that is at least `wanted`."""
     if wanted <= 0:
         return 1.0
     size = 10.0 ** math.floor(math.log10(wanted))
@@ -141,7 +141,7 @@ def _round_step(wanted: float) -> float:
 def _multiples(scale: Scale, step: float) -> list[float]:
     first = math.ceil(scale.low / step - 1e-9)
     last = math.floor(scale.high / step + 1e-9)
-    # A multiple is a product, so that errors do not add up; rounding takes the last one away.
+    # Multiply instead of adding, so that errors do not accumulate; rounding removes the remaining error.
     return [round(number * step, 12 - math.floor(math.log10(step))) for number in range(first, last + 1)]
 
 

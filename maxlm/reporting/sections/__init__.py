@@ -1,1 +1,1 @@
-"""The sections of the report."""
+"""Sections of the report."""

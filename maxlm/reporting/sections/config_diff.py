@@ -1,4 +1,4 @@
-"""Differences of configs: a run's from the shipped file that it was started with, and runs' from each other."""
+"""Compares a run's config with the shipped file that it was started with, and the configs of several runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from maxlm.config.loading import flatten, load, split_overrides
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 
-# Of this checkout. A workdir names a file; what is run is always this one of the same name, never that of the workdir.
+# The configs of this checkout. A workdir only gives the name of a file. The file of that name in this checkout is
+# loaded, never one from the workdir, because loading executes it.
 SHIPPED = Path(maxlm.__file__).parent.parent / 'configs'
 _CONFIG = re.compile(r'(?:.*/)?configs/(\w+)\.py(?::([\w.-]+))?')
 
 
 class Difference(NamedTuple):
-    """A key whose value differs from the file's; `is_override`: set by the command line, else derived."""
+    """A key whose value differs from the file's. `is_override`: set by the command line, otherwise derived."""
 
     key: str
     shipped: Any
@@ -28,9 +29,9 @@ class Difference(NamedTuple):
 
 
 def shipped_config(command: Sequence[str], folder: Path = SHIPPED) -> tuple[str, Config] | None:
-    """The shipped file that a command names, as `configs/NAME.py[:variant]`, and what it says.
+    """Returns the shipped file that a command names, as `configs/NAME.py[:variant]`, and its config.
 
-    None where the command names none, or this checkout has no such file or variant any more.
+    Returns None if the command names none, or if this checkout does not contain the file or variant.
     """
     words = [str(word) for word in command]
     values = [word.partition('=')[2] for word in words if word.startswith('--config=')]
@@ -46,7 +47,7 @@ def shipped_config(command: Sequence[str], folder: Path = SHIPPED) -> tuple[str,
 
 
 def differences(config: Config, shipped: Config, command: Sequence[str]) -> list[Difference]:
-    """The keys of a run's config that are not as a shipped one has them, those of the command line first."""
+    """Returns the keys in which a run's config differs from a shipped one, those of the command line first."""
     overrides, _ = split_overrides([str(word) for word in command])
     override_keys = {override.partition('=')[0] for override in overrides}
     shipped_values, values = flatten(shipped), flatten(config)
@@ -59,7 +60,7 @@ def differences(config: Config, shipped: Config, command: Sequence[str]) -> list
 
 
 def varying_keys(configs: Sequence[Config | None]) -> dict[str, list[Any]]:
-    """key → its value in each config, of the keys that are not the same in all."""
+    """Returns key → its value in each config, for keys that differ between the configs."""
     all_values: list[Mapping[str, Any]] = [flatten(config) if config else {} for config in configs]
     keys = list(dict.fromkeys(key for values in all_values for key in values))
     rows = {key: [values.get(key) for values in all_values] for key in keys}

@@ -39,12 +39,12 @@ _CURVES = (
     _Curve('memory/peak_gib', 'Memory of a device', 'GiB, the most so far', scale='zero', smooth=False),
     _Curve('perf/data_loading_seconds', 'Wait for data', 'ms per step', factor=1000, scale='zero'),
 )
-# A chart with more curves than these is a tangle; the table beside it has all.
+# Maximum number of sources in a chart, so that it stays readable. The table contains all sources.
 _MAX_SOURCES = 12
 
 
 def training_curves(runs: Sequence[ReportedRun]) -> Markup:
-    """The loss, large; whether the run overfits; sources; and the other curves."""
+    """Returns the large loss chart, overfitting, sources and all other curves."""
     show_names = len(runs) > 1
     words = [_overfitting(run, show_names) for run in runs]
     groups, reasons = comparable([run for run in runs if run.training or run.validation])
@@ -60,7 +60,7 @@ def training_curves(runs: Sequence[ReportedRun]) -> Markup:
 
 
 def _names(group: Sequence[ReportedRun], groups: Sequence[Sequence[ReportedRun]]) -> str:
-    """Returns the end of a chart's title: the runs in it, where other runs have a chart of their own."""
+    """Returns a suffix for a chart's title that names its runs, if there are several charts."""
     return f', {" and ".join(run.name for run in group)}' if len(groups) > 1 else ''
 
 
@@ -97,7 +97,7 @@ def _loss(runs: Sequence[ReportedRun], names: str, show_names: bool) -> Chart:
 def _overfitting(run: ReportedRun, show_name: bool) -> Markup:
     prefix = f'{run.name}: ' if show_name else ''
     if run.overfitting:
-        # In words it stands above all else; see the summary.
+        # The summary shows the sentence on overfitting.
         return Markup('') if show_name else note('Tinted: the stretch in which the run overfits.')
     if run.best is None or len(run.validation) < 4 or not run.predicts_tokens:
         return Markup('')
@@ -129,7 +129,7 @@ def _chart(runs: Sequence[ReportedRun], one: _Curve) -> Markup:
 
 
 def _by_source(runs: Sequence[ReportedRun]) -> Markup:
-    """One run: a curve for each source. Several: a chart for each source, with a curve for each run."""
+    """Returns a chart with a curve per source for one run, or a chart per source with a curve per run for several."""
     charts = []
     for prefix, title in (('train/loss', 'Training loss'), ('eval/loss', 'Validation loss')):
         dots = prefix == 'eval/loss'

@@ -1,4 +1,4 @@
-"""Readings of devices and hosts over time: a curve for each, or of all together where they are many."""
+"""Readings of devices and hosts over time: one curve each, or summaries of many."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from maxlm.reporting.drawing.curves import Point, break_at_gaps, finite
 from maxlm.storage.json_fields import items, number, text
 
-# More curves than these become three: the mean, the lowest and the highest.
+# If there are more curves, they are replaced by three: the mean, the lowest and the highest.
 MAX_CURVES = 8
-# Stretches of time that these are taken over.
+# Number of time bins of these summaries.
 _BINS = 300
-# A pause so many times as long as the usual one is a gap.
+# A pause is a gap if its length exceeds the median interval by this factor.
 _GAP_FACTOR = 4.0
 
 Curves = dict[str, list[Point]]
 
 
 def host_curves(by_process: Mapping[int, Sequence[Any]], key: str, *, start_time: float, factor: float = 1.0) -> Curves:
-    """name of host → (seconds since `start_time`, value) of one reading of it."""
+    """Returns host name → (seconds since `start_time`, value) of one reading."""
     curves: Curves = {}
     for process, lines in by_process.items():
         name = _host(process, lines, len(by_process))
@@ -32,7 +32,7 @@ def host_curves(by_process: Mapping[int, Sequence[Any]], key: str, *, start_time
 def device_curves(
     by_process: Mapping[int, Sequence[Any]], key: str, *, start_time: float, factor: float = 1.0
 ) -> Curves:
-    """name of device → (seconds since `start_time`, value) of one reading of it."""
+    """Returns device name → (seconds since `start_time`, value) of one reading."""
     curves: Curves = {}
     for process, lines in by_process.items():
         host = _host(process, lines, len(by_process))
@@ -44,12 +44,12 @@ def device_curves(
 
 
 def device_name(host: str, device: Any) -> str:
-    """device 3, or host0: device 3 where there are several hosts."""
+    """Returns the device's name, e.g. `device 3`, or `host0: device 3` if there are several hosts."""
     return f'{f"{host}: " if host else ""}device {text(device, "index")}'
 
 
 def summarize_curves(curves: Curves) -> Curves:
-    """The curves as they are; of many the mean, the lowest and the highest in each stretch of time."""
+    """Returns the curves, or if there are many, the mean, the lowest and the highest in each time bin."""
     if len(curves) <= MAX_CURVES:
         return {name: break_at_gaps(points, _max_gap(points)) for name, points in curves.items()}
     summaries = {'mean': statistics.fmean, 'lowest': min, 'highest': max}
@@ -57,11 +57,11 @@ def summarize_curves(curves: Curves) -> Curves:
 
 
 def bin_curves(curves: Curves, summary: Any) -> list[Point]:
-    """One curve of all: in each stretch of time the summary of all values."""
+    """Combines curves into one: the summary of all values in each time bin."""
     points = sorted(point for curve in curves.values() for point in finite(curve))
     if not points:
         return []
-    # No finer than the readings come, so that each stretch has some of all.
+    # Bins are at least two reading intervals long, so that each bin contains readings of all curves.
     width = max((points[-1][0] - points[0][0]) / _BINS, *(2 * _interval(curve) for curve in curves.values()), 1e-3)
     bins: dict[int, list[float]] = {}
     for time, value in points:

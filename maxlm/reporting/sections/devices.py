@@ -1,4 +1,4 @@
-"""Devices and hosts over time: use, memory, temperature, power, and what held them back."""
+"""Devices and hosts over time: utilization, memory, temperature, power and throttling."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OF_HOSTS = (
 
 
 def devices_over_time(runs: Sequence[ReportedRun]) -> Markup:
-    """Charts over the time since each run began, and a table of devices; '' where nothing was read."""
+    """Returns charts over the time since each run started, and a table of devices; '' if there are no readings."""
     charts = [draw(_chart(runs, reading, device_curves)) for reading in _OF_DEVICES]
     charts += [draw(_chart(runs, reading, host_curves)) for reading in _OF_HOSTS]
     drawn = [chart for chart in charts if chart]

@@ -10,14 +10,14 @@ from maxlm.reporting.drawing.html import Markup, note, section, table, tag
 from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import number, text
 
-# Frequent kinds, which are dropped first where there are too many rows.
+# Frequent kinds of events, which are dropped first if there are too many rows.
 _ROUTINE = frozenset({'saved', 'evaluated', 'compiled'})
 _MAX_ROWS = 300
 _LONGEST = 500
 
 
 def events(runs: Sequence[ReportedRun]) -> Markup:
-    """A table of all events by time; '' where there are none."""
+    """Returns a table of all events by time; '' if there are none."""
     found = [(run, event) for run in runs for event in run.history.events]
     found.sort(key=lambda pair: number(pair[1], 'time') or 0.0)
     shown = _most_telling(found)

@@ -23,12 +23,12 @@ WORDS = {
     'lost': 'lost: done again',
     'idle': 'idle between attempts',
 }
-# Newest attempts, and hosts, that have a bar of their own.
+# Maximum numbers of attempts (the newest) and hosts with their own bar.
 _MAX_LIVES, _MAX_HOSTS = 12, 16
 
 
 def goodput(runs: Sequence[ReportedRun]) -> Markup:
-    """Bars and tables; '' where no run has a ledger."""
+    """Returns bars and tables; '' if no run has a goodput log."""
     if len(runs) > 1:
         bars = [Bar(run.name, run.ledger.totals) for run in runs if run.ledger]
         header = ['', *(bar.name for bar in bars)]

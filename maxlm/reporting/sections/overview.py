@@ -1,4 +1,4 @@
-"""The run in a dozen tiles: what was trained on what, for how long, at what cost, and what went wrong."""
+"""Overview of a run in twelve tiles: model, data, duration, cost and problems."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 
 def summary(runs: Sequence[ReportedRun]) -> Markup:
-    """Tiles for one run, a table side by side for several."""
+    """Returns tiles for one run, or a table for several."""
     if len(runs) == 1:
         elements = [
             tag('div', tag('h3', tile.label), tag('b', tile.value), tag('span', tile.detail), class_='tile')
@@ -53,7 +53,7 @@ def summary(runs: Sequence[ReportedRun]) -> Markup:
 
 
 def make_tiles(run: ReportedRun) -> list[Tile]:
-    """The same ones for every run, in the same order; a dash where the workdir does not tell."""
+    """Returns the same tiles in the same order for every run, with a dash for unknown values."""
     return [
         # Failures are shown above the tiles.
         Tile('State', run.status.state, '' if run.status.state in _BAD else run.status.reason),
@@ -72,7 +72,7 @@ def make_tiles(run: ReportedRun) -> list[Tile]:
 
 
 def headline(run: ReportedRun) -> str:
-    """One sentence: what was trained on what."""
+    """Returns one sentence that describes the model and its data."""
     parameters = number(run.started, 'parameters')
     if not run.history.has_started:
         return 'No run has begun here yet.'

@@ -1,4 +1,4 @@
-"""Plan against reality: what the forecast at the start said, and what became of it."""
+"""Compares the forecast at the start of a run with its actual figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maxlm.storage.json_fields import mapping, number
 
 
 class _Row(NamedTuple):
-    """A figure of the plan and the same of the run."""
+    """A figure of the plan and its actual value."""
 
     name: str
     key: str
@@ -30,7 +30,7 @@ _ROWS = (
 
 
 def plan_vs_actual(runs: Sequence[ReportedRun]) -> Markup:
-    """A table of the plan, reality and their ratio; '' where no run has a plan."""
+    """Returns a table of planned and actual values and their ratio; '' if no run has a plan."""
     planned = [run for run in runs if mapping(run.started, 'plan')]
     rows: list[list[str]] = []
     for row in _ROWS:

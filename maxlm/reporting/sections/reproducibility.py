@@ -13,7 +13,7 @@ from maxlm.storage.json_fields import items, mapping, text
 
 
 def reproducibility(runs: Sequence[ReportedRun]) -> Markup:
-    """For each run the command, what its config has of its own, and versions; for several also how they differ."""
+    """Returns command, config differences and versions for each run; for several runs also their differences."""
     parts = [_config_differences(runs)] if len(runs) > 1 else []
     for run in runs:
         heading = tag('h3', run.name) if len(runs) > 1 else Markup('')

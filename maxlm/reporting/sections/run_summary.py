@@ -17,7 +17,7 @@ from maxlm.telemetry.goodput import GoodputLog
 from maxlm.telemetry.run_history import RunHistory
 from maxlm.telemetry.run_status import RunStatus, run_status
 
-# Kinds of events that are upright lines on the curves; every alert is one too.
+# Kinds of events that are drawn as vertical lines on the curves, in addition to all alerts.
 _MARK_KINDS = {
     **{'resumed': 'restart', 'rollback': 'restart'},
     **{'length': 'change', 'context': 'change'},
@@ -27,13 +27,13 @@ _MARK_KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class ReportedRun:
-    """A run as it is at the time `now`, seconds since 1970.
+    """A run at the time `now`, in seconds since 1970.
 
     Attributes:
-        history: read from its workdir.
-        name: of the run, among those of the page.
-        color: number of its colour.
-        now: when the page is made.
+        history: files of its workdir.
+        name: name of the run on the page.
+        color: index of its color.
+        now: time at which the page is created.
     """
 
     history: RunHistory
@@ -47,12 +47,12 @@ class ReportedRun:
 
     @cached_property
     def start_events(self) -> list[dict[str, Any]]:
-        """The events `started`, one for each attempt."""
+        """Returns the `started` events, one for each attempt."""
         return [event for event in self.history.events if event.get('kind') == 'started']
 
     @property
     def started(self) -> Mapping[str, Any]:
-        """The newest of them; empty where there is none."""
+        """Returns the newest `started` event; empty if there is none."""
         return self.start_events[-1] if self.start_events else {}
 
     @cached_property
@@ -65,33 +65,33 @@ class ReportedRun:
 
     @cached_property
     def best(self) -> tuple[float, float] | None:
-        """(step, loss) of the evaluation with the lowest loss."""
+        """Returns (step, loss) of the evaluation with the lowest loss."""
         return min(finite(self.validation), key=lambda point: point[1], default=None)
 
     @property
     def predicts_tokens(self) -> bool:
-        """Whether the loss is that of the next token, not of preferences or rewards."""
+        """Returns True if the loss is that of the next token, and not of preferences or rewards."""
         return not {'rollout/reward', 'train/rewards/margins'} & set(self.names)
 
     @property
     def objective(self) -> str:
-        """train.objective; '' where the config cannot be read."""
+        """Returns train.objective; '' if the config cannot be read."""
         return self.history.config.train.objective if self.history.config else ''
 
     @property
     def data(self) -> dict[str, Any]:
-        """Fingerprints and weights of the data sets; empty where the event `started` has none."""
+        """Returns fingerprints and weights of the data sets; empty if the `started` event has none."""
         kinds = ('dataset', 'weight', 'prompts')
         return {key: value for key, value in mapping(self.started, 'dataset').items() if key.split(' ')[0] in kinds}
 
     @cached_property
     def overfitting(self) -> Overfitting | None:
-        # Other training and validation losses are not comparable.
+        # Training and validation losses of other objectives are not comparable.
         return find_overfitting(self.training, self.validation) if self.predicts_tokens else None
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of all metrics, in the order of appearance."""
+        """Returns the names of all metrics, in order of appearance."""
         return list(dict.fromkeys(name for line in self.history.metrics for name in line))
 
     @cached_property
@@ -99,13 +99,13 @@ class ReportedRun:
         return {}
 
     def metric(self, name: str) -> list[Point]:
-        """(step, value) of a metric."""
+        """Returns the (step, value) points of a metric."""
         if name not in self._curves:
             self._curves[name] = curve(self.history.metrics, name)
         return self._curves[name]
 
     def sources(self, prefix: str) -> list[str]:
-        """Names of the sources of which there is a metric such as train/loss."""
+        """Returns the names of the sources that have a metric, such as train/loss."""
         return sorted(name.removeprefix(f'{prefix}/') for name in self.names if name.startswith(f'{prefix}/'))
 
     def median(self, name: str) -> float | None:
@@ -120,7 +120,7 @@ class ReportedRun:
 
     @cached_property
     def step(self) -> int | None:
-        """The last step that is known to be done."""
+        """Returns the last step that is known to be completed."""
         steps = [number(line, 'step') for line in (*self.history.metrics[-1:], *self.history.events[-1:])]
         beats = self.history.heartbeats.get(0, [])
         steps += [number(beat, 'step') for beat in beats[-1:]]
@@ -128,7 +128,7 @@ class ReportedRun:
 
     @cached_property
     def num_steps(self) -> int | None:
-        """The length that was decided on last."""
+        """Returns the most recently decided number of steps."""
         planned = number(self.started, 'num_steps')
         if self.history.config is not None:
             planned = self.history.config.train.num_steps or planned
@@ -143,17 +143,17 @@ class ReportedRun:
 
     @cached_property
     def num_devices(self) -> int:
-        """Devices of the latest attempt; 1 where not known."""
+        """Returns the number of devices of the latest attempt; 1 if unknown."""
         return int(number(mapping(self.started, 'devices'), 'count') or 1)
 
     @property
     def ledger(self) -> GoodputLog | None:
-        """Goodput log of process 0, which is the run's."""
+        """Returns the goodput log of process 0, which represents the run."""
         return self.history.goodput_logs.get(0)
 
     @cached_property
     def start_time(self) -> float:
-        """Seconds since 1970; 0 where nothing tells."""
+        """Returns the start time in seconds since 1970; 0 if unknown."""
         beats = [number(beat, 'began') for beats in self.history.heartbeats.values() for beat in beats[:1]]
         files = [self.history.events, self.history.metrics, *self.history.devices.values()]
         times = [number(line, 'time') for lines in files for line in lines[:1]]
@@ -161,19 +161,19 @@ class ReportedRun:
 
     @cached_property
     def wall_seconds(self) -> float | None:
-        """Seconds from the start of the first attempt to the last sign of the run."""
+        """Returns the seconds from the start of the first attempt to the last heartbeat of the run."""
         sign = self.status.last_heartbeat
         return sign - self.start_time if sign is not None and self.start_time else None
 
     @cached_property
     def dollars(self) -> float | None:
-        """Cost of all attempts on all devices; None where no price is known."""
+        """Returns the cost of all attempts on all devices; None if no price is known."""
         known = [ledger.dollars for ledger in self.history.goodput_logs.values() if ledger.dollars is not None]
         return sum(known) if known else self.last('cost/dollars')
 
     @cached_property
     def marks(self) -> list[Mark]:
-        """Marks for the curves over steps."""
+        """Returns the marks for curves over steps."""
         marks = []
         for event in self.history.events:
             kind = text(event, 'kind')
@@ -186,7 +186,7 @@ class ReportedRun:
 
     @cached_property
     def time_marks(self) -> list[Mark]:
-        """The same for curves over time."""
+        """Returns the marks for curves over time."""
         marks = []
         for event in self.history.events:
             kind, time = text(event, 'kind'), number(event, 'time')
@@ -201,19 +201,19 @@ class ReportedRun:
 
     @cached_property
     def dataset(self) -> list[tuple[str, float | None, float | None]]:
-        """(name, tokens, weight) of each source of the data."""
+        """Returns (name, tokens, weight) of each source of the data."""
         sources = items(mapping(self.started, 'dataset'), 'sources')
         return [(text(one, 'name'), number(one, 'tokens'), number(one, 'weight')) for one in sources]
 
     @property
     def memory_bytes(self) -> float | None:
-        """The most that one device had in use."""
+        """Returns the peak memory of one device."""
         peak_gib = self.highest('memory/peak_gib')
         return None if peak_gib is None else peak_gib * GIB
 
 
 def make_runs(histories: list[RunHistory], now: float) -> list[ReportedRun]:
-    """The runs of a page; those whose directories have the same name go by their paths."""
+    """Returns the runs of a page. Runs whose directories have the same name are identified by their paths."""
     names = [history.name for history in histories]
     return [
         ReportedRun(history, name if names.count(name) == 1 else history.workdir, color, now)
@@ -222,10 +222,10 @@ def make_runs(histories: list[RunHistory], now: float) -> list[ReportedRun]:
 
 
 def comparable(runs: Sequence[ReportedRun], *, source: str = '') -> tuple[list[list[ReportedRun]], list[str]]:
-    """Groups the runs whose losses can be compared: those of a source of the data, or of all data.
+    """Groups runs whose losses are comparable, for one data source or for all data.
 
     Returns:
-        The groups, and what differs between them: objectives, data or both.
+        The groups, and the properties that differ between them: objectives, data or both.
     """
     groups: list[list[ReportedRun]] = []
     reasons: set[str] = set()
@@ -246,23 +246,30 @@ def _differences(one: ReportedRun, other: ReportedRun, source: str) -> list[str]
         return {'objectives': run.objective, 'data': run.data.get(f'dataset {source}') if source else run.data}
 
     first, second = comparable_properties(one), comparable_properties(other)
-    # A fact that a workdir lacks counts as equal.
+    # A property that is missing in a workdir counts as equal.
     return [name for name in first if first[name] and second[name] and first[name] != second[name]]
 
 
 def ratio(actual: float | None, predicted: float | None) -> float | None:
-    """actual / predicted; None where either is not known."""
+    """Returns actual / predicted; None if either is unknown."""
     if actual is None or not predicted or not math.isfinite(actual):
         return None
     return actual / predicted
 
 
-# Smallest relative change of a loss that counts: evaluations of a part of the split are noisy by less.
+# Minimum relevant relative change of a loss: evaluations on a part of the split are noisy by less.
 THRESHOLD = 0.01
 
 
 class Overfitting(NamedTuple):
-    """From the best evaluation (`since`) to the last one the validation loss rose while the training loss fell."""
+    """An increase of the validation loss while the training loss fell.
+
+    Attributes:
+        since: step of the best evaluation.
+        until: step of the last evaluation.
+        validation: validation loss at both steps.
+        training: training loss at both steps.
+    """
 
     since: float
     until: float
@@ -279,10 +286,10 @@ class Overfitting(NamedTuple):
 
 
 def find_overfitting(training: Sequence[Point], validation: Sequence[Point]) -> Overfitting | None:
-    """Compares the evaluation with the lowest loss with the last one; None where the two losses do not part.
+    """Compares the best evaluation with the last one; None if the losses do not diverge.
 
-    The training loss at an evaluation is the mean since the evaluation before, for single steps are noisy. At least two
-    evaluations must follow on the best one.
+    The training loss at an evaluation is the mean since the previous evaluation, because single steps are noisy. At
+    least two evaluations must follow the best one.
     """
     evaluations = finite(validation)
     if len(evaluations) < 4:

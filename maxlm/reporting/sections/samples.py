@@ -14,7 +14,7 @@ _MAX_PROMPTS, _MAX_STEPS, _MAX_CHARS = 8, 12, 2000
 
 
 def samples(runs: Sequence[ReportedRun]) -> Markup:
-    """For each prompt the newest text, and those before it folded away; '' where no run wrote any."""
+    """Returns the newest text for each prompt, with earlier ones collapsed; '' if there are no samples."""
     parts = []
     for run in runs:
         by_prompt: dict[str, list[Mapping[str, Any]]] = {}
@@ -44,7 +44,7 @@ def _sample(line: Mapping[str, Any]) -> Markup:
 
 
 def _evenly_spaced(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """At most so many, the first and the last among them."""
+    """Returns at most _MAX_STEPS evenly spaced lines, including the first and the last."""
     if len(lines) <= _MAX_STEPS:
         return list(lines)
     return [lines[index * (len(lines) - 1) // (_MAX_STEPS - 1)] for index in range(_MAX_STEPS)]

@@ -1,4 +1,4 @@
-"""Scaling efficiency: the throughput of one device where a run had different numbers of them."""
+"""Scaling efficiency: throughput per device of attempts with different numbers of devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AttemptThroughput(NamedTuple):
 
 
 def scaling(runs: Sequence[ReportedRun]) -> Markup:
-    """A table of attempts by number of devices, or why there is none; '' where no throughput is known."""
+    """Returns a table of attempts by number of devices, or a remark if all have the same; '' without throughputs."""
     attempts = [one for run in runs for one in throughputs(run)]
     if not attempts:
         return Markup('')
@@ -59,7 +59,7 @@ def scaling(runs: Sequence[ReportedRun]) -> Markup:
 
 
 def throughputs(run: ReportedRun) -> list[AttemptThroughput]:
-    """Returns one for each attempt with lines: a line belongs to the latest attempt that had started by then."""
+    """Returns the throughput of each attempt. A line belongs to the latest attempt that had started by its time."""
     starts = [(time, event) for event in run.start_events if (time := number(event, 'time')) is not None]
     rates: dict[int, list[float]] = {}
     for line in run.history.metrics:
@@ -85,7 +85,7 @@ def throughputs(run: ReportedRun) -> list[AttemptThroughput]:
 
 
 def efficiency(one: AttemptThroughput, others: Sequence[AttemptThroughput]) -> float | None:
-    """Its tokens/s per device as a share of those of the fewest devices that can be compared with it."""
+    """Returns tokens/s per device relative to the comparable attempts on the fewest devices."""
     alike = [other for other in others if (other.kind, other.parameters) == (one.kind, one.parameters)]
     fewest = min(other.num_devices for other in alike)
     reference = statistics.median(other.per_device for other in alike if other.num_devices == fewest)
