@@ -1,1 +1,1 @@
-"""The terminal dashboard. Starts without JAX."""
+"""Terminal dashboard. It starts without JAX."""

@@ -1,4 +1,4 @@
-"""Curves out of braille characters, each of which has 2 × 4 dots."""
+"""Plots curves with braille characters, which have 2 × 4 dots each."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def plot(
     marks: Sequence[Point] = (),
     mark_style: str = 'yellow',
 ) -> list[Text]:
-    """Lines of a plot with its axes: values on the left, the first and the last step below.
+    """Returns the lines of a plot with axes: values on the left, the first and the last step at the bottom.
 
-    Of the points that share a column of dots the lowest and the highest are joined, so that no spike is lost. Values
-    far above all others, as at the start of a run, are drawn at the upper edge.
+    The lowest and the highest of the points in one column of dots are connected, so that no spike is lost. Outliers,
+    e.g. at the start of a run, are drawn at the upper edge.
 
     Args:
-        curve: points in the order of their steps.
-        width: of a line, in characters.
-        height: number of lines, with that of the steps.
-        style: of the curve.
-        marks: single points that are drawn over it.
-        mark_style: theirs.
+        curve: points in order of steps.
+        width: width of a line in characters.
+        height: number of lines, including the line with the steps.
+        style: style of the curve.
+        marks: points to draw on top of the curve.
+        mark_style: style of the marks.
     """
     points, finite_marks = finite(curve), finite(marks)
     rows = height - 1
@@ -70,7 +70,7 @@ def plot(
 
 
 def _axis_labels(scale: Scale, rows: int) -> list[str]:
-    """Returns the labels left of each row: the highest, the lowest and, from 5 rows on, a middle value."""
+    """Returns the label of each row: the highest and lowest value, and from 5 rows on also a middle value."""
     rows_with_label = sorted({0, rows // 2, rows - 1} if rows >= 5 else {0, rows - 1})
     values = [scale.high - (scale.high - scale.low) * (row + 0.5) / rows for row in rows_with_label]
     texts = dict(zip(rows_with_label, _rounded(values), strict=True))
@@ -78,7 +78,7 @@ def _axis_labels(scale: Scale, rows: int) -> list[str]:
 
 
 def _rounded(values: list[float]) -> list[str]:
-    """With as many digits as tell them apart, and one more."""
+    """Formats values with one more digit than is needed to distinguish them."""
     largest = max(map(abs, values))
     if largest >= 1e4:
         return [format_si(value) for value in values]
@@ -97,7 +97,7 @@ def _centred(text: str, width: int, height: int) -> list[Text]:
 
 
 class _Canvas:
-    """Dots of a plot, set by values."""
+    """A grid of dots that curves are drawn on."""
 
     def __init__(self, columns: int, rows: int, x_scale: Scale, y_scale: Scale):
         self._x_scale, self._y_scale = x_scale, y_scale
@@ -105,7 +105,7 @@ class _Canvas:
         self._bits = [[0] * columns for _ in range(rows)]
 
     def draw(self, curve: Sequence[Point]) -> None:
-        """A line through the points of a curve, with a gap where values were not finite."""
+        """Draws a line through the points of a curve, with gaps at values that are not finite."""
         spans: dict[int, tuple[int, int, int, int]] = {}
         columns_after_gap: set[int] = set()
         gap = False
@@ -133,7 +133,7 @@ class _Canvas:
         return ''.join(chr(_BRAILLE + bits) if bits else ' ' for bits in self._bits[row])
 
     def cell(self, x: float, y: float) -> tuple[int, int]:
-        """Column and row of the character that a point falls on."""
+        """Returns the column and row of the character that contains a point."""
         column, row = self._dot(x, y)
         return column // 2, row // 4
 
@@ -147,7 +147,7 @@ class _Canvas:
             self._bits[row // 4][column // 2] |= _BITS[column % 2][row % 4]
 
     def _join(self, start: tuple[int, int], end: tuple[int, int]) -> None:
-        """The columns between two points, without their own."""
+        """Fills the columns between two points."""
         (first, before), (last, after) = start, end
         filled_row = before
         for column in range(first + 1, last + 1):

@@ -1,4 +1,4 @@
-"""The numbers of a dashboard, from the files of a workdir."""
+"""Computes the values of a dashboard from the files of a workdir."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from maxlm.storage.json_fields import items, number
 from maxlm.telemetry.run_history import RunHistory
 from maxlm.telemetry.run_status import FINISHED, RUNNING, STALLED, STARTING, RunStatus, run_status
 
-# Lines that are searched for the latest value of a metric.
+# Number of lines to search for the latest value of a metric.
 MAX_LOOKBACK_LINES = 2000
-# Lines from which the remaining time is estimated where the run does not log it.
+# Number of lines used to estimate the remaining time if the run does not log it.
 ETA_LINES = 20
 PLOTTED_METRICS = ('train/loss', 'eval/loss', 'train/grad_norm', 'train/learning_rate', 'perf/tokens_per_second')
 
@@ -25,10 +25,10 @@ class Reading(NamedTuple):
     """The newest reading of one machine.
 
     Attributes:
-        process: its number.
-        line: of devices.jsonl.
-        age: in seconds.
-        share: of its process's time that was spent in steps that count; None = not known.
+        process: index of the process.
+        line: line of devices.jsonl.
+        age: age in seconds.
+        share: fraction of the process's time that was spent in steps that were kept; None: unknown.
     """
 
     process: int
@@ -39,29 +39,29 @@ class Reading(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RunSnapshot:
-    """State of a run at one time. None = not known.
+    """State of a run at one time. None means unknown.
 
     Attributes:
-        name: of the run.
-        workdir: of the run.
+        name: name of the run.
+        workdir: workdir of the run.
         now: seconds since 1970.
-        status: of the run.
-        attempt: how often it was started.
-        step: last one that is done.
-        num_steps: of the whole run.
-        tokens: positions trained on.
-        num_tokens: of the whole run.
-        seconds: from the first start to the last sign, pauses between attempts included.
-        seconds_left: to the end, at the present pace.
-        dollars: spent.
-        dollars_left: to the end.
-        latest: metric → latest value; None = it was not finite.
+        status: status of the run.
+        attempt: number of the current attempt.
+        step: last completed step.
+        num_steps: number of steps of the run.
+        tokens: number of positions trained on.
+        num_tokens: number of tokens of the run.
+        seconds: time from the first start to the last heartbeat, including pauses between attempts.
+        seconds_left: time until the end, at the current throughput.
+        dollars: dollars spent.
+        dollars_left: dollars until the end.
+        latest: metric → latest value; None: it was not finite.
         last_eval_step: step of the latest validation loss.
-        curves: metric → (step, value), condensed.
-        seconds_by_category: category → seconds of process 0; only those above 0.
-        readings: newest of each machine.
-        events: oldest first.
-        notes: what is torn, damaged or missing.
+        curves: metric → downsampled (step, value) points.
+        seconds_by_category: category → seconds of process 0; only values above 0.
+        readings: newest reading of each machine.
+        events: events, oldest first.
+        notes: problems with the files: truncated, corrupt or missing.
     """
 
     name: str
@@ -87,7 +87,7 @@ class RunSnapshot:
 
     @property
     def is_active(self) -> bool:
-        """Whether the run continues, or may."""
+        """Returns True if the run continues or may continue."""
         return self.status.state in (STARTING, RUNNING, STALLED)
 
 
@@ -95,9 +95,9 @@ def dashboard_data(history: RunHistory, now: float, curves: Curves | None = None
     """Summarizes a run.
 
     Args:
-        history: of the run.
+        history: files of the run.
         now: seconds since 1970.
-        curves: `Curves(DRAWN)` that the run was asked for before, so that only what is new is counted.
+        curves: `Curves(PLOTTED_METRICS)` of a previous call for this run, so that only new lines are processed.
     """
     metrics, config = history.metrics, history.config
     state = run_status(history, now)
@@ -145,7 +145,7 @@ def dashboard_data(history: RunHistory, now: float, curves: Curves | None = None
 
 
 def devices_of(reading: Reading) -> list[Mapping[str, Any]]:
-    """The accelerators that a reading tells of."""
+    """Returns the accelerators of a reading."""
     return [device for device in items(reading.line, 'devices') if isinstance(device, Mapping)]
 
 
@@ -157,8 +157,8 @@ def _reading(history: RunHistory, process: int, now: float) -> Reading:
 
 
 def _step(history: RunHistory) -> int:
-    """The last step that is done: what the newer of metrics and ledger says; after a rollback that is a lower one."""
-    # An attempt that has not restored its checkpoint yet has no step.
+    """Returns the last completed step, from the newer of metrics and heartbeats; it is lower after a rollback."""
+    # Heartbeats before the checkpoint is restored have no step.
     beats_with_step = (line for line in reversed(history.heartbeats.get(0, [])) if number(line, 'step') is not None)
     last_lines = [*history.metrics[-1:], *itertools.islice(beats_with_step, 1)]
     latest = max(last_lines, key=lambda line: number(line, 'time') or 0.0, default=None)
@@ -189,7 +189,7 @@ def _seconds_left(
         return None
     eta, time = number(lines[-1], 'perf/eta_seconds'), number(lines[-1], 'time')
     if eta is not None and time is not None:
-        # Minus the time since the line; a stopped run makes no progress.
+        # Subtract the time since the line was written, unless the run has stopped and makes no progress.
         return max(eta - max(now - time, 0.0), 0.0) if is_running else eta
     first = number(lines[0], 'time')
     num_done = lines[-1]['step'] - lines[0]['step']
@@ -201,10 +201,10 @@ def _seconds_left(
 def _dollars(
     history: RunHistory, latest: Mapping[str, float | None], seconds_left: float | None
 ) -> tuple[float | None, float | None]:
-    """Spent, and left to spend."""
+    """Returns the dollars spent and the dollars until the end."""
     projected, spent = latest.get('cost/projected_dollars'), latest.get('cost/dollars')
     if 0 in history.goodput_logs and (paid := history.goodput_logs[0].dollars) is not None:
-        # Newer than the metrics, and with what came after the last step.
+        # The goodput log is newer than the metrics, and includes the time after the last step.
         spent = max(paid, spent or 0.0)
     if spent is None:
         return None, None

@@ -1,4 +1,4 @@
-"""Curves of runs of any length, in few points, at the cost of what is new."""
+"""Downsamples curves of runs of any length incrementally."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from maxlm.reporting.drawing.curves import Point, curve
 
-# Buckets of a curve; the lowest and the highest value of each are kept.
+# Maximum number of buckets of a curve. The lowest and the highest value of each bucket are kept.
 MAX_BUCKETS = 2000
 
 
 class DownsampledCurve:
-    """One curve: the lowest and the highest point of each bucket of steps, its gaps, and the last point.
+    """A downsampled curve: the lowest and highest point of each bucket of steps, its gaps, and the last point.
 
-    Buckets double in length whenever there are too many, so old points are as dense as new ones.
+    The bucket length doubles when there are too many buckets, so old points are as dense as new ones.
     """
 
     def __init__(self, max_buckets: int = MAX_BUCKETS):
         self._max_buckets = max_buckets
         self._bucket_length = 1.0
-        # Index of the bucket → lowest and highest point, and one without a value.
+        # Index of the bucket → lowest point, highest point, and a point without a value.
         self._buckets: dict[int, list[Point | None]] = {}
         self._last_point: list[Point] = []
 
@@ -37,7 +37,7 @@ class DownsampledCurve:
         self._last_point = list(points[-1:]) or self._last_point
 
     def points(self) -> list[Point]:
-        """Returns the kept points, by step."""
+        """Returns the kept points in order of steps."""
         points = {point for bucket in self._buckets.values() for point in bucket if point}
         return sorted(points | set(self._last_point), key=lambda point: point[0])
 
@@ -54,7 +54,7 @@ class DownsampledCurve:
 
 
 class Curves:
-    """Several curves of the metrics of one run, which is read again and again."""
+    """Curves of several metrics of one run, which are updated incrementally."""
 
     def __init__(self, names: Sequence[str]):
         self._names = names
@@ -66,10 +66,10 @@ class Curves:
         self._ends: tuple[Any, Any] = (None, None)
 
     def update(self, metrics: Sequence[dict[str, Any]]) -> dict[str, list[Point]]:
-        """metric → its points.
+        """Returns metric → points.
 
         Args:
-            metrics: those of the last call with more behind them, or others.
+            metrics: the lines of the previous call with new lines appended. Any other lines reset the curves.
         """
         num_known = self._count
         if num_known and (len(metrics) < num_known or (metrics[0], metrics[num_known - 1]) != self._ends):

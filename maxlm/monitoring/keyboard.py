@@ -1,4 +1,4 @@
-"""Keys of a terminal, one at a time as they are pressed; the terminal is as before afterwards, whatever happens."""
+"""Reads single key presses from a terminal, and always restores its settings."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ import tty
 from collections.abc import Iterator
 from types import FrameType
 
-# Signals that end the program with the terminal restored.
+# Signals that end the program after the terminal is restored.
 _QUIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Quit(Exception):  # noqa: N818 - not an error
-    """The user, or the system, wants the program to end."""
+    """The user or the system requested that the program ends."""
 
 
 class Keys:
-    """Keys typed on a terminal; none without a terminal."""
+    """Key presses of a terminal; none without a terminal."""
 
     def __init__(self, terminal: int | None):
-        """`terminal` is a file descriptor; None = there is no terminal."""
+        """Stores the file descriptor of the terminal; None: there is no terminal."""
         self._terminal = terminal
 
     def read_key(self, seconds: float) -> str:
-        """A key that is pressed within so many seconds; '' = none was. Longer sequences, as of arrows, are one key.
+        """Returns a key that is pressed within `seconds` seconds, or ''.
+
+        An escape sequence, e.g. of an arrow key, is one key.
 
         Raises:
-            Quit: the terminal is gone.
+            Quit: the terminal was closed.
         """
         files = [] if self._terminal is None else [self._terminal]
         ready, _, _ = select.select(files, [], [], seconds)
@@ -45,11 +47,11 @@ class Keys:
 
 @contextlib.contextmanager
 def keys() -> Iterator[Keys]:
-    """While entered, keys are not echoed and need no Enter, and signals that end the program raise `Quit`."""
+    """Disables echo and line buffering of the terminal, and makes signals that end the program raise `Quit`."""
     terminal = sys.stdin.fileno() if sys.stdin and sys.stdin.isatty() else None
     settings = None if terminal is None else termios.tcgetattr(terminal)
     previous_handlers = {number: signal.signal(number, _quit) for number in _QUIT_SIGNALS}
-    # Stopped, it would leave the terminal to the shell as it is.
+    # Ignore Ctrl-Z, because a stopped process would leave the terminal in this mode.
     previous_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
         if terminal is not None:

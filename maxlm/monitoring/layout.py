@@ -1,4 +1,4 @@
-"""Pieces of text that are never cut, and how they flow into the lines of a dashboard."""
+"""Arranges text fields in the lines of a dashboard, without truncating values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ELLIPSIS = '…'
 
 
 def field(label: str, value: str, style: str = 'bold') -> Text:
-    """A name and its value: `loss 2.3456`."""
+    """Returns a name and its value, e.g. `loss 2.3456`."""
     return Text.assemble((f'{label} ', 'dim'), (value, style)) if label else Text(value, style=style)
 
 
 def flow(fields: Iterable[Text], width: int, *, separator: str = SEPARATOR) -> list[Text]:
-    """Lines of whole fields, as many on each as fit; a field that is wider than a line is cut between words."""
+    """Arranges fields in lines of at most `width` characters; a field wider than a line is truncated between words."""
     lines: list[Text] = []
     for field_text in fields:
         if lines and lines[-1].cell_len + cell_len(separator) + field_text.cell_len <= width:
@@ -30,7 +30,7 @@ def flow(fields: Iterable[Text], width: int, *, separator: str = SEPARATOR) -> l
 
 
 def truncate(text: str, width: int, style: object = '') -> Text:
-    """One line of a message: cut between words where it is too wide, so that no number is cut into another."""
+    """Returns a message on one line, truncated between words if it is too wide, so that numbers stay complete."""
     text = plain(text)
     if cell_len(text) > width:
         words, text = text.split(' '), ''
@@ -44,14 +44,14 @@ def truncate(text: str, width: int, style: object = '') -> Text:
 
 
 def plain(text: str) -> str:
-    """A text of a run on one line, without what a terminal would obey."""
+    """Returns a text on one line, without control characters."""
     return ''.join(letter if letter.isprintable() else ' ' for letter in ' '.join(text.split()))
 
 
 def columns(rows: Sequence[Sequence[Text]], width: int, *, separator: str = '  ') -> list[Text]:
-    """A table without lines; columns that do not fit any more are left out from the right, numbers stand right.
+    """Formats a table without borders. Columns that do not fit are omitted, starting from the right.
 
-    The first column is of words. Rows are of one length; a cell may be empty.
+    The first column is left-aligned, the rest right-aligned. All rows have the same length; cells may be empty.
     """
     if not rows:
         return []
@@ -72,13 +72,13 @@ def columns(rows: Sequence[Sequence[Text]], width: int, *, separator: str = '  '
 
 
 def bar(share: float, width: int, style: str, *, full: str = '━', rest: str = '─') -> Text:
-    """A bar of which a share, from 0 to 1, is full."""
+    """Draws a bar that is filled by a fraction from 0 to 1."""
     filled = round(min(max(share, 0.0), 1.0) * width)
     return Text.assemble((full * filled, style), (rest * (width - filled), 'dim'))
 
 
 def fit(line: Text, width: int) -> Text:
-    """A line that is exactly so wide."""
+    """Pads or truncates a line to `width`."""
     line = line.copy()
     line.truncate(width, pad=True)
     return line

@@ -1,4 +1,4 @@
-"""A dashboard that is drawn again and again, until somebody quits it."""
+"""Live dashboard, redrawn until the user quits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ NEXT_KEYS, BACK_KEYS = ('\t', 'n', '\x1b[C', '\x1b[B'), ('p', '\x1b[Z', '\x1b[D'
 
 
 class Watcher:
-    """Reads workdirs in a thread, so that a bucket which is slow to answer holds up neither keys nor drawing."""
+    """Reads workdirs in a thread, so that a slow bucket does not delay keys and drawing."""
 
     def __init__(self, readers: Sequence[HistoryReader], interval: float):
-        """
+        """Reads all workdirs once and starts the thread.
+
         Args:
-            readers: one for each workdir.
-            every: seconds between the end of one reading and the begin of the next.
+            readers: one reader per workdir.
+            interval: seconds between the end of one read and the start of the next.
 
         Raises:
             InputError: see `read_history`.
@@ -46,7 +47,7 @@ class Watcher:
         return self._version, list(self._histories)
 
     def read_now(self) -> None:
-        """Reads at once."""
+        """Requests an immediate read."""
         self._read_event.set()
 
     def _read(self) -> None:
@@ -58,7 +59,7 @@ class Watcher:
                 try:
                     self._histories[number] = reader.read()
                 except InputError as error:
-                    # It was there, so this may pass; what was read last stays on the screen.
+                    # The workdir was readable before, so the error may be transient. Keep the last data.
                     note = f'cannot be read: {error}'
                     if note not in before.notes:
                         self._histories[number] = replace(before, notes=(*before.notes, note))
@@ -68,16 +69,16 @@ class Watcher:
 def watch(
     readers: Sequence[HistoryReader], *, interval: float, console: Console, clock: Callable[[], float] = time.time
 ) -> None:
-    """Shows runs on the whole terminal until `q` or Ctrl-C.
+    """Shows runs in full screen until `q` or Ctrl-C is pressed.
 
     Args:
-        readers: of their workdirs.
-        every: seconds between two readings.
-        console: of a terminal.
-        clock: seconds since 1970.
+        readers: readers of the workdirs.
+        interval: seconds between two reads.
+        console: console of a terminal.
+        clock: function that returns seconds since 1970.
 
     Raises:
-        InputError: a workdir cannot be read to begin with.
+        InputError: a workdir cannot be read at the start.
     """
     watcher = Watcher(readers, interval)
     selected, last_drawn, next_draw = 0, None, 0.0
@@ -114,7 +115,7 @@ def watch(
 
 
 def show_once(readers: Sequence[HistoryReader], console: Console, *, now: float) -> None:
-    """Prints runs, each whole.
+    """Prints the complete dashboard of each run once.
 
     Raises:
         InputError: a workdir cannot be read.

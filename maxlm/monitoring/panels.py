@@ -1,4 +1,4 @@
-"""The parts of a dashboard, each as lines of text of a given width."""
+"""Panels of a dashboard, each as lines of text of a given width."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATES = {
     DIVERGED: 'bold red',
     FINISHED: 'bold cyan',
 }
-# Category of time → label, character and colour.
+# Category of time → label, character and color.
 CATEGORIES = {
     'step': ('step', '█', 'green'),
     'rollout': ('rollout', '▇', 'green'),
@@ -48,9 +48,9 @@ CATEGORIES = {
     'idle': ('idle', '·', 'dim'),
     'other': ('other', '▨', 'dim'),
 }
-# From where on a temperature, in °C, is coloured.
+# Temperatures in °C from which on values are colored.
 WARM, HOT = 75.0, 85.0
-# Lines of the reason of a state, at most.
+# Maximum number of lines for the reason of a state.
 MAX_REASON_LINES = 3
 # Older readings are marked as stale.
 STALE_SECONDS = 120.0
@@ -66,12 +66,12 @@ EVENT_STYLES = {
 
 
 def state(run: RunSnapshot) -> Text:
-    """The state as one coloured word."""
+    """Returns the state as one colored word."""
     return Text(f'● {run.status.state}', style=STATES.get(run.status.state, 'dim'))
 
 
 def header(run: RunSnapshot, width: int) -> list[Text]:
-    """Name, state and why, with the time of day at the right."""
+    """Returns name, state and reason, with the time of day at the right."""
     clock = Text(_clock(run.now), style='dim')
     parts = [Text(plain(run.name), style='bold'), state(run)]
     if run.attempt > 1:
@@ -88,12 +88,12 @@ def header(run: RunSnapshot, width: int) -> list[Text]:
 
 
 def progress(run: RunSnapshot, width: int) -> list[Text]:
-    """The bar of steps, and time, money and tokens, spent and left."""
+    """Returns the progress bar, and time, cost and tokens, spent and remaining."""
     lines = []
     if run.num_steps:
         share = run.step / run.num_steps
         before = f'step {run.step:,} of {run.num_steps:,} '
-        # Only the end is 100 %.
+        # Round down, so that only the end is 100 %.
         after = f' {1000 * run.step // run.num_steps / 10:.1f}%'
         bar_width = width - len(before) - len(after)
         bars = [bar(share, bar_width, 'green' if run.is_active else 'cyan')] if bar_width > 3 else []
@@ -121,7 +121,7 @@ def progress(run: RunSnapshot, width: int) -> list[Text]:
 
 
 def metric_fields(run: RunSnapshot, width: int) -> list[Text]:
-    """Loss, rates and speed, as of the newest lines."""
+    """Returns the latest loss, learning rate and throughput."""
     fields = [
         _metric(run, 'train/loss', 'loss', format_loss),
         _metric(run, 'train/best_loss', 'best', format_loss),
@@ -140,7 +140,7 @@ def metric_fields(run: RunSnapshot, width: int) -> list[Text]:
 
 
 def loss_plot(run: RunSnapshot, width: int, height: int) -> list[Text]:
-    """Training loss with validation losses as marks, below a title."""
+    """Plots the training loss with validation losses as marks, below a title."""
     marks = run.curves['eval/loss']
     title = Text.assemble(('loss', 'cyan'), *([('  ◆ validation', 'yellow')] if marks else []), ('  by step', 'dim'))
     plot_lines = plot(run.curves['train/loss'], width=width, height=height - 1, marks=marks)
@@ -148,12 +148,12 @@ def loss_plot(run: RunSnapshot, width: int, height: int) -> list[Text]:
 
 
 def small_plot(run: RunSnapshot, name: str, title: str, style: str, width: int, height: int) -> list[Text]:
-    """One metric, below its title."""
+    """Plots one metric below a title."""
     return [Text(title, style=style), *plot(run.curves[name], width=width, height=height - 1, style=style)]
 
 
 def goodput(run: RunSnapshot, width: int, *, bars: bool) -> list[Text]:
-    """Time by category: one bar with a legend, or with `bars` one for each category."""
+    """Returns the time by category: one bar with a legend, or with `bars` one bar per category."""
     total = sum(run.seconds_by_category.values())
     if not total:
         return []
@@ -189,7 +189,7 @@ def goodput(run: RunSnapshot, width: int, *, bars: bool) -> list[Text]:
 
 
 def devices(run: RunSnapshot, width: int, *, max_lines: int) -> list[Text]:
-    """A line for each accelerator and each host; above `max_lines` lines, one for all accelerators of a host."""
+    """Returns a line per accelerator and host; above `max_lines` lines, one line for all accelerators of a host."""
     hosts = len(run.readings)
     single = sum(len(devices_of(reading)) for reading in run.readings) + hosts <= max_lines
     lines: list[Text] = []
@@ -213,7 +213,7 @@ def devices(run: RunSnapshot, width: int, *, max_lines: int) -> list[Text]:
 
 
 def events(run: RunSnapshot, width: int, height: int) -> list[Text]:
-    """The newest events, the newest last; those that are alerts are coloured."""
+    """Returns the newest events, the newest last; alerts are colored."""
     lines = []
     for event in run.events[-height:] if height > 0 else []:
         kind = text(event, 'kind')
@@ -229,7 +229,7 @@ def events(run: RunSnapshot, width: int, height: int) -> list[Text]:
 
 
 def notes(run: RunSnapshot, width: int) -> list[Text]:
-    """Problems with reading files."""
+    """Returns problems with reading files."""
     return [truncate(note, width, 'yellow') for note in run.notes]
 
 
@@ -271,7 +271,7 @@ def _device_cells(device: Mapping[str, Any]) -> list[Text]:
 
 
 def _summary(reading: Reading, host_devices: Sequence[Mapping[str, Any]], hosts: int) -> list[Text]:
-    """The devices of one host in one line, what is wrong with any of them first."""
+    """Summarizes the devices of one host in one line, problems first."""
 
     def values(key: str) -> list[float]:
         return [value for device in host_devices if (value := number(device, key)) is not None]
@@ -345,6 +345,6 @@ def _clock(seconds: float) -> str:
 
 
 def _time_of_day(seconds: float, now: float) -> str:
-    """The time of day, with the date where it is another day."""
+    """Formats the time of day, with the date if it is another day."""
     shown, today = _clock(seconds), _clock(now)
     return shown[11:] if shown[:10] == today[:10] and len(shown) > 11 else shown

@@ -1,4 +1,4 @@
-"""Puts the parts of a dashboard together, for a screen of any size or for a page as long as it needs to be."""
+"""Assembles the panels of a dashboard, for a screen of fixed size or for a page of any length."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from maxlm.monitoring import panels
 from maxlm.monitoring.dashboard_data import RunSnapshot
 from maxlm.monitoring.layout import columns, fit, plain, truncate
 
-# From this width on curves stand beside the rest.
+# Minimum width for curves beside the other panels.
 MIN_WIDE_WIDTH = 130
-# A plot that is lower says nothing.
+# Minimum height of a readable plot.
 MIN_PLOT_HEIGHT = 5
-# On a page.
+# Heights on a page.
 PAGE_PLOT, PAGE_EVENTS, PAGE_DEVICES = 14, 12, 64
 
 TABLE = ('  run', 'state', 'done', 'loss', 'validation', 'left', 'cost', 'tokens/s')
 
 
 def screen(runs: Sequence[RunSnapshot], selected: int, width: int, height: int, *, keys: str = '') -> list[Text]:
-    """Exactly `height` lines of exactly `width` characters.
+    """Returns exactly `height` lines of exactly `width` characters.
 
     Args:
-        runs: all that are watched.
-        selected: the one that is shown whole.
-        width: in characters.
-        height: in lines.
-        keys: what can be pressed, for the last line.
+        runs: all watched runs.
+        selected: index of the run that is shown in detail.
+        width: width in characters.
+        height: number of lines.
+        keys: description of the keys, for the last line.
     """
     top = table(runs, selected, width) if len(runs) > 1 else []
     bottom = [truncate(keys, width, 'dim')] if keys else []
@@ -41,7 +41,7 @@ def screen(runs: Sequence[RunSnapshot], selected: int, width: int, height: int, 
 
 
 def page(run: RunSnapshot, width: int) -> list[Text]:
-    """One run, whole, as long as it needs to be."""
+    """Returns all panels of one run, with any number of lines."""
     return [
         *_summary(run, width),
         *_plot_if_any(run, width, PAGE_PLOT),
@@ -53,7 +53,7 @@ def page(run: RunSnapshot, width: int) -> list[Text]:
 
 
 def table(runs: Sequence[RunSnapshot], selected: int, width: int) -> list[Text]:
-    """A line for each run."""
+    """Returns a table with one line per run."""
     rows = [
         [
             Text(word, style='dim')
@@ -91,7 +91,7 @@ def _goodput(run: RunSnapshot, width: int) -> list[Text]:
 
 
 def _titled(title: str, lines: Sequence[Text], width: int) -> list[Text]:
-    """Lines below a title; nothing where there are none."""
+    """Returns a title and the lines; empty if there are no lines."""
     return [_rule(title, width), *lines] if lines else []
 
 
@@ -100,7 +100,7 @@ def _plot_if_any(run: RunSnapshot, width: int, height: int) -> list[Text]:
 
 
 def _narrow(run: RunSnapshot, width: int, height: int) -> list[Text]:
-    """All parts one below the other; what there is no room for becomes shorter, the plot first."""
+    """Arranges all panels in one column; if there is too little space, the plot is shortened first."""
     top = _summary(run, width)
     time = panels.goodput(run, width, bars=False)
     files = panels.notes(run, width)[:2]
@@ -116,7 +116,7 @@ def _narrow(run: RunSnapshot, width: int, height: int) -> list[Text]:
 
 
 def _wide(run: RunSnapshot, width: int, height: int) -> list[Text]:
-    """Curves on the left, the rest on the right."""
+    """Arranges curves on the left and all other panels on the right."""
     top = [*_summary(run, width), Text()]
     body_height = height - len(top)
     left_width = width * 11 // 20
