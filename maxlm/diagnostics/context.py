@@ -1,4 +1,4 @@
-"""Context of the checks: a machine, and the run that it is meant for."""
+"""Context of the checks: the machine and the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxlm.storage.filesystem import is_url
 
 
 class CheckContext:
-    """A machine, and a run if one was named. Slow properties are computed on first use and cached."""
+    """The machine, and a run if one is given. Slow properties are computed on first use and cached."""
 
     def __init__(
         self,
@@ -24,13 +24,14 @@ class CheckContext:
         workdir: str = '',
         environment: Mapping[str, str] = os.environ,
     ):
-        """
+        """Stores the run and the environment.
+
         Args:
-            spec: the config as the command line has it; '' = none.
-            overrides: `section.key=value`.
-            config: as `load` returned it, not resolved.
-            workdir: directory or URL; '' = none.
-            environment: variables.
+            spec: the config as given on the command line; '': none.
+            overrides: overrides as `section.key=value`.
+            config: unresolved config, as returned by `load`.
+            workdir: directory or URL; '': none.
+            environment: environment variables.
         """
         self.spec = spec
         self.overrides = tuple(overrides)
@@ -44,18 +45,18 @@ class CheckContext:
 
     @cached_property
     def jax_start(self) -> JaxStart:
-        """Start of JAX in a subprocess."""
+        """Returns the result of starting JAX in a subprocess."""
         return start_jax((self.config.train if self.config else TrainConfig()).compilation_cache_dir, self.environment)
 
     @property
     def buckets(self) -> tuple[str, ...]:
-        """URLs that the run writes to."""
+        """Returns the URLs that the run writes to."""
         paths = (self.workdir, self.config.checkpoint.remote_dir if self.config else '')
         return tuple(dict.fromkeys(path for path in paths if is_url(path)))
 
     @property
     def data_paths(self) -> tuple[str, ...]:
-        """Directories and URLs of the data sets that the run reads."""
+        """Returns the directories and URLs of the data sets that the run reads."""
         if self.config is None:
             return ()
         data = self.config.data
@@ -63,7 +64,7 @@ class CheckContext:
 
     @property
     def num_processes(self) -> int:
-        """Processes of this run, as far as known from the environment."""
+        """Returns the number of processes of the run, as far as the environment defines it."""
         for name in ('MAXLM_NUM_PROCESSES', 'OMPI_COMM_WORLD_SIZE'):
             if self.environment.get(name, '').isdigit():
                 return int(self.environment[name])
@@ -73,7 +74,7 @@ class CheckContext:
 
     @property
     def process(self) -> int:
-        """The number of this one."""
+        """Returns the index of this process."""
         if self.num_processes > 1:
             for name in ('MAXLM_PROCESS_ID', 'OMPI_COMM_WORLD_RANK', 'SLURM_PROCID'):
                 if self.environment.get(name, '').isdigit():

@@ -1,4 +1,7 @@
-"""JAX started in a process of its own: flags that it does not know end that process, and a device may never answer."""
+"""Starts JAX in a subprocess.
+
+Unknown XLA flags abort the process that starts JAX, and a device may never respond.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import maxlm
 from maxlm.errors import InputError
 
 START_SECONDS = 180.0
-# Before the answer on stdout, where libraries may print too.
+# Prefix of the result on stdout, where libraries may print too.
 RESULT_PREFIX = 'maxlm.doctor: '
 PROGRAM = 'import sys; from maxlm.diagnostics.jax_subprocess import print_description; print_description(sys.argv[1])'
 
@@ -25,13 +28,13 @@ class JaxStart(NamedTuple):
     """Result of starting JAX.
 
     Attributes:
-        error: why it does not start, in one line; '' = it does.
+        error: reason why JAX does not start, in one line; '': it starts.
         platform: cpu, gpu or tpu.
-        kinds: of the devices that one process sees.
-        memory: bytes of the first device that JAX may use; None if it does not tell.
-        cache_dir: directory of the compilation cache; '' = none.
+        kinds: kinds of the devices that one process sees.
+        memory: bytes of the first device that JAX may use; None if the device does not report it.
+        cache_dir: directory of the compilation cache; '': none.
         cache_warning: warning of the compilation cache, in one line.
-        seconds: that it took, the process included.
+        seconds: duration, including that of the process.
     """
 
     error: str = ''
@@ -44,12 +47,12 @@ class JaxStart(NamedTuple):
 
 
 def start_jax(compile_cache: str, environment: Mapping[str, str], *, seconds: float = START_SECONDS) -> JaxStart:
-    """Starts JAX as a run would, and keeps compiled programs as it would.
+    """Starts JAX and its compilation cache as a run does.
 
     Args:
         compile_cache: train.compilation_cache_dir.
-        environment: variables of the process.
-        seconds: after which it is ended.
+        environment: environment variables of the process.
+        seconds: timeout.
     """
     command = [sys.executable, '-c', PROGRAM, compile_cache]
     # Each process on a machine starts its own subprocess, so none may preallocate all memory.
@@ -69,7 +72,7 @@ def start_jax(compile_cache: str, environment: Mapping[str, str], *, seconds: fl
 
 
 def disable_accelerator_search(start: JaxStart) -> None:
-    """Keeps JAX in this process from searching again for absent accelerators, which can take minutes."""
+    """Prevents JAX in this process from searching again for absent accelerators, which can take minutes."""
     if start.platform == 'cpu':
         import jax
 
@@ -82,7 +85,7 @@ def print_description(compile_cache: str) -> None:
 
 
 def describe_jax(compile_cache: str) -> dict[str, Any]:
-    """The fields of `JaxStart` that JAX knows, of this process."""
+    """Returns the fields of `JaxStart` that JAX determines, for this process."""
     import jax
 
     from maxlm.runtime.compilation_cache import enable_compilation_cache
@@ -117,17 +120,17 @@ class _WarningCollector(logging.Handler):
 
 
 def with_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which another process finds this very package, whether or not it is installed."""
+    """Returns environment variables that make another process import this package, even if it is not installed."""
     root = str(Path(maxlm.__file__).parent.parent)
     paths = [root, *filter(None, environment.get('PYTHONPATH', '').split(os.pathsep))]
     return {**environment, 'PYTHONPATH': os.pathsep.join(dict.fromkeys(paths))}
 
 
 def exit_reason(stderr: str, code: int) -> str:
-    """Returns why a process ended, in one line, from the end of its output."""
+    """Returns why a process exited, in one line, from the end of its output."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     for line in lines:
-        # An abort with a stack below; the line is XLA's.
+        # XLA prints this line above a stack trace when it aborts.
         if 'Unknown flag' in line:
             return line[line.index('Unknown flag') :][:300]
     exit_text = f'signal {-code}' if code < 0 else f'exit code {code}'

@@ -1,4 +1,4 @@
-"""Output of results: a table, JSON, or lines where there is no terminal library."""
+"""Prints results as a table, as JSON, or as plain lines if rich is not installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxlm.diagnostics.runner import Result
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 device`, `2 devices`."""
+    """Formats a count: `1 device`, `2 devices`."""
     return f'{count:,} {noun}{"" if count == 1 else "s"}'
 
 
@@ -23,17 +23,17 @@ COLORS = {
     CheckStatus.FAILURE: 'bold red',
     CheckStatus.SKIPPED: 'dim',
 }
-# Width where the terminal's is not known, and largest width.
+# Width if there is no terminal, and maximum width.
 WIDTH, MAX_WIDTH = 80, 120
 
 
 def worst_status(results: Sequence[Result]) -> CheckStatus:
-    """The worst of all; checks that were skipped say nothing."""
+    """Returns the worst status. Skipped checks are ignored."""
     return max((result.finding.status for result in results), key=ORDER.index, default=CheckStatus.SKIPPED)
 
 
 def as_json(results: Sequence[Result]) -> dict[str, Any]:
-    """The results with plain names; `status` is that of the machine."""
+    """Returns the results as a JSON-serializable dictionary; `status` is the worst status."""
     return {
         'status': worst_status(results).value,
         'checks': [
@@ -50,13 +50,13 @@ def as_json(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def print_results(results: Sequence[Result]) -> None:
-    """Prints a table, and below it one line that sums it up."""
+    """Prints a table, followed by a summary line."""
     try:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        # That it is missing stands among the results.
+        # One of the checks reports that rich is missing.
         print('\n'.join(as_lines(results)))
     else:
         console = Console(highlight=False, soft_wrap=False)
@@ -76,13 +76,13 @@ def print_results(results: Sequence[Result]) -> None:
             table.add_row(Text(finding.status.value, style=color), Text(result.name, style='bold'), text)
         with console.capture() as captured:
             console.print(table)
-        # It fills every line to the end of the terminal.
+        # Rich pads each line to the width of the terminal.
         print('\n'.join(line.rstrip() for line in captured.get().splitlines()))
     print(f'\n{summary(results)}')
 
 
 def as_lines(results: Sequence[Result]) -> list[str]:
-    """A line for each finding, and one for each remedy."""
+    """Formats a line per result, and a line per remedy."""
     lines = []
     for result in results:
         lines.append(f'{result.finding.status.value:<7}  {result.name:<11}  {result.finding.message}')
@@ -92,7 +92,7 @@ def as_lines(results: Sequence[Result]) -> list[str]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """The whole in one line."""
+    """Summarizes the results in one line."""
     counts = Counter(result.finding.status for result in results)
     parts = [f'{counts[CheckStatus.OK]} ok']
     parts += [

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class CheckStatus(enum.StrEnum):
-    """From best to worst; SKIPPED: not applicable or not possible."""
+    """Status of a check, from best to worst. SKIPPED: not applicable or not possible."""
 
     SKIPPED = 'skipped'
     OK = 'ok'
@@ -21,7 +21,7 @@ ORDER = list(CheckStatus)
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
-    """One line of what was found; one of what to do, '' where all is well."""
+    """Result of a check: a message, and a remedy, which is '' if there is no problem."""
 
     status: CheckStatus
     message: str
@@ -45,10 +45,12 @@ def skipped(message: str) -> CheckResult:
 
 
 def combine(findings: Iterable[CheckResult]) -> CheckResult:
-    """Several findings of one check as one: as bad as the worst, which come first; the good ones are told if all are.
+    """Combines several results of one check.
+
+    The status is the worst one, whose messages come first. Good results are omitted unless all are good.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no results.
     """
     ordered = sorted(findings, key=lambda finding: ORDER.index(finding.status), reverse=True)
     if not ordered:

@@ -1,4 +1,4 @@
-"""Carries out checks one after the other: one that hangs or raises is a failure with its name, and the next begins."""
+"""Runs checks one after another. A check that hangs or raises is reported as a failure, and the next check runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Check:
     """A check.
 
     Attributes:
-        name: as in --skip and --only.
-        function_path: `module:function` of a check; imported when its turn comes, so that a missing package is a
-            finding like any other.
-        seconds: after which it counts as hanging.
-        description: of the check.
+        name: name in --skip and --only.
+        function_path: `module:function` of the check. It is imported when the check runs, so that a missing package is
+            reported as a failure.
+        seconds: timeout.
+        description: description of the check.
         uses_devices: whether it needs JAX in this process.
     """
 
@@ -41,7 +41,7 @@ class Check:
     uses_devices: bool = False
 
     def run(self, context: CheckContext) -> CheckResult:
-        """Runs the function of the check; raises what it raises."""
+        """Runs the function of the check. Its exceptions propagate."""
         module, _, function = self.function_path.partition(':')
         result = getattr(importlib.import_module(f'maxlm.diagnostics.checks.{module}'), function)(context)
         assert isinstance(result, CheckResult), self.function_path
@@ -50,7 +50,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A check, its finding, and the seconds that it took."""
+    """Result and duration of a check."""
 
     name: str
     finding: CheckResult
@@ -60,11 +60,11 @@ class Result:
 def run_checks(
     checks: Iterable[Check], context: CheckContext, *, on_begin: Callable[[Check], object] = lambda check: None
 ) -> Iterator[Result]:
-    """The results, in the order of the checks.
+    """Yields the results in the order of the checks.
 
-    Those that use devices are skipped where JAX does not start in a process of its own, since it would end this one,
-    and after one that hangs, since what it waits for would hold them up too. `on_begin` is told of each before it is
-    made.
+    Checks that use devices are skipped if JAX does not start in a subprocess, because it would abort this process. They
+    are also skipped after one of them hangs, because they would wait for the same resource. `on_begin` is called before
+    each check.
     """
     hanging = ''
     for check in checks:
@@ -80,12 +80,12 @@ def run_checks(
         yield Result(check.name, finding, time.monotonic() - began)
 
 
-# A finding that no check has: told apart by identity.
+# Marks a timeout; compared by identity.
 HANGS = CheckResult(CheckStatus.FAILURE, '')
 
 
 def with_timeout(check: Check, context: CheckContext) -> CheckResult:
-    """The finding of a check; HANGS when its time is over. The thread of such a check stays."""
+    """Returns the result of a check, or HANGS after its timeout. The thread of a hanging check keeps running."""
     results: list[CheckResult] = []
 
     def target() -> None:
@@ -102,7 +102,7 @@ def with_timeout(check: Check, context: CheckContext) -> CheckResult:
             results.append(
                 failure(f'cannot be looked at: {" ".join(str(error).split())}', 'install what is missing: see packages')
             )
-        # The other checks can still run.
+        # Catch everything, so that all other checks still run.
         except BaseException as error:
             line = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
             results.append(failure(f'the check itself failed with {line}', 'report it, with this line'))
@@ -121,12 +121,12 @@ def _hang(check: Check) -> CheckResult:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends the process, also where a check was broken off, or hangs in a driver and could never be joined."""
+    """Exits the process, even if the thread of a check hangs in a driver and cannot be joined."""
     threads = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
     if threads:
         _end_children()
         for thread in threads:
-            # Threads that waited for a child now clean up.
+            # Threads that waited for a child process clean up now.
             thread.join(CLEANUP_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,1 +1,1 @@
-"""The checks of `maxlm doctor`."""
+"""Checks of `maxlm doctor`."""

@@ -1,4 +1,4 @@
-"""The checks `matmul` and `links`: what the devices reach, against their datasheets and against each other."""
+"""Checks `matmul` and `links`: measure devices and links, and compare them with datasheets and each other."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped, warning
 from maxlm.formatting import format_rate
 
-# Smallest fractions of the datasheet's peak, and of the median over devices, that a sound device reaches.
+# Minimum fractions of the datasheet's peak, and of the median over devices, that a working device reaches.
 MIN_PEAK_FRACTION, MIN_MEDIAN_FRACTION = 0.7, 0.9
-# Smallest fraction of the links' bandwidth that a large all-reduce reaches.
+# Minimum fraction of the link bandwidth that a large all-reduce reaches.
 MIN_LINK_FRACTION = 0.5
-# Rows of a square product, and bytes that each device gives into a sum.
+# Rows of a square product, and bytes per device in an all-reduce.
 PRODUCT_SIZE = {'cpu': 1024}
 SUM_BYTES = {'cpu': 2**22}
 LARGE_PRODUCT, LARGE_SUM = 8192, 2**28
@@ -25,7 +25,7 @@ ROUNDS = 10
 
 
 def check_matmul(context: CheckContext) -> CheckResult:
-    """Large products on each device of this process, one device after the other."""
+    """Measures large products on each device of this process, one device after another."""
     import jax
 
     from maxlm.hardware.chips import find_chip
@@ -33,11 +33,11 @@ def check_matmul(context: CheckContext) -> CheckResult:
 
     devices = jax.local_devices()
     platform = devices[0].platform
-    # Virtual devices share the cores: one shows what there is.
+    # Virtual devices share the cores, so one device reaches the speed of all.
     chosen = devices[:1] if platform == 'cpu' else devices
     measured = {device.id: measure_matmul(device) for device in chosen}
     chip = find_chip(devices[0].device_kind)
-    # Right after work, a device that is held down still says so.
+    # Read immediately after the work, while a throttled device still reports it.
     throttled = {
         devices[reading['index']].id: ', '.join(reading['throttled'])
         for reading in Accelerators(local_devices()).read()
@@ -48,13 +48,13 @@ def check_matmul(context: CheckContext) -> CheckResult:
 
 
 def evaluate_matmul(measured: Mapping[int, float], kind: str, peak: float, throttled: Mapping[int, str]) -> CheckResult:
-    """The finding of TFLOP/s by device.
+    """Evaluates the TFLOP/s of devices.
 
     Args:
-        reached: by number of the device.
-        kind: of products, in words.
-        peak: the datasheet's; 0 = not known.
-        throttled: devices whose clock was held down, and by what.
+        measured: device id → TFLOP/s.
+        kind: description of the products.
+        peak: peak of the datasheet in TFLOP/s; 0: unknown.
+        throttled: ids of throttled devices → reasons.
     """
     median = statistics.median(measured.values())
     message = f'{median:,.3g} TFLOP/s in {kind}'
@@ -89,9 +89,10 @@ def _throttle_note(device: int, throttled: Mapping[int, str]) -> str:
 
 
 def measure_matmul(device: Any, size: int = 0) -> float:
-    """TFLOP/s of a chain of products on one device, in bfloat16, on a CPU in float32: the best of some rounds.
+    """Returns the TFLOP/s of a chain of products on one device: the best of ROUNDS rounds.
 
-    `size` is the rows of a product; 0 = what the kind of device needs to be at its best.
+    Products use bfloat16, or float32 on a CPU. `size` is the number of rows of a product; 0: large enough for the kind
+    of device to reach its best speed.
     """
     import jax
     import jax.numpy as jnp
@@ -106,14 +107,14 @@ def measure_matmul(device: Any, size: int = 0) -> float:
             product = product @ a
         return product
 
-    # A row of them sums to 1, so that no product grows or vanishes.
+    # Each row sums to 1, so that no product overflows or vanishes.
     a = jax.device_put(jnp.full((size, size), 1 / size, dtype), device)
     seconds = _best(lambda: chain(a).block_until_ready())
     return PRODUCTS * 2 * size**3 / seconds / 1e12
 
 
 def check_links(context: CheckContext) -> CheckResult:
-    """Sums over the devices along each axis of the run's mesh; without a run, over all of them."""
+    """Measures all-reduces along each axis of the run's mesh; without a run, over all devices."""
     import jax
 
     from maxlm.config.mesh import resolve_mesh
@@ -136,13 +137,13 @@ def check_links(context: CheckContext) -> CheckResult:
 
 
 def evaluate_links(name: str, speed: float, expected: float, is_right: bool) -> CheckResult:
-    """The finding of sums along one axis.
+    """Evaluates all-reduces along one axis.
 
     Args:
-        name: of the axis.
+        name: name of the axis.
         speed: bytes/s that each device sent.
-        expected: of its links; 0 = not known.
-        is_right: whether the sums were.
+        expected: bandwidth of its links; 0: unknown.
+        is_right: whether the sums were correct.
     """
     message = f'{name}: {format_rate(speed)} out of each device in an all-reduce'
     if not is_right:
@@ -155,9 +156,9 @@ def evaluate_links(name: str, speed: float, expected: float, is_right: bool) -> 
 
 
 def measure_sum(mesh: Any, axis: str, size: int = 0) -> tuple[float, bool]:
-    """Bytes/s that each device sends in a sum along an axis of a mesh (`busbw` of nccl-tests), and whether it is right.
+    """Returns the bytes/s per device in an all-reduce (`busbw` of nccl-tests), and True if the sums are correct.
 
-    `size` is the bytes of each device; 0 = what the kind of device needs to be at its best.
+    `size` is the number of bytes per device; 0: large enough for the kind of device to reach its best speed.
     """
     import jax
     import jax.numpy as jnp
@@ -185,7 +186,7 @@ def measure_sum(mesh: Any, axis: str, size: int = 0) -> tuple[float, bool]:
 
 
 def expected_bandwidth(chip: Any, mesh: Any, axis: str) -> float:
-    """Bytes/s out of a device along an axis, by the datasheet; where it crosses nodes, all of a node's links share."""
+    """Returns the datasheet bandwidth out of a device along an axis; between nodes, all links of a node are shared."""
     import numpy as np
 
     from maxlm.parallel.layout import island_of
@@ -200,7 +201,7 @@ def expected_bandwidth(chip: Any, mesh: Any, axis: str) -> float:
 
 
 def _best(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some rounds, after one that compiles."""
+    """Returns the seconds of the fastest of ROUNDS rounds, after one that compiles."""
     run()
     best = math.inf
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""The check `bucket`: permission to write, list, read and delete in the run's buckets."""
+"""Check `bucket`: permission to write, list, read and delete in the run's buckets."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CONTENT = b'maxlm.doctor was here, and should have removed this\n'
 
 
 def check_bucket(context: CheckContext) -> CheckResult:
-    """Each of the run's buckets, with one small object that is removed afterwards."""
+    """Tests each of the run's buckets with one small object, which is removed afterwards."""
     if not context.buckets:
         return skipped('neither --workdir nor checkpoint.remote_dir is in a bucket')
     return combine(try_bucket(url) for url in context.buckets)
 
 
 def try_bucket(url: str) -> CheckResult:
-    """The finding of one; no name in it is touched but a new one."""
+    """Tests one bucket. Only a new object with a random name is touched."""
     name_of_bucket, steps = redact(url), _Steps()
     try:
         bucket = Bucket(url)
@@ -67,7 +67,7 @@ def try_bucket(url: str) -> CheckResult:
         )
     finally:
         if written:
-            # It may be what failed.
+            # The deletion may be the request that failed.
             with contextlib.suppress(InputError):
                 bucket.delete([name])
     return ok(
@@ -83,7 +83,7 @@ def _refused(name_of_bucket: str, step: str, error: InputError, leftover: str) -
         remedy = 'see whether the network reaches it, and whether the bucket is there'
     else:
         remedy = 'mend the URL'
-    # The name of the object tells nobody anything.
+    # The name of the object is random, so it is omitted.
     reason = re.sub(r'^\S+/object: ', '', str(error))
     return failure(f'{name_of_bucket}: cannot {step} ({reason}){also}', remedy)
 

@@ -1,4 +1,7 @@
-"""The check `clock`: signatures of requests expire, and several machines' logs are read side by side."""
+"""Check `clock`: compares the clock with servers and the kernel's state.
+
+Signatures of requests expire, and logs of several machines are compared by time.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from collections.abc import Mapping
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped, warning
 
-# AWS and Google refuse signatures and tokens that are minutes off; the header itself has whole seconds.
+# AWS and Google reject signatures and tokens that are off by minutes. The header has a resolution of one second.
 MAX_OFFSET, WARN_OFFSET = 240.0, 10.0
 HEADER_SECONDS = 10.0
 REMEDY = 'synchronize it: timedatectl set-ntp true, or chronyd'
-# adjtimex(2): what it returns when nobody keeps the clock right, and room for its struct on any machine.
+# Return value of adjtimex(2) for an unsynchronized clock, and a buffer size for its struct on any machine.
 TIME_ERROR = 5
 TIMEX_BYTES = 512
 
 
 def check_clock(context: CheckContext) -> CheckResult:
-    """Against the run's bucket, if it has one, and by what the kernel knows."""
+    """Compares the clock with the servers of the run's buckets, and reads the kernel's synchronization state."""
     findings = []
     endpoints = dict.fromkeys(endpoint_of(url, context.environment) for url in (*context.buckets, *context.data_paths))
     for endpoint in filter(None, endpoints):
@@ -51,7 +54,7 @@ def endpoint_of(url: str, environment: Mapping[str, str]) -> str:
 
 
 def read_offset(endpoint: str) -> float | None:
-    """Seconds that this clock is ahead of a server's; None where it does not tell."""
+    """Returns the seconds that this clock is ahead of a server's; None if the server reports no time."""
     began = time.time()
     try:
         with urllib.request.urlopen(
@@ -59,22 +62,22 @@ def read_offset(endpoint: str) -> float | None:
         ) as response:
             date = response.headers.get('Date')
     except urllib.error.HTTPError as error:
-        # A refusal has a date too.
+        # An error response has a date too.
         with error:
             date = error.headers.get('Date')
     except (OSError, ValueError):
-        # That it cannot be reached is what the check of the bucket says.
+        # The check `bucket` reports unreachable buckets.
         return None
     try:
         server_time = email.utils.parsedate_to_datetime(date).timestamp()
     except (TypeError, ValueError):
         return None
-    # The header was written between the two, and its fraction of a second is cut off.
+    # The server wrote the header between the two times, and truncated it to seconds.
     return (began + time.time()) / 2 - (server_time + 0.5)
 
 
 def evaluate_offset(offset: float, endpoint: str) -> CheckResult:
-    """The finding of seconds ahead of a server's clock."""
+    """Evaluates an offset in seconds ahead of a server's clock."""
     message = f'{abs(offset):,.0f} s {"ahead of" if offset > 0 else "behind"} {endpoint}'
     if abs(offset) > MAX_OFFSET:
         return failure(f'{message}: it will refuse requests', REMEDY)
@@ -84,12 +87,12 @@ def evaluate_offset(offset: float, endpoint: str) -> CheckResult:
 
 
 def is_synchronized() -> bool | None:
-    """Returns whether the kernel considers its clock synchronized; None where it is not known."""
+    """Returns True if the kernel considers its clock synchronized; None if unknown."""
     if not sys.platform.startswith('linux'):
         return None
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        # All zeros: change nothing, only tell.
+        # A zeroed struct only reads the state.
         state = libc.adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))
     except (OSError, AttributeError):
         return None

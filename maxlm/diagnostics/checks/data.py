@@ -1,4 +1,4 @@
-"""The check `data`: the data sets of a run exist and are complete and readable."""
+"""Check `data`: the data sets of a run exist and are complete and readable."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from maxlm.errors import InputError
 from maxlm.formatting import format_rate
 from maxlm.storage.errors import redact
 
-# Bytes read of a shard in a bucket.
+# Number of bytes to read of a shard in a bucket.
 READ_BYTES = 2**23
-# Slower, a bucket is likely to hold up a GPU: 4 bytes a token at most, of many processes.
+# A slower bucket probably delays a GPU: up to 4 bytes per token, read by many processes.
 MIN_BYTES_PER_SECOND = 5e6
 
 
 def check_data(context: CheckContext) -> CheckResult:
-    """Opens the data as training does, in a cache that is removed, and reads the beginning of each source."""
+    """Opens the data as training does, with a temporary cache, and reads the beginning of each source."""
     from maxlm.data.loader.dataset import open_training_data
     from maxlm.storage.object_store import open_filesystem, read_range, translate_errors
 

@@ -1,4 +1,4 @@
-"""The checks `processes`, `devices` and `memory`: what JAX has in this process, and with whom."""
+"""Checks `processes`, `devices` and `memory`: JAX in this process and the other processes of the run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from maxlm.diagnostics.result import CheckResult, CheckStatus, combine, failure,
 from maxlm.errors import InputError
 from maxlm.formatting import format_bytes
 
-# Clocks of several machines that differ by more make their logs hard to read together.
+# Maximum difference of clocks. Larger ones make it hard to compare logs of several machines.
 MAX_CLOCK_SKEW = 1.0
-# Fraction of a device's memory that JAX should get, at least.
+# Minimum fraction of a device's memory that JAX should get.
 MIN_MEMORY_FRACTION = 0.7
-# Fraction of JAX's memory that may be in use already.
+# Maximum fraction of JAX's memory that may already be in use.
 MAX_USED_FRACTION = 0.02
 
 
 def check_processes(context: CheckContext) -> CheckResult:
-    """Joins the others, as a run does, and compares clocks."""
+    """Connects to the other processes as a run does, and compares clocks."""
     from maxlm.runtime.initialize import detect_cluster, detect_process_env, initialize
     from maxlm.runtime.rendezvous import RendezvousError
 
@@ -44,14 +44,14 @@ def check_processes(context: CheckContext) -> CheckResult:
         return skipped('a run of one process')
     multihost_utils.sync_global_devices('maxlm.doctor')
     now = time.time()
-    # In 32 bits, which is what JAX keeps of numbers.
+    # Use 32 bits, because JAX truncates wider numbers by default.
     clock = np.array([int(now) % 10**6, int(now % 1 * 1e6)], np.int32)
     gathered = np.asarray(multihost_utils.process_allgather(clock), np.float64)
     return evaluate_clocks([float(seconds + micros / 1e6) for seconds, micros in gathered])
 
 
 def evaluate_clocks(clocks: Sequence[float]) -> CheckResult:
-    """The finding of the processes' clocks at one moment, in seconds."""
+    """Evaluates the clocks of the processes at one moment, in seconds."""
     median = sorted(clocks)[len(clocks) // 2]
     worst = max(range(len(clocks)), key=lambda process: abs(clocks[process] - median))
     skew = abs(clocks[worst] - median)
@@ -71,7 +71,7 @@ def check_devices(context: CheckContext) -> CheckResult:
 
 
 def evaluate_devices(devices: Sequence[Any], context: CheckContext) -> CheckResult:
-    """The finding of JAX's devices; needed of each: `device_kind`, `process_index`."""
+    """Evaluates JAX's devices, by their `device_kind` and `process_index`."""
     kinds = Counter(device.device_kind for device in devices)
     message = ', '.join(f'{count} × {kind}' for kind, count in kinds.items())
     if len(kinds) > 1:
@@ -119,7 +119,7 @@ def check_memory(context: CheckContext) -> CheckResult:
 
 
 def evaluate_memory(name: str, limit: int, used: int, total: int | None) -> CheckResult:
-    """The finding of one device's memory, in bytes; `total` None = not known."""
+    """Evaluates one device's memory, in bytes. `total` None: unknown."""
     message = f'{name}: JAX may take {format_bytes(limit)}' + (f' of {format_bytes(total)}' if total else '')
     if total and limit < MIN_MEMORY_FRACTION * total:
         return warning(message, 'see gpus for who has the rest, or set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')

@@ -1,4 +1,4 @@
-"""The check `disk`: room for a run's checkpoints, and how fast they are written."""
+"""Check `disk`: free space for a run's checkpoints, and write speed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from maxlm.errors import InputError, os_message
 from maxlm.formatting import GIB, format_bytes, format_rate
 from maxlm.storage.filesystem import is_url
 
-# Default where neither config nor data set has one: that of GPT-2.
+# Default if neither the config nor the data set defines a vocabulary: that of GPT-2.
 DEFAULT_VOCAB_SIZE = 50_257
 
 
 def checkpoint_bytes(config: Config | None) -> int | None:
-    """Bytes of parameters, average and optimizer state over all devices; None without a config that fits together."""
+    """Returns the bytes of parameters, average and optimizer state over all devices; None without a valid config."""
     if config is None:
         return None
-    # JAX comes with these; a machine is looked at without them too.
+    # These modules import JAX, and the checks must also run without it.
     from maxlm.config.resolve import resolve
     from maxlm.data.dataset.records import load_manifest
     from maxlm.planning.estimate.state_bytes import planned_state_bytes
@@ -36,9 +36,9 @@ def checkpoint_bytes(config: Config | None) -> int | None:
         try:
             vocabulary = load_manifest(Path(path), complete=False).vocab_size
         except InputError:
-            # The check of the data says so.
+            # The check `data` reports this error.
             vocabulary = 0
-    # The size of the whole does not depend on where its parts are.
+    # The total size does not depend on sharding.
     unsharded = dataclasses.replace(
         config,
         mesh=MeshConfig(fsdp=1),
@@ -60,16 +60,19 @@ def checkpoint_bytes(config: Config | None) -> int | None:
 
 
 MIN_FREE, WARN_FREE = GIB, 10 * GIB
-# Slower than any disk that is sold for servers.
+# Slower than any disk sold for servers.
 MIN_BYTES_PER_SECOND = 50e6
 FEW_INODES = 10_000
-# Written in pieces until so much is written or so long has passed.
+# Writing stops when either limit is reached.
 WRITTEN_BYTES, WRITE_SECONDS = 2**28, 3.0
 CHUNK_BYTES = 2**24
 
 
 def check_disk(context: CheckContext) -> CheckResult:
-    """Room and speed where the run writes; without a local workdir, where its cache is; without a run, here."""
+    """Checks space and speed of the workdir.
+
+    A remote workdir is replaced by the cache directory, and a missing one by the current directory.
+    """
     directory = nearest_directory(context)
     try:
         usage = shutil.disk_usage(directory)
@@ -82,13 +85,13 @@ def check_disk(context: CheckContext) -> CheckResult:
     checkpoint = checkpoint_bytes(context.config)
     num_kept = 0
     if context.config and not context.workdir.startswith(('gs://', 'gcs://')):
-        # One more: what is new is whole before what is old is deleted.
+        # One more, because a new checkpoint is complete before an old one is deleted.
         num_kept = context.config.checkpoint.max_to_keep + context.config.checkpoint.keep_best + 1
     return evaluate_disk(directory, usage.free, inodes, speed, checkpoint or 0, num_kept)
 
 
 def nearest_directory(context: CheckContext) -> Path:
-    """The nearest directory that exists of where the run writes."""
+    """Returns the nearest existing parent of the directory that the run writes to."""
     wanted_path = Path(context.workdir or '.')
     if is_url(context.workdir):
         wanted_path = Path(context.config.data.cache_dir if context.config else '~/.cache/maxlm')
@@ -98,15 +101,15 @@ def nearest_directory(context: CheckContext) -> Path:
 
 
 def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpoint: int, num_kept: int) -> CheckResult:
-    """The finding of a file system.
+    """Evaluates a file system.
 
     Args:
-        directory: that was looked at.
-        free: bytes.
-        inodes: files that there may still be; 0 = the file system has no such bound.
-        speed: bytes/s that reach the disk.
-        checkpoint: bytes of one; 0 = not known.
-        kept: checkpoints that lie there at a time.
+        directory: the tested directory.
+        free: free bytes.
+        inodes: number of files that can still be created; 0: the file system has no limit.
+        speed: bytes/s written to the disk.
+        checkpoint: bytes of one checkpoint; 0: unknown.
+        num_kept: maximum number of checkpoints at a time.
     """
     findings = []
     message = f'{directory}: {format_bytes(free)} free, writes {format_rate(speed)}'
@@ -133,18 +136,18 @@ def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpo
 
 
 def measure_write_speed(directory: Path) -> float:
-    """Bytes/s that reach the disk (fsync), of a file that has no name and is gone afterwards.
+    """Returns the bytes/s written to the disk (with fsync), using an unnamed temporary file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    # Random, or a file system that packs would be taken for a fast one.
+    # Random data, because a compressing file system would appear faster than its disk.
     chunk = os.urandom(CHUNK_BYTES)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         began = time.perf_counter()
         written = 0
         while written < WRITTEN_BYTES and time.perf_counter() - began < WRITE_SECONDS:
             written += file.write(chunk)
-            # Each piece, so that a slow disk shows before there is much to wait for.
+            # Sync each chunk, so that a slow disk is detected before much data is buffered.
             os.fsync(file.fileno())
         return written / (time.perf_counter() - began)

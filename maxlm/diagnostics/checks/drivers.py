@@ -1,4 +1,4 @@
-"""The checks `driver` and `gpus`: whether the accelerators' driver fits JAX, and whether they are sound and free."""
+"""Checks `driver` and `gpus`: the accelerators' driver matches JAX, and they are healthy and unused."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from maxlm.formatting import GIB, format_bytes
 from maxlm.hardware.detect import Hardware
 from maxlm.hardware.nvml import Gpu, Nvidia
 
-# Extra → the package in which JAX's plugin comes.
+# Extra → package that contains JAX's plugin.
 CUDA_PLUGINS = {'cuda12': 'jax-cuda12-plugin', 'cuda13': 'jax-cuda13-plugin'}
-# Extra → oldest driver on Linux: https://docs.jax.dev/en/latest/installation.html and, for the exact number of the
-# second, NVIDIA's release notes of CUDA 13.0.
+# Extra → oldest supported driver on Linux: https://docs.jax.dev/en/latest/installation.html and, for the exact version
+# of cuda13, NVIDIA's release notes of CUDA 13.0.
 OLDEST_DRIVERS = {'cuda12': (525, 60, 13), 'cuda13': (580, 65, 6)}
 # Memory that the driver itself uses on an idle GPU.
 IDLE_BYTES = 1.5 * GIB
 
 
 def recommended_extra(nvidia: Nvidia | None) -> str:
-    """The extra for a driver: the newest that it runs, cuda12 where that is not known."""
+    """Returns the newest extra that a driver supports; cuda12 if that is unknown."""
     supported = [extra for extra, oldest in OLDEST_DRIVERS.items() if nvidia and nvidia.driver >= oldest]
     return supported[-1] if supported else 'cuda12'
 
@@ -34,7 +34,7 @@ def check_driver(context: CheckContext) -> CheckResult:
 
 
 def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> CheckResult:
-    """The finding of accelerators; `is_installed` tells of a package's name."""
+    """Evaluates the accelerators and their driver. `is_installed` takes the name of a package."""
     if hardware.platform == 'cpu':
         return ok('no GPU or TPU in this machine: JAX runs on the CPU')
     if hardware.platform == 'tpu':
@@ -73,14 +73,14 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
 
 
 def check_gpus(context: CheckContext) -> CheckResult:
-    """Faults that the driver knows of, and who else is there. Before JAX starts here, so that it is none of them."""
+    """Checks for hardware errors and other processes, before JAX starts here and becomes one of them."""
     if context.hardware.nvidia is None:
         return skipped(f'no NVIDIA driver to ask ({context.hardware.told})')
     return evaluate_gpus(context.hardware.nvidia, context.environment.get('CUDA_VISIBLE_DEVICES'))
 
 
 def evaluate_gpus(nvidia: Nvidia, visible: str | None) -> CheckResult:
-    """The finding of the GPUs that CUDA_VISIBLE_DEVICES shows to a run; None = all."""
+    """Evaluates the GPUs that CUDA_VISIBLE_DEVICES makes visible to a run; None: all."""
     findings = []
     visible_gpus = [(index, gpu) for index, gpu in enumerate(nvidia.gpus) if _is_shown(index, gpu, visible)]
     for index, gpu in visible_gpus:
@@ -116,7 +116,7 @@ def evaluate_gpus(nvidia: Nvidia, visible: str | None) -> CheckResult:
                 )
             )
         elif gpu.used and gpu.used > IDLE_BYTES:
-            # In a container the processes of others are not shown.
+            # In a container, processes of other containers are not visible.
             findings.append(
                 warning(
                     f'{name}: {format_bytes(gpu.used)} are taken, by processes that are not seen from here',
@@ -140,7 +140,7 @@ def _is_shown(index: int, gpu: Gpu, visible: str | None) -> bool:
     if visible is None:
         return True
     names = [name.strip() for name in visible.split(',')]
-    # Parts of a GPU (MIG) have names of their own.
+    # MIG instances have their own UUIDs.
     return str(index) in names or any(name and (gpu.uuid.startswith(name) or name.startswith('MIG-')) for name in names)
 
 
@@ -156,6 +156,6 @@ def _is_installed(package: str) -> bool:
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        # A TPU machine's libtpu may have come without pip.
+        # libtpu of a TPU machine may be installed without pip metadata.
         return importlib.util.find_spec(package.replace('-', '_')) is not None
     return True

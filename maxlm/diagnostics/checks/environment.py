@@ -1,4 +1,4 @@
-"""The check `environment`: variables that make a run slow, small or wrong without a word."""
+"""Check `environment`: variables that silently make a run slow, small or wrong."""
 
 from __future__ import annotations
 
@@ -13,18 +13,25 @@ from maxlm.errors import InputError
 from maxlm.hardware.detect import Hardware
 
 FRACTION = 'XLA_PYTHON_CLIENT_MEM_FRACTION'
-# Set by launch/gpu_node.sh; above the second kernels and collectives, below the third the model lack memory.
+# Default of launch/gpu_node.sh, and bounds: above them kernels and collectives lack memory, below them the model.
 DEFAULT_FRACTION, MAX_FRACTION, MIN_FRACTION = 0.92, 0.95, 0.7
-# Libraries of CUDA that come with JAX's plugins; others of the same names on LD_LIBRARY_PATH are loaded instead.
+# CUDA libraries that JAX's plugins bundle. Libraries of the same names in LD_LIBRARY_PATH are loaded instead.
 CUDA_LIBRARIES = ('libcublas.so*', 'libcudart.so*', 'libcudnn.so*', 'libcusparse.so*', 'libnccl.so*')
 
 
 class RiskyVariable(NamedTuple):
-    """A value of a variable that is a mistake on some hardware."""
+    """A value of a variable that is a mistake on some hardware.
+
+    Attributes:
+        variable: name of the variable.
+        is_bad: returns True for such a value.
+        platform: platform on which it is a mistake; '': all.
+        is_failure: whether it is a failure instead of a warning.
+        effect: effect of the value, for the message.
+    """
 
     variable: str
     is_bad: Callable[[str], bool]
-    # On these platforms; '' = on all.
     platform: str
     is_failure: bool
     effect: str
@@ -63,7 +70,7 @@ def check_environment(context: CheckContext) -> CheckResult:
 
 
 def evaluate_environment(environment: Mapping[str, str], hardware: Hardware) -> CheckResult:
-    """The finding of variables on some hardware."""
+    """Evaluates environment variables for the given hardware."""
     platform = hardware.platform
     findings = [*_platforms(environment, hardware), *_process_variables(environment)]
     for risky in RISKY_VARIABLES:
@@ -75,7 +82,7 @@ def evaluate_environment(environment: Mapping[str, str], hardware: Hardware) -> 
         findings += [*_fraction(environment), *_libraries(environment)]
     if not findings:
         names = ('JAX_', 'XLA_', 'CUDA_', 'NCCL_', 'MAXLM_', 'LIBTPU_')
-        # Names alone: what a variable holds may be a secret.
+        # Print only names, because values may be secrets.
         names_set = sorted(name for name in environment if name.startswith(names))
         findings.append(
             ok(f'no trap among {", ".join(names_set)}' if names_set else 'none of the variables of JAX or CUDA is set')
@@ -92,7 +99,7 @@ def _platforms(environment: Mapping[str, str], hardware: Hardware) -> list[Check
 
 
 def _process_variables(environment: Mapping[str, str]) -> list[CheckResult]:
-    """Checks the variables of a run of several processes."""
+    """Checks the variables of a multi-process run."""
     from maxlm.runtime.initialize import detect_process_env
 
     try:

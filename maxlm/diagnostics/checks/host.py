@@ -1,4 +1,4 @@
-"""The checks `ram`, `shm` and `files`: what the machine around the devices has."""
+"""Checks `ram`, `shm` and `files`: memory, shared memory and open files of the host."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MIN_RAM = 2 * GIB
 CGROUP = Path('/sys/fs/cgroup')
 SHM = Path('/dev/shm')
 MIN_SHM = GIB
-# Each source, worker and connection holds some.
+# Each source, worker and connection needs several.
 WARN_FILES, MIN_FILES = 4096, 512
 
 
 def check_ram(context: CheckContext) -> CheckResult:
-    """Host memory that is free, within the bounds of a container."""
+    """Checks the available host memory, within the limits of a container."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -31,13 +31,13 @@ def check_ram(context: CheckContext) -> CheckResult:
 
 
 def evaluate_ram(total: int, available: int, cgroup: tuple[int, int] | None, state: int | None) -> CheckResult:
-    """The finding of bytes of memory.
+    """Evaluates host memory, in bytes.
 
     Args:
-        total: of the machine.
-        available: of it, that are free or can be had.
-        bound: of a container, what it may have and what it has; None = none.
-        state: that a checkpoint copies here; None = not known.
+        total: memory of the machine.
+        available: memory that is free or can be reclaimed.
+        cgroup: limit and usage of the container; None: no limit.
+        state: bytes that a checkpoint copies to this host; None: unknown.
     """
     suffix = ''
     if cgroup is not None and cgroup[0] < total:
@@ -57,7 +57,7 @@ def evaluate_ram(total: int, available: int, cgroup: tuple[int, int] | None, sta
 
 
 def read_cgroup(root: Path) -> tuple[int, int] | None:
-    """Bytes that this container may have, and has; None where there is no bound (cgroup v2, then v1)."""
+    """Returns the memory limit and usage of this container; None if there is no limit (cgroup v2, then v1)."""
     for limit, usage in (
         ('memory.max', 'memory.current'),
         ('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes'),
@@ -68,7 +68,7 @@ def read_cgroup(root: Path) -> tuple[int, int] | None:
 
 
 def check_shm(context: CheckContext) -> CheckResult:
-    """Shared memory, through which workers hand over batches, and NCCL what goes between GPUs."""
+    """Checks shared memory, which workers use for batches and NCCL for transfers between GPUs."""
     if not SHM.is_dir():
         return skipped(f'there is no {SHM}')
     usage = shutil.disk_usage(SHM)
@@ -76,7 +76,7 @@ def check_shm(context: CheckContext) -> CheckResult:
 
 
 def evaluate_shm(total: int, free: int) -> CheckResult:
-    """The finding of bytes of shared memory."""
+    """Evaluates the bytes of shared memory."""
     message = f'{format_bytes(free)} free of {format_bytes(total)}'
     if free < MIN_SHM:
         return warning(message, 'give the container more, e.g. --shm-size=8g, or remove what is left in /dev/shm')
@@ -90,7 +90,7 @@ def check_files(context: CheckContext) -> CheckResult:
 
 
 def evaluate_files(soft: int, hard: int) -> CheckResult:
-    """The finding of limits; RLIM_INFINITY = none."""
+    """Evaluates the limits on open files; RLIM_INFINITY: no limit."""
     if soft == resource.RLIM_INFINITY:
         return ok('any number may be open')
     most = '65536' if hard == resource.RLIM_INFINITY else str(min(hard, 65536))

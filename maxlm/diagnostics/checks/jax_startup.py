@@ -1,4 +1,4 @@
-"""The checks `jax` and `cache`: whether JAX starts on what is here, and keeps the programs that it compiles."""
+"""Checks `jax` and `cache`: JAX starts on this hardware and caches compiled programs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from maxlm.diagnostics.jax_subprocess import JaxStart
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, warning
 from maxlm.hardware.detect import Hardware
 
-# A process with many GPUs takes some ten seconds.
+# A process with many GPUs takes about ten seconds.
 SLOW_SECONDS = 60.0
 
 
 def check_jax(context: CheckContext) -> CheckResult:
-    """Starts JAX in a process of its own."""
+    """Starts JAX in a subprocess."""
     return evaluate_jax(context.jax_start, context.hardware)
 
 
 def evaluate_jax(jax_start: JaxStart, hardware: Hardware) -> CheckResult:
-    """The finding of how JAX starts on some hardware."""
+    """Evaluates the start of JAX on the given hardware."""
     if jax_start.error:
         remedy = 'see packages and driver; try: python -c "import jax; print(jax.devices())"'
         if 'Unknown flag' in jax_start.error:
@@ -52,12 +52,12 @@ def check_cache(context: CheckContext) -> CheckResult:
 
 
 def evaluate_cache(jax_start: JaxStart, is_configured: bool, variable: str | None) -> CheckResult:
-    """The finding of how programs are kept.
+    """Evaluates the compilation cache.
 
     Args:
-        start: of JAX.
-        wanted: whether train.compilation_cache_dir names a directory.
-        variable: JAX_COMPILATION_CACHE_DIR; None = not set.
+        jax_start: result of starting JAX.
+        is_configured: whether train.compilation_cache_dir names a directory.
+        variable: JAX_COMPILATION_CACHE_DIR; None: not set.
     """
     if jax_start.error:
         return skipped(f'not tried: {jax_start.error}')

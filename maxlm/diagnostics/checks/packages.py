@@ -1,4 +1,4 @@
-"""The checks `python` and `packages`: what is installed against what pyproject.toml asks for."""
+"""Checks `python` and `packages`: installed versions meet the requirements of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Requirements(NamedTuple):
     """Requirements of maxlm.
 
     Attributes:
-        python: a specifier, e.g. `>=3.11`.
-        tried: versions of Python that it is tried with.
+        python: version specifier, e.g. `>=3.11`.
+        tested_versions: versions of Python that maxlm is tested with.
         packages: requirements, as in pyproject.toml.
-        extras: those of each extra.
+        extras: requirements of each extra.
     """
 
     python: str
@@ -38,7 +38,7 @@ class Requirements(NamedTuple):
 
 
 def read_requirements(project: Path = PROJECT) -> Requirements:
-    """From the pyproject.toml beside the package, or, where it is installed without, from its metadata.
+    """Reads the pyproject.toml beside the package, or the metadata of the installed package.
 
     Raises:
         InputError: there is neither.
@@ -71,7 +71,7 @@ def check_python(context: CheckContext) -> CheckResult:
 
 
 def evaluate_python(requirements: Requirements, version: Sequence[int]) -> CheckResult:
-    """The finding of a version of Python."""
+    """Evaluates a version of Python."""
     from packaging.specifiers import SpecifierSet
 
     text = '.'.join(map(str, version))
@@ -89,7 +89,7 @@ def check_packages(context: CheckContext) -> CheckResult:
 
 
 def needed_extras(context: CheckContext) -> dict[str, str]:
-    """Extra → what needs it."""
+    """Returns extra → the property that requires it."""
     extras: dict[str, str] = {}
     for place in (*context.buckets, *context.data_paths):
         _, extra = EXTRAS.get(place.partition('://')[0] if '://' in place else '', ('', ''))
@@ -107,12 +107,12 @@ def needed_extras(context: CheckContext) -> dict[str, str]:
 def evaluate_packages(
     requirements: Requirements, extras: dict[str, str], version_of: Callable[[str], str | None]
 ) -> CheckResult:
-    """The finding of what is installed.
+    """Evaluates the installed packages.
 
     Args:
-        wanted: see `Requirements`.
-        extras: needed here, each with what needs it.
-        version_of: a package's version; None = it is not installed.
+        requirements: requirements of maxlm.
+        extras: required extras → the property that requires each.
+        version_of: function that returns a package's version, or None if it is not installed.
     """
     findings = []
     problems = list(_problems(requirements.packages, '', version_of))
@@ -124,7 +124,7 @@ def evaluate_packages(
         problems = list(_problems(requirements.extras.get(extra, ()), extra, version_of))
         if problems:
             findings.append(failure(f'{"; ".join(problems)} (for {what})', f"pip install 'maxlm[{extra}]'"))
-    # JAX does without a plugin of another version, and says so in a line that is easily missed.
+    # JAX ignores a plugin of another version, and only logs a line that is easily missed.
     jaxlib = version_of('jaxlib')
     for name in CUDA_PLUGINS.values():
         plugin = version_of(name)
@@ -141,7 +141,7 @@ def evaluate_packages(
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a package; None = it is not installed."""
+    """Returns the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -160,7 +160,7 @@ def _problems(lines: Sequence[str], extra: str, version_of: Callable[[str], str 
             yield f'{requirement.name} is missing'
         elif not requirement.specifier.contains(version, prereleases=True):
             yield f'{requirement.name} {version}, and {requirement.specifier} is needed'
-        # `jax[cuda12]` is no package of its own: what it brings is its plugin.
+        # `jax[cuda12]` is not a package of its own; its plugin shows whether it is installed.
         for name in requirement.extras:
             brought = {**CUDA_PLUGINS, 'tpu': 'libtpu'}.get(name)
             if brought and version_of(brought) is None:

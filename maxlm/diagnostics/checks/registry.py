@@ -1,4 +1,4 @@
-"""All checks in the order in which they are made: what is cheap first, what holds the devices in this process last."""
+"""All checks in execution order: cheap ones first, those that start JAX in this process last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKS: tuple[Check, ...] = (
     Check('data', 'data:check_data', 300, 'the data sets of the run'),
     Check('jax', 'jax_startup:check_jax', START_SECONDS + 20, 'whether JAX starts, and on what'),
     Check('cache', 'jax_startup:check_cache', START_SECONDS + 20, 'whether compiled programs are kept'),
-    # Before JAX starts in this process, which may hold the devices for itself alone.
+    # Runs before JAX starts in this process, because JAX may lock the devices.
     Check('trial', 'trial_run:check_trial', TRIAL_SECONDS + 60, 'two steps of the run'),
     Check('processes', 'devices:check_processes', 400, 'the other processes, and their clocks', uses_devices=True),
     Check('devices', 'devices:check_devices', 300, 'number and kind of the devices, and the mesh', uses_devices=True),
@@ -37,10 +37,10 @@ NAMES = tuple(check.name for check in CHECKS)
 
 
 def choose(only: Sequence[str], skip: Sequence[str]) -> list[Check]:
-    """The checks of these names, or all, without those that are to be skipped.
+    """Returns the checks named in `only`, or all if it is empty, without those in `skip`.
 
     Raises:
-        InputError: there is no such check, or none is left.
+        InputError: a name is unknown, or no check is left.
     """
     for option, names in (('--only', only), ('--skip', skip)):
         for name in names:

@@ -1,4 +1,4 @@
-"""The check `trial`: two steps of the run itself, in a process of its own and a workdir that is removed."""
+"""Check `trial`: runs two steps of the training in a subprocess with a temporary workdir."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from maxlm.formatting import GIB, format_bytes
 TRIAL_SECONDS = 1200.0
 STEPS = 2
 POLL_SECONDS = 0.2
-# Measured over planned, from which on it is worth a look; of a step, the share that waits for data.
+# Minimum ratios of measured to planned step time and memory for a warning, and minimum fraction of a step spent waiting
+# for data.
 SLOWER, LARGER, WAITING = 1.5, 1.1, 0.2
-# No copy of the run leaves this machine, nobody is alarmed, nothing is saved, and what comes at times does not come.
+# Settings that disable uploads, alerts, checkpoints, trackers and periodic work.
 QUIET = {
     'train.log_every': 1,
     'eval.interval': 0,
@@ -46,10 +47,10 @@ class Trial(NamedTuple):
     """Result of a trial run.
 
     Attributes:
-        trouble: why there are no two steps, in one line; '' = there are.
-        lines: of metrics.jsonl.
-        plan: what the run expected of itself, as `started` in events.jsonl tells it; {} = nothing.
-        seconds: until the second step was done.
+        trouble: reason why two steps were not completed, in one line; '': they were.
+        lines: lines of metrics.jsonl.
+        plan: the run's own forecast in the `started` event of events.jsonl; {}: none.
+        seconds: time until the second step was completed.
     """
 
     trouble: str
@@ -71,8 +72,8 @@ def check_trial(context: CheckContext) -> CheckResult:
 
 
 def trial_command(context: CheckContext, workdir: Path) -> list[str]:
-    """The run as it was given, with what makes it quiet last, so that it counts."""
-    # Of keys that there are.
+    """Returns the command of the run. The settings of QUIET come last, so that they take precedence."""
+    # Only include existing keys.
     quiet = {key: value for key, value in QUIET.items() if _exists(key)}
     return [
         sys.executable,
@@ -86,13 +87,13 @@ def trial_command(context: CheckContext, workdir: Path) -> list[str]:
 
 
 def try_run(command: Sequence[str], environment: Any, workdir: Path, *, seconds: float = TRIAL_SECONDS) -> Trial:
-    """Starts a run and ends it after its second step: a run that ends by itself saves a checkpoint of full size.
+    """Starts a run and kills it after its second step, because a run that finishes saves a complete checkpoint.
 
     Args:
-        command: that trains.
-        environment: of the process.
-        workdir: that the command has.
-        seconds: after which it is given up.
+        command: command that trains.
+        environment: environment variables of the process.
+        workdir: workdir of the command.
+        seconds: timeout.
     """
     from maxlm.telemetry.events import read_events
     from maxlm.telemetry.metrics import read_metrics
@@ -119,7 +120,7 @@ def try_run(command: Sequence[str], environment: Any, workdir: Path, *, seconds:
 
 
 def evaluate_trial(trial: Trial) -> CheckResult:
-    """The finding of a trial."""
+    """Evaluates a trial run."""
     if trial.trouble:
         return failure(
             f'training does not get to step {STEPS}: {trial.trouble}', 'try it: python -m maxlm.train with this config'
@@ -167,7 +168,7 @@ def _has_steps(lines: Sequence[dict[str, Any]]) -> bool:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a process and those that it has started, at once: one that is asked to would save first."""
+    """Kills a process and its children. A process that is only terminated would save first."""
     import psutil
 
     try:
