@@ -1,3 +1,3 @@
-"""maxlm: from raw text to a served language model, with one config file."""
+"""maxlm trains, evaluates and serves language models from raw text, with one config file."""
 
 __version__ = '0.1.0'

@@ -1,4 +1,4 @@
-"""`maxlm VERB …` and `python -m maxlm VERB …`: the same as `python -m maxlm.VERB …`."""
+"""Runs the commands `maxlm VERB …` and `python -m maxlm VERB …`, which equal `python -m maxlm.VERB …`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERBS = {
 
 
 def main() -> None:
-    """Dispatches to the verb's module, which reads the rest of the command line."""
+    """Dispatches to the module of the verb, which parses the rest of the command line."""
     name = sys.argv[1] if len(sys.argv) > 1 else ''
     if name in ('', '-h', '--help'):
         width = max(map(len, VERBS))
@@ -42,7 +42,7 @@ def main() -> None:
         print(f'error: maxlm has no verb {name!r}; {hint}', file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     if name in ('train', 'grpo'):
-        # Before the import, which takes seconds.
+        # Must precede the import, which takes seconds.
         exit_on_sigterm(importing=True)
     sys.argv = [f'maxlm {name}', *sys.argv[2:]]
     importlib.import_module(f'maxlm.{name}').run()

@@ -1,4 +1,4 @@
-"""The checkpoints of runs: what there is, whether it is whole, what may go, and bringing one here.
+"""Lists, verifies, prunes, fetches and merges the checkpoints of runs.
 
     python -m maxlm.checkpoints list WORKDIR… [--json]
     python -m maxlm.checkpoints verify WORKDIR…
@@ -6,9 +6,10 @@
     python -m maxlm.checkpoints fetch WORKDIR --output=DIR [--weights-only]
     python -m maxlm.checkpoints merge --checkpoint=CKPT --output=DIR
 
-For one step in place of all, or of the newest, give WORKDIR@STEP or WORKDIR@best, the one with the lowest validation
-loss. list, fetch and merge take URLs too (gs://…, s3://…). merge makes a workdir of the model with its adapters
-(model.lora_rank) added to its matrices. Exit codes: 0 done; 1 a step is damaged; 2 bad input.
+WORKDIR means all steps of the workdir, or the newest step for fetch and merge. WORKDIR@STEP selects one step, and
+WORKDIR@best the one with the lowest validation loss. list, fetch and merge also accept URLs (gs://…, s3://…). merge
+creates a workdir of the model with its adapters (model.lora_rank) merged into the weights. Exit codes: 0 done; 1 a
+checkpoint is corrupt; 2 bad input.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ RULES = ('max_to_keep', 'keep_best', 'keep_period')
 
 
 def main(argv: list[str]) -> int:
-    """Does what the first word says."""
+    """Runs the subcommand."""
     options = _parse(argv)
     commands = {'list': _list, 'verify': _verify, 'prune': _prune, 'fetch': _fetch, 'merge': _merge}
     with Console():
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.checkpoints` and `maxlm checkpoints`."""
+    """Entry point of `python -m maxlm.checkpoints` and `maxlm checkpoints`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 
@@ -115,7 +116,7 @@ def _list(options: argparse.Namespace) -> int:
     rows = []
     for given in options.workdirs:
         chosen = resolve_checkpoint(given)
-        # The rules see all steps, also when one is asked for.
+        # The retention rules apply to all steps, even if only one is listed.
         reasons = _reasons(chosen.workdir, list_checkpoints(chosen.workdir), options, need_config=False)
         for one in chosen.steps:
             kept = ', '.join(reasons[one.step]) or 'nothing'
@@ -160,7 +161,7 @@ def _prune(options: argparse.Namespace) -> int:
         going = [one for one in chosen.steps if not reasons[one.step]]
         if going and not options.dry_run:
             _check_free(workdir)
-            # A run that starts now is refused.
+            # While the lock is held, a new run cannot start.
             with WorkdirLock(workdir):
                 for one in going:
                     StepDirectory(workdir).delete(one.step)
@@ -206,7 +207,7 @@ def _reasons(
 
 
 def _check_free(workdir: Path) -> None:
-    """Refuses a workdir in which a run runs, or ran a minute ago on another machine, which cannot be asked."""
+    """Rejects a workdir in use by a run. A remote run counts as alive for STALE_SECONDS after its last heartbeat."""
     path = workdir / LOCK
     holder = None
     try:
@@ -215,7 +216,7 @@ def _check_free(workdir: Path) -> None:
     except FileNotFoundError:
         return
     except (ValueError, TypeError):
-        # Somebody's, who cannot be made out.
+        # An unreadable lock file belongs to an unknown run.
         pass
     alive = is_alive(holder) if holder else None
     if alive or (alive is None and age <= STALE_SECONDS):

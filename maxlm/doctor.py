@@ -1,9 +1,9 @@
-"""Look at a machine before money is spent: `python -m maxlm.doctor [--config=FILE[:variant] --workdir=DIR …]`.
+"""Checks a machine before a run: `python -m maxlm.doctor [--config=FILE[:variant] --workdir=DIR …]`.
 
-Checks what is installed, drivers, memory, disk, buckets, data and clocks, measures devices and links, and tries two
-steps of the run. Without --config, the machine alone. Each check is bounded in time; one that hangs or fails itself is
-a failure with its name. Where a run has several processes, start it like the run, as all of them. Exit codes: 0 no
-failure (warnings there may be); 1 a failure; 2 bad input.
+Checks packages, drivers, memory, disk, buckets, data and clocks, measures devices and links, and runs two steps of the
+training. Without --config, only the machine is checked. Each check has a timeout; a check that hangs or raises an error
+is reported as a failure. If a run has several processes, start doctor in the same way, in all of them. Exit codes: 0 no
+failure (possibly warnings); 1 at least one failure; 2 bad input.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from maxlm.storage.paths import ANY, Kind, PathOption
 
 
 def main(argv: list[str]) -> int:
-    """Reads the command line, makes the checks and shows what they found."""
+    """Runs the checks and prints their results."""
     case, options = _read(argv)
     chosen = choose(_names(options.only), _names(options.skip))
-    # Of several processes the first speaks for all; the others only say what is wrong on their machines.
+    # The first process prints all results; other processes only print problems of their machines.
     speaks = case.process == 0
     with progress(is_shown=speaks and not options.json) as tell:
         results = list(run_checks(chosen, case, on_begin=lambda check: tell(f'{check.name}: {check.description}')))
@@ -44,7 +44,7 @@ def _read(argv: list[str]) -> tuple[CheckContext, argparse.Namespace]:
     try:
         from maxlm.config.loading import load, split_overrides
     except ImportError as error:
-        # A machine on which next to nothing is installed is one to look at.
+        # doctor must also work on a machine without the required packages.
         options, _ = _parser().parse_known_args(argv)
         if options.config:
             raise InputError(
@@ -92,7 +92,7 @@ def _parser() -> ArgumentParser:
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.doctor` and `maxlm doctor`."""
+    """Entry point of `python -m maxlm.doctor` and `maxlm doctor`."""
     exit_process(exit_code(main, sys.argv[1:]))
 
 

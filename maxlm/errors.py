@@ -1,4 +1,4 @@
-"""How a command ends: one line on what went wrong for the person, an exit code for the script."""
+"""Errors and exit codes of commands: one line for the user, an exit code for scripts."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from typing import Any, NoReturn
 from maxlm.renames import OPTIONS, report_renamed
 
 EXIT_DONE = 0
-# The run itself went wrong, e.g. its loss is not finite any more.
+# The run itself failed, e.g. its loss is not finite.
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-# EX_TEMPFAIL of sysexits.h: stopped from outside with the state saved; starting again goes on.
+# EX_TEMPFAIL of sysexits.h: the run was stopped and its state is saved. A restart resumes it.
 EXIT_PREEMPTED = 75
-# What a shell reports for a program ended by SIGINT.
+# Exit code that a shell reports for a program that SIGINT ended.
 EXIT_INTERRUPTED = 130
 
 _REPEATED = re.compile(r'argument (\S+): =')
 
 
 class InputError(Exception):
-    """What the user gave cannot be used.
+    """Invalid user input.
 
-    The message is one line that names the file, key or value at fault and says what would be right. Commands print it
-    without a traceback and exit with code 2; whoever raises it has left nothing half-written.
+    The message is one line that names the invalid file, key or value and how to fix it. Commands print it without a
+    traceback and exit with code 2. Code that raises it leaves no partial output.
     """
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM; see `exit_on_sigterm`. Code that passes Ctrl-C on passes it on too."""
+    """SIGTERM was received; see `exit_on_sigterm`. Code that re-raises KeyboardInterrupt also re-raises this."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose errors are InputErrors: one line, exit code 2, like all other bad input.
+    """argparse with InputError for errors: one line and exit code 2, like all invalid input.
 
-    The error of a `type` that begins with `=` repeats the value: it becomes `--option=value: …`.
+    If the error of a `type` starts with `=`, the message starts with the option: `--option=value: …`.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Accepts underscores in names of options, and the names that options had before; see `maxlm.renames`."""
+        """Accepts underscores in option names, and former option names; see `maxlm.renames`."""
         command = self.prog.rpartition('maxlm.')[2]
         words = list(sys.argv[1:] if args is None else args)
         end = words.index('--') if '--' in words else len(words)
@@ -68,12 +68,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def flag(name: str) -> str:
-    """Returns the option of a name of an argparse.Namespace: `max_files` → `--max-files`."""
+    """Returns the option for a name of an argparse.Namespace: `max_files` → `--max-files`."""
     return f'--{name.replace("_", "-")}'
 
 
 def surrogate_in(text: str) -> int:
-    """Returns the place of the first surrogate in `text`, which is not Unicode text; -1 = there is none."""
+    """Returns the index of the first surrogate in `text`, which is invalid in Unicode text; -1 if there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -82,7 +82,7 @@ def surrogate_in(text: str) -> int:
 
 
 def text_argument(value: str) -> str:
-    """Returns the value of an option that is text; an argparse type that refuses what is not UTF-8."""
+    """Returns the value of a text option; an argparse type that rejects values that are not UTF-8."""
     place = surrogate_in(value)
     if place >= 0:
         byte = len(os.fsencode(value[:place]))
@@ -91,12 +91,12 @@ def text_argument(value: str) -> str:
 
 
 def os_message(error: OSError) -> str:
-    """The plain reason of an OSError, e.g. `Permission denied`, without its number and path."""
+    """Returns the reason of an OSError, e.g. `Permission denied`, without its number and path."""
     return error.strerror or str(error)
 
 
 def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    """Runs `command(argv)`; an InputError becomes one line on stderr and exit code 2."""
+    """Runs `command(argv)` and returns its exit code. An InputError becomes one line on stderr and exit code 2."""
     try:
         return command(argv) or EXIT_DONE
     except InputError as error:
@@ -114,13 +114,12 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> in
 def exit_on_sigterm(*, importing: bool) -> None:
     """Makes the next SIGTERM end the command with one line and EXIT_PREEMPTED; further ones are ignored.
 
-    This is for the time in which a run cannot save. While it trains, `maxlm.runtime.preemption.StopRequest` handles the
-    signal.
+    Used while a run cannot save. During training, `maxlm.runtime.preemption.StopRequest` handles the signal.
 
     Args:
-        importing: exit at once, without leaving contexts. An exception would not do while modules are imported:
-            extension modules replace it with ImportError, and optional imports suppress it. Otherwise, the handler
-            raises a TerminatedError, which `exit_code` handles.
+        importing: exit immediately, without closing contexts. During imports an exception would not work: extension
+            modules replace it with ImportError, and optional imports suppress it. If False, the handler raises a
+            TerminatedError, which `exit_code` handles.
     """
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -128,7 +127,7 @@ def exit_on_sigterm(*, importing: bool) -> None:
         message = 'SIGTERM while the run was not training; start again to continue it'
         if not importing:
             raise TerminatedError(message)
-        # Not by print, which the signal may have interrupted.
+        # print is not reentrant, and the signal may have interrupted it.
         os.write(2, f'{message}\n'.encode())
         os._exit(EXIT_PREEMPTED)
 

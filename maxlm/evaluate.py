@@ -1,8 +1,9 @@
-"""How good a checkpoint is: `python -m maxlm.evaluate --checkpoint=CKPT [--data=DIR] [--tasks=…] [--json]`.
+"""Evaluates checkpoints: `python -m maxlm.evaluate --checkpoint=CKPT [--data=DIR] [--tasks=…] [--json]`.
 
-CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory; several are compared in one table. Without
---tasks: the loss on held-out data. TASKS, with commas between: benchmarks of lm-eval by name (arc_easy), task files and
-folders of them, humaneval:FILE and mbpp:FILE, needle; then the loss is measured only where --data is given.
+CKPT is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. Several checkpoints are compared in
+one table. Without --tasks, the loss on held-out data is measured. TASKS is a comma-separated list of lm-eval benchmarks
+(arc_easy), task files and directories of them, humaneval:FILE, mbpp:FILE and needle. With --tasks, the loss is measured
+only if --data is given.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from maxlm.telemetry.metrics import perplexity
 
 
 class Evaluated(NamedTuple):
-    """Of one checkpoint: the loss on held-out text with what is told of it, and what it achieved at tasks."""
+    """Results of one checkpoint: the loss on held-out text with related values, and the task results."""
 
     name: str
     checkpoint: str
@@ -160,8 +161,8 @@ def _is_ambiguous(checkpoint: str, checkpoints: list[str]) -> bool:
 
 
 def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut, dict[str, Any], list[Measure]]:
-    """The sums, what is printed as JSON, and the measures for the table."""
-    # Of text, whatever the model was trained on last.
+    """Returns the held-out losses, the values for JSON, and the measures for the table."""
+    # Measure the loss of text, even if the model was last trained on another objective.
     config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
     data = dataclasses.replace(config.data, path=options.data, sources=()) if options.data else config.data
     corpus = open_training_data(data, with_sources=config.metrics.per_source_loss)
@@ -197,8 +198,8 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
         'step': model.step,
         'loss': loss.value,
         'perplexity': perplexity(loss.value),
-        # Independent of the tokenizer: nats per token → bits per byte by the split's own ratio.
-        # Of what came in as tokens nobody knows the bytes.
+        # Independent of the tokenizer: nats per token are converted to bits per byte with the ratio of the split. For
+        # data that was added as tokens, the number of bytes is unknown.
         'bits_per_byte': measures[-1].value if text_bytes else None,
         'unigram_entropy': corpus.unigram_entropy,
         'tokens': int(held_out.tokens_W.sum()),
@@ -208,9 +209,13 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
 
 
 def _check(corpus: TrainingData, model: LoadedModel) -> tuple[int, int]:
-    """Tokens and bytes of the validation data; InputError if it is not this model's, or not there."""
+    """Returns the numbers of tokens and bytes of the validation data.
+
+    Raises:
+        InputError: the data has another tokenizer than the model, or there is no validation data.
+    """
     dataset = corpus.first
-    # Not byte by byte: a file from elsewhere may be written in another way and mean the same.
+    # Do not compare bytes: an external file can be formatted differently and be equivalent.
     if Tokenizer.load(dataset.tokenizer_path).sha256 != model.tokenizer.sha256:
         raise InputError(
             f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
@@ -255,7 +260,7 @@ def _as_json(found: list[Evaluated]) -> dict[str, Any]:
 
 
 def _write(folder: Path, found: list[Evaluated]) -> None:
-    """evaluation.json, table.txt and, of losses, positions.png."""
+    """Writes evaluation.json, table.txt and, if losses were measured, positions.png."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / 'evaluation.json').write_text(json.dumps(_as_json(found), indent=2) + '\n', encoding='utf-8')
@@ -269,7 +274,7 @@ def _write(folder: Path, found: list[Evaluated]) -> None:
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.evaluate` and `maxlm evaluate`."""
+    """Entry point of `python -m maxlm.evaluate` and `maxlm evaluate`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

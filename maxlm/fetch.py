@@ -1,4 +1,4 @@
-"""`python -m maxlm.fetch`: files and prepared data sets from a bucket to a local directory."""
+"""Fetches files and prepared data sets from a bucket to a local directory: `python -m maxlm.fetch`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from maxlm.storage.paths import ANY, Kind, PathOption
 
 
 def main(argv: list[str]) -> int:
-    """Fetches what `argv` asks for. Raises InputError when it cannot be had."""
+    """Fetches the files that `argv` names.
+
+    Raises:
+        InputError: a file cannot be fetched.
+    """
     options = _parse(argv)
     found = [
         list_tree(url, options.output, include=options.include, max_files=options.max_files) for url in options.input
@@ -39,7 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def run() -> None:
-    """Entry point: exits with 0 when all files are there, 2 after bad input."""
+    """Entry point of `python -m maxlm.fetch` and `maxlm fetch`. Exits with 0, or with 2 after bad input."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 
@@ -105,10 +109,10 @@ def _fetch(files: Sequence[RemoteFile], missing: Sequence[RemoteFile], options: 
         unit='B',
         unit_scale=True,
         desc='fetch',
-        # None: only where standard error is a terminal.
+        # None: only if stderr is a terminal.
         disable=True if options.quiet else None,
     ) as bar:
-        # The bar is not made for several threads.
+        # tqdm is not thread-safe.
         lock = threading.Lock()
 
         def on_bytes(num_bytes: int) -> None:

@@ -1,7 +1,7 @@
-"""Text forms of numbers: counts, losses, sizes, rates, durations, dollars and times.
+"""Formats numbers as text: counts, losses, sizes, rates, durations, dollars and times.
 
-Sizes are binary (GiB = 2**30 bytes). Rates are decimal (GB/s = 10**9 bytes per second), as in data sheets.
-A value that is None or not finite is written as a dash.
+Sizes are binary (GiB = 2**30 bytes). Rates are decimal (GB/s = 10**9 bytes per second), as in data sheets. None and
+values that are not finite are formatted as a dash.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def _or_dash(write: Callable[[float], str]) -> Callable[[float | None], str]:
 
 @_or_dash
 def format_int(value: float) -> str:
-    """Returns a whole number with thousands separators: 12,345."""
+    """Formats an integer with thousands separators: 12,345."""
     return f'{value:,.0f}'
 
 
 @_or_dash
 def format_number(value: float) -> str:
-    """Returns a number with four significant digits: 0.002, 3.142, 12,350, 1.2e-07."""
+    """Formats a number with four significant digits: 0.002, 3.142, 12,350, 1.2e-07."""
     if value and not 1e-4 <= abs(value) < 1e9:
         return f'{value:.4g}'
     digits = 0 if not value else max(0, 3 - math.floor(math.log10(abs(value))))
@@ -41,13 +41,13 @@ def format_number(value: float) -> str:
 
 @_or_dash
 def format_loss(value: float) -> str:
-    """Returns a loss with four decimals: 2.3456."""
+    """Formats a loss with four decimals: 2.3456."""
     return f'{value:.4f}'
 
 
 @_or_dash
 def format_si(value: float) -> str:
-    """Returns three significant digits and a suffix: 1.35B, 84.2M, 512."""
+    """Formats a number with three significant digits and a suffix: 1.35B, 84.2M, 512."""
     for suffix, size in (('T', 1e12), ('B', 1e9), ('M', 1e6), ('k', 1e3)):
         # A value that rounds up to the next suffix gets that suffix.
         if abs(value) >= 0.9995 * size:
@@ -57,13 +57,13 @@ def format_si(value: float) -> str:
 
 @_or_dash
 def format_percent(fraction: float) -> str:
-    """Returns a fraction as a percentage: 12.3% of 0.123."""
+    """Formats a fraction as a percentage: 0.123 → 12.3%."""
     return f'{100 * fraction:.1f}%'
 
 
 @_or_dash
 def format_bytes(num_bytes: float) -> str:
-    """Returns a size in binary units: 900 B, 84.2 MiB, 1.25 GiB, 12.3 GiB."""
+    """Formats a size in binary units: 900 B, 84.2 MiB, 1.25 GiB, 12.3 GiB."""
     for unit in ('B', 'KiB', 'MiB', 'GiB'):
         if abs(num_bytes) < 999.95:
             return f'{num_bytes:.0f} B' if unit == 'B' else f'{num_bytes:.{_decimals(num_bytes)}f} {unit}'
@@ -73,7 +73,7 @@ def format_bytes(num_bytes: float) -> str:
 
 @_or_dash
 def format_rate(bytes_per_second: float) -> str:
-    """Returns bytes per second in decimal units: 900 B/s, 5.00 MB/s, 450.0 GB/s."""
+    """Formats bytes per second in decimal units: 900 B/s, 5.00 MB/s, 450.0 GB/s."""
     for unit in ('B/s', 'kB/s', 'MB/s'):
         if abs(bytes_per_second) < 999.95:
             decimals = 0 if unit == 'B/s' else _decimals(bytes_per_second)
@@ -88,13 +88,13 @@ def _decimals(value: float) -> int:
 
 @_or_dash
 def format_dollars(value: float) -> str:
-    """Returns dollars: $1,234.56; below one dollar with four decimals, so that a short run does not cost $0.00."""
+    """Formats dollars: $1,234.56; below one dollar with four decimals, so that a short run does not cost $0.00."""
     return f'${value:,.2f}' if abs(value) >= 1 or not value else f'${value:,.4f}'
 
 
 @_or_dash
 def format_duration(seconds: float) -> str:
-    """Returns a duration: 0.45 s, 12.3 s, 4 min 05 s, 2 h 03 min, 3 d 04 h."""
+    """Formats a duration: 0.45 s, 12.3 s, 4 min 05 s, 2 h 03 min, 3 d 04 h."""
     if seconds < 9.995:
         return f'{seconds:.2f} s'
     if seconds < 59.95:
@@ -110,7 +110,7 @@ def format_duration(seconds: float) -> str:
 
 @_or_dash
 def format_time(seconds: float) -> str:
-    """Returns seconds since 1970 as a time: 2026-05-04 13:37:00 UTC."""
+    """Formats seconds since 1970 as a time: 2026-05-04 13:37:00 UTC."""
     try:
         return f'{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC'
     except (ValueError, OverflowError, OSError):

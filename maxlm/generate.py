@@ -1,8 +1,9 @@
-"""Continue prompts: `python -m maxlm.generate --checkpoint=CKPT --prompt=TEXT --max-tokens=N --temperature=0`.
+"""Continues prompts: `python -m maxlm.generate --checkpoint=CKPT --prompt=TEXT --max-tokens=N --temperature=0`.
 
-CKPT is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or one step's directory. Prompts come as arguments,
-from a file (--prompt-file), line by line from a terminal (--interactive), or from JSON lines (--input), whose
-continuations go to --output. With --chat a prompt is what a user says, and the model answers. Runs on one device.
+CKPT is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. Prompts are given as
+arguments, in a file (--prompt-file), line by line on a terminal (--interactive), or as JSON lines (--input), whose
+completions are written to --output. With --chat a prompt is a user message, and the model answers it. Runs on one
+device.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from maxlm.storage.regular_files import read_text
 
 
 def main(argv: list[str]) -> int:
-    """Prints each prompt with its continuations, or answers behind it; or writes a file."""
+    """Prints each prompt with its completions or answers, or writes them to a file."""
     options = _parser().parse_args(argv)
     _check(options)
     texts = [*(options.prompt or []), *(_read(path) for path in options.prompt_file or [])]
@@ -123,7 +124,7 @@ def _parser() -> ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What argparse does not refuse."""
+    """Checks combinations and ranges that argparse does not check."""
     given = [
         name
         for name, there in {
@@ -178,7 +179,7 @@ def _prompt(model: LoadedModel, text: str, options: argparse.Namespace) -> list[
 
 
 def _with_engine(model: LoadedModel, options: argparse.Namespace, samples: int) -> tuple[Engine, LoadedModel]:
-    """The engine for so many samples, and the model without the parameters that it has."""
+    """Returns an engine for `samples` samples, and the model without the parameters that the engine owns."""
     engine = Engine(model, num_slots=min(options.slots, samples), cache=options.kv_cache_dtype)
     return engine, model.without_params()
 
@@ -202,7 +203,7 @@ def _complete_lines(
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.generate` and `maxlm generate`."""
+    """Entry point of `python -m maxlm.generate` and `maxlm generate`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

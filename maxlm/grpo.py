@@ -1,7 +1,8 @@
-"""Reinforcement: `python -m maxlm.grpo --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
+"""Trains with GRPO: `python -m maxlm.grpo --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
 
-The model of train.init_from answers the prompts of grpo.prompts, its answers are judged by grpo.reward, and it learns
-from those that are better than others to the same prompt (GRPO). Workdir, going on, exit codes: as of maxlm.train.
+The model of train.init_from answers the prompts of grpo.prompts, and grpo.reward scores its answers. The model learns
+from answers that score better than other answers to the same prompt (GRPO). Workdir, resuming and exit codes are those
+of maxlm.train.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from maxlm.errors import InputError, exit_on_sigterm
 
 if __name__ == '__main__':
-    # Before the other imports, which take seconds.
+    # Must precede the other imports, which take seconds.
     exit_on_sigterm(importing=True)
 
 from maxlm.checkpoint.manager import find_step
@@ -28,12 +29,12 @@ from maxlm.workdir.files import TOKENIZER
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:
-    """Trains by reinforcement; `began` as for `runs.main`."""
+    """Trains with GRPO; `began` as in `runs.main`."""
     return runs.main(argv, open_feed, prog='maxlm.grpo', description=__doc__, began=began)
 
 
 def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:
-    """See `runs.OpenFeed`."""
+    """Opens the rollouts of a config; see `runs.OpenSource`."""
     check_grpo(config)
     origin = Path(find_step(config.train.init_from, key=INIT_FROM)).parent.parent
     encoder = load_encoder(origin)
@@ -67,7 +68,7 @@ def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatch
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.grpo` and `maxlm grpo`."""
+    """Entry point of `python -m maxlm.grpo` and `maxlm grpo`."""
     runs.start(main)
 
 

@@ -1,14 +1,15 @@
-"""Models from and to the format of Hugging Face Transformers, on local disks.
+"""Imports and exports models in the format of Hugging Face Transformers, on local disks.
 
     python -m maxlm.hf import --input=DIR --output=WORKDIR
     python -m maxlm.hf export --checkpoint=CKPT --output=DIR [--dtype=bfloat16] [--max-shard-size=1GB]
     python -m maxlm.hf export-adapter --checkpoint=CKPT --output=DIR [--base=NAME_OR_DIR]
     python -m maxlm.hf export-gguf --checkpoint=CKPT --output=FILE.gguf [--dtype=q8_0]
 
-CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory. Import makes a workdir whose step 0 holds
-the model: to evaluate, to sample from, and to train further with `--config.train.init_from=WORKDIR`. Of a run with
-adapters (model.lora_rank), export merges them into the model, and export-adapter writes them alone, for PEFT.
-export-gguf writes one file for llama.cpp, of models as Llama and Qwen3. Quantized weights are made floats again.
+CKPT is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. import creates a workdir with the
+model as step 0, for evaluation, generation, and further training with `--config.train.init_from=WORKDIR`. For a run
+with adapters (model.lora_rank), export merges them into the model, and export-adapter writes only the adapters, for
+PEFT. export-gguf writes one file for llama.cpp, for models with the architectures of Llama and Qwen3. Quantized weights
+are dequantized.
 """
 
 from __future__ import annotations
@@ -129,21 +130,21 @@ def main(argv: list[str]) -> int:
 
 
 def _upload(options: argparse.Namespace) -> Upload | None:
-    """Makes ready for an export that goes into a bucket; None for one into a directory."""
+    """Prepares the upload of an export to a bucket; returns None if the output is a local directory."""
     if not is_url(options.output):
         return None
     upload = Upload('--output', options.output, cache=options.cache, last=CONFIG)
     upload.check_new()
-    # The same checkpoint gives the same bytes: what an interrupted upload has sent is not sent again.
+    # The same checkpoint gives the same bytes, so files that an interrupted upload has sent are not sent again.
     upload.discard()
     return upload
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size like 500MB (10⁶) or 1GiB (2³⁰).
+    """Parses a size such as 500MB (10⁶) or 1GiB (2³⁰) and returns it in bytes.
 
     Raises:
-        InputError: it is none, or zero.
+        InputError: the size is invalid or zero.
     """
     match = re.fullmatch(r'(\d+(?:\.\d+)?) ?([a-z]*)', text.strip(), re.IGNORECASE)
     unit = UNITS.get(match[2].upper()) if match else None
@@ -154,7 +155,7 @@ def parse_size(text: str) -> int:
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.hf` and `maxlm hf`."""
+    """Entry point of `python -m maxlm.hf` and `maxlm hf`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: log lines, WORKDIR/run.log, and a progress bar on a terminal."""
+"""Console output of a run: log lines, WORKDIR/run.log, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN_LOG = 'run.log'
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints above a progress bar instead of through it."""
+    """Prints log lines above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stdout)
@@ -26,7 +26,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _LogFile(logging.FileHandler):
-    """Appends to run.log. A file that cannot be written is reported once, and does not end the run."""
+    """Appends to run.log. If the file cannot be written, this is reported once and the run continues."""
 
     _failing = False
 
@@ -39,15 +39,15 @@ class _LogFile(logging.FileHandler):
             print(f'{self.baseFilename}: {os_message(error)}; lines are missing in it', file=sys.stderr)
 
     def close(self) -> None:
-        # What could not be written stays in the buffer, and closing tries again.
+        # Data that could not be written remains in the buffer, and close retries the write.
         with contextlib.suppress(OSError):
             super().close()
 
 
 class Console:
-    """While entered, `logger` goes to stdout and, given a workdir, to its run.log.
+    """Sends `logger` to stdout and, if a workdir is given, to its run.log.
 
-    Of several processes the first speaks for all: the others only say, on stderr, what they warn of.
+    If there are several processes, the first logs for all. The others only print warnings, to stderr.
     """
 
     def __init__(self, workdir: Path | None = None, *, process: int = 0):
@@ -70,7 +70,7 @@ class Console:
         logger.propagate = False
         for handler in self._handlers:
             logger.addHandler(handler)
-        # The libraries below narrate every save; what matters of it is reported here.
+        # These libraries log every save; `logger` reports the relevant events.
         logging.getLogger('absl').setLevel(logging.ERROR)
         return self
 
@@ -83,5 +83,5 @@ class Console:
 
 
 def progress_bar(*, total: int, initial: int, unit: str, show: bool) -> tqdm:
-    """A bar on stderr; silent where that is not a terminal."""
+    """Returns a progress bar on stderr, which is silent unless stderr is a terminal."""
     return tqdm(total=total, initial=initial, unit=unit, disable=not (show and sys.stderr.isatty()), dynamic_ncols=True)

@@ -1,8 +1,8 @@
-"""Watch runs on a terminal: `python -m maxlm.monitor WORKDIR… [--once] [--interval=SECONDS]`.
+"""Shows runs on a terminal: `python -m maxlm.monitor WORKDIR… [--once] [--interval=SECONDS]`.
 
-State, progress, time and money spent and left, loss, speed, where the time goes, devices, and what has happened. The
-workdirs may be in buckets, gs://… or s3://…. Keys: q quits, r reads at once, Tab shows another run. With --once, or
-where the output is no terminal, all of it is printed once. Exit codes: 0; 2 bad input.
+Shows state, progress, time and money spent and remaining, loss, throughput, goodput, devices and events. The workdirs
+may be in buckets, gs://… or s3://…. Keys: q quits, r reads immediately, Tab selects another run. With --once, or if the
+output is not a terminal, everything is printed once. Exit codes: 0 done; 2 bad input.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from maxlm.monitoring.live import show_once, watch
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.telemetry.run_history import HistoryReader
 
-# Of output that is no terminal, unless COLUMNS says otherwise.
+# Width if the output is not a terminal and COLUMNS is not set.
 PIPED_WIDTH = 100
 
 
 def main(argv: list[str]) -> int:
-    """Reads the command line, and shows the runs."""
+    """Parses the command line and shows the runs."""
     parser = ArgumentParser(
         prog='maxlm.monitor',
         allow_abbrev=False,
@@ -55,13 +55,13 @@ def main(argv: list[str]) -> int:
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.monitor` and `maxlm monitor`."""
+    """Entry point of `python -m maxlm.monitor` and `maxlm monitor`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 
 def _console() -> Console:
     if hasattr(sys.stdout, 'reconfigure'):
-        # A terminal of another alphabet shows what it can.
+        # Replace characters that the terminal's encoding does not support.
         sys.stdout.reconfigure(errors='replace')
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal and 'COLUMNS' not in os.environ:

@@ -1,12 +1,12 @@
-"""What a run will need, take and cost on hardware that is not here.
+"""Predicts the memory, time and cost of a run on hardware that need not be present.
 
     python -m maxlm.plan --config=FILE[:variant] --target=h100:8 [--config.section.key=value …] [--search] [--json]
     python -m maxlm.plan --install-compiler
 
-The training step itself is compiled for the target: `h100:8`, `h100:8x4` (four nodes), `h200:1`, `a100:8`, `b200:8`,
-`v4:2x2x4`, `v5e:4x4`, `v5p:2x2x2`, `v6e:2x4`, `cpu`. Where the target's compiler is not installed, and with --estimate,
-all is estimated, and the output says so. --install-compiler installs the one for NVIDIA GPUs; no GPU is needed. Exit
-codes: 0 it fits, or is installed; 1 it does not fit; 2 bad input.
+The training step is compiled for the target: `h100:8`, `h100:8x4` (four nodes), `h200:1`, `a100:8`, `b200:8`,
+`v4:2x2x4`, `v5e:4x4`, `v5p:2x2x2`, `v6e:2x4`, `cpu`. If no compiler for the target is installed, or with --estimate,
+all figures are estimates, and the output states this. --install-compiler installs the compiler for NVIDIA GPUs; no GPU
+is needed. Exit codes: 0 the run fits, or the compiler is installed; 1 the run does not fit; 2 bad input.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import Kind, PathOption
 from maxlm.trainer.preflight import sample_config
 
-# Where neither config nor data set tells: that of GPT-2.
+# Default if neither the config nor the data set defines a vocabulary: that of GPT-2.
 USUAL_VOCABULARY = 50_257
-# Of a sweep: as many devices as the target, and twice as many again and again, up to so many.
+# A sweep doubles the number of devices of the target up to this limit.
 LARGEST_SWEEP = 4096
 
 
 def main(argv: list[str]) -> int:
     """Plans one config on one target, or sweeps over sizes and numbers of devices."""
     overrides, rest = split_overrides(argv)
-    # Alone, the option needs no run to plan.
+    # The option alone does not plan a run, so --config and --target are not required.
     options = _parser(plans=argv != [OPTION]).parse_args(rest)
     terms = _terms(options)
     for name in ('fit_scaling_law', 'output'):
@@ -64,14 +64,14 @@ def main(argv: list[str]) -> int:
         install_compiler()
         if not options.config:
             return EXIT_DONE
-    # Nothing runs on an accelerator, and asking for one takes long or takes it from someone.
+    # No program runs on an accelerator, and initializing one is slow and may lock it.
     jax.config.update('jax_platforms', 'cpu')
-    # JSON stands alone on stdout; warnings go to stderr then.
+    # With --json, stdout contains only JSON, and warnings go to stderr.
     with contextlib.nullcontext() if options.json else Console():
         config = load(options.config, overrides)
         target = parse_target(options.target)
         if target.chip.platform == 'cpu':
-            # A program for devices that are not here could be kept, and not read.
+            # For other targets, the cache could write a compiled program but not read it.
             enable_compilation_cache(config.train.compilation_cache_dir)
         data = _data(config, options.vocab_size)
         if options.sweep is not None:
@@ -196,12 +196,12 @@ def _resolve(config: Config, target: Target, data: Data) -> Config:
 
 
 def _machine(config: Config, target: Target, resolver: Callable[[Config], Config]) -> Machine:
-    # Only a CPU is measured, and with sizes of which the micro-batch is one.
+    # Only a CPU is measured, with sizes that include the micro-batch.
     return machine_of(target, sample_config(config, resolver))
 
 
 def _missing_compiler(target: Target, options: argparse.Namespace) -> str:
-    """Why there can only be an estimate; empty where the step can be compiled."""
+    """Returns why only an estimate is possible; '' if the step can be compiled."""
     if options.estimate:
         return '--estimate'
     try:
@@ -212,7 +212,7 @@ def _missing_compiler(target: Target, options: argparse.Namespace) -> str:
 
 
 def _data(config: Config, vocab_size: int) -> Data:
-    """What a config takes from its data set, if that is there."""
+    """Returns the values that a config takes from its data set, with defaults if the data set does not exist."""
     vocabulary = vocab_size or config.model.vocab_size
     if vocabulary and not config.train.num_epochs:
         return Data(vocabulary, windows=1)
@@ -295,7 +295,7 @@ def _parser(*, plans: bool) -> ArgumentParser:
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.plan` and `maxlm plan`."""
+    """Entry point of `python -m maxlm.plan` and `maxlm plan`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

@@ -1,4 +1,4 @@
-"""`python -m maxlm.prepare`: text → tokenizer, tokens and records that training reads."""
+"""Prepares training data: tokenizes text and writes the records that training reads (`python -m maxlm.prepare`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Makes the data set that `argv` asks for. Raises InputError when it cannot be made."""
+    """Prepares the data set that `argv` describes. Raises InputError if that is not possible."""
     options = _parse(argv)
     not_text: list[Entry] = []
     find: dict[str, Any] = {'max_record_bytes': options.max_record_mib * 2**20, 'on_skipped': not_text.extend}
@@ -55,18 +55,18 @@ def main(argv: list[str]) -> int:
     lines = make(options, _recipe(options, training, validation), make_partitions(training, validation))
     if not options.quiet:
         lines += files_left_out(not_text)
-        # Names of files need not be text.
+        # File names need not be valid text.
         print('\n'.join(lines).encode(errors='backslashreplace').decode())
     return 0
 
 
 def run() -> None:
-    """Entry point: exits with 0 when the data set is there, 2 after bad input."""
+    """Entry point of `python -m maxlm.prepare` and `maxlm prepare`. Exits with 0, or with 2 after bad input."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 
 def _prepare(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequence[Partition]) -> list[str]:
-    """Makes the data set in the directory `options.output`; returns its summary."""
+    """Prepares the data set in the directory `options.output` and returns its summary."""
     with locked(options.output):
         if (options.output / MANIFEST_NAME).exists():
             dataset = load_manifest(options.output)
@@ -80,7 +80,7 @@ def _prepare(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequenc
 
 
 def _publish(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequence[Partition]) -> list[str]:
-    """Makes the data set in the cache and uploads it to the URL `options.output`; returns its summary."""
+    """Prepares the data set in the cache, uploads it to the URL `options.output` and returns its summary."""
     from maxlm.workdir.upload_directory import Upload  # needs fsspec
 
     upload = Upload('--output', options.output, cache=options.cache, last=MANIFEST_NAME)
@@ -91,7 +91,7 @@ def _publish(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequenc
     try:
         lines = _prepare(local, recipe, groups)
     except OtherDataError:
-        # Made for this URL earlier, from other inputs, and not uploaded.
+        # The cached data set was prepared for this URL from other inputs, and was not uploaded.
         upload.discard()
         lines = _prepare(local, recipe, groups)
     upload.finish(show=not options.quiet)
@@ -263,7 +263,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises InputError for values that cannot be right whatever the input."""
+    """Raises InputError for values that are invalid for any input."""
     for name, smallest in {
         'max_record_mib': 1,
         'block': 1,
@@ -293,7 +293,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _num_cores() -> int:
-    # Fewer than the machine has where the process is confined to some.
+    # The process may be restricted to some of the machine's cores.
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
@@ -356,7 +356,7 @@ def _format(options: argparse.Namespace, files: Sequence[InputFile]) -> str:
 
 
 def _chat(options: argparse.Namespace) -> ChatRecipe:
-    # Jinja is for conversations only.
+    # Jinja is only needed for conversations.
     from maxlm.data.chat.setup import make_chat_recipe
 
     return make_chat_recipe(
@@ -368,7 +368,7 @@ def _chat(options: argparse.Namespace) -> ChatRecipe:
 
 
 def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> None:
-    """Raises InputError for what token files cannot be prepared with, and for what they alone can."""
+    """Raises InputError for options that token files do not support, or that only token files support."""
     tokens = next((file for file in files if file.kind == 'tokens'), None)
     if tokens is None:
         for name in ('token_dtype', 'eod_token'):

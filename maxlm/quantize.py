@@ -1,8 +1,9 @@
-"""Store a trained model in 8 or 4 bits: `python -m maxlm.quantize --checkpoint=CKPT --format=int8 --output=WORKDIR`.
+"""Stores a trained model in 8 or 4 bits: `python -m maxlm.quantize --checkpoint=CKPT --format=int8 --output=WORKDIR`.
 
-CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory. The kernels of the blocks become codes
-with scales; embedding, head, norms and biases stay as they are. WORKDIR is used like any other, but not trained. Then
-the loss of both on the validation split is told, on the data of the run or on --data; --no-eval leaves that out.
+CKPT is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. The kernels of the blocks are
+quantized to codes with scales; embedding, head, norms and biases do not change. WORKDIR can be used like any other
+workdir, except for training. Finally the loss of both models on the validation split is printed, for the run's data or
+for --data. --no-eval skips this.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
     if options.num_batches < 0:
         raise InputError(f'--num-batches={options.num_batches}: must be at least 0 (0 = the whole split)')
     with Console():
-        # Before anything is written: that there is nothing to evaluate on shows at once.
+        # Opened before anything is written, so that missing evaluation data is reported immediately.
         corpus = None if options.no_eval else _open_corpus(options.checkpoint, options.data)
         done = quantize_checkpoint(options.checkpoint, options.output, weights, show=True)
         losses = []
@@ -92,7 +93,7 @@ def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
 
 
 def _loss(checkpoint: str, corpus: TrainingData, num_batches: int) -> float:
-    """Of text, in nats per token, whatever the model was trained on last."""
+    """Returns the loss of text in nats per token, even if the model was last trained on another objective."""
     model = load_model(checkpoint, num_devices=jax.device_count())
     enable_compilation_cache(model.config.train.compilation_cache_dir)
     config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
@@ -129,7 +130,7 @@ def _table(done: Quantized, kind: str, losses: list[float]) -> str:
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.quantize` and `maxlm quantize`."""
+    """Entry point of `python -m maxlm.quantize` and `maxlm quantize`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

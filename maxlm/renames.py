@@ -1,7 +1,7 @@
-"""Former names of config keys, metrics and options, which stay valid until release 0.3.
+"""Former names of config keys, metrics and options, which remain valid until release 0.3.
 
 A former name on a command line or in a config file prints one line with its new name. Files that maxlm wrote,
-config.json and metrics.jsonl of earlier runs, are read without a word.
+config.json and metrics.jsonl of earlier runs, are read without a message.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ KEYS = {
     'grpo.gather_once': 'grpo.gather_params_for_generation',
     'grpo.eval_samples': 'grpo.eval_num_generations',
 }
-# New key → new value of each former value, where a key was renamed together with its values.
+# New key → former value → new value, for keys that were renamed together with their values.
 VALUES: dict[str, dict[Any, Any]] = {'grpo.loss_type': {'sequence': 'grpo', 'token': 'dapo', 'budget': 'dr_grpo'}}
 METRICS = {
     'perf/step_seconds': 'perf/step_time_seconds',
@@ -129,7 +129,7 @@ METRICS = {
     'device/use_percent': 'device/utilization_percent',
     'data/window': 'data/seq_len',
 }
-# Beginnings of names that end with the name of a source.
+# Prefixes of names that end with the name of a source.
 METRIC_PREFIXES = {'data/share/': 'data/fraction/'}
 # Command → former option → new option.
 OPTIONS = {
@@ -164,14 +164,14 @@ _reported: set[str] = set()
 
 
 def current_key(key: str, value: Any = None) -> tuple[str, Any]:
-    """Returns the name and the value of a config key that may have its former name, `section.key`."""
+    """Returns the current name and value of a config key `section.key` that may be a former one."""
     if key not in KEYS:
         return key, value
     return KEYS[key], VALUES.get(KEYS[key], {}).get(value, value) if isinstance(value, str) else value
 
 
 def current_config(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sections of a config.json with the current names of its keys; what is not a config is kept."""
+    """Returns the sections of a config.json with current key names; other values are kept unchanged."""
     current: dict[str, Any] = {
         name: {} if isinstance(section, Mapping) else section for name, section in sections.items()
     }
@@ -185,7 +185,7 @@ def current_config(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_renamed(old: str, new: str) -> None:
-    """Prints, once for each name, that a former name was used."""
+    """Prints a warning about a former name, once per name."""
     if old not in _reported:
         _reported.add(old)
         print(f'warning: {old} is now {new}; the former name works until release 0.3', file=sys.stderr)

@@ -1,10 +1,10 @@
-"""One page about a run: what was trained, how it went, what it cost. A single file that needs nothing beside itself.
+"""Writes the report of a run as a self-contained HTML page: model and data, curves, time, cost.
 
     python -m maxlm.report WORKDIR… [--output FILE]
 
-Several workdirs are compared on one page, compare.html in the current directory. The page of one is
-WORKDIR/report.html; WORKDIR may be a URL (gs://…, s3://…), for which --output is needed. A file at --output that is not
-such a page is not overwritten. #dark or #light behind its address sets the colors of a page.
+The page of one run is WORKDIR/report.html. Several runs are compared on one page, compare.html in the current
+directory. WORKDIR may be a URL (gs://…, s3://…), which requires --output. An existing file is only replaced if it is
+such a page. Append #dark or #light to the address of a page to set its colors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maxlm.telemetry.run_history import read_history
 
 
 def main(argv: list[str]) -> int:
-    """Writes the page and says where it lies."""
+    """Writes the page and prints its path."""
     options = _parse(argv)
     first = options.workdirs[0]
     alone = len(options.workdirs) == 1
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.report` and `maxlm report`."""
+    """Entry point of `python -m maxlm.report` and `maxlm report`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

@@ -1,8 +1,8 @@
-"""Serve a model over HTTP: `python -m maxlm.serve --checkpoint=CKPT`, then http://127.0.0.1:8000.
+"""Serves a model over HTTP: `python -m maxlm.serve --checkpoint=CKPT`, then http://127.0.0.1:8000.
 
-CKPT is a workdir (its step of the lowest validation loss, else the newest), `WORKDIR@STEP`, one step's directory, or a
-directory of Hugging Face Transformers. OpenAI's clients are answered at /v1, a browser gets a page to talk to the
-model. SIGTERM and Ctrl-C finish the requests that run; a second one ends at once.
+CKPT is a workdir (its step with the lowest validation loss, or else the newest), `WORKDIR@STEP`, the directory of one
+step, or a directory of Hugging Face Transformers. The server has an OpenAI-compatible API at /v1 and a chat page for
+browsers. SIGTERM and Ctrl-C finish the running requests; a second signal exits immediately.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NEEDED = ('fastapi', 'uvicorn', 'prometheus_client')
 
 
 def main(argv: list[str]) -> int:
-    """Loads, warms up, and serves until it is told to stop."""
+    """Loads the model, compiles its functions, and serves until it is stopped."""
     options = _parser().parse_args(argv)
     _check_extra()
-    # Of the extra, as all that imports them.
+    # These imports need the extra `serve`, which was checked above.
     import jax
 
     from maxlm.inference.engine.engine import Engine
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
             f'--tensor-parallel-size={options.tensor_parallel_size}: must be from 1 to the {jax.device_count()} '
             'that are here'
         )
-    # Bound before the model is read: that a port is taken shows at once.
+    # Bind before the model is loaded, so that a port in use is reported immediately.
     with Console(), bind(options.host, options.port) as listener:
         if not is_loopback(listener) and not api_key:
             logger.warning(
@@ -145,7 +145,7 @@ def _check_extra() -> None:
 
 
 def _api_key(path: str) -> str:
-    """The key of the file or the environment; '' for none."""
+    """Returns the key from the file or the environment; '' if there is none."""
     if not path:
         key, source = os.environ.get(API_KEY, ''), API_KEY
     else:
@@ -169,7 +169,7 @@ def _check_origin(origin: str) -> None:
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.serve` and `maxlm serve`."""
+    """Entry point of `python -m maxlm.serve` and `maxlm serve`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

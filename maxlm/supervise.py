@@ -1,10 +1,10 @@
 """Restarts a command until it succeeds: `python -m maxlm.supervise [--max-failures=K] -- python -m maxlm.train …`.
 
-Exit code 0 of the command ends the loop. So does 2, bad input, because a restart would fail in the same way. After 75,
-preempted, the command restarts at once; after any other code it restarts after a pause. The loop gives up after K
-failures in a row without a new checkpoint in the command's --workdir. It then returns the exit code of the command, or
-1 instead of 75. SIGTERM and Ctrl-C are forwarded once, as SIGTERM; the loop then waits for the command and returns its
-exit code.
+Exit code 0 of the command ends the loop. Exit code 2 (bad input) also ends it, because a restart would fail in the same
+way. After 75 (preempted) the command restarts immediately; after any other code it restarts after a pause. The loop
+gives up after K failures in a row without a new checkpoint in the command's --workdir. It then returns the exit code of
+the command, or 1 instead of 75. SIGTERM and Ctrl-C are forwarded once, as SIGTERM; the loop then waits for the command
+and returns its exit code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED,
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, COMMIT_MARKER
 
 LONGEST_PAUSE_SECONDS = 300.0
-# The longest delay until a pause notices a signal.
+# Maximum delay until a pause reacts to a signal.
 TICK_SECONDS = 0.1
 
 
@@ -33,9 +33,9 @@ class Policy(NamedTuple):
     """Limits of restarts.
 
     Attributes:
-        max_failures: failures in a row without a new checkpoint.
+        max_failures: maximum number of failures in a row without a new checkpoint.
         backoff: seconds of the first pause, which doubles after each failure.
-        workdir: the workdir whose checkpoints show progress; '' = unknown, so that nothing counts as progress.
+        workdir: workdir whose checkpoints show progress; '': unknown, so no attempt counts as progress.
     """
 
     max_failures: int

@@ -1,11 +1,11 @@
-"""Train a model: `python -m maxlm.train --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
+"""Trains a model: `python -m maxlm.train --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
 
-The default workdir is runs/NAME or runs/NAME-VARIANT, by the name of the config file. Started again on its workdir, a
-run goes on where its newest checkpoint left it. The workdir may be in a bucket, gs://…
-or s3://…; --resume=WORKDIR[@STEP] is where a new one goes on from. Exit codes: 0 done; 1 the loss or gradient is not
-finite any more, or spikes, in spite of going back; 2 bad input; 75 told to stop (SIGTERM, Ctrl-C, a notice of the
-machine) with the state saved, or a bucket does not answer: start again. Of several processes (see
-`maxlm.runtime.initialize`) all end together, with 75 too when one was lost or stuck.
+The default workdir is runs/NAME or runs/NAME-VARIANT, where NAME is the name of the config file. A run that is
+restarted with its workdir resumes from the newest checkpoint. The workdir may be in a bucket, gs://… or s3://….
+--resume=WORKDIR[@STEP] starts a new workdir from a checkpoint of another run. Exit codes: 0 done; 1 the loss or
+gradient is not finite or spikes, despite rollbacks; 2 bad input; 75 stopped (SIGTERM, Ctrl-C, maintenance event) with
+the state saved, or a bucket does not respond: start the command again. Multiple processes (see
+`maxlm.runtime.initialize`) exit together, also with 75 if one of them was lost or hung.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 from maxlm.errors import InputError, exit_on_sigterm
 
 if __name__ == '__main__':
-    # Before the other imports, which take seconds.
+    # Must precede the other imports, which take seconds.
     exit_on_sigterm(importing=True)
 
 from maxlm.config.schema import Config
@@ -25,12 +25,12 @@ from maxlm.trainer.batch_source import TextBatches
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:
-    """Trains on prepared data; `began` as for `runs.main`."""
+    """Trains on prepared data; `began` as in `runs.main`."""
     return runs.main(argv, open_feed, prog='maxlm.train', description=__doc__, began=began)
 
 
 def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches, int]:
-    """See `runs.OpenFeed`."""
+    """Opens the data set of a config; see `runs.OpenSource`."""
     del stack
     if config.train.objective == 'grpo':
         raise InputError('train.objective=grpo learns from what the model writes: start it by python -m maxlm.grpo')
@@ -40,7 +40,7 @@ def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches,
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.train` and `maxlm train`."""
+    """Entry point of `python -m maxlm.train` and `maxlm train`."""
     runs.start(main)
 
 
