@@ -1,10 +1,10 @@
 """Trains a model: `python -m maxlm.train --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
 
 The default workdir is runs/NAME or runs/NAME-VARIANT, where NAME is the name of the config file. A run that is
-restarted with its workdir resumes from the newest checkpoint. The workdir may be in a bucket, gs://… or s3://….
+restarted with its workdir resumes from the newest checkpoint. The workdir may be a URL (gs://…, s3://…).
 --resume=WORKDIR[@STEP] starts a new workdir from a checkpoint of another run. Exit codes: 0 done; 1 the loss or
-gradient is not finite or spikes, despite rollbacks; 2 bad input; 75 stopped (SIGTERM, Ctrl-C, maintenance event) with
-the state saved, or a bucket does not respond: start the command again. Multiple processes (see
+gradient is not finite or spikes, despite rollbacks; 2 bad input; 75 the state is saved, start the command again. A run
+exits with 75 after SIGTERM, Ctrl-C or a maintenance event, or if a bucket does not respond. Multiple processes (see
 `maxlm.runtime.initialize`) exit together, also with 75 if one of them was lost or hung.
 """
 

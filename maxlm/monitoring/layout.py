@@ -1,4 +1,4 @@
-"""Arranges text fields in the lines of a dashboard, without truncating values."""
+"""Arranges text fields in the lines of a dashboard, without splitting fields across lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The devices that a step is planned for, and the memory and speed that a program gets of them."""
+"""The devices that a step is planned for, and their usable memory and speed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU_SHARE = 0.8
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices, and the resources that a program gets of them.
+    """Devices, and their resources that a program can use.
 
     Attributes:
         target: the devices.

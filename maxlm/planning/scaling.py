@@ -175,8 +175,8 @@ def sweep_sizes(
 def resize(model: ModelConfig, shape: Shape) -> ModelConfig:
     """Returns a model of the same family with another depth and width.
 
-    The head dimension stays the same, and so do the ratio of key/value heads and that of the feed-forward width, which
-    is rounded to a multiple of 128.
+    The head dimension, the ratio of key/value heads and the relative feed-forward width stay the same. The feed-forward
+    width is rounded to a multiple of 128.
     """
     head_dim = model.head_dim or model.dim // model.num_heads
     num_heads = max(1, round(shape.dim / head_dim))

@@ -160,7 +160,7 @@ def _problems(lines: Sequence[str], extra: str, version_of: Callable[[str], str 
             yield f'{requirement.name} is missing'
         elif not requirement.specifier.contains(version, prereleases=True):
             yield f'{requirement.name} {version}, and {requirement.specifier} is needed'
-        # `jax[cuda12]` is not a package of its own; its plugin shows whether it is installed.
+        # `jax[cuda12]` is an extra and has no version; its plugin shows whether it is installed.
         for name in requirement.extras:
             brought = {**CUDA_PLUGINS, 'tpu': 'libtpu'}.get(name)
             if brought and version_of(brought) is None:

@@ -20,7 +20,7 @@ from maxlm.training.step import make_train_step
 WHOLE_PRODUCTS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
 # XLA options by kind of device. benchmarks/tpu_overlap.py measures what each option hides. Other devices have none:
 # their only way to hide gathers is to continue them within products. libtpu calls that unsafe except on v5e, and
-# rejects it since 0.0.50. Windowed einsums hide gradient sums.
+# rejects it since 0.0.50. They hide gradient sums by windowed einsums.
 DEVICE_OPTIONS: dict[str, dict[str, Any]] = {
     # By default, libtpu implements gathers as all-reduces.
     'TPU v4': {
@@ -67,7 +67,8 @@ class CompiledStep(NamedTuple):
         """Returns the bytes that a device needs for the step, or None if the backend reports no memory.
 
         GPUs and CPUs allocate all temporary memory as one block of the reported size. On a TPU the reported size is up
-        to a third larger than the memory in use at any time, so the peak, which includes the arguments, decides.
+        to a third larger than the memory in use at any time.
+        There the peak, which includes the arguments, is returned.
         """
         memory = self.memory_bytes()
         if memory is None:

@@ -1,7 +1,7 @@
 """Estimates the collectives of one step by formula, matching programs that XLA compiled for GPUs.
 
-Sizes use the dtype that is sent: the compute dtype for parameters and gradients, 8 bits for parameters of blocks with
-8-bit products, and float32 for the gradient of the output projection, which is summed over the chunks of the loss.
+Sizes use the dtype that is sent. Parameters and gradients have the compute dtype, and parameters of blocks with 8-bit
+products have 8 bits. The gradient of the output projection is float32, because it is summed over the chunks of the loss.
 """
 
 from __future__ import annotations

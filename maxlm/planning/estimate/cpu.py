@@ -83,7 +83,7 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     heads = config.train.per_device_batch_size * model.num_heads
     attention = _batched_flops((heads, queries, part.last - part.start, model.head_dim), dtype, rounds)
     bandwidth = _copy_bytes(rounds)
-    # Without rematerialization, and with the measured sequences in one micro-batch if the config fits them.
+    # Without rematerialization, like the measured functions.
     plain = dataclasses.replace(config, model=dataclasses.replace(model, remat_policy='none'))
     work = estimate_work(plain)
     # Attention time besides its products: scores, softmax, transposed operands.
