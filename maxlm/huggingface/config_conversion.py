@@ -89,7 +89,7 @@ def choose_architecture(model: ModelConfig, architecture: str = AUTO) -> Archite
                 f'{", ".join(missing)}: {row.class_name} has no such models; leave --architecture at {AUTO}'
             )
         return row
-    # Prefer the architecture that the family is named for.
+    # Prefer the architecture with the name of the family.
     rows = sorted(DEFAULT_ARCHITECTURES, key=lambda row: row.model_type != model.family)
     row = min(rows, key=lambda row: len(unsupported_settings(model, row)))
     missing = unsupported_settings(model, row)

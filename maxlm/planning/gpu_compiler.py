@@ -30,7 +30,7 @@ OPTION = '--install-compiler'
 VARIABLE = 'MAXLM_GPU_COMPILER'
 # The parent of the default directories, one for each jaxlib and Python.
 CACHE = '~/.cache/maxlm/gpu-compiler'
-# File in the directory with the version of jaxlib that the compiler is for; pip has finished where it exists.
+# File in the directory with the jaxlib version of the compiler. It is written after pip has finished.
 MARKER = 'installed'
 # The compiler, in the directory.
 LIBRARY = 'jax_plugins/xla_cuda12/xla_cuda_plugin.so'
@@ -54,7 +54,7 @@ def add_compiler() -> bool:
     if found == version:
         settings: Any = jax.config
         assert settings.jax_platforms == 'cpu', 'the plugin would initialize CUDA'
-        # At the end, so that the directory cannot hide a package of the environment.
+        # Appended at the end, so that the directory cannot hide a package of the environment.
         sys.path.append(str(folder))
         # When JAX loads the library for the first time, it prints that no GPU was found.
         with _without_stderr(), contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ def install_compiler() -> None:
 
 
 def _install(folder: Path, version: str, lock: int) -> None:
-    """Fills a directory beside `folder` and then renames it."""
+    """Installs into a directory beside `folder` and then renames it."""
     part, old = (folder.with_name(f'.{folder.name}.{name}') for name in ('part', 'old'))
     packages = [f'jax-cuda12-plugin=={version}', f'jax-cuda12-pjrt=={version}', 'nvidia-cuda-nvcc-cu12>=12.6']
     options = ['--disable-pip-version-check', '--no-input', '--no-compile', '--no-deps', '--only-binary=:all:']

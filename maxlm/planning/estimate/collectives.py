@@ -1,7 +1,8 @@
 """Estimates the collectives of one step by formula, matching programs that XLA compiled for GPUs.
 
 Sizes use the dtype that is sent. Parameters and gradients have the compute dtype, and parameters of blocks with 8-bit
-products have 8 bits. The gradient of the output projection is float32, because it is summed over the chunks of the loss.
+products have 8 bits. The gradient of the output projection is float32, because it is summed over the chunks of the
+loss.
 """
 
 from __future__ import annotations

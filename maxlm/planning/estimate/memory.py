@@ -133,8 +133,8 @@ def estimate_memory(
 ) -> Memory:
     """Estimates the memory of a resolved config's step without compiling or tracing.
 
-    The peak is the largest of three moments: the backward pass of a layer, that of the head, and the optimizer update. In
-    the first, the activations of all layers and most gradients exist; in the second, the logits exist.
+    The peak is the largest of three moments: the backward pass of a layer, that of the head, and the optimizer update.
+    In the first, the activations of all layers and most gradients exist; in the second, the logits exist.
 
     Args:
         config: config of the run.
