@@ -71,8 +71,6 @@ _ROPE_NAMES = {
     'rope_beta_fast': 'beta_fast',
     'original_max_positions': 'original_max_position_embeddings',
 }
-# Sequence length of the config of an imported model, unless the model's context is shorter.
-_WINDOW = 1024
 
 
 def choose_architecture(model: ModelConfig, architecture: str = AUTO) -> Architecture:
