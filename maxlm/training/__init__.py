@@ -1,1 +1,1 @@
-"""The training step: pure functions of arrays and numbers, without files and clocks."""
+"""The training step and run decisions: pure functions of arrays and numbers, without file or clock access."""

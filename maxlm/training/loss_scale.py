@@ -17,8 +17,8 @@ class LossScale(NamedTuple):
     """State of the dynamic loss scale.
 
     Attributes:
-        scale: factor of the loss before differentiation; a power of two if the config's initial scale is one.
-        good_steps: steps since the scale changed.
+        scale: factor of the loss before differentiation; a power of two if the initial scale is a power of two.
+        good_steps: number of good steps since the last change of the scale.
     """
 
     scale: jax.Array
@@ -50,14 +50,14 @@ def next_loss_scale(state: LossScale, overflow: jax.Array, config: TrainConfig) 
 def update_loss_scale(
     state: LossScale | None, loss: jax.Array, *, is_finite: jax.Array, ok: jax.Array, config: TrainConfig
 ) -> tuple[LossScale | None, dict[str, jax.Array]]:
-    """Returns the loss scale after a step, and its metrics; without loss scaling None and no metrics.
+    """Returns the loss scale after a step and its metrics; None and no metrics without loss scaling.
 
     Args:
-        state: before the step.
-        loss: of the step, without the scale.
+        state: loss scale before the step.
+        loss: unscaled loss of the step.
         is_finite: True if loss and gradient norm are finite.
         ok: True if the step updates the parameters.
-        config: the section of the run's config.
+        config: section `train` of the config.
     """
     if state is None:
         return None, {}

@@ -1,7 +1,7 @@
-"""What a step minimizes: next-token cross-entropy, preferences (DPO), or responses by their rewards (GRPO).
+"""Training objectives: next-token cross-entropy, DPO and GRPO.
 
-Each is a function of parameters and a micro-batch that returns sums, so that every token counts the same, wherever the
-micro-batches were cut.
+An objective is a function of parameters and a micro-batch. It returns sums, so each token has the same weight,
+regardless of how the batch is split into micro-batches.
 
 Shapes: A micro-batches, B batch, T length, D dim, S sources.
 """
@@ -26,9 +26,9 @@ from maxlm.training.losses.grpo import policy_sums
 from maxlm.training.losses.log_probs import TokenLogProbs, token_log_probs
 from maxlm.training.state import Params, abstract_model
 
-# tokens, targets, weights, segments, positions: each [B, T]; perhaps sources: [B]; of responses also GRPO_TYPES.
+# tokens, targets, weights, segments, positions: [B, T] each; optional: sources [B]; for GRPO also GRPO_TYPES.
 Batch = dict[str, jax.Array]
-# The arrays of a batch, as `maxlm.data` makes them; each [B, T].
+# The arrays of a batch, as `maxlm.data` produces them; each [B, T].
 BATCH_TYPES = {
     'tokens': jnp.int32,
     'targets': jnp.int32,
@@ -36,34 +36,39 @@ BATCH_TYPES = {
     'segments': jnp.int32,
     'positions': jnp.int32,
 }
-# What a batch of responses has besides, each [B, T]; see `policy_sums`. There `weights` are those of the loss.
+# Additional arrays of a batch of GRPO responses, each [B, T]; see `policy_sums`. `weights` are then the loss weights.
 GRPO_TYPES = {'predicted': jnp.float32, 'advantages': jnp.float32, 'old_log_probs': jnp.float32}
 
 
 class LossSums(NamedTuple):
-    """Sums over a batch."""
+    """Sums over a batch.
 
-    # What is minimized, as it is reported: in nats, of next_token without z-loss.
+    Attributes:
+        loss: the reported loss, in nats; next-token loss excludes the z-loss.
+        weight: denominator of the mean loss: number of predicted tokens, number of pairs, or sum of token weights.
+        tokens: number of predicted tokens.
+        source_loss: [S] loss of the rows of each source; [0] if the batch has no `sources`.
+        source_tokens: [S] predicted tokens of each source; [0] if the batch has no `sources`.
+        parts: sums of the additional metrics, by metric name; see `aux_names`.
+        parts_count: denominator of the means of `parts`.
+    """
+
     loss: jax.Array
-    # What it is a mean of: predicted tokens, pairs, or weights of tokens.
     weight: jax.Array
-    # Predicted tokens.
     tokens: jax.Array
-    # Of the rows of each source, where the batch tells them: loss and tokens, each [S].
     source_loss: jax.Array
     source_tokens: jax.Array
-    # By name of a metric: a sum, and what the metrics are means of.
     parts: dict[str, jax.Array]
     parts_count: jax.Array
 
 
-# (params, reference, slots, batch, dropout key) → what is minimized, the only one with a gradient, and the sums.
-# `slots` stand in for parameters in host memory, see `fetch`.
+# (params, reference, slots, batch, dropout key) → the minimized sum and the `LossSums`. Only the first has a gradient.
+# `slots` receive the gradients of parameters in host memory; see `maxlm.parallel.host_offload.fetch`.
 Objective = Callable[[Params, Params | None, Params | None, Batch, jax.Array | None], tuple[jax.Array, LossSums]]
 
 
 def make_objective(config: Config, layout: Layout, num_sources: int = 0) -> Objective:
-    """What the step of a resolved config minimizes."""
+    """Returns the objective of a resolved config."""
     if config.train.objective == 'dpo':
         return _make_preference(config, layout)
     if config.train.objective == 'grpo':
@@ -72,7 +77,7 @@ def make_objective(config: Config, layout: Layout, num_sources: int = 0) -> Obje
 
 
 def aux_names(config: Config) -> tuple[str, ...]:
-    """Of the metrics that an objective has besides the loss: the keys of `LossSums.parts`."""
+    """Returns the names of the objective's additional metrics, which are the keys of `LossSums.parts`."""
     if config.train.objective == 'dpo':
         return tuple(DPO_PARTS)
     if config.train.objective == 'grpo':
@@ -93,14 +98,14 @@ GRPO_PARTS = ('clip_fraction', 'entropy', 'approx_kl')
 
 
 def zero_sums(config: Config, num_sources: int = 0) -> LossSums:
-    """Of no batch."""
+    """Returns sums of zero, with which accumulation starts."""
     parts = {name: jnp.zeros(()) for name in aux_names(config)}
     zero, by_source = jnp.zeros(()), jnp.zeros(num_sources)
     return LossSums(zero, zero, zero, by_source, by_source, parts, zero)
 
 
 def make_next_token(config: Config, layout: Layout, num_sources: int = 0, *, z_loss: float = 0.0) -> Objective:
-    """Σ cross-entropy of the predicted tokens + z_loss · Σ log² Z, see `cross_entropy`."""
+    """Returns the objective Σ cross-entropy of the predicted tokens + z_loss · Σ log² Z; see `cross_entropy`."""
     hidden = _make_forward(config, layout)
     pipelined = config.accumulation // config.rounds
 
@@ -119,14 +124,14 @@ def make_next_token(config: Config, layout: Layout, num_sources: int = 0, *, z_l
             chunk=config.train.loss_chunk_size,
             z_loss=z_loss,
             logit_softcap=config.model.logit_softcap,
-            # As many rows at a time as a micro-batch has; the stages of a pipeline share them.
+            # Each group has the rows of one micro-batch; the pipeline stages share them.
             row_groups=max(1, pipelined // layout.num_shards('layers')),
         )
         tokens_B = batch['weights'].sum(axis=1)
         source_loss = source_tokens = jnp.zeros(0)
         if num_sources:
             is_from_BS = batch['sources'][:, None] == jnp.arange(num_sources)[None, :]
-            # A selection: the loss of a row that is not finite stays with its own source.
+            # A selection instead of a product, so that a non-finite row affects only its own source.
             source_loss, source_tokens = (
                 jnp.where(is_from_BS, rows[:, None], 0).sum(axis=0) for rows in (loss_B, tokens_B)
             )
@@ -140,7 +145,7 @@ def make_next_token(config: Config, layout: Layout, num_sources: int = 0, *, z_l
 def make_log_probs(
     config: Config, layout: Layout
 ) -> Callable[[Params, Params | None, Batch, jax.Array | None], TokenLogProbs]:
-    """(params, slots, batch, dropout key) → log-probabilities of the batch's targets."""
+    """Returns a function (params, slots, batch, dropout key) → log-probabilities of the batch's targets."""
     hidden = _make_forward(config, layout)
     pipelined = config.accumulation // config.rounds
 
@@ -161,7 +166,7 @@ def make_log_probs(
 
 
 def _make_preference(config: Config, layout: Layout) -> Objective:
-    """Σ over pairs of DPO's loss, see `preference_terms`."""
+    """Returns the DPO objective; see `preference_terms`."""
     log_probs = make_log_probs(config, layout)
 
     def preference(
@@ -179,7 +184,7 @@ def _make_preference(config: Config, layout: Layout) -> Objective:
 
 
 def _make_policy(config: Config, layout: Layout) -> Objective:
-    """GRPO's loss, see `policy_sums`."""
+    """Returns the GRPO objective; see `policy_sums`."""
     log_probs = make_log_probs(config, layout)
 
     def policy(
@@ -214,7 +219,7 @@ def _make_policy(config: Config, layout: Layout) -> Objective:
 def _make_forward(
     config: Config, layout: Layout
 ) -> Callable[[Params, Params | None, Batch, jax.Array | None], tuple[jax.Array, Decoder]]:
-    """(params, slots, batch, dropout key) → the last hidden states, placed for the loss, and the model."""
+    """Returns a function (params, slots, batch, dropout key) → last hidden states, sharded for the loss, and model."""
     graph, _ = nnx.split(abstract_model(config, layout))
     pipelined = config.accumulation // config.rounds
 
@@ -224,7 +229,7 @@ def _make_forward(
         blocks_slots = None
         assert slots is None or any(map(on_host, jax.tree.leaves(params))), 'slots stand in for parameters on the host'
         if any(map(on_host, jax.tree.leaves(params))):
-            # The blocks come a layer at a time.
+            # The model fetches the blocks one layer at a time.
             blocks_slots = None if slots is None else slots[BLOCKS]
             rest = {name: fetch(tree, slots and slots[name]) for name, tree in params.items() if name != BLOCKS}
             params = {**rest, BLOCKS: params[BLOCKS]}

@@ -1,4 +1,4 @@
-"""The reference model of DPO and GRPO: the parameters that a run starts from, which are not trained."""
+"""The reference model of DPO and GRPO: a frozen copy of the parameters that a run starts from."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from maxlm.training.optimizers.trainable import Tree
 
 
 def has_reference_params(config: Config) -> bool:
-    """Returns True if the state holds a copy of the reference parameters.
+    """Returns True if the training state contains a copy of the reference parameters.
 
-    If only adapters are trained, the reference is the model without them.
+    If a run trains only adapters, the reference is the model without its adapters.
     """
     return config.has_reference and not (config.model.lora_rank and not config.optimizer.trainable_params)
 
 
 def stored_dtype(config: Config, kind: str) -> jnp.dtype:
-    """Returns the type in which a reference parameter of this kind is stored.
+    """Returns the dtype in which a reference parameter of this kind is stored.
 
-    It is the type that the model computes with, so nothing is lost. FP8 matmuls round the float32 parameter.
+    It is the compute dtype of the model, so outputs are unchanged. FP8 matmuls quantize the float32 parameter.
     """
     rounded = kind == 'matrix' and config.model.matmul_precision == 'fp8'
     return jnp.dtype(jnp.float32 if kind == 'vector' or rounded else config.model.dtype)
 
 
 def to_reference(config: Config, params: Tree) -> Any:
-    """Returns a copy of parameters in the types of `stored_dtype`."""
+    """Returns a copy of the parameters in the dtypes given by `stored_dtype`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, param: jnp.array(param, stored_dtype(config, kind_of(path)), copy=True), params
     )
@@ -42,15 +42,15 @@ def reference_params(config: Config, params: Tree, stored: Tree | None) -> Any:
     """Returns the parameters of the reference model, or None if the objective has no reference.
 
     Args:
-        config: resolved.
-        params: the current parameters.
+        config: resolved config.
+        params: current parameters.
         stored: `TrainState.reference`.
     """
     return without_adapters(params) if stored is None and config.has_reference else stored
 
 
 def without_adapters(params: Tree) -> Any:
-    """Returns the parameters with LoRA adapters that add nothing."""
+    """Returns the parameters with all `lora_b` matrices set to zero, which disables the adapters."""
     return {
         key: without_adapters(value)
         if isinstance(value, Mapping)

@@ -1,4 +1,4 @@
-"""Checkpoint retention: which steps are saved, and which of the saved ones stay, as pure functions of numbers."""
+"""Save and retention policy of checkpoints, as pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LAST, BEST, PERMANENT = 'last', 'best', 'permanent'
 
 
 class SavedStep(NamedTuple):
-    """A checkpoint; `validation_loss` None = there was no evaluation at this step."""
+    """Step and validation loss of a checkpoint. The loss is None if the step was not evaluated."""
 
     step: int
     validation_loss: float | None = None
@@ -25,32 +25,33 @@ def should_save(
     seconds: float,
     save_interval_minutes: float,
 ) -> bool:
-    """Whether a step is to be saved.
+    """Returns True if a checkpoint must be saved after this step.
 
     Args:
-        step: number of the step that was just done, from 1.
-        num_steps: of the run; its last one is always saved.
-        save_interval_steps: 0 = never by steps.
-        keep_period: steps that stay for good are saved whatever else is asked for; 0 = none.
-        seconds: since the last save, or since the start.
-        save_interval_minutes: 0 = never by time.
+        step: number of the step that was just completed, counted from 1.
+        num_steps: number of steps of the run. The last step is always saved.
+        save_interval_steps: save every this many steps; 0 disables saving by steps.
+        keep_period: multiples of it are kept permanently and always saved; 0 means none.
+        seconds: seconds since the last save or since the start.
+        save_interval_minutes: save every this many minutes; 0 disables saving by time.
     """
     by_number = any(every and step % every == 0 for every in (save_interval_steps, keep_period))
     return step == num_steps or by_number or bool(save_interval_minutes and seconds >= 60 * save_interval_minutes)
 
 
 def next_check(step: int, *, seconds_left: float, step_seconds: float) -> int:
-    """The step after which the clock is to be looked at again, when every look costs something.
+    """Returns the step after which the elapsed time must be checked again.
 
-    Half of the steps that fit into the time left, at least one: a pace that doubles is still seen in time, and the
-    number of looks grows with the logarithm of the time between two saves.
+    A check has a cost, so the next one is after half of the steps that fit into the remaining time, at least one step.
+    It is still in time if steps become up to twice as slow. The number of checks grows with the logarithm of the time
+    between two saves.
     """
     fit = seconds_left / step_seconds if step_seconds > 0 else 0.0
     return step + max(1, int(fit / 2))
 
 
 def best_step(saved: Iterable[SavedStep]) -> int | None:
-    """The step with the lowest validation loss, of equal ones the newest; None where no loss is known."""
+    """Returns the step with the lowest finite validation loss, the newest on a tie; None if there is no such loss."""
     best = _by_loss(saved)
     return best[0].step if best else None
 
@@ -58,13 +59,14 @@ def best_step(saved: Iterable[SavedStep]) -> int | None:
 def retention_reasons(
     saved: Iterable[SavedStep], *, max_to_keep: int, keep_best: int, keep_period: int
 ) -> dict[int, tuple[str, ...]]:
-    """Why each of the saved steps stays, in their order; those that may go have no reason.
+    """Returns the reasons to keep each saved step, in order of the steps. Steps without a reason may be deleted.
 
     Args:
-        saved: the checkpoints there are.
-        max_to_keep: so many of the newest stay; at least 1.
-        keep_best: so many with the lowest validation loss stay.
-        keep_period: multiples of it stay for good; 0 = none. Step 0, where an import starts, is none of them.
+        saved: existing checkpoints.
+        max_to_keep: number of newest checkpoints to keep, at least 1.
+        keep_best: number of checkpoints with the lowest validation loss to keep.
+        keep_period: multiples of it are kept permanently; 0 means none. Step 0, at which an imported model starts, is
+            not a multiple.
     """
     assert max_to_keep >= 1, max_to_keep
     saved = sorted(saved)
@@ -79,6 +81,6 @@ def retention_reasons(
 
 
 def _by_loss(saved: Iterable[SavedStep]) -> list[SavedStep]:
-    """Those with a finite loss, the best first."""
+    """Returns the checkpoints with a finite loss, lowest loss first."""
     known = [(one.validation_loss, -one.step, one) for one in saved if one.validation_loss is not None]
     return [one for loss, _, one in sorted(known) if math.isfinite(loss)]

@@ -1,6 +1,6 @@
-"""What a run decides on its way, as pure functions of numbers: going back, stopping early, ending with its budget.
+"""Decisions of a run as pure functions of numbers: rollback, early stopping, and the end of its budget.
 
-Decisions go with every checkpoint, so that a run which starts again decides no other way.
+Every checkpoint contains the decisions, so a resumed run makes the same ones.
 """
 
 from __future__ import annotations
@@ -12,75 +12,95 @@ from typing import Any, NamedTuple
 
 from maxlm.config.schema import Config, GuardConfig
 
-# From this share of a budget on there is an alert.
+# Share of a budget from which an alert is sent.
 ALERT_SHARE = 0.8
 
 
 class RunControl(NamedTuple):
-    """All that a run has decided so far."""
+    """All decisions of a run so far.
 
-    # Ranges [start, stop) of batches of the data's own order that the run leaves out; see
-    # `maxlm.data.loader.skipped_batches`.
+    Attributes:
+        skips: ranges [start, stop) of batches, in the original order of the data, that the run skips; see
+            `maxlm.data.loader.skipped_batches`.
+        rollbacks: number of rollbacks to a checkpoint.
+        rate_factor: factor of the config's learning rates.
+        num_steps: last decided length if `train.hours` or `train.dollars` gives it. 0 means that it is not decided
+            yet, or that the config gives it.
+        hours: hours spent in all attempts.
+        dollars: dollars spent in all attempts.
+        step_hours: the part of `hours` spent in training steps.
+        best_validation_loss: lowest validation loss, for early stopping.
+        evaluations_without_progress: number of evaluations since that loss improved.
+        planned_step: steps completed at the last decision of `num_steps`.
+        planned_share: share of the schedule completed at that step; see `maxlm.training.optimizers.schedule.Progress`.
+        warmup_share: share of the schedule at the end of the warm-up.
+        budget: budget for which `num_steps` was decided.
+        step_seconds: duration of a step; 0 means not measured.
+    """
+
     skips: tuple[tuple[int, int], ...] = ()
-    # Times that the run went back to a checkpoint.
     rollbacks: int = 0
-    # What the config's learning rates are multiplied by.
     rate_factor: float = 1.0
-    # Length of the run where train.hours or train.dollars gives it, as decided last; 0 = not decided, or the config's.
     num_steps: int = 0
-    # What the run has cost in all of its lives, and how much of the time went into steps.
     hours: float = 0.0
     dollars: float = 0.0
     step_hours: float = 0.0
-    # For early stopping.
     best_validation_loss: float = math.inf
     evaluations_without_progress: int = 0
-    # Where num_steps is decided: steps done at the last decision, the share of the schedule that they were and the
-    # share that the warm-up was (see `maxlm.training.optimizers.schedule.Progress`).
     planned_step: int = 0
     planned_share: float = 0.0
     warmup_share: float = 0.0
-    # The budget that it was decided for, and the duration of a step; 0 = not measured.
     budget: float = 0.0
     step_seconds: float = 0.0
 
 
 class BadSteps(NamedTuple):
-    """The run's last steps, as far as they were left out one after the other; numbers count from 1."""
+    """The most recent consecutive skipped steps, counted from 1.
+
+    Attributes:
+        first: number of the first skipped step.
+        last: number of the last skipped step.
+        in_a_row: number of skipped steps, without steps in between whose gradient overflowed in float16.
+    """
 
     first: int = 0
     last: int = 0
-    # How many; steps in between whose gradient overflowed in float16 do not count.
     in_a_row: int = 0
 
 
 class Rollback(NamedTuple):
-    """Go on from the checkpoint of step `step` (0 = from the start), without some batches."""
+    """Decision to continue from an earlier checkpoint and to skip some batches.
+
+    Attributes:
+        step: step of the checkpoint; 0 means the start of the run.
+        skip_from: the batches of the steps after this step are skipped, in the numbering before the rollback.
+        skip_to: the last step whose batch is skipped.
+    """
 
     step: int
-    # The batches of the steps after `skip_from` up to `skip_to`, as the run numbers them before it goes back.
     skip_from: int
     skip_to: int
 
 
 class Stop(NamedTuple):
-    """End the run."""
+    """Decision to stop the run."""
 
     reason: str
 
 
 def on_bad_steps(decisions: RunControl, bad: BadSteps, saved: Sequence[int], config: Config) -> Rollback | Stop | None:
-    """What follows from steps that were left out; None = nothing yet.
+    """Decides between rollback and stop after skipped steps. Returns None if there are too few of them.
 
-    The batches of `guard.rollback_skip_steps` steps before the first bad one are left out too: often they are what did
-    it. The checkpoint is the newest that has seen none of them. If there is only a younger one, which has seen the
-    first of them, the rest is left out; one that is younger than the first bad step is no good.
+    A rollback also skips the batches of the `guard.rollback_skip_steps` steps before the first bad step, because they
+    often caused the spike. It restores the newest checkpoint that was trained on none of the skipped batches. If every
+    checkpoint before the first bad step was trained on some of them, it restores the oldest of these checkpoints and
+    skips only the batches after it. Without a checkpoint before the first bad step, the run stops.
 
     Args:
-        decisions: those of the run so far.
-        bad: its newest bad steps.
-        saved: steps of the checkpoints that can be restored; with 0 if the run can start anew.
-        config: of the run.
+        decisions: current decisions of the run.
+        bad: most recent bad steps.
+        saved: steps of the checkpoints that can be restored; includes 0 if the run can restart from the beginning.
+        config: config of the run.
     """
     guard, most = config.guard, config.guard.max_consecutive_skips
     if bad.in_a_row < most:
@@ -108,13 +128,13 @@ def on_bad_steps(decisions: RunControl, bad: BadSteps, saved: Sequence[int], con
 def rolled_back(
     now: RunControl, restored: RunControl, skips: tuple[tuple[int, int], ...], guard: GuardConfig
 ) -> RunControl:
-    """Those after a rollback.
+    """Returns the decisions after a rollback.
 
     Args:
-        now: from before it: what was spent is spent.
-        restored: of the checkpoint, whose evaluations are the last that count, and whose schedule continues.
-        skips: with the batches of the rollback.
-        guard: the section of the run's config.
+        now: decisions before the rollback; their costs, rollback count and rate factor are kept.
+        restored: decisions of the checkpoint; their evaluations and schedule are restored.
+        skips: ranges to skip, including the batches of this rollback.
+        guard: section `guard` of the config.
     """
     return now._replace(
         skips=skips,
@@ -130,7 +150,7 @@ def rolled_back(
 
 
 def apply_control(config: Config, decisions: RunControl) -> Config:
-    """A resolved config with the length and the learning rates that the run has decided on."""
+    """Returns a resolved config with the length and the learning rates decided by the run."""
     config = with_rates(config, decisions)
     if not (config.by_budget and decisions.num_steps):
         return config
@@ -138,10 +158,13 @@ def apply_control(config: Config, decisions: RunControl) -> Config:
 
 
 def with_rates(config: Config, decisions: RunControl) -> Config:
-    """A resolved config with the learning rates alone: the step is compiled for it, whatever its budget comes to."""
+    """Returns a resolved config with the decided learning rates but the original length.
+
+    The step is compiled for this config, so a new length does not cause a recompilation.
+    """
     optimizer = config.optimizer
     if decisions.rate_factor != 1:
-        # 0 stands for another of them, and stays 0.
+        # A rate of 0 means that another rate is used. It remains 0.
         optimizer = dataclasses.replace(
             optimizer,
             learning_rate=decisions.rate_factor * optimizer.learning_rate,
@@ -153,14 +176,14 @@ def with_rates(config: Config, decisions: RunControl) -> Config:
 
 
 def after_evaluation(decisions: RunControl, validation_loss: float, guard: GuardConfig) -> RunControl:
-    """With one more evaluation. A loss that is not finite is no progress."""
+    """Returns the decisions after one more evaluation. A non-finite loss is not an improvement."""
     if validation_loss < decisions.best_validation_loss - guard.early_stopping_min_delta:
         return decisions._replace(best_validation_loss=validation_loss, evaluations_without_progress=0)
     return decisions._replace(evaluations_without_progress=decisions.evaluations_without_progress + 1)
 
 
 def stops_early(decisions: RunControl, guard: GuardConfig) -> Stop | None:
-    """Whether validation has told for long enough that there is no more progress."""
+    """Returns a `Stop` if the validation loss has not improved in `guard.early_stopping_patience` evaluations."""
     if not guard.early_stopping_patience or decisions.evaluations_without_progress < guard.early_stopping_patience:
         return None
     return Stop(
@@ -173,7 +196,10 @@ def stops_early(decisions: RunControl, guard: GuardConfig) -> Stop | None:
 def spend(
     decisions: RunControl, seconds: float, *, step_seconds: float = 0.0, num_devices: int, price_per_hour: float
 ) -> RunControl:
-    """With so many more seconds of all devices, `step_seconds` of them in steps; the price is of one device."""
+    """Adds the cost of `seconds` seconds on all devices, of which `step_seconds` were spent in training steps.
+
+    `price_per_hour` is the price of one device.
+    """
     hours = seconds / 3600
     return decisions._replace(
         hours=decisions.hours + hours,
@@ -183,14 +209,19 @@ def spend(
 
 
 class Budget(NamedTuple):
-    """How much of the nearest budget is spent, and its key and value."""
+    """Use of a budget.
+
+    Attributes:
+        share: spent share of the budget.
+        name: config key and value of the budget.
+    """
 
     share: float
     name: str
 
     @property
     def alert(self) -> bool:
-        """There is not much left."""
+        """Returns True if the spent share requires an alert."""
         return self.share >= ALERT_SHARE
 
     @property
@@ -199,7 +230,7 @@ class Budget(NamedTuple):
 
 
 def budget_spent(decisions: RunControl, config: Config) -> Budget | None:
-    """The budget of which most is spent; None = there is none."""
+    """Returns the budget with the largest spent share; None if the config has no budget."""
     train, guard = config.train, config.guard
     spent = {
         'train.hours': (decisions.hours, train.hours),
@@ -212,7 +243,7 @@ def budget_spent(decisions: RunControl, config: Config) -> Budget | None:
 
 
 def seconds_left(decisions: RunControl, config: Config, num_devices: int) -> float | None:
-    """Until the next budget is used up, or until there is to be an alert; None = there is no budget."""
+    """Returns the seconds until the next budget alert or until a budget is used up; None if there is no budget."""
     train, guard = config.train, config.guard
     rate = num_devices * train.price_per_hour
     limits = [(decisions.hours, limit) for limit in (train.hours, guard.max_hours) if limit]
@@ -224,7 +255,7 @@ def seconds_left(decisions: RunControl, config: Config, num_devices: int) -> flo
 
 
 def ended(config: Config, decisions: RunControl, step: int) -> str:
-    """Why a run that has done `step` steps is over, whatever comes; '' = it is not."""
+    """Returns the reason why a run is finished after `step` steps; '' if it is not finished."""
     num_steps = apply_control(config, decisions).train.num_steps
     if step >= num_steps:
         return f'step {step} of {num_steps} is done'
@@ -236,7 +267,7 @@ def ended(config: Config, decisions: RunControl, step: int) -> str:
 
 
 def to_json(decisions: RunControl) -> dict[str, Any]:
-    """What a checkpoint keeps."""
+    """Returns the decisions as JSON values for a checkpoint."""
     values = decisions._asdict()
     # JSON has no infinity.
     best = decisions.best_validation_loss
@@ -244,7 +275,7 @@ def to_json(decisions: RunControl) -> dict[str, Any]:
 
 
 def from_json(stored: Mapping[str, Any] | None) -> RunControl:
-    """The decisions that `to_json` wrote; those of a new run where an older checkpoint has none."""
+    """Returns the decisions written by `to_json`; those of a new run if `stored` is None (older checkpoints)."""
     if stored is None:
         return RunControl()
     best = stored['best_validation_loss']

@@ -1,7 +1,7 @@
-"""Number of steps of a run whose length is given in hours or dollars, decided again and again, as pure functions.
+"""Computes the number of steps of a run whose length is given in hours or dollars.
 
-A decision continues from the progress that the schedule has made, so that the learning rate never jumps and reaches its
-minimum when the budget is spent, however the throughput changes.
+The length is recomputed during the run. Each decision continues from the current progress of the schedule, so the
+learning rate never jumps. It reaches its minimum when the budget is spent, even if the throughput changes.
 """
 
 from __future__ import annotations
@@ -14,41 +14,47 @@ from maxlm.training.run_control import RunControl, apply_control
 
 # Steps at the start of a process that are not measured: they are slower (caches, connections).
 UNMEASURED_STEPS = 5
-# Steps that the first decision follows from; fewer where they take this share of the budget.
+# Number of measured steps before the first decision; fewer if they take this share of the budget.
 MEASURED_STEPS = 20
 MEASURED_SHARE = 0.02
-# Steps that later ones follow from at least, and as a share of all.
+# Measurement window of later decisions: the smallest number of steps, and the share of all steps.
 FEWEST_STEPS = 4
 WINDOW_SHARE = 0.01
-# Share of the budget that is left for what cannot be predicted.
+# Share of the budget reserved for unpredictable costs.
 RESERVE = 0.01
-# A length is decided anew where it differs by more than this share of the remaining steps.
+# The length changes only if the new one differs by more than this share of the remaining steps.
 TOLERANCE = 0.02
-# The longest time between two decisions, as shares of the budget and of the time left.
+# The longest time between two decisions, as shares of the budget and of the remaining time.
 BUDGET_SHARE = 0.005
 LEFT_SHARE = 0.1
 
 
 class Costs(NamedTuple):
-    """Expected seconds of what a run does."""
+    """Expected durations of the parts of a run, in seconds.
+
+    Attributes:
+        step: one training step.
+        evaluation: one evaluation of the validation loss.
+        tasks: one evaluation of the benchmarks in `eval.tasks`.
+        save: time for which one save blocks training.
+        last_save: time until the last checkpoint is stored.
+    """
 
     step: float
     evaluation: float = 0.0
-    # The benchmarks of `eval.tasks`.
     tasks: float = 0.0
-    # Time for which a save holds up the steps, and time until the last one is stored.
     save: float = 0.0
     last_save: float = 0.0
 
 
 def budget_seconds(config: Config, num_devices: int) -> float:
-    """Returns the budget of a run of `train.hours` or `train.dollars` as time on `num_devices` devices."""
+    """Returns the budget `train.hours` or `train.dollars` in seconds of wall-clock time on `num_devices` devices."""
     train = config.train
     return 3600 * (train.hours or train.dollars / (num_devices * train.price_per_hour))
 
 
 def budget_left(decisions: RunControl, config: Config, num_devices: int) -> float:
-    """Returns the seconds until that budget is spent."""
+    """Returns the seconds until the budget `train.hours` or `train.dollars` is spent."""
     train = config.train
     if train.hours:
         return 3600 * (train.hours - decisions.hours)
@@ -56,11 +62,11 @@ def budget_left(decisions: RunControl, config: Config, num_devices: int) -> floa
 
 
 def seconds_until(num_steps: int, *, step: int, costs: Costs, config: Config) -> float:
-    """Returns the expected time from the end of step `step` until a run of `num_steps` steps is stored."""
+    """Returns the expected seconds from the end of step `step` until the last checkpoint of `num_steps` is stored."""
     steps = num_steps - step
 
     def times(every: int) -> int:
-        """Multiples of `every` between the two steps."""
+        """Returns the number of multiples of `every` between `step` and `num_steps`, both excluded."""
         return (num_steps - 1) // every - step // every if every else 0
 
     evaluation, checkpoint = config.eval, config.checkpoint
@@ -76,14 +82,14 @@ def seconds_until(num_steps: int, *, step: int, costs: Costs, config: Config) ->
 
 
 def decide_length(decisions: RunControl, *, step: int, costs: Costs, num_devices: int, config: Config) -> RunControl:
-    """Returns the decisions with the most steps that fit into what is left of the budget, at least one more.
+    """Returns the decisions with the largest number of steps that fits the remaining budget, at least one more step.
 
     Args:
-        decisions: with what was spent until now.
-        step: steps done, fewer than the length that was decided before.
-        costs: expected from here on. All processes must pass the same.
-        num_devices: of the run.
-        config: of a run of `train.hours` or `train.dollars`.
+        decisions: current decisions, including the time and money spent.
+        step: number of completed steps, less than the length decided before.
+        costs: expected costs of the remaining steps. All processes must pass the same values.
+        num_devices: number of devices of the run.
+        config: config of a run with `train.hours` or `train.dollars`.
     """
     left = budget_left(decisions, config, num_devices) - RESERVE * budget_seconds(config, num_devices)
     low, high = step + 1, step + 1 + max(0, int(left / max(costs.step, 1e-9)))
@@ -95,7 +101,7 @@ def decide_length(decisions: RunControl, *, step: int, costs: Costs, num_devices
         else:
             high = middle - 1
     rest = low - step
-    # A step more is within the precision of the clock, but a step less may be needed.
+    # One step more is within the precision of the measurement, but one step less may be necessary.
     if decisions.num_steps and -TOLERANCE * rest <= low - decisions.num_steps <= max(1, TOLERANCE * rest):
         return decisions
     before = progress_of(decisions, config)
@@ -105,7 +111,10 @@ def decide_length(decisions: RunControl, *, step: int, costs: Costs, num_devices
 
 
 def measured_steps(decisions: RunControl, step: int) -> int:
-    """Returns the number of recent steps whose mean duration is expected of the remaining ones, which may be few."""
+    """Returns the number of recent steps whose mean duration predicts the remaining steps.
+
+    It decreases with the number of remaining steps.
+    """
     if not decisions.num_steps:
         return MEASURED_STEPS
     most = max(MEASURED_STEPS, int(WINDOW_SHARE * decisions.num_steps))
@@ -113,26 +122,26 @@ def measured_steps(decisions: RunControl, step: int) -> int:
 
 
 def next_decision(step: int, *, seconds_left: float, step_seconds: float, config: Config, num_devices: int) -> int:
-    """Returns the step after which the length is to be decided again."""
+    """Returns the step after which the length must be decided again."""
     seconds = min(BUDGET_SHARE * budget_seconds(config, num_devices), LEFT_SHARE * seconds_left)
     return step + max(1, int(seconds / max(step_seconds, 1e-9)))
 
 
 def progress_of(decisions: RunControl, config: Config) -> Progress:
-    """Returns the progress of the schedule of a run of `train.hours` or `train.dollars`."""
+    """Returns the schedule progress of a run with `train.hours` or `train.dollars`."""
     num_steps, warmup = apply_control(config, decisions).train.num_steps, config.optimizer.warmup_steps
     line = Progress(decisions.planned_step, decisions.planned_share, num_steps, decisions.warmup_share)
     if decisions.planned_step <= warmup:
-        # The warm-up is given in steps: as long as it lasts, every decision moves its share.
+        # The warm-up is given in steps, so each decision during the warm-up changes its share.
         line = line._replace(warmup=line.at(warmup))
     return line
 
 
 def at_start(decisions: RunControl, config: Config, step: int) -> RunControl:
-    """Returns the decisions of a checkpoint for a run whose config may have another length than the one that saved it.
+    """Returns the decisions of a restored checkpoint, adapted to the run length in `config`.
 
-    After a change of the budget, the schedule is laid over the new one, as after a change of `train.num_steps`:
-    its progress is the share that is spent, and its length is decided after the next step.
+    If the budget changed, the schedule is stretched over the new budget, as after a change of `train.num_steps`.
+    Its progress is then the share of the new budget that is spent, and the length is decided after the next step.
     """
     if not config.by_budget:
         return decisions._replace(num_steps=0, budget=0.0)

@@ -1,7 +1,7 @@
-"""Which steps are left out: those that are not finite, and those far above what good steps were.
+"""Spike detection: skips steps whose loss or gradient norm is not finite or far above that of recent good steps.
 
-A level is judged by median and median absolute deviation, which single outliers do not move (Huber & Ronchetti 2009,
-"Robust Statistics"). Only good steps enter the window, so a spike never makes the next one look normal.
+Limits are based on the median and the median absolute deviation, which are robust to single outliers (Huber & Ronchetti
+2009, "Robust Statistics"). Only good steps enter the window, so a spike never raises the limit for the next step.
 
 Shapes: Q quantities (loss, logarithm of the gradient norm), W steps of the window.
 """
@@ -17,47 +17,53 @@ import numpy as np
 
 from maxlm.config.schema import GuardConfig
 
-# Median absolute deviations in a standard deviation of the normal distribution.
+# Standard deviation of a normal distribution, divided by its median absolute deviation.
 NORMAL = 1.4826
-# A deviation counts as at least this share of the loss, and this much of the logarithm of the gradient norm: on a very
-# even stretch every step would be an outlier.
+# Smallest deviations: a share of the median loss, and an absolute value for the logarithm of the gradient norm. Without
+# them, every step after a very even window would be an outlier.
 LOSS_SHARE = 0.01
 LOG_NORM = 0.1
 
 
 class SpikeStatistics(NamedTuple):
-    """The last good steps."""
+    """Window of the last good steps.
 
-    # Newest last; filled from the right.
+    Attributes:
+        good_QW: loss and log gradient norm of each step, newest last; filled from the right.
+        filled: number of steps in the window, at most W.
+    """
+
     good_QW: jax.Array
-    # How many there are, at most W.
     filled: jax.Array
 
 
 def first_window(config: GuardConfig) -> SpikeStatistics | None:
-    """The one before the first step; None where `guard.spike_window` is 0."""
+    """Returns the empty window before the first step; None if `guard.spike_window` is 0."""
     return SpikeStatistics(jnp.zeros((2, config.spike_window)), jnp.int32(0)) if config.spike_window else None
 
 
 def check_spike(
     window: SpikeStatistics | None, loss: jax.Array, grad_norm: jax.Array, config: GuardConfig
 ) -> tuple[jax.Array, SpikeStatistics | None]:
-    """Whether a step may change the state, and the window for the next one.
+    """Checks the loss and gradient norm of a step for spikes.
 
-    Until the window is full, and without one, a step is good if loss and norm are finite. Then each must also be at
-    most median + `guard.spike_threshold` · deviation. What is low is never a spike.
+    Without a window, or until it is full, a step is good if its loss and norm are finite. Afterwards both must also be
+    at most median + `guard.spike_threshold` · deviation. Low values are never spikes.
 
     Args:
-        window: of the good steps so far.
-        loss: of the step.
-        grad_norm: global norm of its gradient, before clipping.
-        config: the section of the run's config.
+        window: statistics of the previous good steps.
+        loss: loss of the step.
+        grad_norm: global norm of the gradient before clipping.
+        config: section `guard` of the config.
+
+    Returns:
+        A boolean scalar, True if the step may change the state, and the window for the next step.
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     if window is None:
         return finite, None
     good_QW, filled = window
-    # Norms spread by factors, and a norm of 0 has no logarithm.
+    # Norms vary by factors, hence the logarithm. The lower bound avoids log(0).
     level_Q = jnp.stack([loss, jnp.log(jnp.maximum(grad_norm, 1e-30))]).astype(good_QW.dtype)
     median_Q = jnp.median(good_QW, axis=1)
     deviation_Q = NORMAL * jnp.median(jnp.abs(good_QW - median_Q[:, None]), axis=1)
@@ -72,17 +78,17 @@ def check_spike(
 
 
 def window_to_json(window: SpikeStatistics) -> dict[str, list[float]]:
-    """What a checkpoint keeps, oldest first; the numbers are exact."""
+    """Returns the window as JSON values for a checkpoint, oldest step first. The conversion is exact."""
     good_QW, filled = jax.device_get(window)
     losses, log_grad_norms = good_QW[:, good_QW.shape[1] - int(filled) :].tolist()
     return {'losses': losses, 'log_grad_norms': log_grad_norms}
 
 
 def window_from_json(stored: Mapping[str, Any] | None, config: GuardConfig) -> SpikeStatistics | None:
-    """The window that `window_to_json` wrote, on the host; the newest part of it if `guard.spike_window` is smaller
-    now.
+    """Returns the window written by `window_to_json`, in host memory.
 
-    An older checkpoint has none: it starts anew.
+    If `guard.spike_window` is now smaller, only the newest steps are kept. Checkpoints of older versions have no
+    window, so the window is then empty.
     """
     if not config.spike_window:
         return None

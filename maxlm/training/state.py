@@ -1,4 +1,4 @@
-"""The state of training: what it is made of, where it lies, and how it begins."""
+"""The training state: its arrays, their shardings and their initial values."""
 
 from __future__ import annotations
 
@@ -25,42 +25,48 @@ from maxlm.training.reference import has_reference_params, stored_dtype, to_refe
 from maxlm.training.spike_guard import SpikeStatistics, first_window
 
 Params = Any  # nested dict of arrays
-Metrics = dict[str, jax.Array]  # scalars; by source: [S]
+Metrics = dict[str, jax.Array]  # scalars; metrics per source: [S]
 
 
 class TrainState(NamedTuple):
-    """All that training changes."""
+    """State of training.
 
-    # Batches seen, skipped ones included: the position in the data.
+    Attributes:
+        step: number of batches seen, including skipped ones. It is also the position in the data.
+        skipped: number of batches whose step was skipped because of a spike or a non-finite value.
+        params: parameters of the model.
+        opt_state: state of the optimizer.
+        ema: moving average of the parameters; None unless `optimizer.ema_decay` is set.
+        loss_scale: state of the loss scale; None unless `model.dtype` is float16.
+        window: spike statistics; None unless `guard.spike_window` is set.
+        reference: parameters of the reference model; None unless `has_reference_params`. They never change and are
+            not part of a checkpoint: a resumed run reads them from `train.init_from`.
+        progress: progress of the schedule; None unless `train.hours` or `train.dollars` gives the run length. It
+            changes between steps and is not part of a checkpoint: it follows from the decisions of the run.
+    """
+
     step: jax.Array
-    # Batches that spiked or were not finite and therefore changed nothing else.
     skipped: jax.Array
     params: Params
     opt_state: optax.OptState
-    # Moving average of the parameters, where optimizer.ema_decay is set.
     ema: Params | None = None
-    # Where model.dtype is float16.
     loss_scale: LossScale | None = None
-    # Where guard.spike_window is set.
     window: SpikeStatistics | None = None
-    # Where the objective asks for one and it is not the model without its adapters. It never changes and is no part of
-    # a checkpoint: a run that goes on reads it from train.init_from again.
     reference: Params | None = None
-    # Where train.hours or train.dollars gives the length. It changes between steps and is no part of a checkpoint: it
-    # follows from the decisions of the run.
     progress: Progress | None = None
 
 
 def evaluated_params(state: TrainState) -> Params:
-    """The parameters that are evaluated and used: their moving average where there is one."""
+    """Returns the parameters for evaluation and export: their moving average if the run has one."""
     return state.params if state.ema is None else state.ema
 
 
 @functools.lru_cache(maxsize=16)
 def abstract_model(config: Config, layout: Layout) -> Decoder:
-    """The decoder with shapes in place of parameters; not to be changed, for it is the same at every call.
+    """Returns the decoder with shapes in place of parameters.
 
-    Before its first step a run asks for it twenty times, a tenth of a second each.
+    The result is cached, because a run needs it about twenty times before its first step, at about 0.1 s per call.
+    Callers must not modify it.
     """
     return nnx.eval_shape(lambda: _make_model(config, layout))
 
@@ -70,7 +76,7 @@ def _make_model(config: Config, layout: Layout) -> Decoder:
 
 
 def param_shardings(config: Config, layout: Layout) -> Params:
-    """Where a layout has each parameter.
+    """Returns the sharding of each parameter.
 
     Raises:
         InputError: a parameter does not divide over the mesh.
@@ -84,10 +90,11 @@ def param_shardings(config: Config, layout: Layout) -> Params:
 
 
 def abstract_state(config: Config, layout: Layout) -> TrainState:
-    """The state's shapes, types and shardings.
+    """Returns the shapes, dtypes and shardings of the training state.
 
     Raises:
-        InputError: a parameter does not divide over the mesh, or `optimizer.frozen_params` or `.trained` names none.
+        InputError: a parameter does not divide over the mesh, or a pattern in `optimizer.frozen_params` or
+            `optimizer.trainable_params` matches no parameter.
     """
     _, variables = nnx.split(abstract_model(config, layout))
     shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
@@ -107,12 +114,12 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     offloaded = config.mesh.host_offload != 'none'
 
     def place(moment: Any, sharding: NamedSharding) -> Any:
-        # A masked one is another optimizer's parameter.
+        # A masked node is a parameter of the other optimizer (Muon or Adam).
         if isinstance(moment, optax.MaskedNode):
             return moment
         return place_moment(moment, sharding.with_memory_kind(HOST) if offloaded else sharding)
 
-    # Counters are everywhere.
+    # Counters are replicated on all devices.
     opt_state = optax.tree.map_params(
         optimizer,
         place,
@@ -139,7 +146,10 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
 
 
 def init_state(config: Config, layout: Layout) -> TrainState:
-    """The state before the first step, made in place on the mesh; a reference is that of these parameters."""
+    """Returns the state before the first step, created in place on the mesh.
+
+    If the state has a reference, it is a copy of the initial parameters.
+    """
     optimizer = optimizer_of(config, layout)
 
     def init() -> TrainState:
@@ -157,7 +167,7 @@ def init_state(config: Config, layout: Layout) -> TrainState:
 
 
 def with_progress(state: TrainState, progress: Progress, layout: Layout) -> TrainState:
-    """Returns the state with other progress of the schedule, as Python numbers the same in all processes."""
+    """Returns the state with new schedule progress, given as Python numbers that are equal in all processes."""
     return state._replace(progress=jax.device_put(jax.tree.map(np.float32, progress), layout.named()))
 
 
@@ -171,7 +181,7 @@ def _first_progress(config: Config) -> Progress | None:
 def optimizer_of(
     config: Config, layout: Layout, schedule: optax.Schedule | None = None
 ) -> optax.GradientTransformation:
-    """The optimizer of a config's model; see `make_optimizer`."""
+    """Returns the optimizer of a config's model; see `make_optimizer`."""
     _, variables = nnx.split(abstract_model(config, layout))
     axes = {tuple(map(str, path)): variable.axes for path, variable in nnx.to_flat_state(variables)}
     return make_optimizer(config, axes, layout.of_moments, schedule)

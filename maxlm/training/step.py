@@ -1,4 +1,4 @@
-"""The training step with gradient accumulation: the whole update as one pure function of (state, batch).
+"""The training step with gradient accumulation: the complete update as one pure function of (state, batch).
 
 Shapes: A accumulation steps, B batch, T length, S sources.
 """
@@ -30,7 +30,7 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the training step of a resolved config: one optimizer update from one global batch.
 
-    With `num_sources`, batches have `sources` [B], and the metrics have `source_loss` and `source_tokens` [S].
+    If `num_sources` > 0, batches contain `sources` [B], and the metrics contain `source_loss` and `source_tokens` [S].
     """
     objective = make_objective(config, layout, num_sources)
     update = make_update(config, layout)
@@ -65,7 +65,7 @@ def make_train_step(
         micro_batches = split_micro_batches(batch, A, layout)
         (sums, grads), _ = jax.lax.scan(accumulate, zeros, (jnp.arange(A), micro_batches))
 
-        # Micro-batches contribute sums, so that each token has the same weight in the mean.
+        # Micro-batches contribute sums, so each token has the same weight in the mean.
         count = jnp.maximum(sums.weight, 1)
         loss = sums.loss / count
         grads = jax.lax.with_sharding_constraint(grads, moment_shardings)
@@ -97,7 +97,7 @@ def make_eval_step(
 ) -> Callable[[Params, Params | None, Batch], LossSums]:
     """Returns the evaluation step: (params, reference, batch) → sums over the batch, without dropout and z-loss.
 
-    `reference` is that of the `TrainState`.
+    The argument `reference` is `TrainState.reference`.
     """
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, z_loss=0.0))
     objective = make_objective(config, layout, num_sources)
@@ -118,8 +118,8 @@ def make_eval_step(
 def split_micro_batches(batch: Batch, num: int, layout: Layout) -> Batch:
     """Splits arrays [B, T] into [A, B/A, T], and [B] into [A, B/A].
 
-    Row r goes to micro-batch r mod A, so that no row moves to another device. If the sequence length is sharded, its
-    positions are reordered by `zigzag`.
+    Row r goes to micro-batch r mod A, so no row moves to another device. If the sequence length is sharded, positions
+    are reordered by `zigzag`.
     """
 
     def split(rows: jax.Array) -> jax.Array:

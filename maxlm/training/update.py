@@ -1,4 +1,4 @@
-"""The optimizer update of a training step: gradient clipping, parameters, optimizer state and their moving average."""
+"""The optimizer update of a training step: gradient clipping, parameters, optimizer state and EMA of the parameters."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Update = Callable[[TrainState, Params, jax.Array], tuple[Params, Any, Params | N
 
 
 def differentiable(config: Config, params: Params, zero_grads: Params) -> Params:
-    """Returns the arrays that the loss is differentiated by.
+    """Returns the arrays with respect to which the loss is differentiated.
 
-    These are the trainable parameters, or, for parameters in host memory, the zeros on the device that take up their
+    These are the trainable parameters. For parameters in host memory they are zeros on the device that receive the
     gradients (see `maxlm.parallel.host_offload.fetch`).
     """
     return zero_grads if config.mesh.host_offload == 'all' else trainable(config, params)
 
 
 def merge_differentiable(config: Config, params: Params, diff_params: Params) -> tuple[Params, Params | None]:
-    """Returns the model's parameters and, for those in host memory, the arrays that take up their gradients."""
+    """Returns the model's parameters and, if they are in host memory, the arrays that receive their gradients."""
     if config.mesh.host_offload == 'all':
         return params, diff_params
     return merge_trainable(params, diff_params), None
@@ -39,13 +39,13 @@ def merge_differentiable(config: Config, params: Params, diff_params: Params) ->
 def mean_and_clip(
     grads: Params, count: jax.Array, factor: jax.Array | None, max_grad_norm: float
 ) -> tuple[Params, jax.Array]:
-    """Divides sums of gradients by `count` and by the loss factor, and clips them by their global norm.
+    """Divides summed gradients by `count` and by the loss factor, and clips them by their global norm.
 
     Args:
-        grads: sums over the tokens of a batch.
+        grads: gradients, summed over the tokens of a batch.
         count: total weight of the tokens, float32 scalar.
-        factor: by which the loss was multiplied; None: 1.
-        max_grad_norm: 0 disables clipping.
+        factor: factor by which the loss was multiplied; None means 1.
+        max_grad_norm: largest global norm; 0 disables clipping.
 
     Returns:
         The gradients and their global norm before clipping.
@@ -58,13 +58,13 @@ def mean_and_clip(
 
 
 def make_update(config: Config, layout: Layout) -> Update:
-    """Returns the optimizer update of a resolved config. It changes nothing where `ok` is False."""
+    """Returns the optimizer update of a resolved config. It changes nothing if `ok` is False."""
 
     def update(state: TrainState, grads: Params, ok: jax.Array) -> tuple[Params, Any, Params | None, jax.Array]:
         num_updates = state.step - state.skipped
         schedule = make_schedule(config.optimizer, config.train.num_steps)
         if state.progress is not None:
-            # The length of the schedule changes during the run, so it must not be a constant of the program.
+            # The length of the schedule changes during the run, so it must not be a constant of the compiled step.
             schedule = optax.constant_schedule(rate_at(config.optimizer, state.progress, state.step))
         optimizer = optimizer_of(config, layout, schedule)
 
@@ -90,8 +90,8 @@ def make_update(config: Config, layout: Layout) -> Update:
 def update_ema(ema: Params | None, params: Params, *, decay: float, num_updates: jax.Array) -> Params | None:
     """Returns the exponential moving average after update number `num_updates`, counted from 1.
 
-    The decay grows from 2/11 to `decay` as in TensorFlow's `ExponentialMovingAverage(num_updates=…)`. A constant decay
-    would keep the initial parameters in the average for about 1 / (1 - decay) updates.
+    The decay grows from 2/11 to `decay`, as in TensorFlow's `ExponentialMovingAverage(num_updates=…)`. With a constant
+    decay the initial parameters would remain in the average for about 1 / (1 - decay) updates.
     """
     if ema is None:
         return None

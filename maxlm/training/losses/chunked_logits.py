@@ -1,7 +1,7 @@
-"""The head in chunks: logits exist for some positions of each row on each device at a time.
+"""Chunked computation of logits: only the logits of one chunk of positions exist at the same time.
 
-Shapes: B batch, T length, C positions of a chunk, D dim, V vocabulary. R and P: devices that rows and length are split
-over; X chunks; N = positions of a chunk on one device.
+Shapes: B batch, T length, C positions of a row in a chunk, D dim, V vocabulary, R shards of the rows, P shards of the
+length, X chunks, N positions of a chunk on one device.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import jax.numpy as jnp
 
 from maxlm.parallel.partitioning import Partitioning
 
-# Names of a chunk's leading axes for the placement: [X, R, P, …] and [R, P, …].
+# Logical names of the axes R and P of a chunk, which is [X, R, P, …] or [R, P, …].
 _PARTS = ('rows', 'length')
 
 
 class LogitChunks:
-    """How the positions of a batch are cut, and what is done with a chunk."""
+    """Splits the positions of a batch into chunks and computes logits and gradients of a chunk."""
 
     def __init__(self, hidden_BTD: jax.Array, *, placement: Partitioning, chunk: int, row_groups: int = 1):
         """
         Args:
-            hidden_BTD: hidden states that are cut.
-            placement: of the model.
-            chunk: positions of each row whose logits exist at the same time.
-            row_groups: groups that the rows are taken in. Row r is in group r mod row_groups, so that no row changes
-                its device.
+            hidden_BTD: hidden states to split; only shape and dtype are used.
+            placement: partitioning of the model.
+            chunk: number of positions of each row whose logits exist at the same time.
+            row_groups: number of groups into which the rows are split. Row r is in group r mod row_groups, so no row
+                moves to another device.
         """
         B, T, _ = hidden_BTD.shape
         R, P = (placement.num_shards(axis) for axis in _PARTS)
@@ -39,7 +39,7 @@ class LogitChunks:
         self.dtype = hidden_BTD.dtype
 
     def split(self, x: jax.Array) -> jax.Array:
-        """[B, T, …] → [X, R, P, N, …]. Positions that fill the last chunk are 0."""
+        """Splits [B, T, …] into [X, R, P, N, …]. The last chunk is padded with zeros."""
         rest = x.shape[2:]
         R, rows, row_groups, P, chunks, C = self._shape
         x = x.reshape(R * rows * row_groups, P, self._length // P, *rest)
@@ -49,7 +49,7 @@ class LogitChunks:
         return self._placement.constrain(x, ('micro_batch', *_PARTS, *['activation'] * (x.ndim - 3)))
 
     def join(self, x: jax.Array) -> jax.Array:
-        """The way back."""
+        """Joins [X, R, P, N, …] to [B, T, …], the inverse of `split`."""
         rest = x.shape[4:]
         R, rows, row_groups, P, chunks, C = self._shape
         x = x.reshape(row_groups, chunks, R, P, rows, C, *rest)
@@ -57,9 +57,10 @@ class LogitChunks:
         return x[:, :, : self._length // P].reshape(-1, self._length, *rest)
 
     def spread(self, kernel_DV: jax.Array) -> jax.Array:
-        """The kernel on every device, whole but for the vocabulary, which is padded where it does not divide.
+        """Gathers the kernel on every device, except along the vocabulary, which is padded if it does not divide.
 
-        [R, P, D, V] in the type of the hidden states.
+        Returns:
+            [R, P, D, V] in the dtype of the hidden states.
         """
         R, _, _, P, _, _ = self._shape
         kernel_DV = self._placement.pad_vocabulary(kernel_DV.astype(self.dtype), ('embed', 'vocab'))
@@ -68,20 +69,20 @@ class LogitChunks:
         return self._placement.constrain(whole, (*_PARTS, 'activation', 'vocab'))
 
     def logits(self, hidden_RPND: jax.Array, kernel_RPDV: jax.Array) -> jax.Array:
-        """In float32, [R, P, N, V]."""
+        """Returns the logits of a chunk, [R, P, N, V] in float32."""
         scores = jnp.einsum('RPND,RPDV->RPNV', hidden_RPND, kernel_RPDV, preferred_element_type=jnp.float32)
         return self._placement.constrain(scores, (*_PARTS, 'activation', 'vocab'))
 
     def no_gradient(self, kernel_RPDV: jax.Array) -> jax.Array:
-        """What the kernel's gradient is added up in, in float32."""
+        """Returns float32 zeros in which the gradient of the kernel is accumulated."""
         return jnp.zeros(kernel_RPDV.shape, jnp.float32)
 
     def add_gradient(
         self, kernel_gradient: jax.Array, hidden_RPND: jax.Array, kernel_RPDV: jax.Array, scores_gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The kernel's gradient with that of a chunk, and the gradient of the chunk's hidden states.
+        """Adds the gradient of a chunk to the kernel's gradient, and returns it and the gradient of the hidden states.
 
-        Gradients of logits are rounded to the type of the hidden states, in which both products with them are done.
+        Gradients of logits are rounded to the dtype of the hidden states for both matrix products.
         """
         gradient = scores_gradient.astype(hidden_RPND.dtype)
         of_hidden = jnp.einsum('RPNV,RPDV->RPND', gradient, kernel_RPDV)
@@ -90,13 +91,17 @@ class LogitChunks:
         return self._placement.constrain(kernel_gradient, (*_PARTS, 'activation', 'vocab')), of_hidden
 
     def sum_gradient(self, kernel_gradient: jax.Array, vocab_size: int) -> jax.Array:
-        """[D, vocab_size]: added up over devices, each of which has that of its own part of the batch."""
+        """Sums the kernel's gradient over the shards of the batch and removes the padding.
+
+        Returns:
+            [D, vocab_size].
+        """
         gradient = self._placement.constrain_gradient(kernel_gradient.sum((0, 1)), ('embed', 'vocab'))
         return self._placement.cut_vocabulary(gradient, ('embed', 'vocab'), vocab_size)
 
 
 def scan_chunks(add: Any, carry: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-    """A scan; of one round not as a loop."""
+    """Runs `jax.lax.scan`, or without a loop if there is only one chunk."""
     if len(inputs[0]) > 1:
         return jax.lax.scan(add, carry, inputs)
     carry, outputs = add(carry, tuple(x[0] for x in inputs))

@@ -1,7 +1,8 @@
-"""Next-token cross-entropy and log Z of the softmax over chunks of the batch, with gradients made on the way forward.
+"""Next-token cross-entropy in chunks, with gradients computed in the forward pass.
 
-The gradient of a sum is known as soon as its terms are, so each chunk's logits are made once, used for the loss and for
-the gradients, and dropped (the idea of Hsu et al. 2024, "Liger Kernel"). Nothing is computed a second time.
+The loss is a sum, so the gradients of a chunk are known as soon as its logits are. The logits of each chunk are
+computed once, used for the loss and its gradients, and freed (Hsu et al. 2024, "Liger Kernel"). The backward pass
+recomputes nothing.
 
 Shapes: B batch, T length, D dim, V vocabulary, and those of `LogitChunks`.
 """
@@ -19,13 +20,18 @@ from maxlm.training.losses.chunked_logits import LogitChunks, scan_chunks
 
 
 class Losses(NamedTuple):
-    """Sums over a batch, float32; only `objective` has a gradient."""
+    """Sums over a batch, float32. Only `objective` has a gradient.
 
-    # [] Σ weight · (-log softmax(logits)[target] + z_loss · log² Z), in nats.
+    Z is the denominator of the softmax, Σ exp(logits).
+
+    Attributes:
+        objective: Σ weight · (-log softmax(logits)[target] + z_loss · log² Z) in nats, scalar.
+        loss_B: Σ weight · -log softmax(logits)[target] of each row.
+        log_z_squared_B: Σ weight · log² Z of each row.
+    """
+
     objective: jax.Array
-    # [B] of each row, Σ weight · -log softmax(logits)[target].
     loss_B: jax.Array
-    # [B] of each row, Σ weight · log² Z. Z is the softmax's denominator Σ exp(logits).
     log_z_squared_B: jax.Array
 
 
@@ -41,26 +47,26 @@ def cross_entropy(
     logit_softcap: float = 0.0,
     row_groups: int = 1,
 ) -> Losses:
-    """The loss of hidden states, and its gradients by hidden states and kernel.
+    """Computes the loss, differentiable with respect to hidden states and kernel.
 
-    Logits, in float32, exist for one chunk at a time: `chunk` positions of each row of a group on each device. The
-    kernel's gradient is added up in float32 by each device for its own part of the batch, and over devices once.
+    Float32 logits exist for one chunk at a time: `chunk` positions of each row of a group on each device. Each device
+    accumulates the kernel's gradient of its part of the batch in float32. The gradients are summed over devices once.
 
     Args:
-        hidden_BTD: the model's last hidden states, in the type of the computation.
-        kernel_DV: of the head, in float32, as its parameter lies.
+        hidden_BTD: last hidden states of the model, in the compute dtype.
+        kernel_DV: float32 kernel of the head, sharded as its parameter.
         targets_BT: ids of the tokens to predict.
-        weights_BT: 1 where there is one, else 0.
+        weights_BT: 1 at positions with a target, else 0.
         placement, chunk, row_groups: see `LogitChunks`.
         z_loss: weight of log² Z, which keeps Z near 1 (Chowdhery et al. 2022, "PaLM").
-        logit_softcap: of the model.
+        logit_softcap: `model.logit_softcap` of the config.
     """
     chunks = LogitChunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
     vocab_size = kernel_DV.shape[1]
 
     def losses(scores_RPNV: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
         scores = without_padding(softcap(scores_RPNV, logit_softcap), vocab_size)
-        # A sum over a selection: its gradient is a selection too, where that of an index would be a scatter.
+        # A sum over a selection, because its gradient is a selection. The gradient of an index would be a scatter.
         is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
         log_z = jax.nn.logsumexp(scores, axis=-1)
         loss = weights * (log_z - jnp.where(is_target, scores, 0).sum(-1))
@@ -96,7 +102,7 @@ def cross_entropy(
         return total(objectives, sums), (chunks.join(of_hidden), chunks.sum_gradient(kernel_gradient, vocab_size))
 
     def backward(residuals: tuple[jax.Array, jax.Array], cotangent: Losses) -> tuple[jax.Array, ...]:
-        # The objective's is a number, the loss scale; the others have no gradient.
+        # The cotangent of the objective is a scalar, the loss scale. The other outputs have no gradient.
         hidden_gradient, kernel_gradient = residuals
         return (hidden_gradient * cotangent.objective).astype(hidden_BTD.dtype), kernel_gradient * cotangent.objective
 

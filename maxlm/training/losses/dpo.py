@@ -1,10 +1,10 @@
-"""Preferences: the loss of pairs of answers of which one was chosen, as a pure function (DPO and IPO).
+"""DPO and IPO losses of preference pairs, as pure functions.
 
 Rafailov et al. 2023, "Direct Preference Optimization"; Azar et al. 2023, "A General Theoretical Paradigm to Understand
 Learning from Human Preferences".
 
-Shapes: B batch, T length, P pairs that a row may have; 2 the answers of a pair, the chosen one first; S segments, C of
-them at a time; X quantities that are summed up.
+Shapes: B batch, T length, P largest number of pairs in a row; 2 answers of a pair, chosen answer first; S segments,
+C segments computed at the same time; X summed quantities.
 """
 
 from __future__ import annotations
@@ -16,25 +16,33 @@ import jax.numpy as jnp
 
 from maxlm.config.schema_rl import DpoConfig
 
-# Segments whose sums are made at the same time: more take more memory, C · T numbers for each row.
+# Segments whose sums are computed at the same time. The memory is C · T numbers per row.
 SEGMENTS_AT_ONCE = 64
 
 
 class PreferenceTerms(NamedTuple):
-    """Sums over the pairs of a batch, float32 scalars; only `objective` has a gradient."""
+    """Sums over the pairs of a batch, float32 scalars. Only `objective` has a gradient.
 
-    # Σ loss.
+    A reward is beta · (log-probability by the model - log-probability by the reference). With ipo, log-probabilities
+    are means over the tokens of an answer instead of sums.
+
+    Attributes:
+        objective: Σ loss.
+        pairs: number of pairs.
+        accuracy: number of pairs with a margin above 0; 0 if the model equals its reference.
+        margin: Σ (reward of the chosen answer - reward of the rejected answer).
+        chosen_reward: Σ reward of the chosen answer.
+        rejected_reward: Σ reward of the rejected answer.
+        chosen_log_prob: Σ log-probability of the chosen answer, in nats.
+        rejected_log_prob: Σ log-probability of the rejected answer, in nats.
+    """
+
     objective: jax.Array
-    # How many.
     pairs: jax.Array
-    # How many have a margin above 0. A model that is its reference has none.
     accuracy: jax.Array
-    # Σ (reward of the chosen answer - reward of the rejected one).
     margin: jax.Array
-    # Σ beta · (log-probability of the answer - the same by the reference); by ipo of their means over tokens.
     chosen_reward: jax.Array
     rejected_reward: jax.Array
-    # Σ log-probability of the answer, in nats; by ipo its mean over tokens.
     chosen_log_prob: jax.Array
     rejected_log_prob: jax.Array
 
@@ -46,37 +54,38 @@ def preference_terms(
     segments_BT: jax.Array,
     dpo: DpoConfig,
 ) -> PreferenceTerms:
-    """The loss of each pair, summed up.
+    """Computes the loss and metrics of the pairs of a batch, summed over pairs.
 
-    h is how much more than the reference the model prefers the chosen answer y⁺ to y⁻, and ε `label_smoothing`:
+    h is the log-ratio by which the model, compared with its reference, prefers the chosen answer y⁺ to the rejected
+    answer y⁻. ε is `label_smoothing`:
 
         h        = log p(y⁺)/r(y⁺) - log p(y⁻)/r(y⁻)
         sigmoid  = -(1 - ε) · log σ(beta · h) - ε · log σ(-beta · h)
         ipo      = (h - 1 / (2 · beta))²
 
-    Log-probabilities of an answer are sums over its tokens, and by ipo means, as TRL's `DPOTrainer` has them after its
-    authors' advice: a long answer would otherwise move h by its length. To both `rpo_alpha` times the mean
-    cross-entropy of the chosen answer's tokens is added.
+    The log-probability of an answer is the sum over its tokens. With ipo it is the mean, as in TRL's `DPOTrainer` and
+    recommended by the authors of IPO, so that h does not depend on the length of an answer. Both losses add
+    `rpo_alpha` times the mean cross-entropy of the chosen answer's tokens.
 
-    Segments 2i + 1 and 2i + 2 of a row are pair i; there is one where both have weights. Rows know nothing of each
-    other, so that only the sums at the end go over devices.
+    Segments 2i + 1 and 2i + 2 of a row form pair i; the pair exists if both segments have nonzero weights. Rows are
+    independent, so only the final sums are communicated between devices.
 
     Args:
-        log_probs_BT: of the targets, by the model; where the weight is 0, anything.
-        reference_BT: of the targets, by the reference.
+        log_probs_BT: log-probabilities of the targets by the model; ignored where the weight is 0.
+        reference_BT: log-probabilities of the targets by the reference.
         weights_BT: 1 at targets of answers, else 0.
-        segments_BT: 1, 2, …, number of the document in its row; 0 in padding.
-        dpo: with `beta`, `loss`, `label_smoothing` and `rpo_alpha`.
+        segments_BT: number of the document in its row, counted from 1; 0 in padding.
+        dpo: section `dpo` of the config.
     """
     B, T = segments_BT.shape
-    # A selection first: where nothing is predicted there may be anything.
+    # Select before multiplying: positions without a target may contain non-finite values.
     both = (log_probs_BT, jax.lax.stop_gradient(reference_BT))
     weighted = [jnp.where(weights_BT != 0, weights_BT * x_BT, 0) for x_BT in both]
     sums_XBS = _segment_sums(jnp.stack([*weighted, weights_BT]), segments_BT)
     pairs_per_row = -(-T // 2)
     sums_XBS = jnp.pad(sums_XBS, [(0, 0), (0, 0), (0, 2 * pairs_per_row - T)])
     log_probs_BP2, reference_BP2, counts_BP2 = sums_XBS.reshape(3, B, pairs_per_row, 2)
-    # Weights that are not finite are there: they must show in the loss.
+    # A non-finite count is not 0, so non-finite weights show in the loss.
     is_pair_BP = (counts_BP2 != 0).all(-1)
     means_BP2 = log_probs_BP2 / jnp.where(counts_BP2 == 0, 1, counts_BP2)
     if dpo.loss_type == 'ipo':
@@ -106,10 +115,10 @@ def preference_terms(
 
 @jax.custom_vjp
 def _segment_sums(x_XBT: jax.Array, segments_BT: jax.Array) -> jax.Array:
-    """Sums over segments 1 … T of each row, [X, B, S] with S = T.
+    """Returns the sums over segments 1 … T of each row, [X, B, S] with S = T.
 
-    Each is a sum over a selection, so always in the same order; `jax.ops.segment_sum` has none on a GPU. Its gradient
-    is that of the segment, which each position looks up.
+    Each sum runs over a selection in a fixed order, so it is deterministic; `jax.ops.segment_sum` is not on a GPU. The
+    gradient of a position is the gradient of its segment's sum.
     """
     T = segments_BT.shape[1]
     C = min(T, SEGMENTS_AT_ONCE)

@@ -1,9 +1,9 @@
-"""Reinforcement by rewards: GRPO's advantages and loss, as pure functions.
+"""Advantages and loss of GRPO, as pure functions.
 
-Shao et al. 2024, "DeepSeekMath", with the corrections that Yu et al. 2025, "DAPO", and Liu et al. 2025, "Understanding
-R1-Zero-Like Training", published.
+Shao et al. 2024, "DeepSeekMath", with the corrections of Yu et al. 2025, "DAPO", and Liu et al. 2025, "Understanding
+R1-Zero-Like Training".
 
-Shapes: B batch, T length, N responses, G responses of a group (to the same prompt).
+Shapes: B batch, T length, N responses, G responses per group (to the same prompt).
 """
 
 from __future__ import annotations
@@ -16,17 +16,25 @@ import numpy as np
 
 from maxlm.config.schema_rl import GrpoConfig
 
-# Added to a group's deviation before the division.
+# Added to the standard deviation of a group before the division.
 EPSILON = 1e-6
 
 
 class PolicySums(NamedTuple):
-    """Sums over a batch, float32 scalars; only `objective` has a gradient."""
+    """Sums over a batch, float32 scalars. Only `objective` has a gradient.
 
-    # Σ weight · (what is minimized of each token).
+    The sums other than `objective` run over all predicted tokens, regardless of their weights.
+
+    Attributes:
+        objective: Σ weight · loss of the token.
+        tokens: number of predicted tokens.
+        clipped: number of tokens whose probability ratio is clipped.
+        entropy: Σ entropy of the softmax.
+        old_kl: Σ estimated KL divergence from the policy that sampled the token.
+        reference_kl: Σ estimated KL divergence from the reference.
+    """
+
     objective: jax.Array
-    # Over predicted tokens, whatever their weight: how many, and of each: clipped or not, the entropy of the softmax,
-    # the divergence from the policy that drew it, and from the reference.
     tokens: jax.Array
     clipped: jax.Array
     entropy: jax.Array
@@ -35,28 +43,31 @@ class PolicySums(NamedTuple):
 
 
 def advantages(rewards_N: np.ndarray, config: GrpoConfig) -> np.ndarray:
-    """How much better each response is than its group, float32 [N]; 0 where all of a group have the same reward.
+    """Returns the advantage of each response over its group, float32 [N]; 0 if all rewards of a group are equal.
 
     Args:
-        rewards_N: of the responses, those of a group one after the other.
-        config: with `samples` G.
+        rewards_N: rewards of the responses; the responses of a group are consecutive.
+        config: section `grpo` of the config; `num_generations` is G.
     """
     groups = np.asarray(rewards_N, np.float64).reshape(-1, config.num_generations)
     centred = groups - groups.mean(axis=1, keepdims=True)
     agree = np.ptp(groups, axis=1, keepdims=True) == 0
     if config.scale_rewards:
-        # Of the group as a sample: divided by G - 1, as is usual.
+        # The sample standard deviation, with divisor G - 1.
         centred /= groups.std(axis=1, ddof=1, keepdims=True) + EPSILON
     return np.where(agree, 0.0, centred).astype(np.float32).reshape(-1)
 
 
 def token_weights(predicted_BT: np.ndarray, active_B: np.ndarray, config: GrpoConfig) -> np.ndarray:
-    """What each token counts in the loss, float32 [B, T]; the loss is the sum divided by that of all weights.
+    """Returns the weight of each token in the loss, float32 [B, T].
+
+    The summed loss is divided by the sum of the weights, or with `loss_type` dr_grpo by the number of active responses
+    times `max_completion_length`.
 
     Args:
-        predicted_BT: 1 at tokens of responses, each row's being one response; else 0.
-        active_B: 1 where the group has responses of different rewards; the others are left out.
-        config: with `loss_type`.
+        predicted_BT: 1 at tokens of responses, else 0. Each row contains one response.
+        active_B: 1 if the rewards of the response's group differ, else 0. Responses of other groups have weight 0.
+        config: section `grpo` of the config; `loss_type` is used.
     """
     weights_BT = predicted_BT * active_B[:, None]
     if config.loss_type == 'grpo':
@@ -75,22 +86,22 @@ def policy_sums(
     weights_BT: jax.Array,
     config: GrpoConfig,
 ) -> PolicySums:
-    """Of each token -min(r · A, clip(r, 1 - epsilon, 1 + epsilon_high) · A) + kl_coef · KL, summed up.
+    """Sums the loss -min(r · A, clip(r, 1 - epsilon, 1 + epsilon_high) · A) + kl_coef · KL over tokens.
 
-    r is the probability of the token divided by that with which it was drawn. KL is the estimate of Schulman 2020,
-    "Approximating KL Divergence", k3: q/p - log(q/p) - 1 with the reference's probability q.
+    r is the probability of a token under the trained policy, divided by its probability when it was sampled. KL is the
+    estimator k3 of Schulman 2020, "Approximating KL Divergence": q/p - log(q/p) - 1 with the reference's probability q.
 
     Args:
-        log_probs_BT: of the tokens, by the policy that learns.
-        entropies_BT: of its softmax.
-        reference_BT: log-probabilities by the reference; None = none.
-        old_log_probs_BT: by the policy that drew them.
-        advantages_BT: of the response that a token belongs to.
+        log_probs_BT: log-probabilities of the tokens by the trained policy.
+        entropies_BT: entropies of its softmax.
+        reference_BT: log-probabilities by the reference; None without a reference.
+        old_log_probs_BT: log-probabilities by the policy that sampled the tokens.
+        advantages_BT: advantage of the token's response.
         predicted_BT: 1 at tokens of responses, else 0.
-        weights_BT: of the tokens in the loss.
-        config: with the bounds of r, and the weight of KL.
+        weights_BT: weights of the tokens in the loss.
+        config: section `grpo` of the config; `epsilon`, `epsilon_high` and `kl_coef` are used.
     """
-    # A selection first: where nothing is predicted there may be anything.
+    # Select before multiplying: positions without a target may contain non-finite values.
     is_predicted = predicted_BT > 0
     log_ratio_BT = jnp.where(is_predicted, log_probs_BT - old_log_probs_BT, 0)
     ratio_BT = jnp.exp(log_ratio_BT)

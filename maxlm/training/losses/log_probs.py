@@ -1,6 +1,6 @@
-"""Log-probabilities of the targets, token by token, for losses that are no sum over tokens.
+"""Log-probabilities of the targets per token, for losses that are not sums over tokens.
 
-Their gradients wait for that of the loss, so each chunk's logits are made a second time on the way back.
+Their gradients depend on the gradient of the loss, so the backward pass recomputes the logits of each chunk.
 
 Shapes: B batch, T length, D dim, V vocabulary, and those of `LogitChunks`.
 """
@@ -18,11 +18,14 @@ from maxlm.training.losses.chunked_logits import LogitChunks, scan_chunks
 
 
 class TokenLogProbs(NamedTuple):
-    """Of each position, float32; where nothing is predicted, of whatever token stands there."""
+    """Log-probability and entropy of every position, float32. Positions outside of the loss are included.
 
-    # [B, T] log softmax(logits)[target].
+    Attributes:
+        log_probs_BT: log softmax(logits)[target].
+        entropies_BT: entropy of the softmax in nats, without gradient.
+    """
+
     log_probs_BT: jax.Array
-    # [B, T] entropy of the softmax in nats; has no gradient.
     entropies_BT: jax.Array
 
 
@@ -36,7 +39,10 @@ def token_log_probs(
     logit_softcap: float = 0.0,
     row_groups: int = 1,
 ) -> TokenLogProbs:
-    """The log-probability of every target, with its gradient by hidden states and kernel; see `cross_entropy`."""
+    """Returns the log-probability of every target, differentiable with respect to hidden states and kernel.
+
+    The arguments are those of `cross_entropy`.
+    """
     chunks = LogitChunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
     vocab_size = kernel_DV.shape[1]
 

@@ -1,9 +1,11 @@
-"""Muon: matrices move by their orthogonalized momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+"""Muon, which updates matrices with their orthogonalized momentum.
 
-Not `optax.contrib.muon`: it corrects the momentum's bias, which changes the Nesterov mix of the first steps, knows no
-momentum warm-up, and leaves to XLA where matrices lie, which then gathers all layers on every device.
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
 
-Shapes: L layers, I inputs and O outputs of a matrix, M the smaller and W the wider of the two.
+`optax.contrib.muon` is not used for three reasons: its bias correction changes the Nesterov mix of the first steps, it
+has no momentum warm-up, and without sharding constraints XLA gathers all layers on every device.
+
+Shapes: L layers, I inputs and O outputs of a matrix, M = min(I, O), W = max(I, O).
 """
 
 from __future__ import annotations
@@ -19,16 +21,21 @@ import optax
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.quantized_moments import init_moment, rounding_seed, update_moments
 
-# Of the odd polynomial of degree 5 that is applied five times: as steep at 0 as goes, so that small singular values
-# grow fast. They end near 1, between about 0.7 and 1.2, which is good enough.
+# Coefficients of the odd polynomial of degree 5 that is applied five times. Its slope at 0 is as large as possible, so
+# small singular values grow fast. They end between about 0.7 and 1.2, which is accurate enough.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-# Where the momentum's warm-up begins.
+# Momentum at the start of its warm-up.
 FIRST_MOMENTUM = 0.85
 
 
 class MuonState(NamedTuple):
-    """Updates so far, and the momentum of every matrix as `optimizer.moment_dtype` says."""
+    """State of Muon.
+
+    Attributes:
+        num_updates: number of updates so far.
+        momentum: momentum of each matrix, stored as `optimizer.moment_dtype`.
+    """
 
     num_updates: jax.Array
     momentum: optax.Updates
@@ -43,18 +50,18 @@ def scale_by_muon(
     layout: Layout,
     moments: str,
 ) -> optax.GradientTransformation:
-    """The direction of Muon, before weight decay and learning rate.
+    """Returns the transformation of gradients into Muon's direction, before weight decay and learning rate.
 
-    With gradient g and momentum m of update n = 0, 1, …, μ rising from 0.85 to `momentum` over `warmup_steps`:
-    m ← μ m + (1 - μ) g, and the direction is √max(1, O/I) · orthogonal((1 - μ) g + μ m).
+    With gradient g and momentum m, an update computes m ← μ m + (1 - μ) g. The direction is
+    √max(1, O/I) · orthogonal((1 - μ) g + μ m). μ rises linearly from 0.85 to `momentum` over `warmup_steps` updates.
 
     Args:
-        axes: by path, the logical axes of (at least) every parameter that this is applied to: a stack of kernels.
+        axes: logical axes by path, at least of the parameters to which this is applied, which are stacks of kernels.
         momentum: μ after its warm-up.
-        warmup_steps: updates that its warm-up takes; 0 = none.
-        dtype: of the products of matrices.
-        layout: where parameters lie.
-        moments: how the momentum is stored, as `optimizer.moment_dtype`.
+        warmup_steps: number of updates of the momentum warm-up; 0 disables it.
+        dtype: dtype of the matrix products.
+        layout: layout of the parameters.
+        moments: storage format of the momentum, as `optimizer.moment_dtype`.
     """
     rising = optax.linear_schedule(FIRST_MOMENTUM, momentum, warmup_steps)
     schedule = rising if warmup_steps else optax.constant_schedule(momentum)
@@ -86,10 +93,13 @@ def scale_by_muon(
 
 
 def orthogonalize_kernels(stack: jax.Array, axes: tuple[str, ...], *, dtype: jnp.dtype, layout: Layout) -> jax.Array:
-    """Every layer's kernel as one matrix [I, O], orthogonalized and times √max(1, O/I); float32, of the stack's shape.
+    """Orthogonalizes the kernel of each layer as one matrix [I, O] and scales it by √max(1, O/I).
 
-    Whole matrices are worked on, each by one device: layers are spread over the devices that hold pieces of them (or
-    copies), filled up with matrices of zeros where they do not divide.
+    Each matrix is processed by one device. Layers are distributed over the devices that hold shards or copies of them,
+    and padded with zero matrices if their number does not divide.
+
+    Returns:
+        A float32 array of the stack's shape.
     """
     assert axes[0] == 'layers', axes
     placements, parts = layout.spread_layers(axes)
@@ -97,7 +107,7 @@ def orthogonalize_kernels(stack: jax.Array, axes: tuple[str, ...], *, dtype: jnp
     fan_in = math.prod(shape[: num_inputs(axes[1:])])
     fan_out = math.prod(shape) // fan_in
 
-    # In the type of the products, so that half as much travels; Newton–Schulz is as good for it.
+    # The dtype of the products halves the communication, and is accurate enough for Newton–Schulz.
     x = jnp.pad(stack.astype(dtype), [(0, -layers % parts)] + [(0, 0)] * len(shape))
     for placement in placements:
         x = jax.lax.with_sharding_constraint(x, placement)
@@ -108,10 +118,10 @@ def orthogonalize_kernels(stack: jax.Array, axes: tuple[str, ...], *, dtype: jnp
 
 
 def newton_schulz(x_LIO: jax.Array) -> jax.Array:
-    """U S V ↦ about U V of every matrix, in x's type; a matrix of zeros stays one. Computed as Jordan et al. do."""
+    """Maps each matrix U S V to approximately U V in the dtype of x, as Jordan et al. do. Zero matrices remain zero."""
     tall = x_LIO.shape[1] > x_LIO.shape[2]
     x_LMW = x_LIO.mT if tall else x_LIO
-    # The Frobenius norm bounds the largest singular value. In float32, since it sums very many squares.
+    # The Frobenius norm bounds the largest singular value. It is computed in float32 because it sums many squares.
     norm_L11 = jnp.linalg.norm(x_LMW.astype(jnp.float32), axis=(1, 2), keepdims=True)
     x_LMW = (x_LMW / (norm_L11 + 1e-7)).astype(x_LIO.dtype)
     a, b, c = COEFFICIENTS
@@ -122,9 +132,9 @@ def newton_schulz(x_LIO: jax.Array) -> jax.Array:
 
 
 def num_inputs(axes: tuple[str, ...]) -> int:
-    """How many leading axes of a kernel are contracted, by the names of its axes.
+    """Returns the number of leading axes of a kernel that are contracted, from the names of its axes.
 
-    Every matrix of a block reads the residual stream or writes to it: one of its sides is the axis `embed` alone.
+    Each matrix of a block reads or writes the residual stream, so its input or its output is the single axis `embed`.
     """
     assert (axes[0] == 'embed') != (axes[-1] == 'embed'), f'cannot tell inputs from outputs: {axes}'
     return 1 if axes[0] == 'embed' else len(axes) - 1

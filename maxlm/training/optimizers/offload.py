@@ -1,7 +1,7 @@
-"""The update of state that lives in host memory: a layer at a time.
+"""Layer-by-layer update of state in host memory.
 
-Inside of a loop over layers a slice is brought to the device, worked on, and sent back, so that a device holds the
-state of about one layer at a time.
+A loop over layers copies one slice to the device, updates it and copies it back. The device therefore holds the state
+of about one layer at a time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from maxlm.model.blocks import BLOCKS
 from maxlm.parallel.host_offload import like, on_host, to_device
 
 Tree = Any
-# (gradients, old tree, old tree, …) → the new trees. In each of them there are dicts with the names of all parameters.
+# (gradients, old tree, old tree, …) → new trees. Each tree contains dicts with the names of all parameters.
 Update = Callable[..., tuple[Tree, ...]]
 
 
 def layer_by_layer(update: Update) -> Update:
-    """The same update, done to what stands outside of the blocks, and then to the blocks one layer after the other.
+    """Returns the same update, applied to the state outside of the blocks and then to the blocks layer by layer.
 
-    What is on the host comes to the device for it, and what takes its place goes back.
+    Arrays in host memory are copied to the device for the update, and the results are copied back.
     """
 
     def streamed(grads: Tree, *old: Tree) -> tuple[Tree, ...]:
@@ -45,7 +45,7 @@ def layer_by_layer(update: Update) -> Update:
 
         stacks = [x for x, stacked in zip(leaves, is_stacked, strict=True) if stacked]
         _, new_stacks = jax.lax.scan(update_layer, None, stacks)
-        # Counters, which both have, were counted with the rest.
+        # Both trees contain the counters; the update of `rest` has already incremented them.
         results = iter(new_stacks)
         leaves, treedef = jax.tree.flatten(blocks[1:])
         new_blocks = jax.tree.unflatten(
@@ -79,7 +79,7 @@ def _is_params(tree: Tree) -> bool:
 
 
 def _only(of_blocks: bool, tree: Tree) -> Tree:
-    """The tree with the parameters of the blocks alone, or with all others."""
+    """Returns the tree with only the parameters of the blocks, or with only the other parameters."""
 
     def select(node: Tree) -> Tree:
         return {k: v for k, v in node.items() if (k == BLOCKS) == of_blocks} if _is_params(node) else node
@@ -88,5 +88,5 @@ def _only(of_blocks: bool, tree: Tree) -> Tree:
 
 
 def _stacked(tree: Tree) -> list[bool]:
-    """Of each leaf, whether it is stacked over layers."""
+    """Returns for each leaf True if it is stacked over layers."""
     return [BLOCKS in [getattr(key, 'key', None) for key in path] for path, _ in jax.tree.leaves_with_path(tree)]

@@ -1,4 +1,4 @@
-"""The update of every parameter: a direction from AdamW or Muon, weight decay, learning rates."""
+"""The optimizer: directions of AdamW or Muon, weight decay, and a learning rate per kind of parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from maxlm.training.optimizers.quantized_moments import init_moment, rounding_se
 from maxlm.training.optimizers.schedule import make_schedule
 from maxlm.training.optimizers.trainable import ADAPTERS
 
-# Kinds of parameters that `optimizer.weight_decay_mask` names. Pulling scales and biases to zero does not regularize.
+# Kinds of parameters by `optimizer.weight_decay_mask`. Decay of scales and biases does not regularize.
 DECAYED = {
     'matrices': ('table', 'head', 'matrix', 'adapter'),
     'projections': ('matrix', 'adapter'),
@@ -31,16 +31,17 @@ def make_optimizer(
     layout: Layout,
     schedule: optax.Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """The optimizer of a resolved config: p ← p - rate · (direction + weight_decay · p). Clipping is the step's.
+    """Returns the optimizer of a resolved config: p ← p - rate · (direction + weight_decay · p).
 
-    adamw: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization". muon: `scale_by_muon` for the matrices of
-    the blocks, AdamW for the rest. The decay is that of the same paper for both.
+    adamw is the method of Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization". muon applies
+    `scale_by_muon` to the matrices of the blocks and Adam to all other parameters, with the same decoupled decay. The
+    training step clips the gradients.
 
     Args:
-        config: of the run.
+        config: config of the run.
         axes: logical axes of every parameter, by path.
-        layout: where parameters lie.
-        schedule: of the learning rate; None = the config's for `train.num_steps`.
+        layout: layout of the parameters.
+        schedule: schedule of the learning rate; None selects the config's schedule for `train.num_steps`.
     """
     optimizer = config.optimizer
     schedule = schedule or make_schedule(optimizer, config.train.num_steps)
@@ -80,18 +81,19 @@ def scale_by_adam(
     axes: Mapping[tuple[str, ...], tuple[str, ...]],
     layout: Layout,
 ) -> optax.GradientTransformation:
-    """The direction of Adam (Kingma & Ba 2015), before weight decay and learning rate.
+    """Returns the transformation of gradients into Adam's direction (Kingma & Ba 2015), before decay and learning rate.
 
-    Moments in float32 are optax's own. Others are computed alike, in float32, from what is stored, and their state is
-    optax's with other leaves: those of matrices and tables as `moments` says, those of vectors in float32.
+    With float32 moments it is `optax.scale_by_adam`. Otherwise the same formulas are computed in float32 from the
+    stored moments. The state then has optax's structure, with the moments of vectors in float32 and all other moments
+    in the format `moments`.
 
     Args:
         beta1: decay of the first moment.
-        beta2: decay of the second.
-        epsilon: added to the root of the second.
-        moments: how they are stored, as `optimizer.moment_dtype`.
-        axes: by path, the logical axes of (at least) every parameter that this is applied to.
-        layout: where parameters lie.
+        beta2: decay of the second moment.
+        epsilon: added to the root of the second moment.
+        moments: storage format of the moments, as `optimizer.moment_dtype`.
+        axes: logical axes by path, at least of the parameters to which this is applied.
+        layout: layout of the parameters.
     """
     if moments == 'float32':
         return optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon)
@@ -131,7 +133,7 @@ def scale_by_adam(
 
 
 def rate_ratios(config: OptimizerConfig) -> dict[str, float]:
-    """By kind of parameter: its peak learning rate in units of `optimizer.learning_rate`."""
+    """Returns the peak learning rate of each kind of parameter, divided by `optimizer.learning_rate`."""
     adam = config.adam_learning_rate or config.learning_rate
     table = config.embedding_learning_rate or adam
     peaks = {'matrix': config.learning_rate, 'adapter': adam, 'table': table, 'head': adam, 'vector': adam}
@@ -139,7 +141,7 @@ def rate_ratios(config: OptimizerConfig) -> dict[str, float]:
 
 
 def scale_by_rates(schedule: optax.Schedule, ratios: Mapping[str, float]) -> optax.GradientTransformation:
-    """Times minus the learning rate of each parameter's kind. Its state is optax's, so that of adamw is optax's too."""
+    """Multiplies updates by minus the learning rate of the parameter's kind. The state is that of optax."""
     rate = optax.scale_by_learning_rate(schedule)
 
     def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[optax.Updates, Any]:
@@ -150,8 +152,10 @@ def scale_by_rates(schedule: optax.Schedule, ratios: Mapping[str, float]) -> opt
 
 
 def kind_of(path: tuple[Any, ...]) -> str:
-    """What a parameter is, by the names that the model's modules give: table, head, matrix (of a block), adapter (of
-    one) or vector."""
+    """Returns the kind of a parameter, from the names of its path.
+
+    The kinds are table, head, matrix (of a block), adapter (of a matrix) and vector.
+    """
     *modules, name = names(path)
     if name in ('embedding', 'position_embedding'):
         return 'table'
@@ -164,10 +168,10 @@ def kind_of(path: tuple[Any, ...]) -> str:
 
 
 def names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Of the modules that lead to a parameter, and its own."""
+    """Returns the names of the modules that contain a parameter, followed by its own name."""
     return tuple(key.key for key in path)
 
 
 def map_kinds(function: Callable[[str, Any], Any]) -> Callable[[Any], Any]:
-    """A map over a tree of parameters (or of what belongs to them) that hands `function` each one's kind too."""
+    """Returns a map over trees with the structure of the parameters that calls `function(kind, leaf)` for each leaf."""
     return partial(jax.tree_util.tree_map_with_path, lambda path, leaf: function(kind_of(path), leaf))

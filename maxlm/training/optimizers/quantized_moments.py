@@ -1,17 +1,17 @@
-"""How an optimizer's moments are stored: float32, bfloat16, or 8 bits with a scale per block of the last axis.
+"""Storage of optimizer moments: float32, bfloat16, or 8 bits with one scale per block of the last axis.
 
-8 bits: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", with codes that are formulas instead of a
-table, so that they fuse into the update. For y = |x| / (the largest |x| of the block):
+The 8-bit format follows Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Codes are formulas
+instead of a table, so they fuse into the update. With y = |x| / (largest |x| of the block):
 
     signed    sign · (q / 127)²     q = 0 … 127    steps of 1.6 % at the top, 5 % at y = 0.1
-    positive  ((q + 4) / 259)⁴      q = 0 … 255    the same for its root; never 0, since one divides by that
+    positive  ((q + 4) / 259)⁴      q = 0 … 255    same steps for its root; never 0, because Adam divides by the root
 
-Rounding is stochastic. To the nearest, a moment whose change is below half a step never changes: with beta2 = 0.999 the
-second moment could only grow. With a random choice between the two neighbours its mean is right at any beta.
+Rounding is stochastic. With rounding to nearest, a moment whose change is below half a step would never change; with
+beta2 = 0.999 the second moment could only grow. With stochastic rounding its mean is correct for every beta.
 
-What is stored depends on values, shapes and the update's number, not on the mesh: a checkpoint fits every layout. An
-update of one layer after the other (`mesh.host_offload`) makes the same random choices in each; their means are right
-too.
+Stored values depend on the values, shapes and number of the update, but not on the mesh. A checkpoint therefore fits
+every layout. A layer-by-layer update (`mesh.host_offload`) makes the same random choices in each layer; the means are
+still correct.
 """
 
 from __future__ import annotations
@@ -26,32 +26,36 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlm.parallel.layout import Layout
 
-# Smaller arrays stay in float32: they take no memory.
+# Smaller arrays remain in float32, because their memory is negligible.
 MIN_SIZE = 4096
-# Elements of the largest block. Smaller ones cost more scales, larger ones share an outlier among more elements.
+# Largest number of elements in a block. Smaller blocks need more scales; in larger blocks an outlier affects more
+# elements.
 BLOCK = 256
-# A smaller block than this is not worth being cut along the mesh.
+# Smallest block size that is accepted to make the number of blocks divide over the mesh.
 MIN_BLOCK = 96
-# Devices that the number of blocks divides over where it can: those of a node.
+# Number of devices over which the number of blocks preferably divides: the devices of one node.
 PARTS = 8
-# Blocks whose largest element is smaller are stored as zeros: 1 / scale would leave float32. The root of a second
-# moment of that size is 2⁻⁵⁰, nothing beside any epsilon.
+# Blocks whose largest element is smaller are stored as zeros, because 1 / scale would exceed the float32 range. The
+# root of such a second moment is 2⁻⁵⁰, which is negligible beside epsilon.
 TINY = 2.0**-100
-# Elements from which on a stack is updated layer by layer.
+# Number of elements from which a stack is updated layer by layer.
 STREAMED = 2**22
 SIGNED_LEVELS = 127
 POSITIVE_LEVELS = 255
-# Of the positive code: what q = 0 stands for. Its root, 2⁻¹² of the largest, is above the last step of the signed code,
-# 2⁻¹⁴: what rounding adds to a first moment is never divided by a much smaller root.
+# Offset of the positive code, which gives the value of q = 0. Its root, 2⁻¹² of the largest, is above the smallest step
+# of the signed code, 2⁻¹⁴. The rounding error of a first moment is thus never divided by a much smaller root.
 FIRST = 4
 
 
 class Blocks(NamedTuple):
-    """An array in 8 bits."""
+    """An array in 8 bits.
 
-    # int8 (signed) or uint8 (positive), of the parameter's shape.
+    Attributes:
+        codes: int8 (signed) or uint8 (positive) array of the parameter's shape.
+        scales: float32 scales of the blocks of the last axis, [..., num_blocks].
+    """
+
     codes: jax.Array
-    # float32, with the last axis divided into blocks: [..., num_blocks].
     scales: jax.Array
 
 
@@ -59,12 +63,12 @@ Moment = Any  # a float32 or bfloat16 array, or Blocks
 
 
 def init_moment(param: jax.Array, stored: str, *, signed: bool) -> Moment:
-    """Zeros for a parameter.
+    """Returns a zero moment of a parameter.
 
     Args:
-        param: the parameter, or its shape and type.
+        param: the parameter, or its shape and dtype.
         stored: `optimizer.moment_dtype`.
-        signed: whether the moment has negative values.
+        signed: True if the moment can be negative.
     """
     if stored == 'float32' or param.size < MIN_SIZE:
         return jnp.zeros(param.shape, jnp.float32)
@@ -76,7 +80,7 @@ def init_moment(param: jax.Array, stored: str, *, signed: bool) -> Moment:
 
 
 def load_moment(moment: Moment) -> jax.Array:
-    """The values in float32."""
+    """Returns the values of a moment in float32."""
     if not isinstance(moment, Blocks):
         return moment.astype(jnp.float32)
     codes = _in_blocks(moment.codes, moment.scales.shape[-1])
@@ -85,16 +89,16 @@ def load_moment(moment: Moment) -> jax.Array:
 
 
 def store_moment(values: jax.Array, like: Moment, noise: jax.Array) -> Moment:
-    """Values as `like` is stored, rounded to one of their two neighbours, in the mean to themselves.
+    """Returns values in the storage format of `like`, stochastically rounded to one of their two neighbors.
 
-    Of 8 bits the error is at most one step: with scale s, (2 √(|x| / s) / 127 + 127⁻²) s of a signed value, and of a
-    positive one ((1 + 1/k)⁴ - 1) x with k = ⌊259 (x / s)^¼⌋. A positive one below its floor of 5.7e-8 s is raised to
-    that. Where s < 2⁻¹⁰⁰ zeros are stored.
+    The mean of the rounded values is the value itself. In 8 bits the error is at most one step. With scale s, that is
+    (2 √(|x| / s) / 127 + 127⁻²) s for a signed value. For a positive value it is ((1 + 1/k)⁴ - 1) x with
+    k = ⌊259 (x / s)^¼⌋. A positive value below 5.7e-8 s is raised to that minimum. If s < 2⁻¹⁰⁰, zeros are stored.
 
     Args:
-        values: float32.
-        like: the moment before.
-        noise: uint32, of which the lower 16 bits are random.
+        values: float32 values.
+        like: the previous moment, which determines the format.
+        noise: uint32 array whose lower 16 bits are random.
     """
     noise = noise & 0xFFFF
     if isinstance(like, Blocks):
@@ -108,7 +112,7 @@ def store_moment(values: jax.Array, like: Moment, noise: jax.Array) -> Moment:
         return Blocks(codes.reshape(*codes.shape[:-2], -1)[..., : like.codes.shape[-1]], scales)
     if like.dtype == jnp.float32:
         return values
-    # A bfloat16 is the upper half of a float32. Adding to the lower half carries over as often as it is large.
+    # A bfloat16 is the upper half of a float32. The probability of a carry is proportional to the lower half.
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + noise
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
@@ -122,22 +126,22 @@ def update_moments(
     axes: tuple[str, ...],
     layout: Layout,
 ) -> tuple[Any, ...]:
-    """The direction of one parameter, and its moments as they were stored.
+    """Returns the direction of one parameter and its new moments in their storage format.
 
-    A large stack of 8-bit moments is gone through layer by layer: the scales need all of a block before any of its
-    codes, and XLA keeps float32 moments of the whole stack, often of all stacks at once, in between.
+    Large stacks of 8-bit moments are updated layer by layer. A scale needs all elements of a block before the first
+    code, so XLA would otherwise hold float32 moments of the entire stack, often of all stacks at the same time.
 
     Args:
-        function: (gradient, moments in float32) → (direction, moments in float32), element by element.
-        grad: the gradient of the parameter, or of one layer of it.
-        moments: at most two.
-        seed: of the rounding, see `rounding_seed`.
+        function: (gradient, moments in float32) → (direction, moments in float32), elementwise.
+        grad: gradient of the parameter or of one of its layers.
+        moments: at most two moments.
+        seed: seed of the stochastic rounding, see `rounding_seed`.
         axes: logical axes of the parameter.
-        layout: where it lies.
+        layout: layout of the parameter.
     """
 
     def update(rows: jax.Array, grad: jax.Array, *moments: Moment) -> tuple[Any, ...]:
-        # One draw for both: each takes 16 bits.
+        # Both moments share 32 random bits; each uses 16.
         noise = rounding_noise(seed, rows, grad.shape[1:])
         direction, *values = function(grad, *map(load_moment, moments))
         pairs = enumerate(zip(values, moments, strict=True))
@@ -147,7 +151,7 @@ def update_moments(
     is_stack = axes[0] == 'layers' and len(axes) == grad.ndim and num % stages == 0
     if not is_stack or grad.size < STREAMED or not any(isinstance(moment, Blocks) for moment in moments):
         return update(jnp.arange(num), grad, *moments)
-    # Of each stage. A round takes a layer of every stage, so that none is moved.
+    # Each iteration updates one layer of every pipeline stage, so no layer moves to another device.
     layers = num // stages
     before = jax.tree.map(lambda x: x.reshape(stages, layers, *x.shape[1:]), (grad, *moments))
 
@@ -156,23 +160,23 @@ def update_moments(
         new = update(jnp.arange(stages) * layers + layer, *now)
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, layer, axis=1), after, new)
 
-    # Into other arrays: of the same ones the CPU's compiler would copy all layers in every round.
+    # The results go to separate arrays. With in-place updates, XLA on a CPU would copy all layers in every iteration.
     after = jax.lax.fori_loop(0, layers, update_layer, jax.tree.map(jnp.zeros_like, before))
     return jax.tree.map(lambda x: x.reshape(num, *x.shape[2:]), after)
 
 
 def rounding_seed(num_updates: jax.Array, index: int) -> jax.Array:
-    """Of an array in an update: 32 bits."""
-    # Threefry by name: the default may be another.
+    """Returns 32 random bits, the rounding seed of array number `index` in an update."""
+    # Threefry is named explicitly, because the default implementation is configurable.
     key = jax.random.fold_in(jax.random.key(0, impl='threefry2x32'), num_updates)
     return jax.random.bits(jax.random.fold_in(key, index), (), jnp.uint32)
 
 
 def rounding_noise(seed: jax.Array, rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """32 random bits for every element of some rows [number] of an array [all, *shape], on every mesh the same.
+    """Returns 32 random bits for each element of rows [number] of an array [all, *shape], equal on every mesh.
 
-    A hash of the element's position ("lowbias32", https://github.com/skeeto/hash-prospector), since that fuses into the
-    update. The bits of `jax.random` would stand in memory, 12 bytes per element on a CPU.
+    The bits are a hash of the element's index ("lowbias32", https://github.com/skeeto/hash-prospector), which fuses
+    into the update. Bits of `jax.random` would be stored in memory, 12 bytes per element on a CPU.
     """
     position = jnp.broadcast_to(rows.astype(jnp.uint32).reshape(-1, *[1] * len(shape)), (len(rows), *shape))
     for axis, size in enumerate(shape, start=1):
@@ -185,10 +189,14 @@ def rounding_noise(seed: jax.Array, rows: jax.Array, shape: tuple[int, ...]) -> 
 
 
 def place_moment(moment: Moment, sharding: NamedSharding) -> Moment:
-    """Shapes, types and shardings of a moment, given the shapes and where its parameter's moments shall lie.
+    """Returns the shapes, dtypes and shardings of a moment.
 
-    Codes lie as the parameter does, and scales too where their number divides over the last axis' devices. Otherwise
-    those devices split the first axis of the scales that is whole and divides over them, or nothing.
+    Codes are sharded like the parameter's moments. Scales are too, if their number divides over the mesh axes of the
+    last axis. Otherwise these mesh axes shard the first unsharded axis of the scales that divides over them, or none.
+
+    Args:
+        moment: the moment, or its shapes and dtypes.
+        sharding: sharding of the parameter's moments.
     """
 
     def place(x: Any, sharding: NamedSharding) -> Any:
@@ -201,9 +209,10 @@ def place_moment(moment: Moment, sharding: NamedSharding) -> Moment:
 
 
 def num_blocks(size: int) -> int:
-    """Blocks of an axis: equal ones of 96 to 256, a multiple of 8, 4 or 2 of them, if there are such.
+    """Returns the number of blocks of an axis, which depends only on its size.
 
-    It follows from the size alone. Otherwise they are as few as go, and the last may be shorter.
+    If possible, blocks are equal, have 96 to 256 elements, and their number is a multiple of 8, 4, 2 or 1, in this
+    order. Otherwise the number is the smallest possible, and the last block may be shorter.
     """
     for parts in (PARTS, PARTS // 2, PARTS // 4, 1):
         fewest = parts * math.ceil(size / (BLOCK * parts))
@@ -214,7 +223,7 @@ def num_blocks(size: int) -> int:
 
 
 def _in_blocks(x: jax.Array, number: int) -> jax.Array:
-    """[..., size] → [..., number, block], filled up with zeros."""
+    """Reshapes [..., size] to [..., number, block], padded with zeros."""
     size = x.shape[-1]
     block = math.ceil(size / number)
     if number * block != size:
@@ -232,8 +241,8 @@ def _decode(codes: jax.Array) -> jax.Array:
 def _encode_signed(ratios: jax.Array, noise: jax.Array) -> jax.Array:
     y = jnp.abs(ratios)
     low = jnp.floor(jnp.sqrt(y) * SIGNED_LEVELS)
-    # The share of the way from low² to (low + 1)². Should rounding have made `low` one too large, it is below 0, and
-    # `low` is right.
+    # Relative position between low² and (low + 1)². If rounding has made `low` one too large, `share` is negative and
+    # the result is `low`, which is correct.
     share = (y * SIGNED_LEVELS**2 - low**2) / (2 * low + 1)
     q = jnp.minimum(low + (noise < share), SIGNED_LEVELS)
     return (jnp.sign(ratios) * q).astype(jnp.int8)

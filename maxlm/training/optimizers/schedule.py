@@ -1,4 +1,4 @@
-"""The learning rate of every update."""
+"""Learning rate schedules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from maxlm.config.schema import OptimizerConfig
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Learning rate of update n = 0, 1, …: linear warm-up from 0, then `config.schedule` until `num_steps`.
+    """Returns the learning rate of update n = 0, 1, …: linear warm-up from 0, then `config.schedule` until `num_steps`.
 
-    Update `warmup_steps` has the peak rate, `num_steps` would have the minimum. In between falls a cosine (Loshchilov &
-    Hutter 2017), a line, or with wsd first nothing and then a line (Hu et al. 2024, "MiniCPM"; Hägele et al. 2024,
-    "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations"). A decay that would begin within the
-    warm-up begins at its end and is steeper; a run that is shorter than its warm-up stays in it.
+    Update `warmup_steps` has the peak rate, and update `num_steps` would have the minimum rate. In between, the rate
+    follows a cosine (Loshchilov & Hutter 2017), a line, or with wsd a constant and then a line (Hu et al. 2024,
+    "MiniCPM"; Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations").
+
+    A decay that would begin during the warm-up begins at its end and is steeper. A run shorter than its warm-up has no
+    decay.
     """
     peak, minimum, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     length = num_steps - warmup
@@ -36,31 +38,34 @@ class Progress(NamedTuple):
     """Progress of a schedule whose length is decided during the run: a line from `share` at `step` to 1 at `num_steps`.
 
     Each new decision continues from the progress at that step, so the learning rate never jumps.
+
+    Attributes:
+        step: number of steps completed at the last decision of the length.
+        share: share of the schedule completed at that step.
+        num_steps: number of steps of the entire run.
+        warmup: share of the schedule at the end of the warm-up.
     """
 
-    # Steps done when the length was decided last, and the share of the schedule that they were.
     step: Any
     share: Any
-    # Steps of the whole run.
     num_steps: Any
-    # Share of the schedule at the end of the warm-up.
     warmup: Any
 
     def at(self, step: Any) -> Any:
-        """Returns the share of the schedule that is done after `step` steps, `self.step` or more."""
+        """Returns the share of the schedule completed after `step` steps, with `step` ≥ `self.step`."""
         return self.share + (1 - self.share) * (step - self.step) / (self.num_steps - self.step)
 
 
 def rate_at(config: OptimizerConfig, progress: Progress, step: jax.Array) -> jax.Array:
     """Returns the learning rate of the update after `step` steps, as a float32 scalar.
 
-    With progress from (step 0, share 0) this is `make_schedule`, for a length that need not be known when the step is
-    compiled.
+    If the progress starts at (step 0, share 0), the result equals `make_schedule`, but the length need not be known
+    when the step is compiled.
 
     Args:
-        config: names the schedule.
-        progress: float32 scalars.
-        step: int32 scalar. Unlike the count of `make_schedule` it includes skipped steps, which take time too.
+        config: section `optimizer` of the config.
+        progress: progress as float32 scalars.
+        step: int32 scalar. Unlike the count of `make_schedule` it includes skipped steps, which also take time.
     """
     step = step.astype(jnp.float32)
     peak, minimum, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps

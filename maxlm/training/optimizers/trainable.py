@@ -1,4 +1,4 @@
-"""Which parameters are trained: all, or those that no pattern freezes; with adapters, these alone."""
+"""Selection of the trainable parameters: all, those that no pattern freezes, or only the adapters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ADAPTERS = (LORA_A, LORA_B)
 
 
 def is_trained(config: Config, name: str) -> bool:
-    """Of a parameter, by its dotted name."""
+    """Returns True if the parameter with this dotted name is trained."""
     if name.endswith(ADAPTERS) or any(_matches(name, pattern) for pattern in config.optimizer.trainable_params):
         return True
     return not config.model.lora_rank and not any(_matches(name, pattern) for pattern in config.optimizer.frozen_params)
 
 
 def check_patterns(config: Config, names: Iterable[str]) -> None:
-    """Compares the patterns with the names of the model's parameters.
+    """Checks the patterns of the config against the names of the model's parameters.
 
     Raises:
-        InputError: a pattern names nothing, or nothing is left to train.
+        InputError: a pattern matches no parameter, or no parameter is trainable.
     """
     names = list(names)
     for key in ('frozen_params', 'trainable_params'):
@@ -37,7 +37,7 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
 
 
 def trainable(config: Config, params: Tree) -> Any:
-    """The tree of parameters, or of something of each, without what is not trained; itself where everything is."""
+    """Returns a tree with the structure of the parameters without frozen entries; `params` itself if none is frozen."""
     if _trains_all(config):
         return params
 
@@ -56,7 +56,7 @@ def trainable(config: Config, params: Tree) -> Any:
 
 
 def merge_trainable(params: Tree, trained: Tree) -> Any:
-    """The tree with what `trained` has put in its place."""
+    """Returns the tree `params` with the values of `trained` replaced."""
 
     def put(old: Any, new: Any) -> Any:
         if not isinstance(old, Mapping):
@@ -67,7 +67,7 @@ def merge_trainable(params: Tree, trained: Tree) -> Any:
 
 
 def param_paths(params: Tree, prefix: str = '') -> Iterator[str]:
-    """Of all parameters of a tree."""
+    """Yields the dotted names of all parameters in a tree."""
     for key, value in params.items():
         if isinstance(value, Mapping):
             yield from param_paths(value, f'{prefix}{key}.')
@@ -80,5 +80,8 @@ def _trains_all(config: Config) -> bool:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a parameter, or what it is a part of: `embedding`, `blocks.attention`, `*.bias`."""
+    """Returns True if a pattern matches a parameter or a module that contains it.
+
+    Examples of patterns are `embedding`, `blocks.attention` and `*.bias`.
+    """
     return fnmatchcase(name, pattern) or fnmatchcase(name, f'{pattern}.*')
