@@ -1,1 +1,1 @@
-"""The decoder: pure functions of arrays. Knows neither the loss nor the optimizer."""
+"""The decoder: pure functions of arrays, independent of loss and optimizer."""

@@ -1,4 +1,4 @@
-"""The decoder's blocks, one after the other in a loop, and what of them the backward pass keeps.
+"""The decoder's blocks, the loop over them, and their rematerialization.
 
 Shapes: B batch, T query length, S key length, D dim, L layers.
 """
@@ -28,27 +28,33 @@ from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import GATHERED, Partitioning
 
-# The decoder's attribute that holds the blocks, and so in the path of every parameter that is stacked over layers.
+# Name of the decoder's attribute with the blocks, which is part of the path of every parameter stacked over layers.
 BLOCKS = 'blocks'
-# What a layer starts from, for rules on what the backward pass keeps.
+# Name of a layer's input for rematerialization policies.
 LAYER_INPUT = 'layer_input'
 ACTIVATION_AXES = ('batch', 'length', 'activation')
 
 
 class Context(NamedTuple):
-    """What every block of one call shares."""
+    """Arguments of a call that all blocks share; see `Attention`.
 
-    # By the layer's window: where its queries may look, see `Attention`.
+    Attributes:
+        masks: attention mask [B, T, S] or None, by window of the layer.
+        segments_BT: index of the document of each token, or None.
+        tree: token trees of the rows, or None.
+        cache_indices: slots of this call's keys and values in the cache, by window of the layer.
+        rotary: angles of the positions; None without rotary embedding.
+    """
+
     masks: dict[int, jax.Array | None]
     segments_BT: jax.Array | None
     tree: TokenTree | None
-    # By the layer's window: where keys and values of this call are in the cache.
     cache_indices: dict[int, CacheIndices | None]
     rotary: Rotary | None
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block: attention, then feed-forward; side by side with `parallel_residual`."""
+    """Pre-norm residual block of attention and feed-forward, which run in parallel with `model.parallel_residual`."""
 
     def __init__(self, config: ModelConfig, *, placement: Partitioning, rngs: nnx.Rngs):
         self.attention_norm = Norm(config, config.dim, rngs=rngs)
@@ -67,7 +73,10 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, context: Context, window: int, cache: LayerCache | None, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Returns the stream [B, T, D] and the updated cache; `window` is how far it sees, 0 for all."""
+        """Returns the stream [B, T, D] and the updated cache.
+
+        `window` is the number of last tokens to which a query attends; 0 means all.
+        """
         attention_key, feedforward_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         attended_BTD, new_cache = self.attention(
             self.attention_norm(x_BTD),
@@ -96,30 +105,32 @@ def run_layers(
     inputs_L: Any,
     caches: dict[int, Cache] | None = None,
 ) -> tuple[jax.Array, dict[int, Cache] | None]:
-    """Consecutive layers, one after the other.
+    """Runs consecutive layers in order.
 
     Args:
-        graph: of a `Block`.
-        config: of the model.
-        placement: of the model.
-        windows: how far each of the layers sees; whole periods of the attention pattern, and what follows the last.
-        x_BTD: the stream.
-        context: what the layers share.
+        graph: NNX graph of a `Block`.
+        config: config of the model.
+        placement: partitioning of the model.
+        windows: attention window of each layer, starting at the first layer of the attention pattern. The last period
+            of the pattern may be incomplete.
+        x_BTD: input stream.
+        context: arguments that the layers share.
         inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
-        caches: of these layers.
+        caches: caches of these layers by window.
 
     Returns:
         The stream, and the updated caches.
     """
     L = len(windows)
-    # In the cache of its window a layer has this number.
+    # Index of each layer in the cache of its window.
     numbers = [windows[:index].count(window) for index, window in enumerate(windows)]
     inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers))
 
     def make_layer(window: int, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
         def layer(carry: Any, inputs: Any) -> tuple[jax.Array, dict[int, Cache] | None]:
             x_BTD, caches = carry
-            # Taken apart in here: for the backward pass a loop has its inputs anyway, but would keep copies of parts.
+            # Indexed inside of the rematerialized function: the loop saves its inputs for the backward pass anyway, but
+            # would additionally save copies of slices.
             block, slots, key, number = jax.tree.map(lambda leaf: leaf[index], inputs)
             block = fetch(block, slots)
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
@@ -135,8 +146,8 @@ def run_layers(
             carry = make_layer(window, index if in_loop else 0, in_loop)(carry, parts[index])
         return carry, None
 
-    # The loop's body is one period of the attention pattern, since a kernel must know its window when it is compiled;
-    # layers behind the last whole period follow it.
+    # The loop body is one period of the attention pattern, because the window of a kernel must be known at compile
+    # time. Layers after the last complete period follow the loop.
     period = len(config.attention_pattern) if config.scan_layers else L
     looped = L // period * period if period < L else 0
     carry = x_BTD, caches
@@ -158,8 +169,10 @@ def run_layers_unrolled(
     blocks: Sequence[Any],
     caches: Sequence[list[Cache]],
 ) -> tuple[jax.Array, list[list[Cache]]]:
-    """All layers, whose parameters and caches are arrays of their own: for one token, taking them out of a stack would
-    cost more than what is computed. Arguments and result as in `run_layers`, each a list over layers.
+    """Runs all layers with separate arrays for the parameters and cache of each layer.
+
+    For one token, slicing a stack would cost more than the computation. The arguments and the result are those of
+    `run_layers`, as lists over layers.
     """
     updated = []
     for window, block, parts in zip(windows, blocks, caches, strict=True):
@@ -169,11 +182,11 @@ def run_layers_unrolled(
 
 
 def _unstack(stacked: Any, num: int) -> list[Any]:
-    """`num` trees whose leaves are [1, …], of one whose leaves are [num, …]."""
+    """Splits a tree with leaves [num, …] into `num` trees with leaves [1, …]."""
 
     def split(leaf: jax.Array) -> Any:
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and not on_host(leaf):
-            # The gradient of a split is one concatenation; that of slices a sum of as many padded stacks.
+            # The gradient of a split is one concatenation; the gradient of slices is a sum of `num` padded stacks.
             return jax.lax.split(leaf, [1] * num)
         return [leaf[index : index + 1] for index in range(num)]
 
@@ -182,23 +195,24 @@ def _unstack(stacked: Any, num: int) -> list[Any]:
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Inverted dropout (Srivastava et al. 2014); the identity without a key or at rate 0."""
+    """Applies inverted dropout (Srivastava et al. 2014); returns x unchanged without a key or if the rate is 0."""
     if key is None or rate == 0:
         return x
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
 
 
 def rematerialize(layer: Callable, policy: str, *, in_loop: bool, gathers: bool = False) -> Callable:
-    """Wraps a layer so that its backward pass computes again what `model.remat_policy` does not keep.
+    """Wraps a layer so that its backward pass recomputes the values that `model.remat_policy` does not save.
 
-    A layer that `gathers` its parameters does so again in the backward pass: kept, all layers' would be whole here.
+    If a layer `gathers` its parameters, the backward pass gathers them again. Saving them would keep the gathered
+    parameters of all layers in memory.
     """
     if policy == 'none' and not gathers:
         return layer
     policies = jax.checkpoint_policies
 
     def keep_attention(primitive: Any, *_: Any, **parameters: Any) -> bool:
-        # Computing its statistics again means running it twice; those of cuDNN's forward carry no name.
+        # Recomputing the statistics means running attention twice. Outputs of cuDNN's forward pass have no name.
         return 'dot_product_attention_fwd' in primitive.name or parameters.get('name') in (SCALE, ATTENDED)
 
     keep = {
@@ -213,5 +227,5 @@ def rematerialize(layer: Callable, policy: str, *, in_loop: bool, gathers: bool 
             offload_dst='pinned_host',
         ),
     }[policy]
-    # A loop already keeps XLA from merging the two computations; the barrier would only cost.
+    # A loop already prevents XLA from merging both computations, so the barrier of `prevent_cse` is not needed.
     return jax.checkpoint(layer, policy=keep, prevent_cse=not in_loop)

@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks in a loop, final norm, logits. All families are settings of this one model.
+"""The decoder: embedding, blocks in a loop, final norm and logits. Every model family is a configuration of it.
 
 Shapes: B batch, T query length, S key length, D dim, V vocabulary, L layers.
 """
@@ -27,10 +27,16 @@ from maxlm.parallel.partitioning import SINGLE_DEVICE, Axes, Partitioning
 
 
 class Decoder(nnx.Module):
-    """Token ids → hidden states → logits."""
+    """Decoder-only transformer, which maps token ids to hidden states and hidden states to logits."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, placement: Partitioning = SINGLE_DEVICE):
-        """Makes the parameters; `config` is resolved. `placement` is the mesh's."""
+        """Creates the parameters.
+
+        Args:
+            config: resolved config of the model.
+            rngs: random keys of the initializers.
+            placement: partitioning over the device mesh.
+        """
         init = initializers(config)
         D, V = config.dim, config.vocab_size
         self.embedding = parameter(rngs, (V, D), ('vocab', 'embed'), init.embedding)
@@ -51,7 +57,7 @@ class Decoder(nnx.Module):
             rngs=rngs,
         )
         self.head = None if config.tie_embeddings else untied
-        # What logits are made with is [V, D].
+        # True if the kernel of the logits is stored transposed, as [V, D].
         self.is_turned = False
         self.config = config
         self.placement = placement
@@ -71,24 +77,25 @@ class Decoder(nnx.Module):
         slots: Any = None,
         blocks: Sequence[Any] | None = None,
     ) -> tuple[jax.Array, Caches | None]:
-        """Hidden states [B, T, D] after the final norm, and the updated caches.
+        """Returns the hidden states [B, T, D] after the final norm, and the updated caches.
 
         Args:
             tokens_BT: token ids.
-            segments_BT: number of the document that a token belongs to; tokens see their own document only. None:
-                every row is one document.
-            ends_BT: in place of segments, of rows that hold trees (`maxlm.model.attention.tree`): index in the row
-                behind the last token that sees this one. No gradient, cache, stages or length that is split.
+            segments_BT: number of each token's document. Tokens attend only to their own document. None: each row is
+                one document.
+            ends_BT: replaces `segments_BT` for rows of token trees (`maxlm.model.attention.tree`): index after the last
+                token that attends to this one. It does not support gradients, caches, pipelines or a sharded length.
             positions_BT: position of each token in its document; None: 0, 1, 2, …
-            cache: keys and values of earlier calls. A query then sees the positions up to its own; `segments_BT` must
-                be None.
-            first_row: of the cache, that the call's first row is.
-            length_B: tokens that each row has with these, where some of `positions_BT` are padding, of which nothing
-                goes into a cache; see `rotary_angles` too.
-            dropout_key: None turns dropout off.
-            micro_batches: that a pipeline's stages work on at different times; row r is in number r mod M.
-            slots: of the blocks' parameters, where these are in host memory and gradients are wanted; see `fetch`.
-            blocks: parameters of each block in place of the model's own, with a cache for each.
+            cache: keys and values of earlier calls. Queries then attend to the positions up to their own, and
+                `segments_BT` must be None.
+            first_row: row of the cache that corresponds to row 0 of the call.
+            length_B: length of each row including these tokens. Later positions are padding, which is not written to
+                the cache; see also `rotary_angles`. None: no padding.
+            dropout_key: random key of dropout; None disables dropout.
+            micro_batches: number M of micro-batches of a pipeline. Row r is in micro-batch r mod M.
+            slots: arrays that receive the gradients of the blocks' parameters in host memory; see
+                `maxlm.parallel.host_offload.fetch`.
+            blocks: parameters of each block in place of the model's own, together with one cache per block.
         """
         config = self.config
         B, T = tokens_BT.shape
@@ -125,28 +132,30 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BTD), cache
 
     def turn_kernels(self) -> dict[tuple[Any, ...], int]:
-        """Says that kernels are turned where this is worth it, as a CPU wants them for a few tokens at a time.
+        """Marks the kernels whose transposition makes products of a few rows faster on a CPU.
 
-        The caller turns them. Returns path → axes of the input of these kernels; see
-        `maxlm.model.layers.linear.transpose_kernel`.
+        The caller must transpose their arrays with `maxlm.model.layers.linear.transpose_kernel`.
+
+        Returns:
+            The number of input axes of each marked kernel, by path.
         """
         found = {}
         for path, module in nnx.iter_modules(self):
             if isinstance(module, Linear) and module.is_worth_turning:
                 module.is_turned = True
                 found[*path, KERNEL] = module.num_in
-        # The embedding's table lies so already.
+        # The embedding is already [V, D].
         self.is_turned = should_transpose(self.config.dim) if self.head is None else self.head.is_turned
         return found
 
     def output_kernel(self) -> jax.Array:
-        """What hidden states are multiplied by for logits: [D, V] in float32, as its parameter lies."""
+        """Returns the kernel of the logits, [D, V] in float32, sharded as its parameter."""
         assert not self.is_turned, 'turned kernels are for `logits`'
         kernel: jax.Array = self.embedding[...].T if self.head is None else self.head.kernel[...]
         return kernel
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
-        """Scores of the next token [B, T, V] in float32."""
+        """Returns the logits of the next token, [B, T, V] in float32."""
         dtype = hidden_BTD.dtype
         if self.is_turned:
             table = self.embedding if self.head is None else self.head.kernel
@@ -160,11 +169,11 @@ class Decoder(nnx.Module):
         logits_BTV = self.placement.constrain(logits_BTV, ('rows', 'length', 'vocab'))
         if logits_BTV.shape[-1] == self.config.vocab_size:
             return logits_BTV
-        # Without its padding the vocabulary cannot be split, so each device gets all of it.
+        # The unpadded vocabulary does not divide over the devices, so it is replicated.
         return self.placement.constrain(logits_BTV, ('rows', 'length', 'activation'))[..., : self.config.vocab_size]
 
     def _used(self, table: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
-        """Returns a table of the vocabulary as products and lookups take it: padded and gathered."""
+        """Returns a vocabulary table for products and lookups, padded and gathered."""
         return self.placement.gathered(self.placement.pad_vocabulary(table, axes), axes, is_table=is_table)
 
     def _context(
@@ -184,7 +193,7 @@ class Decoder(nnx.Module):
                 cache_indices[window], masks[window] = cache_indices_and_mask(
                     num_slots, positions_BT, length_B, window=window, first_row=first_row
                 )
-        # In a ring every device makes the masks of the keys that it meets.
+        # In ring attention each device computes the masks of the keys that it receives.
         elif self.placement.num_shards('length') == 1:
             T = positions_BT.shape[1]
             masks = {window: _mask(T, segments_BT, window) for window in windows}
@@ -199,7 +208,7 @@ class Decoder(nnx.Module):
         keys_ML: jax.Array | None,
         micro_batches: int,
     ) -> jax.Array:
-        """Row r is in micro-batch r mod M, so that no row changes its device."""
+        """Runs the blocks as a pipeline. Row r is in micro-batch r mod M, so no row moves to another device."""
         config, stages, repeats = self.config, self.placement.num_shards('layers'), self.placement.repeats
         graph, blocks_L = nnx.split(self.blocks)
         layers = config.num_layers // (stages * repeats)
@@ -235,21 +244,21 @@ class Decoder(nnx.Module):
 
 
 def softcap(logits: jax.Array, cap: float) -> jax.Array:
-    """Logits bent into ±cap by a tanh (Gemma Team 2024, "Gemma 2"); 0 leaves them."""
+    """Limits logits to ±cap with a tanh (Gemma Team 2024, "Gemma 2"); a cap of 0 disables it."""
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Takes probability and gradient from the logits of padding, those from `vocab_size` on."""
+    """Masks the logits of vocabulary padding, from index `vocab_size`; their probability and gradient become 0."""
     if logits.shape[-1] == vocab_size:
         return logits
     is_token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < vocab_size
-    # Finite, since an entropy multiplies it by its probability of 0.
+    # The value is finite, because an entropy multiplies it by its probability of 0.
     return jnp.where(is_token, logits, jnp.finfo(logits.dtype).min)
 
 
 def _mask(length: int, segments_BT: jax.Array | None, window: int) -> jax.Array | None:
-    """True where a query may look, [B, T, S]; None is causal within the window, which kernels know by themselves."""
+    """Returns the attention mask [B, T, S], or None without segments, where kernels apply causality and window."""
     if segments_BT is None:
         return None
     same_document_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
@@ -257,7 +266,7 @@ def _mask(length: int, segments_BT: jax.Array | None, window: int) -> jax.Array 
 
 
 def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num: int, rngs: nnx.Rngs) -> nnx.Module:
-    """`num` modules as one, whose parameters have a leading `layers` axis."""
+    """Returns one module for `num` modules; its parameters have a leading `layers` axis."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     keys = jax.random.split(rngs.params(), num)
     state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)

@@ -1,9 +1,9 @@
-"""Pipeline parallelism: stages of layers on different devices, which work on different micro-batches at one time.
+"""Pipeline parallelism: stages of layers on different devices work on different micro-batches at the same time.
 
-One program for all devices, as in GSPMD (Xu et al. 2021, §3.3): what the stages hold is an array whose leading axis is
-sharded over the mesh axis `stage`, the work of all of them is one `vmap`, and handing on is a shift along that axis.
-With repeats the layers go round the stages several times (Narayanan et al. 2021, interleaved schedule), which makes
-idle time shorter. The backward pass is the derivative of this loop: the same pipeline, run from its end.
+All devices run one program, as in GSPMD (Xu et al. 2021, §3.3). The states of all stages form one array whose leading
+axis is sharded over the mesh axis `stage`. One `vmap` runs all stages, and a shift along that axis sends the results to
+the next stage. With repeats, the layers use the stages several times (Narayanan et al. 2021, interleaved schedule),
+which reduces idle time. The backward pass is the derivative of this loop, which is the same pipeline in reverse.
 
 Shapes: S stages, R repeats, P layers of a chunk, L = R·S·P layers, M micro-batches, B batch, T length, D dim.
 """
@@ -37,34 +37,34 @@ def run_pipeline(
     place_params: Callable[[Tree], Tree],
     spmd_axis: str | None = 'stage',
 ) -> jax.Array:
-    """All layers in their order, applied to each micro-batch.
+    """Applies all layers in order to each micro-batch.
 
-    Chunk c = r·S + s of the layers is the work of stage s in repeat r. In iteration t stage s has item t - s before it:
-    micro-batch (t - s) mod M in repeat (t - s) // M. Before its first and after its last item a stage computes on other
-    values of the run, which are as finite as these, and nothing that counts reads the result.
+    Stage s runs chunk c = r·S + s of the layers in repeat r. In iteration t, stage s processes item t - s, which is
+    micro-batch (t - s) mod M in repeat (t - s) // M. Before its first and after its last item, a stage processes other
+    finite values of the run, and the result is ignored.
 
-    What crosses stages: [B, T, D] from each to the next in every iteration; [M, B, T, D] once at the end, and once for
-    the gradient of `x_MBTD`. Parameters that are sharded over `stage` by layer stay where they are. With repeats a
-    stage's chunks do not follow each other in `params_L`: the parameters change places once before the loop, and their
-    gradients once after it. That is an all-to-all where R divides S or S divides R; else XLA gathers all layers on
-    every stage for a moment.
+    Communication between stages: each iteration sends [B, T, D] from every stage to the next. [M, B, T, D] is sent once
+    at the end, and once for the gradient of `x_MBTD`. Parameters that are sharded over `stage` by layer are not moved.
+    With repeats, the chunks of a stage are not adjacent in `params_L`, so the parameters are permuted once before the
+    loop, and their gradients once after it. The permutation is an all-to-all if R divides S or S divides R. Otherwise
+    XLA temporarily gathers all layers on every stage.
 
-    What the backward pass keeps: of each of the R·M + S - 1 iterations the stage's input [B, T, D]. It computes the
-    chunk once more from there.
+    Memory of the backward pass: each of the R·M + S - 1 iterations saves the stage's input [B, T, D]. The backward pass
+    recomputes the chunk from it.
 
     Args:
         run: (params_P, x_BTD, side, first_layer) → x_BTD, the layers of one chunk; `first_layer` is a traced integer.
         params_L: arrays [L, …] in the order of the layers.
         x_MBTD: the micro-batches.
-        side_M: arrays [M, …] that a micro-batch brings along to every stage, each whole on all of them.
-        stages: S.
-        repeats: R; above 1 there must be at least S micro-batches.
-        constrain: places an array by the names of its axes; 'stage' is the one of stages.
-        place_params: places the parameters as [R, S, P, …].
-        spmd_axis: the mesh axis of the stages, for the placements inside `run`; None without a mesh.
+        side_M: additional arrays [M, …] of the micro-batches, replicated on all stages.
+        stages: number of stages S.
+        repeats: number of repeats R. If R > 1, at least S micro-batches are required.
+        constrain: constrains the sharding of an array by the names of its axes; 'stage' is the axis of stages.
+        place_params: constrains the sharding of parameters [R, S, P, …].
+        spmd_axis: mesh axis of the stages, for sharding constraints inside of `run`; None without a mesh.
 
     Returns:
-        The stream after the last layer [M, B, T, D].
+        The stream after the last layer, [M, B, T, D].
     """
     S, R, M = stages, repeats, x_MBTD.shape[0]
     L = jax.tree.leaves(params_L)[0].shape[0]
@@ -74,7 +74,8 @@ def run_pipeline(
     params_RSP = place_params(jax.tree.map(lambda leaf: leaf.reshape(R, S, P, *leaf.shape[1:]), params_L))
     first_S = jnp.arange(S)[:, None, None, None] == 0
 
-    # All that is kept of an iteration are this function's inputs; the slots below are linear in it and not kept.
+    # Only the inputs of this function are saved per iteration. The slots below are linear in its result, so they are
+    # not saved.
     @partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)
     def run_stages(params_RSP: Tree, side_M: Any, x_SBTD: jax.Array, t: jax.Array) -> jax.Array:
         def run_stage(stage: jax.Array, params_RP: Tree, x_BTD: jax.Array) -> jax.Array:
@@ -92,24 +93,23 @@ def run_pipeline(
         x_SBTD = constrain(jnp.where(first_S, waiting_SBTD, arrived_SBTD), STAGE_AXES)
         y_SBTD = constrain(run_stages(params_RSP, side_M, x_SBTD, t), STAGE_AXES)
         arrived_SBTD = constrain(_handed_on(y_SBTD), STAGE_AXES)
-        # From the last stage to the first comes item t - S + 1. Until there is one, what comes goes where the first
-        # stage has just read: before an item needs this slot again, a true result has come to it.
+        # The first stage receives item t - S + 1 from the last stage. Before the first item, the received values go to
+        # the slot that the first stage has just read. A result overwrites them before the slot is read again.
         slot = jnp.where(t < S - 1, t, t - S + 1) % M
         slots_SMBTD = jax.lax.dynamic_update_index_in_dim(slots_SMBTD, arrived_SBTD, slot, axis=1)
         return (constrain(slots_SMBTD, SLOT_AXES), arrived_SBTD), None
 
-    # A slot per micro-batch, in which the first stage finds its input, then what it has to repeat, then the result. The
-    # other stages' slots are never read; they are there because all devices run one program.
+    # One slot per micro-batch contains the input of the first stage, then the input of its next repeat, then the
+    # result. The slots of all other stages are never read; they exist because all devices run one program.
     slots_SMBTD = constrain(jnp.broadcast_to(x_MBTD, (S, *x_MBTD.shape)), SLOT_AXES)
     (slots_SMBTD, _), _ = jax.lax.scan(iterate, (slots_SMBTD, slots_SMBTD[:, 0]), jnp.arange(R * M + S - 1))
-    # A sum with zeros, since taking the first of a sharded axis would gather all of it; not jnp.sum, which would send
-    # bfloat16 as float32.
+    # A sum with zeros, because indexing a sharded axis would gather it. `jnp.sum` would send bfloat16 as float32.
     y_MBTD = jax.lax.reduce_sum(jnp.where(first_S[..., None], slots_SMBTD, 0), axes=(0,))
     return constrain(y_MBTD, SLOT_AXES[1:])
 
 
 def bubble_fraction(stages: int, repeats: int, micro_batches: int) -> float:
-    """Share of a pipeline's time in which a stage is idle: (S - 1) / (R·M + S - 1)."""
+    """Returns the fraction of time in which a pipeline stage is idle, (S - 1) / (R·M + S - 1)."""
     return (stages - 1) / (repeats * micro_batches + stages - 1)
 
 
@@ -119,9 +119,9 @@ def _at(leaf: jax.Array, index: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _handed_on(y_S: jax.Array) -> jax.Array:
-    """What each stage gets from the one before it, the first from the last.
+    """Shifts values to the next stage, and from the last stage to the first.
 
-    The derivative is a shift too. JAX would derive two, for what wraps around and for the rest.
+    The derivative is defined as one shift. JAX would derive two, one for the values that wrap around.
     """
     return jnp.roll(y_S, 1, axis=0)
 

@@ -1,1 +1,1 @@
-"""Attention kernels: chunked, cuDNN, Splash, ring, decode, tree."""
+"""The attention module and its kernels: chunked, cuDNN, Splash, ring, decode and tree."""

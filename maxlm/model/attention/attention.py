@@ -22,7 +22,7 @@ from maxlm.parallel.partitioning import Partitioning
 
 
 class Attention(nnx.Module):
-    """Projections of queries, keys, values and the output around an attention kernel."""
+    """Self-attention module: projections of queries, keys, values and output around an attention kernel."""
 
     def __init__(self, config: ModelConfig, *, placement: Partitioning, rngs: nnx.Rngs):
         D, N, K, H = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
@@ -82,11 +82,11 @@ class Attention(nnx.Module):
             x_BTD: activations. If the length is sharded, they are in zigzag order.
             mask_BTS: True where a query attends to a key; None: causal attention over the T tokens of the call. With a
                 cache, S is its number of slots, and the mask must exclude empty ones.
-            segments_BT: index of the document of each token, for kernels that do not take a mask.
-            tree: for rows that hold token trees; takes the place of mask and segments.
-            cache_indices: slots of the cache that this call's keys and values are written to.
+            segments_BT: index of the document of each token, for kernels without a mask.
+            tree: token trees of the rows; replaces mask and segments.
+            cache_indices: slots of the cache to which this call's keys and values are written.
             rotary: rotations of the positions; None: no rotary embedding.
-            window: number of last tokens that a query attends to, itself included; 0: all.
+            window: number of last tokens to which a query attends, including itself; 0: all.
             cache: keys and values of earlier calls; None: attention within the call.
         """
         q_BTNH, k_BTKH, v_BTKH = fused_apply((self.query, self.key, self.value), x_BTD)

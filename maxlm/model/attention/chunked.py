@@ -1,8 +1,8 @@
-"""Causal attention a block of queries at a time, for devices and cases without a fused kernel.
+"""Causal attention for one block of queries at a time, for devices and cases without a fused kernel.
 
-No array of T × T scores ever exists, and most of what no query may see is not computed: each range of queries meets the
-keys up to its own end, within a window those from its own beginning. The backward pass computes probabilities again
-from the logarithm of their denominators (Dao et al. 2022, "FlashAttention").
+An array of T × T scores never exists, and most masked scores are not computed. Each range of queries uses only the keys
+up to its end, and with a window only the keys from the window of its first query. The backward pass recomputes
+probabilities from the logarithm of their denominators (Dao et al. 2022, "FlashAttention").
 
 Shapes: B batch, T length, S keys, R queries of a range, N query heads, K key/value heads, G = N/K, H head dim.
 """
@@ -18,39 +18,41 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# Ranges of queries, at most; more would compute less for nothing, and make the program longer.
+# Largest number of query ranges. More ranges would compute fewer masked scores but make the program longer.
 RANGES = 8
-# Queries of a range, at least: products of fewer rows are slow.
+# Smallest number of queries in a range, because products of few rows are slow.
 MIN_RANGE = 128
-# Queries whose scores exist at the same time, of a longer range.
+# Number of queries whose scores exist at the same time in a longer range.
 QUERY_BLOCK = 256
-# What the backward pass needs of the forward one, for rules on what is kept.
+# Name of the forward results that the backward pass needs, for rematerialization policies.
 ATTENDED = 'attended'
 
 
 def attend_blockwise(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | None, *, window: int
 ) -> jax.Array:
-    """softmax(q·k / sqrt(H)) · v over the keys up to the query's position, of its own document.
+    """Computes softmax(q·k / sqrt(H)) · v over the keys of the query's document up to its position.
 
     Args:
-        q_BTNH: queries; k_BTKH, v_BTKH: keys and values, K dividing N.
-        segments_BT: number of the document that a token belongs to; None: each row is one.
-        window: how many last tokens a query sees, its own included; 0: all.
+        q_BTNH: queries.
+        k_BTKH: keys; K divides N.
+        v_BTKH: values.
+        segments_BT: number of each token's document; None: each row is one document.
+        window: number of last tokens to which a query attends, including itself; 0: all.
 
     Returns:
-        [B, T, N, H] in q's type.
+        [B, T, N, H] in the dtype of q.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
-    # Heads before positions: products over the last two axes are what XLA has fast kernels for on a CPU.
+    # Heads precede positions, because XLA has fast CPU kernels for products over the last two axes.
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     o_BKGTH = _attend(q_BKGTH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), segments_BT, window)
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 class QueryRange(NamedTuple):
-    """Queries `first` … `last` - 1, which meet the keys from `start` on."""
+    """Queries `first` … `last` - 1, which attend to the keys `start` … `last` - 1."""
 
     first: int
     last: int
@@ -58,7 +60,7 @@ class QueryRange(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """What a range of queries meets, the first key of which is number `start`."""
+    """Keys, values and segments for a range of queries."""
 
     k_BKSH: jax.Array
     v_BKSH: jax.Array
@@ -66,15 +68,22 @@ class _Keys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Some queries and what belongs to them; what only the backward pass has is None before."""
+    """Queries of a range or a block of it. The last three fields are None in the forward pass.
 
-    # Number of each.
+    Attributes:
+        position_R: position of each query.
+        q_BKGRH: queries.
+        segments_BR: segments of the queries, or None.
+        log_z_BKGR: logarithm of the softmax's denominator.
+        gradient_BKGRH: gradient of the output.
+        delta_BKGR: Σ output · gradient of the output.
+    """
+
     position_R: jax.Array
     q_BKGRH: jax.Array
     segments_BR: jax.Array | None
     log_z_BKGR: jax.Array | None = None
     gradient_BKGRH: jax.Array | None = None
-    # Σ output · its gradient.
     delta_BKGR: jax.Array | None = None
 
 
@@ -109,7 +118,7 @@ def _backward(window: int, residuals: Any, gradient: jax.Array) -> tuple[Any, ..
         zeros = (jnp.zeros(keys.k_BKSH.shape, jnp.float32), jnp.zeros(keys.v_BKSH.shape, jnp.float32))
         sums, q_gradient = _by_blocks(partial(_block_backward, keys, part.start, window), zeros, queries)
         q_gradients.append(q_gradient)
-        # Sums of padded arrays are one loop; adding to a slice would be a scatter, which CPUs do number by number.
+        # A sum of padded arrays is one loop. Adding to a slice would be a scatter, which is sequential on CPUs.
         rest = [(0, 0), (0, 0), (part.start, k.shape[2] - part.last), (0, 0)]
         of_keys.append(jnp.pad(sums[0], rest))
         of_values.append(jnp.pad(sums[1], rest))
@@ -121,7 +130,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def query_ranges(length: int, window: int) -> Iterator[QueryRange]:
-    """The ranges of a sequence, from its beginning; `window` as in `attend_blockwise`."""
+    """Yields the query ranges of a sequence in order; `window` is that of `attend_blockwise`."""
     size = max(MIN_RANGE, -(-length // RANGES))
     if size > QUERY_BLOCK:
         size = -(-size // QUERY_BLOCK) * QUERY_BLOCK
@@ -143,7 +152,10 @@ def _queries(part: QueryRange, q: jax.Array, segments: jax.Array | None, *of_bac
 
 
 def _by_blocks(run: Any, carry: Any, queries: _Queries) -> tuple[Any, Any]:
-    """A scan of `run(carry, queries) → (carry, arrays [B, K, G, R, …])` over blocks; at once if they do not divide."""
+    """Scans `run(carry, queries) → (carry, arrays [B, K, G, R, …])` over blocks of queries.
+
+    If the number of queries does not divide into blocks, `run` is called once with all queries.
+    """
     R = len(queries.position_R)
     if R <= QUERY_BLOCK or R % QUERY_BLOCK:
         return run(carry, queries)
@@ -163,8 +175,8 @@ def _by_blocks(run: Any, carry: Any, queries: _Queries) -> tuple[Any, Any]:
 
 
 def _scores(queries: _Queries, keys: _Keys, start: int, window: int) -> jax.Array:
-    """q·k / sqrt(H), float32 [B, K, G, R, S]; the smallest finite value where a query may not look."""
-    # Scores and softmax are float32: bfloat16 keeps 8 bits, too few for a sum over thousands of keys.
+    """Returns q·k / sqrt(H), float32 [B, K, G, R, S]; masked scores are the smallest finite value."""
+    # Scores and softmax are float32, because the 8 bits of bfloat16 are too few for a sum over thousands of keys.
     scale = 1 / math.sqrt(queries.q_BKGRH.shape[-1])
     q, k = queries.q_BKGRH, keys.k_BKSH
     scores = scale * jnp.einsum('BKGRH,BKSH->BKGRS', q, k, preferred_element_type=jnp.float32)
@@ -177,7 +189,7 @@ def _scores(queries: _Queries, keys: _Keys, start: int, window: int) -> jax.Arra
 
 
 def _block_forward(keys: _Keys, start: int, window: int, queries: _Queries) -> tuple[jax.Array, jax.Array]:
-    """Outputs, and the logarithm of the softmax's denominators."""
+    """Returns the outputs of a block, and the logarithm of the softmax's denominators."""
     scores = _scores(queries, keys, start, window)
     largest = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - largest)
@@ -190,7 +202,7 @@ def _block_forward(keys: _Keys, start: int, window: int, queries: _Queries) -> t
 def _block_backward(
     keys: _Keys, start: int, window: int, sums: tuple[jax.Array, jax.Array], queries: _Queries
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """Sums of the gradients by keys and values with this block's, and those by its queries."""
+    """Adds the gradients of a block's keys and values to `sums`, and returns `sums` and the gradient of its queries."""
     q, gradient = queries.q_BKGRH, queries.gradient_BKGRH
     assert queries.log_z_BKGR is not None
     assert queries.delta_BKGR is not None
@@ -206,11 +218,11 @@ def _block_backward(
 
 
 def _over_queries(x_BKGRH: jax.Array, y_BKGRS: jax.Array) -> jax.Array:
-    """Σ over queries of the products of x and y: float32 [B, K, S, H]."""
+    """Returns the products of x and y, summed over queries, float32 [B, K, S, H]."""
     x_BKHQ = x_BKGRH.reshape(*x_BKGRH.shape[:2], -1, x_BKGRH.shape[-1]).swapaxes(2, 3)
     y_BKQS = y_BKGRS.reshape(*y_BKGRS.shape[:2], -1, y_BKGRS.shape[-1])
-    # Both barriers keep the transposes of what is small. Without them XLA takes those of the large one, and has no
-    # fast kernel for the product on a CPU.
+    # The barriers keep the transposes on the smaller arrays. Without them XLA transposes the large array, and has no
+    # fast CPU kernel for the product.
     x_BKHQ = jax.lax.optimization_barrier(x_BKHQ)
     sum_BKHS = jax.lax.optimization_barrier(jnp.einsum('BKHQ,BKQS->BKHS', x_BKHQ, y_BKQS))
     return sum_BKHS.swapaxes(2, 3).astype(jnp.float32)

@@ -1,11 +1,11 @@
-"""Attention within packed documents by cuDNN, which is told where they begin and needs no mask.
+"""cuDNN attention within packed documents, given by a list of their offsets instead of a mask.
 
-With a mask cuDNN computes every score and adds an array of [B, T, S] to them. Told of the documents it skips what lies
-between them, as it skips the future. It wants a list of all documents of all rows on a device, of a length that the
-program fixes. A device that has more of them than fit into one list runs the kernel once for each list.
+With a mask, cuDNN computes every score and adds an array [B, T, S] to the scores. With a list of documents, it skips
+the scores between different documents, as it skips future keys. The list contains the documents of all rows on a device
+and has a fixed length. If a device has more documents, it runs the kernel once per list.
 
-Shapes: B batch, T query length, S = T key length, N query heads, K key/value heads, H head dim, M documents for which
-there is room per row, C = B·M length of a list, X = T+M+1.
+Shapes: B batch, T query length, S = T key length, N query heads, K key/value heads, H head dim, M listed documents per
+row, C = B·M length of a list, X = T+M+1.
 """
 
 from __future__ import annotations
@@ -22,38 +22,41 @@ from jax.interpreters import mlir
 
 from maxlm.parallel.partitioning import Partitioning
 
-# A list has room for documents of so many tokens each, but not for more per row than the second number: cuDNN keeps a
-# row of T float32 per head for every place in it while it runs.
+# The length of a list assumes documents of at least TOKENS_PER_DOCUMENT tokens, and at most MAX_DOCUMENTS per row.
+# During the kernel cuDNN needs a row of T float32 per head for every entry of the list.
 TOKENS_PER_DOCUMENT = 64
 MAX_DOCUMENTS = 64
-# In the names of a program's operations, the loop over lists behind the first, of which nearly always there are none.
+# Name scope of the loop over all lists except the first. Further lists are rare.
 MORE_LISTS = 'more_lists_of_documents'
-# As cuDNN orders the axes of what it returns; in memory heads stay inside of positions, as they are in q.
+# Memory layout of cuDNN's outputs [B, N, T, H], which are stored as [B, T, N, H] like q.
 OUTPUT_LAYOUT = (0, 2, 1, 3)
 
 
 class Documents(NamedTuple):
-    """The documents of the rows on one device, numbered through from the first row's first. Of int32."""
+    """int32 description of the documents on one device, numbered consecutively over all rows.
 
-    # Of each token the number of its document.
+    Attributes:
+        number_BT: number of each token's document.
+        start_BX: number of tokens on the device before each document, over all rows; B·T after the last document.
+    """
+
     number_BT: jax.Array
-    # By number, over all rows: how many tokens lie before the document's first; B·T behind the last document.
     start_BX: jax.Array
 
 
 def supports_documents(q_BTNH: jax.Array, placement: Partitioning) -> bool:
-    """Whether cuDNN can be told of the documents of rows with these queries.
+    """Returns True if cuDNN supports a list of documents for these queries.
 
-    It can on Hopper and later, be it the GPU that is here or the one that a program is compiled for; not in a pipeline,
-    whose stages are a vmap.
+    This requires a Hopper or later GPU, either present or as the target of compilation. Pipelines are not supported,
+    because their stages are a vmap.
     """
     if placement.num_shards('layers') > 1:
         return False
-    # Private, but what JAX's own attention asks, and so what `maxlm.planning.gpu_targets` answers for other machines.
+    # JAX's own attention calls this private function, and `maxlm.planning.gpu_targets` mocks it for other machines.
     from jax._src.cudnn import fused_attention_stablehlo
 
     on_device = q_BTNH.size // (placement.num_shards('batch') * placement.num_shards('heads'))
-    # Where a document begins is told in elements, as an int32.
+    # Offsets of documents are int32 and counted in elements.
     return on_device < 2**31 and fused_attention_stablehlo.check_compute_capability('9.0')
 
 
@@ -66,16 +69,19 @@ def attend_documents(
     window: int,
     placement: Partitioning,
 ) -> jax.Array:
-    """Causal attention in which tokens see their own document only.
+    """Computes causal attention in which tokens attend only to their own document.
 
     Args:
-        q_BTNH: queries, in bfloat16 or float16; k_BSKH, v_BSKH: keys and values, K dividing N.
-        segments_BT: a document is a run of equal numbers in a row. Padding is one too, so that its output is finite.
-        window: the number of last tokens that a query sees, its own included; 0: all.
-        placement: every device works on its own rows and heads.
+        q_BTNH: queries, in bfloat16 or float16.
+        k_BSKH: keys; K divides N.
+        v_BSKH: values.
+        segments_BT: numbers of documents; a document is a run of equal numbers in a row. Padding also counts as a
+            document, so its output is finite.
+        window: number of last tokens to which a query attends, including itself; 0: all.
+        placement: partitioning of the model; each device processes its own rows and heads.
 
     Returns:
-        [B, T, N, H] in q's type.
+        [B, T, N, H] in the dtype of q.
     """
 
     def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *_: str) -> jax.Array:
@@ -84,25 +90,25 @@ def attend_documents(
     if placement.num_shards('batch') * placement.num_shards('heads') > 1:
         rows = ('batch', 'length')
         heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
-        # The kernel's list is one device's own, which no rule for splitting the whole kernel could express.
+        # Each device has its own list, which a partitioning rule of the kernel could not express.
         attend_shard = placement.per_shard(attend_shard, [heads, kv_heads, kv_heads, rows], heads, 'heads')
     return attend_shard(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
 def list_documents(segments_BT: jax.Array) -> Documents:
-    """The runs of equal numbers in rows that are on one device."""
+    """Lists the runs of equal numbers in the rows of one device."""
     B, T = segments_BT.shape
     is_first_BT = jnp.ones((B, T), bool).at[:, 1:].set(segments_BT[:, 1:] != segments_BT[:, :-1])
     is_first = is_first_BT.reshape(-1)
     number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     start = jnp.full(B * (T + documents_per_row(T) + 1), B * T, jnp.int32)
-    # Other tokens go nowhere.
+    # Tokens that do not start a document have an index out of range and are dropped.
     start = start.at[jnp.where(is_first, number, start.size)].set(jnp.arange(B * T, dtype=jnp.int32), mode='drop')
     return Documents(number.reshape(B, T), start.reshape(B, -1))
 
 
 def documents_per_row(length: int) -> int:
-    """M: documents per row for which there is room in one run of the kernel. cuDNN takes a list from 2 on."""
+    """Returns M, the number of listed documents per row, at least 2 as required by cuDNN."""
     return max(2, min(length // TOKENS_PER_DOCUMENT, MAX_DOCUMENTS))
 
 
@@ -124,7 +130,7 @@ def _attend_backward(window: int, kept: Any, do_BTNH: jax.Array) -> tuple[jax.Ar
     statistics = statistics_BTN.reshape(B * T, -1)
 
     def run(listed: _List) -> tuple[jax.Array, ...]:
-        # What lies behind a document's end is not read.
+        # The kernel does not read beyond the end of a document.
         token_CT = jnp.minimum(listed.start_C1[:-1, None] + jnp.arange(T)[None, :], B * T - 1)
         statistics_CNT = statistics[token_CT].swapaxes(1, 2)
         return run_backward(q_BTNH, k_BSKH, v_BSKH, statistics_CNT, do_BTNH, o_BTNH, listed.start_C1, window=window)
@@ -144,7 +150,7 @@ def _forward(
 
     def run(listed: _List) -> tuple[jax.Array, ...]:
         o_BTNH, statistics_CNT = run_forward(q_BTNH, k_BSKH, v_BSKH, listed.start_C1, window=window)
-        # cuDNN's statistics are those of a list. One for each token takes a share of that, and knows no lists.
+        # Statistics per token take less memory than cuDNN's statistics per list, and do not depend on the list.
         place_BT = jnp.clip(number_BT - listed.first, 0, B * documents_per_row(T) - 1)
         within_BT = jnp.clip(token_BT - listed.start_C1[place_BT], 0, T - 1)
         return o_BTNH, statistics_CNT[place_BT, :, within_BT]
@@ -153,18 +159,22 @@ def _forward(
 
 
 class _List(NamedTuple):
-    """Consecutive documents that the kernel is run for."""
+    """Consecutive documents for one run of the kernel.
 
-    # The number of the first.
+    Attributes:
+        first: number of the first document.
+        start_C1: tokens on the device before each document of the list, and before the document after the list.
+    """
+
     first: jax.Array
-    # Of each, and of the one after: tokens on the device before its first.
     start_C1: jax.Array
 
 
 def _for_all_documents(run: Callable[[_List], tuple[jax.Array, ...]], documents: Documents) -> tuple[jax.Array, ...]:
-    """What `run` gives, arrays [B, T, …] of which only the places of the documents given to it count, for all of them.
+    """Runs `run` for every list and combines its results, arrays [B, T, …] that are valid for the listed documents.
 
-    Nearly always all are in the first list. Whether they are is asked on the device: no number of documents is wrong.
+    The first list nearly always contains all documents. The number of lists is determined on the device, so every
+    number of documents is supported.
     """
     B, T = documents.number_BT.shape
     C = B * documents_per_row(T)
@@ -184,7 +194,7 @@ def _for_all_documents(run: Callable[[_List], tuple[jax.Array, ...]], documents:
 
     last = documents.number_BT[-1, -1]
     results = run_list(0)
-    # Not a condition around it: XLA would copy the results where there is nothing to add.
+    # A condition around the loop would make XLA copy the results even if there is only one list.
     with jax.named_scope(MORE_LISTS):
         return jax.lax.while_loop(lambda carry: carry[0] * C <= last, add_list, (jnp.int32(1), results))[1]
 
@@ -195,8 +205,8 @@ def _forward_shapes(
     return q_BTNH, jax.core.ShapedArray(q_BTNH.shape[:3], jnp.float32)
 
 
-# A primitive of its own, since rules on what the backward pass keeps see primitives only: those in `rematerialize` know
-# this one by its name, and keep what it returns. In the parts of it they would keep statistics by list.
+# A separate primitive, because rematerialization policies see only primitives. The policies in `rematerialize` save the
+# results of this one by its name. Applied to its parts, they would save the statistics per list.
 _forward_p = Primitive('documents_dot_product_attention_fwd')
 _forward_p.multiple_results = True
 _forward_p.def_impl(_forward)
@@ -207,10 +217,11 @@ mlir.register_lowering(_forward_p, mlir.lower_fun(_forward, multiple_results=Tru
 def run_forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, start_C1: jax.Array, *, window: int
 ) -> tuple[jax.Array, jax.Array]:
-    """cuDNN's kernel for one list: output [B, T, N, H] and softmax statistics [C, N, T] in float32.
+    """Runs cuDNN's forward kernel for one list.
 
-    Of the statistics T places belong to each document, counted from its first token. What belongs to no document of the
-    list is not written.
+    Returns:
+        The output [B, T, N, H] and the float32 softmax statistics [C, N, T]. The T statistics of a document start at
+        its first token. Elements that belong to no document of the list are not written.
     """
     B, T, N, H = q_BTNH.shape
     results = (
@@ -234,7 +245,7 @@ def run_backward(
     *,
     window: int,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of q, k and v by cuDNN's kernel, for the documents of one list; see `run_forward`."""
+    """Runs cuDNN's backward kernel for one list and returns the gradients of q, k and v; see `run_forward`."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     results = (*(jax.ShapeDtypeStruct((B, heads, T, H), q_BTNH.dtype) for heads in (N, K, K)), WORKSPACE)
@@ -244,21 +255,21 @@ def run_backward(
     return tuple(gradient.swapaxes(1, 2) for gradient in gradients)
 
 
-# XLA asks cuDNN how large it has to be.
+# XLA queries the size of the workspace from cuDNN.
 WORKSPACE = jax.ShapeDtypeStruct((0,), jnp.uint8)
 
 
 def _lengths_and_offsets(q_BTNH: jax.Array, k_BSKH: jax.Array, start_C1: jax.Array) -> tuple[jax.Array, ...]:
-    """The kernel's last four operands: for queries and for keys the tokens of each document, and where it begins.
+    """Returns the kernel's last four operands: lengths of documents for queries and keys, and offsets for both.
 
-    JAX's own wrapper counts where documents begin in heads of queries for keys too, before 0.11: wrong where K < N.
+    The wrapper in JAX before 0.11 computes the offsets of keys with the number of query heads, which is wrong if K < N.
     """
     B, _, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     length_BM = jnp.diff(start_C1).reshape(B, -1)
 
     def offset(heads: int) -> jax.Array:
-        # Counted in elements, in an array that has a row's end for each row, of which the kernel reads one.
+        # Offsets are counted in elements. The array has one final offset per row, of which the kernel reads one.
         filled = jnp.pad(start_C1, (0, B - 1), mode='edge')
         return (filled * (heads * H)).reshape(B, -1)
 
@@ -268,7 +279,7 @@ def _lengths_and_offsets(q_BTNH: jax.Array, k_BSKH: jax.Array, start_C1: jax.Arr
 def _call(
     target: str, q_BTNH: jax.Array, k_BSKH: jax.Array, results: Any, num_heads: int, *, window: int, is_backward: bool
 ) -> Callable[..., Any]:
-    """XLA's call of a kernel, whose first `num_heads` results have an axis of heads."""
+    """Returns a function that calls a cuDNN kernel whose first `num_heads` results have an axis of heads."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     B, T, N, H = q_BTNH.shape

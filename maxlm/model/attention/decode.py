@@ -19,7 +19,7 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attend_cached(q_BTNH: jax.Array, cache: LayerCache, indices: CacheIndices, mask_BTS: jax.Array) -> jax.Array:
-    """Returns softmax(q·k / sqrt(H)) · v over the slots that the mask allows, [B, T, N, H] in q's type."""
+    """Returns softmax(q·k / sqrt(H)) · v over the unmasked slots, [B, T, N, H] in the dtype of q."""
     if len(cache.blocks) == 1:
         return attend_slots(q_BTNH, cache.read(0, indices.first_row, len(q_BTNH)), mask_BTS)
     return _attend_blocks(q_BTNH, cache, indices, mask_BTS)
@@ -49,7 +49,7 @@ def _attend_blocks(q_BTNH: jax.Array, cache: LayerCache, indices: CacheIndices, 
         sums = jax.lax.cond(indices.end > start, add_block, lambda sums: sums, sums)
         start = end
     _, sum_BKGT, o_BKGTH = sums
-    # If all rows are empty, the sums are 0.
+    # The sums are 0 if all rows are empty.
     o_BKGTH /= jnp.maximum(sum_BKGT, jnp.finfo(jnp.float32).tiny)[..., None]
     return o_BKGTH.astype(q_BTNH.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -99,6 +99,6 @@ def _weighted(weights_BKGTS: jax.Array, slots: Slots, dtype: jnp.dtype) -> jax.A
 
 
 def _blocks(x: jax.Array, axis: int) -> jax.Array:
-    """Splits an axis of length T into a leading axis of blocks (X) and one of QUERY_BLOCK."""
+    """Splits an axis of length T into a leading axis of X blocks and an axis of QUERY_BLOCK queries."""
     x = x.reshape(*x.shape[:axis], -1, QUERY_BLOCK, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)

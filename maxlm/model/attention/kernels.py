@@ -1,4 +1,4 @@
-"""The choice of the attention kernel for training and prefill without a cache.
+"""Attention kernels for training and prefill without a cache, and their selection.
 
 Shapes: B batch, T query length, S = T key length, N query heads, K key/value heads, H head dim.
 """
@@ -32,14 +32,16 @@ class AttentionKernel(Protocol):
         window: int,
         partitioning: Partitioning,
     ) -> jax.Array:
-        """Returns [B, T, N, H] in q's type.
+        """Returns the attention output [B, T, N, H] in the dtype of q.
 
         Args:
-            q_BTNH: queries; k_BSKH, v_BSKH: keys and values, K dividing N.
+            q_BTNH: queries.
+            k_BSKH: keys; K divides N.
+            v_BSKH: values.
             mask_BTS: True where a query attends to a key; None: causal. A kernel reads either this or `segments_BT`.
-            segments_BT: index of the document of each token, the same restriction as in the mask; None: one document.
-            window: number of last tokens that a query attends to, itself included; 0: all.
-            partitioning: of the model.
+            segments_BT: index of the document of each token, with the same meaning as the mask; None: one document.
+            window: number of last tokens to which a query attends, including itself; 0: all.
+            partitioning: partitioning of the model.
         """
 
 
@@ -64,7 +66,7 @@ def ring(
     window: int,
     partitioning: Partitioning,
 ) -> jax.Array:
-    """Ring attention over a sequence that is sharded in zigzag order."""
+    """Computes ring attention over a sequence that is sharded in zigzag order."""
     del mask_BTS
 
     def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> jax.Array:
@@ -90,7 +92,7 @@ def chunked(
     window: int,
     partitioning: Partitioning,
 ) -> jax.Array:
-    """Blocks of queries, in XLA."""
+    """Computes attention in XLA for one block of queries at a time."""
     del mask_BTS, partitioning
     return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window)
 
@@ -105,7 +107,7 @@ def splash(
     window: int,
     partitioning: Partitioning,
 ) -> jax.Array:
-    """Splash attention on TPUs; XLA for lengths that it does not support, such as short prompts."""
+    """Computes Splash attention on TPUs, or attention in XLA for unsupported lengths such as short prompts."""
     del mask_BTS
     if not supports_length(q_BTNH.shape[1]):
         return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window)
@@ -122,7 +124,7 @@ def cudnn(
     window: int,
     partitioning: Partitioning,
 ) -> jax.Array:
-    """cuDNN's flash attention: by documents where the GPU supports that, otherwise with a mask."""
+    """Computes cuDNN's flash attention, with a list of documents if the GPU supports it, otherwise with a mask."""
     if segments_BT is not None and supports_documents(q_BTNH, partitioning):
         return attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=partitioning)
     mask_BNTS = None

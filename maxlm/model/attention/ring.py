@@ -1,18 +1,18 @@
-"""Causal self-attention over a sequence that is spread over devices: keys and values travel around a ring.
+"""Ring attention: causal self-attention over a sequence that is sharded over devices.
 
-Ring attention (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"), with the
-backward formula of FlashAttention-2 (Dao 2023), over a sequence in zigzag, so that all devices have the same work.
+Devices pass keys and values around a ring (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-
+Infinite Context"). The backward pass uses the formula of FlashAttention-2 (Dao 2023). Zigzag order balances the work.
 
-Zigzag over R devices: the sequence is cut into 2R chunks, and device i holds the chunks i and 2R - 1 - i. For R = 4:
+Zigzag over R devices splits the sequence into 2R chunks, and device i has the chunks i and 2R - 1 - i. For R = 4:
 
     device    0     1     2     3
     chunks   0 7   1 6   2 5   3 4
 
-A chunk of queries sees the chunks of keys before it whole, itself by half, later ones not at all. So device i sees
-i + (2R - 1 - i) = 2R - 1 whole chunks and two halves, whichever device it is. In sequence order the first device would
-see one whole chunk and the last one 4R - 3, and a ring is as slow as its slowest device.
+A chunk of queries attends to all earlier chunks of keys completely, to itself by half, and to no later chunk. Every
+device i therefore computes i + (2R - 1 - i) = 2R - 1 complete chunks and two halves. In sequence order the first device
+would compute one complete chunk and the last device 4R - 3, and a ring is as slow as its slowest device.
 
-Shapes, of one device: B batch, T positions (R · T of all), N query heads, K key/value heads, G = N/K, H head dim,
+Shapes, per device: B batch, T positions (R · T in total), N query heads, K key/value heads, G = N/K, H head dim,
 U the two chunks, C = T/2 positions of a chunk, X blocks of queries, Q queries of a block, Z keys and values.
 """
 
@@ -29,17 +29,17 @@ import numpy as np
 
 Tree = TypeVar('Tree')
 
-# Queries of a chunk whose scores exist at the same time.
+# Number of queries of a chunk whose scores exist at the same time.
 QUERY_BLOCK = 256
-# log Σ exp(score) of a row that has seen nothing: finite, unlike log 0, so that a difference of two is never NaN.
+# log Σ exp(score) of a row without keys. It is finite, unlike log 0, so differences are never NaN.
 NOTHING = float(np.finfo(np.float32).min)
 
 
 def zigzag(length: int, devices: int) -> np.ndarray:
-    """The order in which a sequence is laid out over a ring: the original index of each position of the new layout.
+    """Returns the zigzag order of a sequence over a ring: the original index of each position in the new order.
 
-    `x[:, zigzag(length, devices)]`, cut into equal parts, gives each device its two chunks. With `np.argsort` of the
-    order as index, what was laid out so is in sequence again.
+    `x[:, zigzag(length, devices)]`, split into equal parts, gives each device its two chunks. Indexing with
+    `np.argsort` of the order restores the sequence order.
 
     Raises:
         ValueError: the length does not divide into two chunks for each device.
@@ -59,45 +59,46 @@ def ring_attention(
     axis: str,
     window: int,
 ) -> jax.Array:
-    """softmax(q·k / sqrt(H)) · v of this device's queries over the keys of all devices along a mesh axis.
+    """Computes softmax(q·k / sqrt(H)) · v of this device's queries over the keys of all devices along a mesh axis.
 
-    To be called inside `jax.shard_map`, with the sequence laid out by `zigzag` along `axis`; batch and heads are those
-    that the device holds. Devices only send to their neighbour, the next keys while they work on the ones before.
-    Pairs of chunks that causality masks are not computed, nor those that no query of the pair has in its window.
+    It must be called inside of `jax.shard_map`, with the sequence in `zigzag` order along `axis`. Devices send only to
+    their neighbor, and send the next keys while they compute with the current ones. Pairs of chunks that are completely
+    masked by causality or by the window are not computed.
 
     Args:
-        q_BTNH: queries; k_BTKH, v_BTKH: keys and values, K dividing N.
-        segments_BT: number of the document that a token belongs to; tokens see their own document only. None: all.
-        axis: the mesh axis that the sequence is spread over.
-        window: the number of last tokens that a query sees, its own included; 0: all.
+        q_BTNH: queries of this device.
+        k_BTKH, v_BTKH: keys and values; K divides N.
+        segments_BT: number of each token's document; tokens attend only to their own document. None: one document.
+        axis: mesh axis over which the sequence is sharded.
+        window: number of last tokens to which a query attends, including itself; 0: all.
 
     Returns:
-        [B, T, N, H] in q's type.
+        [B, T, N, H] in the dtype of q.
     """
     assert q_BTNH.shape[1] % 2 == 0, f'{q_BTNH.shape[1]} positions are not two chunks'
     return _ring_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, axis, window)
 
 
 class _Pair(NamedTuple):
-    """A chunk of queries and a chunk of keys: which of the two that are here, and which of the sequence's 2R."""
+    """A chunk of queries and a chunk of keys, by index on the device (half) and in the sequence (chunk)."""
 
     query_half: jax.Array | int
     key_half: jax.Array | int
     query_chunk: jax.Array
     key_chunk: jax.Array
-    # A chunk with itself: the only pairs that causality cuts through.
+    # The same chunk twice, the only pair that causality masks partially.
     diagonal: bool
 
 
 class _Travelling(NamedTuple):
-    """What is sent around. Keys and values are one array: one exchange instead of two."""
+    """Arrays that are passed around the ring. Keys and values are one array, so one exchange suffices."""
 
     kv_UZBKCH: jax.Array
     segments_UBC: jax.Array | None
 
 
 class _Queries(NamedTuple):
-    """A chunk of queries, or a block of one."""
+    """A chunk of queries or a block of a chunk."""
 
     q_BKGCH: jax.Array
     positions_C: jax.Array
@@ -111,14 +112,14 @@ class _Keys(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Attention over the keys seen so far, of which two parts can be added: output and log Σ exp(score)."""
+    """Partial attention over the keys so far: output and log Σ exp(score)."""
 
     o_BKGCH: jax.Array
     logsumexp_BKGC: jax.Array
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs of the forward pass; scores are computed again."""
+    """Residuals for the backward pass, which recomputes the scores."""
 
     q_BTNH: jax.Array
     k_BTKH: jax.Array
@@ -159,7 +160,7 @@ def _forward(
     if devices == 1:
         seen = add(seen, own, _own_pairs(axis))
     else:
-        # A loop, not its steps one by one: they would all be sent at once, and the keys of all devices lie here.
+        # A loop instead of unrolled steps: those would be sent at the same time and need memory for all keys.
         carry = (_send(own, axis), add(seen, own, _own_pairs(axis)))
         arrived, seen = jax.lax.fori_loop(1, devices - 1, turn, carry)
         seen = add(seen, arrived, _pairs(devices - 1, axis))
@@ -173,7 +174,7 @@ def _backward(
     devices, K = jax.lax.axis_size(axis), saved.k_BTKH.shape[2]
     q_UBKGCH, do_UBKGCH = _chunks(saved.q_BTNH, K), _chunks(do_BTNH, K)
     own = _travelling(saved.k_BTKH, saved.v_BTKH, saved.segments_BT)
-    # Σ over keys of weight · its gradient, the same for every pair of chunks.
+    # Σ over keys of weight · gradient of the weight, which is the same for every pair of chunks.
     o_UBKGCH = _chunks(saved.o_BTNH, K)
     delta_UBKGC = jnp.sum(do_UBKGCH.astype(jnp.float32) * o_UBKGCH.astype(jnp.float32), axis=-1)
     after_U = (do_UBKGCH, saved.logsumexp_UBKGC, delta_UBKGC)
@@ -193,8 +194,7 @@ def _backward(
 
     def turn(step: jax.Array, carry: tuple[_Travelling, jax.Array, jax.Array]) -> Any:
         arrived, dq_UBKGCH, dkv_UZBKCH = carry
-        # The gradient of the keys travels with them. It is on its way while this step's share is computed: the share
-        # is added only after it.
+        # The gradient of the keys is sent with them, while this step's contribution is computed, which is added later.
         return _send(arrived, axis), *add(dq_UBKGCH, _send(dkv_UZBKCH, axis), arrived, _pairs(step, axis))
 
     dq_UBKGCH = jnp.zeros_like(q_UBKGCH, jnp.float32)
@@ -205,7 +205,7 @@ def _backward(
         arrived, dq_UBKGCH, dkv_UZBKCH = jax.lax.fori_loop(1, devices - 1, turn, carry)
         pairs = _pairs(devices - 1, axis)
         dq_UBKGCH, dkv_UZBKCH = add(dq_UBKGCH, _send(dkv_UZBKCH, axis), arrived, pairs)
-        # Home.
+        # The last exchange returns the gradients to the device of their keys.
         dkv_UZBKCH = _send(dkv_UZBKCH, axis)
     dq_BTNH = _unchunks(dq_UBKGCH).astype(saved.q_BTNH.dtype)
     dk_BTKH = _unchunks(dkv_UZBKCH[:, 0, :, :, None]).astype(saved.k_BTKH.dtype)
@@ -217,7 +217,7 @@ _ring_attention.defvjp(_forward, _backward)
 
 
 def _own_pairs(axis: str) -> list[_Pair]:
-    """The pairs of chunks that causality leaves, for a device's own keys."""
+    """Returns the pairs of chunks that causality does not mask, for the device's own keys."""
     early = jax.lax.axis_index(axis)
     late = 2 * jax.lax.axis_size(axis) - 1 - early
     return [
@@ -228,24 +228,24 @@ def _own_pairs(axis: str) -> list[_Pair]:
 
 
 def _pairs(step: jax.Array | int, axis: str) -> list[_Pair]:
-    """The pairs of chunks that causality leaves, for the keys of the device `step` > 0 places back in the ring."""
+    """Returns the pairs of chunks that causality does not mask, for keys of the device `step` > 0 positions before."""
     devices = jax.lax.axis_size(axis)
     here = jax.lax.axis_index(axis)
     source = (here - step) % devices
     last = 2 * devices - 1
-    # Of two devices, either the early chunks are in this order or the late ones: same work, other operands.
+    # For two devices, causality allows either the pair of early chunks or the pair of late chunks.
     earlier = source < here
     half = jnp.where(earlier, 0, 1)
     query_chunk, key_chunk = jnp.where(earlier, here, last - here), jnp.where(earlier, source, last - source)
     return [
-        # A late chunk of queries comes after the early chunk of keys of every device.
+        # A late chunk of queries follows the early chunks of keys of all devices.
         _Pair(1, 0, last - here, source, diagonal=False),
         _Pair(half, half, query_chunk, key_chunk, diagonal=False),
     ]
 
 
 def _send(x: Tree, axis: str) -> Tree:
-    """To the next device of the ring, from the one before."""
+    """Sends x to the next device of the ring and returns the value from the previous device."""
     devices = jax.lax.axis_size(axis)
     return jax.lax.ppermute(x, axis, [(device, (device + 1) % devices) for device in range(devices)])
 
@@ -266,14 +266,14 @@ def _operands(
 def _if_in_sight(
     pair: _Pair, window: int, queries: _Queries, keys: _Keys, look: Callable, otherwise: Callable, x: Any
 ) -> Any:
-    """`look(x)` where a query of the pair may have a key in its window."""
+    """Returns `look(x)` if a query of the pair can have a key in its window, otherwise `otherwise(x)`."""
     if not window or pair.diagonal:
         return look(x)
     return jax.lax.cond(queries.positions_C[0] - keys.positions_C[-1] < window, look, otherwise, x)
 
 
 def _see(before: _Seen, *, queries: _Queries, keys: _Keys, diagonal: bool, window: int) -> _Seen:
-    """Adds what a chunk of queries sees in a chunk of keys."""
+    """Adds the attention of a chunk of queries to a chunk of keys."""
     v_BKCH = keys.kv_ZBKCH[1]
 
     def see_block(block: tuple[_Queries, _Seen]) -> _Seen:
@@ -282,7 +282,7 @@ def _see(before: _Seen, *, queries: _Queries, keys: _Keys, diagonal: bool, windo
         highest_BKGQ1 = scores_BKGQC.max(axis=-1, keepdims=True)
         weights_BKGQC = _masked(jnp.exp(scores_BKGQC - highest_BKGQ1), mask_B11QC)
         o_BKGQH = _product('BKGQC,BKCH->BKGQH', weights_BKGQC.astype(v_BKCH.dtype), v_BKCH)
-        # A row that sees nothing here has log 0 = -inf, which adds nothing to the finite one before.
+        # A completely masked row has log 0 = -inf, which adds nothing to the finite previous value.
         highest_BKGQ = highest_BKGQ1[..., 0]
         logsumexp_BKGQ = jnp.logaddexp(before.logsumexp_BKGC, highest_BKGQ + jnp.log(weights_BKGQC.sum(axis=-1)))
         keep_BKGQ1 = jnp.exp(before.logsumexp_BKGC - logsumexp_BKGQ)[..., None]
@@ -296,9 +296,9 @@ def _see(before: _Seen, *, queries: _Queries, keys: _Keys, diagonal: bool, windo
 def _gradients(
     after: tuple[jax.Array, jax.Array, jax.Array], *, queries: _Queries, keys: _Keys, diagonal: bool, window: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of a chunk of queries and of one of keys and values: what the pair adds to them.
+    """Returns the contribution of a pair to the gradients of its queries and of its keys and values.
 
-    `after`: gradient of the output, log Σ exp(score), and delta, of the queries.
+    `after` contains the gradient of the output, log Σ exp(score) and delta of the queries.
     """
     k_BKCH, v_BKCH = keys.kv_ZBKCH
     scale = 1 / math.sqrt(k_BKCH.shape[-1])
@@ -325,7 +325,7 @@ def _no_gradients(_: Any, *, queries: _Queries, keys: _Keys) -> tuple[jax.Array,
 
 
 def _scores(queries: _Queries, keys: _Keys, diagonal: bool, window: int) -> tuple[jax.Array, jax.Array | None]:
-    """Scores [B, K, G, Q, C] in float32, and the mask of those that count (None: all)."""
+    """Returns the scores [B, K, G, Q, C] in float32, and their mask; None if no score is masked."""
     scores_BKGQC = _product('BKGQH,BKCH->BKGQC', queries.q_BKGCH, keys.kv_ZBKCH[0])
     scores_BKGQC *= 1 / math.sqrt(queries.q_BKGCH.shape[-1])
     behind_QC = queries.positions_C[:, None] - keys.positions_C[None, :]
@@ -343,17 +343,17 @@ def _scores(queries: _Queries, keys: _Keys, diagonal: bool, window: int) -> tupl
 
 
 def _masked(weights_BKGQC: jax.Array, mask_B11QC: jax.Array | None) -> jax.Array:
-    """Zero where masked, also in a row that is masked as a whole, whose largest score is no score."""
+    """Sets masked weights to 0, which matters in completely masked rows, where all scores are equal."""
     return weights_BKGQC if mask_B11QC is None else jnp.where(mask_B11QC, weights_BKGQC, 0)
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Sums are float32: bfloat16 keeps 8 bits, too few for a sum over thousands of keys."""
+    """Computes an einsum with float32 sums; the 8 bits of bfloat16 are too few for a sum over thousands of keys."""
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
 
 
 def _chunks(x_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
-    """[B, T, N, H] → [U, B, K, G, C, H]: heads before positions, as XLA has fast kernels for on a CPU."""
+    """Reshapes [B, T, N, H] to [U, B, K, G, C, H]. XLA has fast CPU kernels for heads before positions."""
     B, T, N, H = x_BTNH.shape
     x_BUCKGH = x_BTNH.reshape(B, 2, T // 2, num_kv_heads, N // num_kv_heads, H)
     return x_BUCKGH.transpose(1, 0, 3, 4, 2, 5)
@@ -372,7 +372,7 @@ def _travelling(k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | N
 
 
 def _half(x: Tree, half: jax.Array | int) -> Tree:
-    """One of the two chunks of every array."""
+    """Returns one of the two chunks of every array."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, half, keepdims=False), x)
 
 
@@ -387,13 +387,13 @@ def _query_blocks(queries: _Queries) -> _Queries:
 
 
 def _blocks(x: jax.Array, axis: int = 3) -> jax.Array:
-    """Cuts an axis of C into a new leading axis of blocks (X) and one of Q; a C that does not divide is one block."""
+    """Splits an axis of C into a leading axis of X blocks and an axis of Q; one block if C does not divide."""
     C = x.shape[axis]
     size = C if C % QUERY_BLOCK else QUERY_BLOCK
     return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
 
 
 def _unblocks(x: jax.Array) -> jax.Array:
-    """[X, B, K, G, Q, ...] → [B, K, G, C, ...]."""
+    """Joins [X, B, K, G, Q, ...] to [B, K, G, C, ...], the inverse of `_blocks`."""
     X, B, K, G, Q, *rest = x.shape
     return jnp.moveaxis(x, 0, 3).reshape(B, K, G, X * Q, *rest)

@@ -1,7 +1,7 @@
-"""Tree attention: rows that hold token trees, in which texts share the tokens of a common prefix.
+"""Tree attention over rows of token trees, in which texts share the tokens of common prefixes.
 
-The tokens of a tree stand in a row in depth-first order, a text behind the other without what it shares with those
-before. A token sees its ancestors and itself. Documents side by side are the case in which nothing is shared.
+A row contains the tokens of a tree in depth-first order, so a text omits the prefix that it shares with previous texts.
+A token attends to itself and its ancestors. Packed documents are the special case without shared prefixes.
 
 Shapes: B batch, T length, S keys, R queries of a range, N query heads, K key/value heads, G = N/K, H head dim.
 """
@@ -18,33 +18,38 @@ from maxlm.model.attention.chunked import query_ranges
 
 
 class TokenTree(NamedTuple):
-    """The trees of each row."""
+    """Token trees of each row.
 
-    # Index in the row behind the last token that sees this one.
+    Attributes:
+        end_BT: index after the last token that attends to this one.
+        depth_BT: number of ancestors of a token, which is its position in every text that contains it.
+    """
+
     end_BT: jax.Array
-    # Ancestors of a token: its position in every text that has it.
     depth_BT: jax.Array
 
 
 def tree_attention(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tree: TokenTree, *, window: int
 ) -> jax.Array:
-    """softmax(q·k / sqrt(H)) · v over a token's ancestors and itself, without a gradient.
+    """Computes softmax(q·k / sqrt(H)) · v over each token and its ancestors. Gradients are not supported.
 
     Args:
-        q_BTNH: queries; k_BTKH, v_BTKH: keys and values, K dividing N.
-        tree: of the tokens.
-        window: how many last tokens of its text a query sees, its own included; 0: all.
+        q_BTNH: queries.
+        k_BTKH: keys; K divides N.
+        v_BTKH: values.
+        tree: trees of the tokens.
+        window: number of last tokens of its text to which a query attends, including itself; 0: all.
 
     Returns:
-        [B, T, N, H] in q's type.
+        [B, T, N, H] in the dtype of q.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
     k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
     parts = []
-    # What is within the window of a text may be far away in the row.
+    # Tokens within the window of a text may be far away in the row, so ranges start at 0.
     for first, last, _ in query_ranges(T, 0):
         index_R1, index_1S = jnp.arange(first, last)[:, None], jnp.arange(last)[None, :]
         sees_BRS = (index_1S <= index_R1)[None] & (index_R1[None] < tree.end_BT[:, None, :last])

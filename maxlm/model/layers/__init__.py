@@ -1,1 +1,1 @@
-"""Layers of a block without attention."""
+"""Layers of a block other than attention, and the key/value cache."""

@@ -24,13 +24,13 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 128, 2048
 class Cache(NamedTuple):
     """A block of slots of one layer, or all slots of the layers with the same window.
 
-    Heads precede slots, because batched matmuls need that order. XLA updates the arrays in place, so that a call for
-    one token copies no more than it reads. Position p is in slot p mod S.
+    Heads precede slots, because batched matmuls need that order. XLA updates the arrays in place, so a call for one
+    token copies no more than it reads. Position p is in slot p mod S.
     """
 
     key_LBKSH: jax.Array
     value_LBKSH: jax.Array
-    # Factors of 8-bit codes, float32; None without quantization.
+    # float32 scales of 8-bit codes; None without quantization.
     key_scale_LBKS: jax.Array | None = None
     value_scale_LBKS: jax.Array | None = None
 
@@ -104,12 +104,12 @@ class LayerCache(NamedTuple):
         return Slots(rows(key), rows(value), *(None if x is None else rows(x) for x in scales))
 
     def _written(self, x_LBKS: jax.Array, cache_indices: CacheIndices, new_BTK: jax.Array) -> jax.Array:
-        """x[layer, b, :, slots[b, t]] = new[b, t]"""
+        """Returns x after x[layer, b, :, slots[b, t]] = new[b, t]."""
         slots_BT = cache_indices.slots_BT
         layers_BT = jnp.broadcast_to(jnp.asarray(self.layer, jnp.int32), slots_BT.shape)
         window = tuple(range(2, new_BTK.ndim))
         if len(slots_BT) == x_LBKS.shape[1]:
-            # With rows as a batching dimension, rows that are sharded stay on their devices.
+            # With rows as a batching dimension, sharded rows do not move to other devices.
             indices = jnp.stack([layers_BT, slots_BT], axis=-1)
             numbers = jax.lax.ScatterDimensionNumbers(window, (0, 3), (0, 3), (1,), (0,))
         else:
@@ -134,18 +134,18 @@ def init_caches(
     """Returns empty caches for `batch` rows of up to `slots` positions each.
 
     Args:
-        config: of the model.
-        batch: rows.
-        slots: positions of a row.
+        config: config of the model.
+        batch: number of rows.
+        slots: number of positions per row.
         chunk: largest number of tokens in one call. Layers with a sliding window then have a ring buffer of the slots
-            that their next call can attend to. 0: they have slots for all positions.
-        int8: store 8-bit codes with a scale for each head's vector, instead of values in the model's dtype.
-        unstacked: returns separate arrays for each layer, in blocks of slots, for layers that do not run in a loop. A
-            call then reads the blocks in use without copying them out of a larger array.
+            to which their next call can attend. 0: these layers have slots for all positions.
+        int8: if True, store 8-bit codes with one scale per head vector instead of values in the model's dtype.
+        unstacked: if True, return separate arrays for each layer, split into blocks of slots, for layers that do not
+            run in a loop. A call then reads the blocks in use without copying them from a larger array.
     """
 
     def needed(window: int) -> int:
-        # The first token of a call attends to window - 1 earlier ones after the last has been written.
+        # The first token of a call attends to window - 1 earlier tokens, after all tokens of the call were written.
         seen = window - 1 + chunk if window and chunk else slots
         return min(slots, -(-seen // MULTIPLE) * MULTIPLE)
 
@@ -165,7 +165,8 @@ def init_caches(
 def block_sizes(num_slots: int) -> list[int]:
     """Returns the number of slots of each block.
 
-    Each block is as large as all before it, which keeps both the number of blocks and that of unused slots read low.
+    Each block is as large as all previous blocks together, within MIN_BLOCK_SIZE and MAX_BLOCK_SIZE. This limits both
+    the number of blocks and the number of unused slots that are read.
     """
     sizes, start = [], 0
     while start < num_slots:
@@ -190,14 +191,14 @@ def cache_indices_and_mask(
     window: int,
     first_row: jax.Array | int = 0,
 ) -> tuple[CacheIndices, jax.Array]:
-    """Returns the slots that the tokens of a call are written to, and the mask of slots they attend to, [B, T, S].
+    """Returns the slots to which the tokens of a call are written, and the mask [B, T, S] of their attention.
 
     Args:
         num_slots: slots of the layers with this window.
         positions_BT: positions of the call's tokens.
         length_B: length of each row including these tokens; later positions are padding, which is not written. None:
             no padding.
-        window: number of last tokens that a token attends to; 0: all.
+        window: number of last tokens to which a token attends; 0: all.
         first_row: row of the cache that corresponds to row 0 of the call.
     """
     S = num_slots

@@ -1,4 +1,4 @@
-"""Projections: the one place where a matrix of the decoder is declared and applied."""
+"""Linear projections, which declare and apply every matrix of the decoder."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from maxlm.parallel.partitioning import Partitioning
 Initializer = Callable[..., jax.Array]
 # The logical axis of an adapter's rank.
 RANK = 'adapter'
-# Rows of a product, at least, that are worth the time to put kernels side by side in memory.
+# Smallest number of rows for which a fused product is worth the concatenation of the kernels.
 JOINED_ROWS = 1024
-# Inputs, at least, of a kernel that is worth turning: of 384 a single row takes up to a fifth longer, of 768 it does
-# not, and 8 rows take half of the time of either.
+# Smallest number of inputs for which a kernel is transposed. With 384 inputs, the product of one row takes up to 20 %
+# longer than with an untransposed kernel; with 768 inputs it does not. The product of 8 rows takes half the time.
 TURNED_INPUTS = 256
-# Rows of a product, at most, for which a turned kernel comes first.
+# Largest number of rows for which the transposed kernel is the first factor of a product.
 TURNED_ROWS = 256
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
-    """A float32 parameter with its shape, initializer and logical axes.
+    """Creates a float32 parameter with its shape, initializer and logical axes.
 
-    The axes travel with the parameter; `maxlm.parallel.layout` maps them to the mesh.
+    The axes are stored with the parameter; `maxlm.parallel.layout` maps them to the mesh.
     """
     return _parameter(rngs.params(), shape, axes, init)
 
@@ -40,15 +40,15 @@ def _parameter(key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], in
 
 
 class Linear(nnx.Module):
-    """y = x · kernel + bias over one or more trailing axes, in x's type; computed in that too, or as `matmul` says.
+    """Computes y = x · kernel + bias over one or more trailing axes, in the dtype of x or in the precision `matmul`.
 
-    The last `len(in_shape)` axes of x are contracted and replaced by `out_shape`. With an adapter there is
-    scale · (x · lora_a) · lora_b besides (Hu et al. 2022, "LoRA"), always computed in x's type: lora_a is
-    [*in_shape, rank], lora_b [rank, *out_shape]. After `quantize_kernel` there are kernel_codes and kernel_scales in
-    the kernel's place (`maxlm.model.layers.weight_only_quantization`).
+    The last `len(in_shape)` axes of x are contracted and replaced by `out_shape`. An adapter adds
+    scale · (x · lora_a) · lora_b (Hu et al. 2022, "LoRA"), always computed in the dtype of x. lora_a is
+    [*in_shape, rank] and lora_b is [rank, *out_shape]. `quantize_kernel` replaces the kernel by kernel_codes and
+    kernel_scales (`maxlm.model.layers.weight_only_quantization`).
 
     Attributes:
-        is_turned: the kernel is [*out_shape, *in_shape], as `turn` makes it, for `transposed_matmul`.
+        is_turned: True if the kernel is [*out_shape, *in_shape], as returned by `transpose_kernel`.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Linear(nnx.Module):
         self.axes = in_axes + out_axes
         key = rngs.params()
         self.kernel = _parameter(key, in_shape + out_shape, self.axes, init)
-        # A bias is small and read whole by every device: its axis is sharded only where the output's is.
+        # A bias is small, so it is sharded only along axes along which the output is sharded too.
         bias_axes = tuple('norm' if axis == 'embed' else axis for axis in out_axes)
         self.bias = parameter(rngs, out_shape, bias_axes, jax.nn.initializers.zeros) if use_bias else None
         lora_a, lora_b = None, None
         if adapter is not None:
-            # From the kernel's key, so that the rest of a model starts the same with and without adapters.
+            # The key is derived from the kernel's, so adapters do not change the initial values of other parameters.
             lora_key = jax.random.fold_in(key, 1)
             lora_a, lora_b = _adapter_parameters(lora_key, adapter.rank, in_shape, out_shape, in_axes, out_axes)
         self.lora_a, self.lora_b = lora_a, lora_b
@@ -87,7 +87,7 @@ class Linear(nnx.Module):
         self.matmul = matmul
 
     def quantize_kernel(self, weights: Weights) -> None:
-        """Puts codes and scales in the kernel's place; where they do not divide over devices, each has all of them."""
+        """Replaces the kernel by codes and scales. Axes that do not divide over their devices are replicated."""
         assert self.weights is None, 'the kernel is quantized already'
         assert self.lora_a is None, 'a kernel with an adapter beside it stays'
 
@@ -105,7 +105,7 @@ class Linear(nnx.Module):
 
     @property
     def is_worth_turning(self) -> bool:
-        """Whether the kernel should lie turned on a CPU: not where it is made of codes, or codes are made of it."""
+        """Returns True if the kernel should be transposed on a CPU. Quantized and FP8 kernels should not."""
         return self.weights is None and self.matmul != 'fp8' and should_transpose(self.num_inputs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -113,7 +113,7 @@ class Linear(nnx.Module):
         flat = self.num_inputs
         kernel = self._gathered_kernel(x.dtype)
         if self.matmul == 'fp8' and self.weights is None:
-            # The codes are what travels, a byte each: nothing but a gradient comes of `kernel`.
+            # Only the codes are gathered, one byte each. `kernel` is used only for its gradient.
             codes = fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
             codes = codes._replace(bits=self.placement.gathered(codes.bits, self.axes).reshape(flat, -1))
             x_rows = x.reshape(*([-1] if self._is_matrix else rows), flat)
@@ -126,13 +126,16 @@ class Linear(nnx.Module):
 
     @property
     def _is_matrix(self) -> bool:
-        # As one product of two matrices: with more axes XLA transposes the output's gradient before it multiplies for
-        # the kernel's, which took a quarter of the step of a small model on a CPU. But one axis cannot be split over
-        # the devices of both batch and length.
+        # Inputs are flattened to a matrix. With more axes, XLA transposes the output's gradient for the product that
+        # gives the kernel's gradient, which took a quarter of a small model's step on a CPU. If the length is sharded,
+        # they are not flattened, because one axis cannot be sharded over the devices of both batch and length.
         return self.placement.num_shards('length') == 1
 
     def _product(self, x: jax.Array, matrix: jax.Array, num_in: int) -> jax.Array:
-        """Contracts the last `num_in` axes of x with the first of the matrix; the others may be flat."""
+        """Contracts the last `num_in` axes of x with the first `num_in` axes of `matrix`.
+
+        The remaining axes of the result may be flattened.
+        """
         if not self._is_matrix:
             return jnp.tensordot(x, matrix, axes=num_in)
         flat = math.prod(x.shape[x.ndim - num_in :])
@@ -140,7 +143,7 @@ class Linear(nnx.Module):
 
     def _gathered_kernel(self, dtype: jnp.dtype) -> jax.Array:
         if self.weights is not None:
-            # The codes are what travels.
+            # Only codes and scales are gathered, not the kernel.
             codes = self.placement.gathered(self.kernel_codes[...], self.codes_axes)
             scales = self.placement.gathered(self.kernel_scales[...], self.scales_axes)
             return dequantize(Codes(codes, scales), self.num_in, self.weights.kind, dtype)
@@ -149,7 +152,7 @@ class Linear(nnx.Module):
         return self._gathered(self.kernel, axes, dtype)
 
     def _gathered(self, param: nnx.Param, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
-        # In the type of the computation before it travels: half the bytes.
+        # Conversion to the compute dtype before the gather halves the communication.
         return self.placement.gathered(param[...].astype(dtype), axes)
 
     def _gathered_lora_a(self, dtype: jnp.dtype) -> jax.Array | None:
@@ -157,18 +160,18 @@ class Linear(nnx.Module):
         return None if self.lora_a is None else self._gathered(self.lora_a, axes, dtype)
 
     def _lowered(self, x: jax.Array) -> jax.Array | None:
-        """x · lora_a, [..., rank]; None without an adapter."""
+        """Returns x · lora_a, [..., rank]; None without an adapter."""
         lora_a = self._gathered_lora_a(x.dtype)
         if lora_a is None:
             return None
         return self._product(x, lora_a, self.num_in).reshape(*x.shape[: x.ndim - self.num_in], -1)
 
     def _completed(self, y: jax.Array, lowered: jax.Array | None) -> jax.Array:
-        """The product with what adapter and bias add."""
+        """Adds the contributions of adapter and bias to the product."""
         if self.lora_b is not None:
             assert lowered is not None
             lora_b = self._gathered(self.lora_b, (RANK, *self.axes[self.num_in :]), y.dtype)
-            # The scale where the arrays are small.
+            # The scale is applied to the smallest array.
             y = y + self._product(lowered * self.lora_scale, lora_b, 1).reshape(y.shape)
         if self.bias is None:
             return y
@@ -177,47 +180,50 @@ class Linear(nnx.Module):
 
     @property
     def _is_whole(self) -> bool:
-        """Whether a device has all of the kernel when it is used, and the product is one of two plain matrices."""
+        """Returns True if each device uses the entire kernel in a plain product of two matrices."""
         split = any(self.placement.num_shards(axis) > 1 for axis in (*self.axes[self.num_in :], 'length'))
-        # Kernels that are made of codes would be written to memory to be put side by side.
+        # Concatenating dequantized kernels would write them to memory.
         return not split and self.matmul != 'fp8' and self.weights is None and not self.is_turned
 
 
 def transpose_kernel(kernel: jax.Array, num_in: int) -> jax.Array:
-    """A kernel [*in_shape, *out_shape], the first of so many axes, as [*out_shape, *in_shape]; 0: as it is."""
+    """Transposes a kernel [*in_shape, *out_shape] with `num_in` input axes to [*out_shape, *in_shape].
+
+    With `num_in` = 0 the kernel is unchanged.
+    """
     return kernel.transpose(*range(num_in, kernel.ndim), *range(num_in))
 
 
 def should_transpose(num_inputs: int) -> bool:
-    """Whether `transposed_matmul` is the faster one for a few rows of so many inputs, and hardly slower for one."""
+    """Returns True if `transposed_matmul` is faster for a few rows of `num_inputs` and hardly slower for one row."""
     return num_inputs >= TURNED_INPUTS
 
 
 def transposed_matmul(x_MI: jax.Array, kernel_OI: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """x · kernelᵀ, [M, O] in `dtype`, in x's type without one.
+    """Returns x · kernelᵀ, [M, O] in `dtype`, which defaults to the dtype of x.
 
-    The matrix library of a CPU puts the second factor of a product into another order first, which for a few rows
-    takes longer than the product. So the kernel is the first: 8 rows of a kernel of 2048 × 2048 take half the time.
+    CPU matrix libraries reorder the second factor of a product, which takes longer than the product of a few rows. The
+    kernel is therefore the first factor. With 8 rows and a kernel of 2048 × 2048 this halves the time.
     """
     contracted = (((1,), (1,)), ((), ()))
     if len(x_MI) > TURNED_ROWS:
         return jax.lax.dot_general(x_MI, kernel_OI, contracted, preferred_element_type=dtype)
     y_OM = jax.lax.dot_general(kernel_OI, x_MI, contracted, preferred_element_type=dtype)
-    # Without it XLA makes of this the product that has the kernel second.
+    # Without the barrier, XLA rewrites this as the product with the kernel as second factor.
     return jax.lax.optimization_barrier(y_OM).T
 
 
 def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
-    """What several projections make of the last axis of x; as one product where nothing is split.
+    """Applies several projections to the last axis of x, as one product if nothing is sharded.
 
-    One wide product is faster than several on a CPU, and so is its gradient. Compilers for other devices may do the
-    same by themselves.
+    One wide product and its gradient are faster than several products on a CPU. Compilers for other devices may fuse
+    the products themselves.
     """
     if x.size < JOINED_ROWS * x.shape[-1] or not all(linear._is_whole for linear in linears):
         return [linear(x) for linear in linears]
     products = _joined_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
     lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]
-    # A product of their own: kernels that are frozen with adapters beside them need no gradient.
+    # Adapters have a separate product, because frozen kernels need no gradient.
     present = [lora_a for lora_a in lora_as if lora_a is not None]
     lowered = iter(_joined_products(x, present) if present else [])
     return [
@@ -230,7 +236,7 @@ def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
 
 
 def _joined_products(x: jax.Array, matrices: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Of the rows of x with each matrix [in, out], as one product."""
+    """Returns the products of x with each matrix [in, out], computed as one product."""
     y = x.reshape(-1, x.shape[-1]) @ jnp.concatenate(matrices, axis=1)
     return jax.lax.split(y, [matrix.shape[1] for matrix in matrices], axis=1)
 
@@ -243,10 +249,10 @@ def _adapter_parameters(
     in_axes: tuple[str, ...],
     out_axes: tuple[str, ...],
 ) -> tuple[nnx.Param, nnx.Param]:
-    """lora_a [*in_shape, rank] and lora_b [rank, *out_shape].
+    """Returns lora_a [*in_shape, rank] and lora_b [rank, *out_shape].
 
-    The first from U(±1 / sqrt(fan in)), as in the paper's code and in PEFT, which call it Kaiming uniform with a =
-    sqrt(5); the second 0, so that a model starts as what it was without adapters.
+    lora_a is sampled from U(±1 / sqrt(fan in)), as in the paper's code and in PEFT, which call it Kaiming uniform with
+    a = sqrt(5). lora_b is 0, so the adapter initially does not change the model.
     """
     num_in, zeros = len(in_shape), jax.nn.initializers.zeros
     uniform = jax.nn.initializers.variance_scaling(

@@ -1,6 +1,6 @@
-"""Which projections of a block have low-rank adapters (Hu et al. 2022, "LoRA").
+"""Low-rank adapters of projections (Hu et al. 2022, "LoRA").
 
-A projection is then y = x · kernel + scale · (x · lora_a) · lora_b + bias: see `maxlm.model.layers.linear`.
+A projection with an adapter is y = x · kernel + scale · (x · lora_a) · lora_b + bias; see `maxlm.model.layers.linear`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import NamedTuple
 from maxlm.config.lora_targets import projections
 from maxlm.config.schema import ModelConfig
 
-# What the parameters of an adapter are called, beside the kernel.
+# Names of the adapter's parameters in a projection.
 LORA_A, LORA_B = 'lora_a', 'lora_b'
 
 
 class Adapter(NamedTuple):
-    """The adapter of one projection; `scale` is what its product is multiplied by."""
+    """Rank and scale of the adapter of one projection. The product x · lora_a · lora_b is multiplied by `scale`."""
 
     rank: int
     scale: float
 
 
 def adapter_of(model: ModelConfig, name: str) -> Adapter | None:
-    """The adapter of the projection of this name; None where it has none."""
+    """Returns the adapter of the projection with this name; None if it has no adapter."""
     assert name in projections(model), name
     if not model.lora_rank or not any(fnmatchcase(name, pattern) for pattern in model.lora_target_modules):
         return None
@@ -31,5 +31,5 @@ def adapter_of(model: ModelConfig, name: str) -> Adapter | None:
 
 
 def adapter_scale(model: ModelConfig) -> float:
-    """What the products of a model's adapters are multiplied by; it has some."""
+    """Returns the scale of the adapters of a model with adapters, lora_alpha / lora_rank."""
     return model.lora_alpha / model.lora_rank

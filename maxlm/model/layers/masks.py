@@ -1,4 +1,4 @@
-"""Causal and sliding-window masks: how far each layer attends.
+"""Causal and sliding-window masks.
 
 Shapes: B batch, T query length, S key length.
 """
@@ -12,15 +12,15 @@ from maxlm.config.schema import ModelConfig
 
 
 def layer_windows(config: ModelConfig) -> list[int]:
-    """For each layer the number of last tokens that it attends to; 0 for the whole context."""
+    """Returns the number of last tokens to which each layer attends; 0 for the entire context."""
     pattern = config.attention_pattern
     return [config.sliding_window if pattern[i % len(pattern)] == 'S' else 0 for i in range(config.num_layers)]
 
 
 def causal_mask(positions_BT: jax.Array, num_keys: int, window: int) -> jax.Array:
-    """True where the query at a position may see the key s = 0 … num_keys - 1: [B, T, S].
+    """Returns the mask [B, T, S], True where a query attends to the key at position s = 0 … num_keys - 1.
 
-    Those up to its own position; with a window (not 0) only the last `window` of them.
+    A query attends to the positions up to its own. If `window` is not 0, it attends only to the last `window` of them.
     """
     behind_BTS = positions_BT[:, :, None] - jnp.arange(num_keys)[None, None, :]
     return (behind_BTS >= 0) & (behind_BTS < window) if window else behind_BTS >= 0

@@ -1,6 +1,8 @@
-"""The MLP (feed-forward) of a block.
+"""The MLP (feed-forward layer) of a block.
 
-GELU (Hendrycks & Gimpel 2016), SwiGLU (Shazeer 2020), or squared ReLU (So et al. 2021, "Primer").
+Activations are GELU (Hendrycks & Gimpel 2016), SwiGLU (Shazeer 2020) and squared ReLU (So et al. 2021, "Primer").
+
+Shapes: B batch, T length, D dim, F ffn_dim.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from maxlm.parallel.partitioning import Partitioning
 
 
 class FeedForward(nnx.Module):
-    """dim → ffn_dim → dim. Shapes: B batch, T length, D dim, F ffn_dim."""
+    """Two projections, dim → ffn_dim → dim, with an activation in between; SwiGLU has a third projection."""
 
     def __init__(self, config: ModelConfig, *, placement: Partitioning, rngs: nnx.Rngs):
         def linear(name: str, in_dim: int, out_dim: int, in_axis: str, out_axis: str, init: Initializer) -> Linear:

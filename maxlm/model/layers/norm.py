@@ -11,7 +11,10 @@ from maxlm.model.layers.linear import parameter
 
 
 class Norm(nnx.Module):
-    """Normalizes the last axis; `model.norm` says how, `norm_use_scale` and `use_bias` what it learns."""
+    """Normalizes the last axis.
+
+    `model.norm` selects LayerNorm or RMSNorm; `model.norm_use_scale` and `model.use_bias` select the parameters.
+    """
 
     def __init__(self, config: ModelConfig, dim: int, *, rngs: nnx.Rngs):
         ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
@@ -22,7 +25,7 @@ class Norm(nnx.Module):
         self.epsilon = config.norm_epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # Sums of squares lose too much in bfloat16, so the statistics are float32 whatever the type of the stream.
+        # Sums of squares lose too much precision in bfloat16, so the statistics are always float32.
         y = x.astype(jnp.float32)
         if self.centered:
             y = y - y.mean(-1, keepdims=True)

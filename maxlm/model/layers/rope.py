@@ -15,17 +15,17 @@ from maxlm.config.schema import ModelConfig
 
 
 class Rotary(NamedTuple):
-    """Angles of a batch of positions, one per rotated pair; shared by all layers."""
+    """Cosines and sines of the angles of a batch of positions, one per rotated pair; shared by all layers."""
 
     cos_BT1P: jax.Array
     sin_BT1P: jax.Array
 
 
 def rotary_angles(positions_BT: jax.Array, config: ModelConfig, length_B: jax.Array | None = None) -> Rotary:
-    """Angles position · frequency of the R = partial_rotary_factor · head_dim rotated dims, in float32.
+    """Returns the angles position · frequency of the R = partial_rotary_factor · head_dim rotated dims, in float32.
 
-    `length_B` is the number of tokens that a row has so far, by which dynamic scaling goes; None: its largest position
-    and one.
+    `length_B` is the number of tokens in each row so far, which dynamic scaling uses. None: the largest position plus
+    one.
     """
     if config.rope_scaling == 'dynamic':
         if length_B is None:
@@ -39,7 +39,7 @@ def rotary_angles(positions_BT: jax.Array, config: ModelConfig, length_B: jax.Ar
 
 
 def rotate(x_BTNH: jax.Array, rotary: Rotary) -> jax.Array:
-    """Turns the pairs (i, i + R/2) of the first R dims of each head; the other dims pass."""
+    """Rotates the pairs (i, i + R/2) of the first R dims of each head; the remaining dims are unchanged."""
     half = rotary.cos_BT1P.shape[-1]
     x = x_BTNH.astype(jnp.float32)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x_BTNH[..., 2 * half :]
@@ -49,20 +49,20 @@ def rotate(x_BTNH: jax.Array, rotary: Rotary) -> jax.Array:
 
 
 def _frequencies(config: ModelConfig) -> jax.Array:
-    """Radians per position of each pair [P], scaled as `model.rope_scaling` says."""
+    """Returns the radians per position of each pair [P], scaled according to `model.rope_scaling`."""
     frequency_P = config.rope_theta ** _exponents(config)
     factor = config.rope_scaling_factor
     if config.rope_scaling == 'linear':
         # Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
         return frequency_P / factor
     if config.rope_scaling == 'yarn':
-        # Peng et al. 2023, "YaRN": pairs with many turns within the original context stay, those with few are
-        # interpolated, a ramp over the index of the pair between them.
+        # Peng et al. 2023, "YaRN". Pairs with many rotations within the original context are kept and pairs with few
+        # rotations are interpolated, with a linear ramp over the index of the pair in between.
         low, high = _yarn_bounds(config)
         ramp_P = jnp.clip((jnp.arange(frequency_P.size, dtype=jnp.float32) - low) / (high - low), 0, 1)
         return frequency_P / factor * ramp_P + frequency_P * (1 - ramp_P)
     if config.rope_scaling == 'llama3':
-        # Llama 3.1 (Grattafiori et al. 2024, and its reference code): the same idea with a ramp over the turns.
+        # Llama 3.1 (Grattafiori et al. 2024, and its reference code): the same with a ramp over the rotations.
         turns_P = config.original_max_positions * frequency_P / (2 * math.pi)
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
         kept_P = jnp.clip((turns_P - low) / (high - low), 0, 1)
@@ -72,10 +72,10 @@ def _frequencies(config: ModelConfig) -> jax.Array:
 
 
 def _dynamic_frequencies(config: ModelConfig, length_B: jax.Array) -> jax.Array:
-    """Radians per position [B, P] of dynamic NTK scaling: the base grows with the part beyond the original context.
+    """Returns the radians per position [B, P] of dynamic NTK scaling.
 
-    The formula of bloc97 and emozilla (2023), as in YaRN's appendix. Keys that are in a cache keep the rotation of the
-    length at which they came, as in other implementations.
+    The base grows with the length beyond the original context (bloc97 and emozilla 2023, as in YaRN's appendix). Cached
+    keys keep the rotation for the length at which they were written, as in other implementations.
     """
     rotated = _num_rotated(config)
     original, factor = config.original_max_positions, config.rope_scaling_factor
@@ -85,7 +85,7 @@ def _dynamic_frequencies(config: ModelConfig, length_B: jax.Array) -> jax.Array:
 
 
 def _exponents(config: ModelConfig) -> jax.Array:
-    """Exponents of theta [P] that give the radians per position of each pair before scaling."""
+    """Returns the exponents of theta [P] that give the unscaled radians per position of each pair."""
     rotated = _num_rotated(config)
     return -(jnp.arange(0, rotated, 2, dtype=jnp.float32) / rotated)
 
@@ -95,7 +95,7 @@ def _num_rotated(config: ModelConfig) -> int:
 
 
 def _yarn_bounds(config: ModelConfig) -> tuple[float, float]:
-    """Indices of the pairs between which YaRN's ramp lies."""
+    """Returns the pair indices at which YaRN's ramp begins and ends."""
     rotated = _num_rotated(config)
 
     def pair_with(turns: float) -> float:
@@ -106,7 +106,7 @@ def _yarn_bounds(config: ModelConfig) -> tuple[float, float]:
     if config.rope_truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotated - 1)
-    # Equal bounds are a step.
+    # Equal bounds would divide by zero; the ramp becomes a step.
     return low, high if high != low else high + 0.001
 
 
