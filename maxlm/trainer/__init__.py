@@ -1,1 +1,1 @@
-"""The training loop: connects step, data, checkpoints and telemetry."""
+"""The training loop, which connects step, data, checkpoints and telemetry."""

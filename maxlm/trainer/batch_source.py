@@ -1,4 +1,4 @@
-"""What a run learns from and is evaluated on, as the loop sees it: a corpus, or what the model itself writes."""
+"""Batch sources of the training loop: the interface, and its implementation for prepared text."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def prefetched_batches(
     layout: Layout,
     alarm: Callable[[str], None],
 ) -> Iterator[Iterator[Batch]]:
-    """While entered, this process's share of the batches of the steps after `start`.
+    """Opens an iterator over this process's share of the batches of the steps after `start`.
 
     Args:
-        start: number of the last step that is done.
-        config: resolved.
-        decisions: of the run so far, for what it leaves out.
-        corpus: where the batches are from.
-        layout: of the run's devices.
-        alarm: told of a bucket that does not answer.
+        start: number of the last completed step.
+        config: resolved config.
+        decisions: decisions of the run so far; their `skips` are applied.
+        corpus: source of the batches.
+        layout: layout of the run's devices.
+        alarm: called with a message if a bucket does not respond.
     """
     skips, global_batch, num_steps = decisions.skips, config.train.global_batch_size, config.train.num_steps
     cuts = tuple((data_index(first, skips), config.data.seq_len // window) for first, window in config.contexts)
@@ -54,7 +54,7 @@ def prefetched_batches(
 
         def make_room() -> Iterator[Batch]:
             for step, batch in enumerate(batches, start):
-                # Of what earlier steps read.
+                # Frees the shards of earlier steps.
                 fetcher.advance(data_index(step, skips))
                 yield batch
 
@@ -62,66 +62,74 @@ def prefetched_batches(
 
 
 class SourceUpdate(NamedTuple):
-    """What a source has to say of what it did before a step."""
+    """Report of a source about its work before a step.
+
+    Attributes:
+        metrics: metrics to write.
+        text: line to log.
+        samples: samples to log.
+    """
 
     metrics: dict[str, float]
-    # For the log.
     text: str
     samples: list[Sample]
 
 
 class BatchSource(Protocol):
-    """What the loop asks for."""
+    """Interface between the training loop and its data.
 
-    # Sources whose losses are told apart.
+    Attributes:
+        names: names of the sources with separate losses.
+        windows_per_epoch: number of rows in an epoch.
+        tokenizer_path: path of the tokenizer; its directory can also contain a chat template.
+    """
+
     names: tuple[str, ...]
-    # Rows of an epoch.
     windows_per_epoch: int
-    # Beside it may lie a chat template.
     tokenizer_path: Path
 
     def fingerprint(self, global_batch: int) -> dict[str, Any]:
-        """All that the order of the batches depends on, for a checkpoint: flat and JSON-able."""
+        """Returns all values that determine the order of the batches, as a flat dict of JSON values."""
 
     def facts(self, global_batch: int) -> dict[str, Any]:
-        """What the event `started` tells of the data: the fingerprint and more."""
+        """Returns the description of the data for the event `started`, which includes the fingerprint."""
 
     def open(self, config: Config, layout: Layout) -> None:
-        """Makes ready, before the first step, what evaluates and samples; InputError where that cannot be."""
+        """Prepares evaluation and sampling before the first step. InputError if the config does not allow them."""
 
     def batches(
         self, start: int, config: Config, decisions: RunControl, *, layout: Layout, alarm: Callable[[str], None]
     ) -> contextlib.AbstractContextManager[Iterator[Batch]]:
-        """While entered, this process's share of the batches of the steps after `start`; see `prefetched_batches`."""
+        """Opens an iterator over this process's share of the batches after step `start`; see `prefetched_batches`."""
 
     def has_work_before(self, step: int) -> bool:
-        """Whether `prepare` has something to do."""
+        """Returns True if `prepare` must be called before this step."""
 
     def prepare(self, step: int, state: TrainState) -> SourceUpdate:
-        """Makes the batches of this step, and perhaps of further ones, from the state before it."""
+        """Generates the batches of this step, and possibly of later steps, from the state before it."""
 
     def can_checkpoint_after(self, step: int) -> bool:
-        """Whether a run can go on from the state after a step, since the next batches depend on no older one."""
+        """Returns True if a run can resume after this step, because the next batches depend on no earlier state."""
 
     def sources(self) -> SourceMetrics:
-        """What is told about sources."""
+        """Returns the metrics per source."""
 
     @property
     def evaluation_share(self) -> float:
-        """What evaluations take, as a share of the steps between two; 0 = there are none."""
+        """Returns the expected time of an evaluation, divided by the time of the steps between two; 0 without any."""
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """Of the parameters that are used."""
+        """Evaluates the parameters returned by `evaluated_params`."""
 
     def sample(self, params: Params) -> list[Sample]:
-        """What the model writes, for people; none where the config asks for none."""
+        """Returns samples of the model for the log; none if the config disables them."""
 
     def at_end(self) -> str:
-        """The end of a run's last line; '' = nothing."""
+        """Returns the last part of the run's final log line, or ''."""
 
 
 class TextBatches:
-    """A prepared corpus: batches in an order of their own, whatever the state."""
+    """Batches of a prepared corpus, in an order that does not depend on the training state."""
 
     def __init__(self, corpus: TrainingData):
         self.corpus = corpus
@@ -167,16 +175,16 @@ class TextBatches:
         return prefetched_batches(start, config, decisions, corpus=self.corpus, layout=layout, alarm=alarm)
 
     def has_work_before(self, step: int) -> bool:
-        """Never."""
+        """Returns False."""
         del step
         return False
 
     def prepare(self, step: int, state: TrainState) -> SourceUpdate:
-        """Is not called."""
+        """Raises AssertionError, because `has_work_before` is always False."""
         raise AssertionError(f'the batch of step {step} is there without {type(state).__name__}')
 
     def can_checkpoint_after(self, step: int) -> bool:
-        """Always."""
+        """Returns True."""
         del step
         return True
 
@@ -199,7 +207,7 @@ class TextBatches:
         return self._samples(params) if self._samples else []
 
     def at_end(self) -> str:
-        """Of next tokens the unit, and the unigram entropy, which a model must beat."""
+        """Returns the unit of the loss and the unigram entropy as a baseline, for the objective next_token."""
         if self._objective != 'next_token':
             return ''
         return f' nats/token; unigram entropy of the validation data {self.corpus.unigram_entropy:.3f}'

@@ -1,4 +1,4 @@
-"""Time and money that a run has spent, and its length where a budget gives that; the same in all processes."""
+"""Tracks the time and money spent by a run, and decides its length if a budget gives it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from maxlm.training.run_length import (
 
 
 class RunBudget:
-    """Looks at the clock only now and then, since several processes must agree on what it says."""
+    """Budget of a run. It reads the clock only at intervals, because all processes must agree on the time."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class RunBudget:
     ):
         """
         Args:
-            config: of the run.
-            began: what the clock said when this process began: starting costs too.
-            throughput: durations of steps, and of what happens between them.
-            num_devices: of the run.
-            evaluation_share: expected time of evaluations, as a share of that of steps, while none is measured.
-            save_seconds: returns what the newest save took until it was stored; 0 = not known.
-            clock: seconds.
-            agree: values of this process → those that all processes use.
+            config: config of the run.
+            began: clock time at the start of this process, because startup also costs money.
+            throughput: durations of steps and pauses.
+            num_devices: number of devices of the run.
+            evaluation_share: expected time of evaluations relative to steps, used until an evaluation is measured.
+            save_seconds: returns the seconds until the newest save was stored; 0 means unknown.
+            clock: returns the time in seconds.
+            agree: maps the values of this process to the values used by all processes.
         """
         self._config, self._throughput, self._num_devices = config, throughput, num_devices
         self._evaluation_share, self._save_seconds = evaluation_share, save_seconds
@@ -61,24 +61,25 @@ class RunBudget:
         self.begin(0)
 
     def begin(self, start: int) -> None:
-        """The run goes on from step number `start`."""
+        """Continues from step number `start`."""
         self._start, self._began = start, self._counted
         self._look = start + 1
         self._measure()
 
     def after(self, step: int, decisions: RunControl, *, look: bool) -> RunControl:
-        """With what was spent until now, and the length of the run where that is decided by its budget.
+        """Returns the decisions with the current costs, and with the run length if a budget gives it.
 
-        To be called once after every step, by all processes.
+        All processes must call it once after every step.
 
         Args:
-            step: number of the step.
-            decisions: those before.
-            look: whether to look at the clock in any case.
+            step: number of the completed step.
+            decisions: previous decisions.
+            look: if True, read the clock in any case.
         """
         done = step - self._start
         if done in (2, UNMEASURED_STEPS):
-            # Steps before are slower (caches, connections); where steps take very long, only the first one.
+            # Earlier steps are slower (caches, connections). After two steps only the first step is excluded, in case
+            # steps take very long.
             self._measure()
         decides = self._config.by_budget and (not decisions.num_steps or step < decisions.num_steps)
         bounded = seconds_left(decisions, self._config, self._num_devices) is not None
@@ -99,7 +100,7 @@ class RunBudget:
         self._measured = self._throughput.steps, in_steps
         passed, in_steps, whole_step, *measured = map(float, self._agree(np.asarray(mine, np.float64)))
         if done < UNMEASURED_STEPS and decisions.step_seconds:
-            # What was measured before the restart is better than these.
+            # The measurements before the restart are more accurate.
             measured[:2] = 0.0, 0.0
         decisions = spend(
             decisions,
@@ -116,7 +117,7 @@ class RunBudget:
     def _decide(
         self, step: int, decisions: RunControl, whole_step: float, steps: float, seconds: float, *pauses: float
     ) -> RunControl:
-        """The length, once a step is measured; from numbers on which all processes agreed."""
+        """Returns the decisions with the new length once steps are measured. All values are equal on all processes."""
         config, num_devices = self._config, self._num_devices
         decisions = decisions._replace(budget=config.train.hours or config.train.dollars)
         self._window.append((steps, seconds))
@@ -126,7 +127,7 @@ class RunBudget:
         steps, seconds = map(sum, zip(*self._window, strict=True))
         enough = steps >= MEASURED_STEPS or seconds >= MEASURED_SHARE * budget_seconds(config, num_devices)
         if decisions.step_seconds:
-            # Steps that are not measured yet count as those before.
+            # Missing steps count with the previous duration.
             missing = max(0.0, wanted - steps)
             mean = (seconds + missing * decisions.step_seconds) / (steps + missing)
             decisions = decisions._replace(step_seconds=mean)
@@ -148,6 +149,6 @@ class RunBudget:
         return decisions
 
     def _measure(self) -> None:
-        """Forgets the steps that were measured."""
+        """Restarts the measurement of steps."""
         self._measured = self._throughput.steps, self._throughput.seconds
         self._window: collections.deque[tuple[float, float]] = collections.deque()

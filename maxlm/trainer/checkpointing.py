@@ -64,7 +64,7 @@ class RunCheckpoints:
                 checkpoints=self._checkpoints,
                 facts=self._fingerprint,
             )
-        # The fallback for a workdir without metrics.
+        # Used for workdirs without metrics.
         self.best_loss = float(history.get('best_loss', math.inf))
         return state, at_start(from_json(history.get('decisions')), self._config, int(state.step))
 
@@ -81,12 +81,12 @@ class RunCheckpoints:
         """Starts an asynchronous save.
 
         Args:
-            step: number of the last step that is done.
-            state: after that step.
-            decisions: of the run so far.
+            step: number of the last completed step.
+            state: state after that step.
+            decisions: decisions of the run so far.
             best_loss: lowest training loss so far.
-            validation_loss: after that step, if the run has just been evaluated.
-            required: wait for an earlier save instead of skipping this one.
+            validation_loss: validation loss after that step; None if it was not evaluated.
+            required: if True, wait for a save in progress instead of skipping this save.
         """
         # JSON has no infinity.
         history = {'decisions': to_json(decisions), **({'best_loss': best_loss} if math.isfinite(best_loss) else {})}
@@ -109,7 +109,7 @@ class RunCheckpoints:
             self._recorder.record_save()
 
     def roll_back(self, rollback: Rollback, decisions: RunControl) -> tuple[TrainState, RunControl]:
-        """Restores an older checkpoint, removes newer ones, and skips the batches of the bad steps."""
+        """Removes the checkpoints after `rollback.step`, restores the newest and skips the batches of the bad steps."""
         skips = skip_steps(decisions.skips, rollback.skip_from, rollback.skip_to)
         with self._recorder.timeline.phase('restore'):
             self._checkpoints.remove_after(rollback.step)
@@ -131,29 +131,29 @@ class RunCheckpoints:
 
 
 def newest_decisions(workdir: Any) -> tuple[int, RunControl]:
-    """The step that a run will go on from and what it has decided, as far as can be told without reading its state."""
+    """Returns the step from which a run will resume and its decisions, without reading the state."""
     steps = saved_steps(workdir)
     if not steps:
         return 0, RunControl()
     try:
         history = read_json(workdir / CHECKPOINTS_DIR / str(steps[-1]) / 'progress').get('history', {})
     except CorruptCheckpointError:
-        # An older one will be used, or an import has none.
+        # Either an older checkpoint will be used, or the checkpoint is an import, which has no history.
         history = {}
     return steps[-1], from_json(history.get('decisions'))
 
 
 def check_init_from(config: Config, abstract: Params, workdir: Path, *, tokenizer: Path | None = None) -> None:
-    """Checks, before anything is written, the checkpoint that a new run is to start from.
+    """Checks the checkpoint `train.init_from` of a new run before files are written.
 
     Args:
-        config: resolved.
-        abstract: shapes and types of the config's parameters.
-        workdir: of the run. If there is a checkpoint in it already, the run goes on from that.
-        tokenizer: `tokenizer.json` of the run's data; None = the checkpoint's own.
+        config: resolved config.
+        abstract: shapes and dtypes of the config's parameters.
+        workdir: workdir of the run. If it contains checkpoints, the run resumes and nothing is checked.
+        tokenizer: `tokenizer.json` of the run's data; None selects the checkpoint's tokenizer.
 
     Raises:
-        InputError: it is not there, or its parameters are not those of the config's model, and cannot become them.
+        InputError: the checkpoint does not exist, or its parameters cannot be converted to the config's model.
     """
     if config.train.init_from and not saved_steps(workdir):
         origin = find_step(config.train.init_from, key=INIT_FROM)
@@ -172,18 +172,18 @@ def restore_or_initialize(
     checkpoints: Checkpoints,
     facts: dict[str, Any],
 ) -> tuple[TrainState, Mapping[str, Any]]:
-    """The state before the next step, and the history that was saved with it.
+    """Returns the state before the next step, and the history saved with it.
 
     Args:
-        config: resolved.
-        tokenizer: `tokenizer.json` of what the run learns from.
-        layout: where the state is placed.
-        abstract: as `abstract_state` returns it.
-        checkpoints: those of the run's workdir. It goes on from the newest that is whole.
-        facts: `BatchSource.fingerprint` and `reference_metadata`, which must be the same as those of the run so far.
+        config: resolved config.
+        tokenizer: `tokenizer.json` of the run's data.
+        layout: layout of the state.
+        abstract: the result of `abstract_state`.
+        checkpoints: checkpoints of the run's workdir. The newest complete one is restored.
+        facts: `BatchSource.fingerprint` and `reference_metadata`, which must equal those of the checkpoint.
 
     Raises:
-        InputError: the checkpoint cannot be read, or is of another model, optimizer, order of data or tokenizer.
+        InputError: the checkpoint cannot be read, or has another model, optimizer, data order or tokenizer.
     """
     restored = checkpoints.restore_newest(abstract, loss_scale=config.train.initial_loss_scale)
     if restored is None:
@@ -204,15 +204,15 @@ def restore_or_initialize(
 def initialize_state(
     config: Config, *, tokenizer: Path, layout: Layout, abstract: TrainState, checkpoints: Checkpoints
 ) -> TrainState:
-    """The state before the first step.
+    """Returns the state before the first step.
 
     Args:
-        config, tokenizer, layout, abstract: as for `restore_or_initialize`.
-        checkpoints: those of the run's workdir. A step 0 that holds parameters only, as an import leaves it, is where
-            the run starts.
+        config, tokenizer, layout, abstract: see `restore_or_initialize`.
+        checkpoints: checkpoints of the run's workdir. If step 0 contains only parameters, as written by an import, the
+            run starts with them.
 
     Raises:
-        InputError: the checkpoint to start with cannot be read, or is of another model or tokenizer.
+        InputError: the initial checkpoint cannot be read, or has another model or tokenizer.
     """
     imported = checkpoints.is_params_only(0)
     state = init_state(config, layout)
@@ -224,7 +224,7 @@ def initialize_state(
     origin = open_init_checkpoint(step, config, abstract.params, tokenizer=tokenizer)
     if origin.tokenizer_mismatch:
         logger.warning(origin.tokenizer_mismatch)
-    # The random parameters make room before others are read; only what these lack stays.
+    # Random parameters are freed before the checkpoint is read, except parameters that are missing from it.
     initial = origin.missing(state.params)
     state = state._replace(params=None, ema=None, reference=None)
     params = origin.read(abstract.params, initial)
@@ -237,7 +237,7 @@ def initialize_state(
 
 
 def reference_metadata(config: Config) -> dict[str, str]:
-    """What tells the reference of a run from another one, for a checkpoint; nothing where there is none."""
+    """Returns a hash that identifies the reference of a run, for its checkpoints; empty without a reference."""
     if not config.has_reference or not config.train.init_from:
         return {}
     step = _origin_of(config)
@@ -250,7 +250,7 @@ def _origin_of(config: Config) -> epath.Path:
 
 
 def reference_of(config: Config, params: Params, abstract: TrainState) -> Params | None:
-    """The reference of a run that starts with `params`, where it has one that lies beside its parameters."""
+    """Returns the reference of a run that starts with `params`; None if the state has no separate reference."""
     if abstract.reference is None:
         return None
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.reference)
@@ -259,7 +259,7 @@ def reference_of(config: Config, params: Params, abstract: TrainState) -> Params
 
 
 def _check_same_data(stored: dict[str, Any], present: dict[str, Any], *, allow_dataset_change: bool) -> None:
-    """The step tells the position in the data only as long as their order is the same."""
+    """Checks that the data order is unchanged, because the step is the position in the data only for the same order."""
     changes = fingerprint_changes(stored, present)
     if changes and not allow_dataset_change:
         raise InputError(
@@ -271,10 +271,10 @@ def _check_same_data(stored: dict[str, Any], present: dict[str, Any], *, allow_d
 
 
 def _check_same_tokenizer(step: epath.Path, tokenizer: Path) -> None:
-    """Compares the data set's tokenizer with the one that lies with an import, where one does."""
+    """Checks that the data set has the tokenizer of the imported model, if the import contains one."""
     path = step.parent.parent / TOKENIZER
     if path.is_file() and load_tokenizer(path).sha256 != Tokenizer.load(tokenizer).sha256:
-        # Going on would put the data set's in its place, and the model would have lost its own.
+        # Continuing would overwrite the model's tokenizer with the tokenizer of the data set.
         raise InputError(
             f'{tokenizer} is not the tokenizer of the model that the run starts with, which is {path}; '
             f'prepare the data with --tokenizer {path}, or, where it has only more tokens, start a new run with '

@@ -1,4 +1,4 @@
-"""A run from its command line to its exit code, whatever it learns from."""
+"""The main function of training commands, independent of the source of batches."""
 
 from __future__ import annotations
 
@@ -40,20 +40,26 @@ from maxlm.training.state import abstract_state
 
 
 class OpenSource(Protocol):
-    """Opens what a run learns from; what it enters into the stack is closed with the run."""
+    """Function that opens the batch source of a run."""
 
     def __call__(self, config: Config, stack: contextlib.ExitStack) -> tuple[BatchSource, int]:
-        """The source and its vocabulary's size; `config` is as it was given, not resolved."""
+        """Returns the batch source and the size of its vocabulary.
+
+        Args:
+            config: config before it is resolved.
+            stack: closes resources of the source at the end of the run.
+        """
 
 
 def main(argv: list[str], open_source: OpenSource, *, prog: str, description: str | None, began: float | None) -> int:
-    """Reads the command line, checks everything that can be checked without training, and trains.
+    """Parses the command line, checks the config, data and memory, and trains. Returns the exit code.
 
     Args:
         argv: arguments of the command.
-        open_source: what is learned from.
-        prog, description: of the command.
-        began: when the process did, in seconds since 1970: what starting takes is paid for too. None = now.
+        open_source: opens the batch source.
+        prog: name of the command.
+        description: description of the command for `--help`.
+        began: start time of the process in seconds since 1970, because startup time also costs money; None means now.
     """
     timeline = Timeline(began)
     overrides, rest = split_overrides(argv)
@@ -134,14 +140,14 @@ def _prepare(
     try:
         return train(prepared, source, context, heartbeats)
     except Exception as error:
-        # Of memory that is too small, of damaged data: nobody may be looking.
+        # Errors such as insufficient memory or damaged data may occur while the run is unattended.
         kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '
         context.alerts.send('failed', f'{kind}{" ".join(str(error).split())[:300]}')
         raise
 
 
 def train(prepared: PreparedStep, source: BatchSource, context: RunContext, heartbeats: Heartbeats) -> int:
-    """Runs a config from its newest checkpoint, or from the start, to its end; returns the exit code."""
+    """Trains from the newest checkpoint, or from the start, to the end of the run; returns the exit code."""
     with contextlib.ExitStack() as stack:
         trainer = Trainer(stack, prepared, source, context, heartbeats)
         state, decisions = trainer.restore()
@@ -157,8 +163,8 @@ def train(prepared: PreparedStep, source: BatchSource, context: RunContext, hear
 
 
 def start(command: Callable[..., int]) -> NoReturn:
-    """Ends the process with the exit code of a command that runs a run."""
-    # Of the whole process, and before JAX starts.
+    """Runs a training command and exits the process with its exit code."""
+    # It affects the entire process and must be called before JAX starts.
     disable_malloc_trim()
     exit_on_sigterm(importing=False)
     code = exit_code(partial(command, began=process_start_time()), sys.argv[1:])

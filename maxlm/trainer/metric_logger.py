@@ -1,4 +1,4 @@
-"""Reports on steps while the device already works on the next one."""
+"""Reports the metrics of a step while the device already runs the next step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class _Pending(NamedTuple):
 
 
 class Reporter:
-    """Reads the metrics of a step one step late, and hands them to the log, the bar and the files.
+    """Reads the metrics of a step one step late, and writes them to the log, the progress bar and the files.
 
-    Reading step n waits for it; by then step n + 1 is in the device's queue, so the device never waits for Python.
+    Reading step n waits for it. By then step n + 1 is in the device's queue, so the device never waits for Python.
     """
 
     def __init__(
@@ -46,7 +46,17 @@ class Reporter:
         costs: Callable[[int, int | None], dict[str, float]] = lambda step, num_steps: {},
         devices: Callable[[], dict[str, float]] = dict,
     ):
-        """`warn` is told of steps left out; `costs` is `RunRecorder.metrics`, `devices` that of `DeviceReadings`."""
+        """
+        Args:
+            config: config of the run.
+            throughput: measures the durations of steps.
+            bar: progress bar.
+            windows_per_epoch: number of rows in an epoch.
+            sources: metrics per data source.
+            warn: called with a message for each skipped step.
+            costs: returns cost metrics, see `RunRecorder.metrics`.
+            devices: returns device metrics, see `DeviceReadings.metrics`.
+        """
         self._config = config
         self._writer: MetricWriter | None = None
         self._throughput = throughput
@@ -56,27 +66,27 @@ class Reporter:
         self._warn, self._costs, self._devices = warn, costs, devices
         self._pending: _Pending | None = None
         self._skipped = 0
-        # The last that is done.
+        # The last completed step.
         self.step = 0
         self.best_loss = math.inf
         self.bad_steps = BadSteps()
         self.last_loss = math.nan
-        # The loss of the last step, and the parameters after it.
+        # True if the loss of the last step and the parameters after it are finite.
         self.is_finite = True
         self.validation_loss: float | None = None
 
     @property
     def running(self) -> jax.Array | None:
-        """A result of the step that was dispatched last; None if that is reported on already."""
+        """Returns a result of the last dispatched step; None if its metrics are already reported."""
         return self._pending.metrics['loss'] if self._pending else None
 
     def submit(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> None:
-        """Step number `step` (1 is the first) has been dispatched; reports on the one before."""
+        """Registers the dispatched step number `step`, counted from 1, and reports the previous step."""
         self.flush()
         self._pending = _Pending(step, metrics, data_wait)
 
     def flush(self) -> None:
-        """Waits for the step dispatched last and reports on it."""
+        """Waits for the last dispatched step and reports it."""
         if self._pending is None:
             return
         step, device_metrics, data_wait = self._pending
@@ -92,7 +102,7 @@ class Reporter:
             self._report(step, values)
 
     def evaluated(self, step: int, result: Evaluation) -> str:
-        """The result on the validation split after `step`; returns it in words."""
+        """Writes and logs the validation result after `step`; returns it as text."""
         self.validation_loss = result.loss
         by_source = self._sources.evaluation_metrics(result.source_losses, result.source_tokens)
         self._write(step, {**{f'eval/{name}': value for name, value in result.told.items()}, **by_source})
@@ -101,35 +111,35 @@ class Reporter:
         return text
 
     def wrote(self, step: int, metrics: dict[str, float], text: str) -> None:
-        """Numbers beside those of a step: what the model wrote to learn from before it, tasks after it."""
+        """Writes and logs additional metrics of a step, such as rollouts before it or benchmarks after it."""
         self._write(step, metrics)
         logger.info(f'step {step:>7}  {text}')
 
     def sampled(self, step: int, samples: Sequence[Sample]) -> None:
-        """What the model wrote after `step`."""
+        """Writes and logs the samples after `step`."""
         for sample in samples:
             logger.info(f'step {step:>7}  {sample}')
         if self._writer:
             self._writer.write_samples(step, time.time(), samples)
 
     def log_sources(self, num_steps: int) -> None:
-        """Logs how often a run of `num_steps` steps reads each weighted source."""
+        """Logs how a run of `num_steps` steps uses each weighted source."""
         self._sources.log_start(num_steps * self._config.train.global_batch_size)
 
     def change_config(self, config: Config) -> None:
-        """The run has decided on another length or other learning rates."""
+        """Sets the config after the run has decided a new length or new learning rates."""
         self._config = config
         self._bar.total = config.train.num_steps
         self._bar.refresh()
 
     def begin(self, step: int, *, writer: MetricWriter | None, skipped: int, best_loss: float) -> None:
-        """The run goes on from `step`. What was dispatched before is not reported on any more.
+        """Continues from `step`. A step dispatched before is not reported.
 
         Args:
-            step: number of the last step that is done.
-            writer: of metrics; None on all processes but one.
-            skipped: steps until then that were left out.
-            best_loss: of the training until then.
+            step: number of the last completed step.
+            writer: writer of metrics; None on all processes except one.
+            skipped: number of skipped steps until then.
+            best_loss: lowest training loss until then.
         """
         self._pending = None
         self.step = step
@@ -142,7 +152,7 @@ class Reporter:
 
     def _count_skips(self, step: int, values: dict[str, Any]) -> None:
         if values.get('overflow', False):
-            # The next one has a lower scale: no sign that the run diverges.
+            # The next step has a lower loss scale, so an overflow does not mean that the run diverges.
             self._skipped += 1
             logger.info(f'step {step:>7}  left out: its gradient overflowed, the loss scale is halved')
             return
@@ -161,7 +171,7 @@ class Reporter:
         sequences = step * self._config.train.global_batch_size
         perf = self._throughput.read_interval()
         loss = float(values['loss'])
-        # A NaN is never the lower one.
+        # `min` returns the first argument if the second one is NaN.
         self.best_loss = min(self.best_loss, loss)
         memory = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
         if memory:

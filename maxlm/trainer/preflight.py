@@ -1,4 +1,4 @@
-"""Before a run touches data: its step is compiled for the devices that are here, and refused if it cannot fit them."""
+"""Preflight checks: compiles the step for the present devices, and rejects it if it exceeds their memory."""
 
 from __future__ import annotations
 
@@ -26,37 +26,42 @@ from maxlm.training.state import TrainState, abstract_state
 
 Resolve = Callable[[Config], Config]
 FIRST_DECISIONS = RunControl()
-# Estimates of memory are closer to what the compiler needs than this.
+# Steps whose estimated memory exceeds the limit by this factor are rejected without compilation. Estimates are more
+# accurate than that.
 SURELY_TOO_LARGE = 2
 
 
 class PreparedStep(NamedTuple):
-    """A run whose first step fits."""
+    """The first step of a run, which fits the devices.
 
-    # Without what the run has decided on its way.
+    Attributes:
+        config: resolved config, without the decisions of the run.
+        layout: layout of the run's devices.
+        abstract: shapes, dtypes and shardings of the state.
+        forecast: forecast with the compiled step at the current sequence length; an estimate for a finished run.
+    """
+
     config: Config
     layout: Layout
     abstract: TrainState
-    # Compiled, at the length of the sequences that the run starts or goes on with; of a run that is done, an estimate.
     forecast: Forecast
 
 
 def sample_config(config: Config, resolve: Resolve) -> Config:
-    """A config resolved for these devices; where train.per_device_batch_size=auto, with 1, before it is known
-    how many fit."""
+    """Returns a config resolved for these devices, with a per-device batch size of 1 if it is `auto`."""
     if config.train.per_device_batch_size == AUTO:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, per_device_batch_size=1))
     return resolve(config)
 
 
 def check_size(config: Config, resolve: Resolve) -> None:
-    """Refuses a step that cannot fit these devices, by arithmetic on the config; nothing is traced or allocated.
+    """Rejects a step that cannot fit these devices. Nothing is traced or allocated.
 
-    The compiler decides on a step that is closer to the limit: see `compile_step`.
+    The size is estimated from the config. Steps closer to the limit are checked by `compile_step`.
 
     Args:
-        config: not resolved.
-        resolve: of a config for the devices of this run.
+        config: config before it is resolved.
+        resolve: resolves a config for the devices of this run.
 
     Raises:
         InputError: the step needs more than `SURELY_TOO_LARGE` times the memory of a device.
@@ -65,11 +70,11 @@ def check_size(config: Config, resolve: Resolve) -> None:
     machine = present_machine(sample, measured=False)
     forecast = estimate(sample, machine)
     if forecast.needed > SURELY_TOO_LARGE * forecast.available:
-        # Beyond that the search, which takes a while for many layers, has nothing to find.
+        # The search is slow for many layers. It is skipped if the parameters exceed device and host memory.
         parameters = model_parameters(sample.model) * 4 // machine.target.num_devices
         hopeless = parameters > machine.available + host_memory() // jax.local_device_count()
         candidates = [] if hopeless else search_layouts(config, machine, resolve)
-        # Without times, the way that changes least.
+        # Estimates of time are not available here, so the layout with the fewest changes is the best.
         best = min(candidates, key=lambda c: (len(c.changes), c.forecast.needed), default=None)
         raise InputError(_refusal(forecast, best))
 
@@ -93,18 +98,18 @@ def compile_step(
     decisions: RunControl = FIRST_DECISIONS,
     compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> PreparedStep:
-    """Compiles the step that a run starts or goes on with.
+    """Compiles the step with which a run starts or resumes.
 
     Args:
-        config: not resolved.
-        resolve: of a config for the devices of this run.
-        num_sources: as `make_train_step` takes them.
-        first_step: from which the run will go on.
-        decisions: of the run so far.
-        compiling: entered while the compiler works.
+        config: config before it is resolved.
+        resolve: resolves a config for the devices of this run.
+        num_sources: number of data sources, see `make_train_step`.
+        first_step: step from which the run resumes.
+        decisions: decisions of the run so far.
+        compiling: returns a context manager that is entered during compilation.
 
     Raises:
-        InputError: the step does not fit; the message says by how much, and what would fit.
+        InputError: the step does not fit; the message contains the missing memory and a config that fits, if any.
     """
     machine = present_machine(sample_config(config, resolve))
 
@@ -121,7 +126,7 @@ def compile_step(
     layout = make_layout(resolved.mesh)
     abstract = abstract_state(resolved, layout)
     if ended(resolved, at_start(decisions, resolved, first_step), first_step):
-        # There is nothing to compile for.
+        # The run is finished, so no step is compiled.
         return PreparedStep(resolved, layout, abstract, estimate(resolved, machine))
     forecast = compiled(resolved)
     if not forecast.fits:

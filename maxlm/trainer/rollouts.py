@@ -1,10 +1,11 @@
-"""What GRPO learns from: responses that the model itself writes to prompts, judged by a reward.
+"""GRPO rollouts: the model generates responses to prompts, which are scored by a reward and used for training.
 
-Before every so many steps the model as it is answers some prompts, each several times. The steps learn from all of
-these responses, `grpo.num_iterations` times over. Which prompts, which draws and which order follow from seeds and the
-number of the step, so a run that goes on from a checkpoint has the same ones again.
+In a rollout the current model generates several responses to each of some prompts. The next steps train on all of these
+responses, `grpo.num_iterations` times. Prompts, random keys and order depend only on seeds and the step number, so a
+resumed run repeats them exactly.
 
-Shapes: N responses of a rollout, those to one prompt one after the other; T length, R tokens of a response at most.
+Shapes: N responses of a rollout (the responses to one prompt are consecutive), T length, R largest number of tokens of
+a response.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from maxlm.training.losses.grpo import advantages, token_weights
 from maxlm.training.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params
 
-# Responses of a rollout that are shown.
+# Number of responses of a rollout that are logged.
 SHOWN = 2
 
 
 class RolloutBatches:
-    """See `maxlm.trainer.batch_source.BatchSource`."""
+    """Batches of GRPO rollouts; see `maxlm.trainer.batch_source.BatchSource`."""
 
     names: tuple[str, ...] = ()
 
@@ -59,12 +60,12 @@ class RolloutBatches:
     ):
         """
         Args:
-            config: of the run; it need not be resolved.
-            prompts: to learn from.
-            eval_prompts: to evaluate on, where eval.interval says so.
-            scorer: by grpo.reward, and by grpo.eval_reward too where there is one.
-            tokenizer_path: of the model.
-            ends: ids that end a response.
+            config: config of the run; it need not be resolved.
+            prompts: training prompts.
+            eval_prompts: evaluation prompts; required if `eval.interval` is set.
+            scorer: scorer for `grpo.reward`, and for `grpo.eval_reward` if it is set.
+            tokenizer_path: path of the model's tokenizer.
+            ends: token ids that end a response.
         """
         self._config, self._grpo = config, config.grpo
         self._prompts, self._eval_prompts = prompts, eval_prompts
@@ -80,7 +81,7 @@ class RolloutBatches:
 
     def fingerprint(self, global_batch: int) -> dict[str, Any]:
         """See `BatchSource`."""
-        # The names are those of the format, which are older than those of the config.
+        # The keys are part of the checkpoint format, which is older than the current config keys.
         return {
             'prompts': self._prompts.fingerprint,
             'grpo.samples': self._grpo.num_generations,
@@ -121,7 +122,7 @@ class RolloutBatches:
 
     @property
     def updates(self) -> int:
-        """Steps that learn from the same responses (resolved configs only)."""
+        """Returns the number of steps that train on the same rollout; the config must be resolved."""
         rows = self._grpo.prompts_per_rollout * self._grpo.num_generations
         return self._grpo.num_iterations * (rows // self._config.train.global_batch_size)
 
@@ -204,11 +205,11 @@ class RolloutBatches:
 
     @property
     def evaluation_share(self) -> float:
-        """0: lengths by budget, for which it counts, are refused."""
+        """Returns 0. It is needed only for run lengths by budget, which GRPO does not support."""
         return 0.0
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """The likeliest response to each prompt, and some that are drawn."""
+        """Evaluates the greedy response to each prompt, and sampled responses if the config requests them."""
         assert self._eval_prompts, 'eval.interval is refused without them'
         sampler, _ = self._made
         config, grpo, params = self._config, self._grpo, evaluated_params(state)
@@ -222,7 +223,7 @@ class RolloutBatches:
         parts = {'accuracy': accuracy(rewards_N), 'length': float(likeliest.num_B.mean())}
         tokens = likeliest.drawn
         if samples := grpo.eval_num_generations:
-            # The same draws at every evaluation: what differs is the model.
+            # A fixed seed, so that evaluations differ only because of the model.
             drawn = sampler(
                 params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
@@ -237,17 +238,17 @@ class RolloutBatches:
         return Evaluation(1 - parts['accuracy'], tokens, [], [], parts)
 
     def sample(self, params: Params) -> list[Sample]:
-        """Of the evaluation that was just made."""
+        """Returns the samples of the last evaluation."""
         del params
         return self._samples
 
     def at_end(self) -> str:
-        """Nothing."""
+        """Returns ''."""
         return ''
 
     @property
     def _made(self) -> tuple[Sampler, Layout]:
-        """What `open` makes."""
+        """Returns the objects created by `open`."""
         assert self._sampler is not None
         assert self._layout is not None
         return self._sampler, self._layout
@@ -263,7 +264,7 @@ class RolloutBatches:
         ]
 
     def _orders(self, number: int, rows: int) -> list[np.ndarray]:
-        """The rows of each step that learns from a rollout."""
+        """Returns the row indices of each step that trains on a rollout."""
         orders = []
         for epoch in range(self._grpo.num_iterations):
             shuffled = np.random.default_rng([self._config.data.seed, number, epoch]).permutation(rows)
@@ -277,13 +278,16 @@ def response_batch(
     responses: Responses,
     rewards_N: np.ndarray,
 ) -> Batch:
-    """Responses as rows to learn from: each its prompt and its response, arrays [N, T] of BATCH_TYPES and GRPO_TYPES.
+    """Returns a batch of training rows, each a prompt followed by a response.
 
     Args:
-        config: with data.seq_len T and the section grpo.
-        prompts: token ids before each response.
-        responses: N of them.
-        rewards_N: of each response; a group whose rewards are all the same has weight 0.
+        config: config of the run; `data.seq_len` is T.
+        prompts: token ids of the prompt of each response.
+        responses: N responses.
+        rewards_N: reward of each response. Groups with equal rewards have weight 0.
+
+    Returns:
+        Arrays [N, T] of BATCH_TYPES and GRPO_TYPES.
     """
     advantages_N = advantages(rewards_N, config.grpo)
     T, N = config.data.seq_len, len(prompts)
@@ -296,7 +300,7 @@ def response_batch(
         batch['tokens'][row, :length], batch['targets'][row, :length] = ids[:-1], ids[1:]
         batch['segments'][row, :length] = 1
         batch['positions'][row, :length] = np.arange(length)
-        # The last token of the prompt predicts the first of the response.
+        # The last token of the prompt predicts the first token of the response.
         predicts = slice(start - 1, start - 1 + num)
         batch['predicted'][row, predicts] = 1
         batch['old_log_probs'][row, predicts] = responses.log_probs_BR[row, :num]
@@ -310,9 +314,9 @@ def response_batch(
 def gather_scores(
     scorer: RewardScorer, texts: Sequence[str], tasks: Sequence[Task], reward: str
 ) -> dict[str, np.ndarray]:
-    """Rewards float32 [N] under '', and those of its parts by name; the same for all processes.
+    """Returns rewards float32 [N] by key: '' for the total, and the name of each component. Equal on all processes.
 
-    Each process judges its own share: programs that take long may be judged otherwise a second time.
+    Each response is scored by one process, because a second execution of a slow program can have another result.
     """
     processes, process = jax.process_count(), jax.process_index()
     share = -(-len(texts) // processes)

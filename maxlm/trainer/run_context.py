@@ -37,11 +37,11 @@ from maxlm.workdir.run_storage import MIRRORED, RunStorage, open_run_storage
 
 
 class RunContext(NamedTuple):
-    """The open workdir of a run and its channels to people.
+    """The open workdir of a run, its alerts and its recorder.
 
     Attributes:
-        workdir: the local directory: config, metrics, log.
-        checkpoints: workdir of the checkpoints: the same, or that of a bucket.
+        workdir: local directory of config, metrics and log.
+        checkpoints: workdir of the checkpoints, either `workdir` or a path in a bucket.
         alerts: sends alerts.
         recorder: writes events and the goodput log.
     """
@@ -60,10 +60,11 @@ class RunContext(NamedTuple):
         write_run_files(self.workdir, config, tokenizer)
 
     def open_metrics(self, start: int, trackers: Sequence[Tracker]) -> tuple[MetricWriter | None, float]:
-        """Truncates the metrics after step `start`, and opens their writer in the first process.
+        """Truncates the metrics after step `start` and opens their writer in process 0.
 
         Returns:
-            The writer, or None, and the lowest training loss until `start`; infinity if unknown.
+            The writer, or None in all other processes, and the lowest training loss until `start`, or infinity if it is
+            unknown.
         """
         if jax.process_index():
             return None, math.inf
@@ -81,20 +82,20 @@ def open_run(
     resume: str = '',
     at_end: Callable[[Path], None] = lambda workdir: None,
 ) -> Iterator[RunContext]:
-    """Opens the workdir of a run; all processes together, of which the first does what is to be done once.
+    """Opens the workdir of a run as a context manager. All processes must call it.
 
     Args:
-        given: the workdir as the command has it: a directory or a URL.
-        config: resolved.
-        heartbeats: the other processes.
-        timeline: of this process.
-        resume: checkpoint to go on from where the workdir has none; '' = none.
-        at_end: is given the local directory when a run that has begun has written all that it writes. It must not
+        given: value of `--workdir`, a directory or a URL.
+        config: resolved config.
+        heartbeats: heartbeats of the run's processes.
+        timeline: timeline of this process.
+        resume: checkpoint from which a run without checkpoints continues; '' means none.
+        at_end: called in process 0 with the local directory after the last write of a run that has begun. It must not
             raise.
 
     Raises:
-        InputError: the workdir cannot be used, is in use, or holds a run of another model; `resume` cannot be had.
-        TransientStorageError: the bucket does not answer.
+        InputError: the workdir is unusable, in use, or contains a run of another model, or `resume` cannot be loaded.
+        TransientStorageError: the bucket is temporarily unavailable.
     """
     process = jax.process_index()
     recorder: RunRecorder | None = None
@@ -107,12 +108,12 @@ def open_run(
             recorder.record_alert(kind, message)
 
     def lost(reason: str) -> NoReturn:
-        # Who has lost the workdir must not write there any more.
+        # A process that has lost the lock must not write to the workdir.
         heartbeats.on_exit = lambda code, reason: None
         heartbeats.exit_all(EXIT_FAILED, reason)
 
     if resume and process == 0 and not (is_url(given) or config.checkpoint.remote_dir or saved_steps(Path(given))):
-        # Before the workdir exists: a refused start leaves nothing.
+        # Checked before the workdir is created, so that an invalid start leaves no files.
         check_resume(resume, config)
     with contextlib.ExitStack() as stack:
         storage = open_run_storage(
@@ -140,7 +141,7 @@ def open_run(
             check_same_model(storage.workdir, config)
         heartbeats.barrier('home')
         recorder = _open_recorder(storage.workdir, config, timeline)
-        # The recorder's last lines, and what is made of them, come after all else that is uploaded.
+        # The recorder's last lines and the files generated from them are uploaded last.
         stack.callback(_finish, storage, recorder, at_end if process == 0 else None)
         stack.enter_context(recorder)
         heartbeats.on_exit = recorder.record_exit
@@ -151,9 +152,9 @@ def open_run(
 
 
 def _check_shared(given: str, workdir: Path) -> None:
-    """Several processes write one checkpoint together into the directory that is uploaded."""
+    """Raises InputError unless all processes share the upload directory, into which they write one checkpoint."""
     together = ProcessGroup()
-    # Nobody looks before it is made.
+    # The directory must exist before other processes check it.
     together.barrier()
     if not is_shared(workdir):
         raise InputError(
@@ -166,7 +167,7 @@ def _check_shared(given: str, workdir: Path) -> None:
 def _open_recorder(workdir: Path, config: Config, timeline: Timeline) -> RunRecorder:
     process, together = jax.process_index(), ProcessGroup()
     if process:
-        # In the cache of another machine nobody has made it. What cannot be written is said later.
+        # Process 0 creates the directory only on its own machine. Write errors are reported later.
         with contextlib.suppress(OSError):
             workdir.mkdir(parents=True, exist_ok=True)
     return RunRecorder(
@@ -193,26 +194,26 @@ def _close(storage: RunStorage, timeline: Timeline) -> None:
 
 
 def _surplus(url: str, config: CheckpointConfig, steps: list[int]) -> list[int]:
-    """Which steps of a copy no rule keeps: those that lives on other machines have left there."""
+    """Returns the steps in a bucket that no retention rule keeps, such as leftovers of attempts on other machines."""
     saved = [SavedStep(one.step, one.validation_loss) for one in list_checkpoints(url)]
     kept = retention_reasons(
         saved, max_to_keep=config.max_to_keep, keep_best=config.keep_best, keep_period=config.keep_period
     )
-    # What cannot be judged stays.
+    # Steps that are not listed as complete checkpoints are kept.
     return [step for step in steps if kept.get(step) == ()]
 
 
 def check_resume(name: str, config: Config) -> None:
-    """Compares the model of the checkpoint that a new run continues from with that of its config.
+    """Checks that the checkpoint from which a new run continues has the model of its config.
 
     Raises:
-        InputError: the checkpoint does not exist, or is of another model.
+        InputError: the checkpoint does not exist or is of another model.
     """
     source = resolve_checkpoint(name).workdir
     try:
         old = from_json(read_bytes(f'{source}/{CONFIG}', limit=MAX_TEXT_BYTES).decode())
     except (StorageError, ValueError):
-        # Imports have none. Then the shapes of the parameters are compared.
+        # Imported checkpoints have no config. The shapes of their parameters are compared later.
         return
     if found := model_difference(old, config):
         key, before, now = found

@@ -1,8 +1,8 @@
 """Generates samples at evaluations: continuations of validation documents or of `eval.sample_prompts`.
 
-Samples run on every training mesh, with the parameters in their training layout. Each token costs a forward pass over
-the whole text: there is no KV cache for meshes that split the layers or the length, which `maxlm.inference` therefore
-refuses.
+Samples are generated on every training mesh, with the parameters in their training layout. Each token costs a forward
+pass over the entire text, because meshes that shard the layers or the length have no KV cache. `maxlm.inference` does
+not support these meshes.
 
 Shapes: B batch, T length, D dim, V vocabulary.
 """
@@ -36,13 +36,13 @@ from maxlm.training.state import Params, abstract_model
 from maxlm.workdir.files import CHAT_TEMPLATE
 
 TEMPERATURE = 0.8
-# The draws are the same at every evaluation, so that only the model makes a difference.
+# A fixed seed, so that samples of different evaluations differ only because of the model.
 SEED = 0
-# Tokens of a document that become the prompt.
+# Number of tokens of a document that are used as the prompt.
 PROMPT_TOKENS = 32
 # Attention kernels need lengths that are multiples of this.
 MULTIPLE = 128
-# Windows that are searched for each prompt.
+# Number of windows searched for each prompt.
 TRIES = 64
 
 
@@ -61,7 +61,7 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """Generator of a run's samples, with the same prompts and the same random draws at every evaluation."""
+    """Generator of a run's samples, with the same prompts and random keys at every evaluation."""
 
     def __init__(self, config: Config, corpus: TrainingData, layout: Layout):
         """Encodes the prompts of the config.
@@ -72,7 +72,7 @@ class Samples:
             layout: layout of the parameters.
 
         Raises:
-            InputError: a prompt is as long as the model's context, or longer.
+            InputError: a prompt is at least as long as the model's context.
         """
         self._config, self._corpus, self._layout = config, corpus, layout
         self._tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
@@ -92,8 +92,8 @@ class Samples:
         self._program = jax.jit(self._generate, static_argnames='num_tokens', out_shardings=layout.named())
 
     def __call__(self, params: Params) -> list[Sample]:
-        """Returns a sample for each prompt. Every process must call it, and gets the same result."""
-        # Read at the first call: documents in a bucket may not be downloaded before.
+        """Returns a sample for each prompt. Every process must call it and gets the same result."""
+        # Prompts are read at the first call, because documents in a bucket may not be downloaded earlier.
         if not self._prompts:
             self._prompts = prompts(self._corpus, self._config.eval.num_samples)
         prompts_ = self._prompts
@@ -130,7 +130,7 @@ class Samples:
         multiple = math.lcm(MULTIPLE, 2 * self._layout.num_shards('length'))
         rounded = -(-needed // multiple) * multiple
         window = self._config.data.seq_len
-        # Every kernel and mesh of the run supports the sequence length of training.
+        # All kernels and meshes of the run support the sequence length of training.
         return window if needed <= window < rounded else rounded
 
     def _generate(self, params: Params, tokens_BT: jax.Array, length_B: jax.Array, *, num_tokens: int) -> jax.Array:
@@ -139,7 +139,7 @@ class Samples:
         B, T = tokens_BT.shape
         params = {name: tree if name == BLOCKS else to_device(tree) for name, tree in params.items()}
         parts = layout.num_shards('length')
-        # Where the mesh splits the length, slot s has position order[s].
+        # If the mesh shards the length, slot s contains position order[s].
         order = np.asarray(zigzag(T, parts)) if parts > 1 else np.arange(T)
         slot_of = jnp.asarray(np.argsort(order))
 
@@ -155,7 +155,7 @@ class Samples:
             kernel_DV = model.output_kernel().astype(hidden_BD.dtype)
             logits_BV = jnp.dot(hidden_BD, kernel_DV, preferred_element_type=jnp.float32)
             logits_BV = layout.constrain(softcap(logits_BV, cap), ('activation',) * 2)
-            # The keys of the engine's first sample, so that `maxlm.generate --seed=0` gives the same text.
+            # The keys equal those of the engine's first sample, so `maxlm.generate --seed=0` generates the same text.
             keys_B = sampling_keys(jnp.full(B, SEED, jnp.uint32), jnp.zeros(B, jnp.uint32), length_B - 1)
             token_B = sample(logits_BV[:, : self._tokenizer.vocab_size], keys_B, TEMPERATURE)
             return tokens_BT.at[jnp.arange(B), length_B].set(token_B), length_B + 1
@@ -164,10 +164,10 @@ class Samples:
 
 
 def prompts(corpus: TrainingData, num: int) -> list[list[int]]:
-    """Beginnings of so many validation documents, chosen by data.seed; all different, so fewer if there are fewer.
+    """Returns at most `num` different beginnings of validation documents, chosen by `data.seed`.
 
-    Of conversations, all up to what the assistant says first. Where documents are so much longer than windows that none
-    is found, what any window begins with.
+    A conversation is cut before the first response of the assistant. If too few windows contain the start of a
+    document, the beginnings of other windows are used.
     """
     parts = [source.windows('validation', corpus.data) for source in corpus.sources]
     firsts = np.cumsum([0, *map(len, parts)]).tolist()
@@ -195,12 +195,12 @@ def prompts(corpus: TrainingData, num: int) -> list[list[int]]:
 
 
 def _beginning(windows: Sequences, number: int, length: int, end: int) -> list[int]:
-    """What the first document of so many tokens in a window begins with, of those that begin there; [] if none does."""
+    """Returns the first `length` tokens of the first document that starts in a window and is long enough, or []."""
     stream = windows.stream(number)
     ends = np.flatnonzero(stream == end).tolist()
     pieces = list(zip([0, *(place + 1 for place in ends)], [*ends, len(stream)], strict=True))
     if number and windows.shard_of(number) == windows.shard_of(number - 1):
-        # It has begun before.
+        # The first piece continues a document of the previous window.
         pieces = pieces[1:]
     for start, stop in pieces:
         if stop - start >= length:
@@ -209,9 +209,9 @@ def _beginning(windows: Sequences, number: int, length: int, end: int) -> list[i
 
 
 def _question(stream: np.ndarray, length: int) -> list[int]:
-    """What stands before the first tokens that are learned of a conversation that begins in a marked stream.
+    """Returns the tokens before the first target of a conversation that starts in a marked stream.
 
-    The first one of at most so many tokens; [] if there is none.
+    The result is the first with at most `length` tokens, or [] if there is none.
     """
     firsts = np.flatnonzero(is_document_start(stream)).tolist()
     for start, stop in zip(firsts, [*firsts[1:], len(stream)], strict=True):

@@ -33,14 +33,14 @@ from maxlm.training.state import Params
 
 
 class Services(NamedTuple):
-    """What is open from the start of the training process to its end.
+    """Services that run from the start of the training process to its end.
 
     Attributes:
-        watchdog: ends the process when a step hangs.
-        stop_request: SIGTERM and maintenance events.
-        checkpoints: of the workdir.
+        watchdog: stops the process if a step hangs.
+        stop_request: stop request by SIGTERM or a maintenance event.
+        checkpoints: checkpoints of the workdir.
         data_wait: measures how long steps wait for data.
-        peak: FLOP/s that MFU is relative to.
+        peak: peak FLOP/s for MFU.
     """
 
     watchdog: Watchdog
@@ -68,7 +68,7 @@ def open_services(
     context: RunContext,
     heartbeats: Heartbeats,
 ) -> Services:
-    """Records the start of the run and enters its services into `stack`."""
+    """Records the start of the run, and opens its services in `stack`."""
     config, recorder = prepared.config, context.recorder
     peak = find_peak(config.metrics.peak_tflops)
     facts = start_facts(prepared, source, peak, recorder.price)
@@ -79,7 +79,7 @@ def open_services(
     watchdog = stack.enter_context(Watchdog(config.train.hang_timeout_seconds, heartbeats, workdir))
     stop_request = stack.enter_context(StopRequest())
     stack.enter_context(MaintenanceWatcher(stop_request.request, warn=partial(context.alerts.send, 'machine')))
-    # Leaving the stack completes pending saves, after an error too.
+    # Closing the stack completes pending saves, also after an error.
     checkpoints = stack.enter_context(
         Checkpoints(
             context.checkpoints,
@@ -103,16 +103,16 @@ def make_loop_components(
     start: int,
     decisions: RunControl,
 ) -> LoopComponents:
-    """Creates the components of the loop, and logs what is about to run.
+    """Creates the components of the loop, and logs the model, devices, batch, plan and price of the run.
 
     Args:
         stack: closes the progress bar and the trackers.
         prepared: the compiled step.
-        source: opened.
-        context: of the run.
-        services: of the run.
-        start: number of the last step that is done.
-        decisions: of the run so far.
+        source: the open batch source.
+        context: context of the run.
+        services: services of the run.
+        start: number of the last completed step.
+        decisions: decisions of the run so far.
     """
     config, recorder = apply_control(prepared.config, decisions), context.recorder
     run_tasks = open_tasks(config, prepared.layout, source.tokenizer_path)

@@ -1,4 +1,4 @@
-"""What is told about the sources of the data: shares, epochs, losses."""
+"""Metrics and log lines per data source: shares, epochs and losses."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ from maxlm.log import logger
 
 
 class SourceMetrics(Protocol):
-    """What is told about the sources of a run's rows."""
+    """Interface for metrics per source of a run's rows."""
 
     def log_start(self, num_windows: int) -> None:
-        """Says what a run of `num_windows` windows will make of its weighted sources."""
+        """Logs how a run of `num_windows` windows uses each weighted source."""
 
     def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
-        """Metrics of a step by source, after `num_windows` windows in all; a source without a token has no loss."""
+        """Returns the metrics of a step by source, after `num_windows` windows in total.
+
+        Sources without tokens in the step have no loss.
+        """
 
     def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
-        """Metrics of an evaluation by source."""
+        """Returns the metrics of an evaluation by source."""
 
 
 class NullSourceMetrics:
-    """Of rows that are not from sources."""
+    """Source metrics of rows without sources."""
 
     def log_start(self, num_windows: int) -> None:
-        """There is nothing to say."""
+        """Logs nothing."""
 
     def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
-        """None."""
+        """Returns no metrics."""
         del num_windows, losses, tokens
         return {}
 
     def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
-        """None."""
+        """Returns no metrics."""
         del losses, tokens
         return {}
 
 
 class SourceStats:
-    """The metrics and log lines of a run's sources; of a single source there is nothing to tell."""
+    """Metrics and log lines of a run's data sources. Runs with a single source have none."""
 
     def __init__(self, corpus: TrainingData):
         self._names = corpus.names
@@ -54,7 +57,7 @@ class SourceStats:
         self._warn_epochs = corpus.data.warn_epochs
 
     def log_start(self, num_windows: int) -> None:
-        """Says what a run of `num_windows` windows will make of its weighted sources."""
+        """See `SourceMetrics`."""
         if not self._weighted:
             return
         served = self._mixture.rows_taken(num_windows)
@@ -72,7 +75,7 @@ class SourceStats:
                 )
 
     def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
-        """Metrics of a step by source, after `num_windows` windows in all; a source without a token has no loss."""
+        """See `SourceMetrics`."""
         metrics = self._told('train', means(losses, tokens), tokens)
         if self._weighted:
             served = self._mixture.rows_taken(num_windows)
@@ -82,7 +85,7 @@ class SourceStats:
         return metrics
 
     def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
-        """Metrics of an evaluation by source."""
+        """See `SourceMetrics`."""
         return self._told('eval', losses, tokens)
 
     def _told(self, prefix: str, losses: Sequence[float], tokens: Sequence[float] | np.ndarray) -> dict[str, float]:

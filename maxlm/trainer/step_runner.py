@@ -1,4 +1,4 @@
-"""One step after the other: the program of each, its batch, and what is looked at on the way."""
+"""Runs training steps: selects the compiled step, fetches the batch and measures data waits."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from maxlm.trainer.throughput import Throughput
 from maxlm.training.run_control import RunControl, apply_control, with_rates
 from maxlm.training.state import TrainState
 
-# Fetching a batch that is ready takes less.
+# Fetching a batch that is ready takes less time.
 _LATE_SECONDS = 1e-3
 _CLOSE_SECONDS = 5.0
 
-# A jax.Array, whose types leave out `is_ready`.
+# A jax.Array, whose type annotations lack `is_ready`.
 Running = Any
 
 
 class DataWait:
-    """While entered, takes batches from an iterator and has a timeline tell what that held up.
+    """Context manager that takes batches from an iterator and records the time the device waits for them.
 
-    A device that still works on the step before loses nothing by a batch that is late. When it became idle is seen by a
-    thread as long as batches come too late. Otherwise it is let alone: on a CPU, waking it would hold up the steps. The
-    first batch that comes too late finds a step that has just begun, and that takes as long as those before.
+    A late batch costs nothing while the device still runs the previous step. While batches are late, a thread detects
+    when the device becomes idle. Otherwise the thread sleeps, because waking it would delay the steps on a CPU. For
+    the first late batch, the end of the running step is estimated from the durations of previous steps.
     """
 
     def __init__(self, timeline: Timeline):
         self._timeline = timeline
         self._queue: queue.SimpleQueue[Running | None] = queue.SimpleQueue()
-        # What became ready last, and when.
+        # The array that became ready last, and the time.
         self._ready: tuple[Running | None, float] = None, 0.0
         self._too_late = False
         self._asked: float | None = None
-        # From one batch to the next, as long as they came in time.
+        # Seconds between batches that were in time.
         self._steps: deque[float] = deque(maxlen=8)
         self._thread = threading.Thread(target=self._watch, daemon=True, name='data-wait')
 
@@ -64,15 +64,15 @@ class DataWait:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._queue.put(None)
-        # Python aborts when it ends while a thread is in JAX. A device that is stuck must not hold up the end for ever.
+        # Python aborts if it exits while a thread is in JAX. With the timeout, a stuck device cannot block the exit.
         self._thread.join(_CLOSE_SECONDS)
 
     def next_batch(self, batches: Iterator[Batch], running: Running | None) -> tuple[Batch, float]:
-        """The next batch, and the seconds that it took to come, in which the device may have been busy.
+        """Returns the next batch and the seconds until it was available, during which the device may have been busy.
 
         Args:
-            batches: where it comes from. What that raises is raised here.
-            running: a result of the step that was dispatched last; None = there is none on its way.
+            batches: iterator over the batches. Its exceptions are propagated.
+            running: a result of the last dispatched step; None if no step is running.
         """
         asked = self._timeline.now()
         if self._asked is not None and not self._too_late:
@@ -93,7 +93,7 @@ class DataWait:
         return batch, came - asked
 
     def _idle_since(self, running: Running, asked: float, came: float, *, watched: bool) -> float:
-        """When a device that was busy had nothing to do any more, at the latest now."""
+        """Returns the time at which a busy device became idle, at most `came`."""
         if watched:
             array, ready = self._ready
             return min(ready, came) if array is running else came
@@ -103,14 +103,14 @@ class DataWait:
 
     def _watch(self) -> None:
         while (array := self._queue.get()) is not None:
-            # Whoever reads the step's metrics hears of what went wrong with it.
+            # Errors of the step are raised where its metrics are read.
             with contextlib.suppress(Exception):
                 array.block_until_ready()
             self._ready = array, self._timeline.now()
 
 
 class StepRunner:
-    """Takes the steps of a run."""
+    """Runs the steps of a run."""
 
     def __init__(
         self,
@@ -132,18 +132,21 @@ class StepRunner:
     def step(
         self, step: int, state: TrainState, batches: Iterator[Batch], decisions: RunControl, *, connects: bool
     ) -> TrainState:
-        """The state after the next batch; the first step connects processes, which may take long."""
+        """Returns the state after the next batch.
+
+        `connects` is True for the first step, which connects the processes and may take long.
+        """
         compiled = self._compiled_for(step, decisions)
         if self._profile.should_start(step):
             self._while_idle(state, partial(self._profile.start, step))
         if self._source.has_work_before(step):
             self._prepare(step, state)
-        # Shorter sequences are more of them.
+        # With shorter sequences a batch has more rows.
         rows = self._program[0].train.global_batch_size
         batch, data_wait = self._data_wait.next_batch(batches, self._reporter.running)
-        # Dispatch may wait for other processes too.
+        # Dispatch may also wait for other processes.
         with self._watchdog.phase() if connects else self._watchdog.waiting():
-            # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
+            # Only the batch moves to the device, with an explicit transfer. An implicit one would stall every step.
             with jax.transfer_guard('disallow'):
                 state, metrics = compiled(state, self._layout.put_batch(batch, rows))
             if connects:
@@ -156,7 +159,7 @@ class StepRunner:
         return state
 
     def _while_idle(self, state: TrainState, act: Callable[[], None]) -> None:
-        """Does something between two steps, when the devices have nothing to do; it counts as no time of a step."""
+        """Calls `act` while the devices are idle between two steps, without counting its time as time of a step."""
         with self._watchdog.waiting():
             self._reporter.flush()
             jax.block_until_ready(state)
@@ -164,7 +167,7 @@ class StepRunner:
             act()
 
     def _prepare(self, step: int, state: TrainState) -> None:
-        """Has the source make batches from the state."""
+        """Lets the source generate batches from the state."""
         with self._watchdog.waiting():
             self._reporter.flush()
         with self._throughput.paused('rollout'), self._timeline.phase('rollout'), self._watchdog.phase():
@@ -173,12 +176,12 @@ class StepRunner:
         self._reporter.sampled(step, written.samples)
 
     def _compiled_for(self, step: int, decisions: RunControl) -> jax.stages.Compiled:
-        """The program of a step: another one after a change of the sequences' length or of the rates."""
+        """Returns the compiled step, which is recompiled after a change of the sequence length or learning rates."""
         now = with_rates(self._config, decisions)
         wanted = now.at_context(now.context_at(step - 1))
         before, compiled = self._program
         if compiled is None or wanted != before:
-            # What was dispatched is still of the old one.
+            # The last dispatched step still belongs to the old program.
             with self._watchdog.waiting():
                 self._reporter.flush()
             with self._throughput.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step and after its last."""
+"""Log lines and facts about a run, before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from maxlm.trainer.throughput import Throughput
 
 
 def headline(config: Config) -> str:
-    """Returns the parameters, the devices and the mesh in one line."""
+    """Returns the number of parameters, the devices and the mesh in one line."""
     kind = jax.local_devices()[0].device_kind
     return f'{count_parameters(config.model):,} parameters on {jax.device_count()} × {kind} ({_mesh(config)})'
 
 
 def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Price | None) -> dict[str, Any]:
-    """All that is known before the first step, as JSON: what the event `started` has besides its message."""
+    """Returns the facts known before the first step as JSON values, the fields of the event `started`."""
     config, forecast = ready.config, ready.forecast
     target, train = forecast.target, config.train
     planned = math.isfinite(forecast.time.total)
@@ -67,7 +67,10 @@ def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Pri
 
 
 def log_start(config: Config, forecast: Forecast, *, peak: Peak, price: Price | None) -> None:
-    """Says what is about to run: `peak` is what MFU is divided by, `price` that of a device for an hour, if known."""
+    """Logs the model, devices, batch, plan and price before the first step.
+
+    `peak` is the peak FLOP/s for MFU, and `price` the price of one device per hour, if known.
+    """
     logger.info(
         f'{headline(config)}; '
         f'step of {config.train.global_batch_size} × {config.data.seq_len} tokens in {config.accumulation} '
@@ -99,14 +102,14 @@ def log_end(
     spent: dict[str, float],
     seconds: float,
 ) -> None:
-    """Says what became of a run.
+    """Logs the results of a finished run.
 
     Args:
-        step: its last.
-        why: it is over.
-        source, reporter, throughput: of the run.
-        spent: `RunRecorder.metrics`.
-        seconds: of this process.
+        step: number of the last step.
+        why: reason why the run is finished.
+        source, reporter, throughput: components of the run.
+        spent: result of `RunRecorder.metrics`.
+        seconds: duration of this process.
     """
     logger.info(f'the run is over: {why}')
     perf = throughput.read_total()

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from maxlm.hardware.chips import Peak
 from maxlm.planning.estimate.flops import TokenFlops
 
-# What pauses the steps → its metric, where that has another name.
+# Names of metrics of pauses that differ from the name of the pause.
 _METRICS = {'save': 'checkpoint_blocked'}
 
 
 class Throughput:
-    """Adds up the time that steps took; evaluation, saving and compiling are left out.
+    """Measures the time of steps, without evaluation, saving and compilation.
 
-    A step counts as done when its metrics have been read, so the durations are the device's, not those of dispatch.
+    A step is complete when its metrics have been read, so durations are those of the device, not of the dispatch.
     """
 
     def __init__(self, *, tokens_per_step: int, flops: TokenFlops, peak: Peak, num_devices: int):
@@ -31,15 +31,15 @@ class Throughput:
         self.pauses: dict[str, float] = {}
 
     def start(self) -> None:
-        """Call before the first step."""
+        """Starts the clock. It must be called before the first step."""
         self._mark = time.perf_counter()
 
     def change_flops(self, flops: TokenFlops) -> None:
-        """The steps that are done from here on have sequences of another length."""
+        """Sets the FLOPs per token of subsequent steps, after a change of the sequence length."""
         self._flops = flops
 
     def step_done(self, data_wait: float) -> None:
-        """One more step is done; its batch kept it waiting for `data_wait` seconds."""
+        """Counts one completed step, whose batch took `data_wait` seconds to arrive."""
         now = time.perf_counter()
         for sums in (self._interval, self._total):
             sums.steps += 1
@@ -51,9 +51,9 @@ class Throughput:
 
     @contextlib.contextmanager
     def paused(self, what: str, *, name: str = '') -> Iterator[None]:
-        """What happens inside does not count as time of a step; it is told as `perf/WHAT_seconds`.
+        """Excludes the time of a `with` block from the time of steps, and reports it as `perf/WHAT_seconds`.
 
-        `pauses` has it as `name`, by default `what`.
+        The time is stored in `pauses` under `name`, which defaults to `what`.
         """
         start = time.perf_counter()
         yield
@@ -65,21 +65,21 @@ class Throughput:
 
     @property
     def steps(self) -> int:
-        """That were done in this process."""
+        """Returns the number of steps completed in this process."""
         return self._total.steps
 
     @property
     def seconds(self) -> float:
-        """That they took."""
+        """Returns the seconds of the steps completed in this process."""
         return self._total.seconds
 
     def read_interval(self) -> dict[str, float]:
-        """The `perf/…` metrics of the steps since the last call."""
+        """Returns the `perf/…` metrics of the steps since the last call."""
         sums, self._interval = self._interval, _Sums()
         return self._metrics(sums)
 
     def read_total(self) -> dict[str, float]:
-        """The same over all steps of this process."""
+        """Returns the `perf/…` metrics of all steps of this process."""
         return self._metrics(self._total)
 
     def _metrics(self, sums: _Sums) -> dict[str, float]:
@@ -94,7 +94,7 @@ class Throughput:
         }
         if self._peak_flops:
             mfu, mfu_full = (flops / sums.seconds / self._peak_flops for flops in (sums.causal_flops, sums.full_flops))
-            # Nothing is faster than its peak: this one was measured on a busy machine, or configured too low.
+            # MFU above 1 means that the peak was measured on a busy machine or configured too low.
             self._is_peak_wrong |= max(mfu, mfu_full) > 1
             if not self._is_peak_wrong:
                 metrics['perf/mfu'] = mfu

@@ -1,4 +1,4 @@
-"""The loop over the steps of a run: train, evaluate, save, and act on bad steps and stop requests."""
+"""The training loop: trains, evaluates, saves, and reacts to bad steps and stop requests."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Trainer:
         return self._checkpoints.restore()
 
     def setup(self, start: int, decisions: RunControl) -> None:
-        """Opens the batch source and creates what the loop uses, for a run that continues after step `start`."""
+        """Opens the batch source and creates the loop's components, for a run that continues after step `start`."""
         self._context.describe(self._config, decisions, self._source.tokenizer_path)
         if start:
             self._recorder.record_event('resumed', f'going on from step {start}', step=start, from_step=start)
@@ -108,7 +108,8 @@ class Trainer:
                 try:
                     state = self._runner.step(step, state, batches, decisions, connects=step == start + 1)
                 except InputError:
-                    # The data is unreadable. With several processes the others wait for this one and cannot save.
+                    # The data is unreadable. With several processes, all other processes wait for this one, so none of
+                    # them can save.
                     if jax.process_count() == 1 and step > start + 1 and self._source.can_checkpoint_after(step - 1):
                         reporter.flush()
                         self._save(step - 1, state, decisions)
@@ -149,7 +150,8 @@ class Trainer:
                         # A budget may end a run after any step.
                         reporter.flush()
                     if end_reason and not (stopping or self._is_finite(loss)):
-                        # An older checkpoint is better, and the run must not count as complete when it is restarted.
+                        # An older checkpoint is better than this state, and a restart must not consider the run
+                        # complete.
                         watchdog.finish()
                         reason = 'the loss of the last step, or its parameters, are not finite'
                         return Segment(step, decisions, Stop(reason), '')
@@ -248,7 +250,7 @@ class Trainer:
         )
 
     def _set_length(self, state: TrainState, decisions: RunControl) -> TrainState:
-        """Returns the state with the number of steps that the run's budget gives, if the config has a budget."""
+        """Returns the state with the schedule progress of the decided length if a budget gives the run length."""
         if not self._config.by_budget:
             return state
         self._reporter.change_config(apply_control(self._config, decisions))
@@ -261,11 +263,11 @@ class Trainer:
         bad_steps = self._reporter.bad_steps
         if bad_steps.in_a_row < self._config.guard.max_consecutive_skips:
             return None
-        # Step 0 stands for a restart from the initial state.
+        # Step 0 means a restart from the initial state.
         return on_bad_steps(decisions, bad_steps, sorted({0, *self._checkpoints.steps()}), self._config)
 
     def _update_budget(self, step: int, decisions: RunControl, *, look: bool) -> RunControl:
-        """Adds the time and money of a step to the decisions, and sets the number of steps that the budget gives."""
+        """Adds the time and money of a step to the decisions, and updates the run length if a budget gives it."""
         before = budget_spent(decisions, self._config)
         after = self._budget.after(step, decisions, look=look)
         budget = budget_spent(after, self._config)

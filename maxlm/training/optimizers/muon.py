@@ -2,8 +2,8 @@
 
 Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
 
-`optax.contrib.muon` is not used for three reasons: its bias correction changes the Nesterov mix of the first steps, it
-has no momentum warm-up, and without sharding constraints XLA gathers all layers on every device.
+`optax.contrib.muon` is not used. Its bias correction changes the Nesterov mix of the first steps, and it has no
+momentum warm-up. It also has no sharding constraints, without which XLA gathers all layers on every device.
 
 Shapes: L layers, I inputs and O outputs of a matrix, M = min(I, O), W = max(I, O).
 """
