@@ -1,1 +1,1 @@
-"""Answer parsing and rewards."""
+"""Prompts, rewards and answer parsing for reinforcement learning."""

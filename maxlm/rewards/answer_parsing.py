@@ -9,9 +9,9 @@ MARK = '####'
 BOXED = '\\boxed{'
 # `The answer is 42.`, `Final answer: 42`; up to the end of the line.
 ANSWER_PHRASE = re.compile(r'\banswer\s*(?:is\b|:|=)[\s:]*(.+)', re.IGNORECASE)
-# Around words, in Markdown.
+# Characters around words in Markdown.
 MARKUP = ' \t\n*_`"\''
-# Digits and exponents beyond any answer would only take time.
+# The number of digits and the exponent are limited, because larger numbers are no answers and would take time.
 NUMBER = r'[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,300})?(?:\.\d{1,300})?(?:[eE][-+]?\d{1,3})?'
 FIRST_NUMBER = re.compile(r'(?<![\w.])[-+]?(?:\d|\.\d)')
 FRACTION = re.compile(rf'({NUMBER})\s*/\s*({NUMBER})')
@@ -20,7 +20,7 @@ LATEX_NOISE = re.compile(r'\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\\[!,;
 NUMBER_ALONE = re.compile(NUMBER)
 FIRST_LETTER = re.compile(r'\W*(?:([A-Z])(?:\W|$)|([a-z])\W*$)')
 LAST_LETTER = re.compile(r'(?:^|[\s(*"\'])([A-Z])[).*"\'\s]*$')
-# A and I are words too.
+# A and I are also words.
 LETTER_BETWEEN = re.compile(r'\(([A-Z])\)|\b([B-HJ-Z])\b')
 
 
@@ -38,7 +38,7 @@ def boxed(response: str) -> str | None:
 
 
 def marked_answer(response: str) -> str | None:
-    """The answer that a response marks: boxed, after the last `####`, or after `answer is`; None if it does not."""
+    """Returns the marked answer of a response: boxed, after the last `####`, or after `answer is`; None without one."""
     if (content := boxed(response)) is not None:
         return content.strip()
     if MARK in response:
@@ -48,31 +48,34 @@ def marked_answer(response: str) -> str | None:
 
 
 def plain(text: str) -> str:
-    """Lower case, spaces made one, without a full stop at its end and the marks of Markdown and LaTeX around it."""
+    """Normalizes a text: lower case, single spaces, no final period, no surrounding Markdown, no LaTeX markup."""
     text = LATEX_NOISE.sub(lambda match: match.group(1) or '', text).strip(MARKUP)
     return ' '.join(text.removesuffix('.').strip(MARKUP).split()).casefold()
 
 
 def without_markup(text: str) -> str:
-    """Signs of money and percent and the marks of LaTeX left out, its fractions written with a slash."""
+    """Removes dollar and percent signs and LaTeX markup, and writes LaTeX fractions with a slash."""
     text = LATEX_NOISE.sub(lambda match: match.group(1) or '', text.replace('−', '-'))
     return LATEX_FRACTION.sub(r' \1\2/\3 ', text)
 
 
 def number_of(text: str) -> Fraction | None:
-    """The first number in a text: 1,234.5, -3e2, 1/3, \\frac{1}{3}, with signs of money and percent left out."""
+    """Returns the first number in a text, ignoring dollar and percent signs; None if there is none.
+
+    Examples of numbers are 1,234.5, -3e2, 1/3 and \\frac{1}{3}.
+    """
     text = without_markup(text)
     first = FIRST_NUMBER.search(text)
     return number_at(text, first.start()) if first else None
 
 
 def last_number(text: str) -> Fraction | None:
-    """The number that a text without a marked answer ends with."""
+    """Returns the last number in a text without a marked answer; None if there is none."""
     text = without_markup(text)
     starts = [match.start() for match in FIRST_NUMBER.finditer(text)]
     while starts:
         start = starts.pop()
-        # The second half of a fraction is no number of its own.
+        # The denominator of a fraction is not a separate number.
         if starts and text[starts[-1] : start].rstrip().endswith('/'):
             continue
         return number_at(text, start)
@@ -80,7 +83,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def number_at(text: str, start: int) -> Fraction | None:
-    """The number or the fraction that begins there; None if it is too long for one."""
+    """Returns the number or fraction at index `start`; None if it is too long or divides by zero."""
     for pattern in (FRACTION, NUMBER_ALONE):
         match = pattern.match(text, start)
         if match is None or text[match.end() : match.end() + 1].isdigit():
@@ -97,7 +100,10 @@ def number_at(text: str, start: int) -> Fraction | None:
 
 
 def choice_of(response: str) -> str | None:
-    """The letter that a response chooses, a capital: of its marked answer, else the one it ends with, else the last."""
+    """Returns the chosen letter of a response in upper case; None if there is none.
+
+    It is the letter of the marked answer, otherwise the letter at the end, otherwise the last separate letter.
+    """
     marked, text = marked_answer(response), response.strip()
     match = FIRST_LETTER.match(LATEX_NOISE.sub(lambda found: found.group(1) or '', marked)) if marked else None
     if match is None and len(text.strip(' ().*')) == 1:

@@ -1,12 +1,14 @@
-"""Tasks that ask for a Python program: from a response to the programs that the sandbox runs, and back to a share.
+"""Tasks that require a Python program: creates sandbox jobs from responses, and computes the fraction of passed tests.
 
-A task is a mapping with either or both of
-| key | holds |
+A task is a mapping with at least one of these keys:
+
+| key | value |
 |---|---|
-| `tests` | a text or a list of texts: see `testing` for what counts as a test |
-| `cases` | mappings with `stdin` and the `stdout` that is expected |
-and, if wanted, `prefix`, a text put before the program (imports, the signature that the response goes on from), and
-`suffix`, one put after it.
+| `tests` | a text or a list of texts; `maxlm.sandbox.program.unit_tests` defines tests |
+| `cases` | mappings with `stdin` and the expected `stdout` |
+
+Optional keys are `prefix`, a text inserted before the program (imports, or a signature that the response continues),
+and `suffix`, a text appended to it.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from maxlm.errors import InputError
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import ExecutionResult, SandboxJob, SandboxPool
 
-# A fence of three or more backquotes, its language, the code up to the fence that closes it or the end.
-# Possessive, so that a long line of backquotes takes no time.
+# A fence of three or more backquotes, its language, and the code up to the closing fence or the end of the text.
+# Possessive quantifiers avoid backtracking in long lines of backquotes.
 FENCE = re.compile(r'^[ \t]*+(`{3,}+)[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\1[ \t]*$|\Z)', re.DOTALL | re.MULTILINE)
 PYTHON = ('python', 'py', 'python3', '')
 KEYS = 'tests', 'cases'
 
 
 def extract_code(response: str) -> str:
-    """The last block of Python in a response; all of it if it has no block at all."""
+    """Returns the last Python block of a response, '' if all blocks are in other languages.
+
+    Without any code block, the entire response is the program.
+    """
     blocks = [match.groups()[1:] for match in FENCE.finditer(response)]
     if not blocks:
         return response
@@ -35,7 +40,10 @@ def extract_code(response: str) -> str:
 
 
 def sandbox_jobs(response: str, task: Mapping[str, Any], limits: SandboxLimits | None = None) -> list[SandboxJob]:
-    """Returns the jobs of a task: one with the tests and one for each case. InputError if it has neither."""
+    """Returns the jobs of a task: one with the tests and one for each case. InputError if it has neither.
+
+    Each job runs the program of `response` between the prefix and suffix of the task.
+    """
     if not any(task.get(key) for key in KEYS):
         raise InputError(f'a task for a Python program has neither {" nor ".join(KEYS)}; it has: {", ".join(task)}')
     sections = task.get('prefix', ''), extract_code(response), task.get('suffix', '')
@@ -51,7 +59,7 @@ def sandbox_jobs(response: str, task: Mapping[str, Any], limits: SandboxLimits |
 
 
 def outputs_match(actual: str, expected: str) -> bool:
-    """Returns whether two outputs agree, ignoring trailing spaces and trailing empty lines."""
+    """Returns True if two outputs are equal except for trailing spaces and trailing empty lines."""
 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.rstrip().splitlines()]
@@ -60,7 +68,7 @@ def outputs_match(actual: str, expected: str) -> bool:
 
 
 def fraction_passed(results: Sequence[ExecutionResult], task: Mapping[str, Any]) -> float:
-    """Returns the fraction of passed tests and cases of a task. `results` are those of `sandbox_jobs`, in order."""
+    """Returns the fraction of passed tests and cases of a task, given the results of its `sandbox_jobs` in order."""
     cases = task.get('cases') or ()
     test_results, case_results = results[: len(results) - len(cases)], results[len(results) - len(cases) :]
     total = sum(max(1, result.tests) for result in test_results) + len(cases)
@@ -73,7 +81,7 @@ def fraction_passed(results: Sequence[ExecutionResult], task: Mapping[str, Any])
 def run_tasks(
     pool: SandboxPool, responses: Sequence[str], tasks: Sequence[Mapping[str, Any]], limits: SandboxLimits | None = None
 ) -> list[float]:
-    """The share passed of each task by its response, all run side by side."""
+    """Returns the fraction of passed tests of each task for its response. All jobs run in parallel."""
     jobs_by_task = [sandbox_jobs(response, task, limits) for response, task in zip(responses, tasks, strict=True)]
     results = iter(pool.run_many([job for jobs in jobs_by_task for job in jobs]))
     return [

@@ -1,10 +1,10 @@
-"""Prompts for reinforcement: JSONL lines → token ids, tasks for the rewards, and an endless order.
+"""Prompts for reinforcement learning: reads token ids and tasks from JSONL files, and defines an endless order.
 
     {"prompt": "What is 6 · 7?", "answer": "42"}
     {"messages": [{"role": "user", "content": "Write f(x) …"}], "tests": ["assert f(2) == 4"]}
 
-Messages are spelled by the chat template of the model that answers. A `prompt` is one turn of the user where there is a
-template, and otherwise a text to go on with. All other keys are the task: see maxlm/rewards/rewards.py for theirs.
+Messages are rendered with the chat template of the model. With a chat template, a `prompt` is one turn of the user;
+otherwise it is a text that the model continues. All other keys are the task; see `maxlm.rewards.rewards`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from maxlm.log import logger
 from maxlm.storage.filesystem import display_path
 from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER
 
-# Keys of the prompt, one or the other.
+# Keys of the prompt; a line has exactly one of them.
 PROMPT_KEYS = ('prompt', 'messages')
-# For the template; not of the task.
+# Key of the tools for the chat template; not part of the task.
 TOOLS = 'tools'
 
 
 class Prompts(NamedTuple):
-    """The prompts of a file, in its order.
+    """Prompts of a file, in the order of the file.
 
     Attributes:
-        path: the file.
+        path: path or URL of the file.
         ids: token ids of each prompt, uint32 [number of tokens].
-        tasks: for each prompt the other keys of its line.
-        lines: for each prompt the number of its line, from 1.
-        num_dropped: prompts that were too long.
+        tasks: all other keys of each prompt's line.
+        lines: line number of each prompt, counted from 1.
+        num_dropped: number of prompts that were too long.
     """
 
     path: str
@@ -52,36 +52,36 @@ class Prompts(NamedTuple):
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts."""
+        """Returns the number of prompts."""
         return len(self.ids)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest one."""
+        """Returns the number of tokens of the longest prompt."""
         return max(map(len, self.ids))
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of ids and tasks in their order: the same for the same prompts, wherever the file lies."""
+        """Returns the SHA-256 of ids and tasks in order, which does not depend on the path of the file."""
         digest = hashlib.sha256()
         for ids, task in zip(self.ids, self.tasks, strict=True):
             digest.update(json.dumps([ids.tolist(), task], sort_keys=True).encode() + b'\n')
         return digest.hexdigest()
 
     def location(self, index: int) -> str:
-        """`FILE:LINE` of a prompt, for messages."""
+        """Returns `FILE:LINE` of a prompt for messages."""
         return f'{display_path(self.path)}:{self.lines[index]}'
 
     def indices(self, rollout: int, num_prompts: int, seed: int) -> list[int]:
-        """The prompts of a rollout, `num_prompts` indices.
+        """Returns the indices of the prompts of a rollout.
 
-        Rollouts follow each other in an endless order in which each epoch is another permutation of all prompts. It is
-        a pure function of the arguments and the number of prompts, so that a run goes on anywhere without a state. A
-        rollout at the end of an epoch may have a prompt twice.
+        Rollouts are consecutive ranges of an endless order, in which each epoch is another permutation of all prompts.
+        The result depends only on the arguments and the number of prompts, so a run can resume anywhere without state.
+        A rollout across the end of an epoch may contain a prompt twice.
 
         Args:
-            rollout: its number, from 0.
-            num: prompts in each rollout.
+            rollout: number of the rollout, counted from 0.
+            num_prompts: number of prompts in each rollout.
             seed: 0 … 2³² - 1.
         """
         order = ShuffledIndex([self.num_prompts], seed=seed)
@@ -89,10 +89,10 @@ class Prompts(NamedTuple):
 
 
 def load_encoder(workdir: Path) -> ChatEncoder | Tokenizer:
-    """Loads the encoder of prompts of a workdir: its chat template, or its tokenizer where it has none.
+    """Loads the prompt encoder of a workdir: its chat template, or its tokenizer if it has no chat template.
 
     Raises:
-        InputError: the tokenizer is missing, or one of them is damaged.
+        InputError: the tokenizer is missing, or the tokenizer or chat template is damaged.
     """
     if (workdir / CHAT_TEMPLATE).is_file():
         return ChatEncoder.load(workdir)
@@ -100,12 +100,12 @@ def load_encoder(workdir: Path) -> ChatEncoder | Tokenizer:
 
 
 def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -> Prompts:
-    """Reads a JSONL file, plain or compressed with gzip or Zstandard, from here or from a bucket.
+    """Reads prompts from a JSONL file, local or in a bucket, plain or compressed with gzip or Zstandard.
 
-    Prompts of more than `max_tokens` tokens are left out, with one warning.
+    Prompts of more than `max_tokens` tokens are dropped with one warning.
 
     Raises:
-        InputError: the file cannot be read, a line is no prompt, or no prompt is short enough. The message names the
+        InputError: the file cannot be read, a line is not a prompt, or no prompt is short enough. The message names the
             line.
     """
     name = display_path(path)
@@ -138,7 +138,7 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
 
 
 def _encode(entry: Mapping[str, Any], encoder: ChatEncoder | Tokenizer) -> np.ndarray:
-    """Ids of a prompt, uint32 [number of tokens]; ValueError or InputError for what is none."""
+    """Returns the ids of a prompt, uint32 [number of tokens]. ValueError or InputError if the entry is not a prompt."""
     present = [key for key in PROMPT_KEYS if key in entry]
     if len(present) != 1:
         raise ValueError(f'needs "prompt" or "messages", one of them; it has {", ".join(entry) or "nothing"}')

@@ -1,16 +1,18 @@
-"""Rewards by answers that can be checked, and sums of them: `numeric + 0.1*length`.
+"""Verifiable rewards and weighted sums of rewards such as `numeric + 0.1*length`.
 
-A reward is a pure function of a response and its task, a mapping; `REWARDS` names them all.
+A reward is a pure function of a response and its task, which is a mapping. `REWARDS` contains all rewards by name.
+Rewards are between 0 and 1, except `length`, which is between -1 and 0.
 
-| reward | keys of the task | 0 to 1, but for length |
+| reward | keys of the task | value |
 |---|---|---|
-| exact | `answer`, a text or several | the answer is one of them but for case, spaces and markup |
-| numeric | `answer`, `tolerance` (relative; 1e-6) | the number is the same |
-| choice | `answer`, a letter | it is chosen |
-| format | | an answer is marked as such: \\boxed{}, ####, `answer is` |
-| syntax | | the program can be parsed |
-| tests, all_tests | `tests`, `cases`: see `python_task` | share of tests passed; 1 if all are |
-| length | `target_length`, characters | 0 up to there, then down to -1 at twice as many |
+| exact | `answer`, a text or a list of texts | 1 if the answer equals one of them, ignoring case, spaces and markup |
+| numeric | `answer`, `tolerance` (relative; 1e-6) | 1 if the number equals the answer within the tolerance |
+| choice | `answer`, a letter | 1 if this letter is chosen |
+| format | | 1 if an answer is marked with \\boxed{}, #### or `answer is` |
+| syntax | | 1 if the program can be parsed |
+| tests | `tests`, `cases`; see `maxlm.rewards.code_task` | fraction of passed tests |
+| all_tests | `tests`, `cases` | 1 if all tests pass |
+| length | `target_length`, in characters | 0 up to this length, then linear to -1 at twice the length |
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ MAX_PROGRAM_CHARS = 1 << 20
 
 
 def require_key(task: Task, key: str, reward: str) -> Any:
-    """A value of a task; InputError if it has none."""
+    """Returns the value of a key of a task. InputError if the key is missing."""
     if key not in task:
         raise InputError(f'the reward {reward} needs {key!r} in a task; this one has: {", ".join(task) or "nothing"}')
     return task[key]
 
 
 def exact(response: str, task: Task) -> float:
-    """1.0 if the marked answer, or else the last line, is one of those wanted."""
+    """Returns 1.0 if the marked answer, the last line if none is marked, or the response equals an expected answer."""
     answer = require_key(task, 'answer', 'exact')
     expected = {plain(str(text)) for text in (answer if isinstance(answer, list | tuple) else [answer])}
     marked = marked_answer(response)
@@ -53,7 +55,10 @@ def exact(response: str, task: Task) -> float:
 
 
 def numeric(response: str, task: Task) -> float:
-    """1.0 if the number of the marked answer, or else the last one, is that wanted within the tolerance."""
+    """Returns 1.0 if the number equals the answer within the tolerance.
+
+    The number is the first in the marked answer, or the last in the response if no answer is marked.
+    """
     answer = require_key(task, 'answer', 'numeric')
     text = str(answer)
     marked_expected = marked_answer(text)
@@ -71,7 +76,7 @@ def numeric(response: str, task: Task) -> float:
 
 
 def choice(response: str, task: Task) -> float:
-    """1.0 if the letter wanted is the one chosen."""
+    """Returns 1.0 if the chosen letter is the answer."""
     expected = str(require_key(task, 'answer', 'choice')).strip(' ().').upper()
     if len(expected) != 1 or not expected.isalpha():
         raise InputError(f'the reward choice needs a letter as answer, not {expected[:80]!r}')
@@ -79,12 +84,12 @@ def choice(response: str, task: Task) -> float:
 
 
 def format_(response: str, task: Task) -> float:
-    """1.0 if an answer is marked and not empty."""
+    """Returns 1.0 if an answer is marked and not empty."""
     return float(bool(marked_answer(response)))
 
 
 def syntax(response: str, task: Task) -> float:
-    """1.0 if the program of the response can be parsed and is not empty."""
+    """Returns 1.0 if the program of the response can be parsed and is not empty."""
     code = extract_code(response)
     if len(code) > MAX_PROGRAM_CHARS:
         return 0.0
@@ -97,7 +102,7 @@ def syntax(response: str, task: Task) -> float:
 
 
 def length(response: str, task: Task) -> float:
-    """0.0 up to the target, then in proportion down to -1.0 at twice its characters."""
+    """Returns 0.0 up to the target length, then a linear decrease to -1.0 at twice the target length."""
     target = require_key(task, 'target_length', 'length')
     if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
         raise InputError(f"a task's target_length={target!r} is not a number of characters")
@@ -108,19 +113,19 @@ BatchReward = Callable[[Sequence[str], Sequence[Task], SandboxPool | None], list
 
 
 def per_response(function: Callable[[str, Task], float]) -> BatchReward:
-    """The reward of many responses by that of one."""
+    """Returns a reward of many responses from a reward of one response."""
     return lambda responses, tasks, pool: [function(*pair) for pair in zip(responses, tasks, strict=True)]
 
 
 def tests(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None) -> list[float]:
-    """Shares of tests passed, in the sandbox; ValueError without one."""
+    """Returns the fractions of passed tests, run in the sandbox. ValueError if `pool` is None."""
     if pool is None:
         raise ValueError('the rewards tests and all_tests run programs and need a SandboxPool')
     return run_tasks(pool, responses, tasks)
 
 
 def all_tests(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None) -> list[float]:
-    """1.0 where all tests passed."""
+    """Returns 1.0 for each response that passes all tests, else 0.0."""
     return [float(share == 1.0) for share in tests(responses, tasks, pool)]
 
 
@@ -138,24 +143,24 @@ NEED_SANDBOX = frozenset({'tests', 'all_tests'})
 
 
 class Score(NamedTuple):
-    """One response's reward, and what each reward by itself gave before its weight."""
+    """Total reward of one response, and the unweighted value of each reward by name."""
 
     total: float
     components: dict[str, float]
 
 
 class RewardSum(NamedTuple):
-    """Rewards by name and their weights."""
+    """Weighted sum of rewards, given by the weight of each reward name."""
 
     weights: dict[str, float]
 
     @property
     def needs_sandbox(self) -> bool:
-        """Whether the sum runs programs."""
+        """Returns True if a reward of the sum runs programs."""
         return bool(NEED_SANDBOX & set(self.weights))
 
     def score(self, responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None = None) -> list[Score]:
-        """Scores each response by its task. InputError for a task that lacks what a reward needs."""
+        """Scores each response by its task. InputError if a task lacks a key that a reward requires."""
         columns = {name: REWARDS[name](responses, tasks, pool) for name in self.weights}
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [Score(sum(self.weights[name] * value for name, value in row.items()), row) for row in rows]
@@ -165,7 +170,7 @@ TERM = re.compile(r'\s*([+-])?\s*(?:(\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)\s*\*\s*)?
 
 
 def parse_reward(text: str) -> RewardSum:
-    """A sum of rewards from its text, e.g. `numeric + 0.1*length`; InputError says what cannot be read."""
+    """Parses a sum of rewards, e.g. `numeric + 0.1*length`. InputError if the text is not a valid sum."""
     weights: dict[str, float] = {}
     position = 0
     while position < len(text) or not weights:

@@ -1,4 +1,4 @@
-"""Scores batches of responses, and statistics of scores.
+"""Scores batches of responses and computes statistics of scores.
 
 Shapes: N responses, P prompts, S samples of a prompt.
 """
@@ -22,9 +22,9 @@ from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool
 from maxlm.sandbox.program.unit_tests import count_tests
 
-# A sum of rewards that is 1 may come out a little below.
+# A sum of rewards that equals 1 may be slightly lower because of rounding.
 CORRECT_THRESHOLD = 1.0 - 1e-6
-# A response for checking tasks.
+# A response that is scored only to check tasks.
 PROBE_RESPONSE = '0'
 
 
@@ -33,7 +33,7 @@ class Scores(NamedTuple):
 
     Attributes:
         rewards: float32 [N].
-        parts: name of each reward → what it gave before its weight, float32 [N].
+        components: unweighted values of each reward by name, float32 [N].
     """
 
     rewards: np.ndarray
@@ -41,21 +41,21 @@ class Scores(NamedTuple):
 
 
 class RewardScorer:
-    """Scores responses, running programs in parallel in a sandbox. Close it, or use it in a `with` statement.
+    """Scores responses and runs their programs in parallel in a sandbox.
 
-    The sandbox is started only if a reward runs programs.
+    The sandbox is started only if a reward runs programs. Use the scorer as a context manager, or call `close`.
     """
 
     def __init__(self, reward: str, *rewards: str, workers: int | None = None, limits: SandboxLimits | None = None):
         """
         Args:
-            reward: a sum of rewards: see `parse_reward`.
+            reward: default sum of rewards, see `parse_reward`.
             rewards: further sums for `score`; they share the sandbox.
-            workers: programs that run at the same time; by default one for each core of this process.
-            limits: of programs.
+            workers: number of programs that run at the same time; defaults to the number of cores of this process.
+            limits: resource limits of programs.
 
         Raises:
-            InputError: a sum cannot be read, or this machine cannot hold programs that nobody has read.
+            InputError: a sum cannot be parsed, or this machine cannot isolate untrusted programs.
         """
         self._default = reward
         self._sums = {text: parse_reward(text) for text in (reward, *rewards)}
@@ -73,17 +73,17 @@ class RewardScorer:
         self.close()
 
     def close(self) -> None:
-        """Ends the sandbox."""
+        """Stops the sandbox."""
         if self._pool is not None:
             self._pool.close()
 
     def score(self, responses: Sequence[str], tasks: Sequence[Task], *, reward: str = '') -> Scores:
-        """Scores each response by its task, by the first of the sums or by `reward`, which must be one of them.
+        """Scores each response by its task, with the default sum or with `reward`, one of the sums of the scorer.
 
-        The same response to the same task (the same object) is scored once.
+        Equal responses to the same task object are scored once.
 
         Raises:
-            InputError: a task lacks what a reward needs; `check_tasks` says so beforehand.
+            InputError: a task lacks a key that a reward requires; `check_tasks` detects this in advance.
         """
         total = self._sums[reward or self._default]
         keys = [(response, id(task)) for response, task in zip(responses, tasks, strict=True)]
@@ -101,10 +101,10 @@ class RewardScorer:
 
 
 def check_tasks(prompts: Prompts, reward: str) -> None:
-    """Checks that each task has what a sum of rewards needs, before anything is trained.
+    """Checks before training that each task has valid values for all keys that a sum of rewards requires.
 
     Raises:
-        InputError: the sum cannot be read, or a task lacks a key or holds what is none; the message names its line.
+        InputError: the sum cannot be parsed, or a task lacks a key or has an invalid value. The message names its line.
     """
     checks = [_CHECKS[name] for name in parse_reward(reward).weights]
     for index, task in enumerate(prompts.tasks):
@@ -154,25 +154,25 @@ _CHECKS = {name: _check_python_task if name in NEED_SANDBOX else _check_by(name)
 
 
 def is_correct(rewards: np.ndarray) -> np.ndarray:
-    """Returns whether each response has the full reward, 1: bool in the shape of `rewards`."""
+    """Returns True for each response with the full reward of 1, as booleans in the shape of `rewards`."""
     return np.asarray(rewards) >= CORRECT_THRESHOLD
 
 
 def accuracy(rewards: np.ndarray) -> float:
-    """Share of the responses that are right; ValueError without any."""
+    """Returns the fraction of correct responses. ValueError without responses."""
     if not np.size(rewards):
         raise ValueError('there are no responses to have an accuracy')
     return float(is_correct(rewards).mean())
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of k responses is right, when c of n are: 1 - C(n - c, k) / C(n, k).
+    """Returns the probability that at least one of k responses is correct if c of n are: 1 - C(n - c, k) / C(n, k).
 
-    The unbiased estimator of Chen et al. 2021, "Evaluating Large Language Models Trained on Code", as the product that
-    they give, in which no number is large.
+    It is the unbiased estimator of Chen et al. 2021, "Evaluating Large Language Models Trained on Code", computed as
+    the product from the paper, which contains no large numbers.
 
     Raises:
-        ValueError: not 0 ≤ c ≤ n and 1 ≤ k ≤ n.
+        ValueError: 0 ≤ c ≤ n or 1 ≤ k ≤ n does not hold.
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f'pass@{k} of {c} right among {n}: needs 0 ≤ c ≤ n and 1 ≤ k ≤ n')
@@ -182,11 +182,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_pass_at_k(rewards_PS: np.ndarray, k: int) -> float:
-    """Mean over prompts of pass@k, estimated from S samples of each; errors as in `pass_at_k`."""
+    """Returns the mean of pass@k over prompts, estimated from S samples each; raises the errors of `pass_at_k`."""
     S = rewards_PS.shape[1]
     return float(np.mean([pass_at_k(S, int(c), k) for c in is_correct(rewards_PS).sum(axis=1)]))
 
 
 def _num_cores() -> int:
-    # Fewer than the machine has where the process is confined to some.
+    # The affinity can contain fewer cores than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
