@@ -56,7 +56,7 @@ class RunBudget:
         self._evaluation_share, self._save_seconds = evaluation_share, save_seconds
         self._clock, self._agree = clock, agree
         self._counted, self._counted_steps = began, 0.0
-        # Steps and their seconds at the start of the measurement.
+        # Number of steps and their seconds at the start of the measurement.
         self._measured: tuple[int, float] = (0, 0.0)
         self.begin(0)
 

@@ -63,7 +63,7 @@ def check_spike(
     if window is None:
         return finite, None
     good_QW, filled = window
-    # Norms vary by factors, hence the logarithm. The lower bound avoids log(0).
+    # The logarithm is used because norms vary by factors. The lower bound avoids log(0).
     level_Q = jnp.stack([loss, jnp.log(jnp.maximum(grad_norm, 1e-30))]).astype(good_QW.dtype)
     median_Q = jnp.median(good_QW, axis=1)
     deviation_Q = NORMAL * jnp.median(jnp.abs(good_QW - median_Q[:, None]), axis=1)

@@ -160,7 +160,7 @@ def _forward(
     if devices == 1:
         seen = add(seen, own, _own_pairs(axis))
     else:
-        # A loop instead of unrolled steps: those would be sent at the same time and need memory for all keys.
+        # A loop, because the exchanges of unrolled steps would all start at once and need memory for all keys.
         carry = (_send(own, axis), add(seen, own, _own_pairs(axis)))
         arrived, seen = jax.lax.fori_loop(1, devices - 1, turn, carry)
         seen = add(seen, arrived, _pairs(devices - 1, axis))

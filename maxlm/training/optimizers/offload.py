@@ -88,5 +88,5 @@ def _only(of_blocks: bool, tree: Tree) -> Tree:
 
 
 def _stacked(tree: Tree) -> list[bool]:
-    """Returns for each leaf True if it is stacked over layers."""
+    """Returns one boolean per leaf, True if the leaf is stacked over layers."""
     return [BLOCKS in [getattr(key, 'key', None) for key in path] for path, _ in jax.tree.leaves_with_path(tree)]

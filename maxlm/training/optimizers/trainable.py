@@ -56,7 +56,7 @@ def trainable(config: Config, params: Tree) -> Any:
 
 
 def merge_trainable(params: Tree, trained: Tree) -> Any:
-    """Returns the tree `params` with the values of `trained` replaced."""
+    """Returns the tree `params` with its trainable parameters replaced by those of `trained`."""
 
     def put(old: Any, new: Any) -> Any:
         if not isinstance(old, Mapping):
