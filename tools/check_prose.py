@@ -25,9 +25,13 @@ BANNED = re.compile(
     re.IGNORECASE,
 )
 # Standard terms that contain a banned word.
-ALLOWED = re.compile(r'home directory|\bHOME\b|~|told_rows|file\.tell|LLM judge|half-life', re.IGNORECASE)
-# Parts of a text that are not prose.
-CODE = re.compile(r'```.*?```|``[^`]*``|`[^`\n]*`|^\s*\|.*$|^ {4,}\S.*$|<[^>]*>|\]\([^)]*\)', re.DOTALL | re.MULTILINE)
+ALLOWED = re.compile(r'home directory|half a head apart|further apart|LLM judge|half-life|headroom', re.IGNORECASE)
+# Parts of a text that are not prose: code, tables, tags, targets of links, and legends of shapes.
+CODE = re.compile(
+    r'```.*?```|``[^`]*``|`[^`\n]*`|^\s*\|[^\n]*$|^ {4,}\S[^\n]*$|^[^\n]*\S {3,}\S[^\n]*$|<[^>]*>|\]\([^)]*\)|'
+    r'^Shapes[^\n]*:.*?(?=\n\n|\Z)',
+    re.DOTALL | re.MULTILINE,
+)
 SENTENCE_END = re.compile(r'(?<=[.!?:;])\s+|\n\s*\n|\n\s*[-*] |\n\s*\w+: ')
 
 
