@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
             max_queue_size=options.max_queue_size,
         )
         model = model.without_params()
-        engine.warm_up(logger.info)
+        engine.warm_up(lambda name: logger.info(f'compiling: {name}'))
         name = options.served_model_name or default_model_name(options.checkpoint)
         served = ServedModel(name, model.step, model.tokenizer, model.chat, engine)
         running = Server(

@@ -173,7 +173,7 @@ def test_a_file_of_prompts(run, two, tmp_path):
     assert [row['prompt'] + row['completions'][0]['text'] for row in rows] == two
     # What does not fit is named, and nothing is written over.
     code, _, err = run(*options)
-    assert (code, 'is there already' in err) == (EXIT_BAD_INPUT, True)
+    assert (code, 'file already exists' in err) == (EXIT_BAD_INPUT, True)
     source.write_text(json.dumps({'prompt': 'x' * 200}))
     code, _, err = run(f'--input={source}', f'--output={tmp_path}/other.jsonl', '--max-tokens=8')
     assert code == EXIT_BAD_INPUT
@@ -197,12 +197,12 @@ def test_a_text_ends_where_it_is_told(run, greedy):
         (['--input=nowhere', '--output=b'], 'nowhere: No such file or directory'),
         (['--interactive', '--num-samples=2'], '--num-samples=2: with --interactive there is one answer'),
         (['--prompt-file=nowhere'], '--prompt-file=nowhere: No such file or directory'),
-        (['--suffix=x', '--prompt=y'], '--suffix: the tokenizer has no tokens for text with a hole'),
+        (['--suffix=x', '--prompt=y'], '--suffix: the tokenizer has no fill-in-the-middle tokens'),
         (['--suffix=x', '--prompt=y', '--chat'], '--suffix goes with --prompt only'),
         (['--chat', '--prompt=y'], '--chat: '),
         (['--slots=0', '--prompt=y'], '--slots=0: must be at least 1'),
         (['--min-p=2', '--prompt=y'], 'min_p=2.0'),
-        (['--stop=', '--prompt=y'], 'stops: give at most 16 texts'),
+        (['--stop=', '--prompt=y'], 'stops: must be at most 16'),
     ],
 )
 def test_bad_combinations_are_one_line(run, options, words):

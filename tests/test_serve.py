@@ -243,7 +243,7 @@ def test_the_command(workdir, tmp_path):
                 break
         else:
             pytest.fail(''.join(lines))
-        assert 'no step has a validation loss; the newest, 5, is served' in ''.join(lines)
+        assert 'no step has a validation loss; serving the newest, step 5' in ''.join(lines)
         # It is ready when it says so.
         assert httpx.get(f'{found[1]}/health').json() == {'status': 'ok'}
         with openai.OpenAI(base_url=f'{found[1]}/v1', api_key='secret', max_retries=0) as client:
@@ -256,7 +256,7 @@ def test_the_command(workdir, tmp_path):
         process.send_signal(signal.SIGTERM)
         told = process.stdout.read()
         assert process.wait(60) == EXIT_DONE
-        assert 'SIGTERM: running requests are finished' in told
+        assert 'SIGTERM: finishing running requests' in told
         assert 'Traceback' not in told
 
 

@@ -76,8 +76,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
     tokenizer_path = workdir / TOKENIZER
     if not tokenizer_path.is_file():
         raise InputError(
-            f'--checkpoint={checkpoint} has no {TOKENIZER}, without which it can take no text; '
-            f'put the one of the model at {tokenizer_path}'
+            f'--checkpoint={checkpoint}: {TOKENIZER} is missing; copy the tokenizer of the model to {tokenizer_path}'
         )
     devices = jax.devices()[:num_devices]
     weights = parse_weights(quantize) if quantize else None
@@ -115,5 +114,5 @@ def _load_chat(workdir: Path) -> ChatEncoder | None:
     try:
         return ChatEncoder.load(workdir)
     except InputError as error:
-        logger.warning(f'{error}; the model is used without its chat template')
+        logger.warning(f'{error}; continuing without a chat template')
         return None

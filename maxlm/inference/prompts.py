@@ -28,8 +28,7 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
     """
     if tokenizer.infill_ids is None:
         raise InputError(
-            'the tokenizer has no tokens for text with a hole; the model was not trained to fill one '
-            '(maxlm.prepare --fim-rate)'
+            'the tokenizer has no fill-in-the-middle tokens; use a model trained with maxlm.prepare --fim-rate'
         )
     (prefix_ids,), (suffix_ids,) = tokenizer.encode_batch([prefix]), tokenizer.encode_batch_inside([suffix])
     prefix_id, middle_id, suffix_id = tokenizer.infill_ids
@@ -44,8 +43,8 @@ def chat_prompt(model: LoadedModel, messages: Sequence[Mapping[str, Any]]) -> li
     """
     if model.chat is None:
         raise InputError(
-            f'{model.tokenizer_path.parent} has no {CHAT_TEMPLATE} that can be used; it comes with a run on '
-            f'conversations (maxlm.prepare --format=chat) or an import of a model that has one'
+            f'{model.tokenizer_path.parent} has no usable {CHAT_TEMPLATE}; use a model trained on conversations '
+            f'(maxlm.prepare --format=chat) or imported with a chat template'
         )
     try:
         return model.chat.encode_prompt([dict(message) for message in messages]).tolist()

@@ -56,7 +56,7 @@ def parse_weights(kind: str, group: int | None = None) -> Weights:
         InputError: the weight type is unknown, or the group size is negative.
     """
     if kind not in DEFAULT_GROUPS:
-        raise InputError(f'{kind!r} is no kind of quantized weights; there are {", ".join(DEFAULT_GROUPS)}')
+        raise InputError(f'{kind!r} is not a weight format; use one of {", ".join(DEFAULT_GROUPS)}')
     if group is not None and group < 0:
         raise InputError(f'--group={group}: must be at least 0 (0 = one scale for all inputs)')
     return Weights(kind, DEFAULT_GROUPS[kind] if group is None else group)
@@ -76,11 +76,11 @@ def quantized_config(config: Config, weights: Weights, source: str) -> Config:
     model = config.model
     if model.weight_quantization != 'float':
         raise InputError(
-            f'{source}: its weights are {model.weight_quantization} already; give the checkpoint that they are from'
+            f'{source}: the weights are already quantized to {model.weight_quantization}; pass the original checkpoint'
         )
     if model.lora_rank:
         raise InputError(
-            f'{source}: the model has adapters (model.lora_rank={model.lora_rank}); merge them first by '
+            f'{source}: the model has adapters (model.lora_rank={model.lora_rank}); merge them first with '
             f'maxlm.checkpoints merge'
         )
     # Quantized kernels are multiplied in the compute dtype; they cannot be quantized again for the matmul.
@@ -178,8 +178,8 @@ def _check_shapes(arrays: Mapping[str, StreamedArray], expected: Mapping[str, An
         expected_shape = tuple(expected[path].shape) if path in expected else 'none'
         if found != expected_shape:
             raise InputError(
-                f'{source}: parameter {path} is {found} there and {expected_shape} by its {CONFIG}; the two belong to '
-                f'different models'
+                f'{source}: parameter {path}: found {found}, but {CONFIG} expects {expected_shape}; use '
+                f'the {CONFIG} of the same model'
             )
 
 

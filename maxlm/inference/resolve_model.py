@@ -30,12 +30,12 @@ def found_checkpoint(checkpoint: str) -> Iterator[str]:
     if _is_hugging_face(checkpoint):
         with tempfile.TemporaryDirectory(prefix='maxlm-serve-') as directory:
             workdir = Path(directory) / 'imported'
-            logger.info(f'{checkpoint} is imported into {workdir}; `maxlm hf import` does it once for all starts')
+            logger.info(f'importing {checkpoint} into {workdir}; run `maxlm hf import` once to skip this at each start')
             try:
                 imported = import_model(checkpoint, str(workdir), show=True)
             except InputError as error:
                 raise InputError(str(error).replace('--input=', '--checkpoint=')) from error
-            logger.info(f'{checkpoint}: {imported.class_name} of {imported.parameters:,} parameters')
+            logger.info(f'{checkpoint}: {imported.class_name} with {imported.parameters:,} parameters')
             yield str(workdir)
         return
     yield _best_checkpoint(checkpoint)
@@ -57,10 +57,12 @@ def _best_checkpoint(checkpoint: str) -> str:
     steps = resolve_checkpoint(checkpoint).steps
     best = best_step(SavedStep(one.step, one.validation_loss) for one in steps)
     if best is None:
-        logger.info(f'{display_path(workdir)}: no step has a validation loss; the newest, {steps[-1].step}, is served')
+        logger.info(
+            f'{display_path(workdir)}: no step has a validation loss; serving the newest, step {steps[-1].step}'
+        )
         return f'{workdir}@{steps[-1].step}'
     logger.info(
-        f'{display_path(workdir)}: step {best} has the lowest validation loss and is served; @STEP chooses another'
+        f'{display_path(workdir)}: serving step {best}, which has the lowest validation loss; @STEP selects another'
     )
     return f'{workdir}@{best}'
 

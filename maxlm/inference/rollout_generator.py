@@ -101,8 +101,8 @@ class Sampler:
                 raise InputError(f'{name}={value}: must be at least 1')
         if max_prompt + max_tokens > context:
             raise InputError(
-                f'max_tokens={max_tokens}: prompts have up to {max_prompt} tokens and the context of the model '
-                f'{context}; at most {max(0, context - max_prompt)} tokens can follow'
+                f'max_tokens={max_tokens}: prompts have up to {max_prompt} tokens and the context length of the model '
+                f'is {context}; {max(0, context - max_prompt)} tokens remain for the response'
             )
         self._config, self._layout = config, layout
         self._ends = tuple(ends)
@@ -304,26 +304,25 @@ class Sampler:
             raise InputError(f'rows_per_run={rows_per_run}: must be at least 0 (0 = all)')
         shards = self._layout.num_shards('batch')
         if rows_per_run and rows_per_run < shards:
-            raise InputError(f'rows_per_run={rows_per_run}: rows are split over {shards} devices, which need one each')
+            raise InputError(f'rows_per_run={rows_per_run}: must be 0 or at least {shards}, one row per device')
         if not prompts:
-            raise InputError('there is no prompt; give at least one')
+            raise InputError('no prompts found; pass at least one')
         for number, prompt in enumerate(prompts):
             if not 1 <= len(prompt) <= self._max_prompt:
                 raise InputError(
-                    f'prompt {number} (from 0) has {len(prompt)} tokens; give it at least 1 and at most '
-                    f'{self._max_prompt}'
+                    f'prompt {number} (counting from 0) has {len(prompt)} tokens; must have 1 to {self._max_prompt}'
                 )
             V = self._config.model.vocab_size
             if min(prompt) < 0 or max(prompt) >= V:
-                raise InputError(f'prompt {number} (from 0) has ids outside of 0 … {V - 1}, those of the model')
+                raise InputError(f'prompt {number} (counting from 0): token ids must be from 0 to {V - 1}')
 
 
 def _check_mesh(layout: Layout) -> None:
-    for axis, what in {'stage': 'the layers', 'context': 'the length'}.items():
+    for axis, what in {'stage': 'layers', 'context': 'sequence length'}.items():
         if size := layout.mesh.shape[axis] - 1:
             raise InputError(
-                f'mesh.{axis}={size + 1}: responses are drawn with a cache of keys and values, and there is none '
-                f'where the mesh splits {what}; set it to 1'
+                f'mesh.{axis}={size + 1}: rollouts need a key-value cache, which does not support a mesh that '
+                f'shards the {what}; set it to 1'
             )
 
 

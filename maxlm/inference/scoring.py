@@ -198,11 +198,11 @@ class LogprobScorer:
         by_tokens: dict[tuple[int, ...], list[int]] = {}
         for number, (context, continuation) in enumerate(requests):
             if not len(context) or not len(continuation):
-                raise InputError(f'request {number} has no {"continuation" if len(context) else "context"} to score')
+                raise InputError(f'request {number}: its {"continuation" if len(context) else "context"} is empty')
             if len(continuation) > self.max_length:
                 raise InputError(
-                    f'request {number}: its continuation has {len(continuation)} tokens, and the context of the model '
-                    f'is {self.max_length}'
+                    f'request {number}: its continuation has {len(continuation)} tokens; the context length of the '
+                    f'model is {self.max_length}'
                 )
             text = (*context, *continuation)[-(self.max_length + 1) :]
             by_tokens.setdefault(text[:-1], []).append(number)

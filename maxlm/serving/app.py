@@ -155,7 +155,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    messages = {404: f'there is nothing at {request.url.path[:100]}', 405: f'{request.method} is not done at this path'}
+    messages = {404: f'no such path: {request.url.path[:100]}', 405: f'{request.method} is not allowed at this path'}
     codes = {404: 'not_found', 405: 'method_not_allowed'}.get(error.status_code)
     message = messages.get(error.status_code, str(error.detail))
     return error_response(ApiError(error.status_code, message, code=codes, headers=error.headers))

@@ -182,13 +182,13 @@ class Encoders:
 def timeout_error(limits: ServerLimits) -> ApiError:
     """Returns the error for a request that exceeds its timeout."""
     return ApiError(
-        504, f'the answer took longer than {limits.request_timeout:g} s', kind='timeout_error', code='timeout'
+        504, f'the response took longer than {limits.request_timeout:g} s', kind='timeout_error', code='timeout'
     )
 
 
 def draining_error() -> ApiError:
     """Returns the error for a request that is cut off by the server's shutdown."""
-    return ApiError(503, 'the server is stopping', kind=SERVER, code='draining')
+    return ApiError(503, 'the server is shutting down', kind=SERVER, code='draining')
 
 
 async def _wait_for_disconnect(receive: Receive, job: _Job) -> None:

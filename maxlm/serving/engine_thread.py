@@ -94,7 +94,7 @@ class EngineThread:
                 if not has_work:
                     self._engine.wait(_POLL_SECONDS)
         except Exception:
-            logger.exception('the engine broke down')
+            logger.exception('the engine failed')
             self.failed = True
             self._fail_all()
             self._call_in_loop(self._on_failure)

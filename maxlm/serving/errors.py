@@ -66,12 +66,12 @@ def from_validation_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first['type'] == 'json_invalid':
         reason = first['msg'].removeprefix('Invalid JSON: ')
-        return ApiError(400, f'the body is no JSON that can be read: {reason}', code='invalid_json')
+        return ApiError(400, f'the request body is not valid JSON: {reason}', code='invalid_json')
     param = ''
     for key in first['loc']:
         param += f'[{key}]' if isinstance(key, int) else f'.{key}' if param else str(key)
     param = param[:100]
     message = first['msg'][0].lower() + first['msg'][1:]
     if not param:
-        return ApiError(400, f'the body: {message}')
+        return ApiError(400, f'request body: {message}')
     return ApiError(400, f'{param}: {message}', param=param)

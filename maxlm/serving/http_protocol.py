@@ -70,7 +70,7 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        body = json.dumps(ApiError(400, 'this is no HTTP request', code='invalid_http').body).encode()
+        body = json.dumps(ApiError(400, 'not a valid HTTP request', code='invalid_http').body).encode()
         headers = [
             (b'content-type', b'application/json'),
             (b'content-length', str(len(body)).encode()),

@@ -73,7 +73,7 @@ class BodyReader:
         if media_type != JSON:
             raise ApiError(415, f'content-type: must be {JSON}', code='unsupported_media_type')
         if request.headers.get('content-encoding', 'identity').lower() != 'identity':
-            raise ApiError(415, 'content-encoding: bodies are not unpacked', code='unsupported_media_type')
+            raise ApiError(415, 'content-encoding: compressed bodies are not supported', code='unsupported_media_type')
         content_length = request.headers.get('content-length', '0')
         if not (content_length.isascii() and content_length.isdigit() and len(content_length) < 20):
             raise ApiError(400, 'content-length: must be a number', code='invalid_header')
@@ -82,7 +82,9 @@ class BodyReader:
                 return await self._read(request, is_too_large=int(content_length) > self._limits.max_request_bytes)
         except TimeoutError:
             raise ApiError(
-                408, f'the body did not come within {self._limits.body_seconds:g} s', headers={'connection': 'close'}
+                408,
+                f'the request body did not arrive within {self._limits.body_seconds:g} s',
+                headers={'connection': 'close'},
             ) from None
 
     def release(self, size: int) -> None:
@@ -104,13 +106,16 @@ class BodyReader:
                     continue
                 if self.num_bytes + len(chunk) > self._limits.max_total_bytes:
                     raise ApiError(
-                        429, 'too many large requests at a time', code='overloaded', headers={'retry-after': '5'}
+                        429, 'too many large requests; try again later', code='overloaded', headers={'retry-after': '5'}
                     )
                 self.num_bytes += len(chunk)
                 body += chunk
             if is_too_large:
                 raise ApiError(
-                    413, f'the body has more than {limit} bytes', code='too_large', headers={'connection': 'close'}
+                    413,
+                    f'the request body has more than {limit} bytes',
+                    code='too_large',
+                    headers={'connection': 'close'},
                 )
         except BaseException:
             self.num_bytes -= len(body)

@@ -24,22 +24,25 @@ class Metrics:
         """Registers the metrics. `state` is called on every scrape."""
         registry = CollectorRegistry()
         self.requests = Counter(
-            'maxlm_requests', 'Requests that were answered, by path and status', ('path', 'status'), registry=registry
+            'maxlm_requests', 'Number of requests by path and status', ('path', 'status'), registry=registry
         )
         self.first_token = Histogram(
             'maxlm_first_token_seconds',
-            'From the request to the first token of its answer',
+            'Time from the request to the first token of its response',
             buckets=_SECONDS,
             registry=registry,
         )
         self.token = Histogram(
             'maxlm_output_token_seconds',
-            'Between two tokens of a sample: the mean of each request',
+            'Time per output token after the first: the mean of each request',
             buckets=_TOKEN_SECONDS,
             registry=registry,
         )
         self.request = Histogram(
-            'maxlm_request_seconds', 'From the request to the end of its answer', buckets=_SECONDS, registry=registry
+            'maxlm_request_seconds',
+            'Time from the request to the end of its response',
+            buckets=_SECONDS,
+            registry=registry,
         )
         registry.register(_EngineCollector(state))
         self._registry = registry
@@ -57,7 +60,7 @@ class _EngineCollector(Collector):
         state = self._state()
         tokens = CounterMetricFamily(
             'maxlm_tokens',
-            'Tokens of prompts; those of them whose keys and values were there already; tokens that were drawn',
+            'Number of prompt tokens, prompt tokens found in the key-value cache, and generated tokens',
             labels=('kind',),
         )
         for kind, value in (
@@ -67,7 +70,9 @@ class _EngineCollector(Collector):
         ):
             tokens.add_metric((kind,), value)
         yield tokens
-        yield CounterMetricFamily('maxlm_passes', 'Passes of one token of every slot', value=state.passes)
-        yield GaugeMetricFamily('maxlm_slots', 'Samples that can be drawn at a time', value=state.num_slots)
-        yield GaugeMetricFamily('maxlm_running', 'Samples in slots', value=state.running)
-        yield GaugeMetricFamily('maxlm_waiting', 'Samples without a slot yet', value=state.waiting)
+        yield CounterMetricFamily(
+            'maxlm_passes', 'Number of decoding steps, each of one token per slot', value=state.passes
+        )
+        yield GaugeMetricFamily('maxlm_slots', 'Maximum number of concurrent samples', value=state.num_slots)
+        yield GaugeMetricFamily('maxlm_running', 'Number of running samples', value=state.running)
+        yield GaugeMetricFamily('maxlm_waiting', 'Number of samples waiting for a slot', value=state.waiting)

@@ -61,11 +61,11 @@ class AccessPolicy:
         if len(hosts) != 1 or len(origins) > 1 or (self._loopback and not self._is_allowed_host(_hostname(hosts[0]))):
             raise ApiError(
                 403,
-                'the server does not go by this Host; a name for it is given by --allow-origin=http://NAME',
+                'Host header not allowed; add the host name with --allow-origin=http://NAME',
                 code='host_not_allowed',
             )
         if origins and origins[0] not in self._origins and _netloc(origins[0]) != hosts[0].lower():
-            raise ApiError(403, 'pages of this Origin may not ask; --allow-origin lets them', code='origin_not_allowed')
+            raise ApiError(403, 'Origin not allowed; add it with --allow-origin', code='origin_not_allowed')
         if self._key and path not in PUBLIC_PATHS:
             scheme, _, credentials = headers.get('authorization', '').partition(' ')
             # Constant-time comparison does not leak how much of the key is correct.
@@ -73,7 +73,7 @@ class AccessPolicy:
             if not (is_valid and scheme.lower() == 'bearer'):
                 raise ApiError(
                     401,
-                    'the API key is missing or wrong: Authorization: Bearer KEY',
+                    'the API key is missing or invalid; send the header Authorization: Bearer KEY',
                     code='invalid_api_key',
                     headers={'www-authenticate': 'Bearer'},
                 )
@@ -140,7 +140,7 @@ class SecurityMiddleware:
 
 def internal_error() -> ApiError:
     """Returns the error for an internal failure."""
-    return ApiError(500, 'the server has a fault; its log has more', kind=SERVER, code='internal_error')
+    return ApiError(500, 'internal server error; see the server log', kind=SERVER, code='internal_error')
 
 
 def error_response(error: ApiError) -> JSONResponse:

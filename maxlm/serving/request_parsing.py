@@ -54,7 +54,9 @@ def parse_completion_request(api_request: CompletionRequest, served: ServedModel
         ApiError: a parameter is invalid, or the prompt does not fit.
     """
     if api_request.echo and api_request.logprobs is not None:
-        raise ApiError(400, 'echo: prompts have no log-probabilities here; leave out one of the two', param='echo')
+        raise ApiError(
+            400, 'echo: log-probabilities of prompts are not supported; remove echo or logprobs', param='echo'
+        )
     tokenizer = served.tokenizer
     prompts = parse_prompts(api_request, vocab_size=tokenizer.vocab_size, max_context=served.engine.max_context)
     for prompt in prompts:
@@ -98,7 +100,7 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
     if served.chat is None:
         raise ApiError(
             400,
-            f'the model {served.name} has no chat template: it continues texts; use /v1/completions',
+            f'the model {served.name} has no chat template; use /v1/completions',
             param='messages',
             code='no_chat_template',
         )
@@ -131,7 +133,7 @@ def _check_size(text: str, served: ServedModel, param: str) -> None:
     if longest is not None and size > longest * served.engine.max_context:
         raise ApiError(
             400,
-            f'the context has {served.engine.max_context} tokens; the prompt has {size} bytes, which are more',
+            f'the context length is {served.engine.max_context} tokens; the prompt has {size} bytes, which exceeds it',
             param=param,
             code='context_length_exceeded',
         )
@@ -140,7 +142,7 @@ def _check_size(text: str, served: ServedModel, param: str) -> None:
 def _encode_prompt(prompt: str | list[int], suffix: str | None, tokenizer: Tokenizer) -> list[int]:
     if suffix is not None:
         if not isinstance(prompt, str):
-            raise InputError('suffix: the prompt must be a text')
+            raise InputError('suffix: the prompt must be a string')
         return infill_prompt(tokenizer, prompt, suffix)
     if isinstance(prompt, str):
         return tokenizer.encode_batch([prompt])[0].tolist()
@@ -159,15 +161,15 @@ def _engine_request(
 ) -> Request:
     available = served.engine.max_context - len(ids)
     if available < (limit or 1):
-        detail = '' if limit is None else f', and max_tokens={limit}'
+        detail = '' if limit is None else f' and max_tokens={limit}'
         raise ApiError(
             400,
-            f'the context has {served.engine.max_context} tokens; the prompt has {len(ids)}{detail}',
+            f'the context length is {served.engine.max_context} tokens; the prompt has {len(ids)}{detail}',
             param=param,
             code='context_length_exceeded',
         )
     if limit is not None and max_allowed and limit > max_allowed:
-        raise ApiError(400, f'max_tokens={limit}: at most {max_allowed} here', param='max_tokens')
+        raise ApiError(400, f'max_tokens={limit}: must be at most {max_allowed}', param='max_tokens')
     try:
         request = Request(
             prompt=tuple(ids),

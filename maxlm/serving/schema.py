@@ -101,7 +101,9 @@ class RequestBase(_Object):
         """
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(x, str) and x for x in stops):
-            raise ApiError(400, f'stop: must be a text or up to {MAX_STOPS} texts, none of them empty', param='stop')
+            raise ApiError(
+                400, f'stop: must be a string or at most {MAX_STOPS} strings, none of them empty', param='stop'
+            )
         return tuple(stops)
 
 
@@ -161,12 +163,12 @@ def parse_chat(body: bytes, *, max_context: int) -> ChatCompletionRequest:
             param = f'messages[{index}].role'
             raise ApiError(400, f'{param}={message.role!r}: must be one of {", ".join(ROLES)}', param=param)
     if request.top_logprobs is not None and not request.logprobs:
-        raise ApiError(400, 'top_logprobs: needs logprobs=true', param='top_logprobs')
+        raise ApiError(400, 'top_logprobs: requires logprobs=true', param='top_logprobs')
     if (
         None not in (request.max_tokens, request.max_completion_tokens)
         and request.max_tokens != request.max_completion_tokens
     ):
-        raise ApiError(400, 'max_tokens and max_completion_tokens differ; give one', param='max_tokens')
+        raise ApiError(400, 'max_tokens and max_completion_tokens differ; send only one', param='max_tokens')
     return request
 
 
@@ -185,22 +187,22 @@ def parse_prompts(request: CompletionRequest, *, vocab_size: int, max_context: i
         if type(prompts[0]) is int:
             prompts = [prompts]
         if len(prompts) * (request.n or 1) > MAX_SAMPLES:
-            raise ApiError(400, f'n: {len(prompts)} prompts × n are more than {MAX_SAMPLES} answers', param='n')
+            raise ApiError(400, f'n: {len(prompts)} prompts × n exceeds {MAX_SAMPLES} choices', param='n')
         if all(isinstance(prompt, str) for prompt in prompts):
             return prompts
         longest = max((len(prompt) for prompt in prompts if isinstance(prompt, list)), default=0)
         if longest > max_context:
             raise ApiError(
                 400,
-                f'the context has {max_context} tokens; the prompt has {longest}',
+                f'the context length is {max_context} tokens; the prompt has {longest}',
                 param='prompt',
                 code='context_length_exceeded',
             )
         if all(isinstance(prompt, list) and all(type(i) is int for i in prompt) for prompt in prompts):
             if all(0 <= i < vocab_size for prompt in prompts for i in prompt):
                 return prompts
-            raise ApiError(400, f'prompt: ids must be from 0 to {vocab_size - 1}', param='prompt')
-    raise ApiError(400, 'prompt: must be a text, texts, token ids, or lists of token ids', param='prompt')
+            raise ApiError(400, f'prompt: token ids must be from 0 to {vocab_size - 1}', param='prompt')
+    raise ApiError(400, 'prompt: must be a string, strings, token ids, or lists of token ids', param='prompt')
 
 
 def message_text(message: Message, message_index: int, *, max_parts: int) -> str:
@@ -213,7 +215,7 @@ def message_text(message: Message, message_index: int, *, max_parts: int) -> str
     if isinstance(message.content, str):
         return message.content
     if not isinstance(message.content, list):
-        raise ApiError(400, f'{param}: must be a text, or a list of parts of type text', param=param)
+        raise ApiError(400, f'{param}: must be a string or a list of parts of type text', param=param)
     _check_length(param, message.content, max_parts)
     texts = []
     for index, part in enumerate(message.content):
@@ -222,7 +224,7 @@ def message_text(message: Message, message_index: int, *, max_parts: int) -> str
             found = repr(kind)[:50] if isinstance(part, dict) else 'none'
             raise ApiError(
                 400,
-                f'{param}[{index}]: must be {{"type": "text", "text": "…"}}; its type is {found}',
+                f'{param}[{index}]: must be {{"type": "text", "text": "…"}}; found type {found}',
                 param=f'{param}[{index}]',
             )
         texts.append(part['text'])
@@ -233,14 +235,14 @@ def _reject_unsupported(fields: _Object, unsupported: dict[str, tuple[Any, ...]]
     for name, value in (fields.model_extra or {}).items():
         if name in unsupported and not any(value is accepted or value == accepted for accepted in unsupported[name]):
             param = f'{prefix}{name}'
-            raise ApiError(400, f'{param}: is not done here; leave it out', param=param, code='unsupported_parameter')
+            raise ApiError(400, f'{param}: is not supported; remove it', param=param, code='unsupported_parameter')
 
 
 def _check_length(param: str, items: list[Any], max_length: int) -> None:
     if len(items) > max_length:
         raise ApiError(
             400,
-            f'{param}: {len(items)} are more than the {max_length} tokens of the context',
+            f'{param}: {len(items)} items exceed the context length of {max_length} tokens',
             param=param,
             code='context_length_exceeded',
         )
@@ -250,4 +252,4 @@ def _check_consistency(request: RequestBase) -> None:
     if request.temperature is not None and 0 < request.temperature < MIN_TEMPERATURE:
         raise ApiError(400, f'temperature: must be 0, or at least {MIN_TEMPERATURE}', param='temperature')
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, 'stream_options: needs stream=true', param='stream_options')
+        raise ApiError(400, 'stream_options: requires stream=true', param='stream_options')

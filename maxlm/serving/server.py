@@ -153,7 +153,9 @@ class Server:
             async with asyncio.timeout(self._limits.drain_seconds):
                 await service.idle.wait()
         except TimeoutError:
-            logger.warning(f'{service.num_requests} answers are not finished in time, and cut off')
+            logger.warning(
+                f'aborting {service.num_requests} requests not finished within {self._limits.drain_seconds:g} s'
+            )
             service.fail_all()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SHUTDOWN_STEP_SECONDS):
@@ -176,7 +178,9 @@ def serve_until_stopped(server: Server) -> int:
         if server.is_stopping:
             # Exit without joining threads, because device threads may hang.
             os._exit(128 + number)
-        logger.info(f'{number.name}: running requests are finished, new ones refused; a second signal ends at once')
+        logger.info(
+            f'{number.name}: finishing running requests and rejecting new ones; send a second signal to exit at once'
+        )
         # Runs outside the interpreter: a Python thread could be blocked by a thread that never releases the GIL.
         faulthandler.dump_traceback_later(server.drain_seconds + _SHUTDOWN_SECONDS, exit=True)
         server.stop()

@@ -46,9 +46,7 @@ class PendingRequest:
         self.num_choices = self.num_unfinished = num_samples * len(requests)
         num_slots, max_queue_size = service.served.engine.state.num_slots, service.limits.max_queue_size
         if max_queue_size and self.num_choices > num_slots + max_queue_size:
-            raise ApiError(
-                400, f'n: at most {num_slots + max_queue_size} answers at a time here, over all prompts', param='n'
-            )
+            raise ApiError(400, f'n: must be at most {num_slots + max_queue_size} choices over all prompts', param='n')
         try:
             for number, request in enumerate(requests):
                 self._handles.append(
@@ -114,9 +112,9 @@ class PendingRequest:
         if isinstance(item, ApiError):
             raise item
         if item[1].finish_reason == 'failed':
-            raise ApiError(500, 'the engine broke down; the server ends', kind=SERVER, code='engine_failed')
+            raise ApiError(500, 'the engine failed; the server is shutting down', kind=SERVER, code='engine_failed')
         if item[1].finish_reason == 'cancelled':
-            raise ApiError(503, 'the answer was cancelled', kind=SERVER, code='cancelled')
+            raise ApiError(503, 'the request was cancelled', kind=SERVER, code='cancelled')
         return item
 
 
@@ -159,16 +157,18 @@ class Service:
     def check_ready(self) -> None:
         """Raises ApiError if new requests are rejected."""
         if self.engine_thread.failed:
-            raise ApiError(503, 'the engine broke down; the server ends', kind=SERVER, code='engine_failed')
+            raise ApiError(503, 'the engine failed; the server is shutting down', kind=SERVER, code='engine_failed')
         if self.is_draining:
-            raise ApiError(503, 'the server is stopping', kind=SERVER, code='draining', headers={'retry-after': '5'})
+            raise ApiError(
+                503, 'the server is shutting down', kind=SERVER, code='draining', headers={'retry-after': '5'}
+            )
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError if a model is not served here."""
         if name is not None and name != self.served.name:
             raise ApiError(
                 404,
-                f'the model {name[:100]!r} is not here; there is {self.served.name!r}',
+                f'the model {name[:100]!r} is not available; use {self.served.name!r}',
                 param='model',
                 code='model_not_found',
             )

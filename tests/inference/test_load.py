@@ -96,4 +96,4 @@ def test_a_chat_template_comes_with_the_model(make, capsys):
     bytes_tokenizer().save(workdir / TOKENIZER)
     with Console():
         assert load_model(str(workdir), num_devices=1).chat is None
-    assert 'without its chat template' in capsys.readouterr().out
+    assert 'without a chat template' in capsys.readouterr().out

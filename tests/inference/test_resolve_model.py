@@ -44,8 +44,8 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize(
     ('given', 'step', 'words'),
     [
-        ('run', 2, 'step 2 has the lowest validation loss'),
-        ('run/', 2, 'step 2 has the lowest validation loss'),
+        ('run', 2, 'serving step 2, which has the lowest validation loss'),
+        ('run/', 2, 'serving step 2, which has the lowest validation loss'),
         ('run@3', 3, ''),
         ('run@best', 2, ''),
         ('run/checkpoints/1', 1, ''),

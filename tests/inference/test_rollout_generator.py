@@ -346,18 +346,23 @@ def test_what_does_not_fit_is_refused(llama):
     for axis in ('stage', 'context'):
         micro_batch = {'train__per_device_batch_size': 1} if axis == 'stage' else {}
         config = small_config(2, **SETTINGS, **{f'mesh__{axis}': 2}, **micro_batch)
-        assert f'mesh.{axis}=2: responses' in refusal(functools.partial(build, config, small_layout(config)))
+        assert f'mesh.{axis}=2: rollouts' in refusal(functools.partial(build, config, small_layout(config)))
     context = model.config.model.max_positions
     message = refusal(lambda: build(max_prompt=context - 3, max_tokens=4))
-    assert f'max_tokens=4: prompts have up to {context - 3} tokens and the context of the model {context}' in message
-    assert 'at most 3 tokens can follow' in message
+    assert (
+        f'max_tokens=4: prompts have up to {context - 3} tokens and the context length of the model is {context}'
+        in message
+    )
+    assert '3 tokens remain' in message
     assert 'max_tokens=0: must be at least 1' in refusal(lambda: build(max_tokens=0))
     assert 'max_prompt=0: must be at least 1' in refusal(lambda: build(max_prompt=0))
-    assert 'there is no prompt' in refusal(lambda: draw(prompts=[]))
-    assert 'prompt 1 (from 0) has 0 tokens' in refusal(lambda: draw(prompts=[[1], []]))
-    assert f'at most {MAX_PROMPT}' in refusal(lambda: draw(prompts=[[1] * (MAX_PROMPT + 1)]))
+    assert 'no prompts found' in refusal(lambda: draw(prompts=[]))
+    assert 'prompt 1 (counting from 0) has 0 tokens' in refusal(lambda: draw(prompts=[[1], []]))
+    assert f'must have 1 to {MAX_PROMPT}' in refusal(lambda: draw(prompts=[[1] * (MAX_PROMPT + 1)]))
     for id in (-1, VOCAB):
-        assert f'prompt 0 (from 0) has ids outside of 0 … {VOCAB - 1}' in refusal(lambda id=id: draw(prompts=[[1, id]]))
+        assert f'prompt 0 (counting from 0): token ids must be from 0 to {VOCAB - 1}' in refusal(
+            lambda id=id: draw(prompts=[[1, id]])
+        )
     assert 'temperature=-1.0: must be' in refusal(lambda: draw(temperature=-1.0))
     assert 'temperature=nan: must be' in refusal(lambda: draw(temperature=float('nan')))
     assert 'num_samples=0: must be' in refusal(lambda: draw(num_samples=0))
@@ -365,4 +370,4 @@ def test_what_does_not_fit_is_refused(llama):
     spread = make(num_devices=4, fsdp=4)
     there = Sampler(spread.config, spread.layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)
     message = refusal(lambda: there(spread.params, PROMPTS, seed=0, rows_per_run=3))
-    assert 'rows_per_run=3: rows are split over 4 devices' in message
+    assert 'rows_per_run=3: must be 0 or at least 4' in message

@@ -249,11 +249,11 @@ def test_windows_are_those_of_lm_eval(length):
 
 def test_what_cannot_be_scored(found):
     for span, message in (
-        (ScoringRequest([], [1]), 'request 1 has no context'),
-        (ScoringRequest([1], []), 'request 1 has no continuation'),
+        (ScoringRequest([], [1]), 'request 1: its context is empty'),
+        (ScoringRequest([1], []), 'request 1: its continuation is empty'),
         (
             ScoringRequest([1], [2] * (CONTEXT + 1)),
-            f'has {CONTEXT + 1} tokens, and the context of the model is {CONTEXT}',
+            f'has {CONTEXT + 1} tokens; the context length of the model is {CONTEXT}',
         ),
     ):
         with pytest.raises(InputError, match=message):

@@ -187,7 +187,7 @@ def test_a_hole_is_filled(ask):
         call = partial(client.completions.create, **asked | {'prompt': [1]}, suffix='x')
         assert refused(openai.BadRequestError, 400, call).param == 'suffix'
     error = refused(openai.BadRequestError, 400, lambda: ask('completion', suffix='x'))
-    assert 'the tokenizer has no tokens' in error.body['message']
+    assert 'the tokenizer has no fill-in-the-middle tokens' in error.body['message']
 
 
 def test_what_is_asked_of_the_engine(ask, engine):
@@ -232,31 +232,31 @@ def test_models(client):
         ('chat', {'n': 129}, 'n', 'less than or equal to 128'),
         ('chat', {'n': 0}, 'n', 'greater than or equal to 1'),
         ('chat', {'seed': -1}, 'seed', 'greater than or equal to 0'),
-        ('chat', {'max_tokens': 10**6}, 'messages', 'the context has 512 tokens'),
+        ('chat', {'max_tokens': 10**6}, 'messages', 'the context length is 512 tokens'),
         ('chat', {'max_tokens': 3, 'max_completion_tokens': 4}, 'max_tokens', 'differ'),
         ('chat', {'messages': []}, 'messages', 'at least 1 item'),
         ('chat', {'messages': [{'role': 'robot', 'content': 'x'}]}, 'messages[0].role', 'must be one of'),
-        ('chat', {'messages': [{'role': 'user', 'content': None}]}, 'messages[0].content', 'must be a text'),
+        ('chat', {'messages': [{'role': 'user', 'content': None}]}, 'messages[0].content', 'must be a string'),
         (
             'chat',
             {'messages': [{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'x'}}]}]},
             'messages[0].content[0]',
-            "its type is 'image_url'",
+            "found type 'image_url'",
         ),
-        ('chat', {'tools': [{'type': 'function'}]}, 'tools', 'is not done here'),
-        ('chat', {'response_format': {'type': 'json_object'}}, 'response_format', 'is not done here'),
-        ('chat', {'logit_bias': {'1': 5}}, 'logit_bias', 'is not done here'),
-        ('chat', {'top_logprobs': 2}, 'top_logprobs', 'needs logprobs'),
+        ('chat', {'tools': [{'type': 'function'}]}, 'tools', 'is not supported'),
+        ('chat', {'response_format': {'type': 'json_object'}}, 'response_format', 'is not supported'),
+        ('chat', {'logit_bias': {'1': 5}}, 'logit_bias', 'is not supported'),
+        ('chat', {'top_logprobs': 2}, 'top_logprobs', 'requires logprobs'),
         ('chat', {'stop': ['']}, 'stop', 'none of them empty'),
-        ('chat', {'stop': ['a'] * 17}, 'stop', 'up to 16'),
-        ('chat', {'stream_options': {'include_usage': True}}, 'stream_options', 'needs stream'),
+        ('chat', {'stop': ['a'] * 17}, 'stop', 'at most 16'),
+        ('chat', {'stream_options': {'include_usage': True}}, 'stream_options', 'requires stream'),
         ('completion', {'prompt': ''}, 'prompt', 'the prompt is empty'),
         ('completion', {'prompt': 'x' * 600}, 'prompt', 'the prompt has 600'),
         ('completion', {'prompt': [300]}, 'prompt', 'from 0 to 258'),
-        ('completion', {'prompt': ['a', 1]}, 'prompt', 'must be a text'),
-        ('completion', {'prompt': ['a'] * 65, 'n': 2}, 'n', 'more than 128'),
-        ('completion', {'best_of': 4}, 'best_of', 'is not done here'),
-        ('completion', {'echo': True, 'logprobs': 0}, 'echo', 'no log-probabilities'),
+        ('completion', {'prompt': ['a', 1]}, 'prompt', 'must be a string'),
+        ('completion', {'prompt': ['a'] * 65, 'n': 2}, 'n', 'exceeds 128'),
+        ('completion', {'best_of': 4}, 'best_of', 'is not supported'),
+        ('completion', {'echo': True, 'logprobs': 0}, 'echo', 'not supported'),
         ('completion', {'logprobs': 21}, 'logprobs', 'less than or equal to 20'),
     ],
 )

@@ -109,7 +109,7 @@ def test_a_conversation(tab, engine):
     (told,) = tab.texts('.assistant .told')
     assert told.startswith(f'{LENGTH - 1} tokens · ')
     assert 'tokens/s' in told
-    assert told.endswith('cut at the limit')
+    assert told.endswith('token limit reached')
     say(tab, 'Again')
     finished(tab, 2)
     # The whole conversation was sent: 3 special tokens for each turn and its end, and what invites the answer.
@@ -180,7 +180,7 @@ def test_errors_can_be_tried_again(tab, server):
     set_up(tab, max_tokens=100_000)
     say(tab, 'Hello')
     tab.until('document.querySelector(".fault")')
-    assert 'The context has 3000 tokens' in tab.texts('.fault span')[0]
+    assert 'The context length is 3000 tokens' in tab.texts('.fault span')[0]
     # The browser tells of each answer that is an error; the page is none the worse for it.
     assert all('400 (Bad Request)' in fault for fault in tab.faults)
     assert len(tab.faults) == 1

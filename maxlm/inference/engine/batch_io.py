@@ -48,17 +48,17 @@ def read_lines(path: Path, model: LoadedModel) -> list[Line]:
 
 def _parse_line(name: str, fields: dict[str, Any], model: LoadedModel) -> Line:
     if (PROMPT in fields) == (MESSAGES in fields):
-        raise InputError(f'{name}: needs an object with either "{PROMPT}" or "{MESSAGES}"')
+        raise InputError(f'{name}: must be an object with either "{PROMPT}" or "{MESSAGES}"')
     if COMPLETIONS in fields:
-        raise InputError(f'{name}: has "{COMPLETIONS}" already, which is what is written')
+        raise InputError(f'{name}: already has "{COMPLETIONS}", the output field; rename or remove it')
     if MESSAGES in fields:
         if SUFFIX in fields:
-            raise InputError(f'{name}: "{SUFFIX}" goes with "{PROMPT}" only')
+            raise InputError(f'{name}: "{SUFFIX}" requires "{PROMPT}"')
         messages = fields[MESSAGES]
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise InputError(f'{name}: "{MESSAGES}" must be a list of objects with "role" and "content"')
     elif not isinstance(fields[PROMPT], str) or not isinstance(fields.get(SUFFIX, ''), str):
-        raise InputError(f'{name}: "{PROMPT}" and "{SUFFIX}" must be texts')
+        raise InputError(f'{name}: "{PROMPT}" and "{SUFFIX}" must be strings')
     try:
         if MESSAGES in fields:
             return Line(name, fields, chat_prompt(model, fields[MESSAGES]))
@@ -78,7 +78,7 @@ def write_completions(
         InputError: the file already exists or cannot be written.
     """
     if path.exists():
-        raise InputError(f'{path}: is there already; choose another name')
+        raise InputError(f'{path}: file already exists; choose another path')
     try:
         # Open the file before generating, so that a missing write permission is reported at once.
         with new_file(path) as partial, partial.open('w', encoding='utf-8') as file:

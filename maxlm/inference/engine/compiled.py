@@ -85,16 +85,16 @@ class CompiledFunctions:
         Raises:
             InputError: the mesh shards layers or sequence length, or the slots cannot be sharded evenly.
         """
-        for axis, what in {'stage': 'the layers', 'context': 'the length'}.items():
+        for axis, what in {'stage': 'layers', 'context': 'sequence length'}.items():
             if layout.mesh.shape[axis] > 1:
                 raise InputError(
-                    f'mesh.{axis}={layout.mesh.shape[axis]}: there is no cache where the mesh splits {what}; '
-                    f'set it to 1'
+                    f'mesh.{axis}={layout.mesh.shape[axis]}: the key-value cache does not support a mesh that shards '
+                    f'the {what}; set it to 1'
                 )
         self.num_row_shards = layout.num_shards('batch')
         if num_slots < 1 or num_slots % self.num_row_shards:
             raise InputError(
-                f'num_slots={num_slots}: must be a multiple of the {self.num_row_shards} devices that have them'
+                f'num_slots={num_slots}: must be a positive multiple of {self.num_row_shards}, the number of devices'
             )
         self._config, self._layout = config.model, layout
         self._runner = ModelRunner(config, layout, num_ids=num_ids, max_passes=MAX_PASSES)
@@ -219,14 +219,14 @@ class CompiledFunctions:
             return self.copy_slot(state, 0, 0), None
 
         for cache_length in self.cache_lengths:
-            yield f'take over {cache_length}', cache_length, copy_slot
+            yield f'copy slot (cache length {cache_length})', cache_length, copy_slot
             for num in self.row_counts:
-                yield f'decode {num} × {cache_length}', cache_length, partial(decode, num)
+                yield f'decode {num} slots (cache length {cache_length})', cache_length, partial(decode, num)
             # The largest chunk size that a prompt of this cache length can need.
             largest = _smallest_fitting(self.chunk_sizes, min(cache_length, self.chunk))
             for size in self.chunk_sizes:
                 if size <= largest:
-                    yield f'prefill {size} of {cache_length}', cache_length, partial(prefill, size)
+                    yield f'prefill {size} tokens (cache length {cache_length})', cache_length, partial(prefill, size)
 
     def _resize(self, x_LBKS: jax.Array, *, num: int) -> jax.Array:
         """Returns a cache array with `num` positions."""

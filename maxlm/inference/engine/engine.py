@@ -75,7 +75,7 @@ class Engine:
         context = model.config.model.max_positions
         if not 0 <= max_context <= context:
             raise InputError(
-                f'max_context={max_context}: must be from 1 to {context}, the context of the model; 0 = that'
+                f'max_context={max_context}: must be from 1 to {context}, the context length of the model, or 0 for all'
             )
         if cache not in CACHES:
             raise InputError(f'cache={cache}: must be one of {", ".join(CACHES)}')
@@ -152,11 +152,11 @@ class Engine:
         prompt_length, context = len(request.prompt), self.max_context
         if prompt_length + request.max_tokens > context:
             raise InputError(
-                f'max_tokens={request.max_tokens}: the prompt has {prompt_length} tokens and the context of the model '
-                f'{context}; at most {max(0, context - prompt_length)} tokens can follow'
+                f'max_tokens={request.max_tokens}: the prompt has {prompt_length} tokens and the context length is '
+                f'{context}; {max(0, context - prompt_length)} tokens remain for the response'
             )
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._num_ids:
-            raise InputError(f'the prompt has ids outside of 0 … {self._num_ids - 1}, those of the tokenizer')
+            raise InputError(f'token ids of the prompt must be from 0 to {self._num_ids - 1}')
 
     def submit(self, request: Request, listener: Callable[[Delta], None]) -> RequestHandle:
         """Queues a request. `step` calls `listener` until each sample has a delta with a finish reason.
@@ -173,7 +173,7 @@ class Engine:
         with self._condition:
             free = len(self._slots) - len(self._running)
             if self._max_queue_size and len(self._waiting) + len(samples) > self._max_queue_size + free:
-                raise QueueFullError(f'{len(self._waiting)} samples wait already')
+                raise QueueFullError(f'the queue is full: {len(self._waiting)} samples are waiting')
             self._waiting.extend(samples)
             self._condition.notify_all()
         return RequestHandle(samples, self.wake)

@@ -12,7 +12,7 @@ from maxlm.inference.load import LoadedModel
 from maxlm.inference.prompts import chat_prompt, text_prompt
 
 NEW, QUIT = '/new', '/quit'
-HELP = f'{NEW} forgets what was said, {QUIT} or the end of the input leaves, Ctrl-C stops an answer'
+HELP = f'{NEW} starts a new conversation, {QUIT} or Ctrl-D exits, Ctrl-C stops a response'
 INPUT_PROMPT = '> '
 
 

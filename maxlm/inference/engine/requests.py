@@ -50,7 +50,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt:
-            raise InputError('the prompt is empty; give at least one character to continue')
+            raise InputError('the prompt is empty; provide at least one character')
         if self.max_tokens < 1:
             raise InputError(f'max_tokens={self.max_tokens}: must be at least 1')
         if not 0 <= self.seed < 2**32:
@@ -58,7 +58,7 @@ class Request:
         if not 1 <= self.num_samples <= MAX_SAMPLES:
             raise InputError(f'num_samples={self.num_samples}: must be from 1 to {MAX_SAMPLES}')
         if len(self.stops) > MAX_STOPS or not all(self.stops):
-            raise InputError(f'stops: give at most {MAX_STOPS} texts, none of them empty')
+            raise InputError(f'stops: must be at most {MAX_STOPS} non-empty strings')
         if self.top_log_probs is not None and not 0 <= self.top_log_probs <= MAX_TOP_LOG_PROBS:
             raise InputError(f'top_log_probs={self.top_log_probs}: must be from 0 to {MAX_TOP_LOG_PROBS}')
 

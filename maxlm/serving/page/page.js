@@ -46,7 +46,7 @@ function shownTurn(turn, place) {
   if (turn.role === 'user') said.textContent = turn.content;
   else said.append(...markdown(turn.content));
   const made = element('article', `turn ${turn.role}`, said);
-  made.setAttribute('aria-label', turn.role === 'user' ? 'You' : 'Answer');
+  made.setAttribute('aria-label', turn.role === 'user' ? 'You' : 'Response');
   const isBusy = running?.turn === turn;
   made.classList.toggle('busy', isBusy);
   const tools = element('div', 'tools');
@@ -126,7 +126,7 @@ async function draw(path, body, turn, take) {
       if (!isDue) setTimeout(update, Math.min(16 + turn.content.length / 200, 500));
       isDue = true;
     }
-    $('status').textContent = 'The answer is complete.';
+    $('status').textContent = 'The response is complete.';
   } catch (error) {
     if (error.name === 'AbortError') {
       turn.ended = 'stopped';
@@ -136,7 +136,7 @@ async function draw(path, body, turn, take) {
       if (error.status === 401) dialog.open();
     }
   }
-  const ends = { length: 'cut at the limit', stopped: 'stopped' };
+  const ends = { length: 'token limit reached', stopped: 'stopped' };
   turn.told = [pace.told, ends[turn.ended]].filter(Boolean).join(' · ');
   running = null;
   $('speed').textContent = '';
@@ -225,7 +225,7 @@ function setMode() {
   prompt.hidden = plain;
   $('editor').hidden = !plain;
   $('ask').classList.toggle('text', plain);
-  log.dataset.empty = plain || !model ? '' : 'Say something to begin.';
+  log.dataset.empty = plain || !model ? '' : 'Send a message to begin.';
   $('mode-choice').hidden = !model?.chat;
   const control = /Mac|iPhone|iPad/.test(navigator.platform) ? '⌘' : 'Ctrl+';
   $('keys').textContent = plain ? `${control}Enter continues · Esc stops` : 'Enter sends · Shift+Enter new line · Esc stops';

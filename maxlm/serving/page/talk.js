@@ -20,7 +20,7 @@ async function call(path, options = {}) {
     throw new ServerError('The server cannot be reached.', 0);
   }
   if (response.ok) return response;
-  let message = `The server answered ${response.status}.`;
+  let message = `The server returned status ${response.status}.`;
   try {
     message = sentence((await response.json()).error.message);
   } catch {

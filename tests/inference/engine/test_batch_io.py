@@ -39,7 +39,7 @@ def test_lines_keep_their_fields(tmp_path):
         },
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ['out.jsonl', 'prompts.jsonl']
-    with pytest.raises(InputError, match='is there already'):
+    with pytest.raises(InputError, match='file already exists'):
         write_completions(output, [first], lambda: pytest.fail('it was not asked'))
 
 
@@ -61,13 +61,13 @@ def test_nothing_stays_of_a_file_that_does_not_become_whole(tmp_path):
         ('{', 'is not JSON'),
         ('[' * 100_000, 'is not JSON'),
         ('[1]', 'list, not an object with "prompt" or "messages"'),
-        ({'text': 'x'}, 'needs an object with either "prompt" or "messages"'),
-        ({'prompt': 'x', 'messages': []}, 'needs an object'),
-        ({'prompt': 1}, '"prompt" and "suffix" must be texts'),
-        ({'prompt': 'x', 'suffix': None}, 'must be texts'),
-        ({'prompt': 'x', 'completions': []}, 'has "completions" already'),
+        ({'text': 'x'}, 'must be an object with either "prompt" or "messages"'),
+        ({'prompt': 'x', 'messages': []}, 'must be an object'),
+        ({'prompt': 1}, '"prompt" and "suffix" must be strings'),
+        ({'prompt': 'x', 'suffix': None}, 'must be strings'),
+        ({'prompt': 'x', 'completions': []}, 'already has "completions"'),
         ({'messages': 'x'}, '"messages" must be a list of objects'),
-        ({'messages': [], 'suffix': 'x'}, '"suffix" goes with "prompt" only'),
+        ({'messages': [], 'suffix': 'x'}, '"suffix" requires "prompt"'),
         ({'messages': [{'role': 'user', 'content': 'x'}]}, 'has no chat_template'),
     ],
 )
@@ -88,5 +88,5 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match='not UTF-8'):
         read_lines(tmp_path / 'bytes', MODEL)
     plain = types.SimpleNamespace(tokenizer=bytes_tokenizer())
-    with pytest.raises(InputError, match='the tokenizer has no tokens for text with a hole'):
+    with pytest.raises(InputError, match='the tokenizer has no fill-in-the-middle tokens'):
         read_lines(lines_of(tmp_path, {'prompt': 'a', 'suffix': 'b'}), plain)

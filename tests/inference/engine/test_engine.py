@@ -75,7 +75,10 @@ def test_everything_is_compiled_before_it_is_needed():
     some = new_engine(load('gpt2'), share=False, chunk=40)
     names = []
     some.warm_up(names.append)
-    assert names == ['take over 100', 'decode 1 × 100', 'decode 3 × 100', 'prefill 32 of 100', 'prefill 40 of 100']
+    assert names == [
+        f'{name} (cache length 100)'
+        for name in ('copy slot', 'decode 1 slots', 'decode 3 slots', 'prefill 32 tokens', 'prefill 40 tokens')
+    ]
     sizes = some._compiled._prefill._cache_size(), some._compiled._decode._cache_size()
     assert sizes == (2, 2)
     rows = generate(some, PROMPTS)
@@ -294,7 +297,7 @@ def test_the_queue_has_an_end(shared):
     request = Request((1,), 2, GREEDY)
     for _ in range(4):
         some.submit(request, lambda delta: None)
-    with pytest.raises(QueueFullError, match='4 samples wait already'):
+    with pytest.raises(QueueFullError, match='the queue is full: 4 samples are waiting'):
         some.submit(request, lambda delta: None)
     while some.step():
         pass
@@ -333,10 +336,10 @@ def test_what_does_not_fit_is_refused(shared):
         return refusal(lambda: shared.complete([Request((1,), 3, GREEDY), Request(tuple(prompt), max_tokens, GREEDY)]))
 
     message = check([2] * 90, 11)
-    assert message.startswith('max_tokens=11: the prompt has 90 tokens and the context of the model 100; at most 10')
+    assert message.startswith('max_tokens=11: the prompt has 90 tokens and the context length is 100; 10 tokens remain')
     assert 'at most 0 tokens' in check([1] * 101, 1)
-    assert 'ids outside of 0 … 256' in check([257], 1)
-    assert 'ids outside of 0 … 256' in check([-1], 1)
+    assert 'must be from 0 to 256' in check([257], 1)
+    assert 'must be from 0 to 256' in check([-1], 1)
     # Nothing of the others was done.
     assert not shared._has_work
     # Control: up to the last position it works, and is right.
@@ -347,7 +350,7 @@ def test_what_does_not_fit_is_refused(shared):
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
-        ({'max_context': 101}, 'max_context=101: must be from 1 to 100, the context of the model; 0'),
+        ({'max_context': 101}, 'max_context=101: must be from 1 to 100, the context length of the model, or 0'),
         ({'max_context': -1}, 'max_context=-1'),
         ({'num_slots': 0}, 'num_slots=0: must be at least 1'),
         ({'max_queue_size': -1}, 'max_queue_size=-1: must be at least 0'),

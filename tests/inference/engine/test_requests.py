@@ -9,14 +9,14 @@ from maxlm.inference.engine.requests import Request
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
-        ({'prompt': ()}, 'the prompt is empty; give at least one character to continue'),
+        ({'prompt': ()}, 'the prompt is empty; provide at least one character'),
         ({'max_tokens': 0}, 'max_tokens=0: must be at least 1'),
         ({'seed': -1}, 'seed=-1: must be at least 0'),
         ({'seed': 2**32}, 'seed=4294967296'),
         ({'num_samples': 0}, 'num_samples=0: must be from 1 to 128'),
         ({'num_samples': 129}, 'num_samples=129'),
-        ({'stops': ('',)}, 'stops: give at most 16 texts, none of them empty'),
-        ({'stops': ('x',) * 17}, 'stops: give at most 16'),
+        ({'stops': ('',)}, 'stops: must be at most 16 non-empty strings'),
+        ({'stops': ('x',) * 17}, 'stops: must be at most 16'),
         ({'top_log_probs': 21}, 'top_log_probs=21: must be from 0 to 20'),
         ({'top_log_probs': -1}, 'top_log_probs=-1'),
     ],
