@@ -229,7 +229,7 @@ def test_several_checkpoints_in_one_table(compared, whole):
 
 def test_hidden_facts(run, measure, tmp_path, workdir, monkeypatch):
     # Its context is 16 tokens: too few for any fact.
-    assert '--needle-lengths: 512 is beyond the context of the model, 16' in refused(
+    assert '--needle-lengths: 512 exceeds the context length of the model, 16' in refused(
         run, '--tasks=needle', '--needle-lengths=512'
     )
     monkeypatch.setattr(

@@ -109,7 +109,7 @@ def test_two_processes_write_and_learn_the_same(start, whole, tmp_path):
         ({'train__init_from': '/nowhere'}, 'train.init_from'),
         ({'grpo__prompts': '/nowhere.jsonl'}, '/nowhere.jsonl'),
         ({'grpo__reward': 'lenght'}, 'lenght'),
-        ({'grpo__reward': 'numeric'}, "prompts.jsonl:1: the reward numeric needs 'answer'"),
+        ({'grpo__reward': 'numeric'}, "prompts.jsonl:1: the reward numeric requires the key 'answer'"),
         (
             {'grpo__max_completion_length': 24},
             'grpo.max_completion_length=24 leaves no room for a prompt in data.seq_len=24',

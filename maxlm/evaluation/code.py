@@ -101,12 +101,12 @@ def open_suite(kind: str, path: str, *, limit: int | None = None) -> Suite:
             problem = parse(row)
         except (KeyError, TypeError, ValueError) as error:
             reason = f'has no {error}' if isinstance(error, KeyError) else str(error)
-            raise InputError(f'--tasks={kind}:{path}: line {number} {reason}; it has: {", ".join(row)}') from error
+            raise InputError(f'--tasks={kind}:{path}: line {number} {reason}; found keys: {", ".join(row)}') from error
         if problem is not None:
             problems.append(problem)
     if not problems:
-        detail = f' with task_id {MBPP_TEST[0]} to {MBPP_TEST[-1]}, those for tests' if kind == 'mbpp' else ''
-        raise InputError(f'--tasks={kind}:{path}: holds no problem{detail}')
+        detail = f' with task_id {MBPP_TEST[0]} to {MBPP_TEST[-1]} (the test split)' if kind == 'mbpp' else ''
+        raise InputError(f'--tasks={kind}:{path}: no problems found{detail}')
     return Suite(kind, problems[:limit], stops)
 
 
@@ -198,10 +198,10 @@ def _read_rows(path: str) -> list[dict[str, Any]]:
         text = (gzip.decompress(content) if path.endswith('.gz') else content).decode()
         rows = [parse_json(line) for line in text.splitlines() if line.strip()]
     except (OSError, EOFError) as error:
-        reason = os_message(error) if isinstance(error, OSError) else 'ends too early'
+        reason = os_message(error) if isinstance(error, OSError) else 'unexpected end of file'
         raise InputError(f'{path}: {reason}') from error
     except ValueError as error:
-        raise InputError(f'{path} is not JSON Lines: {error}') from error
+        raise InputError(f'{path}: invalid JSON Lines: {error}') from error
     if not all(isinstance(row, dict) for row in rows):
-        raise InputError(f'{path}: a line is no JSON object')
+        raise InputError(f'{path}: every line must be a JSON object')
     return rows

@@ -18,7 +18,7 @@ from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.scoring import LogprobScorer, ScoringRequest, windows
 
-INSTALL_HINT = "benchmarks of lm-eval need the extra: pip install 'maxlm[eval]'"
+INSTALL_HINT = "lm-eval benchmarks require an extra: pip install 'maxlm[eval]'"
 # Default number of generated tokens, as in lm-eval's own backends.
 MAX_TOKENS = 256
 LENGTH_NAMES = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')
@@ -95,7 +95,7 @@ class LmEvalModel:
         """Returns each prompt's continuation, up to the stop strings of its task."""
         del disable_tqdm
         if self._engine is None:
-            raise InputError('tasks that generate text cannot be run here; give tasks of likelihoods')
+            raise InputError('tasks that generate text are not supported here; use log-likelihood tasks')
         engine_requests: list[Request] = []
         stops = []
         for request in requests:
@@ -108,13 +108,15 @@ class LmEvalModel:
     def _request(self, prompt: str, settings: Mapping[str, Any], *, seed: int) -> Request:
         supported = (*LENGTH_NAMES, *SAMPLING_NAMES, 'until', 'do_sample')
         if unknown := [name for name in settings if name not in supported]:
-            raise InputError(f'generation_kwargs of a task: {", ".join(unknown)} is not among {", ".join(supported)}')
+            raise InputError(
+                f'generation_kwargs of a task: {", ".join(unknown)} not supported; use {", ".join(supported)}'
+            )
         max_tokens = next((int(settings[name]) for name in LENGTH_NAMES if settings.get(name) is not None), MAX_TOKENS)
         max_prompt = self.max_length - max_tokens
         if max_prompt < 1:
             raise InputError(
-                f'a task asks for {max_tokens} tokens, and the context of the model is {self.max_length}; '
-                'set max_gen_toks in its generation_kwargs'
+                f'a task requests {max_tokens} tokens, but the context length of the model is {self.max_length}; '
+                'set a lower max_gen_toks in its generation_kwargs'
             )
         # As in lm-eval, a positive temperature without `do_sample` means sampling.
         do_sample = settings.get('do_sample', float(settings.get('temperature') or 0) > 0)
@@ -134,7 +136,7 @@ class LmEvalModel:
 
         Without `add_generation_prompt`, the text ends after the content of the last message, which the model continues.
         """
-        assert self._model.chat is not None, 'who asks for conversations has a model that has them'
+        assert self._model.chat is not None, 'applying a chat template requires a model that has one'
         rendered = self._model.chat.template.render(chat_history, add_generation_prompt=add_generation_prompt)
         text = rendered.spelled(0, len(rendered.text))
         if add_generation_prompt:

@@ -83,7 +83,7 @@ class Benchmarks:
             if Path(task).is_dir():
                 found = TaskManager(include_path=task, include_defaults=False).all_subtasks
                 if not found:
-                    raise InputError(f'{key}={task}: the folder holds no task file (.yaml with a line `task: NAME`)')
+                    raise InputError(f'{key}={task}: no task file found; add a .yaml file with a line `task: NAME`')
                 folders.append(task)
                 names += found
             elif task.endswith(YAML):
@@ -105,8 +105,8 @@ class Benchmarks:
         for name in names:
             if name not in known_tasks and not name.endswith(YAML):
                 similar = [candidate for candidate in sorted(known_tasks) if name.split('_')[0] in candidate][:5]
-                hint = f'; near: {", ".join(similar)}' if similar else ''
-                raise InputError(f'{key}={name}: neither a task of lm-eval nor a file or folder of tasks{hint}')
+                hint = f'; similar: {", ".join(similar)}' if similar else ''
+                raise InputError(f'{key}={name}: not an lm-eval task, a task file or a folder of task files{hint}')
         self._names, self._key = names, key
 
     def output_types(self) -> dict[str, str]:

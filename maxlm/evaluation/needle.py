@@ -94,7 +94,7 @@ def find_needles(
     """
     for length in config.lengths:
         if length > scorer.max_length:
-            raise InputError(f'--needle-lengths: {length} is beyond the context of the model, {scorer.max_length}')
+            raise InputError(f'--needle-lengths: {length} exceeds the context length of the model, {scorer.max_length}')
     N, D = len(config.lengths), len(config.depths)
     requests = list(_requests(tokenizer, config))
     found = scorer.score(requests, show=show)
@@ -132,7 +132,7 @@ def _trial(
     available = length - len(fact) - len(question) - max(map(len, continuations))
     if available < 0:
         raise InputError(
-            f'--needle-lengths: {length} tokens are too few for fact and question; give {length - available} or more'
+            f'--needle-lengths: {length} tokens are too few for fact and question; use at least {length - available}'
         )
     haystack: list[list[int]] = []
     while sum(map(len, haystack)) + min(map(len, sentences)) <= available:
@@ -152,17 +152,17 @@ def draw_needles(results: NeedleResults, title: str) -> Figure:
     config = results.config
     figure = Figure(figsize=(4.6 + 1.1 * len(config.lengths), 3.6), layout='constrained')
     figure.suptitle(title, fontsize=11, fontweight='bold', x=0.01, ha='left')
-    panels = {f'likeliest of {CHOICES} numbers': results.choice_ND, 'greedy answer': results.retrieved_ND}
+    panels = {f'most likely of {CHOICES} numbers': results.choice_ND, 'greedy answer': results.retrieved_ND}
     for axes, (name, shares_ND) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
         image = axes.imshow(shares_ND.T, vmin=0, vmax=1, cmap='viridis', aspect='auto')
         axes.set_title(name, fontsize=10, loc='left')
         axes.set_xticks(range(len(config.lengths)), [f'{length:,}' for length in config.lengths])
-        axes.set_xlabel('length of the text in tokens')
+        axes.set_xlabel('text length (tokens)')
         axes.tick_params(length=0)
         for (n, d), share in np.ndenumerate(shares_ND):
             axes.text(n, d, f'{share:.2f}', ha='center', va='center', color='black' if share > 0.6 else 'white')
     first = figure.axes[0]
     first.set_yticks(range(len(config.depths)), [f'{depth:.0%}' for depth in config.depths])
     first.set_ylabel('depth of the fact')
-    figure.colorbar(image, ax=figure.axes, label='share of trials')
+    figure.colorbar(image, ax=figure.axes, label='fraction of trials')
     return figure

@@ -43,7 +43,7 @@ def parse_tasks(text: str) -> ParsedTasks:
     """
     parts = [part.strip() for part in text.split(',')]
     if not all(parts):
-        raise InputError(f'--tasks={text}: needs names with commas between, e.g. arc_easy,humaneval:HumanEval.jsonl')
+        raise InputError(f'--tasks={text}: must be comma-separated names, e.g. arc_easy,humaneval:HumanEval.jsonl')
     suites, benchmarks = [], []
     for part in dict.fromkeys(parts):
         kind, separator, path = part.partition(':')
@@ -96,7 +96,7 @@ class EvalResult(NamedTuple):
                 lines = (json.dumps(record, ensure_ascii=False) + '\n' for record in results.records)
                 (folder / f'samples_{name}_{step}.jsonl').write_text(''.join(lines), encoding='utf-8')
             if self.needles is not None:
-                draw_needles(self.needles, f'Facts hidden in long texts: {title}').savefig(
+                draw_needles(self.needles, f'Needle in a haystack: {title}').savefig(
                     folder / f'needle_{step}.png', dpi=150
                 )
         except OSError as error:
@@ -128,7 +128,7 @@ class EvalRun:
         """
         config = self._config
         if config.chat and model.chat is None:
-            raise InputError('--apply-chat-template: the checkpoint has no chat template')
+            raise InputError('--apply-chat-template: the checkpoint has no chat template; omit the option')
         chat = model.chat if config.chat else None
         scorer, engine = LogprobScorer(model), _LazyEngine(model, config.num_slots)
         all_measures: list[Measure] = []

@@ -14,8 +14,8 @@ MIN_DECIMALS, MAX_DECIMALS = 4, 9
 # Numbers below this fraction of the largest number in a cell are treated as rounding errors.
 ROUNDING = 1e-9
 LEGEND = (
-    '±: half of the 95 % interval, 1.96 standard errors (lm-eval prints one standard error). '
-    '[ ]: 95 % interval of a difference; *: it excludes 0.'
+    '±: half-width of the 95 % interval, 1.96 standard errors (lm-eval prints one standard error). '
+    '[ ]: 95 % interval of a difference; *: excludes 0.'
 )
 
 

@@ -45,7 +45,7 @@ def sandbox_jobs(response: str, task: Mapping[str, Any], limits: SandboxLimits |
     Each job runs the program of `response` between the prefix and suffix of the task.
     """
     if not any(task.get(key) for key in KEYS):
-        raise InputError(f'a task for a Python program has neither {" nor ".join(KEYS)}; it has: {", ".join(task)}')
+        raise InputError(f'the task has neither {" nor ".join(KEYS)}; found keys: {", ".join(task) or "none"}')
     sections = task.get('prefix', ''), extract_code(response), task.get('suffix', '')
     text = '\n'.join(section for section in sections if section)
     jobs = []
@@ -53,7 +53,7 @@ def sandbox_jobs(response: str, task: Mapping[str, Any], limits: SandboxLimits |
         jobs.append(SandboxJob(text, tests=tests if isinstance(tests, str) else '\n'.join(tests), limits=limits))
     for case in task.get('cases') or ():
         if 'stdout' not in case:
-            raise InputError("a case of a task has no 'stdout', the output that is expected")
+            raise InputError("a case has no 'stdout'; add the expected output")
         jobs.append(SandboxJob(text, stdin=case.get('stdin', ''), limits=limits))
     return jobs
 

@@ -122,17 +122,17 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
         tasks.append({key: value for key, value in entry.items() if key not in (*PROMPT_KEYS, TOOLS)})
         lines.append(number)
     if not ids and not too_long:
-        raise InputError(f'{name}: holds no prompts; needs lines with "prompt" or "messages"')
+        raise InputError(f'{name}: no prompts found; add lines with "prompt" or "messages"')
     if not ids:
         length, number = min(too_long)
         raise InputError(
-            f'{name}: no prompt has {max_tokens} tokens or fewer, which is the room that data.seq_len leaves beside '
-            f'grpo.max_completion_length; the shortest has {length} (line {number})'
+            f'{name}: every prompt has more than {max_tokens} tokens (data.seq_len - grpo.max_completion_length); the '
+            f'shortest has {length} (line {number}); shorten the prompts or increase data.seq_len'
         )
     if too_long:
         logger.warning(
-            f'{name}: {len(too_long)} of {len(ids) + len(too_long)} prompts are left out, with more than the '
-            f'{max_tokens} tokens that there is room for; the first is line {too_long[0][1]}, with {too_long[0][0]}'
+            f'{name}: skipping {len(too_long)} of {len(ids) + len(too_long)} prompts that have more than '
+            f'{max_tokens} tokens; the first is line {too_long[0][1]}, with {too_long[0][0]} tokens'
         )
     return Prompts(path, tuple(ids), tuple(tasks), tuple(lines), len(too_long))
 
@@ -141,7 +141,7 @@ def _encode(entry: Mapping[str, Any], encoder: ChatEncoder | Tokenizer) -> np.nd
     """Returns the ids of a prompt, uint32 [number of tokens]. ValueError or InputError if the entry is not a prompt."""
     present = [key for key in PROMPT_KEYS if key in entry]
     if len(present) != 1:
-        raise ValueError(f'needs "prompt" or "messages", one of them; it has {", ".join(entry) or "nothing"}')
+        raise ValueError(f'must have either "prompt" or "messages"; found {", ".join(entry) or "nothing"}')
     (key,) = present
     text = entry[key]
     if key == 'prompt' and isinstance(text, str):
@@ -150,19 +150,19 @@ def _encode(entry: Mapping[str, Any], encoder: ChatEncoder | Tokenizer) -> np.nd
         if isinstance(encoder, Tokenizer):
             (ids,) = encoder.encode_batch([text])
             if not len(ids):
-                raise ValueError('the tokenizer leaves nothing of the prompt')
+                raise ValueError('the prompt has no tokens')
             return ids
         messages = [{'role': 'user', 'content': text}]
     else:
         messages = parse_messages(entry, key)
     if isinstance(encoder, Tokenizer):
         raise ValueError(
-            'holds messages, and the model has no chat template; start from one that was trained on conversations, or '
-            'give a text as "prompt"'
+            'the prompt consists of messages, but the model has no chat template; start from a model trained on '
+            'conversations, or use a string as "prompt"'
         )
     if not messages or messages[-1]['role'] == 'assistant':
-        raise ValueError(f'{key!r} needs to end with what the assistant is to answer')
+        raise ValueError(f'{key!r} must end with a message for the assistant to answer')
     tools = entry.get(TOOLS) or []
     if not isinstance(tools, list):
-        raise ValueError(f'"tools" holds {type(tools).__name__}, not a list')
+        raise ValueError(f'"tools" must be a list, not {type(tools).__name__}')
     return encoder.encode_prompt(messages, tools=tools)

@@ -40,7 +40,7 @@ MAX_PROGRAM_CHARS = 1 << 20
 def require_key(task: Task, key: str, reward: str) -> Any:
     """Returns the value of a key of a task. InputError if the key is missing."""
     if key not in task:
-        raise InputError(f'the reward {reward} needs {key!r} in a task; this one has: {", ".join(task) or "nothing"}')
+        raise InputError(f'the reward {reward} requires the key {key!r}; found keys: {", ".join(task) or "none"}')
     return task[key]
 
 
@@ -64,14 +64,14 @@ def numeric(response: str, task: Task) -> float:
     marked_expected = marked_answer(text)
     expected = number_of(text if marked_expected is None else marked_expected)
     if expected is None:
-        raise InputError(f'the reward numeric needs a number as answer, not {text[:80]!r}')
+        raise InputError(f'the reward numeric requires a number as answer, not {text[:80]!r}')
     marked = marked_answer(response)
     predicted = number_of(marked) if marked is not None else last_number(response)
     if predicted is None:
         return 0.0
     tolerance = task.get('tolerance', DEFAULT_TOLERANCE)
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
-        raise InputError(f"a task's tolerance={tolerance!r} is not a number from 0 on")
+        raise InputError(f'tolerance={tolerance!r}: must be a number of at least 0')
     return float(abs(predicted - expected) <= Fraction(tolerance) * abs(expected))
 
 
@@ -79,7 +79,7 @@ def choice(response: str, task: Task) -> float:
     """Returns 1.0 if the chosen letter is the answer."""
     expected = str(require_key(task, 'answer', 'choice')).strip(' ().').upper()
     if len(expected) != 1 or not expected.isalpha():
-        raise InputError(f'the reward choice needs a letter as answer, not {expected[:80]!r}')
+        raise InputError(f'the reward choice requires a letter as answer, not {expected[:80]!r}')
     return float(choice_of(response) == expected)
 
 
@@ -105,7 +105,7 @@ def length(response: str, task: Task) -> float:
     """Returns 0.0 up to the target length, then a linear decrease to -1.0 at twice the target length."""
     target = require_key(task, 'target_length', 'length')
     if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
-        raise InputError(f"a task's target_length={target!r} is not a number of characters")
+        raise InputError(f'target_length={target!r}: must be a positive number of characters')
     return -min(1.0, max(0.0, len(response) / target - 1))
 
 
@@ -120,7 +120,7 @@ def per_response(function: Callable[[str, Task], float]) -> BatchReward:
 def tests(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None) -> list[float]:
     """Returns the fractions of passed tests, run in the sandbox. ValueError if `pool` is None."""
     if pool is None:
-        raise ValueError('the rewards tests and all_tests run programs and need a SandboxPool')
+        raise ValueError('the rewards tests and all_tests run programs and require a SandboxPool')
     return run_tasks(pool, responses, tasks)
 
 
@@ -178,14 +178,14 @@ def parse_reward(text: str) -> RewardSum:
         if match is None or (weights and match.group(1) is None):
             rest = text[position:].strip()
             found = f'{rest[:40]!r}' if rest else 'the end'
-            raise InputError(f'reward {text!r}: a sum such as numeric + 0.1*length is expected at {found}')
+            raise InputError(f'reward {text!r}: expected a sum such as numeric + 0.1*length at {found}')
         sign, weight, name = match.groups()
         if name not in REWARDS:
             close = difflib.get_close_matches(name, REWARDS, 1)
-            hint = f'did you mean {close[0]}?' if close else f'there are: {", ".join(REWARDS)}'
-            raise InputError(f'reward {text!r}: there is no reward {name!r}; {hint}')
+            hint = f'did you mean {close[0]}?' if close else f'use one of: {", ".join(REWARDS)}'
+            raise InputError(f'reward {text!r}: unknown reward {name!r}; {hint}')
         if name in weights:
-            raise InputError(f'reward {text!r}: {name} is in it twice')
+            raise InputError(f'reward {text!r}: {name} occurs twice; add its weights')
         weights[name] = float(weight or 1) * (-1 if sign == '-' else 1)
         position = match.end()
     return RewardSum(weights)

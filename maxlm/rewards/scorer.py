@@ -125,15 +125,17 @@ def _check_by(name: str) -> Callable[[Task], None]:
 def _check_python_task(task: Task) -> None:
     """Checks that a task for programs has valid tests or cases."""
     for key in ('prefix', 'suffix'):
-        _check_type(task.get(key, ''), str, f'{key!r} is not a text')
+        _check_type(task.get(key, ''), str, f'{key!r} must be a string')
     tests, cases = task.get('tests') or [], task.get('cases') or []
-    texts = [tests] if isinstance(tests, str) else _check_type(tests, list, "'tests' is not a text or a list of texts")
+    texts = (
+        [tests] if isinstance(tests, str) else _check_type(tests, list, "'tests' must be a string or a list of strings")
+    )
     for text in texts:
-        _check_type(text, str, "'tests' holds what is no text")
-    for case in _check_type(cases, list, "'cases' is not a list"):
-        _check_type(case, Mapping, "'cases' holds what is no object")
+        _check_type(text, str, "'tests' must contain only strings")
+    for case in _check_type(cases, list, "'cases' must be a list"):
+        _check_type(case, Mapping, "'cases' must contain only objects")
         for key in ('stdin', 'stdout'):
-            _check_type(case.get(key, ''), str, f'the {key!r} of a case is not a text')
+            _check_type(case.get(key, ''), str, f'{key!r} of a case must be a string')
     sandbox_jobs('', task)
     if texts:
         try:
@@ -141,7 +143,7 @@ def _check_python_task(task: Task) -> None:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise InputError(f"'tests' cannot be parsed: {error}") from error
         if not count:
-            raise InputError("there is no test in 'tests', e.g. a line with assert")
+            raise InputError("'tests' contains no test; add one, e.g. a line with assert")
 
 
 def _check_type(value: Any, kind: type, message: str) -> Any:
@@ -161,7 +163,7 @@ def is_correct(rewards: np.ndarray) -> np.ndarray:
 def accuracy(rewards: np.ndarray) -> float:
     """Returns the fraction of correct responses. ValueError without responses."""
     if not np.size(rewards):
-        raise ValueError('there are no responses to have an accuracy')
+        raise ValueError('accuracy requires at least one response')
     return float(is_correct(rewards).mean())
 
 
@@ -175,7 +177,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         ValueError: 0 ≤ c ≤ n or 1 ≤ k ≤ n does not hold.
     """
     if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f'pass@{k} of {c} right among {n}: needs 0 ≤ c ≤ n and 1 ≤ k ≤ n')
+        raise ValueError(f'pass@{k} with n={n} and c={c}: requires 0 ≤ c ≤ n and 1 ≤ k ≤ n')
     if n - c < k:
         return 1.0
     return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))

@@ -23,13 +23,13 @@ def find_parent(mount: Path = MOUNT, own_cgroup: Path = Path('/proc/self/cgroup'
     lines = own_cgroup.read_text().splitlines()
     path = next((line[3:] for line in lines if line.startswith('0::')), None)
     if path is None:
-        raise OSError('this process is in no group of cgroup v2')
+        raise OSError('this process is not in a cgroup v2 group')
     parent = mount / path.lstrip('/')
     delegated = set((parent / 'cgroup.subtree_control').read_text().split())
     if not delegated >= REQUIRED_CONTROLLERS:
-        raise OSError(f'{parent} does not hand down {" and ".join(sorted(REQUIRED_CONTROLLERS - delegated))}')
+        raise OSError(f'{parent} does not delegate {" and ".join(sorted(REQUIRED_CONTROLLERS - delegated))}')
     if not os.access(parent, os.W_OK):
-        raise OSError(f'{parent} is not ours to divide')
+        raise OSError(f'{parent} is not writable')
     return parent
 
 

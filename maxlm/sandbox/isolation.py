@@ -80,7 +80,7 @@ class Confinement:
         self.readable = python_paths.readable_paths()
         self.devices = python_paths.devices()
         if not sys.platform.startswith('linux'):
-            self.refused = dict.fromkeys(MECHANISMS, 'the machine does not run Linux')
+            self.refused = dict.fromkeys(MECHANISMS, 'requires Linux')
             return
         # The interpreter may be below a directory that only root can enter. The working directory stays accessible.
         os.chdir(sys.base_prefix)
@@ -103,7 +103,7 @@ class Confinement:
     def attempt(self, mechanism: str, build: Callable[[], object]) -> None:
         """Sets up a mechanism unless it is switched off. Records an OSError as the reason that it is missing."""
         if mechanism in self.without:
-            self.disable(mechanism, 'switched off')
+            self.disable(mechanism, 'disabled')
             return
         try:
             build()
@@ -126,7 +126,7 @@ class Confinement:
         free = (point for point in points if not any(path.startswith(f'{point}/') for path in paths))
         point = next(free, None)
         if point is None:
-            raise OSError('no folder to put up a root folder at')
+            raise OSError('no directory is available as a mount point')
         base_prefix, links = sys.base_prefix, python_paths.links()
         syscalls.mount('none', '/', None, syscalls.MS_REC | syscalls.MS_PRIVATE)
         flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
@@ -278,13 +278,13 @@ def probe(confinement: Confinement) -> None:
         if failed == 'ok':
             return
         if failed not in confinement.enabled:
-            raise RuntimeError(f'no program can be run in the sandbox: {reason or "the trial process died"}')
+            raise RuntimeError(f'the sandbox cannot run programs: {reason or "the probe process died"}')
         confinement.disable(failed, reason)
 
 
 def probe_once(confinement: Confinement, writer: int) -> NoReturn:
     """Enters isolation as a program does, reads a file of the standard library, and reports failures to `writer`."""
-    message = '\nthe trial process failed'
+    message = '\nthe probe process failed'
     try:
         folder = confinement.new_folder(SandboxLimits(), confinement.folder)
         confinement.enter(SandboxLimits(), folder, is_program=True)

@@ -39,5 +39,5 @@ class SandboxLimits(NamedTuple):
         """Returns the limits. Raises InputError if a limit is not a positive number."""
         for name, value in self._asdict().items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise InputError(f'sandbox limit {name}={value!r} is not a positive number')
+                raise InputError(f'sandbox limit {name}={value!r}: must be a positive number')
         return self

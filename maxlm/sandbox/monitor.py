@@ -250,7 +250,7 @@ class ProcessMonitor:
         else:
             result = 'passed'
         if self.tests_pid and not total and not has_error:
-            notes.append('there is no test in the tests')
+            notes.append('the tests contain no test')
         if code == fork.EXIT_NOT_ISOLATED:
             notes.append('the program may not have been started')
         note_lines = ''.join(f'sandbox: {note}\n' for note in notes[:MAX_NOTES])
@@ -321,7 +321,7 @@ def receive(connection: socket.socket) -> tuple[bytes, dict[str, Any]]:
         while len(data) < length:
             chunk = connection.recv(min(length - len(data), 1 << 20))
             if not chunk:
-                raise EOFError('the other end is closed')
+                raise EOFError('the connection is closed')
             data += chunk
         return bytes(data)
 

@@ -144,7 +144,7 @@ class Sandbox(NamedTuple):
 
     def __str__(self) -> str:
         unmet = f'; not enforced: {", ".join(self.missing)}' if self.missing else ''
-        return f'sandbox by {", ".join(self.mechanisms) or "limits alone"}{unmet}'
+        return f'sandbox with {", ".join(self.mechanisms) or "limits only"}{unmet}'
 
     @property
     def enforced(self) -> tuple[str, ...]:
@@ -190,11 +190,11 @@ class SandboxWorker:
             _, hello = monitor.receive(self.connection)
         except (EOFError, OSError) as error:
             self.stop(immediately=True)
-            raise RuntimeError(f'a worker of the sandbox did not start: {error}') from None
+            raise RuntimeError(f'a sandbox worker did not start: {error}') from None
         self.folder = hello['folder']
         if 'failed' in hello:
             self.stop()
-            raise RuntimeError(f'a worker of the sandbox did not start: {hello["failed"]}')
+            raise RuntimeError(f'a sandbox worker did not start: {hello["failed"]}')
         return Sandbox(tuple(hello['has']), hello['refused'])
 
     def send(self, program: SandboxJob, limits: SandboxLimits) -> None:
@@ -258,7 +258,7 @@ class SandboxPool:
             InputError: an argument is invalid, or the machine cannot enforce a required guarantee.
         """
         if workers < 1:
-            raise InputError(f'a sandbox needs a worker or more, not {workers}')
+            raise InputError(f'workers={workers}: a sandbox requires at least 1')
         self.limits = (limits or SandboxLimits()).checked()
         self.without = check_names(without, MECHANISMS, 'mechanism')
         required_guarantees = check_names(required, (*ALWAYS_ENFORCED, *GUARANTEES), 'guarantee')
@@ -278,8 +278,8 @@ class SandboxPool:
             self.close()
             reasons = '; '.join(f'{name}: {reason}' for name, reason in self.sandbox.refused.items())
             raise InputError(
-                f'this machine cannot enforce {", ".join(unmet)} for untrusted programs ({reasons}); it would '
-                'with root, or with user namespaces, Landlock and seccomp for everybody'
+                f'this machine cannot enforce {", ".join(unmet)} for untrusted programs ({reasons}); run as '
+                'root, or enable unprivileged user namespaces, Landlock and seccomp'
             )
 
     def __enter__(self) -> SandboxPool:
@@ -366,7 +366,7 @@ def check_names(names: Iterable[str], all_names: Sequence[str], kind: str) -> tu
     chosen = tuple(names)
     for name in chosen:
         if name not in all_names:
-            raise InputError(f'{name!r} is no {kind} of the sandbox; there are: {", ".join(all_names)}')
+            raise InputError(f'unknown sandbox {kind} {name!r}; use one of: {", ".join(all_names)}')
     return chosen
 
 

@@ -152,7 +152,7 @@ def filter_program(machine: str, *, own_pid: int | None = None, files_visible: b
         OSError: the architecture has no table of system calls.
     """
     if machine not in ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f'no table of system calls for {machine}')
+        raise OSError(errno.ENOSYS, f'unsupported architecture {machine}')
     column, architecture = ARCHITECTURES[machine]
     program: list[Instruction] = [
         (LOAD, 0, 0, OFFSET_ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL_PROCESS),

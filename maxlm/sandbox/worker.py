@@ -56,10 +56,10 @@ def main(arguments: list[str]) -> NoReturn:
             refused['memory watch'] = str(error)
         if 'memory watch' in without:
             tree = None
-            refused['memory watch'] = 'switched off'
+            refused['memory watch'] = 'disabled'
         try:
             if 'cgroup' in without:
-                raise OSError('switched off')
+                raise OSError('disabled')
             parent = cgroup.find_parent()
             cgroup_parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:

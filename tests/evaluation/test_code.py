@@ -159,14 +159,14 @@ def test_what_is_no_such_file_is_named(tmp_path):
     for kind, rows, message in (
         ('humaneval', MBPP, r'--tasks=humaneval:.*x\.jsonl: line 1 has no .prompt.; it has: task_id, text'),
         ('mbpp', HUMANEVAL, 'line 1 invalid literal'),
-        ('mbpp', MBPP[2:], 'holds no problem with task_id 11 to 510'),
-        ('humaneval', [], 'holds no problem'),
-        ('humaneval', [3], 'a line is no JSON object'),
+        ('mbpp', MBPP[2:], 'no problems found with task_id 11 to 510'),
+        ('humaneval', [], 'no problems found'),
+        ('humaneval', [3], 'every line must be a JSON object'),
     ):
         with pytest.raises(InputError, match=message):
             open_suite(kind, write(tmp_path, 'x.jsonl', rows))
     (tmp_path / 'torn.jsonl').write_text('{"task_id"')
     (tmp_path / 'torn.jsonl.gz').write_bytes(gzip.compress(b'{}')[:9])
-    for name, message in (('torn.jsonl', 'is not JSON Lines'), ('torn.jsonl.gz', 'torn'), ('none', 'No such file')):
+    for name, message in (('torn.jsonl', 'invalid JSON Lines'), ('torn.jsonl.gz', 'torn'), ('none', 'No such file')):
         with pytest.raises(InputError, match=message):
             open_suite('mbpp', str(tmp_path / name))

@@ -46,9 +46,11 @@ def test_settings_of_a_task_reach_the_engine():
     # As lm-eval reads them.
     assert asked('abc', do_sample=False, temperature=0.7).sampling.temperature == 0
     assert asked('abc', temperature=0.7).sampling.temperature == 0.7
-    with pytest.raises(InputError, match='generation_kwargs of a task: num_beams is not among'):
+    with pytest.raises(InputError, match='generation_kwargs of a task: num_beams not supported'):
         asked('abc', num_beams=4)
-    with pytest.raises(InputError, match=f'asks for {CONTEXT} tokens, and the context of the model is {CONTEXT}'):
+    with pytest.raises(
+        InputError, match=f'requests {CONTEXT} tokens, but the context length of the model is {CONTEXT}'
+    ):
         asked('abc', max_gen_toks=CONTEXT)
 
 

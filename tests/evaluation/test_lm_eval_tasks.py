@@ -185,15 +185,18 @@ def test_what_cannot_be_run_is_named(model, tasks, tmp_path, monkeypatch):
     monkeypatch.setattr(lm_eval.tasks, 'TaskManager', lambda **given: original(**{**given, 'include_defaults': False}))
     for given, message in (
         ({'tasks': [str(tasks / 'nothing.yaml')]}, r'nothing\.yaml: no such file'),
-        ({'tasks': ['local_choise'], 'folder': str(tasks)}, r'--tasks=local_choise: neither .* near: local_choice'),
-        ({'tasks': [str(tmp_path)]}, 'the folder holds no task file'),
+        (
+            {'tasks': ['local_choise'], 'folder': str(tasks)},
+            r'--tasks=local_choise: not an lm-eval task.* similar: local_choice',
+        ),
+        ({'tasks': [str(tmp_path)]}, 'no task file found'),
         ({'tasks': ['x'], 'folder': str(tmp_path / 'nowhere')}, '--tasks-path=.*: no such folder'),
     ):
         with pytest.raises(InputError, match=message):
             Benchmarks(**given)
     known = answers_of(model[0])
     without_engine = LmEvalModel(known._model, known._scorer, None)
-    with pytest.raises(InputError, match='tasks that generate text cannot be run here'):
+    with pytest.raises(InputError, match='tasks that generate text are not supported here'):
         Benchmarks([str(tasks / 'generate.yaml')]).run(without_engine)
     (tasks / 'documents.jsonl').rename(tasks / 'away')
     with pytest.raises(InputError, match=r'documents\.jsonl'):

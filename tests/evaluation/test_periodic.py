@@ -49,7 +49,7 @@ def test_tasks_that_write_text_are_refused_at_the_start(dataset, tmp_path, capfd
     tasks = write_tasks(tmp_path / 'tasks', documents(4), ['generate'])
     settings = {'eval__tasks': f"('{tasks}',)", 'eval__tasks_interval': 3}
     assert exit_code(train.main, arguments(dataset, tmp_path / 'run', **settings)) == EXIT_BAD_INPUT
-    assert 'eval.tasks: local_generate has the model write text' in capfd.readouterr().err
+    assert 'eval.tasks: local_generate generates text' in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,5 +26,5 @@ def test_parts(text, found):
 
 @pytest.mark.parametrize('text', [',', 'a,', ' '])
 def test_empty_parts(text):
-    with pytest.raises(InputError, match='needs names with commas between'):
+    with pytest.raises(InputError, match='must be comma-separated names'):
         parse_tasks(text)

@@ -49,7 +49,7 @@ def made(tmp_path_factory):
         ('run@3', 3, ''),
         ('run@best', 2, ''),
         ('run/checkpoints/1', 1, ''),
-        ('unknown', 2, 'the newest, 2, is served'),
+        ('unknown', 2, 'serving the newest, step 2'),
     ],
 )
 def test_a_workdir(made, given, step, words, capsys):

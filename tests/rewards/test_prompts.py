@@ -64,7 +64,9 @@ def test_prompts_are_spelled_as_the_model_has_learned_them(tmp_path):
 def test_without_a_template_a_prompt_is_a_text(tmp_path):
     prompts = read(tmp_path, {'prompt': 'def f(x):\n', 'tests': 'assert f(1)'}, encoder=TOKENIZER)
     assert texts(prompts) == ['def f(x):\n']
-    with pytest.raises(InputError, match=r'p\.jsonl:2: holds messages, and the model has no chat template'):
+    with pytest.raises(
+        InputError, match=r'p\.jsonl:2: the prompt consists of messages, but the model has no chat template'
+    ):
         read(tmp_path, {'prompt': 'x'}, {'messages': [user('x')]}, encoder=TOKENIZER)
 
 
@@ -85,9 +87,11 @@ def test_long_prompts_are_left_out(tmp_path, caplog):
     assert ([task['answer'] for task in prompts.tasks], prompts.lines, prompts.num_dropped) == ([5, 6], (1, 3), 2)
     assert prompts.longest == lengths[2]
     (message,) = caplog.messages
-    assert f'2 of 4 prompts are left out, with more than the {lengths[2]} tokens' in message
+    assert f'skipping 2 of 4 prompts that have more than {lengths[2]} tokens' in message
     assert f'line 2, with {lengths[1]}' in message
-    with pytest.raises(InputError, match=rf'no prompt has 4 tokens or fewer.*the shortest has {lengths[0]} \(line 1\)'):
+    with pytest.raises(
+        InputError, match=rf'every prompt has more than 4 tokens.*the shortest has {lengths[0]} \(line 1\)'
+    ):
         read(tmp_path, *entries, max_tokens=4)
 
 
@@ -97,16 +101,16 @@ def test_long_prompts_are_left_out(tmp_path, caplog):
         ('{"prompt": "x"', 'not JSON'),
         ('["x"]', 'list, not an object'),
         ('null', 'NoneType, not an object'),
-        ({'text': 'x'}, 'needs "prompt" or "messages", one of them; it has text'),
-        ({'prompt': 'x', 'messages': [user('x')]}, 'one of them; it has prompt, messages'),
+        ({'text': 'x'}, 'must have either "prompt" or "messages"; found text'),
+        ({'prompt': 'x', 'messages': [user('x')]}, 'found prompt, messages'),
         ({'prompt': ''}, '"prompt" is empty'),
         ({'prompt': 5}, "'prompt' is not a list"),
         ({'messages': 'x'}, "'messages' is not a list"),
-        ({'messages': []}, "'messages' needs to end with what the assistant is to answer"),
-        ({'messages': [user('x'), {'role': 'assistant', 'content': 'y'}]}, 'needs to end with'),
+        ({'messages': []}, "'messages' must end with a message for the assistant to answer"),
+        ({'messages': [user('x'), {'role': 'assistant', 'content': 'y'}]}, 'must end with'),
         ({'messages': [{'role': 'nobody', 'content': 'x'}]}, "the role 'nobody'"),
         ({'messages': [user(None)]}, 'is missing, not text'),
-        ({'prompt': 'x', 'tools': 'y'}, '"tools" holds str'),
+        ({'prompt': 'x', 'tools': 'y'}, '"tools" must be a list, not str'),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(tmp_path, line, message):
@@ -117,7 +121,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path, line, message):
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match=r'none\.jsonl: No such file'):
         read_prompts(str(tmp_path / 'none.jsonl'), CHAT, 10)
-    with pytest.raises(InputError, match='holds no prompts'):
+    with pytest.raises(InputError, match='no prompts found'):
         read(tmp_path, '')
     (tmp_path / 'x.jsonl').write_bytes(b'{"prompt": "x"}\n{"prompt": "\xff"}\n')
     with pytest.raises(InputError, match=r'x\.jsonl:2: not UTF-8'):

@@ -79,12 +79,12 @@ def test_what_a_response_is_worth(name, response, task, value):
 @pytest.mark.parametrize(
     ('name', 'task', 'message'),
     [
-        ('exact', {'solution': 1, 'question': 2}, "exact needs 'answer' in a task; this one has: solution, question"),
-        ('numeric', {}, "numeric needs 'answer' in a task; this one has: nothing"),
-        ('numeric', {'answer': 'many'}, "needs a number as answer, not 'many'"),
-        ('numeric', {'answer': 1, 'tolerance': -1}, 'tolerance=-1 is not'),
-        ('choice', {'answer': 'AB'}, "needs a letter as answer, not 'AB'"),
-        ('length', {'target_length': 0}, 'target_length=0 is not'),
+        ('exact', {'solution': 1, 'question': 2}, "exact requires the key 'answer'; found keys: solution, question"),
+        ('numeric', {}, "numeric requires the key 'answer'; found keys: none"),
+        ('numeric', {'answer': 'many'}, "requires a number as answer, not 'many'"),
+        ('numeric', {'answer': 1, 'tolerance': -1}, 'tolerance=-1: must be'),
+        ('choice', {'answer': 'AB'}, "requires a letter as answer, not 'AB'"),
+        ('length', {'target_length': 0}, 'target_length=0: must be'),
     ],
 )
 def test_a_task_that_lacks_what_a_reward_needs(name, task, message):
@@ -107,15 +107,15 @@ def test_a_sum_is_read(text, weights):
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
-        ('', 'is expected at the end'),
-        ('numeric+', 'is expected at'),
-        ('numerc', "there is no reward 'numerc'; did you mean numeric"),
-        ('zzz', 'there are: exact, numeric'),
-        ('numeric numeric', "is expected at 'numeric'"),
-        ('numeric + numeric', 'numeric is in it twice'),
-        ('numeric*2', r"is expected at '\*2'"),
-        ('2', "is expected at '2'"),
-        ('exec("x")', 'there is no reward'),
+        ('', 'at the end'),
+        ('numeric+', 'expected a sum such as numeric'),
+        ('numerc', "unknown reward 'numerc'; did you mean numeric"),
+        ('zzz', 'use one of: exact, numeric'),
+        ('numeric numeric', "at 'numeric'"),
+        ('numeric + numeric', 'numeric occurs twice'),
+        ('numeric*2', r"at '\*2'"),
+        ('2', "at '2'"),
+        ('exec("x")', 'unknown reward'),
     ],
 )
 def test_what_is_no_sum_is_told(text, message):
@@ -142,7 +142,7 @@ def test_programs_are_scored_in_the_sandbox():
     assert not parse_reward('syntax').needs_sandbox
     with SandboxPool(2, limits=SandboxLimits(wall_seconds=30.0)) as pool:
         assert [score.total for score in total.score([response] * 2, tasks, pool)] == [0.5, 1.5]
-    with pytest.raises(ValueError, match='need a SandboxPool'):
+    with pytest.raises(ValueError, match='require a SandboxPool'):
         total.score([response], tasks[:1])
 
 

@@ -64,7 +64,7 @@ def test_programs_are_judged_in_one_sandbox(caplog):
         assert scorer.score([response] * 2, tasks).rewards.tolist() == [0.5, 1.0]
         assert scorer.score([response] * 2, tasks, reward='all_tests').rewards.tolist() == [0.0, 1.0]
     (message,) = caplog.messages
-    assert message.startswith('programs run in a sandbox by ')
+    assert message.startswith('programs run in a sandbox with ')
     with pytest.raises(RuntimeError, match='the sandbox is closed'):
         scorer.score([response], tasks[:1])
 
@@ -72,7 +72,7 @@ def test_programs_are_judged_in_one_sandbox(caplog):
 def test_no_sandbox_is_started_for_what_runs_nothing(caplog):
     with caplog.at_level(logging.INFO, logger='maxlm'), RewardScorer('numeric + 0.1*syntax'):
         assert not caplog.messages
-    with pytest.raises(InputError, match="there is no reward 'nmeric'"):
+    with pytest.raises(InputError, match="unknown reward 'nmeric'"):
         RewardScorer('exact', 'nmeric')
 
 
@@ -94,22 +94,22 @@ def test_tasks_that_have_what_is_needed(reward, task):
 @pytest.mark.parametrize(
     ('reward', 'task', 'message'),
     [
-        ('exact', {'solution': 1}, "exact needs 'answer' in a task; this one has: solution"),
-        ('format + numeric', {'answer': 'many'}, 'needs a number as answer'),
-        ('numeric', {'answer': 1, 'tolerance': 'x'}, "tolerance='x' is not"),
-        ('choice', {'answer': 'AB'}, 'needs a letter'),
-        ('length', {}, "needs 'target_length'"),
-        ('tests', {'answer': 1}, 'neither tests nor cases; it has: answer'),
+        ('exact', {'solution': 1}, "exact requires the key 'answer'; found keys: solution"),
+        ('format + numeric', {'answer': 'many'}, 'requires a number as answer'),
+        ('numeric', {'answer': 1, 'tolerance': 'x'}, "tolerance='x': must be"),
+        ('choice', {'answer': 'AB'}, 'requires a letter'),
+        ('length', {}, "requires the key 'target_length'"),
+        ('tests', {'answer': 1}, 'neither tests nor cases; found keys: answer'),
         ('all_tests', {'tests': []}, 'neither tests nor cases'),
-        ('tests', {'tests': 5}, "'tests' is not a text or a list of texts"),
-        ('tests', {'tests': [5]}, "'tests' holds what is no text"),
+        ('tests', {'tests': 5}, "'tests' must be a string or a list of strings"),
+        ('tests', {'tests': [5]}, "'tests' must contain only strings"),
         ('tests', {'tests': 'assert f('}, "'tests' cannot be parsed"),
-        ('tests', {'tests': ['f(1)']}, "there is no test in 'tests'"),
-        ('tests', {'tests': 'assert 1', 'prefix': 1}, "'prefix' is not a text"),
-        ('tests', {'cases': {'stdout': '1'}}, "'cases' is not a list"),
-        ('tests', {'cases': ['1']}, "'cases' holds what is no object"),
+        ('tests', {'tests': ['f(1)']}, "'tests' contains no test"),
+        ('tests', {'tests': 'assert 1', 'prefix': 1}, "'prefix' must be a string"),
+        ('tests', {'cases': {'stdout': '1'}}, "'cases' must be a list"),
+        ('tests', {'cases': ['1']}, "'cases' must contain only objects"),
         ('tests', {'cases': [{'stdin': '1'}]}, "has no 'stdout'"),
-        ('tests', {'cases': [{'stdin': 1, 'stdout': '1'}]}, "the 'stdin' of a case is not a text"),
+        ('tests', {'cases': [{'stdin': 1, 'stdout': '1'}]}, "'stdin' of a case must be a string"),
     ],
 )
 def test_a_task_that_lacks_something_is_named(reward, task, message):

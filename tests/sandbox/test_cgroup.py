@@ -22,10 +22,10 @@ def test_a_group_that_can_be_divided_is_found(tmp_path):
     own, parent = fake_groups(tmp_path)
     assert find_parent(tmp_path, own) == parent
     (parent / 'cgroup.subtree_control').write_text('cpu pids')
-    with pytest.raises(OSError, match='does not hand down memory'):
+    with pytest.raises(OSError, match='does not delegate memory'):
         find_parent(tmp_path, own)
     own.write_text('4:memory:/x\n')
-    with pytest.raises(OSError, match='no group of cgroup v2'):
+    with pytest.raises(OSError, match='not in a cgroup v2 group'):
         find_parent(tmp_path, own)
 
 

@@ -120,9 +120,9 @@ def test_a_limit_is_a_positive_number(field, value):
 
 
 def test_wrong_settings_are_told():
-    with pytest.raises(InputError, match='a worker or more, not 0'):
+    with pytest.raises(InputError, match='workers=0: a sandbox requires at least 1'):
         SandboxPool(0)
-    with pytest.raises(InputError, match=r"'selinux' is no mechanism of the sandbox; there are: root, mount"):
+    with pytest.raises(InputError, match=r"unknown sandbox mechanism 'selinux'; use one of: root, mount"):
         SandboxPool(1, without=['selinux'])
     with pytest.raises(InputError, match="'safety' is no guarantee"):
         SandboxPool(1, required=['safety'])
@@ -133,7 +133,7 @@ def test_what_this_machine_cannot_enforce_is_told():
     assert nothing.missing == tuple(GUARANTEES)
     assert nothing.enforced == ALWAYS_ENFORCED
     assert Sandbox(MECHANISMS, {}).missing == ()
-    assert str(nothing) == f'sandbox by limits alone; not enforced: {", ".join(GUARANTEES)}'
+    assert str(nothing) == f'sandbox with limits only; not enforced: {", ".join(GUARANTEES)}'
     assert 'not enforced' not in str(Sandbox(MECHANISMS, {}))
     for name, ways in GUARANTEES.items():
         for way in ways:
@@ -151,7 +151,7 @@ def test_each_mechanism_can_be_left_out(mechanism):
 
 def test_it_refuses_to_start_without_what_is_required():
     without = ('mount namespace', 'landlock')
-    with pytest.raises(InputError, match=r'cannot enforce files .*landlock: switched off'):
+    with pytest.raises(InputError, match=r'cannot enforce files .*landlock: disabled'):
         SandboxPool(1, without=without)
     with SandboxPool(1, without=without, required=['network']) as pool:
         assert 'files' in pool.sandbox.missing

@@ -70,7 +70,7 @@ def execute(text: str, name: str) -> int:
         exec(compile(text, FILE, 'exec', dont_inherit=True), module.__dict__)
     except SystemExit as stop:
         if name != '__main__':
-            print('the program ended itself before its tests began', file=sys.stderr)
+            print('the program exited before its tests began', file=sys.stderr)
             return EXIT_ERROR
         if stop.code is None or isinstance(stop.code, int):
             return int(stop.code or 0) & 0xFF

@@ -82,7 +82,7 @@ class RpcClient:
                 if isinstance(arguments[index], MUTABLE):
                     update(arguments[index], decode(content, self.restore))
         except (TypeError, ValueError, IndexError) as error:
-            raise Ended(f'an answer that makes no sense: {error}') from None
+            raise Ended(f'invalid response: {error}') from None
         return decode(result, self.restore)
 
     def serve(self, request: list) -> None:
@@ -109,7 +109,7 @@ class RpcClient:
         if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
             self.functions.append(value)
             return ['k', len(self.functions) - 1]
-        raise TypeError(f'tests can hand plain data and functions to a program, not {type(value).__name__}')
+        raise TypeError(f'tests can pass only plain data and functions to a program, not {type(value).__name__}')
 
     def restore(self, data: list) -> Any:
         """Decodes a reference: a loaded standard library module, a builtin, an exception class or a remote object."""
@@ -121,7 +121,7 @@ class RpcClient:
         if tag == 'e':
             return self.error_class(reference, rest)
         if tag != 'r' or type(reference) is not int:
-            raise ValueError(f'{tag!r} is no kind of value')
+            raise ValueError(f'unknown tag {tag!r}')
         if reference not in self.objects:
             kind, *content = rest
             self.objects[reference] = RemoteObject(
@@ -131,7 +131,7 @@ class RpcClient:
 
     def refuse(self, what: str) -> NoReturn:
         """Raises RefusedError and records it, so that it counts even if the tests catch it."""
-        self.refusal = self.refusal or f'{what} of an object of the program: tests compare and compute with plain data'
+        self.refusal = self.refusal or f'{what} of an object of the program is not supported; use plain data in tests'
         raise RefusedError(self.refusal)
 
     def pop_refusal(self) -> str | None:
@@ -154,7 +154,7 @@ class RpcClient:
             ) or builtin_error(names)
             return kind(str(message))
         except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise Ended(f'an error that makes no sense: {error}') from None
+            raise Ended(f'invalid error: {error}') from None
 
 
 def builtin_error(names: list[str]) -> type[Exception]:
@@ -304,7 +304,7 @@ class RemoteObject:
 def expect(kind: type, value: Any) -> Any:
     """Returns the value. Raises TypeError unless it is exactly of the type."""
     if type(value) is not kind:
-        raise TypeError(f'{kind.__name__} expected, the program gave {type(value).__name__}')
+        raise TypeError(f'expected {kind.__name__}, but the program returned {type(value).__name__}')
     return value
 
 

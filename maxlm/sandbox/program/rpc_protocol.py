@@ -75,7 +75,7 @@ class Channel:
         """
         data = json.dumps(message).encode()
         if len(data) > MAX_MESSAGE_BYTES:
-            raise ValueError(f'{len(data)} bytes are too much to hand over')
+            raise ValueError(f'message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes')
         view = memoryview(LENGTH.pack(len(data)) + data)
         try:
             while view:
@@ -87,13 +87,13 @@ class Channel:
         """Receives a message. Raises Ended if the channel is closed or the message is invalid."""
         (length,) = LENGTH.unpack(self.read(LENGTH.size))
         if length > MAX_MESSAGE_BYTES:
-            raise Ended(f'a message of {length} bytes')
+            raise Ended(f'message of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes')
         try:
             message = json.loads(self.read(length))
         except (ValueError, RecursionError) as error:
             raise Ended(str(error)) from None
         if not isinstance(message, list) or not message:
-            raise Ended('a message that is no list')
+            raise Ended('invalid message: not a list')
         return message
 
     def read(self, length: int) -> bytes:
@@ -105,7 +105,7 @@ class Channel:
             except OSError as error:
                 raise Ended(str(error)) from None
             if not chunk:
-                raise Ended('the other end is closed')
+                raise Ended('the connection is closed')
             data += chunk
         return bytes(data)
 
@@ -162,7 +162,7 @@ def decode(data: Any, restore: Callable[[list], Any]) -> Any:
             return getattr(importlib.import_module(module), name)(*(decode(item, restore) for item in rest[1]))
         return restore(data)
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
-        raise Ended(f'a value that makes no sense: {error}') from None
+        raise Ended(f'invalid value: {error}') from None
 
 
 def plain_content(value: Any) -> list:

@@ -87,10 +87,10 @@ def run_tests(text: str, channel: Channel, report: Report) -> None:
     try:
         client = RpcClient(channel)
     except Ended:
-        report(['error', 'the program ended before its tests began'])
+        report(['error', 'the program exited before its tests began'])
         return
     except Exception as error:
-        report(['error', f'the names of the program make no sense: {error}'])
+        report(['error', f'the program sent invalid names: {error}'])
         return
     namespace = test_module(usable_names(tree, client.names))
     functions = defined_functions(tree)
