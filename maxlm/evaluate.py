@@ -1,9 +1,8 @@
-"""Evaluates checkpoints: `python -m maxlm.evaluate --checkpoint=CKPT [--data=DIR] [--tasks=…] [--json]`.
+"""Evaluates checkpoints: `python -m maxlm.evaluate --checkpoint=runs/first [--data=DIR] [--tasks=arc_easy,needle]`.
 
-CKPT is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. Several checkpoints are compared in
-one table. Without --tasks, the loss on held-out data is measured. TASKS is a comma-separated list of lm-eval benchmarks
-(arc_easy), task files and directories of them, humaneval:FILE, mbpp:FILE and needle. With --tasks, the loss is measured
-only if --data is given.
+A checkpoint is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. Several checkpoints are
+compared in one table. Without --tasks, reports the loss on held-out data. With --tasks, runs lm-eval benchmarks, task
+files, humaneval:FILE, mbpp:FILE or needle, and reports the loss only if --data is given.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def main(argv: list[str]) -> int:
     """Prints loss, perplexity, bits per byte, and the unigram entropy that a model must beat; or a table."""
     options = _parse(argv)
     if len(set(options.checkpoint)) < len(options.checkpoint):
-        raise InputError('--checkpoint: the same one is given twice')
+        raise InputError('--checkpoint: the same checkpoint is given twice; remove one')
     assessment = None
     if options.tasks:
         assessment = EvalRun(parse_tasks(options.tasks), _assessment_config(options))
@@ -80,33 +79,33 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         required=True,
         action='append',
         type=PathOption(Kind.DIRECTORY, ANY),
-        help='workdir, WORKDIR@STEP, or a directory of one step; several are compared with the first',
+        help='workdir, WORKDIR@STEP or directory of one step; repeatable, others are compared with the first',
     )
     add('--data', type=PathOption(Kind.DIRECTORY, ANY), help="data set of maxlm.prepare (default: the run's)")
-    add('--num-batches', type=int, default=0, help='0 = the whole validation split (default)')
+    add('--num-batches', type=int, default=0, help='number of validation batches; 0 = all (default)')
     add(
         '--tasks',
         type=PathList(PathOption()),
         default='',
-        help='names, task files, humaneval:FILE, mbpp:FILE, needle; commas between',
+        help='comma-separated lm-eval tasks, task files, humaneval:FILE, mbpp:FILE, needle',
     )
     folder = PathOption(Kind.DIRECTORY, may_be_empty=True)
-    add('--tasks-path', type=folder, default='', help='folder of task files whose names --tasks may give')
-    add('--num-fewshot', type=int, help='examples in each prompt of lm-eval (default: as the task says)')
-    add('--limit', type=int, help='documents of each task, at most')
-    add('--apply-chat-template', action='store_true', help="ask in conversations, by the model's chat template")
-    add('--samples', type=int, default=1, help='programs for each problem; one is the likeliest (default 1)')
-    add('--max-tokens', type=int, default=512, help='of a program (default 512)')
-    add('--temperature', type=float, default=0.8, help='of programs, where there are several (default 0.8)')
-    add('--seed', type=int, default=0, help='of what is drawn (default 0)')
-    add('--num-slots', type=int, default=32, help='texts that are continued at a time (default 32)')
-    add('--needle-lengths', default='', help="e.g. 1024,4096 (default: powers of two up to the model's context)")
-    add('--needle-trials', type=int, default=5, help='facts hidden at each length and depth (default 5)')
-    add('--output', type=folder, default='', help='folder for results, samples, the table and pictures')
+    add('--tasks-path', type=folder, default='', help='folder of task files that --tasks can select by name')
+    add('--num-fewshot', type=int, help='few-shot examples per lm-eval prompt (default: set by the task)')
+    add('--limit', type=int, help='maximum documents per task')
+    add('--apply-chat-template', action='store_true', help="apply the model's chat template to prompts")
+    add('--samples', type=int, default=1, help='programs per problem; 1 = greedy (default 1)')
+    add('--max-tokens', type=int, default=512, help='maximum tokens of a program (default 512)')
+    add('--temperature', type=float, default=0.8, help='sampling temperature if --samples > 1 (default 0.8)')
+    add('--seed', type=int, default=0, help='random seed of sampling (default 0)')
+    add('--num-slots', type=int, default=32, help='maximum concurrent continuations (default 32)')
+    add('--needle-lengths', default='', help='text lengths, e.g. 1024,4096 (default: powers of two up to the context)')
+    add('--needle-trials', type=int, default=5, help='needle trials per length and depth (default 5)')
+    add('--output', type=folder, default='', help='folder for results, samples, table and figures')
     add('--json', action='store_true', help='print one JSON object')
     options = parser.parse_args(argv)
     if options.num_batches < 0:
-        raise InputError(f'--num-batches={options.num_batches}: must be at least 0 (0 = the whole split)')
+        raise InputError(f'--num-batches={options.num_batches}: must be at least 0 (0 = all)')
     for name, least in {'limit': 1, 'num_fewshot': 0, 'samples': 1, 'needle_trials': 1, 'num_slots': 1}.items():
         value = getattr(options, name)
         if value is not None and value < least:
@@ -120,7 +119,7 @@ def _assessment_config(options: argparse.Namespace) -> EvalOptions:
         try:
             lengths = tuple(sorted(int(part) for part in options.needle_lengths.split(',')))
         except ValueError:
-            raise InputError(f'--needle-lengths={options.needle_lengths}: needs numbers with commas between') from None
+            raise InputError(f'--needle-lengths={options.needle_lengths}: must be comma-separated numbers') from None
     return EvalOptions(
         folder=options.tasks_path,
         num_fewshot=options.num_fewshot,
@@ -238,10 +237,10 @@ def _loss_text(one: Evaluated) -> str:
     ]
     interval = held_out.loss().interval
     if interval is not None:
-        lines.append(f'  95 % confidence: loss {interval[0]:.4f} to {interval[1]:.4f}')
+        lines.append(f'  95 % confidence interval: loss {interval[0]:.4f} to {interval[1]:.4f}')
     lines += [f'  {name}: loss {loss:.4f}' for name, loss in values.get('by_source', {}).items()]
     positions = '  '.join(f'{first}: {loss:.3f}' for first, _, loss in held_out.by_position())
-    return '\n'.join([*lines, f'  by tokens seen, from: {positions}'])
+    return '\n'.join([*lines, f'  by context tokens, from: {positions}'])
 
 
 def _as_json(found: list[Evaluated]) -> dict[str, Any]:
@@ -268,7 +267,7 @@ def _write(folder: Path, found: list[Evaluated]) -> None:
         (folder / 'table.txt').write_text(table + '\n', encoding='utf-8')
         curves = {one.name: one.held_out.by_position() for one in found if one.held_out is not None}
         if curves:
-            draw_positions(curves, 'Loss by how much the model sees').savefig(folder / 'positions.png', dpi=150)
+            draw_positions(curves, 'Loss by number of context tokens').savefig(folder / 'positions.png', dpi=150)
     except OSError as error:
         raise InputError(f'--output={folder}: {os_message(error)}') from error
 

@@ -1,9 +1,8 @@
-"""Continues prompts: `python -m maxlm.generate --checkpoint=CKPT --prompt=TEXT --max-tokens=N --temperature=0`.
+"""Generates text from prompts: `python -m maxlm.generate --checkpoint=runs/first --prompt='Once upon'`.
 
-CKPT is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. Prompts are given as
-arguments, in a file (--prompt-file), line by line on a terminal (--interactive), or as JSON lines (--input), whose
-completions are written to --output. With --chat a prompt is a user message, and the model answers it. Runs on one
-device.
+The checkpoint is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. Prompts are
+arguments (--prompt), files (--prompt-file), lines typed in a terminal (--interactive), or a JSONL file (--input), whose
+completions are written to --output. With --chat, prompts are user messages. Runs on one device.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> int:
     if options.input:
         lines = read_lines(options.input, model)
         if not lines:
-            raise InputError(f'{options.input}: has no lines')
+            raise InputError(f'{options.input}: the file contains no prompts')
         engine, model = _with_engine(model, options, len(lines) * options.num_samples)
         _complete_lines(engine, lines, options.output, request)
         return EXIT_DONE
@@ -91,35 +90,44 @@ def _parser() -> ArgumentParser:
         '--checkpoint',
         required=True,
         type=PathOption(Kind.DIRECTORY, ANY),
-        help='workdir, WORKDIR@STEP, or a directory of one step',
+        help='workdir, WORKDIR@STEP or directory of one step',
     )
+    parser.add_argument('--prompt', action='append', type=text_argument, help='text to continue; repeatable')
     parser.add_argument(
-        '--prompt', action='append', type=text_argument, help='text to continue; can be given several times'
+        '--prompt-file', action='append', type=file, help='file containing a text to continue; repeatable'
     )
-    parser.add_argument('--prompt-file', action='append', type=file, help='file with a text to continue')
     parser.add_argument('--interactive', action='store_true', help='read prompts from the terminal')
-    parser.add_argument('--input', type=file, help='JSON lines with "prompt" or "messages"')
-    parser.add_argument('--output', type=file, help='gets the lines of --input with "completions"')
-    parser.add_argument('--chat', action='store_true', help='the prompt is a question, spelled by the chat template')
+    parser.add_argument('--input', type=file, help='JSONL file with "prompt" or "messages" on each line')
+    parser.add_argument('--output', type=file, help='JSONL file for the lines of --input with "completions"')
+    parser.add_argument('--chat', action='store_true', help='treat prompts as user messages; apply the chat template')
+    parser.add_argument('--suffix', type=text_argument, help='suffix for fill-in-the-middle (FIM-trained models only)')
+    parser.add_argument('--max-tokens', type=int, default=128, help='maximum tokens per continuation (default 128)')
+    parser.add_argument('--num-samples', type=int, default=1, help='continuations per prompt (default 1)')
+    parser.add_argument('--temperature', type=float, default=0.8, help='sampling temperature; 0 = greedy (default 0.8)')
+    parser.add_argument('--top-k', type=int, default=0, help='sample from the k most likely tokens; 0 = all (default)')
     parser.add_argument(
-        '--suffix', type=text_argument, help='text behind a hole that is to be filled, for models trained to'
+        '--top-p',
+        type=float,
+        default=1.0,
+        help='sample from the most likely tokens up to this total probability (default 1)',
     )
-    parser.add_argument('--max-tokens', type=int, default=128, help='tokens per continuation (default 128)')
-    parser.add_argument('--num-samples', type=int, default=1, help='continuations of each prompt (default 1)')
-    parser.add_argument('--temperature', type=float, default=0.8, help='0 = always the likeliest token (default 0.8)')
-    parser.add_argument('--top-k', type=int, default=0, help='draw among the k likeliest tokens only; 0 = all')
-    parser.add_argument('--top-p', type=float, default=1.0, help='draw among the likeliest that reach this probability')
-    parser.add_argument('--min-p', type=float, default=0.0, help='draw among those of this share of the likeliest')
-    parser.add_argument('--repetition-penalty', type=float, default=1.0, help='above 1: less of what was there already')
     parser.add_argument(
-        '--stop', action='append', type=text_argument, help='text before which to end; can be given several times'
+        '--min-p', type=float, default=0.0, help='minimum probability relative to the most likely token (default 0)'
     )
-    parser.add_argument('--seed', type=int, default=0, help='the same seed gives the same text (default 0)')
-    parser.add_argument('--slots', type=int, default=8, help='continuations at a time (default 8)')
     parser.add_argument(
-        '--kv-cache-dtype', choices=CACHES, default='model', help='type of keys and values (default model)'
+        '--repetition-penalty', type=float, default=1.0, help='penalty for repeated tokens; 1 = none (default)'
     )
-    parser.add_argument('--quantize', choices=('', *KINDS), default='', help='store the kernels so while loading')
+    parser.add_argument(
+        '--stop', action='append', type=text_argument, help='stop string, not included in the output; repeatable'
+    )
+    parser.add_argument('--seed', type=int, default=0, help='random seed (default 0)')
+    parser.add_argument('--slots', type=int, default=8, help='maximum concurrent continuations (default 8)')
+    parser.add_argument(
+        '--kv-cache-dtype', choices=CACHES, default='model', help='dtype of the key-value cache (default model)'
+    )
+    parser.add_argument(
+        '--quantize', choices=('', *KINDS), default='', help='format to quantize the kernels to while loading'
+    )
     return parser
 
 
@@ -136,19 +144,19 @@ def _check(options: argparse.Namespace) -> None:
     ]
     if len(given) != 1:
         raise InputError(
-            'give the prompts in one way: --prompt and --prompt-file, --interactive, or --input; '
+            'prompts must be given in exactly one way: --prompt and --prompt-file, --interactive, or --input; '
             f'given: {", ".join(given) or "none"}'
         )
     if (options.input is None) != (options.output is None):
-        raise InputError('--input and --output go together')
+        raise InputError('--input and --output must be used together')
     if options.input and (options.chat or options.suffix is not None):
-        raise InputError('--input: lines say themselves whether they are "messages" or have a "suffix"')
+        raise InputError('--input cannot be combined with --chat or --suffix; use "messages" or "suffix" in its lines')
     if options.suffix is not None and (options.chat or options.interactive):
-        raise InputError('--suffix goes with --prompt only, not with --chat')
+        raise InputError('--suffix cannot be combined with --chat or --interactive')
     if options.num_samples < 1:
         raise InputError(f'--num-samples={options.num_samples}: must be at least 1')
     if options.interactive and options.num_samples > 1:
-        raise InputError(f'--num-samples={options.num_samples}: with --interactive there is one answer')
+        raise InputError(f'--num-samples={options.num_samples}: must be 1 with --interactive')
     if options.slots < 1:
         raise InputError(f'--slots={options.slots}: must be at least 1')
     if not 0 <= options.seed < 2**32:

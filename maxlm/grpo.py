@@ -1,8 +1,7 @@
-"""Trains with GRPO: `python -m maxlm.grpo --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
+"""Trains with reinforcement learning: `python -m maxlm.grpo --config=FILE[:variant] [--config.section.key=value …]`.
 
-The model of train.init_from answers the prompts of grpo.prompts, and grpo.reward scores its answers. The model learns
-from answers that score better than other answers to the same prompt (GRPO). Workdir, resuming and exit codes are those
-of maxlm.train.
+Samples responses to grpo.prompts from the model of train.init_from, scores them with grpo.reward, and reinforces the
+responses that score above others to the same prompt (GRPO). Workdir, resuming and exit codes are those of maxlm.train.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatch
     if grpo.prompts_per_rollout > prompts.num_prompts:
         raise InputError(
             f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only '
-            f'{prompts.num_prompts} prompts'
+            f'{prompts.num_prompts} prompts; use at most {prompts.num_prompts}'
         )
     scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward))
     source = RolloutBatches(

@@ -1,9 +1,9 @@
-"""Stores a trained model in 8 or 4 bits: `python -m maxlm.quantize --checkpoint=CKPT --format=int8 --output=WORKDIR`.
+"""Quantizes a model to 8 or 4 bits: `python -m maxlm.quantize --checkpoint=runs/a --format=int8 --output=runs/a-int8`.
 
-CKPT is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. The kernels of the blocks are
-quantized to codes with scales; embedding, head, norms and biases do not change. WORKDIR can be used like any other
-workdir, except for training. Finally the loss of both models on the validation split is printed, for the run's data or
-for --data. --no-eval skips this.
+The checkpoint is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. Kernels of the blocks are
+stored as integer or float8 codes with scales. Embedding, head, norms and biases are unchanged. The new workdir can be
+used for inference but not for training. Afterwards, the validation loss of both models is compared on the data of the
+run or on --data; --no-eval skips the comparison.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     weights = parse_weights(options.format, options.group)
     if options.num_batches < 0:
-        raise InputError(f'--num-batches={options.num_batches}: must be at least 0 (0 = the whole split)')
+        raise InputError(f'--num-batches={options.num_batches}: must be at least 0 (0 = all)')
     with Console():
         # Opened before anything is written, so that missing evaluation data is reported immediately.
         corpus = None if options.no_eval else _open_corpus(options.checkpoint, options.data)
@@ -59,16 +59,16 @@ def _parser() -> ArgumentParser:
     groups = ', '.join(f'{kind}: {group}' for kind, group in DEFAULT_GROUPS.items())
     source = PathOption(Kind.DIRECTORY, ANY)
     parser.add_argument(
-        '--checkpoint', type=source, required=True, help='workdir, WORKDIR@STEP, or a directory of one step'
+        '--checkpoint', type=source, required=True, help='workdir, WORKDIR@STEP or directory of one step'
     )
-    parser.add_argument('--format', required=True, choices=KINDS, help='what the kernels of the blocks are stored as')
+    parser.add_argument('--format', required=True, choices=KINDS, help='storage format of the kernels')
     parser.add_argument(
-        '--group', type=int, help=f'inputs that share a scale, at most; 0 = all (default, by kind: {groups})'
+        '--group', type=int, help=f'maximum number of inputs per scale; 0 = all (default by format: {groups})'
     )
-    parser.add_argument('--output', type=PathOption(Kind.DIRECTORY), required=True, help='workdir to make')
-    parser.add_argument('--data', type=source, help="data set of maxlm.prepare to evaluate on (default: the run's)")
-    parser.add_argument('--num-batches', type=int, default=0, help='0 = the whole validation split (default)')
-    parser.add_argument('--no-eval', action='store_true', help='do not compare the losses')
+    parser.add_argument('--output', type=PathOption(Kind.DIRECTORY), required=True, help='workdir to create')
+    parser.add_argument('--data', type=source, help="data set of maxlm.prepare for the comparison (default: the run's)")
+    parser.add_argument('--num-batches', type=int, default=0, help='number of validation batches; 0 = all (default)')
+    parser.add_argument('--no-eval', action='store_true', help='skip the loss comparison')
     return parser
 
 
@@ -81,13 +81,13 @@ def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
     if Tokenizer.load(dataset.tokenizer_path).sha256 != Tokenizer.load(workdir / TOKENIZER).sha256:
         raise InputError(
             f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
-            f'prepare the data with --tokenizer {workdir / TOKENIZER}, or leave the comparison out by --no-eval'
+            f'prepare the data with --tokenizer {workdir / TOKENIZER}, or skip the comparison with --no-eval'
         )
     num_tokens, _ = corpus.validation_counts
     if not num_tokens:
         raise InputError(
-            f'{dataset.path} has no validation documents; prepare it with --validation PATH, or leave the comparison '
-            f'out by --no-eval'
+            f'{dataset.path} has no validation documents; prepare it with --validation PATH, or skip the comparison '
+            f'with --no-eval'
         )
     return corpus
 
@@ -126,7 +126,7 @@ def _table(done: Quantized, kind: str, losses: list[float]) -> str:
         + '  '.join(f'{cell:>{width}}' for cell, width in zip(row[1:], widths[1:], strict=True))
         for row in rows
     ]
-    return '\n'.join([f'{done.workdir}: step {done.step} in {kind}', *(line.rstrip() for line in lines)])
+    return '\n'.join([f'{done.workdir}: step {done.step} quantized to {kind}', *(line.rstrip() for line in lines)])
 
 
 def run() -> None:

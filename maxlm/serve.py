@@ -1,8 +1,8 @@
-"""Serves a model over HTTP: `python -m maxlm.serve --checkpoint=CKPT`, then http://127.0.0.1:8000.
+"""Serves a model over HTTP: `python -m maxlm.serve --checkpoint=runs/first`, then open http://127.0.0.1:8000.
 
-CKPT is a workdir (its step with the lowest validation loss, or else the newest), `WORKDIR@STEP`, the directory of one
-step, or a directory of Hugging Face Transformers. The server has an OpenAI-compatible API at /v1 and a chat page for
-browsers. SIGTERM and Ctrl-C finish the running requests; a second signal exits immediately.
+The checkpoint is a workdir (the step with the lowest validation loss, or the newest), `WORKDIR@STEP`, the directory of
+one step, or a Hugging Face Transformers directory. The OpenAI-compatible API is at /v1, and a chat page for browsers is
+at /. SIGTERM and Ctrl-C finish running requests before exit; a second signal exits at once.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def main(argv: list[str]) -> int:
     )
     if not 1 <= options.tensor_parallel_size <= jax.device_count():
         raise InputError(
-            f'--tensor-parallel-size={options.tensor_parallel_size}: must be from 1 to the {jax.device_count()} '
-            'that are here'
+            f'--tensor-parallel-size={options.tensor_parallel_size}: must be from 1 to '
+            f'{jax.device_count()}, the number of devices'
         )
     # Bind before the model is loaded, so that a port in use is reported immediately.
     with Console(), bind(options.host, options.port) as listener:
         if not is_loopback(listener) and not api_key:
             logger.warning(
-                f'--host={options.host}: whoever reaches this machine can use the model; '
+                f'--host={options.host}: anyone who can reach this machine can use the model; '
                 f'set --api-key-file or {API_KEY}, or listen on 127.0.0.1'
             )
         with found_checkpoint(options.checkpoint) as checkpoint:
@@ -95,43 +95,71 @@ def _parser() -> ArgumentParser:
         '--checkpoint',
         type=PathOption(Kind.DIRECTORY, ANY),
         required=True,
-        help="workdir, WORKDIR@STEP, a step's directory, or one of Transformers",
+        help='workdir, WORKDIR@STEP, directory of one step, or Transformers directory',
     )
-    parser.add_argument('--host', default='127.0.0.1', help='address to listen on (%(default)s)')
-    parser.add_argument('--port', type=int, default=8000, help='0 = any that is free (%(default)s)')
+    parser.add_argument('--host', default='127.0.0.1', help='address to listen on (default %(default)s)')
+    parser.add_argument(
+        '--port', type=int, default=8000, help='port to listen on; 0 = any free port (default %(default)s)'
+    )
     parser.add_argument(
         '--api-key-file',
         type=PathOption(Kind.FILE, may_be_empty=True),
         default='',
-        help=f'file of the key to ask clients for; else {API_KEY}',
+        help=f'file containing the API key (default: environment variable {API_KEY})',
     )
-    parser.add_argument('--served-model-name', default='', help='of the model (default: of its directory)')
-    parser.add_argument('--slots', type=int, default=8, help='samples that are drawn at a time (%(default)s)')
+    parser.add_argument('--served-model-name', default='', help='model name in the API (default: directory name)')
+    parser.add_argument('--slots', type=int, default=8, help='maximum concurrent samples (default %(default)s)')
     parser.add_argument(
-        '--max-model-len', type=int, default=0, help="tokens of prompt and answer; 0 = the model's context"
+        '--max-model-len',
+        type=int,
+        default=0,
+        help="maximum tokens of prompt and response; 0 = the model's context length (default)",
     )
     parser.add_argument(
-        '--kv-cache-dtype', choices=('model', 'int8'), default='model', help='type of keys and values (%(default)s)'
+        '--kv-cache-dtype',
+        choices=('model', 'int8'),
+        default='model',
+        help='dtype of the key-value cache (default %(default)s)',
     )
     parser.add_argument(
-        '--tensor-parallel-size', type=int, default=1, help='that share the layers of the model (%(default)s)'
+        '--tensor-parallel-size',
+        type=int,
+        default=1,
+        help='number of devices for tensor parallelism (default %(default)s)',
     )
-    parser.add_argument('--quantize', choices=('', *KINDS), default='', help='store the kernels so while loading')
-    parser.add_argument('--max-tokens', type=int, default=0, help='of one answer; 0 = what the context leaves')
     parser.add_argument(
-        '--max-queue-size', type=int, default=256, help='samples that wait for a slot; 0 = no limit (%(default)s)'
+        '--quantize', choices=('', *KINDS), default='', help='format to quantize the kernels to while loading'
     )
-    parser.add_argument('--request-timeout', type=float, default=600, help='for one request (%(default)s)')
-    parser.add_argument('--max-request-bytes', type=int, default=4 * 2**20, help='bytes of one request (%(default)s)')
     parser.add_argument(
-        '--drain-seconds', type=float, default=30, help='for the last requests at the end (%(default)s)'
+        '--max-tokens',
+        type=int,
+        default=0,
+        help='maximum tokens of a response; 0 = limited by the context only (default)',
+    )
+    parser.add_argument(
+        '--max-queue-size',
+        type=int,
+        default=256,
+        help='maximum samples waiting for a slot; 0 = unlimited (default %(default)s)',
+    )
+    parser.add_argument(
+        '--request-timeout', type=float, default=600, help='timeout of a request in seconds (default %(default)s)'
+    )
+    parser.add_argument(
+        '--max-request-bytes', type=int, default=4 * 2**20, help='maximum size of a request body (default %(default)s)'
+    )
+    parser.add_argument(
+        '--drain-seconds',
+        type=float,
+        default=30,
+        help='seconds for running requests to finish at shutdown (default %(default)s)',
     )
     parser.add_argument(
         '--allow-origin',
         action='append',
         default=[],
         metavar='ORIGIN',
-        help='pages that may ask besides its own, e.g. https://chat.example.org; can be given several times',
+        help='additional allowed origin of web pages, e.g. https://chat.example.org; repeatable',
     )
     return parser
 
@@ -141,7 +169,7 @@ def _check_extra() -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise InputError(f"maxlm.serve needs {name}: pip install 'maxlm[serve]'") from error
+            raise InputError(f"maxlm.serve requires {name}: pip install 'maxlm[serve]'") from error
 
 
 def _api_key(path: str) -> str:
@@ -156,9 +184,9 @@ def _api_key(path: str) -> str:
             reason = os_message(error) if isinstance(error, OSError) else 'not UTF-8'
             raise InputError(f'{source}: {reason}') from error
         if not key:
-            raise InputError(f'{source}: is empty; write the key into it')
+            raise InputError(f'{source}: the file is empty; write the API key to it')
     if not (key.isascii() and key.isprintable() and ' ' not in key):
-        raise InputError(f'{source}: a key has printable ASCII characters without blanks')
+        raise InputError(f'{source}: the API key must consist of printable ASCII characters without spaces')
     return key
 
 

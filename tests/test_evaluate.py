@@ -138,9 +138,9 @@ def test_lines_for_people(lines, whole):
     loss, confidence, positions = lines.splitlines()
     assert loss.startswith(f'step 4: loss {whole["loss"]:.4f} nats/token')
     assert 'bits/byte' in loss
-    low, high = (float(part) for part in confidence.removeprefix('  95 % confidence: loss ').split(' to '))
+    low, high = (float(part) for part in confidence.removeprefix('  95 % confidence interval: loss ').split(' to '))
     assert low < whole['loss'] < high
-    assert positions.startswith('  by tokens seen, from: 1: ')
+    assert positions.startswith('  by context tokens, from: 1: ')
     assert ' 32: ' not in positions
     assert ' 16: ' in positions
 

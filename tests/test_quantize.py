@@ -26,7 +26,7 @@ def test_sizes_and_losses(workdir, tmp_path, capsys):
     output = tmp_path / 'new'
     assert run(f'--checkpoint={workdir}', '--format=int8', f'--output={output}', '--num-batches=1') == EXIT_DONE
     title, head, before, after = capsys.readouterr().out.splitlines()[-4:]
-    assert title == f'{output}: step 7 in int8'
+    assert title == f'{output}: step 7 quantized to int8'
     assert head.split('  ')[0] == 'weights'
     row = r'{} +([\d.]+) KiB +[\d.]+ [KM]iB +([\d.]+){}'
     first = re.fullmatch(row.format('float32', ''), before)
@@ -56,7 +56,7 @@ def test_the_table(tmp_path):
         tmp_path, 7, memory_before=4_000_000, memory_after=1_250_000, disk_before=3_000_000, disk_after=900_000
     )
     assert quantize._table(done, 'int8', [2.0, 2.01]).splitlines() == [
-        f'{tmp_path}: step 7 in int8',
+        f'{tmp_path}: step 7 quantized to int8',
         'weights  in memory    on disk    loss  difference',
         'float32   3.81 MiB   2.86 MiB  2.0000',
         'int8      1.19 MiB  878.9 KiB  2.0100     +0.50 %',

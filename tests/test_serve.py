@@ -323,14 +323,14 @@ def test_the_model_is_in_memory_once(workdir, model, monkeypatch):
 def test_without_the_extra(workdir, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, 'uvicorn', None)
     assert exit_code(serve.main, [f'--checkpoint={workdir}']) == EXIT_BAD_INPUT
-    assert "maxlm.serve needs uvicorn: pip install 'maxlm[serve]'" in capfd.readouterr().err
+    assert "maxlm.serve requires uvicorn: pip install 'maxlm[serve]'" in capfd.readouterr().err
 
 
 def test_an_open_port_without_a_key_is_warned_of(capfd, monkeypatch):
     monkeypatch.delenv(serve.API_KEY, raising=False)
     open_to_all = ['--checkpoint=nowhere', '--host=0.0.0.0', '--port=0']
     assert exit_code(serve.main, open_to_all) == EXIT_BAD_INPUT
-    assert 'whoever reaches this machine can use the model' in capfd.readouterr().out
+    assert 'anyone who can reach this machine can use the model' in capfd.readouterr().out
     monkeypatch.setenv(serve.API_KEY, 'secret')
     assert exit_code(serve.main, open_to_all) == EXIT_BAD_INPUT
     assert 'whoever' not in capfd.readouterr().out

@@ -85,7 +85,7 @@ def test_lengths():
     assert default_lengths(200) == (200,)
     for lengths, message in (
         ((8192,), '8192 exceeds the context length of the model, 4096'),
-        ((50,), 'give 7[0-9] or more'),
+        ((50,), 'use at least 7[0-9]'),
     ):
         with pytest.raises(InputError, match=message):
             find(9, lengths=lengths)

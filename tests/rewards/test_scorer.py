@@ -123,7 +123,7 @@ def test_accuracy_is_of_the_full_reward():
     tenths = np.array([0.1, 0.2, 0.3, 0.4], np.float32).cumsum()
     assert is_correct(tenths).tolist() == [False, False, False, True]
     assert accuracy(np.array([1.0, 0.5, 0.999, 1.1], np.float32)) == 0.5
-    with pytest.raises(ValueError, match='no responses'):
+    with pytest.raises(ValueError, match='accuracy requires at least one response'):
         accuracy(np.zeros(0))
 
 
