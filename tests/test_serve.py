@@ -278,7 +278,7 @@ def test_the_command(workdir, tmp_path):
         (['--max-request-bytes=0'], '--max-request-bytes=0: must be above 0'),
         (['--drain-seconds=-1'], '--drain-seconds=-1.0: must be'),
         (['--api-key-file=nowhere'], '--api-key-file=nowhere: No such file'),
-        (['--api-key-file={empty}'], '/empty: is empty'),
+        (['--api-key-file={empty}'], '/empty: the file is empty'),
         (['--api-key-file=/dev/null'], '--api-key-file=/dev/null: is a character device'),
         (['--allow-origin=chat.example.org'], '--allow-origin=chat.example.org: must be like'),
         (['--allow-origin=https://x.org/path'], '--allow-origin=https://x.org/path: must be like'),

@@ -124,7 +124,7 @@ def test_wrong_settings_are_told():
         SandboxPool(0)
     with pytest.raises(InputError, match=r"unknown sandbox mechanism 'selinux'; use one of: root, mount"):
         SandboxPool(1, without=['selinux'])
-    with pytest.raises(InputError, match="'safety' is no guarantee"):
+    with pytest.raises(InputError, match="unknown sandbox guarantee 'safety'"):
         SandboxPool(1, required=['safety'])
 
 
