@@ -1,4 +1,4 @@
-"""Prints the README's table of models: `python -m benchmarks.models`.
+"""Prints the table of models in docs/models.md: `python -m benchmarks.models`.
 
 Everything in it is computed from the config's own shapes; nothing is compiled or allocated.
 """

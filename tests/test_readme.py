@@ -20,7 +20,14 @@ from tests.starting import make_start
 
 README = (ROOT / 'README.md').read_text()
 DOCS = '\n'.join([README, *(path.read_text() for path in sorted((ROOT / 'docs').glob('*.md')))])
-BLOCKS = re.findall(r'^```\n(.*?)^```', DOCS, re.MULTILINE | re.DOTALL)
+
+
+def blocks(text):
+    """Returns the code blocks of a Markdown text."""
+    return re.findall(r'^```\n(.*?)^```', text, re.MULTILINE | re.DOTALL)
+
+
+BLOCKS = blocks(DOCS)
 
 
 def commands():
@@ -48,7 +55,7 @@ def test_commands_parse(monkeypatch):
             assert (ROOT / words[-1]).is_file(), words
             continue
         module = words[2]
-        if module in ('maxlm.VERB',) or any(word.endswith('…') for word in words[3:]):
+        if module == 'maxlm.COMMAND' or any(word.endswith('…') for word in words[3:]):
             continue
         seen.add(module)
         argv = words[3:]
@@ -61,7 +68,7 @@ def test_commands_parse(monkeypatch):
         overrides, rest = split_overrides(argv)
         configs = [word.removeprefix('--config=') for word in rest if word.startswith('--config=')]
         for config in configs:
-            # The config.json of a run is what earlier commands of the README make.
+            # Earlier commands of the page write the config.json of a run.
             load('configs/tiny.py' if config.endswith('.json') else config, overrides)
     verbs = {'train', 'evaluate', 'generate', 'hf', 'prepare', 'fetch', 'plan', 'checkpoints', 'supervise'}
     verbs |= {'doctor', 'monitor', 'report', 'grpo', 'serve', 'quantize'}
@@ -79,8 +86,10 @@ def dead_links(text):
 
 def test_files_that_are_named_are_there():
     names = set(re.findall(r'\]\(([^)]+)\)', README)) | set(
-        re.findall(r'`((?:configs|launch|benchmarks)/[\w./]+)`', README)
+        re.findall(r'`((?:configs|launch|benchmarks|maxlm)/[\w./]+)`', DOCS)
     )
+    # The log of a worker is not a file of the repository.
+    names -= {'maxlm/logs/run.log'}
     assert len(names) >= 5
     missing = {name for name in names if not (ROOT / name).exists()}
     assert missing == set()
@@ -89,12 +98,12 @@ def test_files_that_are_named_are_there():
     assert {path.name: dead for path in docs if (dead := dead_links(path.read_text()))} == {}
     # README leads to every document.
     assert {f'docs/{path.name}' for path in docs} <= set(re.findall(r'\]\(([^)]+)\)', README))
-    tree = next(block for block in BLOCKS if block.startswith('configs/'))
+    tree = next(block for block in blocks((ROOT / 'docs/structure.md').read_text()) if block.startswith('configs/'))
     for folder in re.findall(r'^  (\w+)/', tree, re.MULTILINE):
         assert (ROOT / 'maxlm' / folder).is_dir(), folder
-    # Every room of the package stands in the tree.
-    rooms = {path.name for path in (ROOT / 'maxlm').iterdir() if path.is_dir() and path.name != '__pycache__'}
-    assert rooms == set(re.findall(r'^  (\w+)/', tree, re.MULTILINE))
+    # The tree lists every package.
+    packages = {path.name for path in (ROOT / 'maxlm').iterdir() if path.is_dir() and path.name != '__pycache__'}
+    assert packages == set(re.findall(r'^  (\w+)/', tree, re.MULTILINE))
 
 
 def exists(key):
@@ -115,7 +124,7 @@ def test_keys_that_are_named_exist():
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory, dataset):
-    """A folder with what the section on using a model begins with: two small models, and a file of prompts."""
+    """Returns a directory with the inputs of docs/inference.md: two small models and a file of prompts."""
     folder = tmp_path_factory.mktemp('readme')
     for name, tokenizer in {'first': bytes_tokenizer(), 'chat': chat_tokenizer()}.items():
         tokenizer.save(folder / f'{name}.json')
@@ -127,7 +136,7 @@ def runs(tmp_path_factory, dataset):
 
 
 def test_the_commands_that_use_a_model_do(runs, monkeypatch, capsys):
-    block = README.split('## Use the model\n')[1].split('```')[1]
+    block = (ROOT / 'docs/inference.md').read_text().split('## Commands\n')[1].split('```')[1]
     lines = block.strip().splitlines()
     assert 5 <= len(lines) <= 8
     monkeypatch.chdir(runs)

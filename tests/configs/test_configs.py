@@ -62,8 +62,8 @@ def test_another_width_would_be_seen():
 
 
 @pytest.mark.parametrize('model', MODELS, ids=lambda model: model.config)
-def test_the_readme_has_the_figures(model):
-    assert row(model) in (ROOT / 'README.md').read_text().splitlines()
+def test_the_docs_have_the_figures(model):
+    assert row(model) in (ROOT / 'docs/models.md').read_text().splitlines()
 
 
 def test_by_hand():

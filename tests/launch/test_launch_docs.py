@@ -1,4 +1,4 @@
-"""docs/launch.md is true: each command in it is one that its script takes."""
+"""Checks that the scripts accept each launch command of README.md and docs/launch.md."""
 
 import re
 import shlex
@@ -11,8 +11,17 @@ from tests.launch.programs import SECRET
 pytestmark = pytest.mark.multiprocess
 
 TEXT = (ROOT / 'docs/launch.md').read_text()
-BLOCKS = re.findall(r'^```\n(.*?)^```', TEXT, re.MULTILINE | re.DOTALL)
-COMMANDS = [line for block in BLOCKS for line in block.replace('\\\n', ' ').splitlines() if line.strip()]
+README = (ROOT / 'README.md').read_text()
+
+
+def command_lines(text):
+    """Returns the lines of the code blocks of a Markdown text."""
+    blocks = re.findall(r'^```\n(.*?)^```', text, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.replace('\\\n', ' ').splitlines() if line.strip()]
+
+
+LAUNCHES = [line for line in command_lines(README) if line.startswith('launch/')]
+COMMANDS = list(dict.fromkeys([*command_lines(TEXT), *LAUNCHES]))
 
 
 def dry(line):
@@ -48,6 +57,7 @@ def test_a_wrong_command_is_found(programs):
 
 
 def test_every_script_is_there():
+    assert LAUNCHES
     commands = '\n'.join(COMMANDS)
     for name in ('gpu_node.sh', 'slurm/train.sbatch', 'k8s/apply.sh', 'tpu_vm.sh'):
         assert f'launch/{name}' in commands
