@@ -1,10 +1,9 @@
-"""What a run gets through: tries every fault, by the tests that do so, and writes docs/faults.md from what they found.
+"""Runs the tests of every fault and writes docs/faults.md from their results.
 
     python -m benchmarks.soak [--full] [--faults=NAME,…] [--results=FILE] [--docs=FILE]
 
-With --full the tests try each fault as often as the table promises instead of a sample; that takes hours on two CPU
-cores. Results of faults that are not tried now stay as they are in FILE. Exit code 1: a test has failed. With
-`--faults=` nothing is tried and the table is only written anew.
+With --full the tests run the full number of trials instead of a sample, which takes hours on two CPU cores. Results of
+other faults in FILE are kept. Exit code 1: a test failed. `--faults=` runs no tests and only writes the page.
 """
 
 from __future__ import annotations
@@ -50,20 +49,20 @@ BUCKET, FAILURES = 'tests/checkpoint/test_bucket_checkpoints.py::', 'tests/check
 FAULTS = (
     Fault(
         'kill',
-        'kill -9 at a random moment of a run, saves included',
-        'started again, it ends with the losses and parameters of the run without, bit for bit',
+        'kill -9 at a random time of a run, including saves',
+        'the restarted run ends with the same losses and parameters as an uninterrupted run, bit for bit',
         ('tests/test_train_killed.py',),
     ),
     Fault(
         'kill-save',
-        'kill -9 during a save, on a disk and into a bucket',
-        'no committed step is lost; what shows can be restored',
+        'kill -9 during a save to a disk or a bucket',
+        'no committed step is lost; every listed step can be restored',
         ('tests/checkpoint/test_killed.py', f'{BUCKET}test_a_step_that_is_half_deleted_is_not_seen'),
     ),
     Fault(
         'resume',
-        'stopped after any step, and what a kill leaves behind',
-        'goes on bit for bit as if it had never stopped, on another machine too',
+        'stop after any step, and the files after a kill',
+        'the run resumes bit for bit, also on another machine',
         (
             f'{RESUME}test_resume_from_each_step_is_exact',
             f'{RESUME}test_a_run_that_ended_early_resumes_exactly',
@@ -74,13 +73,13 @@ FAULTS = (
     Fault(
         'kill-one',
         'kill -9 of one of two processes',
-        'the other ends with 75 within 15 s; the run goes on bit for bit',
+        'the other process ends with 75 within 15 s; the run resumes bit for bit',
         (f'{KILLED}test_one_is_killed', f'{PROCESSES}test_the_others_follow_a_killed_process'),
     ),
     Fault(
         'sigterm',
-        'SIGTERM to one of two processes, and again to any while they save',
-        'all save the same step and end with 75 within 5 s; the run goes on bit for bit',
+        'SIGTERM to one of two processes, and again to any of them during the save',
+        'all processes save the same step and end with 75 within 5 s; the run resumes bit for bit',
         (
             f'{KILLED}test_one_is_told_to_stop',
             f'{RESUME}test_a_run_that_ended_early_resumes_exactly',
@@ -91,27 +90,27 @@ FAULTS = (
     Fault(
         'stopped',
         'SIGSTOP of one of two processes',
-        'the other ends with 75 within 15 s, and so does the stopped one when it goes on',
+        'the other process ends with 75 within 15 s, and so does the stopped process after SIGCONT',
         (f'{KILLED}test_one_is_stopped',),
     ),
     Fault(
         'stuck',
-        'a process that is stuck, in its data loader or elsewhere',
-        'ends with 75 within 2 s of the deadline of train.hang_timeout_seconds, with all stacks in the log; the '
-        'others follow',
+        'a process hangs, in its data loader or elsewhere',
+        'it ends with 75 within 2 s after train.hang_timeout_seconds, with all stacks in the log; the other '
+        'processes end too',
         ('tests/runtime/test_watchdog.py', f'{PROCESSES}test_a_stuck_process_tells_where_and_all_end'),
     ),
     Fault(
         'notice',
-        'notice of preemption or maintenance by the metadata server, which may itself fail',
-        'saved and ended with 75; faults of the server do no harm',
+        'preemption or maintenance notice of the metadata server, which may itself fail',
+        'the run saves its state and ends with 75; errors of the server have no effect',
         ('tests/runtime/test_maintenance.py', f'{STOP}test_a_notice_reaches_the_other_processes_as_sigterm'),
     ),
     Fault(
         'other-mesh',
-        'another mesh, other numbers of processes and devices at the next start',
-        'the state is the same bit for bit, the next loss within 1e-6 (processes × devices: how far it is off), '
-        'the order of the data the same',
+        'another mesh and other numbers of processes and devices at the next start',
+        'the state and the data order are the same bit for bit, the next loss within 1e-6 (processes × devices: '
+        'difference)',
         (
             f'{PROCESSES}test_a_checkpoint_of_two_processes_is_restored_in_other_numbers',
             f'{PROCESSES}test_a_checkpoint_of_one_process_is_restored_in_two',
@@ -120,8 +119,8 @@ FAULTS = (
     ),
     Fault(
         'damage',
-        'bit flip, truncation, deleted file in a checkpoint',
-        'found and named; the newest older step that is whole is used',
+        'bit flip, truncation or deleted file in a checkpoint',
+        'detected and named; the newest older intact step is used',
         (
             'tests/checkpoint/test_damage.py',
             'tests/checkpoint/test_processes.py',
@@ -130,8 +129,8 @@ FAULTS = (
     ),
     Fault(
         'bucket-faults',
-        '503, 429, dropped connections, delays while a step is saved into a bucket',
-        'all steps are committed, and no step of the training waits',
+        '503, 429, dropped connections or delays during a save to a bucket',
+        'all steps are committed, and no training step waits',
         (
             f'{BUCKET}test_faults_that_pass_delay_no_step',
             'tests/workdir/test_run_storage.py',
@@ -140,8 +139,9 @@ FAULTS = (
     ),
     Fault(
         'outage',
-        'the storage is away, or refuses (403)',
-        'training goes on, an alarm within 60 s; a step that is due meanwhile is left out, the next save works',
+        'storage does not respond, or refuses (403)',
+        'training continues, with an alert within 60 s; a checkpoint due during the outage is skipped, the next save '
+        'works',
         (
             f'{BUCKET}test_a_bucket_that_does_not_answer_while_it_is_written_is_told',
             f'{BUCKET}test_what_a_bucket_refuses_is_told_and_the_run_goes_on',
@@ -153,25 +153,25 @@ FAULTS = (
     Fault(
         'kill-upload',
         'kill -9 of an upload',
-        'resumed; nothing half visible',
+        'the upload is resumed; no partial step is visible',
         (f'{MIRROR}test_a_killed_upload_is_resumed',),
     ),
     Fault(
         'full-disk',
-        'the disk is full, of one process or of several in turn',
-        'a clear line, older steps as they were; the next save works when there is room',
+        'the disk of one process, or of several in turn, is full',
+        'one clear line, older steps unchanged; the next save works when there is space',
         (f'{FAILURES}test_a_full_disk', f'{FAILURES}test_no_process_waits_for_one_that_failed'),
     ),
     Fault(
         'bad-batch',
-        'a gradient that is not finite, a batch that explodes',
-        'the state is bit for bit as if the batch had never come',
+        'a non-finite gradient or a loss spike',
+        'the state is bit for bit the same as without the batch',
         ('tests/training/test_spike_guard.py::test_a_bad_batch_leaves_no_trace',),
     ),
     Fault(
         'rollback',
-        'bad batches one after the other',
-        'back to a checkpoint from before, and to the end of a run that never saw them; given up after some times',
+        'several bad batches in a row',
+        'the run rolls back and ends like a run without these batches; it stops after several rollbacks',
         (
             f'{ENDINGS}test_a_rollback_ends_as_if_the_window_had_never_been_there',
             f'{ENDINGS}test_a_run_that_diverges_gives_up_and_keeps_what_it_had',
@@ -179,8 +179,8 @@ FAULTS = (
     ),
     Fault(
         'data',
-        'a shard of the data that is damaged, cut short or gone',
-        'named; nothing of it is trained on; what was done before it is saved',
+        'a damaged, truncated or missing data shard',
+        'the shard is named and not trained on; the previous state is saved',
         (
             'tests/data/loader/test_damaged_shards.py',
             f'{ENDINGS}test_what_was_done_before_damaged_data_is_saved',
@@ -189,8 +189,8 @@ FAULTS = (
     ),
     Fault(
         'end',
-        'the last step, early stopping, a budget that is used up',
-        'the state is committed before the run ends; started again, the run says that it is over',
+        'the last step, early stopping, or a spent budget',
+        'the state is committed before the run ends; started again, the run reports that it is complete',
         (
             f'{TRAIN}test_a_finished_run_has_nothing_to_do_and_can_be_extended',
             f'{ENDINGS}test_early_stopping_saves_and_stays_stopped',
@@ -201,25 +201,25 @@ FAULTS = (
     Fault(
         'two-runs',
         'a second run on the same workdir',
-        'refused with one line that names the first; the lock of a run that is gone is taken over by exactly one',
+        'it is refused with one line that names the first; exactly one run takes over the lock of a dead process',
         ('tests/workdir/test_lock.py',),
     ),
     Fault(
         'crash-loop',
-        'a run that ends over and over',
-        'started again as long as it gets ahead, given up otherwise',
+        'a run that fails repeatedly',
+        'it is restarted as long as it makes progress',
         ('tests/test_supervise_decisions.py', 'tests/test_supervise.py'),
     ),
     Fault(
         'alerts',
-        'a webhook or command for alerts that fails or hangs',
+        'an alert webhook or command that fails or hangs',
         'training is neither stopped nor delayed',
         ('tests/telemetry/test_alerts.py',),
     ),
     Fault(
         'foreign-files',
         'damaged, special and oversized files in data, configs, Hugging Face directories and checkpoints',
-        'one line that names the file; neither a hang nor more than 1 GiB of memory',
+        'one line that names the file; no hang, and at most 1 GiB of memory',
         (
             'tests/test_special_files.py',
             'tests/data/formats/test_bombs.py',
@@ -230,7 +230,7 @@ FAULTS = (
     Fault(
         'secrets',
         'tokens, keys and credentials in the environment',
-        'in no log, config.json, checkpoint, metric or error',
+        'they are in no log, config.json, checkpoint, metric or error',
         ('tests/test_secrets.py', 'tests/workdir/test_run_storage.py::test_secrets_are_not_told'),
     ),
 )
@@ -322,14 +322,21 @@ def render(results: dict[str, Any]) -> str:
         tests = '<br>'.join(f'`{test.removeprefix("tests/")}`' for test in fault.tests)
         rows.append(f'| {fault.fault} | {fault.promise} | {tests} | {figure(results.get(fault.name))} |')
     table = '\n'.join(rows)
-    return f"""# Faults: what a run gets through
+    return f"""# Tested faults
 
-Written by `python -m benchmarks.soak` from the results of the tests named here; edit that, not this. "sample": the
-tests as CI runs them; `--full` tries as often as is promised. Times are the longest, on CPU cores that had other work
-too: `benchmarks/results/soak_cpu2.json` has the load. Exit codes and what starts again: [launch.md](launch.md); what
-decides and where it is kept: [reliability.md](reliability.md).
+On this page you look up the faults that maxlm is tested with, the guarantee for each, and the measurement. Repeat a
+test with:
 
-| fault | promise | tests (below `tests/`) | measured |
+```
+python -m benchmarks.soak --faults=kill
+```
+
+`python -m benchmarks.soak` writes this page from its table and the results of the tests, so do not edit the page.
+*sample* means the tests as CI runs them; `--full` runs the full number of trials. Times are the longest, on CPU cores
+with other load (`benchmarks/results/soak_cpu2.json`). [launch.md](launch.md#restarts) has exit codes and restarts,
+[reliability.md](reliability.md) has the options.
+
+| fault | guarantee | tests (below `tests/`) | measured |
 |---|---|---|---|
 {table}
 """
