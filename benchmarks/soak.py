@@ -292,7 +292,7 @@ def try_fault(fault: Fault, *, full: bool) -> dict[str, Any]:
 
 
 def read_report(text: str, name: str) -> dict[str, Any]:
-    """What pytest's report in the format of JUnit says of the tests of a fault."""
+    """Reads pytest's JUnit report of the tests of a fault."""
     cases = list(ElementTree.fromstring(text).iter('testcase'))
     # A test that is left out has shown nothing.
     bad = [case for case in cases if any(case.find(kind) is not None for kind in ('failure', 'error', 'skipped'))]
