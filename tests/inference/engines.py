@@ -1,4 +1,4 @@
-"""Small models and engines that share compiled programs, and continuations computed without a cache."""
+"""Provides small models, engines that share compiled functions, and continuations computed without a cache."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.small import small_config, small_layout
 GREEDY = Sampling(temperature=0)
 NUM_IDS = 257
 CONTEXT = 100
-# Beyond one chunk of the prompt's length, and so long that padding reaches past the context.
+# The longest prompt exceeds one chunk, and its padding reaches past the context.
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6], list(range(40, 110))]
 MAX_TOKENS = 12
-# More rows than token ids, and an odd number, which devices cannot share equally.
+# The vocabulary has more rows than the tokenizer, and an odd number, which devices cannot split equally.
 MODEL = {'model__dim': 16, 'model__vocab_size': 1023, 'model__max_positions': CONTEXT}
 SCALED = {'model__family': 'llama', 'model__rope_scaling_factor': 4.0, 'model__original_max_positions': 25}
 FAMILIES = {
@@ -40,11 +40,12 @@ FAMILIES = {
     'linear': {**SCALED, 'model__rope_scaling': 'linear'},
     'yarn': {**SCALED, 'model__rope_scaling': 'yarn'},
     'llama3': {**SCALED, 'model__rope_scaling': 'llama3'},
-    # Within the original context: behind it keys stay as they were rotated, which one pass does otherwise.
+    # Keys in the cache keep the rotation of the original context, so texts stay within it; one pass rotates all keys
+    # again.
     'dynamic': {**SCALED, 'model__rope_scaling': 'dynamic', 'model__original_max_positions': CONTEXT},
     'windows': {'model__family': 'llama', 'model__sliding_window': 5, 'model__attention_pattern': 'SL'},
 }
-# A prompt of one chunk takes one program, longer prompts no other.
+# A prompt of one chunk needs one compiled function; longer prompts need no other.
 SETTINGS = {'num_slots': 3, 'chunk': 32}
 
 
@@ -53,7 +54,7 @@ def load(family, num_devices=1, **mesh):
     settings = {f'mesh__{axis}': size for axis, size in mesh.items()}
     config = small_config(num_devices=num_devices, **{**MODEL, **FAMILIES[family]}, **settings)
     layout = small_layout(config)
-    # Spread far enough that rounding does not change which token is the likeliest.
+    # The large standard deviation keeps rounding from changing the most likely token.
     params = random_params(config, layout, std=0.4)
     return LoadedModel(config, layout, params, bytes_tokenizer(), Path('tokenizer.json'), 1)
 
@@ -69,10 +70,11 @@ _shared_programs = functools.cache(_programs)
 
 
 def new_engine(model, *, share=True, all_rows=False, **settings):
-    """Returns an engine with empty slots whose kernels are turned as those of larger models are.
+    """Returns an engine with empty slots and transposed kernels, as in larger models.
 
-    Engines with the same settings share their programs, unless a test changes what programs are made of (`share`).
-    With `all_rows` decoding calls always have all slots, as where rows are split over devices: one program less.
+    Engines with the same settings share their compiled functions, unless `share` is False. Tests that change what is
+    compiled need that. With `all_rows`, decoding calls always include all slots, as when rows are split over devices;
+    this saves one compilation.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, 'TURNED_INPUTS', 1)
@@ -83,13 +85,13 @@ def new_engine(model, *, share=True, all_rows=False, **settings):
 
 @functools.cache
 def engine(family, **settings):
-    """Returns an engine that tests share: its slots may hold anything."""
+    """Returns an engine that tests share. Its slots may contain anything."""
     return new_engine(load(family), **settings)
 
 
 @functools.cache
 def forward(family):
-    """(params, tokens [1, T]) → the logits [T, V] behind each token, over all ids of the model."""
+    """Returns a function from (params, tokens [1, T]) to logits [T, V] after each token, over all ids of the model."""
     model = load(family)
     graph, _ = nnx.split(abstract_model(model.config, model.layout))
 
@@ -103,15 +105,15 @@ def forward(family):
 
 
 def naive_logits(family, tokens, num_ids=NUM_IDS):
-    """Returns the logits [T, V] behind each token."""
-    # What stands behind a token does not matter to it, so one length serves all.
+    """Returns the logits [T, V] after each token."""
+    # Later tokens do not affect a position, so one padded length serves all texts.
     padded = np.zeros((1, CONTEXT), np.int32)
     padded[0, : len(tokens)] = tokens
     return np.asarray(forward(family)(load(family).params, padded))[: len(tokens), :num_ids]
 
 
 def naive(family, prompt, num_ids=NUM_IDS, max_tokens=MAX_TOKENS):
-    """Returns the greedy continuation, each token by a pass over the whole text before it."""
+    """Returns the greedy continuation, computed with a pass over the complete text for each token."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(int(np.argmax(naive_logits(family, tokens, num_ids)[-1])))
@@ -119,7 +121,7 @@ def naive(family, prompt, num_ids=NUM_IDS, max_tokens=MAX_TOKENS):
 
 
 def likeliest(family, prompt, ids):
-    """Returns the likeliest token at each place of a continuation: equal to `ids` only where these are greedy."""
+    """Returns the most likely token at each position of a continuation. It equals `ids` only if these are greedy."""
     return naive_logits(family, [*prompt, *ids])[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 

@@ -1,6 +1,6 @@
-"""One of two processes that draw responses together: `python -m tests.inference.rollout_pair`.
+"""Runs one of two processes that sample responses together: `python -m tests.inference.rollout_pair`.
 
-They and the tests of one process draw from the same model to the same prompts.
+These processes and the single-process tests use the same model and prompts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tests.small import small_config
 
 MAX_PROMPT, MAX_TOKENS, NUM_SAMPLES = 8, 7, 2
 PROMPTS = [[7], [3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9]]
-# An odd number, which devices cannot share equally.
+# An odd size, which devices cannot split equally.
 SETTINGS = {'model__vocab_size': 61}
 STD = 0.3
 
 
 def main() -> None:
-    """Prints what this process has in the end, as JSON in the last line."""
+    """Prints the results of this process as JSON in the last line."""
     initialize()
     config = small_config(2, **SETTINGS, mesh__fsdp=2)
     layout = make_layout(config.mesh)

@@ -1,4 +1,4 @@
-"""Text of tokens as they come, against decoding all of them at once."""
+"""Tests incremental detokenization against decoding all tokens at once."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ TEXT = 'naïve café — 日本語 👩🏽‍🚀 and “quotes”\n\ttabs'
 
 
 def sentencepiece():
-    """Words with a blank before them, and bytes for what has none."""
+    """Returns a tokenizer of words with a leading space, with byte fallback."""
     pieces = ['<unk>', *(f'<0x{byte:02X}>' for byte in range(256)), *'▁abcdefghijklmnopqrstuvwxyz']
     model = tokenizers.models.BPE(
         {piece: i for i, piece in enumerate(pieces)}, [], unk_token='<unk>', byte_fallback=True
@@ -55,19 +55,19 @@ def test_bytes_of_characters_wait_for_each_other(tokenizer):
     pieces, _ = shown(tokenizer, ids)
     assert ''.join(pieces) == tokenizer.decode(ids) == TEXT
     assert all('�' not in piece for piece in pieces)
-    # It does not wait for the end.
+    # Text is emitted before the end.
     assert sum(map(bool, pieces)) > 10
 
 
 @pytest.mark.parametrize('tokenizer', ['bytes', 'bpe'], indirect=True)
 def test_what_is_shown_is_what_decoding_at_once_gives(tokenizer):
-    """Of any ids, in which bytes are no characters at all."""
+    """Tests random ids, whose bytes may not be valid UTF-8."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, tokenizer.vocab_size, 3000).tolist()
     whole = ''.join(shown(tokenizer, ids)[0])
     assert whole == tokenizer.decode(ids)
     assert '�' in whole
-    # Every beginning too, when it is finished.
+    # A finished prefix of any length gives the same text as well.
     for length in range(1, 40):
         assert ''.join(shown(tokenizer, ids[:length])[0]) == tokenizer.decode(ids[:length])
 
@@ -77,7 +77,7 @@ def test_a_continuation_keeps_its_first_blank():
     ids = tokenizer.encode_batch(['some words here'])[0].tolist()
     pieces, _ = shown(tokenizer, ids[5:], prompt=ids[:5])
     assert ''.join(pieces) == ' words here'
-    # Control: decoded alone it would be lost.
+    # Control: decoding the tokens alone loses the leading space.
     assert tokenizer.decode(ids[5:]) == 'words here'
 
 
@@ -86,10 +86,10 @@ def test_a_continuation_keeps_its_first_blank():
     [
         (['“quotes'], 'naïve café — 日本語 👩🏽‍🚀 and '),
         (['zzz', 'é'], 'naïve caf'),
-        # The one that comes first, whatever their order.
+        # The first stop in the text counts, regardless of the order of the stops.
         (['日本', 'café'], 'naïve '),
         (['n'], ''),
-        # One that begins again inside of itself.
+        # This stop contains its own beginning.
         (['tabs', '\t\t'], TEXT.removesuffix('tabs')),
     ],
 )
@@ -107,7 +107,7 @@ def test_what_may_become_a_stop_string_is_held_back():
     assert stream.add(ord('c')) == ''
     assert stream.stopped
     assert stream.finish() == ''
-    # Control: what never became one is shown at the end.
+    # Control: an incomplete stop is emitted at the end.
     stream = TextStream(tokenizer, [], ['ababc'])
     assert [stream.add(token) for token in b'abab'] == [''] * 4
     assert (stream.finish(), stream.stopped) == ('abab', False)

@@ -1,4 +1,4 @@
-"""Which parameters a checkpoint gives to those who use it, and what it must have with it."""
+"""Tests which parameters of a checkpoint are loaded, and which files must accompany it."""
 
 import shutil
 
@@ -20,7 +20,9 @@ from tests.checkpoint.test_streaming import flatten, streamed
 
 @pytest.fixture(scope='module')
 def saved(dataset, tmp_path_factory):
-    """Workdirs with a step 7 of random parameters, without and with an average of others; both as arrays."""
+    """Returns workdirs with random parameters at step 7, without and with an EMA, and both sets of parameters as
+    arrays.
+    """
     state = random_state(abstract_on(8), step=7, skipped=0)
     average = random_state(abstract_on(8), step=7, skipped=0, seed=1).params
     workdirs = []
@@ -34,7 +36,7 @@ def saved(dataset, tmp_path_factory):
 
 @pytest.fixture
 def make(saved, tmp_path):
-    """A copy of a workdir with or without an average."""
+    """Returns a function that copies a workdir with or without an EMA."""
     workdirs, params, average = saved
 
     def make(*, averaged):
@@ -77,7 +79,7 @@ def test_a_checkpoint_without_a_tokenizer(make):
             load_model(str(checkpoint), num_devices=1)
         assert f'--checkpoint={checkpoint} has no tokenizer.json' in str(info.value)
         assert str(workdir / TOKENIZER) in str(info.value)
-    # What the message says.
+    # The fix that the message suggests works.
     (workdir / TOKENIZER).write_bytes(tokenizer)
     load_model(str(workdir), num_devices=1)
 
@@ -92,7 +94,7 @@ def test_a_chat_template_comes_with_the_model(make, capsys):
     assert model.stop_token_ids == (256, 258)
     ids = model.chat.encode_prompt([{'role': 'user', 'content': 'a'}]).tolist()
     assert model.tokenizer.decode(ids) == '<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n'
-    # One that cannot be used is no reason to refuse the model.
+    # A tokenizer that cannot be used does not prevent loading the model.
     bytes_tokenizer().save(workdir / TOKENIZER)
     with Console():
         assert load_model(str(workdir), num_devices=1).chat is None

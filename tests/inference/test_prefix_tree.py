@@ -1,4 +1,4 @@
-"""Which texts share a tree, and where their tokens stand in it."""
+"""Tests the grouping of texts into prefix trees and the positions of their tokens."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ START = list(range(100, 110))
 def test_texts_that_begin_alike_are_one_tree():
     texts = [[*START, 3], [1, 2], [*START, 2, 2], [*START[:8], 5], START, [*START[:7], 5]]
     found = insert(texts)
-    # In the order of their tokens; seven are too few to share.
+    # Texts are sorted by their tokens; a prefix of seven tokens is too short to share.
     assert found == [Tree([1], 2), Tree([5], 8), Tree([3, 4, 2, 0], 9 + 2 + 2 + 1)]
     assert insert(texts, max_tokens=0) == [Tree([number], len(texts[number])) for number in (1, 5, 3, 4, 2, 0)]
 
@@ -20,12 +20,12 @@ def test_texts_that_begin_alike_are_one_tree():
 def test_a_tree_has_an_end():
     texts = [[*START, number] for number in range(10)]
     assert [tree.size for tree in insert(texts, max_tokens=14)] == [14, 14, 12]
-    # What is longer than a tree stands alone.
+    # A text longer than a tree gets its own.
     assert [tree.size for tree in insert([[*START, 1], [*START, 2]], max_tokens=9)] == [11, 11]
 
 
 def seen(laid, index):
-    """What a token sees, by the rule of the model."""
+    """Returns the indices that a token attends to under the model's rule."""
     return [other for other in range(index + 1) if index < laid.ends[other]]
 
 

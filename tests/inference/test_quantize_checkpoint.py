@@ -1,4 +1,4 @@
-"""A quantized model: what it loses, what is written, and what is refused."""
+"""Tests quantized models: the loss increase, the written files, and the errors."""
 
 import dataclasses
 import shutil
@@ -37,15 +37,15 @@ CONFIG_OVERRIDES = {
     'optimizer__warmup_steps': 10,
     'optimizer__schedule': 'linear',
 }
-# What a trained model may lose, in percent of its loss; the first two are the promise.
+# Maximum loss increase of a trained model, in percent. The documentation promises the first two.
 LIMITS = {'int8': 0.5, 'int4': 3.0, 'fp8': 1.0}
-# Root mean square of the logits' error, relative to that of the logits: two to three times what one kernel may have,
-# since the errors of two layers add up.
+# Root mean square error of the logits, relative to their root mean square. It is two to three times the error of one
+# kernel, since the errors of two layers add up.
 ERRORS = {'int8': 0.03, 'int4': 0.36, 'fp8': 0.1}
 
 
 def batches(text, num, seed):
-    """Windows at random places of a text of bytes."""
+    """Yields batches of windows at random positions of a byte text."""
     rng = np.random.default_rng(seed)
     ones = np.ones((BATCH, WINDOW), np.int32)
     for starts in rng.integers(0, len(text) - WINDOW, (num, BATCH)):
@@ -61,7 +61,7 @@ def batches(text, num, seed):
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-    """A workdir with a model of the first nine tenths of the license, and the rest of it."""
+    """Returns a workdir with a model trained on the first nine tenths of the license, and the remaining text."""
     config = small_config(**CONFIG_OVERRIDES)
     layout = small_layout(config)
     text = np.frombuffer((ROOT / 'LICENSE').read_bytes(), np.uint8)
@@ -92,7 +92,7 @@ def write(workdir, config, params):
 
 def loss(model, text):
     step = jax.jit(make_eval_step(model.config, model.layout))
-    # Of one sequence at a time, as the config of a loaded model has it.
+    # The config of a loaded model has a batch of one sequence.
     rows = [
         {name: array[row : row + 1] for name, array in batch.items()}
         for batch in batches(text, 8, seed=1)
@@ -103,7 +103,7 @@ def loss(model, text):
 
 @pytest.fixture(scope='module')
 def plain(tmp_path_factory):
-    """A workdir with a model of random parameters."""
+    """Returns a workdir with a model of random parameters."""
     config = small_config(**CONFIG_OVERRIDES)
     workdir = tmp_path_factory.mktemp('plain') / 'run'
     write(workdir, config, random_params(config, std=0.1))
@@ -128,12 +128,12 @@ def quantized(plain, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def stored(quantized):
-    """Each of them as it is loaded."""
+    """Returns each quantized model as loaded."""
     return {kind: load_model(str(done.workdir), num_devices=1) for kind, done in quantized.items()}
 
 
 def with_moved_codes(model):
-    """Control: the blocks are in other codes, those of the neighbouring outputs."""
+    """Returns a control model: codes in its blocks are shifted to the neighboring output."""
     blocks = jax.tree.map_with_path(
         lambda path, leaf: np.roll(leaf, 1, axis=-1) if path[-1].key == 'kernel_codes' else leaf,
         model.params['blocks'],
@@ -146,7 +146,7 @@ def with_moved_codes(model):
 def test_what_a_trained_model_loses(trained, tmp_path):
     workdir, text = trained
     before = loss(load_model(str(workdir), num_devices=1), text)
-    # It has learned: all bytes alike are 5.5.
+    # The model has learned: a uniform distribution over bytes has a loss of 5.5.
     assert before < 2.8
     models = {
         kind: load_model(str(done.workdir), num_devices=1) for kind, done in quantize_to(tmp_path, workdir).items()
@@ -159,7 +159,7 @@ def test_what_a_trained_model_loses(trained, tmp_path):
 
 @pytest.fixture(scope='module')
 def logits_of(loaded):
-    """Model → logits of a few random tokens, and those of the model that was not quantized."""
+    """Returns a function from a model to logits of random tokens, and the logits of the model before quantization."""
     tokens = np.random.default_rng(0).integers(0, 257, (2, 16), dtype=np.int32)
     runs = {}
 
@@ -207,7 +207,7 @@ def test_on_the_disk_and_in_memory_it_is_the_same(plain, loaded, quantized, stor
     assert sum(x.nbytes for x in original.values()) == done.memory_before
     assert done.memory_after < 0.6 * done.memory_before
     assert done.disk_after < done.disk_before
-    # What is no kernel of a block stays bit by bit.
+    # Parameters other than kernels of blocks are unchanged bit by bit.
     arrays, kernels = leaves(found.params), quantized_kernels(found.config.model)
     rest = {name: array for name, array in original.items() if name not in kernels}
     assert {'embedding', 'head.kernel'} <= rest.keys()
@@ -235,7 +235,7 @@ def test_an_export_has_the_kernels_that_codes_mean(quantized, stored, tmp_path):
     halves = np.stack([codes & 15, codes >> 4], axis=1).astype(np.int64).reshape(weight.shape)
     wanted = (halves - 16 * (halves > 7)) * np.repeat(scales, weight.shape[0] // len(scales), axis=0)
     assert np.array_equal(weight, wanted)
-    # Control: the other layer is another.
+    # Control: the other layer differs.
     assert not np.array_equal(exported['model.layers.0.mlp.up_proj.weight'].T, wanted)
 
 
@@ -310,5 +310,5 @@ def test_codes_of_another_kind_are_told(quantized, tmp_path):
         ['kernel_codes is of int8', 'model.weight_quantization=fp8 has uint8'],
         lambda: open_parameters(tmp_path / 'run' / 'checkpoints' / str(STEPS), other),
     )
-    # What wants floats says so, too.
+    # A reader that requires floats reports the same.
     refuse(['is of', 'float32'], lambda: ParamsReader(tmp_path / 'run' / 'checkpoints' / str(STEPS)))

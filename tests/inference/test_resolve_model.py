@@ -1,4 +1,4 @@
-"""Which model is served for what is given."""
+"""Tests the resolution of a path or name to a model."""
 
 import shutil
 
@@ -23,7 +23,7 @@ from tests.starting import MODEL
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    """Steps 1, 2 and 3 of which the second is the best, and the same without losses."""
+    """Returns workdirs with steps 1, 2 and 3, with losses (step 2 is the best) and without."""
     folder = tmp_path_factory.mktemp('made')
     bytes_tokenizer().save(folder / 'tokenizer.json')
     config = small_config(**MODEL, model__vocab_size=257)
@@ -75,7 +75,7 @@ def test_a_directory_of_transformers(made, tmp_path, capsys):
     there = load_model(f'{made}/run@2', num_devices=1)
     equal = jax.tree.map(np.array_equal, jax.device_get(model.params), jax.device_get(there.params))
     assert all(jax.tree.leaves(equal))
-    # Nothing of the import is left.
+    # A failed import leaves no files behind.
     with pytest.raises(InputError):
         load_model(imported, num_devices=1)
     assert default_model_name(str(tmp_path / 'exported')) == 'exported'

@@ -1,4 +1,4 @@
-"""The sampler: against the engine, the training forward and the softmax; on other meshes and in other company."""
+"""Tests the rollout generator against the engine, the training forward pass and the softmax, on several meshes."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ FAMILIES = {
     'llama, dynamic': {'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
     'llama, bfloat16': {'model__dtype': 'bfloat16'},
 }
-# Keys in a cache stay as they were rotated when they came, which dynamic scaling does otherwise in one pass.
+# Dynamic scaling is left out: keys in a cache keep their first rotation, while one pass rotates all keys again.
 OTHERS = [
     pytest.param(name, marks=pytest.mark.nightly) if 'bfloat16' in name else name
     for name in FAMILIES
@@ -58,7 +58,7 @@ class Model(NamedTuple):
 
 @functools.cache
 def make(name='llama', std=STD, num_devices=1, **mesh):
-    """A model whose parameters are all random, the same on every mesh."""
+    """Returns a model with random parameters, which are the same on every mesh."""
     given = {f'mesh__{axis}': size for axis, size in mesh.items()}
     config = small_config(num_devices, **SETTINGS, **FAMILIES[name], model__family=name.split(',')[0], **given)
     layout = small_layout(config)
@@ -77,7 +77,7 @@ def draw(name='llama', prompts=PROMPTS, *, ends=(), seed=0, num_samples=NUM_SAMP
 
 @functools.cache
 def forward(name):
-    """Log-probabilities of every id behind every token, by the pass without a cache that training makes."""
+    """Returns a function for the log-probabilities of all ids after each token, by the training pass without cache."""
     model = make(name)
     graph, _ = nnx.split(abstract_model(model.config, model.layout))
 
@@ -91,7 +91,7 @@ def forward(name):
 
 
 def in_training(name, windows, *, isolated=True, params=None):
-    """For every text, log-probabilities of all ids behind each of its tokens; a window is texts, one after another."""
+    """Returns log-probabilities of all ids after each token of every text. A window packs several texts."""
     T = 2 * (MAX_PROMPT + MAX_TOKENS)
     tokens, segments, positions = np.zeros((3, len(ROWS), T), np.int32)
     places = []
@@ -112,7 +112,7 @@ def texts_of(responses):
 
 
 class Compared(NamedTuple):
-    """Responses at temperatures 1 and 0, and a pass of training over each of them."""
+    """Responses at temperatures 1 and 0, and the log-probabilities of a training pass over each."""
 
     name: str
     warm: object
@@ -145,7 +145,7 @@ def error_of_log_probs(responses, found, shift=0):
 
 def assert_log_probabilities_are_those_of_training(compared):
     assert error_of_log_probs(compared.warm, compared.of_warm) < compared.tolerance
-    # Control: off by one.
+    # Control: positions shifted by one.
     assert error_of_log_probs(compared.warm, compared.of_warm, shift=1) > 0.5
 
 
@@ -153,14 +153,14 @@ def assert_log_probabilities_are_those_of_packed_texts(compared):
     texts = texts_of(compared.warm)
     windows = [texts[:2], texts[2:4], texts[4:]]
     assert error_of_log_probs(compared.warm, in_training(compared.name, windows)) < compared.tolerance
-    # Control: texts that see each other.
+    # Control: texts that attend to each other.
     assert error_of_log_probs(compared.warm, in_training(compared.name, windows, isolated=False)) > 0.5
 
 
 def assert_each_token_is_the_likeliest_at_temperature_0(compared):
     for prompt, row, logs in zip(ROWS, compared.cold.tokens_BR, compared.of_cold, strict=True):
         np.testing.assert_array_equal(logs.argmax(-1)[len(prompt) - 1 : -1], row)
-    # Control: the others are not.
+    # Control: responses at the two temperatures differ.
     assert not np.array_equal(compared.warm.tokens_BR, compared.cold.tokens_BR)
 
 
@@ -194,12 +194,12 @@ def test_tokens_are_the_engines():
     for temperature in (0.0, 1.0):
         found = draw(name, seed=3, temperature=temperature).tokens_BR
         for number, prompt in enumerate(PROMPTS):
-            # Rows are numbered through all prompts, samples of a request from 0 on.
+            # Rows are numbered through all prompts; samples of a request are numbered from 0.
             rows = slice(number * NUM_SAMPLES, (number + 1) * NUM_SAMPLES)
             request = Request(tuple(prompt), MAX_TOKENS, Sampling(temperature=temperature), 3, rows.stop)
             (samples,) = engine.complete([request])
             assert [sample.ids for sample in samples[rows]] == found[rows].tolist()
-    # Controls: the seed matters, and so do prompts.
+    # Controls: the seed and the prompt change the result.
     assert draw(name).tokens_BR.tolist() != found.tolist()
     assert len(np.unique(draw(name, temperature=0.0).tokens_BR, axis=0)) == len(PROMPTS)
 
@@ -220,10 +220,10 @@ def test_tokens_are_drawn_as_the_softmax_says(llama):
 
     assert np.ptp(log_probs) > 2
     assert num * np.exp(log_probs.min()) > 3
-    # Mean and five standard deviations of chi-square with VOCAB - 1 degrees of freedom.
+    # The bound is the mean plus five standard deviations of chi-square with VOCAB - 1 degrees of freedom.
     bound = VOCAB - 1 + 5 * np.sqrt(2 * (VOCAB - 1))
     assert chi_square() < bound
-    # Control: another distribution. Log-probabilities stay those of the model.
+    # Control: another temperature samples from another distribution. Log-probabilities stay those of the model.
     assert chi_square(temperature=1.3) > bound
 
 
@@ -266,7 +266,7 @@ def test_two_processes_draw_the_same_and_have_all(tmp_path):
 
 def test_batch_mates_do_not_matter(llama):
     together = llama.warm
-    # Bit by bit, in a program of the same shape.
+    # Results of the same compiled shape are identical bit by bit.
     others = draw(prompts=[PROMPTS[2], PROMPTS[1], [60]])
     own = slice(NUM_SAMPLES, 2 * NUM_SAMPLES)
     np.testing.assert_array_equal(others.tokens_BR[own], together.tokens_BR[own])
@@ -275,7 +275,7 @@ def test_batch_mates_do_not_matter(llama):
 
 
 def test_the_number_of_rows_at_a_time_does_not_matter(llama):
-    """But for rounding: one row at a time, one prompt alone."""
+    """Processing one row at a time, or one prompt alone, changes results only by rounding."""
     together, own = llama.warm, slice(NUM_SAMPLES, 2 * NUM_SAMPLES)
     parts = draw(rows_per_run=1)
     np.testing.assert_array_equal(parts.tokens_BR, together.tokens_BR)
@@ -284,7 +284,7 @@ def test_the_number_of_rows_at_a_time_does_not_matter(llama):
     assert parts.passes == len(PROMPTS) * NUM_SAMPLES * (MAX_TOKENS - 1)
     alone = draw(prompts=PROMPTS[1:2], first_row=NUM_SAMPLES, rows_per_run=1)
     np.testing.assert_array_equal(alone.tokens_BR, together.tokens_BR[own])
-    # Control: the number of a row does matter.
+    # Control: the row number changes the samples.
     assert not np.array_equal(draw(prompts=PROMPTS[1:2], rows_per_run=1).tokens_BR, alone.tokens_BR)
 
 
@@ -294,7 +294,7 @@ def test_a_response_ends_and_with_the_last_the_loop(llama):
     end = first[2]
     assert free.passes == MAX_TOKENS - 1
     assert not free.ended_B.any()
-    # An id that never comes does not matter.
+    # An end id that never occurs has no effect.
     never = next(id for id in range(VOCAB) if id not in free.tokens_BR)
     ended = draw(ends=(never, end), temperature=0.0)
     for row, whole in enumerate(free.tokens_BR.tolist()):
@@ -305,9 +305,9 @@ def test_a_response_ends_and_with_the_last_the_loop(llama):
         np.testing.assert_array_equal(ended.log_probs_BR[row, :num], free.log_probs_BR[row, :num])
         assert np.all(ended.log_probs_BR[row, num:] == 0)
     assert ended.drawn == ended.num_B.sum() < free.drawn
-    # Control: some row goes on.
+    # Control: at least one row does not end early.
     assert ended.passes == ended.num_B.max() - 1 == MAX_TOKENS - 1
-    # Where all rows end, no pass follows.
+    # If all rows end, no further pass follows.
     alike = draw(prompts=[PROMPTS[0]] * len(PROMPTS), ends=(never, end), temperature=0.0)
     assert alike.passes == first.index(end) == alike.num_B[0] - 1 < MAX_TOKENS - 1
 
@@ -315,11 +315,11 @@ def test_a_response_ends_and_with_the_last_the_loop(llama):
 def test_runs_hold_what_they_may_and_divide_over_devices():
     lengths = (8, 8)
     assert plan_runs(8, 4, 0, shards=4, lengths=lengths) == (4, 8)
-    # One prompt for eight devices: each takes it, for some of its samples.
+    # One prompt on eight devices: each device generates some of its samples.
     assert plan_runs(1, 16, 0, shards=8, lengths=lengths) == (2, 8)
     assert plan_runs(3, 2, 4, shards=1, lengths=lengths) == (2, 2)
     assert plan_runs(3, 4, 2, shards=2, lengths=lengths) == (1, 2)
-    # The runs are about equally full.
+    # Runs have about equal numbers of rows.
     assert plan_runs(10, 1, 8, shards=1, lengths=lengths) == (1, 5)
     for prompts in range(1, 8):
         for samples in (1, 2, 6):

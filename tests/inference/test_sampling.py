@@ -1,4 +1,4 @@
-"""Drawing tokens, against plain NumPy and against the probabilities themselves."""
+"""Tests sampling against plain NumPy and against the probabilities."""
 
 from functools import partial
 
@@ -46,8 +46,8 @@ def draw_many(logits_V, seed, rows, *, number):
 
 
 def draws(logits_V, sampling, *, seed=0):
-    """How often each of at most six tokens is drawn, of 20,000 times."""
-    # One length, so that one program serves all.
+    """Returns the counts of at most six tokens in 20,000 samples."""
+    # All logits have one length, so that one compiled function serves all tests.
     padded = np.full(6, -np.inf, np.float32)
     padded[: len(logits_V)] = logits_V
     tokens = np.asarray(draw_many(padded, seed, stack_settings([sampling]), number=20_000))
@@ -61,7 +61,7 @@ def softmax(logits):
 
 
 def kept_by_numpy(logits_V, top_k, top_p):
-    """Ids that can be drawn, one by one from the likeliest."""
+    """Returns the ids that can be sampled, added one by one from the most likely."""
     kept, reached = [], 0.0
     for token in np.argsort(-logits_V, kind='stable'):
         if reached >= top_p or (top_k and len(kept) == top_k):
@@ -80,7 +80,7 @@ def test_greedy():
     logits = random_logits(16, 50)
     for sampling in (Sampling(temperature=0), Sampling(temperature=0, top_k=3, top_p=0.5)):
         assert sample_with(logits, keys(16), sampling).tolist() == logits.argmax(-1).tolist()
-    # Of equals, the first; whatever the key.
+    # Among equal logits the first one is chosen, regardless of the key.
     assert sample_with(np.array([[1.0, 3.0, 3.0]], np.float32), keys(1, seed=5), Sampling(temperature=0)).tolist() == [
         1
     ]
@@ -102,7 +102,7 @@ def test_draws_have_the_probabilities(temperature):
     logits = 0.4 * random_logits(1, 6, seed=3)[0]
     counts = draws(logits, Sampling(temperature=temperature))
     assert chi_square(counts, softmax(logits / temperature)) < 20.5
-    # Control: the test tells temperatures apart.
+    # Control: the test distinguishes similar temperatures.
     assert chi_square(counts, softmax(logits / temperature / 1.1)) > 20.5
 
 
@@ -133,7 +133,7 @@ def test_what_can_be_drawn(top_k, top_p):
 
 
 def test_temperature_comes_before_top_p():
-    # At temperature 1 the first token reaches 0.6 alone; flattened it does not.
+    # At temperature 1 the first token alone reaches 0.6; at the higher temperature it does not.
     logits = np.log(np.array([0.6, 0.21, 0.19], np.float32))
     assert np.flatnonzero(draws(logits, Sampling(top_p=0.6 - 1e-3))).tolist() == [0]
     assert len(np.flatnonzero(draws(logits, Sampling(top_p=0.6 - 1e-3, temperature=10)))) == 2
@@ -147,7 +147,7 @@ def test_batch_mates_do_not_matter(sampling):
     assert together.tolist() == alone
     backwards = sample_with(logits[::-1], row_keys[::-1], sampling)
     assert backwards.tolist() == alone[::-1]
-    # Control: the key of a row does.
+    # Control: the key of a row changes the samples.
     assert sample_with(logits, keys(8, seed=1), sampling).tolist() != alone
 
 
@@ -183,7 +183,7 @@ def test_min_p_goes_by_the_likeliest():
     logits = np.log(np.array([0.5, 0.3, 0.04, 0.16], np.float32))
     for min_p, kept in ((0.0, [0, 1, 2, 3]), (0.2, [0, 1, 3]), (0.5, [0, 1]), (1.0, [0])):
         assert np.flatnonzero(draws(logits, Sampling(min_p=min_p))).tolist() == kept
-    # All limits hold together.
+    # All limits apply together.
     assert np.flatnonzero(draws(logits, Sampling(min_p=0.2, top_k=2))).tolist() == [0, 1]
 
 
@@ -199,7 +199,7 @@ def test_rows_have_settings_of_their_own():
     together = _draw_rows(logits, row_keys, stack_settings(settings)).tolist()
     alone = [int(sample_with(logits[i : i + 1], row_keys[i : i + 1], row)[0]) for i, row in enumerate(settings)]
     assert together == alone
-    # Control: in another order they give others.
+    # Control: settings in another order give other samples.
     assert _draw_rows(logits, row_keys, stack_settings(settings[::-1])).tolist() != alone
 
 

@@ -1,4 +1,4 @@
-"""Likelihoods of continuations against one forward pass for each, on any mesh; cutting of long texts."""
+"""Tests log-likelihoods of continuations against separate forward passes on several meshes, and token windows."""
 
 import functools
 from pathlib import Path
@@ -28,7 +28,7 @@ from tests.small import small_config, small_layout
 
 CONTEXT = 96
 VOCAB = 257
-# More rows than token ids, and an odd number, which devices cannot share equally.
+# The vocabulary has more rows than the tokenizer, and an odd number, which devices cannot split equally.
 MODEL = {'model__dim': 16, 'model__vocab_size': 263, 'model__max_positions': CONTEXT}
 FAMILIES = {
     'gpt2': {'model__family': 'gpt2'},
@@ -72,9 +72,9 @@ def forward(family):
 
 
 def naive(family, span):
-    """One forward pass of the whole text."""
+    """Scores a span with one forward pass over the complete text."""
     text = [*span.context, *span.continuation][-(CONTEXT + 1) :]
-    # What stands behind a token does not matter to it, so one length serves all.
+    # Later tokens do not affect a position, so one padded length serves all texts.
     log_probs = forward(family)([*text[:-1], *[0] * (CONTEXT + 1 - len(text))])
     places = range(len(text) - 1 - len(span.continuation), len(text) - 1)
     found = [log_probs[place, token] for place, token in zip(places, span.continuation, strict=True)]
@@ -84,7 +84,7 @@ def naive(family, span):
 
 @functools.cache
 def spans():
-    """Contexts and continuations of all lengths; several of one context; some too long; some greedy."""
+    """Returns contexts and continuations of all lengths. Some share a context, are too long, or are greedy."""
     rng = np.random.default_rng(0)
 
     def text(length):
@@ -112,7 +112,7 @@ def agree(found, expected):
 
 @pytest.fixture(scope='module')
 def expected():
-    """Likelihoods of the spans, one by one."""
+    """Returns the scores of the spans, computed one by one."""
     return [naive('llama', span) for span in spans()]
 
 
@@ -131,7 +131,7 @@ def test_learned_positions_are_those_of_each_text():
 
 
 def test_neither_batches_nor_the_order_matter(expected):
-    # Small batches cut the rows otherwise.
+    # Small batches group the rows differently.
     agree(LogprobScorer(load(), batch_tokens=MIN_ROW_TOKENS).score(spans()[::-1])[::-1], expected)
 
 
@@ -160,7 +160,7 @@ def test_texts_in_one_row_do_not_see_each_other(expected, found, monkeypatch):
         tokens, segments, ends, positions = original(rows, B, T)
         return tokens, np.minimum(segments, 1), np.full_like(ends, T), positions
 
-    # As documents, and as trees.
+    # Texts are scored as documents and as trees.
     alone = [number for number, span in enumerate(spans()) if len(span.context) > 20]
     agree(scorer().score([spans()[number] for number in alone]), [expected[number] for number in alone])
     monkeypatch.setattr(scoring, '_batch_arrays', one_segment)
@@ -187,7 +187,10 @@ def test_texts_that_are_read_alike_are_read_once(found, monkeypatch):
 
 @pytest.mark.parametrize('family', ['llama', 'windows'])
 def test_what_texts_begin_with_is_read_once(family, monkeypatch):
-    """Examples before all questions, a question before all its answers; some texts are the beginning of others."""
+    """Few-shot examples precede all questions, and a question precedes its answers.
+
+    Some texts are prefixes of others.
+    """
     rng = np.random.default_rng(3)
     examples = rng.integers(0, VOCAB, 40).tolist()
     asked = []
@@ -203,12 +206,12 @@ def test_what_texts_begin_with_is_read_once(family, monkeypatch):
     found = scorer(family).score(asked)
     agree(found, expected)
     ((row,),) = read
-    # The examples, three questions, and of each the answers without their last tokens.
+    # The tokens are the examples, three questions, and the answers of each without their last tokens.
     texts = [[*span.context, *span.continuation[:-1]] for span in asked]
     beginnings = {tuple(text[:end]) for text in texts for end in range(1, len(text) + 1)}
     assert [len(tree.tokens) for tree in row] == [len(beginnings)]
     assert len(beginnings) <= 40 + 3 * (12 + 2 + 7)
-    # Control: where texts are not shared, the same is read as documents.
+    # Control: without sharing, the texts are read as separate documents.
     monkeypatch.setattr(scoring, 'insert', lambda texts, max_tokens: insert(texts, max_tokens=0))
     agree(scorer(family).score(asked), expected)
     assert sum(len(tree.tokens) for rows in read[1:] for row in rows for tree in row) > 4 * len(row[0].tokens)
@@ -218,7 +221,7 @@ def test_shapes_are_few():
     small = LogprobScorer(load(), batch_tokens=2 * MIN_ROW_TOKENS)
     lengths = [1000, 900, 400, *[100] * 60, 90]
     batches = list(small._batches(lengths))
-    # Full batches, and a last one.
+    # All batches are full except the last.
     assert [(T, small._padded_rows(len(rows), T)) for rows, T in batches] == [(1024, 1)] * 3 + [(512, 2)] * 6 + [
         (512, 1)
     ]
@@ -243,7 +246,7 @@ def test_windows_are_those_of_lm_eval(length):
     tokens = list(range(100, 100 + length))
     theirs = utils.get_rolling_token_windows(tokens, prefix_token=0, max_seq_len=8, context_len=1)
     assert windows(tokens, 0, 8) == [tuple(utils.make_disjoint_window(pair)) for pair in theirs]
-    # Each token once.
+    # Each token is scored once.
     assert [token for span in windows(tokens, 0, 8) for token in span.continuation] == tokens
 
 

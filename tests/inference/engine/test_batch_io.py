@@ -1,4 +1,4 @@
-"""Prompts from JSON lines, and what is written."""
+"""Tests reading prompts from JSON lines and writing responses."""
 
 import json
 import types
@@ -50,7 +50,7 @@ def test_nothing_stays_of_a_file_that_does_not_become_whole(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_completions(tmp_path / 'out.jsonl', [], fail)
     assert list(tmp_path.iterdir()) == []
-    # Before anything is asked of the model.
+    # The path is checked before the model is called.
     with pytest.raises(InputError, match='nowhere'):
         write_completions(tmp_path / 'nowhere' / 'out.jsonl', [], lambda: pytest.fail('it was not asked'))
 

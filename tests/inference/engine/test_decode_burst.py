@@ -1,4 +1,4 @@
-"""How many tokens a call draws."""
+"""Tests the number of tokens decoded per call."""
 
 import pytest
 
@@ -14,7 +14,7 @@ class Clock:
 
 
 def paced(seconds, *, most=8, calls=1):
-    """A pace that has seen passes of so many seconds."""
+    """Returns a `DecodeBurst` that has measured `calls` calls of two passes of `seconds` each, and its clock."""
     clock = Clock()
     pace = DecodeBurst(most, clock)
     assert pace.num_passes([50, 60], has_prefill=False) == 1
@@ -48,9 +48,9 @@ def test_a_call_ends_with_the_first_sample_and_the_next_is_short():
 
 
 def test_time_before_a_call_does_not_count():
-    """Devices do one thing after the other: a call that was asked for early began when the one before ended."""
+    """A device runs calls in sequence: a call dispatched early starts when the previous call ends."""
     pace, clock = paced(0.01)
-    # Before it another call, or a prompt.
+    # Before the first call, the device runs another call or a prompt.
     for seconds, passes in ((0.02, 2), (5, 0)):
         first, second = pace.now(), pace.now()
         clock.now += seconds

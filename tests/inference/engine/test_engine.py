@@ -1,4 +1,4 @@
-"""Continuous batching against passes over the whole text; its caches are in `test_engine_caches.py`."""
+"""Tests continuous batching against forward passes over the complete text; `test_engine_caches.py` tests the caches."""
 
 import math
 import threading
@@ -34,7 +34,7 @@ FAMILY = 'llama, grouped'
 
 @pytest.fixture(scope='module')
 def shared():
-    """An engine of `FAMILY` whose programs are compiled; its slots may hold anything."""
+    """Returns an engine of `FAMILY` with compiled functions. Its slots may contain anything."""
     some = engine(FAMILY)
     some.warm_up()
     naive_logits(FAMILY, PROMPTS[0])
@@ -43,7 +43,7 @@ def shared():
 
 @pytest.fixture
 def fresh(shared):
-    """An engine with the same programs and empty slots."""
+    """Returns an engine with the same compiled functions and empty slots."""
     return new_engine(load(FAMILY))
 
 
@@ -89,14 +89,14 @@ def test_everything_is_compiled_before_it_is_needed():
 
 @pytest.mark.parametrize('draw', ['one', 'most', 'any'])
 def test_the_number_of_tokens_of_a_call_does_not_matter(shared, draw, monkeypatch):
-    """Nor does it count where a text ends."""
+    """Results do not depend on the token of a call at which a text ends."""
     warm = {'sampling': Sampling(temperature=2.0), 'seed': 5, 'max_tokens': 25}
     expected = generate(shared, PROMPTS), generate(shared, PROMPTS, **warm)
     rng = np.random.default_rng(0)
     number = {'one': lambda: 1, 'most': lambda: 8, 'any': lambda: int(rng.integers(1, 9))}[draw]
     monkeypatch.setattr(DecodeBurst, 'num_passes', lambda self, remaining, has_prefill: min(number(), max(remaining)))
     assert (generate(shared, PROMPTS), generate(shared, PROMPTS, **warm)) == expected
-    # A sample that ends within a call: what is behind is not told, and its slot serves the next.
+    # If a sample ends within a call, later tokens are discarded and the slot serves the next request.
     with monkeypatch.context() as patch:
         patch.setattr(shared, '_stop_token_ids', frozenset({expected[1][1][9]}))
         ended = shared.complete(requests_of(PROMPTS, **warm))
@@ -109,7 +109,7 @@ def test_requests_that_come_and_go_are_as_if_alone(fresh):
     rng, num = np.random.default_rng(0), 32
     lengths, wanted = rng.integers(1, 60, num), rng.integers(1, 30, num)
     prompts = [rng.integers(0, NUM_IDS, length).tolist() for length in lengths]
-    # Some begin as others do.
+    # Every second prompt starts with the same prefix.
     beginning = rng.integers(0, NUM_IDS, 30).tolist()
     for prompt in prompts[::2]:
         prompt[:30] = beginning[: len(prompt)]
@@ -135,7 +135,7 @@ def test_requests_that_come_and_go_are_as_if_alone(fresh):
     assert together == [likeliest(FAMILY, prompt, row) for prompt, row in zip(prompts, together, strict=True)]
     assert [deltas[-1].finish_reason for deltas in (found[n] for n in range(num))] == ['length'] * num
     assert fresh.state.cached_tokens > 0
-    # Many were served by one pass.
+    # One pass served several requests.
     assert fresh.state.passes < sum(wanted) / 2
 
 
@@ -143,15 +143,15 @@ def test_shared_prefixes_are_computed_once(fresh, monkeypatch):
     prompt = PROMPTS[2]
     first = generate(fresh, [prompt])[0]
     assert fresh.state.cached_tokens == 0
-    # What follows the answer of before, as a conversation does, takes over all but the last token.
+    # A prompt that extends the previous response, as in a conversation, reuses all but the last token.
     longer = [*prompt, *first[:-1], 5, 6]
     assert generate(fresh, [longer], max_tokens=4)[0] == naive(FAMILY, longer, max_tokens=4)
     assert fresh.state.cached_tokens == len(prompt) + len(first) - 1
-    # Another branch from the beginning, while the first is still needed by nobody.
+    # This prompt branches off after 40 tokens; the first slot is idle.
     branch = [*prompt[:40], 1, 2, 3]
     assert generate(fresh, [branch], max_tokens=4)[0] == naive(FAMILY, branch, max_tokens=4)
     assert fresh.state.cached_tokens == len(prompt) + len(first) - 1 + 40
-    # Control: a slot that says that it has more than it has gives another text.
+    # Control: a slot that claims to share more tokens than it contains changes the text.
     monkeypatch.setattr(Slot, 'num_shared', lambda self, prompt: min(len(prompt), len(self.content)))
     other = [9] * 50
     assert generate(fresh, [other], max_tokens=4)[0] != naive(FAMILY, other, max_tokens=4)
@@ -173,7 +173,7 @@ def test_the_seed_decides(shared):
 
     first = draw(0)
     assert draw(0) == first
-    # Neither batch mates nor the number of tokens matter.
+    # The result depends neither on other requests in the batch nor on the number of tokens.
     assert draw(0, prompts=PROMPTS[1:2]) == first[1:2]
     assert draw(0, max_tokens=5) == [[row[:5] for row in rows] for rows in first]
     other = draw(1)
@@ -183,7 +183,7 @@ def test_the_seed_decides(shared):
 
 def test_ids_that_the_tokenizer_does_not_have_never_come(shared):
     assert max(max(row) for row in generate(shared, PROMPTS)) < NUM_IDS
-    # Control: the model would like to.
+    # Control: without the restriction the model generates such ids.
     assert max(naive(FAMILY, PROMPTS[1], num_ids=1024)) >= NUM_IDS
 
 
@@ -211,7 +211,7 @@ def test_log_probabilities(shared):
         assert other.top == ()
         text.append(token.id)
     assert all(math.isnan(token.log_prob) for token in none.tokens)
-    # Control: of the temperature that they are drawn at, they are others.
+    # Control: log-probabilities differ from those at the sampling temperature.
     cooler = log_softmax(naive_logits(FAMILY, PROMPTS[1])[-1] / 2)
     assert abs(told.tokens[0].log_prob - cooler[told.ids[0]]) > 1e-2
 
@@ -228,13 +228,13 @@ def test_penalties(shared):
             logits[token] -= 0.7 + 0.4 * tokens.count(token)
         tokens.append(int(np.argmax(logits)))
     assert generate(shared, [prompt], sampling=sampling, max_tokens=20) == [tokens]
-    # Control: it is not what comes without, and a slot forgets the penalties of the one before.
+    # Control: penalties change the text, and a slot does not keep the penalties of its previous request.
     plain = generate(shared, [prompt], max_tokens=20)
     assert plain == [naive(FAMILY, prompt, max_tokens=20)] != [tokens]
 
 
 def with_end(end, chat=None):
-    """The engine for a tokenizer whose end of document is `end`."""
+    """Returns an engine for a tokenizer whose end-of-document token is `end`."""
     library = bytes_tokenizer()
     tokenizer = types.SimpleNamespace(vocab_size=NUM_IDS, end_of_document=end, decode=library.decode)
     return new_engine(load(FAMILY)._replace(tokenizer=tokenizer, chat=chat))
@@ -242,7 +242,7 @@ def with_end(end, chat=None):
 
 def test_a_text_stops_at_its_end(shared):
     rows = generate(shared, PROMPTS)
-    # The end of a document comes in one row, that of a turn in another.
+    # The end-of-document token occurs in one row and the end-of-turn token in another.
     end, end_of_turn = (next(id for id in row[3:] if id not in rows[2]) for row in rows[:2])
     ending = with_end(end, types.SimpleNamespace(end_of_turn=end_of_turn))
     completions = [samples[0] for samples in ending.complete(requests_of(PROMPTS))]
@@ -251,9 +251,9 @@ def test_a_text_stops_at_its_end(shared):
         assert completion.ids == whole[:stop]
         assert completion.finish_reason == ('length' if stop == MAX_TOKENS else 'stop')
     assert {completion.finish_reason for completion in completions} == {'stop', 'length'}
-    # Control: unless it is to go on.
+    # Control: `ignore_eos` continues past the end tokens.
     assert generate(ending, PROMPTS, ignore_eos=True) == rows
-    # A document that ends at once.
+    # This document ends with its first token.
     assert generate(with_end(rows[0][0]), PROMPTS[:1]) == [[]]
 
 
@@ -286,7 +286,7 @@ def test_cancelled_samples_free_their_slots(fresh):
     while fresh.step():
         pass
     assert [token.id for delta in deltas['other'] for token in delta.tokens] == naive(FAMILY, [1], max_tokens=3)
-    # What has ended stays as it is.
+    # Cancelling a finished request changes nothing.
     running.cancel()
     fresh.step()
     assert len([delta for delta in deltas['running'] if delta.finish_reason]) == 3
@@ -340,9 +340,9 @@ def test_what_does_not_fit_is_refused(shared):
     assert '0 tokens remain' in check([1] * 101, 1)
     assert 'must be from 0 to 256' in check([257], 1)
     assert 'must be from 0 to 256' in check([-1], 1)
-    # Nothing of the others was done.
+    # No other request was started.
     assert not shared._has_work
-    # Control: up to the last position it works, and is right.
+    # Control: the engine is correct up to the last position.
     prompt = list(range(90))
     assert generate(shared, [prompt], max_tokens=10) == [naive(FAMILY, prompt, max_tokens=10)]
 

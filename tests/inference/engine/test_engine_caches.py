@@ -1,4 +1,4 @@
-"""Caches of the engine: in parts, in rings, in 8 bits, with little room, over devices. All give the same tokens."""
+"""Tests that all cache layouts give the same tokens: blocked, ring, 8-bit, short and sharded caches."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,10 @@ TOKENS = 25
 
 @pytest.fixture(scope='module')
 def plain():
-    """An engine of `FAMILY` with rings of 64 slots where layers have a window, which the longest text does not fit."""
+    """Returns an engine of `FAMILY` in which layers with a window have ring caches of 64 slots.
+
+    The longest text exceeds them.
+    """
     return new_engine(load(FAMILY), all_rows=True)
 
 
@@ -33,7 +36,7 @@ def expected(plain):
 
 @pytest.fixture(scope='module')
 def int8():
-    """An engine with 8-bit caches, and what it generates."""
+    """Returns an engine with 8-bit caches and its generated rows."""
     some = new_engine(load(FAMILY), all_rows=True, cache='int8')
     return some, generate(some, PROMPTS, max_tokens=TOKENS)
 
@@ -48,7 +51,7 @@ def test_layers_have_arrays_of_their_own(plain):
 
 
 def test_layers_in_a_loop_share_arrays(monkeypatch):
-    """As on GPUs and TPUs, whose compilers choose themselves how kernels lie."""
+    """Tests scanned layers, as on GPUs and TPUs, where the compiler chooses the layout of kernels."""
     monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
     looped = new_engine(load(FAMILY), share=False)
     assert isinstance(looped._state.caches, dict)
@@ -61,7 +64,7 @@ def test_slots_in_use_are_read_in_parts(cache, expected, int8, monkeypatch):
     rows = expected if cache == 'model' else int8[1]
     monkeypatch.setattr(model_cache, 'MIN_BLOCK_SIZE', 16)
     some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
-    # Rings, and the layers that see all.
+    # Some layers have ring caches, and the other layers have caches of the full length.
     found = {tuple(part.num_slots for part in parts) for parts in some._state.caches}
     assert found == {(16, 16, 32), (16, 16, 32, 36)}
     assert generate(some, PROMPTS, max_tokens=TOKENS) == rows
@@ -75,7 +78,7 @@ def fewer_slots(q_BTNH, cache, places, mask_BTS):
 
 
 def test_the_last_slots_in_use_matter(expected, monkeypatch):
-    """The control of the test above."""
+    """Control for `test_slots_in_use_are_read_in_parts`."""
     monkeypatch.setattr(model_cache, 'MIN_BLOCK_SIZE', 16)
     monkeypatch.setattr(attention, 'attend_cached', fewer_slots)
     some = new_engine(load(FAMILY), share=False, all_rows=True)
@@ -84,7 +87,7 @@ def test_the_last_slots_in_use_matter(expected, monkeypatch):
 
 @pytest.mark.parametrize('cache', ['model', pytest.param('int8', marks=pytest.mark.nightly)])
 def test_caches_have_room_for_what_is_in_them(cache, expected, int8, monkeypatch):
-    """As on GPUs and TPUs, where layers run in a loop and every pass reads all of the caches."""
+    """Tests scanned layers, as on GPUs and TPUs, where every pass reads the complete caches."""
     rows = expected if cache == 'model' else int8[1]
     monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
     monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
@@ -98,19 +101,19 @@ def test_caches_have_room_for_what_is_in_them(cache, expected, int8, monkeypatch
     assert room() == 25
     assert generate(some, PROMPTS[:2], max_tokens=12) == [row[:12] for row in rows[:2]]
     assert room() == 25
-    # The second prompt grows out of its room with what it has.
+    # The second prompt outgrows the cache length and keeps its contents.
     assert generate(some, PROMPTS[1:2], max_tokens=25) == rows[1:2]
     assert room() == 100
     assert some._state.caches[5].num_slots == 64
     assert generate(some, PROMPTS, max_tokens=25) == rows
-    # What was not needed for long is given up, with what idle slots have there.
+    # The cache shrinks after some time, which also truncates the contents of idle slots.
     assert max(len(slot.content) for slot in some._slots) == 70 + 24
     assert generate(some, PROMPTS[:1] * 3, max_tokens=20) == [rows[0][:20]] * 3
     assert room() == 100
     assert generate(some, PROMPTS[:1], max_tokens=20) == [rows[0][:20]]
     assert room() == 25
     assert max(len(slot.content) for slot in some._slots) <= 25
-    # Control: without room tokens are lost.
+    # Control: a cache that does not grow loses tokens.
     monkeypatch.setattr(slots.CacheLength, 'fit', lambda self, length, passes=0: 25)
     some._cache_length.size = 25
     assert generate(some, PROMPTS, max_tokens=25) != rows
@@ -147,7 +150,7 @@ def test_rings_are_smaller_and_go_round(plain):
     prompt = PROMPTS[1]
     (row,) = generate(ring, [prompt], max_tokens=90)
     assert row == likeliest(FAMILY, prompt, row)
-    # A slot that went round does not have what a prompt that begins in the same way needs.
+    # A ring that wrapped around no longer contains the shared prefix.
     again = [*prompt, *row[:20]]
     before = ring.state.cached_tokens
     assert generate(ring, [again], max_tokens=5) == [row[20:25]]
@@ -156,7 +159,7 @@ def test_rings_are_smaller_and_go_round(plain):
 
 def test_int8_halves_the_cache_and_changes_little(plain, int8):
     small, _ = int8
-    # float32 here, and a head of four has one scale of four bytes.
+    # Here caches are float32, and a head of four dimensions has one scale of four bytes.
     assert small.cache_bytes == plain.cache_bytes // 2
     for prompt in (PROMPTS[2], [*PROMPTS[2], 3, 4, 5]):
         request = Request(tuple(prompt), 1, GREEDY, top_log_probs=5)
@@ -174,10 +177,10 @@ def test_devices_share_the_work(monkeypatch):
     some = new_engine(load(family, 8, data=2, fsdp=2, tensor=2), share=False)
     rows = generate(some, PROMPTS)
     assert rows == [likeliest(family, prompt, row) for prompt, row in zip(PROMPTS, rows, strict=True)]
-    # Rows and heads that a device has of 4 slots and 2 heads.
+    # Each device has its share of 4 slots and 2 heads.
     keys = [cache.key_LBKSH for cache in some._state.caches[0]]
     assert [x.addressable_shards[0].data.shape[1:3] for x in keys] == [(1, 1)] * 2
-    # The vocabulary of 1023 ids is padded once, and not for every token.
+    # The vocabulary of 1023 ids is padded once, not for every token.
     assert some._params['embedding'].addressable_shards[0].data.shape == (512, 8)
 
 

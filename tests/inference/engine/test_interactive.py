@@ -1,4 +1,4 @@
-"""A model in a terminal, with a reader and a writer in its place."""
+"""Tests the interactive terminal with fake input and output."""
 
 import io
 import signal
@@ -34,7 +34,7 @@ def engine(model):
 
 
 def said(model, engine, *lines, chat, max_tokens=5):
-    """What is written, and the prompts that the engine got."""
+    """Returns the output text and the prompts that the engine received."""
     prompts, given, output = [], iter(lines), io.StringIO()
 
     def read(invitation):

@@ -1,4 +1,4 @@
-"""What a request may ask for."""
+"""Tests the validation of request parameters."""
 
 import pytest
 

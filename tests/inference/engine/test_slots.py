@@ -1,4 +1,4 @@
-"""Which slot a prompt gets, and what it takes over."""
+"""Tests the choice of a slot for a prompt and the reuse of its contents."""
 
 import math
 
@@ -30,11 +30,11 @@ def test_what_is_held():
 
 def test_the_longest_beginning_is_taken_over():
     slots = [slot(0, range(100, 120)), slot(1, range(100, 130), busy=True), slot(2, [], used=3)]
-    # From a slot that works, into the one that was not used for longest.
+    # The prefix is copied from a busy slot into the least recently used idle slot.
     assert choose(slots) == (0, 1, 30)
-    # In place, where all of it is of use.
+    # The slot is reused in place because all of its contents are useful.
     assert choose(slots[::2]) == (0, 0, 20)
-    # Little of a long content is not worth losing the rest, unless there is no other.
+    # A short shared prefix does not justify overwriting long contents, unless no other slot is free.
     long = slot(0, [*range(100, 120), *range(60)], used=9)
     assert choose([long, slot(1, [], used=5)]) == (1, 0, 20)
     assert choose([long, slot(1, [], busy=True)]) == (0, 0, 20)
@@ -47,7 +47,7 @@ def test_the_last_token_always_goes_through_the_model():
 def test_little_is_not_worth_it():
     assert choose([slot(0, range(100, 100 + MIN_SHARED_TOKENS))]) == (0, 0, MIN_SHARED_TOKENS)
     assert choose([slot(0, range(100, 99 + MIN_SHARED_TOKENS))]) == (0, 0, 0)
-    # The one that was used last longest ago, of those that are free.
+    # The least recently used free slot is chosen.
     slots = [slot(0, [], busy=True), slot(1, range(9), used=4), slot(2, range(9), used=2), slot(3, [], used=3)]
     assert choose(slots) == (2, 2, 0)
 
@@ -57,7 +57,7 @@ def test_few_slots_are_served_together():
     assert choose(slots, counts=(6,))[0] == 5
     assert choose(slots, counts=(4, 6))[0] == 3
     assert choose(slots, counts=(1, 2, 3, 6))[0] == 2
-    # The slot of a conversation that goes on is kept whatever its number.
+    # The slot of a continuing conversation is chosen regardless of its number.
     slots[5].content = list(range(100, 130))
     assert choose(slots, counts=(4, 6)) == (5, 5, 30)
 
@@ -75,7 +75,7 @@ def test_room_grows_at_once_and_shrinks_late():
         room.size = room.fit(length, 8)
         assert room.size == size
     assert room.fit(10, SHRINK_AFTER_PASSES) == 256
-    # Somebody needs it again.
+    # A longer text resets the countdown to shrinking.
     assert room.fit(65, 1) == 256
     assert room.fit(64, SHRINK_AFTER_PASSES) == 256
     assert room.fit(17, 1) == 64
