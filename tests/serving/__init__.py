@@ -1,4 +1,4 @@
-"""Tests of the server; they are skipped without the extra that it needs."""
+"""Tests of the server, which are skipped if its extra is not installed."""
 
 import pytest
 

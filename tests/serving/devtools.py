@@ -1,4 +1,4 @@
-"""A headless Chromium that is typed into and looked at, by its DevTools protocol."""
+"""Controls a headless Chromium by its DevTools protocol."""
 
 import base64
 import contextlib
@@ -19,11 +19,11 @@ SHIFT, CONTROL = 8, 2
 
 
 class Tab:
-    """A page of a browser, which ends with it.
+    """A browser with one page.
 
     Attributes:
-        faults: what the console and the page complained of.
-        requests: addresses of all that the page asked for.
+        faults: errors reported by the console and the page.
+        requests: addresses that the page requested.
     """
 
     def __init__(self, folder):
@@ -33,7 +33,7 @@ class Tab:
             *('--disable-background-networking', '--disable-component-update', '--remote-debugging-port=0'),
             *(f'--user-data-dir={folder}', 'about:blank'),
         ]
-        # In a group of its own: what is started may be a script that starts the browser.
+        # The browser gets its own process group, since the program may be a script that starts the browser.
         self._process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
         )
@@ -59,7 +59,7 @@ class Tab:
         self._process.stderr.close()
 
     def send(self, method, **parameters):
-        """The result of a command; events that come before it are noted."""
+        """Returns the result of a command, and records events that arrive before it."""
         number = next(self._ids)
         session = {'sessionId': self._session} if self._session else {}
         self._socket.send(json.dumps({'id': number, 'method': method, 'params': parameters, **session}))
@@ -81,25 +81,25 @@ class Tab:
             self.requests.append(told['request']['url'])
 
     def look(self, *, width, height=800, dark=False, mobile=False):
-        """Sets the window and the colours of the system."""
+        """Sets the window size and the color scheme of the system."""
         size = {'width': width, 'height': height, 'deviceScaleFactor': 1, 'mobile': mobile}
         self.send('Emulation.setDeviceMetricsOverride', **size)
         scheme = {'name': 'prefers-color-scheme', 'value': 'dark' if dark else 'light'}
         self.send('Emulation.setEmulatedMedia', features=[scheme])
 
     def open(self, url):
-        """Goes to a page and waits until it knows its model."""
+        """Opens a page and waits until it has loaded the model's name."""
         self.send('Page.navigate', url=url)
         self.until("document.getElementById('about')?.textContent || document.querySelector('.fault')")
 
     def run(self, script):
-        """The value of an expression."""
+        """Returns the value of an expression."""
         told = self.send('Runtime.evaluate', expression=script, awaitPromise=True, returnByValue=True)
         assert 'exceptionDetails' not in told, told
         return told['result'].get('value')
 
     def until(self, script, seconds=20):
-        """Waits until an expression is true; the time is only for what never comes."""
+        """Waits until an expression is true, or raises after a generous timeout."""
         end = time.monotonic() + seconds
         while not (value := self.run(f'Boolean({script})')):
             assert time.monotonic() < end, f'never true: {script}; {self.faults}'
@@ -107,11 +107,11 @@ class Tab:
         return value
 
     def texts(self, selector):
-        """The text of each element."""
+        """Returns the text of each matching element."""
         return self.run(f'[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)')
 
     def click(self, selector):
-        """Clicks in the middle of the last element, as a mouse does."""
+        """Clicks the center of the last matching element with mouse events."""
         script = (
             f'(() => {{ const found = [...document.querySelectorAll({json.dumps(selector)})].at(-1); '
             'found.scrollIntoView({ block: "nearest" }); const box = found.getBoundingClientRect(); '
@@ -122,7 +122,7 @@ class Tab:
             self.send('Input.dispatchMouseEvent', type=kind, x=x, y=y, button='left', clickCount=1)
 
     def type(self, text):
-        """Writes where the cursor is."""
+        """Types text at the cursor."""
         self.send('Input.insertText', text=text)
 
     def press(self, name, *, modifiers=0):
@@ -133,5 +133,5 @@ class Tab:
         self.send('Input.dispatchKeyEvent', type='keyUp', **given)
 
     def picture(self, path):
-        """A screenshot."""
+        """Writes a screenshot."""
         path.write_bytes(base64.b64decode(self.send('Page.captureScreenshot', format='png')['data']))

@@ -1,4 +1,4 @@
-"""An engine without a model: it says what it is told to, one byte a step, and breaks, blocks and fills up on demand."""
+"""Provides an engine without a model: it emits given text, one byte per step, and fails or blocks on demand."""
 
 import collections
 import itertools
@@ -32,7 +32,7 @@ class _Sample:
         self.shown = 0
 
     def step(self):
-        """The next delta."""
+        """Returns the next delta."""
         token = next(self.bytes)
         self.drawn.append(token)
         text = self.drawn.decode(errors='ignore')
@@ -40,7 +40,7 @@ class _Sample:
         for stop in self.request.stops:
             if stop in text:
                 text, finish = text.partition(stop)[0], 'stop'
-        # What may be the start of a stop is held back.
+        # The possible start of a stop string is held back.
         longest = max(map(len, self.request.stops), default=1) - 1
         until = len(text) if finish else max(self.shown, len(text) - longest)
         new, self.shown = text[self.shown : until], until
@@ -51,16 +51,16 @@ class _Sample:
 
 
 class FakeEngine:
-    """Has the interface of maxlm.inference.engine.engine.Engine."""
+    """Fake with the interface of `maxlm.inference.engine.engine.Engine`."""
 
     def __init__(self, *, num_slots=8, max_context=512, max_queue_size=64, said=SAID, seconds=0.0):
         self.max_context, self.num_slots, self.max_queue_size = max_context, num_slots, max_queue_size
         self.said, self.seconds = said, seconds
-        # Steps draw while it is set; `broken` is raised by the next step.
+        # Steps produce tokens while `open` is set. The next step raises `broken`.
         self.open = threading.Event()
         self.open.set()
         self.broken = None
-        # The newest request.
+        # The latest request.
         self.asked = None
         self._new = threading.Condition()
         self._waiting, self._running = collections.deque(), []
@@ -125,12 +125,12 @@ class FakeEngine:
 
 
 def chat_tokenizer():
-    """Bytes, and what ChatML needs."""
+    """Returns a byte tokenizer with the special tokens of ChatML."""
     return bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
 
 
 def served_by(engine, *, chat=True):
-    """A model of bytes that this engine runs."""
+    """Returns a byte-level model that this engine serves."""
     tokenizer = chat_tokenizer() if chat else bytes_tokenizer()
     encoder = ChatEncoder(tokenizer, ChatTemplate(CHATML, name='test')) if chat else None
     return ServedModel('tiny', 7, tokenizer, encoder, engine)

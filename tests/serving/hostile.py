@@ -1,4 +1,4 @@
-"""Requests that nobody should send, from a seeded generator; and a client that sends bytes as they are."""
+"""Generates malformed requests from a seed, and sends raw bytes to a server."""
 
 import contextlib
 import json
@@ -120,7 +120,12 @@ NO_HTTP = (
 
 
 class Hostile(NamedTuple):
-    """What is sent, and how: `answer` False = a server may also just close; `cut` = the client goes at once."""
+    """A malformed request.
+
+    Attributes:
+        answer: if False, the server may close the connection without a response.
+        cut: if True, the client closes the connection immediately.
+    """
 
     kind: str
     content: bytes
@@ -129,18 +134,18 @@ class Hostile(NamedTuple):
 
 
 def request(path, body, *, method='POST', headers=(), kind='application/json', host='127.0.0.1'):
-    """A whole request."""
+    """Returns the bytes of a complete request."""
     lines = [f'{method} {path} HTTP/1.1', f'Host: {host}', *([f'Content-Type: {kind}'] if kind else []), *headers]
     return '\r\n'.join([*lines, f'Content-Length: {len(body)}', '', '']).encode('latin-1') + body
 
 
 def valid(path):
-    """A body that is right."""
+    """Returns a valid body."""
     return VALID | ({'messages': MESSAGES} if 'chat' in path else {'prompt': 'Once', 'echo': True})
 
 
 class Generator:
-    """Hostile requests, the same for the same seed."""
+    """Generates malformed requests, which are the same for the same seed."""
 
     def __init__(self, seed):
         self._random = random.Random(seed)
@@ -185,7 +190,7 @@ class Generator:
     def raw(self):
         body = self._random.choice(RAW)
         if self._random.random() < 0.4:
-            # A body that is right but for a few bytes.
+            # A valid body in which a few bytes are changed.
             changed = bytearray(json.dumps(valid(PATHS[0])).encode())
             for _ in range(self._random.randint(1, 4)):
                 changed[self._random.randrange(len(changed))] = self._random.randrange(256)
@@ -203,7 +208,7 @@ class Generator:
         host = self._random.choice(['127.0.0.1', 'localhost', 'evil.example', '[::1]', '127.0.0.1:x', '[', ''])
         headers = self._random.choice(HEADERS)
         body = json.dumps(valid(PATHS[0])).encode()
-        # Two hosts, and what is none, are no HTTP to some readers.
+        # Some servers do not accept two Host headers, or an invalid one, as HTTP.
         return Hostile(
             'heads', request(PATHS[0], body, headers=headers, host=host), answer=host in ('127.0.0.1', 'localhost')
         )
@@ -227,13 +232,13 @@ class Generator:
 
     def half(self):
         whole = request(self._path(), json.dumps(valid(PATHS[0]) | {'stream': True, 'max_tokens': 200}).encode())
-        # Or all of it, and gone before the answer.
+        # The client may also send the complete request and disconnect before the response.
         size = self._random.choice([len(whole), self._random.randrange(1, len(whole))])
         return Hostile('half', whole[:size], answer=False, cut=True)
 
 
 class Wire:
-    """Sends bytes over one connection for as long as that lasts."""
+    """Sends bytes over one connection until it closes."""
 
     def __init__(self, port):
         self._port, self._socket, self._rest = port, None, b''
@@ -244,7 +249,7 @@ class Wire:
         self._socket, self._rest = None, b''
 
     def exchange(self, hostile):
-        """Status and body of the answer; None where the server closed without one, or the client did."""
+        """Returns status and body of the response, or None if the server or the client closed the connection."""
         if hostile.cut or not hostile.answer:
             self.close()
         if self._socket is None:
@@ -255,7 +260,7 @@ class Wire:
                 self.close()
                 return None
             if not hostile.answer:
-                # The server may have cut the connection already.
+                # The server may already have closed the connection.
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_WR)
             answer = self._read()

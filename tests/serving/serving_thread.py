@@ -1,4 +1,4 @@
-"""A real server in a thread of the test's process, on loopback and a port that is free."""
+"""Runs a real server in a thread of the test process, on loopback and a free port."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,12 @@ from maxlm.serving.server import Server, bind, server_url
 
 
 class ServerThread:
-    """While entered, it listens.
+    """Context manager whose server listens while it is entered.
 
     Attributes:
-        url: of it.
+        url: URL of the server.
         running: the server.
-        exit_code: of `run`, once it has ended.
+        exit_code: exit code of `run`, once it has returned.
     """
 
     def __init__(self, served, *, limits=None, **settings):
@@ -46,29 +46,29 @@ class ServerThread:
         self.join()
 
     def stop(self):
-        """As a signal does."""
+        """Stops the server as a signal does."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.running.stop)
 
     def join(self):
-        """Until it has ended."""
+        """Waits until the server has stopped."""
         self._thread.join(30)
         assert not self._thread.is_alive()
 
     def connect(self):
-        """A connection without a client."""
+        """Returns a raw connection."""
         return socket.create_connection(('127.0.0.1', self.port), timeout=20)
 
 
 def request_bytes(path, body, *, method='POST', headers=()):
-    """A request as it goes over the wire."""
+    """Returns the bytes of a request."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f'{method} {path} HTTP/1.1', 'Host: 127.0.0.1', 'Content-Type: application/json', *headers]
     return '\r\n'.join([*lines, f'Content-Length: {len(body)}', '', '']).encode() + body
 
 
 def until(condition, seconds=20):
-    """Waits for a condition; the time is only for what never comes."""
+    """Waits until a condition is true, or raises after a generous timeout."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, 'it does not come'

@@ -1,4 +1,4 @@
-"""OpenAI's own client against a real server, with an engine that says what it is told to."""
+"""Tests a real server with OpenAI's client and an engine that emits given text."""
 
 import concurrent.futures
 import contextlib
@@ -42,7 +42,7 @@ def client_of(server, api_key='none'):
 
 @pytest.fixture
 def ask(client):
-    """The answer to a chat, and to a completion."""
+    """Returns a function that requests a chat response or a completion."""
 
     def ask(kind, **given):
         given = {'model': 'tiny', 'max_tokens': 30, 'temperature': 0, **given}
@@ -58,7 +58,7 @@ def text_of(choice):
 
 
 def streamed(stream):
-    """Text, finish and usage of a stream, by choice."""
+    """Returns text, finish reason and usage of a stream, by choice."""
     texts, ends, usage = {}, {}, None
     for chunk in stream:
         usage = chunk.usage or usage
@@ -86,7 +86,7 @@ def test_an_answer(ask, kind):
     assert (answer.model, answer.system_fingerprint) == ('tiny', 'step-7')
     assert answer.usage.completion_tokens == 30
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 30
-    # ChatML spells more than the word: two special tokens stand for it and one invites the answer.
+    # ChatML adds to the word: two special tokens and the role, and the prefix of the response.
     assert answer.usage.prompt_tokens == (3 + len('user\nHello\nassistant\n') if kind == 'chat' else 4)
 
 
@@ -98,7 +98,7 @@ def test_a_stream_is_the_answer_in_pieces(ask, kind, settings):
     assert [texts[choice.index] for choice in whole.choices] == [text_of(choice) for choice in whole.choices]
     assert [ends[choice.index] for choice in whole.choices] == [choice.finish_reason for choice in whole.choices]
     assert usage == whole.usage
-    # Control: something else would be seen.
+    # Control: other parameters give another text.
     assert text_of(ask(kind, temperature=1, seed=9).choices[0]) not in texts.values()
     assert streamed(ask(kind, stream=True))[2] is None
 
@@ -120,7 +120,7 @@ def test_samples_and_seed(ask, kind):
     assert len(set(first)) == 3
     assert texts(n=3, seed=4) == first
     assert texts(n=3, seed=40) != first
-    # Without a seed each answer is another one; of 79 the same one comes thrice once in 6000 times.
+    # Without a seed responses differ. Of 79 possible texts, three responses are the same once in 6000 runs.
     assert len({*texts(), *texts(), *texts()}) > 1
 
 
@@ -191,7 +191,7 @@ def test_a_hole_is_filled(ask):
 
 
 def test_what_is_asked_of_the_engine(ask, engine):
-    """Every parameter arrives."""
+    """Every parameter reaches the engine."""
     sampling = {
         'temperature': 0.5,
         'top_p': 0.9,
@@ -310,7 +310,7 @@ def test_fifty_at_once(ask, engine):
 
     with concurrent.futures.ThreadPoolExecutor(50) as pool:
         texts = list(pool.map(one, range(50)))
-    # Each has its own: nothing is mixed up. Characters that are not whole are left out.
+    # Each request gets its own text, without incomplete characters.
     said = [SAID[number:] + SAID[:number] for number in range(50)]
     assert texts == [said[number].encode()[: 10 + number].decode(errors='ignore') for number in range(50)]
     assert (engine.state.running, engine.state.waiting) == (0, 0)
@@ -343,7 +343,7 @@ def test_pages_from_elsewhere_are_refused(server):
             ({'Host': f'localhost:{port}', 'Origin': server.url}, 403),
             ({'Origin': 'http://evil.example'}, 403),
             ({'Origin': 'null'}, 403),
-            # A name of somebody else that was made to resolve to this machine.
+            # A foreign domain that resolves to this machine.
             ({'Host': f'evil.example:{port}', 'Origin': f'http://evil.example:{port}'}, 403),
             ({'Host': f'evil.example:{port}'}, 403),
             ({'Host': f'127.0.0.1.evil.example:{port}'}, 403),
@@ -362,7 +362,7 @@ def test_pages_that_are_let():
     ):
         asked = {'Origin': origin, 'Access-Control-Request-Method': 'POST'}
         assert http.options('/v1/completions', headers=asked).headers['access-control-allow-origin'] == origin
-        # Errors are for the page too.
+        # Errors carry CORS headers too.
         for key, status in {'wrong': 401, 'secret': 200}.items():
             headers = {'Origin': origin, 'Host': 'chat.example.org', 'Authorization': f'Bearer {key}'}
             answer = http.get('/v1/models', headers=headers)
@@ -390,14 +390,14 @@ def test_a_full_queue():
         )
         assert error.code == 'queue_full'
         assert 1 <= int(error.response.headers['retry-after']) <= 60
-        # The first of two prompts would fit.
+        # The slot and the queue cannot take all three prompts now.
         engine.open.set()
         until(lambda: engine.state.running == 0)
         engine.open.clear()
         call = partial(client.completions.create, model='tiny', prompt=['a'] * 3, max_tokens=5)
         refused(openai.RateLimitError, 429, call)
         until(lambda: (engine.state.running, engine.state.waiting) == (0, 0))
-        # For more there would never be room.
+        # Four prompts exceed the capacity of the slot and the queue.
         call = partial(client.completions.create, model='tiny', prompt=['a'] * 4, max_tokens=5)
         assert refused(openai.BadRequestError, 400, call).param == 'n'
 
@@ -408,7 +408,7 @@ def test_a_client_that_goes_frees_its_slot(stream):
     engine.open.clear()
     with ServerThread(served_by(engine)) as server:
         for waiting in (0, 1):
-            # Of two, one runs and one waits.
+            # Of two requests, one runs and one waits.
             connections = [server.connect() for _ in range(waiting + 1)]
             for connection in connections:
                 body = {'prompt': 'a', 'max_tokens': 400, 'stream': stream, 'n': 1}
@@ -433,7 +433,7 @@ def test_an_abort_of_the_client(server, ask, engine):
 def test_a_client_that_does_not_read_frees_its_slot():
     engine = FakeEngine(max_context=10**6)
     with ServerThread(served_by(engine), limits=ServerLimits(stall_seconds=0.3, drain_seconds=1)) as server:
-        # Accepted connections inherit the size: a small buffer is full soon.
+        # Accepted connections inherit the buffer size, and a small buffer fills quickly.
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with server.connect() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -453,7 +453,7 @@ def test_the_time_of_a_request():
         error = refused(openai.InternalServerError, 504, lambda: client.completions.create(**ask))
         assert error.code == 'timeout'
         until(lambda: engine.state.running == 0)
-        # What has begun has its status: the error is the last event.
+        # The status of a stream is already sent, so the error is the last event.
         with pytest.raises(openai.APIError, match='longer than'):
             list(client.completions.create(**ask, stream=True))
         until(lambda: engine.state.running == 0)
@@ -491,5 +491,5 @@ def test_events_are_whole_lines_of_json(server):
     assert events[-2:] == [b'data: [DONE]', b'']
     chunks = [json.loads(event.removeprefix(b'data: ')) for event in events[:-2]]
     assert len({chunk['id'] for chunk in chunks}) == 1
-    # Characters come whole.
+    # The stream contains complete characters only.
     assert ''.join(chunk['choices'][0]['text'] for chunk in chunks) == SAID.encode()[:70].decode(errors='ignore')

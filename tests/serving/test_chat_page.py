@@ -1,4 +1,4 @@
-"""The chat page in a browser: what is typed, drawn, stopped, asked again; on a phone and a desk, light and dark."""
+"""Tests the chat page in a browser: typing, streaming, stopping, retrying, small and large screens, light and dark."""
 
 import json
 
@@ -46,7 +46,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def tab(browser, server, engine):
-    """The page, fresh; afterwards nothing may have gone wrong."""
+    """Opens a new page, and checks afterwards that no errors occurred."""
     with_page(browser, server.url)
     yield browser
     engine.open.set()
@@ -57,7 +57,7 @@ def tab(browser, server, engine):
 def with_page(browser, url):
     browser.look(width=1280)
     browser.open(url)
-    # What the test before has left must not come back.
+    # Settings of the previous test must not remain.
     browser.run('localStorage.clear(), 0')
     browser.open(url)
     browser.faults.clear()
@@ -65,7 +65,7 @@ def with_page(browser, url):
 
 
 def set_up(tab, **values):
-    """Fills in the settings, by hand."""
+    """Fills in the settings as a user does."""
     tab.click('#open-settings')
     tab.until('$("settings").open')
     for name, value in values.items():
@@ -104,7 +104,7 @@ def test_a_conversation(tab, engine):
     assert tab.texts(f'{said}ol li') == ['Open the file.', 'Count <img src=x onerror=alert(1)>.']
     assert tab.texts(f'{said}pre')[0].startswith('def count(path)')
     assert len(tab.texts(f'{said}ul li')) == len(tab.texts(f'{said}blockquote')) == 1
-    # What an answer says is text and nothing else.
+    # A response is shown as text, not as HTML.
     assert tab.texts('img') == []
     (told,) = tab.texts('.assistant .told')
     assert told.startswith(f'{LENGTH - 1} tokens · ')
@@ -112,11 +112,11 @@ def test_a_conversation(tab, engine):
     assert told.endswith('token limit reached')
     say(tab, 'Again')
     finished(tab, 2)
-    # The whole conversation was sent: 3 special tokens for each turn and its end, and what invites the answer.
+    # The complete conversation was sent: 3 special tokens for each turn, and the prefix of the response.
     roles = len('user\n' * 2 + 'assistant\n' * 2 + '\n' * 3)
     sent = len('How do I\ncount?' + 'Again') + LENGTH - 1 + roles + 7
     assert engine.state.prompt_tokens > sent > LENGTH
-    # It is there again after a reload.
+    # The conversation is restored after a reload.
     tab.open(tab.run('location.href'))
     assert len(tab.texts('.turn')) == 4
     tab.click('#new')
@@ -131,7 +131,7 @@ def test_it_streams_and_stops(tab, engine):
     assert tab.texts('#send') == ['Stop']
     engine.seconds = 0.002
     engine.open.set()
-    # What has come is shown while more comes.
+    # Received text is shown while more arrives.
     tab.until('running && document.querySelector(".assistant .said").textContent.includes("Counting")')
     assert engine.state.running == 1
     tab.press('Escape')
@@ -162,7 +162,7 @@ def test_retry_and_edit(tab):
     tab.press('Enter')
     tab.until(f'!running && turns.length === 4 && turns[3].told && turns[3].content !== {json.dumps(second)}')
     assert tab.texts('.assistant .said')[0] == first
-    # An edit ends what came after the message.
+    # An edit removes the messages after the edited one.
     tab.run('document.querySelector(".user .tools button").click(), 0')
     tab.run('document.activeElement.select(), 0')
     tab.type('Another')
@@ -181,7 +181,7 @@ def test_errors_can_be_tried_again(tab, server):
     say(tab, 'Hello')
     tab.until('document.querySelector(".fault")')
     assert 'The context length is 3000 tokens' in tab.texts('.fault span')[0]
-    # The browser tells of each answer that is an error; the page is none the worse for it.
+    # The browser reports each error response in its console; the page keeps working.
     assert all('400 (Bad Request)' in fault for fault in tab.faults)
     assert len(tab.faults) == 1
     tab.faults.clear()
@@ -230,7 +230,7 @@ def test_it_fits(tab, width, dark):
     assert tab.run(f'{CONTRAST}(".said p", document.documentElement)') > 7
     for selector in ('#about', '.tools', '#hint', '#send'):
         assert tab.run(f'{CONTRAST}("{selector}", document.documentElement)') > 4.5, selector
-    # Control: the measure tells apart what cannot be read.
+    # Control: the measurement detects low contrast.
     tab.run('document.querySelector("#about").style.color = "#888888", 0')
     assert tab.run(f'{CONTRAST}("#about", document.documentElement)') < 6
     tab.click('#open-settings')
@@ -239,7 +239,7 @@ def test_it_fits(tab, width, dark):
     assert box[1] <= width
 
 
-# Of WCAG 2: of the text's colour and that of what it stands on.
+# Contrast of a text's color against its background, as defined in WCAG 2.
 CONTRAST = """((selector, page) => {
   const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((value) => value / 255)
     .map((value) => (value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4))
@@ -283,14 +283,14 @@ def test_a_text_that_the_model_goes_on_with(browser, tmp_path):
         set_up(browser, max_tokens=3)
         browser.click('#again')
         browser.until('!running && text.value === "Once: The"')
-        # Too long for the context.
+        # More tokens than the context allows.
         set_up(browser, max_tokens=5000)
         browser.click('#send')
         browser.until('document.querySelector(".fault")')
         assert 'The context has 2000 tokens' in browser.texts('.fault span')[0]
         browser.look(width=360, mobile=True)
         assert browser.run('document.documentElement.scrollWidth') == 360
-        # What is in the text is there again.
+        # Unsent text is restored.
         browser.open(server.url)
         assert browser.run('text.value') == 'Once: The'
         browser.faults.clear()

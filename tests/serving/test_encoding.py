@@ -1,4 +1,4 @@
-"""Parsing and tokenizing: bounded by size, number and time, and nobody waits for the texts of others."""
+"""Tests that parsing and tokenizing are bounded in size, number and time, and do not block other requests."""
 
 import json
 import os
@@ -22,14 +22,14 @@ from tests.serving.serving_thread import ServerThread, until
 
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
 SMALL = {'prompt': 'a', 'max_tokens': 3, 'seed': 1}
-# As large as a body may be by default.
+# A body of the default maximum size.
 LARGE = {'prompt': ' ' * (ServerLimits().max_request_bytes - 100), 'max_tokens': 1}
 TALK = {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 3}
 LARGEST_SMALL = 10_000
 
 
 class Gate:
-    """Texts that a model's tokenizer and its template get; those that are `held` wait there until `open` is set."""
+    """Intercepts texts for the tokenizer and the chat template. Those in `held` wait until `open` is set."""
 
     def __init__(self, served, held=lambda text: True):
         self.reached, self.open = [], threading.Event()
@@ -39,7 +39,7 @@ class Gate:
 
     def _watched(self, function):
         def watched(given, **options):
-            # The special tokens of a conversation leave no texts in some places.
+            # Special tokens alone pass no texts to the tokenizer.
             for first in given[:1]:
                 self.reached.append(first)
                 if self._held(first):
@@ -51,7 +51,7 @@ class Gate:
 
 @pytest.fixture
 def start():
-    """Starts a server whose tokenizer has a gate; at the end the gate is opened."""
+    """Starts a server whose tokenizer has a gate, which is opened at the end."""
     entered = []
 
     def start(held=lambda text: True, *, max_context=2**23, **limits):
@@ -79,7 +79,7 @@ def post(server, body, path=COMPLETIONS):
 
 
 def send(server, body, path=COMPLETIONS):
-    """A connection that has sent a request and not read its answer."""
+    """Returns a connection that has sent a request and not read the response."""
     connection = server.connect()
     connection.sendall(request(path, json.dumps(body).encode()))
     return connection
@@ -91,7 +91,7 @@ def test_a_small_request_is_answered_while_large_ones_are_encoded(start):
     service = server.running.service
     until(lambda: service.num_requests == 4 and gate.reached)
     assert post(server, SMALL).status_code == 200
-    # Control: the large ones wait.
+    # Control: the large requests are waiting.
     until(lambda: service.num_requests == 4)
     gate.open.set()
     for connection in large:
@@ -119,7 +119,7 @@ def test_requests_of_clients_that_left_are_not_encoded(start):
     for client in clients:
         client.close()
     until(service.idle.is_set)
-    # Only the body that is being encoded is kept.
+    # Only the body that is being encoded is kept in memory.
     assert service.body_reader.num_bytes < 1.1 * ServerLimits().max_request_bytes
     gate.open.set()
     until(lambda: service.body_reader.num_bytes == 0)
@@ -129,7 +129,7 @@ def test_requests_of_clients_that_left_are_not_encoded(start):
 
 def test_a_queue_that_is_full(start):
     server, gate = start(max_encoding_queue_size=2)
-    # Two are encoded at a time.
+    # At most two requests are encoded at a time.
     waiting = [send(server, SMALL) for _ in range(2)]
     until(lambda: len(gate.reached) == 2)
     waiting += [send(server, SMALL) for _ in range(2)]
@@ -179,7 +179,7 @@ def test_what_fills_the_context_is_encoded(start):
     server, gate = start(lambda given: False, max_context=128)
     assert post(server, {'prompt': ' ' * 127, 'max_tokens': 1}).status_code == 200
     assert post(server, {'prompt': [[65] * 127], 'max_tokens': 1}).status_code == 200
-    # A template may leave out most of what it gets.
+    # A template may drop most of its input.
     talk = {'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': ''}] * 128}] * 2, 'max_tokens': 1}
     assert post(server, talk, CHAT).status_code == 200
     assert len(gate.reached) > 2
@@ -231,7 +231,7 @@ def test_a_stuck_encoder_does_not_keep_the_server(start):
     assert not gate.open.is_set()
 
 
-# A process of its own, for what it ends with. The encoder waits, or does not let go of Python any more.
+# A separate process, whose exit code is tested. The encoder waits, or does not release the GIL.
 PROGRAM = """
 import re, sys, threading, time
 import maxlm.serving.server as running
@@ -265,7 +265,7 @@ def test_a_process_with_a_stuck_encoder_ends(stuck, code):
             with socket.create_connection(('127.0.0.1', port)) as connection:
                 connection.sendall(request(COMPLETIONS, json.dumps(SMALL).encode()))
                 assert process.stdout.readline() == 'reached\n'
-                # Twice would end it at once.
+                # A second SIGTERM would stop the process immediately.
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(20) == code
         finally:

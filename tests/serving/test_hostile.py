@@ -1,4 +1,4 @@
-"""Thousands of malformed requests: none breaks the server, and a good one afterwards is answered."""
+"""Tests that thousands of malformed requests do not break the server, and that valid requests still succeed."""
 
 import collections
 import contextlib
@@ -18,7 +18,7 @@ from tests.serving.serving_thread import ServerThread, until
 
 MAX_GROWTH = 16 * 2**20
 EXPECTED = {200, 400, 403, 404, 405, 413, 415}
-# No time is so short that a busy machine would need it.
+# The timeouts are long enough for a busy machine.
 LIMITS = ServerLimits(max_request_bytes=MAX_BODY, drain_seconds=1)
 GOOD = Hostile('good', request('/v1/completions', json.dumps({'prompt': 'a', 'max_tokens': 3, 'seed': 1}).encode()))
 
@@ -36,13 +36,13 @@ def server(engine):
 
 def resident():
     gc.collect()
-    # What is freed goes back to the machine first: what is kept must not hide in it.
+    # Free memory is returned to the system first, since retained memory could hide in it.
     ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss
 
 
 def check(hostile, answer):
-    """Raises when an answer is none that a client may get."""
+    """Raises if a response must not be sent to a client."""
     if answer is None:
         assert not hostile.answer, hostile
         return
@@ -56,7 +56,7 @@ def check(hostile, answer):
         assert 0 < len(error['message']) < 600
 
 
-# During the warm-up the server fills what it keeps for later, such as spellings of tokens and connections.
+# During the warm-up the server fills its caches, such as token texts and connections.
 @pytest.mark.parametrize(
     ('num_requests', 'warm_up'), [(1500, 500), pytest.param(10_000, 2000, marks=pytest.mark.nightly)]
 )
@@ -72,13 +72,13 @@ def test_none_breaks_it(server, engine, caplog, num_requests, warm_up):
         statuses[answer and answer[0]] += 1
     assert resident() - before < MAX_GROWTH
     assert set(statuses) == EXPECTED | {None}
-    # No fault was met on the way that only the log tells of.
+    # The server logged no errors.
     assert [record for record in caplog.records if record.levelname == 'ERROR'] == []
     until(lambda: (engine.state.running, engine.state.waiting) == (0, 0))
     status, body = wire.exchange(GOOD)
     assert (status, json.loads(body)['choices'][0]['text']) == (200, 'he ')
     wire.close()
-    # Nothing of them is kept.
+    # No request is kept.
     until(lambda: server.running.service.body_reader.num_bytes == 0 and server.running.service.idle.is_set())
     assert not server.running.service.pending
 
@@ -119,7 +119,7 @@ def test_a_client_that_is_too_slow_is_cut_off(impatient, sent):
         told = b''
         while found := connection.recv(4096):
             told += found
-    # Of a head that does not come nothing can be said.
+    # Without a complete head, the server closes the connection without a response.
     assert told.startswith(b'HTTP/1.1 408') == (sent > whole.index(b'\r\n\r\n'))
 
 
@@ -140,7 +140,7 @@ def test_many_connections():
         connections = [server.connect() for _ in range(20)]
         with server.connect() as refused:
             refused.settimeout(20)
-            # What was not read when it is cut off makes an error of the end.
+            # Closing a connection with unread data is an error for the client.
             with contextlib.suppress(ConnectionError):
                 assert refused.recv(1) == b''
         for connection in connections:
@@ -156,7 +156,7 @@ def test_many_connections_of_one_client():
         connections = [server.connect() for _ in range(5)]
         with server.connect() as refused, contextlib.suppress(ConnectionError):
             assert refused.recv(1) == b''
-        # Another client is not shut out.
+        # Clients with other addresses are not blocked.
         address = ('127.0.0.2', 0)
         with socket.create_connection(('127.0.0.1', server.port), timeout=20, source_address=address) as other:
             other.sendall(GOOD.content)

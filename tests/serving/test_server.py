@@ -1,4 +1,4 @@
-"""How a server ends: told to, told twice, or because its engine broke down; and where it listens."""
+"""Tests how a server listens and how it stops: on a signal, on a second signal, and after an engine failure."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ ASKED = {'prompt': 'a', 'max_tokens': 30, 'temperature': 0}
 
 
 def ask(server, answers, **settings):
-    """Asks in a thread; what is answered is appended."""
+    """Sends a request in a thread, which appends the response to `answers`."""
 
     def run():
         answers.append(httpx.post(f'{server.url}/v1/completions', json=ASKED | settings, timeout=30))
@@ -87,7 +87,7 @@ def test_an_engine_that_breaks_down_ends_the_server(stream, caplog):
         server.join()
     assert '"code":"engine_failed"' in answers[0].text
     assert answers[0].status_code == (200 if stream else 500)
-    # What went wrong is for the log.
+    # The cause appears in the log only.
     assert 'the device is lost' not in answers[0].text
     assert 'the device is lost' in caplog.text
     assert server.exit_code == EXIT_FAILED
@@ -117,7 +117,7 @@ def test_a_fault_of_the_server_is_not_told(caplog, monkeypatch):
         answer = httpx.post(f'{server.url}/v1/completions', json=ASKED)
         assert (answer.status_code, answer.json()['error']['code']) == (500, 'internal_error')
         assert 'ZeroDivisionError' not in answer.text
-        # The log has it once the client has its answer.
+        # The log is written after the response.
         until(lambda: 'ZeroDivisionError' in caplog.text)
         monkeypatch.undo()
         assert httpx.post(f'{server.url}/v1/completions', json=ASKED).status_code == 200
@@ -152,7 +152,7 @@ def test_where_it_listens():
         first.listen()
         with pytest.raises(InputError, match=f'--port={port}: Address already in use'):
             bind('127.0.0.1', port)
-        # Bound is not yet listening.
+        # A bound socket does not listen yet.
         with bind('127.0.0.1', 0) as second, pytest.raises(ConnectionRefusedError):
             socket.create_connection(second.getsockname())
     with bind('0.0.0.0', 0) as everywhere:
@@ -168,7 +168,7 @@ def test_where_it_listens():
             bind(host, port)
 
 
-# A process of its own: signals are its.
+# A separate process, which receives signals.
 PROGRAM = """
 import sys
 from maxlm.serving.limits import ServerLimits
@@ -186,7 +186,7 @@ sys.exit(serve_until_stopped(running))
 
 
 def start():
-    """The process and its port."""
+    """Returns the process and its port."""
     environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))}
     command = [sys.executable, '-c', PROGRAM]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
