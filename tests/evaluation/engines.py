@@ -1,10 +1,10 @@
-"""An engine that returns given texts."""
+"""Provides an engine that returns given texts."""
 
 from maxlm.inference.engine.requests import Completion
 
 
 class RecitingEngine:
-    """Answers a prompt with texts that it was given for it, as many as are asked for; keeps the requests."""
+    """Returns given texts for a prompt, one for each sample, and records the requests."""
 
     def __init__(self, tokenizer, answers):
         self._tokenizer, self._answers = tokenizer, answers

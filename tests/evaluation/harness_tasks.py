@@ -1,4 +1,4 @@
-"""Task files of every kind that lm-eval has, over documents that are made here."""
+"""Provides task files of every kind that lm-eval supports, over generated documents."""
 
 import json
 
@@ -73,7 +73,7 @@ KINDS = {'choice': CHOICE, 'letters': LETTERS, 'last_word': LAST_WORD, 'rolling'
 
 
 def documents(num=12, seed=0):
-    """Questions of different lengths, some too long for a small context."""
+    """Returns questions of different lengths. Some are too long for a small context."""
     rng = np.random.default_rng(seed)
 
     def text(num_words):
@@ -92,7 +92,7 @@ def documents(num=12, seed=0):
 
 
 def write_tasks(folder, docs, kinds=tuple(KINDS)):
-    """The task files and their data in a folder."""
+    """Writes the task files and their data to a directory."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / 'documents.jsonl'
     data.write_text(''.join(json.dumps(doc) + '\n' for doc in docs))

@@ -1,4 +1,4 @@
-"""HumanEval and MBPP on problems in their formats, with an engine that recites right and wrong programs."""
+"""Tests HumanEval and MBPP on problems in their formats, with an engine that returns right and wrong programs."""
 
 import gzip
 import json
@@ -47,7 +47,7 @@ MBPP = [
         'test_imports': ['import math'],
         'test_list': ['assert root(math.factorial(4)) == 4'],
     },
-    # For training.
+    # This problem belongs to the training split.
     {'task_id': 700, 'text': 'x', 'code': '', 'test_list': ['assert 1'], 'test_setup_code': ''},
 ]
 TOKENIZER = bytes_tokenizer()
@@ -110,7 +110,7 @@ def test_mbpp(mbpp):
     assert first == '"""\nWrite a function to square a number.\nassert square(3) == 9\n"""\n'
     right = {first: [MBPP[0]['code']], second: [MBPP[1]['code']]}
     assert results(mbpp, right)[0].measures[0].value == 1.0
-    # One of two tests is not enough.
+    # Passing one of two tests is not enough.
     half, _ = results(mbpp, {**right, first: ['def square(x):\n    return 3 * x']})
     assert half.rewards.tolist() == [[0.0], [1.0]]
 
@@ -121,7 +121,7 @@ def test_in_conversations(humaneval, mbpp):
     def spelled(question, opening):
         return f'<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{opening}'
 
-    # Asked with what there is, and answered in the middle of the program.
+    # The response continues a program that the prompt has begun.
     asked = {
         ADD: spelled(f'Complete the function `add` in Python:\n\n```python\n{ADD}```', f'```python\n{ADD}'),
         TWICE: spelled(f'Complete the function `twice` in Python:\n\n```python\n{TWICE}```', f'```python\n{TWICE}'),
@@ -129,7 +129,7 @@ def test_in_conversations(humaneval, mbpp):
     right = {asked[row['prompt']]: [row['canonical_solution']] for row in HUMANEVAL}
     found, requests = results(humaneval, right, tokenizer=CHAT_TOKENIZER, chat=chat)
     assert found.rewards.tolist() == [[1.0], [1.0]]
-    # What the template writes are special tokens.
+    # The chat template writes special tokens.
     assert [id for id in requests[0].prompt if id > 255] == [257, 258, 257]
     wrong, _ = results(humaneval, {**right, asked[TWICE]: ['    return x + x\n']}, tokenizer=CHAT_TOKENIZER, chat=chat)
     assert wrong.rewards.tolist() == [[1.0], [0.0]]

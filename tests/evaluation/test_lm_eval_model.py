@@ -1,4 +1,4 @@
-"""What lm-eval asks of a model, one method at a time."""
+"""Tests the methods that lm-eval calls on a model."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def make(tokenizer=None, chat=None, answers=None):
 
 
 def asked(prompt, **settings):
-    """The request that the engine gets."""
+    """Returns the request that the engine receives."""
     answers, engine = make(answers={prompt[-CONTEXT:]: ['x']})
     engine._answers = type('Any', (), {'__getitem__': lambda self, key: ['x']})()
     answers.generate_until([SimpleNamespace(args=(prompt, settings))])
@@ -43,7 +43,7 @@ def test_settings_of_a_task_reach_the_engine():
     assert asked('abc', max_new_tokens=5).max_tokens == 5
     drawn = asked('abc', do_sample=True, temperature=0.7, top_p=0.9, top_k=5)
     assert (drawn.sampling.temperature, drawn.sampling.top_p, drawn.sampling.top_k) == (0.7, 0.9, 5)
-    # As lm-eval reads them.
+    # lm-eval interprets these settings in the same way.
     assert asked('abc', do_sample=False, temperature=0.7).sampling.temperature == 0
     assert asked('abc', temperature=0.7).sampling.temperature == 0.7
     with pytest.raises(InputError, match='generation_kwargs of a task: num_beams not supported'):
@@ -79,7 +79,7 @@ def test_what_stands_before_a_text():
     answers, _ = make()
     assert (answers.prefix_token_id, answers.eot_token_id) == (256, 256)
     assert answers.tok_encode('ab') == [97, 98]
-    # A tokenizer from elsewhere may put a token before every text.
+    # The tokenizers of imported models may prepend a token to every text.
     library = tokenizers.Tokenizer.from_str(CHAT_TOKENIZER.to_json())
     library.post_processor = tokenizers.processors.TemplateProcessing(
         single='<|im_start|> $A', pair='<|im_start|> $A $B', special_tokens=[('<|im_start|>', 257)]
@@ -101,7 +101,7 @@ def test_conversations_are_spelled_by_the_template():
     assert answers.apply_chat_template(begun, add_generation_prompt=False) == f'{text}It is'
     assert answers.chat_template(True) == CHATML
     plain, _ = make(CHAT_TOKENIZER)
-    # Without conversations what spells a special token is text.
+    # Without a chat template, the text of a special token is encoded as plain text.
     assert len(plain.tok_encode('<|im_end|>')) == 10
 
 

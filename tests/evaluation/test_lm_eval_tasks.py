@@ -1,4 +1,4 @@
-"""lm-eval on a model and on its export through lm-eval's own Hugging Face backend: the same scores."""
+"""Tests that a model scores the same as its export in lm-eval's Hugging Face backend."""
 
 import functools
 import json
@@ -21,13 +21,13 @@ lm_eval = pytest.importorskip('lm_eval', reason='the extra eval')
 pytest.importorskip('lm_eval.tasks', reason='the extra eval')
 
 TOLERANCE = 1e-3
-# Kinds whose answers are likelihoods.
+# Tasks scored by likelihoods.
 LIKELIHOODS = ('local_choice', 'local_letters', 'local_last_word', 'local_rolling')
 
 
 @pytest.fixture(scope='module', autouse=True)
 def _no_environment():
-    """Keeps lm-eval from describing the machine after each run, for which it starts a dozen programs."""
+    """Skips lm-eval's report on the machine, which starts a dozen programs after each run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr('lm_eval.evaluator.add_env_info', lambda results: None)
         yield
@@ -36,7 +36,7 @@ def _no_environment():
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp('benchmarks')
-    # No ids beyond the tokenizer's: the other backend would write them.
+    # The vocabulary has no ids beyond the tokenizer's, which the Hugging Face backend would generate.
     settings = {'model__family': 'llama', 'model__num_kv_heads': 2, 'data__seq_len': 96, 'model__vocab_size': 257}
     make_workdir(folder / 'run', settings)
     export_model(
@@ -52,7 +52,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def tasks(tmp_path_factory, model):
-    """The folder; to half of the prompts the answer that is asked for is what the model writes."""
+    """Returns the task directory. For half of the prompts the expected response is the model's own."""
     docs = documents()
     probe = answers_of(model[0])
     settings = {'until': ['\n', 'z'], 'max_gen_toks': 12}
@@ -89,7 +89,7 @@ def theirs(model, tasks):
 
 
 def scores(results, tasks=None):
-    """Every number of every task."""
+    """Returns all numbers of all tasks."""
     return {
         (task, name): value
         for task, values in results['results'].items()
@@ -107,7 +107,7 @@ def test_scores_are_those_of_the_exported_model(ours, theirs):
     assert {task for task, _ in scores(ours)} == {f'local_{kind}' for kind in KINDS}
     for name, value in scores(ours).items():
         assert value == pytest.approx(scores(theirs)[name], rel=TOLERANCE, abs=TOLERANCE), name
-    # Scores that say something: neither all right nor all wrong.
+    # The scores are informative: neither all right nor all wrong.
     assert 0 < scores(ours)['local_choice', 'acc,none'] < 1
     assert scores(ours)['local_generate', 'exact_match,none'] == pytest.approx(0.5)
 
@@ -127,7 +127,7 @@ def test_every_single_answer_is(ours, theirs, task):
 
 
 def test_a_planted_error_is_found(model, tasks, theirs, monkeypatch):
-    # One token too early.
+    # Positions are shifted by one token.
     monkeypatch.setattr(scoring, 'scored_indices', lambda length, num: range(length - num - 1, length - 1))
     planted = Benchmarks([str(tasks / 'last_word.yaml'), str(tasks / 'letters.yaml')]).run(answers_of(model[0]))
     apart = [
@@ -137,7 +137,7 @@ def test_a_planted_error_is_found(model, tasks, theirs, monkeypatch):
     ]
     assert ('local_last_word', 'perplexity,none') in apart
     monkeypatch.undo()
-    # Windows that begin one token further on leave out what should be there.
+    # Windows that start one token later miss a token.
     monkeypatch.setattr('maxlm.evaluation.lm_eval_model.windows', lambda *given: scoring.windows(*given)[1:])
     planted = Benchmarks([str(tasks / 'rolling.yaml')]).run(answers_of(model[0]))
     name = 'local_rolling', 'bits_per_byte,none'
@@ -153,7 +153,7 @@ def test_measures_have_errors_over_documents(ours, theirs):
     told = ours['results']['local_choice']['acc_stderr,none']
     assert accuracy.error == pytest.approx(told)
     assert len(accuracy.values) == 12
-    # lm-eval gives none for these.
+    # lm-eval reports no standard error for these.
     assert theirs['results']['local_rolling']['bits_per_byte_stderr,none'] == 'N/A'
     assert 0 < found['local_rolling/bits_per_byte'].error < found['local_rolling/bits_per_byte'].value
     slope = found['local_rolling/word_perplexity']
@@ -180,7 +180,7 @@ def test_settings_reach_the_tasks(model, tasks):
 
 
 def test_what_cannot_be_run_is_named(model, tasks, tmp_path, monkeypatch):
-    # lm-eval's own thousands of task files take long to look through.
+    # Scanning lm-eval's own thousands of task files is slow.
     original = lm_eval.tasks.TaskManager
     monkeypatch.setattr(lm_eval.tasks, 'TaskManager', lambda **given: original(**{**given, 'include_defaults': False}))
     for given, message in (
@@ -208,7 +208,7 @@ def test_what_cannot_be_run_is_named(model, tasks, tmp_path, monkeypatch):
 def test_usual_names_stand_for_tasks_of_lm_eval(monkeypatch):
     asked = []
     monkeypatch.setattr('lm_eval.tasks.TaskManager.load', lambda self, names: asked.append(names) or {'tasks': {}})
-    # Names that lm-eval does not know would be refused, and those that it knows itself be left as they are.
+    # lm-eval raises if it does not know a name. Aliases that are names of its own would not be replaced.
     Benchmarks(list(ALIASES)).output_types()
     assert asked == [[task for tasks in ALIASES.values() for task in tasks]]
     assert asked[0][:2] == ['arc_easy', 'arc_challenge']

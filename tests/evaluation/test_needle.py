@@ -1,4 +1,4 @@
-"""Hidden facts: how texts are built, and who finds them."""
+"""Tests the construction and scoring of needle-in-a-haystack prompts."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ TOKENIZER = bytes_tokenizer()
 
 
 class Reader:
-    """Finds a number that stands within the last `reach` tokens of what it is given, and nothing else."""
+    """Finds a number within the last `reach` tokens of its input, and nothing else."""
 
     max_length = 4096
 
@@ -54,15 +54,15 @@ def test_texts_have_the_fact_at_its_depth_and_the_length_that_was_asked_for():
         end = text.rindex(' The secret number of')
         assert fact / end == pytest.approx(DEPTHS[d], abs=100 / length)
         assert text.endswith(' is')
-    # Others are never in the text.
+    # Wrong answers never occur in the text.
     assert not any(answer.strip() in text for text, answer in cells[..., 1:, :].reshape(-1, 2))
-    # A trial asks the same at every depth.
+    # A trial has the same question at every depth.
     assert (cells[:, 0, :, :, 1] == cells[:, -1, :, :, 1]).all()
 
 
 def test_a_model_that_forgets_finds_what_is_near():
     near, _ = find(400)
-    # Of a text of 1024 tokens, the last 400.
+    # The reader sees the last 400 of 1024 tokens.
     assert near.choice_ND[1].tolist() == [0, 0, 0, 1, 1]
     assert near.retrieved_ND.tolist() == near.choice_ND.tolist()
     everywhere, _ = find(10**6)
@@ -70,7 +70,7 @@ def test_a_model_that_forgets_finds_what_is_near():
     assert [measure.name for measure in everywhere.measures] == [
         f'needle/{length}/{kind}' for length in (512, 1024) for kind in ('choice', 'retrieved')
     ]
-    # Who finds all numbers equally likely finds none.
+    # A reader that considers all numbers equally likely finds none.
     assert find(1)[0].choice_ND.max() == 0
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks within a run: every so many steps, into its metrics, as maxlm.evaluate finds them afterwards."""
+"""Tests benchmarks at intervals during a run, against `maxlm.evaluate` afterwards."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 from tests.evaluation.harness_tasks import documents, write_tasks
 from tests.test_train import arguments
 
-# Found without its import, which takes seconds.
+# The spec is found without importing lm-eval, which takes seconds.
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs the extra eval')
 
 
@@ -31,7 +31,7 @@ def test_a_run_tells_of_its_tasks(dataset, tmp_path, capfd):
     }
     assert train.main(arguments(dataset, tmp_path / 'run', **settings)) == EXIT_DONE
     lines = [line for line in read_metrics(tmp_path / 'run') if any('eval/tasks/' in name for name in line)]
-    # The last step too.
+    # Benchmarks also run at the last step.
     assert [line['step'] for line in lines] == [3, 5]
     first, last = ({name: value for name, value in line.items() if 'tasks' in name} for line in lines)
     assert first['eval/tasks/local_rolling/bits_per_byte'] > last['eval/tasks/local_rolling/bits_per_byte']

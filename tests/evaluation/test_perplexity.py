@@ -1,4 +1,4 @@
-"""The loss taken apart: the same sum as in training, window by window, on any mesh."""
+"""Tests that losses by window, source and position sum to the training loss on any mesh."""
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ def run(params, **settings):
 
 
 def test_sums_over_windows_sources_and_positions():
-    """Takes a token's id for its loss, so that no model is needed."""
+    """Uses token ids as losses, so that no model is needed."""
     config = small_config(**MODEL)
     given = batches(config)
 
@@ -75,7 +75,7 @@ def test_parts_add_up_to_the_loss_of_training(results, mesh):
     by_source = found.source_losses(['x', 'y'])
     assert [part.name for part in by_source] == ['loss/x', 'loss/y']
     assert [part.value for part in by_source] == pytest.approx(expected.source_losses, rel=1e-6)
-    # Control: sources differ.
+    # Control: sources have different losses.
     assert by_source[0].value != pytest.approx(by_source[1].value, rel=1e-4)
 
 
@@ -84,7 +84,7 @@ def test_windows_are_in_the_order_of_the_data(results, mesh):
     one, other = results['one device'][0], results[mesh][0]
     for name in ('loss_W', 'tokens_W', 'source_W', 'class_loss_K', 'class_tokens_K'):
         np.testing.assert_allclose(getattr(other, name), getattr(one, name), rtol=1e-5)
-    # Control: the order can be told.
+    # Control: the comparison detects another order.
     assert not np.allclose(one.loss_W[::-1], one.loss_W)
 
 

@@ -1,4 +1,4 @@
-"""What --tasks asks for."""
+"""Tests the parsing of `--tasks`."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from maxlm.evaluation.runner import ParsedTasks, parse_tasks
             'humaneval:x.jsonl,mbpp:y/z.jsonl.gz',
             ParsedTasks((), (('humaneval', 'x.jsonl'), ('mbpp', 'y/z.jsonl.gz')), False),
         ),
-        # Without a file it is lm-eval's.
+        # Without a file, the name refers to lm-eval's task.
         ('humaneval,needle', ParsedTasks(('humaneval',), (), True)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Numbers and files made of lm-eval's results, without lm-eval."""
+"""Tests metrics and files made from lm-eval's results, without lm-eval."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def test_measures_are_of_documents_where_these_are_known():
     accuracy = mean_of('', np.array([1.0, 1.0, 0.0, 1.0]))
     assert (found['choice/acc'].value, found['choice/acc'].error) == (accuracy.value, accuracy.error)
     assert found['choice/acc'].values.tolist() == [1, 1, 0, 1]
-    # Of this filter there are no samples, and lm-eval tells no error.
+    # This filter has no samples, and lm-eval reports no standard error.
     assert (found['choice/acc,strict'].value, found['choice/acc,strict'].error) == (0.5, None)
     log_probs, counts = np.array(RATES).T
     bits = mean_of('', -log_probs / counts / math.log(2), counts)

@@ -1,4 +1,4 @@
-"""Errors against simulation; differences on the same units and on others."""
+"""Tests standard errors against simulation, and differences over the same and over different units."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_of_unequal_weights_the_interval_holds_the_truth_as_often_as_it_says():
     hits = 0
     for _ in range(600):
         weights = rng.integers(1, 30, 60).astype(float)
-        # Units that weigh more have other values: the mean of all is not the mean of units.
+        # Values depend on the weights, so the weighted mean differs from the mean over units.
         values = 1 + 0.02 * weights + rng.normal(0, 0.5, 60)
         truth = 1 + 0.02 * (29 * 59 / 6) / 15
         low, high = mean_of('x', values, weights).interval
@@ -33,7 +33,7 @@ def test_units_without_weight_do_not_count():
     assert some.value == pytest.approx(7 / 4)
     assert some.error == mean_of('x', np.array([1.0, 2.0]), np.array([1.0, 3.0])).error
     assert mean_of('x', np.array([1.0])).interval is None
-    # Thirty wrong answers do not mean that there are no right ones.
+    # Thirty wrong answers do not prove that there are no right answers.
     assert mean_of('x', np.zeros(30)).interval is None
 
 
@@ -45,11 +45,11 @@ def test_on_the_same_units_a_difference_is_seen_that_is_smaller_than_the_errors(
     assert change.value == pytest.approx(second.value - first.value)
     assert change.interval[0] > 0
     assert change.error < first.error / 20
-    # Control: of other units nothing is known but the errors.
+    # Control: for different units only the errors are known.
     apart = difference(first._replace(values=None), second)
     assert apart.error == pytest.approx(np.hypot(first.error, second.error))
     assert apart.interval[0] < 0
-    # Other weights are other units.
+    # Units with different weights are different units.
     assert difference(first, mean_of('x', hard, np.arange(1.0, 201))).error > first.error
 
 
@@ -78,10 +78,10 @@ def test_perplexities_on_the_same_units_differ_as_their_losses_do():
     first, second = (exponential_of('perplexity', loss) for loss in losses)
     of_losses, of_perplexities = difference(*losses), difference(first, second)
     assert of_perplexities.value == pytest.approx(second.value - first.value)
-    # exp(b) - exp(a) is nearly exp(a) · (b - a) where b is near a.
+    # exp(b) - exp(a) is nearly exp(a) · (b - a) if b is near a.
     assert of_perplexities.error == pytest.approx(first.value * of_losses.error, rel=0.02)
     assert [bound < 0 for bound in of_perplexities.interval] == [bound < 0 for bound in of_losses.interval]
-    # Control: without the units it is a thousand times as wide.
+    # Control: without the units the interval is a thousand times as wide.
     assert difference(first._replace(values=None), second).error > 100 * of_perplexities.error
 
 

@@ -1,4 +1,4 @@
-"""The table of several checkpoints, as text and as objects."""
+"""Tests the comparison table of several checkpoints, as text and as objects."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_text():
     assert loss.split() == told.split()
     assert acc.split() == ['acc', '0.5000', '±', '0.1960', '–', '–']
     assert other.split() == ['other', '–', '1.0000', '–']
-    # Columns stand below each other.
+    # Columns are aligned.
     assert header.index('a@1') + 3 == loss.index('2.5000 ± 1.2652') + len('2.5000 ± 1.2652')
 
 

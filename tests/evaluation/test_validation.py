@@ -1,4 +1,4 @@
-"""Loss over batches: the mean over tokens, whatever the batches' sizes."""
+"""Tests the validation loss: the mean over tokens, regardless of batch sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -54,4 +54,4 @@ def test_losses_by_source():
     result = run([make_batch(1.0, 32), make_batch(5.0, 8)])
     first, second = result.source_losses
     assert first == pytest.approx(result.loss)
-    assert np.isnan(second)  # nothing was from there: that is not a loss of 0
+    assert np.isnan(second)  # NaN, not 0: there were no tokens of this source
