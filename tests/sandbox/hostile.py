@@ -1,17 +1,17 @@
-"""Programs that mean harm: what each does, and how it has to end. `@NAME@` stands for something of the test's machine.
+"""Hostile programs, the statuses with which each must end, and values of the test machine as `@NAME@`.
 
-One that tries to get at something prints ESCAPED if it does, and that must not be seen. `needs` is the guarantee that
-stops it, where no other does.
+A program that tries to access something prints ESCAPED on success, which must never appear. `needs` is the
+guarantee that stops the program if no other does.
 """
 
-# Programs are told in a line each.
+# Programs are written on one line each.
 # ruff: noqa: E501
 
 from typing import NamedTuple
 
 from maxlm.sandbox.limits import MIB, SandboxLimits
 
-# Stopped by its wall time, which is short; all others have time enough on a busy machine.
+# The short wall time stops a program. All other programs have enough time on a busy machine.
 STOPPED = SandboxLimits(cpu_seconds=5, wall_seconds=0.8, memory_bytes=256 * MIB, processes=8, output_bytes=MIB)
 AMPLE = STOPPED._replace(wall_seconds=20.0)
 CPU = AMPLE._replace(cpu_seconds=1)
@@ -38,12 +38,12 @@ class Hostile(NamedTuple):
 
 
 def tries(name, *lines, needs='', prepare=''):
-    """One attempt for each line, an expression."""
+    """Returns a program that attempts each line, which is an expression."""
     calls = '\n'.join(f'attempt(lambda: {line})' for line in lines)
     return Hostile(name, f'{ATTEMPT}{prepare}\n{calls}\n', needs=needs)
 
 
-# A call into the kernel by its number, refused if the result is negative.
+# Makes a system call by number. A negative result is an error.
 CALL = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -431,7 +431,7 @@ CRASHES = [
     Hostile('breaks modules', 'import sys\nsys.modules.clear()\nimport os', END),
 ]
 
-# What only Python, or a limit of every process, has a part in: the same whatever is around it.
+# Only Python or a per-process limit stops these programs, so they behave the same in every kind of sandbox.
 LOOPS = (
     'loops in __del__',
     'traps every exception',
@@ -445,8 +445,8 @@ ANYWHERE = frozenset({*LOOPS, *(program.name for program in CRASHES)})
 
 PROGRAMS = [*FILES, *OTHER_PROCESSES, *NETWORK, *PRIVILEGES, *SECRETS, *EXHAUSTION, *CRASHES]
 
-# Programs whose f returns an object that takes part in a test of f(2) against EXPECTED, which f never computes. Each
-# special method, and each other one, prints what it gets, so that what reaches a program is seen.
+# The function f of these programs returns an object that takes part in a test of f(2) against EXPECTED, which f never
+# computes. Each method prints its arguments, which shows what reaches the program.
 EXPECTED = 31.4159
 _METHODS = [
     *('eq', 'ne', 'lt', 'le', 'gt', 'ge', 'contains', 'getitem', 'setitem', 'delitem', 'round', 'format', 'divmod'),
@@ -472,7 +472,7 @@ CHEATS = {
     for body in _BODIES
     for names in [[name if name in ('isclose', 'count', 'index', 'get') else f'__{name}__' for name in _METHODS]]
 }
-# Tests of the shape of HumanEval's and MBPP's, which none of the cheats may pass.
+# Tests in the style of HumanEval and MBPP, which none of the cheats may pass.
 CHEATED = [
     *(f'assert f(2) {sign} {EXPECTED}' for sign in ('==', 'is', '>', '>=')),
     *(f'assert {EXPECTED} {sign} f(2)' for sign in ('==', '<', 'in')),

@@ -1,4 +1,4 @@
-"""Control groups, with files for a stand-in: no kernel that hands them down is at hand in tests."""
+"""Tests control groups on ordinary files, since the test machine may not delegate cgroups."""
 
 import os
 
@@ -9,7 +9,7 @@ from maxlm.sandbox.limits import SandboxLimits
 
 
 def fake_groups(folder, controllers='cpu memory pids'):
-    """Files such as the kernel shows of a group; here they only keep what is written."""
+    """Creates the files of a kernel control group. Here they only store what is written."""
     own = folder / 'own'
     own.write_text('1:name=systemd:/x\n0::/slice/run\n')
     parent = folder / 'slice' / 'run'
@@ -56,7 +56,7 @@ def test_a_group_is_limited_entered_and_ended(tmp_path):
     found = {name: (parent / 'one' / name).read_text() for name in files[:-1]}
     values = ('120', '0', '1', '8', '0', '1')
     assert found == dict(zip(files, values, strict=False))
-    # The kernel's folder goes with its files in it; this one is emptied first.
+    # The kernel removes a group's directory with its files; the fake directory must be emptied first.
     group.remove()
     assert (parent / 'one').exists()
     for name in files:

@@ -1,4 +1,4 @@
-"""The end of folders that were made to have none."""
+"""Tests the removal of directories that resist removal."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_a_folder_is_removed_whatever_is_in_it(tmp_path):
         os.symlink('nowhere', 'broken')
         os.mkfifo('pipe')
         os.mkdir('closed', 0)
-        # Longer than any path may be, and deeper than calls.
+        # The path is longer than the system's limit, and deeper than the recursion limit.
         for _ in range(1500):
             os.mkdir('d' * 200)
             os.chdir('d' * 200)

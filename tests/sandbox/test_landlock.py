@@ -1,4 +1,4 @@
-"""What Landlock is asked to grant; that it holds is tried by `test_sandbox_hostile`."""
+"""Tests the requested Landlock rules; `test_sandbox_hostile` tests that they are enforced."""
 
 from maxlm.sandbox import landlock
 

@@ -1,6 +1,6 @@
-"""The pool: good programs, order, limits, what is said to be missing, workers that die, nothing left behind."""
+"""Tests the sandbox pool: correct programs, order, limits, missing mechanisms, dying workers and cleanup."""
 
-# Programs are told in a line each.
+# Programs are written on one line each.
 # ruff: noqa: E501
 
 import os
@@ -52,7 +52,7 @@ def pool():
 
 @pytest.mark.parametrize('without', [(), ('root',), ('mount namespace', 'network namespace', 'process namespace')])
 def test_good_programs_pass(without):
-    # The locks of multiprocessing are files of /dev/shm, which is not the program's own without a mount namespace.
+    # Locks of multiprocessing are files in /dev/shm, which a program shares if it has no mount namespace.
     good = {name: facts for name, facts in GOOD.items() if not without[1:] or name != 'uses multiprocessing'}
     programs = {name: SandboxJob(text, stdin) for name, (text, stdin, _) in good.items()}
     with SandboxPool(2, limits=LIMITS, without=without, required=()) as pool:
@@ -155,14 +155,14 @@ def test_it_refuses_to_start_without_what_is_required():
         SandboxPool(1, without=without)
     with SandboxPool(1, without=without, required=['network']) as pool:
         assert 'files' in pool.sandbox.missing
-        # Control: it is missing indeed.
+        # Control: the mechanism is indeed missing.
         assert pool.run(SandboxJob('print(len(open("/etc/passwd").read()) > 0)')).stdout == 'True\n'
 
 
 def test_a_worker_that_dies_is_replaced():
     with SandboxPool(2, limits=LIMITS) as pool:
         workers = [worker.process.pid for worker in pool.workers]
-        # The child of a worker has a child while a program runs.
+        # While a program runs, the child of a worker has a child.
         children = [psutil.Process(worker).children()[0] for worker in workers]
 
         def kill():

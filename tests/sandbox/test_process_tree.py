@@ -1,4 +1,4 @@
-"""Everything below a process ends, however its descendants change parents meanwhile."""
+"""Tests that all descendants of a process are killed, even if they change parents meanwhile."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 pytestmark = pytest.mark.multiprocess
 
-# A child with a child. As soon as the tree is read below the first, it has died, and the other has changed its parent.
+# A child with a child. Before the children of the first are read, it dies, so its child changes its parent.
 PROGRAM = """
 import os, signal, sys, time
 from maxlm.sandbox import process_tree, syscalls
@@ -51,7 +51,7 @@ def test_who_changes_parents_between_two_reads(way):
     if way == 'kill_all':
         assert not psutil.pid_exists(int(number))
     else:
-        # What a single look at the tree makes of it.
+        # A single read of the tree misses the process.
         assert seen == ['0']
         assert psutil.Process(int(number)).status() == psutil.STATUS_SLEEPING
         os.kill(int(number), signal.SIGKILL)
@@ -70,7 +70,7 @@ one.kill()
 
 
 def run(program, *arguments):
-    """What a program prints that has the package."""
+    """Returns the output of a program that can import the package."""
     command = [sys.executable, '-c', program, *arguments]
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True, timeout=60).stdout

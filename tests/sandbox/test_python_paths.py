@@ -1,4 +1,4 @@
-"""What a program may read."""
+"""Tests the paths that a program may read."""
 
 import os
 from pathlib import Path

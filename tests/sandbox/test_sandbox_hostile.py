@@ -1,6 +1,6 @@
-"""Hostile programs are contained: with all that this machine offers, without root, and with Landlock and seccomp alone.
+"""Tests that hostile programs are contained: with all mechanisms, without root, and with Landlock and seccomp alone.
 
-The kernel here is whatever runs the tests; ways that it does not offer are told by `Sandbox.missing`, not passed over.
+Results depend on the kernel that runs the tests. `Sandbox.missing` reports mechanisms that it lacks.
 """
 
 import os
@@ -24,19 +24,19 @@ WORKERS = 4
 NAMESPACES = ('mount namespace', 'network namespace', 'process namespace', 'ipc namespace', 'user namespace')
 WAYS = {'everything': (), 'no root': ('root',), 'no namespaces': NAMESPACES}
 NAMES = [program.name for program in PROGRAMS]
-# Programs that do no harm where they are not contained: controls.
+# Programs that do no harm if they are not contained. They serve as controls.
 HARMLESS = ('reads the canary of the parent', 'lists the folder of the parent', 'connects by TCP', 'sends by UDP')
 HARMLESS += ('connects to a UNIX socket', 'connects to an abstract socket', 'lists the processes', 'starts a shell')
 
 
 def tried(way):
-    """Names of the programs that are tried in a way."""
+    """Returns the names of the programs that run in a kind of sandbox."""
     return [name for name in NAMES if way == 'everything' or name not in ANYWHERE]
 
 
 @pytest.fixture(scope='module')
 def machine(tmp_path_factory):
-    """Things of the parent to get at, by the names that programs have for them."""
+    """Returns resources of the parent process, by the names that programs use for them."""
     folder = tmp_path_factory.mktemp('parent')
     folder.chmod(0o777)
     canary = folder / 'canary'
@@ -79,25 +79,25 @@ def filled(text, machine):
 
 
 def stops(program, sandbox):
-    """Whether this sandbox promises to contain it."""
+    """Returns True if the sandbox promises to contain the program."""
     if program.needs == 'own user':
         return bool({'own user', 'user namespace'} & set(sandbox.mechanisms))
     return not program.needs or program.needs in sandbox.enforced
 
 
 def facts(path):
-    """What a program must not have changed of a file; reading it changes another time."""
+    """Returns the metadata of a file that a program must not change. Reading changes only the access time."""
     stat = path.stat()
     return stat.st_mode, stat.st_uid, stat.st_gid, stat.st_nlink, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def below(process, others):
-    """Processes below one, but for others that have nothing to do with it."""
+    """Returns the descendants of a process, except `others`."""
     return [child.pid for child in process.children(recursive=True) if child.pid not in others]
 
 
 def settled(process, others):
-    """Those once the last judge, which answers before it ends, has had time to."""
+    """Returns the descendants after the last process monitors have had time to exit; they respond before they exit."""
     for _ in range(200):
         if len(below(process, others)) <= 2 * WORKERS:
             break
@@ -107,12 +107,12 @@ def settled(process, others):
 
 @pytest.fixture(scope='module', params=WAYS)
 def outcome(request, machine):
-    """All programs run side by side; their verdicts and what the machine is like afterwards."""
+    """Runs all programs concurrently, and returns their results and the state of the machine before and after."""
     caught = []
     before = signal.signal(signal.SIGTERM, lambda *_: caught.append('SIGTERM'))
     me = psutil.Process()
     files, threads = me.num_fds(), threading.active_count()
-    # The tests' own: the bystander, and what tests before these have left.
+    # Descendants that the tests started: the bystander, and remainders of earlier tests.
     others = below(me, [])
     with SandboxPool(WORKERS, without=WAYS[request.param], required=()) as pool:
         chosen = [program for program in PROGRAMS if program.name in tried(request.param)]
@@ -144,7 +144,7 @@ def test_there_are_many_of_different_names():
 def test_a_hostile_program_is_contained(name, outcome):
     program = PROGRAMS[NAMES.index(name)]
     if name not in outcome['verdicts']:
-        # It would do the same whatever is around it, or nothing would contain it, which is said.
+        # The program behaves the same everywhere, or the sandbox reports the missing mechanism.
         if name in ANYWHERE:
             return
         missing = outcome['sandbox'].missing
@@ -165,7 +165,7 @@ def test_the_parent_is_unharmed(outcome, machine):
     assert after['caught'] == []
     assert after['own process'] == outcome['before']
     assert after['children'] == []
-    # A worker has two processes, and no program has left one.
+    # Each worker has two processes, and no program left a process behind.
     assert after['workers'] == 2 * WORKERS
     assert after['memory of a worker'] < 200 << 20
     assert after['again'] == ('passed', '42\n')

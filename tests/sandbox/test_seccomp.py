@@ -1,4 +1,4 @@
-"""The filter of system calls, run by a stand-in of the kernel's packet filter, for both architectures."""
+"""Tests the seccomp filter for both architectures with a BPF interpreter."""
 
 import struct
 
@@ -9,12 +9,12 @@ from maxlm.sandbox import seccomp, syscalls
 NUMBERS = {'x86_64': 0, 'aarch64': 1}
 ARCHITECTURE = {machine: code for machine, (_, code) in seccomp.ARCHITECTURES.items()}
 ME, OTHER = 1000, 1001
-# A byte of an instruction.
+# Jump offsets are one byte.
 LONGEST_JUMP = 255
 
 
 def run_filter(program, number, arguments=(), architecture=ARCHITECTURE['x86_64']):
-    """What the kernel would decide: the packet filter's machine in Python."""
+    """Returns the kernel's decision, computed by an interpreter of packet-filter programs."""
     data = struct.pack('=IIQ6Q', number, architecture, 0, *(*arguments, *[0] * (6 - len(arguments))))
     place = value = 0
     while True:

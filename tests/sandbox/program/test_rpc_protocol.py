@@ -1,4 +1,4 @@
-"""Values between a program and its tests."""
+"""Tests the RPC encoding of values between a program and its tests."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""Verdicts of tests: right programs pass, wrong ones fail, and no trick makes a wrong one pass."""
+"""Tests that correct programs pass their unit tests, and that wrong programs fail whatever tricks they use."""
 
-# Programs are told in a line each.
+# Programs are written on one line each.
 # ruff: noqa: E501
 
 import ast
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.multiprocess
 LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=10.0, memory_bytes=256 * MIB)
 SHORT = LIMITS._replace(wall_seconds=1.5)
 SQUARE = 'assert f(3) == 9\nassert f(-4) == 16'
-# Programs with tests that they pass: name, program, tests, number of tests.
+# Correct programs: name, program, tests, number of tests.
 GOOD = [
     ('a function', 'def f(x): return x * x', SQUARE, 2),
     ('a function of a list in place', 'def f(x): x.sort(); x.append([1])', 'a = [3, 1]\nf(a)\nassert a == [1, 3, [1]]', 1),
@@ -44,7 +44,7 @@ GOOD = [
     ('asyncio', 'import asyncio\nasync def g(x):\n    await asyncio.sleep(0)\n    return x * x\ndef f(x): return asyncio.run(g(x))', SQUARE, 2),
 ]  # fmt: skip
 
-# Both find the text of the tests if it is anywhere within reach; theirs is put together when they run.
+# These programs find the text of the tests if they can reach it. Their search string is built when they run.
 LOOKS = (
     'import gc, sys\nmark = "".join(["asse", "rt f(3)"])\n'
     'def f(x):\n'
@@ -54,14 +54,14 @@ LOOKS = (
     '    while frame: values += frame.f_locals.values(); frame = frame.f_back\n'
     '    return x * x if any(isinstance(v, str) and v is not mark and mark in v for v in values) else 0\n'
 )
-# Backwards, or it would find itself.
+# The string is reversed, so that the search does not find itself.
 LOOKS_DEEPER = (
     'import ctypes, gc\nmark = "".join(["== )3(f", " tressa"]).encode()\nown = id(mark) & ~0xfff\n'
     'def f(x):\n'
     '    pages = {id(o) & ~0xfff for o in gc.get_objects()} - {own, own + 0x1000}\n'
     '    return x * x if any(mark in ctypes.string_at(p, 4096)[::-1] for p in pages) else 0\n'
 )
-# Wrong programs that claim to be right. Each meets the tests of SQUARE, or its own.
+# Wrong programs that pretend to be correct. Each runs against the tests of SQUARE, or against its own tests.
 FORGERS = {
     'is wrong': 'def f(x): return x + 1',
     'defines nothing': 'g = 1',
@@ -103,7 +103,7 @@ FORGERS = {
     'is no Python': 'def f(x: return',
     'is empty': '',
 }  # fmt: skip
-# Forgers of tests that compare in other ways: program, tests.
+# Cheats against other kinds of comparison: program, tests.
 OTHER_FORGERS = {
     'has its own abs': ('abs = lambda x: 0\ndef f(x): return 0.0', 'assert abs(f(3) - 9) < 1e-6'),
     'has its own math': ('class math:\n    isclose = lambda *a: True\ndef f(x): return 0', 'assert math.isclose(f(3), 9)'),
@@ -169,7 +169,7 @@ def test_what_looks_for_the_tests_would_find_them(text):
 
 @pytest.fixture(scope='module')
 def cheated():
-    # Statements between the tests must not end them.
+    # Statements between the tests must not end the run.
     cases = [f'def test_{number}():\n    ' + text.replace('\n', '\n    ') for number, text in enumerate(CHEATED)]
     tests = '\n'.join(text if 'def test' in text else case for text, case in zip(CHEATED, cases, strict=True))
     tests = tests.replace('class T(', 'class Test(').replace('def test():', 'def test_caught():')
@@ -185,7 +185,7 @@ def test_no_object_takes_part_in_a_comparison(name, cheated):
     verdict = cheated[name]
     assert (verdict.status, verdict.tests_passed) == ('failed', 0), verdict
     assert verdict.tests >= len(CHEATED) - 1
-    # Nothing of a test has reached the program.
+    # No part of a test reached the program.
     assert '31' not in verdict.stdout, verdict.stdout
 
 
