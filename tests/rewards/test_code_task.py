@@ -1,4 +1,4 @@
-"""From a response to programs and back to a share."""
+"""Tests the conversion of a response to programs, and of their results to a fraction."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_a_share_counts_tests_and_cases():
     task = {'tests': 'x', 'cases': [{'stdout': '2'}, {'stdout': '3'}]}
     assert fraction_passed([tested, ran, ran], task) == 2 / 5
     assert fraction_passed([tested, ran._replace(status='error'), ran._replace(stdout='3')], task) == 2 / 5
-    # A program that never got to its tests, whose number nobody could tell.
+    # The program never reached its tests, so their number is unknown.
     assert fraction_passed([tested._replace(tests=0, tests_passed=0)], {'tests': 'x'}) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Prompts from files: how they are spelled, what is refused, and the order in which they come."""
+"""Tests prompts from files: encoding, invalid input and order."""
 
 import gzip
 import json
@@ -57,7 +57,7 @@ def test_prompts_are_spelled_as_the_model_has_learned_them(tmp_path):
     ]
     assert prompts.tasks == ({'answer': 42}, {'tests': ['assert f(1)']}, {})
     assert [prompts.location(i).rpartition(':')[2] for i in range(prompts.num_prompts)] == ['1', '3', '4']
-    # What the user spells is no end of turn.
+    # The text of a special token in a user message is not an end of turn.
     assert [np.count_nonzero(ids == CHAT.end_of_turn) for ids in prompts.ids] == [1, 2, 3]
 
 
@@ -146,11 +146,11 @@ def test_every_epoch_is_another_permutation():
     epochs = [[i for part in range(3) for i in prompts.indices(3 * epoch + part, 4, 7)] for epoch in range(4)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    # Any rollout by itself, in any order.
+    # Indices of any rollout can be computed alone and in any order.
     assert prompts.indices(5, 4, 7) == epochs[1][8:]
     assert prompts.indices(0, 12, 7) == epochs[0]
     assert prompts.indices(0, 12, 8) != epochs[0]
-    # Over the end of an epoch, and more than there are.
+    # The indices continue into the next epoch, even with more samples than prompts.
     assert prompts.indices(1, 8, 7) == epochs[0][8:] + epochs[1][:4]
     assert prompts.indices(0, 24, 7) == epochs[0] + epochs[1]
 

@@ -1,4 +1,4 @@
-"""Rewards: what counts as right, sums of them from text, and texts made to take for ever."""
+"""Tests reward functions, sums of rewards, and texts designed to be slow."""
 
 import pytest
 
@@ -150,7 +150,7 @@ def test_programs_are_scored_in_the_sandbox():
     'unit', [' ', '`', '\\text{', 'answer is ', '\\boxed{', '1/', 'A.', '- ', '\\frac{', ',123', '```\n']
 )
 def test_no_response_takes_for_ever(unit):
-    # Quadratic in this length would be minutes.
+    # A quadratic algorithm would take minutes for this length.
     response = unit * 60_000
     for name in ('exact', 'choice', 'format', 'syntax'):
         REWARDS[name]([response], [{'answer': 'A'}], None)

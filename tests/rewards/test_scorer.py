@@ -1,4 +1,4 @@
-"""Scores of batches, checks of tasks before a run, pass@k."""
+"""Tests scores of batches, validation of tasks, and pass@k."""
 
 import itertools
 import logging
@@ -15,7 +15,7 @@ from maxlm.sandbox.limits import SandboxLimits
 
 
 def prompts_of(*tasks):
-    """Prompts of these tasks, on every other line."""
+    """Returns prompts of these tasks, on every second line."""
     return Prompts('p.jsonl', (np.zeros(1, np.uint32),) * len(tasks), tasks, tuple(range(1, 2 * len(tasks), 2)), 0)
 
 
@@ -132,7 +132,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
         for c, k in itertools.product(range(n + 1), range(1, n + 1)):
             draws = list(itertools.combinations([1] * c + [0] * (n - c), k))
             assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12), (n, c, k)
-    # The plug-in estimate 1 - (1 - c/n)^k is another.
+    # The plug-in estimate 1 - (1 - c/n)^k differs.
     assert abs(pass_at_k(4, 2, 2) - 0.75) > 0.05
 
 
