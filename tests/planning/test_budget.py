@@ -1,4 +1,4 @@
-"""The best model for a budget: against the law's closed form, and on machines that favour some sizes."""
+"""Tests the best model for a budget, against the scaling law's closed form and on machines that favor some sizes."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def machine(mfu=lambda parameters: 0.5, limit=math.inf):
 
 
 def points(predict):
-    # Saved once, so that all time is in steps.
+    # The run saves once, so that all of its time is spent in steps.
     return sweep_sizes(config(checkpoint__save_interval_steps=0), H100, 64, predict, DATA)
 
 

@@ -1,4 +1,4 @@
-"""The law of loss: its optimum against a search, and planted laws found again in noisy runs."""
+"""Tests the scaling law: its optimum against a search, and fits of known laws from noisy runs."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def test_the_closed_form_is_the_least_loss(law, flops):
 
 
 def test_the_laws_at_the_budget_of_chinchilla():
-    # 70 billion parameters on 1.4 trillion tokens: the later fit agrees, the first fit asks for a smaller model.
+    # The later fit agrees with 70 billion parameters on 1.4 trillion tokens; the first fit suggests a smaller model.
     later, first = compute_optimal(5.76e23, BESIROGLU), compute_optimal(5.76e23, HOFFMANN)
     assert later.parameters == pytest.approx(70e9, rel=0.05)
     assert later.tokens == pytest.approx(1.4e12, rel=0.06)
@@ -70,12 +70,12 @@ def test_a_planted_law_is_found_without_noise(law):
 @pytest.mark.parametrize('seed', [0, 1, 2])
 def test_a_planted_law_is_found_in_noise(law, seed):
     fit = refit(planted(law, seed=seed))
-    # A thousandth of noise on 24 runs: exponents within 0.04, the floor within 4 %.
+    # With noise of 0.1 % on 24 runs, exponents are within 0.04 and the irreducible loss is within 4 %.
     assert fit.law.alpha == pytest.approx(law.alpha, abs=0.04)
     assert fit.law.beta == pytest.approx(law.beta, abs=0.04)
     floor = fit.law.E
     assert floor == pytest.approx(law.E, rel=0.04)
-    # Ten times beyond the largest run in size.
+    # The prediction is for ten times the size of the largest run.
     assert fit.law.loss(1e10, 2e11) == pytest.approx(law.loss(1e10, 2e11), rel=0.015)
     assert compute_optimal(1e22, fit.law).parameters == pytest.approx(compute_optimal(1e22, law).parameters, rel=0.3)
     assert fit.runs == 24
@@ -83,7 +83,7 @@ def test_a_planted_law_is_found_in_noise(law, seed):
     assert fit.error < fit.held_out_error < 0.003
     truth = law.beta / (law.alpha + law.beta)
     assert abs(fit.size_exponent - truth) < 4 * fit.size_exponent_error < 0.2
-    # Control: the other law is not near.
+    # Control: the other law is not close.
     other = OTHER if law is BESIROGLU else BESIROGLU
     assert abs(fit.law.loss(1e10, 2e11) / other.loss(1e10, 2e11) - 1) > 0.05
 
@@ -174,7 +174,7 @@ def test_losses_of_training_where_one_was_not_evaluated(tmp_path):
         {'step': step, 'train/loss': loss} for step, loss in [(10, 9.0), (94, 5.0), (97, 3.0), (98, None), (100, 2.0)]
     ]
     write_run(tmp_path / 'b', late, train__num_steps=100)
-    # Of the second the mean over its last twentieth.
+    # The loss of the second run is the mean over its last twentieth.
     assert [run.loss for run in read_runs([tmp_path / 'a', tmp_path / 'b'])] == [3.0, 2.5]
 
 

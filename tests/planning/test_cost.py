@@ -1,4 +1,4 @@
-"""What a run costs: by hand, against simulated preemptions, and backwards from a budget."""
+"""Tests the cost of a run: by hand, against simulated preemptions, and backwards from a budget."""
 
 import math
 
@@ -43,26 +43,26 @@ def test_hours_and_dollars_by_hand():
     assert run.steps == 1000
     assert run.tokens == 1000 * 8 * 16
     assert run.hours == pytest.approx(2000 / 3600)
-    # 16 chips at 1.20 dollars.
+    # 16 chips at 1.20 dollars per hour.
     assert run.dollars == pytest.approx(2000 / 3600 * 16 * 1.20)
     assert cost(4.0).dollars == pytest.approx(2 * run.dollars)
     assert cost(terms=PricingTerms(price=3.0)).dollars == pytest.approx(2000 / 3600 * 16 * 3.0)
 
 
 def test_evaluation_takes_a_third_of_a_step_per_batch():
-    # 20 evaluations of 6 batches, each a third of 2 seconds.
+    # 20 evaluations of 6 batches, each of which takes a third of 2 seconds.
     assert cost(eval__interval=50, eval__num_batches=6).hours == pytest.approx((2000 + 20 * 6 * 2 / 3) / 3600)
 
 
 def test_a_checkpoint_by_hand():
-    # 16 chips on 4 hosts of 4: the stop copies 1/16 at 16 GB/s, the writing takes a quarter at 1 GB/s.
+    # 16 chips on 4 hosts: each chip copies 1/16 at 16 GB/s, and each host writes a quarter at 1 GB/s.
     run = cost(state_bytes=64 * GIB)
     assert run.checkpoint_bytes == 64 * GIB
     assert run.checkpoint_seconds == pytest.approx(16 * GIB / 1e9)
     assert run.hours == pytest.approx((2000 + 10 * 4 * GIB / 16e9) / 3600)
     assert run.checkpoints_kept == 3
     assert run.storage_dollars_per_month == pytest.approx(3 * 64 * 0.020)
-    # Twice the bandwidth, half the time.
+    # Twice the bandwidth takes half the time.
     assert cost(state_bytes=64 * GIB, terms=PricingTerms(write_bandwidth=2e9)).checkpoint_seconds == pytest.approx(
         8 * GIB / 1e9
     )
@@ -70,7 +70,7 @@ def test_a_checkpoint_by_hand():
 
 def test_writing_that_takes_longer_than_the_work_between_stops_the_run():
     slow = cost(state_bytes=64 * GIB, terms=PricingTerms(write_bandwidth=1e7))
-    # Ten times the 16 GiB of a host at 10 MB/s, the work going on meanwhile, and the copies.
+    # Ten writes of the 16 GiB of a host at 10 MB/s, concurrent with training, and the copies.
     assert slow.hours == pytest.approx(10 * (16 * GIB / 1e7 + 4 * GIB / 16e9) / 3600)
 
 
@@ -83,7 +83,7 @@ def test_saves(steps, every, saves):
 
 
 def simulate(work, stop, between, restart, *, cycles, seed):
-    """Mean wall time over useful time of `cycles` stretches of work, each repeated until it is saved."""
+    """Returns the ratio of wall time to useful time for `cycles` intervals of work, each repeated until saved."""
     random = np.random.default_rng(seed)
     wall, left = 0.0, random.exponential(between)
     for _ in range(cycles):
@@ -91,7 +91,7 @@ def simulate(work, stop, between, restart, *, cycles, seed):
         while left < needed:
             wall += left
             left = random.exponential(between)
-            # A restart can be interrupted too.
+            # A restart can also be interrupted.
             while left < restart:
                 wall += left
                 left = random.exponential(between)
@@ -108,7 +108,7 @@ def simulate(work, stop, between, restart, *, cycles, seed):
 def test_slowdown_is_that_of_simulated_interruptions(work, stop, between, restart):
     expected = simulate(work, stop, between, restart, cycles=20_000, seed=1)
     assert preemption_overhead(work, stop, between, restart) == pytest.approx(expected, rel=0.02)
-    # Controls: what is left out shows.
+    # Controls: each term changes the result.
     assert preemption_overhead(work, stop, 2 * between, restart) < 0.97 * expected
     assert (work + stop) / work < 0.97 * expected
 
@@ -125,7 +125,7 @@ def test_the_best_interval_loses_least(stop, between):
     least = min(preemption_overhead(work, stop, between, 300) for work in intervals)
     assert preemption_overhead(best, stop, between, 300) == pytest.approx(least, rel=1e-4)
     assert preemption_overhead(3 * best, stop, between, 300) > 1.003 * least
-    # Young's first order, where stops are short.
+    # Young's first-order formula applies if stops are short.
     if stop * 1000 < between:
         assert best == pytest.approx(math.sqrt(2 * stop * between), rel=0.02)
 

@@ -1,4 +1,4 @@
-"""A config, a machine and a compiler together: what is told of programs that fit, do not fit, or cannot be had."""
+"""Tests forecasts from a config, a machine and a compiler: programs that fit, do not fit, or cannot be compiled."""
 
 import jax
 import pytest
@@ -32,7 +32,7 @@ def test_a_program_of_this_machine():
     assert found.fits
     assert found.compiled is not None
     assert found.needed == found.compiled.total_bytes()
-    # Control: the estimate is another figure, and marked as such.
+    # Control: the estimate differs and is marked as an estimate.
     guessed = estimate(config, here)
     assert guessed.memory.is_estimate
     assert not found.memory.is_estimate
@@ -86,7 +86,7 @@ def test_more_of_everything_is_slower():
     base = estimate(resolved('code.py:7b', eight), eight)
     assert estimate(resolved('code.py:13b', eight), eight).time.total > base.time.total
     more = estimate(resolved('code.py:7b', nodes), nodes)
-    # The update is of fewer parameters on each device, so that four nodes can be a little more than four times as fast.
+    # Each device updates fewer parameters, so four nodes can be slightly more than four times as fast.
     assert base.time.total / 4.2 < more.time.total < base.time.total / 2
 
 

@@ -1,4 +1,4 @@
-"""Installing the compiler for GPUs, by a stand-in for pip; tests/test_plan_compiled.py compiles with a real one."""
+"""Tests the installation of the GPU compiler with a fake pip; tests/test_plan_compiled.py compiles with a real one."""
 
 import fcntl
 import os
@@ -31,14 +31,14 @@ INTERRUPT = 'os.kill(os.getppid(), signal.SIGINT); time.sleep(60)'
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The directory of compilers in a cache directory that does not exist yet."""
+    """Returns the directory of compilers in a cache directory that does not exist yet."""
     monkeypatch.setattr(gpu_compiler, 'CACHE', str(tmp_path / 'cache/compilers'))
     return tmp_path / 'cache/compilers'
 
 
 @pytest.fixture
 def pip(tmp_path, monkeypatch):
-    """Returns a function that gives the stand-in for pip an ending."""
+    """Returns a function that adds final code to the fake pip."""
     (tmp_path / 'path/pip').mkdir(parents=True)
     (tmp_path / 'path/pip/__init__.py').touch()
     monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'path'))
@@ -113,7 +113,7 @@ def test_an_older_one_stays_until_the_new_one_is_complete(tmp_path, monkeypatch,
         add_compiler()
     pip(ending)
     assert exit_code(plan.main, [OPTION]) == code
-    # The output of pip, then one line.
+    # The output of pip, followed by one line.
     assert said in capfd.readouterr().err.removeprefix('installing').partition('Downloading\n')[2]
     assert contents(folder.parent) == {'own', 'own/installed'} | (set() if code else {'own/new'})
     assert ((folder / 'installed').read_text() == '0.1\n') == bool(code)

@@ -1,4 +1,4 @@
-"""Pictures and pages: there, whole, the same for the same figures, and in need of nothing else."""
+"""Tests that images and pages are complete, reproducible and self-contained."""
 
 import re
 import struct
@@ -37,7 +37,7 @@ def test_a_picture_of_scaling(rows, tmp_path):
     first, again, other = ((tmp_path / f'{name}.png').read_bytes() for name in ('a', 'again', 'other'))
     assert first.startswith(b'\x89PNG')
     assert size(first) == (1560, 660)
-    # Not compared as bytes: showing how two pictures differ would take pytest minutes.
+    # Hashes are compared because pytest would take minutes to show the difference of two images.
     assert hash(first) == hash(again)
     assert hash(first) != hash(other)
 
@@ -88,7 +88,7 @@ def test_a_page_stands_alone(rows, plan, tmp_path):
     assert page.count('<svg') == page.count('</svg>') == 2
     assert page.count('<tr>') == len(rows) + len(plan.rows) + 2
     assert 'strong on 4096: train.global_batch_size=64 cannot be split' in page
-    # Nothing is loaded: no script, and no address but the names of formats.
+    # The page loads nothing: it has no script, and no addresses but XML namespaces.
     assert '<script' not in page
     assert re.findall(r'(?:src|href)="(?!#)([^"]*)"', page) == []
     assert set(re.findall(r'https?://([^/"]+)', page)) <= {'www.w3.org', 'purl.org', 'creativecommons.org'}

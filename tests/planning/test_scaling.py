@@ -1,4 +1,4 @@
-"""Sweeps over devices and sizes: with machines whose speed is known."""
+"""Tests sweeps over devices and sizes, with machines of known speed."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def config(**overrides):
 
 
 def perfect(resolved, chip, num_devices):
-    """Half the peak, on any number of devices."""
+    """Returns half the peak throughput, on any number of devices."""
     tokens = resolved.train.global_batch_size * resolved.data.seq_len
     seconds = tokens * training_flops(resolved.model, resolved.data.seq_len).causal / (num_devices * chip.tflops * 5e11)
     return Prediction(seconds, 1e9, True)
@@ -61,7 +61,7 @@ def test_perfect_machines_scale_perfectly():
     assert [row.num_devices for row in strong] == [row.num_devices for row in weak] == [8, 16, 32]
     assert [row.global_batch for row in strong] == [64, 64, 64]
     assert [row.global_batch for row in weak] == [64, 128, 256]
-    # All see as many tokens, for as many dollars.
+    # All rows use the same number of tokens and cost the same.
     assert [row.dollars for row in rows] == pytest.approx([rows[0].dollars] * 6)
     assert strong[2].hours == pytest.approx(strong[0].hours / 4)
     assert strong[0].hours == pytest.approx(1000 * strong[0].step_seconds / 3600)
@@ -87,7 +87,7 @@ def test_lengths_in_tokens_and_epochs():
 
 def test_more_devices_than_sequences():
     resolved = spread(config(train__global_batch_size=16), H100, 64, DATA)
-    # 16 sequences on 64 devices: heads over 4 of them.
+    # There are 16 sequences for 64 devices, so 4 devices split the heads.
     assert resolved.mesh.tensor == 4
     assert resolved.mesh.fsdp == 16
     assert resolved.train.per_device_batch_size == 1
@@ -102,7 +102,7 @@ def test_more_devices_than_sequences():
 def test_what_the_config_fixes_stays():
     resolved = spread(config(mesh__tensor=2, mesh__data=-1, mesh__fsdp=4), H100, 32, DATA)
     assert (resolved.mesh.tensor, resolved.mesh.data, resolved.mesh.fsdp) == (2, 4, 4)
-    # Nothing is open: the larger of what splits the batch grows.
+    # All mesh axes are given, so the larger batch axis grows.
     resolved = spread(config(mesh__tensor=2, mesh__fsdp=4), H100, 32, DATA)
     assert (resolved.mesh.tensor, resolved.mesh.fsdp) == (2, 16)
 
@@ -141,7 +141,7 @@ def test_sizes_are_what_their_names_say():
     assert len(points) == len(SHAPES)
     for name, (resolved, row) in zip(SHAPES, points, strict=True):
         assert row.parameters == count_parameters(resolved.model)
-        # A vocabulary of 32 000, untied, weighs more in small models.
+        # An untied vocabulary of 32 000 adds a larger share to small models.
         assert row.parameters == pytest.approx(float(name[:-1]) * 1e9, rel=0.35 if row.parameters > 5e8 else 0.5), name
         assert resolved.model.head_dim == 64
         assert resolved.model.dim % 128 == 0
@@ -151,7 +151,7 @@ def test_sizes_are_what_their_names_say():
 
 
 def test_llama_7b_comes_out_exactly():
-    # The shape of configs/code.py:7b from its 13b.
+    # The shape of configs/code.py:7b, derived from its 13b.
     model = config(
         model__num_layers=40,
         model__dim=5120,

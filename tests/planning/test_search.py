@@ -1,4 +1,4 @@
-"""The search for a layout that fits: what it tries, what it prefers, and that the compiler has the last word."""
+"""Tests the search for a layout that fits: its candidates, its preferences, and the compiler's final decision."""
 
 import dataclasses
 from functools import partial
@@ -31,7 +31,7 @@ def config_of(spec='code.py:7b', *overrides):
 
 
 def with_changes(config, changes):
-    """As if the overrides had been pasted."""
+    """Returns the config with the overrides applied."""
     for key, value in changes:
         section, name = key.split('.')
         config = dataclasses.replace(
@@ -48,13 +48,13 @@ def test_what_is_found_fits_and_the_fastest_comes_first():
     assert all(candidate.forecast.fits for candidate in found)
     times = [candidate.forecast.time.total for candidate in found]
     assert times == sorted(times)
-    # The overrides, pasted, give what was promised.
+    # Applying the overrides gives the promised result.
     for candidate in found[:: len(found) // 5]:
         resolved = resolver(machine)(with_changes(config, candidate.changes))
         again = estimate(resolved, machine)
         assert again.needed == candidate.forecast.needed
         assert again.time == candidate.forecast.time
-    # The config's own way is among them, and is not the fastest: it keeps nothing of a layer although there is room.
+    # The config's own layout is a candidate but not the fastest: it remats everything although memory is available.
     (own,) = [candidate for candidate in found if not candidate.changes]
     assert own.forecast.time.total > times[0]
     assert any(change.key == 'model.remat_policy' for change in found[0].changes)
@@ -70,13 +70,13 @@ def test_less_memory_leaves_slower_ways():
 def test_a_run_is_changed_only_where_nothing_else_fits():
     changing = {'optimizer.moment_dtype', 'mesh.host_offload'}
     config, machine = config_of(), machine_of('h200:1', share=0.95)
-    # 6.7 billion parameters take 108 GB with moments and a gradient, and another 27 GB for the next to be added to it.
+    # 6.7 billion parameters take 108 GB with moments and a gradient, and accumulating gradients needs another 27 GB.
     found = search_layouts(config, machine, resolver(machine))
     assert found
     assert all(changing & {change.key for change in candidate.changes} for candidate in found)
     small = search_layouts(config_of('1b.py'), machine, resolver(machine))
     assert not any(changing & {change.key for change in candidate.changes} for candidate in small)
-    # And where even the host would not help, nothing is found.
+    # Nothing is found if even host offload does not help.
     tiny = machine_of('h100:1', share=0.001)
     assert search_layouts(config, tiny, resolver(tiny)) == []
 
@@ -98,7 +98,7 @@ def test_meshes_keep_tensor_within_a_node_and_use_all_devices():
 
 
 class Compiler:
-    """Says of a program that it needs so many times its estimate."""
+    """Fake compiler that reports a multiple of the estimated memory."""
 
     def __init__(self, machine, factor):
         self.machine, self.factor, self.calls = machine, factor, 0
@@ -121,7 +121,7 @@ def test_the_compiler_has_the_last_word():
     assert second.forecast.fits
     assert not second.forecast.memory.is_estimate
     assert second.changes != found[0].changes
-    # What is as large as one that was refused is not compiled.
+    # Candidates as large as a rejected one are not compiled.
     assert pessimist.calls <= 5
     assert verify_by_compiling(found, Compiler(machine, 100.0)) is None
 
@@ -143,7 +143,7 @@ def test_the_largest_micro_batch():
         choose_micro_batch(auto, smaller, resolver(smaller), Compiler(smaller, 1.0)).train.per_device_batch_size
         < chosen
     )
-    # A program that is larger than its estimate.
+    # This program is larger than its estimate.
     assert (
         choose_micro_batch(auto, machine, resolver(machine), Compiler(machine, 1.6)).train.per_device_batch_size
         < chosen

@@ -1,4 +1,4 @@
-"""Names of hardware, refusals with what is near, and devices that are not there."""
+"""Tests the parsing of hardware names, suggestions in error messages, and devices that are not attached."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ from maxlm.planning.targets import (
 )
 
 CHIP_NAMES = [*dict.fromkeys(chip.name for chip in CHIPS if chip.platform == 'gpu'), *SLICES]
-# As the tests find the libraries; the tests below take them away by themselves.
+# The plugins as installed. Some tests below hide them.
 HAS_CUDA = any(targets._is_installed(f'jax_cuda{version}_plugin') for version in (12, 13))
 
 
@@ -69,7 +69,7 @@ def test_a_name_is_read(spec, chip, islands, shape):
     assert (target.spec, target.chip.name, target.num_islands, target.shape) == (spec, chip, islands, shape)
     gpu_or_cpu = target.chip.platform in ('gpu', 'cpu')
     assert target.num_devices == (math.prod(shape) if gpu_or_cpu else islands * math.prod(shape))
-    # A target can be a key, and is not another one's.
+    # A target can be a dictionary key and differs from other targets.
     assert hash(target) == hash(parse_target(spec))
     assert target != dataclasses.replace(target, num_devices=target.num_devices + 1)
 
@@ -88,12 +88,12 @@ def test_every_chip_has_a_name():
     for name in CHIP_NAMES:
         example = 'x'.join(map(str, SLICES[name][0])) if name in SLICES else '8'
         assert parse_target(f'{name}:{example}').chip.name == name
-    # Of two chips with one name it is the first of the table, whose kind libtpu shows.
+    # If two chips share a name, the first in the table counts, whose kind libtpu reports.
     assert parse_target('v5e:4x4').chip.kind == 'TPU v5 lite'
 
 
 def alternatives(message, spec):
-    """What a refusal names instead."""
+    """Returns the names that an error message suggests."""
     told = message.replace(repr(spec), '')
     return re.findall(r'\b(?:[a-z]+[a-z0-9-]*:[0-9x*]+|cpu(?=\?))', told)
 
@@ -112,12 +112,12 @@ def alternatives(message, spec):
         ('h100:eight', ['h100:8', 'h100:8x4']),
         ('h101', ['h100:8']),
         ('cpus:8', ['cpu']),
-        # Google's names of slices.
+        # Names of slices in Google Cloud.
         ('v4-32', ['v4:2x2x4']),
         ('v4-128', ['v4:4x4x4']),
         ('v5litepod-16', ['v5e:4x4']),
         ('v6e-8', ['v6e:2x4']),
-        # Numbers that no node has.
+        # Device counts that no node has.
         ('h100', ['h100:8', 'h100:8x4']),
         ('h100:', ['h100:8', 'h100:8x4']),
         ('h100:0', ['h100:8', 'h100:8x4']),
@@ -134,7 +134,7 @@ def alternatives(message, spec):
         ('h100:9x3', ['h100:8x3', 'h100:8x4']),
         ('h100:16x4', ['h100:8x8']),
         ('h100:8x999999', ['h100:8x8192']),
-        # Slices that are none.
+        # Shapes that are not slices.
         ('v4', ['v4:2x2x2', 'v4:2x2x1', 'v4:2x2x4']),
         ('v4:2x4', ['v4:2x2x2', 'v4:2x2x1', 'v4:2x2x4']),
         ('v4:8', ['v4:2x2x2', 'v4:2x2x1', 'v4:2x2x4']),
@@ -167,7 +167,7 @@ def test_a_refusal_names_what_there_is(spec, named):
         assert found == named
     for near in found:
         assert parse_target(near).num_devices <= MAX_DEVICES
-    # One of the name alone lists the chips.
+    # An error in the name lists the chips.
     if spec.partition(':')[0] not in (*CHIP_NAMES, 'cpu'):
         assert f'chips: {", ".join(CHIP_NAMES)}, cpu)' in message
 
@@ -180,7 +180,7 @@ def test_each_slice_is_one_to_libtpu(name):
         devices = target_devices(target)
         assert len(devices) == target.num_devices == math.prod(shape)
         assert {device.platform for device in devices} == {'tpu'}
-        # The table's figures are those of one device: of a whole chip, not of half a one.
+        # Figures in the table are for one device: one entire chip, not half of it.
         assert target.chip.kind in devices[0].device_kind
 
 
@@ -200,13 +200,13 @@ def test_slices_are_islands():
     for refuse in (check_islands, target_layout):
         with pytest.raises(InputError, match=r'2 nodes or slices .* mesh.data=2'):
             refuse(target, mesh(tensor=16))
-    # Control: in one slice it may.
+    # Control: within one slice the axis is allowed.
     check_islands(parse_target('v5e:4x4'), mesh(tensor=16))
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Of the compiler's GPUs, what a mesh asks."""
+    """Fake of a GPU of the compiler, with the attributes that a mesh reads."""
 
     id: int
     process_index: int
@@ -216,7 +216,7 @@ class Gpu:
 
 
 def gpus(num_nodes, per_node=8, *, real):
-    """As the compiler shows them (all of slice 0), or real ones, whose slice is the node."""
+    """Returns GPUs as the compiler reports them (all in slice 0), or real GPUs, whose slice is the node."""
     nodes = [node for node in range(num_nodes) for _ in range(per_node)]
     return [Gpu(number, node, node if real else 0) for number, node in enumerate(nodes)]
 
@@ -235,7 +235,7 @@ def ids(layout):
         (4, {'data': 8, 'tensor': 4}),
         (2, {'stage': 2, 'fsdp': 2, 'context': 2, 'tensor': 2}),
         (2, {'context': 4, 'tensor': 4}),
-        # Where the order of the numbers alone would lay other axes over the nodes.
+        # Ordering by id alone would assign other axes to the nodes.
         (6, {'data': 4, 'fsdp': 12}),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_mesh_lies_over_nodes_as_on_real_ones(monkeypatch, num_nodes, sizes):
     assert planned.mesh.shape == real.mesh.shape
     assert ids(planned).tolist() == ids(real).tolist()
     if num_nodes == 6:
-        # Control: `make_layout` alone lays it otherwise.
+        # Control: `make_layout` alone assigns devices differently.
         assert ids(make_layout(mesh(**sizes), gpus(6, real=False))).tolist() != ids(real).tolist()
 
 
@@ -275,9 +275,9 @@ def test_a_compiler_that_is_not_installed(monkeypatch, spec, modules, message):
         with pytest.raises(CompilerMissingError) as caught:
             ask(parse_target(spec))
         assert str(caught.value) == message
-    # It is no fault of the input: there is still an estimate.
+    # This is not an input error, since an estimate is still possible.
     assert not isinstance(caught.value, InputError)
-    # A TPU machine's own libtpu counts as well.
+    # The libtpu of a TPU machine is accepted as well.
     if spec == 'v4:2x2x1':
         monkeypatch.setenv('TPU_LIBRARY_PATH', '/lib/libtpu.so')
         check_compiler(parse_target(spec))
@@ -290,7 +290,9 @@ def test_chips_that_the_compiler_is_not_told_of():
 
 @pytest.mark.parametrize('spec', [f'{name}:2x2' for name in GPU_TARGETS])
 def test_gpus_that_are_not_there(spec):
-    """With the CUDA plugin a program is compiled for them; without it the line says what to install."""
+    """Compiles for GPUs that are not attached if the CUDA plugin is installed; otherwise the error says what to
+    install.
+    """
     target = parse_target(spec)
     if not HAS_CUDA:
         with pytest.raises(CompilerMissingError, match='--install-compiler'):
@@ -314,7 +316,7 @@ def test_a_description_has_the_figures_of_the_chip(name):
     fields = dict(re.findall(r'(\w+): ("[^"]*"|[\w.]+)', text))
     assert int(fields['device_memory_size']) == chip.memory
     assert float(fields['memory_bandwidth']) == round(chip.memory_bandwidth)
-    # The name finds the chip again, and not its sibling.
+    # The name identifies the chip, and not a related chip.
     assert next(known for known in CHIPS if known.kind in fields['name'].strip('"')) == chip
     assert text.count('{') == text.count('}')
 
@@ -327,14 +329,14 @@ def test_cudnn_is_asked_of_the_target(spec, at_least_hopper):
     def attend(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation='cudnn')
 
-    # Heads of 192 are for Hopper and later.
+    # Heads of 192 dimensions need Hopper or later.
     expected = contextlib.nullcontext() if at_least_hopper else pytest.raises(NotImplementedError, match='head dim')
     with compiling_for(parse_target(spec)):
         assert cudnn_attention.check_compute_capability('9.0') is at_least_hopper
         assert not cudnn_attention.is_cuda_compute_capability_equal('10.3')
         with expected:
             assert jax.eval_shape(attend, query, query, query).shape == query.shape
-    # After it, also after an error, this machine answers again.
+    # Afterwards, even after an error, the capability of this machine is reported again.
     assert [cudnn_attention.check_compute_capability, cudnn_attention.check_cudnn_version] == own
     with pytest.raises(KeyError), compiling_for(parse_target(spec)):
         raise KeyError

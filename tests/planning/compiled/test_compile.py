@@ -1,4 +1,4 @@
-"""The step compiled from shapes alone: its memory, and that it runs on real arrays."""
+"""Tests the step compiled from shapes alone: its memory, and its execution on real arrays."""
 
 import math
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from tests.small import small_batch, small_config, small_layout
 
 
 class Program:
-    """A compiled program, as far as its memory is asked for."""
+    """Fake compiled program with memory figures."""
 
     def __init__(self, platform='gpu', **sizes):
         self._sizes = sizes
@@ -33,7 +33,7 @@ class Program:
     ('platform', 'sizes', 'memory', 'total'),
     [
         ('gpu', {'argument': 30, 'temp': 12, 'peak': 40}, {'state': 30, 'temporary': 12}, 42),
-        # Of a TPU the peak has to fit, where the compiler tells it.
+        # On a TPU the peak must fit, if the compiler reports it.
         ('tpu', {'argument': 30, 'temp': 12, 'peak': 40}, {'state': 30, 'temporary': 12}, 40),
         ('tpu', {'argument': 30, 'temp': 12}, {'state': 30, 'temporary': 12}, 42),
         (
@@ -87,7 +87,7 @@ def bytes_on_a_device(leaf):
 
 @pytest.fixture(scope='module')
 def compiled_on_eight():
-    # A moving average that begins as the parameters: a donated state must not hold one array twice.
+    # The EMA starts as the parameters: a donated state must not contain an array twice.
     config = small_config(num_devices=8, model__num_layers=1, optimizer__ema_decay=0.9)
     layout = small_layout(config)
     abstract = abstract_state(config, layout)
@@ -101,7 +101,7 @@ def test_memory_of_state_and_batch(compiled_on_eight):
     batch = len(BATCH_TYPES) * 4 * config.train.global_batch_size * config.data.seq_len // 8
     assert memory['state'] == pytest.approx(state + batch, rel=0.02)
     assert memory['temporary'] > 0
-    # Control: it tells the state from that of a single device, and from one without the moments.
+    # Control: the figure differs from the state on a single device and from the state without moments.
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
     params = sum(map(bytes_on_a_device, jax.tree.leaves(abstract.params)))
     assert memory['state'] < 0.5 * whole
@@ -118,12 +118,12 @@ def test_it_runs_on_real_arrays(compiled_on_eight):
     state, metrics = compiled.step(given, batch)
     assert float(metrics['tokens']) == host_batch['weights'].sum()
     assert abs(float(metrics['loss']) - math.log(61)) < 0.2
-    # What comes out can go in again; what went in was donated.
+    # The new state has the shardings of the input, whose buffers were donated.
     assert jax.tree.all(jax.tree.map(lambda leaf, shape: leaf.sharding == shape.sharding, state, abstract))
     assert given.params['embedding'].is_deleted()
     assert given.ema['embedding'].is_deleted()
     before = np.asarray(state.params['embedding'])
-    # The first step of a warm-up has rate 0.
+    # The first step of the warmup has learning rate 0.
     state, _ = compiled.step(state, batch)
     assert int(state.step) == 2
     assert not np.array_equal(state.params['embedding'], before)

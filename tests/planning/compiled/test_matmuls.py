@@ -1,11 +1,11 @@
-"""Operations of single products, in lines as XLA writes them for a TPU v4 and for GPUs."""
+"""Tests operation counts of single matmuls, in lines as XLA writes them for a TPU v4 and for GPUs."""
 
 import pytest
 
 from maxlm.planning.compiled.hlo import Array, Instruction
 from maxlm.planning.compiled.matmuls import product_flops
 
-# Line, dimensions of its operands, multiply-adds.
+# Line, dimensions of its operands, number of multiply-adds.
 PRODUCTS = {
     'dot': (
         'f32[1024,50000]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}',
@@ -28,21 +28,21 @@ PRODUCTS = {
         ((512, 61), (512, 61)),
         512 * 512 * 61,
     ),
-    # The window's places are the heads; all but one lie in the padding.
+    # The window's positions are the heads; all but one are in the padding.
     'heads': (
         'bf16[2,512,4,128]{3,1,2,0:T(8,128)(2,1)} convolution(%a, %b), window={size=1x4 pad=0_0x3_3 rhs_reversal=0x1}, '
         'dim_labels=0bf1_1oi0->0b1f',
         ((2, 512, 512, 1), (4, 128, 512, 1)),
         2 * 512 * 512 * 4 * 128,
     ),
-    # Two batches of four heads, all apart: the window mostly meets holes.
+    # Two batches of four heads, spread by dilation: most window positions meet gaps.
     'scores': (
         'f32[2,4,256,512]{3,2,1,0:T(8,128)} convolution(%a, %b), window={size=2x4 stride=1x3 lhs_dilate=2x4}, '
         'dim_labels=01bf_01oi->01bf',
         ((2, 4, 256, 128), (2, 4, 512, 128)),
         2 * 4 * 256 * 512 * 128,
     ),
-    # Rows are summed over the window.
+    # The window sums over rows.
     'gradient': (
         'bf16[2048,512,1]{0,1,2:T(8,128)(2,1)} convolution(%a, %b), window={size=2}, dim_labels=0fb_0io->bf0',
         ((2, 512, 2048), (2, 512, 512)),
@@ -52,7 +52,7 @@ PRODUCTS = {
         'f32[8,16,16,6]{3,2,1,0} convolution(%a, %b), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f, '
         'feature_group_count=6',
         ((8, 16, 16, 6), (3, 3, 1, 6)),
-        # At either end of the 16 one of the 3 is padding.
+        # At either end of the 16 positions, one of the 3 window positions is padding.
         8 * 6 * (3 * 16 - 2) ** 2,
     ),
     'cuBLAS': (

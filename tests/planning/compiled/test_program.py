@@ -1,4 +1,4 @@
-"""What a compiled program sends and computes: whole ones for the CPU, and excerpts of those for GPUs and TPUs.
+"""Tests the transfers and operations read from compiled programs: full CPU programs, and excerpts for GPUs and TPUs.
 
 Shapes: L layers, B batch, D width, F feed-forward.
 """
@@ -23,7 +23,7 @@ from tests.small import small_config, small_layout
 
 PROGRAMS = Path(__file__).parent / 'programs'
 AXES = ('a', 'b', 'c')
-# Of two micro-batches.
+# Two micro-batches.
 SMALL = {'train__global_batch_size': 16, 'train__per_device_batch_size': 1}
 
 
@@ -32,7 +32,7 @@ def fsdp(size):
 
 
 def sent(program, kind):
-    """Bytes of the arrays of all transfers of a kind."""
+    """Returns the bytes of the arrays in all transfers of a kind."""
     return sum(transfer.count * transfer.size for transfer in program.transfers if transfer.kind == kind)
 
 
@@ -41,7 +41,7 @@ def axes_of(program, kind):
 
 
 def cube():
-    """2 · 2 · 2 devices, whose numbers are not their places in the mesh."""
+    """Returns a mesh of 2 · 2 · 2 devices whose ids differ from their positions."""
     return Mesh(np.array(jax.devices()[:8])[::-1].reshape(2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
@@ -55,7 +55,7 @@ def compiled_text(function, *shapes_and_specs):
 
 @functools.cache
 def layers_text():
-    """Five layers whose weights are gathered along `b` in the loop."""
+    """Returns the program of five layers whose weights are gathered along `b` in the loop."""
     L, B, D, F = 5, 16, 24, 40
 
     def layers(x_BD, w_LDF, v_LFD):
@@ -77,7 +77,7 @@ def test_a_loop_of_gathered_products():
         ('all-gather', ('b',), 2)
     }
     assert not program.unknown_loops
-    # A ring sends all but its own part.
+    # A ring sends all but a device's own shard.
     assert sum(transfer.sent for transfer in program.transfers) == L * 2 * D * F * 4 / 2
 
 
@@ -88,7 +88,7 @@ def test_rounds_of_a_loop():
     assert unknown != text
     deduced = read_program(unknown, cube().shape)
     assert (deduced.flops, deduced.transfers) == (expected.flops, expected.transfers)
-    # Control: what is noted counts, and so does the bound.
+    # Controls: the noted trip count matters, and so does the loop bound.
     more = read_program(text.replace('"n":"5"', '"n":"7"'), cube().shape)
     assert more.flops == expected.flops * 7 / 5
     assert sent(more, 'all-gather') == sent(expected, 'all-gather') * 7 / 5
@@ -105,14 +105,14 @@ def test_a_loop_of_unknown_length_is_told():
     program = read_program(text, cube().shape)
     assert len(program.unknown_loops) == 1
     assert program.flops == 2 * 16 * 24 * 24
-    # Control: one without products does not matter.
+    # Control: a loop without matmuls is not reported.
     text = compiled_text(lambda x: jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x), ((16, 24), P()))
     assert not read_program(text, cube().shape).unknown_loops
 
 
 def test_every_subset_of_axes():
     subsets = [axes for size in (1, 2, 3) for axes in itertools.combinations(AXES, size)]
-    # Sizes that tell which is which.
+    # Each subset of axes has its own size.
     sizes = {axes: 3 + number for number, axes in enumerate(subsets)}
 
     @functools.partial(jax.shard_map, mesh=cube(), in_specs=P(AXES), out_specs=P(AXES))
@@ -163,7 +163,7 @@ def compiled_step(num_devices, **overrides):
 
 
 def sizes_of(abstract):
-    """Elements of the parameters that are gathered: those of the blocks' matrices, and of the tables."""
+    """Returns the number of elements in the kernels of blocks, in the embeddings, and in all parameters."""
     leaves = jax.tree_util.tree_flatten_with_path(abstract.params)[0]
     named = {'.'.join(entry.key for entry in path): leaf.size for path, leaf in leaves}
     blocks = sum(size for name, size in named.items() if name.endswith('.kernel'))
@@ -174,12 +174,13 @@ def test_zero_3_gathers_for_each_micro_batch_forward_and_backward():
     config, abstract, step = compiled_step(8, **SMALL, model__dtype='bfloat16', model__remat_policy='full')
     program = read_program(step.as_text(), config.mesh.sizes)
     blocks, tables, _ = sizes_of(abstract)
-    # The CPU has no bfloat16 to send. The tables, outside of the layers' loop, are gathered once for all micro-batches.
-    # That of the tokens is the head too, and gathered for each.
+    # The CPU backend does not send bfloat16. The embeddings are outside the loop over layers, so they are gathered once
+    # for
+    # all micro-batches. The token embedding is also the head, which is gathered for each.
     head = config.model.vocab_size * config.model.dim
     assert sent(program, 'all-gather') == 4 * (config.accumulation * 2 * blocks + tables + head)
     assert axes_of(program, 'all-gather') == axes_of(program, 'all-reduce') == {('fsdp',)}
-    # Control: a layer's gradient is summed once.
+    # Control: the gradient of a layer is summed once.
     summed = {transfer.size: transfer.count for transfer in program.transfers if transfer.kind == 'all-reduce'}
     assert config.model.num_layers * config.accumulation in summed.values()
 
@@ -190,13 +191,13 @@ def test_axes_of_a_mixed_layout():
     program = read_program(step.as_text(), config.mesh.sizes)
     assert axes_of(program, 'all-gather') == {('fsdp',)}
     blocks, tables, _ = sizes_of(abstract)
-    # A device gathers its half of the heads and of the feed-forward.
+    # A device gathers its half of the heads and of the feed-forward layer.
     assert sent(program, 'all-gather') >= 4 * config.accumulation * 2 * blocks / 2
     assert sent(program, 'all-gather') <= 4 * config.accumulation * (2 * blocks / 2 + 2 * tables)
     reduced = axes_of(program, 'all-reduce')
     assert {('tensor',), ('data',)} <= reduced
     assert () not in reduced
-    # Control: as if the mesh were another one.
+    # Control: the program is read with another mesh.
     other = read_program(step.as_text(), {'data': 4, 'tensor': 2})
     assert axes_of(other, 'all-gather') == {()}
     with pytest.raises(ValueError, match='a program for 8 devices'):
@@ -213,17 +214,17 @@ def test_operations_of_the_model():
     tokens = config.train.global_batch_size * config.data.seq_len
     expected = tokens * training_flops(config.model, config.data.seq_len).full
     assert programs[False].flops == pytest.approx(expected, rel=0.001)
-    # The backward pass computes scores again; written out, XLA sees that they are those of the forward pass.
+    # The backward pass recomputes scores. With unrolled layers, XLA merges them with the scores of the forward pass.
     scores = tokens * config.model.num_layers * 2 * config.data.seq_len * config.model.dim
     assert programs[True].flops == pytest.approx(expected + scores, rel=0.001)
-    # XLA counts elementwise work too (norms, softmax, gelu, AdamW), here 3 %; but the body of a loop once.
+    # XLA also counts elementwise work (norms, softmax, gelu, AdamW), here 3 %, but counts the body of a loop once.
     assert told[False] == pytest.approx(expected, rel=0.05)
     assert told[True] < 0.7 * expected
     assert not programs[True].transfers
 
 
 def gpt2_layer(dim, ffn_dim):
-    """Elements of the matrices of a layer."""
+    """Returns the number of elements in the kernels of a layer."""
     return 4 * dim**2 + 2 * dim * ffn_dim
 
 
@@ -232,23 +233,23 @@ def excerpt(name):
 
 
 def test_layers_on_gpus():
-    """24 layers forward, 16 micro-batches of 4 · 2048 tokens: Triton's products, cuDNN's attention."""
+    """Excerpt: 24 layers forward, 16 micro-batches of 4 · 2048 tokens, Triton matmuls and cuDNN attention."""
     text = excerpt('h100_layers')
     program = read_program(text, fsdp(8))
     assert program.flops == 16 * 24 * 2 * gpt2_layer(1536, 6144) * 4 * 2048
     assert program.kernels == {'__cudnn$fmhaScaleBiasSoftmax': 16 * 24}
     assert sent(program, 'all-gather') == 16 * 24 * 2 * gpt2_layer(1536, 6144)
-    # Those of attention are sent together, and waited for; one of the other two comes while attention is computed.
+    # The attention kernels are gathered together and block. One of the two other kernels is gathered during attention.
     assert sorted((transfer.size, transfer.is_async) for transfer in program.transfers) == [
         (2 * 4 * 1536**2, False),
         (2 * 1536 * 6144, False),
         (2 * 1536 * 6144, True),
     ]
-    # Without XLA's notes the loops tell the same.
+    # Without XLA's notes, trip counts are deduced from the loops.
     without = re.sub(r', backend_config=\{"known_trip_count".*', '', text)
     assert without != text
     assert read_program(without, fsdp(8)) == program
-    # Control: what is waited for at once is not hidden.
+    # Control: a transfer that is awaited at once is not asynchronous.
     done = re.search(r'\n  %all-gather-done = .*', text).group()
     at_once = re.sub(r'\n  %all-gather-start = .*', lambda start: start.group() + done, text.replace(done, ''))
     assert not any(transfer.is_async for transfer in read_program(at_once, fsdp(8)).transfers)
@@ -263,35 +264,38 @@ def test_products_of_cublas():
 
 @pytest.mark.parametrize('name', ['v4_layers', 'v5e_layers'])
 def test_layers_on_tpus(name):
-    """4 layers forward, 2 micro-batches of 2 · 512 tokens: products are convolutions, loops carry no notes."""
+    """Excerpt: 4 layers forward, 2 micro-batches of 2 · 512 tokens. Matmuls are convolutions, loops carry no notes."""
     text = excerpt(name)
     assert 'known_trip_count' not in text
     assert ' dot(' not in text
     program = read_program(text, fsdp(16))
     assert program.flops == 2 * 4 * 2 * gpt2_layer(512, 2048) * 2 * 512
-    # On v5e the fusions that carry a gather on while they compute name it again.
+    # On v5e, fusions that continue a gather while they compute repeat its name.
     assert sent(program, 'all-gather') == 2 * 4 * 2 * gpt2_layer(512, 2048)
     assert sum(transfer.count for transfer in program.transfers) == 2 * 4 * 6
     assert {transfer.is_async for transfer in program.transfers} == {True, False}
     assert not program.unknown_loops
-    # Control: one layer less.
+    # Control: one layer fewer.
     assert 'constant(4)' in text
     assert read_program(text.replace('constant(4)', 'constant(3)'), fsdp(16)).flops == program.flops * 3 / 4
     assert read_program(text, {'data': 4, 'fsdp': 4}).transfers[0].axes == ('data', 'fsdp')
 
 
 def test_a_product_in_steps_on_a_tpu():
-    """The gradient of one matrix in each of 4 layers, 2 times, summed while its parts go round the devices."""
+    """The gradient of one matrix in each of 4 layers, computed twice.
+
+    Its shards are summed while they rotate in a ring.
+    """
     text = excerpt('v5e_windowed_product')
     program = read_program(text, fsdp(16))
     assert program.flops == 2 * 4 * 2 * 512 * 2048 * 2 * 512
-    # Both ways at the same time, four sends in each of 4 rounds.
+    # Shards move in both directions at once, with four sends in each of 4 rounds.
     assert sum(transfer.count for transfer in program.transfers) == 2 * 4 * 4 * 4
     assert {(transfer.kind, transfer.axes, transfer.size) for transfer in program.transfers} == {
         ('collective-permute', ('fsdp',), 2 * 512 * 2048 / 16)
     }
     assert all(transfer.is_async for transfer in program.transfers)
-    # Control: one round less; the counter goes up by 2.
+    # Control: one round fewer; the counter increases by 2.
     assert read_program(text.replace('constant(8)', 'constant(6)'), fsdp(16)).flops == program.flops * 3 / 4
 
 

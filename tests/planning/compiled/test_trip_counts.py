@@ -1,4 +1,4 @@
-"""Rounds of compiled loops without XLA's own note of them."""
+"""Tests trip counts of compiled loops without XLA's notes."""
 
 import re
 
@@ -8,7 +8,7 @@ import pytest
 
 from maxlm.planning.compiled.program import read_program
 
-# Counter at first, its step, the question and its bound; rounds.
+# Initial counter, step, condition, number of rounds.
 LOOPS = {
     'up': (0, 1, lambda i: i < 6, 6),
     'up to and with': (0, 1, lambda i: i <= 6, 7),
@@ -23,7 +23,7 @@ LOOPS = {
 
 
 def products(start, step, goes_on):
-    """Rounds of a loop with one product in each, as they are counted."""
+    """Returns the counted rounds of a loop with one matmul per round, and the loops of unknown length."""
 
     def loop(x_BD, w_DD):
         def one_round(carry):
@@ -47,6 +47,6 @@ def test_rounds(name):
 
 
 def test_loops_that_tell_nothing():
-    # The bound is no multiple of the steps away; the counter is no plain one.
+    # The first counter never equals the bound; the condition of the second is not a plain comparison.
     assert products(0, 3, lambda i: i != 8)[1]
     assert products(0, 1, lambda i: i * i < 50)[1]

@@ -1,7 +1,7 @@
-"""The collectives of a layout by formula, against what XLA made of the real step for eight H100.
+"""Tests the estimated collectives of a layout against XLA's programs of the step for eight H100.
 
-Bytes were counted in programs compiled ahead of time (jax 0.12, CUDA 12): of each kind, the whole arrays of a group, as
-often as they are sent in a step.
+The recorded bytes come from programs that were compiled ahead of time (jax 0.12, CUDA 12). They count, for each kind
+of collective, the complete arrays of a group, each as often as a step sends it.
 """
 
 import collections
@@ -29,7 +29,7 @@ COMPILED = {
         'collective-permute': 116.0,
         'reduce-scatter': 58.4,
     },
-    # A vocabulary that does not divide.
+    # The mesh does not divide this vocabulary.
     ('1b.py', ('mesh.tensor=2', 'mesh.fsdp=4', 'model.vocab_size=50257')): {
         'all-gather': 26.9,
         'all-reduce': 79.0,
@@ -70,7 +70,7 @@ def test_bytes_are_those_of_the_compiled_program(spec, overrides):
 
 
 def test_the_layouts_differ():
-    """A control: no two of the recorded layouts of one model are within the tolerance of each other."""
+    """Control: no two recorded layouts of one model are within the tolerance of each other."""
     layouts = [sent for (spec, _), sent in COMPILED.items() if spec == '1b.py']
     for number, layout in enumerate(layouts):
         assert all(layout != pytest.approx(other, rel=0.01, abs=0.06) for other in layouts[:number])
@@ -97,7 +97,7 @@ def test_kernels_travel_in_8_bits_and_their_gradients_do_not():
     assert [t.size for t in of_codes] == [gathers[0].size / 2, gathers[1].size]
     scatters, others = ([t for t in all if t.kind == 'reduce-scatter'] for all in (usual, in_8_bits))
     assert scatters == others
-    # Scales: a number each, and all devices wait for it.
+    # A scale is one number, and all devices wait for it.
     (scales,) = set(in_8_bits) - set(usual) - set(of_codes)
     assert (scales.size, scales.group, scales.is_async) == (4, 8, False)
 
@@ -110,5 +110,5 @@ def test_a_pipeline_hands_on_the_stream():
     config = small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__per_device_batch_size=2)
     stream = 2 * config.data.seq_len * config.model.dim * 4
     sizes = {(t.kind, t.count): t.size for t in estimate_transfers(config) if t.axes == ('stage',) and t.size > 4}
-    # 4 micro-batches and an idle round, forward and backward; then the result of all of them.
+    # Each of 4 micro-batches and an idle round is sent forward and backward. Then all results are reduced.
     assert sizes == {('collective-permute', 10): stream, ('all-reduce', 2): 4 * stream}

@@ -1,4 +1,4 @@
-"""What is measured of a CPU: plausible, and of the config's sizes. Speeds are compared in benchmarks/plan_cpu.py."""
+"""Tests CPU measurements: they are plausible and have the config's sizes. `benchmarks/plan_cpu.py` compares speeds."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def timed(config, machine):
 
 @pytest.fixture
 def steady(monkeypatch):
-    """A machine on which every measurement takes a millisecond."""
+    """Patches every measurement to take a millisecond, and returns the measured sizes."""
     sizes = []
 
     def best(function, arguments, rounds):
@@ -38,12 +38,12 @@ def steady(monkeypatch):
 def test_products_take_what_they_took_alone(steady):
     config = small_config(model__family='llama')
     machine = calibrate_cpu(config)
-    # Seven kernels in each of two layers, and the logits once: a millisecond each, longer in a program.
+    # Seven kernels in each of two layers and the logits take a millisecond each, and longer within a program.
     of = machine.efficiency._replace(attention=1e9)
     time = timed(config, machine._replace(efficiency=of))
     assert time.compute == pytest.approx(15e-3 / cpu.IN_PROGRAM, rel=0.15)
     assert [(128, 32), (32, 32), (128, 32)] in steady
-    # Control: a machine with twice the peak has half the share of it, and the same time.
+    # Control: a machine with twice the peak has half the utilization, and the same time.
     assert machine.chip.tflops == 0.1
 
 

@@ -1,4 +1,4 @@
-"""Operations of a model: against its real parameters, and by hand for one published shape."""
+"""Tests the operation counts of a model, against its parameters and by hand for one published shape."""
 
 import jax
 import pytest
@@ -26,7 +26,7 @@ MODELS = {
 
 
 def parameters(config):
-    """Path → number of elements, of the real model."""
+    """Returns the number of elements by path, for the real model."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_state(config, small_layout(config)).params)
     return {'.'.join(entry.key for entry in path): leaf.size for path, leaf in leaves}
 
@@ -40,7 +40,7 @@ def test_parameters_that_are_multiplied_with(model):
     assert matmul_parameters(config.model) == (
         sum(sizes.values()) - looked_up - added - sizes.get('position_embedding', 0)
     )
-    # Control: no part of the difference is nothing.
+    # Control: some parameters are in no matmul.
     assert matmul_parameters(config.model) != sum(sizes.values())
 
 
@@ -54,7 +54,7 @@ def test_gpt2_1b_by_hand():
     # 24 layers of 12 · 1536², and 1536 · 50 000 for the logits.
     assert matmul_parameters(model) == 679_477_248 + 76_800_000
     flops = training_flops(model, 2048)
-    # 6 · 756 277 248 and, for each position that is attended to, 12 · 24 · 1536 = 442 368.
+    # 6 · 756 277 248 and, for each attended position, 12 · 24 · 1536 = 442 368.
     assert flops.full == 4_537_663_488 + 442_368 * 2048
     assert flops.causal == 4_537_663_488 + 442_368 * 2049 / 2
 
@@ -63,7 +63,7 @@ def test_causal_is_the_mean_over_the_window():
     model = small_config(model__num_kv_heads=2).model
     window = 16
     dense = 6 * matmul_parameters(model)
-    # The token at position t attends to t + 1 positions: two products of N · H multiply-adds, three times over.
+    # The token at position t attends to t + 1 positions: two products of N · H multiply-adds, three times.
     by_position = [3 * 2 * 2 * model.num_layers * model.num_heads * model.head_dim * (t + 1) for t in range(window)]
     flops = training_flops(model, window)
     assert flops.causal == dense + sum(by_position) / window
@@ -76,11 +76,11 @@ def test_sliding_layers_count_what_they_reach():
     mixed, full = small_config(**sliding, model__attention_pattern='SL').model, small_config(model__num_layers=3).model
     per_position = 12 * mixed.num_heads * mixed.head_dim
     dense = 6 * matmul_parameters(mixed)
-    # Two layers reach 3 positions back, so that by position they see 1, 2, 3, 3, … tokens.
+    # Two layers see at most 3 positions, so by position they see 1, 2, 3, 3, … tokens.
     seen = [sum(2 * min(t + 1, 3) + (t + 1) for t in range(window)) / window for window in (16, 2)]
     assert training_flops(mixed, 16).causal == pytest.approx(dense + per_position * seen[0])
     assert training_flops(mixed, 16).full == dense + per_position * (3 + 16 + 3)
-    # A window that is never filled changes nothing.
+    # A window longer than the sequence changes nothing.
     assert training_flops(mixed, 2) == training_flops(full, 2)
 
 
@@ -91,7 +91,7 @@ def test_what_is_frozen_has_no_gradient_and_a_reference_has_a_forward_pass():
     blocks = sum(size for name, size in parameters(plain).items() if 'blocks' in name and 'norm' not in name)
     frozen = small_config(model__family='llama', optimizer__frozen_params=('blocks',))
     assert step_flops(frozen, 16).causal == pytest.approx(whole.causal - 2 * blocks)
-    # With rank 2 the adapters are 2 · (inputs + outputs) elements of each matrix.
+    # With rank 2 the adapters have 2 · (inputs + outputs) elements for each matrix.
     adapted = small_config(model__family='llama', model__lora_rank=2)
     adapters = sum(size for name, size in parameters(adapted).items() if 'lora' in name)
     matrices = matmul_parameters(plain.model)

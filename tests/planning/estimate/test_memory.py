@@ -1,7 +1,7 @@
-"""Memory of a step: the state exactly, the estimate against compilers, and what a compiler says when it does not fit.
+"""Tests the memory of a step: the exact state, the estimate against compilers, and out-of-memory messages.
 
-`memory_analyses.json` has what compilers for H100 and TPU v4 told of the programs of our configs; it is written by
-`python -m benchmarks.plan_memory`.
+`memory_analyses.json` has the memory that compilers for H100 and TPU v4 reported for our configs.
+`python -m benchmarks.plan_memory` writes it.
 """
 
 import json
@@ -23,9 +23,9 @@ from tests.conftest import ROOT
 from tests.small import small_config, small_layout
 
 ANALYSES = json.loads((ROOT / 'tests/planning/estimate/memory_analyses.json').read_text())
-# Counters: steps, skipped ones, updates of each optimizer.
+# Bytes of the counters: steps, skipped steps, and updates of each optimizer.
 COUNTERS = 64
-# Relative error that an estimate may have, by what it is of.
+# Maximum relative errors of estimates.
 USUAL, SMALL_PROGRAM_ON_TPU = 0.10, 0.25
 FAMILIES = ('gpt2', 'gpt_neox', 'llama', 'qwen3', 'nanochat')
 STATES = {
@@ -63,7 +63,7 @@ STATES |= {
     'a reference': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__dtype': 'bfloat16'},
     'no second copy': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__lora_rank': 4},
 }
-# Of programs for the CPU, and the error that the estimate may have.
+# Overrides of CPU programs, and the maximum relative error of each estimate.
 PROGRAMS = {
     'all kept': ({}, 0.10),
     'nothing kept': ({'model__remat_policy': 'full', 'model__family': 'llama'}, 0.15),
@@ -91,7 +91,10 @@ def estimate_of(entry, *more):
 
 
 def bound(entry):
-    """One program of 2.5 GiB is estimated 0.56 GiB too large, and it is not known why."""
+    """Returns the error bound.
+
+    It is wider since one TPU program of 2.5 GiB is estimated 0.56 GiB too large, for unknown reasons.
+    """
     return SMALL_PROGRAM_ON_TPU if entry['platform'] == 'tpu' and entry.get('total', 2**40) < 2**32 else USUAL
 
 
@@ -105,14 +108,14 @@ def test_estimates_of_what_compilers_told(entry):
         held = memory.parameters + memory.moments + memory.average + memory.batch
         assert held == pytest.approx(entry['state'], abs=1024, rel=1e-4)
     assert memory.host == pytest.approx(entry.get('host', 0), rel=0.01)
-    # Control: another policy for the backward pass is far away.
+    # Control: the estimate for another remat policy is far off.
     other = 'full' if config.model.remat_policy != 'full' else 'none'
     _, wrong = estimate_of(entry, f'model.remat_policy={other}')
     assert abs(wrong.total / told - 1) > 2 * abs(memory.total / told - 1)
 
 
 def test_errors_are_small_on_the_whole():
-    """Without that, bounds for the worst would let all others grow."""
+    """Limits the median error. The bounds for single programs alone would allow all estimates to get worse."""
     errors = {'gpu': [], 'tpu': []}
     for entry in ANALYSES:
         _, memory = estimate_of(entry)
@@ -122,7 +125,7 @@ def test_errors_are_small_on_the_whole():
     assert sorted(errors['tpu'])[len(errors['tpu']) // 2] < 0.04
 
 
-# Each state in one family, so that every family has three.
+# Each layout is tested with one family, so that every family has three layouts.
 @pytest.mark.parametrize(
     ('layout', 'family'), [(layout, FAMILIES[index % len(FAMILIES)]) for index, layout in enumerate(STATES)]
 )
@@ -132,7 +135,7 @@ def test_the_state_is_known_from_shapes(family, layout):
     planned = planned_state_bytes(config)
     assert planned == pytest.approx(state_bytes(abstract_state(config, small_layout(config))), abs=COUNTERS)
     assert sum(weight.size for weight in weights(config.model)) == count_parameters(config.model)
-    # Control: another layout holds something else.
+    # Control: a model of another width has another size.
     assert planned != planned_state_bytes(small_config(num_devices=8, model__family=family, model__dim=96))
 
 
@@ -154,7 +157,7 @@ def test_against_the_compiler_for_cpus(program):
     assert (told.is_estimate, estimate.is_estimate) == (False, True)
     assert told.parameters == state_bytes(abstract).parameters
     assert all(size >= 0 for size in told)
-    # Control: of sequences a quarter as long; the bound of a pipeline is too wide to tell half as long ones.
+    # Control: sequences a quarter as long. The bound for pipelines is too wide to distinguish half the length.
     short = small_config(num_devices=8, **{**sizes, **batch, **overrides, 'data__seq_len': 64})
     assert estimate_memory(short, 'cpu').total != pytest.approx(told.total, rel=error)
 
@@ -202,7 +205,7 @@ def test_layouts_of_8_devices_differ():
     assert len(totals) == 4
 
 
-# As the compiler wrote it for configs/depth.py:64 with micro-batches of 8 on 8 chips of v4.
+# The compiler's message for configs/depth.py:64 with micro-batches of 8 on 8 v4 chips.
 OVERFLOWS = {
     'RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO '
     'temporaries (40.24G) exceeds available HBM (30.75G). HLO module: jit_train_step.\nSee '

@@ -1,4 +1,4 @@
-"""Parameters counted from shapes: against the model's real arrays, in every family."""
+"""Tests parameter counts from shapes against the model's real arrays, in every family."""
 
 import dataclasses
 

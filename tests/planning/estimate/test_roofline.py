@@ -1,4 +1,4 @@
-"""Step times from work and machine: what must hold of any, and single transfers by hand."""
+"""Tests estimated step times: properties of all estimates, and single transfers by hand."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 
 CHIP = {chip.name: chip for chip in reversed(CHIPS)}
 H100, V5E = CHIP['h100'], CHIP['v5e']
-# No share is lost, so that times can be told by hand.
+# Full efficiency, so that times can be computed by hand.
 IDEAL = Efficiency(1.0, 1.0, 1.0, links=1.0, network=1.0, overlap=0.0, latency=0.0, per_step=0.0)
 WITHIN = {'replica': 1, 'fsdp': 1, 'data': 1, 'tensor': 1}
 
@@ -78,7 +78,7 @@ def test_products_of_8_bits_take_half_of_the_time():
     whole = work._replace(fp8_flops=work.flops)
     assert compute(whole, H100) == compute(work, H100) / 2
     assert compute(work._replace(fp8_flops=work.flops / 2), H100) == pytest.approx(compute(work, H100) * 0.75)
-    # A GPU without them multiplies larger ones.
+    # A GPU without fp8 uses 16-bit matmuls.
     assert compute(whole, CHIP['a100']) == compute(work, CHIP['a100'])
 
 
@@ -86,9 +86,9 @@ def test_twice_the_chips_take_about_half_of_the_time_at_best():
     for devices in (8, 16, 32, 64):
         once = timed(planned(devices=devices), devices=devices, islands=devices // 8).total
         twice = timed(planned(devices=2 * devices), devices=2 * devices, islands=devices // 4).total
-        # A little less than half only where gradients are added up less often, in smaller parts.
+        # The time is a little less than half only if gradients are accumulated less often, in smaller shards.
         assert 0.48 * once < twice < once
-    # Control: across a slow network they are worth nothing once there is a single micro-batch.
+    # Control: over a slow network, more chips are useless once there is a single micro-batch.
     slow = dataclasses.replace(H100, network_bandwidth=1e9)
     near = timed(planned(devices=128), slow, devices=128, islands=16).total
     assert (
@@ -99,7 +99,7 @@ def test_twice_the_chips_take_about_half_of_the_time_at_best():
 def test_parts_add_up():
     for config in (planned(), planned('mesh.host_offload=all'), planned('mesh.stage=2')):
         of = timed(config)
-        # A step is never shorter than its products, nor longer than all parts one after the other.
+        # A step is never shorter than its compute, nor longer than the sum of all components.
         assert of.total >= of.compute / (1 - estimate_work(config).idle)
         assert 0 <= of.hidden <= min(of.communication, of.compute + of.memory)
         assert of.total == pytest.approx(
@@ -123,7 +123,7 @@ def one(kind, axes, group, size=1e9):
 
 
 def test_transfers_within_a_node_by_hand():
-    # 7/8 of 1 GB at 450 GB/s; a sum goes around twice.
+    # 7/8 of 1 GB at 450 GB/s; an all-reduce takes twice as long.
     assert transfer_time(one('all-gather', ('fsdp',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(0.875 / 450)
     assert transfer_time(one('reduce-scatter', ('fsdp',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(0.875 / 450)
     assert transfer_time(one('all-reduce', ('tensor',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(2 * 0.875 / 450)
@@ -136,10 +136,10 @@ def test_transfers_within_a_node_by_hand():
 
 def test_transfers_across_nodes_by_hand():
     across = {**WITHIN, 'replica': 4, 'fsdp': 2}
-    # Of 16 devices in 2 nodes each interface brings 1/8 of the other node's half.
+    # With 16 devices in 2 nodes, each interface receives 1/8 of the other node's half.
     gather = one('all-gather', ('fsdp',), 16)
     assert transfer_time(gather, H100, IDEAL, across, 8) == pytest.approx(max(1 / 2 / 8 / 50, 0.875 / 450))
-    # Alone in its node, a device needs all of it itself.
+    # A device that is alone in its node needs all of the data itself.
     alone = one('all-reduce', ('replica',), 4)
     assert transfer_time(alone, H100, IDEAL, across, 8) == pytest.approx(2 * 0.75 / 50)
     ring = one('collective-permute', ('replica',), 4)
@@ -155,14 +155,14 @@ def test_a_network_is_slower_than_links(chip, kind):
 
 
 def test_a_torus_by_hand():
-    # A pod of 16 × 16: an axis of 16 is one ring of 90 GB/s, all 256 are two.
+    # In a pod of 16 × 16, an axis of 16 is one ring of 90 GB/s, and all 256 chips are two rings.
     gather = one('all-gather', ('tensor',), 16)
     assert transfer_time(gather, V5E, IDEAL, WITHIN, 256) == pytest.approx(15 / 16 / 90)
     whole = one('all-gather', ('fsdp',), 256)
     assert transfer_time(whole, V5E, IDEAL, WITHIN, 256) == pytest.approx(255 / 256 / 180)
-    # A slice of it is not closed to a ring.
+    # A slice of a pod has no wrap-around links.
     assert transfer_time(one('all-gather', ('fsdp',), 64), V5E, IDEAL, WITHIN, 64) == pytest.approx(63 / 64 / 90)
-    # A quarter of the way around.
+    # Data moves a quarter of the ring on average.
     moved = one('all-to-all', ('tensor',), 16, 1e6)
     assert transfer_time(moved, V5E, IDEAL, WITHIN, 256) == pytest.approx(16e6 / 4 / 90e9)
 
@@ -179,7 +179,7 @@ def test_utilization():
     assert 0.25 < of.causal < of.full < 0.75
     half = mfu(config, 2048, tokens_per_second=speed / 2, num_devices=8, tflops=H100.tflops)
     assert half == pytest.approx((of.causal / 2, of.full / 2))
-    # With everything ideal and nothing but products it is what these are of all that is computed.
+    # At full efficiency and with matmuls only, utilization is the ratio of the model's operations to all operations.
     ideal = estimate_work(config)._replace(memory_bytes=0.0, transfers=[])
     seconds = step_time(ideal, H100, num_devices=8, num_islands=1, mesh_sizes=config.mesh.sizes, efficiency=IDEAL)
     bound = mfu(

@@ -1,4 +1,4 @@
-"""The work of a step by formula: against the products in the step's own trace, and by hand."""
+"""Tests the estimated work of a step, against the matmuls in the step's trace and by hand."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ SHAPE = {
 
 
 def traced_flops(config):
-    """Operations of all products of matrices in the trace of the real step."""
+    """Returns the operations of all matmuls in the trace of the real step."""
     layout = small_layout(config)
     shape = (config.train.global_batch_size, config.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
@@ -53,7 +53,7 @@ def product_flops(jaxpr):
     return total
 
 
-# Every policy for the backward pass once, each family and window several times.
+# Each remat policy occurs at least once, and each family and window several times.
 @pytest.mark.parametrize(
     ('family', 'remat', 'window'),
     [
@@ -68,7 +68,7 @@ def product_flops(jaxpr):
 def test_products_are_those_of_the_trace(family, remat, window):
     config = small_config(model__family=family, model__remat_policy=remat, data__seq_len=window, **SHAPE)
     assert estimate_work(config).all_flops == traced_flops(config)
-    # Control: another policy has other products.
+    # Control: another policy has other matmuls.
     other = dataclasses.replace(config.model, remat_policy='none' if remat in ('full', 'offload') else 'full')
     assert estimate_work(dataclasses.replace(config, model=other)).all_flops != traced_flops(config)
 
@@ -84,7 +84,7 @@ def test_products_of_muon():
 def test_products_of_a_pipeline(remat):
     config = small_config(num_devices=4, mesh__stage=2, model__remat_policy=remat, **SHAPE)
     work = estimate_work(config)
-    # Stages work in idle rounds too, on values that nobody reads; the loss has none.
+    # Stages also compute in idle rounds, on values that are discarded. The loss has no idle rounds.
     tokens = config.train.global_batch_size * config.data.seq_len / config.batch_shards
     head = 6 * tokens * config.model.dim * VOCAB / 2
     rounds = (config.accumulation + 1) / config.accumulation
@@ -97,9 +97,9 @@ def test_products_of_a_fused_kernel_by_hand():
     fused = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='cudnn'))
     per_pair = 2 * 4 * config.model.num_heads * config.model.head_dim
     tokens = config.train.global_batch_size * config.data.seq_len
-    # A token sees (window + 1) / 2 others in the mean; scores are made again for the gradient: 2 + 5 products.
+    # A token sees (window + 1) / 2 tokens on average. The gradient recomputes scores: 2 + 5 products.
     assert estimate_work(fused).attention_flops == 7 * per_pair * tokens * 33 / 2
-    # Without, all of a window as short as that: one range of queries meets one of keys.
+    # Without the fused kernel, such a short window is a single block of queries and keys, which is computed completely.
     assert estimate_work(config).attention_flops == 7 * per_pair * tokens * 32
 
 
@@ -108,11 +108,11 @@ def test_documents_take_a_mask_where_the_kernel_cannot_be_told_of_them():
     fused = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='cudnn'))
     whole = dataclasses.replace(fused, data=dataclasses.replace(fused.data, document_mask=False))
     causal, all_scores = (estimate_work(whole), estimate_work(fused))
-    # A mask makes the kernel compute everything, and is read: of Ampere, and where nothing is known of the GPU.
+    # A mask makes the kernel compute all scores, and is read from memory. Ampere and unknown GPUs need it.
     assert all_scores.attention_flops == causal.attention_flops * 64 / 33
     assert all_scores.memory_bytes > causal.memory_bytes
     assert estimate_work(fused, (8, 0)) == all_scores
-    # Hopper is told where documents begin, but not by a pipeline.
+    # Kernels on Hopper support document starts, but not in a pipeline.
     assert estimate_work(fused, (9, 0)) == estimate_work(whole, (9, 0)) == causal
     staged = dataclasses.replace(fused, mesh=dataclasses.replace(fused.mesh, stage=2))
     assert estimate_work(staged, (9, 0)) == estimate_work(staged)
@@ -122,10 +122,10 @@ def test_ranges_of_queries_by_hand():
     config = small_config(data__seq_len=512, **SHAPE)
     per_pair = 2 * 4 * config.model.num_heads * config.model.head_dim
     tokens = config.train.global_batch_size * 512
-    # Ranges of 128 queries meet 128, 256, 384 and 512 keys.
+    # Blocks of 128 queries meet 128, 256, 384 and 512 keys.
     assert estimate_work(config).attention_flops == 7 * per_pair * tokens * 320
     narrow = small_config(data__seq_len=512, model__attention_pattern='S', model__sliding_window=128, **SHAPE)
-    # Of a window of 128 the ranges behind the first meet 127 keys before their own 128.
+    # With a window of 128, each block after the first meets 127 keys before its own 128.
     assert estimate_work(narrow).attention_flops == 7 * per_pair * tokens * (128 + 3 * 255) / 4
 
 
@@ -136,14 +136,14 @@ def test_products_of_8_bits_are_those_of_the_blocks():
     tokens = config.train.global_batch_size * config.data.seq_len / 8
     assert work.fp8_flops == work.flops - 6 * tokens * config.model.dim * config.model.vocab_size
     assert (work.flops, usual.fp8_flops) == (usual.flops, 0)
-    # To be rounded, arrays are read twice more.
+    # Quantization reads arrays twice more.
     assert work.memory_bytes > usual.memory_bytes
 
 
 def test_a_ring_shares_the_causal_part():
     config = small_config(num_devices=4, mesh__context=4, mesh__fsdp=1, data__seq_len=128, **SHAPE)
     alone = small_config(data__seq_len=128, **SHAPE)
-    # 2 · 4 + 1 of 16 pairs of chunks on each of 4 devices.
+    # Of 16 pairs of chunks, 2 · 4 + 1 are computed, shared by 4 devices.
     share = estimate_work(config).attention_flops / estimate_work(alone).attention_flops
     assert share == pytest.approx(9 / 16 / 4)
 
@@ -163,9 +163,9 @@ def test_devices_share_the_work():
             'zero': {'zero_stage': 1},
         }.items()
     }
-    # The same products in all, whatever splits them.
+    # The total number of matmul operations does not depend on the mesh.
     assert {round(of.all_flops) for of in work.values()} == {round(work['fsdp'].all_flops)}
-    # Who holds whole parameters updates all of them.
+    # A device with all parameters updates all of them.
     assert work['data'].memory_bytes > work['fsdp'].memory_bytes
     assert work['fsdp'].host_bytes == 0
 
@@ -173,7 +173,7 @@ def test_devices_share_the_work():
 def test_host_memory():
     parameters = model_parameters(one_billion().model) / 8
     assert estimate_work(one_billion(host_offload='optimizer')).host_bytes == pytest.approx(parameters * 16)
-    # Parameters come twice for each of 16 micro-batches, and to be updated.
+    # Parameters are copied twice for each of 16 micro-batches, and for the update.
     assert estimate_work(one_billion(host_offload='all')).host_bytes == pytest.approx(
         parameters * (16 + 4 * (2 * 16 + 2))
     )
