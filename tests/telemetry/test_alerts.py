@@ -1,4 +1,4 @@
-"""Alerts go out by file, command and webhook; none of them can stop, delay or fail a run, and no secret is told."""
+"""Tests alerts by file, command and webhook. None of them can stop, delay or fail a run, or leak a secret."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ SECRET = 'T0-not-a-real-secret'
 
 
 class Hook:
-    """A webhook on loopback that answers with `code`, after `release` is set."""
+    """A webhook on loopback that responds with `code` after `release` is set."""
 
     def __init__(self, code=200):
         self.bodies, self.code, self.release = [], code, threading.Event()
@@ -54,7 +54,7 @@ def hook(monkeypatch):
     monkeypatch.setenv('ALERTS_URL', hook.url)
     yield hook
     hook.close()
-    # What a sender still logs is not for the next test.
+    # Log messages of a sender's thread must not reach the next test.
     for thread in threading.enumerate():
         if thread.name == 'alerts':
             thread.join(60)
@@ -62,7 +62,7 @@ def hook(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def log(caplog, monkeypatch):
-    # A Console of another test may have left it off.
+    # A Console of another test may have disabled propagation.
     monkeypatch.setattr(logging.getLogger('maxlm'), 'propagate', True)
     return caplog
 
@@ -80,7 +80,7 @@ def test_all_places(tmp_path, hook, log):
     workdir = tmp_path / 'my_run'
     workdir.mkdir()
     with Alerts(config, workdir) as sender:
-        # What would be more than a message to a shell, or more than a line to a log.
+        # The text contains a shell command and a newline.
         sender.send('storage', 'no "room" $(touch planted)\nleft')
     assert [record.getMessage() for record in log.records] == ['storage: no "room" $(touch planted) left']
     (line,) = lines(workdir / 'alerts.jsonl')
@@ -112,7 +112,7 @@ def test_of_one_kind_the_newest_goes_out_when_its_time_has_come(tmp_path, log):
         while len(lines(tmp_path / 'sent')) < 2:
             time.sleep(0.01)
         assert [line['kind'] for line in lines(tmp_path / 'sent')] == ['loss', 'storage']
-    # The end does not wait for the minute to be over.
+    # Closing does not wait for the interval.
     assert [(line['message'], line['held_back']) for line in lines(tmp_path / 'sent')] == [
         ('0', 0),
         ('away', 0),
@@ -194,5 +194,5 @@ def test_a_webhook_is_named_and_not_given(tmp_path, monkeypatch):
     monkeypatch.delenv('ALERTS_URL', raising=False)
     with pytest.raises(InputError, match=r'alerts\.webhook_env_var=ALERTS_URL'):
         Alerts(config('ALERTS_URL'), tmp_path)
-    # The other processes of a run need not know it.
+    # Other processes of a run need not have the variable.
     Alerts(config('ALERTS_URL'), tmp_path, process=1)

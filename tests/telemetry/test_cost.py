@@ -1,4 +1,4 @@
-"""Prices with their sources, what a run costs until its end, and how that is said."""
+"""Tests prices with their sources, the cost of a run until its end, and the log line."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.small import small_config
 def test_the_price_is_the_users_or_that_of_the_table_or_none():
     config = small_config()
     assert price_of(config, 'NVIDIA H100 80GB HBM3') == (3.99, PRICES['h100'].source)
-    # This machine is nobody's to rent, and some chips are in no table.
+    # This machine cannot be rented, and the table lacks some chips.
     assert price_of(config, 'cpu') is None
     assert price_of(config, 'NVIDIA T400') is None
     config = small_config(train__price_per_hour=1.5)

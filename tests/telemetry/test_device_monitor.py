@@ -1,4 +1,4 @@
-"""Readings of the machine: the file, the metrics, what they cost, and that nothing they do touches a run."""
+"""Tests device readings: the file, the metrics, their cost, and that their failures never affect a run."""
 
 import json
 import math
@@ -31,12 +31,12 @@ def wait_for(condition):
 
 def test_lines_have_what_is_promised(tmp_path):
     path = tmp_path / 'devices.jsonl'
-    # Of a life that was killed in the middle of a line.
+    # An attempt was killed while it wrote a line.
     path.write_text('{"time": 1.0}\n{"ti')
     with DeviceReadings(tmp_path, interval_seconds=0.02, attempt=3, accelerators=lambda: [GPU, HOT]) as readings:
         wait_for(lambda: len(read_lines(path).lines) >= 3)
         metrics = readings.metrics()
-        # Since then there may have been one or two.
+        # `metrics` clears the readings, so wait for new ones.
         wait_for(readings.metrics)
     lines, torn = read_lines(path)
     assert not torn
@@ -104,7 +104,7 @@ def test_a_device_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
     with DeviceReadings(tmp_path, interval_seconds=0.01, attempt=1, accelerators=hang) as readings:
         assert asked.wait(30)
         assert readings.metrics() == {}
-    # Here without a wait for it; then its thread may end.
+    # The monitor has closed without waiting for the thread, which may exit now.
     never.set()
 
 
@@ -126,7 +126,7 @@ def test_rates_are_of_the_time_between(tmp_path, monkeypatch):
     monkeypatch.setattr('maxlm.telemetry.device_monitor._traffic', lambda: next(traffic))
     reading = Host(tmp_path).read()
     assert reading['net_sent_bytes_per_second'] == 2000
-    # A counter that began anew is no negative traffic.
+    # A counter that was reset must not give a negative rate.
     assert reading['net_received_bytes_per_second'] == 0
 
 
@@ -138,6 +138,6 @@ def test_a_reading_costs_little(tmp_path):
     seconds = (time.process_time() - before) / count
     share = seconds / 30
     print(f'{1e3 * seconds:.2f} ms of CPU a reading: {share:.4%} of a core at one in 30 s')
-    # The promise; here it is a hundredth of it.
+    # The documented limit. The expected share is a hundredth of it.
     assert share < 0.005
     assert math.isfinite(share)

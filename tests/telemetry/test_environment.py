@@ -1,4 +1,4 @@
-"""What a run is run with: versions, the checkout, the command without secrets."""
+"""Tests the recorded environment: versions, the git checkout, and the command without secrets."""
 
 import platform
 
@@ -43,10 +43,10 @@ def test_the_command_starts_the_run_again_and_tells_no_secret():
 
 
 def test_a_checkout_is_told_with_whether_it_was_changed(tmp_path, monkeypatch):
-    # A copy is none, though it may lie within one.
+    # An installed copy is not a checkout, even inside another one.
     assert checkout(tmp_path) is None
     (tmp_path / '.git').mkdir()
-    # Not one that git knows.
+    # git does not recognize this directory.
     assert checkout(tmp_path) is None
     answers = {'rev-parse': 'abc123\n', 'status': ''}
     monkeypatch.setattr(environment, '_git', lambda directory, verb, *words: answers[verb])

@@ -1,4 +1,4 @@
-"""events.jsonl: one line for each thing that happened, and the end of a life as its last."""
+"""Tests events.jsonl: one line for each event. The outcome is the last event of an attempt."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_nothing_comes_after_an_end(tmp_path, kind):
     events.add(kind, 'over', code=0)
     events.add('storage', 'the bucket does not answer')
     assert [event['kind'] for event in read_events(tmp_path).lines] == ['machine', kind]
-    # But the next life.
+    # The next attempt adds events.
     Events(tmp_path, 2).add('started', 'again')
     assert [event['life'] for event in read_events(tmp_path).lines] == [1, 1, 2]
 

@@ -1,4 +1,4 @@
-"""What lines of ledgers come to: steps done in vain, time in which nothing ran, and that nothing else is lost."""
+"""Tests goodput computed from heartbeats: lost steps, idle time, and complete accounting of all time."""
 
 import json
 
@@ -18,7 +18,7 @@ from maxlm.workdir.files import goodput_name
 
 
 class Run:
-    """Writes the lines that a run would: a start of 5 s, then steps of 1 s that wait 0.25 s for data."""
+    """Writes the heartbeats of a run: a start of 5 s, then steps of 1 s, each after 0.25 s of waiting for data."""
 
     def __init__(self):
         self.lines = []
@@ -43,7 +43,7 @@ class Run:
             self.spend('data_wait', 0.25)
             self.spend('step', 0.5)
             if beats:
-                # In the middle of a step.
+                # A heartbeat in the middle of a step.
                 self.line('beat')
             self.spend('step', 0.5)
             self.step += 1
@@ -66,7 +66,7 @@ class Run:
         return self
 
     def kill(self):
-        """After a line, so that all of the life is told."""
+        """Ends the attempt after a heartbeat, so that all of its time is recorded."""
         self.line('beat')
         return self
 
@@ -94,10 +94,10 @@ class Run:
 
 
 def totals(run, **options):
-    """Those that are not zero."""
+    """Returns the categories whose time is not zero."""
     ledger = GoodputLog(attempts_of(run.lines, **options), [])
     assert set(ledger.totals) == set(CATEGORIES)
-    # Whatever happens, all of the time is told.
+    # All time is accounted for in every case.
     assert ledger.seconds == pytest.approx(run.now - 1000.0)
     return {name: pytest.approx(seconds) for name, seconds in ledger.totals.items() if seconds}
 
@@ -130,7 +130,7 @@ def test_steps_after_the_checkpoint_of_a_killed_life_are_lost(beats):
     first, second = attempts_of(run.lines)
     assert (first.seconds['lost'], second.seconds['lost'], second.seconds['idle']) == (pytest.approx(5.75), 0.0, 60.0)
     assert (first.is_closed, second.is_closed, second.start_step, second.step) == (False, True, 4, 6)
-    # Control: without, the same seconds are where they were spent.
+    # Control: without `count_lost`, the seconds stay in their categories.
     naive = totals(run, count_lost=False)
     assert 'lost' not in naive
     assert naive['step'] == 9.0
@@ -145,7 +145,7 @@ def test_a_life_that_is_killed_before_its_first_checkpoint_is_lost_but_for_its_s
     assert found['step'] == 5.0
     assert found['lost'] == 4 * 1.25
     assert found['start'] == 15.0
-    # The whole run from the beginning.
+    # The run restarts from step 0.
     run = Run().start().steps(4).kill()
     run.start(0).steps(4).save().end()
     assert totals(run)['lost'] == 5.0
@@ -161,7 +161,7 @@ def test_a_step_that_was_only_begun_is_lost_too():
 
 
 def test_going_back_behind_the_beginning_of_a_life_takes_from_both():
-    # Its own checkpoints, and the newest of the life before, turned out to be damaged.
+    # The checkpoints of this attempt and the latest one of the previous attempt are damaged.
     run = Run().start().steps(2).save().steps(2).save().end()
     run.start(4).steps(2).save().end()
     run.start(2).steps(1).end()
@@ -178,7 +178,7 @@ def test_rollbacks_within_a_life():
     assert found['step'] == 6.0
     assert found['lost'] == 6 * 1.25
     assert found['restore'] == 4.0
-    # Twice to the same step, the second without a beat between, and then a kill.
+    # The run rolls back twice to the same step, the second time without a heartbeat in between, and is then killed.
     run = Run().start().steps(4).save().steps(2).roll_back(4).steps(1, beats=False).roll_back(4).steps(3).kill()
     run.start(4).end()
     assert totals(run)['lost'] == (2 + 1 + 3) * 1.25
@@ -187,14 +187,14 @@ def test_rollbacks_within_a_life():
 
 def test_an_end_of_its_own_loses_nothing():
     run = Run().start().steps(4).save()
-    # Between the save and the last line.
+    # Time between the save and the last heartbeat.
     run.spend('step', 0.01)
     run.end()
     run.start(4, pause=9.0).end()
     found = totals(run)
     assert 'lost' not in found
     assert found['idle'] == 9.0
-    # Control: had it been killed there, that would be a step that was begun.
+    # Control: if the attempt were killed here, this time would belong to an unfinished step.
     run.lines[-3]['why'] = 'beat'
     assert totals(run)['lost'] == 0.01
 
@@ -230,7 +230,7 @@ def test_a_shorter_file_says_the_same(again):
     kept = compact(compact(run.lines) if again else run.lines)
     assert len(kept) < len(run.lines) / 2
     assert attempts_of(kept) == attempts_of(run.lines)
-    # Control: the lines of saves are needed.
+    # Control: heartbeats of saves are needed.
     assert attempts_of([line for line in kept if line['why'] != 'saved']) != attempts_of(run.lines)
 
 

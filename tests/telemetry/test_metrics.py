@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is appended, what is dropped when a run goes on, and lines that a kill has torn."""
+"""Tests metrics.jsonl: appended lines, lines dropped on resume, and partial lines after a kill."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_no_file_no_lines(tmp_path):
 def test_lines_are_what_was_written(tmp_path):
     writer = MetricWriter(tmp_path, after_step=0)
     writer.write(3, 1234.56789, {'train/loss': 2.5, 'perf/mfu': 0.25})
-    # Before it is closed: whoever watches the run reads along.
+    # Lines can be read before the writer is closed.
     assert read_metrics(tmp_path) == [{'step': 3, 'time': 1234.568, 'train/loss': 2.5, 'perf/mfu': 0.25}]
     writer.write(4, 1235.0, {'train/loss': 2.25})
     assert [line['train/loss'] for line in read_metrics(tmp_path)] == [2.5, 2.25]
@@ -44,7 +44,7 @@ def test_names_must_stand_in_the_table(tmp_path):
 
 def test_every_metric_says_what_it_means():
     for name, metric in METRICS.items():
-        # Section, perhaps a group as in TRL, and name.
+        # Names have a section, an optional group as in TRL, and a name.
         assert name.removesuffix('/*').count('/') in (1, 2)
         assert metric.meaning
 
@@ -60,7 +60,7 @@ def test_a_second_life_appends(tmp_path):
 def test_the_page_is_that_of_the_table():
     page = (ROOT / 'docs/metrics.md').read_text()
     assert page == metrics_page(), 'write it anew: python docs/metrics.py'
-    # Control: every name is on it.
+    # Control: the page lists every name.
     assert all(f'| `{name}` |' in page for name in METRICS)
 
 
@@ -103,7 +103,7 @@ def test_a_tracker_that_fails_is_told_nothing_more(tmp_path, caplog):
 
 
 class Recorder:
-    """A tracker that remembers what it was told."""
+    """A tracker that records its calls."""
 
     def __init__(self, *, fails=False):
         self.told, self._fails = [], fails
@@ -138,7 +138,7 @@ def test_a_torn_last_line_is_ignored_and_dropped(tmp_path, kept):
     write(tmp_path, [3], after_step=3)
     assert steps(tmp_path) == [1, 2, 3]
     assert (tmp_path / METRICS_FILE).read_text().count('\n') == 3
-    # Control: with its end the line counts.
+    # Control: the line counts once it is complete.
     (tmp_path / METRICS_FILE).write_text(whole + third)
     assert steps(tmp_path) == [1, 2, 3]
 

@@ -1,4 +1,4 @@
-"""A profile: which steps are traced, what takes their time, and that a failure ends nothing."""
+"""Tests profiles: traced steps, operation times, and failures that do not stop a run."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from maxlm.telemetry.profiler import Operation, Profile, kind_of, newest_trace, 
 
 
 def trace(workdir, work, *, steps=range(1, 8), config=None):
-    """Runs `work` for each step, of which 3 and 4 are traced unless `config` says otherwise."""
+    """Runs `work` for each step and traces steps 3 and 4, unless `config` gives other steps."""
     tracer = Profile(config or ProfileConfig(start_step=3, num_steps=2), workdir)
     traced = []
     for step in steps:
@@ -36,7 +36,7 @@ def test_the_steps_that_are_asked_for(tmp_path, caplog):
         assert trace(tmp_path, lambda: step(x).block_until_ready()) == [3, 4]
     found = operations(newest_trace(tmp_path))
     by_name = {operation.name: operation for operation in found}
-    # Two steps of four rounds, on one device: the loop, and what is in it.
+    # Two steps of four rounds on one device: the loop and its contents.
     assert by_name['while'].num_runs == 2
     tanh = by_name[next(name for name in by_name if 'tanh' in name)]
     assert tanh.num_runs == 8
@@ -54,11 +54,11 @@ def test_the_steps_that_are_asked_for(tmp_path, caplog):
     [
         (ProfileConfig(), range(1, 9), []),
         (ProfileConfig(start_step=1, num_steps=1), range(1, 9), [1, 1]),
-        # A run that goes on behind it has nothing to trace.
+        # A run that resumes after the traced steps traces nothing.
         (ProfileConfig(start_step=3, num_steps=2), range(4, 9), []),
-        # One that goes back does not trace again.
+        # A run that rolls back does not trace again.
         (ProfileConfig(start_step=3, num_steps=2), [1, 2, 3, 4, 2, 3, 4], [3, 4]),
-        # It ends in between.
+        # The run ends between the traced steps.
         (ProfileConfig(start_step=3, num_steps=5), range(1, 5), [3]),
     ],
 )
@@ -80,7 +80,8 @@ def test_a_failure_is_said_and_ends_nothing(tmp_path, monkeypatch, caplog):
 
 
 def test_times_without_those_inside():
-    # A loop of 10 with two rounds of 3 and 4, of which the second holds one of 1; then one beside it.
+    # A loop of 10 with two rounds of 3 and 4; the second contains an operation of 1. Another operation follows the
+    # loop.
     events = [('loop', 0, 10), ('a.1', 1, 3), ('a.2', 5, 4), ('b', 6, 1), ('b', 12, 2)]
     assert sorted(self_times(events)) == [('a.1', 3), ('a.2', 3), ('b', 1), ('b', 2), ('loop', 3)]
     assert sum(time for _, time in self_times(events)) == 12
@@ -117,7 +118,7 @@ class Plane:
 @pytest.mark.parametrize(
     ('planes', 'found'),
     [
-        # Of a TPU the line of operations alone counts; of a GPU every stream does.
+        # On a TPU only the line of operations counts; on a GPU every stream counts.
         (
             [Plane('/device:TPU:0', Line('Steps', ('1', 0, 9, [])), Line('XLA Ops', ('fusion.1', 0, 4e9, [])))],
             [Operation('fusion', 4.0, 1)],
@@ -131,7 +132,7 @@ class Plane:
             ],
             [Operation('gemm', 4.0, 2), Operation('nccl', 3.0, 1)],
         ),
-        # Of a CPU's threads what has an operation.
+        # On a CPU, events count that belong to an operation.
         (
             [Plane('/host:CPU', Line('t', ('dot.3', 0, 1e9, [('hlo_op', 'dot.3')]), ('python', 0, 9e9, [])))],
             [Operation('dot', 1.0, 1)],

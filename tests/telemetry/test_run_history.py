@@ -1,4 +1,4 @@
-"""History: all files of a workdir in one value, whatever state they are in, here or in a bucket."""
+"""Tests `RunHistory`: all files of a local or remote workdir as one value, whatever their state."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def test_everything_is_there(tmp_path):
 
 
 def test_the_builders_are_consistent(tmp_path):
-    """Categories add up to the time from the first begin to the last line, in every workdir that has a ledger."""
+    """In every workdir with heartbeats, categories add up to the time from the first start to the last line."""
     for name, build in BUILDERS.items():
         history = read_history(build(tmp_path / name))
         for process, ledger in history.goodput_logs.items():
@@ -97,7 +97,7 @@ def test_what_is_no_workdir(tmp_path):
         read_history(tmp_path)
     with pytest.raises(InputError, match='Not a directory'):
         read_history(tmp_path / 'notes.txt')
-    # A model of somebody else has a config.json too.
+    # Models from other sources also have a config.json.
     (tmp_path / CONFIG).write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(InputError, match=r'not a workdir of maxlm\.train'):
         read_history(tmp_path)
@@ -149,7 +149,7 @@ def test_it_is_read_again(tmp_path):
         file.write('{"step": 240, "time": 1}\n')
     after = reader.read()
     assert after.metrics == [*before.metrics, {'step': 240, 'time': 1}]
-    # What was handed out stays as it was.
+    # Earlier results do not change.
     assert before.metrics[-1]['step'] == 230
     assert after == read_history(tmp_path)
 
@@ -168,7 +168,7 @@ JUNK = (None, True, -1, 0, 1e308, 10**400, float('nan'), 'x', '\x1b[31m', '', []
 
 
 def damage(workdir, rng):
-    """Puts junk in place of values, takes keys away, and cuts lines."""
+    """Replaces values with junk, removes keys and truncates lines."""
     for path in sorted(Path(workdir).glob('*.jsonl')):
         damaged = []
         for line in lines(path):

@@ -1,4 +1,4 @@
-"""What a run writes about itself: lives are counted, each ends with how it ended, and figures go on over lives."""
+"""Tests the run recorder: numbering and outcome of attempts, and figures that continue across attempts."""
 
 import contextlib
 import json
@@ -19,14 +19,14 @@ from maxlm.telemetry.timeline import Timeline
 
 
 class Life:
-    """A life on a clock that the test moves; one after the other in a workdir."""
+    """An attempt on a clock that the test moves. Attempts follow each other in a workdir."""
 
     def __init__(self, workdir, *, pause=0.0, process=0, price=None, beat_seconds=0.0, alone=True):
         self.now = 0.0
         ended = read_goodput(workdir, process).attempts
         began = ended[-1].time + pause if ended else time.time() - 1e6
         self.timeline = Timeline(clock=lambda: self.now)
-        # A clock that stands still has no past of its own.
+        # The fake clock does not know when the process started.
         self.timeline.start_time = began
         self.step, self.saved_step = 0, None
         self.diary = RunRecorder(
@@ -74,7 +74,7 @@ def test_a_life_from_its_beginning_to_its_end(tmp_path):
         diary.set_outcome('finished', 'all is done', 0)
     ledger = read_goodput(tmp_path)
     assert ledger.seconds == pytest.approx(30 + 60 + 5)
-    # Four devices at 90 dollars an hour cost a dollar in ten seconds.
+    # Four devices at 90 dollars an hour cost a dollar every ten seconds.
     assert ledger.dollars == pytest.approx(ledger.seconds / 10)
     only = ledger.attempts[0]
     assert (only.start_step, only.step, only.saved_step, only.is_closed) == (0, 6, 4, True)
@@ -93,7 +93,7 @@ def test_figures_go_on_over_lives(tmp_path):
     life.save()
     life.steps(2)
     life.diary._write('beat')
-    # Killed here; the next life has lost two steps.
+    # The attempt is killed here. The next one has lost two steps.
     life = Life(tmp_path, price=90.0, pause=35.0)
     with life.diary as diary:
         assert diary.attempt == 2
@@ -104,12 +104,12 @@ def test_figures_go_on_over_lives(tmp_path):
         metrics = diary.metrics(6, 16)
         assert metrics['cost/hours'] * 3600 == pytest.approx(65 + 40)
         assert metrics['cost/dollars'] == pytest.approx(10.5)
-        # Ten seconds a step, and ten steps.
+        # Ten steps of ten seconds remain.
         assert metrics['perf/eta_seconds'] == pytest.approx(100.0)
         assert metrics['cost/projected_dollars'] == pytest.approx(20.5)
-        # Six steps of ten seconds count, of 140 with the pause.
+        # Six steps of ten seconds count, out of 140 s with the pause.
         assert metrics['goodput/fraction'] == pytest.approx(60 / 140)
-        # What a save takes is part of the pace.
+        # The time of a save counts towards the remaining time.
         life.save()
         assert diary.metrics(6, 16)['perf/eta_seconds'] == pytest.approx(125.0)
         assert 'perf/eta_seconds' not in diary.metrics(6, None)
@@ -191,7 +191,7 @@ def test_what_an_error_among_several_processes_came_of_is_told_by_whoever_finds_
     diary.record_exit(code, 'process 1 is gone')
     (last,) = read_events(tmp_path).lines
     assert (last['kind'], last['code'], last['message'], last.get('alert')) == wanted
-    # Bad input is the process's own.
+    # Bad input is the process's own failure.
     with contextlib.suppress(InputError), Life(tmp_path, alone=False).diary:
         raise InputError('x.bin: is damaged')
     assert kinds(tmp_path)[1:] == [(2, 'failed', EXIT_BAD_INPUT)]
@@ -204,7 +204,7 @@ def test_a_process_that_must_leave_at_once_still_says_so(tmp_path, code, kind):
     diary.record_exit(code, 'process 3 is gone')
     assert kinds(tmp_path) == [(1, kind, code)]
     assert read_goodput(tmp_path).attempts[0].is_closed
-    # Whatever else is still running then.
+    # Later records of code that is still running are ignored.
     lines = (tmp_path / 'goodput.jsonl').read_text()
     diary.record_save()
     diary.__exit__(None, None, None)
@@ -219,7 +219,7 @@ def test_other_processes_write_their_own_ledger_and_nothing_else(tmp_path):
         diary.set_outcome('finished', '', 0)
     assert [entry.name for entry in tmp_path.iterdir()] == ['goodput-3.jsonl']
     line = read_lines(tmp_path / 'goodput-3.jsonl').lines[-1]
-    # The first counts all devices of the run.
+    # The first process counts the cost of all devices.
     assert (line['process'], line['dollars']) == (3, None)
 
 
@@ -245,7 +245,7 @@ def test_a_line_is_written_every_few_seconds_and_the_file_stays_short(tmp_path, 
     lines = read_lines(tmp_path / 'goodput.jsonl').lines
     assert len(lines) < 15
     assert [line['why'] for line in lines if line['why'] != 'beat'] == ['saved', 'end']
-    # The next life leaves only what counts.
+    # The next attempt compacts the file.
     Life(tmp_path)
     assert [line['why'] for line in read_lines(tmp_path / 'goodput.jsonl').lines] == ['saved', 'end']
 

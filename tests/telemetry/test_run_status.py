@@ -1,4 +1,4 @@
-"""In what state a run is: from its last words, the process that holds its workdir, and silence."""
+"""Tests the status of a run, derived from its last event, the process that holds its lock, and missing heartbeats."""
 
 import dataclasses
 
@@ -81,7 +81,7 @@ def test_slow_steps_and_rare_lines_are_waited_for(tmp_path):
 
 
 def later(history, category, seconds):
-    """With beats every 10 s that go on for so long while no step is done."""
+    """Returns the history with heartbeats every 10 s for `seconds`, during which no step is done."""
     beats = list(history.heartbeats[0])
     for _ in range(seconds // 10):
         last = beats[-1]
@@ -101,7 +101,7 @@ def test_a_process_that_lives_but_does_no_step(tmp_path, category, state):
     assert found.state == state
     if state == STALLED:
         assert f'it is at {category.replace("_", " ")}' in found.reason
-    # Alerts are no progress, evaluations are.
+    # Alerts are no progress, but evaluations are.
     for kind, then in (('storage', state), ('evaluated', RUNNING)):
         event = {'time': NOW + 290, 'life': 1, 'kind': kind, 'message': ''}
         told = dataclasses.replace(history, events=[*history.events, event])
@@ -114,7 +114,7 @@ def test_a_new_life_after_an_end_is_running(tmp_path):
     until = [event for event in history.events if event['kind'] != 'finished']
     alive = dataclasses.replace(history, events=until, alive=None)
     assert run_status(alive, NOW).state == RUNNING
-    # Its ledger begins before it has said anything.
+    # The first heartbeats of the new attempt precede its first event.
     ended = dataclasses.replace(history, events=[event for event in until if event['life'] == 1])
     assert run_status(dataclasses.replace(ended, alive=None), NOW).state == RUNNING
     first = dataclasses.replace(ended, heartbeats={0: [beat for beat in history.heartbeats[0] if beat['life'] == 1]})

@@ -1,4 +1,4 @@
-"""TensorBoard: scalars, the config and samples; what is done again takes the place of what was there."""
+"""Tests TensorBoard logs: scalars, the config and samples. Repeated steps replace earlier ones."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.small import small_config
 
 
 def events_of(directory):
-    """As TensorBoard itself reads them."""
+    """Returns the events as TensorBoard reads them."""
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(directory), size_guidance={'tensors': 0})
@@ -28,7 +28,7 @@ def test_what_is_done_again_takes_the_place_of_what_was_there(tmp_path):
     for step in range(1, 7):
         writer.write(step, 0.0, {'train/loss': 10.0 / step})
     writer.write_samples(4, 0.0, [('Once', ' upon\na time')])
-    # Back to step 3, from where the losses are others.
+    # The run rolls back to step 3 and continues with other losses.
     writer = MetricWriter(tmp_path, after_step=3, trackers=[tracker])
     for step in range(4, 6):
         writer.write(step, 0.0, {'train/loss': 20.0 / step})

@@ -1,4 +1,4 @@
-"""One category at a time, on a clock that the test moves; and the real beginning of a process."""
+"""Tests that exactly one category of time is active, on a clock that the test moves, and the start of a process."""
 
 import contextlib
 import subprocess
@@ -46,7 +46,7 @@ def test_phases_return_to_the_one_around_them(clock):
             clock.pass_(16)
             raise KeyError
         clock.pass_(32)
-        # Read while it goes on, by anybody.
+        # The timeline can be read during a phase.
         assert spent(timeline)['step'] == 40
         clock.pass_(64)
     clock.pass_(128)
@@ -60,7 +60,7 @@ def test_what_was_before_it_was_made_is_the_start(clock):
     assert timeline.start_time == began
     assert timeline.origin == pytest.approx(93.0, abs=0.1)
     assert timeline.read()['start'] == pytest.approx(7.0, abs=0.1)
-    # A beginning that is yet to come is none.
+    # A start time in the future is ignored.
     assert Timeline(time.time() + 100, clock=clock).read()['start'] == 0.0
 
 
@@ -82,19 +82,19 @@ def test_a_category_that_is_none_is_refused(clock):
 
 
 def test_what_compiles_is_told_apart_wherever_it_happens():
-    # Compiled before: it is not the first use of the compiler that is measured.
+    # Compile once first, so that the initialization of the compiler is not measured.
     jax.jit(lambda x: x + 1)(1.0)
     timeline = Timeline()
     timeline.started()
     with timeline.track_compilation(), timeline.phase('evaluation'):
         jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.ones((8, 8))).block_until_ready()
         here = timeline.read()
-        # Another thread's compiling holds up nobody here.
+        # Compilation in another thread does not count.
         thread = threading.Thread(target=lambda: jax.jit(lambda x: jnp.cos(x) @ x)(jnp.ones((9, 9))))
         thread.start()
         thread.join()
         assert timeline.read()['compile'] == here['compile'] > 0
-    # Control: outside of it nothing is seen.
+    # Control: compilation outside of the block is not recorded.
     jax.jit(lambda x: jnp.tan(x) @ x)(jnp.ones((7, 7)))
     assert timeline.read()['compile'] == here['compile']
     assert min(timeline.read().values()) >= 0
@@ -107,8 +107,8 @@ def test_a_process_began_before_its_imports():
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
     after = time.time()
     began = float(done.stdout)
-    # The clock of the kernel has ticks of a hundredth of a second.
+    # The kernel's clock has ticks of 10 ms.
     assert before - 0.05 <= began < after
-    # It imports JAX, which takes longer than that.
+    # The process imports JAX, which takes longer than this.
     assert after - began > 0.2
     assert process_start_time() < before

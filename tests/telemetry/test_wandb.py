@@ -1,4 +1,4 @@
-"""W&B: an offline run read back is metrics.jsonl; a resumed run goes on; what W&B does touches no run."""
+"""Tests W&B: an offline run equals metrics.jsonl, a resumed run continues, and failures of W&B never affect a run."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ BLOCK = 32768
 
 
 def records(path):
-    """The records of a .wandb file, which is a LevelDB log: blocks of pieces with checksum, length and kind."""
+    """Yields the records of a .wandb file, a LevelDB log: blocks of fragments with checksum, length and kind."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content = path.read_bytes()
@@ -36,7 +36,7 @@ def records(path):
             break
         whole += content[place + 7 : place + 7 + length]
         place += 7 + length
-        # 1 = whole, 4 = the last piece.
+        # 1: complete record, 4: last fragment.
         if kind in (1, 4):
             record = Record()
             record.ParseFromString(whole)
@@ -45,7 +45,7 @@ def records(path):
 
 
 def read_back(workdir):
-    """Of all lives: id, config, and what was logged, by line."""
+    """Returns id, project, name and config of all attempts, and the logged lines."""
     runs, lines = [], []
     for path in sorted((workdir / 'wandb').glob('offline-run-*/*.wandb')):
         for record in records(path):
@@ -83,12 +83,12 @@ def test_an_offline_run_read_back_is_metrics_jsonl(tmp_path):
     tracker = WeightsAndBiases(tmp_path, config(), close_seconds=60)
     leg(tmp_path, tracker, range(1, 7), after_step=0)
     tracker.close()
-    # Killed after step 6, it goes on from a checkpoint of step 4, with the same numbers.
+    # The run is killed after step 6 and resumes from a checkpoint of step 4, with the same numbers.
     tracker = WeightsAndBiases(tmp_path, config(), close_seconds=60)
     leg(tmp_path, tracker, range(5, 10), after_step=4)
     runs, lines = read_back(tmp_path)
     before = read_metrics(tmp_path)
-    # And goes back to step 7, without the batches that did it.
+    # The run rolls back to step 7 and skips the batches that caused it.
     leg(tmp_path, tracker, range(8, 10), after_step=7, factor=3.0)
     tracker.close()
     runs, lines = read_back(tmp_path)
@@ -101,15 +101,15 @@ def test_an_offline_run_read_back_is_metrics_jsonl(tmp_path):
     assert [line['step'] for line in lines if 'samples/0/_type' in line] == [4, 8, 8]
     scalars = [line for line in lines if 'time' in line]
     assert [line['step'] for line in scalars] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 8, 8, 9]
-    # Line by line what was in metrics.jsonl before the rollback, then what came after it.
+    # The log contains the lines of metrics.jsonl before the rollback, followed by the lines after it.
     after = [line for line in read_metrics(tmp_path) if line['step'] > 7]
     assert scalars == without_nulls([*before, *after])
-    # Control: the numbers after it are others.
+    # Control: the numbers after the rollback differ.
     assert scalars != without_nulls([*before, *before[-3:]])
 
 
 def test_a_failing_upload_is_one_warning(tmp_path, monkeypatch, caplog):
-    # No account; W&B would ask for one on a terminal.
+    # There is no account. On a terminal W&B would ask for one.
     for name, value in {
         'HOME': str(tmp_path),
         'NETRC': str(tmp_path / 'none'),
@@ -131,7 +131,7 @@ def test_a_child_that_hangs_is_not_waited_for(tmp_path, caplog):
     tracker = WeightsAndBiases(tmp_path, config(), close_seconds=0.1)
     os.kill(tracker._child.pid, signal.SIGSTOP)
     try:
-        # More than a pipe holds.
+        # More data than fits into a pipe.
         leg(tmp_path, tracker, range(1, 2000), after_step=0)
         with caplog.at_level('INFO', logger='maxlm'):
             tracker.close()
