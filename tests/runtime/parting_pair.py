@@ -1,4 +1,4 @@
-"""One of two processes of which one is suspended when all is done; started by `tests.forking`."""
+"""Runs one of two processes, one of which may be suspended before it disconnects; started by `tests.forking`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from maxlm.runtime.initialize import initialize
 
 
 def main() -> None:
-    """Exits with 3. Arguments: number of the process that is suspended before it parts (-1: none), and a directory."""
+    """Disconnects and exits with 3.
+
+    The arguments are the number of the process that is suspended before it disconnects (-1: none), and a directory.
+    """
     suspended, directory = int(sys.argv[1]), Path(sys.argv[2])
     initialize()
     with Heartbeats():
-        # Opens what the processes have between them.
+        # Creates the connections between the processes.
         jax.device_count()
     (directory / f'done-{jax.process_index()}').touch()
     if jax.process_index() == suspended:
-        # Until then the other one may need an answer of this process' coordination service.
+        # Until then the other process may need the coordination service of this process.
         while not (directory / f'done-{1 - suspended}').exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSTOP)

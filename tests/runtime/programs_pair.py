@@ -1,4 +1,4 @@
-"""Processes that keep their programs; started by `tests.forking` with the directory."""
+"""Runs processes that use the compilation cache; `tests.forking` starts them with the directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maxlm.runtime.initialize import initialize
 
 
 def compile_and_print():
-    """Compiles two programs that are kept in the directory, and prints their results."""
+    """Compiles two functions, which the cache in the directory keeps, and prints their results."""
     enable_compilation_cache(sys.argv[1])
     x = jnp.linspace(0.1, 0.9, 64).reshape(8, 8)
     for factor in (2, 3):
@@ -23,7 +23,7 @@ def compile_and_print():
 
 
 def main():
-    """Looks with another process for a directory in common; prints what each case has come to, as JSON, at the end."""
+    """Chooses a common cache directory with another process, and prints the result of each case as JSON at the end."""
     directory = Path(sys.argv[1])
     initialize()
     process = jax.process_index()

@@ -1,4 +1,4 @@
-"""Agreement of processes around a save, over a stand-in for the store of JAX's coordination service."""
+"""Tests the agreement of processes on a save, with a fake of the store of JAX's coordination service."""
 
 import concurrent.futures
 import threading
@@ -10,7 +10,7 @@ from maxlm.runtime.barrier import PeerError, ProcessGroup, SaveTransaction
 
 
 class Store:
-    """Keys and values, and the barriers that were reached."""
+    """Fake store of keys and values, which records barriers."""
 
     def __init__(self):
         self.values, self.barriers = {}, []
@@ -18,7 +18,7 @@ class Store:
 
     def key_value_set(self, key, value):
         with self._changed:
-            # The real one refuses a key that is there.
+            # The real store rejects an existing key.
             assert key not in self.values, key
             self.values[key] = value
             self._changed.notify_all()
@@ -79,7 +79,7 @@ def test_all_get_what_the_first_said(store, monkeypatch):
     monkeypatch.setattr(ProcessGroup, '_num_barriers', 0)
     assert member(monkeypatch, 1).broadcast_from_host0('second') == 'first'
     assert store.barriers == ['maxlm/checkpoints/1/met'] * 2
-    # What was said before is removed once all have left it behind.
+    # A broadcast value is removed once all processes have passed a later barrier.
     first.barrier()
     assert store.values == {}
 
@@ -99,7 +99,7 @@ def test_all_wait_for_each_other_twice(store):
     for phase in (1, 2):
         assert barriers(*joints) == [None] * 3
         assert f'save/{phase}/all/go' in store.values
-    # Control: two of three do not pass.
+    # Control: the barrier times out for one of three processes.
     with pytest.raises(PeerError, match='did not finish in time'):
         joints[0].barrier(key='any', timeout_ms=30)
 

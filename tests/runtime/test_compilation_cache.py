@@ -1,4 +1,4 @@
-"""Compile cache: programs are found again bit for bit by the next process; none that is damaged or foreign is run."""
+"""Tests that later processes reuse cached executables bit for bit, and never run damaged or foreign ones."""
 
 import json
 import os
@@ -29,7 +29,7 @@ SETTINGS = (
 
 @pytest.fixture
 def untold(monkeypatch):
-    """JAX as it is when nobody has told it of a directory; afterwards as it was."""
+    """Resets JAX's cache directory, and restores all settings afterwards."""
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     monkeypatch.setattr(compilation_cache, 'get_file_cache', compilation_cache.get_file_cache)
     jax.config.update('jax_compilation_cache_dir', None)
@@ -65,7 +65,7 @@ def test_what_is_not_whole_is_not_there(tmp_path):
         for damaged in (bytes(changed), whole[:position], whole + b'\0'):
             path.write_bytes(damaged)
             assert programs.get('key') is None
-            # The next one to compile it keeps it anew.
+            # The damaged file is deleted, so that the next compilation stores it again.
             assert files(tmp_path) == []
     programs.put('key', program)
     files(tmp_path)[0].rename(tmp_path / f'other{SUFFIX}')
@@ -87,12 +87,12 @@ def test_the_ones_used_longest_ago_make_room(tmp_path):
     for number, key in enumerate('abc'):
         programs.put(key, bytes(68))
         os.utime(tmp_path / f'{key}{SUFFIX}', (number, number))
-    # What a killed process has left.
+    # A killed process left this file.
     (tmp_path / f'tmp{SUFFIX}.part').write_bytes(bytes(50))
     os.utime(tmp_path / f'tmp{SUFFIX}.part', (9, 9))
     assert programs.get('a')
     programs.put('d', bytes(68))
-    # b was read longest ago; of what is not ours nothing goes.
+    # b is the least recently read executable. Foreign files are never deleted.
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
         'a.program',
         'c.program',
@@ -125,7 +125,7 @@ def test_jax_keeps_every_program_there(tmp_path, untold):
     assert kept_at() == str(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     compile_something(2)
-    # Nothing beside: no files of XLA.
+    # The directory contains no other files, such as XLA's caches.
     assert files(directory) == sorted(directory.iterdir()) != []
 
 
@@ -146,7 +146,7 @@ def test_a_directory_that_others_can_write_to_or_nobody_can(tmp_path, untold, ca
     assert reason in line
     assert str(tmp_path / 'programs') in line
     assert 'train.compilation_cache_dir' in line
-    # Control: the same, as it should be. Others may read.
+    # Control: with correct permissions the directory is used. Others may read it.
     (tmp_path / 'good').mkdir(mode=0o755)
     enable_compilation_cache(str(tmp_path / 'good'))
     assert kept_at() == str(tmp_path / 'good')
@@ -163,7 +163,7 @@ def test_a_parent_that_others_can_write_to(tmp_path, untold, caplog):
         assert kept_at() is None
     assert all(f'chmod go-w {parent}' in line for line in caplog.messages)
     assert len(caplog.messages) == 2
-    # Control: in a sticky directory nobody can exchange those of others.
+    # Control: in a sticky directory, users cannot replace directories of others.
     parent.chmod(0o1777)
     enable_compilation_cache(str(parent / 'programs'))
     assert kept_at() == str(parent / 'programs')
@@ -199,7 +199,7 @@ def test_a_user_without_a_home(untold, caplog, monkeypatch):
 def test_what_the_user_says_counts(tmp_path, untold, caplog):
     enable_compilation_cache('')
     assert kept_at() is None
-    # As JAX_COMPILATION_CACHE_DIR sets it; empty is off.
+    # JAX_COMPILATION_CACHE_DIR sets the option in this way; an empty value disables the cache.
     for told in (str(tmp_path / 'theirs'), ''):
         jax.config.update('jax_compilation_cache_dir', told)
         enable_compilation_cache(str(tmp_path / 'ours'))
@@ -248,12 +248,12 @@ def test_the_next_process_finds_programs_and_makes_damaged_ones_anew(tmp_path):
             return process.stdout
 
         cold = printed('cold')
-        # Control: the programs differ.
+        # Control: the executables differ.
         assert len(set(cold.splitlines())) == 2
         made = {path: path.stat().st_ino for path in files(directory)}
         assert len(made) >= 2
         assert printed('warm') == cold
-        # Each was found, and none was made.
+        # Each executable was found, and none was written.
         assert {path: path.stat().st_ino for path in files(directory)} == made
         for number, path in enumerate(made):
             content = path.read_bytes()
@@ -274,10 +274,10 @@ def test_runs_start_with_the_programs_of_others_or_without(dataset, tmp_path):
         settings = {'train__num_steps': 2, 'eval__interval': 2, **overrides}
         process = parent.start(arguments(dataset, tmp_path / name, **settings), tmp_path / 'logs' / name)
         assert process.wait() == 0, process.stderr
-        # Of a damaged program nothing is said; XLA may complain that compiling is slow.
+        # A damaged executable causes no message. XLA may complain about slow compilation.
         assert 'cache' not in process.stderr
         if name == 'warm':
-            # Nor has it anything to say of a program that it did not make.
+            # There is also no message about an executable from another process.
             assert process.stderr == ''
         return curve(tmp_path / name)
 
@@ -287,7 +287,7 @@ def test_runs_start_with_the_programs_of_others_or_without(dataset, tmp_path):
 
 
 def check_runs(train, directory):
-    # Control: another seed is told apart, and a run that keeps nothing leaves nothing.
+    # Control: another seed gives another loss, and a run without a cache writes no files.
     other = train('other', train__seed=1, train__compilation_cache_dir='')
     assert not directory.exists()
     cold = train('cold')
@@ -296,7 +296,7 @@ def check_runs(train, directory):
     times = {path: path.stat().st_ino for path in files(directory)}
     assert {'jit_train_step', 'jit_eval_step', 'jit_init'} <= {path.name.partition('-')[0] for path in times}
     assert train('warm') == cold
-    # Each was found, and none was made.
+    # Each executable was found, and none was written.
     assert {path: path.stat().st_ino for path in files(directory)} == times
 
     rng = random.Random(0)

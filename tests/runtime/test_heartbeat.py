@@ -1,4 +1,4 @@
-"""The verdict on the lines of all processes, and the end of processes that have done their work."""
+"""Tests the diagnosis from the heartbeats of all processes, and the exit of finished processes."""
 
 import signal
 
@@ -12,7 +12,7 @@ from tests.forking import forking
 def test_waiting_processes_are_at_fault_only_when_all_wait():
     assert diagnose({0: '7 overdue', 1: '3 overdue'}).all_overdue
     assert not diagnose({0: '7 overdue', 1: '3 busy'}).all_overdue
-    # One that has not said a word yet is not waiting.
+    # A process without a heartbeat is not overdue.
     assert not diagnose({0: '7 overdue', 1: ''}).all_overdue
     assert diagnose({0: '7 overdue', 1: '3 busy'}).reason == ''
 

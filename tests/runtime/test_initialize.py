@@ -1,4 +1,4 @@
-"""Where a process finds its place among others: what the environment says, and what is refused."""
+"""Tests the detection of a process's rank from the environment, and invalid environments."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_process_that_is_alone_opens_no_port(monkeypatch):
     monkeypatch.setattr('jax.distributed.initialize', refuse)
     initialize({})
     initialize(environment(num_processes='1', process_id='0'))
-    # A shell within a Slurm allocation is not a step of it.
+    # A shell in a Slurm allocation is not a job step.
     initialize({'SLURM_JOB_ID': '1', 'SLURM_NTASKS': '4'})
     with pytest.raises(AssertionError):
         initialize(

@@ -1,4 +1,4 @@
-"""Notices of a server on loopback: which stop the run, which are only told, and that no fault of it does harm."""
+"""Tests maintenance events from a server on loopback: stops, warnings and server failures."""
 
 import json
 import queue
@@ -19,7 +19,7 @@ def quick(monkeypatch):
 
 
 class Heard:
-    """What a run heard, in order."""
+    """Records the calls that a run receives, in order."""
 
     def __init__(self, server):
         self._queue = queue.Queue()
@@ -62,7 +62,7 @@ def test_news_are_heard_while_they_are_waited_for(key, quiet, news, heard):
             server.set(**{name: news})
             kind, text = run.next()
             assert (kind, heard[1] in text) == (heard[0], True), text
-            # Said once, although the server is asked again.
+            # The event is reported once, although the server is queried again.
             server.set(other='1')
             server.wait_until_asked(key, waiting=True)
             assert run.nothing()
@@ -74,7 +74,7 @@ def test_a_notice_from_before_the_start_only_warns():
         with run.notices:
             kind, text = run.next()
             assert (kind, 'from before this start' in text) == ('told', True)
-            # The next one counts.
+            # The next event is reported.
             server.wait_until_asked('maintenance-event', waiting=True)
             server.set(preempted='FALSE', maintenance_event='NONE')
             server.set(maintenance_event='TERMINATE')

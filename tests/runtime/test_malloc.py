@@ -1,4 +1,4 @@
-"""What a step frees is there for the next one: no page of it is cleared again by the system."""
+"""Tests that memory freed by one step is reused by the next, without page faults."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 from maxlm.runtime.malloc import disable_malloc_trim
 from tests.conftest import ROOT
 
-# Takes and frees memory as steps do, from a thread, and tells how many pages the system had to give.
+# Allocates and frees memory as steps do, from a thread, and prints the number of page faults.
 PROGRAM = """
 import ctypes, resource, sys, threading
 from maxlm.runtime.malloc import disable_malloc_trim
@@ -50,7 +50,7 @@ def test_what_is_freed_is_used_again():
         found[mode] = kept, int(pages)
     assert found['keep'][0] == 'True'
     assert found['keep'][1] < 100
-    # Control: by itself malloc gives it all back, five times 130 MiB in pages of 4 KiB, or some of 2 MiB.
+    # Control: by default malloc returns all memory, five times 130 MiB in pages of 4 KiB or partly 2 MiB.
     assert found['leave'][1] > 250
 
 

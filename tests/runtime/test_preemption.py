@@ -1,4 +1,4 @@
-"""Signals: the first asks, a second Ctrl-C insists, afterwards all is as it was; of several processes all agree."""
+"""Tests signals: the first requests a stop, a second Ctrl-C interrupts, handlers are restored, and processes agree."""
 
 import os
 import signal
@@ -73,7 +73,7 @@ def test_several_processes_stop_where_jax_says(monkeypatch):
     monkeypatch.setattr('jax.experimental.multihost_utils.reached_preemption_sync_point', lambda step: step == 5)
     try:
         with StopRequest() as stop:
-            # What JAX listens to is left to it, and told of Ctrl-C too.
+            # SIGTERM stays with JAX's handler, and Ctrl-C is forwarded to it.
             send(signal.SIGINT)
             assert told == [signal.SIGTERM]
             assert [step for step in range(1, 8) if stop.should_stop()] == [5]
@@ -117,7 +117,7 @@ def test_a_notice_reaches_the_other_processes_as_sigterm(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
-# What `maxlm.train` does with signals, its second SIGTERM while it saves and the third when it has ended its loop.
+# Behaves like `maxlm.train`: it gets a second SIGTERM during the save and a third after the loop.
 PROGRAM = """
 import atexit, os, signal, sys
 from maxlm.errors import EXIT_PREEMPTED

@@ -1,4 +1,4 @@
-"""Processes meet at a port: all come, some do not, and some contradict each other."""
+"""Tests the rendezvous of processes at a port: complete, incomplete and contradictory groups."""
 
 import concurrent.futures
 import socket
@@ -11,7 +11,9 @@ from tests.forking import free_port
 
 
 def outcomes(members, seconds=30.0):
-    """What `meet` ends with for each (number of processes, own number), as a list in their order."""
+    """Returns the exception of `rendezvous`, or None, for each (number of processes, rank), and the coordinator's
+    address.
+    """
     coordinator = f'127.0.0.1:{free_port()}'
     with concurrent.futures.ThreadPoolExecutor(len(members)) as pool:
         ends = [pool.submit(rendezvous, coordinator, *member, seconds=seconds) for member in members]

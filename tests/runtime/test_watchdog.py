@@ -1,4 +1,4 @@
-"""Watchdog: it ends a process that stands still, but not one that steps, waits for another or is in a phase."""
+"""Tests that the watchdog stops a hanging process, but not one that steps, waits for a peer or is in a phase."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ LIMIT = 0.1
 
 
 class Peers:
-    """The other processes. `leave` is the end of this process, which the test outlives."""
+    """Fake heartbeats. `exit_all` only records the code and the reason, so that the test survives."""
 
     def __init__(self, all_overdue):
         self.all_overdue = all_overdue
@@ -68,7 +68,7 @@ def test_a_process_that_stands_still_tells_where_and_ends(tmp_path, capfd, body)
     ('body', 'options'),
     [
         (is_in_a_phase, {}),
-        # Another process is at fault, and will tell.
+        # Another process hangs and will exit all processes.
         (waits, {'all_overdue': False}),
         (steps, {'limit': 0.4, 'seconds': 1.0}),
         (stands_still, {'limit': 0}),
@@ -88,7 +88,7 @@ def test_a_process_that_has_a_reason_is_left_alone(tmp_path, capfd, body, option
 
 
 def test_what_a_process_waited_for_has_come_when_it_leaves(tmp_path):
-    """It then has the whole time again."""
+    """After the wait, the process has the full limit again."""
     peers = Peers(all_overdue=False)
     with Watchdog(4 * LIMIT, peers, tmp_path) as watchdog:
         watchdog.start()
