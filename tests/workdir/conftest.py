@@ -1,4 +1,4 @@
-"""Buckets on loopback, and directories that look like a run's."""
+"""Provides buckets on loopback and directories with the layout of a workdir."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gcs(monkeypatch):
 
 @pytest.fixture(params=['gs', 's3'])
 def url(request, monkeypatch):
-    """Of a run that nobody has started, in each kind of bucket."""
+    """Yields the URL of a run that does not exist yet, in each kind of bucket."""
     if request.param == 'gs':
         request.getfixturevalue('gcs')
         yield 'gs://bucket/runs/one'
@@ -38,7 +38,7 @@ def bucket(url):
 
 @pytest.fixture
 def log(caplog):
-    """The lines that a person sees."""
+    """Returns a function for the lines that users see."""
     logger = logging.getLogger('maxlm')
     logger.propagate = True
     with caplog.at_level(logging.INFO, 'maxlm'):

@@ -1,4 +1,4 @@
-"""Directories like those of Orbax' steps, with content of their own."""
+"""Provides directories with the layout of Orbax checkpoints and fake content."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAMES = ('_CHECKPOINT_METADATA', 'params/_METADATA', 'params/d/0a1b', 'params/d/
 
 
 def write_step(workdir: Path, step: int, life: str = '') -> Path:
-    """A step that appears when it is whole, as Orbax' do."""
+    """Writes a checkpoint that appears atomically, as Orbax's do."""
     folder = workdir / 'checkpoints' / str(step)
     unfinished = folder.with_name(f'{step}.orbax-checkpoint-tmp')
     for number, name in enumerate(NAMES):
@@ -21,5 +21,5 @@ def write_step(workdir: Path, step: int, life: str = '') -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Name → bytes of all files below a directory."""
+    """Returns the bytes of all files below a directory by name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob('*') if path.is_file()}

@@ -1,4 +1,4 @@
-"""A step in a bucket: whole or invisible at any moment, sent once, and the same bytes when it comes back."""
+"""Tests checkpoints in a bucket: uploads are atomic, send each file once, and restore the same bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from maxlm.workdir.step_dirs import COMMIT_MARKER
 from tests.gcs_emulator import WireFault
 from tests.workdir.steps import NAMES, content, write_step
 
-# The request that writes an object.
+# Matches the request that writes an object.
 WRITES = r'^POST /upload'
 
 
@@ -67,7 +67,7 @@ def test_the_marker_comes_last(gcs, tmp_path):
     upload(Bucket('gs://bucket/runs/one'), 3, write_step(tmp_path, 3))
     sent = uploads(gcs)
     assert sent[-2:] == [f'3/{MANIFEST}', f'3/{COMMIT_MARKER}']
-    # Orbax looks for one in each item too.
+    # Orbax also expects a marker in each item.
     assert {*sent[:-2]} == {f'3/{name}' for name in (*NAMES, f'params/{COMMIT_MARKER}', f'progress/{COMMIT_MARKER}')}
 
 
@@ -86,7 +86,7 @@ def test_an_upload_that_breaks_off_is_invisible_and_goes_on(gcs, tmp_path, serve
     assert complete_steps(bucket) == [3]
     sent = uploads(gcs)
     assert len(before) == served
-    # Markers and manifest are small; no file is sent twice.
+    # Markers and the manifest are small and are sent again; no other file is sent twice.
     assert all(sent.count(f'3/{name}') == 1 for name in NAMES)
     download_step(bucket, 3, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(folder)
@@ -107,7 +107,7 @@ def test_what_is_there_is_not_sent_again_and_what_is_other_is(bucket, tmp_path, 
     sent.clear()
     upload(bucket, 3, folder)
     assert sent == []
-    # The same size.
+    # The changed file has the same size.
     bucket.delete([f'checkpoints/3/{COMMIT_MARKER}'])
     before = (folder / NAMES[2]).read_bytes()
     (folder / NAMES[2]).write_bytes(before[:-1] + b'!')
@@ -130,7 +130,7 @@ def test_another_step_of_the_same_number_replaces_it(bucket, tmp_path):
 def test_faults_that_pass_are_none(gcs, tmp_path):
     bucket, folder = Bucket('gs://bucket/runs/one'), write_step(tmp_path, 3)
     for facts in ({'status': 503}, {'status': 429}, {'drop': 'before'}, {'drop': 'after'}, {'delay': 0.3}):
-        # All together fewer than a client tries: one request may meet them all.
+        # Together these are fewer faults than the client's retries, since one request may meet all of them.
         gcs.wire_faults.append(WireFault(WRITES, times=1, **facts))
     upload(bucket, 3, folder)
     assert complete_steps(bucket) == [3]

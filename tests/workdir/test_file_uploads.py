@@ -1,4 +1,4 @@
-"""The small files of a run in its bucket: which go with it to another machine, and what each process brings there."""
+"""Tests the upload of a run's small files: which files another machine needs, and which files each process uploads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_what_a_run_tells_of_itself_goes_with_it(url, bucket, tmp_path):
     (tmp_path / 'a' / 'wandb' / 'latest').symlink_to('run-1/run.wandb')
     with RunStorage(tmp_path / 'a', url, **FAST):
         pass
-    # Neither what somebody else has put there nor what another process brings itself.
+    # Foreign files and files that another process uploads are left out.
     assert set(bucket.list()) == {*NAMES, *others}
     storage = RunStorage(tmp_path / 'b', url)
     storage.fetch()

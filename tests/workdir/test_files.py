@@ -1,4 +1,4 @@
-"""The workdir: its config comes back, another model is refused, and what cannot be written or read is named."""
+"""Tests the workdir: its config is restored, another model is rejected, and errors name unreadable files."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ def tokenizer(tmp_path):
 
 
 def start(workdir, config, tokenizer):
-    """What training does with a workdir before its first step."""
+    """Prepares a workdir as training does before the first step."""
     open_workdir(workdir)
     check_same_model(workdir, config)
     write_run_files(workdir, config, tokenizer)
@@ -89,7 +89,7 @@ def test_a_regular_file_is_in_the_way(tmp_path, tokenizer, below):
 
 @contextlib.contextmanager
 def unprivileged():
-    """As a user whom permissions bind, should the tests run as root."""
+    """Drops root privileges, so that file permissions apply."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -101,7 +101,7 @@ def unprivileged():
 
 @pytest.fixture
 def open_folder():
-    """A folder that other users can enter, unlike pytest's, with a tokenizer in it."""
+    """Returns a directory that other users can enter, unlike pytest's, and that contains a tokenizer."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -118,7 +118,7 @@ def test_no_permission(open_folder, mode, below):
         refusal(open_folder / below, small_config(), open_folder / 'tokenizer', 'Permission denied')
     (open_folder / 'run').chmod(0o777)
     assert list((open_folder / 'run').iterdir()) == []
-    # Control: with permission the same user may.
+    # Control: the same user succeeds with permission.
     with unprivileged():
         start(open_folder / below, small_config(), open_folder / 'tokenizer')
 

@@ -1,4 +1,4 @@
-"""One writer: the second is refused, a dead one's lock is taken over by exactly one, a lock that is lost is noticed."""
+"""Tests the workdir lock: one holder at a time, takeover by exactly one process, and detection of a lost lock."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.faults import how_many, measured
 
 QUICK = {'heartbeat_seconds': 0.1, 'stale_seconds': 1.0}
-# Takes the lock of a directory, says so, and keeps it until its input ends.
+# Takes the lock of a directory, prints a line, and holds the lock until its input ends.
 HOLDER = """
 import sys
 from pathlib import Path
@@ -37,7 +37,7 @@ sys.exit(exit_code(hold, sys.argv[1:]))
 
 @pytest.fixture(autouse=True)
 def log(caplog, monkeypatch):
-    # A Console of another test may have left it off.
+    # A Console of another test may have disabled propagation.
     monkeypatch.setattr(logging.getLogger('maxlm'), 'propagate', True)
     return caplog
 
@@ -48,7 +48,7 @@ def start(workdir):
 
 
 def plant(workdir, **facts):
-    """A lock of this process, but for `facts`."""
+    """Writes a lock of this process with changed fields."""
     owner = dataclasses.replace(this_process(), token='planted', **facts)
     (workdir / LOCK).write_text(json.dumps(dataclasses.asdict(owner)))
     return owner
@@ -71,7 +71,7 @@ def test_a_second_run_is_refused_and_told_whose_it_is(tmp_path, record_property)
     first.communicate(timeout=60)
     assert first.returncode == 0
     assert left(tmp_path) == []
-    # Control: now it is free.
+    # Control: the lock is free now.
     again = start(tmp_path)
     assert again.stdout.readline() == 'held\n'
     again.communicate(timeout=60)
@@ -85,12 +85,12 @@ def test_of_a_killed_process_it_is_free_and_of_a_stopped_one_not(tmp_path, log, 
     holder.send_signal(number)
     try:
         if number == signal.SIGSTOP:
-            # Longer than its beats may stay out: it is here, so it is looked at itself.
+            # Longer than the heartbeat timeout. The process is on this machine, so it is checked directly.
             time.sleep(1.5 * QUICK['stale_seconds'])
             with pytest.raises(InputError, match=f'in use by process {holder.pid} '), WorkdirLock(tmp_path, **QUICK):
                 pass
         else:
-            # Not waited for: its exit code is still there, as that of a process whose parent is busy.
+            # The process stays a zombie, as if its parent were busy.
             os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
             with WorkdirLock(tmp_path, **QUICK):
                 assert f'taken over from process {holder.pid} of' in log.text
@@ -131,7 +131,7 @@ def test_another_machine_that_shows_life_is_left_alone(tmp_path):
     ended.set()
     thread.join()
     assert json.loads((tmp_path / LOCK).read_text())['token'] == 'planted'
-    # Control: when it shows none any more.
+    # Control: the lock is free once heartbeats stop.
     with WorkdirLock(tmp_path, **QUICK):
         assert json.loads((tmp_path / LOCK).read_text())['token'] != 'planted'
 
@@ -143,7 +143,7 @@ def test_an_old_lock_of_another_machine_or_of_nobody_is_taken_over(tmp_path, log
         (tmp_path / LOCK).write_text(content)
     before = time.time() - 1000
     os.utime(tmp_path / LOCK, (before, before))
-    # Not waited for: a wait of this length would end the test.
+    # The lock is taken over at once: waiting for these intervals would exceed the timeout of the test.
     with WorkdirLock(tmp_path, heartbeat_seconds=60, stale_seconds=900):
         whose = ' on elsewhere' if content is None else 'a run that cannot be named'
         assert f'{LOCK}: taken over from' in log.text
@@ -155,13 +155,13 @@ def test_an_old_lock_of_another_machine_or_of_nobody_is_taken_over(tmp_path, log
 )
 def test_a_fresh_file_that_is_no_lock_is_refused_at_once(tmp_path, content):
     (tmp_path / LOCK).write_bytes(content)
-    # Not waited for: a wait of this length would end the test.
+    # The error comes at once: waiting for these intervals would exceed the timeout of the test.
     with (
         pytest.raises(InputError, match=r'run\.lock is not a lock that maxlm wrote; delete it if no run uses the dir'),
         WorkdirLock(tmp_path, heartbeat_seconds=600, stale_seconds=900),
     ):
         pass
-    # It may be that of a run that is about to write it.
+    # A run may be about to write this file.
     assert (tmp_path / LOCK).read_bytes() == content
     assert left(tmp_path) == [LOCK]
 
@@ -196,7 +196,7 @@ def test_a_lost_lock_is_noticed_and_left_to_the_other(tmp_path):
 
     with WorkdirLock(tmp_path, on_lost=on_lost, heartbeat_seconds=0.05):
         owner = json.loads((tmp_path / LOCK).read_text())
-        # As long as it is there, or only tidied up, nothing is said.
+        # A lock that was only removed is written again, without a report.
         (tmp_path / LOCK).unlink()
         while not (tmp_path / LOCK).exists():
             time.sleep(0.01)
@@ -220,8 +220,8 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 def test_who_is_alive():
     me = this_process()
     assert is_alive(me) is True
-    # The same number, given to another process since.
+    # Another process now has the same number.
     assert is_alive(dataclasses.replace(me, born='1')) is False
     assert is_alive(dataclasses.replace(me, pid=2**22 + 1)) is False
-    # After a boot, or from another container, numbers say nothing.
+    # After a reboot, or from another container, process numbers are meaningless.
     assert is_alive(dataclasses.replace(me, kernel='another')) is None

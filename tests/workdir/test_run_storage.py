@@ -1,4 +1,4 @@
-"""Storage of a run: by its flags, on a machine that it comes back to, and on a new one."""
+"""Tests the remote storage of a run: flags, a known machine and a new machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAST = {'poll_seconds': 0.01, 'files_seconds': 0.0}
 
 
 def live(workdir, url, *steps, line=''):
-    """A life of a run: it fetches, does steps, and writes a line for each."""
+    """Runs an attempt: it downloads, writes checkpoints, and writes a line for each."""
     storage = RunStorage(workdir, url, **FAST)
     storage.fetch()
     workdir.mkdir(parents=True, exist_ok=True)
@@ -45,12 +45,12 @@ def test_a_run_goes_on_on_an_empty_machine(url, tmp_path):
     assert {*os.listdir(tmp_path / 'b' / 'checkpoints')} == {'2'}
     assert content(tmp_path / 'b' / 'checkpoints' / '2') == content(tmp_path / 'a' / 'checkpoints' / '2')
     assert lines(tmp_path / 'b') == [1, 2]
-    # It is there: nothing is to be uploaded.
+    # The step came from the bucket, so no upload is needed.
     assert storage.is_uploaded(2)
     live(tmp_path / 'b', url, 3)
     assert lines(tmp_path / 'b') == [1, 2, 3]
     assert storage.remote_steps() == [1, 2, 3]
-    # Back on the first machine, what it has is old.
+    # Back on the first machine, local files are outdated.
     live(tmp_path / 'a', url, 4)
     assert lines(tmp_path / 'a') == [1, 2, 3, 4]
     assert {*os.listdir(tmp_path / 'a' / 'checkpoints')} == {'1', '2', '3', '4'}
@@ -59,7 +59,7 @@ def test_a_run_goes_on_on_an_empty_machine(url, tmp_path):
 
 def test_a_run_that_is_killed_keeps_what_it_has_here(url, tmp_path):
     live(tmp_path, url, 1)
-    # Not uploaded yet.
+    # This step is not uploaded yet.
     write_step(tmp_path, 2)
     with (tmp_path / 'metrics.jsonl').open('a') as file:
         file.write('{"step": 2}\n')
@@ -195,7 +195,7 @@ def test_secrets_are_not_told(gcs, tmp_path, log, monkeypatch, status):
     assert not [value for value in secrets.values() if value in told]
 
 
-# TensorStore reads its environment once in a process.
+# TensorStore reads its environment once per process.
 ORBAX = """
 import json, sys
 import jax.numpy as jnp
@@ -240,7 +240,7 @@ print(json.dumps(told))
 
 
 def test_orbax_saves_into_the_bucket_through_faults(tmp_path):
-    """Slow: processes of their own."""
+    """Slow: starts processes."""
     data = r'^POST /upload'
     passing = [
         {'match': data, 'times': 3, 'status': 503},

@@ -1,4 +1,4 @@
-"""Uploads in the background: what is uploaded when, what may be deleted, and that no fault reaches the run."""
+"""Tests background uploads: order, allowed deletions, and faults that never affect the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def work_off(mirror):
 
 
 def until(condition, seconds=30.0):
-    """Waits for what happens in the background; the bound only ends a test that has failed."""
+    """Waits for a background event. The timeout only ends a failing test."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, 'it does not happen'
@@ -56,14 +56,14 @@ def test_the_bucket_follows_what_the_run_keeps(bucket, tmp_path):
     for step in (1, 2, 3):
         write_step(tmp_path, step)
     assert mirror.pending() == [1, 2, 3]
-    # The newest first.
+    # The latest checkpoint is uploaded first.
     assert mirror.work()
     assert complete_steps(bucket) == [3]
     work_off(mirror)
     assert complete_steps(bucket) == [1, 2, 3]
     remove(tmp_path, 1, 3)
     write_step(tmp_path, 4)
-    # Another life of the mirror knows the same.
+    # Another mirror, as in a later attempt, has the same state.
     work_off(mirror_of(tmp_path, bucket))
     assert complete_steps(bucket) == [2, 4]
     assert mirror_of(tmp_path, bucket).pending() == []
@@ -77,7 +77,7 @@ def test_the_last_copy_is_not_deleted(bucket, tmp_path):
     remove(tmp_path, 1, 2)
     work_off(mirror_of(tmp_path, bucket))
     assert complete_steps(bucket) == [1, 2]
-    # Put aside, for it is damaged: the bucket's may be the last that is sound.
+    # The local step was set aside as damaged, so the bucket may have the last intact copy.
     (tmp_path / 'checkpoints' / DAMAGED / '2').mkdir(parents=True)
     (tmp_path / 'checkpoints' / DAMAGED / '11').mkdir()
     write_step(tmp_path, 3)
@@ -131,7 +131,7 @@ def test_steps_of_other_machines(bucket, tmp_path):
     write_step(tmp_path / 'b', 7)
     work_off(mirror_of(tmp_path / 'b', bucket, surplus=surplus))
     assert asked == [[1, 2, 3, 5, 7]]
-    # What the directory holds itself is not in question.
+    # Checkpoints that the directory contains are not deleted.
     assert complete_steps(bucket) == [2, 5, 7]
 
 
@@ -171,7 +171,7 @@ def test_training_goes_on_through_an_outage(gcs, tmp_path, log, fault):
             gcs.vanish()
         else:
             gcs.wire_faults.append(WireFault(status=int(fault)))
-        # What training would do meanwhile: nothing of it waits.
+        # Training continues without waiting.
         for step in range(2, 6):
             write_step(tmp_path, step)
         until(lambda: [line for line in log() if 'trying again' in line])
@@ -201,7 +201,7 @@ def test_no_silence_no_warning(gcs, tmp_path, log):
 
 
 def test_the_end_does_not_wait_for_ever(gcs, tmp_path, log, monkeypatch):
-    # Tries that fail are no progress, however many.
+    # Failed attempts are no progress.
     monkeypatch.setattr(mirror_module, 'MAX_WAIT_AT_END', 0.01)
     storage = RunStorage(tmp_path, URL, **FAST)
     storage.start()
@@ -210,7 +210,7 @@ def test_the_end_does_not_wait_for_ever(gcs, tmp_path, log, monkeypatch):
     storage.close(timeout_seconds=0.3)
     assert [line for line in log() if 'steps 7 are only in' in line]
     gcs.appear()
-    # Another life uploads it.
+    # A later attempt uploads the step.
     with RunStorage(tmp_path, URL, **FAST):
         pass
     assert complete_steps(Bucket(URL)) == [7]
@@ -226,7 +226,7 @@ with RunStorage(Path(sys.argv[1]), 'gs://bucket/runs/one', poll_seconds=0.01):
 
 
 def test_a_killed_upload_is_resumed(tmp_path, monkeypatch):
-    """Slow: processes of their own."""
+    """Slow: starts processes."""
     with running('bucket') as emulator:
         emulator.take_for_googles(monkeypatch)
         write_step(tmp_path, 1)
@@ -236,7 +236,7 @@ def test_a_killed_upload_is_resumed(tmp_path, monkeypatch):
         def sent():
             return [one['name'] for one in emulator.log if one['kind'] == 'upload' and one['name'] in files]
 
-        # Two get through, the others hang.
+        # Two uploads succeed, and the remaining uploads hang.
         emulator.fault(WRITES, times=2)
         emulator.fault(WRITES, delay=60)
         process = subprocess.Popen([sys.executable, '-c', UPLOADER, str(tmp_path)], cwd=ROOT)
