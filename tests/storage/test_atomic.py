@@ -1,4 +1,4 @@
-"""Files and directories that are there complete or not at all."""
+"""Tests atomic writes of files and directories."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ def test_it_appears_at_the_end(tmp_path, name):
         assert not (directory / 'x').exists()
     assert (tmp_path / name / 'x').read_text() == '1'
     assert not list(tmp_path.rglob('*.partial'))
-    # Like any directory that one makes, not one for its owner alone.
+    # Permissions are those of an ordinary directory, not those of a private one.
     (tmp_path / 'control').mkdir()
     assert directory.stat().st_mode == (tmp_path / 'control').stat().st_mode
 

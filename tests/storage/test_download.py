@@ -1,4 +1,4 @@
-"""Fetching one file: from servers on loopback that fail in all the ways in which buckets do."""
+"""Tests the download of one file from servers on loopback that fail in all the ways of buckets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 CONTENT = random.Random(1).randbytes(100_000)
 CHUNK = 30_000
 CHUNKS = [(0, 30_000), (30_000, 60_000), (60_000, 90_000), (90_000, 100_000)]
-# A process of its own that fetches what its arguments say.
+# A separate process that downloads the file given by its arguments.
 FETCH = """
 import sys
 from pathlib import Path
@@ -57,7 +57,7 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture
 def file(tmp_path):
-    """Without a checksum: the bucket's own counts."""
+    """Returns a file without a checksum, so the bucket's checksum counts."""
     return RemoteFile('gs://bucket/x/a.bin', tmp_path / 'deep' / 'a.bin', len(CONTENT))
 
 
@@ -104,7 +104,7 @@ def test_odd_sizes(gcs, tmp_path, size):
 
 @pytest.mark.multiprocess
 def test_a_killed_process_is_gone_on_for(gcs, file):
-    """Slow: it starts a process of its own, to be killed."""
+    """Slow: starts a process and kills it."""
     gcs.fault('nothing', times=2)
     held = gcs.fault('hold', times=1)
     process = start(file)
@@ -125,7 +125,7 @@ def test_a_killed_process_is_gone_on_for(gcs, file):
 
 @pytest.mark.multiprocess
 def test_two_processes_fetch_a_file_once(gcs, file):
-    """Slow: it starts two processes."""
+    """Slow: starts two processes."""
     held = gcs.fault('hold', times=1)
     processes = [start(file) for _ in range(2)]
     assert held.reached.wait(60)
@@ -157,9 +157,9 @@ def test_what_passes_is_met_by_asking_again(gcs, file, kind):
     waits = []
     fetch_file(file, call=patient(file, waits))
     assert file.path.read_bytes() == CONTENT
-    # gcsfs asks six times by itself.
+    # gcsfs itself makes six attempts per request.
     assert waits == [1, 2, 4]
-    # What has come is not asked for again.
+    # Received chunks are not requested again.
     good = [one for one in gcs.asked()[20:] if one.status == 206]
     assert [(one.start, one.stop) for one in good] == CHUNKS
 
@@ -185,7 +185,7 @@ def test_a_file_does_not_go_on_without_patience(gcs, file):
 @pytest.mark.parametrize('requests', ['media', 'get'])
 def test_what_does_not_pass_ends_it(gcs, file, kind, reason, requests):
     if requests == 'get':
-        # Where the file itself may not be looked at gcsfs looks for it in a listing.
+        # If the object itself is not accessible, gcsfs looks for it in a listing.
         gcs.fault(kind, requests='list')
     gcs.fault(kind, requests=requests)
     with pytest.raises(InputError, match=f'gs://bucket/x/a.bin: {reason}') as raised:
@@ -198,7 +198,7 @@ def test_what_does_not_pass_ends_it(gcs, file, kind, reason, requests):
 @pytest.mark.parametrize('known', [True, False])
 @pytest.mark.parametrize('composed', [True, False])
 def test_a_flipped_bit_is_found_and_fetched_anew(gcs, file, known, composed):
-    """Without a checksum of ours it is the bucket's MD5, or CRC32C where it has no MD5."""
+    """Without a checksum of ours, the bucket's MD5 counts, or its CRC32C if there is no MD5."""
     gcs.put('bucket', 'x/a.bin', CONTENT, composed=composed)
     file = RemoteFile(file.url, file.path, file.bytes, sha256(CONTENT) if known else '')
     gcs.fault('flip', times=1)
@@ -239,7 +239,7 @@ def test_s3(s3, tmp_path):
     fetch_file(file)
     assert file.path.read_bytes() == CONTENT
     file.path.unlink()
-    # Its ETag is an MD5: another beginning is found.
+    # The object's ETag is an MD5, so a partial file with other content is detected.
     file.partial.write_bytes(bytes(CHUNK))
     fetch_file(file)
     assert file.path.read_bytes() == CONTENT
@@ -292,7 +292,7 @@ def test_what_has_no_checksum_is_gone_on_with_only_where_it_is_the_same(s3, tmp_
     assert added[0] == 0
     assert file.path.read_bytes() == CONTENT[::-1]
 
-    # It changes under our hands, each time.
+    # The object changes during every download.
     file.path.unlink()
     contents = iter([CONTENT, CONTENT[::-1]] * 5)
     with pytest.raises(InputError, match='damaged, twice: its version changes while it is fetched'):

@@ -22,7 +22,7 @@ def gcs(monkeypatch):
     with gcs_buckets.running(monkeypatch) as server:
         for name, content in CONTENTS.items():
             server.put('bucket', f'corpus/{name}', content)
-        # What consoles make of a new folder.
+        # Web consoles create such an object for a new folder.
         server.put('bucket', 'corpus/books/', b'')
         server.put('bucket', 'corpus2/other.txt', b'x')
         yield server
@@ -145,7 +145,7 @@ def test_a_tree_is_fetched_with_its_folders_and_only_what_is_missing(gcs, tmp_pa
 
 
 def test_files_are_fetched_in_parallel(gcs, tmp_path):
-    """The first is not answered before the second is asked for."""
+    """The first file is not sent before the second is requested."""
     held = gcs.fault('hold', match='corpus/a.jsonl', times=1)
 
     def release():

@@ -23,7 +23,7 @@ from maxlm.storage.filesystem import (
 
 @pytest.fixture
 def bucket():
-    """The URL of an empty directory in memory."""
+    """Returns the URL of an empty directory in memory."""
     filesystem = fsspec.filesystem('memory')
     filesystem.store.clear()
     filesystem.pseudo_dirs[:] = ['']
@@ -73,7 +73,7 @@ def test_files_are_read_at_any_place(root):
     fill(root, {'long': bytes(range(256)) * 10_000})
     with open_file(f'{root}/long') as file, open_file(f'{root}/long') as other:
         assert file.read(3) == b'\x00\x01\x02'
-        # Each has a place of its own.
+        # Each open file has its own position.
         assert other.read(2) == b'\x00\x01'
         assert file.read(1) == b'\x03'
         assert file.seek(-6, os.SEEK_END) == 2_560_000 - 6
@@ -131,9 +131,9 @@ def test_displayed_urls_have_no_secrets():
 
 @pytest.mark.parametrize(('protocol', 'package', 'extra'), [('gs', 'gcsfs', 'gcs'), ('s3', 's3fs', 's3')])
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, protocol, package, extra):
-    # None: importing it fails as if it were not installed.
+    # With None, importing the package fails as if it were not installed.
     monkeypatch.setitem(sys.modules, package, None)
-    # Where an earlier test has used the protocol.
+    # An earlier test may have used the protocol.
     registry = importlib.import_module('fsspec.registry')
     monkeypatch.delitem(registry._registry, protocol, raising=False)
     with pytest.raises(StorageError, match=rf"needs {package}: pip install 'maxlm\[{extra}\]'"):

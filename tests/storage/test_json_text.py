@@ -1,4 +1,4 @@
-"""JSON text of any kind: a value, or a ValueError."""
+"""Tests that any JSON text gives a value or a ValueError."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Files of JSON lines: read while they grow, after a kill in the middle of a line, and on a disk that was full."""
+"""Tests JSON-lines files: reading while they grow, partial lines after a kill, and full disks."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ def test_no_file_is_no_lines(path):
         (b'{"a": 1}\n', 1, False),
         (b'{"a": 1}\n{"a": 2}', 1, True),
         (b'{"a": 1}\n{"a"', 1, True),
-        # In the middle of a letter.
+        # The file ends within a character.
         ('{"a": "ü"}\n{"a": "ü'.encode()[:-1], 1, True),
         (b'{', 0, True),
     ],
@@ -108,7 +108,7 @@ def test_a_directory_that_is_gone_ends_nothing(tmp_path, warnings):
     writer.write({'a': 2})
     writer.replace([{'a': 3}])
     assert len(warnings) == 2
-    # Control: once it is there it is written.
+    # Control: lines are written once the directory exists.
     (tmp_path / 'gone').mkdir()
     writer.write({'a': 4})
     assert read_lines(tmp_path / 'gone' / 'x.jsonl').lines == [{'a': 4}]

@@ -1,4 +1,4 @@
-"""Tail: reads what is new and nothing else, notices a file that was written anew, and never fails on a line."""
+"""Tests that a tail reads new lines only, detects a rewritten file, and never fails on a line."""
 
 import io
 import json
@@ -17,7 +17,7 @@ def line(step, **more):
 
 
 class File:
-    """One file of a directory, and the tail that follows it."""
+    """A file in a directory, and the tail that follows it."""
 
     def __init__(self, folder):
         self.folder, self.path, self.tail = folder, folder / 'x.jsonl', JsonlTail()
@@ -43,7 +43,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def read_bytes(monkeypatch):
-    """Counts what is read of files."""
+    """Counts the bytes read from files."""
     counts = []
     original = module.open_file
 
@@ -96,7 +96,7 @@ def test_a_torn_last_line_is_left_out_until_it_is_whole(file):
 def test_a_file_that_was_written_anew_is_read_from_its_start(file, more):
     file.write(''.join(line(step, time=1) for step in range(100)))
     file.update()
-    # As after a rollback: the first lines are the same, those behind are other ones of the same length.
+    # As after a rollback, the first lines are unchanged and later lines differ but have the same length.
     file.write(''.join(line(step, time=1 if step < 50 else 2) for step in range(50 + more)))
     file.update()
     assert file.steps == list(range(50 + more))
@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_read_leaves_what_was_read(file, monkeypatch):
         with pytest.raises(StorageError):
             file.update()
         assert file.steps == [1]
-    # It was not taken for read.
+    # The line was not marked as read.
     assert file.update()
     assert file.steps == [1, 2]
 

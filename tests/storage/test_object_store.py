@@ -65,7 +65,7 @@ def test_what_google_tells_of_content(gcs):
     assert checksum('gs://bucket/a') == Checksum('md5', md5)
     stored = gcs.put('bucket', 'composed', b'content', composed=True)
     assert checksum('gs://bucket/composed') == Checksum('crc32c', stored.crc32c)
-    # https://www.rfc-editor.org/rfc/rfc3720#appendix-B.4: of 32 bytes of zeros.
+    # https://www.rfc-editor.org/rfc/rfc3720#appendix-B.4: the CRC32C of 32 zero bytes.
     zeros = gcs.put('bucket', 'zeros', bytes(32), composed=True)
     assert base64.b64decode(zeros.crc32c).hex() == '8a9136aa'
 
@@ -76,7 +76,7 @@ def test_what_amazon_tells_of_content(s3):
     assert checksum('s3://bucket/plain') == Checksum('md5', md5)
     s3.put_object(Bucket='bucket', Key='aes', Body=b'content', ServerSideEncryption='AES256')
     assert checksum('s3://bucket/aes') == Checksum('md5', md5)
-    # Amazon's own ETag of such an object is no MD5.
+    # Amazon's ETag of such an object is not an MD5.
     s3.put_object(Bucket='bucket', Key='kms', Body=b'content', ServerSideEncryption='aws:kms')
     assert checksum('s3://bucket/kms').kind == ''
     assert checksum('s3://bucket/kms').version
@@ -93,7 +93,7 @@ def test_what_a_disk_tells_of_content(tmp_path):
 
 def test_a_missing_extra_and_an_unknown_protocol_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 's3fs', None)
-    # What was imported before is forgotten.
+    # An earlier import must be forgotten.
     monkeypatch.delitem(importlib.import_module('fsspec.registry')._registry, 's3', raising=False)
     with pytest.raises(InputError, match=r"s3:// needs s3fs: pip install 'maxlm\[s3\]'"):
         open_filesystem('s3://bucket/x')

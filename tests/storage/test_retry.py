@@ -8,7 +8,7 @@ from maxlm.storage.retry import RetryPolicy
 
 
 def fails(times, message='a fails'):
-    """Returns a request that fails so many times."""
+    """Returns a request that fails `times` times."""
     left = [times]
 
     def request():
@@ -44,7 +44,7 @@ def test_requests_that_fail_together_warn_once():
     nested = iter(['gs://x/b', 'gs://x/c'])
 
     def sleep(seconds):
-        # Requests of other threads, between two attempts for `a`.
+        # Other threads send requests between two attempts for `a`.
         if url := next(nested, ''):
             retries.call(url, fails(1, f'{url} fails'))
 
