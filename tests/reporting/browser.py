@@ -1,7 +1,7 @@
-"""A headless Chromium that opens a page and tells what it sees: what is drawn, what is asked for, what is too wide.
+"""Measures a page in a headless Chromium: drawn figures, requested hosts and overflowing elements.
 
-It is driven by its command line alone: a script is put into a copy of the page, and what it finds is read from the DOM
-that the browser prints.
+The browser is driven by its command line alone. A script is added to a copy of the page, and its result is read from
+the DOM that the browser prints.
 """
 
 import html
@@ -14,7 +14,7 @@ import subprocess
 import pytest
 
 CANDIDATES = ('chromium-headless-shell', 'chromium', 'chromium-browser', 'google-chrome')
-# Before all else of the page, so that nothing is missed.
+# The script precedes the rest of the page, so that it misses no event.
 LISTEN = """<script>
 window.faults = [];
 addEventListener('error', (event) => faults.push(String(event.message || event.target.outerHTML)), true);
@@ -62,7 +62,7 @@ addEventListener('load', () => setTimeout(() => {
 
 
 def find_browser():
-    """The browser that MAXLM_BROWSER names, or one that is installed."""
+    """Returns the path of the browser that MAXLM_BROWSER names, or of an installed one."""
     for candidate in filter(None, (os.environ.get('MAXLM_BROWSER'), *CANDIDATES)):
         if path := shutil.which(candidate):
             return path
@@ -70,9 +70,9 @@ def find_browser():
 
 
 def look_at(page, folder, *, width, fragment=''):
-    """What a browser with a window of `width` pixels finds in the text of a page.
+    """Returns the measurements of a page in a browser window of `width` pixels.
 
-    Besides the script's answer: `console`, what it complained of, and `hosts`, what it wanted to reach.
+    Besides the script's result they contain `console`, the messages of the console, and `hosts`, the requested URLs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, log = folder / 'page.html', folder / 'net.json'
@@ -95,7 +95,7 @@ def look_at(page, folder, *, width, fragment=''):
 
 
 def undrawn(told):
-    """Titles of figures without room, or with a curve that is not there."""
+    """Returns the titles of figures that are too small or lack a curve."""
     return [
         chart['title']
         for chart in told['charts']
@@ -110,5 +110,5 @@ def undrawn(told):
 
 
 def page_of(body, policy=''):
-    """A page for negative controls."""
+    """Returns a page for negative controls."""
     return f'<!doctype html><html><head>{policy}</head><body>{body}</body></html>'

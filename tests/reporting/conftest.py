@@ -7,7 +7,7 @@ from tests import workdirs
 
 @pytest.fixture(scope='session')
 def run_of(tmp_path_factory):
-    """The runs of workdirs in the named states."""
+    """Returns a function for the runs of workdirs in the named states."""
     folder = tmp_path_factory.mktemp('workdirs')
 
     def make(*names):

@@ -1,4 +1,4 @@
-"""The page as a file: whole, safe, small, and written whatever a workdir holds."""
+"""Tests the report as a file: complete, safe, small, and written whatever the workdir contains."""
 
 import html.parser
 import json
@@ -82,7 +82,7 @@ def test_what_a_run_wrote_is_never_a_tag(tmp_path):
 
 
 def poisoned(value, evil):
-    """Every text but those that say what a line is, and a name of a metric too."""
+    """Replaces every text except the kinds of lines, and adds a metric with this name."""
     if isinstance(value, dict):
         kept = {key: one if key in ('kind', 'why') else poisoned(one, evil) for key, one in value.items()}
         return {**kept, f'train/loss/{evil}': 1.0} if 'train/loss' in value else kept
@@ -118,7 +118,7 @@ def test_it_is_written_in_one_piece(tmp_path):
     assert text.startswith('<!doctype html>')
     assert text.endswith('</html>\n')
     assert not list(workdir.glob('.*.partial'))
-    # The page does not belong to what it tells of: the next one is the same but for its time.
+    # An existing page does not affect the next one, which differs only in its time.
     write_page(tmp_path / 'again.html', [read_history(workdir)])
     assert len((tmp_path / 'again.html').read_text()) == len(text)
 
@@ -129,7 +129,7 @@ def test_at_the_end_of_a_run_a_fault_is_a_warning(tmp_path, caplog, monkeypatch)
     workdir = workdirs.finished(tmp_path / 'run')
     (workdir / NAME).mkdir()
     write_at_end(workdir)
-    # A logger that does not propagate when the test begins has the handler too.
+    # If propagation is off when the test starts, the logger has the handler as well.
     told = {(record.levelname, record.getMessage().partition(str(tmp_path))[0]) for record in caplog.records}
     assert told == {
         ('WARNING', 'report.html could not be written: InputError: '),

@@ -1,4 +1,4 @@
-"""The page in a real browser: all is drawn, nothing is fetched, nothing is too wide, the pointer reads values."""
+"""Tests the page in a real browser: figures are drawn, nothing is fetched or too wide, and the pointer reads values."""
 
 import http.server
 import threading
@@ -53,7 +53,7 @@ def test_a_run(make_page, tmp_path, width, fragment, ground):
     titles = [chart['title'] for chart in told['charts']]
     assert [title for title in TITLES if title not in titles] == []
     assert told['ground'] == color(ground)
-    # In the middle of the axis is step 200; afterwards the last value stands there again.
+    # Step 200 is at the middle of the axis. When the pointer leaves, the last value is shown again.
     where, value, after, last = told['read']
     assert where.startswith('step 200')
     assert value == f'{workdirs.train_loss(200):.4g}'
@@ -66,7 +66,7 @@ def test_several_runs_on_a_phone(make_page, tmp_path):
 
 @pytest.fixture
 def elsewhere():
-    """A server that counts who asks it."""
+    """Starts a server that records requests."""
     asked = []
 
     class Handler(http.server.BaseHTTPRequestHandler):

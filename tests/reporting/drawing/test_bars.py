@@ -1,4 +1,4 @@
-"""Stacked bars: each part as wide as its share, in the given order."""
+"""Tests stacked bars: each segment is as wide as its share, in the given order."""
 
 import re
 
@@ -25,7 +25,7 @@ def test_widths_are_shares_of_the_longest():
     ]
     assert '<title>steps: 33.3%</title>' in figure
     assert 'aria-label="half: steps 100%"' in figure
-    # Only what is there is explained.
+    # The legend lists drawn segments only.
     assert swatch('idle') in figure
     assert swatch('lost') not in figure
 

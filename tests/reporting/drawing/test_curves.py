@@ -1,4 +1,4 @@
-"""Curves: what is taken out of lines, thinning, smoothing, gaps."""
+"""Tests curves: extraction from lines, downsampling, smoothing and gaps."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Whatever a run wrote is text in its page."""
+"""Tests that any text of a run is escaped in its page."""
 
 from maxlm.reporting.drawing.html import Markup, code, escape, join, section, table, tag
 from maxlm.storage.json_fields import items, mapping, number, text
@@ -18,7 +18,7 @@ def test_text_is_escaped_once_and_markup_not_at_all():
 
 
 def test_a_copy_of_markup_that_was_changed_is_text_again():
-    # A str method gives a plain str: what comes of it is escaped.
+    # A str method returns a plain str, so its result is escaped.
     assert escape(Markup('<b>').upper()) == '&lt;B&gt;'
 
 

@@ -1,4 +1,4 @@
-"""Line charts: what is drawn stands in the units of the data, at the right place, and in words."""
+"""Tests line charts: positions in units of the data, and descriptions."""
 
 import math
 import re
@@ -16,7 +16,7 @@ def chart(*series, **settings):
 
 
 def curves(figure):
-    """(matrix, points) of each curve that a pointer reads; gaps are between paths."""
+    """Returns (matrix, points) of each curve that the pointer reads. Gaps are between paths."""
     found = []
     for attributes in re.findall(r'<path ([^>]*data-series[^>]*)/>', figure):
         matrix = [float(number) for number in re.search(r'matrix\(([^)]*)\)', attributes)[1].split()]
@@ -35,7 +35,7 @@ def test_a_curve_holds_its_values_and_lies_in_the_frame():
     ((matrix, points),) = curves(chart(LINE))
     assert points == LINE
     first, middle, last = (place(matrix, point) for point in points)
-    # To the right and upwards; the picture's y grows downwards.
+    # Time grows to the right and values upwards; the y axis of the image points down.
     assert middle[0] == pytest.approx(500)
     assert 0 < first[0] < middle[0] < last[0] < 1000
     assert 1000 > first[1] > middle[1] > last[1] > 0
@@ -74,7 +74,7 @@ def test_gaps_break_the_curve_and_are_told():
 
 def test_nothing_to_draw_is_nothing():
     assert chart() == chart([]) == chart([(0.0, None)]) == ''
-    # One value alone is a dot.
+    # A single value is drawn as a dot.
     assert 'h0' in chart([(3.0, 7.0)])
 
 

@@ -1,4 +1,4 @@
-"""Colours: enough contrast on light and dark ground, told apart by people who see fewer of them."""
+"""Tests colors: contrast on light and dark backgrounds, and distance for people with color vision deficiency."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def dot(weights, values):
 
 
 def contrast(one, other):
-    """WCAG 2.1."""
+    """Returns the contrast ratio of WCAG 2.1."""
     dark, light = sorted(dot((0.2126, 0.7152, 0.0722), linear(color)) for color in (one, other))
     return (light + 0.05) / (dark + 0.05)
 
@@ -53,7 +53,7 @@ def lab(rgb):
 
 
 def distance(one, other, vision):
-    """CIE 1976, as somebody with that vision sees it."""
+    """Returns the CIE 1976 distance of two colors as seen with a color vision deficiency."""
     seen = [lab([dot(row, linear(color)) for row in VISION[vision]]) for color in (one, other)]
     return sum((a - b) ** 2 for a, b in zip(*seen, strict=True)) ** 0.5
 
@@ -78,7 +78,7 @@ def test_contrast(side):
 @pytest.mark.parametrize('side', SIDES)
 def test_curves_are_told_apart_by_everyone(side):
     assert closest(CURVES, side) > 18
-    # Control: red and green of the same lightness are not.
+    # Control: red and green of the same lightness are too close.
     assert closest([Color('#c05040', '#c05040'), Color('#777030', '#777030')], side) < 12
 
 

@@ -1,4 +1,4 @@
-"""Axes: ends, ticks, labels."""
+"""Tests axes: ends, ticks and labels."""
 
 import math
 import random
@@ -51,7 +51,7 @@ def test_logarithmic_ticks():
     assert ticks(Scale(0.5, 2000, log=True)) == [1, 10, 100, 1000]
     assert ticks(Scale(1, 50, log=True)) == [1, 2, 5, 10, 20, 50]
     assert 3 <= len(ticks(Scale(1e-30, 1e30, log=True))) <= 8
-    # Less than a decade is as good as even.
+    # Within a decade, a logarithmic axis has the ticks of a linear one.
     assert ticks(Scale(1, 3, log=True)) == ticks(Scale(1, 3))
 
 
@@ -104,7 +104,7 @@ def test_the_first_losses_do_not_flatten_the_rest():
     kept = without_outliers([11.0, 10.0, *usual, 30.0])
     assert max(kept) < 3
     assert set(usual) <= set(kept)
-    # A curve that falls slowly has none, and a few values are all seen.
+    # A slowly falling curve has no outliers, and of few values all are kept.
     falling = [10 - number / 100 for number in range(900)]
     assert without_outliers(falling) == falling
     assert without_outliers([1.0, 100.0]) == [1.0, 100.0]

@@ -1,4 +1,4 @@
-"""The config of a run beside the file that it was started with."""
+"""Tests the differences between the config of a run and the shipped config file."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def test_what_a_workdir_names_is_not_run(tmp_path):
     assert (name, config) == ('configs/tiny.py', load(TINY))
     assert shipped_config(['x', f'--config={planted.parent}/../configs/planted.py']) is None
     assert not (tmp_path / 'ran').exists()
-    # Control: the file would have.
+    # Control: the file has this effect if it is run.
     shipped_config(['x', '--config=configs/tiny.py'], folder=planted.parent)
     assert (tmp_path / 'ran').exists()
 

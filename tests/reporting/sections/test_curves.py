@@ -13,7 +13,7 @@ def titles(text):
 
 
 def overfitted(run):
-    """The same with other validation losses."""
+    """Returns the run with other validation losses."""
     lines = [
         {**line, 'eval/loss': 3.0 + abs(line['step'] - 200) / 200} if 'eval/loss' in line else line
         for line in run.history.metrics
@@ -49,7 +49,7 @@ def test_several_runs_have_a_curve_each_and_a_chart_for_each_source(run_of):
 
 
 def variant(run, name, objective, **dataset):
-    """The history of the same run under another name, with another objective and data."""
+    """Returns the history of the run under another name, with another objective and data."""
     config = run.history.config
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, objective=objective))
     events = [

@@ -1,4 +1,4 @@
-"""Readings of devices: a curve each, or what all of them come to."""
+"""Tests device readings: one curve per device, or an aggregate of all devices."""
 
 import statistics
 

@@ -1,4 +1,4 @@
-"""Overfitting is told where the validation loss rises while the training loss falls, and only there."""
+"""Tests that overfitting is reported only if the validation loss rises while the training loss falls."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from maxlm.reporting.sections.run_summary import find_overfitting
 def curves(training, validation, steps=range(100, 900, 100)):
     evaluations = [(float(step), value) for step, value in zip(steps, validation, strict=False)]
     means = [(float(step), value) for step, value in zip(steps, training, strict=False)]
-    # Ten lines of each stretch with noise that cancels out.
+    # Each interval has ten lines, with noise that cancels out.
     lines = [(step - 100 + 10 * (n + 1), y + (0.5 if n % 2 else -0.5)) for step, y in means for n in range(10)]
     return lines, evaluations
 
@@ -29,17 +29,17 @@ def test_it_is_found_and_said():
 @pytest.mark.parametrize(
     ('training', 'validation'),
     [
-        # Both fall.
+        # Both losses fall.
         (FALLING, (5.0, 4.5, 4.0, 3.5, 3.4, 3.3, 3.2, 3.1)),
-        # Both rise: the run diverges.
+        # Both losses rise: the run diverges.
         ((5.0, 4.0, 3.0, 2.5, 2.6, 2.8, 3.0, 3.1), RISING_LATE),
-        # The training loss stays where it is.
+        # The training loss stays constant.
         ((5.0, 4.0, 3.0, 2.5, 2.5, 2.5, 2.5, 2.5), RISING_LATE),
-        # Noise.
+        # The rise is only noise.
         (FALLING, (5.0, 4.0, 3.2, 3.000, 3.01, 3.02, 3.005, 3.01)),
-        # The last evaluation is the best but one.
+        # The last evaluation is the second best.
         (FALLING, (5.0, 4.5, 4.0, 3.5, 3.4, 3.3, 3.1, 3.2)),
-        # No evaluation was better than the first: nothing was learned that could be lost.
+        # No evaluation is better than the first, so there is no progress to lose.
         (FALLING, (3.0, 3.1, 3.2, 3.3, 3.4, 3.5, 3.6, 3.7)),
         (FALLING, (5.0, 4.0)),
         (FALLING, ()),

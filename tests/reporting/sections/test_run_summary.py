@@ -1,4 +1,4 @@
-"""What is worked out of a history."""
+"""Tests the summary computed from a history."""
 
 import pytest
 

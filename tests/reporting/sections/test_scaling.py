@@ -8,7 +8,7 @@ from tests import workdirs
 
 
 def on_devices(run, count, rate):
-    """The same run on other devices and with another throughput."""
+    """Returns the run on other devices and with another throughput."""
     events = [
         {**event, 'devices': {**event['devices'], 'count': count}} if event['kind'] == 'started' else event
         for event in run.history.events
@@ -28,7 +28,7 @@ def test_efficiency_is_that_of_a_device(run_of):
     found = [one for run in runs for one in throughputs(run)]
     assert [efficiency(one, found) for one in found] == [1.0, pytest.approx(0.75)]
     assert '<td>3k</td><td>750</td><td>75.0%</td>' in scaling(runs)
-    # Another model is not compared.
+    # A run of another model is not compared.
     other = found[1]._replace(parameters=1.0)
     assert efficiency(other, [found[0], other]) == 1.0
 
