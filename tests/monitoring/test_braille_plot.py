@@ -1,4 +1,4 @@
-"""Plots of braille dots: size, where points fall, spikes, gaps, marks."""
+"""Tests plots of braille dots: size, positions of points, spikes, gaps and marks."""
 
 import math
 import random
@@ -13,7 +13,7 @@ def texts(lines):
 
 
 def dots(lines):
-    """(column, row) of all dots right of the axis, from the upper left."""
+    """Returns (column, row) of all dots right of the axis, counted from the upper left."""
     found = set()
     bits = {(0, 0): 1, (0, 1): 2, (0, 2): 4, (0, 3): 64, (1, 0): 8, (1, 1): 16, (1, 2): 32, (1, 3): 128}
     for row, line in enumerate(texts(lines)[:-1]):
@@ -71,7 +71,7 @@ def test_the_first_losses_do_not_flatten_the_rest():
     rng = random.Random(0)
     curve = [(x, 50.0 if x < 3 else 2 + rng.random()) for x in range(1000)]
     found = dots(plot(curve, width=60, height=9))
-    # Without the first three points the rest takes most of the height.
+    # Without the first three points, the remaining points use most of the height.
     later = [y for x, y in found if x > 20]
     assert max(later) - min(later) > 20
 

@@ -1,4 +1,4 @@
-"""The numbers of a dashboard."""
+"""Tests the figures of the dashboard."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ def test_of_a_run_in_its_middle(tmp_path):
     facts = dashboard_data(history, NOW)
     assert (facts.step, facts.num_steps, facts.attempt) == (234, NUM_STEPS, 1)
     assert (facts.tokens, facts.num_tokens) == (234 * TOKENS_PER_STEP, NUM_STEPS * TOKENS_PER_STEP)
-    # 8 s of start, 5 of compiling, 234 steps, two evaluations and two saves.
+    # 8 s of startup, 5 s of compilation, 234 steps, two evaluations and two saves.
     assert facts.seconds == pytest.approx(8 + 5 + 234 * 0.5 + 2 * 3 + 2 * 1.5)
     assert facts.seconds_by_category == pytest.approx(
         {'start': 8, 'compile': 5, 'step': 234 * 0.48, 'data_wait': 234 * 0.02, 'evaluation': 6, 'checkpoint': 3}
@@ -46,7 +46,7 @@ def test_without_being_told_the_pace_says_what_is_left(tmp_path):
     history = read_history(workdirs.on_cpu(tmp_path))
     bare = [{k: v for k, v in line.items() if not k.startswith('cost/')} for line in history.metrics]
     facts = dashboard_data(dataclasses.replace(history, metrics=bare), NOW)
-    # Of a step 0.5 s, and for a hundred of them an evaluation of 3 s and a save of 1.5.
+    # A step takes 0.5 s. Every hundred steps, an evaluation takes 3 s and a save 1.5 s.
     assert facts.seconds_left == pytest.approx((NUM_STEPS - 234) * (0.5 + 0.045), rel=0.03)
 
 

@@ -1,4 +1,4 @@
-"""Condensed curves: few points, the same lowest and highest ones, whatever the curve came in."""
+"""Tests downsampled curves: few points with the same minima and maxima, however the points arrived."""
 
 import random
 
@@ -25,7 +25,7 @@ def test_it_has_few_points_and_no_extreme_is_lost(size):
     assert set(found) <= set(points)
     assert {(1234, 9.0), (5678, -9.0), points[-1]} <= set(found)
     assert [x for x, _ in found] == sorted(x for x, _ in found)
-    # Old stretches are kept as densely as new ones.
+    # Old points are kept as densely as new ones.
     first = sum(x < 5000 for x, _ in found)
     assert 0.4 < first / len(found) < 0.6
 
@@ -60,7 +60,7 @@ def test_metrics_that_grow_are_counted_once_and_others_anew(monkeypatch):
     found = curves.update(metrics)
     assert counted == [2, 1]
     assert found == Curves(['train/loss', 'eval/loss']).update(metrics)
-    # After a rollback.
+    # These are the metrics after a rollback.
     other = [*metrics[:5], *lines(range(5, 30), 7.0)]
     assert curves.update(other) == Curves(['train/loss', 'eval/loss']).update(other)
     assert curves.update(metrics[:3])['train/loss'] == [(step, 1.0) for step in range(3)]

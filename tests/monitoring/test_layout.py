@@ -1,4 +1,4 @@
-"""Fields: what is whole stays whole, and nothing of a run is obeyed by the terminal."""
+"""Tests the layout of fields: fields are never split, and control characters are removed."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ def test_fields_flow_whole(width):
     shown = ' · '.join(line.plain for line in lines)
     if width >= max(one.cell_len for one in fields):
         assert shown == ' · '.join(one.plain for one in fields)
-    # As many as fit stand on a line.
+    # Each line has as many fields as fit.
     for line, after in itertools.pairwise(lines):
         assert line.cell_len + 3 + len(after.plain.split(' · ')[0]) > width
 

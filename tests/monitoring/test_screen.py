@@ -1,4 +1,4 @@
-"""The dashboard at every size: never wider or higher than the terminal, never a number that is cut, nothing lost."""
+"""Tests that the dashboard fits terminals of every size, without truncated or missing numbers."""
 
 import random
 import re
@@ -41,7 +41,7 @@ def test_it_is_as_large_as_the_terminal(runs, name, width, height):
 @pytest.mark.parametrize('width', [*range(40, 130, 7), 150, 200])
 @pytest.mark.parametrize('name', ['running', 'two_hosts', 'crashed'])
 def test_no_number_is_cut(runs, name, width):
-    """All numbers of a narrow screen, but for those of the plot's axis, are numbers of the widest too."""
+    """All numbers of a narrow screen, except on the plot's axis, are also on the widest screen."""
     everything = numbers(' '.join(texts(page(runs[name], 1000))))
     top = [
         *panels.header(runs[name], width),
@@ -56,7 +56,7 @@ def test_no_number_is_cut(runs, name, width):
     ]
     assert all(line.cell_len <= width for line in lines)
     assert numbers(' '.join(texts(lines))) <= everything
-    # Those of the summary are all there.
+    # No number of the summary is missing.
     assert numbers(' '.join(texts(top))) == numbers(' '.join(texts(page(runs[name], 1000)[: len(top)]))) & numbers(
         ' '.join(texts(top))
     )
