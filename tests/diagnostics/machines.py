@@ -1,4 +1,4 @@
-"""Machines that are not here: cards on a bus, drivers, and what they tell."""
+"""Provides fake machines: GPUs on the bus, drivers and their reports."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CPU, TPU, DRIVERLESS = Hardware(), Hardware(tpu_chips=4), Hardware(2, 0, None, '
 
 
 def gpus(*each, driver=(580, 65, 6), cuda=(13, 0)):
-    """A machine with these GPUs, or two sound ones."""
+    """Returns a machine with these GPUs, or with two healthy ones."""
     each = each or (H100, H100)
     return Hardware(len(each), 0, Nvidia(driver, cuda, each))
 
 
 def case_on(hardware, start=None, **facts):
-    """A case whose machine, and whose start of JAX, is given and not looked for."""
+    """Returns a check context with given hardware and a given JAX startup."""
     case = CheckContext(**{'environment': {}, **facts})
     vars(case)['hardware'] = hardware
     vars(case)['jax_start'] = start or JaxStart(platform='cpu', kinds=('cpu',))
@@ -29,11 +29,11 @@ def case_on(hardware, start=None, **facts):
 
 
 class NVMLError(Exception):
-    """As NVML raises them."""
+    """Stand-in for NVML's error."""
 
 
 def fake_nvml(**changes):
-    """A stand-in for the module `pynvml` with one GPU that is sound; of functions that are None, nothing is told."""
+    """Returns a fake `pynvml` module with one healthy GPU. Functions that are None raise an error."""
 
     def silent(*_):
         raise NVMLError('Not Supported')

@@ -1,4 +1,4 @@
-"""How results are shown."""
+"""Tests the output of results."""
 
 import sys
 
@@ -21,7 +21,7 @@ def test_a_table_of_eighty_columns(capsys):
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert 'failure  driver  no driver that answers' in out
-    # Brackets are text.
+    # Brackets are text, not markup.
     assert '→ install [one]' in out
     assert out.endswith('\n1 ok, 1 warning, 1 failure, 1 skipped; not fit for the run: driver\n')
 

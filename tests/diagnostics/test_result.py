@@ -1,4 +1,4 @@
-"""Several findings of one check become one."""
+"""Tests that several findings of a check are merged into one result."""
 
 import pytest
 

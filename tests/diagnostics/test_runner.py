@@ -1,4 +1,4 @@
-"""Checks are made one after the other, whatever one of them does."""
+"""Tests that checks run in order, whatever one of them does."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from tests.diagnostics.machines import CPU, case_on
 
 @pytest.fixture
 def checks(monkeypatch):
-    """Makes checks of functions."""
+    """Returns a function that makes checks of functions."""
     module = types.SimpleNamespace()
     monkeypatch.setattr(runner.importlib, 'import_module', lambda name: module)
 
@@ -104,7 +104,7 @@ def test_a_hanging_thread_does_not_keep_the_process(monkeypatch, hangs):
     ended = []
     monkeypatch.setattr(runner.os, '_exit', ended.append)
     monkeypatch.setattr(runner, 'CLEANUP_SECONDS', 0.05)
-    # Other children of this process are other tests'.
+    # Other children of this process belong to other tests.
     monkeypatch.setattr(runner, '_end_children', lambda: None)
     released = threading.Event()
     name = f'{runner.THREAD_PREFIX}x' if hangs else 'another'

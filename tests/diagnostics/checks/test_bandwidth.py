@@ -1,4 +1,4 @@
-"""What devices reach, judged by figures of others and measured on virtual ones."""
+"""Tests the evaluation of device bandwidth against reference figures, and its measurement on virtual devices."""
 
 import types
 
@@ -81,7 +81,7 @@ def test_a_wrong_sum_is_seen(small, monkeypatch):
     mesh = make_layout(MeshConfig(fsdp=8)).mesh
     assert measure_sum(mesh, 'fsdp')[1]
     right = jax.lax.psum
-    # One device of them has something else to give.
+    # One device contributes another value.
     monkeypatch.setattr(jax.lax, 'psum', lambda x, axis: right(x + (jax.lax.axis_index(axis) == 3), axis))
     assert not measure_sum(mesh, 'fsdp')[1]
     assert check_links(case_on(CPU)).status is CheckStatus.FAILURE

@@ -1,4 +1,4 @@
-"""Buckets on loopback, through refusals of each kind."""
+"""Tests the bucket check on loopback, with each kind of denied request."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_what_is_refused_is_named(emulator, match, step):
     assert f'{URL}: cannot {step} (' in found.message
     assert 'grant this account' in found.remedy
     emulator.clear()
-    # What cannot be removed is named, all else is.
+    # The message names objects that could not be deleted; all other objects are gone.
     left = list(emulator.objects)
     assert len(left) == (step == 'delete')
     assert all(f'gs://{name} is left there' in found.message for name in left)
@@ -64,7 +64,7 @@ def test_a_bucket_that_is_not_there(emulator):
 
 def test_amazons(monkeypatch):
     with s3_buckets.running(monkeypatch) as client:
-        # Of its own: others of this process stay in the server's memory.
+        # A separate bucket, since objects of other tests stay in the server's memory.
         client.create_bucket(Bucket='doctored')
         config = small_config(checkpoint__remote_dir='s3://doctored/copy')
         assert check_bucket(case_on(CPU, config=config, workdir='runs/x')).status is CheckStatus.OK

@@ -1,4 +1,4 @@
-"""Clocks against servers whose date is made up, and against the kernel."""
+"""Tests the clock check against servers with fake dates, and against the kernel."""
 
 import email.utils
 import http.server
@@ -14,7 +14,7 @@ from tests.diagnostics.machines import CPU, case_on
 
 @pytest.fixture
 def server():
-    """A server that refuses everything, with a clock of its own."""
+    """Starts a server that rejects all requests and has its own clock."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         behind = 0.0

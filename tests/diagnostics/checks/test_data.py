@@ -1,4 +1,4 @@
-"""Data sets that are there, damaged, empty, elsewhere."""
+"""Tests the data check with valid, damaged, empty and remote data sets."""
 
 import dataclasses
 import shutil
@@ -64,7 +64,7 @@ def test_one_in_a_bucket(dataset, monkeypatch, tmp_path):
         case = case_on(CPU, config=config_of('gs://bucket/data', cache_dir=str(tmp_path / 'cache')))
         found = check_data(case)
         assert found.status is CheckStatus.OK, found
-        # Nothing was put into the run's own cache.
+        # The check does not write to the run's cache.
         assert list(tmp_path.iterdir()) == []
         emulator.fault('train', status=403)
         found = check_data(case)

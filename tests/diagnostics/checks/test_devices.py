@@ -1,4 +1,4 @@
-"""Devices that do not go together, and some that do."""
+"""Tests the device check with inconsistent and consistent devices."""
 
 import types
 

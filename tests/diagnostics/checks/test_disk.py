@@ -1,4 +1,4 @@
-"""Room and speed of the disk that a run writes to."""
+"""Tests the free space and write speed of a run's disk."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ def test_checkpoints_that_will_not_fit(tmp_path, little, monkeypatch):
     config = small_config(checkpoint__max_to_keep=3)
     monkeypatch.setattr(disk, 'checkpoint_bytes', lambda config: 2**60)
     assert check_disk(case_on(CPU, config=config, workdir=str(tmp_path))).status is CheckStatus.FAILURE
-    # In the bucket itself there is room.
+    # The bucket itself has enough space.
     assert check_disk(case_on(CPU, config=config, workdir='gs://bucket/run')).status is not CheckStatus.FAILURE
 
 

@@ -1,4 +1,4 @@
-"""Drivers and the faults that they know of, on machines that are not here."""
+"""Tests the driver check on fake machines, with the faults that drivers report."""
 
 import sys
 import types
@@ -72,7 +72,7 @@ def test_only_gpus_that_the_run_will_see_count(visible, status):
 def test_gpus_without_a_driver_are_the_matter_of_another_check():
     assert check_gpus(case_on(DRIVERLESS)).status is CheckStatus.SKIPPED
     assert check_gpus(case_on(gpus())).status is CheckStatus.OK
-    # None is shown.
+    # No GPU is visible.
     assert 'none that a run would see' in check_gpus(case_on(gpus(), environment={'CUDA_VISIBLE_DEVICES': ''})).message
 
 
@@ -87,7 +87,7 @@ def test_what_the_driver_tells_is_read(nvml):
         nvmlShutdown=lambda: closed.append(True),
         nvmlDeviceGetTotalEccErrors=lambda gpu, kind, counter: 2,
         nvmlDeviceGetRemappedRows=lambda gpu: (0, 1, 1, 0),
-        # Idle, power, hardware thermal.
+        # Idle, power cap, hardware thermal slowdown.
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x01 | 0x04 | 0x40,
         nvmlDeviceGetComputeRunningProcesses=lambda gpu: [types.SimpleNamespace(pid=7)],
     )

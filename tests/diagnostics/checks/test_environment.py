@@ -1,4 +1,4 @@
-"""Variables that are traps, each on the hardware where it is one."""
+"""Tests the detection of risky environment variables on the hardware that they affect."""
 
 import pytest
 

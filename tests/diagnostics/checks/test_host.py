@@ -1,4 +1,4 @@
-"""Memory, shared memory and open files, by the figures of machines that are not here."""
+"""Tests the checks of memory, shared memory and open files with the figures of fake machines."""
 
 import resource
 
@@ -21,7 +21,7 @@ from tests.small import small_config
         (60 * GIB, None, 61 * GIB, 'warning'),
         (5 * GIB, None, None, 'warning'),
         (GIB, None, None, 'failure'),
-        # A container that may have less than the machine has.
+        # A container may have a lower limit than the machine.
         (60 * GIB, (8 * GIB, 7 * GIB), None, 'failure'),
         (60 * GIB, (8 * GIB, 3 * GIB), None, 'ok'),
         (60 * GIB, (2**63, 7 * GIB), None, 'ok'),

@@ -1,4 +1,4 @@
-"""How JAX starts, in a process of its own."""
+"""Tests the startup of JAX in a separate process."""
 
 import os
 
@@ -47,7 +47,7 @@ def environment(**changes):
 
 @pytest.mark.multiprocess
 def test_a_real_start_with_a_cache_that_others_can_write_to(tmp_path):
-    """Slow: JAX starts."""
+    """Slow: starts JAX."""
     tmp_path.chmod(0o777)
     start = start_jax(str(tmp_path), environment(XLA_FLAGS='--xla_force_host_platform_device_count=3'))
     assert (start.error, start.platform, start.kinds) == ('', 'cpu', ('cpu', 'cpu', 'cpu'))
@@ -57,7 +57,7 @@ def test_a_real_start_with_a_cache_that_others_can_write_to(tmp_path):
 
 @pytest.mark.multiprocess
 def test_a_real_start_with_a_flag_that_there_is_not():
-    """Slow: JAX starts. It ends the process that it is in."""
+    """Slow: starts JAX, which aborts its process on an unknown flag."""
     start = start_jax('', environment(XLA_FLAGS='--xla_no_such_flag=1'))
     assert start.error.startswith('Unknown flag')
     assert '--xla_no_such_flag=1' in start.error

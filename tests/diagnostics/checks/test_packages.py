@@ -1,4 +1,4 @@
-"""What is installed against what pyproject.toml asks for."""
+"""Tests installed packages against the requirements in pyproject.toml."""
 
 import importlib.metadata
 
@@ -12,7 +12,7 @@ from tests.diagnostics.machines import CPU, TPU, case_on, gpus
 from tests.small import small_config
 
 WANTED = read_requirements()
-# A machine that has all, without an extra.
+# All required packages are installed, without any extra.
 INSTALLED = {'jax': '0.10.2', 'jaxlib': '0.10.2'}
 
 
@@ -68,7 +68,7 @@ def test_an_extra_that_is_missing_is_named():
     assert 'jax-cuda13-plugin is missing (for 2 × H100)' in found.message
     assert "pip install 'maxlm[gcs]'" in found.remedy
     assert "pip install 'maxlm[cuda13]'" in found.remedy
-    # Control: where they are there, nothing is said.
+    # Control: installed packages are not reported.
     assert evaluate_packages(WANTED, {'gcs': 'gs://b'}, version_of(**plain)).status is CheckStatus.OK
 
 

@@ -1,4 +1,4 @@
-"""Two steps of a run, with stand-ins for what trains; tests/test_doctor.py has a real one."""
+"""Tests the trial run of two steps with programs in place of training; tests/test_doctor.py has a real one."""
 
 import os
 import sys
@@ -43,7 +43,7 @@ def test_judgement(trial, status, words):
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """Runs a program in place of training, with its workdir as `workdir`."""
+    """Runs a program in place of training. Its workdir is in the variable `workdir`."""
     workdir = tmp_path / 'run'
 
     def run(program, seconds=20.0):
@@ -93,9 +93,9 @@ def test_the_run_is_quiet_and_what_the_user_changed_stays(tmp_path):
     assert config.train.num_steps == 7
     assert (config.checkpoint.remote_dir, config.checkpoint.save_interval_steps, config.train.log_every) == ('', 0, 1)
     assert not config.metrics.tensorboard
-    # Control: without them it would not be.
+    # Control: without the quiet settings, the user's value remains.
     assert load(TINY, overrides).checkpoint.remote_dir
-    # Every key that there is, is set.
+    # The command sets every key of QUIET.
     assert {word.partition('=')[0] for word in words} >= set(QUIET)
 
 
