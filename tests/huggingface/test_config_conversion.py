@@ -1,4 +1,4 @@
-"""config.json both ways, against the configs of Transformers; what is chosen, and what is refused by name."""
+"""Tests config.json in both directions against Transformers: round trips, architectures and unsupported values."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from maxlm.huggingface.architectures import ARCHITECTURES
 from maxlm.huggingface.config_conversion import choose_architecture, from_config, to_config
 from tests.small import small_config
 
-# What a config.json does not say: how a model is trained, and how the same function of the parameters is computed.
+# Keys without an equivalent in config.json: they affect training, or how the same function is computed.
 FREE = {'init', 'init_std', 'dropout', 'dtype', 'remat', 'scan_layers', 'attention', 'matmul'}
 MODELS = {
     'gpt2': {'model__family': 'gpt2'},
@@ -68,7 +68,7 @@ def architecture_of(name):
 
 
 def essentials(model):
-    """The keys that a model's function depends on."""
+    """Returns the keys that determine the model's function."""
     values = dataclasses.asdict(model)
     unused = set()
     if model.position_embedding == 'learned':
@@ -79,7 +79,7 @@ def essentials(model):
 
 
 def in_transformers(config):
-    """What Transformers makes of a config.json, as it writes it again."""
+    """Returns a config.json after Transformers has read and written it."""
     return json.loads(transformers.AutoConfig.for_model(**config).to_json_string(use_diff=False))
 
 
@@ -96,7 +96,7 @@ def test_there_and_back_through_transformers(name):
     model = model_of(name)
     theirs = in_transformers(to_config(model, architecture_of(name)))
     assert essentials(from_config(theirs, 'config.json')) == essentials(model)
-    # Control: what Transformers writes is read, not passed by.
+    # Control: the converter reads the values that Transformers writes.
     key = 'n_layer' if 'gpt2' in name else 'num_hidden_layers'
     theirs = {**theirs, key: theirs[key] + 1, 'layer_types': None}
     assert from_config(theirs, 'config.json').num_layers == model.num_layers + 1
@@ -112,7 +112,7 @@ def test_absent_keys_are_the_defaults_of_transformers(kind):
 
 @pytest.mark.parametrize('kind', ARCHITECTURES)
 def test_every_parameter_of_the_table_is_read(kind):
-    # A key of the table that is mistyped would always give its default.
+    # A misspelled key in the table would always give its default.
     row, bare = ARCHITECTURES[kind], in_transformers({'model_type': kind})
     for ours, (theirs, _) in row.keys.items():
         assert theirs in bare or (kind, theirs) == ('nanochat', 'head_dim'), theirs
@@ -154,7 +154,7 @@ def test_mistral_without_a_window():
     assert (model.attention_pattern, model.sliding_window, model.family) == ('S', 4096, 'llama')
 
 
-# --- what is chosen
+# --- choice of the architecture
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_mistral_without_a_window():
         ({'model__family': 'gpt_neox'}, 'gpt_neox'),
         ({'model__family': 'llama'}, 'llama'),
         ({'model__family': 'qwen3'}, 'qwen3'),
-        # By the switches, not by the name.
+        # The switches decide, not the name of the family.
         ({'model__family': 'qwen3', 'model__qk_norm': False}, 'llama'),
         ({'model__family': 'llama', 'model__qk_norm': True}, 'qwen3'),
         ({'model__family': 'gpt2', 'model__position_embedding': 'rotary'}, 'gpt_neox'),
@@ -173,7 +173,7 @@ def test_mistral_without_a_window():
             'gpt2',
         ),
         ({'model__family': 'llama', 'model__attention_pattern': 'S', 'model__sliding_window': 9}, 'mistral'),
-        # Transformers has no Llama whose heads do not divide its width.
+        # Transformers has no Llama whose width is not a multiple of its heads.
         ({'model__family': 'llama', 'model__dim': 30, 'model__head_dim': 8}, 'mistral'),
     ],
 )
@@ -228,7 +228,7 @@ def test_an_architecture_that_was_asked_for_is_not_replaced():
         choose_architecture(model, 'qwen3')
 
 
-# --- what is refused
+# --- unsupported values
 
 LLAMA = {'model_type': 'llama', 'num_hidden_layers': 2, 'num_attention_heads': 4, 'hidden_size': 32}
 REFUSED = [

@@ -1,4 +1,4 @@
-"""GGUF files, read back by the library gguf and by Transformers, against what maxlm computes."""
+"""Tests GGUF files, read by the library gguf and by Transformers, against maxlm."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ from tests.small import small_config
 
 gguf = pytest.importorskip('gguf', reason='the extra gguf')
 
-# Transformers does not read the width of a head from files of Qwen3: it has 128.
+# Transformers does not read the head dimension from GGUF files of Qwen3; it assumes 128.
 PLAIN = {'model__attention_pattern': 'L', 'model__sliding_window': 0, 'model__rope_scaling': 'none'}
 CASES = {
     'llama': {**MODELS['llama'], 'model__dim': 64, 'model__head_dim': 16, 'model__ffn_dim': 96},
@@ -53,7 +53,7 @@ def workdirs(tmp_path_factory, tokenizer):
     for name, overrides in CASES.items():
         overrides = {'model__vocab_size': tokenizer.vocab_size + 3, **overrides}
         arrays = parameters(small_config(**overrides), name)
-        # What float16 can say, so that nothing is lost.
+        # Values that float16 can represent, so that nothing is lost.
         rounded = {path: values.astype(np.float16).astype(np.float32) for path, values in arrays.items()}
         make_workdir(folder / name, overrides, tokenizer=tokenizer, changed=rounded, step=7)
     return folder
@@ -95,7 +95,7 @@ def test_heads_that_are_not_changed_would_be_found(workdirs, tmp_path, monkeypat
 
 
 def read(path):
-    """Name → (type, values in float32), and key → value."""
+    """Returns {name: (type, float32 values)} and the metadata."""
     reader = gguf.GGUFReader(path)
     tensors = {
         tensor.name: (tensor.tensor_type.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
@@ -129,7 +129,7 @@ def test_each_tensor_is_that_of_the_export(workdirs, tmp_path, dtype, tolerance)
         kind, values = found[ours]
         assert kind == ('F32' if wanted[theirs].ndim == 1 else dtype.upper())
         np.testing.assert_allclose(values, wanted[theirs], atol=tolerance, err_msg=ours)
-    # Of queries and keys rows change places, within heads of 16: row 1 was the first of the second half.
+    # Rows of queries and keys are permuted within heads of 16: row 1 was the first row of the second half.
     for letter in 'qk':
         _, values = found[f'blk.1.attn_{letter}.weight']
         theirs = wanted[f'model.layers.1.self_attn.{letter}_proj.weight']
@@ -164,7 +164,7 @@ def test_keys(workdirs, tmp_path, tokenizer):
     assert keys['tokenizer.ggml.eos_token_id'] == keys['tokenizer.ggml.bos_token_id'] == 0
     assert keys['tokenizer.ggml.add_bos_token'] is False
     assert 'tokenizer.chat_template' not in keys
-    # Transformers makes the same tokenizer of it.
+    # Transformers builds the same tokenizer from the file.
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file='model.gguf')
     text = 'Unless required by applicable law, 2004 (the "License")'
     assert theirs(text)['input_ids'] == tokenizer.encode_batch([text])[0].tolist()
@@ -178,7 +178,7 @@ def test_a_chat_template_and_its_end_of_turn(tmp_path):
     _, keys = read(tmp_path / 'model.gguf')
     assert keys['tokenizer.chat_template'] == CHATML
     assert (keys['tokenizer.ggml.eos_token_id'], keys['tokenizer.ggml.eot_token_id']) == (256, 258)
-    # Of bytes nothing is merged, and the format has no empty list.
+    # A byte tokenizer has no merges, but the format has no empty list.
     (merge,) = keys['tokenizer.ggml.merges']
     assert all(len(part) > 1 for part in merge.split())
 

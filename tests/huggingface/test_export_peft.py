@@ -1,4 +1,4 @@
-"""Runs with adapters for Transformers: merged, and alone as PEFT loads them."""
+"""Tests the export of runs with adapters for Transformers: merged, and as adapters that PEFT loads."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ from tests.test_bad_input import assert_one_line
 
 RANK = {'model__lora_rank': 3, 'model__lora_alpha': 7.5}
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 12), dtype=np.int32)
-# Queries, keys and values have weights of their own, or one, in which all of them have adapters or some.
+# Queries, keys and values have separate or fused kernels, and all or some of them have adapters.
 CASES = [
     ('llama', ('*',)),
     pytest.param('qwen3', ('attention.*',), marks=pytest.mark.nightly),
@@ -35,7 +35,7 @@ CASES = [
 
 
 def make_run(folder, family, targets=('*',), **overrides):
-    """A base, and a run with adapters on it."""
+    """Writes a base and a run with adapters, and returns the directory of the run."""
     make_workdir(folder / 'base', MODELS[family])
     settings = {
         **MODELS[family],
@@ -70,7 +70,7 @@ def their_logits(model):
         return model.eval()(torch.from_numpy(TOKENS).long()).logits.numpy()
 
 
-# PEFT still asks Transformers for what its version 6 drops.
+# PEFT still uses an attribute that version 6 of Transformers removes.
 @pytest.mark.filterwarnings('ignore:`is_gradient_checkpointing` is deprecated:FutureWarning')
 @pytest.mark.parametrize(('family', 'targets'), CASES, ids=str)
 def test_peft_computes_what_maxlm_computes(tmp_path, family, targets, capsys):
@@ -85,7 +85,7 @@ def test_peft_computes_what_maxlm_computes(tmp_path, family, targets, capsys):
     assert f'adapters of {sum(array.size for array in arrays.values()):,} parameters' in capsys.readouterr().out
     assert sorted(path.name for path in adapter.iterdir()) == ['adapter_config.json', 'adapter_model.safetensors']
     wanted = our_logits(workdir)
-    # Its import takes three seconds, which every worker would spend.
+    # A global import would cost every worker three seconds.
     from peft import PeftModel
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype='float32')
@@ -93,13 +93,13 @@ def test_peft_computes_what_maxlm_computes(tmp_path, family, targets, capsys):
     np.testing.assert_allclose(their_logits(PeftModel.from_pretrained(model, adapter)), wanted, atol=1e-4)
     model = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype='float32')
     np.testing.assert_allclose(their_logits(model), wanted, atol=1e-4)
-    # Control: the adapters do something.
+    # Control: the adapters change the logits.
     assert np.abs(plain - wanted).max() > 0.1
 
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    """Returns a function: family → the folder of a base and a run with adapters, made once; not to be changed."""
+    """Returns a function from a family to the directory of a base and a run with adapters. Tests must not change it."""
 
     @functools.cache
     def make(family):
@@ -110,7 +110,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def llama_run(made, tmp_path):
-    """A copy of the run with adapters; its base is in the same folder."""
+    """Returns a copy of the run with adapters. Its base is in the same directory."""
     shutil.copytree(made('llama'), tmp_path, dirs_exist_ok=True)
     change_config(tmp_path / 'run', train={'init_from': str(tmp_path / 'base')})
     return tmp_path / 'run'
@@ -135,7 +135,7 @@ def test_adapters_are_the_difference_of_two_exports(made, tmp_path, family):
     for name, lora_a in adapters.items():
         if 'lora_A' in name:
             weight = name.removeprefix('base_model.model.').replace('lora_A.', '')
-            # alpha / rank, which is the same where adapters are fused.
+            # alpha / rank; the ratio is the same for fused adapters.
             added = 7.5 / 3 * adapters[name.replace('lora_A', 'lora_B')] @ lora_a
             base[weight] += added.T if family == 'gpt2' else added
             assert np.abs(added).max() > 0.1

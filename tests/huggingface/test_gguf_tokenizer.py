@@ -1,4 +1,4 @@
-"""Which tokenizers llama.cpp has, by the split of text into words and by what begins texts."""
+"""Tests which tokenizers llama.cpp supports, by their pre-tokenization and the token that starts a text."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_splits_that_llama_cpp_has(facts):
     assert found(facts, **split_by(facts, LLAMA3)).split == 'llama-bpe'
     qwen = split_by(facts, LLAMA3.replace('{1,3}', ''))
     assert found(facts, **qwen, normalizer={'type': 'NFC'}).split == 'qwen2'
-    # Where nothing is merged, words do not matter.
+    # Without merges, the split into words has no effect.
     assert json.loads(bytes_tokenizer().to_json())['pre_tokenizer']['use_regex'] is False
     assert vocabulary(bytes_tokenizer().to_json(), 257, 'tokenizer.json').split == 'gpt-2'
 

@@ -1,4 +1,4 @@
-"""The model card: the facts of the run, no paths, the same text again."""
+"""Tests the model card: the facts of the run, no paths, reproducible text."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_what_it_says_of_a_run(tmp_path):
         assert part in text, part
     assert secret not in text
     assert str(tmp_path) not in text
-    # The front matter is closed and the config is JSON.
+    # The front matter is closed, and the config is valid JSON.
     assert json.loads(text.partition('```json\n')[2].partition('```')[0])['model']['family'] == 'llama'
 
 
@@ -99,7 +99,7 @@ def test_the_tokens_of_the_data_set_that_is_there(dataset, tmp_path):
     tokens = json.loads((dataset / 'dataset.json').read_text())['splits']['train']['tokens']
     text = card(tmp_path, step=1, data__path=str(dataset))
     assert f'| data | license, {tokens:,} tokens |' in text
-    # Another tokenizer: other data lie there by now.
+    # With another tokenizer, the directory now contains other data.
     changed = (dataset / 'tokenizer.json').read_text().replace('"!"', '"µ"', 1)
     (tmp_path / 'tokenizer.json').write_text(changed)
     assert '| data | license |' in card(tmp_path, step=1, data__path=str(dataset))

@@ -1,4 +1,6 @@
-"""Every number of config.json and generation_config.json × values that cannot be: a model, or one line."""
+"""Tests each number of config.json and generation_config.json with invalid values: the result is a model or one error
+line.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,13 @@ GIVEN = {
 
 
 def defaults(kind):
-    """A config.json of an architecture with every number of its table."""
+    """Returns a config.json of an architecture with every number of its table."""
     keys = ARCHITECTURES[kind].keys.values()
     return {'model_type': kind, **{theirs: value for theirs, value in keys if value is not None}, **GIVEN[kind]}
 
 
 def check(change, key, value):
-    """Reads a changed config; it is right, or the error names the file, the key, the value and what is expected."""
+    """Reads a changed config: it is valid, or the error names the file, the key, the value and the expected range."""
     before = time.process_time()
     try:
         from_config(change, 'DIR/config.json')

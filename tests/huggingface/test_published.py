@@ -1,4 +1,4 @@
-"""The config.json of models as they were published: read, and as large as they are said to be."""
+"""Tests that published config.json files give models of the published sizes."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from maxlm.huggingface.config_conversion import choose_architecture, from_config
 from maxlm.huggingface.state_dict import tensors
 
-# Shortened to what a model depends on, by files of Transformers 4.
+# The files of Transformers 4, shortened to the keys that determine a model.
 PUBLISHED = {
     'gpt2': (
         {
@@ -132,6 +132,6 @@ def test_published_models(name):
     config, settings, parameters = PUBLISHED[name]
     model = from_config(config, 'config.json')
     assert {key: getattr(model, key) for key in settings} == settings
-    # As published, and written again as what it was.
+    # The model has the published size, and is exported as the same architecture.
     assert sum(math.prod(tensor.shape) for tensor in tensors(config['model_type'], model)) == parameters
     assert choose_architecture(model).model_type == config['model_type']

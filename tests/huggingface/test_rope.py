@@ -1,4 +1,4 @@
-"""Rotary positions both ways: every kind of scaling, both forms of config.json, and the angles of Transformers."""
+"""Tests rotary embeddings in both directions: scalings, both forms of config.json, and the angles of Transformers."""
 
 import json
 
@@ -70,7 +70,7 @@ def test_each_of_the_two_forms_is_enough(family, scaling):
         assert essentials(from_config(form, 'config.json')) == essentials(model)
         assert essentials(from_config(in_transformers(form), 'config.json')) == essentials(model)
     if old['rope_scaling']:
-        # The oldest files say `type`.
+        # The oldest files use the key `type`.
         old['rope_scaling'] = {k: v for k, v in old['rope_scaling'].items() if k != 'rope_type'}
         assert essentials(from_config(old, 'config.json')) == essentials(model)
 
@@ -85,7 +85,7 @@ def angles_in_transformers(config, length):
     return cos.numpy()[0], sin.numpy()[0]
 
 
-# The scalings are the same in all families, of which GPT-NeoX turns a part of each head.
+# Scalings are the same in all families. GPT-NeoX rotates a part of each head.
 @pytest.mark.parametrize(
     ('family', 'scaling'), [*(('llama', name) for name in SCALINGS), ('gpt_neox', 'yarn, all of it'), ('qwen3', 'none')]
 )
@@ -119,7 +119,7 @@ def test_the_original_context_is_the_whole_one_unless_it_is_said():
     yarn = {'rope_type': 'yarn', 'factor': 4.0}
     assert read(yarn).original_max_positions == 4096
     assert read({**yarn, 'original_max_position_embeddings': 1024}).original_max_positions == 1024
-    # Beside the scaling it wins, as in Transformers.
+    # The top-level value takes precedence, as in Transformers.
     beside = read({**yarn, 'original_max_position_embeddings': 1024}, original_max_position_embeddings=512)
     assert beside.original_max_positions == 512
 

@@ -1,4 +1,4 @@
-"""Whole models there and back: bytes that do not change, and the same text from Transformers and from maxlm."""
+"""Tests round trips of models: unchanged bytes, and the same text from Transformers and maxlm."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ from tests.conftest import ROOT
 from tests.huggingface.transformers_models import CASES, make_model, name_in_file
 from tests.huggingface.workdirs import MODELS, make_workdir, parameters
 
-# One of Transformers' models for each architecture.
+# One model of Transformers for each architecture.
 ONE_OF_EACH = ('gpt2', 'neox', 'llama', 'mistral sliding', 'qwen3 mixed, yarn', 'nanochat')
 
 
@@ -69,7 +69,7 @@ def save(name, directory, dtype='float32', **options):
     return model
 
 
-# The layout of a tensor and its type do not depend on each other: each type with two architectures.
+# The layout and the dtype of a tensor are independent, so each dtype is tested with two architectures.
 @pytest.mark.parametrize(
     ('name', 'dtype'), list(zip(ONE_OF_EACH, ['float32', 'bfloat16', 'float16'] * 2, strict=True)), ids=str
 )
@@ -91,7 +91,7 @@ def test_an_export_is_imported_bit_by_bit(tmp_path, name):
     found = from_json((again / 'config.json').read_text())
     assert found.model.family == config.model.family
     assert found.data.seq_len == 64
-    # Control: other parameters are other bytes.
+    # Control: other parameters give other bytes.
     other = parameters(
         config, choose_architecture(config.model, 'nanochat' if name == 'nanochat' else 'auto').model_type, seed=1
     )
@@ -136,7 +136,7 @@ def tokenizer():
     'name', [name if name in SHORT else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
 )
 def test_transformers_writes_the_text_that_maxlm_writes(tmp_path, tokenizer, name):
-    # All ids have text: Transformers may choose one of the ids that maxlm has for a round number only.
+    # All ids have text: Transformers could generate ids that only pad the vocabulary.
     overrides = {**MODELS[name], 'model__vocab_size': tokenizer.vocab_size}
     make_workdir(tmp_path / 'ours', overrides, tokenizer=tokenizer)
     output = export(tmp_path / 'ours', tmp_path / 'theirs', max_shard_size=30_000)
@@ -193,15 +193,15 @@ def test_a_moving_average_is_what_is_exported(tmp_path):
 
 
 def rewrite(directory, change):
-    """Changes the tensors of a directory of one file."""
+    """Changes the tensors of a model in a single file."""
     path = directory / 'model.safetensors'
     save_file(change(load_file(path)), path, metadata={'format': 'pt'})
 
 
 class Saved(NamedTuple):
-    """A model that Transformers saved, and the parameters of its import."""
+    """A model saved by Transformers, and the parameters of its import."""
 
-    # A string: evaluating it takes three seconds at import.
+    # A string, because evaluating the annotation takes three seconds at import.
     model: 'transformers.PreTrainedModel'
     directory: Path
     wanted: dict[str, np.ndarray]
@@ -212,7 +212,7 @@ class Saved(NamedTuple):
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-    """Returns a function: name of a case → the model, saved and imported once."""
+    """Returns a function from the name of a case to the model, which is saved and imported once."""
 
     @functools.cache
     def make(name):
@@ -248,11 +248,11 @@ BUFFERS = {
 def test_buffers_of_old_versions_are_passed_by(tmp_path, saved, name):
     saved(name).copy_to(tmp_path)
     wanted = saved(name).wanted
-    # Of a type that no parameter may have.
+    # No parameter may have this dtype.
     extra = {buffer: np.ones(shape, np.uint8) for buffer, shape in BUFFERS[name].items()}
     rewrite(tmp_path / 'theirs', lambda arrays: {**arrays, **extra})
     assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), wanted)
-    # Control: the pattern is of the whole name.
+    # Control: the pattern matches the complete name.
     rewrite(tmp_path / 'theirs', lambda arrays: {**arrays, next(iter(extra)) + '2': np.ones(1, np.float32)})
     with pytest.raises(InputError, match=re.escape(next(iter(extra)) + '2')):
         import_(tmp_path / 'theirs', tmp_path / 'refused')

@@ -1,4 +1,4 @@
-"""Directories of safetensors: what is written is what the library reads, and what is damaged is refused by name."""
+"""Tests directories of safetensors files against the library, and error messages for damaged files."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_what_is_written_is_read(tmp_path, dtype, monkeypatch):
     files = TensorFiles(write(tmp_path, ARRAYS, dtype))
     assert files.shapes == {name: array.shape for name, array in ARRAYS.items()}
     assert set(files.dtypes.values()) == {DTYPES[dtype][0]}
-    # Smaller blocks than a tensor, and one that does not divide it.
+    # Blocks may be smaller than a tensor and need not divide it.
     for block in (10**6, 40, 1):
         monkeypatch.setattr(module, '_BLOCK', block)
         for name, array in ARRAYS.items():
@@ -60,7 +60,7 @@ def test_what_is_written_is_read(tmp_path, dtype, monkeypatch):
 
 
 def test_blocks_do_not_change_what_is_written(tmp_path, monkeypatch):
-    # A view with its axes swapped, as the layouts make them.
+    # The layouts give views with swapped axes.
     arrays = {name: array.T for name, array in ARRAYS.items()}
     whole = (write(tmp_path / 'whole', arrays, 'bfloat16') / 'model.safetensors').read_bytes()
     monkeypatch.setattr(module, '_BLOCK', 30)
@@ -71,7 +71,7 @@ def test_blocks_do_not_change_what_is_written(tmp_path, monkeypatch):
 def test_shards_and_their_index(tmp_path):
     write(tmp_path, ARRAYS, max_shard_size=100)
     index = json.loads((tmp_path / 'model.safetensors.index.json').read_text())
-    # a: 60 bytes, b: 28, c: 96, d: 36
+    # Sizes: a 60 bytes, b 28, c 96, d 36.
     names = [f'model-0000{number}-of-00003.safetensors' for number in (1, 2, 3)]
     assert index['weight_map'] == {'a': names[0], 'b': names[0], 'c': names[1], 'd': names[2]}
     assert index['metadata'] == {'total_size': 220}
@@ -100,7 +100,7 @@ def test_values_beyond_the_range(tmp_path):
         write(path, {'b': np.array([1, value], np.float32)}, dtype)
         return TensorFiles(path).read('b')[1]
 
-    # 65 504 is the largest float16, and 65 519 still rounds to it.
+    # 65 504 is the largest float16 number, and 65 519 still rounds to it.
     assert written(65_519, 'float16') == 65_504
     with pytest.raises(InputError, match=r'^b: 70000 is beyond .*float16.*--dtype=bfloat16 or float32'):
         written(-70_000, 'float16')
@@ -110,7 +110,7 @@ def test_values_beyond_the_range(tmp_path):
     assert written(3.4e38, 'float32') == np.float32(3.4e38)
 
 
-# --- what is refused
+# --- damaged files
 
 
 def refused(path, *parts):

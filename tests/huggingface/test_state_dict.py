@@ -1,4 +1,4 @@
-"""Names, shapes and layouts of tensors, against the models that Transformers makes of the same config."""
+"""Tests names, shapes and layouts of tensors against Transformers models of the same config."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ SWITCHES = {
 
 
 def random_model(name, seed):
-    """A model with random sizes, all of them different, where its architecture leaves them free."""
+    """Returns a model with random sizes, all of them different if its architecture allows it."""
     rng = np.random.default_rng(seed)
     heads, head_dim = int(rng.integers(2, 6)), 4 * int(rng.integers(1, 5))
     free = name not in ('gpt2', 'gpt_neox')
@@ -51,7 +51,7 @@ def model_type(name):
 def shapes_in_transformers(config):
     with torch.device('meta'):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
-    # Transformers' names of the parameters as it saves them, without a head that is tied.
+    # Transformers' names of saved parameters, without a tied head.
     shapes = {name_in_file(name, model): tuple(p.shape) for name, p in model.named_parameters()}
     return shapes, type(model).__name__
 
@@ -65,12 +65,12 @@ def test_names_and_shapes_are_those_of_transformers(name, seed):
     theirs, class_name = shapes_in_transformers(config)
     assert config['architectures'] == [class_name]
     assert {tensor.name: tensor.shape for tensor in tensors(model_type(name), model)} == theirs
-    # Control: another width is seen.
+    # Control: another width is detected.
     wider = dataclasses.replace(model, ffn_dim=model.ffn_dim + 1)
     assert {tensor.name: tensor.shape for tensor in tensors(model_type(name), wider)} != theirs
 
 
-# Key heads are grouped with odd seeds only.
+# Odd seeds give grouped key heads.
 @pytest.mark.parametrize('seed', range(2))
 @pytest.mark.parametrize('name', SWITCHES)
 def test_parameters_are_those_of_the_decoder(name, seed):
@@ -91,7 +91,7 @@ def test_there_and_back(name):
         assert len(back) == len(sources)
         for one, other in zip(back, sources, strict=True):
             np.testing.assert_array_equal(one, other, err_msg=tensor.name)
-        # The other way round as well: nothing of the file is left out.
+        # The inverse also holds: no value of the file is lost.
         np.testing.assert_array_equal(tensor.to_hf(tensor.from_hf(array)), array)
 
 

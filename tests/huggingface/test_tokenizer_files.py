@@ -1,4 +1,4 @@
-"""AutoTokenizer gives the ids and texts of maxlm's tokenizers; files that came with a model are kept."""
+"""Tests that AutoTokenizer gives the ids and texts of maxlm's tokenizers, and that imported files are kept."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ MODEL = small_config(model__family='llama').model
 
 
 def exported(tmp_path, tokenizer, kind='llama', **files):
-    """The directory of an export without weights."""
+    """Returns the directory of an export without weights."""
     workdir, output = tmp_path / 'workdir', tmp_path / 'output'
     for folder in (workdir, output):
         shutil.rmtree(folder, ignore_errors=True)
@@ -70,9 +70,9 @@ def test_the_ids_of_transformers_are_ours(tmp_path, name, kind):
     assert {len(ids) for ids in batch['input_ids']} == {max(map(len, ours))}
     real = [[i for i, m in zip(*row, strict=True) if m] for row in zip(*batch.values(), strict=True)]
     assert real == ours
-    # What generate takes.
+    # The inputs that `generate` accepts.
     assert set(theirs(TEXTS)) == {'input_ids', 'attention_mask'}
-    # Control: the file alone reads special tokens out of texts.
+    # Control: tokenizer.json alone parses special tokens in texts.
     (tmp_path / 'output' / 'tokenizer_config.json').unlink()
     plain = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / 'output')
     assert plain(TEXTS)['input_ids'] != ours
@@ -91,7 +91,7 @@ def test_without_a_tokenizer_there_are_no_ids(tmp_path):
     text = files_for_export(tmp_path, MODEL)
     assert text.ids == {'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None}
     assert set(text.files) == {'generation_config.json'}
-    # They must be said: what is absent is the id of another tokenizer.
+    # The ids must be given, since the default is the id of another tokenizer.
     assert transformers.AutoConfig.for_model(**to_config(MODEL)).eos_token_id == 2
     assert transformers.AutoConfig.for_model(**to_config(MODEL), **text.ids).eos_token_id is None
 
@@ -106,7 +106,7 @@ def test_kept_files_are_written_as_they_are(tmp_path):
     for name, content in kept.items():
         assert json.loads((output / name.replace('__', '.')).read_text()) == content
     config = json.loads((output / 'config.json').read_text())
-    # The list of the generation's own, the pad of the tokenizer's, and no beginning.
+    # The end ids come from the generation config and the padding id from the tokenizer; there is no start id.
     assert config['eos_token_id'] == [3, 4]
     assert config['pad_token_id'] == TOKENIZERS['bpe'].end_of_document
     assert config['bos_token_id'] is None
@@ -125,7 +125,7 @@ def test_a_damaged_kept_file(tmp_path):
         files_for_export(tmp_path, MODEL)
 
 
-# --- what an import keeps
+# --- files kept by an import
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_files_of_an_import(model_directory):
     files, remark = files_for_import(model_directory)
     assert set(files) == {*EXPORT_FILES, 'tokenizer.json'}
     assert remark == ''
-    # In the form of maxlm.prepare, however it was written.
+    # The tokenizer is stored in the format of maxlm.prepare, whatever the format of the file.
     path = model_directory / 'tokenizer.json'
     path.write_text(json.dumps(json.loads(path.read_text())))
     assert path.read_bytes() != files['tokenizer.json']
@@ -175,7 +175,7 @@ def test_a_tokenizer_that_maxlm_cannot_use_is_kept_with_a_remark(model_directory
     files, remark = files_for_import(model_directory)
     assert files['tokenizer.json'] == content
     assert 'ends a document' in remark
-    # Its export has no ids that it does not know.
+    # The export contains no ids, since they are unknown.
     shutil.rmtree(model_directory)
     model_directory.mkdir()
     path.write_bytes(content)
@@ -190,7 +190,8 @@ def test_a_damaged_file(model_directory, name):
 
 
 def test_a_tokenizer_of_its_own_keeps_its_rules(model_directory, tmp_path):
-    # One that puts a token before each text, as Llama's does: its own config says so, and the ids stay its own.
+    # This tokenizer prepends a token to each text, as Llama's does. Its config keeps this rule, and its ids stay the
+    # same.
     library = tokenizers.Tokenizer.from_file(str(model_directory / 'tokenizer.json'))
     library.post_processor = processors.TemplateProcessing(
         single=f'{END_OF_DOCUMENT} $A', special_tokens=[(END_OF_DOCUMENT, 0)]
@@ -238,7 +239,7 @@ END, END_OF_TURN = CHAT.end_of_document, CHAT.vocab_size - 1
         (None, [END, END_OF_TURN]),
         ({'eos_token_id': END, 'a': 1}, [END, END_OF_TURN]),
         ({'eos_token_id': [7, END]}, [7, END, END_OF_TURN]),
-        # Then the tokenizer says where a text ends.
+        # Without an end id, the tokenizer's counts.
         ({'temperature': 0.5}, [END, END_OF_TURN]),
         ({}, [END, END_OF_TURN]),
     ],
@@ -247,14 +248,14 @@ def test_a_turn_ends_generation_too(tmp_path, kept, ends):
     workdir = tmp_path / 'workdir'
     kept_files = {} if kept is None else {'generation_config__json': kept}
     before = json.loads((exported(tmp_path, CHAT, **kept_files) / 'generation_config.json').read_text())
-    # Control: without a template only a text ends.
+    # Control: without a chat template, only the end of a document ends generation.
     assert before == ({'bos_token_id': END, 'eos_token_id': END, 'pad_token_id': END} if kept is None else kept)
     (workdir / 'chat_template.jinja').write_text(CHATML)
     text = files_for_export(workdir, MODEL)
     assert text.ids['eos_token_id'] == ends
     assert json.loads(text.files['generation_config.json']) == {**before, 'eos_token_id': ends}
     assert text.files['chat_template.jinja'] == CHATML.encode()
-    # What has it already stays, to the byte, and so does what goes with a template of another kind.
+    # A config that lists the end of turn is unchanged byte for byte; the id stays with another kind of template.
     listed = json.dumps({'eos_token_id': [END_OF_TURN], 'a': 1})
     (workdir / 'generation_config.json').write_text(listed)
     assert files_for_export(workdir, MODEL).files['generation_config.json'] == listed.encode()
@@ -292,7 +293,7 @@ def test_an_import_keeps_a_template_with_its_variables(model_directory, tmp_path
     chat = ChatEncoder.load(workdir)
     assert chat.tokenizer.decode(chat.encode_prompt(messages)) == wanted == '<|im_start|>user:a b<|im_end|>assistant:'
     assert chat.end_of_turn == END_OF_TURN
-    # And again out of it.
+    # The import is exported again.
     output = tmp_path / 'again'
     output.mkdir()
     for name, content in files_for_export(workdir, MODEL).files.items():

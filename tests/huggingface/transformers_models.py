@@ -1,4 +1,4 @@
-"""Transformers models with random weights, and their parameters in maxlm's layout, for tests that compare the two."""
+"""Provides Transformers models with random weights, and their parameters in maxlm's layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB = 61
 
 
 class Case(NamedTuple):
-    """A model: the type in Transformers' AutoConfig, and its settings."""
+    """A model: the type for Transformers' AutoConfig, and its settings."""
 
     model_type: str
     settings: dict[str, Any]
@@ -100,16 +100,16 @@ CASES = {
 
 
 def make_model(case: Case, *, num_layers: int | None = None) -> transformers.PreTrainedModel:
-    """The case's model in float32 with every parameter random, biases and scales too, so that none hides a mistake.
+    """Returns the case's model in float32 with random parameters, including biases and scales, so none hides a bug.
 
-    With `num_layers`, its first layers alone, with the same weights.
+    With `num_layers`, it has only the first layers, with the same weights.
     """
     model = _build(case)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # Signals keep their size through a matrix of 1 / sqrt(fan in); vectors lie around 1.
+            # Matrices have a scale of 1 / sqrt(fan_in), which preserves the signal. Vectors are close to 1.
             parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1 + 0.3 * noise)
     if num_layers is None:
         return model
@@ -129,15 +129,15 @@ def _build(case: Case) -> transformers.PreTrainedModel:
 
 
 def name_in_file(name: str, model: transformers.PreTrainedModel) -> str:
-    """The name that Transformers gives a parameter when it saves: since version 5 GPT-NeoX has another in memory."""
+    """Returns the saved name of a parameter. Since Transformers 5, GPT-NeoX uses another name in memory."""
     return name.replace('lm_head.', 'embed_out.') if model.config.model_type == 'gpt_neox' else name
 
 
 def to_maxlm(model: transformers.PreTrainedModel) -> tuple[ModelConfig, dict[str, Any]]:
-    """The same model for maxlm: its resolved config for float32 on a CPU, and the nested dict of its parameters."""
+    """Returns the model for maxlm: its resolved config for float32 on a CPU, and its nested parameters."""
     config = from_config(model.config.to_dict(), 'config.json')
     config = dataclasses.replace(config, dtype='float32', attention='xla')
-    # Copies: PyTorch's optimizers change its memory in place.
+    # Copies, because PyTorch's optimizers change parameters in place.
     state = {name_in_file(name, model): tensor.detach().numpy().copy() for name, tensor in model.state_dict().items()}
     layers: dict[str, dict[int | None, np.ndarray]] = {}
     for tensor in tensors(model.config.model_type, config):
@@ -155,7 +155,7 @@ def to_maxlm(model: transformers.PreTrainedModel) -> tuple[ModelConfig, dict[str
 
 
 def from_maxlm(model: transformers.PreTrainedModel, config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
-    """maxlm's parameters under the names and in the layout of `model`."""
+    """Returns maxlm's parameters under the names and in the layout of `model`."""
 
     def leaf(path: str, layer: int | None) -> np.ndarray:
         node = params

@@ -1,4 +1,4 @@
-"""Workdirs with one checkpoint of random parameters, without a run."""
+"""Provides workdirs with one checkpoint of random parameters, without a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.state_dict import parameter_shapes, tensors
 from tests.small import small_config
 
-# By the family: the overrides of a small model that differs from the others of the family where it can.
+# Overrides of a small model by name. Models of one family differ as far as possible.
 MODELS: dict[str, dict[str, Any]] = {
     'gpt2': {'model__family': 'gpt2', 'model__ffn_dim': 40},
     'gpt_neox': {'model__family': 'gpt_neox'},
@@ -40,13 +40,13 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def parameters(config: Config, architecture: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random parameters by dotted path, of a size that keeps signals alive."""
+    """Returns random parameters by dotted path, of a size that preserves the signal."""
     rng = np.random.default_rng(seed)
     shapes = parameter_shapes(tensors(architecture, config.model), config.model.num_layers)
 
     def random(path: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = rng.standard_normal(shape, np.float32)
-        # Scales lie around 1; the rest around 0, so that no bias decides which token is the likeliest.
+        # Scales are close to 1 and other parameters close to 0, so that no bias alone decides the most likely token.
         return noise * np.float32(0.3) + np.float32(path.endswith('scale'))
 
     return {path: random(path, shape) for path, shape in shapes.items()}
@@ -61,7 +61,7 @@ def make_workdir(
     tokenizer: Tokenizer | None = None,
     changed: dict[str, np.ndarray] | None = None,
 ) -> Config:
-    """A workdir of a small resolved model with a vocabulary for `tokenizer`; `changed` replaces parameters."""
+    """Writes a workdir of a small resolved model for `tokenizer`. `changed` replaces parameters."""
     tokenizer = tokenizer or bytes_tokenizer()
     overrides = {'model__vocab_size': tokenizer.vocab_size + 3, 'data__seq_len': 64, **overrides}
     config = small_config(**overrides)
