@@ -1,4 +1,4 @@
-"""The stand-ins as a fixture."""
+"""Provides the fake programs as a fixture."""
 
 import pytest
 

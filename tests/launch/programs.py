@@ -1,4 +1,4 @@
-"""Stand-ins for the programs that the launch scripts call: a folder first on PATH, a plan and a record of calls."""
+"""Fakes of the programs that launch scripts call: a directory at the front of PATH, a plan and a record of calls."""
 
 import functools
 import json
@@ -17,7 +17,8 @@ from tests.programs import PROGRAMS
 SOURCES = Path(__file__).parent / 'stand_ins'
 ANSWERING = ('kubectl', 'srun', 'scontrol', 'git', 'nvidia-smi')
 SECRET = 'hf_not-a-real-token-5d41402abc'
-# The scripts look once a second, or five times. Pauses between attempts, which tests set, keep their length.
+# Scripts poll once or five times a second, and this `sleep` shortens these intervals. It keeps the pauses between
+# attempts, which tests set.
 SLEEP = """#!/bin/sh
 case "$1" in 1) set -- 0.2 ;; 0.2) set -- 0.05 ;; esac
 exec {sleep} "$1"
@@ -26,13 +27,13 @@ exec {sleep} "$1"
 
 @functools.cache
 def _binaries():
-    """Writes the stand-ins, once in a process; returns their folder."""
+    """Writes the fake programs, once per process, and returns their directory."""
     folder = PROGRAMS / f'stand-ins-{os.getpid()}'
     folder.mkdir()
-    # Compiled once, not at each start.
+    # The module is compiled once, not at each start.
     py_compile.compile(shutil.copy(SOURCES / 'record.py', folder), doraise=True)
     sources = dict.fromkeys(ANSWERING, 'answering') | {'gcloud': 'gcloud', 'python': 'python', 'python3': 'python'}
-    # Without site-packages and settings Python starts in a fifth of the time.
+    # Without site-packages and environment variables, Python starts five times as fast.
     scripts = {name: f'#!{sys.executable} -SEs\n' + (SOURCES / f'{it}.py').read_text() for name, it in sources.items()}
     scripts['sleep'] = SLEEP.format(sleep=shutil.which('sleep'))
     for name, text in scripts.items():
@@ -42,14 +43,14 @@ def _binaries():
 
 
 class Programs:
-    """Stand-ins in `folder`, with a fake secret in the environment that no call and no output may show."""
+    """Fake programs that use `folder`. The environment has a fake secret, which no call and no output may show."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         folder.mkdir(parents=True)
         (folder / 'calls.jsonl').touch()
         self.plan()
-        # What the machine of the test has set must not be taken for what a script sets.
+        # Variables of the test machine must not be confused with those that a script sets.
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -57,7 +58,7 @@ class Programs:
         }
         self.environment = {
             **kept,
-            # For the stand-in of Python, which runs maxlm.supervise itself.
+            # The fake Python needs it to run maxlm.supervise.
             'PYTHONPATH': str(ROOT),
             'PATH': f'{_binaries()}:{os.environ["PATH"]}',
             'STAND_INS': str(folder),
@@ -65,16 +66,16 @@ class Programs:
         }
 
     def plan(self, *, lives=None, replies=(), machines=None, queue=None, python_is_new=True):
-        """How the programs behave from now on; see the stand-ins."""
+        """Sets the behavior of the programs from now on; see `stand_ins`."""
         lives = lives if isinstance(lives, dict) else {'': list(lives or [])}
-        # git says that this is no repository of its own.
+        # git reports that the directory is not a repository.
         replies = [*replies, {'match': 'git ', 'code': 128, 'times': -1}]
         plan = {'lives': lives, 'replies': replies, 'machines': machines, 'queue': queue}
         (self.folder / 'plan.json').write_text(json.dumps({**plan, 'python_is_new': python_is_new}))
 
     def start(self, *command, cwd=ROOT, **environment):
-        """Starts a script with the stand-ins."""
-        # In a process that ignores SIGINT, as one in the background does, bash could not trap it.
+        """Starts a script with the fake programs."""
+        # bash cannot trap SIGINT if it is ignored at its start, as in background processes.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return subprocess.Popen(
@@ -90,11 +91,11 @@ class Programs:
             signal.signal(signal.SIGINT, before)
 
     def run(self, *command, cwd=ROOT, **environment):
-        """Runs a script with the stand-ins to its end."""
+        """Runs a script with the fake programs until it exits."""
         return self.finish(self.start(*command, cwd=cwd, **environment))
 
     def finish(self, process):
-        """Waits for a script that was started; looks for the secret in what it said and called."""
+        """Waits for a started script, and checks that its output and calls do not contain the secret."""
         try:
             out, err = process.communicate(timeout=120)
         except subprocess.TimeoutExpired:
@@ -104,7 +105,7 @@ class Programs:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def calls(self, program='', **fields):
-        """Recorded calls of a program whose fields have these values, in order."""
+        """Returns the recorded calls of a program whose fields have these values, in order."""
         calls = [json.loads(line) for line in (self.folder / 'calls.jsonl').read_text().splitlines()]
         return [
             call
@@ -113,7 +114,7 @@ class Programs:
         ]
 
     def lines(self, program=''):
-        """The same as command lines, without signals and readiness."""
+        """Returns the calls as command lines, without signals and readiness."""
         return [
             ' '.join([call['program'], *call['arguments']])
             for call in self.calls(program)
@@ -121,11 +122,11 @@ class Programs:
         ]
 
     def forget(self):
-        """Forgets the calls so far."""
+        """Discards the calls so far."""
         (self.folder / 'calls.jsonl').write_text('')
 
     def wait_for(self, number, program='python', **fields):
-        """Until there are as many calls; they are returned."""
+        """Waits for `number` calls and returns them."""
         for _ in range(1500):
             found = self.calls(program, **fields)
             if len(found) >= number:

@@ -1,4 +1,4 @@
-"""launch/demo.sh: its four steps, and as a nightly test the whole of it in a new virtual environment."""
+"""Tests launch/demo.sh: its four steps and, as a nightly test, the complete demo in a new virtual environment."""
 
 import json
 import math
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.fixture
 def scripts(tmp_path):
-    """A directory with the launch scripts, without an environment."""
+    """Returns a directory with the launch scripts, without an environment."""
     folder = tmp_path / 'repository'
     folder.mkdir()
     shutil.copytree(ROOT / 'launch', folder / 'launch')
@@ -27,7 +27,7 @@ def scripts(tmp_path):
 
 @pytest.fixture
 def demo(programs, scripts):
-    """Runs the demo where maxlm is installed already; the interpreter is a stand-in that records its calls."""
+    """Runs the demo as if maxlm were installed. The interpreter is a fake that records its calls."""
     (scripts / '.venv/bin').mkdir(parents=True)
     (scripts / '.venv/bin/python').symlink_to(shutil.which('python', path=programs.environment['PATH']))
     checksum = subprocess.run(
@@ -66,14 +66,14 @@ def test_commands_take_the_arguments_of_the_steps(demo, tmp_path, monkeypatch, c
     (library / 'test').mkdir(parents=True)
     (library / 'text.py').write_text('import sys\n' * 50)
     (library / 'test/bad.py').write_bytes(b'\xff' * 50)
-    # The stand-in has not said where the standard library is.
+    # The fake Python printed no path of the standard library.
     assert prepared[:2] == ['--input', '']
     monkeypatch.chdir(tmp_path)
     small = ['--input', str(library), *prepared[2:], '--validation-fraction', '0', '--workers', '1', '--quiet']
     assert prepare.main(small) == EXIT_DONE
     assert json.loads((tmp_path / 'data/dataset.json').read_text())['splits']['train']['documents'] == 1
     capsys.readouterr()
-    # Each reads its options before it looks for the run.
+    # Each command parses its options before it looks for the run.
     for main, words in ((generate.main, generated), (evaluate.main, evaluated)):
         assert exit_code(main, words) == EXIT_BAD_INPUT
         assert '--checkpoint=runs/tiny: no checkpoint in ' in capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_options_and_interpreters_that_cannot_be_used(scripts):
 
 @pytest.fixture
 def clean_copy(tmp_path):
-    """The files that git tracks or would track, and nothing that a user's work has left."""
+    """Returns a copy of the files that git tracks or would track, without ignored files."""
     command = ['git', 'ls-files', '--cached', '--others', '--exclude-standard']
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     for name in listed:
@@ -107,21 +107,21 @@ def clean_copy(tmp_path):
 
 
 def run(folder, *command):
-    # As on a new machine: no virtual environment is active, no settings of the tests'.
+    # As on a new machine, no virtual environment is active and no settings of the tests apply.
     kept = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(('JAX_', 'XLA_', 'VIRTUAL_ENV', 'PYTHONPATH'))
     }
-    # Nothing goes into the home of who tests.
+    # The test must not write to the user's home directory.
     kept['JAX_COMPILATION_CACHE_DIR'] = ''
-    # Compiling all modules of all packages at once takes longer than those that are used do at their first import.
+    # Compiling all modules of all packages takes longer than compiling imported modules on first use.
     kept['PIP_NO_COMPILE'] = '1'
     kept['PATH'] = os.pathsep.join(part for part in kept['PATH'].split(os.pathsep) if '.venv' not in part)
     return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True)
 
 
-# Installs all packages.
+# Slow: installs all packages.
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_demo_from_nothing(clean_copy):
@@ -143,7 +143,7 @@ def test_demo_from_nothing(clean_copy):
     assert 'runs/tiny/report.html' in out
     assert '<!doctype html>' in (clean_copy / 'runs/tiny/report.html').read_text()
 
-    # Started again it installs nothing, keeps the data, finds the run finished and shows the same summary.
+    # A second run installs nothing, keeps the data, finds the run finished and prints the same summary.
     again = run(clean_copy, 'launch/demo.sh', '--steps', '12')
     assert again.returncode == 0, again.stdout + again.stderr
     assert 'installing' not in again.stdout

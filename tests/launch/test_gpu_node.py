@@ -1,4 +1,4 @@
-"""launch/gpu_node.sh: the processes that it starts, their environment, and that they end together."""
+"""Tests launch/gpu_node.sh: its processes, their environment, and their common exit."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def alive(pid):
 @pytest.mark.parametrize(
     ('options', 'expected'),
     [
-        # Alone: nothing to join.
+        # A single process joins no group.
         ([], [(None,) * 4]),
         (['--gpus', '3'], [(None,) * 4]),
         (['--per-gpu', '--gpus', '1'], [(None,) * 4]),
@@ -79,7 +79,7 @@ def test_variables_stand_for_options(programs, tmp_path):
     programs.plan(lives={'1': [{}]})
     assert programs.run(NODE, *arguments(tmp_path), **variables).returncode == 0
     assert joined(programs.calls('python')[0]) == ('job-0.job:8476', '2', '1', None)
-    # A single pod of a job has nobody to join.
+    # The only pod of a job joins no group.
     programs.forget()
     variables |= {'MAXLM_NUM_PROCESSES': '1', 'MAXLM_PROCESS_ID': '0'}
     assert programs.run(NODE, *arguments(tmp_path), **variables).returncode == 0
@@ -132,10 +132,10 @@ def test_logs(programs, tmp_path):
     assert done.stdout.count('training') == 1
     logs = tmp_path / 'run/logs'
     assert [path.name for path in logs.iterdir()] == ['process-3.log']
-    # Started again it adds to the log.
+    # A second start appends to the log.
     programs.run(NODE, *options, *arguments(tmp_path))
     assert (logs / 'process-3.log').read_text().count('training') == 2
-    # A bucket is no place for them.
+    # Logs are not written to a bucket.
     done = programs.run(ROOT / NODE, *options, '--', '--workdir=gs://bucket/run', cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / 'logs/process-3.log').exists()
@@ -144,19 +144,19 @@ def test_logs(programs, tmp_path):
 @pytest.mark.parametrize(
     ('dying', 'others', 'code'),
     [
-        # The code of the one that died, whatever the others say to SIGTERM.
+        # The exit code is that of the process that died, whatever the other processes return on SIGTERM.
         ({'code': 1}, {'on_term': 75}, 1),
         ({'code': 75}, {'on_term': 75}, 75),
         ({'code': 2}, {'on_term': 75}, 2),
-        # Killed, as by the kernel when memory is out: the others' 75 says start again.
+        # The process is killed, as by the kernel when memory runs out. The other processes' 75 requests a restart.
         ({'signal': signal.SIGKILL}, {'on_term': 75}, 75),
         ({'signal': signal.SIGKILL}, {'on_term': 0}, 137),
-        # Bad input that only a later process has seen.
+        # Only a later process detects bad input.
         ({'code': 75}, {'on_term': 2}, 2),
     ],
 )
 def test_one_dies_and_the_others_are_ended(programs, tmp_path, dying, others, code):
-    # It dies when the others are ready to be told.
+    # The process dies when the other processes are ready for signals.
     lives = {'0': [{'seconds': 60, **others}], '1': [{'after': 3, **dying}], '2': [{'seconds': 60, **others}]}
     programs.plan(lives=lives)
     done = programs.run(NODE, '--once', '--per-gpu', '--gpus=3', *arguments(tmp_path))
@@ -185,7 +185,7 @@ def test_one_that_is_done_ends_nobody(programs, tmp_path):
 
 @pytest.mark.parametrize(('number', 'processes'), [(signal.SIGTERM, 1), (signal.SIGTERM, 2), (signal.SIGINT, 2)])
 def test_a_signal_reaches_each_process_once(programs, tmp_path, number, processes):
-    # The save takes longer than the grace, which is for the dead only.
+    # The save takes longer than the grace period, which applies only after a process has died.
     programs.plan(lives={name: [{'seconds': 60, 'saving': 0.5}] for name in ('', '0', '1')})
     options = ('--grace', '0', '--per-gpu', f'--gpus={processes}')
     process = programs.start(NODE, *options, *arguments(tmp_path))
@@ -195,7 +195,7 @@ def test_a_signal_reaches_each_process_once(programs, tmp_path, number, processe
     assert done.returncode == 75, done.stderr
     assert 'killed' not in done.stderr
     assert len(programs.calls('python', signal='SIGTERM')) == processes
-    # The supervisor has started nothing after it.
+    # The supervisor started nothing afterwards.
     assert len(programs.lines('python')) == processes
 
 
@@ -206,7 +206,7 @@ def test_the_node_starts_again_as_a_whole(programs, tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(programs.lines('python')) == 4
     assert 'supervise: preempted' in done.stderr
-    # Control: without restarts it hands on what it got.
+    # Control: without restarts, the exit code is returned.
     programs.forget()
     programs.plan(lives={'0': [{'seconds': 60}, {}], '1': [first, {}]})
     assert programs.run(NODE, '--once', '--per-gpu', '--gpus=2', *arguments(tmp_path)).returncode == 75

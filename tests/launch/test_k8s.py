@@ -1,4 +1,4 @@
-"""launch/k8s/apply.sh: its manifests are valid by the published schemas, and say what was asked for."""
+"""Tests launch/k8s/apply.sh: its manifests follow the published schemas and contain the given options."""
 
 import copy
 
@@ -21,18 +21,18 @@ ALL_OPTIONS = ('--claim', 'runs:/mnt/runs', '--secret', 'tokens', '--service-acc
 def render(programs, *command, training=TRAIN):
     done = programs.run(APPLY, *command, '--render', *training)
     assert done.returncode == 0, done.stderr
-    # Nothing is left to fill in.
+    # No placeholder is left.
     assert training != TRAIN or '{{' not in done.stdout.split('apiVersion', 1)[1]
     return list(yaml.safe_load_all(done.stdout))
 
 
 def validate(document):
-    # The oldest version in which all of it is stable; strict: a key that is not in the schema is an error.
+    # 1.31 is the oldest version in which all features are stable. In strict mode unknown keys are errors.
     kubernetes_validate.validate(document, '1.31', strict=True)
 
 
 def validate_jobset(document):
-    # Made from the schema of JobSet v1alpha2; classes drop what they do not know.
+    # The classes are generated from the schema of JobSet v1alpha2 and drop unknown keys.
     assert JobsetV1alpha2JobSet.from_dict(copy.deepcopy(document)).to_dict() == document
     for replicated in document['spec']['replicatedJobs']:
         job = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'x'}, **replicated['template']}
@@ -40,7 +40,7 @@ def validate_jobset(document):
 
 
 def rules(job_spec):
-    """What follows on an exit code, or on a condition of a pod."""
+    """Returns the action for each exit code and each pod condition."""
     found = {}
     for rule in job_spec['podFailurePolicy']['rules']:
         for value in rule.get('onExitCodes', {}).get('values', []):
@@ -59,10 +59,10 @@ def test_gpu_job(programs, options):
     [container] = pod['containers']
     assert (spec['completions'], spec['parallelism'], spec['completionMode']) == (4, 4, 'Indexed')
     assert rules(spec) == {2: 'FailJob', 75: 'Ignore', 'DisruptionTarget': 'Ignore'}
-    # A pod failure policy needs it.
+    # A pod failure policy requires it.
     assert pod['restartPolicy'] == 'Never'
     assert container['resources']['limits'] == {'nvidia.com/gpu': '8'}
-    # The coordinator is pod 0 by the name that the Service gives it.
+    # The coordinator is pod 0, under the name that the Service gives it.
     assert service['spec']['clusterIP'] == 'None'
     assert pod['subdomain'] == service['metadata']['name'] == job['metadata']['name'] == 'run'
     assert service['spec']['selector'].items() <= spec['template']['metadata']['labels'].items()
@@ -127,7 +127,7 @@ def test_secrets_and_rights_are_names(programs, kind):
     assert pod['serviceAccountName'] == 'trainer'
     assert {'name': 'runs', 'mountPath': '/mnt/runs'} in container['volumeMounts']
     assert {'name': 'runs', 'persistentVolumeClaim': {'claimName': 'runs'}} in pod['volumes']
-    # Control: none of it without being asked for.
+    # Control: without the options, these fields are absent.
     *_, document = render(programs, *kind)
     assert not {'envFrom', 'serviceAccountName', 'claimName'} & set(str(document).replace("'", ' ').split())
 
@@ -136,7 +136,7 @@ def test_arguments_arrive_as_they_were_given(programs):
     words = ['--config=x', '--workdir=gs://b/r', '{{nodes}}', 'a "b" \'c\' & \\d', 'two\nlines', '# $HOME', '$(HOME)']
     *_, job = render(programs, *GPU, training=['--', *words])
     validate(job)
-    # Kubernetes makes $(HOME) of the last.
+    # Kubernetes converts the last argument to $(HOME).
     assert job['spec']['template']['spec']['containers'][0]['args'] == [*words[:-1], '$$(HOME)']
 
 
@@ -146,7 +146,7 @@ def test_what_is_sent(programs):
         assert done.returncode == 0, done.stderr
     first, second = programs.calls('kubectl')
     assert first['arguments'] == ['apply', '--namespace=team', '-f', '-']
-    # apply of the same manifest changes nothing.
+    # Applying the same manifest again changes nothing.
     assert first['stdin'] == second['stdin']
     assert list(yaml.safe_load_all(first['stdin'])) == render(programs, *GPU)
     assert SECRET not in first['stdin']

@@ -1,4 +1,4 @@
-"""All of launch/: shellcheck finds nothing, old shells can read it, and nothing in it could show a secret."""
+"""Tests all of launch/: shellcheck passes, old shells can run the scripts, and no command can show a secret."""
 
 import re
 import shutil
@@ -12,9 +12,9 @@ SCRIPTS = sorted(
     path for path in (ROOT / 'launch').rglob('*') if path.suffix in ('.sh', '.sbatch') and '.venv' not in path.parts
 )
 RUN_BY_HAND = {path for path in SCRIPTS if path.name not in ('venv.sh', 'commands.sh', 'tpu_machines.sh')}
-# Not in bash 3.2, which macOS has.
+# Not available in bash 3.2, which macOS has.
 TOO_NEW = r'declare -[AgnI]|local -n|\bmapfile\b|\breadarray\b|\bwait -n\b|\$\{\w+(,,|\^\^|@[QEPA])|\|&|&>>|\bcoproc\b'
-# What would show the environment, or each command as it runs.
+# Commands that print the environment, or each command as it runs.
 SHOWING = r'set -[a-z]*x|set -o xtrace|^\s*(printenv|env|export -p|declare -p|set)\s*($|[|>;])'
 
 
@@ -55,5 +55,5 @@ def test_heads():
         text = path.read_text()
         assert text.startswith('#!/usr/bin/env bash\n#'), path
         assert '\nset -euo pipefail\n' in text, path
-        # sbatch reads its script; the others are started.
+        # sbatch reads its script; all other scripts are executed.
         assert path.suffix == '.sbatch' or path.stat().st_mode & 0o111 == 0o111, path

@@ -1,4 +1,4 @@
-"""launch/slurm/train.sbatch: what it asks Slurm for, and when it goes back into the queue."""
+"""Tests launch/slurm/train.sbatch: its options, and the conditions for a requeue."""
 
 import re
 
@@ -14,7 +14,7 @@ TRAIN = ('--config=configs/1b.py', '--workdir=run')
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where a job was submitted: the scripts, as from the root of a repository."""
+    """Returns the directory from which a job is submitted, with the scripts as in a repository."""
     place = tmp_path / 'submitted'
     place.mkdir()
     (place / 'launch').symlink_to(ROOT / 'launch')
@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 
 def job(programs, folder, *replies, arguments=TRAIN):
-    """One start of the job; Slurm runs a copy from elsewhere."""
+    """Starts the job once. Slurm runs a copy of the script from another directory."""
     programs.plan(replies=[{'match': 'srun', 'workdir': str(folder / 'run'), **reply} for reply in replies])
     copy = folder.parent / 'slurm_script'
     copy.write_text(SCRIPT.read_text())
@@ -33,10 +33,10 @@ def test_what_is_asked_for():
     asked = dict(re.findall(r'^#SBATCH --([\w-]+)(?:=(.*))?$', SCRIPT.read_text(), re.MULTILINE))
     assert asked['ntasks-per-node'] == '1'
     assert asked['gpus-per-node'] == '8'
-    # Without B: the processes get it, not srun.
+    # Without B:, Slurm signals the processes and not srun.
     assert asked['signal'] == 'TERM@120'
     assert asked.keys() >= {'requeue', 'nodes', 'time'}
-    # Slurm reads no further than the first command.
+    # Slurm stops reading options at the first command.
     text = SCRIPT.read_text()
     assert text.rindex('#SBATCH') < text.index('set -euo pipefail')
 
@@ -63,7 +63,7 @@ def test_bad_input_is_not_queued_again(programs, folder):
 
 
 def test_gives_up_without_progress(programs, folder):
-    # Any number of starts that get ahead; then three that do not.
+    # Any number of starts with progress, followed by three without.
     starts = [{'code': 75, 'step': step} for step in (10, 20, 30, 40, 50)] + [{'code': 75}] * 3
     results = [job(programs, folder, start) for start in starts]
     assert [done.returncode for done in results] == [0] * 7 + [1]
@@ -74,7 +74,7 @@ def test_gives_up_without_progress(programs, folder):
 def test_gives_up_when_there_is_never_a_checkpoint(programs, folder):
     codes = [job(programs, folder, {'code': 137}).returncode for _ in range(3)]
     assert codes == [0, 0, 137]
-    # Control: done, and it has nothing to remember.
+    # Control: a finished job leaves no state.
     assert job(programs, folder, {'code': 0}).returncode == 0
     assert list(folder.glob('*.steps')) == []
 

@@ -1,4 +1,4 @@
-"""launch/tpu_vm.sh with a stand-in for gcloud whose two workers are directories, in which bash runs their commands."""
+"""Tests launch/tpu_vm.sh with a fake gcloud, whose two workers are directories in which bash runs their commands."""
 
 import shutil
 import tarfile
@@ -19,7 +19,7 @@ QUOTA = "RESOURCE_EXHAUSTED: Quota limit 'TPUV4PodPerProjectPerZoneForTPUAPI' ha
 
 @pytest.fixture
 def tree(tmp_path):
-    """A small copy of the repository, with things that must not leave this machine."""
+    """Returns a small copy of the repository, with files that must not leave this machine."""
     root = tmp_path / 'repository'
     (root / 'configs').mkdir(parents=True)
     for name in ('pyproject.toml', 'configs/tiny.py'):
@@ -38,7 +38,7 @@ def tpu(programs, tree, command, *options, **environment):
 
 
 def verbs(programs):
-    """The calls of gcloud about TPUs as (kind, verb), looks left out."""
+    """Returns the calls of gcloud about TPUs as (kind, verb), without `describe`."""
     words = [call['arguments'] for call in programs.calls('gcloud')]
     pairs = [tuple(line[2:4]) for line in words if line[:2] == ['compute', 'tpus']]
     return [pair for pair in pairs if pair[1] != 'describe']
@@ -95,7 +95,7 @@ def test_create_in_the_queue(programs, tree):
         assert done.returncode == 0, done.stderr
     assert verbs(programs) == [('queued-resources', 'create')]
     assert {'--node-id=pod', '--runtime-version=tpu-ubuntu2204-base', '--spot'} <= set(arguments(programs, 'create'))
-    # It has waited until the place in the queue had become machines.
+    # The command waited until the queued request became machines.
     assert (programs.folder / 'workers').is_dir()
     assert tpu(programs, tree, 'delete', '--queued').returncode == 0
     assert '--force' in arguments(programs, 'delete')
@@ -126,7 +126,7 @@ def test_install_once(programs, tree):
     assert 'already installed' in done.stdout
     assert verbs(programs).count(('tpu-vm', 'scp')) == 1
     installs = [line for line in programs.lines('python') if 'pip install' in line]
-    # On each worker, with what is for TPUs and buckets.
+    # Each worker installs the extras for TPUs and buckets.
     assert len(installs) == 2
     assert all(line.endswith('--editable .[tpu,gcs]') for line in installs)
     for home in homes(programs):
@@ -135,15 +135,15 @@ def test_install_once(programs, tree):
         assert names >= {'pyproject.toml', 'configs/tiny.py', 'launch/worker.sh'}
         assert not any(SECRET.encode() in path.read_bytes() for path in (home / 'maxlm').rglob('*') if path.is_file())
 
-    # A change goes there, and what was removed goes.
+    # Changed files are copied, and removed files are deleted.
     (tree / 'configs/tiny.py').rename(tree / 'configs/small.py')
     assert tpu(programs, tree, 'install').returncode == 0
     assert verbs(programs).count(('tpu-vm', 'scp')) == 2
     for home in homes(programs):
         assert [path.name for path in (home / 'maxlm/configs').iterdir()] == ['small.py']
-    # Nothing is fetched again for it.
+    # The change installs no packages.
     assert [line for line in programs.lines('python') if 'pip install' in line] == installs
-    # Other extras do.
+    # Another extra installs packages.
     assert tpu(programs, tree, 'install', '--extra', 'tpu').returncode == 0
     assert len([line for line in programs.lines('python') if 'pip install' in line]) == 4
 
@@ -164,7 +164,7 @@ def test_install_takes_what_git_knows(programs, tree):
 def test_install_with_an_old_python(programs, tree):
     programs.plan(python_is_new=False)
     tpu(programs, tree, 'create', *TYPE)
-    # PYTHON: no other that this machine may have.
+    # PYTHON prevents that another Python of this machine is found.
     assert tpu(programs, tree, 'install', PYTHON='python3').returncode == 0
     made = [line for line in programs.lines('python3') if 'uv venv' in line]
     assert len(made) == 2
@@ -181,7 +181,7 @@ def test_run_logs_stop(programs, tree):
         assert done.returncode == 0, done.stderr
     assert done.stdout.count('already running') == 2
     trainings = programs.wait_for(2, ready=True)
-    # The words arrive as they were given.
+    # Arguments arrive unchanged.
     expected = ['-m', 'maxlm.train', *TRAIN, override, '--config.train.num_steps=3']
     assert [call['arguments'] for call in trainings] == [expected] * 2
     done = tpu(programs, tree, 'stop')
@@ -190,7 +190,7 @@ def test_run_logs_stop(programs, tree):
     done = tpu(programs, tree, 'logs')
     assert done.returncode == 0
     assert done.stdout.count('training --config=configs/tiny.py') == 1
-    # Stopped, it can be started again.
+    # A stopped training can be started again.
     programs.plan(machines='READY')
     assert 'started' in tpu(programs, tree, 'run', *TRAIN).stdout
     assert len(programs.wait_for(4, ready=True)) == 4
@@ -220,7 +220,7 @@ def test_up_until_training_ends(programs, tree, codes):
     assert made_and_deleted(programs) == [CREATE]
     assert 'still there and still costs' in done.stdout
     assert 'training --config=configs/tiny.py' in done.stdout
-    # Again: the machines are there, and so are the packages.
+    # On a second call, the machines exist and the packages are installed.
     programs.forget()
     programs.plan(machines='READY')
     assert tpu(programs, tree, 'up', *TYPE, *TRAIN).returncode == 0
@@ -229,14 +229,14 @@ def test_up_until_training_ends(programs, tree, codes):
 
 
 def test_up_after_a_preemption(programs, tree):
-    # While its log is followed the machines are taken away; the other life is done.
+    # The machines disappear while the log is followed. The second attempt finishes.
     gone = {'match': 'worker.sh follow', 'code': 255, 'then': {'machines': 'PREEMPTED'}}
     programs.plan(replies=[gone])
     done = tpu(programs, tree, 'up', *TYPE, *TRAIN, '--spot')
     assert done.returncode == 0, done.stdout + done.stderr
     assert made_and_deleted(programs) == [CREATE, DELETE, CREATE]
     assert verbs(programs).count(('tpu-vm', 'scp')) == 2
-    # Control: the connection alone was lost. Nothing is made again, nor started again while it runs.
+    # Control: only the connection is lost. Machines are not created again, and the running training is not restarted.
     programs.forget()
     programs.plan(machines='READY', replies=[{'match': 'worker.sh follow', 'code': 255, 'times': 2}])
     assert tpu(programs, tree, 'up', *TYPE, *TRAIN, '--spot').returncode == 0
@@ -246,7 +246,7 @@ def test_up_after_a_preemption(programs, tree):
 def test_up_in_the_queue_after_a_preemption(programs, tree):
     gone = {'match': 'worker.sh follow', 'code': 255, 'then': {'machines': None, 'queue': 'SUSPENDED'}}
     programs.plan(replies=[gone])
-    # The stand-in's workers of the first life go when the request is deleted.
+    # Deleting the request removes the fake workers of the first attempt.
     done = tpu(programs, tree, 'up', '--queued', *TYPE, *TRAIN, '--spot')
     assert done.returncode == 0, done.stdout + done.stderr
     queue = [('queued-resources', verb) for verb in ('create', 'delete', 'create')]
@@ -274,7 +274,7 @@ def test_up_with_a_request_that_failed(programs, tree):
     done = tpu(programs, tree, 'up', '--queued', *TYPE, *TRAIN)
     assert done.returncode == 2
     assert 'no quota' in done.stderr
-    # For want of machines another request is made.
+    # After a failure for lack of capacity, another request is created.
     programs.plan(queue='FAILED', replies=[{**refused, 'stdout': f'FAILED {CAPACITY}'}])
     assert tpu(programs, tree, 'up', '--queued', *TYPE, *TRAIN).returncode == 0
 
@@ -284,12 +284,12 @@ def test_up_gives_up_on_what_does_not_pass(programs, tree):
     done = tpu(programs, tree, 'up', *TYPE, *TRAIN)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith('failed, 5 times in a row')
-    # gcloud cannot be asked.
+    # gcloud fails permanently.
     programs.plan(replies=[{'match': 'describe', 'code': 1, 'stderr': 'invalid_grant', 'times': -1}])
     done = tpu(programs, tree, 'up', *TYPE, *TRAIN)
     assert done.returncode == 1
     assert 'invalid_grant' in done.stderr
-    # Control: what passes is waited for.
+    # Control: temporary failures are retried.
     programs.plan(machines='READY', replies=[{'match': 'describe', 'code': 1, 'times': 4}])
     assert tpu(programs, tree, 'up', *TYPE, *TRAIN).returncode == 0
 

@@ -1,4 +1,4 @@
-"""launch/venv.sh with a lock: pip checks hashes, and installs again when the lock changes."""
+"""Tests launch/venv.sh with a lock file: pip checks hashes, and installs again when the lock file changes."""
 
 import shutil
 
@@ -12,7 +12,7 @@ INSTALL = f'{PIP} install --quiet --disable-pip-version-check'
 
 @pytest.fixture
 def install(programs, tmp_path):
-    """Returns a function that makes the environment and returns the commands of pip."""
+    """Returns a function that creates the environment and returns the commands of pip."""
     (tmp_path / 'launch').mkdir()
     shutil.copy(ROOT / 'launch/venv.sh', tmp_path / 'launch')
     (tmp_path / 'pyproject.toml').write_text('[project]\n')
@@ -38,7 +38,7 @@ def test_a_lock_is_installed_with_its_hashes(install, tmp_path):
     assert install(MAXLM_LOCK='requirements.lock') == (0, [])
     (tmp_path / 'requirements.lock').write_text('a==2\n')
     assert install(MAXLM_LOCK='requirements.lock') == (0, locked)
-    # Control: without a lock pyproject.toml decides.
+    # Control: without a lock file, pyproject.toml decides.
     assert install() == (0, [f'{INSTALL} --editable .[dev]'])
 
 

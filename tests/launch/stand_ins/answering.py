@@ -1,4 +1,4 @@
-"""Stands in for kubectl, srun, scontrol, git, nvidia-smi: answers as plan.json says, else with nothing and 0."""
+"""Fake kubectl, srun, scontrol, git and nvidia-smi: replies as plan.json says, or exits with 0 and no output."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
-"""Stands in for gcloud and a slice of two TPU workers: their homes are directories, `ssh --command` runs there in bash.
+"""Fake gcloud with a slice of two TPU workers, whose home directories are local. `ssh --command` runs bash in them.
 
-plan['machines'] and plan['queue'] are the states that `describe` tells, None for what is not there.
+plan['machines'] and plan['queue'] are the states that `describe` reports, or None if the resource does not exist.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Stands in for Python: makes environments, installs nothing, supervises, and trains as plan.json says.
+"""Fake Python: creates environments, installs nothing, supervises, and trains as plan.json says.
 
-A life of a training is `{'step': N, 'seconds': S, 'code': C, 'on_term': C}`: it makes checkpoint N, stays for S
-seconds, and ends with code C; told to stop it ends with `on_term`, or not at all where that is 'ignore'. With `after`
-it stays until as many trainings, itself included, are ready to be told.
+An attempt of training is `{'step': N, 'seconds': S, 'code': C, 'on_term': C}`: it writes checkpoint N, runs for S
+seconds and exits with code C. On SIGTERM it exits with `on_term`, or continues if that is 'ignore'. With `after`, it
+runs until this number of trainings, itself included, are ready for signals.
 """
 
 import os
@@ -18,7 +18,7 @@ if arguments[:2] == ['-m', 'maxlm.supervise'] or (arguments[:1] == ['-c'] and 'm
 record()
 if arguments[:1] == ['-c']:
     with Plan() as plan:
-        # The version is asked for.
+        # The script asks for the version.
         sys.exit(0 if plan['python_is_new'] else 1)
 if arguments[:2] in (['-m', 'venv'], ['-m', 'uv']):
     os.makedirs(f'{arguments[-1]}/bin')
@@ -27,7 +27,7 @@ if arguments[:2] != ['-m', 'maxlm.train']:
     sys.exit(0)
 
 with Plan() as plan:
-    # One list of lives for each process, or one for whoever comes.
+    # One list of attempts for each process, or one list for all processes.
     lives = plan['lives'].get(os.environ.get('MAXLM_PROCESS_ID', ''), plan['lives'].get('', []))
     life = lives.pop(0) if lives else {}
 

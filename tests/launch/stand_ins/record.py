@@ -1,6 +1,6 @@
-"""Shared parts of the stand-ins: each call appends a line to calls.jsonl, and plan.json says how to behave.
+"""Shared code of the fake programs: each call appends a line to calls.jsonl, and plan.json gives the behavior.
 
-The stand-ins start hundreds of times: they run without site-packages and import as little as possible.
+The fake programs start hundreds of times, so they run without site-packages and import as little as possible.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ def record(**more):
 
 
 def count_ready():
-    """Returns how many trainings have said that they are ready."""
+    """Returns the number of trainings that reported readiness."""
     with open(f'{FOLDER}/calls.jsonl') as file:
         return file.read().count('"ready"')
 
@@ -49,7 +49,7 @@ class Plan:
 
 
 def reply(plan, line):
-    """Returns the first of plan['replies'] whose `match` is in the call and that is not used up, or None."""
+    """Returns the first unused entry of plan['replies'] whose `match` is in the call, or None."""
     for rule in plan['replies']:
         if rule['match'] in line and rule.get('times', 1):
             rule['times'] = rule.get('times', 1) - 1
