@@ -1,4 +1,4 @@
-"""The peak that MFU is divided by: configured, from the datasheet, measured, or unknown and said so."""
+"""Tests the peak throughput used for MFU: configured, from the datasheet, measured, or reported as unknown."""
 
 import types
 
@@ -79,11 +79,11 @@ def test_compute_capability():
     assert chips.capability_of(types.SimpleNamespace(platform='gpu')) is None
     assert chips.capability_of(types.SimpleNamespace(platform='tpu', compute_capability='9.0')) is None
     known = {chip.name: chip for chip in chips.CHIPS}
-    # What programs are compiled for is what is planned with.
+    # The compiler and the planner use the same capabilities.
     assert {name: known[name].capability for name in GPU_TARGETS} == {
         n: gpu.capability for n, gpu in GPU_TARGETS.items()
     }
-    # Ada and later multiply 8-bit floats, twice as fast; NVIDIA's datasheet of the H100 says 1979.
+    # Ada and later have fp8, which is twice as fast. NVIDIA's datasheet of the H100 says 1979.
     assert known['h100'].fp8_tflops == pytest.approx(1979, rel=1e-3)
     assert known['a100'].fp8_tflops == known['a100'].tflops
     assert {chip.capability is None for chip in chips.CHIPS if chip.platform == 'tpu'} == {True}

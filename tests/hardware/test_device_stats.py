@@ -1,4 +1,4 @@
-"""What accelerators tell: against a stand-in for NVML and for libtpu's monitoring, for there are none here."""
+"""Tests accelerator readings with fakes of NVML and of libtpu's monitoring."""
 
 import sys
 import types
@@ -15,7 +15,7 @@ Memory = namedtuple('Memory', 'total free used')
 
 
 class Gpu:
-    """One GPU, or a part of one."""
+    """A GPU or a MIG instance."""
 
     def __init__(self, number, *, reasons=0, ecc=0, parts=(), whole=None):
         self.number, self.reasons, self.ecc, self.parts, self.whole = number, reasons, ecc, parts, whole
@@ -25,7 +25,7 @@ class Gpu:
 
 
 class FakeNvml(types.ModuleType):
-    """The calls that are used, with the errors that the library raises."""
+    """Fake of the NVML functions in use, with the library's errors."""
 
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
@@ -175,7 +175,7 @@ def test_a_part_of_a_gpu(nvml, monkeypatch, visible):
     if visible:
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
     (reading,) = Accelerators(gpus(0)).read()
-    # Memory of the part; heat and clock of the whole; nobody tells use or power of a part.
+    # Memory is that of the instance; temperature and clock are those of the GPU. Use and power are not available.
     assert reading['memory_bytes'] == 67 * GIB
     assert (reading['temperature_c'], reading['throttled']) == (60, ['thermal'])
     assert {'use_percent', 'power_w', 'power_limit_w'}.isdisjoint(reading)
@@ -210,13 +210,13 @@ def test_tpus(monkeypatch):
     sdk.tpumonitoring = types.SimpleNamespace(get_metric=get_metric)
     monkeypatch.setitem(sys.modules, 'libtpu', types.ModuleType('libtpu'))
     monkeypatch.setitem(sys.modules, 'libtpu.sdk', sdk)
-    # Two cores of each chip, as on a v3.
+    # A v3 chip has two cores.
     accelerators = Accelerators([LocalDevice('tpu', 'TPU v3', number) for number in range(4)])
     assert accelerators.read() == [
         {'index': 0, 'kind': 'TPU v3', 'use_percent': 20.5, 'memory_bytes': 1024.0},
         {'index': 1, 'kind': 'TPU v3', 'use_percent': 30.0, 'memory_bytes': 2048.0},
     ]
-    # Before the runtime has started there is nothing yet, later there is.
+    # There are no values before the runtime starts.
     told = dict(values)
     values.clear()
     assert accelerators.read() == []

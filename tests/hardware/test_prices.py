@@ -1,4 +1,4 @@
-"""The table of prices: whole, dated, and plain about what it has not."""
+"""Tests that the price table is complete and dated, and marks missing prices."""
 
 import datetime
 
