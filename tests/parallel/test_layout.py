@@ -1,4 +1,4 @@
-"""Where arrays lie: nodes and slices under the mesh, what ZeRO splits, the rows of a process, gradients in parts."""
+"""Tests the layout of arrays: nodes and slices in the mesh, ZeRO, rows of a process, and sharded gradients."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from tests.small import small_batch, small_config, small_layout
 
 
 class Client(NamedTuple):
-    """The process that asks for devices."""
+    """The process that queries devices."""
 
     process: int
 
@@ -32,7 +32,7 @@ HERE = Client(0)
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """A device that is not here, as far as a mesh asks it."""
+    """A fake device with the attributes that a mesh reads."""
 
     id: int
     process_index: int
@@ -45,12 +45,12 @@ class StandIn:
 
 
 def gpu_nodes(num, *, here=0):
-    """Nodes of 8 GPUs, with one process each."""
+    """Returns nodes of 8 GPUs, with one process each."""
     return [StandIn(n, n // 8, 'gpu', 'NVIDIA H100', client=Client(here)) for n in range(8 * num)]
 
 
 def tpu_slices(num):
-    """Slices of 4 × 4 chips, with 4 hosts each."""
+    """Returns slices of 4 × 4 chips, with 4 hosts each."""
     chips = [(x, y, 0) for y in range(4) for x in range(4)]
     return [
         StandIn(16 * index + n, 4 * index + n // 4, 'tpu', 'TPU v5 lite', slice_index=index, coords=coords)
@@ -64,7 +64,7 @@ def resolved(**sizes):
 
 
 def axes_that_leave(layout, attribute):
-    """The mesh axes along which neighbours are on different islands."""
+    """Returns the mesh axes along which islands differ."""
     islands = np.vectorize(lambda device: getattr(device, attribute))(layout.mesh.devices)
     return {name for axis, name in enumerate(MESH_AXES) if (islands != islands.take([0], axis=axis)).any()}
 
@@ -77,7 +77,7 @@ def axes_that_leave(layout, attribute):
         (2, {'data': 2, 'tensor': 8}, {'data'}),
         (2, {'stage': 2, 'context': 4, 'tensor': 2}, {'stage'}),
         (3, {'data': 6, 'context': 2, 'tensor': 2}, {'data'}),
-        # Replicas within a node too: only one factor of the axis crosses.
+        # Replicas also split a node: only one factor of the axis crosses nodes.
         (2, {'replica': 4, 'fsdp': 4}, {'replica'}),
         (4, {'fsdp': 32}, {'fsdp'}),
     ],
@@ -87,7 +87,7 @@ def test_slow_links_between_nodes_are_of_outer_axes(num_nodes, sizes, outside):
     assert axes_that_leave(layout, 'process_index') == outside
     assert dict(layout.mesh.shape) == resolved(**sizes).sizes
     assert len(set(layout.mesh.devices.flat)) == 8 * num_nodes
-    # In the order of the mesh a node is left once.
+    # Mesh order leaves each node only once.
     assert [device.process_index for device in layout.mesh.devices.flat] == sorted(8 * list(range(num_nodes)))
 
 
@@ -107,7 +107,7 @@ def test_slow_links_between_slices_are_of_outer_axes(sizes, outside):
 def test_hosts_of_one_slice_are_no_border():
     layout = make_layout(resolved(tensor=16), tpu_slices(1))
     assert axes_that_leave(layout, 'process_index') == {'tensor'}
-    # Control: nodes of GPUs are one.
+    # Control: nodes of GPUs are separate islands.
     with pytest.raises(InputError, match='2 nodes or slices'):
         make_layout(resolved(tensor=16), gpu_nodes(2))
 
@@ -164,7 +164,7 @@ def test_zero_splits_moments_then_gradients_then_parameters(zero, split):
     layouts = (layout, layout.of_gradients, layout.of_moments)
     abstract = abstract_state(config, layout)
     whole = sum(param.size for param in jax.tree.leaves(abstract.params))
-    # Scales of norms are everywhere; all else has the width as one of its axes.
+    # Norm scales are replicated. All other parameters have an axis with the model width.
     named = jax.tree_util.tree_leaves_with_path(abstract.params)
     scales = sum(param.size for path, param in named if path[-1].key == 'scale')
     assert scales == (2 * 2 + 1) * 32
@@ -179,7 +179,7 @@ def test_zero_splits_moments_then_gradients_then_parameters(zero, split):
         assert at.num_shards('embed') == (4 if is_split else 1)
         embed = ('fsdp', 'context') if is_split else None
         assert at.spec(('layers', 'embed', 'ffn')) == PartitionSpec('stage', embed, 'tensor')
-    # The state that is made of them.
+    # The shardings of the actual state.
     assert bytes_on_a_device(abstract.params) == 4 * (in_parts if split[0] else whole)
     moments = [optax.tree.get(abstract.opt_state, name) for name in ('mu', 'nu')]
     assert bytes_on_a_device(moments) == 2 * 4 * in_parts
@@ -214,11 +214,11 @@ def test_a_gathered_parameter_has_its_gradient_in_parts(zero, is_split):
         np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-3)
         shapes = {shard.data.shape for shard in gradient.addressable_shards}
         assert shapes == ({(8, 16)} if is_split else {(32, 16)})
-    # It is whole where it is used, whether it was in parts before or not.
+    # The parameter is complete where it is used, whether it is stored in shards or not.
     whole = jax.jit(lambda w_DF: layout.gathered(w_DF, axes))(w_DF)
     assert {shard.data.shape for shard in whole.addressable_shards} == {(32, 16)}
     assert w_DF.addressable_shards[0].data.shape == ((8, 16) if zero == 3 else (32, 16))
-    # Control: nothing is done to what no axis of the mesh saves memory of.
+    # Control: arrays that no mesh axis shards are returned unchanged.
     assert layout.gathered(w_DF, ('ffn', 'norm')) is w_DF
     assert split_by(zero, mesh__fsdp=1, mesh__data=8)[1].gathered(w_DF, axes) is w_DF
 
@@ -227,7 +227,7 @@ def test_a_gathered_parameter_has_its_gradient_in_parts(zero, is_split):
 def test_a_vocabulary_that_does_not_divide_is_padded_in_use_alone(zero, parts):
     config, layout = split_by(zero, mesh__data=1, mesh__tensor=2, model__vocab_size=61)
     abstract = abstract_state(config, layout)
-    # The state is that of one device. The devices of the vocabulary split the width.
+    # The state has the shapes of a single device. Devices of the vocabulary axis split the width.
     one_device = small_config(model__vocab_size=61, model__family='llama')
     shapes, wanted = (
         jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (state.params, state.opt_state))
@@ -254,7 +254,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded_in_use_alone(zero, parts):
     assert value == pytest.approx(float((table_DV * factors_DV).sum()) + 32 * (256 - 61), rel=1e-5)
     np.testing.assert_array_equal(gradient, factors_DV)
     assert {shard.data.shape for shard in gradient.addressable_shards} == {(32 // parts[1], 61)}
-    # A table that is padded or that divides is returned unchanged.
+    # A table that is padded or divisible is returned unchanged.
     assert layout.pad_vocabulary(padded, axes) is padded
 
 
@@ -267,9 +267,9 @@ def test_a_width_that_the_devices_of_a_vocabulary_do_not_divide_is_whole_on_each
 @pytest.mark.parametrize(
     ('sizes', 'rows'),
     [
-        # By process, its part of 32 rows.
+        # Each process has its share of the 32 rows.
         ({'replica': 2, 'data': 2, 'fsdp': 8}, [(0, 8), (8, 16), (16, 24), (24, 32)]),
-        # Stages and parts of the length work on the same rows.
+        # Stages and sequence shards work on the same rows.
         ({'stage': 2, 'data': 2, 'fsdp': 4, 'context': 2}, [(0, 16), (16, 32), (0, 16), (16, 32)]),
         ({'stage': 4, 'context': 8}, [(0, 32)] * 4),
         ({'context': 16, 'fsdp': 2}, [(0, 16), (0, 16), (16, 32), (16, 32)]),
@@ -295,7 +295,7 @@ def test_a_batch_on_stages_and_parts_of_the_length():
         for shard in batch[name].addressable_shards:
             assert shard.data.shape == ((4, 8) if rows.ndim == 2 else (4,))
             np.testing.assert_array_equal(shard.data, rows[shard.index])
-    # Both stages have each part, and the other parts are other tokens.
+    # Both stages have each shard, and different shards have different tokens.
     firsts = {tuple(np.asarray(shard.data)[0]) for shard in batch['tokens'].addressable_shards}
     assert len(batch['tokens'].addressable_shards) == 8
     assert len(firsts) == 4

@@ -1,4 +1,4 @@
-"""Placing a batch: each device gets its own rows and no more."""
+"""Tests that each device receives only its own rows of a batch."""
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ def test_a_device_gets_its_part_only():
             assert len({shard.device for shard in shards}) == devices
             assert {shard.data.nbytes for shard in shards} == {rows.nbytes // devices}
             np.testing.assert_array_equal(np.concatenate([np.asarray(shard.data) for shard in shards]), rows)
-    # Control: replicated, every device would have all.
+    # Control: if replicated, every device has all rows.
     whole = jax.device_put(BATCH['tokens'], layout.named())
     assert {shard.data.nbytes for shard in whole.addressable_shards} == {BATCH['tokens'].nbytes}
 
