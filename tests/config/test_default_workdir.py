@@ -1,4 +1,4 @@
-"""The workdir of a run without --workdir."""
+"""Tests the workdir of a run without --workdir."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from maxlm.config.default_workdir import default_workdir
         ('configs/depth.py:24', 'runs/depth-24'),
         ('configs/code.py:7b-long', 'runs/code-7b-long'),
         ('/elsewhere/my.config.py:a/b c', 'runs/my.config-a_b_c'),
-        # The run that wrote it stays as it is.
+        # The run that wrote this file stays unchanged.
         ('runs/tiny/config.json', 'runs/tiny-2'),
         ('mine.json', 'runs/mine'),
     ],

@@ -1,4 +1,4 @@
-"""Reading configs: files, variants, overrides, and every way to get them wrong."""
+"""Tests the loading of configs: files, variants, overrides and errors."""
 
 import dataclasses
 import json
@@ -169,7 +169,7 @@ def test_a_section_or_key_that_was_forced_into_an_unlocked_config_is_found():
 
 @pytest.fixture
 def run_file(config_file, tmp_path):
-    """The config.json of a run on eight GPUs, and its config."""
+    """Returns the path of the config.json of a run on eight GPUs, and its config."""
     overrides = [
         'train.num_epochs=2',
         'train.global_batch_size_tokens=16384',
@@ -194,10 +194,10 @@ def test_the_config_of_a_run_stands_as_it_was_resolved(run_file):
     assert (config.optimizer.warmup_steps, config.optimizer.warmup_tokens) == (7, 0)
     assert config.mesh == run.mesh
     assert config.mesh.fsdp == 8
-    # The kernel is chosen for the devices that are here.
+    # The attention kernel is chosen for the current devices.
     assert run.model.attention == 'cudnn'
     assert config.model == dataclasses.replace(run.model, attention='auto')
-    # Where the data are the same, it is the same run again.
+    # With the same data, the config resolves to that of the run.
     again = resolve(config, platform='gpu', num_devices=8, vocab_size=100, windows=800)
     assert again.model == run.model
     assert (again.train.num_steps, again.train.per_device_batch_size) == (
@@ -231,7 +231,7 @@ def test_a_family_says_nothing_where_nothing_is_open(run_file, tmp_path):
     with pytest.raises(InputError, match=r'--config\.model\.family=gpt2: .*config\.json has a value already'):
         loading.load(path, ['model.family=gpt2'])
     assert loading.load(path, ['model.family=llama']).model.family == 'llama'
-    # A file that leaves its switches open is filled like one in Python.
+    # A file with null switches is completed like a Python file.
     sections = json.loads(loading.to_json(run))
     sections['model'] = {key: sections['model'][key] for key in ('num_layers', 'dim', 'num_heads')}
     (tmp_path / 'open.json').write_text(json.dumps(sections))
@@ -265,7 +265,7 @@ def test_a_wrong_config_json_is_one_line_that_names_it(run_file, change, words):
     for word in (path, *words):
         assert word in str(error.value)
     assert '\n' not in str(error.value)
-    # As the config of a workdir it is as wrong.
+    # The value is also invalid in the config of a workdir.
     with pytest.raises(ValueError):
         loading.from_json(text)
 
@@ -285,7 +285,7 @@ def test_values_are_checked_as_those_of_any_config(run_file):
         file.write(text.replace('"num_heads": 4', '"num_heads": 7').replace('"num_kv_heads": 4', '"num_kv_heads": 3'))
     with pytest.raises(InputError, match=r'model\.num_kv_heads=3 does not divide model\.num_heads=7'):
         loading.load(path)
-    # A whole number is as good as any for a key that takes a fraction.
+    # A key for a float accepts an integer.
     with open(path, 'w') as file:
         file.write(text.replace('"dropout": 0.0', '"dropout": 0'))
     assert loading.load(path).model.dropout == 0.0

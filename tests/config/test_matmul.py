@@ -1,4 +1,4 @@
-"""Where products of 8-bit floats are refused, and what a finished run has elsewhere."""
+"""Tests where 8-bit matmuls are rejected, and what a finished run uses on other devices."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_a_refusal_says_what_would_be_right(settings, words):
         assert word in str(error.value)
     assert '\n' not in str(error.value)
     if settings.get('model__matmul_precision', 'fp8') == 'fp8':
-        # Control: it is this key that is refused.
+        # Control: this key alone is rejected.
         assert resolved(**settings, model__matmul_precision='default').model.matmul_precision == 'default'
 
 

@@ -1,4 +1,4 @@
-"""Meshes that do not fit devices, model or batch are refused, and the numbers that a refusal names do fit."""
+"""Tests that meshes must fit devices, model and batch, and that the numbers suggested in errors are valid."""
 
 import itertools
 import re
@@ -8,7 +8,7 @@ import pytest
 from maxlm.errors import InputError
 from tests.small import small_config
 
-# The model has 8 heads of 4, 4 layers, a feed-forward of 128, a window of 16; the batch 16 rows, one at a time.
+# 8 heads of 4, 4 layers, a feed-forward width of 128, sequences of 16, and batches of 16 rows, one at a time.
 COMMON = {
     'model__num_heads': 8,
     'model__num_layers': 4,
@@ -30,7 +30,7 @@ def refusal(num_devices, **settings):
 
 
 def named_after(message, words):
-    """The list of numbers that ends a message, after these words."""
+    """Returns the list of numbers that ends a message, after these words."""
     found = re.search(rf'{re.escape(words)} (\d+(?:, \d+)*)$', message)
     assert found, message
     return [int(number) for number in found[1].split(', ')]
@@ -42,7 +42,8 @@ def named_after(message, words):
         (6, {'mesh__tensor': 3}, ['mesh.tensor=3', 'model.num_heads=8'], [1, 2]),
         (8, {'mesh__tensor': 8, 'model__num_kv_heads': 4}, ['mesh.tensor=8', 'model.num_kv_heads=4'], [1, 2, 4]),
         (8, {'mesh__tensor': 8, 'model__ffn_dim': 100}, ['mesh.tensor=8', 'model.ffn_dim=100'], [1, 2, 4]),
-        # One number for all three: 4 would divide the heads that are complained of, and not the others.
+        # The numbers are valid for all three values: 4 would divide the number of heads in the message, but not the
+        # other values.
         (
             8,
             {'mesh__tensor': 8, 'model__num_heads': 4, 'model__num_kv_heads': 2, 'model__ffn_dim': 100},
@@ -50,7 +51,7 @@ def named_after(message, words):
             [1, 2],
         ),
         (6, {'mesh__context': 3}, ['mesh.context=3', '2 pieces', 'data.seq_len=16'], [1, 2]),
-        # Half of the nearest divisor of the window, 9, would be no number of devices.
+        # Half of 9, the nearest divisor of the sequence length, is not a number of devices.
         (4, {'mesh__context': 4, 'data__seq_len': 18}, ['mesh.context=4', 'data.seq_len=18'], [1]),
         (8, {'mesh__context': 4, 'data__seq_len': 12}, ['mesh.context=4', 'data.seq_len=12'], [1, 2]),
         (
@@ -62,7 +63,7 @@ def named_after(message, words):
     ],
 )
 def test_an_axis_that_does_not_divide_what_it_splits(num_devices, settings, words, numbers):
-    # A batch that any number of devices here divides.
+    # All device counts here divide this batch size.
     settings = {**settings, 'train__global_batch_size': 48}
     message = refusal(num_devices, **settings)
     for word in words:
@@ -72,7 +73,7 @@ def test_an_axis_that_does_not_divide_what_it_splits(num_devices, settings, word
     for number in numbers:
         config = config_on(num_devices, **{**settings, f'mesh__{axis}': number})
         assert (getattr(config.mesh, axis), config.mesh.fsdp) == (number, num_devices // number)
-    # Control: of the divisors of the devices, those that are not named are refused.
+    # Control: divisors of the device count that the message does not list are rejected.
     for number in {n for n in range(1, num_devices + 1) if num_devices % n == 0} - set(numbers):
         refusal(num_devices, **{**settings, f'mesh__{axis}': number})
 
@@ -102,7 +103,7 @@ def test_axes_that_do_not_multiply_to_the_devices(settings, words):
 def test_an_axis_takes_what_the_others_leave():
     mesh = config_on(8, mesh__data=-1, mesh__fsdp=2, mesh__tensor=2).mesh
     assert mesh.sizes == {'replica': 1, 'stage': 1, 'data': 2, 'fsdp': 2, 'context': 1, 'tensor': 2}
-    # Control: all are given, and fit.
+    # Control: a complete and valid mesh is accepted.
     assert config_on(8, mesh__data=2, mesh__fsdp=2, mesh__tensor=2).mesh == mesh
 
 
@@ -115,7 +116,7 @@ def test_an_axis_takes_what_the_others_leave():
             ['mesh.stage=2', 'num_pipeline_repeats=4'],
             [(2, 1), (2, 2), (4, 1)],
         ),
-        # Five stages would cut the layers, and not the devices.
+        # Five stages would divide the layers but not the devices.
         ({'mesh__stage': 4, 'model__num_layers': 10}, ['mesh.stage=4', 'num_layers=10'], [(2, 1), (2, 5)]),
         (
             {
@@ -139,7 +140,7 @@ def test_stages_that_do_not_cut_the_layers(settings, words, numbers):
     for stage, repeats in numbers:
         mesh = config_on(8, **{**settings, 'mesh__stage': stage, 'mesh__num_pipeline_repeats': repeats}).mesh
         assert (mesh.stage, mesh.num_pipeline_repeats, mesh.fsdp) == (stage, repeats, 8 // stage)
-    # Control: no others fit.
+    # Control: no other pairs are valid.
     for pair in set(itertools.product((2, 4, 8), range(1, 6))) - set(numbers):
         assert 'do not cut' in refusal(8, **{**settings, 'mesh__stage': pair[0], 'mesh__num_pipeline_repeats': pair[1]})
 

@@ -1,4 +1,4 @@
-"""Every numeric key has a finite range, and what is not in it is refused with one line."""
+"""Tests that every numeric key has a finite range, and that other values are rejected with one line."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ NUMERIC = {
     for name, kind in typing.get_type_hints(cls).items()
     if kind in (int, float)
 }
-# Values that no key takes, and values that some keys take.
+# Values that no key accepts, and values that some keys accept.
 ABSURD = ('inf', '-inf', 'nan', '1e30', '-1e30')
 UNUSUAL = ('0', '-1', '1e6', '1e-30')
 
@@ -44,7 +44,7 @@ def test_every_numeric_key_has_one_range():
 
 
 def test_every_default_is_in_its_range():
-    # Of the keys that a config must set, and of those that a family sets, there is no default.
+    # Required keys and keys set by a family have no default.
     unset = {key: 1 for key in ('num_layers', 'dim', 'num_heads')}
     config = Config()
     families = {f.name: 1.0 for f in dataclasses.fields(config.model) if getattr(config.model, f.name) is FAMILY}
@@ -52,13 +52,13 @@ def test_every_default_is_in_its_range():
 
 
 def refusal(config_file, key, text):
-    """Returns the message with which an override is refused; '' where it is accepted."""
+    """Returns the message that rejects an override, or '' if it is accepted."""
     try:
         config = loading.load(config_file, [f'{key}={text}'])
     except InputError as error:
         return str(error)
     section, name = key.split('.')
-    # What is accepted is what was given.
+    # An accepted value is stored unchanged.
     assert getattr(getattr(config, section), name) == float(text)
     return ''
 
@@ -76,7 +76,7 @@ def test_absurd_numbers_are_refused(config_file, text):
 def test_unusual_numbers_are_refused_by_name_or_in_the_range(config_file, text):
     for key in NUMERIC:
         message = refusal(config_file, key, text)
-        # Rules about several keys may name another one first.
+        # A rule about several keys may name another key first.
         assert key.partition('.')[2] in message if message else key in CHOICES or float(text) in RANGES[key], key
         assert '\n' not in message
 

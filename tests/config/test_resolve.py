@@ -1,4 +1,4 @@
-"""What is derived from the machine and the data: mesh, batch, length, vocabulary, kernel."""
+"""Tests values derived from the machine and the data: mesh, batch size, lengths, vocabulary size, kernel."""
 
 import pytest
 
@@ -115,9 +115,9 @@ def test_devices_share_the_layers_of_who_serves():
     config = resolved(model__num_heads=4, model__num_kv_heads=2)
     moved = resolve_on(config, platform='cpu', num_devices=2, share_layers=True)
     assert {axis: size for axis, size in moved.mesh.sizes.items() if size > 1} == {'tensor': 2}
-    # Rows stay together.
+    # Rows are not split.
     assert moved.train.global_batch_size == resolve_on(config, platform='cpu', num_devices=1).train.global_batch_size
-    # Control: else rows are split.
+    # Control: by default, rows are split.
     split = resolve_on(config, platform='cpu', num_devices=2).mesh.sizes
     assert {axis: size for axis, size in split.items() if size > 1} == {'fsdp': 2}
     with pytest.raises(InputError, match=r'mesh\.tensor=4.*num_kv_heads'):

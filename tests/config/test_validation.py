@@ -1,4 +1,4 @@
-"""Settings of the model that do not go together are refused by name, with what would be right."""
+"""Tests that inconsistent model settings are rejected with their names and valid values."""
 
 import pytest
 

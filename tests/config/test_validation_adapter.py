@@ -1,4 +1,4 @@
-"""Which projections can have adapters, and the mistakes in naming them."""
+"""Tests which projections can have adapters, and errors for unknown names."""
 
 import re
 
@@ -20,7 +20,7 @@ SWIGLU = GELU.replace('feedforward.up', 'feedforward.gate, feedforward.up')
             ('attention.*', 'mlp.*'),
             f"model.lora_target_modules: 'mlp.*' names no projection.* there are: {SWIGLU}",
         ),
-        # Of a block without a gate.
+        # This family's blocks have no gate.
         ('gpt2', ('*.gate',), f"'\\*.gate' names no projection of a block; there are: {GELU}"),
         ('gpt2', ('ATTENTION.*',), "'ATTENTION.*' names no projection"),
         ('gpt2', (3,), 'model.lora_target_modules: 3 names no projection'),
@@ -30,7 +30,7 @@ SWIGLU = GELU.replace('feedforward.up', 'feedforward.gate, feedforward.up')
 def test_patterns_that_name_nothing(family, targets, told):
     with pytest.raises(InputError, match=told):
         small_config(model__family=family, model__lora_rank=4, model__lora_target_modules=targets)
-    # Without adapters they name nothing wrong.
+    # Without adapters, the names are not checked.
     small_config(model__family=family, model__lora_target_modules=targets)
 
 

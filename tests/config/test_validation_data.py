@@ -1,4 +1,4 @@
-"""Sources and lengths of sequences: what the tuples may hold, by file, by override and through config.json."""
+"""Tests data sources and sequence lengths: valid tuples in files, overrides and config.json."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Values of section dpo that do not go together, or not with the data, are refused by name."""
+"""Tests that values of section dpo must be consistent with each other and with the data."""
 
 from __future__ import annotations
 

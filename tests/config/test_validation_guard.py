@@ -1,4 +1,4 @@
-"""Guards and budgets: what does not go together is refused by name; a budget is a length of the run."""
+"""Tests guards and budgets: inconsistent values are rejected, and a budget gives the length of a run."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_a_budget_takes_the_place_of_a_length_in_steps(config_file, tmp_path, bu
     assert config.train.num_steps == 0
     resolved = resolve(config, platform='cpu', num_devices=1, vocab_size=10, windows=8)
     assert resolved.train.num_steps == UNDECIDED_STEPS
-    # The budget is what a run's config says; on another machine it is another number of steps.
+    # The config of a run keeps the budget, which is another number of steps on another machine.
     path = tmp_path / 'config.json'
     path.write_text(loading.to_json(resolved))
     assert loading.load(str(path)).train == config.train.__class__(**{**vars(resolved.train), 'num_steps': 0})

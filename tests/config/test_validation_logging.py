@@ -1,4 +1,4 @@
-"""Keys of what a run tells of itself: what makes no sense is refused by name."""
+"""Tests that invalid values of logging keys are rejected by name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Quantized weights are not trained, and a config that says so is refused."""
+"""Tests that configs for training quantized weights are rejected."""
 
 import pytest
 
