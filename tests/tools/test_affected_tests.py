@@ -1,4 +1,4 @@
-"""Selection of the tests that depend on a change."""
+"""Tests the selection of tests that depend on a change."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The check of the English of docstrings, comments and pages."""
+"""Tests the check of the English of docstrings, comments and pages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests are slow by what was measured."""
+"""Tests that slow tests are detected by their measured durations."""
 
 from tools.durations import Durations
 
@@ -14,6 +14,6 @@ def test_a_test_that_is_slow_in_either_measurement_is_slow():
     both = whole.with_slow_of(fast)
     assert [both.is_slow(f'tests/test_a.py::{name}') for name in ('first', 'second', 'third')] == [True, True, False]
     assert not whole.is_slow('tests/test_a.py::second')
-    # The order of files follows the measurement of all tests; a new file comes first.
+    # The order of files follows the durations of all tests; new files come first.
     assert both.seconds_of_file('tests/test_a.py::third') == 3.2
     assert both.seconds_of_file('tests/test_b.py::first') == float('inf')

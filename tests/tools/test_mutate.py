@@ -1,4 +1,4 @@
-"""Mutants of a source text: what is changed, and what is left alone."""
+"""Tests mutants of a source text: mutated and unchanged expressions."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_each_change_is_one_line():
     assert {mutant.after for mutant in found if mutant.line == 10} == {'    pass'}
     last = {mutant.after for mutant in found if mutant.line == 12}
     assert {'    return None', '    return (x - 1) if not twice and x != 3 else x + 2'} <= last
-    # Messages, logs, defaults in signatures, docstrings and large constants stay.
+    # Messages, logs, defaults in signatures, docstrings and large constants are not mutated.
     assert not {1, 2, 5, 6, 8, 9, 11} & {mutant.line for mutant in found}
 
 
