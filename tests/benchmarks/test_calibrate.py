@@ -1,4 +1,4 @@
-"""The constants of the model of step times: fitted again, and their errors on what they were not fitted to."""
+"""Tests the fitted constants of the step-time model, and their errors on held-out points."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def points():
 
 
 def shapes(points):
-    """The group of points that have model and chip in common."""
+    """Returns the model shape and chip of each point, as groups to hold out."""
     return [(point.chip.name, point.config.model.num_layers, point.config.model.dim) for point in points]
 
 
@@ -31,7 +31,7 @@ def test_stored_constants_are_the_fitted_ones(points, platform):
 
 
 def test_a_fit_follows_its_points(points):
-    """A control: with all times half as long the constants are others."""
+    """Control: with times shorter by a factor of 1.2, the constants differ."""
     faster = [point._replace(tokens_per_second=1.2 * point.tokens_per_second) for point in points['tpu']]
     for chip, efficiency in calibrate(faster).efficiencies.items():
         assert efficiency.products > EFFICIENCIES[chip].products + 0.02
@@ -56,12 +56,12 @@ def test_error_on_sources_that_were_left_out(points):
     held_out = hold_out(points['gpu'], [point.source for point in points['gpu']])
     assert held_out.median < 0.10
     assert held_out.worst < 0.22
-    # MosaicML's is the one whose own constants nothing else can tell.
+    # MosaicML's source is never held out, since no other source determines its constants.
     assert set(held_out.by_source) == {point.source for point in points['gpu']} - {'llm-foundry'}
 
 
 def test_a_wrong_point_is_seen(points):
-    """A control: what is held out is compared with, not fitted."""
+    """Control: a held-out point is compared and not fitted."""
     wrong = [
         point._replace(tokens_per_second=3 * point.tokens_per_second) if point.name == 'GPT-2 1.56B' else point
         for point in points['gpu']

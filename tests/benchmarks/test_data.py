@@ -1,4 +1,4 @@
-"""The data benchmark measures what it says: all loaders give the same tokens a batch, and what is missing is named."""
+"""Tests the data benchmark: all loaders give batches of the same size, and missing packages are reported."""
 
 import json
 
@@ -9,7 +9,7 @@ from benchmarks.data_peers import BATCH, WINDOW, MemmapLoader
 
 
 def test_a_small_run(tmp_path, monkeypatch, capsys):
-    # One public loader is enough, and one that is not there.
+    # One public loader and one that is not installed.
     monkeypatch.setattr(data, 'PEERS', ('torch', 'nothing'))
     result = tmp_path / 'result.json'
     arguments = ['--tokens=1e6', '--shards=2', '--rounds=1', '--batches=2', f'--output={result}']
@@ -28,7 +28,7 @@ def test_a_small_run(tmp_path, monkeypatch, capsys):
 def test_the_floor_reads_windows(tmp_path):
     np.arange(10 * WINDOW, dtype=np.uint16).tofile(tmp_path / 'tokens.bin')
     tokens, targets = MemmapLoader(tmp_path / 'tokens.bin').stacked()
-    # The same places, for it has the same seed.
+    # The same seed gives the same positions.
     for one, other in zip(MemmapLoader(tmp_path / 'tokens.bin').filled(), (tokens, targets), strict=True):
         np.testing.assert_array_equal(one, other)
     assert tokens.shape == targets.shape == (BATCH, WINDOW)

@@ -1,4 +1,4 @@
-"""How fast decoding is, measured on a tiny model."""
+"""Tests the decoding benchmark on a tiny model."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_what_is_written(tmp_path, capsys):
     assert decode.main([*ARGUMENTS, '--batches=1,3', f'--output={tmp_path}/out.json']) == 0
     one, three = json.loads((tmp_path / 'out.json').read_text())['results']
     assert (one['slots'], three['slots']) == (1, 3)
-    # Parameters once, keys and values of every slot: 2 heads of 8 for 40 positions, both in float32.
+    # Parameters are read once, and keys and values for every slot: 2 heads of 8 for 40 positions, in float32.
     assert three['bytes'] - one['bytes'] == 2 * (2 * 2 * 8 * 40 * 4)
     assert one['share'] is None
     assert one['tokens_per_second'] == pytest.approx(1 / one['pass_seconds'])

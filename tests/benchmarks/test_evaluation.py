@@ -1,4 +1,4 @@
-"""How lm-eval's two backends are compared; both are stand-ins."""
+"""Tests the comparison of lm-eval's two backends, with fakes for both."""
 
 import math
 
@@ -13,7 +13,7 @@ TEXTS = Task('texts', True, [('a b c',)])
 
 
 class Side:
-    """Takes given seconds, turn after turn; the first turn is the warm-up."""
+    """Fake backend that takes given seconds per turn. The first turn is the warm-up."""
 
     def __init__(self, seconds, log_probs=(-2.0, -3000.0), greedy=(True, False)):
         self.seconds, self.log_probs, self.greedy, self.asked = seconds, log_probs, greedy, []
@@ -34,7 +34,7 @@ def test_the_best_batch_by_its_median_counts():
     ours, theirs = Side([100.0, 2.0, 1.0, 30.0]), peer()
     choices, texts = evaluation.measure(ours, theirs, [CHOICES, TEXTS], 3)
     for result in (choices, texts):
-        # The warm-up counts for nothing, nor the quickest turn of a batch that is slow otherwise.
+        # The warm-up does not count, and neither does the fastest turn of a batch size that is slow otherwise.
         assert (result['maxlm'], result['hf'], result['hf_batch'], result['ratio']) == (2.0, 5.0, 8, 2.5)
         assert result['turns'] == {
             'maxlm': [2.0, 1.0, 30.0],

@@ -18,7 +18,7 @@ def test_a_panel_has_a_bar_for_each_side():
     for axes, result in zip(figure.axes, sorted(results, key=lambda one: one['threads']), strict=True):
         widths = sorted(bar.get_width() for bar in axes.patches)
         assert widths == sorted(seconds * 1e3 for seconds in result['seconds'].values())
-    # Control: another result is another picture.
+    # Control: another result gives another image.
     results[0]['seconds']['maxlm'] *= 2
     assert max(bar.get_width() for bar in peers(results).axes[0].patches) > max(
         bar.get_width() for bar in figure.axes[0].patches

@@ -1,4 +1,4 @@
-"""The check of attention on GPUs finds what it looks for; formulas stand in for the kernels."""
+"""Tests that the check of GPU attention detects errors, with formulas in place of the kernels."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ def leak(q, k, v, segments, window):
 
 @pytest.fixture
 def formulas(monkeypatch):
-    # The kernels' sums are of float32, whatever the type of their operands.
+    # Kernels accumulate in float32, whatever the dtype of their operands.
     def run(function):
         return lambda *arrays, window: function(*map(jnp.float32, arrays[:-1]), arrays[-1], window=window)
 
@@ -38,7 +38,7 @@ def test_right_kernels_pass_and_leaks_are_seen(formulas):
     checks = check({'documents': documents}, leak, [SHAPE])
     assert {result['packing'] for result in checks} >= {'one', 'one_more', 'single_tokens'}
     assert find_mistakes(checks) == []
-    # Control: a kernel that leaks is found in each packing of several documents.
+    # Control: a leak between documents is detected in each packing of several documents.
     leaking = [{**result, 'errors': {**result['errors'], 'documents': result['errors']['leak']}} for result in checks]
     assert len(find_mistakes(leaking)) == len(checks) - 1
     blind = [{**result, 'errors': {**result['errors'], 'leak': 0.0}} for result in checks]
@@ -52,7 +52,7 @@ def test_errors():
     found = (expected[0].copy(), expected[1].copy())
     found[0][0, 1] += 0.5
     assert largest_error(found, expected) == pytest.approx(0.5)
-    # What should be 0 is measured by what is usual elsewhere.
+    # Errors of values that should be 0 are relative to the magnitude of the remaining values.
     found = (expected[0], expected[1] + 0.1)
     assert largest_error(found, expected) == pytest.approx(1.0)
     assert not largest_error((expected[0], expected[1] * np.nan), expected) <= gpu_attention.TOLERANCE

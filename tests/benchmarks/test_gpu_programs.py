@@ -1,4 +1,4 @@
-"""What is told of programs for GPUs: all of the step is in one of its parts, and every product is counted once."""
+"""Tests the analysis of GPU programs: parts add up to the step, and every matmul is counted once."""
 
 from pathlib import Path
 
@@ -41,13 +41,13 @@ def test_the_parts_are_the_step(rung):
     assert sum(part.flops for part in parts.values()) == pytest.approx(work.all_flops)
     sent = sum(transfer.sent for transfer in work.transfers)
     assert sum(part.bytes for part in parts.values()) == pytest.approx(work.memory_bytes + sent)
-    # Only Muon multiplies.
+    # Only Muon's update has matmuls.
     muon = config.optimizer.name == 'muon'
     assert (parts['optimizer'].flops > 1e-6 * work.flops) == muon
     assert (parts['collectives'].bytes > 0) == (target.num_devices > 1)
     for name in ('attention', 'projections', 'feed_forward', 'head_and_loss', 'elementwise', 'optimizer'):
         assert 0 < parts[name].least < parts[name].expected
-    # In 8 bits the peak is twice as high.
+    # Matmuls in fp8 have twice the peak.
     fp8 = config.model.matmul_precision == 'fp8'
     assert parts['projections'].least == pytest.approx(parts['projections'].flops / (1 + fp8) / 989.4e12)
 
@@ -69,7 +69,7 @@ def test_products_in_loops_and_fusions(monkeypatch):
     sizes = {'replica': 1, 'stage': 1, 'data': 1, 'fsdp': module.num_partitions, 'context': 1, 'tensor': 1}
     counted = library_products(module)
     assert sum(products.flops for products in counted.values()) == pytest.approx(read_program(text, sizes).flops)
-    # Control: they are in loops.
+    # Control: the matmuls are in loops.
     monkeypatch.setattr(gpu_programs, 'trip_count', lambda *_: 1)
     fewer = library_products(module)
     assert sum(products.runs for products in fewer.values()) < sum(products.runs for products in counted.values())
@@ -80,7 +80,7 @@ def test_bad_input(monkeypatch, capsys, tmp_path):
     output = tmp_path / 'programs.json'
     assert exit_code(gpu_programs.main, ['--only=2b', f'--output={output}']) == EXIT_BAD_INPUT
     assert '7b, 8 layers' in capsys.readouterr().err
-    # The tests' own process has no compiler for GPUs.
+    # The process of the tests has no compiler for GPUs.
     assert exit_code(gpu_programs.main, ['--only=1b', f'--output={output}']) == EXIT_BAD_INPUT
     assert '--install-compiler' in capsys.readouterr().err
     assert not output.exists()

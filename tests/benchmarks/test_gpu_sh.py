@@ -1,4 +1,4 @@
-"""The script of GPU measurements, with a stand-in for Python that tells what it was asked for."""
+"""Tests the script of GPU measurements with a fake Python that records its calls."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from maxlm.config.loading import load, split_overrides
 from maxlm.config.resolve import resolve
 from tests.conftest import ROOT
 
-# Writes the output that it is asked for, but for measurements whose names are in FAILING, at the code that is there.
+# Writes the requested output file. Measurements in FAILING exit with the given code instead.
 STAND_IN = """#!/usr/bin/env bash
 case "$1" in -c) exit 0 ;; esac
 echo "$*" >>"$CALLS"
@@ -33,7 +33,7 @@ def run(tmp_path):
     stand_in.chmod(0o755)
 
     def run(limit, failing=''):
-        """The process, the calls of Python by name, and the names of files written."""
+        """Returns the process, the calls of Python by name, and the names of the written files."""
         calls = tmp_path / f'calls_{limit}'
         environment = {
             'PATH': f'{tmp_path}{os.pathsep}{os.environ["PATH"]}',
@@ -51,7 +51,7 @@ def run(tmp_path):
     return run
 
 
-# More seconds than it can ever need.
+# More seconds than the script needs.
 ALWAYS = 10**6
 
 
@@ -61,7 +61,7 @@ def test_runs_through(run):
     assert 'left out' not in done.stdout
     names = list(calls)
     assert set(names) == files
-    # In the order of what they tell.
+    # The most informative measurements come first.
     assert names[:7] == ['attention', '1b', 'peers', '1b_fp8', 'decode_1b', 'decode_1b_int8', 'neox']
     assert f'--beside={os.path.dirname(calls["1b"][2].removeprefix("--output="))}/1b.json' in calls['1b_fp8']
     modules = {words[1].removeprefix('benchmarks.') for words in calls.values()}
@@ -69,7 +69,7 @@ def test_runs_through(run):
 
 
 def test_measures_what_there_is(run):
-    """Every config and override of it is one of maxlm's, on a GPU of the kind it is for."""
+    """Every config and override of the script is valid on its kind of GPU."""
     for words in run(ALWAYS)[1].values():
         if words[1] != 'benchmarks.step':
             continue
@@ -98,7 +98,7 @@ def test_starts_nothing_that_the_time_is_too_short_for(run):
     assert calls == {}
     (line,) = (line for line in done.stdout.splitlines() if 'left out' in line)
     assert ' attention 1b peers 1b_fp8 decode_1b decode_1b_int8 neox ' in line
-    # Of those that need more than a second limit some are left out, and the rest is not.
+    # Measurements that need more than the limit are skipped, and all others run.
     done, calls, files = run(110)
     assert done.returncode == 0, done.stderr
     assert 'attention' in files
@@ -133,7 +133,7 @@ def test_refuses_a_machine_without_a_gpu(tmp_path):
 
 
 def test_names_a_missing_package(tmp_path):
-    """One line that says how to get it; -S leaves out all that was installed."""
+    """Prints one line with the installation command. With -S, no installed package is found."""
     python = tmp_path / 'python'
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The growth benchmark: exponents are those of the values, and what is measured is written, kept and drawn."""
+"""Tests the growth benchmark: exponents, and the written, loaded and plotted results."""
 
 import json
 
@@ -18,7 +18,7 @@ CURVE = Curve('time', 's', (1.0, 2.0, 4.0, 8.0), (7.0, 8.0, 32.0, 128.0), 2.0, '
 def test_exponents(power):
     sizes = [1, 3, 10, 100]
     assert exponent(sizes, [5 * size**power for size in sizes]) == pytest.approx(power)
-    # Control: a part that does not grow hides some of it.
+    # Control: a constant part reduces the exponent.
     with_more = exponent(sizes, [5 * size**power + 10 for size in sizes])
     assert abs(with_more) < abs(power) or power == 0
 
@@ -41,7 +41,7 @@ def test_a_picture_has_a_panel_for_each_curve():
     assert lines[f'exponent {CURVE.exponent:.2f}, at the end 2.00'] == list(CURVE.values)
     assert lines['other'] == [3.0]
     assert [text.get_text() for text in first.get_xticklabels()] == ['1', '2', '4', '8']
-    # What stays the same has a decade of its axis, not the noise of it.
+    # The axis of a constant curve spans a decade, so that it does not magnify noise.
     flat, *_ = picture('', '', [Curve('', '', (1.0, 2.0), (5.0, 5.0), 0.0, '')]).axes
     low, high = flat.get_ylim()
     assert low < 2 < 10 < high

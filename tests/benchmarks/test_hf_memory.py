@@ -1,4 +1,6 @@
-"""The memory benchmark on a model of a few thousand parameters: its stages fit together, and it finds a difference."""
+"""Tests the memory benchmark on a model of a few thousand parameters: its stages are consistent and detect a
+difference.
+"""
 
 import json
 import subprocess
@@ -15,7 +17,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """The same stages in this process, which is allowed to be of any size."""
+    """Runs the stages in this process, without measuring its memory."""
 
     def run(stage, directory, num_layers):
         hf_memory.STAGES[stage](directory, num_layers)
@@ -33,12 +35,12 @@ def command(tmp_path):
 def test_its_numbers_hang_together(tmp_path):
     assert hf_memory.main(command(tmp_path)) == EXIT_DONE
     result = json.loads((tmp_path / 'result.json').read_text())
-    # 4 attention matrices, 3 of the feed-forward and 2 norms in each layer; embedding, head and a norm.
+    # Each layer has 4 attention kernels, 3 feed-forward kernels and 2 norms. The model adds embedding, head and a norm.
     assert result['parameters'] == 2 * (4 * 16**2 + 3 * 16 * 24 + 2 * 16) + 2 * 40 * 16 + 16
     assert result['largest_tensor_bytes'] == 4 * 40 * 16
     assert result['bound_bytes'] == 4 * 40 * 16 + 2 * 10**9
     assert result['export_peak_bytes'] == result['import_peak_bytes'] == 1000
-    # Nothing stays behind.
+    # No temporary files remain.
     assert [path.name for path in tmp_path.iterdir()] == ['result.json']
 
 
@@ -54,7 +56,7 @@ def test_a_parameter_that_differs_is_found(tmp_path, monkeypatch):
         array = arrays(path, shape, num_layers)
         if path != 'blocks.feedforward.down.kernel':
             return array
-        # Not a value of bfloat16.
+        # bfloat16 cannot represent this value.
         return StreamedArray(array.shape, lambda layer: array.read(layer) + np.float32(1 / 3), array.is_stacked)
 
     monkeypatch.setattr(hf_memory, '_array', changed)
@@ -74,7 +76,7 @@ print(before, _peak_bytes())
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_peak_is_that_of_the_process():
-    # One of its own: this one may have been larger before.
+    # A new process, since this one may have had a higher peak before.
     done = subprocess.run([sys.executable, '-c', GROW], cwd=ROOT, capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert 50 * 2**20 < before < after - 250 * 2**20

@@ -1,4 +1,4 @@
-"""The loop benchmark: its reading of a run's lines, and that it runs, with and without what a run needs."""
+"""Tests the loop benchmark: figures from a run's lines, and runs with and without the packages that training needs."""
 
 import importlib.util
 import json
@@ -28,14 +28,15 @@ def line(step, time, *, waits=0.0, seconds=0.25, **pauses):
 
 def test_what_is_read_from_the_lines_of_a_run():
     lines = [
-        # Slow, and not counted.
+        # Slow steps of the warm-up, which do not count.
         line(10, 100.0, waits=5.0, seconds=9.0, eval=50.0, checkpoint_blocked=50.0),
         line(WARMUP, 1000.0, waits=5.0, seconds=9.0, eval=50.0, checkpoint_blocked=50.0),
         line(WARMUP + 10, 1005.5, waits=0.125, seconds=0.5, checkpoint_blocked=0.5),
         line(WARMUP + 30, 1010.0, seconds=0.125, eval=2.0),
     ]
     turn = loop._read(lines)
-    # Thirty steps in ten seconds, two of them evaluation; 5 s and 2.5 s of steps, of which 1.25 s waited for data.
+    # Thirty steps take ten seconds, two of them for evaluation. Steps take 5 s and 2.5 s, of which 1.25 s wait for
+    # data.
     assert turn.step_seconds == pytest.approx(8 / 30)
     assert turn.with_evaluation == pytest.approx(10 / 30)
     assert turn.save_share == pytest.approx(0.05)
@@ -59,7 +60,7 @@ def test_a_run_and_its_bare_step(tmp_path, monkeypatch):
     assert 0 < result['save_share']['median'] < 1
     assert 0 < result['evaluation_share']['median'] < 1
     assert bench.machine['devices'] == 1
-    # Programs are kept for the next turn, of both; workdirs are not.
+    # The compilation caches are kept for the next turn, but the workdirs are not.
     assert {path.name for path in tmp_path.iterdir()} == {'data', 'programs'}
     for kind in ('train', 'bare'):
         assert list((tmp_path / 'programs' / kind).glob('jit_train_step*'))
@@ -68,7 +69,7 @@ def test_a_run_and_its_bare_step(tmp_path, monkeypatch):
 def test_without_what_a_run_needs(tmp_path, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(loop.importlib.util, 'find_spec', lambda name: None if name == 'grain' else find(name))
-    # Processes of bare steps are tried above.
+    # The test above runs bare steps in processes.
     monkeypatch.setattr(Bench, '_bare', lambda bench, steps, programs, settings=None: (0.5, 2.0))
     monkeypatch.setattr(Bench, 'import_seconds', lambda bench: 1.0)
     output = tmp_path / 'result.json'

@@ -1,6 +1,6 @@
-"""Communication that a program hides behind computation: by hand in small programs, and in steps compiled for TPUs.
+"""Tests the communication that computation hides, by hand in small programs and in steps compiled for TPUs.
 
-Nightly the compiler for TPU v5p makes two programs, each in up to a minute of a core.
+The nightly test compiles two programs for TPU v5p, which takes up to a minute of CPU time for each.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ CHIP = find_chip('TPU v4')
 MESH = {'data': 1, 'fsdp': 4}
 V5E_MESH = {'replica': 1, 'stage': 1, 'data': 1, 'fsdp': 16, 'context': 1, 'tensor': 1}
 SIZE = 1024
-# Of a matrix gathered by four devices, and of its product with itself.
+# Times of a matrix gathered by four devices, and of its product with itself.
 GATHER = transfer_time(
     Transfer('all-gather', ('fsdp',), 4, 2.0 * SIZE**2), CHIP, efficiency_of(CHIP), dict.fromkeys(MESH, 1), 4
 )
@@ -30,12 +30,12 @@ PRODUCT = 2 * SIZE**3 / (CHIP.tflops * 1e12)
 MATRIX = f'bf16[{SIZE},{SIZE}]{{1,0}}'
 PART = f'bf16[{SIZE // 4},{SIZE}]{{1,0}}'
 START = f'({PART}, {MATRIX}) all-gather-start(%w), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}'
-# On the chip, so that writing costs nothing.
+# The result stays on the chip, so that writing it takes no time.
 DOT = f'{MATRIX.replace("1,0}", "1,0:S(1)}")} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}'
 
 
 def program(*lines, others=''):
-    """A scheduled program with these instructions behind its parameters."""
+    """Returns a scheduled program with these instructions after its parameters."""
     parameters = [f'%x = {MATRIX} parameter(0)', f'%w = {PART} parameter(1)']
     entry = '\n'.join(f'  {line}' for line in [*parameters, *lines])
     return f'HloModule m, is_scheduled=true, num_partitions=4\n\n{others}\nENTRY %main {{\n{entry}\n}}\n'
@@ -62,7 +62,7 @@ def test_a_gather_is_hidden_by_what_runs_until_it_is_waited_for():
         assert found['all-gather'].seconds == pytest.approx(GATHER)
         assert found['all-gather'].hidden == pytest.approx(min(GATHER, number * PRODUCT))
         assert (found['all-gather'].count, found['all-gather'].count_async) == (1, 1)
-    # Control: the same products before or behind it.
+    # Control: the same matmuls before or after the gather.
     for lines in (
         [*dots(enough), f'%start = {START}', done('whole', 'start')],
         [f'%start = {START}', done('whole', 'start'), *dots(enough)],
@@ -81,7 +81,7 @@ def test_links_carry_one_after_the_other():
     found = overlap(program(*starts, *dots(1), done('whole_a', 'a'), done('whole_b', 'b')))['total']
     assert found.seconds == pytest.approx(2 * GATHER)
     assert found.hidden == pytest.approx(PRODUCT)
-    # The first waits in no other's place: the device stands still for it too.
+    # If the second gather is awaited first, that wait includes the first gather.
     assert overlap(program(*starts, *dots(1), done('whole_b', 'b'), done('whole_a', 'a')))['total'].hidden == (
         pytest.approx(PRODUCT)
     )
@@ -105,30 +105,30 @@ def test_loops_count_as_often_as_they_run():
     found = overlap(program(*lines, others=loop))['all-gather']
     assert found.seconds == pytest.approx(7 * GATHER)
     assert found.hidden == pytest.approx(7 * PRODUCT)
-    # Control: another number of rounds.
+    # Control: another trip count.
     fewer = overlap(program(*lines, others=loop.replace('constant(7)', 'constant(5)')))
     assert fewer['all-gather'].count == 5
 
 
 def test_products_that_carry_a_gather_on_hide_it():
-    """Of a step for v5e; two gathers of a layer go on within the fusions of products."""
+    """Uses a step for v5e, where two gathers of a layer continue within fusions of matmuls."""
     text = (ROOT / 'tests/planning/compiled/programs' / 'v5e_layers.txt').read_text()
     read = functools.partial(read_overlap, mesh_sizes=V5E_MESH, chip=find_chip('TPU v5 lite'), num_devices=16)
     found = read(text)['all-gather']
     assert 0 < found.count_async < found.count
     assert 0 < found.hidden < found.seconds
-    # Control: where nothing tells that they belong together, each is a gather that is waited for.
+    # Control: without chain ids, each part is a gather that the device waits for.
     assert read(text.replace('chain_id=', 'id='))['all-gather'].hidden == 0
 
 
 def test_products_in_steps_hide_what_goes_round():
-    """The gradient of a matrix in a step for v5e, summed while its parts go round the devices."""
+    """Uses the gradient of a matrix in a step for v5e, whose shards are summed while they rotate in a ring."""
     text = (ROOT / 'tests/planning/compiled/programs' / 'v5e_windowed_product.txt').read_text()
     read = functools.partial(read_overlap, mesh_sizes=V5E_MESH, chip=find_chip('TPU v5 lite'), num_devices=16)
     found = read(text)['collective-permute']
     assert found.count_async == found.count == 2 * 4 * 4 * 4
     assert 0.05 * found.seconds < found.hidden < found.seconds
-    # Control: a device that computes nothing hides nothing.
+    # Control: a device without computation hides nothing.
     assert read(text.replace(' convolution(', ' add('))['collective-permute'].hidden < 1e-3 * found.hidden
 
 
@@ -138,7 +138,7 @@ def test_an_unscheduled_program_tells_nothing():
 
 
 def compiled(options):
-    """Overlap in the step of a small Llama on 8 chips of v5p with its layers in a loop, 8192 tokens on each."""
+    """Returns the overlap in the step of a small Llama on 8 v5p chips, with scanned layers and 8192 tokens on each."""
     target = parse_target('v5p:2x2x2')
     config = small_config(
         num_devices=target.num_devices,
@@ -159,15 +159,15 @@ def compiled(options):
     return read_overlap(step.as_text(), config.mesh.sizes, target.chip, num_devices=target.num_devices)
 
 
-# Two programs, of up to a minute of a core each.
+# Slow: compiles two programs, each with up to a minute of CPU time.
 @pytest.mark.timeout(600)
 @pytest.mark.nightly
 def test_products_in_steps_hide_sums_of_gradients():
     ours, whole = compiled({}), compiled(WHOLE_PRODUCTS)
-    # As it was compiled they are 0.92 and 0.46; gathers are waited for.
+    # The compiled program has 0.92 and 0.46; the device waits for gathers.
     assert ours['collective-permute'].share > 0.8
     assert ours['total'].share > 0.4
-    # Control: with products as a whole, the device waits for the sums.
+    # Control: with undivided matmuls, the device waits for the sums.
     assert 'collective-permute' not in whole
     assert whole['total'].share < 0.1
     assert whole['all-reduce'].seconds > 2 * ours['all-reduce'].seconds

@@ -1,4 +1,4 @@
-"""The comparison with PyTorch on a CPU. Each side is a process that imports its library: 5 seconds of a core."""
+"""Tests the comparison with PyTorch on a CPU. Each side is a process whose imports take 5 s of CPU time."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ def two_small_sides(monkeypatch):
     monkeypatch.setattr(peers_cpu, 'PEERS', ('maxlm', 'torch'))
     monkeypatch.setattr(peers_cpu, 'SIZES', {'tiny': TINY})
     monkeypatch.setattr(peers_cpu, 'TURN_SECONDS', 0.05)
-    # Measured once, not before and after.
+    # The rate is measured once instead of before and after each turn.
     monkeypatch.setattr(peers_cpu, 'product_rate', functools.cache(peers_cpu.product_rate))
 
 
@@ -35,7 +35,7 @@ def test_both_sides_compute_the_same_and_are_timed(tmp_path, capsys):
 
 
 class Side:
-    """Stands in for a side whose losses are its own."""
+    """Fake side with its own losses."""
 
     ended = []  # noqa: RUF012
 
@@ -56,6 +56,6 @@ def test_sides_that_compute_something_else_are_not_compared(monkeypatch):
     with pytest.raises(SystemExit, match='torch computes something else'):
         peers_cpu.measure(TINY, 1, 1, lambda: None)
     assert Side.ended == ['maxlm', 'torch']
-    # Control: as different as another order of additions.
+    # Control: the difference is within a larger tolerance, as for another order of additions.
     monkeypatch.setattr(peers_cpu, 'TOLERANCE', 1e-3)
     assert peers_cpu.measure(TINY, 1, 1, lambda: None)['ratio'] == 1

@@ -1,4 +1,4 @@
-"""The comparison with PyTorch on a GPU, tried with a tiny model on the CPU, and its order of work."""
+"""Tests the comparison with PyTorch on a GPU, with a tiny model on the CPU, and its order of turns."""
 
 import json
 
@@ -17,7 +17,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_both_sides_train_the_same_model(tmp_path, monkeypatch, capsys):
-    # More threads than cores would wait for each other.
+    # With more threads than cores, threads wait for each other.
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
     monkeypatch.setattr(peers_gpu, 'TURN_SECONDS', 0.01)
     output = tmp_path / 'peers.json'
@@ -31,7 +31,7 @@ def test_both_sides_train_the_same_model(tmp_path, monkeypatch, capsys):
     assert result['ratio'] == pytest.approx(sides['torch']['step_seconds'] / sides['maxlm']['step_seconds'])
     assert {'jax', 'torch', 'date'} <= sides['maxlm']['versions'].keys() | sides['torch']['versions'].keys()
     assert result['mistakes'] == []
-    # Controls: what a few updates change would be seen, in each of the batches.
+    # Controls: in each of the batches, the difference of a few updates is detected.
     losses = sides['maxlm']['losses']
     for index in range(BATCHES):
         other = [*losses[:index], losses[index + BATCHES], *losses[index + 1 :]]
@@ -72,7 +72,7 @@ def test_pytorch_has_one_program_whose_stream_is_narrow():
 
 
 class StandIn:
-    """A side that notes when it does what."""
+    """Fake side that records its calls."""
 
     def __init__(self, held, log):
         self.memory = {'peak': held, 'held': held, 'limit': 100}
@@ -132,7 +132,7 @@ def test_no_torch(monkeypatch, capsys):
 
 
 def test_a_side_that_ends_early(monkeypatch, capsys):
-    """PyTorch without a GPU says so, and the comparison ends with that."""
+    """PyTorch reports that there is no GPU, and the comparison ends."""
     for code, expected in ((EXIT_BAD_INPUT, EXIT_BAD_INPUT), (-9, EXIT_FAILED)):
 
         def fail(*_, code=code):

@@ -1,4 +1,4 @@
-"""The table of published throughputs: that the configs are those of the sources, by figures that these give too."""
+"""Tests the configs for published throughputs against further figures of the same sources."""
 
 import collections
 
@@ -32,7 +32,7 @@ def test_there_are_enough_of_both_kinds(points):
     assert len({point.source for point in points}) >= 10
 
 
-# Parameters as the source counts them.
+# Parameters as counted by the source.
 @pytest.mark.parametrize(
     ('name', 'billions'),
     [
@@ -58,7 +58,7 @@ def test_parameters(points, name, billions):
     assert model_parameters(find(points, name).config.model) / 1e9 == pytest.approx(billions, rel=0.015)
 
 
-# Utilization in percent, attention counted full, as the source counts it.
+# Utilization in percent with full attention, as counted by the source.
 @pytest.mark.parametrize(
     ('name', 'percent'),
     [
@@ -75,7 +75,7 @@ def test_parameters(points, name, billions):
     ],
 )
 def test_utilization(points, name, percent):
-    # MPT's own formula also counts what is only looked up and added.
+    # MPT's own formula also counts embeddings and biases.
     assert 100 * utilization(find(points, name)) == pytest.approx(percent, rel=0.04)
 
 

@@ -1,4 +1,4 @@
-"""How the server and its peer are compared; both are stand-ins."""
+"""Tests the comparison of the server and its peer, with fakes for both."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks import serve
 
 
 class Peer:
-    """Answers in batches; each takes a second, and 0.1 s more for every prompt beyond the first."""
+    """Fake peer that responds in batches. A batch takes a second, and 0.1 s for every prompt after the first."""
 
     def __init__(self, tokens=7):
         self.tokens, self.batches = tokens, []
@@ -38,7 +38,7 @@ def test_the_best_batch_counts():
         ('equal', 8),
     ]
     assert sorted(set(peer.batches)) == [1, 4, 8]
-    # Six requests of each client: 48 answers in six batches.
+    # Six requests for each client: 48 responses in six batches.
     assert server.nums == [96] * 48
     rate = 48 * 96 / (6 * 1.7)
     assert eight['transformers'] == pytest.approx({'tokens_per_second': rate, 'first_token_seconds': 0.5, 'batch': 8})

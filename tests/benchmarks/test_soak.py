@@ -1,4 +1,4 @@
-"""The table of faults: its tests exist, a failure is one, and what is in docs/ is what was measured."""
+"""Tests the table of faults: its tests exist, a failing test counts, and docs/ has the measured figures."""
 
 import ast
 import json
@@ -25,7 +25,7 @@ def test_bad():
 
 @pytest.fixture
 def made_up(tmp_path, monkeypatch):
-    """A table with one fault, whose test fails once a file beside it is there."""
+    """Replaces the table by one fault, whose test fails once a file beside it exists."""
     path = tmp_path / 'test_made_up.py'
     path.write_text(TESTS)
     fault = Fault('made-up', 'a fault', 'a promise', (str(path),))

@@ -1,4 +1,4 @@
-"""The step benchmark: its numbers hang together, and it runs where only JAX and its friends are installed."""
+"""Tests the step benchmark: its figures are consistent, and it runs with only JAX and its dependencies installed."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
 from maxlm.planning.estimate.flops import training_flops
 from tests.conftest import ROOT
 
-# On a bare GPU machine these cannot be imported.
+# These packages are not installed on a bare GPU machine.
 ABSENT = (
     'grain',
     'clu',
@@ -85,7 +85,7 @@ def test_random_batches_are_packed_like_real_ones():
         starts = np.flatnonzero(np.diff(segments, prepend=0))
         np.testing.assert_array_equal(positions[starts], 0)
         np.testing.assert_array_equal(np.diff(positions)[np.diff(segments) == 0], 1)
-        # The last token of a document has no target, and only that one.
+        # Only the last token of a document has no target.
         np.testing.assert_array_equal(np.flatnonzero(batch['weights'][row][:-1] == 0) + 1, starts[1:])
     assert batch['segments'].max() > 3
     np.testing.assert_array_equal(batch['tokens'][:, 1:], batch['targets'][:, :-1])
@@ -106,7 +106,7 @@ RESULT = {'name': 'one', 'tokens': 'text', 'global_batch': 8, 'window': 16, 'ste
 
 @pytest.mark.parametrize(('by', 'same'), [(0.03, True), (-0.03, True), (0.2, False), (np.nan, False)])
 def test_two_results_side_by_side(by, same):
-    # What comes before the last ten does not count.
+    # Only the last ten losses count.
     other = {**RESULT, 'losses': [9.0] * 5 + [2.0] * 10}
     compared = compare({**RESULT, 'step_seconds': 0.2, 'losses': [8.0] * 5 + [2.0 + by] * 10}, other)
     assert compared['speed'] == pytest.approx(1.5)
@@ -131,7 +131,7 @@ def test_options_of_xla(monkeypatch, capsys, tmp_path):
 
 
 def test_xla_is_told(tmp_path):
-    """It ends the process at an option that it does not know; the control is the first test."""
+    """XLA aborts on an unknown option. The control is the first test, which sets a known option."""
     command = [sys.executable, '-m', 'benchmarks.step', f'--config={ROOT}/configs/tiny.py', '--xla=no_such_option=1']
     environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The tokenizing benchmark runs, and its figures are of the same text."""
+"""Tests the tokenization benchmark: it runs, and its figures are for the same text."""
 
 import json
 
