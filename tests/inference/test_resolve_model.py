@@ -75,7 +75,7 @@ def test_a_directory_of_transformers(made, tmp_path, capsys):
     there = load_model(f'{made}/run@2', num_devices=1)
     equal = jax.tree.map(np.array_equal, jax.device_get(model.params), jax.device_get(there.params))
     assert all(jax.tree.leaves(equal))
-    # A failed import leaves no files behind.
+    # The temporary import is deleted on exit.
     with pytest.raises(InputError):
         load_model(imported, num_devices=1)
     assert default_model_name(str(tmp_path / 'exported')) == 'exported'

@@ -326,7 +326,7 @@ def test_processes_keep_programs_only_in_common(tmp_path):
             'the same': str(tmp_path / 'shared'),
         }
         assert len(names) >= 1
-    # One line for each case that went wrong, by the first.
+    # The first process logs one line for each case without a common directory.
     outputs = [process.stdout + process.stderr for process in pair]
     assert outputs[0].count('is not the same directory for all processes') == 2
     assert outputs[0].count('compiled programs are not kept') == 3

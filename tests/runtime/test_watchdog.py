@@ -88,7 +88,7 @@ def test_a_process_that_has_a_reason_is_left_alone(tmp_path, capfd, body, option
 
 
 def test_what_a_process_waited_for_has_come_when_it_leaves(tmp_path):
-    """After the wait, the process has the full limit again."""
+    """The process has the full limit again after the wait."""
     peers = Peers(all_overdue=False)
     with Watchdog(4 * LIMIT, peers, tmp_path) as watchdog:
         watchdog.start()

@@ -198,7 +198,7 @@ def test_what_does_not_pass_ends_it(gcs, file, kind, reason, requests):
 @pytest.mark.parametrize('known', [True, False])
 @pytest.mark.parametrize('composed', [True, False])
 def test_a_flipped_bit_is_found_and_fetched_anew(gcs, file, known, composed):
-    """Without a checksum of ours, the bucket's MD5 counts, or its CRC32C if there is no MD5."""
+    """The bucket's MD5 counts if maxlm has no checksum, or its CRC32C if there is no MD5."""
     gcs.put('bucket', 'x/a.bin', CONTENT, composed=composed)
     file = RemoteFile(file.url, file.path, file.bytes, sha256(CONTENT) if known else '')
     gcs.fault('flip', times=1)

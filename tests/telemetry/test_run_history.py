@@ -37,7 +37,7 @@ def test_everything_is_there(tmp_path):
 
 
 def test_the_builders_are_consistent(tmp_path):
-    """In every workdir with heartbeats, categories add up to the time from the first start to the last line."""
+    """Categories add up to the time from the first start to the last line, in every workdir with heartbeats."""
     for name, build in BUILDERS.items():
         history = read_history(build(tmp_path / name))
         for process, ledger in history.goodput_logs.items():

@@ -86,7 +86,7 @@ def test_an_upload_that_breaks_off_is_invisible_and_goes_on(gcs, tmp_path, serve
     assert complete_steps(bucket) == [3]
     sent = uploads(gcs)
     assert len(before) == served
-    # Markers and the manifest are small and are sent again; no other file is sent twice.
+    # Markers and the manifest are small and may be sent again; no other file is sent twice.
     assert all(sent.count(f'3/{name}') == 1 for name in NAMES)
     download_step(bucket, 3, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(folder)

@@ -233,7 +233,7 @@ def excerpt(name):
 
 
 def test_layers_on_gpus():
-    """Excerpt: 24 layers forward, 16 micro-batches of 4 · 2048 tokens, Triton matmuls and cuDNN attention."""
+    """Reads 24 layers forward, with 16 micro-batches of 4 · 2048 tokens, Triton matmuls and cuDNN attention."""
     text = excerpt('h100_layers')
     program = read_program(text, fsdp(8))
     assert program.flops == 16 * 24 * 2 * gpt2_layer(1536, 6144) * 4 * 2048
@@ -264,7 +264,7 @@ def test_products_of_cublas():
 
 @pytest.mark.parametrize('name', ['v4_layers', 'v5e_layers'])
 def test_layers_on_tpus(name):
-    """Excerpt: 4 layers forward, 2 micro-batches of 2 · 512 tokens. Matmuls are convolutions, loops carry no notes."""
+    """Reads 4 layers forward, with 2 micro-batches of 2 · 512 tokens, convolutions as matmuls, and loops without notes."""
     text = excerpt(name)
     assert 'known_trip_count' not in text
     assert ' dot(' not in text
@@ -282,7 +282,7 @@ def test_layers_on_tpus(name):
 
 
 def test_a_product_in_steps_on_a_tpu():
-    """The gradient of one matrix in each of 4 layers, computed twice.
+    """Reads the gradient of one matrix in each of 4 layers, for 2 micro-batches.
 
     Its shards are summed while they rotate in a ring.
     """
