@@ -264,7 +264,7 @@ def test_products_of_cublas():
 
 @pytest.mark.parametrize('name', ['v4_layers', 'v5e_layers'])
 def test_layers_on_tpus(name):
-    """Reads 4 layers forward, with 2 micro-batches of 2 · 512 tokens, convolutions as matmuls, and loops without notes."""
+    """Reads 4 layers forward, 2 micro-batches of 2 · 512 tokens. Matmuls are convolutions, and loops carry no notes."""
     text = excerpt(name)
     assert 'known_trip_count' not in text
     assert ' dot(' not in text
@@ -282,7 +282,7 @@ def test_layers_on_tpus(name):
 
 
 def test_a_product_in_steps_on_a_tpu():
-    """Reads the gradient of one matrix in each of 4 layers, for 2 micro-batches.
+    """Reads the gradient of one matrix, which is computed twice in each of 4 layers.
 
     Its shards are summed while they rotate in a ring.
     """
