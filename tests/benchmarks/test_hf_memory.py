@@ -1,6 +1,4 @@
-"""Tests the memory benchmark on a model of a few thousand parameters: its stages are consistent and detect a
-difference.
-"""
+"""Tests the memory benchmark on a small model: its stages are consistent and detect a difference."""
 
 import json
 import subprocess

@@ -1,6 +1,4 @@
-"""Tests each number of config.json and generation_config.json with invalid values: the result is a model or one error
-line.
-"""
+"""Tests that invalid numbers in config.json and generation_config.json give a model or one error line."""
 
 from __future__ import annotations
 

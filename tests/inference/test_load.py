@@ -20,9 +20,7 @@ from tests.checkpoint.test_streaming import flatten, streamed
 
 @pytest.fixture(scope='module')
 def saved(dataset, tmp_path_factory):
-    """Returns workdirs with random parameters at step 7, without and with an EMA, and both sets of parameters as
-    arrays.
-    """
+    """Returns workdirs with random parameters at step 7, without and with an EMA, and both sets of arrays."""
     state = random_state(abstract_on(8), step=7, skipped=0)
     average = random_state(abstract_on(8), step=7, skipped=0, seed=1).params
     workdirs = []

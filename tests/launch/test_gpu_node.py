@@ -148,7 +148,7 @@ def test_logs(programs, tmp_path):
         ({'code': 1}, {'on_term': 75}, 1),
         ({'code': 75}, {'on_term': 75}, 75),
         ({'code': 2}, {'on_term': 75}, 2),
-        # The process is killed, as by the kernel when memory runs out. Code 75 of the other processes requests a restart.
+        # The process is killed, as by the kernel when memory runs out. Code 75 of another process requests a restart.
         ({'signal': signal.SIGKILL}, {'on_term': 75}, 75),
         ({'signal': signal.SIGKILL}, {'on_term': 0}, 137),
         # Only a later process detects bad input.

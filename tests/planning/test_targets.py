@@ -290,8 +290,9 @@ def test_chips_that_the_compiler_is_not_told_of():
 
 @pytest.mark.parametrize('spec', [f'{name}:2x2' for name in GPU_TARGETS])
 def test_gpus_that_are_not_there(spec):
-    """Compiles for GPUs that are not attached if the CUDA plugin is installed; otherwise the error says what to
-    install.
+    """Compiles for GPUs that are not attached, if the CUDA plugin is installed.
+
+    Otherwise the error says what to install.
     """
     target = parse_target(spec)
     if not HAS_CUDA:

@@ -11,9 +11,7 @@ from tests.forking import free_port
 
 
 def outcomes(members, seconds=30.0):
-    """Returns the exception of `rendezvous`, or None, for each (number of processes, rank), and the coordinator's
-    address.
-    """
+    """Returns the exceptions of `rendezvous` for each (number of processes, rank), and the coordinator's address."""
     coordinator = f'127.0.0.1:{free_port()}'
     with concurrent.futures.ThreadPoolExecutor(len(members)) as pool:
         ends = [pool.submit(rendezvous, coordinator, *member, seconds=seconds) for member in members]

@@ -80,8 +80,7 @@ def test_a_failure_is_said_and_ends_nothing(tmp_path, monkeypatch, caplog):
 
 
 def test_times_without_those_inside():
-    # A loop of 10 with two rounds of 3 and 4; the second contains an operation of 1. Another operation follows the
-    # loop.
+    # A loop of 10 with two rounds of 3 and 4; the second contains an operation of 1. An operation of 2 follows.
     events = [('loop', 0, 10), ('a.1', 1, 3), ('a.2', 5, 4), ('b', 6, 1), ('b', 12, 2)]
     assert sorted(self_times(events)) == [('a.1', 3), ('a.2', 3), ('b', 1), ('b', 2), ('loop', 3)]
     assert sum(time for _, time in self_times(events)) == 12
