@@ -102,12 +102,12 @@ def test_the_command_without_a_mistake_succeeds(finished):
 def test_an_empty_data_directory(data, workdir, refused):
     shutil.rmtree(data)
     data.mkdir()
-    refused(command(data, workdir), data, 'holds no data set', 'maxlm.prepare')
+    refused(command(data, workdir), data, 'contains no data set', 'maxlm.prepare')
     assert not workdir.exists()
 
 
 def test_no_data_directory(tmp_path, workdir, refused):
-    refused(command(tmp_path / 'nothing', workdir), tmp_path / 'nothing', 'holds no data set')
+    refused(command(tmp_path / 'nothing', workdir), tmp_path / 'nothing', 'contains no data set')
     assert not workdir.exists()
 
 

@@ -87,7 +87,7 @@ def test_an_interrupted_run_goes_on(texts, tmp_path, small_groups, monkeypatch, 
     monkeypatch.setattr(WriteShards, 'run', die_after)
     assert run(*arguments, '--output', tmp_path / 'data') == 130
     assert not list((tmp_path / 'data').glob('.*.partial'))
-    with pytest.raises(InputError, match='holds no data set'):
+    with pytest.raises(InputError, match='contains no data set'):
         load_manifest(tmp_path / 'data')
 
     def note(task, report):
@@ -152,7 +152,7 @@ def test_skip_bad_leaves_out_and_lists(texts, tmp_path, capsys):
     dataset = load_manifest(tmp_path / 'data')
     assert [entry['name'] for entry in dataset.left_out] == ['bad.txt', 'web.jsonl:2']
     assert 'byte 0 is not UTF-8' in dataset.left_out[0]['reason']
-    assert 'left out: 2' in capsys.readouterr().out
+    assert 'skipped: 2' in capsys.readouterr().out
     assert sum(split.documents for split in dataset.splits.values()) == 41
 
 
@@ -273,8 +273,8 @@ def test_a_cut_document_is_the_same_after_an_interruption(tmp_path, monkeypatch)
 
 BAD = {
     'missing input': (lambda at: None, ['--input', '{}/nothing'], ['/nothing', 'No such file']),
-    'empty directory': (lambda at: (at / 'x').mkdir(), ['--input', '{}/x'], ['/x holds no text', '.jsonl']),
-    'only empty files': (lambda at: (at / 'x.txt').touch(), ['--input', '{}/x.txt'], ['--input holds no text']),
+    'empty directory': (lambda at: (at / 'x').mkdir(), ['--input', '{}/x'], ['/x contains no text', '.jsonl']),
+    'only empty files': (lambda at: (at / 'x.txt').touch(), ['--input', '{}/x.txt'], ['--input contains no text']),
     'not UTF-8': (lambda at: (at / 'x.txt').write_bytes(b'a\xff'), ['--input', '{}/x.txt'], ['/x.txt', 'byte 1']),
     'dangling link': (
         lambda at: [(at / 'd').mkdir(), (at / 'd' / 'x.txt').symlink_to('nothing')],

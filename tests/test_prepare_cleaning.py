@@ -217,8 +217,8 @@ BAD = {
     'bad retries': (['x.txt', '--retries', '-1'], ['--retries=-1']),
     'address without ray': (['x.txt', '--ray-address', 'a:1'], ['--executor=ray']),
     'a Parquet without the column': (['x.parquet'], ['x.parquet', "no column 'text'", 'body', '--text-field']),
-    'truncated gzip': (['x.jsonl.gz'], ['x.jsonl.gz', 'cut short']),
-    'truncated Parquet': (['cut.parquet'], ['cut.parquet', 'cut short']),
+    'truncated gzip': (['x.jsonl.gz'], ['x.jsonl.gz', 'truncated']),
+    'truncated Parquet': (['cut.parquet'], ['cut.parquet', 'not a readable Parquet file']),
     'truncated .npy': (['cut.npy', '--tokenizer', 'ids:100'], ['cut.npy']),
 }
 

@@ -96,7 +96,7 @@ def test_a_group_that_fails_to_the_end(texts, tmp_path, fail, capsys, more):
     assert run(*command, '--skip-failed') == 0
     capsys.readouterr()
     assert run(*command) == 2
-    assert 'without 1 groups that failed' in capsys.readouterr().err
+    assert 'lacks 1 partitions that failed' in capsys.readouterr().err
 
 
 def test_what_is_done_is_not_done_again_after_a_failure(texts, tmp_path, fail, monkeypatch):

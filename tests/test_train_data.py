@@ -110,7 +110,7 @@ def test_bad_sources_are_refused_in_one_line(two, tmp_path, capsys):
         "('a', 1)": 'not a directory and a weight',
         "(('a', 1), ('a', 2))": 'there twice',
         '[1]': 'a tuple',
-        "(('nowhere', 1),)": 'nowhere holds no data set',
+        "(('nowhere', 1),)": 'nowhere contains no data set',
         f"(('{two}/numbers#words', 1),)": "no source 'words'",
     }.items():
         assert run('unused', tmp_path / 'run', data__sources=value) == EXIT_BAD_INPUT

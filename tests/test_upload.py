@@ -89,7 +89,7 @@ def test_a_data_set_that_is_there_is_not_made_again(gcs, texts, capsys):
     assert 'gs://bucket/data/ is already prepared from these inputs' in capsys.readouterr().out
     assert make(texts, 'gs://bucket/data', '--block=7') == EXIT_BAD_INPUT
     error = capsys.readouterr().err
-    assert 'gs://bucket/data holds a data set made from block 2048, not 7; choose another --output' in error
+    assert 'gs://bucket/data contains a data set made from block 2048, not 7; choose another --output' in error
     assert error.count('\n') == 1
     assert written(gcs) == before
 

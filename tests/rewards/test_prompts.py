@@ -130,7 +130,7 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / 'x.jsonl.gz').write_bytes(packed)
     assert read_prompts(str(tmp_path / 'x.jsonl.gz'), CHAT, 100).num_prompts == 1000
     (tmp_path / 'x.jsonl.gz').write_bytes(packed[:-12])
-    with pytest.raises(InputError, match=r'x\.jsonl\.gz: damaged or cut short'):
+    with pytest.raises(InputError, match=r'x\.jsonl\.gz: damaged or truncated'):
         read_prompts(str(tmp_path / 'x.jsonl.gz'), CHAT, 100)
 
 

@@ -175,7 +175,7 @@ class ChatEncoder:
             if message['role'] == 'assistant'
         ]
         if not all(wanted) and len(wanted) != len(rendered.said):
-            raise ChatError('the chat template does not show each message of the assistant, and some have weight 0')
+            raise ChatError('the chat template omits some assistant messages, so weight 0 cannot be applied')
         said = rendered.said if all(wanted) else itertools.compress(rendered.said, wanted)
         pieces = list(self._cut(rendered, list(said)))
         return [piece for piece in pieces if piece.ends_turn] if ends_only else pieces

@@ -27,9 +27,7 @@ from maxlm.data.documents.conversation import Message
 _MAX_REASON = 500
 # Markers around assistant messages during rendering. They are noncharacters of Unicode.
 _OPEN, _CLOSE = '\U0010fffe', '\U0010ffff'
-_NO_END = (
-    'the chat template ends a turn of the assistant with no special token, so that a model would not learn to stop'
-)
+_NO_END = 'the chat template ends an assistant turn without a special token, so the model would not learn to stop'
 
 
 class ChatError(ValueError):
@@ -91,7 +89,7 @@ class JinjaTemplate:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ChatError(f'line {error.lineno} is not of a chat template: {_line(error)}') from error
+            raise ChatError(f'line {error.lineno} is not valid in a chat template: {_line(error)}') from error
         # Python's compiler has its own limits, and Jinja evaluates constant expressions here.
         except Exception as error:
             raise ChatError(f'the chat template cannot be compiled: {_line(error)}') from error
@@ -140,8 +138,8 @@ class JinjaTemplate:
             through = self._render(messages[: place + 1], tools) if place + 1 < len(messages) else text
             if not (text.startswith(invited) and through.startswith(invited)):
                 raise ChatError(
-                    'the chat template spells turns in another way once others follow, so that it does not show what '
-                    'the assistant says; put that between {% generation %} and {% endgeneration %}'
+                    'the chat template renders turns differently once later turns follow, so assistant text cannot be '
+                    'located; put it between {% generation %} and {% endgeneration %}'
                 )
             ends = list(special.finditer(through, len(invited)))
             if not ends:
@@ -166,7 +164,7 @@ class JinjaTemplate:
             )
         # A template can raise any exception for unexpected messages.
         except Exception as error:
-            raise ChatError(f'the chat template does not take it: {_line(error)}') from error
+            raise ChatError(f'the chat template rejects the messages: {_line(error)}') from error
 
 
 class _Generation(jinja2.ext.Extension):
@@ -261,6 +259,6 @@ def _with_end(text: str, span: Span, special: tuple[str, ...]) -> Span:
 
 def _line(error: Exception) -> str:
     line = ' '.join(str(error)[:_MAX_REASON].split())
-    return {MemoryError: 'out of memory', RecursionError: 'it is nested too deeply'}.get(type(error), line) or type(
+    return {MemoryError: 'out of memory', RecursionError: 'nested too deeply'}.get(type(error), line) or type(
         error
     ).__name__

@@ -57,7 +57,7 @@ class ChatRecipe:
             ChatEncoder(tokenizer, template)
         except InputError as error:
             raise InputError(
-                f'--chat-template={self.name}: {error}; --special-tokens names those that do not look like <|…|>'
+                f'--chat-template={self.name}: {error}; list other special tokens than <|…|> with --special-tokens'
             ) from error
         return tokenizer
 

@@ -102,7 +102,9 @@ class ChatTemplate:
         """
         self.source = source
         if len(source) > _MAX_SOURCE:
-            raise InputError(f'{name}: {len(source)} characters are no chat template; at most {_MAX_SOURCE} are read')
+            raise InputError(
+                f'{name}: a chat template has at most {_MAX_SOURCE} characters, and this has {len(source)}'
+            )
         known = _SET.sub('', source, count=1) in TEMPLATES.values()
         try:
             self._template = JinjaTemplate(source) if known else RemoteTemplate(source, limits)
@@ -169,7 +171,7 @@ def load_template(given: str) -> ChatTemplate:
     try:
         source = read_text(given)
     except UnicodeDecodeError as error:
-        raise InputError(f'--chat-template={given}: byte {error.start} is not UTF-8; a Jinja file is needed') from error
+        raise InputError(f'--chat-template={given}: byte {error.start} is not UTF-8; give a Jinja file') from error
     except OSError as error:
         names = ', '.join(TEMPLATES)
         raise InputError(

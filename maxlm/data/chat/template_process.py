@@ -132,7 +132,7 @@ class _Renderer:
         try:
             data = json.dumps(request, default=_plain).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise ChatError(f'a message cannot be shown: {error}') from None
+            raise ChatError(f'cannot render a message: {error}') from None
         with self._lock:
             if self._process is None:
                 self._process = _start(self._limits)
@@ -217,7 +217,7 @@ def _answer(template: JinjaTemplate, request: Sequence[Any], longest: int) -> An
     messages, options = arguments
     rendered = getattr(template, method)(messages, **options)
     if len(rendered.text) > longest:
-        raise ChatError(f'the chat template writes {len(rendered.text)} characters; at most {longest} are taken')
+        raise ChatError(f'the chat template outputs {len(rendered.text)} characters; the limit is {longest}')
     return rendered
 
 

@@ -166,5 +166,5 @@ def check_capacity(uses: Sequence[PlannedRead], capacity_bytes: int) -> None:
 def _too_small(capacity_bytes: int, step: int, needed: int) -> str:
     return (
         f'a cache of {capacity_bytes:,} bytes is too small: step {step:,} reads files of {needed:,} bytes; '
-        f'give it more than that, best twice as much'
+        f'raise the limit, preferably to twice that size'
     )

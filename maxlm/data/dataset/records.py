@@ -239,7 +239,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dat
         facts = parse_json(read_bytes(manifest, limit=MAX_TEXT_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(
-            f'{path} holds no data set ({MANIFEST_NAME} is missing); make one with '
+            f'{path} contains no data set ({MANIFEST_NAME} is missing); create one with '
             f'`python -m maxlm.prepare --input … --output {path}`'
         ) from None
     except OSError as error:
@@ -294,7 +294,7 @@ def _parse_manifest(path: Path, facts: Any) -> Dataset:
         raise TypeError('not an object')
     if (version := facts.pop('format_version')) != FORMAT_VERSION:
         raise InputError(
-            f'{path / MANIFEST_NAME} has format {str(version)[:50]}, this maxlm reads {FORMAT_VERSION}; '
+            f'{path / MANIFEST_NAME} has format {str(version)[:50]}, but this maxlm reads {FORMAT_VERSION}; '
             'prepare the text again, with another --output'
         )
     splits = {
@@ -312,7 +312,7 @@ def _parse_manifest(path: Path, facts: Any) -> Dataset:
     dataset = _build(Dataset, {**facts, 'path': path, 'splits': splits, 'left_out': tuple(facts['left_out'])})
     dtypes = ('uint32',) if dataset.masked else ('uint16', 'uint32')
     if set(splits) != {'train', 'validation'} or dataset.dtype not in dtypes:
-        raise TypeError('splits or dtype')
+        raise TypeError('invalid splits or dtype')
     if dataset.end_of_document >= dataset.vocab_size or dataset.vocab_size - 1 > np.iinfo(dataset.dtype).max:
         raise TypeError(f'vocab_size is {dataset.vocab_size}, end_of_document {dataset.end_of_document}')
     for entry in dataset.left_out:

@@ -59,7 +59,7 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
         version = facts['format_version']
         if version != FORMAT_VERSION:
             raise InputError(
-                f'{name} has format {str(version)[:50]}, this maxlm reads {FORMAT_VERSION}; prepare it again'
+                f'{name} has format {str(version)[:50]}, but this maxlm reads {FORMAT_VERSION}; prepare it again'
             )
         beside = {str(facts['tokenizer_file']): str(facts['tokenizer_sha256'])}
         if template := facts.get('chat_template_sha256'):

@@ -105,9 +105,7 @@ class Fetcher:
                 self._policy.register(file)
         except OSError as error:
             self._release()
-            raise InputError(
-                f'{error.filename}: {os_message(error)}; give a directory for the cache that can be written'
-            ) from error
+            raise InputError(f'{error.filename}: {os_message(error)}; use a writable cache directory') from error
         for thread in self._threads:
             thread.start()
         return self
@@ -168,7 +166,7 @@ class Fetcher:
                 self._rest()
         # If the thread ended silently, readers would wait forever.
         except Exception as error:
-            self._stop_with_error(f'it cannot be told what is to be fetched: {type(error).__name__}: {error}')
+            self._stop_with_error(f'cannot determine which files to fetch: {type(error).__name__}: {error}')
             raise
 
     def _rest(self) -> None:
@@ -226,7 +224,7 @@ class Fetcher:
             self._record_failure(file, str(error))
             return False
         except Exception as error:
-            self._record_failure(file, f'{file.path}: {type(error).__name__} while it was fetched')
+            self._record_failure(file, f'{file.path}: {type(error).__name__} during the fetch')
             return False
         return True
 
@@ -272,7 +270,7 @@ def fetch_manifest(url: str, cache: Path, *, on_warning: OnWarning) -> RemoteMan
             content = read_file(f'{manifest.url}/{name}')
             if hashlib.sha256(content).hexdigest() != sha256:
                 raise InputError(
-                    f'{redact(manifest.url)}/{name} is not that of {MANIFEST_NAME} beside it: its checksum '
+                    f'{redact(manifest.url)}/{name} does not match its {MANIFEST_NAME}: its checksum '
                     f'differs; copy the data set to the bucket again'
                 )
             atomic_write(cache / name, content, make_parents=True)
@@ -283,7 +281,7 @@ def fetch_manifest(url: str, cache: Path, *, on_warning: OnWarning) -> RemoteMan
             raise error from None
         if not all(_has_checksum(cache / name, sha256) for name, sha256 in manifest.beside.items()):
             raise
-        on_warning(f'{error}; going on with {MANIFEST_NAME} in {cache}')
+        on_warning(f'{error}; using {MANIFEST_NAME} in {cache}')
         return manifest
     remove_stale(manifest, cache)
     atomic_write(cache / MANIFEST_NAME, manifest.content, make_parents=True)

@@ -68,7 +68,7 @@ class TokenReader:
         first = records.start * self._block
         tokens = stream[start - first : stop - first]
         if len(tokens) != stop - start:
-            raise self._damaged(shard, f'tokens {start} to {stop} are not all there')
+            raise self._damaged(shard, f'tokens {start} to {stop} are incomplete')
         return tokens
 
     def _damaged(self, shard: int, reason: str) -> InputError:

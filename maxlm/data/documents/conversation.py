@@ -111,16 +111,16 @@ def make_conversation(messages: Sequence[Message], entry: Mapping[str, Any], *, 
         for place, message in enumerate(messages)
     )
     if not any(learned):
-        raise ValueError('the assistant says nothing that is to be learned')
+        raise ValueError('no assistant message to train on')
     tools = entry.get('tools') or []
     if not isinstance(tools, list):
-        raise ValueError(f"'tools' holds {type(tools).__name__}, not a list")
+        raise ValueError(f"'tools' contains {type(tools).__name__}, not a list")
     shown = tuple({key: value for key, value in message.items() if key != 'weight'} for message in messages)
     conversation = Conversation(shown, learned, tuple(tools))
     try:
         conversation.text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError('holds half of a surrogate pair, which is not text') from error
+        raise ValueError('contains an unpaired surrogate, which is not valid text') from error
     return conversation
 
 
@@ -150,9 +150,7 @@ def _openai(entry: Mapping[str, Any], key: str = 'messages') -> list[dict[str, A
         if content is None and (message.get('tool_calls') or message.get('function_call')):
             content = ''
         if message.get('weight', 1) not in (0, 1):
-            raise ValueError(
-                f'{told} has the weight {repr(message["weight"])[:200]}; it is learned with 1, or not with 0'
-            )
+            raise ValueError(f'{told} has the weight {repr(message["weight"])[:200]}; use 1 to train on it or 0 not to')
         messages.append({**message, 'role': role, 'content': _text(content, f"the 'content' of {told}")})
     return messages
 
@@ -193,7 +191,9 @@ def _said(entry: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]
 
 def _refuse_label(entry: Mapping[str, Any]) -> None:
     if isinstance(entry.get('label'), bool):
-        raise ValueError("'label' says whether the completion is good, and bad ones are not to be learned; remove them")
+        raise ValueError(
+            "'label' marks completions as good or bad, and bad completions cannot be trained on; remove them"
+        )
 
 
 # Keys that identify a format, and its parser.

@@ -51,7 +51,7 @@ class Document:
 
 def raise_bad(name: str, reason: str) -> None:
     """Raises InputError for an unreadable record. Readers use this if bad records may not be skipped."""
-    raise InputError(f'{reason} (--skip-bad-records leaves out what cannot be read)')
+    raise InputError(f'{reason} (skip unreadable records with --skip-bad-records)')
 
 
 def encode_each(

@@ -52,7 +52,7 @@ def with_usual_names(entry: Any, options: ReadOptions) -> Any:
 def list_fields(entry: Any) -> str:
     """Returns a list of the fields of a record, for error messages."""
     if not isinstance(entry, Mapping):
-        return f'it is no object but {type(entry).__name__}'
+        return f'the record is {type(entry).__name__}, not an object'
     names = [' '.join(str(name).split())[:50] for name in entry]
     more = f' and {len(names) - MAX_FIELDS_LISTED} more' if len(names) > MAX_FIELDS_LISTED else ''
     return f'it has {", ".join(names[:MAX_FIELDS_LISTED])}{more}' if names else 'it has no fields'

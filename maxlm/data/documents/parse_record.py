@@ -44,15 +44,15 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
     if options.format == 'preference':
         preference = parse_preference(named)
         if preference is None:
-            raise ValueError(f'no pair of answers: it needs {PREFERENCE_FORMATS}; {list_fields(entry)}')
+            raise ValueError(f'no preference pair: it needs {PREFERENCE_FORMATS}; {list_fields(entry)}')
         return Document(name, source, preference.text, preference=preference, metadata=_scalars(entry))
     has_text = _has_text(entry, options.text_key)
     has_messages = isinstance(entry, dict) and bool(options.messages_field) and options.messages_field in entry
     if options.format == 'chat' or (options.format == 'auto' and (has_messages or not has_text)):
         return _said(name, source, entry, named, options)
     if not has_text:
-        hint = '--format=chat takes conversations' if has_format(named) else '--text-field names the key'
-        hint = '--format=preference takes pairs of answers' if has_preference(named) else hint
+        hint = 'use --format=chat for conversations' if has_format(named) else 'set --text-field to the key'
+        hint = 'use --format=preference for preference pairs' if has_preference(named) else hint
         raise ValueError(f'no text at the key {options.text_key!r}; {hint}; {list_fields(entry)}')
     text = entry.pop(options.text_key)
     _refuse_surrogates(text)
@@ -68,7 +68,7 @@ def _said(name: str, source: str, entry: Any, named: Any, options: ReadOptions) 
     if conversation is None:
         missing = f'no messages at the key {options.messages_field!r}' if options.messages_field else 'no conversation'
         no_text = '' if options.format == 'chat' else f', and no text at the key {options.text_key!r}'
-        hint = '--messages-field names the key' if options.messages_field else f'it needs {FORMATS}'
+        hint = 'set --messages-field to the key' if options.messages_field else f'it needs {FORMATS}'
         raise ValueError(f'{missing}{no_text}: {hint}; {list_fields(entry)}')
     return Document(name, source, conversation.text, conversation=conversation, metadata=_scalars(entry))
 
@@ -77,7 +77,7 @@ def _refuse_surrogates(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError('holds half of a surrogate pair, which is not text') from error
+        raise ValueError('contains an unpaired surrogate, which is not valid text') from error
 
 
 def _has_text(entry: Any, text_key: str) -> bool:

@@ -81,12 +81,12 @@ def parse_preference(entry: Any) -> Preference | None:
             raise ValueError("one of 'chosen' and 'rejected' begins with the prompt, and the other with an answer")
         common = _common(*answers)
         if prompt and not _holds(answers[0][:common], prompt[-1]):
-            raise ValueError("'chosen' and 'rejected' hold a prompt other than the one that is beside them")
+            raise ValueError("'chosen' and 'rejected' contain a prompt that differs from the prompt of the record")
         prompt, answers = answers[0][:common], [answer[common:] for answer in answers]
     if not prompt:
-        raise ValueError(f"there is no prompt; needs one of {', '.join(PROMPTS)}, or one in 'chosen' and 'rejected'")
+        raise ValueError(f"no prompt; add one of {', '.join(PROMPTS)}, or a prompt in 'chosen' and 'rejected'")
     if prompt[-1]['role'] == 'assistant':
-        raise ValueError('the prompt ends with a message of the assistant, which leaves it nothing to answer')
+        raise ValueError('the prompt ends with an assistant message, so there is nothing to answer')
     if prompt[0]['role'] != 'system':
         prompt = [*system_of(entry), *prompt]
     chosen, rejected = (_conversation(entry, key, prompt, answer) for key, answer in zip(ANSWERS, answers, strict=True))
@@ -123,7 +123,7 @@ def _answer(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
         return _dialogue(answer) or [{'role': 'assistant', 'content': answer}]
     messages = parse_messages({key: [answer] if isinstance(answer, dict) else answer}, key)
     if not messages:
-        raise ValueError(f'{key!r} holds no messages')
+        raise ValueError(f'{key!r} contains no messages')
     return messages
 
 
@@ -144,8 +144,8 @@ def _common(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     common = next((place for place in range(last) if chosen[place] != rejected[place]), last)
     if any(said[common]['role'] != 'assistant' for said in (chosen, rejected)):
         raise ValueError(
-            "'chosen' and 'rejected' differ before an answer of the assistant; they need a common beginning, and each "
-            'an answer to it'
+            "'chosen' and 'rejected' differ before an assistant answer; they need a common beginning, followed by "
+            'one answer each'
         )
     return common
 

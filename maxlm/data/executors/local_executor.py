@@ -135,13 +135,13 @@ class Processes:
         connection.close()
         process.join()
         code = process.exitcode or 0
-        how = f'ended with exit code {code}'
+        how = f'exited with code {code}'
         if code < 0:
             how = f'was killed by {signal.Signals(-code).name}'
         return TaskResult(
             number,
             TaskStatus.FAILED,
-            f'its worker process {how}, perhaps for want of memory; fewer --workers need less',
+            f'its worker process {how}, possibly out of memory; use fewer --workers',
         )
 
 

@@ -17,7 +17,7 @@ TASKS_PER_CORE = 2
 CANCEL_SECONDS = 30.0
 # Timeout of the connection to a cluster.
 CONNECT_SECONDS = 10.0
-REMEDY = '`ray start --head` starts one and tells its address'
+REMEDY = 'start one with `ray start --head`, which prints its address'
 
 
 class RayCluster:

@@ -100,12 +100,14 @@ class Signatures:
                 head = parse_json(_map_array(file).tobytes())
                 exact, slots, name_bytes, name_ends = (_map_array(file) for _ in range(4))
             if head['format'] != _format():
-                raise ValueError(f'made as {head["format"]}, not {_format()}')
+                raise ValueError(f'format {head["format"]} instead of {_format()}')
             return cls(exact, slots if head['near'] else None, name_bytes, name_ends, head['identity'])
         except OSError as error:
             raise InputError(f'{path}: {os_message(error)}') from error
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f'{path} holds no signatures ({error}); delete it and run maxlm.prepare again') from error
+            raise InputError(
+                f'{path} contains no valid signatures ({error}); delete it and run maxlm.prepare again'
+            ) from error
 
 
 def is_current(path: Path, identity: str) -> bool:
@@ -237,7 +239,7 @@ def _map_array(file: BinaryIO) -> np.ndarray:
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     start, size = file.tell(), int(np.prod(shape)) * dtype.itemsize
     if os.fstat(file.fileno()).st_size < start + size:
-        raise ValueError('cut short')
+        raise ValueError('truncated')
     # An empty range cannot be mapped.
     array = np.asarray(np.memmap(file, dtype, 'r', start, shape)) if size else np.empty(shape, dtype)
     file.seek(start + size)

@@ -31,14 +31,14 @@ def make_cleaner(names: Sequence[str]) -> Filter:
     for place, name in enumerate(names):
         if name not in FILTERS:
             near = difflib.get_close_matches(name, FILTERS, n=1)
-            remedy = f'did you mean {near[0]!r}?' if near else f'there are: {", ".join(FILTERS)}'
+            remedy = f'did you mean {near[0]!r}?' if near else f'use one of {", ".join(FILTERS)}'
             raise InputError(f'filter {name!r} does not exist; {remedy}')
         if name in names[:place]:
             raise InputError(f'filter {name!r} is given twice; give it once')
 
     def clean(document: Document) -> Document | FilterResult:
         if names and document.tokens is not None:
-            raise InputError(f'{document.name} is tokenized already: {", ".join(names)} can judge text only')
+            raise InputError(f'{document.name} is already tokenized: {", ".join(names)} can filter only text')
         for name in names:
             result = FILTERS[name](document)
             if isinstance(result, FilterResult):

@@ -126,7 +126,7 @@ class CleaningReport:
             f'{self.kept_bytes:,} of {self.bytes:,} bytes'
         ]
         if self.shortened_documents:
-            lines[0] += f'; {self.shortened_documents:,} of the kept are shortened'
+            lines[0] += f'; {self.shortened_documents:,} of the kept documents are shortened'
         ordered = sorted(self.removed.items(), key=lambda item: (-item[1].documents, item[0]))
         width = max((len(reason) for reason in self.removed), default=0)
         for reason, removed in ordered:

@@ -72,7 +72,7 @@ class _ZstandardStream(io.RawIOBase):
         except self._error as error:
             if 'too much memory' in str(error):
                 limit = f'{self._max_window_bytes / 2**20:g} MiB'
-                raise OSError(f'a Zstandard window of more than {limit}; --max-record-mib raises the limit') from error
+                raise OSError(f'the Zstandard window is larger than {limit}; raise --max-record-mib') from error
             raise OSError(str(error)) from error
         self._input = b''
         if self._frame.eof:

@@ -102,7 +102,7 @@ def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_sk
     except StorageError as error:
         raise InputError(f'{error}; --input takes files, directories, globs and data sets') from error
     if not files:
-        raise InputError(f'{display_path(given)} holds no text: {_searched()}')
+        raise InputError(f'{display_path(given)} contains no text: {_searched()}')
     _refuse_mixed(given, files)
     return files
 
@@ -127,7 +127,7 @@ def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnLeftOut) -> list
     source = _last_component(root)
     files = _select_files([found[name] for name in sorted(found)], source, on_skipped, is_named=is_named)
     if not files:
-        what = f'no file that can be read: {_searched()}' if found else 'nothing'
+        what = f'no readable file: {_searched()}' if found else 'nothing'
         raise InputError(f'{display_path(glob)} matches {what}')
     _refuse_mixed(glob, files)
     return files
@@ -158,7 +158,7 @@ def _split_glob(glob: str) -> tuple[str, list[str]]:
     assert first is not None
     end = glob.rfind('/', start, first.start()) + 1
     if is_url(glob) and not end:
-        raise InputError(f'{display_path(glob)}: a bucket must be named; globs match what is in it')
+        raise InputError(f'{display_path(glob)}: name a bucket; globs match only paths inside a bucket')
     # The root directory keeps its slash.
     root = glob[:end] if end == 1 else glob[: max(end - 1, 0)]
     return root or '.', [component for component in glob[end:].split('/') if component]
@@ -218,7 +218,7 @@ def _last_component(path: str) -> str:
 
 def _searched() -> str:
     suffixes = [suffix for group in KIND_SUFFIXES.values() for suffix in group]
-    return f'directories are searched for {" ".join(suffixes + sorted(TEXT_SUFFIXES))}, and other files in UTF-8'
+    return f'directories are searched for {" ".join(suffixes + sorted(TEXT_SUFFIXES))} and for UTF-8 text'
 
 
 def _refuse_mixed(given: str, files: Sequence[InputFile]) -> None:
@@ -229,7 +229,7 @@ def _refuse_mixed(given: str, files: Sequence[InputFile]) -> None:
     if tokens and text:
         suffixes = [PurePosixPath(file.name).suffix for file in (tokens, text)]
         raise InputError(
-            f'{display_path(given)} holds token files ({tokens.name}) and text ({text.name}); leave one of them out, '
+            f'{display_path(given)} contains token files ({tokens.name}) and text ({text.name}); skip one kind '
             f"with --exclude '*{suffixes[0]}' or --exclude '*{suffixes[1]}'"
         )
 

@@ -131,7 +131,7 @@ def _parse(given: str) -> _Spec:
         return _Spec(rest, '', '', '', split)
     match = _SPEC.fullmatch(rest)
     if match is None:
-        raise InputError(f'{given}: no directory and no name of a data set; give {SPELLING}')
+        raise InputError(f'{given}: not a directory or the name of a data set; use {SPELLING}')
     facts = match.groupdict(default='')
     return _Spec('', facts['name'], facts['config'], facts['revision'], split)
 
@@ -150,7 +150,7 @@ def _open(given: str, version: str) -> Any:
         directory = Path(spec.directory)
         if (directory / 'state.json').exists():
             if split != 'train':
-                raise ValueError(f"holds one split, whose name it does not keep; give it without '#{split}'")
+                raise ValueError(f"contains one unnamed split; remove '#{split}'")
             return datasets.load_from_disk(spec.directory)
         if (directory / 'dataset_dict.json').exists():
             splits = datasets.load_from_disk(spec.directory)

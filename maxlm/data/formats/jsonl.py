@@ -59,11 +59,11 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
                         on_bad(f'{file.name}:{line_number}', f'{path}:{line_number}: {error}')
                 offset += len(line) + (0 if is_whole else _skip_line(stream))
             if offset < min(stop, file.size) and not is_compressed(file.name):
-                on_bad(file.name, f'{path}: ends at byte {offset} of {file.size}; it was cut short since it was listed')
+                on_bad(file.name, f'{path}: ends at byte {offset} of {file.size}; it was truncated after it was listed')
     except StorageError as error:
         on_bad(file.name, str(error))
     except (EOFError, zlib.error, OSError) as error:
-        on_bad(file.name, f'{path}: damaged or cut short ({error}); fetch or compress it again')
+        on_bad(file.name, f'{path}: damaged or truncated ({error}); fetch or compress it again')
 
 
 def parse(line: bytes, options: ReadOptions, offset: int) -> Any:
@@ -74,8 +74,8 @@ def parse(line: bytes, options: ReadOptions, offset: int) -> Any:
         raise ValueError(f'byte {offset + error.start} of the file is not UTF-8') from error
     except ValueError as error:
         wanted = {'chat': 'with a conversation', 'preference': 'with a pair of answers'}
-        told = wanted.get(options.format, f'like {{"{options.text_key}": "…"}}')
-        raise ValueError(f'not JSON ({error}); each line must be an object {told}') from error
+        expected = wanted.get(options.format, f'like {{"{options.text_key}": "…"}}')
+        raise ValueError(f'not JSON ({error}); each line must be an object {expected}') from error
 
 
 def first_format(file: InputFile, options: ReadOptions) -> str:
@@ -147,7 +147,7 @@ def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 except UnicodeDecodeError as error:
                     raise InputError(f'{name}:{number}: not UTF-8') from error
                 except ValueError as error:
-                    raise InputError(f'{name}:{number}: is not JSON ({error}); each line must be an object') from error
+                    raise InputError(f'{name}:{number}: not JSON ({error}); each line must be an object') from error
                 if line.strip() and not isinstance(entry, dict):
                     raise InputError(
                         f'{name}:{number}: {type(entry).__name__}, not an object with "prompt" or "messages"'
@@ -155,4 +155,4 @@ def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 if entry is not None:
                     yield number, entry
     except (EOFError, zlib.error, OSError) as error:
-        raise InputError(f'{name}: damaged or cut short ({error})') from error
+        raise InputError(f'{name}: damaged or truncated ({error})') from error

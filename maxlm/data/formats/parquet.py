@@ -66,7 +66,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
             try:
                 parquet = _open(content)
             except (pyarrow.ArrowException, OSError) as error:
-                on_bad(file.name, f'{path}: no Parquet, damaged or cut short ({_line(error)}); fetch it again')
+                on_bad(file.name, f'{path}: not a readable Parquet file ({_line(error)}); fetch it again')
                 return
             if fault := _column_fault(parquet.schema_arrow, options):
                 on_bad(file.name, f'{path}: {fault}')
@@ -153,7 +153,7 @@ def _open(content: BinaryIO) -> Any:
         return pyarrow.parquet.ParquetFile(content, pre_buffer=False, buffer_size=BUFFER_BYTES)
     except UnicodeDecodeError as error:
         # PyArrow decodes column names without validation.
-        raise pyarrow.ArrowInvalid('the name of a column is not UTF-8') from error
+        raise pyarrow.ArrowInvalid('a column name is not UTF-8') from error
 
 
 def _column_fault(schema: Any, options: ReadOptions) -> str:
@@ -168,7 +168,7 @@ def _column_fault(schema: Any, options: ReadOptions) -> str:
     kind = kind.value_type if is_type.is_dictionary(kind) else kind
     texts = (is_type.is_string, is_type.is_large_string, is_type.is_binary, is_type.is_large_binary, is_type.is_null)
     if not any(is_text(kind) for is_text in texts):
-        return f'the column {options.text_key!r} holds {kind}, not text; --text-field names the column of the text'
+        return f'the column {options.text_key!r} contains {kind}, not text; set --text-field to the text column'
     return ''
 
 

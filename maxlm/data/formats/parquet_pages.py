@@ -31,7 +31,7 @@ def check_footer(file: BinaryIO) -> None:
     footer, size = _footer_bytes(file)
     file.seek(0)
     if min(footer, size) > MAX_FOOTER_BYTES:
-        raise OSError(f'a footer of {footer:,} bytes, more than {MAX_FOOTER_BYTES:,}')
+        raise OSError(f'the footer has {footer:,} bytes, more than the limit of {MAX_FOOTER_BYTES:,}')
 
 
 def column_chunks(file: BinaryIO) -> list[list[range]]:
@@ -74,8 +74,8 @@ def largest_pages(
         largest = max(_page_sizes(file, chunk), default=0)
         if largest > limit:
             raise ValueError(
-                f'a page of the column {name!r} has {largest:,} bytes, more than {limit:,}, the limit for a page; '
-                f'--max-record-mib raises it'
+                f'a page of the column {name!r} has {largest:,} bytes, more than the limit of {limit:,}; '
+                f'raise --max-record-mib'
             )
         total += largest
     return total
@@ -130,7 +130,7 @@ class _Thrift:
     def _read_value(self, kind: int, depth: int) -> Any:
         self._values_left -= 1
         if not depth or self._values_left < 0:
-            raise OSError('damaged, or with more values than any writer makes')
+            raise OSError('damaged, or contains more values than any writer produces')
         if kind in (4, 5, 6):
             return _signed(self._read_varint())
         if kind == 12:
@@ -158,7 +158,7 @@ class _Thrift:
     def _read_byte(self) -> int:
         byte = self._file.read(1)
         if not byte:
-            raise OSError('it ends too early')
+            raise OSError('truncated')
         return byte[0]
 
 

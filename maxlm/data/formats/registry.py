@@ -72,8 +72,8 @@ def find_format(requested: str, files: Sequence[InputFile], *, text_key: str, me
         for file in files:
             if file.kind not in FIRST_FORMATS or found.get(file.source) != 'preference':
                 raise InputError(
-                    f'{display_path(pairs.path)} holds preferences, and {display_path(file.path)} does not; '
-                    'prepare them apart'
+                    f'{display_path(pairs.path)} contains preferences, and {display_path(file.path)} does not; '
+                    'prepare them separately'
                 )
         requested = 'preference'
     if requested in ('chat', 'preference'):
@@ -81,7 +81,7 @@ def find_format(requested: str, files: Sequence[InputFile], *, text_key: str, me
             if file.kind not in FIRST_FORMATS:
                 what = 'conversations' if requested == 'chat' else 'preferences'
                 raise InputError(
-                    f'--format={requested}: {display_path(file.path)} is no JSONL, Parquet or data set of the hub, '
-                    f'which {what} come in; --exclude leaves out files of directories'
+                    f'--format={requested}: {display_path(file.path)} is not JSONL, Parquet or a data set of the hub, '
+                    f'which {what} require; skip files of directories with --exclude'
                 )
     return requested

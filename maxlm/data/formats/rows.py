@@ -44,12 +44,12 @@ def column_fault(columns: Sequence[str], options: ReadOptions) -> str:
         wanted = [key for key in record_fields(columns, options) if key not in options.metadata_keys]
         if wanted and (not options.messages_field or options.messages_field in columns or options.text_key in columns):
             return ''
-        missing = f'no column {options.messages_field!r}' if options.messages_field else 'no column of a conversation'
-        return f'{missing}; {list_fields(dict.fromkeys(columns))}; --messages-field names the column'
+        missing = f'no column {options.messages_field!r}' if options.messages_field else 'no conversation column'
+        return f'{missing}; {list_fields(dict.fromkeys(columns))}; set --messages-field to the column'
     for key in (options.text_key, *options.metadata_keys):
         if key not in columns:
             option = '--text-field' if key == options.text_key else '--metadata-keys'
-            return f'no column {key!r}; {list_fields(dict.fromkeys(columns))}; {option} names the column'
+            return f'no column {key!r}; {list_fields(dict.fromkeys(columns))}; set {option} to the column'
     return ''
 
 
@@ -96,8 +96,8 @@ def text_of(value: Any) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f'byte {error.start} of the text is not UTF-8') from error
     except UnicodeEncodeError as error:
-        raise ValueError('holds half of a surrogate pair, which is not text') from error
-    raise ValueError(f'holds {type(value).__name__}, not text; --text-field names the column of the text')
+        raise ValueError('contains an unpaired surrogate, which is not valid text') from error
+    raise ValueError(f'contains {type(value).__name__}, not text; set --text-field to the text column')
 
 
 def _refuse_long(text: str, options: ReadOptions) -> None:

@@ -39,10 +39,10 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
         on_bad(file.name, str(error))
         return
     except (EOFError, zlib.error, OSError) as error:
-        on_bad(file.name, f'{path}: damaged or cut short ({error}); fetch or compress it again')
+        on_bad(file.name, f'{path}: damaged or truncated ({error}); fetch or compress it again')
         return
     if is_compressed(file.name) and len(content) > options.max_record_bytes:
-        on_bad(file.name, f'{path}: is longer than {options.limit_text}')
+        on_bad(file.name, f'{path}: longer than {options.limit_text}')
         return
     try:
         text = content.decode('utf-8')

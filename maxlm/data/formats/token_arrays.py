@@ -61,7 +61,7 @@ class TokenArray:
         content = self.file.read((stop - start) * self.dtype.itemsize)
         ids = np.frombuffer(content[: len(content) // self.dtype.itemsize * self.dtype.itemsize], self.dtype)
         if len(ids) < stop - start:
-            raise TokenFileError(f'ends at token {start + len(ids)} of {self.length}; it was cut short')
+            raise TokenFileError(f'ends at token {start + len(ids)} of {self.length}; it was truncated')
         return ids
 
 
@@ -88,17 +88,17 @@ def open_npy(file: BinaryIO, size: int) -> TokenArray:
     # NumPy tokenizes headers written by Python 2 and evaluates all headers, which raises many exception types.
     except (ValueError, KeyError, SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError) as error:
         reason = ' '.join(str(error).split())[:200]
-        raise TokenFileError(f'no .npy array ({reason}); save it with numpy.save') from error
+        raise TokenFileError(f'not a .npy array ({reason}); save it with numpy.save') from error
     if dtype.hasobject:
-        raise TokenFileError('holds Python objects, which are never unpickled; save an array of integers')
+        raise TokenFileError('contains Python objects, which are never unpickled; save an array of integers')
     if dtype.kind not in 'iu':
-        raise TokenFileError(f'holds {dtype}; token ids are integers (uint16, uint32, int32, int64)')
+        raise TokenFileError(f'contains {dtype}; token ids must be integers (uint16, uint32, int32, int64)')
     if len(shape) not in (1, 2):
         raise TokenFileError(f'has {len(shape)} dimensions; give [tokens] or [documents, length]')
     if min(shape) < 0:
         raise TokenFileError(f'has the shape {shape}; save it with numpy.save')
     if fortran_order and len(shape) == 2 and min(shape) > 1:
-        raise TokenFileError('is stored column by column; save numpy.ascontiguousarray of it')
+        raise TokenFileError('is stored in column-major order; save numpy.ascontiguousarray(array)')
     array = TokenArray(file, file.tell(), dtype, shape)
     _refuse_size(size, array)
     return array
@@ -115,21 +115,21 @@ def open_raw(file: BinaryIO, size: int, token_dtype: str) -> TokenArray:
     if int(header[0]) in {magic for magic, _ in HEADER_DTYPES}:
         known = HEADER_DTYPES.get((int(header[0]), int(header[1])))
         if known is None:
-            raise TokenFileError(f'has a header of version {header[1]}, which is not known')
+            raise TokenFileError(f'has the unsupported header version {header[1]}')
         if token_dtype not in ('', known):
             raise TokenFileError(f'its header says {known}, not --token-dtype={token_dtype}')
         array = TokenArray(file, 4 * HEADER_INTEGERS, np.dtype(known).newbyteorder('<'), (int(header[2]),))
         _refuse_size(size, array)
         return array
     if token_dtype not in RAW_DTYPES:
-        raise TokenFileError('does not say how tokens are stored; --token-dtype=uint16 or --token-dtype=uint32 does')
+        raise TokenFileError('does not specify its dtype; add --token-dtype=uint16 or --token-dtype=uint32')
     dtype = np.dtype(token_dtype).newbyteorder('<')
     if size % dtype.itemsize:
-        raise TokenFileError(f'has {size} bytes, which is no whole number of {token_dtype}; it was cut short')
+        raise TokenFileError(f'has {size} bytes, not a multiple of the size of {token_dtype}; it was truncated')
     return TokenArray(file, 0, dtype, (size // dtype.itemsize,))
 
 
 def _refuse_size(size: int, array: TokenArray) -> None:
     expected = array.offset + array.num_bytes
     if size != expected:
-        raise TokenFileError(f'has {size} bytes, not the {expected} that its header says; it was cut short or added to')
+        raise TokenFileError(f'has {size} bytes, not the {expected} of its header; it was truncated or extended')

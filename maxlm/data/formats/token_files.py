@@ -73,7 +73,7 @@ def _read_archive(
     try:
         archive = zipfile.ZipFile(content)
     except ZIP_ERRORS as error:
-        on_bad(file.name, f'{path}: no .npz, damaged or cut short ({error}); fetch it again')
+        on_bad(file.name, f'{path}: not a readable .npz file ({error}); fetch it again')
         return
     for member in archive.infolist()[start:stop]:
         name, told = f'{file.name}:{member.filename.removesuffix(".npy")}', f'{path}, array {member.filename}'
@@ -84,7 +84,7 @@ def _read_archive(
         except TokenFileError as error:
             on_bad(name, f'{told}: {error}')
         except ZIP_ERRORS as error:
-            on_bad(name, f'{told}: damaged or cut short ({error}); fetch it again')
+            on_bad(name, f'{told}: damaged or truncated ({error}); fetch it again')
 
 
 def _read_array(

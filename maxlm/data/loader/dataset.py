@@ -38,13 +38,13 @@ def check_objective(config: Config, dataset: Dataset) -> None:
     objective = config.train.objective
     if objective == PREFERENCE_OBJECTIVE and not dataset.preferences:
         raise InputError(
-            f'train.objective={objective}: {dataset.path} holds no preferences; prepare pairs of answers with '
+            f'train.objective={objective}: {dataset.path} contains no preferences; prepare preference pairs with '
             f'--format=preference --pack-seq-len={config.data.seq_len}'
         )
     if objective != PREFERENCE_OBJECTIVE and dataset.preferences:
         raise InputError(
-            f'train.objective={objective}: {dataset.path} holds preferences, half of whose answers are not to be '
-            f'learned; set train.objective={PREFERENCE_OBJECTIVE}, or prepare other data'
+            f'train.objective={objective}: {dataset.path} contains preferences, whose rejected answers must not be '
+            f'trained on; set train.objective={PREFERENCE_OBJECTIVE}, or use other data'
         )
 
 
@@ -53,8 +53,8 @@ def check_alike(a: Dataset, b: Dataset) -> None:
     if a.preferences != b.preferences:
         preferences, other = (a, b) if a.preferences else (b, a)
         raise InputError(
-            f'data.sources: {preferences.path} holds preferences, and {other.path} does not; no objective learns from '
-            'both'
+            f'data.sources: {preferences.path} contains preferences, and {other.path} does not; no objective '
+            'trains on both'
         )
 
 
@@ -177,7 +177,7 @@ class TrainingData:
         for part, source in zip(weighted_sources, self.sources, strict=True):
             if not len(part.windows):
                 raise InputError(
-                    f'{_display_name(source)}: the train split is empty; maxlm.prepare needs more text for it'
+                    f'{_display_name(source)}: the train split is empty; prepare more text with maxlm.prepare'
                 )
         orders = [
             # The seed depends on the source, so that sources of the same size have different orders.
@@ -210,7 +210,7 @@ class TrainingData:
         weighted_sources = self._weighted_sources('validation')
         if not any(len(part.windows) for part in weighted_sources):
             raise InputError(
-                f'{_display_name(self.sources[0])}: the validation split is empty; maxlm.prepare needs more text for it'
+                f'{_display_name(self.sources[0])}: the validation split is empty; prepare more text with maxlm.prepare'
             )
         return Batches(
             weighted_sources,
@@ -367,13 +367,13 @@ def _check_packed(dataset: Dataset, data: DataConfig) -> None:
     packed = dataset.packed_window
     if packed and data.seq_len != packed:
         raise InputError(
-            f'data.seq_len={data.seq_len}: {dataset.path} was packed into windows of {packed} tokens; set '
+            f'data.seq_len={data.seq_len}: {dataset.path} was packed into sequences of {packed} tokens; set '
             f'data.seq_len={packed}, or prepare it with --pack-seq-len={data.seq_len}'
         )
     if packed and data.seq_len_schedule:
         raise InputError(
-            f'data.seq_len_schedule: {dataset.path} was packed into windows of {packed} tokens, and cutting them cuts '
-            'conversations; prepare it without --pack-seq-len'
+            f'data.seq_len_schedule: {dataset.path} was packed into sequences of {packed} tokens, which cannot '
+            'be cut; prepare it without --pack-seq-len'
         )
 
 

@@ -102,12 +102,12 @@ def _chat_facts(chat: ChatShards | None, sums: dict[str, _Sum]) -> dict[str, Any
 def _nothing(counts: ChatCounts, chat: ChatShards | None) -> str:
     if isinstance(counts, PairCounts) and chat is not None:
         reasons = {f'{counts.left_out:,} are longer than --pack-seq-len={chat.window}': counts.left_out}
-        reasons |= {f'{counts.undecided:,} have equal answers or an empty one': counts.undecided}
-        told = ' and '.join(reason for reason, count in reasons.items() if count) or '--input gives none'
-        return f'no pair of answers is left to train on: {told}; give a longer window or more pairs'
+        reasons |= {f'{counts.undecided:,} have equal or empty answers': counts.undecided}
+        found = ' and '.join(reason for reason, count in reasons.items() if count) or '--input contains none'
+        return f'no preference pair to train on: {found}; use a larger --pack-seq-len or more pairs'
     if chat is not None and counts.left_out:
-        return f'--pack-seq-len={chat.window}: no turn of any conversation fits into it; give a longer one'
-    return '--input gives no document to train on; give more text'
+        return f'--pack-seq-len={chat.window}: no turn of any conversation fits; use a larger value'
+    return '--input contains no document to train on; add more text'
 
 
 def without_duplicates(filtered: CleaningReport, duplicates: CleaningReport) -> CleaningReport:

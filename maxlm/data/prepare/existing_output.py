@@ -39,12 +39,12 @@ def check_same_data(dataset: Dataset, name: str, made_from: dict[str, Any], *, s
         if dataset.made_from.get(key) != value
     ]
     if changes:
-        raise OtherDataError(f'{name} holds a data set made from {"; ".join(changes)}; choose another --output')
+        raise OtherDataError(f'{name} contains a data set made from {"; ".join(changes)}; choose another --output')
     lost = dataset.made_from.get(GROUPS_LEFT_OUT)
     if lost and not skip_failed:
         raise OtherDataError(
-            f'{name} was made with --skip-failed, without {lost} groups that failed; '
-            'choose another --output to try again'
+            f'{name} was made with --skip-failed and lacks {lost} partitions that failed; '
+            'choose another --output to retry them'
         )
 
 
@@ -76,12 +76,12 @@ def locked(output: Path) -> Iterator[None]:
             raise PermissionError(0, 'no permission to write')
         directory = os.open(output, os.O_RDONLY)
     except OSError as error:
-        raise InputError(f'--output={output}: {os_message(error)}; give a directory that can be written') from error
+        raise InputError(f'--output={output}: {os_message(error)}; use a writable directory') from error
     try:
         try:
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(f'--output={output}: another maxlm.prepare is writing there') from error
+            raise InputError(f'--output={output}: another maxlm.prepare is writing to it') from error
         yield
     finally:
         os.close(directory)

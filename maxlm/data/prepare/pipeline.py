@@ -220,7 +220,7 @@ class _Stages:
         tasks = [ScanTask(self.work, group, self._recipe.reading, cleaning) for group in groups]
         surveys = self._run('survey', tasks)
         if not surveys:
-            raise InputError('every group failed; there is nothing to prepare')
+            raise InputError('every partition failed, so there is no data set to write')
         verdicts: list[VerdictFile | None] = []
         shown = self._means.show_progress and cleaning.duplicates != 'none'
         with StageBar('duplicates', total=0, show=shown) as bar:
@@ -305,16 +305,16 @@ class _Stages:
         if failed and not self._means.skip_failed:
             place, reason = next(iter(failed.items()))
             name = unfinished[place].name
-            told = reason if name in reason else f'{name}: {reason}'
-            others = f', and {len(failed) - 1} more groups' if len(failed) > 1 else ''
+            message = reason if name in reason else f'{name}: {reason}'
+            others = f', and {len(failed) - 1} more partitions' if len(failed) > 1 else ''
             raise InputError(
-                f'{told} (tried {self._means.retries + 1} times{others}); what is finished is kept: run the same '
-                'again, or with --skip-failed to leave it out'
+                f'{message} (tried {self._means.retries + 1} times{others}); finished partitions are kept: run the '
+                'same command again, or add --skip-failed to skip failed partitions'
             )
         for place, reason in failed.items():
             group = unfinished[place].group
             first = group.file_ranges[0].file.name
-            self.left_out.append({'name': f'group {group.number}, from {first}', 'reason': reason})
+            self.left_out.append({'name': f'partition {group.number}, from {first}', 'reason': reason})
         lost = {id(unfinished[place]) for place in failed}
         return [task for task in tasks if id(task) not in lost]
 
@@ -327,8 +327,8 @@ def _refuse_empty(reports: Sequence[CleaningReport]) -> None:
     reason, removed = max(report.removed.items(), key=lambda item: item[1].documents)
     example = removed.examples[0]
     raise InputError(
-        f'--filter removes all {report.documents:,} documents of --input, {removed.documents:,} for {reason!r}, such '
-        f'as {example.name} ({example.detail}); choose other filters'
+        f'--filter removes all {report.documents:,} documents of --input, {removed.documents:,} for {reason!r}, for '
+        f'example {example.name} ({example.detail}); choose other filters'
     )
 
 

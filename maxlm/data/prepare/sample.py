@@ -81,4 +81,4 @@ class Preview:
         except TransientError as error:
             # Skipping the rest makes the sample depend on the time of the failure, so it requires --skip-failed.
             if not self.skip_failed:
-                raise InputError(f'{error}; run the same again, what is finished is kept') from error
+                raise InputError(f'{error}; finished partitions are kept: run the same command again') from error

@@ -26,9 +26,9 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
     for name, split in dataset.splits.items():
         if not split.documents:
             note = dataset.made_from.get(VALIDATION_NOTE)
-            remedy = '--validation or a larger --validation-fraction fills it'
+            remedy = 'use --validation or a larger --validation-fraction'
             lines.append(
-                f'  {name}: empty: {note}; more text or --validation fills it' if note else f'  {name}: empty; {remedy}'
+                f'  {name}: empty: {note}; add text or use --validation' if note else f'  {name}: empty; {remedy}'
             )
             continue
         what = 'pairs' if dataset.preferences else 'documents'
@@ -54,7 +54,7 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
             # The data set is usable without the report.
             lines.append(f'  cleaning: {path} cannot be read; copy it again')
     if dataset.left_out:
-        lines.append(f'  left out: {len(dataset.left_out):,}, all listed in {dataset.path / MANIFEST_NAME}')
+        lines.append(f'  skipped: {len(dataset.left_out):,}, all listed in {dataset.path / MANIFEST_NAME}')
         lines += [f'    {entry["name"]}: {entry["reason"]}' for entry in dataset.left_out[:LEFT_OUT_SHOWN]]
     return lines
 
@@ -65,21 +65,19 @@ def files_left_out(files: Sequence[Entry]) -> list[str]:
         return []
     suffixes = Counter(suffix_of(entry.name) or 'no suffix' for entry in files).most_common(SUFFIXES_SHOWN)
     counts = ', '.join(f'{suffix} {count:,}' for suffix, count in suffixes)
-    return [
-        f'  not read, since they are not text: {len(files):,} files ({counts}), such as {display_path(files[0].path)}'
-    ]
+    return [f'  skipped, not text: {len(files):,} files ({counts}), for example {display_path(files[0].path)}']
 
 
 def _chat_line(counts: dict[str, int], tokens: int) -> str:
-    parts = [f'{counts["predicted"] / tokens:.1%} of the tokens are learned']
+    parts = [f'{counts["predicted"] / tokens:.1%} of the tokens are trained on']
     if counts['padding']:
         parts.append(f'{counts["padding"] / tokens:.1%} are padding')
     if counts['shortened']:
-        parts.append(f'{counts["shortened"]:,} conversations are longer than a window and end at an earlier turn')
+        parts.append(f'{counts["shortened"]:,} conversations are longer than a sequence and are truncated after a turn')
     is_pairs = 'undecided' in counts
     if counts['left_out']:
-        reason = 'they are longer than a window' if is_pairs else 'none of their turns fits'
-        parts.append(f'{counts["left_out"]:,} {"pairs " if is_pairs else ""}are left out since {reason}')
+        reason = 'they are longer than a sequence' if is_pairs else 'none of their turns fits'
+        parts.append(f'{counts["left_out"]:,} {"pairs " if is_pairs else ""}are skipped because {reason}')
     if is_pairs and counts['undecided']:
-        parts.append(f'{counts["undecided"]:,} pairs since their answers are equal or one is empty')
+        parts.append(f'{counts["undecided"]:,} pairs are skipped because their answers are equal or one is empty')
     return ', '.join(parts)

@@ -25,25 +25,25 @@ def extension_error(new: Tokenizer, old: Tokenizer) -> str:
     now, before = json.loads(new.to_json()), json.loads(old.to_json())
     for part in PARTS:
         if now[part] != before[part]:
-            return f'its {part} is another'
+            return f'its {part} differs'
     model, model_before = now['model'], before['model']
     for name in sorted(model.keys() | model_before.keys()):
         may_grow = name == 'vocab' and model['type'] in GROWING_MODELS
         if not may_grow and model.get(name) != model_before.get(name):
-            return f'its model.{name} is another'
+            return f'its model.{name} differs'
     ids, ids_before = _ids(now), _ids(before)
     for token, index in sorted(ids_before.items(), key=lambda item: item[1]):
         if token not in ids:
             return f'it has no token {token!r}'
         if ids[token] != index:
-            return f'its token {token!r} has the id {ids[token]} and not {index}'
+            return f'its token {token!r} has the id {ids[token]} instead of {index}'
     for token, index in ids.items():
         if token not in ids_before and index < old.vocab_size:
-            return f'its token {token!r} is new and has the id {index}, below the {old.vocab_size} that there were'
+            return f'its new token {token!r} has the id {index}, below the previous vocab_size={old.vocab_size}'
     takes = _takes(now)
     for token, taken in _takes(before).items():
         if takes[token] != taken:
-            return f'its token {token!r} takes other blanks and words'
+            return f'its token {token!r} has other values of {", ".join(TAKES)}'
     return ''
 
 

@@ -47,7 +47,7 @@ class FimConfig:
         """Raises InputError if a proportion is not between 0 and 1."""
         for name, share in dataclasses.asdict(self).items():
             if not 0 <= share <= 1:
-                raise InputError(f'infill {name}={share}: needs a share from 0 to 1')
+                raise InputError(f'fill-in-the-middle {name}={share}: must be from 0 to 1')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +96,8 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], infill
     for document in documents:
         if document.tokens is not None:
             raise InputError(
-                f'{document.name}: is tokenized already, and fill-in-the-middle cuts text; '
-                'prepare tokens as a data set of their own, without it'
+                f'{document.name}: already tokenized, and fill-in-the-middle needs text; '
+                'prepare token files separately, without --fim-rate'
             )
 
     splits = [split_text(document.name, document.text, infill) for document in documents]

@@ -70,7 +70,7 @@ def find_end_of_document(library: tokenizers.Tokenizer) -> int:
         if name in special:
             return special[name]
     raise InputError(
-        f'the tokenizer has no special token that ends a document: one of {" ".join(END_OF_DOCUMENT_NAMES)}'
+        f'the tokenizer has no special token that ends a document; add one of {" ".join(END_OF_DOCUMENT_NAMES)}'
     )
 
 
@@ -99,8 +99,7 @@ def add_special_tokens(library: tokenizers.Tokenizer, names: Sequence[str]) -> N
     library.add_special_tokens(list(names))
     if [library.token_to_id(name) for name in new] != list(range(size, size + len(new))):
         raise InputError(
-            f'the tokenizer cannot be given {" ".join(new)} after its {len(vocab):,} ids below {size:,}: the ids have '
-            'gaps'
+            f'cannot add {" ".join(new)} to the tokenizer: its {len(vocab):,} ids below {size:,} have gaps'
         )
 
 
@@ -117,6 +116,6 @@ def add_infill_tokens(library: tokenizers.Tokenizer) -> None:
     library.add_special_tokens(list(INFILL))
     if find_infill_ids(library) != InfillIds(size, size + 1, size + 2):
         raise InputError(
-            f'the tokenizer cannot be given {" ".join(INFILL)} after its {len(before):,} ids below {size:,}: '
-            'the ids have gaps, or one of the names is taken'
+            f'cannot add {" ".join(INFILL)} to the tokenizer: its {len(before):,} ids below {size:,} '
+            'have gaps, or one of the names exists'
         )

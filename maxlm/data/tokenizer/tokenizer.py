@@ -76,7 +76,7 @@ class Tokenizer:
         try:
             text = read_text(path)
         except OSError as error:
-            raise InputError(f'{path}: {os_message(error)}; a tokenizer.json is needed') from error
+            raise InputError(f'{path}: {os_message(error)}; give the path of a tokenizer.json') from error
         except UnicodeDecodeError as error:
             raise InputError(f'{path} is not a tokenizer.json: byte {error.start} is not UTF-8') from error
         return cls.from_json(text, name=str(path), infill=infill)
@@ -106,7 +106,7 @@ class Tokenizer:
             InputError: the new ids cannot be the last, or the kind of this tokenizer is `ids`.
         """
         if self.kind == 'ids':
-            raise InputError('the text of an ids tokenizer is numbers, which has no other tokens')
+            raise InputError('an ids tokenizer encodes only numbers, so it cannot have special tokens')
         library = tokenizers.Tokenizer.from_str(self._library.to_str())
         add_special_tokens(library, names)
         return Tokenizer(library)
@@ -193,8 +193,8 @@ class Tokenizer:
         wrong = np.flatnonzero(ids == self.end_of_document)
         if len(wrong):
             raise InputError(
-                f'{text.split()[wrong[0]]!r} is no id: the text of this tokenizer is ids from 0 to '
-                f'{self.vocab_size - 1} with blanks between, without {self.end_of_document}, which ends documents'
+                f'{text.split()[wrong[0]]!r} is not an id: the text must be ids from 0 to '
+                f'{self.vocab_size - 1} separated by spaces, without {self.end_of_document}, which ends documents'
             )
 
 
@@ -267,7 +267,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, infill: bool = False) ->
         with catch_panics('tokenizers'):
             library.train_from_iterator(sample, trainer)
     except Exception as error:  # the library raises bare Exception
-        raise InputError(f'--tokenizer=bpe:{vocab_size}: no tokenizer can be made of this text: {error}') from error
+        raise InputError(f'--tokenizer=bpe:{vocab_size}: cannot train a tokenizer on this text: {error}') from error
     return _finished(library, infill)
 
 
@@ -285,7 +285,7 @@ def _encode_batch(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[n
         for text in texts:
             if (place := surrogate_in(text)) >= 0:
                 raise InputError(f'the text is not valid UTF-8 at character {place}') from error
-        raise InputError(f'the tokenizer has no ids for a text: {error}') from error
+        raise InputError(f'the tokenizer cannot encode a text: {error}') from error
     return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
 
@@ -322,7 +322,7 @@ def _check_form(spec: str, *, infill: bool) -> None:
             raise InputError(f'--tokenizer={spec}: needs 2 to {MAX_NUMBERED_IDS} ids and an END below their number')
         if infill:
             raise InputError(
-                f'--tokenizer={spec}: fill-in-the-middle cuts text, and this is for data that is tokenized already'
+                f'--tokenizer={spec}: fill-in-the-middle needs text, and this tokenizer is for pretokenized data'
             )
     elif name == 'hf':
         if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?(@[^\s@]+)?', rest):
@@ -346,7 +346,7 @@ def _from_hub(name: str, *, infill: bool) -> Tokenizer:
     except Exception as error:  # of the library, of its client, of the network
         reason = ' '.join(str(error).split())
         raise InputError(
-            f'--tokenizer=hf:{name}: no tokenizer.json from the hub ({reason}); the path of one works without the hub'
+            f'--tokenizer=hf:{name}: no tokenizer.json from the hub ({reason}); give a local path to work offline'
         ) from error
     try:
         return _finished(library, infill)

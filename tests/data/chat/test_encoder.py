@@ -173,7 +173,7 @@ def test_what_a_template_does_not_take_is_told(tokenizer):
         chat.encode_prompt([assistant('a')])
     # What no conversation could be spelled with is refused at once.
     for bad_source in ('{{ raise_exception("never") }}', source.replace('<|im_end|>', '</s>')):
-        with pytest.raises(InputError, match=r'never|no special token'):
+        with pytest.raises(InputError, match=r'never|without a special token'):
             encoder(tokenizer, bad_source)
 
 

@@ -129,7 +129,7 @@ def test_turns_that_change_once_others_follow():
     assert [rendered.text[slice(*span)] for span in rendered.said] == ['b<|im_end|>', '<think>so</think>d<|im_end|>']
     # Where even their beginning changes nobody can tell.
     source = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content + '</s>' }}{% endfor %}"
-    with pytest.raises(ChatError, match='put that between'):
+    with pytest.raises(ChatError, match='put it between'):
         bound(source).render_said(messages, special=SPECIAL)
 
 
@@ -138,7 +138,7 @@ def test_the_token_that_ends_a_turn_may_stand_outside_of_generation():
     rendered = bound(source).render_said([assistant('a'), assistant('b')], special=SPECIAL)
     assert [rendered.text[slice(*span)] for span in rendered.said] == ['a</s>', 'b</s>']
     for bad in (source.replace('{{ eos_token }}', ''), "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"):
-        with pytest.raises(ChatError, match='with no special token'):
+        with pytest.raises(ChatError, match='without a special token'):
             bound(bad).render_said([user('u'), assistant('a')], special=SPECIAL)
 
 

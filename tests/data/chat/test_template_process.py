@@ -16,7 +16,7 @@ LIMITS = RenderLimits(cpu_seconds=0.1, memory_bytes=200 << 20, output_bytes=1 <<
 TALK = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
 LOOPS = '{% for a in range(99999) %}' * 3 + '{% endfor %}' * 3
 DOUBLED = '{% set n = namespace(a=VALUE) %}{% for i in range(99999) %}{% set n.a = n.a OP n.a %}{% endfor %}'
-TIME, MEMORY, DEPTH, OUTPUT = 'CPU time', 'out of memory', 'nested too deeply', 'writes 2999970 characters'
+TIME, MEMORY, DEPTH, OUTPUT = 'CPU time', 'out of memory', 'nested too deeply', 'outputs 2999970 characters'
 BOMBS = {
     'loops': (LOOPS, TIME),
     'calls': ('{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}', TIME),

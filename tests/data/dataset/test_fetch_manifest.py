@@ -71,7 +71,7 @@ def test_a_chat_template_comes_with_the_tokenizer(gcs, tmp_path, alarms):
     facts['chat_template_sha256'] = hashlib.sha256(template).hexdigest()
     gcs.put('bucket', 'data/dataset.json', json.dumps(facts).encode())
     gcs.put('bucket', 'data/chat_template.jinja', b'another')
-    with pytest.raises(InputError, match=r'gs://bucket/data/chat_template.jinja is not that of dataset.json'):
+    with pytest.raises(InputError, match=r'gs://bucket/data/chat_template.jinja does not match its dataset.json'):
         fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     gcs.put('bucket', 'data/chat_template.jinja', template)
     fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
@@ -90,9 +90,7 @@ def test_without_the_bucket_the_cached_manifest_is_used(gcs, tmp_path, alarms):
     manifest = fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     gcs.vanish()
     assert fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append) == manifest
-    assert alarms == [
-        f'gs://bucket/data/dataset.json: no answer (Connection refused); going on with dataset.json in {cache}'
-    ]
+    assert alarms == [f'gs://bucket/data/dataset.json: no answer (Connection refused); using dataset.json in {cache}']
     # Not with a half of it.
     content = (cache / 'dataset.json').read_bytes()
     (cache / 'dataset.json').write_bytes(content[:50])
@@ -125,6 +123,6 @@ def test_a_manifest_that_cannot_be_used_leaves_no_cache(gcs, tmp_path, alarms):
         fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     put_dataset(gcs)
     gcs.put('bucket', 'data/tokenizer.json', b'{}')
-    with pytest.raises(InputError, match=r'gs://bucket/data/tokenizer.json is not that of dataset.json'):
+    with pytest.raises(InputError, match=r'gs://bucket/data/tokenizer.json does not match its dataset.json'):
         fetch_manifest('gs://bucket/data', cache, on_warning=alarms.append)
     assert not cache.exists()

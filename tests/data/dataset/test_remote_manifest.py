@@ -38,7 +38,7 @@ def test_the_manifest_of_a_real_data_set_tells_its_files(make_dataset, tmp_path)
     [
         ([], 'is malformed'),
         ({}, r"is malformed \('format_version'\)"),
-        ({**FACTS, 'format_version': 1}, f'has format 1, this maxlm reads {FORMAT_VERSION}; prepare it again'),
+        ({**FACTS, 'format_version': 1}, f'has format 1, but this maxlm reads {FORMAT_VERSION}; prepare it again'),
         ({**FACTS, 'splits': {'train': {}}}, r"is malformed \('shards'\)"),
         ({**FACTS, 'splits': {'train': {'shards': [{**SHARDS[0], 'bytes': 'many'}]}}}, 'is malformed .*many'),
         ({**FACTS, 'splits': {'train': {'shards': [{**SHARDS[0], 'name': '../a'}]}}}, r"a file named '\.\./a'"),

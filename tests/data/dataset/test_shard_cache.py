@@ -239,7 +239,7 @@ def test_readers_in_other_processes_wait(gcs, files, alarms):
         process = start_reader(missing)
         assert process.poll() is None
         fetcher.close()
-        assert output_of(process) == f'{missing} is missing, and nothing is fetching it\n'
+        assert output_of(process) == f'{missing} is missing, and no process is fetching it\n'
 
 
 def test_closing_ends_the_waiting_of_threads(gcs, files, alarms):
@@ -257,7 +257,7 @@ def test_closing_ends_the_waiting_of_threads(gcs, files, alarms):
         thread = threading.Thread(target=reader)
         thread.start()
     thread.join()
-    assert raised.get() == f'{files[0].path} is missing, and nothing is fetching it'
+    assert raised.get() == f'{files[0].path} is missing, and no process is fetching it'
     # That it was closed is no news of the bucket.
     assert not any('answers again' in alarm for alarm in alarms)
 
@@ -265,7 +265,7 @@ def test_closing_ends_the_waiting_of_threads(gcs, files, alarms):
 def test_a_local_file_needs_nobody(tmp_path):
     (tmp_path / 'there').touch()
     wait_for_file(tmp_path / 'there')
-    with pytest.raises(InputError, match='missing is missing, and nothing is fetching it'):
+    with pytest.raises(InputError, match='missing is missing, and no process is fetching it'):
         wait_for_file(tmp_path / 'missing')
 
 
@@ -319,15 +319,15 @@ def test_an_order_that_fails_ends_the_waiting(gcs, files, alarms, monkeypatch):
         raise ArithmeticError('beyond its end')
 
     with Fetcher(uses(), all_files=files, on_warning=alarms.append) as fetcher:
-        with pytest.raises(InputError, match='nothing is fetching it'):
+        with pytest.raises(InputError, match='no process is fetching it'):
             wait_for_file(files[1].path)
-        with pytest.raises(InputError, match='cannot be told what is to be fetched: ArithmeticError: beyond its end'):
+        with pytest.raises(InputError, match='cannot determine which files to fetch: ArithmeticError: beyond its end'):
             fetcher.advance(1)
 
 
 def test_a_cache_that_cannot_be_written_is_named(gcs, files, alarms, tmp_path, monkeypatch):
     (tmp_path / 'cache').write_text('a file')
-    with pytest.raises(InputError, match=r'cache: .*; give a directory for the cache that can be written'):
+    with pytest.raises(InputError, match=r'cache: .*; use a writable cache directory'):
         Fetcher([PlannedRead((files[0],), 0, 0)], on_warning=alarms.append).__enter__()
     (tmp_path / 'cache').unlink()
 
@@ -338,7 +338,7 @@ def test_a_cache_that_cannot_be_written_is_named(gcs, files, alarms, tmp_path, m
     gcs.fault(403, match='data/1')
     # Where not even the reason can be written nobody waits for it.
     with Fetcher([PlannedRead((files[1],), 0, 0)], on_warning=alarms.append) as fetcher:
-        with pytest.raises(InputError, match='nothing is fetching it'):
+        with pytest.raises(InputError, match='no process is fetching it'):
             wait_for_file(files[1].path)
         with pytest.raises(InputError, match='No space left on device; gs://bucket/data/1: access denied'):
             fetcher.advance(1)

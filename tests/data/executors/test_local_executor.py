@@ -37,7 +37,7 @@ def test_tasks_run_in_other_processes(tmp_path):
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize(('how', 'told'), [('killed', 'was killed by SIGKILL'), ('exit', 'ended with exit code 3')])
+@pytest.mark.parametrize(('how', 'told'), [('killed', 'was killed by SIGKILL'), ('exit', 'exited with code 3')])
 def test_a_process_that_dies_costs_one_try_of_its_task(tmp_path, how, told):
     tasks = [Told(tmp_path, 'once', how, times=1), Told(tmp_path, 'always', how), *(Told(tmp_path, x) for x in 'abc')]
     failed, _ = run(tasks)

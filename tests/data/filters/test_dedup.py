@@ -189,8 +189,8 @@ def test_unusable_files(tmp_path):
     assert len(find_duplicates([path], threshold=None, identities=['group 7'])) == 1
     with pytest.raises(InputError, match=r'x\.signatures is stale'):
         find_duplicates([path], threshold=None, identities=['group 8'])
-    with pytest.raises(InputError, match=r'x\.signatures tells equal documents only'):
+    with pytest.raises(InputError, match=r'x\.signatures contains only hashes of exact duplicates'):
         find_duplicates([path], threshold=0.8)
     path.write_bytes(b'something else')
-    with pytest.raises(InputError, match=r'x\.signatures holds no signatures'):
+    with pytest.raises(InputError, match=r'x\.signatures contains no valid signatures'):
         find_duplicates([path], threshold=None)

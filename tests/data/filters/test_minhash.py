@@ -150,7 +150,7 @@ def test_another_identity_or_version_is_not_current(tmp_path, monkeypatch):
     assert not is_current(path, 'group 8')
     monkeypatch.setattr('maxlm.data.filters.minhash.SIGNATURE_VERSION', 10**6)
     assert not is_current(path, 'group 7')
-    with pytest.raises(InputError, match=r'x\.signatures holds no signatures .*1000000'):
+    with pytest.raises(InputError, match=r'x\.signatures contains no valid signatures .*1000000'):
         Signatures.load(path)
 
 
@@ -161,7 +161,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     for length in {0, 3, 20, 150, len(content) // 2, len(content) - 1}:
         path.write_bytes(content[:length])
         assert not is_current(path, 'group 7')
-        with pytest.raises(InputError, match=r'x\.signatures holds no signatures'):
+        with pytest.raises(InputError, match=r'x\.signatures contains no valid signatures'):
             Signatures.load(path)
     path.write_bytes(content)
     assert is_current(path, 'group 7')

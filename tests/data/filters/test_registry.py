@@ -42,7 +42,7 @@ def test_no_filter_keeps_everything():
     ('names', 'message'),
     [
         (['gopher_qualty'], "filter 'gopher_qualty' does not exist; did you mean 'gopher_quality'?"),
-        (['?'], "filter '?' does not exist; there are: gopher_quality, gopher_repetition, c4, fineweb, code"),
+        (['?'], "filter '?' does not exist; use one of gopher_quality, gopher_repetition, c4, fineweb, code"),
         (['c4', 'code', 'c4'], "filter 'c4' is given twice; give it once"),
     ],
 )
@@ -53,7 +53,7 @@ def test_unusable_names(names, message):
 
 
 def test_tokens_cannot_be_judged():
-    with pytest.raises(InputError, match=r'x\.bin:3 is tokenized already: c4, code can judge text only'):
+    with pytest.raises(InputError, match=r'x\.bin:3 is already tokenized: c4, code can filter only text'):
         make_cleaner(['c4', 'code'])(Document('x.bin:3', 'in', tokens=np.array([1], np.uint32)))
 
 

@@ -82,7 +82,7 @@ def test_lines_for_the_console():
     report = report_of(documents(20))
     report.count(Document('copy.txt', 'in', 'text é 1'), FilterResult(NEAR_DUPLICATE, '001.txt'))
     assert report.to_lines() == [
-        'cleaning: 4 of 21 documents kept, 27 of 199 bytes; 2 of the kept are shortened',
+        'cleaning: 4 of 21 documents kept, 27 of 199 bytes; 2 of the kept documents are shortened',
         '  filter: rule 1          6  28.6%  001.txt (1; bound 3)',
         '  filter: rule 0          5  23.8%  003.txt (3; bound 3)',
         '  filter: rule 2          5  23.8%  002.txt (2; bound 3)',

@@ -58,7 +58,9 @@ def test_bombs_take_bounded_memory(tmp_path):
         f'a.jsonl.zst:{17 + 12 + 2**30 + 1}',
         'b.txt.zst',
     ]
-    assert all('longer than 1 MiB, the limit for a record; --max-record-mib' in found[place][1] for place in (1, 3))
+    assert all(
+        'longer than 1 MiB, the limit for a record; raise --max-record-mib' in found[place][1] for place in (1, 3)
+    )
 
 
 @pytest.mark.multiprocess
@@ -87,4 +89,4 @@ def test_bombs_of_parquet_take_bounded_memory(tmp_path):
     ((name, reason),) = found[130:]
     assert name == 'b.parquet:0'
     assert "a page of the column 'text' has 335,54" in reason
-    assert 'bytes, more than 134,217,728, the limit for a page; --max-record-mib raises it' in reason
+    assert 'bytes, more than the limit of 134,217,728; raise --max-record-mib' in reason

@@ -169,8 +169,8 @@ def test_a_path_that_exists_is_no_glob(tmp_path):
         ('nothing', r'root/nothing: No such file'),
         ('nothing/*.txt', r'root/nothing|matches nothing'),
         ('*.md', r'root/\*\.md matches nothing'),
-        ('pictures/*', r'matches no file that can be read: .*\.jsonl'),
-        ('pictures', r'pictures holds no text'),
+        ('pictures/*', r'matches no readable file: .*\.jsonl'),
+        ('pictures', r'pictures contains no text'),
     ],
 )
 def test_missing_and_empty_paths(root, path, told):
@@ -195,7 +195,7 @@ def test_the_first_files_by_name(root):
 
 def test_text_and_token_files_are_not_mixed(root):
     fill(root, ['train.bin', 'README.md'])
-    with pytest.raises(InputError, match=r"root holds token files \(train\.bin\) and text \(README\.md\).*'\*\.md'"):
+    with pytest.raises(InputError, match=r"root contains token files \(train\.bin\) and text \(README\.md\).*'\*\.md'"):
         find_inputs([root])
     assert names([root], exclude=['*.md']) == ['train.bin']
     assert names([f'{root}/*.md']) == ['README.md']
@@ -237,5 +237,5 @@ def test_the_version_tells_an_edited_file(tmp_path):
 
 
 def test_a_bucket_must_be_named():
-    with pytest.raises(InputError, match=r'memory://\*/x: a bucket must be named'):
+    with pytest.raises(InputError, match=r'memory://\*/x: name a bucket'):
         find_inputs(['memory://*/x'])

@@ -96,7 +96,7 @@ def test_of_a_conversation_in_parts_the_completion_is_learned():
         (
             {'body': 'a', 'id': 3},
             {'format': 'auto', 'messages_field': 'dialog'},
-            "'dialog'.*--messages-field names the",
+            "'dialog'.*set --messages-field to the",
         ),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_missing_field_is_one_line_with_the_fields_found(write, left_out, reco
     ('record', 'reason'),
     [
         ({'prompt': 'q', 'completion': ''}, "'completion' is empty"),
-        ({'prompt': 'q', 'completion': 'a', 'label': False}, "'label' says whether the completion is good"),
+        ({'prompt': 'q', 'completion': 'a', 'label': False}, "'label' marks completions as good or bad"),
         ({'prompt': 'q', 'completion': [QUESTION]}, 'does not begin with a message of the assistant'),
         ({'prompt': 3, 'completion': [ANSWER]}, "'prompt' is not a list of objects"),
         ({'prompt': 'q', 'completion': 'a\ud800'}, 'surrogate'),

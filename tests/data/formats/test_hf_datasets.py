@@ -80,7 +80,7 @@ def test_names_are_those_of_rows_or_shards(table, tmp_path, read):
 def test_splits(directory, request, read):
     if 'saved]' in request.node.name:
         # `save_to_disk` of one split does not keep its name.
-        with pytest.raises(InputError, match="one split, whose name it does not keep; give it without '#test'"):
+        with pytest.raises(InputError, match="one unnamed split; remove '#test'"):
             find_inputs([f'hf:{directory}#test'])
         return
     assert [d.text for d in read(f'hf:{directory}#test')] == [text for text in TEXTS[:3] if text]
@@ -100,10 +100,12 @@ def test_the_version_changes_with_the_files(table, tmp_path):
 def test_a_missing_column_is_named(directory, left_out):
     ((name, reason),) = left_out(f'hf:{directory}', text_key='content')
     assert name == 'set#train'
-    assert "no column 'content'; it has id, text; --text-field names the column" in reason
+    assert "no column 'content'; it has id, text; set --text-field to the column" in reason
     ((_, reason), *_) = left_out(f'hf:{directory}', text_key='id')
     # Parquet says it of the column, other formats of a row.
-    assert "the column 'id' holds int64, not text" in reason or re.search(r': row [0:]+ holds int, not text', reason)
+    assert "the column 'id' contains int64, not text" in reason or re.search(
+        r': row [0:]+ contains int, not text', reason
+    )
 
 
 def test_a_directory_that_is_damaged_is_named(tmp_path, table, left_out):
@@ -151,7 +153,7 @@ def test_lines_longer_than_a_record_are_named(tmp_path, datasets, left_out, read
     assert name == 'set#train'
     assert f'train.{suffix}' in reason
     assert 'a line is longer than ' in reason
-    assert 'the limit for a record; --max-record-mib changes it' in reason
+    assert 'the limit for a record; raise --max-record-mib' in reason
     hf_datasets._open.cache_clear()
     with pytest.raises(InputError, match='a line is longer than'):
         find_inputs([f'hf:{tmp_path}/set'], max_record_bytes=2000)
@@ -159,7 +161,7 @@ def test_lines_longer_than_a_record_are_named(tmp_path, datasets, left_out, read
 
 @pytest.mark.parametrize('given', ['hf:', 'hf:/no/such/directory', 'hf:a/b/c', 'hf:a b', 'hf:a@'])
 def test_what_is_no_name_is_refused(given):
-    with pytest.raises(InputError, match=r'no directory and no name of a data set; give hf:NAME'):
+    with pytest.raises(InputError, match=r'not a directory or the name of a data set; use hf:NAME'):
         find_inputs([given])
 
 

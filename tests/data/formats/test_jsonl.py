@@ -87,7 +87,7 @@ def test_cut_short_or_damaged_compression_is_an_error_at_any_byte(tmp_path, left
         path.write_bytes(compressed[:size])
         bad = left_out(path)
         assert len([name for name, _ in bad if name == path.name]) == 1, size
-        assert 'damaged or cut short' in bad[-1][1]
+        assert 'damaged or truncated' in bad[-1][1]
         assert path.name in bad[-1][1]
         assert len(read(path, on_bad=lambda *_: None)) <= len(whole)
     path.write_bytes(compressed[:40] + bytes([compressed[40] ^ 255]) + compressed[41:])

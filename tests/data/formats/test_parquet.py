@@ -48,14 +48,14 @@ def test_only_columns_that_are_asked_for_are_kept(tmp_path, read):
 @pytest.mark.parametrize(
     ('columns', 'options', 'told'),
     [
-        ({'id': [1], 'content': ['a']}, {}, "no column 'text'; it has id, content; --text-field names the column"),
+        ({'id': [1], 'content': ['a']}, {}, "no column 'text'; it has id, content; set --text-field to the column"),
         (
             {'text': ['a']},
             {'metadata_keys': ('url',)},
-            "no column 'url'; it has text; --metadata-keys names the column",
+            "no column 'url'; it has text; set --metadata-keys to the column",
         ),
-        ({'text': [1]}, {}, "the column 'text' holds int64, not text; --text-field names the column of the text"),
-        ({'text': [['a']]}, {}, "the column 'text' holds list<"),
+        ({'text': [1]}, {}, "the column 'text' contains int64, not text; set --text-field to the text column"),
+        ({'text': [['a']]}, {}, "the column 'text' contains list<"),
     ],
 )
 def test_missing_and_wrong_columns_are_named(tmp_path, left_out, columns, options, told):
@@ -82,7 +82,7 @@ def test_files_cut_short_and_damaged_are_named(tmp_path, left_out, read):
         path.write_bytes(content[:size])
         ((name, reason),) = left_out(path)
         assert name == 'x.parquet'
-        assert f'{path}: no Parquet, damaged or cut short' in reason
+        assert f'{path}: not a readable Parquet file (' in reason
     # The middle row group only: what is before and behind it is read.
     group = pq.ParquetFile(pa.BufferReader(content)).metadata.row_group(1).column(0)
     start = group.dictionary_page_offset or group.data_page_offset
@@ -103,7 +103,7 @@ def test_pages_larger_than_the_limit_are_named_before_they_are_decoded(tmp_path,
     assert name == 'x.parquet:1'
     assert f'{path}: the row group of rows 1 to 1: a page of the column' in reason
     assert "'text' has 5,0" in reason
-    assert 'more than 4,000, the limit for a page; --max-record-mib raises it' in reason
+    assert 'more than the limit of 4,000; raise --max-record-mib' in reason
     # Columns that are not read do not count, and a larger record raises the limit.
     assert [d.text for d in read(path, max_record_bytes=6000)] == texts
     write(path, {'text': ['a'], 'id': ['b' * 5000]})
@@ -166,4 +166,4 @@ def test_a_footer_of_any_size_is_not_read(tmp_path, left_out):
         file.write((2**32 - 1).to_bytes(4, 'little') + b'PAR1')
     ((name, reason),) = left_out(path)
     assert name == 'x.parquet'
-    assert 'a footer of 4,294,967,295 bytes, more than 67,108,864' in reason
+    assert 'the footer has 4,294,967,295 bytes, more than the limit of 67,108,864' in reason

@@ -128,10 +128,10 @@ def test_a_directory_without_a_data_set_is_named(tmp_path):
 def test_missing_features_and_other_types_are_named(directory, left_out):
     ((name, reason),) = left_out(f'tfds:{directory}', text_key='content')
     assert name == 'tiny/1.0.0#train'
-    assert "no column 'content'; it has id, text; --text-field" in reason
+    assert "no column 'content'; it has id, text; set --text-field" in reason
     bad = left_out(f'tfds:{directory}', text_key='id')
     assert len(bad) == NUM_EXAMPLES
-    assert 'row 0: holds int, not text' in bad[0][1] or 'row 0: holds int64, not text' in bad[0][1]
+    assert 'row 0: contains int, not text' in bad[0][1] or 'row 0: contains int64, not text' in bad[0][1]
 
 
 def test_damaged_files_are_named(tmp_path, prepare, left_out):

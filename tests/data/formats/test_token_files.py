@@ -118,7 +118,7 @@ def test_llm_c_files_say_their_type(tmp_path, left_out, magic, version, dtype):
     path.write_bytes(header.tobytes() + stream.tobytes()[:-4])
     ((_, reason),) = left_out(path)
     assert 'x.bin: has ' in reason
-    assert 'cut short' in reason
+    assert 'truncated' in reason
     header[1] = 9
     path.write_bytes(header.tobytes() + stream.tobytes())
     ((_, reason),) = left_out(path)
@@ -129,10 +129,10 @@ def test_raw_files_need_their_type(tmp_path, left_out):
     path = tmp_path / 'x.bin'
     path.write_bytes(bytes(7))
     assert left_out(path) == [
-        ('x.bin', f'{path}: does not say how tokens are stored; --token-dtype=uint16 or --token-dtype=uint32 does')
+        ('x.bin', f'{path}: does not specify its dtype; add --token-dtype=uint16 or --token-dtype=uint32')
     ]
     assert left_out(path, token_dtype='uint16') == [
-        ('x.bin', f'{path}: has 7 bytes, which is no whole number of uint16; it was cut short')
+        ('x.bin', f'{path}: has 7 bytes, not a multiple of the size of uint16; it was truncated')
     ]
 
 
@@ -163,11 +163,11 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path, read, left_out, stream, v
     ('array', 'told'),
     [
         (np.array([1, None]), 'never unpickled'),
-        (np.array([1.5]), 'holds float64; token ids are integers'),
+        (np.array([1.5]), 'contains float64; token ids must be integers'),
         (np.zeros((2, 2, 2), 'uint16'), '3 dimensions'),
         (np.zeros((), 'uint16'), '0 dimensions'),
-        (np.asfortranarray(np.zeros((2, 3), 'uint16')), 'column by column'),
-        (np.zeros(3, [('id', 'uint16')]), 'token ids are integers'),
+        (np.asfortranarray(np.zeros((2, 3), 'uint16')), 'column-major'),
+        (np.zeros(3, [('id', 'uint16')]), 'token ids must be integers'),
     ],
 )
 def test_arrays_that_are_no_tokens_are_refused(tmp_path, left_out, array, told):
@@ -188,14 +188,14 @@ def test_damaged_arrays_are_named(tmp_path, left_out):
         (tmp_path / 'x.npy').write_bytes(content[:size])
         ((name, reason),) = left_out(tmp_path / 'x.npy')
         assert name == 'x.npy'
-        assert ('no .npy array' if size < 128 else 'it was cut short') in reason
+        assert ('not a .npy array' if size < 128 else 'it was truncated') in reason
     np.savez_compressed(tmp_path / 'x.npz', a=np.arange(1000, dtype='uint16'), b=np.arange(5))
     content = (tmp_path / 'x.npz').read_bytes()
     for size in (0, 100, len(content) - 10):
         (tmp_path / 'x.npz').write_bytes(content[:size])
         ((name, reason),) = left_out(tmp_path / 'x.npz')
         assert name == 'x.npz'
-        assert 'no .npz, damaged or cut short' in reason
+        assert 'not a readable .npz file' in reason
     (tmp_path / 'x.npz').write_bytes(content[:200] + bytes([content[200] ^ 255]) + content[201:])
     ((name, reason),) = left_out(tmp_path / 'x.npz')
     assert name == 'x.npz:a'

@@ -152,7 +152,7 @@ def test_bad_sources_are_named(three, make_dataset):
     web = str(three['web'].path)
     with pytest.raises(InputError, match=r"no source 'cod'; it has: texts"):
         open_training_data(DataConfig(sources=((f'{web}#cod', 1.0),), seq_len=WINDOW))
-    with pytest.raises(InputError, match='holds no data set'):
+    with pytest.raises(InputError, match='contains no data set'):
         open_training_data(DataConfig(sources=((web, 1.0), (f'{web}x', 1.0)), seq_len=WINDOW))
     empty = make_dataset([[]], directory='empty')
     with pytest.raises(InputError, match='empty: the train split is empty'):

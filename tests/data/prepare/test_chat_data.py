@@ -153,8 +153,8 @@ def test_other_windows_than_the_packed_ones_are_refused(tmp_path):
     config = DataConfig(path=str(tmp_path / 'data'), seq_len=128)
     assert open_training_data(config).training_windows > 0
     for changed, told in (
-        ({'seq_len': 64}, ['data.seq_len=64', 'windows of 128 tokens', '--pack-seq-len=64']),
-        ({'seq_len_schedule': ((64, 0.5),)}, ['data.seq_len_schedule', 'windows of 128 tokens']),
+        ({'seq_len': 64}, ['data.seq_len=64', 'sequences of 128 tokens', '--pack-seq-len=64']),
+        ({'seq_len_schedule': ((64, 0.5),)}, ['data.seq_len_schedule', 'sequences of 128 tokens']),
         ({'seq_len': 64, 'sources': ((str(tmp_path / 'data'), 1.0),)}, ['data.seq_len=64']),
     ):
         with pytest.raises(InputError) as info:
@@ -222,8 +222,8 @@ def test_long_conversations_are_cut_counted_and_told(tmp_path, capsys):
     kept = sum(split.documents for split in dataset.splits.values())
     assert kept + sum(count['left_out'] for count in counts) == 40
     out = capsys.readouterr().out
-    assert f'{counts[0]["shortened"]} conversations are longer than a window' in out
-    assert f'{counts[0]["left_out"]} are left out' in out
+    assert f'{counts[0]["shortened"]} conversations are longer than a sequence' in out
+    assert f'{counts[0]["left_out"]} are skipped because none of their turns fits' in out
     assert run(*arguments, '--output', tmp_path / 'none', '--pack-seq-len', 8) == EXIT_BAD_INPUT
     assert '--pack-seq-len=8: no turn of any conversation fits' in capsys.readouterr().err
 
@@ -244,7 +244,7 @@ def test_texts_and_conversations_in_one_file(tmp_path, capsys):
     assert learned_in_shards(dataset) == ['Answer<|im_end|>', 'Output<|im_end|>']
     assert [entry['name'] for entry in dataset.left_out] == ['x.jsonl:2']
     assert prepare(path, tmp_path / 'text', *options, '--format', 'text') == EXIT_BAD_INPUT
-    assert "no text at the key 'text'; --format=chat takes conversations" in capsys.readouterr().err
+    assert "no text at the key 'text'; use --format=chat for conversations" in capsys.readouterr().err
     assert prepare(path, tmp_path / 'text', *options, '--format', 'text', '--skip-bad-records') == EXIT_DONE
     assert documents_of(load_manifest(tmp_path / 'text'), 'train') == ['plain', 'all of it']
     # What is there was made in another way.
@@ -270,7 +270,7 @@ def test_what_a_template_refuses_is_named_or_left_out(tmp_path, capsys):
         '[assistant]',
     ]
     assert prepare(path, tmp_path / 'data', *options[:-4]) == EXIT_BAD_INPUT
-    assert 'no special token' in (told := capsys.readouterr().err)
+    assert 'without a special token' in (told := capsys.readouterr().err)
     assert '--special-tokens' in told
     assert prepare(path, tmp_path / 'data', *options) == EXIT_BAD_INPUT
     told = capsys.readouterr().err
@@ -326,7 +326,7 @@ def test_what_lies_beside_a_tokenizer_is_used(tmp_path):
         (['--format', 'text', '--chat-template', 'chatml'], '--chat-template=chatml is for conversations'),
         (['--chat-template', 'none.jinja'], '--chat-template=none.jinja: no such file'),
         (['--pack-seq-len', '-1'], '--pack-seq-len=-1: needs 0 or more'),
-        (['--tokenizer', 'ids:100'], 'the text of an ids tokenizer is numbers'),
+        (['--tokenizer', 'ids:100'], 'an ids tokenizer encodes only numbers'),
     ],
 )
 def test_options_that_do_not_go_with_it_are_refused(tmp_path, capsys, options, told):
@@ -340,7 +340,7 @@ def test_options_that_do_not_go_with_it_are_refused(tmp_path, capsys, options, t
 def test_only_jsonl_has_conversations(tmp_path, capsys):
     (tmp_path / 'x.txt').write_text('text')
     assert prepare(tmp_path / 'x.txt', tmp_path / 'data', '--format', 'chat') == EXIT_BAD_INPUT
-    assert 'x.txt is no JSONL' in capsys.readouterr().err
+    assert 'x.txt is not JSONL' in capsys.readouterr().err
 
 
 def test_of_a_completion_the_end_alone_is_learned(tmp_path):

@@ -202,15 +202,15 @@ def test_what_cannot_be_learned_is_left_out_and_told(tmp_path, capsys):
     assert (counts['left_out'], counts['undecided'], counts['shortened']) == (1, 3, 0)
     out = capsys.readouterr().out
     assert 'train: 2 pairs' in out
-    assert '1 pairs are left out since they are longer than a window' in out
-    assert '3 pairs since their answers are equal or one is empty' in out
+    assert '1 pairs are skipped because they are longer than a sequence' in out
+    assert '3 pairs are skipped because their answers are equal or one is empty' in out
     # Once more: told from the manifest.
     assert run(*arguments, tmp_path / 'data') == EXIT_DONE
-    assert '3 pairs since their answers are equal' in capsys.readouterr().out
+    assert '3 pairs are skipped because their answers are equal' in capsys.readouterr().out
     path.write_text('\n'.join(map(json.dumps, lines[1:5])))
     assert run(*arguments, tmp_path / 'none') == EXIT_BAD_INPUT
     told = capsys.readouterr().err
-    assert f'1 are longer than --pack-seq-len={WINDOW} and 3 have equal answers' in told
+    assert f'1 are longer than --pack-seq-len={WINDOW} and 3 have equal or empty answers' in told
 
 
 def test_the_longest_pair_that_fits(tmp_path):
@@ -265,10 +265,10 @@ def test_what_does_not_go_with_preferences_is_refused(tmp_path, capsys):
         ('x.jsonl', ['--pack-seq-len', 0], ['--pack-seq-len=0', 'data.seq_len']),
         ('x.jsonl', ['--filter', 'c4'], ['--filter=c4', 'preferences']),
         ('x.jsonl', ['--fim-rate', 0.5], ['--fim-rate=0.5', 'preferences']),
-        ('x.jsonl', ['--format', 'text', '--pack-seq-len', 0], ['--format=preference takes pairs']),
-        ('plain.txt', ['--format', 'preference'], ['--format=preference', 'plain.txt is no JSONL']),
-        ('chat.jsonl', ['--format', 'preference'], ['chat.jsonl:1: no pair of answers', '"chosen" and "rejected"']),
-        ('mixed.jsonl', [], ['mixed.jsonl:4: no pair of answers']),
+        ('x.jsonl', ['--format', 'text', '--pack-seq-len', 0], ['use --format=preference']),
+        ('plain.txt', ['--format', 'preference'], ['--format=preference', 'plain.txt is not JSONL']),
+        ('chat.jsonl', ['--format', 'preference'], ['chat.jsonl:1: no preference pair', '"chosen" and "rejected"']),
+        ('mixed.jsonl', [], ['mixed.jsonl:4: no preference pair']),
     ]:
         assert prepare(tmp_path / source, tmp_path / 'data', *options) == EXIT_BAD_INPUT
         error = capsys.readouterr().err
@@ -277,7 +277,7 @@ def test_what_does_not_go_with_preferences_is_refused(tmp_path, capsys):
     for other in ('chat.jsonl', 'plain.txt'):
         assert prepare(tmp_path / other, tmp_path / 'data', '--input', tmp_path / 'x.jsonl', tmp_path / other) == 2
         error = capsys.readouterr().err
-        assert 'x.jsonl holds preferences' in error
+        assert 'x.jsonl contains preferences' in error
         assert f'{other} does not' in error
     assert not list((tmp_path / 'data').glob('*.arrayrecord'))
     assert prepare(mixed, tmp_path / 'data', '--skip-bad-records') == EXIT_DONE
@@ -308,10 +308,10 @@ def test_objectives_need_their_data(prepared):
     pairs, chats = (load_manifest(prepared / name) for name in ('pairs', 'chats'))
     check_objective(config_of('dpo', pairs.path), pairs)
     check_objective(config_of('next_token', chats.path), chats)
-    with pytest.raises(InputError, match=r'objective=dpo: .*chats holds no preferences.*--pack-seq-len=1024'):
+    with pytest.raises(InputError, match=r'objective=dpo: .*chats contains no preferences.*--pack-seq-len=1024'):
         check_objective(config_of('dpo', chats.path), chats)
     for objective in ('next_token', 'grpo'):
-        with pytest.raises(InputError, match=rf'objective={objective}: .*pairs holds preferences'):
+        with pytest.raises(InputError, match=rf'objective={objective}: .*pairs contains preferences'):
             check_objective(config_of(objective, pairs.path), pairs)
 
 
@@ -326,14 +326,14 @@ def test_mixtures_are_of_preferences_or_of_none(prepared, tmp_path):
     corpus = opened(prepared / 'pairs', tmp_path / 'more')
     assert pairs_in(corpus, corpus.train_batches(4), 6)
     for names in (('pairs', 'chats'), ('chats', 'pairs')):
-        with pytest.raises(InputError, match=r'data\.sources: .*pairs holds preferences, and .*chats does not'):
+        with pytest.raises(InputError, match=r'data\.sources: .*pairs contains preferences, and .*chats does not'):
             opened(*(prepared / name for name in names))
 
 
 def test_other_windows_are_refused(prepared):
     data = DataConfig(path=str(prepared / 'pairs'), seq_len=WINDOW)
     for changed in ({'seq_len': 512}, {'seq_len': 2048}, {'seq_len_schedule': ((512, 0.5),)}):
-        with pytest.raises(InputError, match='windows of 1024 tokens'):
+        with pytest.raises(InputError, match='sequences of 1024 tokens'):
             open_training_data(dataclasses.replace(data, **changed))
 
 

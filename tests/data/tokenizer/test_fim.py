@@ -176,7 +176,7 @@ def test_what_is_tokenized_passes_or_is_refused():
     first, second, third = encode_documents(bytes_tokenizer(), some, None)
     assert (first.tolist(), third.tolist()) == ([97, 98, 99], [120])
     assert second is tokens
-    with pytest.raises(InputError, match=r'^dir/a\.npy:3: is tokenized already'):
+    with pytest.raises(InputError, match=r'^dir/a\.npy:3: already tokenized'):
         encode_documents(bytes_tokenizer(infill=True), some, FimConfig())
 
 

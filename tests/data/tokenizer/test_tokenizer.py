@@ -271,7 +271,7 @@ def test_bad_specs_name_what_is_right(spec):
 
 def test_ids_have_no_infill():
     check_spec('ids:9')
-    with pytest.raises(InputError, match='tokenized already'):
+    with pytest.raises(InputError, match='pretokenized data'):
         check_spec('ids:9', infill=True)
 
 
