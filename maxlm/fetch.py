@@ -1,4 +1,7 @@
-"""Fetches files and prepared data sets from a bucket to a local directory: `python -m maxlm.fetch`."""
+"""Fetches files and prepared data sets from a bucket to a local directory: `python -m maxlm.fetch`.
+
+Example: `python -m maxlm.fetch --input gs://bucket/web --output data/web`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def main(argv: list[str]) -> int:
         size = sum(file.bytes for file in files)
         print(
             f'{options.output}: {len(files):,} files, {size:,} bytes; '
-            f'{len(missing):,} fetched, {len(files) - len(missing):,} were there'
+            f'{len(missing):,} fetched, {len(files) - len(missing):,} already present'
         )
     return 0
 
@@ -51,11 +54,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(
         prog='maxlm.fetch',
         allow_abbrev=False,
-        description='Fetches files from a bucket, with their folders. Started again after an interruption it goes on '
-        'in the middle of a file; what is there in its full size is left alone. What arrives is compared with its '
-        'checksum: of the manifest in a prepared data set, else of the bucket. Credentials are those of the '
+        description='Fetches files and folders from a bucket. To resume an interrupted fetch, run the same command: '
+        'partial files are continued, complete files are skipped. Each file is verified with a checksum: that of '
+        'the manifest in a prepared data set, otherwise that of the bucket. Credentials are those of the '
         "protocol's library: GOOGLE_APPLICATION_CREDENTIALS for gs://, AWS_PROFILE or AWS_ACCESS_KEY_ID and "
         'AWS_SECRET_ACCESS_KEY for s3://.',
+        epilog='example: python -m maxlm.fetch --input gs://bucket/web --output data/web',
     )
     add = parser.add_argument
     add(
@@ -64,19 +68,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         required=True,
         type=PathOption(urls=ANY),
         metavar='URL',
-        help='files, folders and globs: gs://…, s3://…, anything that fsspec knows',
+        help='files, folders and globs: gs://…, s3://… or any other protocol of fsspec',
     )
     add(
         '--output',
         type=PathOption(Kind.DIRECTORY, as_path=True),
         required=True,
         metavar='DIR',
-        help='directory that gets what is below the URLs',
+        help='destination directory',
     )
-    add('--include', default='', metavar='GLOB', help="only files of this name, e.g. '*.parquet' or 'train/*'")
-    add('--max-files', type=int, default=0, metavar='N', help='at most so many of each URL, the first by name; 0 = all')
-    add('--threads', type=int, default=8, metavar='N', help='files at a time (%(default)s)')
-    add('--quiet', action='store_true', help='print errors and alarms only')
+    add('--include', default='', metavar='GLOB', help="fetch only matching files, e.g. '*.parquet' or 'train/*'")
+    add('--max-files', type=int, default=0, metavar='N', help='fetch the first N files of each URL, by name; 0 = all')
+    add('--threads', type=int, default=8, metavar='N', help='number of parallel downloads (%(default)s)')
+    add('--quiet', action='store_true', help='print only errors and warnings')
     options = parser.parse_args(argv)
     for name, smallest in {'threads': 1, 'max_files': 0}.items():
         if getattr(options, name) < smallest:
@@ -90,14 +94,14 @@ def _refuse_clashes(files: Sequence[RemoteFile]) -> None:
         other = seen.setdefault(file.path, file)
         if other is not file:
             raise InputError(
-                f'{redact(other.url)} and {redact(file.url)} would both be {file.path}; give one --output for each'
+                f'{redact(other.url)} and {redact(file.url)} would both be {file.path}; use one --output for each'
             )
     for path in seen:
         parent = next((parent for parent in path.parents if parent in seen), None)
         if parent:
             raise InputError(
                 f'{redact(seen[parent].url)} and {redact(seen[path].url)} would be a file and a folder of the same '
-                f'name, {parent}; leave one out with --include'
+                f'name, {parent}; select one with --include'
             )
 
 

@@ -1,4 +1,4 @@
-"""Prepares training data: tokenizes text and writes the records that training reads (`python -m maxlm.prepare`)."""
+"""Converts text to a tokenizer and tokenized records: `python -m maxlm.prepare --input texts/ --output data/web`."""
 
 from __future__ import annotations
 
@@ -102,9 +102,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(
         prog='maxlm.prepare',
         allow_abbrev=False,
-        description='Turns text into the records that training reads. Started again after an interruption it goes on.',
+        description='Converts text to tokenized records for training. To resume, run the same command again.',
+        epilog='example: python -m maxlm.prepare --input texts/ --output data/web --tokenizer bpe:32000',
     )
-    what = parser.add_argument_group('what').add_argument
+    what = parser.add_argument_group('input and output').add_argument
     what(
         '--input',
         nargs='+',
@@ -119,29 +120,29 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=PathOption(Kind.DIRECTORY, BUCKETS, as_path=True),
         required=True,
         metavar='DIR',
-        help='directory of the data set, or gs://…, s3://…',
+        help='output directory, or a URL (gs://…, s3://…)',
     )
     what(
         '--validation',
         nargs='+',
         type=PathOption(urls=ANY),
         metavar='PATH',
-        help='what to validate on, instead of a share of --input',
+        help='validation inputs, instead of a fraction of --input',
     )
     what(
         '--validation-fraction',
         type=float,
         default=0.01,
         metavar='X',
-        help='share of the documents to validate on, chosen by a hash of their names (%(default)s)',
+        help='fraction of documents for validation, selected by a hash of their names (%(default)s)',
     )
-    what('--exclude', nargs='+', default=[], metavar='NAME', help='names or patterns of what to leave out')
-    what('--max-files', type=int, default=0, metavar='N', help='take the first N files of each input; 0 = all')
+    what('--exclude', nargs='+', default=[], metavar='NAME', help='names or patterns of files to skip')
+    what('--max-files', type=int, default=0, metavar='N', help='read the first N files of each input; 0 = all')
     what(
         '--format',
         choices=('auto', 'text', 'chat', 'preference'),
         default='auto',
-        help='what lines of JSONL are: texts, conversations, or preferences, which is seen at the first (%(default)s)',
+        help='format of records: text, conversations or preferences; auto detects it in the first (%(default)s)',
     )
     what(
         '--text-field',
@@ -150,80 +151,80 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=text_argument,
         default='text',
         metavar='NAME',
-        help='field of the text in a record: key of JSONL, column of Parquet and data sets (%(default)s)',
+        help='text field: key in JSONL, column in Parquet and data sets (%(default)s)',
     )
     what(
         '--messages-field',
         type=text_argument,
         default='',
         metavar='NAME',
-        help='field of the messages in a record of JSONL (messages, conversations)',
+        help='field that contains the messages (messages, conversations)',
     )
     what(
         '--roles',
         type=text_argument,
         default='',
         metavar='ROLE=NAME,…',
-        help='names of the roles in messages, such as user=human,assistant=bot',
+        help='role names used in the messages, for example user=human,assistant=bot',
     )
     what(
         '--max-record-mib',
         type=int,
         default=MAX_RECORD_BYTES // 2**20,
         metavar='N',
-        help='longest record: line of JSONL, text of a row, content of a compressed text file (%(default)s)',
+        help='maximum record size in MiB: JSONL line, text of a row, decompressed text file (%(default)s)',
     )
-    what('--token-dtype', choices=('uint16', 'uint32'), default='', help='how raw .bin token files are stored')
+    what('--token-dtype', choices=('uint16', 'uint32'), default='', help='dtype of raw .bin token files')
     what(
         '--eod-token',
         type=int,
         metavar='ID',
-        help="what ends a document in token files (the tokenizer's end of document)",
+        help="id that ends a document in token files (the tokenizer's end-of-document token)",
     )
-    what('--skip-bad-records', action='store_true', help='leave out and list what cannot be read, instead of stopping')
+    what('--skip-bad-records', action='store_true', help='skip and list unreadable records instead of stopping')
 
-    made = parser.add_argument_group('what is made of it').add_argument
+    made = parser.add_argument_group('processing').add_argument
     made(
         '--tokenizer',
         type=PathOption(),
         default='bpe:8192',
         metavar='SPEC',
-        help=f'{SPECS}; bpe learns from up to 32 MB of the text (%(default)s)',
+        help=f'{SPECS}; bpe trains on up to 32 MB of the text (%(default)s)',
     )
-    made('--filter', nargs='+', default=[], metavar='NAME', help=f'remove what fails: {", ".join(FILTERS)}')
+    made('--filter', nargs='+', default=[], metavar='NAME', help=f'quality filters to apply: {", ".join(FILTERS)}')
     made(
         '--deduplicate',
         choices=('none', 'exact', 'near'),
         default='none',
-        help='remove documents that are there already, equal or similar (%(default)s)',
+        help='remove exact or near duplicates (%(default)s)',
     )
     made(
         '--dedup-threshold',
         type=float,
         default=0.8,
         metavar='X',
-        help='Jaccard similarity of five-word shingles from which documents are similar (%(default)s)',
+        help='minimum Jaccard similarity of five-word shingles for near duplicates (%(default)s)',
     )
     made(
         '--fim-rate',
         type=float,
         default=0.0,
         metavar='X',
-        help='share of the documents to rearrange for filling in the middle (%(default)s; usual is 0.5)',
+        help='fraction of documents to rearrange for fill-in-the-middle (%(default)s; typically 0.5)',
     )
     made(
         '--fim-spm-rate',
         type=float,
         default=0.5,
         metavar='X',
-        help='share of these that put the suffix first (%(default)s)',
+        help='fraction of rearranged documents with the suffix first (%(default)s)',
     )
     made(
         '--chat-template',
         type=PathOption(may_be_empty=True),
         default='',
         metavar='FILE|NAME',
-        help='how conversations are spelled: a Jinja file, chatml or llama3 (what lies beside --tokenizer, or chatml)',
+        help='chat template: a Jinja file, chatml or llama3 (the template beside --tokenizer, or chatml)',
     )
     made(
         '--special-tokens',
@@ -231,32 +232,31 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default=[],
         type=text_argument,
         metavar='TOKEN',
-        help='special tokens of the chat template besides those that look like <|…|>',
+        help='special tokens of the chat template that do not look like <|…|>',
     )
     made(
         '--pack-seq-len',
         type=int,
         default=0,
         metavar='N',
-        help='put whole conversations, or pairs of answers, into windows of N tokens, the data.seq_len of training; '
-        '0 = windows cut them, which pairs do not allow',
+        help='pack conversations or pairs into sequences of N tokens, data.seq_len of training (0 = off)',
     )
-    made('--block', type=int, default=2048, metavar='N', help='tokens in a record (%(default)s)')
+    made('--block', type=int, default=2048, metavar='N', help='tokens per record (%(default)s)')
 
-    how = parser.add_argument_group('how; the result is the same').add_argument
-    how('--workers', type=int, default=_num_cores(), metavar='N', help='processes on this machine (%(default)s)')
+    how = parser.add_argument_group('execution (does not affect the result)').add_argument
+    how('--workers', type=int, default=_num_cores(), metavar='N', help='number of local worker processes (%(default)s)')
     how('--executor', choices=('local', 'ray'), default='local', help='ray: a cluster that shares the disk of --output')
-    how('--ray-address', default='', metavar='ADDRESS', help='the cluster (the variable RAY_ADDRESS, or this machine)')
-    how('--retries', type=int, default=2, metavar='N', help='further tries of a group that fails (%(default)s)')
-    how('--skip-failed', action='store_true', help='leave out groups that fail to the end, and list them')
+    how('--ray-address', default='', metavar='ADDRESS', help='cluster address (RAY_ADDRESS, or this machine)')
+    how('--retries', type=int, default=2, metavar='N', help='retries of a failed partition (%(default)s)')
+    how('--skip-failed', action='store_true', help='skip and list partitions that fail after all retries')
     how(
         '--cache',
         type=PathOption(Kind.DIRECTORY),
         default='~/.cache/maxlm',
         metavar='DIR',
-        help='where the data set is made before it is uploaded, if --output is a URL (%(default)s)',
+        help='local directory for the data set before upload, if --output is a URL (%(default)s)',
     )
-    how('--quiet', action='store_true', help='print errors only')
+    how('--quiet', action='store_true', help='print only errors')
     options = parser.parse_args(argv)
     _check(options)
     return options
@@ -275,16 +275,16 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) < smallest:
             raise InputError(f'{flag(name)}={getattr(options, name)}: needs {smallest} or more')
     if not 0 <= options.validation_fraction < 1:
-        raise InputError(f'--validation-fraction={options.validation_fraction}: needs a share from 0 to below 1')
+        raise InputError(f'--validation-fraction={options.validation_fraction}: needs a value from 0 to below 1')
     for name in ('fim_rate', 'fim_spm_rate'):
         if not 0 <= getattr(options, name) <= 1:
-            raise InputError(f'{flag(name)}={getattr(options, name)}: needs a share from 0 to 1')
+            raise InputError(f'{flag(name)}={getattr(options, name)}: needs a value from 0 to 1')
     if options.ray_address and options.executor != 'ray':
         raise InputError(f'--ray-address={options.ray_address} needs --executor=ray')
     if options.executor == 'ray' and not isinstance(options.output, Path):
         raise InputError(
             f'--output={display_path(options.output)}: --executor=ray needs a directory that the cluster shares; '
-            'upload it then'
+            'write to one, then upload it'
         )
     make_cleaner(options.filter)
     choose_bands(options.dedup_threshold)
@@ -343,15 +343,15 @@ def _format(options: argparse.Namespace, files: Sequence[InputFile]) -> str:
         else ('filter', 'fim_rate')
     ):
         if value := getattr(options, name):
-            told = ' '.join(value) if isinstance(value, list) else value
+            given = ' '.join(value) if isinstance(value, list) else value
             if found == 'preference':
-                raise InputError(
-                    f'{flag(name)}={told} is for texts, and these are preferences; prepare them without it'
-                )
-            wrong = 'conversations, and no input has them' if found == 'text' else 'texts, and there are conversations'
-            raise InputError(f'{flag(name)}={told} is for {wrong}; --format tells what lines of JSONL are')
+                raise InputError(f'{flag(name)}={given} is for text, but the input has preferences; remove it')
+            use = (
+                'conversations, but the input has none' if found == 'text' else 'text, but the input has conversations'
+            )
+            raise InputError(f'{flag(name)}={given} is for {use}; remove it or set --format')
     if found == 'preference' and not options.pack_seq_len:
-        raise InputError('--pack-seq-len=0: pairs of answers stay together in windows; give data.seq_len of training')
+        raise InputError('--pack-seq-len=0: preference pairs must be packed; set it to data.seq_len of training')
     return found
 
 
@@ -373,17 +373,17 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
     if tokens is None:
         for name in ('token_dtype', 'eod_token'):
             if getattr(options, name) not in ('', None):
-                raise InputError(f'{flag(name)}={getattr(options, name)} is for token files, and no input is one')
+                raise InputError(f'{flag(name)}={getattr(options, name)} is for token files, but --input has none')
         return
     path = display_path(tokens.path)
     if options.tokenizer.partition(':')[0] in (*LEARNED, 'bytes'):
         raise InputError(
-            f'{path} is tokenized already: --tokenizer={options.tokenizer} does not tell with what; '
-            'give that tokenizer.json, hf:NAME or ids:N[:END]'
+            f'{path} is already tokenized: --tokenizer={options.tokenizer} does not identify its tokenizer; '
+            'give its tokenizer.json, hf:NAME or ids:N[:END]'
         )
     for name, asked in {'fim_rate': options.fim_rate, 'filter': options.filter}.items():
         if asked:
-            raise InputError(f'{path} is tokenized already: --{name} needs text; prepare tokens without it')
+            raise InputError(f'{path} is already tokenized: {flag(name)} needs text; remove {flag(name)}')
 
 
 def _make(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequence[Partition]) -> Dataset:

@@ -63,7 +63,7 @@ def test_a_prepared_data_set_is_fetched_and_checked_by_its_own_sums(remote_datas
     assert contents(output) == contents(remote_dataset)
     verify(load_manifest(output))
     files, size = len(contents(output)), sum(map(len, contents(output).values()))
-    assert capsys.readouterr().out == f'{output}: {files} files, {size:,} bytes; {files} fetched, 0 were there\n'
+    assert capsys.readouterr().out == f'{output}: {files} files, {size:,} bytes; {files} fetched, 0 already present\n'
     # The manifest came last: until then it is no data set.
     assert gcs.asked()[-1].name == 'data/dataset.json'
     # Nothing of it needed the bucket's checksums, but the manifest itself.
@@ -71,7 +71,7 @@ def test_a_prepared_data_set_is_fetched_and_checked_by_its_own_sums(remote_datas
     assert not shards & {one.name for one in gcs.asked('get')}
 
     assert run('--input', 'gs://bucket/data', '--output', output) == 0
-    assert f'0 fetched, {files} were there' in capsys.readouterr().out
+    assert f'0 fetched, {files} already present' in capsys.readouterr().out
     assert run('--input', 'gs://bucket/data', '--output', output, '--quiet') == 0
     assert capsys.readouterr() == ('', '')
 
@@ -114,12 +114,12 @@ def test_several_inputs_and_some_of_their_files(gcs, tmp_path, capsys):
         (['--input', 'gs://bucket/x', '--max-files', '-1'], '--max-files=-1: needs 0 or more'),
         (
             ['--input', 'gs://bucket/x', 'gs://bucket/y'],
-            'gs://bucket/x/a and gs://bucket/y/a would both be OUT/a; give one --output for each',
+            'gs://bucket/x/a and gs://bucket/y/a would both be OUT/a; use one --output for each',
         ),
         (
             ['--input', 'gs://bucket/clash'],
             'gs://bucket/clash/a and gs://bucket/clash/a/b would be a file and a folder of the same name, OUT/a; '
-            'leave one out with --include',
+            'select one with --include',
         ),
         ([], 'the following arguments are required: --input (see maxlm.fetch --help)'),
     ],

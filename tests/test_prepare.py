@@ -229,7 +229,7 @@ def test_of_few_documents_the_end_of_one_is_validated_on(tmp_path, capsys, texts
     if expected is None:
         assert (validation, train) == ([], texts)
         assert 'validation: empty' in out
-        assert ('too few to split; more text' in out) == (share > 0)
+        assert ('too few to split; add text' in out) == (share > 0)
         return
     assert abs(len(expected.strip()) - share * len(''.join(texts))) <= 32
     assert validation == [expected]

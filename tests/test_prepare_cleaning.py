@@ -195,8 +195,8 @@ def test_text_and_tokens_in_one_data_set(tmp_path, small_groups):
 
 
 BAD = {
-    'tokens with bytes': (['tokens.npy', '--tokenizer', 'bytes'], ['tokens.npy is tokenized already', 'ids:N']),
-    'tokens with bpe': (['tokens.npy', '--tokenizer', 'bpe:300'], ['tokens.npy is tokenized already', 'hf:NAME']),
+    'tokens with bytes': (['tokens.npy', '--tokenizer', 'bytes'], ['tokens.npy is already tokenized', 'ids:N']),
+    'tokens with bpe': (['tokens.npy', '--tokenizer', 'bpe:300'], ['tokens.npy is already tokenized', 'hf:NAME']),
     'tokens with infill': (['tokens.npy', '--tokenizer', 'ids:100', '--fim-rate', '0.5'], ['fill-in-the-middle']),
     'tokens with a filter': (['tokens.npy', '--tokenizer', 'ids:100', '--filter', 'c4'], ['--filter needs text']),
     'an id beyond the vocabulary': (
@@ -204,8 +204,8 @@ BAD = {
         ['tokens.npy: token 2', 'is 77', '0 to 49'],
     ),
     'raw tokens without a dtype': (['raw.bin', '--tokenizer', 'ids:100'], ['raw.bin', '--token-dtype']),
-    'text with token_dtype': (['x.txt', '--token-dtype', 'uint16'], ['--token-dtype', 'no input is one']),
-    'text with end_of_document': (['x.txt', '--eod-token', '0'], ['--eod-token', 'no input is one']),
+    'text with token_dtype': (['x.txt', '--token-dtype', 'uint16'], ['--token-dtype', '--input has none']),
+    'text with end_of_document': (['x.txt', '--eod-token', '0'], ['--eod-token', '--input has none']),
     'unknown filter': (['x.txt', '--filter', 'gopher'], ["'gopher'", 'did you mean']),
     'filters that keep nothing': (
         ['x.txt', '--filter', 'gopher_quality'],

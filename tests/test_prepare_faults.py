@@ -87,7 +87,7 @@ def test_a_group_that_fails_to_the_end(texts, tmp_path, fail, capsys, more):
     assert run(*command, '--retries', 1, '--skip-failed') == 0
     dataset = load_manifest(tmp_path / 'data')
     assert len(dataset.left_out) == 1
-    assert dataset.left_out[0]['name'].startswith('group ')
+    assert dataset.left_out[0]['name'].startswith('partition ')
     assert 'no answer (timed out)' in dataset.left_out[0]['reason']
     found = documents_of(dataset, 'train')
     assert (texts / '25.txt').read_bytes().decode() not in found

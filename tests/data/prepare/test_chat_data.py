@@ -320,8 +320,8 @@ def test_what_lies_beside_a_tokenizer_is_used(tmp_path):
 @pytest.mark.parametrize(
     ('options', 'told'),
     [
-        (['--filter', 'c4'], '--filter=c4 is for texts'),
-        (['--fim-rate', '0.5'], '--fim-rate=0.5 is for texts'),
+        (['--filter', 'c4'], '--filter=c4 is for text'),
+        (['--fim-rate', '0.5'], '--fim-rate=0.5 is for text'),
         (['--format', 'text', '--pack-seq-len', '64'], '--pack-seq-len=64 is for conversations'),
         (['--format', 'text', '--chat-template', 'chatml'], '--chat-template=chatml is for conversations'),
         (['--chat-template', 'none.jinja'], '--chat-template=none.jinja: no such file'),
@@ -370,7 +370,7 @@ def test_names_of_fields_and_roles_are_part_of_what_it_is_made_from(tmp_path, ca
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data') == EXIT_BAD_INPUT
     assert 'messages_field dialog, not None' in capsys.readouterr().err
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'new', '--roles', 'user=human') == EXIT_BAD_INPUT
-    assert '--roles=user=human is for conversations, and no input has them' in capsys.readouterr().err
+    assert '--roles=user=human is for conversations, but the input has none' in capsys.readouterr().err
 
 
 def test_equal_conversations_are_found(tmp_path):
