@@ -31,7 +31,7 @@ from maxlm.data.prepare.pipeline import (
 )
 from maxlm.data.prepare.provenance import chat_facts, made_from
 from maxlm.data.prepare.scan import Cleaning
-from maxlm.data.prepare.summary import files_left_out, summary
+from maxlm.data.prepare.summary import skipped_files, summary
 from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import SPECS, check_spec, make_tokenizer
 from maxlm.errors import ArgumentParser, InputError, exit_code, flag, text_argument
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     make = _prepare if isinstance(options.output, Path) else _publish
     lines = make(options, _recipe(options, training, validation), make_partitions(training, validation))
     if not options.quiet:
-        lines += files_left_out(not_text)
+        lines += skipped_files(not_text)
         # File names need not be valid text.
         print('\n'.join(lines).encode(errors='backslashreplace').decode())
     return 0
@@ -65,7 +65,7 @@ def run() -> None:
     sys.exit(exit_code(main, sys.argv[1:]))
 
 
-def _prepare(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequence[Partition]) -> list[str]:
+def _prepare(options: argparse.Namespace, recipe: PrepareConfig, partitions: Sequence[Partition]) -> list[str]:
     """Prepares the data set in the directory `options.output` and returns its summary."""
     with locked(options.output):
         if (options.output / MANIFEST_NAME).exists():
@@ -73,13 +73,13 @@ def _prepare(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequenc
             check_same_data(dataset, str(dataset.path), recipe.made_from, skip_failed=options.skip_failed)
             message = f'{options.output} is already prepared from these inputs'
         else:
-            dataset = _make(options, recipe, groups)
+            dataset = _make(options, recipe, partitions)
             message = f'wrote {options.output}'
         remove_leftovers(dataset, cleaned=bool(recipe.cleaning))
     return summary(dataset, message, cleaned=bool(recipe.cleaning))
 
 
-def _publish(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequence[Partition]) -> list[str]:
+def _publish(options: argparse.Namespace, recipe: PrepareConfig, partitions: Sequence[Partition]) -> list[str]:
     """Prepares the data set in the cache, uploads it to the URL `options.output` and returns its summary."""
     from maxlm.workdir.upload_directory import Upload  # needs fsspec
 
@@ -89,11 +89,11 @@ def _publish(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequenc
     upload.begin()
     local = argparse.Namespace(**{**vars(options), 'output': upload.folder})
     try:
-        lines = _prepare(local, recipe, groups)
+        lines = _prepare(local, recipe, partitions)
     except OtherDataError:
         # The cached data set was prepared for this URL from other inputs, and was not uploaded.
         upload.discard()
-        lines = _prepare(local, recipe, groups)
+        lines = _prepare(local, recipe, partitions)
     upload.finish(show=not options.quiet)
     return [line.replace(str(upload.folder), display_path(options.output)) for line in lines]
 
@@ -386,12 +386,12 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
             raise InputError(f'{path} is already tokenized: {flag(name)} needs text; remove {flag(name)}')
 
 
-def _make(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequence[Partition]) -> Dataset:
+def _make(options: argparse.Namespace, recipe: PrepareConfig, partitions: Sequence[Partition]) -> Dataset:
     remove_partial_files(options.output)
     try:
-        with make_executor(options.executor, min(options.workers, len(groups)), options.ray_address) as engine:
+        with make_executor(options.executor, min(options.workers, len(partitions)), options.ray_address) as engine:
             means = ExecutionOptions(engine, options.retries, options.skip_failed, show_progress=not options.quiet)
-            return prepare(recipe, groups, options.output, means)
+            return prepare(recipe, partitions, options.output, means)
     finally:
         remove_partial_files(options.output)
 

@@ -81,7 +81,7 @@ def test_an_interrupted_run_goes_on(texts, tmp_path, small_groups, monkeypatch, 
         if len(written) == done:
             (task.output / '.train-00099.arrayrecord.partial').write_text('half')
             raise KeyboardInterrupt
-        written.append(task.group.number)
+        written.append(task.partition.number)
         write(task, report)
 
     monkeypatch.setattr(WriteShards, 'run', die_after)
@@ -91,7 +91,7 @@ def test_an_interrupted_run_goes_on(texts, tmp_path, small_groups, monkeypatch, 
         load_manifest(tmp_path / 'data')
 
     def note(task, report):
-        written.append(task.group.number)
+        written.append(task.partition.number)
         write(task, report)
 
     monkeypatch.setattr(WriteShards, 'run', note)

@@ -43,9 +43,9 @@ def escape_special_tokens(data: Any, special: tuple[str, ...]) -> tuple[Any, dic
         return data, {}
     used = set().union(*strings)
     free = (chr(code) for code in range(_LAST_STAND_IN, 0, -1) if chr(code) not in used)
-    stand_ins = dict(zip(hidden, free, strict=False))
-    replaced = _map_strings(data, lambda text: beginnings.sub(lambda found: stand_ins[found.group()], text))
-    return replaced, {stand_in: character for character, stand_in in stand_ins.items()}
+    placeholders = dict(zip(hidden, free, strict=False))
+    replaced = _map_strings(data, lambda text: beginnings.sub(lambda found: placeholders[found.group()], text))
+    return replaced, {placeholder: character for character, placeholder in placeholders.items()}
 
 
 def _strings(data: Any) -> Iterator[str]:

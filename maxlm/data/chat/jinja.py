@@ -47,17 +47,17 @@ class Rendered(NamedTuple):
     Attributes:
         text: the rendered text. In data, the first character of each special token is replaced by a placeholder.
         said: for each assistant message, the span up to and including the end of its turn.
-        stand_ins: maps placeholders to the original characters.
+        placeholders: maps each placeholder to its original character.
     """
 
     text: str
     said: tuple[Span, ...]
-    stand_ins: Mapping[str, str]
+    placeholders: Mapping[str, str]
 
     def spelled(self, start: int, stop: int) -> str:
         """Returns the characters [start, stop) with the original characters instead of placeholders."""
         return self.text[start:stop].translate(
-            {ord(stand_in): character for stand_in, character in self.stand_ins.items()}
+            {ord(placeholder): character for placeholder, character in self.placeholders.items()}
         )
 
 
@@ -111,21 +111,21 @@ class JinjaTemplate:
         add_generation_prompt: bool = False,
     ) -> Rendered:
         """See `ChatTemplate.render`."""
-        data, stand_ins = _hide(messages, tools, special)
+        data, placeholders = _hide(messages, tools, special)
         text = self._render(data['messages'], data['tools'], add_generation_prompt=add_generation_prompt)
-        return Rendered(text.replace(_OPEN, '').replace(_CLOSE, ''), (), stand_ins)
+        return Rendered(text.replace(_OPEN, '').replace(_CLOSE, ''), (), placeholders)
 
     def render_said(
         self, messages: Sequence[Message], *, special: Sequence[str], tools: Sequence[Any] = ()
     ) -> Rendered:
         """See `ChatTemplate.render_said`."""
-        data, stand_ins = _hide(messages, tools, special)
+        data, placeholders = _hide(messages, tools, special)
         text = self._render(data['messages'], data['tools'])
         if self.facts.has_generation:
             text, said = _take_marks(text)
         else:
             said = self._turns(text, data['messages'], data['tools'], special_token_pattern(tuple(special)))
-        return Rendered(text, tuple(_with_end(text, span, tuple(special)) for span in said), stand_ins)
+        return Rendered(text, tuple(_with_end(text, span, tuple(special)) for span in said), placeholders)
 
     def _turns(
         self, text: str, messages: Sequence[Message], tools: Sequence[Any], special: re.Pattern[str]

@@ -15,7 +15,7 @@ import numpy as np
 from maxlm.data.chat.token_flags import DOCUMENT_START_BIT, IGNORE_BIT, TokenDocument
 
 # Maximum number of open sequences. More would reduce padding but need more memory.
-OPEN_WINDOWS = 512
+MAX_OPEN_SEQUENCES = 512
 
 
 @dataclasses.dataclass
@@ -52,19 +52,19 @@ class PairCounts(ChatCounts):
 
 
 class Packer:
-    """Packs documents into consecutive sequences of `window` tokens with flags.
+    """Packs documents into consecutive sequences of `seq_len` tokens with flags.
 
     A longer conversation is cut after the last turn of the assistant that fits. A longer preference pair is skipped. A
     longer text is split into sequences. The rest of a sequence is padded with end-of-document tokens, which form their
     own document and are not targets of the loss.
     """
 
-    def __init__(self, window: int, *, end_of_document: int, counts: ChatCounts):
-        self._window = window
+    def __init__(self, seq_len: int, *, end_of_document: int, counts: ChatCounts):
+        self._seq_len = seq_len
         self._end = np.uint32(end_of_document) | IGNORE_BIT
         self._counts = counts
         # Ascending (free tokens, number of the sequence), and the documents of each open sequence.
-        self._rooms: list[tuple[int, int]] = []
+        self._free: list[tuple[int, int]] = []
         self._open: dict[int, list[np.ndarray]] = {}
         self._next = 0
 
@@ -72,49 +72,49 @@ class Packer:
         """Adds a document. Returns the documents of the completed sequences; the last of each includes the padding."""
         done: list[np.ndarray] = []
         for part in self._parts(document):
-            place = bisect.bisect_left(self._rooms, (len(part), 0))
-            if place < len(self._rooms):
-                room, number = self._rooms.pop(place)
+            place = bisect.bisect_left(self._free, (len(part), 0))
+            if place < len(self._free):
+                free, number = self._free.pop(place)
             else:
-                room, number = self._window, self._next
+                free, number = self._seq_len, self._next
                 self._next += 1
             self._open.setdefault(number, []).append(part)
-            bisect.insort(self._rooms, (room - len(part), number))
-            if self._rooms[0][0] == 0 or len(self._rooms) > OPEN_WINDOWS:
+            bisect.insort(self._free, (free - len(part), number))
+            if self._free[0][0] == 0 or len(self._free) > MAX_OPEN_SEQUENCES:
                 done += self._close()
         return done
 
     def finish(self) -> list[np.ndarray]:
         """Returns the documents of all open sequences."""
         done: list[np.ndarray] = []
-        while self._rooms:
+        while self._free:
             done += self._close()
         return done
 
     def _close(self) -> list[np.ndarray]:
         """Returns the documents of the fullest sequence."""
-        room, number = self._rooms.pop(0)
+        free, number = self._free.pop(0)
         documents = self._open.pop(number)
-        if room:
-            padding = np.full(room, self._end, np.uint32)
+        if free:
+            padding = np.full(free, self._end, np.uint32)
             padding[0] |= DOCUMENT_START_BIT
             # The padding is appended to the last document, so that it is not counted as a document.
             documents[-1] = np.concatenate([documents[-1], padding])
-            self._counts.padding += room
+            self._counts.padding += free
         return documents
 
     def _parts(self, document: TokenDocument) -> list[np.ndarray]:
-        tokens, window = document.tokens, self._window
-        if len(tokens) <= window:
+        tokens, seq_len = document.tokens, self._seq_len
+        if len(tokens) <= seq_len:
             return [tokens]
         if document.turn_ends is None:
-            parts = [tokens[start : start + window].copy() for start in range(0, len(tokens), window)]
+            parts = [tokens[start : start + seq_len].copy() for start in range(0, len(tokens), seq_len)]
             for part in parts:
                 part[0] |= DOCUMENT_START_BIT | IGNORE_BIT
             return parts
         # Space for the end-of-document token, unless the turn ends with it.
         end = self._end & ~IGNORE_BIT
-        fits = [stop for stop in document.turn_ends if stop + int(tokens[stop - 1] != end) <= window]
+        fits = [stop for stop in document.turn_ends if stop + int(tokens[stop - 1] != end) <= seq_len]
         if not fits:
             self._counts.left_out += 1
             return []

@@ -222,8 +222,8 @@ def _answer(template: JinjaTemplate, request: Sequence[Any], longest: int) -> An
 
 
 def _rendered(result: Sequence[Any]) -> Rendered:
-    text, said, stand_ins = result
-    return Rendered(text, tuple(Span(*span) for span in said), stand_ins)
+    text, said, placeholders = result
+    return Rendered(text, tuple(Span(*span) for span in said), placeholders)
 
 
 def _write(pipe: IO[bytes], data: bytes) -> None:

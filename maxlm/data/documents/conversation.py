@@ -141,28 +141,28 @@ def system_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _openai(entry: Mapping[str, Any], key: str = 'messages') -> list[dict[str, Any]]:
     messages = []
     for place, message in enumerate(_list(entry, key)):
-        told = f'message {place} of {key!r}'
+        label = f'message {place} of {key!r}'
         role = message.get('role')
         role = 'tool' if role == 'function' else role
         if role not in ROLES:
-            raise ValueError(f'{told} has the role {repr(role)[:200]}; known are {", ".join(ROLES)}')
+            raise ValueError(f'{label} has the role {repr(role)[:200]}; known are {", ".join(ROLES)}')
         content = message.get('content')
         if content is None and (message.get('tool_calls') or message.get('function_call')):
             content = ''
         if message.get('weight', 1) not in (0, 1):
-            raise ValueError(f'{told} has the weight {repr(message["weight"])[:200]}; use 1 to train on it or 0 not to')
-        messages.append({**message, 'role': role, 'content': _text(content, f"the 'content' of {told}")})
+            raise ValueError(f'{label} has weight {repr(message["weight"])[:200]}; use 1 to train on it or 0 not to')
+        messages.append({**message, 'role': role, 'content': _text(content, f"the 'content' of {label}")})
     return messages
 
 
 def _sharegpt(entry: Mapping[str, Any], key: str = 'conversations') -> list[dict[str, Any]]:
     messages = []
     for place, message in enumerate(_list(entry, key)):
-        told = f'message {place} of {key!r}'
+        label = f'message {place} of {key!r}'
         speaker = message.get('from')
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
-            raise ValueError(f"{told} is 'from' {repr(speaker)[:200]}; known are {', '.join(SPEAKERS)}")
-        messages.append({'role': SPEAKERS[speaker], 'content': _text(message.get('value'), f"the 'value' of {told}")})
+            raise ValueError(f"{label} is 'from' {repr(speaker)[:200]}; known are {', '.join(SPEAKERS)}")
+        messages.append({'role': SPEAKERS[speaker], 'content': _text(message.get('value'), f"the 'value' of {label}")})
     return messages
 
 
@@ -212,15 +212,15 @@ def _list(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _text(content: Any, told: str) -> str:
+def _text(content: Any, label: str) -> str:
     """Returns a text, or joins the text parts of a list. OpenAI's format uses such lists for texts and images."""
     if isinstance(content, list):
         parts = [
             part.get('text') if isinstance(part, dict) and part.get('type') == 'text' else None for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
-            raise ValueError(f'{told} has parts that are not text')
+            raise ValueError(f'{label} has parts that are not text')
         return ''.join(part for part in parts if part is not None)
     if not isinstance(content, str):
-        raise ValueError(f'{told} is {"missing" if content is None else type(content).__name__}, not text')
+        raise ValueError(f'{label} is {"missing" if content is None else type(content).__name__}, not text')
     return content

@@ -92,7 +92,7 @@ class Executor(Protocol):
         """Stops all running tasks."""
 
 
-def run_with_retries(number: int, task: Task, report: OnProgress) -> TaskResult:
+def run_once(number: int, task: Task, report: OnProgress) -> TaskResult:
     """Runs a task once and returns its status. Converts exceptions to results."""
     try:
         task.run(report)

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from maxlm.data.executors.executor import OnProgress, Task, TaskResult, TaskStatus, run_with_retries
+from maxlm.data.executors.executor import OnProgress, Task, TaskResult, TaskStatus, run_once
 
 # Each worker uses one thread, because the worker processes already use all cores.
 ONE_THREAD = {'TOKENIZERS_PARALLELISM': 'false', 'RAYON_NUM_THREADS': '1'}
@@ -43,7 +43,7 @@ class InProcess:
 
     def wait(self, on_progress: OnProgress) -> list[TaskResult]:
         """See `Executor`."""
-        return [run_with_retries(*self._waiting.popleft(), on_progress)]
+        return [run_once(*self._waiting.popleft(), on_progress)]
 
     def close(self) -> None:
         """See `Executor`."""
@@ -154,7 +154,7 @@ def _work(connection: Connection) -> None:
             number, task = connection.recv()
         except EOFError:
             return
-        connection.send(run_with_retries(number, task, lambda *new: connection.send(new)))
+        connection.send(run_once(number, task, lambda *new: connection.send(new)))
 
 
 def _end_with_parent() -> None:

@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Any
 
-from maxlm.data.executors.executor import OnProgress, Task, TaskResult, TaskStatus, run_with_retries
+from maxlm.data.executors.executor import OnProgress, Task, TaskResult, TaskStatus, run_once
 from maxlm.data.executors.local_executor import ONE_THREAD, InProcess, Processes
 from maxlm.errors import InputError, os_message
 
@@ -115,7 +115,7 @@ def _attempt(number: int, task: Task) -> tuple[TaskResult, tuple[int, int, int]]
     def report(*new: int) -> None:
         done[:] = map(sum, zip(done, new, strict=True))
 
-    outcome = run_with_retries(number, task, report)
+    outcome = run_once(number, task, report)
     num_bytes, documents, tokens = done
     return outcome, (num_bytes, documents, tokens)
 

@@ -30,7 +30,7 @@ _WILDCARDS = re.compile(r'[*?[]')
 
 
 # Called with the files of a directory or glob that are skipped because they contain no text.
-OnLeftOut = Callable[[Sequence[Entry]], None]
+OnSkipped = Callable[[Sequence[Entry]], None]
 
 
 def find_inputs(
@@ -39,7 +39,7 @@ def find_inputs(
     exclude: Sequence[str] = (),
     max_files: int = 0,
     max_record_bytes: int = MAX_RECORD_BYTES,
-    on_skipped: OnLeftOut = lambda files: None,
+    on_skipped: OnSkipped = lambda files: None,
 ) -> list[InputFile]:
     """Returns the files of `paths`, in the order of `paths` and sorted by name within each path.
 
@@ -85,7 +85,7 @@ def refuse_overlap(training: Sequence[InputFile], validation: Sequence[InputFile
             raise InputError(f'{display_path(file.path)} is in --validation and in --input; move it out of one of them')
 
 
-def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_skipped: OnLeftOut) -> list[InputFile]:
+def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_skipped: OnSkipped) -> list[InputFile]:
     for prefix, kind in DATASET_PREFIXES.items():
         if given.startswith(prefix):
             return [_dataset(given, kind, max_record_bytes)]
@@ -118,7 +118,7 @@ def _is_glob(given: str) -> bool:
     return _WILDCARDS.search(given) is not None and not os.path.lexists(given)
 
 
-def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnLeftOut) -> list[InputFile]:
+def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnSkipped) -> list[InputFile]:
     root, patterns = _split_glob(glob)
     suffix = PurePosixPath(patterns[-1]).suffix
     is_named = bool(suffix) and not _WILDCARDS.search(suffix)
@@ -134,7 +134,7 @@ def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnLeftOut) -> list
 
 
 def _select_files(
-    entries: Sequence[Entry], source: str, on_skipped: OnLeftOut, *, is_named: bool = False
+    entries: Sequence[Entry], source: str, on_skipped: OnSkipped, *, is_named: bool = False
 ) -> list[InputFile]:
     """Returns the files to read. `is_named` means that the user specified their suffix."""
     known = [entry for entry in entries if kind_of(entry.name)]

@@ -76,22 +76,22 @@ def _read_archive(
         on_bad(file.name, f'{path}: not a readable .npz file ({error}); fetch it again')
         return
     for member in archive.infolist()[start:stop]:
-        name, told = f'{file.name}:{member.filename.removesuffix(".npy")}', f'{path}, array {member.filename}'
+        name, label = f'{file.name}:{member.filename.removesuffix(".npy")}', f'{path}, array {member.filename}'
         try:
             with archive.open(member) as stream:
                 array = open_npy(cast(BinaryIO, stream), member.file_size)
-                yield from _read_array(array, file, name, told, 0, array.num_bytes, options, on_bad)
+                yield from _read_array(array, file, name, label, 0, array.num_bytes, options, on_bad)
         except TokenFileError as error:
-            on_bad(name, f'{told}: {error}')
+            on_bad(name, f'{label}: {error}')
         except ZIP_ERRORS as error:
-            on_bad(name, f'{told}: damaged or truncated ({error}); fetch it again')
+            on_bad(name, f'{label}: damaged or truncated ({error}); fetch it again')
 
 
 def _read_array(
     array: TokenArray,
     file: InputFile,
     name: str,
-    told: str,
+    label: str,
     start: int,
     stop: int,
     options: ReadOptions,
@@ -104,7 +104,7 @@ def _read_array(
             row = f' (row {(first + place) // array.shape[-1]})' if array.has_rows else ''
             on_bad(
                 f'{name}:{first}',
-                f'{told}: token {first + place}{row} is {ids[place]}; ids must be from 0 to {limit - 1}',
+                f'{label}: token {first + place}{row} is {ids[place]}; ids must be from 0 to {limit - 1}',
             )
             continue
         yield Document(f'{name}:{first}', file.source, tokens=ids.astype(np.uint32))

@@ -53,10 +53,10 @@ def assemble(
         result = task.load()
         if result is None:
             raise InputError(f'{task.result_path}: removed or changed while maxlm.prepare was running; run it again')
-        reasons |= dict.fromkeys((entry['name'], entry['reason']) for entry in result.left_out)
+        reasons |= dict.fromkeys((entry['name'], entry['reason']) for entry in result.skipped)
         duplicates = duplicates.merge(result.duplicates)
         for name, counts in result.splits.items():
-            sums[name].add(task.group.source, counts)
+            sums[name].add(task.partition.source, counts)
     splits = {name: total.split() for name, total in sums.items()}
     if not splits['train'].documents:
         raise InputError(_nothing(sums['train'].chat, chat))

@@ -101,13 +101,13 @@ def choose_validation(documents: Iterable[Document], share: float) -> Validation
     if seen.documents >= enough:
         return ValidationChoice(below)
     assert seen.longest is not None
-    longest, told = seen.longest, 'the only document' if seen.documents == 1 else 'the longest document'
+    longest, label = seen.longest, 'the only document' if seen.documents == 1 else 'the longest document'
     unit = 'characters' if longest.tokens is None else 'tokens'
     reason = ''
     if not longest.is_divisible:
-        reason = f'{told}, {longest.name}, is a conversation, or a prompt with its answer, which is not split'
+        reason = f'{label}, {longest.name}, is a conversation, or a prompt with its answer, which is not split'
     elif (start := _place(longest, share * seen.length)) is None:
-        reason = f'{told}, {longest.name}, has {_length(longest):,} {unit}, too few to split'
+        reason = f'{label}, {longest.name}, has {_length(longest):,} {unit}, too few to split'
     else:
         few = f'{seen.documents} document{"s" if seen.documents > 1 else ""}'
         note = f'the end of {longest.name}, from {unit[:-1]} {start:,}, since there are few documents ({few})'

@@ -13,7 +13,7 @@ from typing import Any
 
 from maxlm.data.dataset.records import Dataset, load_manifest
 from maxlm.data.dataset.shard_cache import fetch_manifest
-from maxlm.data.prepare.pipeline import GROUPS_LEFT_OUT
+from maxlm.data.prepare.pipeline import PARTITIONS_SKIPPED
 from maxlm.data.prepare.provenance import CHAT_FACTS, READING_FACTS
 from maxlm.data.prepare.summary import summary
 from maxlm.errors import InputError, os_message
@@ -40,7 +40,7 @@ def check_same_data(dataset: Dataset, name: str, made_from: dict[str, Any], *, s
     ]
     if changes:
         raise OtherDataError(f'{name} contains a data set made from {"; ".join(changes)}; choose another --output')
-    lost = dataset.made_from.get(GROUPS_LEFT_OUT)
+    lost = dataset.made_from.get(PARTITIONS_SKIPPED)
     if lost and not skip_failed:
         raise OtherDataError(
             f'{name} was made with --skip-failed and lacks {lost} partitions that failed; '

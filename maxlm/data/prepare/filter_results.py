@@ -102,17 +102,17 @@ class DocumentFilter:
         duplicates: report on the removed duplicates, including the number of those that were shortened.
     """
 
-    def __init__(self, name: str, verdicts: FilterDecisions | None, filters: Sequence[str]):
+    def __init__(self, name: str, decisions: FilterDecisions | None, filters: Sequence[str]):
         """Creates a filter.
 
         Args:
             name: name of the partition in messages.
-            verdicts: the decisions; None keeps all documents.
+            decisions: the filter decisions; None keeps all documents.
             filters: names of the filters, which run again on shortened documents.
         """
         self.duplicates = CleaningReport()
         self._name = name
-        self._verdicts = verdicts
+        self._decisions = decisions
         self._clean = make_cleaner(filters)
         self._checksum = DocumentHash()
         self._place = 0
@@ -123,33 +123,33 @@ class DocumentFilter:
         Raises:
             InputError: the input has changed since the scan.
         """
-        if self._verdicts is None:
+        if self._decisions is None:
             return list(documents)
         kept = []
         for document in documents:
             self._checksum.add(document)
             place, self._place = self._place, self._place + 1
-            if place >= len(self._verdicts.codes):
+            if place >= len(self._decisions.codes):
                 raise self._changed()
-            decision = FilterDecision(int(self._verdicts.codes[place]))
+            decision = FilterDecision(int(self._decisions.codes[place]))
             if decision is FilterDecision.FILTERED:
                 continue
-            if self._verdicts.shortened[place]:
+            if self._decisions.shortened[place]:
                 cleaned = self._clean(document)
                 if isinstance(cleaned, FilterResult):
                     raise self._changed()
                 document = cleaned
             if decision in DUPLICATE_REASONS:
-                detail = self._verdicts.kept_names.get(place, '')
+                detail = self._decisions.kept_names.get(place, '')
                 self.duplicates.count(document, FilterResult(DUPLICATE_REASONS[decision], detail))
-                self.duplicates.shortened_documents += bool(self._verdicts.shortened[place])
+                self.duplicates.shortened_documents += bool(self._decisions.shortened[place])
             else:
                 kept.append(document)
         return kept
 
     def finish(self) -> None:
         """Raises InputError unless `keep` received exactly the documents of the scan."""
-        if self._verdicts is not None and self._checksum.value() != self._verdicts.checksum:
+        if self._decisions is not None and self._checksum.value() != self._decisions.checksum:
             raise self._changed()
 
     def _changed(self) -> InputError:

@@ -74,17 +74,17 @@ class Partition:
 class PartitionTask:
     """Base class of tasks that process one partition. See `Task`."""
 
-    group: Partition
+    partition: Partition
 
     @property
     def name(self) -> str:
         """See `Task`."""
-        return self.group.name
+        return self.partition.name
 
     @property
     def size(self) -> int:
         """See `Task`."""
-        return self.group.size
+        return self.partition.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,16 +117,16 @@ def make_partitions(training: Sequence[InputFile], validation: Sequence[InputFil
 
 
 def read_batches(
-    group: Partition, reading: ReadSettings, left_out: list[dict[str, str]]
+    partition: Partition, reading: ReadSettings, skipped: list[dict[str, str]]
 ) -> Iterator[tuple[list[Document], int]]:
     """Yields the documents of a partition in order, in batches of about BATCH_CHARACTERS.
 
     Each batch comes with the number of input bytes processed since the previous batch.
 
     Args:
-        group: the partition to read.
+        partition: the partition to read.
         reading: settings of the readers.
-        left_out: list to which the name and reason of each skipped record are appended.
+        skipped: list to which the name and reason of each skipped record are appended.
 
     Raises:
         InputError: a record cannot be read, and `reading.skip_bad` is False.
@@ -139,11 +139,11 @@ def read_batches(
             raise TransientError(reason)
         if not reading.skip_bad:
             raise_bad(name, reason)
-        left_out.append({'name': name, 'reason': reason})
+        skipped.append({'name': name, 'reason': reason})
 
     batch: list[Document] = []
     characters = done = 0
-    for file_range in group.file_ranges:
+    for file_range in partition.file_ranges:
         num_bytes_left = file_range.size
         for document in read_documents(file_range, reading.options, on_bad):
             batch.append(document)
@@ -164,15 +164,15 @@ def _pack(files: Sequence[InputFile], target: int) -> list[tuple[FileRange, ...]
         file_ranges = [
             file_range for found in pool.map(lambda file: _split(file, target), files) for file_range in found
         ]
-    groups: list[list[FileRange]] = []
+    partitions: list[list[FileRange]] = []
     size = target
     for file_range in file_ranges:
-        if size >= target or groups[-1][0].file.source != file_range.file.source:
-            groups.append([])
+        if size >= target or partitions[-1][0].file.source != file_range.file.source:
+            partitions.append([])
             size = 0
-        groups[-1].append(file_range)
+        partitions[-1].append(file_range)
         size += file_range.size
-    return [tuple(group) for group in groups]
+    return [tuple(partition) for partition in partitions]
 
 
 def _split(file: InputFile, target: int) -> list[FileRange]:

@@ -22,7 +22,7 @@ from maxlm.data.prepare.build_manifest import assemble, without_duplicates
 from maxlm.data.prepare.choose_validation import Cut, ValidationChoice, choose_validation
 from maxlm.data.prepare.partitions import Partition, ReadSettings
 from maxlm.data.prepare.sample import Preview
-from maxlm.data.prepare.scan import Cleaning, ScanTask, VerdictFile, deduplicate
+from maxlm.data.prepare.scan import Cleaning, DecisionFile, ScanTask, deduplicate
 from maxlm.data.prepare.task_results import identity_of, load_result, save_result
 from maxlm.data.prepare.train_val_split import HASH_RANGE, SAMPLE_BYTES
 from maxlm.data.prepare.write_shards import ChatShards, WriteShards, find_leftover_files
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
 WORK_DIRECTORY = '.prepare'
 CLEANING_FILE = 'cleaning.json'
 # Key of `made_from`: number of partitions that failed and were skipped.
-GROUPS_LEFT_OUT = 'groups_left_out'
+PARTITIONS_SKIPPED = 'groups_left_out'
 # Key of `made_from`: reason why the validation split is the end of a document, or empty.
 VALIDATION_NOTE = 'validation_note'
 # Tokenizers that are trained on the text.
@@ -141,7 +141,7 @@ class ExecutionOptions:
     show_progress: bool
 
 
-def prepare(recipe: PrepareConfig, groups: Sequence[Partition], output: Path, means: ExecutionOptions) -> Dataset:
+def prepare(recipe: PrepareConfig, partitions: Sequence[Partition], output: Path, means: ExecutionOptions) -> Dataset:
     """Prepares a data set in `output`. `dataset.json` is written last.
 
     Raises:
@@ -152,11 +152,11 @@ def prepare(recipe: PrepareConfig, groups: Sequence[Partition], output: Path, me
         stages.work.mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f'{stages.work}: {os_message(error)}') from error
-    groups, verdicts, filtered = stages.clean(groups)
-    tokenizer, validation = stages.begin(groups, verdicts)
-    tasks = stages.write(groups, verdicts, tokenizer, validation)
-    left_out = stages.left_out
-    made_from = {**recipe.made_from, **({GROUPS_LEFT_OUT: len(left_out)} if left_out else {})}
+    partitions, decisions, filtered = stages.clean(partitions)
+    tokenizer, validation = stages.begin(partitions, decisions)
+    tasks = stages.write(partitions, decisions, tokenizer, validation)
+    skipped = stages.skipped
+    made_from = {**recipe.made_from, **({PARTITIONS_SKIPPED: len(skipped)} if skipped else {})}
     made_from |= {VALIDATION_NOTE: validation.note} if validation.note else {}
     dataset, duplicates = assemble(
         tasks,
@@ -164,12 +164,12 @@ def prepare(recipe: PrepareConfig, groups: Sequence[Partition], output: Path, me
         tokenizer_kind=_kind(recipe.tokenizer),
         made_from=made_from,
         output=output,
-        left_out=left_out,
+        left_out=skipped,
     )
     if recipe.cleaning:
         report = CleaningReport()
         for task in tasks:
-            report = report.merge(filtered[task.group.number])
+            report = report.merge(filtered[task.partition.number])
         atomic_write(output / CLEANING_FILE, without_duplicates(report, duplicates).to_json())
     save_manifest(dataset)
     return dataset
@@ -197,18 +197,18 @@ def remove_partial_files(output: Path) -> None:
 
 
 class _Stages:
-    """Stages of one preparation. `left_out` lists the partitions that failed and were skipped."""
+    """Stages of one preparation. `skipped` lists the partitions that failed and were skipped."""
 
     def __init__(self, recipe: PrepareConfig, output: Path, means: ExecutionOptions):
         self.work = output / WORK_DIRECTORY
-        self.left_out: list[dict[str, str]] = []
+        self.skipped: list[dict[str, str]] = []
         self._recipe = recipe
         self._output = output
         self._means = means
 
     def clean(
-        self, groups: Sequence[Partition]
-    ) -> tuple[list[Partition], list[VerdictFile | None], dict[int, CleaningReport]]:
+        self, partitions: Sequence[Partition]
+    ) -> tuple[list[Partition], list[DecisionFile | None], dict[int, CleaningReport]]:
         """Runs the scan and the deduplication.
 
         Returns:
@@ -216,39 +216,39 @@ class _Stages:
         """
         cleaning = self._recipe.cleaning
         if not cleaning:
-            return list(groups), [None] * len(groups), {}
-        tasks = [ScanTask(self.work, group, self._recipe.reading, cleaning) for group in groups]
-        surveys = self._run('survey', tasks)
-        if not surveys:
+            return list(partitions), [None] * len(partitions), {}
+        tasks = [ScanTask(self.work, partition, self._recipe.reading, cleaning) for partition in partitions]
+        scans = self._run('scan', tasks)
+        if not scans:
             raise InputError('every partition failed, so there is no data set to write')
-        verdicts: list[VerdictFile | None] = []
+        decisions: list[DecisionFile | None] = []
         shown = self._means.show_progress and cleaning.duplicates != 'none'
         with StageBar('duplicates', total=0, show=shown) as bar:
-            verdicts += deduplicate(surveys, bar.step)
-        filtered = {scan.group.number: scan.load()[1] for scan in surveys}
-        _refuse_empty([filtered[scan.group.number] for scan in surveys if not scan.group.is_validation])
-        return [scan.group for scan in surveys], verdicts, filtered
+            decisions += deduplicate(scans, bar.step)
+        filtered = {scan.partition.number: scan.load()[1] for scan in scans}
+        _refuse_empty([filtered[scan.partition.number] for scan in scans if not scan.partition.is_validation])
+        return [scan.partition for scan in scans], decisions, filtered
 
     def begin(
-        self, groups: Sequence[Partition], verdicts: Sequence[VerdictFile | None]
+        self, partitions: Sequence[Partition], decisions: Sequence[DecisionFile | None]
     ) -> tuple[Tokenizer, ValidationChoice]:
         """Creates and writes the tokenizer, and chooses the validation documents of --input."""
         path, stamp = self._output / TOKENIZER_FILE, self.work / 'begin.json'
         # Failed partitions may be missing, so the identity includes the partitions.
-        identity = identity_of(self._recipe.made_from, [group.identity for group in groups])
+        identity = identity_of(self._recipe.made_from, [partition.identity for partition in partitions])
         known = load_result(stamp, identity)
         if known and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == known['tokenizer_sha256']:
             return Tokenizer.load(path), _validation_of(known)
-        training = [place for place, group in enumerate(groups) if not group.is_validation]
+        training = [place for place, partition in enumerate(partitions) if not partition.is_validation]
         preview = Preview(
-            [groups[place] for place in training],
-            [verdicts[place] for place in training],
+            [partitions[place] for place in training],
+            [decisions[place] for place in training],
             self._recipe.reading,
             self._recipe.cleaning.filters,
             self._means.skip_failed,
         )
         validation = choose_validation(preview.documents(), self._recipe.validation_share)
-        total = min(SAMPLE_BYTES, sum(groups[place].size for place in training))
+        total = min(SAMPLE_BYTES, sum(partitions[place].size for place in training))
         shown = self._means.show_progress and _kind(self._recipe.tokenizer) in LEARNED
         with StageBar('tokenizer', total=total, show=shown) as bar:
             chat = self._recipe.chat
@@ -262,8 +262,8 @@ class _Stages:
 
     def write(
         self,
-        groups: Sequence[Partition],
-        verdicts: Sequence[VerdictFile | None],
+        partitions: Sequence[Partition],
+        decisions: Sequence[DecisionFile | None],
         tokenizer: Tokenizer,
         validation: ValidationChoice,
     ) -> list[WriteShards]:
@@ -273,17 +273,17 @@ class _Stages:
             WriteShards(
                 output=self._output,
                 work=self.work,
-                group=group,
+                partition=partition,
                 reading=self._recipe.reading,
-                verdicts=file,
+                decisions=file,
                 filters=self._recipe.cleaning.filters,
-                validation=ValidationChoice(HASH_RANGE) if group.is_validation else validation,
+                validation=ValidationChoice(HASH_RANGE) if partition.is_validation else validation,
                 tokenizer_sha256=tokenizer.sha256,
                 infill=self._recipe.infill,
                 block=self._recipe.block,
                 chat=chat,
             )
-            for group, file in zip(groups, verdicts, strict=True)
+            for partition, file in zip(partitions, decisions, strict=True)
         ]
         return self._run('shards', tasks)
 
@@ -312,9 +312,9 @@ class _Stages:
                 'same command again, or add --skip-failed to skip failed partitions'
             )
         for place, reason in failed.items():
-            group = unfinished[place].group
-            first = group.file_ranges[0].file.name
-            self.left_out.append({'name': f'partition {group.number}, from {first}', 'reason': reason})
+            partition = unfinished[place].partition
+            first = partition.file_ranges[0].file.name
+            self.skipped.append({'name': f'partition {partition.number}, from {first}', 'reason': reason})
         lost = {id(unfinished[place]) for place in failed}
         return [task for task in tasks if id(task) not in lost]
 

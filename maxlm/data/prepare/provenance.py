@@ -42,11 +42,11 @@ def made_from(
     """Returns all inputs and options that determine a data set. See `check_same_data`."""
     files = [[(f.name, f.source, f.kind, f.size, f.version) for f in part] for part in (training, validation)]
     kind = options.tokenizer.partition(':')[0]
-    told = options.tokenizer
+    label = options.tokenizer
     if tokenizer is not None and kind not in ('bytes', 'ids'):
-        told = f'{"" if kind == "hf" else "file"} with checksum {tokenizer.sha256}'
+        label = f'{"" if kind == "hf" else "file"} with checksum {tokenizer.sha256}'
     return {
-        'tokenizer': told,
+        'tokenizer': label,
         'validation_share': 0.0 if validation else options.validation_fraction,
         'text_key': options.text_key,
         'token_dtype': options.token_dtype,

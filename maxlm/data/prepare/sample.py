@@ -11,7 +11,7 @@ from maxlm.data.prepare import train_val_split
 from maxlm.data.prepare.choose_validation import ValidationChoice
 from maxlm.data.prepare.filter_results import DocumentFilter
 from maxlm.data.prepare.partitions import Partition, ReadSettings, read_batches
-from maxlm.data.prepare.scan import VerdictFile
+from maxlm.data.prepare.scan import DecisionFile
 from maxlm.data.prepare.train_val_split import sample_places
 from maxlm.errors import InputError
 
@@ -21,22 +21,22 @@ class Preview:
     """The training documents in order, before they are written.
 
     Attributes:
-        groups: the partitions of --input.
-        verdicts: the filter decisions of each partition; None keeps all of its documents.
+        partitions: the partitions of --input.
+        decisions: the filter decisions of each partition; None keeps all of its documents.
         reading: settings of the readers.
         filters: names of the filters that shorten documents.
         skip_failed: if True, a storage failure skips the rest of the partition; otherwise it is an error.
     """
 
-    groups: Sequence[Partition]
-    verdicts: Sequence[VerdictFile | None]
+    partitions: Sequence[Partition]
+    decisions: Sequence[DecisionFile | None]
     reading: ReadSettings
     filters: tuple[str, ...]
     skip_failed: bool
 
     def documents(self) -> Iterator[Document]:
         """Yields all documents."""
-        for place in range(len(self.groups)):
+        for place in range(len(self.partitions)):
             yield from self._documents(place)
 
     def texts(self, validation: ValidationChoice, on_text: Callable[[int], None]) -> Iterator[str]:
@@ -48,7 +48,7 @@ class Preview:
             validation: the validation documents, which are excluded.
             on_text: called with the number of characters of each sampled text.
         """
-        places = sample_places([group.size for group in self.groups])
+        places = sample_places([partition.size for partition in self.partitions])
         found = False
         for place in places:
             left = train_val_split.SAMPLE_BYTES // len(places)
@@ -61,7 +61,7 @@ class Preview:
                     break
         if found:
             return
-        for place in range(len(self.groups)):
+        for place in range(len(self.partitions)):
             for text in self._trained_on(place, validation):
                 yield text[: train_val_split.SAMPLE_BYTES]
                 return
@@ -72,11 +72,11 @@ class Preview:
                 yield document.text
 
     def _documents(self, place: int) -> Iterator[Document]:
-        group, verdicts = self.groups[place], self.verdicts[place]
-        document_filter = DocumentFilter(group.name, verdicts.load() if verdicts else None, self.filters)
+        partition, decisions = self.partitions[place], self.decisions[place]
+        document_filter = DocumentFilter(partition.name, decisions.load() if decisions else None, self.filters)
         try:
             # WriteShards reports the skipped records.
-            for documents, _ in read_batches(group, self.reading, left_out=[]):
+            for documents, _ in read_batches(partition, self.reading, skipped=[]):
                 yield from document_filter.keep(documents)
         except TransientError as error:
             # Skipping the rest makes the sample depend on the time of the failure, so it requires --skip-failed.

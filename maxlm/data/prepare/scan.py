@@ -49,13 +49,13 @@ class ScanTask(PartitionTask):
 
     Attributes:
         work: directory of temporary files, which is deleted when the data set is complete.
-        group: the partition.
+        partition: the partition.
         reading: settings of the readers.
         cleaning: settings of filters and deduplication.
     """
 
     work: Path
-    group: Partition
+    partition: Partition
     reading: ReadSettings
     cleaning: Cleaning
 
@@ -63,16 +63,16 @@ class ScanTask(PartitionTask):
     def identity(self) -> str:
         """Checksum of everything that determines the result. `near_threshold` only matters in `deduplicate`."""
         cleaning = self.cleaning
-        return identity_of(self.group.identity, self.reading.identity, cleaning.filters, cleaning.duplicates)
+        return identity_of(self.partition.identity, self.reading.identity, cleaning.filters, cleaning.duplicates)
 
     @property
     def signatures_path(self) -> Path:
         """Path of the signatures of the documents that the filters keep."""
-        return self.work / f'signatures-{self.group.number:05d}'
+        return self.work / f'signatures-{self.partition.number:05d}'
 
     @property
     def _path(self) -> Path:
-        return self.work / f'survey-{self.group.number:05d}.json'
+        return self.work / f'survey-{self.partition.number:05d}.json'
 
     def is_done(self) -> bool:
         """See `Task`."""
@@ -92,7 +92,7 @@ class ScanTask(PartitionTask):
 
         def kept_documents() -> Iterator[Document]:
             # WriteShards reports the skipped records.
-            for documents, size in read_batches(self.group, self.reading, left_out=[]):
+            for documents, size in read_batches(self.partition, self.reading, skipped=[]):
                 for document in documents:
                     checksum.add(document)
                     cleaned = clean(document)
@@ -122,12 +122,12 @@ class ScanTask(PartitionTask):
         if facts is None:
             raise InputError(f'{self._path}: removed or changed while maxlm.prepare was running; run it again')
         codes = unpack(facts['codes'])
-        verdicts = FilterDecisions(codes, facts['checksum'], codes == FilterDecision.SHORTENED, {})
-        return verdicts, CleaningReport.from_json(facts['report'])
+        decisions = FilterDecisions(codes, facts['checksum'], codes == FilterDecision.SHORTENED, {})
+        return decisions, CleaningReport.from_json(facts['report'])
 
 
 @dataclasses.dataclass(frozen=True)
-class VerdictFile:
+class DecisionFile:
     """File with the filter decisions of a partition, for workers to load."""
 
     path: Path
@@ -135,54 +135,56 @@ class VerdictFile:
 
     def load(self) -> FilterDecisions:
         """Returns the decisions. Raises InputError if the file is missing or has changed."""
-        verdicts = FilterDecisions.load(self.path, self.identity)
-        if verdicts is None:
+        decisions = FilterDecisions.load(self.path, self.identity)
+        if decisions is None:
             raise InputError(f'{self.path}: removed or changed while maxlm.prepare was running; run it again')
-        return verdicts
+        return decisions
 
 
-def deduplicate(surveys: Sequence[ScanTask], on_step: Callable[[int, int], None]) -> list[VerdictFile]:
+def deduplicate(scans: Sequence[ScanTask], on_step: Callable[[int, int], None]) -> list[DecisionFile]:
     """Finds the duplicates among all scanned documents and writes the filter decisions of each partition.
 
     Validation partitions come first: of two equal documents, the validation document is kept. If all files exist
     already, nothing is computed.
 
     Args:
-        surveys: the scans, all of them done.
+        scans: the scans, all of them done.
         on_step: called with the number of completed steps and the total number of steps.
 
     Raises:
         InputError: a result is missing or cannot be written.
     """
     # The sort is stable, so both kinds keep their order.
-    order = sorted(range(len(surveys)), key=lambda place: not surveys[place].group.is_validation)
-    cleaning = surveys[0].cleaning
-    corpus = identity_of([surveys[place].identity for place in order], dataclasses.asdict(cleaning))
+    order = sorted(range(len(scans)), key=lambda place: not scans[place].partition.is_validation)
+    cleaning = scans[0].cleaning
+    corpus = identity_of([scans[place].identity for place in order], dataclasses.asdict(cleaning))
     files = [
-        VerdictFile(scan.work / f'verdicts-{scan.group.number:05d}.json', identity_of(corpus, scan.group.identity))
-        for scan in surveys
+        DecisionFile(
+            scan.work / f'verdicts-{scan.partition.number:05d}.json', identity_of(corpus, scan.partition.identity)
+        )
+        for scan in scans
     ]
     if all(FilterDecisions.load(file.path, file.identity) for file in files):
         return files
-    ordered = [surveys[place] for place in order]
-    duplicates: list[Duplicates | None] = [None] * len(surveys)
+    ordered = [scans[place] for place in order]
+    duplicates: list[Duplicates | None] = [None] * len(scans)
     if cleaning.duplicates != 'none':
         duplicates = list(_find(ordered, on_step))
     names = _names_of_kept(ordered, duplicates)
     for place, found in zip(order, duplicates, strict=True):
-        verdicts, _ = surveys[place].load()
+        decisions, _ = scans[place].load()
         if found is not None:
-            verdicts = _with_duplicates(verdicts, found, names)
-        verdicts.save(files[place].path, files[place].identity)
+            decisions = _with_duplicates(decisions, found, names)
+        decisions.save(files[place].path, files[place].identity)
     return files
 
 
-def _find(surveys: Sequence[ScanTask], on_step: Callable[[int, int], None]) -> list[Duplicates]:
-    cleaning = surveys[0].cleaning
+def _find(scans: Sequence[ScanTask], on_step: Callable[[int, int], None]) -> list[Duplicates]:
+    cleaning = scans[0].cleaning
     return find_duplicates(
-        [scan.signatures_path for scan in surveys],
+        [scan.signatures_path for scan in scans],
         threshold=cleaning.near_threshold if cleaning.duplicates == 'near' else None,
-        identities=[scan.identity for scan in surveys],
+        identities=[scan.identity for scan in scans],
         on_step=on_step,
     )
 
@@ -194,19 +196,19 @@ def _named(found: Duplicates) -> np.ndarray:
     )
 
 
-def _names_of_kept(surveys: Sequence[ScanTask], duplicates: Sequence[Duplicates | None]) -> dict[int, str]:
+def _names_of_kept(scans: Sequence[ScanTask], duplicates: Sequence[Duplicates | None]) -> dict[int, str]:
     numbers = sorted({int(i) for found in duplicates if found is not None for i in found.kept[_named(found)]})
-    names = kept_names([scan.signatures_path for scan in surveys], numbers) if numbers else []
+    names = kept_names([scan.signatures_path for scan in scans], numbers) if numbers else []
     return dict(zip(numbers, names, strict=True))
 
 
-def _with_duplicates(verdicts: FilterDecisions, found: Duplicates, names: dict[int, str]) -> FilterDecisions:
+def _with_duplicates(decisions: FilterDecisions, found: Duplicates, names: dict[int, str]) -> FilterDecisions:
     # Only the documents that the filters keep have signatures.
-    places = np.flatnonzero(verdicts.codes != FilterDecision.FILTERED)
-    codes = verdicts.codes.copy()
+    places = np.flatnonzero(decisions.codes != FilterDecision.FILTERED)
+    codes = decisions.codes.copy()
     duplicate = found.kept >= 0
     codes[places[duplicate]] = np.where(
         found.near[duplicate], FilterDecision.NEAR_DUPLICATE, FilterDecision.EXACT_DUPLICATE
     )
     named = {int(places[i]): names[int(found.kept[i])] for i in _named(found)}
-    return dataclasses.replace(verdicts, codes=codes, kept_names=named)
+    return dataclasses.replace(decisions, codes=codes, kept_names=named)

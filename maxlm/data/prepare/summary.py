@@ -13,7 +13,7 @@ from maxlm.storage.filesystem import Entry, display_path
 from maxlm.storage.regular_files import read_text
 
 # Number of skipped documents that are printed. dataset.json lists all of them.
-LEFT_OUT_SHOWN = 10
+SKIPPED_SHOWN = 10
 SUFFIXES_SHOWN = 5
 
 
@@ -55,11 +55,11 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
             lines.append(f'  cleaning: {path} cannot be read; copy it again')
     if dataset.left_out:
         lines.append(f'  skipped: {len(dataset.left_out):,}, all listed in {dataset.path / MANIFEST_NAME}')
-        lines += [f'    {entry["name"]}: {entry["reason"]}' for entry in dataset.left_out[:LEFT_OUT_SHOWN]]
+        lines += [f'    {entry["name"]}: {entry["reason"]}' for entry in dataset.left_out[:SKIPPED_SHOWN]]
     return lines
 
 
-def files_left_out(files: Sequence[Entry]) -> list[str]:
+def skipped_files(files: Sequence[Entry]) -> list[str]:
     """Returns a line about input files that contain no text; an empty list if there are no such files."""
     if not files:
         return []

@@ -20,7 +20,7 @@ from maxlm.data.filters.report import CleaningReport
 from maxlm.data.prepare.choose_validation import ValidationChoice
 from maxlm.data.prepare.filter_results import DocumentFilter
 from maxlm.data.prepare.partitions import Partition, PartitionTask, ReadSettings, read_batches
-from maxlm.data.prepare.scan import VerdictFile
+from maxlm.data.prepare.scan import DecisionFile
 from maxlm.data.prepare.shard_output import MarkedOutput, SplitCounts, SplitOutput
 from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack
 from maxlm.data.tokenizer.fim import FimConfig, encode_documents
@@ -35,17 +35,17 @@ SPLITS = ('train', 'validation')
 
 
 @dataclasses.dataclass
-class GroupResult:
+class PartitionResult:
     """Result of writing one partition.
 
     Attributes:
         splits: counts by name of the split.
-        left_out: names and reasons of the skipped records.
+        skipped: names and reasons of the skipped records.
         duplicates: report on the documents that the filters kept and that were removed as duplicates.
     """
 
     splits: dict[str, SplitCounts]
-    left_out: list[dict[str, str]]
+    skipped: list[dict[str, str]]
     duplicates: CleaningReport
 
 
@@ -75,9 +75,9 @@ class WriteShards(PartitionTask):
     Attributes:
         output: directory of the data set. It contains `tokenizer.json`.
         work: directory of temporary files, which is deleted when the data set is complete.
-        group: the partition.
+        partition: the partition.
         reading: settings of the readers.
-        verdicts: the filter decisions; None keeps all documents.
+        decisions: the filter decisions; None keeps all documents.
         filters: names of the filters, which run again on documents that they shorten.
         validation: the choice of validation documents.
         tokenizer_sha256: checksum of the tokenizer.
@@ -88,9 +88,9 @@ class WriteShards(PartitionTask):
 
     output: Path
     work: Path
-    group: Partition
+    partition: Partition
     reading: ReadSettings
-    verdicts: VerdictFile | None
+    decisions: DecisionFile | None
     filters: tuple[str, ...]
     validation: ValidationChoice
     tokenizer_sha256: str
@@ -103,9 +103,9 @@ class WriteShards(PartitionTask):
         """Checksum of everything that determines the shards."""
         return identity_of(
             FORMAT_VERSION,
-            self.group.identity,
+            self.partition.identity,
             self.reading.identity,
-            self.verdicts and self.verdicts.identity,
+            self.decisions and self.decisions.identity,
             dataclasses.asdict(self.validation),
             self.tokenizer_sha256,
             self.infill and dataclasses.asdict(self.infill),
@@ -116,11 +116,11 @@ class WriteShards(PartitionTask):
     @property
     def result_path(self) -> Path:
         """Path of the file with the counts, which is deleted when the data set is complete."""
-        return self.work / f'group-{self.group.number:05d}.json'
+        return self.work / f'group-{self.partition.number:05d}.json'
 
     def shard_path(self, split: str) -> Path:
         """Returns the path of the shard of a split."""
-        return self.output / f'{split}-{self.group.number:05d}.arrayrecord'
+        return self.output / f'{split}-{self.partition.number:05d}.arrayrecord'
 
     def is_done(self) -> bool:
         """See `Task`."""
@@ -134,16 +134,16 @@ class WriteShards(PartitionTask):
             TransientError: the storage fails.
         """
         tokenizer = _load_tokenizer(self.output / TOKENIZER_FILE, self.tokenizer_sha256)
-        document_filter = DocumentFilter(self.name, self.verdicts.load() if self.verdicts else None, self.filters)
+        document_filter = DocumentFilter(self.name, self.decisions.load() if self.decisions else None, self.filters)
         # If this process is killed, an old result must not describe the shards that are written now.
         self.result_path.unlink(missing_ok=True)
-        left_out: list[dict[str, str]] = []
+        skipped: list[dict[str, str]] = []
         with contextlib.ExitStack() as stack:
             splits = {name: self._output(name, tokenizer, stack) for name in SPLITS}
-            for read, size in read_batches(self.group, self.reading, left_out):
+            for read, size in read_batches(self.partition, self.reading, skipped):
                 documents = list(self.validation.parts(document_filter.keep(read)))
                 num_tokens = 0
-                for document, encoded in self._encode(documents, tokenizer, left_out):
+                for document, encoded in self._encode(documents, tokenizer, skipped):
                     splits['validation' if self.validation.includes(document.name) else 'train'].add(
                         encoded, document.text
                     )
@@ -155,12 +155,12 @@ class WriteShards(PartitionTask):
             counts = {name: split.finish() for name, split in splits.items()}
         facts = {
             'splits': {name: _to_facts(split) for name, split in counts.items()},
-            'left_out': left_out,
+            'left_out': skipped,
             'duplicates': document_filter.duplicates.to_json(),
         }
         save_result(self.result_path, self.identity, facts)
 
-    def load(self) -> GroupResult | None:
+    def load(self) -> PartitionResult | None:
         """Returns the result of `run`, or None if it or a shard is missing or belongs to a different task."""
         facts = load_result(self.result_path, self.identity)
         if facts is None:
@@ -170,19 +170,19 @@ class WriteShards(PartitionTask):
             for split in splits.values():
                 if split.shard is not None and (self.output / split.shard.name).stat().st_size != split.shard.bytes:
                     return None
-            return GroupResult(splits, facts['left_out'], CleaningReport.from_json(facts['duplicates']))
+            return PartitionResult(splits, facts['left_out'], CleaningReport.from_json(facts['duplicates']))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def _output(self, split: str, tokenizer: Tokenizer, stack: contextlib.ExitStack) -> SplitOutput:
-        given: dict[str, Any] = {'source': self.group.source, 'block': self.block, 'tokenizer': tokenizer}
+        given: dict[str, Any] = {'source': self.partition.source, 'block': self.block, 'tokenizer': tokenizer}
         if self.chat is None:
             return SplitOutput(self.shard_path(split), **given, stack=stack)
         counts = self.chat.make_counts()
         return MarkedOutput(self.shard_path(split), **given, stack=stack, window=self.chat.window, counts=counts)
 
     def _encode(
-        self, documents: Sequence[Document], tokenizer: Tokenizer, left_out: list[dict[str, str]]
+        self, documents: Sequence[Document], tokenizer: Tokenizer, skipped: list[dict[str, str]]
     ) -> Iterator[tuple[Document, TokenDocument]]:
         """Yields documents with their tokens. Skips documents that cannot be encoded if `skip_bad` is set."""
         encode: Callable[[Sequence[Document]], Sequence[TokenDocument | ChatError]]
@@ -195,7 +195,7 @@ class WriteShards(PartitionTask):
             if isinstance(encoded, TokenDocument):
                 yield document, encoded
             elif self.reading.skip_bad:
-                left_out.append({'name': document.name, 'reason': str(encoded)})
+                skipped.append({'name': document.name, 'reason': str(encoded)})
             else:
                 raise_bad(document.name, f'{document.name}: {encoded}')
 

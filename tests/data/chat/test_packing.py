@@ -34,7 +34,7 @@ def random_conversations(count, longest, seed=3):
 
 @pytest.mark.parametrize('open_windows', [1, 4, 512])
 def test_whole_conversations_fill_windows(open_windows, monkeypatch):
-    monkeypatch.setattr(packing, 'OPEN_WINDOWS', open_windows)
+    monkeypatch.setattr(packing, 'MAX_OPEN_SEQUENCES', open_windows)
     documents = random_conversations(300, 12)
     windows, counts, parts = packed(documents, 64)
     assert (counts.shortened, counts.left_out) == (0, 0)

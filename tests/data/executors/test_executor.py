@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from maxlm.data.executors.executor import TaskStatus, run_tasks, run_with_retries
+from maxlm.data.executors.executor import TaskStatus, run_once, run_tasks
 from maxlm.data.executors.local_executor import InProcess
 from maxlm.errors import InputError
 from tests.data.executors.tasks import Told
@@ -64,5 +64,5 @@ def test_bad_input_and_a_full_disk_end_it_at_once(tmp_path, how, message):
 
 def test_an_interrupt_is_no_failure(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run_with_retries(0, Told(tmp_path, '0', 'interrupt'), lambda *_: None)
-    assert run_with_retries(7, Told(tmp_path, '1'), lambda *_: None).ending is TaskStatus.DONE
+        run_once(0, Told(tmp_path, '0', 'interrupt'), lambda *_: None)
+    assert run_once(7, Told(tmp_path, '1'), lambda *_: None).ending is TaskStatus.DONE

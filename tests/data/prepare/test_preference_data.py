@@ -241,7 +241,7 @@ def test_any_number_of_workers_and_a_restart_give_the_same_bytes(tmp_path, monke
     original, runs = write_shards.WriteShards.run, []
 
     def fail_once(self, report):
-        runs.append(self.group.number)
+        runs.append(self.partition.number)
         if len(runs) == 3:
             raise KeyboardInterrupt
         original(self, report)

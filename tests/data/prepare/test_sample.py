@@ -21,9 +21,9 @@ def preview(tmp_path, monkeypatch):
     monkeypatch.setattr(groups_module, 'MIN_GROUP_BYTES', 1)
     for i in range(20):
         (tmp_path / f'{i:02}.txt').write_text(chr(ord('a') + i) * 100)
-    groups = make_partitions(find_inputs([tmp_path]), [])
-    assert len(groups) == 20
-    return Preview(groups, [None] * 20, ReadSettings(ReadOptions(), False), (), skip_failed=False)
+    partitions = make_partitions(find_inputs([tmp_path]), [])
+    assert len(partitions) == 20
+    return Preview(partitions, [None] * 20, ReadSettings(ReadOptions(), False), (), skip_failed=False)
 
 
 def ignore(_):
@@ -52,9 +52,9 @@ def test_of_a_large_corpus_no_more_is_read_than_is_used(preview, monkeypatch):
     read = []
     read_batches = preview_module.read_batches
 
-    def note(group, reading, left_out):
-        read.append(group.number)
-        return read_batches(group, reading, left_out)
+    def note(partition, reading, skipped):
+        read.append(partition.number)
+        return read_batches(partition, reading, skipped)
 
     monkeypatch.setattr(preview_module, 'read_batches', note)
     assert list(preview.texts(ValidationChoice(0), ignore)) == [letter * 30 for letter in 'afkp']
@@ -75,13 +75,13 @@ def test_the_sample_is_never_empty(preview, monkeypatch):
 def test_a_storage_that_fails(preview, monkeypatch):
     read_batches = preview_module.read_batches
 
-    def fail_once(group, reading, left_out):
-        if group.number == 3:
+    def fail_once(partition, reading, skipped):
+        if partition.number == 3:
             raise TransientError('03.txt: no answer')
-        return read_batches(group, reading, left_out)
+        return read_batches(partition, reading, skipped)
 
     monkeypatch.setattr(preview_module, 'read_batches', fail_once)
     with pytest.raises(InputError, match=r'03\.txt: no answer; run the same again'):
         list(preview.documents())
-    lenient = Preview(preview.groups, preview.verdicts, preview.reading, (), skip_failed=True)
+    lenient = Preview(preview.partitions, preview.decisions, preview.reading, (), skip_failed=True)
     assert len(list(lenient.documents())) == 19

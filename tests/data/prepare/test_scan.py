@@ -10,7 +10,7 @@ from maxlm.data.prepare import partitions as groups_module
 from maxlm.data.prepare import scan as survey_module
 from maxlm.data.prepare.filter_results import FilterDecision
 from maxlm.data.prepare.partitions import ReadSettings, make_partitions
-from maxlm.data.prepare.scan import Cleaning, ScanTask, VerdictFile, deduplicate
+from maxlm.data.prepare.scan import Cleaning, DecisionFile, ScanTask, deduplicate
 from maxlm.errors import InputError
 
 NEAR = Cleaning((), 'near', 0.8)
@@ -21,8 +21,8 @@ def silent(*_):
 
 
 @pytest.fixture
-def surveys(tmp_path, monkeypatch):
-    """Makes the surveys of texts, each in a group of its own; those in `held_out` are to validate on."""
+def scans(tmp_path, monkeypatch):
+    """Makes scans of texts, one partition each; those in `held_out` are for validation."""
     monkeypatch.setattr(groups_module, 'MIN_GROUP_BYTES', 1)
 
     def make(texts, cleaning, held_out=()):
@@ -39,27 +39,27 @@ def surveys(tmp_path, monkeypatch):
     return make
 
 
-def codes_after(surveys):
-    for survey in surveys:
-        survey.run(silent)
-        assert survey.is_done()
-    return [file.load().codes.tolist() for file in deduplicate(surveys, silent)]
+def codes_after(scans):
+    for scan in scans:
+        scan.run(silent)
+        assert scan.is_done()
+    return [file.load().codes.tolist() for file in deduplicate(scans, silent)]
 
 
 TEXTS = ['one two three four five six', 'something else entirely is here', 'one two three four five six\r\n']
 
 
-def test_the_first_of_equal_documents_is_kept(surveys):
-    assert codes_after(surveys(TEXTS, NEAR)) == [
+def test_the_first_of_equal_documents_is_kept(scans):
+    assert codes_after(scans(TEXTS, NEAR)) == [
         [FilterDecision.KEPT],
         [FilterDecision.KEPT],
         [FilterDecision.EXACT_DUPLICATE],
     ]
 
 
-def test_what_is_validated_on_is_kept_before_all(surveys):
-    made = surveys(TEXTS, NEAR, held_out=[TEXTS[0]])
-    assert made[-1].group.is_validation
+def test_what_is_validated_on_is_kept_before_all(scans):
+    made = scans(TEXTS, NEAR, held_out=[TEXTS[0]])
+    assert made[-1].partition.is_validation
     found = codes_after(made)
     assert found == [
         [FilterDecision.EXACT_DUPLICATE],
@@ -70,23 +70,23 @@ def test_what_is_validated_on_is_kept_before_all(surveys):
     assert deduplicate(made, silent)[2].load().kept_names == {0: 'validation0.txt'}
 
 
-def test_filters_come_before_the_comparison(surveys):
+def test_filters_come_before_the_comparison(scans):
     # The first would be kept and the third removed; but C4 takes the first for its braces.
     texts = ['lorem ipsum ' + TEXTS[0], TEXTS[1], 'lorem ipsum ' + TEXTS[0]]
-    made = surveys(texts, Cleaning(('c4',), 'exact', 0.8))
+    made = scans(texts, Cleaning(('c4',), 'exact', 0.8))
     assert codes_after(made)[0] == codes_after(made)[2] == [FilterDecision.FILTERED]
     _, report = made[0].load()
     assert (report.documents, report.kept_documents) == (1, 0)
 
 
-def test_an_empty_group_has_no_verdicts(surveys):
-    assert codes_after(surveys(['', TEXTS[0]], NEAR)) == [[FilterDecision.KEPT]]
-    empty = surveys(['', TEXTS[0]], Cleaning(('code',), 'none', 0.8))
+def test_an_empty_group_has_no_verdicts(scans):
+    assert codes_after(scans(['', TEXTS[0]], NEAR)) == [[FilterDecision.KEPT]]
+    empty = scans(['', TEXTS[0]], Cleaning(('code',), 'none', 0.8))
     assert codes_after(empty) == [[FilterDecision.KEPT]]
 
 
-def test_what_is_judged_is_not_judged_again(surveys, monkeypatch):
-    made = surveys(TEXTS, NEAR)
+def test_what_is_judged_is_not_judged_again(scans, monkeypatch):
+    made = scans(TEXTS, NEAR)
     files = judge_after_running(made)
     monkeypatch.setattr(survey_module, 'find_duplicates', lambda *_, **__: pytest.fail('is known'))
     assert deduplicate(made, silent) == files
@@ -98,38 +98,38 @@ def test_what_is_judged_is_not_judged_again(surveys, monkeypatch):
 
 
 def judge_after_running(made):
-    for survey in made:
-        survey.run(silent)
+    for scan in made:
+        scan.run(silent)
     return deduplicate(made, silent)
 
 
-def test_a_survey_counts_for_what_it_was_made_from(surveys):
-    (survey,) = surveys(TEXTS[:1], NEAR)
-    assert not survey.is_done()
-    survey.run(silent)
-    assert survey.is_done()
+def test_a_survey_counts_for_what_it_was_made_from(scans):
+    (scan,) = scans(TEXTS[:1], NEAR)
+    assert not scan.is_done()
+    scan.run(silent)
+    assert scan.is_done()
     others = [
-        dataclasses.replace(survey, cleaning=Cleaning((), 'exact', 0.8)),
-        dataclasses.replace(survey, cleaning=Cleaning(('code',), 'near', 0.8)),
-        dataclasses.replace(survey, reading=ReadSettings(ReadOptions(text_key='body'), skip_bad=False)),
+        dataclasses.replace(scan, cleaning=Cleaning((), 'exact', 0.8)),
+        dataclasses.replace(scan, cleaning=Cleaning(('code',), 'near', 0.8)),
+        dataclasses.replace(scan, reading=ReadSettings(ReadOptions(text_key='body'), skip_bad=False)),
     ]
     assert not any(other.is_done() for other in others)
     with pytest.raises(InputError, match='removed or changed'):
         others[0].load()
-    survey.signatures_path.unlink()
-    assert not survey.is_done()
+    scan.signatures_path.unlink()
+    assert not scan.is_done()
 
 
 def test_verdicts_that_are_gone(tmp_path):
     with pytest.raises(InputError, match='removed or changed'):
-        VerdictFile(tmp_path / 'v.json', 'x').load()
+        DecisionFile(tmp_path / 'v.json', 'x').load()
 
 
-def test_progress_is_told(surveys):
-    (survey,) = surveys(TEXTS[:1], NEAR)
+def test_progress_is_told(scans):
+    (scan,) = scans(TEXTS[:1], NEAR)
     told = []
-    survey.run(lambda *new: told.append(new))
+    scan.run(lambda *new: told.append(new))
     assert told == [(len(TEXTS[0]), 1, 0)]
     steps = []
-    deduplicate([survey], lambda *step: steps.append(step))
+    deduplicate([scan], lambda *step: steps.append(step))
     assert steps[-1][0] == steps[-1][1]

@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.prepare import partitions as groups_module
+from maxlm.data.prepare import partitions as partitions_module
 from maxlm.data.prepare.choose_validation import ValidationChoice
 from maxlm.data.prepare.partitions import ReadSettings, make_partitions
 from maxlm.data.prepare.train_val_split import HASH_RANGE, name_hash
@@ -25,15 +25,15 @@ def task(tmp_path):
     (output / 'work').mkdir(parents=True)
     for i in range(30):
         (texts / f'{i}.txt').write_text(f'text number {i} größe')
-    (group,) = make_partitions(find_inputs([texts]), [])
+    (partition,) = make_partitions(find_inputs([texts]), [])
     tokenizer = bytes_tokenizer(infill=True)
     tokenizer.save(output / 'tokenizer.json')
     return WriteShards(
         output=output,
         work=output / 'work',
-        group=group,
+        partition=partition,
         reading=ReadSettings(ReadOptions(), skip_bad=False),
-        verdicts=None,
+        decisions=None,
         filters=(),
         validation=ValidationChoice(HASH_RANGE // 2),
         tokenizer_sha256=tokenizer.sha256,
@@ -70,7 +70,7 @@ def test_the_bytes_do_not_depend_on_how_it_is_read(task, monkeypatch):
         return [task.shard_path(name).read_bytes() for name in ('train', 'validation')]
 
     whole = shards()
-    monkeypatch.setattr(groups_module, 'BATCH_CHARACTERS', 1)
+    monkeypatch.setattr(partitions_module, 'BATCH_CHARACTERS', 1)
     assert shards() == whole
     monkeypatch.undo()
     task = dataclasses.replace(task, infill=FimConfig(1.0, 0.5))
@@ -81,7 +81,7 @@ def test_a_result_counts_for_the_very_same_task(task):
     written(task)
     assert task.is_done()
     others = {
-        'group': dataclasses.replace(task.group, number=0, is_validation=True),
+        'partition': dataclasses.replace(task.partition, number=0, is_validation=True),
         'reading': ReadSettings(ReadOptions(), skip_bad=True),
         'validation': ValidationChoice(0),
         'tokenizer_sha256': 'x',
