@@ -57,7 +57,7 @@ def test_what_is_no_conversation(record):
         ({'messages': []}, 'no assistant message to train on'),
         ({'messages': HELLO[:1]}, 'no assistant message to train on'),
         ({'messages': [{**HELLO[1], 'weight': 0}]}, 'no assistant message to train on'),
-        ({'messages': [{**HELLO[1], 'weight': 0.5}]}, 'message 0 .* the weight 0.5'),
+        ({'messages': [{**HELLO[1], 'weight': 0.5}]}, 'message 0 .* weight 0.5'),
         ({'messages': [HELLO[0], {'role': 'bot', 'content': 'Hi'}]}, "message 1 of 'messages' has the role 'bot'"),
         ({'messages': [HELLO[0], {'role': 'assistant'}]}, "the 'content' of message 1 of 'messages' is missing"),
         ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 'has parts that are not text'),
