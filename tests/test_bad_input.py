@@ -200,8 +200,8 @@ def test_a_workdir_that_cannot_be_written_to(dataset, tmp_path, refused):
     [
         ('--config.optimizer.learning_rte=1', ['optimizer.learning_rte', "did you mean 'learning_rate'?"]),
         ('--config.optimiser.learning_rate=1', ['optimiser', "did you mean 'optimizer'?"]),
-        ('--config.train.num_steps=many', ['train.num_steps', 'many', 'a whole number']),
-        ('--config.train.num_steps=2.5', ['train.num_steps', '2.5', 'a whole number']),
+        ('--config.train.num_steps=many', ['train.num_steps', 'many', 'an integer']),
+        ('--config.train.num_steps=2.5', ['train.num_steps', '2.5', 'an integer']),
         ('--config.optimizer.learning_rate=fast', ['optimizer.learning_rate', 'fast', 'a number']),
         ('--config.optimizer.learning_rate=nan', ['optimizer.learning_rate', 'nan']),
         ('--config.metrics.tensorboard=maybe', ['metrics.tensorboard', 'maybe', 'true or false']),

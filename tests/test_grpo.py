@@ -104,15 +104,15 @@ def test_two_processes_write_and_learn_the_same(start, whole, tmp_path):
 @pytest.mark.parametrize(
     ('overrides', 'words'),
     [
-        ({'train__objective': 'next_token'}, 'train.objective=next_token: maxlm.grpo learns from rewards'),
-        ({'train__init_from': ''}, "train.init_from='': maxlm.grpo needs it"),
+        ({'train__objective': 'next_token'}, 'train.objective=next_token: maxlm.grpo requires train.objective=grpo'),
+        ({'train__init_from': ''}, "train.init_from='': maxlm.grpo requires a value"),
         ({'train__init_from': '/nowhere'}, 'train.init_from'),
         ({'grpo__prompts': '/nowhere.jsonl'}, '/nowhere.jsonl'),
         ({'grpo__reward': 'lenght'}, 'lenght'),
         ({'grpo__reward': 'numeric'}, "prompts.jsonl:1: the reward numeric requires the key 'answer'"),
         (
             {'grpo__max_completion_length': 24},
-            'grpo.max_completion_length=24 leaves no room for a prompt in data.seq_len=24',
+            'grpo.max_completion_length=24 leaves no tokens for a prompt in data.seq_len=24',
         ),
         ({'grpo__max_completion_length': 22}, 'prompts.jsonl'),
         (
@@ -120,8 +120,8 @@ def test_two_processes_write_and_learn_the_same(start, whole, tmp_path):
             'grpo.num_generations = 40 responses are not a multiple of train.global_batch_size=16',
         ),
         ({'grpo__prompts_per_rollout': 16}, 'has only 8 prompts'),
-        ({'guard__spike_window': 128}, 'guard.spike_window=128: maxlm.grpo does without; set it to 0'),
-        ({'train__num_steps': 0, 'train__hours': 1}, 'train.hours=1.0: maxlm.grpo does without'),
+        ({'guard__spike_window': 128}, 'guard.spike_window=128: not supported by maxlm.grpo; set it to 0'),
+        ({'train__num_steps': 0, 'train__hours': 1}, 'train.hours=1.0: not supported by maxlm.grpo'),
         ({'eval__interval': 3}, 'eval.interval=3: the model learns from the same responses in 2 steps'),
         ({'grpo__eval_prompts': ''}, "grpo.eval_prompts='' with eval.interval"),
         ({'mesh__stage': 2}, 'mesh.stage'),

@@ -107,7 +107,7 @@ def test_a_weighted_mixture_is_told_by_source(two, tmp_path, capsys):
 def test_bad_sources_are_refused_in_one_line(two, tmp_path, capsys):
     for value, part in {
         "(('a', 0),)": 'above 0',
-        "('a', 1)": 'not a directory and a weight',
+        "('a', 1)": 'not a pair of a directory and a weight',
         "(('a', 1), ('a', 2))": 'there twice',
         '[1]': 'a tuple',
         "(('nowhere', 1),)": 'nowhere contains no data set',
@@ -169,9 +169,9 @@ def test_sequences_that_become_longer(dataset, tmp_path, capsys):
     [
         ('((5, 0.5),)', '5 does not divide data.seq_len=16'),
         ('((16, 0.5),)', 'does not divide'),
-        ('((8, 1.5),)', 'shares must rise'),
-        ('((4, 0.5), (8, 0.5))', 'shares must rise'),
-        ('(4, 0.5)', 'not a length and a share'),
+        ('((8, 1.5),)', 'fractions must increase'),
+        ('((4, 0.5), (8, 0.5))', 'fractions must increase'),
+        ('(4, 0.5)', 'not a pair of a length and a fraction'),
     ],
 )
 def test_bad_schedules_are_refused(dataset, tmp_path, capsys, schedule, part):

@@ -115,5 +115,5 @@ def failure_reason(error: BaseException) -> str:
     if isinstance(error, PeerError):
         return text
     if status := http_status(error):
-        return f'the bucket answers with status {status}'
+        return f'the bucket returned status {status}'
     return redact(f'{type(error).__name__}: {text}')[:_MAX_REASON_CHARS]

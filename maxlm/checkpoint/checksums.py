@@ -82,7 +82,7 @@ def read_checksums(step_directory: epath.Path) -> dict[str, Sums] | None:
     content = read_json(path)
     version = content.pop('version', None)
     if version != VERSION or not all(isinstance(sums, dict) for sums in content.values()):
-        raise CorruptCheckpointError(f'{path}: holds no checksums that this version of maxlm knows')
+        raise CorruptCheckpointError(f'{path}: checksums are in a format that this version of maxlm does not support')
     return content
 
 
@@ -94,7 +94,7 @@ def check_items(step_directory: epath.Path, stored: Mapping[str, Sums]) -> None:
     """
     for item in sorted(stored):
         if not (step_directory / item).is_dir():
-            raise CorruptCheckpointError(f'{step_directory / item}: missing in the checkpoint')
+            raise CorruptCheckpointError(f'{step_directory / item}: missing from the checkpoint')
 
 
 def verify_checksums(path: epath.Path, stored: Mapping[str, Sums], found: Sums) -> None:
@@ -110,14 +110,14 @@ def verify_checksums(path: epath.Path, stored: Mapping[str, Sums], found: Sums) 
     """
     expected = stored.get(path.name)
     if expected is None:
-        raise CorruptCheckpointError(f'{path}: has no checksum, although others of this step have')
+        raise CorruptCheckpointError(f'{path}: has no checksum, although other items of this step have one')
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if wrong:
         name = wrong[0]
         rest = f', and {len(wrong) - 1} more' if len(wrong) > 1 else ''
         raise CorruptCheckpointError(
-            f'{path}: damaged: {name} is {found.get(name, "missing")}, was saved as '
-            f'{expected.get(name, "nothing of that name")}{rest}'
+            f'{path}: damaged: {name} has checksum {found.get(name, "none")}, expected '
+            f'{expected.get(name, "none")}{rest}'
         )
 
 
@@ -136,8 +136,8 @@ def check_descriptions(path: epath.Path, stored: Mapping[str, Sums], found: Mapp
     if saved != found:
         name = min(saved.items() ^ found.items())[0]
         raise CorruptCheckpointError(
-            f'{path}: damaged: {name} is described as {found.get(name, "missing")}, was saved as '
-            f'{saved.get(name, "nothing of that name")}'
+            f'{path}: damaged: {name} is described as {found.get(name, "missing")}, expected '
+            f'{saved.get(name, "no array")}'
         )
 
 
@@ -154,7 +154,7 @@ def corrupt_arrays(step_directory: epath.Path) -> tuple[list[str], int]:
     except CorruptCheckpointError as error:
         return [str(error)], 0
     if stored is None:
-        lost = [f'{step_directory / ITEM}: missing in the checkpoint'] if ITEM in progress else []
+        lost = [f'{step_directory / ITEM}: missing from the checkpoint'] if ITEM in progress else []
         return lost, 0
     for item in sorted(stored):
         path = step_directory / item

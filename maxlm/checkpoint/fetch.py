@@ -73,7 +73,7 @@ def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threa
     # A copy without the optimizer state must not resume a complete copy, or the reverse.
     unfinished = folder / PARTIAL_DIR / f'{step}{"-weights" if weights_only else ""}'
     if finished.exists():
-        raise InputError(f'{finished}: there is a checkpoint already; choose another --output')
+        raise InputError(f'{finished}: checkpoint already exists; choose another --output')
     files = list_tree(source, unfinished)
     if weights_only:
         files = [file for file in files if file.path.relative_to(unfinished).parts[0] != OPTIMIZER]

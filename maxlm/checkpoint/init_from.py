@@ -52,8 +52,8 @@ class VocabResize(NamedTuple):
     def __str__(self) -> str:
         sizes = f'vocabulary grows from {self.num_old_tokens} to {self.num_new_tokens} tokens'
         if self.num_new_tokens == self.num_old_tokens:
-            sizes = f'tables of the vocabulary grow from {self.num_old_rows} to {self.num_new_rows} rows'
-        return f'{sizes}: new rows start at the mean of the old'
+            sizes = f'embedding tables grow from {self.num_old_rows} to {self.num_new_rows} rows'
+        return f'{sizes}: new rows are initialized to the mean of the old rows'
 
 
 class InitCheckpoint(NamedTuple):
@@ -133,7 +133,7 @@ def open_init_checkpoint(
         checksums.check_descriptions(path, sums, descriptions(has))
     if any(name.endswith(f'.{CODES}') for name in has):
         raise InputError(
-            f'{path}: quantized weights are not trained; set train.init_from to the checkpoint that they were made of'
+            f'{path}: quantized weights cannot be trained; set train.init_from to the checkpoint before quantization'
         )
     wants = named_leaves(abstract)
     before = _read_run_config(step)
@@ -173,9 +173,9 @@ def context_change_text(step: epath.Path, config: Config) -> str:
     facts = _position_changes(before.model, config.model, trained_at)
     if trained_at == config.data.seq_len and not facts:
         return ''
-    kind = f'{config.model.position_embedding} positions as before'
+    kind = f'{config.model.position_embedding} positions, unchanged'
     return (
-        f'context: checkpoint was trained at {trained_at}, this run at {config.data.seq_len} '
+        f'sequence length: {trained_at} in the checkpoint, {config.data.seq_len} in this run '
         f'({", ".join(facts) or kind})'
     )
 
@@ -226,7 +226,7 @@ def _read_run_config(step: epath.Path) -> Config | None:
     try:
         return read_config(workdir)
     except InputError as error:
-        logger.warning(f'{error}; what the checkpoint was trained with is not known')
+        logger.warning(f'{error}; the config that the checkpoint was trained with is unknown')
         return None
 
 
@@ -241,26 +241,25 @@ def _check_adapters(
     if not there:
         return
     rank = next((has[name].shape[-1] for name in there if name.endswith(ADAPTERS[0])), 0)
-    merge = f'`python -m maxlm.checkpoints merge --checkpoint={path.parent} --output=WORKDIR` makes one without'
+    merge = f'merge them with `python -m maxlm.checkpoints merge --checkpoint={path.parent} --output=WORKDIR`'
     if not model.lora_rank:
         raise InputError(
-            f'{path}: the checkpoint has adapters, and the config none; {merge}, or set model.lora_rank={rank}'
+            f'{path}: the checkpoint has adapters, but the config has none; {merge}, or set model.lora_rank={rank}'
         )
     if lost := [name for name in there if name not in wants]:
         raise InputError(
-            f'{path}: the checkpoint has the adapter {lost[0]}, and '
-            f'model.lora_target_modules={model.lora_target_modules!r} has none '
-            f'there; {merge}, or name it'
+            f'{path}: the checkpoint has the adapter {lost[0]}, but '
+            f'model.lora_target_modules={model.lora_target_modules!r} does not match it; {merge}, or add its module'
         )
     if any(has[name].shape != wants[name].shape for name in there) and rank != model.lora_rank:
         raise InputError(
-            f'{path}: the checkpoint has adapters of rank {rank}, and model.lora_rank={model.lora_rank}; {merge}, or '
+            f'{path}: the checkpoint has adapters of rank {rank}, but model.lora_rank={model.lora_rank}; {merge}, or '
             f'set model.lora_rank={rank}'
         )
     if before is not None and before.lora_alpha != model.lora_alpha:
         raise InputError(
-            f'{path}: the adapters of the checkpoint were trained with model.lora_alpha={before.lora_alpha:g}, and the '
-            f'config has {model.lora_alpha:g}, with which they would do something else; {merge}, or set '
+            f'{path}: the adapters of the checkpoint were trained with model.lora_alpha={before.lora_alpha:g}, but the '
+            f'config has {model.lora_alpha:g}, which would scale them differently; {merge}, or set '
             f'model.lora_alpha={before.lora_alpha:g}'
         )
 
@@ -272,10 +271,10 @@ def _check_positions(path: epath.Path, has: Mapping[str, Any], wants: Mapping[st
     if width != wanted_width:
         return
     if there != wanted:
-        more = ', and data.seq_len to that or less; only rotary positions go further' if there < wanted else ''
+        more = f', and data.seq_len={there} or less (only rotary positions can be extended)' if there < wanted else ''
         raise InputError(
-            f'{path}: the checkpoint has learned positions for {there} tokens, and the config asks for {wanted} '
-            f'(model.max_positions, or data.seq_len where that is 0); set model.max_positions={there}{more}'
+            f'{path}: the checkpoint has learned positions for {there} tokens, but the config has {wanted} '
+            f'(model.max_positions, or data.seq_len if that is 0); set model.max_positions={there}{more}'
         )
 
 
@@ -298,27 +297,29 @@ def _compare_vocabularies(
     ((rows_before, rows),) = sizes
     if rows < rows_before:
         raise InputError(
-            f'{path}: the checkpoint has {rows_before} rows for token ids, and the config model.vocab_size={rows}: a '
-            f'vocabulary does not shrink; set model.vocab_size={rows_before} or more'
+            f'{path}: the checkpoint has {rows_before} embedding rows, but model.vocab_size={rows}, and a vocabulary '
+            f'cannot shrink; set model.vocab_size={rows_before} or more'
         )
     beside = step.parent.parent / TOKENIZER
     if not beside.is_file():
         if rows == rows_before:
             return None, ''
         raise InputError(
-            f'{path}: the checkpoint has {rows_before} rows for token ids, and the config model.vocab_size={rows}; '
-            f'which of them are new tokens cannot be told without the tokenizer of the model; put it at {beside}'
+            f'{path}: the checkpoint has {rows_before} embedding rows, but model.vocab_size={rows}, and the new tokens '
+            f'are unknown without the tokenizer of the checkpoint; copy it to {beside}'
         )
     old = load_tokenizer(beside)
     new = old if tokenizer is None else Tokenizer.load(tokenizer)
     if why := '' if new.sha256 == old.sha256 else extension_error(new, old):
         other = (
-            f'{tokenizer} is not the tokenizer of the model that the run starts with, which is {beside}, nor that with '
-            f'more tokens ({why}); prepare the data with --tokenizer {beside}'
+            f'{tokenizer} is neither the tokenizer of the checkpoint, {beside}, nor an extension of it ({why}); '
+            f'prepare the data with --tokenizer {beside}'
         )
         if rows == rows_before:
             return None, other
-        raise InputError(f'model.vocab_size={rows} is larger than the {rows_before} of {path}, but {other}')
+        raise InputError(
+            f'model.vocab_size={rows} is larger than the {rows_before} embedding rows of {path}, but {other}'
+        )
     if (new.vocab_size, rows) == (old.vocab_size, rows_before):
         return None, ''
     return VocabResize(min(old.vocab_size, rows_before), new.vocab_size, rows_before, rows), ''

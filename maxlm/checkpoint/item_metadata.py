@@ -46,7 +46,7 @@ def translate_errors(path: epath.Path, read: Callable[[], T]) -> T:
     except Exception as error:
         if str(path).startswith('gs://') and error_kind(error) in (ErrorKind.TRANSIENT, ErrorKind.PERMISSION):
             raise TransientStorageError(
-                f'{path}: the bucket does not let it be read now ({short_message(str(path), error)})'
+                f'{path}: cannot be read from the bucket at the moment ({short_message(str(path), error)})'
             ) from None
         reason = (str(error).strip().splitlines() or ['no message'])[0][:100]
         raise CorruptCheckpointError(
@@ -66,7 +66,7 @@ def read_json(item: epath.Path) -> dict[str, Any]:
     def read() -> dict[str, Any]:
         content = parse_json((item / JSON_FILE).read_text(encoding='utf-8'))
         if not isinstance(content, dict):
-            raise TypeError(f'{item.name} holds {content!r}')
+            raise TypeError(f'{item.name} is not a JSON object: {content!r}')
         return content
 
     return translate_errors(item, read)
@@ -83,7 +83,7 @@ def item_metadata(path: epath.Path) -> Any:
         tree = translate_errors(path, lambda: checkpointer.metadata(path).item_metadata)
     if tree is None:
         # Orbax does not distinguish the two cases.
-        raise CorruptCheckpointError(f'{path}: missing in the checkpoint, or damaged; {REMEDY}')
+        raise CorruptCheckpointError(f'{path}: missing from the checkpoint, or damaged; {REMEDY}')
     return tree
 
 

@@ -54,8 +54,8 @@ def resolve_checkpoint(checkpoint: str) -> CheckpointRef:
     steps = list_checkpoints(workdir)
     if not steps:
         raise InputError(
-            f'{display_path(checkpoint)}: no checkpoint in {display_path(workdir)}/{CHECKPOINTS_DIR}; '
-            'give a workdir of maxlm.train'
+            f'{display_path(checkpoint)}: no checkpoint in {display_path(workdir)}/{CHECKPOINTS_DIR}; choose a workdir '
+            'of maxlm.train'
         )
     if not wanted:
         return CheckpointRef(workdir, steps)
@@ -63,8 +63,8 @@ def resolve_checkpoint(checkpoint: str) -> CheckpointRef:
     chosen = [one for one in steps if (one.step == best if wanted == BEST else str(one.step) == wanted)]
     if not chosen:
         known = ', '.join(str(one.step) for one in steps)
-        reason = 'no step was saved with a validation loss' if wanted == BEST else f'no step {wanted!r} there'
-        raise InputError(f'{display_path(checkpoint)}: {reason}; steps: {known}')
+        reason = 'no step was saved with a validation loss' if wanted == BEST else f'step {wanted!r} does not exist'
+        raise InputError(f'{display_path(checkpoint)}: {reason}; available steps: {known}')
     return CheckpointRef(workdir, chosen)
 
 
@@ -101,7 +101,7 @@ def checkpoint_config(workdir: str) -> CheckpointConfig:
     try:
         return from_json(read_bytes(path, limit=MAX_TEXT_BYTES).decode()).checkpoint
     except ValueError as error:
-        raise InputError(f'{display_path(path)}: not a config that this version of maxlm wrote ({error})') from error
+        raise InputError(f'{display_path(path)}: not a valid config of this version of maxlm ({error})') from error
 
 
 def _entries(workdir: str) -> list[str]:

@@ -140,7 +140,9 @@ class Checkpoints:
             True if the step is saved or being saved.
         """
         if not wait_for_previous and self._is_busy():
-            self._on_failure(f'step {step} is not saved: the one before is still being written; the run goes on')
+            self._on_failure(
+                f'checkpoint of step {step} skipped: the previous checkpoint is still being written; training continues'
+            )
             return False
         self._wait_for_save()
         if step in self._complete:
@@ -221,8 +223,8 @@ class Checkpoints:
                 continue
             for damaged, message in failures.items():
                 logger.warning(
-                    f'step {damaged} is damaged and not used: {message.removesuffix(f"; {REMEDY}")}; '
-                    f'{self._set_aside(damaged)}; going back to step {step}'
+                    f'checkpoint of step {damaged} is damaged and skipped: {message.removesuffix(f"; {REMEDY}")}; '
+                    f'{self._set_aside(damaged)}; falling back to step {step}'
                 )
             if failures:
                 # Before this barrier, no process may list the steps again.
@@ -232,7 +234,7 @@ class Checkpoints:
             return restored
         if failures:
             newest = failures[max(failures)]
-            others = f'; of the {len(failures)} steps none is whole' if len(failures) > 1 else ''
+            others = f'; all {len(failures)} checkpoints are damaged' if len(failures) > 1 else ''
             raise InputError(newest + others)
         return None
 
@@ -282,12 +284,12 @@ class Checkpoints:
         if reason:
             with self._lock:
                 newest = max(self._complete, default=None)
-            instead = 'there is none before' if newest is None else f'the newest is step {newest}'
+            instead = 'there is no earlier checkpoint' if newest is None else f'the newest checkpoint is step {newest}'
             # Frees space immediately, because the disk may be full.
             self._cleaning = self._clean(self._folder.clear)
             # Clean again before the next save, because other processes may still be writing.
             self._needs_cleaning = True
-            self._on_failure(f'step {step} is not saved: {reason}; {instead}; the run goes on')
+            self._on_failure(f'checkpoint of step {step} not saved: {reason}; {instead}; training continues')
             return
         self.save_seconds = max(0.0, time.monotonic() - began)
         with self._lock:
@@ -302,7 +304,9 @@ class Checkpoints:
             self._folder.probe_write()
         except Exception as error:
             if not save.finish(0):
-                self._on_failure(f'step {step} is not saved yet: {failure_reason(error)}; the run goes on')
+                self._on_failure(
+                    f'checkpoint of step {step} not saved yet: {failure_reason(error)}; training continues'
+                )
 
     def _clean(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
         return self._cleaner.submit(self._clean_now, work)
@@ -313,7 +317,7 @@ class Checkpoints:
                 work()
         except Exception as error:
             self._needs_cleaning = True
-            logger.warning(f'{self.directory}: what is not needed any more cannot be deleted yet: {error}')
+            logger.warning(f'{self.directory}: obsolete checkpoints cannot be deleted yet: {error}')
 
     def _delete_old(self) -> None:
         with self._lock:
@@ -372,17 +376,19 @@ def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
             return directory
     folder, steps = directory / CHECKPOINTS_DIR, saved_steps(directory)
     if not steps:
-        raise InputError(f'{key}={checkpoint}: no checkpoint in {folder}; give a workdir of maxlm.train')
+        raise InputError(f'{key}={checkpoint}: no checkpoint in {folder}; choose a workdir of maxlm.train')
     if not wanted:
         return folder / str(steps[-1])
     if wanted == BEST:
         best = best_step(saved_losses(directory))
         if best is None:
             raise InputError(
-                f'{key}={checkpoint}: no step there was saved with a validation loss (eval.interval); '
-                f'steps: {", ".join(map(str, steps))}'
+                f'{key}={checkpoint}: no step was saved with a validation loss (eval.interval); available steps: '
+                f'{", ".join(map(str, steps))}'
             )
         return folder / str(best)
     if wanted not in map(str, steps):
-        raise InputError(f'{key}={checkpoint}: no step {wanted!r} there; steps: {", ".join(map(str, steps))}')
+        raise InputError(
+            f'{key}={checkpoint}: step {wanted!r} does not exist; available steps: {", ".join(map(str, steps))}'
+        )
     return folder / wanted

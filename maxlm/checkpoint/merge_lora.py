@@ -96,8 +96,8 @@ class MergedReader:
         for path in sorted(stored.keys() | wanted.keys()):
             if stored.get(path) != wanted.get(path):
                 raise InputError(
-                    f'{source}: parameter {path} is {stored.get(path, "missing")} there and '
-                    f'{wanted.get(path, "none")} by its {CONFIG}; the two belong to different models'
+                    f'{source}: parameter {path} is {stored.get(path, "missing")} in the checkpoint but '
+                    f'{wanted.get(path, "missing")} according to its {CONFIG}; restore the {CONFIG} of this checkpoint'
                 )
         self.shapes = {path: shape for path, shape in reader.shapes.items() if path not in stored}
         self._reader, self._adapted_modules = reader, {path.rpartition('.')[0] for path in stored}
@@ -137,7 +137,7 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult
     if not config.model.lora_rank:
         raise InputError(
             f'--checkpoint={checkpoint}: model.lora_rank=0 in {source / CONFIG}, so there are no adapters to merge; '
-            f'give a run with adapters'
+            'choose a checkpoint with adapters'
         )
     reader = MergedReader(ParamsReader(step_directory, params_item(step_directory)), config.model, str(step_directory))
     parameters = sum(math.prod(shape) for shape in reader.shapes.values())

@@ -47,7 +47,7 @@ def check_params(step_directory: epath.Path, abstract: Params) -> None:
     Raises:
         InputError: the item is missing, or belongs to another model.
     """
-    advice = 'choose a checkpoint of this model, or the model of the checkpoint'
+    advice = 'choose a checkpoint of this model, or configure the model of the checkpoint'
     path = to_path(step_directory) / params_item(step_directory)
     check_tree(path, abstract, advice, stored=checksums.read_checksums(path.parent))
 
@@ -120,8 +120,9 @@ def check_tree(
         checksums.check_descriptions(path, stored, has)
     for name in sorted(has.keys() | wants.keys()):
         if has.get(name) != wants.get(name):
-            there = has.get(name, 'nothing of that name')
-            wanted = wants.get(name, 'nothing of that name')
+            there = has.get(name, 'missing')
+            wanted = wants.get(name, 'missing')
             raise InputError(
-                f'{path}: checkpoint of another model: {name} is {there} there, and {wanted} in the config; {advice}'
+                f'{path}: checkpoint of another model: {name} is {there} in the checkpoint but {wanted} in the config; '
+                f'{advice}'
             )

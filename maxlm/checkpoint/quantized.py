@@ -66,14 +66,14 @@ def _quantized_kernel(
 ) -> dict[str, StreamedArray]:
     num_layers, *shape = reader.shapes[path]
     if reason := quantization_error(tuple(shape[:num_in]), weights):
-        raise InputError(f'{source}: {path} has {reason}; choose another kind of weights or another group')
+        raise InputError(f'{source}: {path} has {reason}; choose another --format or --group')
     run = jax.jit(partial(quantize, num_in=num_in, weights=weights))
     cached_scales: dict[int, np.ndarray] = {}
 
     def make(layer: int) -> tuple[np.ndarray, np.ndarray]:
         kernel = reader.read(path, layer)
         if not np.isfinite(kernel).all():
-            raise InputError(f'{source}: {path} is not finite in layer {layer}; choose an earlier step')
+            raise InputError(f'{source}: {path} contains NaN or infinity in layer {layer}; choose an earlier step')
         found = run(jnp.asarray(kernel))
         return np.asarray(found.codes), np.asarray(found.scales)
 
@@ -126,8 +126,8 @@ class DequantizedReader:
                 name = f'{module}.{suffix}'
                 if reader.dtypes.get(name) != dtype:
                     raise InputError(
-                        f'{source}: parameter {name} is of {reader.dtypes.get(name, "no type, it is missing")}; '
-                        f'model.weight_quantization={weights.kind} has {dtype} there'
+                        f'{source}: parameter {name} has dtype {reader.dtypes.get(name, "missing")}; '
+                        f'model.weight_quantization={weights.kind} requires {dtype}'
                     )
             num_layers, *shape = reader.shapes[f'{module}.{CODES}']
             # Two int4 codes share a byte along this axis.

@@ -74,7 +74,7 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
     if stored is not None:
         verify_items(path, trees, stored)
     elif jax.process_index() == 0:
-        logger.warning(f'step {path.name} was saved without checksums: whether it is as it was saved cannot be checked')
+        logger.warning(f'step {path.name} was saved without checksums: its integrity cannot be verified')
     counters = tuple(jnp.int32(int(progress[name])) for name in ('step', 'skipped'))
     scale = None
     if abstract.loss_scale is not None:
@@ -89,7 +89,9 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
     step_counter, skipped, scale, window = jax.device_put((*counters, scale, window), abstract.step.sharding)
     ema = trees.get('ema')
     if abstract.ema is not None and ema is None:
-        logger.info(f'step {path.name} was saved without a moving average of the parameters: it starts at their values')
+        logger.info(
+            f'step {path.name} was saved without an EMA of the parameters: initializing the EMA to the parameters'
+        )
         ema = copy_params(trees['params'])
     state = TrainState(step_counter, skipped, trees['params'], trees['optimizer'], ema, scale, window)
     return RestoredState(state, fingerprint, progress.get('history') or {})
@@ -99,13 +101,13 @@ def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict,
     """Returns the array items, `progress`, `data` and checksums of a step, read by this process alone."""
     if is_params_only(path):
         raise InputError(
-            f'{path / "optimizer"}: missing in the checkpoint; '
-            f'start a new run from its parameters with another --workdir and --config.train.init_from={path}'
+            f'{path / "optimizer"}: missing from the checkpoint; start a new run from its parameters with another '
+            f'--workdir and --config.train.init_from={path}'
         )
     stored = checksums.read_checksums(path)
     progress, fingerprint = (read_json(path / item) for item in checksums.JSON_ITEMS)
     if stored is None and checksums.ITEM in progress:
-        raise CorruptCheckpointError(f'{path / checksums.ITEM}: missing in the checkpoint; {REMEDY}')
+        raise CorruptCheckpointError(f'{path / checksums.ITEM}: missing from the checkpoint; {REMEDY}')
     if stored is not None:
         checksums.check_items(path, stored)
         for item, content in zip(checksums.JSON_ITEMS, (progress, fingerprint), strict=True):

@@ -64,7 +64,10 @@ class ParamsReader:
         described = {leaf.name: leaf for leaf in jax.tree.leaves(tree)}
         for name, leaf in described.items():
             if leaf.dtype != np.float32 and not may_be_quantized:
-                raise InputError(f'{self._path}: {name} is of {leaf.dtype}; parameters of maxlm are float32')
+                raise InputError(
+                    f'{self._path}: {name} has dtype {leaf.dtype}, but maxlm parameters are float32; choose another '
+                    'checkpoint'
+                )
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(leaf.shape) for name, leaf in described.items()}
         self.dtypes = {name: np.dtype(leaf.dtype) for name, leaf in described.items()}
         self._chunk_shapes = {name: tuple(leaf.storage.chunk_shape) for name, leaf in described.items()}
@@ -163,7 +166,7 @@ def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) ->
     """
     directory = workdir.resolve() / CHECKPOINTS_DIR / str(step)
     if directory.exists():
-        raise InputError(f'{directory}: there is a checkpoint already; choose another workdir')
+        raise InputError(f'{directory}: checkpoint already exists; choose another workdir')
     registry = type_handlers.create_type_handler_registry((StreamedArray, _StreamedArrayHandler()))
     # Zarr 2, because `_StreamedArrayHandler` writes the chunk shape in its format.
     params_handler = ocp.PyTreeCheckpointHandler(use_zarr3=False, type_handler_registry=registry)
@@ -263,7 +266,7 @@ def _atomic_directory(directory: Path) -> Iterator[Path]:
             for folder in created[1:]:
                 folder.rmdir()
         if isinstance(error, OSError):
-            raise InputError(f'{directory}: {os_message(error)}; choose a directory that can be written to') from error
+            raise InputError(f'{directory}: {os_message(error)}; choose a writable directory') from error
         raise
 
 

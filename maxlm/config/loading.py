@@ -36,9 +36,9 @@ ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'
 MAY_BE_AUTO = ('train.per_device_batch_size',)
 EXAMPLES: dict[type, str] = {
     bool: 'true or false',
-    int: 'a whole number',
+    int: 'an integer',
     float: 'a number',
-    str: 'a text',
+    str: 'a string',
     tuple: "a tuple, e.g. (('a', 0.5), ('b', 0.5))",
 }
 
@@ -172,7 +172,7 @@ def _freeze(values: ConfigDict) -> Config:
         section, _, name = key.partition('.')
         value = sections.get(section, {}).get(name, 0)
         if value != 'auto' and type(value) is not int:
-            raise InputError(f"{key}={value!r}: needs {EXAMPLES[int]}, or 'auto'")
+            raise InputError(f"{key}={value!r}: must be {EXAMPLES[int]} or 'auto'")
         if value == 'auto':
             sections[section][name] = AUTO
     return _fill_family(Config(**{section: SECTIONS[section](**keys) for section, keys in sections.items()}))
@@ -188,16 +188,18 @@ def _check_file(path: Path) -> None:
     try:
         check_regular(path)
     except NotRegularError as error:
-        raise InputError(f'--config={path}: {os_message(error)}; give a file, such as configs/tiny.py') from error
+        raise InputError(
+            f'--config={path}: {os_message(error)}; choose a config file, such as configs/tiny.py'
+        ) from error
     except OSError:
         others = sorted(path.parent.glob(f'*{path.suffix}')) if path.parent.is_dir() else []
-        raise InputError(f'--config: no file {path}; {nearest(str(path), map(str, others))}') from None
+        raise InputError(f'--config={path}: file not found; {nearest(str(path), map(str, others))}') from None
 
 
 def _read_json_file(path: Path, variant: str) -> ConfigDict:
     _check_file(path)
     if variant:
-        raise InputError(f'{path} has no variants, but {variant!r} was asked for')
+        raise InputError(f'{path} has no variants, but variant {variant!r} was requested; use --config={path}')
     try:
         values = _parse_json(read_text(path))
     except OSError as error:
@@ -218,8 +220,8 @@ def _check_family_is_open(values: ConfigDict, path: str, overrides: Sequence[str
     wanted = [text for key, _, text in (override.partition('=') for override in overrides) if key == 'model.family']
     if set(wanted) - {values.model.family} and all(values.model[key] is not None for key in switches):
         raise InputError(
-            f'--config.model.family={wanted[-1]}: {path} has a value already for each key that a family sets; '
-            f'override those keys'
+            f'--config.model.family={wanted[-1]}: {path} already sets every key that the family sets; override those '
+            'keys instead'
         )
 
 
@@ -230,7 +232,7 @@ def _parse_json(text: str) -> ConfigDict:
     if isinstance(sections, dict):
         sections = current_config(sections)
     if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
-        raise InputError('a config is an object of sections, each an object of keys')
+        raise InputError('a config must be a JSON object of sections, each of which is an object of keys')
     for section, keys in sections.items():
         if section not in SECTIONS:
             raise InputError(f'config section {section!r} does not exist; {nearest(section, SECTIONS)}')
@@ -244,7 +246,7 @@ def _parse_json(text: str) -> ConfigDict:
             if kind is tuple and isinstance(value, list):
                 value = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
             if type(value) is not kind:
-                raise InputError(f'{section}.{name}={json.dumps(value)}: needs {EXAMPLES[kind]}')
+                raise InputError(f'{section}.{name}={json.dumps(value)}: must be {EXAMPLES[kind]}')
             values[section][name] = value
     return values
 
@@ -258,12 +260,12 @@ def _run_config_file(path: Path, variant: str) -> ConfigDict:
     try:
         module_spec.loader.exec_module(module)
         if not hasattr(module, 'get_config'):
-            raise InputError(f'{path} has no function get_config(variant)')
+            raise InputError(f'{path} has no function get_config(variant); define one that returns a ConfigDict')
         parameters = inspect.signature(module.get_config).parameters.values()
         if variant and not parameters:
-            raise InputError(f'{path} has no variants, but {variant!r} was asked for')
+            raise InputError(f'{path} has no variants, but variant {variant!r} was requested; use --config={path}')
         if not variant and any(parameter.default is parameter.empty for parameter in parameters):
-            raise InputError(f'{path} needs a variant: {path}:NAME')
+            raise InputError(f'{path} requires a variant; use --config={path}:NAME')
         values = module.get_config(variant) if variant else module.get_config()
     except (InputError, KeyboardInterrupt):
         raise
@@ -286,7 +288,7 @@ def _apply(values: ConfigDict, override: str) -> str:
     key, text = _current(key, text)
     section, _, name = key.partition('.')
     if section not in SECTIONS:
-        raise InputError(f'--config.{key}: no section {section!r}; {nearest(section, SECTIONS)}')
+        raise InputError(f'--config.{key}: config section {section!r} does not exist; {nearest(section, SECTIONS)}')
     kinds = _fields(SECTIONS[section])
     if name not in kinds:
         raise InputError(_unknown_key(section, name))
@@ -331,8 +333,8 @@ def _parse(key: str, text: str, kind: type) -> Any:
             return int(number)
         return kind(text)
     except (ValueError, KeyError, OverflowError, SyntaxError, TypeError):
-        auto = ', or auto' if key in MAY_BE_AUTO else ''
-        raise InputError(f'{key}={text!r}: needs {EXAMPLES[kind]}{auto}') from None
+        auto = ' or auto' if key in MAY_BE_AUTO else ''
+        raise InputError(f'{key}={text!r}: must be {EXAMPLES[kind]}{auto}') from None
 
 
 def _unknown_key(section: str, name: str) -> str:

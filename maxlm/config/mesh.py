@@ -23,21 +23,21 @@ def resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
     """
     sizes: dict[str, Any] = dict(mesh.sizes)
     fixed = math.prod(max(size, 1) for size in sizes.values())
-    told = ' '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1) or 'of 1 along every axis'
+    told = ' '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1) or 'with size 1 on every axis'
     working = _listed(divisors(num_devices))
     for axis, size in sizes.items():
         if size == -1:
             if num_devices % fixed:
                 raise InputError(
-                    f'mesh {told}: the axes besides mesh.{axis} take {fixed} devices, which does not divide the '
-                    f'{num_devices} that are here; their product can be {working}'
+                    f'mesh {told}: the axes other than mesh.{axis} use {fixed} devices, which does not divide the '
+                    f'{num_devices} available devices; choose sizes whose product is one of {working}'
                 )
             sizes[axis] = num_devices // fixed
             fixed = num_devices
     if fixed != num_devices:
         raise InputError(
-            f'mesh {told} needs {fixed} devices, here are {num_devices}; set one axis to -1, and the others so that '
-            f'their product is one of {working}'
+            f'mesh {told} needs {fixed} devices, but {num_devices} are available; set one axis to -1, and the other '
+            f'axes so that their product is one of {working}'
         )
     return dataclasses.replace(mesh, **sizes)
 
@@ -66,17 +66,19 @@ def check_layout(config: Config) -> None:
         _check_axis(config, 'context', windows, pieces=2)
     if mesh.host_offload != 'none' and config.optimizer.name != 'adamw':
         raise InputError(
-            f'mesh.host_offload={mesh.host_offload}: a layer at a time can only be updated by '
-            'optimizer.name=adamw, not '
-            f'{config.optimizer.name}; set it to adamw, or mesh.host_offload to none'
+            f'mesh.host_offload={mesh.host_offload}: host offload requires optimizer.name=adamw, not '
+            f'{config.optimizer.name}; set optimizer.name=adamw or mesh.host_offload=none'
         )
     if mesh.host_offload == 'all' and mesh.stage > 1:
-        raise InputError('mesh.host_offload=all: stages of a pipeline hold their parameters; set it to optimizer')
+        raise InputError(
+            'mesh.host_offload=all: pipeline stages cannot offload their parameters; set mesh.host_offload=optimizer'
+        )
     if mesh.stage > 1:
         _check_stages(config)
     elif mesh.num_pipeline_repeats > 1:
         raise InputError(
-            f'mesh.num_pipeline_repeats={mesh.num_pipeline_repeats} without stages; set it to 1, or mesh.stage above 1'
+            f'mesh.num_pipeline_repeats={mesh.num_pipeline_repeats} requires pipeline stages; set it to 1, or set '
+            'mesh.stage above 1'
         )
 
 
@@ -87,7 +89,7 @@ def _check_axis(config: Config, axis: str, wholes: list[tuple[str, int]], *, pie
         if whole % (pieces * size):
             shared = math.gcd(*(number for _, number in wholes))
             working = [n for n in divisors(_num_devices(config)) if n == 1 or shared % (pieces * n) == 0]
-            each = f' with {pieces} pieces on a device' if pieces > 1 else ''
+            each = f' with {pieces} chunks per device' if pieces > 1 else ''
             raise InputError(
                 f'mesh.{axis}={size}{each} does not divide {key}={whole}; on {_num_devices(config)} devices '
                 f'mesh.{axis} can be {_listed(working)}'
@@ -107,25 +109,25 @@ def _check_stages(config: Config) -> None:
         ]
         needs = f', each a multiple of the {period} of model.attention_pattern' if period > 1 else ''
         raise InputError(
-            f'mesh.stage={mesh.stage} × mesh.num_pipeline_repeats={mesh.num_pipeline_repeats} do not cut '
-            f'model.num_layers={layers} '
-            f'into equal parts{needs}; these would: {", ".join(working[:12]) or "1 × 1"}'
+            f'mesh.stage={mesh.stage} × mesh.num_pipeline_repeats={mesh.num_pipeline_repeats} does not split '
+            f'model.num_layers={layers} into equal parts{needs}; values that do: {", ".join(working[:12]) or "1 × 1"}'
         )
     if config.accumulation % mesh.stage:
         global_batch, shards = config.train.global_batch_size, config.batch_shards
         per_device = global_batch // shards
         sizes = [micro for micro in divisors(per_device) if per_device // micro % mesh.stage == 0]
-        right = f'micro-batches that work with train.global_batch_size={global_batch}: {_listed(sizes)}'
+        right = f'values that work with train.global_batch_size={global_batch}: {_listed(sizes)}'
         if not sizes:
             multiple = shards * mesh.stage
             nearest = max(1, round(global_batch / multiple)) * multiple
             right = (
-                f'train.global_batch_size={global_batch} has none; train.per_device_batch_size=1 works with {nearest}'
+                f'no value works with train.global_batch_size={global_batch}; set train.per_device_batch_size=1 and '
+                f'train.global_batch_size={nearest}'
             )
         raise InputError(
-            f'train.per_device_batch_size={config.train.per_device_batch_size} makes {config.accumulation} '
-            'micro-batches of a step, and a '
-            f'pipeline of mesh.stage={mesh.stage} needs a multiple of {mesh.stage}; {right}'
+            f'train.per_device_batch_size={config.train.per_device_batch_size} gives {config.accumulation} '
+            f'micro-batches per step, but a pipeline with mesh.stage={mesh.stage} needs a multiple of {mesh.stage}; '
+            f'{right}'
         )
 
 

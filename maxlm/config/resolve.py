@@ -72,8 +72,8 @@ def resolve(
     model = config.model
     if model.vocab_size and model.vocab_size < vocab_size:
         raise InputError(
-            f'model.vocab_size={model.vocab_size} is below the {vocab_size} token ids of the data set '
-            f'{config.data.path}; set it to {vocab_size} or more, or to 0'
+            f'model.vocab_size={model.vocab_size} is below the vocabulary size {vocab_size} of dataset '
+            f'{config.data.path}; set it to {vocab_size} or more, or to 0 to use the size of the dataset'
         )
     swiglu_dim = -(-model.dim * 8 // 3 // 128) * 128
     model = dataclasses.replace(
@@ -151,8 +151,8 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
     if not _multiplies_fp8(platform, capability):
         here = f'of kind {platform}' if capability is None else 'of compute capability {}.{}'.format(*capability)
         raise InputError(
-            f'model.matmul_precision=fp8: the devices here are {here}; GPUs have it from compute capability '
-            f'{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} on (Ada, Hopper); set it to default'
+            f'model.matmul_precision=fp8: the devices are {here}; FP8 requires GPUs with compute capability '
+            f'{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or higher (Ada, Hopper); set model.matmul_precision=default'
         )
     sizes = {
         'model.dim': model.dim,
@@ -166,8 +166,8 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
             closest = f'{below} or {below + FP8_MULTIPLE}' if below else str(FP8_MULTIPLE)
             each = f' on each of mesh.tensor={parts} devices' if parts > 1 and key != 'model.dim' else ''
             raise InputError(
-                f'model.matmul_precision=fp8: {key} is {size}{each} and has to be a multiple of {FP8_MULTIPLE}; '
-                f'nearest: {closest}'
+                f'model.matmul_precision=fp8: {key} is {size}{each} but must be a multiple of {FP8_MULTIPLE}; nearest: '
+                f'{closest}'
             )
 
 
@@ -180,9 +180,9 @@ def _attention_kernel(config: Config, platform: str) -> str:
     if requested == 'auto':
         return 'xla' if needs else kernel
     if requested not in ('xla', kernel):
-        raise InputError(f'model.attention={requested}: the devices here are of kind {platform}; set it to auto')
+        raise InputError(f'model.attention={requested}: not available on {platform} devices; set it to auto')
     if requested == kernel and needs:
-        raise InputError(f'model.attention={requested}: needs {needs}; set it to auto')
+        raise InputError(f'model.attention={requested} requires {needs}; set it to auto')
     return requested
 
 
@@ -192,8 +192,8 @@ def _cudnn_needs(model: ModelConfig) -> str:
     if model.dtype in ('bfloat16', 'float16') and model.head_dim % 8 == 0 and model.head_dim <= 128:
         return ''
     return (
-        'model.dtype=bfloat16 or float16, and a head_dim that is a multiple of 8, at most 128; here they are '
-        f'{model.dtype} and {model.head_dim}'
+        f'model.dtype=bfloat16 or float16, and a head_dim that is a multiple of 8, at most 128; found {model.dtype} '
+        f'and {model.head_dim}'
     )
 
 
@@ -201,13 +201,13 @@ def _splash_needs(config: Config) -> str:
     """Returns the unmet requirements of splash attention for an error message, or '' if all are met."""
     mesh, window = config.mesh, config.data.seq_len
     if config.model.dtype == 'float16':
-        return 'model.dtype=bfloat16 or float32; here it is float16'
+        return 'model.dtype=bfloat16 or float32; found float16'
     if mesh.context > 1 or mesh.stage > 1:
-        return f'mesh.context=1 and mesh.stage=1; here they are {mesh.context} and {mesh.stage}'
+        return f'mesh.context=1 and mesh.stage=1; found {mesh.context} and {mesh.stage}'
     if window % SPLASH_MULTIPLE:
         below = window // SPLASH_MULTIPLE * SPLASH_MULTIPLE
         closest = f'{below} or {below + SPLASH_MULTIPLE}' if below else str(SPLASH_MULTIPLE)
-        return f'a data.seq_len that is a multiple of {SPLASH_MULTIPLE}; here it is {window}; nearest: {closest}'
+        return f'a data.seq_len that is a multiple of {SPLASH_MULTIPLE}; found {window}; nearest: {closest}'
     return ''
 
 

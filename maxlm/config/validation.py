@@ -79,24 +79,23 @@ def validate(config: Config) -> None:
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise InputError(
             f'optimizer.min_learning_rate={optimizer.min_learning_rate} is above '
-            f'optimizer.learning_rate={optimizer.learning_rate}'
+            f'optimizer.learning_rate={optimizer.learning_rate}; lower it'
         )
     for key in ('adam_learning_rate', 'muon_momentum_warmup_steps'):
         if optimizer.name != 'muon' and getattr(optimizer, key):
             raise InputError(
-                f'optimizer.{key}={getattr(optimizer, key)} does nothing under optimizer.name={optimizer.name}; '
-                f'set it to 0, or optimizer.name to muon'
+                f'optimizer.{key}={getattr(optimizer, key)} has no effect with optimizer.name={optimizer.name}; set it '
+                'to 0, or set optimizer.name=muon'
             )
     if optimizer.muon_momentum_warmup_steps and optimizer.muon_momentum < 0.85:
         raise InputError(
-            f'optimizer.muon_momentum={optimizer.muon_momentum} is below 0.85, from which its warm-up rises; '
-            'raise it, or set '
-            f'optimizer.muon_momentum_warmup_steps to 0'
+            f'optimizer.muon_momentum={optimizer.muon_momentum} is below 0.85, where its warmup starts; set it to 0.85 '
+            'or more, or set optimizer.muon_momentum_warmup_steps=0'
         )
     if not model.scan_layers and model.num_layers > MAX_UNROLLED_LAYERS:
         raise InputError(
-            f'model.num_layers={model.num_layers} with model.scan_layers=False: compiling each of more than '
-            f'{MAX_UNROLLED_LAYERS} blocks takes too long; set model.scan_layers=True'
+            f'model.num_layers={model.num_layers} with model.scan_layers=False: compiling more than '
+            f'{MAX_UNROLLED_LAYERS} unrolled blocks takes too long; set model.scan_layers=True'
         )
     if not model.head_dim:
         divides('model.num_heads', model.num_heads, 'model.dim', model.dim)
@@ -104,14 +103,13 @@ def validate(config: Config) -> None:
         divides('model.num_kv_heads', model.num_kv_heads, 'model.num_heads', model.num_heads)
     if model.matmul_precision == 'fp8' and model.dtype == 'float16':
         raise InputError(
-            'model.matmul_precision=fp8 with model.dtype=float16: results would leave its range; set '
-            'model.dtype to bfloat16'
+            'model.matmul_precision=fp8 with model.dtype=float16: results would exceed the range of float16; set '
+            'model.dtype=bfloat16'
         )
     if model.weight_quantization != 'float':
         raise InputError(
-            f'model.weight_quantization={model.weight_quantization}: quantized weights are not trained; set it '
-            'to float, and quantize the '
-            f'checkpoint afterwards by maxlm.quantize'
+            f'model.weight_quantization={model.weight_quantization}: quantized weights cannot be trained; set it to '
+            'float, and quantize the trained checkpoint with `maxlm quantize`'
         )
     _check_rotary(model)
     _check_attention_pattern(model)
@@ -125,8 +123,8 @@ def validate(config: Config) -> None:
     _check_guard(config)
     if model.position_embedding == 'learned' and model.max_positions and model.max_positions < data.seq_len:
         raise InputError(
-            f'model.max_positions={model.max_positions} is below data.seq_len={data.seq_len}: '
-            f'learned positions would run out; set it to {data.seq_len} or more'
+            f'model.max_positions={model.max_positions} is below data.seq_len={data.seq_len}: learned positions must '
+            f'cover the sequence length; set it to {data.seq_len} or more'
         )
     if train.global_batch_size_tokens % data.seq_len:
         below = train.global_batch_size_tokens // data.seq_len * data.seq_len
@@ -138,34 +136,36 @@ def validate(config: Config) -> None:
     filled = [axis for axis, size in config.mesh.sizes.items() if size == -1]
     empty = [axis for axis, size in config.mesh.sizes.items() if size == 0]
     if len(filled) > 1:
-        raise InputError(f'mesh.{filled[0]} and mesh.{filled[1]} are both -1; only one axis can take what is left')
+        raise InputError(
+            f'mesh.{filled[0]} and mesh.{filled[1]} are both -1; only one axis can be inferred from the number of '
+            'devices'
+        )
     if empty:
-        raise InputError(f'mesh.{empty[0]}=0: an axis has at least 1 device, or -1 for what is left')
+        raise InputError(f'mesh.{empty[0]}=0: must be at least 1, or -1 to use the remaining devices')
 
 
 def check_sources(sources: Any) -> None:
-    example = "needs (('DIR', weight), …), e.g. (('data/web', 0.7), ('data/code', 0.3))"
+    example = "use (('DIR', weight), …), e.g. (('data/web', 0.7), ('data/code', 0.3))"
     for entry in sources:
         if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([str, float], [str, int]):
-            raise InputError(f'data.sources: {entry!r} is not a directory and a weight; {example}')
+            raise InputError(f'data.sources: {entry!r} is not a pair of a directory and a weight; {example}')
         path, weight = entry
         if not path or weight not in SOURCE_WEIGHT:
             raise InputError(
-                f'data.sources: {entry!r}: the weight must be above 0 and at most {SOURCE_WEIGHT.high:g}, and the '
-                f'directory named; {example}'
+                f'data.sources: {entry!r}: the directory must not be empty, and the weight must be above 0 and at most '
+                f'{SOURCE_WEIGHT.high:g}; {example}'
             )
     repeated = [path for path, count in Counter(path for path, _ in sources).items() if count > 1]
     if repeated:
-        raise InputError(f'data.sources: {repeated[0]} is there twice; give it once, with the sum of the weights')
+        raise InputError(f'data.sources: {repeated[0]} is listed twice; list it once, with the sum of the weights')
 
 
 def _check_webhook(variable: str) -> None:
     # The value is not shown because it may be the secret itself.
     if variable and not variable.isidentifier():
         raise InputError(
-            'alerts.webhook_env_var: needs the name of an environment variable that holds the URL, e.g. '
-            'ALERTS_URL; what is '
-            'there is no such name, and a URL would be seen in config.json'
+            'alerts.webhook_env_var: the value is not a valid variable name; set the name of an environment variable '
+            'that contains the URL, e.g. ALERTS_URL (a URL would be visible in config.json)'
         )
 
 
@@ -173,34 +173,37 @@ def _check_reports(config: Config) -> None:
     for prompt in config.eval.sample_prompts:
         if not isinstance(prompt, str) or not prompt:
             raise InputError(
-                f"eval.sample_prompts: {prompt!r} is no text to continue; needs ('TEXT', …), e.g. ('Once upon a time',)"
+                f"eval.sample_prompts: {prompt!r} is not a non-empty string; use ('TEXT', …), e.g. "
+                "('Once upon a time',)"
             )
     for task in config.eval.tasks:
         if not isinstance(task, str) or not task:
             raise InputError(
-                f"eval.tasks: {task!r} is no task; needs ('NAME', …), e.g. ('arc_easy', 'tasks/mine.yaml')"
+                f"eval.tasks: {task!r} is not a task name; use ('NAME', …), e.g. ('arc_easy', 'tasks/mine.yaml')"
             )
     if bool(config.eval.tasks) != bool(config.eval.tasks_interval):
         raise InputError(
-            f'eval.tasks={config.eval.tasks} with eval.tasks_interval={config.eval.tasks_interval}: set both, or none'
+            f'eval.tasks={config.eval.tasks} with eval.tasks_interval={config.eval.tasks_interval}: set both or neither'
         )
     if config.metrics.wandb and not config.metrics.wandb_project:
-        raise InputError("metrics.wandb_project='': name the project that the run is to be in, e.g. maxlm")
+        raise InputError("metrics.wandb_project='' with metrics.wandb: set the name of the project, e.g. maxlm")
 
 
 def _check_context_schedule(data: DataConfig) -> None:
-    example = 'needs ((tokens, share of the steps at which it ends), …), e.g. ((1024, 0.5), (2048, 0.8))'
+    example = 'use ((length in tokens, fraction of the steps at which it ends), …), e.g. ((1024, 0.5), (2048, 0.8))'
     last_share = 0.0
     for entry in data.seq_len_schedule:
         if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([int, float], [int, int]):
-            raise InputError(f'data.seq_len_schedule: {entry!r} is not a length and a share; {example}')
+            raise InputError(f'data.seq_len_schedule: {entry!r} is not a pair of a length and a fraction; {example}')
         window, share = entry
         if not 2 <= window < data.seq_len or data.seq_len % window:
             raise InputError(
                 f'data.seq_len_schedule: {window} does not divide data.seq_len={data.seq_len} into 2 or more sequences'
             )
         if not last_share < share < 1:
-            raise InputError(f'data.seq_len_schedule: shares must rise, from above 0 to below 1; {entry!r} does not')
+            raise InputError(
+                f'data.seq_len_schedule: {entry!r}: the fractions must increase and lie between 0 and 1 (both excluded)'
+            )
         last_share = share
 
 
@@ -208,21 +211,22 @@ def _check_guard(config: Config) -> None:
     guard, train = config.guard, config.train
     if 0 < guard.spike_window < MIN_SPIKE_WINDOW:
         raise InputError(
-            f'guard.spike_window={guard.spike_window}: too few steps to tell a spike by; at least '
-            f'{MIN_SPIKE_WINDOW}, or 0 for none'
+            f'guard.spike_window={guard.spike_window}: too few steps to detect spikes; set it to at least '
+            f'{MIN_SPIKE_WINDOW}, or to 0 to disable spike detection'
         )
     if guard.early_stopping_patience and not config.eval.interval:
         raise InputError(
-            f'guard.early_stopping_patience={guard.early_stopping_patience}: nothing is evaluated; set eval.interval'
+            f'guard.early_stopping_patience={guard.early_stopping_patience} requires evaluations; set eval.interval'
         )
     for key in ('train.dollars', 'guard.max_dollars'):
         if _value(config, key) and not train.price_per_hour:
-            raise InputError(f'{key}={_value(config, key)}: dollars are counted by train.price_per_hour; set it')
+            raise InputError(f'{key}={_value(config, key)} requires a price; set train.price_per_hour')
     for key in ('train.hours', 'train.dollars'):
         if _value(config, key) and config.data.seq_len_schedule:
             raise InputError(
-                f'{key}={_value(config, key)} with data.seq_len_schedule: steps of different lengths differ in pace; '
-                f'set train.num_steps or train.num_tokens, perhaps with guard.max_{key.removeprefix("train.")}'
+                f'{key}={_value(config, key)} with data.seq_len_schedule: steps of different sequence lengths take '
+                'different times; set train.num_steps or train.num_tokens, optionally with '
+                f'guard.max_{key.removeprefix("train.")}'
             )
 
 
@@ -234,45 +238,42 @@ def _check_rotary(model: ModelConfig) -> None:
             )
     if model.rope_scaling_factor != 1 and model.rope_scaling == 'none':
         raise InputError(
-            f'model.rope_scaling_factor={model.rope_scaling_factor} without model.rope_scaling; set it to '
-            'linear, dynamic, yarn '
-            f'or llama3'
+            f'model.rope_scaling_factor={model.rope_scaling_factor} has no effect with model.rope_scaling=none; set '
+            'model.rope_scaling to linear, dynamic, yarn or llama3'
         )
     if model.position_embedding != 'rotary':
         if model.rope_scaling != 'none':
             raise InputError(
-                f'model.rope_scaling={model.rope_scaling}: model.position_embedding is '
-                f'{model.position_embedding}, nothing is rotated; '
-                f'set it to rotary'
+                f'model.rope_scaling={model.rope_scaling} requires rotary positions, but '
+                f'model.position_embedding={model.position_embedding}; set model.position_embedding=rotary'
             )
         return
     head_dim = model.head_dim or model.dim // model.num_heads
     rotated = round(model.partial_rotary_factor * head_dim)
     if rotated % 2:
         raise InputError(
-            f'model.partial_rotary_factor={model.partial_rotary_factor} of head_dim {head_dim} is an odd number '
-            'of dimensions; '
-            f'rotary positions turn pairs'
+            f'model.partial_rotary_factor={model.partial_rotary_factor} of head_dim {head_dim} is an odd number of '
+            'dimensions; choose a factor that gives an even number, since rotary positions rotate pairs'
         )
     if model.rope_scaling == 'dynamic' and rotated <= 2:
-        raise InputError(f'model.rope_scaling=dynamic: needs at least 4 rotated dimensions, here are {rotated}')
+        raise InputError(f'model.rope_scaling=dynamic requires at least 4 rotated dimensions, found {rotated}')
 
 
 def _check_attention_pattern(model: ModelConfig) -> None:
     pattern = model.attention_pattern
     if not pattern or set(pattern) - set('LS'):
         raise InputError(
-            f'model.attention_pattern={pattern!r}: needs letters L (whole context) and S (sliding window), e.g. SSSL'
+            f'model.attention_pattern={pattern!r}: use the letters L (full attention) and S (sliding window), e.g. SSSL'
         )
     if len(pattern) > model.num_layers:
         raise InputError(
-            f'model.attention_pattern={pattern} has {len(pattern)} letters for {model.num_layers} layers; give at most '
-            f'one for each'
+            f'model.attention_pattern={pattern} has {len(pattern)} letters for {model.num_layers} layers; use at most '
+            'one letter per layer'
         )
     if ('S' in pattern) != (model.sliding_window > 0):
         raise InputError(
-            f'model.sliding_window={model.sliding_window} with model.attention_pattern={pattern}: S layers need a '
-            f'window of at least 1 token, and a window needs S layers'
+            f'model.sliding_window={model.sliding_window} with model.attention_pattern={pattern}: set a window of at '
+            'least 1 token if the pattern contains S, and 0 otherwise'
         )
 
 
@@ -280,7 +281,7 @@ def _exactly_one(config: Config, *keys: str) -> None:
     given = [key for key in keys if _value(config, key)]
     if len(given) != 1:
         told = ' and '.join(f'{key}={_value(config, key)}' for key in given) if given else 'none'
-        raise InputError(f'exactly one of {", ".join(keys)} must be set; set: {told}')
+        raise InputError(f'exactly one of {", ".join(keys)} must be set; found: {told}')
 
 
 def divides(small_key: str, small: int, large_key: str, large: int) -> None:
@@ -301,4 +302,4 @@ def nearest(word: str, options: Iterable[str]) -> str:
     closest = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
     if closest:
         return f'did you mean {closest[0]!r}?'
-    return f'there are: {", ".join(options)}' if options else 'there is nothing of the kind'
+    return f'available: {", ".join(options)}' if options else 'none available'

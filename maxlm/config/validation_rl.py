@@ -18,14 +18,15 @@ def check_adapters(model: ModelConfig) -> None:
     if not model.lora_rank:
         return
     names = projections(model)
-    there = f'there are: {", ".join(names)}'
+    there = f'available: {", ".join(names)}'
     if not model.lora_target_modules:
         raise InputError(
-            f"model.lora_target_modules=() with model.lora_rank={model.lora_rank}: needs patterns, e.g. ('*',); {there}"
+            f'model.lora_target_modules=() with model.lora_rank={model.lora_rank}: set one or more patterns, e.g. '
+            f"('*',); {there}"
         )
     for pattern in model.lora_target_modules:
         if not isinstance(pattern, str) or not any(fnmatchcase(name, pattern) for name in names):
-            raise InputError(f'model.lora_target_modules: {pattern!r} names no projection of a block; {there}')
+            raise InputError(f'model.lora_target_modules: {pattern!r} matches no projection of a block; {there}')
 
 
 def check_dpo(config: Config) -> None:
@@ -37,26 +38,25 @@ def check_dpo(config: Config) -> None:
     dpo, data = config.dpo, config.data
     if dpo.label_smoothing >= 0.5:
         raise InputError(
-            f'dpo.label_smoothing={dpo.label_smoothing}: must be below 0.5, from which on most pairs would be the '
-            'wrong way round'
+            f'dpo.label_smoothing={dpo.label_smoothing}: must be below 0.5, because at 0.5 or more most pairs would be '
+            'reversed'
         )
     if dpo.label_smoothing and dpo.loss_type == 'ipo':
         raise InputError(
-            f'dpo.label_smoothing={dpo.label_smoothing} with dpo.loss_type=ipo, which has none; set it to 0, or '
-            'dpo.loss_type to '
-            'sigmoid'
+            f'dpo.label_smoothing={dpo.label_smoothing} has no effect with dpo.loss_type=ipo; set it to 0, or set '
+            'dpo.loss_type=sigmoid'
         )
     if config.train.objective != 'dpo':
         return
     if not data.document_mask:
         raise InputError(
-            'data.document_mask=False with train.objective=dpo: the answers of a pair would see each other; set it '
-            'to True'
+            'data.document_mask=False with train.objective=dpo: the responses of a pair would attend to each other; '
+            'set data.document_mask=True'
         )
     if data.seq_len_schedule:
         raise InputError(
-            f'data.seq_len_schedule={data.seq_len_schedule} with train.objective=dpo: shorter windows would part the '
-            'answers of a pair; set it to ()'
+            f'data.seq_len_schedule={data.seq_len_schedule} with train.objective=dpo: shorter sequences would split '
+            'the responses of a pair; set data.seq_len_schedule=()'
         )
 
 
@@ -70,18 +70,17 @@ def check_trained(config: Config) -> None:
     for key in ('frozen_params', 'trainable_params'):
         patterns = getattr(optimizer, key)
         if not all(isinstance(pattern, str) and pattern for pattern in patterns):
-            raise InputError(f"optimizer.{key}={patterns!r}: needs patterns of parameters' names, e.g. ('embedding',)")
+            raise InputError(f"optimizer.{key}={patterns!r}: use patterns of parameter names, e.g. ('embedding',)")
     if (optimizer.frozen_params or config.model.lora_rank) and config.mesh.host_offload != 'none':
         key = 'optimizer.frozen_params' if optimizer.frozen_params else 'model.lora_rank'
         raise InputError(
-            f'mesh.host_offload={config.mesh.host_offload} with {key}: what is not trained has no optimizer '
-            'state to bring '
-            f'elsewhere; set mesh.host_offload=none'
+            f'mesh.host_offload={config.mesh.host_offload} with {key}: frozen parameters have no optimizer state to '
+            'offload; set mesh.host_offload=none'
         )
     if config.has_reference and not config.train.init_from:
         why = 'train.objective=dpo' if config.train.objective == 'dpo' else f'grpo.kl_coef={config.grpo.kl_coef:g}'
         raise InputError(
-            f"{why} ties the model to the one that it starts from, and train.init_from is ''; set it to a checkpoint"
+            f"{why} requires a reference model, but train.init_from is ''; set train.init_from to a checkpoint"
         )
 
 
@@ -94,7 +93,7 @@ def check_grpo(config: Config) -> None:
     grpo, train, window = config.grpo, config.train, config.data.seq_len
     if train.objective != 'grpo':
         raise InputError(
-            f'train.objective={train.objective}: maxlm.grpo learns from rewards; set it to grpo, or use maxlm.train'
+            f'train.objective={train.objective}: maxlm.grpo requires train.objective=grpo; set it, or use maxlm.train'
         )
     for key, value in {
         'train.init_from': train.init_from,
@@ -103,12 +102,15 @@ def check_grpo(config: Config) -> None:
         'grpo.max_completion_length': grpo.max_completion_length,
     }.items():
         if not value:
-            raise InputError(f'{key}={value!r}: maxlm.grpo needs it')
+            raise InputError(f'{key}={value!r}: maxlm.grpo requires a value; set {key}')
     if config.eval.interval and not grpo.eval_prompts:
-        raise InputError("grpo.eval_prompts='' with eval.interval: needs a file of prompts, or eval.interval=0")
+        raise InputError(
+            "grpo.eval_prompts='' with eval.interval: set grpo.eval_prompts to a file of prompts, or set "
+            'eval.interval=0'
+        )
     if grpo.max_completion_length >= window:
         raise InputError(
-            f'grpo.max_completion_length={grpo.max_completion_length} leaves no room for a prompt in '
+            f'grpo.max_completion_length={grpo.max_completion_length} leaves no tokens for a prompt in '
             f'data.seq_len={window}; lower it'
         )
     rows, global_batch = (
@@ -132,14 +134,16 @@ def check_grpo(config: Config) -> None:
         ('mesh.host_offload', config.mesh.host_offload, 'none'),
     ):
         if value != wanted:
-            raise InputError(f'{key}={value!r}: maxlm.grpo does without; set it to {wanted!r}{_WHY_NOT.get(key, "")}')
+            raise InputError(
+                f'{key}={value!r}: not supported by maxlm.grpo; set it to {wanted!r}{_WHY_NOT.get(key, "")}'
+            )
 
 
 # Reasons why a key must not have its default or another value, appended to the error message.
 _WHY_NOT = {
-    'guard.spike_window': ' (the loss of a step says little: rewards are relative to those of the same rollout)',
-    'guard.max_rollbacks': ' (the batches behind a step depend on the model, so none could be left out)',
-    'train.hours': ', and train.num_steps or train.num_epochs instead',
-    'train.dollars': ', and train.num_steps or train.num_epochs instead',
-    'train.num_tokens': ', and train.num_steps or train.num_epochs instead',
+    'guard.spike_window': ' (the loss is no measure of progress, because rewards are relative to the same rollout)',
+    'guard.max_rollbacks': ' (batches depend on the model, so they cannot be skipped)',
+    'train.hours': ', and set train.num_steps or train.num_epochs instead',
+    'train.dollars': ', and set train.num_steps or train.num_epochs instead',
+    'train.num_tokens': ', and set train.num_steps or train.num_epochs instead',
 }

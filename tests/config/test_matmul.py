@@ -37,12 +37,15 @@ def test_devices_that_take_it(platform, capability):
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
-        ({'capability': A100}, ['model.matmul_precision=fp8', 'capability 8.0', '8.9', 'set it to default']),
+        (
+            {'capability': A100},
+            ['model.matmul_precision=fp8', 'capability 8.0', '8.9', 'set model.matmul_precision=default'],
+        ),
         ({'capability': (8, 6)}, ['capability 8.6']),
-        ({'platform': 'tpu', 'capability': None}, ['of kind tpu', 'set it to default']),
+        ({'platform': 'tpu', 'capability': None}, ['devices are of kind tpu', 'set model.matmul_precision=default']),
         ({'model__dim': 72}, ['model.dim is 72', 'multiple of 16', '64 or 80']),
         ({'model__num_kv_heads': 1, 'model__head_dim': 24}, ['num_kv_heads · model.head_dim is 24', '16 or 32']),
-        ({'model__ffn_dim': 8}, ['model.ffn_dim is 8 and', 'nearest: 16']),
+        ({'model__ffn_dim': 8}, ['model.ffn_dim is 8 but', 'nearest: 16']),
         ({'mesh__tensor': 4, 'model__ffn_dim': 96}, ['model.ffn_dim is 24 on each of mesh.tensor=4', '16 or 32']),
         ({'model__dtype': 'float16'}, ['model.matmul_precision=fp8', 'model.dtype=float16', 'bfloat16']),
         ({'model__matmul_precision': 'fp4'}, ['model.matmul_precision', "'fp4'", "'fp8'"]),

@@ -81,19 +81,22 @@ def test_an_axis_that_does_not_divide_what_it_splits(num_devices, settings, word
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
-        ({'mesh__tensor': 3}, ['fsdp=-1', 'tensor=3', 'besides mesh.fsdp take 3 devices', 'the 8 that are here']),
-        ({'mesh__data': -1, 'mesh__fsdp': 2, 'mesh__tensor': 3}, ['data=-1', 'fsdp=2 tensor=3', 'mesh.data take 6']),
-        ({'mesh__tensor': 16}, ['tensor=16', 'take 16 devices', 'the 8 that are here']),
-        ({'mesh__data': 4, 'mesh__fsdp': 4}, ['data=4 fsdp=4', 'needs 16 devices', 'here are 8', 'one axis to -1']),
-        ({'mesh__fsdp': 4}, ['fsdp=4', 'needs 4 devices', 'here are 8', 'one axis to -1']),
-        ({'mesh__fsdp': 1}, ['mesh of 1 along every axis', 'needs 1 devices', 'here are 8', 'one axis to -1']),
+        ({'mesh__tensor': 3}, ['fsdp=-1', 'tensor=3', 'other than mesh.fsdp use 3 devices', 'the 8 available']),
+        ({'mesh__data': -1, 'mesh__fsdp': 2, 'mesh__tensor': 3}, ['data=-1', 'fsdp=2 tensor=3', 'mesh.data use 6']),
+        ({'mesh__tensor': 16}, ['tensor=16', 'use 16 devices', 'the 8 available']),
+        (
+            {'mesh__data': 4, 'mesh__fsdp': 4},
+            ['data=4 fsdp=4', 'needs 16 devices', '8 are available', 'one axis to -1'],
+        ),
+        ({'mesh__fsdp': 4}, ['fsdp=4', 'needs 4 devices', '8 are available', 'one axis to -1']),
+        ({'mesh__fsdp': 1}, ['mesh with size 1 on every axis', 'needs 1 devices', '8 are available', 'one axis to -1']),
     ],
 )
 def test_axes_that_do_not_multiply_to_the_devices(settings, words):
     message = refusal(8, **settings)
     for word in words:
         assert word in message
-    products = named_after(message, 'their product can be' if '=-1' in message else 'their product is one of')
+    products = named_after(message, 'product is one of')
     assert products == [1, 2, 4, 8]
     for product in products:
         mesh = config_on(8, mesh__fsdp=-1, mesh__tensor=product).mesh
@@ -135,35 +138,37 @@ def test_stages_that_do_not_cut_the_layers(settings, words, numbers):
     message = refusal(8, **settings)
     for word in (*words, 'into equal parts'):
         assert word in message
-    _, named = message.split('these would: ')
+    _, named = message.split('values that do: ')
     assert [tuple(map(int, pair.split(' × '))) for pair in named.split(', ')] == numbers
     for stage, repeats in numbers:
         mesh = config_on(8, **{**settings, 'mesh__stage': stage, 'mesh__num_pipeline_repeats': repeats}).mesh
         assert (mesh.stage, mesh.num_pipeline_repeats, mesh.fsdp) == (stage, repeats, 8 // stage)
     # Control: no other pairs are valid.
     for pair in set(itertools.product((2, 4, 8), range(1, 6))) - set(numbers):
-        assert 'do not cut' in refusal(8, **{**settings, 'mesh__stage': pair[0], 'mesh__num_pipeline_repeats': pair[1]})
+        assert 'does not split' in refusal(
+            8, **{**settings, 'mesh__stage': pair[0], 'mesh__num_pipeline_repeats': pair[1]}
+        )
 
 
 def test_micro_batches_that_do_not_fill_the_stages():
     settings = {'mesh__stage': 4, 'train__global_batch_size': 24}
     message = refusal(8, **settings, train__per_device_batch_size=2)
-    for word in ('train.per_device_batch_size=2 makes 6 micro-batches', 'mesh.stage=4 needs a multiple of 4'):
+    for word in ('train.per_device_batch_size=2 gives 6 micro-batches', 'mesh.stage=4 needs a multiple of 4'):
         assert word in message
-    sizes = named_after(message, 'micro-batches that work with train.global_batch_size=24:')
+    sizes = named_after(message, 'values that work with train.global_batch_size=24:')
     assert sizes == [1, 3]
     for size in sizes:
         assert config_on(8, **settings, train__per_device_batch_size=size).accumulation % 4 == 0
     # Without accumulation there is one micro-batch.
-    assert 'train.per_device_batch_size=12 makes 1 micro-batches' in refusal(
+    assert 'train.per_device_batch_size=12 gives 1 micro-batches' in refusal(
         8, **settings, train__per_device_batch_size=0
     )
 
 
 def test_a_batch_of_which_no_micro_batches_fill_the_stages():
     message = refusal(8, mesh__stage=4, train__global_batch_size=12, train__per_device_batch_size=1)
-    assert 'train.per_device_batch_size=1 makes 6 micro-batches' in message
-    (size,) = named_after(message, 'train.global_batch_size=12 has none; train.per_device_batch_size=1 works with')
+    assert 'train.per_device_batch_size=1 gives 6 micro-batches' in message
+    size = int(message.rpartition('set train.per_device_batch_size=1 and train.global_batch_size=')[2])
     assert (
         config_on(8, mesh__stage=4, train__global_batch_size=size, train__per_device_batch_size=1).accumulation % 4 == 0
     )
@@ -171,7 +176,7 @@ def test_a_batch_of_which_no_micro_batches_fill_the_stages():
 
 def test_repeats_without_stages():
     message = refusal(8, mesh__num_pipeline_repeats=2)
-    assert message == 'mesh.num_pipeline_repeats=2 without stages; set it to 1, or mesh.stage above 1'
+    assert message == 'mesh.num_pipeline_repeats=2 requires pipeline stages; set it to 1, or set mesh.stage above 1'
     assert config_on(8, mesh__num_pipeline_repeats=1).mesh.stage == 1
     assert config_on(8, mesh__num_pipeline_repeats=2, mesh__stage=2).mesh.num_pipeline_repeats == 2
 
@@ -179,7 +184,7 @@ def test_repeats_without_stages():
 @pytest.mark.parametrize('offload', ['optimizer', 'all'])
 def test_offload_of_another_optimizer(offload):
     message = refusal(8, mesh__host_offload=offload, optimizer__name='muon')
-    for word in (f'mesh.host_offload={offload}', 'optimizer.name=adamw, not muon', 'or mesh.host_offload to none'):
+    for word in (f'mesh.host_offload={offload}', 'optimizer.name=adamw, not muon', 'or mesh.host_offload=none'):
         assert word in message
     assert config_on(8, mesh__host_offload=offload, optimizer__name='adamw').mesh.host_offload == offload
     assert config_on(8, mesh__host_offload='none', optimizer__name='muon').optimizer.name == 'muon'
@@ -187,7 +192,10 @@ def test_offload_of_another_optimizer(offload):
 
 def test_offload_of_the_parameters_of_stages():
     message = refusal(8, mesh__host_offload='all', mesh__stage=2)
-    assert message == 'mesh.host_offload=all: stages of a pipeline hold their parameters; set it to optimizer'
+    assert (
+        message
+        == 'mesh.host_offload=all: pipeline stages cannot offload their parameters; set mesh.host_offload=optimizer'
+    )
     assert config_on(8, mesh__host_offload='optimizer', mesh__stage=2).mesh.host_offload == 'optimizer'
 
 

@@ -14,17 +14,25 @@ SWIGLU = GELU.replace('feedforward.up', 'feedforward.gate, feedforward.up')
 @pytest.mark.parametrize(
     ('family', 'targets', 'told'),
     [
-        ('gpt2', ('q_proj',), f"model.lora_target_modules: 'q_proj' names no projection of a block; there are: {GELU}"),
+        (
+            'gpt2',
+            ('q_proj',),
+            f"model.lora_target_modules: 'q_proj' matches no projection of a block; available: {GELU}",
+        ),
         (
             'llama',
             ('attention.*', 'mlp.*'),
-            f"model.lora_target_modules: 'mlp.*' names no projection.* there are: {SWIGLU}",
+            f"model.lora_target_modules: 'mlp.*' matches no projection.* available: {SWIGLU}",
         ),
         # This family's blocks have no gate.
-        ('gpt2', ('*.gate',), f"'\\*.gate' names no projection of a block; there are: {GELU}"),
-        ('gpt2', ('ATTENTION.*',), "'ATTENTION.*' names no projection"),
-        ('gpt2', (3,), 'model.lora_target_modules: 3 names no projection'),
-        ('gpt2', (), rf'model.lora_target_modules=\(\) with model.lora_rank=4: needs patterns.*there are: {GELU}'),
+        ('gpt2', ('*.gate',), f"'\\*.gate' matches no projection of a block; available: {GELU}"),
+        ('gpt2', ('ATTENTION.*',), "'ATTENTION.*' matches no projection"),
+        ('gpt2', (3,), 'model.lora_target_modules: 3 matches no projection'),
+        (
+            'gpt2',
+            (),
+            rf'model.lora_target_modules=\(\) with model.lora_rank=4: set one or more patterns.*available: {GELU}',
+        ),
     ],
 )
 def test_patterns_that_name_nothing(family, targets, told):

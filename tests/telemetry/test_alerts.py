@@ -188,7 +188,9 @@ def test_a_webhook_is_named_and_not_given(tmp_path, monkeypatch):
         values.alerts.webhook_env_var = webhook
         return build(values).alerts
 
-    with pytest.raises(InputError, match=r'alerts\.webhook_env_var: needs the name') as error:
+    with pytest.raises(
+        InputError, match=r'alerts\.webhook_env_var: the value is not a valid variable name; set the name'
+    ) as error:
         config(f'https://hooks.example/{SECRET}')
     assert SECRET not in str(error.value)
     monkeypatch.delenv('ALERTS_URL', raising=False)

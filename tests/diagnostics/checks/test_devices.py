@@ -41,7 +41,7 @@ def test_the_mesh_of_the_run():
     assert 'mesh data=4 fsdp=2' in check_devices(case).message
     found = evaluate_devices(devices(*['H100'] * 6), case)
     assert found.status is CheckStatus.FAILURE
-    assert 'needs 8 devices, here are 6' in found.message
+    assert 'needs 8 devices, but 6 are available' in found.message
 
 
 @pytest.mark.parametrize(
