@@ -175,7 +175,7 @@ def test_fetching_a_step(saved, states, tmp_path, verb):
     assert steps(tmp_path / 'here') == [2, 8]
     code, _, err = verb('fetch', saved, '--output', tmp_path / 'here')
     assert code == EXIT_BAD_INPUT
-    assert 'there is a checkpoint already' in err
+    assert 'checkpoint already exists' in err
 
 
 def test_a_bucket(saved, states, tmp_path, verb):
@@ -238,9 +238,9 @@ def test_a_damaged_step_is_not_fetched(copy, tmp_path, verb):
     ('words', 'message'),
     [
         (['list', '{}/nothing'], 'no checkpoint in'),
-        (['verify', '{}@5'], "no step '5' there; steps: 2, 4, 6, 8"),
+        (['verify', '{}@5'], "step '5' does not exist; available steps: 2, 4, 6, 8"),
         (['prune', '{}', '--max-to-keep=0'], '--max-to-keep=0: needs 1 or more'),
-        (['fetch', '{}@3', '--output=x'], "no step '3' there"),
+        (['fetch', '{}@3', '--output=x'], "step '3' does not exist"),
     ],
 )
 def test_bad_input(saved, verb, words, message):

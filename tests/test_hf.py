@@ -105,7 +105,7 @@ def test_export_of_a_run(dataset, tmp_path):
         ('--output={tmp}/run/config.json', ['config.json', 'is a file', 'give a directory']),
         ('--output={tmp}/run/config.json/x', ['config.json', 'no directory']),
         ('--checkpoint={tmp}', ['--checkpoint={tmp}', 'no checkpoint']),
-        ('--checkpoint={tmp}/run@8', ['run@8', "no step '8'", 'steps: 7']),
+        ('--checkpoint={tmp}/run@8', ['run@8', "step '8' does not exist", 'steps: 7']),
         ('--dtype=int8', ['--dtype', 'int8', 'bfloat16']),
         ('--architecture=bert', ['--architecture', 'bert', 'gpt_neox']),
         ('--architecture=gpt2', ['model.position_embedding=rotary', 'GPT2LMHeadModel', '--architecture']),

@@ -71,7 +71,7 @@ def test_the_table(tmp_path):
         ('--group=-1', ['--group=-1', 'at least 0']),
         ('--num-batches=-1', ['--num-batches=-1', 'at least 0']),
         ('--output={workdir}', ['--output=', 'new or empty']),
-        ('--checkpoint={workdir}@8', ["no step '8'", 'steps: 7']),
+        ('--checkpoint={workdir}@8', ["step '8' does not exist", 'steps: 7']),
         ('--data=nowhere', ['nowhere']),
     ],
 )

@@ -60,7 +60,9 @@ def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
         emulator.fault('checkpoints/6', status=403)
         assert 'going on from step 4' in life('second', 8, alerts__file=tmp_path / 'alerts.jsonl')
         (alert,) = map(json.loads, (tmp_path / 'alerts.jsonl').read_text().splitlines())
-        assert re.search('step 6 is not saved: the bucket answers with status 403; .*the run goes on', alert['message'])
+        assert re.search(
+            'checkpoint of step 6 not saved: the bucket returned status 403; .*training continues', alert['message']
+        )
         emulator.clear()
         steps = {name.split('/')[4] for name in emulator.objects if name.endswith('/_CHECKPOINT_METADATA')}
         assert {'2', '4', '8'} <= steps
@@ -93,7 +95,7 @@ def test_processes_that_share_nothing_but_a_bucket(dataset, tmp_path, whole, mon
 
         # Refused at the first save, for all of them.
         emulator.fault('checkpoints/_probe', status=403, times=1)
-        assert 'step 2 is not saved' in life('first', 4)
+        assert 'checkpoint of step 2 not saved' in life('first', 4)
         shutil.rmtree(tmp_path / 'first')
         assert 'going on from step 4' in life('second', 8)
         (there,) = (tmp_path / 'second' / 'runs').iterdir()

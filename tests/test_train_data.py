@@ -108,7 +108,7 @@ def test_bad_sources_are_refused_in_one_line(two, tmp_path, capsys):
     for value, part in {
         "(('a', 0),)": 'above 0',
         "('a', 1)": 'not a pair of a directory and a weight',
-        "(('a', 1), ('a', 2))": 'there twice',
+        "(('a', 1), ('a', 2))": 'listed twice',
         '[1]': 'a tuple',
         "(('nowhere', 1),)": 'nowhere contains no data set',
         f"(('{two}/numbers#words', 1),)": "no source 'words'",

@@ -100,7 +100,7 @@ def test_windows_that_become_longer_are_a_phase(dataset, base, longer, tmp_path)
     workdir, settings = longer
     log = log_of(workdir)
     assert f'starting with the parameters of {base}/checkpoints/30/params and a fresh optimizer' in log
-    assert log.count('context: checkpoint was trained at 16, this run at 64 (yarn ×4)') == 1
+    assert log.count('sequence length: 16 in the checkpoint, 64 in this run (yarn ×4)') == 1
     assert 'step       4  sequences of 32 tokens' in log
     assert 'step       7  sequences of 64 tokens' in log
     assert read_config(workdir).model.original_max_positions == 16
@@ -132,7 +132,9 @@ def test_learned_positions_are_refused_for_longer_windows(dataset, tmp_path, cap
 
 def test_conversations_bring_new_tokens(longer, chats, answering, tmp_path, capsys):
     log = log_of(answering)
-    assert f'vocabulary grows from {BYTES} to {TOKENS} tokens: new rows start at the mean of the old' in log
+    assert (
+        f'vocabulary grows from {BYTES} to {TOKENS} tokens: new rows are initialized to the mean of the old rows' in log
+    )
     still = tmp_path / 'still'
     assert run(chats, still, **{**CHAT, **STILL}, train__init_from=longer[0], mesh__tensor=2) == EXIT_DONE
     assert_grown(tables(longer[0], 10), tables(still, 1))

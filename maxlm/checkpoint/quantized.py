@@ -126,7 +126,7 @@ class DequantizedReader:
                 name = f'{module}.{suffix}'
                 if reader.dtypes.get(name) != dtype:
                     raise InputError(
-                        f'{source}: parameter {name} has dtype {reader.dtypes.get(name, "missing")}; '
+                        f'{source}: parameter {name} has dtype {reader.dtypes.get(name, "none (missing)")}; '
                         f'model.weight_quantization={weights.kind} requires {dtype}'
                     )
             num_layers, *shape = reader.shapes[f'{module}.{CODES}']

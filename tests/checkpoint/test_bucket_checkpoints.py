@@ -49,7 +49,7 @@ def test_a_run_in_a_bucket(tell):
         '@best': f'{folder}/2',
         '/checkpoints/2': f'{folder}/2',
     }
-    assert "no step '1' there; steps: 2, 5" in found['missing']
+    assert "step '1' does not exist; available steps: 2, 5" in found['missing']
     # A kill after that leaves nothing visible that cannot be restored.
     assert found['first_deleted'] == 'commit_success.txt'
     assert lines == []
@@ -58,7 +58,7 @@ def test_a_run_in_a_bucket(tell):
 def test_what_a_bucket_refuses_is_told_and_the_run_goes_on(tell):
     found, lines = tell('faults')
     assert found['told'] == [
-        'step 3 is not saved: the bucket answers with status 403; the newest is step 2; the run goes on'
+        'checkpoint of step 3 not saved: the bucket returned status 403; the newest checkpoint is step 2; training continues'
     ]
     assert found['steps'] == [3]
     assert lines == []
@@ -67,10 +67,10 @@ def test_what_a_bucket_refuses_is_told_and_the_run_goes_on(tell):
 def test_a_bucket_that_does_not_answer_while_it_is_written_is_told(tell, record_property):
     found, lines = tell('outage', how_many(1, 0))
     status = how_many(403, 503)
-    assert re.match(f'step 2 is not saved( yet)?: the bucket answers with status {status}; ', found['told'][0])
+    assert re.match(f'checkpoint of step 2 not saved( yet)?: the bucket returned status {status}; ', found['told'][0])
     assert found['newest'] == 1
     assert how_many(0, 1) or found['told'][1:] == [
-        'step 3 is not saved: the one before is still being written; the run goes on'
+        'checkpoint of step 3 skipped: the previous checkpoint is still being written; training continues'
     ]
     assert lines == []
     if how_many(0, 1):
@@ -113,5 +113,5 @@ def test_a_damaged_step_is_set_aside_and_an_outage_is_no_damage(tell):
     assert found['kept'] > 3
     assert found['after'] == []
     assert len(lines) == 1
-    assert 'step 2 is damaged and not used' in lines[0]
-    assert 'kept in gs://bucket/runs/damage/checkpoints/2; going back to step 1' in lines[0]
+    assert 'checkpoint of step 2 is damaged and skipped' in lines[0]
+    assert 'kept in gs://bucket/runs/damage/checkpoints/2; falling back to step 1' in lines[0]

@@ -158,7 +158,11 @@ def test_the_step_before_takes_the_place_of_a_damaged_one(copy, states, newest, 
     restored, out = newest(copy)
     assert same(restored.state, states[5])
     assert out.count('\n') == 1
-    for part in ('step 7 is damaged and not used', str(copy / CHECKPOINTS_DIR / '7'), 'going back to step 5'):
+    for part in (
+        'checkpoint of step 7 is damaged and skipped',
+        str(copy / CHECKPOINTS_DIR / '7'),
+        'falling back to step 5',
+    ):
         assert part in out
     if item != 'checksums':
         assert f'7/{item}' in out
@@ -192,7 +196,7 @@ def test_several_damaged_ones(copy, states, newest):
 def test_where_none_is_whole_nothing_is_touched(copy, newest):
     for step in (3, 5, 7):
         (copy / CHECKPOINTS_DIR / str(step) / 'params' / '_METADATA').write_text('{')
-    with pytest.raises(InputError, match='of the 3 steps none is whole') as info:
+    with pytest.raises(InputError, match='all 3 checkpoints are damaged') as info:
         newest(copy)
     assert str(copy / CHECKPOINTS_DIR / '7' / 'params') in str(info.value)
     assert '\n' not in str(info.value)
@@ -228,7 +232,7 @@ def test_a_step_from_before_checksums_is_read_with_a_warning(copy, states, newes
     (step / 'progress' / 'metadata').write_text(json.dumps(progress))
     restored, out = newest(copy)
     assert same(restored.state, states[7])
-    assert out == 'step 7 was saved without checksums: whether it is as it was saved cannot be checked\n'
+    assert out == 'step 7 was saved without checksums: its integrity cannot be verified\n'
     assert corrupt_arrays(step) == ([], 0)
 
 
@@ -261,7 +265,7 @@ def test_best_and_permanent_ones_are_kept(tmp_path):
 
 
 def test_there_is_no_best_without_losses(saved):
-    with pytest.raises(InputError, match=r'no step there was saved with a validation loss .*; steps: 3, 5, 7'):
+    with pytest.raises(InputError, match=r'no step was saved with a validation loss .*; available steps: 3, 5, 7'):
         find_step(f'{saved}@best')
 
 

@@ -61,7 +61,8 @@ def test_a_full_disk(tmp_path, full_disk, capfd, record_property):
         assert checkpoints.wait() == last
         assert same(checkpoints.restore_newest(ABSTRACT).state, state(last))
     assert told == [
-        f'step {step} is not saved: File too large; the newest is step 1; the run goes on' for step in steps
+        f'checkpoint of step {step} not saved: File too large; the newest checkpoint is step 1; training continues'
+        for step in steps
     ]
     assert saved_steps(tmp_path) == [last]
     assert capfd.readouterr().err == ''
@@ -83,7 +84,9 @@ def test_the_first_save_may_fail_too(tmp_path):
         (tmp_path / CHECKPOINTS_DIR).unlink()
         checkpoints.save(2, state(2), FACTS)
         assert checkpoints.wait() == 2
-    assert told == ['step 1 is not saved: Not a directory; there is none before; the run goes on']
+    assert told == [
+        'checkpoint of step 1 not saved: Not a directory; there is no earlier checkpoint; training continues'
+    ]
 
 
 def test_going_back(tmp_path):
@@ -119,8 +122,8 @@ def test_a_step_that_is_there_is_not_written_again(tmp_path):
     [
         (OSError(28, 'No space left on device', '/disk/x'), 'No space left on device'),
         (ValueError("OUT_OF_RANGE: Error writing: Failed [os_error_code='28'] [x='y']"), 'No space left on device'),
-        (ValueError("PERMISSION_DENIED: x [http_response_code='403']"), 'the bucket answers with status 403'),
-        (OSError('Forbidden: https://x?token=hunter2'), 'the bucket answers with status 403'),
+        (ValueError("PERMISSION_DENIED: x [http_response_code='403']"), 'the bucket returned status 403'),
+        (OSError('Forbidden: https://x?token=hunter2'), 'the bucket returned status 403'),
         (RuntimeError('one\ntwo https://x/y?token=hunter2'), 'RuntimeError: one two https://x/y'),
     ],
 )
@@ -135,11 +138,11 @@ def test_no_process_waits_for_one_that_failed(tmp_path):
         assert [process.wait() for process in pair] == [0, 0], pair[0].stderr + pair[1].stderr
     found = [json.loads(process.stdout.splitlines()[-1]) for process in pair]
     # At step 2 process 1 meets a full disk, at step 3 process 0 does; the other one hears of it at once.
-    end = 'File too large; the newest is step 1; the run goes on'
-    busy = 'step 6 is not saved: the one before is still being written; the run goes on'
+    end = 'File too large; the newest checkpoint is step 1; training continues'
+    busy = 'checkpoint of step 6 skipped: the previous checkpoint is still being written; training continues'
     assert [one['told'] for one in found] == [
-        [f'step 2 is not saved: process 1: {end}', f'step 3 is not saved: {end}', busy],
-        [f'step 2 is not saved: {end}', f'step 3 is not saved: {end}', busy],
+        [f'checkpoint of step 2 not saved: process 1: {end}', f'checkpoint of step 3 not saved: {end}', busy],
+        [f'checkpoint of step 2 not saved: {end}', f'checkpoint of step 3 not saved: {end}', busy],
     ]
     for one in found:
         assert one['newest'] == [1, 1, 1, 4, 1, 4, 5, 6]

@@ -125,7 +125,10 @@ def test_new_tokens_start_at_the_mean_of_the_old(make, start, num_devices, overr
     random = overrides == {}
     state, out = start(origin, NEW, num_devices=num_devices, model__vocab_size=NEW_ROWS, random=random, **overrides)
     assert_grown(state.params, before)
-    assert f'vocabulary grows from {KNOWN} to {KNOWN + 2} tokens: new rows start at the mean of the old' in out
+    assert (
+        f'vocabulary grows from {KNOWN} to {KNOWN + 2} tokens: new rows are initialized to the mean of the old rows'
+        in out
+    )
     if state.ema is not None:
         assert same(state.ema, state.params)
     # The moments are those of a run that has not begun.
@@ -150,7 +153,7 @@ def test_larger_tables_for_the_same_tokens(make, start):
     origin, before = make()
     state, out = start(origin, OLD, model__vocab_size=NEW_ROWS)
     assert_grown(state.params, before)
-    assert f'grow from {ROWS} to {NEW_ROWS} rows: new rows start at the mean' in out
+    assert f'grow from {ROWS} to {NEW_ROWS} rows: new rows are initialized to the mean' in out
 
 
 def test_an_import_grows(make, start, tmp_path):
@@ -184,7 +187,7 @@ def test_vocabularies_that_are_refused(make, start):
     padded, _ = make(model__vocab_size=NEW_ROWS)
     refusal(start, padded, 'has 72 rows', 'model.vocab_size=61', 'does not shrink')
     bare, _ = make(tokenizer=None)
-    refusal(start, bare, 'has 61 rows', 'model.vocab_size=72', f'put it at {bare}/{TOKENIZER}', **larger)
+    refusal(start, bare, 'has 61 embedding rows', 'model.vocab_size=72', f'copy it to {bare}/{TOKENIZER}', **larger)
     (bare / TOKENIZER).write_text('{')
     try:
         refusal(start, bare, f'{bare}/{TOKENIZER} is not a tokenizer.json', **larger)
@@ -239,7 +242,7 @@ def test_adapters_that_are_refused(make, start):
 
 def test_what_is_no_adapter_must_be_there(make, start):
     origin, _ = make(**UNTIED, model__qk_norm=False)
-    refusal(start, origin, 'nothing of that name', 'checkpoint of another model', **UNTIED, **LORA, model__qk_norm=True)
+    refusal(start, origin, 'missing in the', 'checkpoint of another model', **UNTIED, **LORA, model__qk_norm=True)
 
 
 def test_learned_positions_do_not_grow(make, start):
@@ -254,12 +257,12 @@ def test_learned_positions_do_not_grow(make, start):
 @pytest.mark.parametrize(
     ('overrides', 'line'),
     [
-        (YARN, 'context: checkpoint was trained at 16, this run at 64 (yarn ×4)'),
-        ({**YARN, 'model__original_max_positions': 32}, 'at 16, this run at 64 (yarn ×4 of 32)'),
-        ({**YARN, 'model__rope_scaling': 'linear'}, 'at 16, this run at 64 (linear ×4)'),
-        ({'model__rope_theta': 1e6}, 'at 16, this run at 16 (rope_theta 10000 → 1e+06)'),
+        (YARN, 'sequence length: 16 in the checkpoint, 64 in this run (yarn ×4)'),
+        ({**YARN, 'model__original_max_positions': 32}, '16 in the checkpoint, 64 in this run (yarn ×4 of 32)'),
+        ({**YARN, 'model__rope_scaling': 'linear'}, '16 in the checkpoint, 64 in this run (linear ×4)'),
+        ({'model__rope_theta': 1e6}, '16 in the checkpoint, 16 in this run (rope_theta 10000 → 1e+06)'),
         ({**YARN, 'model__rope_theta': 1e6}, 'at 64 (rope_theta 10000 → 1e+06, yarn ×4)'),
-        ({'data__seq_len': 64}, 'at 16, this run at 64 (rotary positions as before)'),
+        ({'data__seq_len': 64}, '16 in the checkpoint, 64 in this run (rotary positions, unchanged)'),
         ({}, ''),
     ],
 )
@@ -284,4 +287,4 @@ def test_a_context_that_nobody_knows(make, start, tmp_path):
     config = json.loads((origin / CONFIG).read_text())
     config['train']['num_steps'], config['model']['max_positions'] = 0, 32
     (tmp_path / 'bare' / CONFIG).write_text(json.dumps(config))
-    assert 'was trained at 32, this run at 64' in start(tmp_path / 'bare', **UNTIED, **YARN)[1]
+    assert '32 in the checkpoint, 64 in this run' in start(tmp_path / 'bare', **UNTIED, **YARN)[1]

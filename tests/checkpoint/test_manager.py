@@ -160,7 +160,7 @@ def test_an_average_that_is_switched_on_starts_at_the_parameters(saved, eight, c
     assert same(state, eight._replace(ema=eight.params))
     out = capsys.readouterr().out
     assert out.count('\n') == 1
-    assert 'step 7 was saved without a moving average' in out
+    assert 'step 7 was saved without an EMA' in out
 
 
 def test_an_average_that_is_switched_off_stays_where_it_is(averaged, eight, tmp_path):
@@ -220,12 +220,12 @@ def test_a_workdir_may_have_an_at_sign_in_its_name(saved, tmp_path):
 
 @pytest.mark.parametrize('wanted', ['5', 'worst', '-3', '3.0'])
 def test_a_step_that_is_not_there(saved, wanted):
-    with pytest.raises(InputError, match=rf"no step '{wanted}' there; steps: 3, 7"):
+    with pytest.raises(InputError, match=rf"step '{wanted}' does not exist; available steps: 3, 7"):
         find_step(f'{saved}@{wanted}')
 
 
 def test_what_asked_for_a_step_is_named(saved):
-    with pytest.raises(InputError, match=rf"^train\.init_from={saved}@5: no step '5' there"):
+    with pytest.raises(InputError, match=rf"^train\.init_from={saved}@5: step '5' does not exist"):
         find_step(f'{saved}@5', key='train.init_from')
 
 
@@ -241,8 +241,8 @@ def test_no_checkpoint_there(tmp_path, make):
 OTHERS = {
     'num_layers': ({'model__num_layers': 3}, ['params', 'blocks.attention.', '(2, ', '(3, ']),
     'vocab': ({'model__vocab_size': 72}, ['params', 'embedding', '(61, 16) float32', '(72, 16) float32']),
-    'rmsnorm': ({'model__norm': 'rmsnorm'}, ['params', '.bias', 'nothing of that name']),
-    'untied': ({'model__tie_embeddings': False}, ['params', 'head.kernel', 'nothing of that name', '(16, 61) float32']),
+    'rmsnorm': ({'model__norm': 'rmsnorm'}, ['params', '.bias', 'missing']),
+    'untied': ({'model__tie_embeddings': False}, ['params', 'head.kernel', 'missing', '(16, 61) float32']),
 }
 
 
@@ -262,7 +262,7 @@ def test_another_model_is_refused(saved, other):
 def test_another_optimizer_is_refused(saved):
     abstract = abstract_on(8)
     momentum = jax.eval_shape(optax.sgd(1e-3, momentum=0.9).init, abstract.params)
-    with pytest.raises(InputError, match='nothing of that name') as info:
+    with pytest.raises(InputError, match='missing') as info:
         restore(saved, abstract._replace(opt_state=momentum))
     assert_one_line(info, str(saved / CHECKPOINTS_DIR / '7' / 'optimizer'))
 

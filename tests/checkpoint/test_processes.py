@@ -43,7 +43,7 @@ def test_two_processes_go_back_together(dataset, tmp_path):
         flip(workdir / CHECKPOINTS_DIR / '2')
         assert len(verified()[2]) == 1
         out = train(parent, 3)
-        assert 'step 2 is damaged and not used' in out
+        assert 'checkpoint of step 2 is damaged and skipped' in out
         assert 'going on from step 1\n' in out
         assert (workdir / CHECKPOINTS_DIR / DAMAGED / '2').is_dir()
         assert verified() == {1: [], 2: [], 3: []}

@@ -272,7 +272,7 @@ def test_a_disk_that_is_full(tmp_path, arrays):
 
 def test_a_step_that_is_there_stays(saved, arrays):
     before = ParamsReader(saved / CHECKPOINTS_DIR / '7').read(KERNEL, 0)
-    with pytest.raises(InputError, match='there is a checkpoint already') as info:
+    with pytest.raises(InputError, match='checkpoint already exists') as info:
         write_step(saved, 7, streamed(arrays))
     assert str(saved / CHECKPOINTS_DIR / '7') in str(info.value)
     assert np.array_equal(ParamsReader(saved / CHECKPOINTS_DIR / '7').read(KERNEL, 0), before)
@@ -286,9 +286,9 @@ def test_a_place_that_cannot_be_written_to(tmp_path, arrays):
 
 
 def test_what_cannot_be_read_is_named(saved, tmp_path):
-    with pytest.raises(InputError, match='missing in the checkpoint'):
+    with pytest.raises(InputError, match='missing from the checkpoint'):
         ParamsReader(saved / CHECKPOINTS_DIR / '8')
-    with pytest.raises(InputError, match='missing in the checkpoint') as info:
+    with pytest.raises(InputError, match='missing from the checkpoint') as info:
         ParamsReader(saved / CHECKPOINTS_DIR / '7', 'ema')
     assert str(saved / CHECKPOINTS_DIR / '7' / 'ema') in str(info.value)
     shutil.copytree(saved, tmp_path / 'run')

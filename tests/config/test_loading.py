@@ -251,7 +251,7 @@ def test_a_family_says_nothing_where_nothing_is_open(run_file, tmp_path):
         (lambda sections: {**sections, 'model': {'num_layers': True}}, ['model.num_layers=true', 'an integer']),
         (lambda sections: {**sections, 'model': {'num_layers': None}}, ['model.num_layers=null', 'an integer']),
         (lambda sections: {**sections, 'model': {'norm_use_scale': 1}}, ['model.norm_use_scale=1', 'true or false']),
-        (lambda sections: {**sections, 'model': {'norm': ['rmsnorm']}}, ['model.norm=["rmsnorm"]', 'a text']),
+        (lambda sections: {**sections, 'model': {'norm': ['rmsnorm']}}, ['model.norm=["rmsnorm"]', 'a string']),
         (lambda sections: {**sections, 'model': {'dropout': '0'}}, ['model.dropout="0"', 'a number']),
     ],
 )

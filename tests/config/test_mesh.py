@@ -50,7 +50,7 @@ def named_after(message, words):
             ['mesh.tensor=8', 'model.num_heads=4'],
             [1, 2],
         ),
-        (6, {'mesh__context': 3}, ['mesh.context=3', '2 pieces', 'data.seq_len=16'], [1, 2]),
+        (6, {'mesh__context': 3}, ['mesh.context=3', '2 chunks', 'data.seq_len=16'], [1, 2]),
         # Half of 9, the nearest divisor of the sequence length, is not a number of devices.
         (4, {'mesh__context': 4, 'data__seq_len': 18}, ['mesh.context=4', 'data.seq_len=18'], [1]),
         (8, {'mesh__context': 4, 'data__seq_len': 12}, ['mesh.context=4', 'data.seq_len=12'], [1, 2]),

@@ -93,7 +93,7 @@ def test_attention_kernel(settings, kernel):
         ({'model__attention': 'cudnn', 'platform': 'tpu'}, ['model.attention=cudnn', 'tpu', 'auto']),
         ({'model__attention': 'splash', 'platform': 'tpu', 'model__dtype': 'float16'}, ['splash', 'float16']),
         ({'model__attention': 'splash', 'platform': 'tpu', 'data__seq_len': 2000}, ['2000', '1920 or 2048']),
-        ({'model__attention': 'splash', 'platform': 'tpu', 'mesh__context': 2}, ['mesh.context=1', 'are 2 and 1']),
+        ({'model__attention': 'splash', 'platform': 'tpu', 'mesh__context': 2}, ['mesh.context=1', 'found 2 and 1']),
     ],
 )
 def test_what_does_not_fit_together_says_which_numbers_would(settings, words):

@@ -29,7 +29,7 @@ def data_config(**settings):
         ({'sources': (('', 1.0),)}, ["('', 1.0)"]),
         ({'sources': ('a', 1.0)}, ["'a'", 'directory and a weight', 'data/web']),
         ({'sources': (('a', '1'),)}, ["('a', '1')"]),
-        ({'sources': (('a', 1), ('a', 2))}, ['a is there twice']),
+        ({'sources': (('a', 1), ('a', 2))}, ['a is listed twice']),
         ({'seq_len_schedule': ((5, 0.5),)}, ['5', 'data.seq_len=16']),
         ({'seq_len_schedule': ((1, 0.5),)}, ['1', 'data.seq_len=16']),
         ({'seq_len_schedule': ((8, 1.0),)}, ['fractions must increase']),
@@ -59,7 +59,7 @@ def test_tuples_come_through_json_and_overrides():
     loaded = load(str(ROOT / 'configs/tiny.py'), [*overrides, 'data.seq_len=16'])
     assert (loaded.data.sources, loaded.data.seq_len_schedule) == tuple(GOOD.values())
     for text in ('3', 'a', "[('a', 1)]", '(', '__import__("os")'):
-        with pytest.raises(InputError, match='needs a tuple'):
+        with pytest.raises(InputError, match='must be a tuple'):
             load(str(ROOT / 'configs/tiny.py'), [f'data.sources={text}'])
 
 

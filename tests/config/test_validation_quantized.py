@@ -9,7 +9,10 @@ from tests.small import small_config
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
-        ({'model__weight_quantization': 'int8'}, ['model.weight_quantization=int8', 'not trained', 'maxlm.quantize']),
+        (
+            {'model__weight_quantization': 'int8'},
+            ['model.weight_quantization=int8', 'cannot be trained', 'maxlm quantize'],
+        ),
         ({'model__weight_quantization': 'int3'}, ['model.weight_quantization', "'int3'", 'int4']),
         ({'model__quantization_group_size': -1}, ['model.quantization_group_size=-1', 'at least 0']),
     ],

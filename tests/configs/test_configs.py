@@ -159,7 +159,7 @@ def test_depth_is_the_one_dial():
         config = load(f'configs/depth.py:{depth}')
         assert (config.model.num_layers, config.model.dim, config.model.head_dim) == (depth, 64 * depth, 128)
         assert config.model.num_heads * 128 >= config.model.dim
-    with pytest.raises(InputError, match='integer'):
+    with pytest.raises(InputError, match='whole number'):
         load('configs/depth.py:2.5')
 
 

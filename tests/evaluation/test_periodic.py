@@ -57,7 +57,7 @@ def test_tasks_that_write_text_are_refused_at_the_start(dataset, tmp_path, capfd
     [
         (["eval.tasks=('a',)"], r"eval\.tasks=\('a',\) with eval\.tasks_interval=0: set both"),
         (['eval.tasks_interval=5'], 'set both or neither'),
-        (["eval.tasks=('a', 3)", 'eval.tasks_interval=5'], r'eval\.tasks: 3 is no task'),
+        (["eval.tasks=('a', 3)", 'eval.tasks_interval=5'], r'eval\.tasks: 3 is not a task name'),
         (['eval.tasks_interval=-1'], r'eval\.tasks_interval=-1'),
     ],
 )
