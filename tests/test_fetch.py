@@ -83,7 +83,7 @@ def test_a_damaged_shard_is_named(remote_dataset, gcs, tmp_path, capsys):
     gcs.put('bucket', f'data/{name}', bytes(content))
     assert run('--input', 'gs://bucket/data', '--output', tmp_path / 'data') == 2
     error = capsys.readouterr().err
-    assert error.startswith(f'error: gs://bucket/data/{name}: what arrives is damaged, twice: its sha256 is ')
+    assert error.startswith(f'error: gs://bucket/data/{name}: download damaged in two attempts: its sha256 is ')
     assert error.count('\n') == 1
     assert not (tmp_path / 'data' / 'dataset.json').exists()
 
@@ -108,8 +108,8 @@ def test_several_inputs_and_some_of_their_files(gcs, tmp_path, capsys):
     ('arguments', 'message'),
     [
         (['--input', 'gs://bucket/none'], 'gs://bucket/none: No such file or directory'),
-        (['--input', 'gs://nobody/x'], 'gs://nobody/x: there is no bucket nobody'),
-        (['--input', 'nonsense://x'], '--input=nonsense://x: nonsense:// is no known protocol; gs:// and s3:// are'),
+        (['--input', 'gs://nobody/x'], 'gs://nobody/x: bucket nobody does not exist'),
+        (['--input', 'nonsense://x'], '--input=nonsense://x: unknown protocol nonsense://; use gs:// or s3://'),
         (['--input', 'gs://bucket/x', '--threads', '0'], '--threads=0: needs 1 or more'),
         (['--input', 'gs://bucket/x', '--max-files', '-1'], '--max-files=-1: needs 0 or more'),
         (
@@ -138,9 +138,9 @@ def test_alarms_are_printed(gcs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr('maxlm.storage.retry.EXPONENTIAL_BACKOFF', tenacity.wait_none())
     assert run('--input', 'gs://bucket/x', '--output', tmp_path, '--quiet') == 0
     assert capsys.readouterr().err.splitlines() == [
-        'fetch: gs://bucket/x/a: the server answers with status 503; failure, trying again in 0 s',
-        'fetch: gs://bucket/x/a: the server answers with status 503; failure 2 in a row, trying again in 0 s',
-        'fetch: gs://bucket/x/a: the bucket answers again',
+        'fetch: gs://bucket/x/a: the server returned status 503; failure, retrying in 0 s',
+        'fetch: gs://bucket/x/a: the server returned status 503; failure 2 in a row, retrying in 0 s',
+        'fetch: gs://bucket/x/a: the bucket responds again',
     ]
 
 

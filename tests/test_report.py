@@ -68,7 +68,7 @@ def test_a_file_of_someone_else_is_not_overwritten(run, tmp_path, monkeypatch, c
 def test_what_is_torn_is_said(run, tmp_path):
     code, out, _ = run(workdirs.torn(tmp_path))
     assert code == EXIT_DONE
-    assert f'{tmp_path}: metrics.jsonl: the last line is torn and left out\n' in out
+    assert f'{tmp_path}: metrics.jsonl: skipped the incomplete last line\n' in out
 
 
 def test_a_directory_in_which_no_run_has_begun(run, tmp_path):

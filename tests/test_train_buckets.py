@@ -170,18 +170,18 @@ def test_a_bucket_that_does_not_answer_is_no_new_run(dataset, tmp_path, s3, monk
     monkeypatch.setitem(RunStorage.fetch.__kwdefaults__, 'patience_seconds', 0.0)
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:9')
     assert run(dataset, tmp_path / 'run', checkpoint__remote_dir='s3://bucket/run') == EXIT_PREEMPTED
-    assert 'start again when it answers' in capsys.readouterr().err
+    assert 'run the command again when the bucket responds' in capsys.readouterr().err
     assert not (tmp_path / 'run' / 'checkpoints').exists()
 
 
 @pytest.mark.parametrize(
     ('workdir', 'settings', 'words'),
     [
-        ('http://example.org/run', {}, '--workdir=http://example.org/run: needs the form gs://bucket/run'),
+        ('http://example.org/run', {}, '--workdir=http://example.org/run: must have the form gs://bucket/run'),
         (
             'run',
             {'checkpoint__remote_dir': 'bucket/run'},
-            'checkpoint.remote_dir=bucket/run: needs the form gs://bucket/run',
+            'checkpoint.remote_dir=bucket/run: must have the form gs://bucket/run',
         ),
         ('gs://bucket/run', {'checkpoint__remote_dir': 's3://bucket/run'}, 'is in a bucket already'),
     ],

@@ -279,5 +279,5 @@ def test_training_goes_on_while_the_bucket_is_gone(bucket, tmp_path, capsys, mon
     assert curve(there) == curve(here)
     told = ''.join(capsys.readouterr())
     assert 'no answer' in told
-    assert 'the bucket answers again' in told
+    assert 'the bucket responds again' in told
     assert len(fetched) > 5

@@ -107,7 +107,7 @@ def test_windows_that_become_longer_are_a_phase(dataset, base, longer, tmp_path)
     # It goes on, and does not begin anew.
     assert run(dataset, tmp_path / 'fresh', **LONGER) == EXIT_DONE
     assert curve(workdir)[1]['train/loss'] < curve(tmp_path / 'fresh')[1]['train/loss'] - 0.3
-    assert 'context: ' not in log_of(tmp_path / 'fresh')
+    assert 'sequence length: ' not in log_of(tmp_path / 'fresh')
     # Resumed within the phase it is the same, whatever has become of the base.
     resumed = tmp_path / 'resumed'
     shutil.copytree(workdir, resumed)

@@ -130,7 +130,7 @@ def test_what_arrives_damaged_is_no_data_set(gcs, texts, monkeypatch, capsys):
     monkeypatch.setattr(Bucket, 'put_file', damage)
     assert make(texts, 'gs://bucket/data') == EXIT_BAD_INPUT
     error = capsys.readouterr().err
-    assert 'what arrived there is something else' in error
+    assert 'the uploaded content differs from the local file' in error
     assert 'run the same command again' in error
     assert f'data/{MANIFEST_NAME}' not in {name for _, name in gcs.objects}
 
@@ -166,7 +166,7 @@ def test_a_model_in_gcs_is_the_one_that_a_directory_gets(gcs, workdir, tmp_path,
     assert remote_files(gcs, 'some/model/') == local_files(tmp_path / 'model')
     assert written(gcs)[-1] == 'some/model/config.json'
     assert export(workdir, 'gs://bucket/some/model') == EXIT_BAD_INPUT
-    assert 'there is something already' in capsys.readouterr().err
+    assert 'already exists' in capsys.readouterr().err
     # Nor is anything written beside what others have there.
     gcs.put('bucket', 'mine/notes.txt', b'x')
     assert export(workdir, 'gs://bucket/mine') == EXIT_BAD_INPUT

@@ -97,7 +97,7 @@ class MergedReader:
             if stored.get(path) != wanted.get(path):
                 raise InputError(
                     f'{source}: parameter {path} is {stored.get(path, "missing")} in the checkpoint but '
-                    f'{wanted.get(path, "missing")} according to its {CONFIG}; restore the {CONFIG} of this checkpoint'
+                    f'{wanted.get(path, "absent")} according to its {CONFIG}; restore the {CONFIG} of this checkpoint'
                 )
         self.shapes = {path: shape for path, shape in reader.shapes.items() if path not in stored}
         self._reader, self._adapted_modules = reader, {path.rpartition('.')[0] for path in stored}

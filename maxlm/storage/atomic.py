@@ -69,9 +69,11 @@ def check_new(option: str, path: str) -> Path:
     except OSError as error:
         raise _unusable(option, path, error) from error
     if taken:
-        raise InputError(f'{option}={path}: there is something already; choose a directory that is new or empty')
+        raise InputError(
+            f'{option}={path}: already exists and is not an empty directory; choose a new or empty directory'
+        )
     if not _standing(directory).is_dir():
-        raise InputError(f'{option}={path}: {_standing(directory)} is no directory; choose another place')
+        raise InputError(f'{option}={path}: {_standing(directory)} is not a directory; choose another path')
     return directory
 
 
@@ -80,8 +82,8 @@ def check_space(option: str, directory: Path, needed: int) -> None:
     free = shutil.disk_usage(_standing(directory)).free
     if needed + _MARGIN > free:
         raise InputError(
-            f'{option}={directory}: needs {format_bytes(needed + _MARGIN)}, {format_bytes(free)} are free; '
-            f'make room or choose another disk'
+            f'{option}={directory}: needs {format_bytes(needed + _MARGIN)} of disk space, but only '
+            f'{format_bytes(free)} are free; free up space or choose another disk'
         )
 
 
@@ -117,4 +119,4 @@ def _standing(directory: Path) -> Path:
 
 
 def _unusable(option: str, path: str, error: OSError) -> InputError:
-    return InputError(f'{option}={path}: {os_message(error)}; choose a directory that can be written to')
+    return InputError(f'{option}={path}: {os_message(error)}; choose a writable directory')

@@ -47,7 +47,7 @@ def _check_entry(path: str, allowed: tuple[str, ...], limit: int | None) -> None
     check_regular(path)
     if os.path.islink(path) and not target.startswith(allowed):
         raise NotRegularError(
-            errno.EINVAL, f'is a link to {target}, outside of its directory; replace it by a copy of the file', path
+            errno.EINVAL, f'is a link to {target}, outside its directory; replace it with a copy of the file', path
         )
     if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)

@@ -203,8 +203,8 @@ def _fetch(file: RemoteFile, partial: int, on_bytes: Callable[[int], None], call
             content = request(functools.partial(read_range, filesystem, path, start, stop))
             if len(content) != stop - start:
                 raise InputError(
-                    f'{redact(file.url)}: bytes {start} to {stop} were asked for and {len(content)} came; '
-                    f'it is not of {file.bytes} bytes, or its server cannot send parts of files'
+                    f'{redact(file.url)}: requested bytes {start} to {stop} but received {len(content)} bytes; the '
+                    f'file does not have {file.bytes} bytes, or the server does not support range requests'
                 )
             _write_at(partial, content, start)
             start = stop
@@ -220,9 +220,9 @@ def _fetch(file: RemoteFile, partial: int, on_bytes: Callable[[int], None], call
         os.ftruncate(partial, 0)
         on_bytes(-file.bytes)
         if last_try:
-            found = f'is {actual}, not {checksum.value}' if actual != checksum.value else 'changes while it is fetched'
+            found = f'is {actual}, not {checksum.value}' if actual != checksum.value else 'changes during the download'
             raise InputError(
-                f'{redact(file.url)}: what arrives is damaged, twice: its {checksum.kind or "version"} {found}'
+                f'{redact(file.url)}: download damaged in two attempts: its {checksum.kind or "version"} {found}'
             )
 
 

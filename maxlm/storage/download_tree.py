@@ -49,13 +49,13 @@ def list_tree(url: str, directory: Path, *, include: str = '', max_files: int = 
         if facts[full_name]['type'] != 'file' or not name or name.endswith('/'):
             continue
         if {'', '.', '..'} & set(name.split('/')):
-            raise InputError(f'{redact(url)}: a file is named {name!r}, which is no name of a local file')
+            raise InputError(f'{redact(url)}: file name {name!r} is not a valid local path')
         if include and not (fnmatch.fnmatch(name, include) or fnmatch.fnmatch(PurePosixPath(name).name, include)):
             continue
         there = full_name if full_name.startswith(prefix) else prefix + full_name
         files.append(RemoteFile(there, directory / name, int(facts[full_name]['size'] or 0)))
     if not files:
-        raise InputError(f'{redact(url)}: no files' + (f' that match {include}' if include else '') + ' are there')
+        raise InputError(f'{redact(url)}: no files' + (f' that match {include}' if include else '') + ' found')
     return files[: max_files or len(files)]
 
 

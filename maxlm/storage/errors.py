@@ -157,7 +157,7 @@ def _reason(path: str, error: Exception, kind: ErrorKind) -> str:
     status = http_status(error)
     if kind is ErrorKind.TRANSIENT:
         if status in TRANSIENT_STATUSES:
-            return f'the server answers with status {status}'
+            return f'the server returned status {status}'
         return f'no answer ({_one_line(path, _system_message(error))})'
     if kind is ErrorKind.NOT_FOUND:
         return os.strerror(errno.ENOENT)

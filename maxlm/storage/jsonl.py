@@ -63,7 +63,7 @@ def drop_partial_line(path: Path) -> None:
 
 def truncation_note(name: str) -> str:
     """Returns the note that a truncated last line was skipped."""
-    return f'{name}: the last line is torn and left out'
+    return f'{name}: skipped the incomplete last line'
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class JsonlWriter:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 if not self._failing:
-                    logger.warning(f'{self._path.name}: cannot be written ({os_message(error)}); the run goes on')
+                    logger.warning(f'{self._path.name}: cannot be written ({os_message(error)}); training continues')
                 self._failing = True
             else:
                 self._failing = False
@@ -116,7 +116,7 @@ class JsonlWriter:
             try:
                 atomic_write(self._path, content)
             except InputError as error:
-                logger.warning(f'{error}; the run goes on with the longer one')
+                logger.warning(f'{error}; the file keeps its previous lines')
             else:
                 self._torn = False
 

@@ -81,7 +81,7 @@ class JsonlTail:
         """Returns one note for each kind of skipped line in the file `name`."""
         notes = [truncation_note(name)] if self.torn else []
         if self.bad:
-            notes.append(f'{name}: {self.bad} line{"s are" if self.bad > 1 else " is"} not JSON and left out')
+            notes.append(f'{name}: skipped {self.bad} line{"s that are" if self.bad > 1 else " that is"} not JSON')
         return notes
 
     def _new_bytes(self, path: str) -> bytes | None:

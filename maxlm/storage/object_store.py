@@ -51,9 +51,9 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     except ImportError as error:
         package, extra = EXTRAS.get(protocol, ('', ''))
         remedy = f"{package}: pip install 'maxlm[{extra}]'" if package else str(error)
-        raise StorageError(f'{redact(url)}: {protocol}:// needs {remedy}') from error
+        raise StorageError(f'{redact(url)}: {protocol}:// requires {remedy}') from error
     except ValueError as error:
-        raise StorageError(f'{redact(url)}: {protocol}:// is no known protocol; gs:// and s3:// are') from error
+        raise StorageError(f'{redact(url)}: unknown protocol {protocol}://; use gs:// or s3://') from error
     options = kind._get_kwargs_from_urls(url)
     with _opening:
         filesystem = _filesystem(kind, os.getpid(), tuple(sorted(options.items())))
@@ -150,4 +150,4 @@ def _refuse_missing_bucket(url: str) -> None:
     except Exception as error:
         raise classify_error(url, error) from error
     if not is_there:
-        raise TransientStorageError(f'{redact(url)}: there is no bucket {bucket}')
+        raise TransientStorageError(f'{redact(url)}: bucket {bucket} does not exist')

@@ -69,11 +69,11 @@ class PathOption:
         if not text and self.may_be_empty:
             return text
         if not text.strip():
-            raise ValueError(f'{text}: the path is empty; give one')
+            raise ValueError(f'{text}: the path is empty; set a path')
         if '\0' in text:
-            raise ValueError(f'{text!r}: a path has no NUL character; leave it out')
+            raise ValueError(f'{text!r}: paths cannot contain NUL characters; remove them')
         if match := _ONE_SLASH.match(text):
-            raise ValueError(f'{text}: a URL has two slashes; give {match[1]}://…')
+            raise ValueError(f'{text}: a slash is missing after the protocol; use {match[1]}://…')
         path = _without_file_protocol(text)
         if is_url(path):
             self._check_url(path)
@@ -89,15 +89,14 @@ class PathOption:
     def _check_url(self, url: str) -> None:
         protocol = url.partition('://')[0]
         if not _is_known(protocol):
-            raise ValueError(f'{display_path(url)}: {protocol}:// is no known protocol; gs:// and s3:// are')
+            raise ValueError(f'{display_path(url)}: unknown protocol {protocol}://; use gs:// or s3://')
         if not self.urls:
-            raise ValueError(f'{display_path(url)}: URLs do not work here; {self._instead}')
+            raise ValueError(f'{display_path(url)}: URLs are not supported; {self._instead}')
         if self.urls != ANY and protocol not in self.urls:
             known = ' and '.join(f'{name}://' for name in self.urls)
-            verb = 'does' if len(self.urls) == 1 else 'do'
-            raise ValueError(f'{display_path(url)}: {protocol}:// does not work here, {known} {verb}; {self._instead}')
+            raise ValueError(f'{display_path(url)}: {protocol}:// is not supported, only {known}; {self._instead}')
         if match := _NO_BUCKET.match(url):
-            raise ValueError(f'{display_path(url)}: the URL names no bucket; give {match[1]}://bucket/…')
+            raise ValueError(f'{display_path(url)}: the URL has no bucket name; use {match[1]}://bucket/…')
 
     def _check_local(self, path: str) -> None:
         try:
@@ -147,7 +146,7 @@ def _without_file_protocol(path: str) -> str:
         return path
     local = path.removeprefix('file://').removeprefix('localhost')
     if not local.startswith('/'):
-        raise ValueError(f'{path}: a file:// URL names a file of this machine; give file:///path or the path itself')
+        raise ValueError(f'{path}: file:// URLs must name a local file; use file:///path or the path itself')
     return local
 
 

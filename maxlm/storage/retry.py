@@ -55,9 +55,7 @@ class RetryPolicy:
                 if failures > self._warned and failures.bit_count() == 1:
                     self._warned = failures
                     which = 'failure' if failures == 1 else f'failure {failures} in a row'
-                    self._on_warning(
-                        f'{state.outcome.exception()}; {which}, trying again in {state.upcoming_sleep:g} s'
-                    )
+                    self._on_warning(f'{state.outcome.exception()}; {which}, retrying in {state.upcoming_sleep:g} s')
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(TransientStorageError),
@@ -83,4 +81,4 @@ class RetryPolicy:
         if not self._failing:
             self._warned = 0
             if answered:
-                self._on_warning(f'{redact(url)}: the bucket answers again')
+                self._on_warning(f'{redact(url)}: the bucket responds again')

@@ -111,7 +111,7 @@ def upload_files(
         if is_same and found != Listed(file.size, file.digest):
             is_same = not bucket.tells_md5 and (not read_back or bucket.sha256(prefix + name, file.size) == file.sha256)
         if not is_same:
-            raise BucketError(f'{redact(bucket.url)}/{prefix}{name}: what arrived there is something else')
+            raise BucketError(f'{redact(bucket.url)}/{prefix}{name}: the uploaded content differs from the local file')
 
 
 def delete_step(bucket: Bucket, step: int, names: Iterable[str] | None = None) -> None:
@@ -176,10 +176,14 @@ def _read_manifest(bucket: Bucket, name: str) -> dict[str, tuple[int, str]]:
         facts = parse_json(content)
         files = {str(file): (int(size), str(sha256)) for file, (size, sha256) in facts['files'].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f'{redact(bucket.url)}/{name}: not a list of files ({error}); use another step') from error
+        raise InputError(
+            f'{redact(bucket.url)}/{name}: not a valid file list ({error}); choose another step'
+        ) from error
     outside = [file for file in files if os.path.isabs(file) or '..' in file.split('/')]
     if outside:
-        raise InputError(f'{redact(bucket.url)}/{name}: {outside[0]!r} is outside of the step; use another step')
+        raise InputError(
+            f'{redact(bucket.url)}/{name}: {outside[0]!r} is outside the step directory; choose another step'
+        )
     return files
 
 

@@ -64,8 +64,8 @@ def check_same_model(workdir: Path, config: Config) -> None:
     if found := model_difference(read_config(workdir), config):
         key, before, now = found
         raise InputError(
-            f'--workdir={workdir} holds a run with {key}={before}, the config has {now}; '
-            f'choose another --workdir or set {key}={before}'
+            f'--workdir={workdir} contains a run with {key}={before}, but the config has {now}; choose another '
+            f'--workdir or set {key}={before}'
         )
 
 
@@ -105,10 +105,10 @@ def read_config(workdir: Path) -> Config:
     try:
         return from_json(read_text(path))
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; give a workdir of maxlm.train') from error
+        raise InputError(f'{path}: {os_message(error)}; choose a workdir of maxlm.train') from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f'{path}: not a config that this version of maxlm wrote ({error})') from error
+        raise InputError(f'{path}: not a valid config of this version of maxlm ({error})') from error
 
 
 def _workdir_error(workdir: Path, error: OSError) -> InputError:
-    return InputError(f'--workdir={workdir}: {os_message(error)}; choose a directory that can be written to')
+    return InputError(f'--workdir={workdir}: {os_message(error)}; choose a writable directory')

@@ -174,19 +174,22 @@ class WorkdirLock:
             if state.is_foreign and state.age <= self._stale_seconds:
                 # Without hard links, a starting run may have written its lock only in part.
                 raise InputError(
-                    f'--workdir={self._workdir}: {LOCK} is not a lock that maxlm wrote; delete it if no run uses the '
-                    f'directory'
+                    f'--workdir={self._workdir}: {LOCK} was not written by maxlm; delete it if no run uses the '
+                    'directory'
                 )
             alive = is_alive(state.holder) if state.holder else None
             if alive is None:
                 alive = self._shows_heartbeat(state)
             if alive:
-                owner = state.holder or 'a run that cannot be named'
+                owner = state.holder or 'an unknown run'
                 raise InputError(
                     f'--workdir={self._workdir}: in use by {owner}; stop that run, or choose another --workdir'
                 )
             self._remove(state.holder)
-        raise InputError(f'--workdir={self._workdir}: {LOCK} changes all the time: several runs start on it at once')
+        raise InputError(
+            f'--workdir={self._workdir}: {LOCK} keeps changing because several runs start in it at once; start a '
+            'single run'
+        )
 
     def _create(self) -> bool:
         """Creates the lock atomically. Returns False if a lock exists."""
@@ -252,8 +255,8 @@ class WorkdirLock:
         """Returns True if a holder whose process cannot be checked sends a heartbeat before the timeout."""
         if first.age <= self._stale_seconds:
             logger.info(
-                f'{self._path}: held by {first.holder or "a run that cannot be named"}; waiting up to '
-                f'{self._stale_seconds - max(first.age, 0):.0f} s for a sign of life'
+                f'{self._path}: held by {first.holder or "an unknown run"}; waiting up to '
+                f'{self._stale_seconds - max(first.age, 0):.0f} s for its next heartbeat'
             )
         state: _LockState | None = first
         watched = time.monotonic()
@@ -289,7 +292,7 @@ class WorkdirLock:
             with contextlib.suppress(OSError):
                 os.link(gone, self._path)
         else:
-            logger.warning(f'{self._path}: taken over from {holder or "a run that cannot be named"}, which is gone')
+            logger.warning(f'{self._path}: taken over from {holder or "an unknown run"}, which is no longer running')
         gone.unlink()
 
     def _heartbeat_loop(self) -> None:
@@ -310,7 +313,7 @@ class WorkdirLock:
             else:
                 if holder != self._owner and not self._stop.is_set():
                     new_owner = holder or 'another run'
-                    self._on_lost(f'{self._path}: taken by {new_owner}, since this one gave no sign of life')
+                    self._on_lost(f'{self._path}: taken over by {new_owner}, because this run sent no heartbeat')
                     return
 
 

@@ -129,7 +129,8 @@ class RunStorage:
             RetryPolicy(logger.warning, time.sleep).call(self.url, self._fetch, patience_seconds=timeout_seconds)
         except TransientStorageError as error:
             raise TransientStorageError(
-                f'{error}; what the run has there must be known before it goes on: start again when it answers'
+                f'{error}; the run cannot start without its state in the bucket; run the command again when the bucket '
+                'responds'
             ) from error
 
     def fetch_step(self, step: int) -> Path:
@@ -140,7 +141,7 @@ class RunStorage:
             InputError: there is no copy, or the step cannot be read.
         """
         if self._bucket is None or self._direct:
-            raise InputError(f'step {step}: there is no copy of it to fetch')
+            raise InputError(f'step {step}: no remote copy exists')
         unfinished = self._upload_state.folder / 'fetching' / str(step)
         place = self.workdir / CHECKPOINTS_DIR / str(step)
         download_step(self._bucket, step, unfinished)
@@ -195,7 +196,9 @@ class RunStorage:
         try:
             self._files.work()
         except Exception as error:
-            logger.warning(f'{redact(self.url)}: the last lines of the run are only in {self.workdir}: {error}')
+            logger.warning(
+                f'{redact(self.url)}: the last log lines are not uploaded and only in {self.workdir}: {error}'
+            )
 
     def __enter__(self) -> RunStorage:
         self.start()
@@ -218,7 +221,7 @@ class RunStorage:
             remote_steps = complete_steps(self._bucket)
             fetched = fetch_files(self._bucket, self._upload_state)
         except PermissionDeniedError as error:
-            raise InputError(f'{error}; look at the name of the bucket and at the credentials') from error
+            raise InputError(f'{error}; check the bucket name and the credentials') from error
         if fetched:
             logger.info(f'fetched from {redact(self.url)}: {", ".join(fetched)}')
         if self._direct:
@@ -228,15 +231,15 @@ class RunStorage:
             self._upload_state.set_step(step, None)
         local_steps = self._upload_state.local_steps()
         if remote_steps and remote_steps[-1] > max(local_steps, default=-1):
-            logger.info(f'fetching step {remote_steps[-1]} from {redact(self.url)}')
+            logger.info(f'fetching checkpoint of step {remote_steps[-1]} from {redact(self.url)}')
             self.fetch_step(remote_steps[-1])
 
     def _warn_missing_uploads(self) -> None:
         missing = self._steps.pending() if self._steps and not self._direct else []
         steps = f'steps {", ".join(map(str, missing))} are' if missing else 'the newest lines of log and metrics are'
         self._warn(
-            f'{redact(self.url)} does not take anything any more: {steps} only in {self.workdir}; '
-            f'started again there, the run uploads what is missing'
+            f'{redact(self.url)}: uploads have stalled: {steps} only in {self.workdir}; restart the run on this '
+            'machine to upload the rest'
         )
 
 
@@ -259,8 +262,8 @@ def open_run_storage(
         check_url('checkpoint.remote_dir', mirror)
         if is_url(workdir):
             raise InputError(
-                f'checkpoint.remote_dir={redact(mirror)}: --workdir={redact(workdir)} is in a bucket already; '
-                f'give a directory, or no mirror'
+                f'checkpoint.remote_dir={redact(mirror)}: --workdir={redact(workdir)} is already in a bucket; use a '
+                'local --workdir, or set checkpoint.remote_dir to ""'
             )
         return RunStorage(Path(workdir), mirror, process=process, **options)
     if not is_url(workdir):
@@ -276,8 +279,8 @@ def check_url(key: str, url: str) -> None:
         return
     shown = redact(url).partition('?')[0]
     raise InputError(
-        f'{key}={shown}: needs the form gs://bucket/run or s3://bucket/run; credentials are not part of it, they come '
-        f'from the environment'
+        f'{key}={shown}: must have the form gs://bucket/run or s3://bucket/run, without credentials; these are read '
+        'from the environment'
     )
 
 

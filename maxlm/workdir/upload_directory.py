@@ -22,7 +22,7 @@ from maxlm.workdir.run_storage import cache_directory, check_url
 
 # Timeout for a bucket that does not respond.
 TIMEOUT_SECONDS = 300.0
-RETRY_ADVICE = 'run the same command again to continue: what has arrived is kept'
+RETRY_ADVICE = 'run the same command again to resume the upload'
 
 T = TypeVar('T')
 
@@ -64,14 +64,14 @@ class Upload:
         """Raises InputError unless the bucket's directory is empty or is an interrupted upload of this machine."""
         remote_files = self._retry(self._bucket.list)
         if remote_files and (self._last in remote_files or not self._started_marker.exists()):
-            raise InputError(f'{self._option}={redact(self.url)}: there is something already; choose one that is new')
+            raise InputError(f'{self._option}={redact(self.url)}: already exists; choose a new URL')
 
     def begin(self) -> None:
         """Creates the parent of the local directory. Raises InputError if it cannot be written."""
         try:
             self._cache_path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f'{self._cache_path}: {os_message(error)}; give another --cache') from error
+            raise InputError(f'{self._cache_path}: {os_message(error)}; choose another --cache') from error
 
     def discard(self) -> None:
         """Removes the local directory."""
@@ -101,7 +101,9 @@ class Upload:
             final = {self._last: files.pop(self._last)}
             self._retry(partial(upload_files, self._bucket, '', files, on_bytes, read_back=True))
             if self.is_complete():
-                raise InputError(f'{redact(self.url)}/{self._last}: another process has written it meanwhile')
+                raise InputError(
+                    f'{redact(self.url)}/{self._last}: was written by another process in the meantime; choose a new URL'
+                )
             self._retry(partial(upload_files, self._bucket, '', final, on_bytes, read_back=True))
         shutil.rmtree(self._cache_path, ignore_errors=True)
 
@@ -110,7 +112,7 @@ class Upload:
             try:
                 return request()
             except PermissionDeniedError as error:
-                raise InputError(f'{error}; check the bucket, the credentials and their rights') from error
+                raise InputError(f'{error}; check the bucket, the credentials and their permissions') from error
 
         try:
             return RetryPolicy(logger.warning, time.sleep).call(self.url, send, patience_seconds=TIMEOUT_SECONDS)

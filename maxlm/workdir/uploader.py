@@ -76,7 +76,7 @@ class UploadProgress:
                 bound = self._stall_seconds
             elif silent >= bound:
                 bound *= 4
-                self._warn(f'{self._url}: nothing has arrived there for {silent:.0f} s; the run goes on')
+                self._warn(f'{self._url}: no upload progress for {silent:.0f} s; training continues')
 
 
 class UploadWorker:
@@ -143,7 +143,7 @@ class UploadWorker:
         except Exception as error:
             # No upload error may end the run, such as a full disk or a changed file.
             line = str(error) if isinstance(error, InputError) else f'{type(error).__name__}: {error}'
-            raise TransientStorageError(redact(f'{self._url}: not uploaded: {line}')) from error
+            raise TransientStorageError(redact(f'{self._url}: upload failed: {line}')) from error
 
     def _wait(self, seconds: float) -> None:
         if not self.closing.is_set():
@@ -225,8 +225,8 @@ class StepMirror:
         self._progress.record_arrival()
         size = sum(file.size for file in files.values())
         logger.info(
-            f'step {step} is in {redact(self._bucket.url)} '
-            f'({format_bytes(size)}, {format_duration(time.monotonic() - started)})'
+            f'uploaded checkpoint of step {step} to {redact(self._bucket.url)} ({format_bytes(size)}, '
+            f'{format_duration(time.monotonic() - started)})'
         )
         self._delete_orphans(step)
 

@@ -58,7 +58,8 @@ def test_a_run_in_a_bucket(tell):
 def test_what_a_bucket_refuses_is_told_and_the_run_goes_on(tell):
     found, lines = tell('faults')
     assert found['told'] == [
-        'checkpoint of step 3 not saved: the bucket returned status 403; the newest checkpoint is step 2; training continues'
+        'checkpoint of step 3 not saved: the bucket returned status 403; the newest checkpoint is step 2; '
+        'training continues'
     ]
     assert found['steps'] == [3]
     assert lines == []

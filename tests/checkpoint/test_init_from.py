@@ -261,7 +261,7 @@ def test_learned_positions_do_not_grow(make, start):
         ({**YARN, 'model__original_max_positions': 32}, '16 in the checkpoint, 64 in this run (yarn ×4 of 32)'),
         ({**YARN, 'model__rope_scaling': 'linear'}, '16 in the checkpoint, 64 in this run (linear ×4)'),
         ({'model__rope_theta': 1e6}, '16 in the checkpoint, 16 in this run (rope_theta 10000 → 1e+06)'),
-        ({**YARN, 'model__rope_theta': 1e6}, 'at 64 (rope_theta 10000 → 1e+06, yarn ×4)'),
+        ({**YARN, 'model__rope_theta': 1e6}, '64 in this run (rope_theta 10000 → 1e+06, yarn ×4)'),
         ({'data__seq_len': 64}, '16 in the checkpoint, 64 in this run (rotary positions, unchanged)'),
         ({}, ''),
     ],
@@ -272,17 +272,17 @@ def test_the_context_is_told(make, start, overrides, line):
     # It is the same parameters that are used in another way.
     assert same(flatten(state.params), before)
     assert line in out
-    assert out.count('context: ') == bool(line)
+    assert out.count('sequence length: ') == bool(line)
 
 
 def test_a_context_that_nobody_knows(make, start, tmp_path):
     origin, before = make(**UNTIED)
     write_step(tmp_path / 'bare', 0, streamed(before))
-    assert 'context: ' not in start(tmp_path / 'bare', **UNTIED, **YARN)[1]
+    assert 'sequence length: ' not in start(tmp_path / 'bare', **UNTIED, **YARN)[1]
     (tmp_path / 'bare' / CONFIG).write_text('{')
     out = start(tmp_path / 'bare', **UNTIED, **YARN)[1]
     assert 'not known' in out
-    assert 'context: ' not in out
+    assert 'sequence length: ' not in out
     # Of an import the context is the model's.
     config = json.loads((origin / CONFIG).read_text())
     config['train']['num_steps'], config['model']['max_positions'] = 0, 32

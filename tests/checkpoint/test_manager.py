@@ -272,7 +272,7 @@ def test_another_type_is_refused_and_not_cast(saved):
     halved = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding), abstract.params
     )
-    with pytest.raises(InputError, match=r'float32 there, and .* bfloat16 in the config'):
+    with pytest.raises(InputError, match=r'float32 in the checkpoint but .* bfloat16 in the config'):
         restore_params(saved / CHECKPOINTS_DIR / '7', halved)
 
 

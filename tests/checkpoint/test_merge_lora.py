@@ -155,12 +155,14 @@ def test_nothing_is_left_of_a_merge_that_fails(made, tmp_path, monkeypatch):
 def test_adapters_of_another_config(made, change):
     model = small_config(**{**SETTINGS, **change}).model
     (step,) = (made / 'run' / 'checkpoints').iterdir()
-    with pytest.raises(InputError, match=re.escape('parameter blocks.attention.key.lora_a is (2, 32, 3) there')):
+    with pytest.raises(
+        InputError, match=re.escape('parameter blocks.attention.key.lora_a is (2, 32, 3) in the checkpoint')
+    ):
         MergedReader(ParamsReader(step), model, 'run')
 
 
 def test_adapters_that_are_missing(made):
     (step,) = (made / 'base' / 'checkpoints').iterdir()
-    with pytest.raises(InputError, match=r'blocks\.attention\.key\.lora_a is missing there'):
+    with pytest.raises(InputError, match=r'blocks\.attention\.key\.lora_a is missing in the checkpoint'):
         MergedReader(ParamsReader(step), small_config(**SETTINGS).model, 'base')
     assert MergedReader(ParamsReader(step), small_config(**MODELS['llama']).model, 'base').shapes

@@ -305,7 +305,7 @@ def test_what_cannot_be_read_is_named(saved, tmp_path):
 def test_another_type_is_refused(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / CHECKPOINTS_DIR / '0' / 'params', {'embedding': np.ones((3, 2), np.float16)})
-    with pytest.raises(InputError, match='embedding is of float16'):
+    with pytest.raises(InputError, match='embedding has dtype float16'):
         ParamsReader(tmp_path / CHECKPOINTS_DIR / '0')
 
 

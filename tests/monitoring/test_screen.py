@@ -161,7 +161,7 @@ def test_old_readings_are_said_to_be(tmp_path):
 def test_torn_files_are_said(runs):
     for size in ((80, 24), (200, 60)):
         assert any('torn' in text for text in texts(screen([runs['torn']], 0, *size)))
-    assert sum('the last line is torn' in text for text in texts(page(runs['torn'], 80))) == 5
+    assert sum('skipped the incomplete last line' in text for text in texts(page(runs['torn'], 80))) == 5
 
 
 def test_several_runs_are_a_table_above_the_selected_one(runs):

@@ -166,7 +166,7 @@ def test_what_passes_is_met_by_asking_again(gcs, file, kind):
 
 def test_a_file_does_not_go_on_without_patience(gcs, file):
     gcs.fault(503)
-    with pytest.raises(TransientStorageError, match=r'^gs://bucket/x/a.bin: the server answers with status 503$'):
+    with pytest.raises(TransientStorageError, match=r'^gs://bucket/x/a.bin: the server returned status 503$'):
         fetch_file(file)
     gcs.vanish()
     with pytest.raises(TransientStorageError, match=r'no answer \(Connection refused\)'):
@@ -174,7 +174,7 @@ def test_a_file_does_not_go_on_without_patience(gcs, file):
     gcs.faults.clear()
     gcs.appear()
     gcs.buckets.clear()
-    with pytest.raises(TransientStorageError, match='there is no bucket bucket'):
+    with pytest.raises(TransientStorageError, match='bucket bucket does not exist'):
         fetch_file(file)
     gcs.buckets.add('bucket')
     fetch_file(file)
@@ -209,7 +209,7 @@ def test_a_flipped_bit_is_found_and_fetched_anew(gcs, file, known, composed):
     assert sum(added) == len(CONTENT)
     file.path.unlink()
     gcs.fault('flip')
-    with pytest.raises(InputError, match=r'damaged, twice: its (sha256|md5|crc32c) is \S+, not \S+$'):
+    with pytest.raises(InputError, match=r'damaged in two attempts: its (sha256|md5|crc32c) is \S+, not \S+$'):
         fetch_file(file)
     assert not file.path.exists()
 
@@ -226,7 +226,7 @@ def test_a_partial_file_of_something_else_is_thrown_away(gcs, file):
 
 def test_a_file_of_another_size_is_refused(gcs, file):
     longer = RemoteFile(file.url, file.path, len(CONTENT) + 1)
-    with pytest.raises(InputError, match=r'bytes 90000 to 100001 were asked for and 10000 came'):
+    with pytest.raises(InputError, match=r'requested bytes 90000 to 100001 but received 10000 bytes'):
         fetch_file(longer)
     shorter = RemoteFile(file.url, file.path, len(CONTENT) - 1)
     with pytest.raises(InputError, match='damaged, twice'):
@@ -245,7 +245,7 @@ def test_s3(s3, tmp_path):
     assert file.path.read_bytes() == CONTENT
     with pytest.raises(InputError, match=r's3://bucket/x/b.bin: No such file'):
         fetch_file(RemoteFile('s3://bucket/x/b.bin', tmp_path / 'b.bin', 5))
-    with pytest.raises(TransientStorageError, match='there is no bucket other'):
+    with pytest.raises(TransientStorageError, match='bucket other does not exist'):
         fetch_file(RemoteFile('s3://other/x/b.bin', tmp_path / 'b.bin', 5))
 
 
@@ -295,7 +295,7 @@ def test_what_has_no_checksum_is_gone_on_with_only_where_it_is_the_same(s3, tmp_
     # The object changes during every download.
     file.path.unlink()
     contents = iter([CONTENT, CONTENT[::-1]] * 5)
-    with pytest.raises(InputError, match='damaged, twice: its version changes while it is fetched'):
+    with pytest.raises(InputError, match='damaged in two attempts: its version changes during the download'):
         fetch_file(file, on_bytes=lambda added: put(next(contents)) if added == CHUNK else None)
 
 

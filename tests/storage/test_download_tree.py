@@ -107,7 +107,7 @@ def test_some_of_the_files(gcs, tmp_path):
     [
         ('gs://bucket/nothing', 'gs://bucket/nothing: No such file or directory'),
         ('gs://bucket/corpus/*.zip', r'gs://bucket/corpus/\*.zip: no files are there'),
-        ('gs://nobody/corpus', 'gs://nobody/corpus: there is no bucket nobody'),
+        ('gs://nobody/corpus', 'gs://nobody/corpus: bucket nobody does not exist'),
     ],
 )
 def test_nothing_there(gcs, tmp_path, url, reason):
@@ -125,7 +125,7 @@ def test_a_listing_that_is_denied(gcs, tmp_path):
 @pytest.mark.parametrize('name', ['../out', 'a/../../out', 'a//b', './x'])
 def test_names_that_lead_out_of_the_directory_are_refused(gcs, tmp_path, name):
     gcs.put('bucket', f'evil/{name}', b'x')
-    with pytest.raises(InputError, match='which is no name of a local file'):
+    with pytest.raises(InputError, match='is not a valid local path'):
         list_tree('gs://bucket/evil', tmp_path)
 
 
@@ -173,9 +173,9 @@ def test_a_bucket_that_comes_back(gcs, tmp_path):
     assert contents(tmp_path) == CONTENTS
     assert waits == [1, 2, 4]
     assert [alarm.partition(': ')[2] for alarm in alarms] == [
-        'no answer (Connection refused); failure, trying again in 1 s',
-        'no answer (Connection refused); failure 2 in a row, trying again in 2 s',
-        'the bucket answers again',
+        'no answer (Connection refused); failure, retrying in 1 s',
+        'no answer (Connection refused); failure 2 in a row, retrying in 2 s',
+        'the bucket responds again',
     ]
 
 

@@ -96,7 +96,7 @@ def test_a_full_disk_is_said_once_and_the_next_line_is_whole(path, warnings, mon
     monkeypatch.setattr(lines_module.os, 'write', half)
     writer.write({'a': 2})
     writer.write({'a': 3})
-    assert warnings == ['x.jsonl: cannot be written (No space left on device); the run goes on']
+    assert warnings == ['x.jsonl: cannot be written (No space left on device); training continues']
     monkeypatch.undo()
     writer.write({'a': 4})
     assert [line['a'] for line in read_lines(path).lines] == [1, 4]

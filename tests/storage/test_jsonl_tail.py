@@ -86,7 +86,7 @@ def test_a_torn_last_line_is_left_out_until_it_is_whole(file):
         file.tail = JsonlTail()
         file.update()
         assert (file.steps, file.tail.torn) == ([1], True)
-        assert file.tail.notes('x.jsonl') == ['x.jsonl: the last line is torn and left out']
+        assert file.tail.notes('x.jsonl') == ['x.jsonl: skipped the incomplete last line']
         file.write(text[cut:], 'a')
         file.update()
         assert (file.steps, file.tail.torn, file.tail.notes('x.jsonl')) == ([1, 2], False, [])
@@ -120,10 +120,10 @@ def test_what_is_no_object_is_left_out_and_counted(file, bad):
     file.write(line(1) + bad + '\n' + line(2))
     file.update()
     assert (file.steps, file.tail.bad) == ([1, 2], 1)
-    assert file.tail.notes('x.jsonl') == ['x.jsonl: 1 line is not JSON and left out']
+    assert file.tail.notes('x.jsonl') == ['x.jsonl: skipped 1 line that is not JSON']
     file.write(bad + '\n', 'a')
     file.update()
-    assert file.tail.notes('x.jsonl') == ['x.jsonl: 2 lines are not JSON and left out']
+    assert file.tail.notes('x.jsonl') == ['x.jsonl: skipped 2 lines that are not JSON']
 
 
 def test_bytes_that_are_no_letters_are_a_bad_line(file):

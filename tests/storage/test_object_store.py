@@ -95,9 +95,9 @@ def test_a_missing_extra_and_an_unknown_protocol_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 's3fs', None)
     # An earlier import must be forgotten.
     monkeypatch.delitem(importlib.import_module('fsspec.registry')._registry, 's3', raising=False)
-    with pytest.raises(InputError, match=r"s3:// needs s3fs: pip install 'maxlm\[s3\]'"):
+    with pytest.raises(InputError, match=r"s3:// requires s3fs: pip install 'maxlm\[s3\]'"):
         open_filesystem('s3://bucket/x')
-    with pytest.raises(InputError, match='nonsense:// is no known protocol'):
+    with pytest.raises(InputError, match='unknown protocol nonsense://'):
         open_filesystem('nonsense://bucket/x')
 
 

@@ -26,17 +26,17 @@ def test_waits_double_up_to_a_minute_and_warnings_become_rarer():
     assert retries.call('gs://x/a', fails(20)) == 'answer'
     assert waits == [1, 2, 4, 8, 16, 32, *[60] * 14]
     assert warnings == [
-        'a fails; failure, trying again in 1 s',
-        'a fails; failure 2 in a row, trying again in 2 s',
-        'a fails; failure 4 in a row, trying again in 8 s',
-        'a fails; failure 8 in a row, trying again in 60 s',
-        'a fails; failure 16 in a row, trying again in 60 s',
-        'gs://x/a: the bucket answers again',
+        'a fails; failure, retrying in 1 s',
+        'a fails; failure 2 in a row, retrying in 2 s',
+        'a fails; failure 4 in a row, retrying in 8 s',
+        'a fails; failure 8 in a row, retrying in 60 s',
+        'a fails; failure 16 in a row, retrying in 60 s',
+        'gs://x/a: the bucket responds again',
     ]
     assert retries.call('gs://x/a', fails(0)) == 'answer'
     assert len(warnings) == 6
     retries.call('gs://x/a', fails(1, 'again'))
-    assert warnings[6:] == ['again; failure, trying again in 1 s', 'gs://x/a: the bucket answers again']
+    assert warnings[6:] == ['again; failure, retrying in 1 s', 'gs://x/a: the bucket responds again']
 
 
 def test_requests_that_fail_together_warn_once():
@@ -50,7 +50,7 @@ def test_requests_that_fail_together_warn_once():
 
     retries = RetryPolicy(warnings.append, sleep)
     retries.call('gs://x/a', fails(1))
-    assert warnings == ['a fails; failure, trying again in 1 s', 'gs://x/a: the bucket answers again']
+    assert warnings == ['a fails; failure, retrying in 1 s', 'gs://x/a: the bucket responds again']
 
 
 def test_a_request_that_ends_with_an_error_does_not_say_that_the_bucket_answers():
@@ -62,7 +62,7 @@ def test_a_request_that_ends_with_an_error_does_not_say_that_the_bucket_answers(
 
     with pytest.raises(InputError, match='closed'):
         RetryPolicy(warnings.append, lambda seconds: None).call('gs://x/a', request)
-    assert warnings == ['a fails; failure, trying again in 1 s']
+    assert warnings == ['a fails; failure, retrying in 1 s']
 
 
 def test_patience_ends(monkeypatch):

@@ -244,7 +244,7 @@ def test_a_file_is_read_with_what_is_wrong_with_it(tmp_path):
     text = ''.join(json.dumps(line) + '\n' for line in run.lines)
     (tmp_path / goodput_name(3)).write_text(text + '{"time": 12')
     ledger = read_goodput(tmp_path, process=3)
-    assert ledger.notes == ['goodput-3.jsonl: the last line is torn and left out']
+    assert ledger.notes == ['goodput-3.jsonl: skipped the incomplete last line']
     assert ledger.fraction == pytest.approx(6 / ledger.seconds)
     assert ledger.dollars == pytest.approx(ledger.seconds / 100)
     assert read_goodput(tmp_path).attempts == []

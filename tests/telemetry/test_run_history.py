@@ -60,7 +60,7 @@ def test_of_several_processes(tmp_path):
 def test_torn_lines_are_said(tmp_path):
     whole, torn = read_history(workdirs.running(tmp_path / 'a/run')), read_history(workdirs.torn(tmp_path / 'b/run'))
     names = ('devices', 'goodput', 'metrics', 'events', 'samples')
-    assert torn.notes == tuple(f'{name}.jsonl: the last line is torn and left out' for name in names)
+    assert torn.notes == tuple(f'{name}.jsonl: skipped the incomplete last line' for name in names)
     assert whole.notes == ()
     assert (torn.metrics, torn.events, torn.goodput_logs) == (whole.metrics, whole.events, whole.goodput_logs)
 

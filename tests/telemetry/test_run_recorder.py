@@ -279,4 +279,4 @@ def test_a_torn_line_is_left_out_and_told(tmp_path, told):
     with (tmp_path / 'goodput.jsonl').open('a') as file:
         file.write(json.dumps({'time': 1})[:-1])
     assert RunRecorder(tmp_path, Timeline(), interval_seconds=0.0, num_devices=1).attempt == 2
-    assert told == ['goodput.jsonl: the last line is torn and left out']
+    assert told == ['goodput.jsonl: skipped the incomplete last line']

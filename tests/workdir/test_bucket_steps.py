@@ -160,7 +160,7 @@ def test_damage_in_the_bucket_is_found(bucket, tmp_path):
     upload(bucket, 3, folder)
     before = (folder / NAMES[3]).read_bytes()
     bucket.put(f'checkpoints/3/{NAMES[3]}', before[:-1] + b'!')
-    with pytest.raises(InputError, match=f'checkpoints/3/{NAMES[3]}: what arrives is damaged'):
+    with pytest.raises(InputError, match=f'checkpoints/3/{NAMES[3]}: download damaged'):
         download_step(bucket, 3, tmp_path / 'back')
     bucket.put(f'checkpoints/3/{NAMES[3]}', before)
     download_step(bucket, 3, tmp_path / 'back')
@@ -185,6 +185,6 @@ def test_a_manifest_that_is_none(bucket, tmp_path, manifest):
     facts = json.loads(bucket.read(f'checkpoints/3/{MANIFEST}'))
     assert facts['files'].keys() == {*NAMES}
     bucket.put(f'checkpoints/3/{MANIFEST}', manifest)
-    with pytest.raises(InputError, match=rf'checkpoints/3/{MANIFEST}: .*use another step'):
+    with pytest.raises(InputError, match=rf'checkpoints/3/{MANIFEST}: .*choose another step'):
         download_step(bucket, 3, tmp_path / 'deep' / 'back')
     assert not (tmp_path / 'out').exists()

@@ -62,7 +62,7 @@ def test_a_bucket_that_is_gone_at_the_very_end_ends_nothing(gcs, tmp_path, log):
     write(tmp_path, 'events.jsonl')
     gcs.buckets.clear()
     storage.upload_last_files()
-    assert [line for line in log() if 'the last lines of the run are only in' in line]
+    assert [line for line in log() if 'the last log lines are not uploaded and only in' in line]
 
 
 def test_a_run_without_a_bucket_uploads_nothing(tmp_path):

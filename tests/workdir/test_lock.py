@@ -145,7 +145,7 @@ def test_an_old_lock_of_another_machine_or_of_nobody_is_taken_over(tmp_path, log
     os.utime(tmp_path / LOCK, (before, before))
     # The lock is taken over at once: waiting for these intervals would exceed the timeout of the test.
     with WorkdirLock(tmp_path, heartbeat_seconds=60, stale_seconds=900):
-        whose = ' on elsewhere' if content is None else 'a run that cannot be named'
+        whose = ' on elsewhere' if content is None else 'an unknown run'
         assert f'{LOCK}: taken over from' in log.text
         assert whose in log.text
 
@@ -157,7 +157,7 @@ def test_a_fresh_file_that_is_no_lock_is_refused_at_once(tmp_path, content):
     (tmp_path / LOCK).write_bytes(content)
     # The error comes at once: waiting for these intervals would exceed the timeout of the test.
     with (
-        pytest.raises(InputError, match=r'run\.lock is not a lock that maxlm wrote; delete it if no run uses the dir'),
+        pytest.raises(InputError, match=r'run\.lock was not written by maxlm; delete it if no run uses the dir'),
         WorkdirLock(tmp_path, heartbeat_seconds=600, stale_seconds=900),
     ):
         pass

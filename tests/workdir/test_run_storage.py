@@ -103,19 +103,22 @@ def test_a_damaged_step_is_fetched(bucket, url, tmp_path):
 def test_an_outage_at_the_start_is_not_taken_for_a_new_run(gcs, tmp_path, log):
     live(tmp_path / 'a', URL, 1)
     gcs.vanish()
-    with pytest.raises(InputError, match=r'gs://bucket/runs/one/checkpoints: no answer .*start again when it answers'):
+    with pytest.raises(
+        InputError,
+        match=r'gs://bucket/runs/one/checkpoints: no answer .*run the command again when the bucket responds',
+    ):
         RunStorage(tmp_path / 'b', URL).fetch(timeout_seconds=0.0)
     assert not (tmp_path / 'b' / 'checkpoints').exists()
     gcs.appear()
     gcs.wire_faults.append(WireFault(status=503, times=12))
     RunStorage(tmp_path / 'b', URL).fetch(timeout_seconds=100.0)
     assert lines(tmp_path / 'b') == [1]
-    assert [line for line in log() if 'trying again in' in line]
+    assert [line for line in log() if 'retrying in' in line]
 
 
 def test_a_refusal_at_the_start_is_told_at_once(gcs, tmp_path):
     gcs.wire_faults.append(WireFault(status=403))
-    with pytest.raises(InputError, match=r'refused .*look at the name of the bucket and at the credentials'):
+    with pytest.raises(InputError, match=r'refused .*check the bucket name and the credentials'):
         RunStorage(tmp_path, URL).fetch()
 
 
@@ -161,7 +164,7 @@ def test_what_the_flags_mean(tmp_path, gcs):
 )
 def test_urls_that_cannot_be_used(url, tmp_path):
     for workdir, mirror in ((url, ''), (str(tmp_path), url)):
-        with pytest.raises(InputError, match='needs the form gs://bucket/run or s3://bucket/run') as info:
+        with pytest.raises(InputError, match='must have the form gs://bucket/run or s3://bucket/run') as info:
             open_run_storage(workdir, mirror=mirror)
         assert 'hunter2' not in str(info.value)
     with pytest.raises(InputError, match='is in a bucket already'):

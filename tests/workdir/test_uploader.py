@@ -174,7 +174,7 @@ def test_training_goes_on_through_an_outage(gcs, tmp_path, log, fault):
         # Training continues without waiting.
         for step in range(2, 6):
             write_step(tmp_path, step)
-        until(lambda: [line for line in log() if 'trying again' in line])
+        until(lambda: [line for line in log() if 'retrying' in line])
         assert not storage.is_uploaded(5)
         gcs.appear() if fault == 'outage' else gcs.wire_faults.clear()
         write_step(tmp_path, 6)
@@ -187,7 +187,7 @@ def test_silence_is_said(gcs, tmp_path, log):
     hold = gcs.fault('hold', '*/0a1b', requests='upload')
     with RunStorage(tmp_path, URL, stall_seconds=0.2, **FAST):
         write_step(tmp_path, 1)
-        until(lambda: [line for line in log() if 'nothing has arrived there for' in line])
+        until(lambda: [line for line in log() if 'no upload progress for' in line])
         hold.released.set()
     assert complete_steps(Bucket(URL)) == [1]
 
@@ -196,7 +196,7 @@ def test_no_silence_no_warning(gcs, tmp_path, log):
     with RunStorage(tmp_path, URL, **FAST) as storage:
         write_step(tmp_path, 1)
         until(lambda: storage.is_uploaded(1))
-    assert [line for line in log() if 'nothing has arrived' in line or 'trying again' in line] == []
+    assert [line for line in log() if 'no upload progress' in line or 'retrying' in line] == []
     assert mirror_module.STALL_SECONDS < 60
 
 

@@ -171,7 +171,7 @@ def test_a_vanished_bucket_raises_an_alarm_and_training_goes_on_with_what_is_cac
             proceed.release()
         assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
         assert alarms == [
-            f'gs://bucket/data/2: no answer (Connection refused); failure{again}, trying again in {seconds} s'
+            f'gs://bucket/data/2: no answer (Connection refused); failure{again}, retrying in {seconds} s'
             for again, seconds in (('', 1), (' 2 in a row', 2), (' 4 in a row', 8), (' 8 in a row', 60))
         ]
         # Somebody may wait for it all the while.
@@ -183,13 +183,13 @@ def test_a_vanished_bucket_raises_an_alarm_and_training_goes_on_with_what_is_cac
         proceed.release(100)
         reader.join()
         assert read(files[2]) == CONTENTS[2]
-        assert alarms[4:] == ['gs://bucket/data/2: the bucket answers again']
+        assert alarms[4:] == ['gs://bucket/data/2: the bucket responds again']
         fetcher.advance(4)
         assert read(files[3]) == CONTENTS[3]
 
 
 @pytest.mark.parametrize(
-    ('kind', 'reason'), [(403, 'access denied'), (404, 'No such file'), ('flip', 'what arrives is damaged, twice')]
+    ('kind', 'reason'), [(403, 'access denied'), (404, 'No such file'), ('flip', 'download damaged in two attempts')]
 )
 def test_who_waits_for_a_file_that_cannot_be_had_is_told_why(gcs, files, alarms, kind, reason):
     gcs.fault(kind, match='data/1')

@@ -79,5 +79,5 @@ def test_without_a_bucket_there_is_nothing_to_try():
 def test_a_protocol_that_nobody_knows_and_no_secret_is_told():
     found = try_bucket('ftq://me:secret@host/x')
     assert found.status is CheckStatus.FAILURE
-    assert 'ftq:// is no known protocol' in found.message
+    assert 'unknown protocol ftq://' in found.message
     assert 'secret' not in found.message

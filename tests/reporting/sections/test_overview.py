@@ -36,7 +36,7 @@ def test_what_is_not_known_is_a_dash(run_of):
     [
         ('crashed', 'crashed is crashed: XlaRuntimeError: RESOURCE_EXHAUSTED'),
         ('diverged', 'diverged is diverged: stopped at step 220'),
-        ('torn', 'metrics.jsonl: the last line is torn and left out'),
+        ('torn', 'metrics.jsonl: skipped the incomplete last line'),
     ],
 )
 def test_what_went_wrong_stands_above_the_tiles(run_of, name, words):
@@ -48,6 +48,6 @@ def test_what_went_wrong_stands_above_the_tiles(run_of, name, words):
 def test_several_runs_side_by_side(run_of):
     text = summary(run_of('finished', 'two_hosts', 'torn'))
     assert 'class="tiles"' not in text
-    for words in ('8 × NVIDIA H100', '1 × NVIDIA H100', 'torn: metrics.jsonl: the last line is torn'):
+    for words in ('8 × NVIDIA H100', '1 × NVIDIA H100', 'torn: metrics.jsonl: skipped the incomplete last line'):
         assert words in text
     assert text.count('<tr>') == 1 + len(make_tiles(run_of('finished')[0]))
