@@ -9,21 +9,21 @@ import sys
 from maxlm.errors import EXIT_BAD_INPUT, exit_on_sigterm
 
 VERBS = {
-    'prepare': 'text → tokens → records that training reads',
-    'fetch': 'files and prepared data sets from a bucket to a local directory',
-    'plan': 'memory, time and cost of a run on hardware that is not here; what fits; scaling',
-    'doctor': 'whether this machine can do what a run will ask of it, before money is spent',
-    'train': 'train a model, or go on with a run',
-    'grpo': 'reinforcement: a model learns from those of its answers that are judged better',
-    'monitor': 'watch runs on the terminal: progress, cost, loss, devices, events',
-    'report': 'one page about a run, or several compared: curves, time, cost, events, samples',
-    'supervise': 'start a training again, whatever ends it, as long as it gets ahead',
-    'checkpoints': 'list, verify, prune and fetch the checkpoints of runs',
-    'evaluate': 'loss, benchmarks, programs and long contexts of checkpoints, in one table',
-    'generate': 'continue prompts with a checkpoint: from arguments, files or a terminal',
-    'serve': 'an OpenAI-compatible server and a chat page on a checkpoint',
-    'quantize': 'weights of a checkpoint in 8 or 4 bits, with the loss before and after',
-    'hf': 'import models from, and export them to, the format of Hugging Face Transformers',
+    'prepare': 'filter, deduplicate, tokenize and pack text into a training dataset',
+    'fetch': 'download files or datasets from a bucket',
+    'plan': 'estimate memory, time and cost of a run on any hardware',
+    'doctor': 'check drivers, devices, disks, buckets and data, then run two training steps',
+    'train': 'train a model, or resume a run',
+    'grpo': 'train a model with reinforcement learning (GRPO)',
+    'monitor': 'watch runs in the terminal: progress, cost, loss, devices, events',
+    'report': 'write an HTML report of one or more runs: curves, time, cost, events, samples',
+    'supervise': 'restart a run after failures while it makes progress',
+    'checkpoints': 'list, verify, prune, fetch and merge checkpoints',
+    'evaluate': 'evaluate checkpoints: loss, benchmarks, code and long contexts',
+    'generate': 'generate text from a checkpoint: prompts, files or a chat',
+    'serve': 'serve a checkpoint with an OpenAI-compatible API and a chat page',
+    'quantize': 'quantize a checkpoint to 8 or 4 bits and compare the losses',
+    'hf': 'import and export models in Hugging Face Transformers format',
 }
 
 
@@ -32,14 +32,14 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ''
     if name in ('', '-h', '--help'):
         width = max(map(len, VERBS))
-        print('usage: maxlm VERB [--help] …\n')
+        print('usage: maxlm COMMAND [--help] …\n')
         for verb, meaning in VERBS.items():
             print(f'  {verb:<{width}}  {meaning}')
         sys.exit(0 if name else EXIT_BAD_INPUT)
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, n=1)
-        hint = f'did you mean {near[0]!r}?' if near else f'verbs: {", ".join(VERBS)}'
-        print(f'error: maxlm has no verb {name!r}; {hint}', file=sys.stderr)
+        hint = f'did you mean {near[0]!r}?' if near else f'available: {", ".join(VERBS)}'
+        print(f'error: unknown command {name!r}; {hint}', file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     if name in ('train', 'grpo'):
         # Must precede the import, which takes seconds.

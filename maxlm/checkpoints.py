@@ -1,4 +1,4 @@
-"""Lists, verifies, prunes, fetches and merges the checkpoints of runs.
+"""List, verify, prune, fetch and merge the checkpoints of runs.
 
     python -m maxlm.checkpoints list WORKDIR… [--json]
     python -m maxlm.checkpoints verify WORKDIR…
@@ -6,10 +6,12 @@
     python -m maxlm.checkpoints fetch WORKDIR --output=DIR [--weights-only]
     python -m maxlm.checkpoints merge --checkpoint=CKPT --output=DIR
 
-WORKDIR means all steps of the workdir, or the newest step for fetch and merge. WORKDIR@STEP selects one step, and
-WORKDIR@best the one with the lowest validation loss. list, fetch and merge also accept URLs (gs://…, s3://…). merge
-creates a workdir of the model with its adapters (model.lora_rank) merged into the weights. Exit codes: 0 done; 1 a
+WORKDIR@STEP selects one step, and WORKDIR@best the step with the lowest validation loss. The default is all steps, or
+the newest step for fetch and merge. list, fetch and merge also accept URLs (gs://…, s3://…). merge creates a workdir
+with the LoRA adapters (model.lora_rank) merged into the model. Exit codes: 0 done; 1 a
 checkpoint is corrupt; 2 bad input.
+
+Example: `python -m maxlm.checkpoints verify runs/first@best`
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, StepDirectory, to_path
 
 WORKDIR = PathOption(Kind.DIRECTORY, ANY)
 LOCAL_WORKDIR = PathOption(
-    Kind.DIRECTORY, advice='only a local directory can be verified or pruned; fetch it first with `checkpoints fetch`'
+    Kind.DIRECTORY,
+    advice='only local directories can be verified or pruned; fetch it first with `maxlm checkpoints fetch`',
 )
 NEW_WORKDIR = PathOption(Kind.DIRECTORY)
 RULES = ('max_to_keep', 'keep_best', 'keep_period')
@@ -72,43 +75,51 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest='command', required=True, metavar='list|verify|prune|fetch|merge')
     helps = {
-        'list': 'names, sizes, validation losses, and why a step is kept',
-        'verify': 'read all, and compare with the checksums; writes nothing',
-        'prune': 'delete the steps that no rule keeps',
+        'list': 'list steps with sizes, validation losses and retention reasons',
+        'verify': 'read all steps and compare them with their checksums (read-only)',
+        'prune': 'delete steps that no retention rule keeps',
     }
     made = {name: commands.add_parser(name, allow_abbrev=False, help=text) for name, text in helps.items()}
     for name, one in made.items():
         runs = WORKDIR if name == 'list' else LOCAL_WORKDIR
-        one.add_argument(
-            'workdirs', nargs='+', type=runs, metavar='WORKDIR', help='directory of a run, or WORKDIR@STEP'
-        )
-    made['list'].add_argument('--json', action='store_true', help='a line of JSON for each step')
+        one.add_argument('workdirs', nargs='+', type=runs, metavar='WORKDIR', help='workdir of a run, or WORKDIR@STEP')
+    made['list'].add_argument('--json', action='store_true', help='print one JSON object per step')
     for name in ('list', 'prune'):
         add = made[name].add_argument
         add(
             '--max-to-keep',
             type=int,
             metavar='N',
-            help="so many of the newest stay (default: as the run's config says)",
+            help="number of newest steps to keep (default: from the run's config)",
         )
-        add('--keep-best', type=int, metavar='K', help='so many with the lowest validation loss stay')
-        add('--keep-period', type=int, metavar='M', help='multiples of it stay; 0 = none')
-    made['prune'].add_argument('--dry-run', action='store_true', help='tell, and delete nothing')
-    fetcher = commands.add_parser('fetch', allow_abbrev=False, help='copy one step, with config and tokenizer')
-    fetcher.add_argument('workdir', type=WORKDIR, metavar='WORKDIR', help='directory or URL of a run, or WORKDIR@STEP')
-    fetcher.add_argument('--output', required=True, type=NEW_WORKDIR, metavar='DIR', help='workdir to put it into')
-    fetcher.add_argument('--weights-only', action='store_true', help='parameters without the optimizer state')
-    fetcher.add_argument('--threads', type=int, default=8, metavar='N', help='files at a time (%(default)s)')
-    merger = commands.add_parser('merge', allow_abbrev=False, help='a workdir of the model with its adapters added')
-    merger.add_argument(
-        '--checkpoint', required=True, type=WORKDIR, metavar='CKPT', help='workdir, WORKDIR@STEP, or one step of it'
+        add('--keep-best', type=int, metavar='K', help='number of steps with the lowest validation loss to keep')
+        add('--keep-period', type=int, metavar='M', help='keep steps that are multiples of M; 0 = none')
+    made['prune'].add_argument('--dry-run', action='store_true', help='print what would be deleted, without deleting')
+    fetcher = commands.add_parser('fetch', allow_abbrev=False, help='download one step with its config and tokenizer')
+    fetcher.add_argument('workdir', type=WORKDIR, metavar='WORKDIR', help='workdir or URL of a run, or WORKDIR@STEP')
+    fetcher.add_argument('--output', required=True, type=NEW_WORKDIR, metavar='DIR', help='workdir to create')
+    fetcher.add_argument(
+        '--weights-only', action='store_true', help='download the parameters without the optimizer state'
     )
-    merger.add_argument('--output', required=True, type=NEW_WORKDIR, metavar='DIR', help='workdir to make')
+    fetcher.add_argument(
+        '--threads', type=int, default=8, metavar='N', help='number of concurrent downloads (default %(default)s)'
+    )
+    merger = commands.add_parser(
+        'merge', allow_abbrev=False, help='create a workdir with the adapters merged into the model'
+    )
+    merger.add_argument(
+        '--checkpoint',
+        required=True,
+        type=WORKDIR,
+        metavar='CKPT',
+        help='workdir, WORKDIR@STEP, or the directory of a step',
+    )
+    merger.add_argument('--output', required=True, type=NEW_WORKDIR, metavar='DIR', help='workdir to create')
     options = parser.parse_args(argv)
     for name, smallest in {'max_to_keep': 1, 'keep_best': 0, 'keep_period': 0, 'threads': 1}.items():
         value = getattr(options, name, None)
         if value is not None and value < smallest:
-            raise InputError(f'{flag(name)}={value}: needs {smallest} or more')
+            raise InputError(f'{flag(name)}={value}: must be at least {smallest}')
     return options
 
 
@@ -127,13 +138,13 @@ def _list(options: argparse.Namespace) -> int:
             print(json.dumps({'name': name, **facts}))
         return EXIT_DONE
     width = max(len(name) for name, *_ in rows)
-    print(f'{"checkpoint":<{width}}  {"size":>9}  {"validation loss":>15}  kept as')
+    print(f'{"checkpoint":<{width}}  {"size":>9}  {"validation loss":>15}  kept by')
     for name, one, kept in rows:
         loss = '-' if one.validation_loss is None else f'{one.validation_loss:.4f}'
         print(f'{name:<{width}}  {format_bytes(one.bytes):>9}  {loss:>15}  {kept}')
     for workdir in dict.fromkeys(resolve_checkpoint(given).workdir for given in options.workdirs):
         if names := damaged_steps(workdir):
-            print(f'{display_path(workdir)}: set aside as damaged, never used: {", ".join(names)}')
+            print(f'{display_path(workdir)}: damaged and set aside: {", ".join(names)}')
     return EXIT_DONE
 
 
@@ -148,7 +159,7 @@ def _verify(options: argparse.Namespace) -> int:
             for line in found:
                 print(f'damaged   {line}')
             if not found:
-                told = f'whole     {{}}: {num_sums} checksums' if num_sums else 'unknown   {}: saved without checksums'
+                told = f'intact    {{}}: {num_sums} checksums' if num_sums else 'unknown   {}: saved without checksums'
                 print(told.format(f'{workdir}@{one.step}'))
     return EXIT_FAILED if num_damaged else EXIT_DONE
 
@@ -169,7 +180,7 @@ def _prune(options: argparse.Namespace) -> int:
             told = 'would be deleted' if options.dry_run else 'deleted'
             print(f'{workdir}@{one.step}: {told}, {format_bytes(one.bytes)}')
         size = format_bytes(sum(one.bytes for one in going))
-        print(f'{workdir}: {len(everything) - len(going)} of {len(everything)} steps stay; {size} less')
+        print(f'{workdir}: {len(everything) - len(going)} of {len(everything)} steps kept; {size} freed')
     return EXIT_DONE
 
 
@@ -181,7 +192,7 @@ def _fetch(options: argparse.Namespace) -> int:
         print(f'damaged   {line}')
     if found.errors:
         return EXIT_FAILED
-    print(f'{found.directory}: {format_bytes(found.bytes)}, {found.num_checksums} checksums compared')
+    print(f'{found.directory}: {format_bytes(found.bytes)}, {found.num_checksums} checksums verified')
     return EXIT_DONE
 
 
@@ -220,8 +231,10 @@ def _check_free(workdir: Path) -> None:
         pass
     alive = is_alive(holder) if holder else None
     if alive or (alive is None and age <= STALE_SECONDS):
-        whose = holder or 'a run that cannot be named'
-        raise InputError(f'{workdir}: in use by {whose}, which deletes by its own rules; prune it when it has ended')
+        whose = holder or 'an unknown run'
+        raise InputError(
+            f'{workdir}: in use by {whose}, which prunes its own checkpoints; prune it after the run has ended'
+        )
 
 
 if __name__ == '__main__':

@@ -86,7 +86,7 @@ def text_argument(value: str) -> str:
     place = surrogate_in(value)
     if place >= 0:
         byte = len(os.fsencode(value[:place]))
-        raise argparse.ArgumentTypeError(f'byte {byte} of the value is not UTF-8; give text in UTF-8')
+        raise argparse.ArgumentTypeError(f'byte {byte} of the value is not UTF-8; use UTF-8 text')
     return value
 
 
@@ -124,7 +124,7 @@ def exit_on_sigterm(*, importing: bool) -> None:
 
     def receive(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        message = 'SIGTERM while the run was not training; start again to continue it'
+        message = 'SIGTERM received outside of training; run the same command again to resume'
         if not importing:
             raise TerminatedError(message)
         # print is not reentrant, and the signal may have interrupted it.

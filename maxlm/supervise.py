@@ -5,6 +5,8 @@ way. After 75 (preempted) the command restarts immediately; after any other code
 gives up after K failures in a row without a new checkpoint in the command's --workdir. It then returns the exit code of
 the command, or 1 instead of 75. SIGTERM and Ctrl-C are forwarded once, as SIGTERM; the loop then waits for the command
 and returns its exit code.
+
+Example: `python -m maxlm.supervise -- python -m maxlm.train --config=configs/tiny.py --workdir=runs/first`
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def next_action(policy: Policy, history: RestartHistory, code: int, newest: int)
         history = history._replace(failures=history.failures + 1)
     if history.failures >= policy.max_failures:
         place = f' in {policy.workdir}/{CHECKPOINTS_DIR}' if policy.workdir else ''
-        text = f'exit code {code}; given up after {history.failures} failures in a row without a new checkpoint{place}'
+        text = f'exit code {code}; giving up after {history.failures} failures in a row without a new checkpoint{place}'
         # 75 would make a scheduler start the supervisor again.
         return Decision(EXIT_FAILED if code == EXIT_PREEMPTED else code, 0, text), history
     if code == EXIT_PREEMPTED:
@@ -209,17 +211,27 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(
         prog='maxlm.supervise', allow_abbrev=False, description=__doc__, usage='%(prog)s [OPTIONS] -- COMMAND …'
     )
-    parser.add_argument('--max-failures', type=int, default=3, help='failures without a new checkpoint (default 3)')
-    parser.add_argument('--backoff', type=float, default=10, help='seconds of the first pause (default 10)')
+    parser.add_argument(
+        '--max-failures',
+        type=int,
+        default=3,
+        help='consecutive failures without a new checkpoint before giving up (default 3)',
+    )
+    parser.add_argument(
+        '--backoff',
+        type=float,
+        default=10,
+        help='pause before the first restart in seconds, doubled after each failure (default 10)',
+    )
     parser.add_argument('--dry-run', action='store_true', help='print the command without running it')
     options = parser.parse_args(argv[:mark])
     command = argv[mark + 1 :]
     if not command:
-        raise InputError('no command; usage: maxlm.supervise [OPTIONS] -- COMMAND …')
+        raise InputError('no command given; usage: maxlm.supervise [OPTIONS] -- COMMAND …')
     if options.max_failures < 1:
-        raise InputError(f'--max-failures={options.max_failures}: give 1 or more')
+        raise InputError(f'--max-failures={options.max_failures}: must be at least 1')
     if not options.backoff >= 0:
-        raise InputError(f'--backoff={options.backoff:g}: give 0 or more')
+        raise InputError(f'--backoff={options.backoff:g}: must be at least 0')
     if options.dry_run:
         print(f'would run: {shlex.join(command)}')
         return EXIT_DONE

@@ -1,11 +1,13 @@
 """Trains a model: `python -m maxlm.train --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
 
-The default workdir is runs/NAME or runs/NAME-VARIANT, where NAME is the name of the config file. A run that is
-restarted with its workdir resumes from the newest checkpoint. The workdir may be a URL (gs://…, s3://…).
---resume=WORKDIR[@STEP] starts a new workdir from a checkpoint of another run. Exit codes: 0 done; 1 the loss or
-gradient is not finite or spikes, despite rollbacks; 2 bad input; 75 the state is saved, start the command again. A run
-exits with 75 after SIGTERM, Ctrl-C or a maintenance event, or if a bucket does not respond. Multiple processes (see
-`maxlm.runtime.initialize`) exit together, also with 75 if one of them was lost or hung.
+The default workdir is runs/NAME or runs/NAME-VARIANT, where NAME is the name of the config file. To resume a run, run
+the same command again: it continues from the newest checkpoint of the workdir. The workdir may be a bucket (gs://…, s3://…). --resume=WORKDIR[@STEP] continues from a checkpoint of another workdir.
+
+Exit codes: 0 done; 1 the loss or the gradients are not finite, or spike, despite rollbacks; 2 bad input; 75 preempted
+(SIGTERM, Ctrl-C or a maintenance notice) with 75 after SIGTERM, Ctrl-C or a maintenance event, or if a bucket does not respond: run the same command
+again. If one of several processes (see `maxlm.runtime.initialize`) is lost or hangs, all processes exit with 75.
+
+Example: `python -m maxlm.train --config=configs/tiny.py --workdir=runs/first --config.train.num_steps=100`
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches,
     """Opens the data set of a config; see `runs.OpenSource`."""
     del stack
     if config.train.objective == 'grpo':
-        raise InputError('train.objective=grpo learns from what the model writes: start it by python -m maxlm.grpo')
+        raise InputError('train.objective=grpo: not supported by maxlm.train; use `python -m maxlm.grpo`')
     corpus = open_training_data(config.data, with_sources=config.metrics.per_source_loss)
     check_objective(config, corpus.first)
     return TextBatches(corpus), corpus.first.vocab_size

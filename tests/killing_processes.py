@@ -127,7 +127,7 @@ def meet(run: Run, victim: int, number: signal.Signals, rng: random.Random) -> d
         run.wait_for_end(victim)
         return {}
     assert run.codes[other] == EXIT_PREEMPTED, run.told(other)
-    assert number == signal.SIGSTOP or f'process {victim} is gone; start again' in run.told(other)
+    assert number == signal.SIGSTOP or f'lost contact with process {victim}; restart the run' in run.told(other)
     seconds = {'others': run.ended[other] - began}
     began = time.monotonic()
     if number == signal.SIGSTOP:

@@ -108,7 +108,7 @@ def test_a_relative_path_verifies(saved, verb, monkeypatch):
     monkeypatch.chdir(saved.parent)
     code, out, _ = verb('verify', saved.name)
     assert code == EXIT_DONE
-    assert out.startswith('whole     run@2: ')
+    assert out.startswith('intact    run@2: ')
 
 
 @pytest.mark.parametrize('item', ['params', 'optimizer'])
@@ -129,7 +129,7 @@ def test_pruning(copy, verb):
     code, out, _ = verb('prune', copy, '--dry-run')
     assert code == EXIT_DONE
     assert out.splitlines()[0].startswith(f'{copy}@2: would be deleted')
-    assert f'{copy}: 3 of 4 steps stay' in out
+    assert f'{copy}: 3 of 4 steps kept' in out
     assert steps(copy) == [2, 4, 6, 8]
     assert verb('prune', copy)[0] == EXIT_DONE
     assert steps(copy) == [4, 6, 8]
@@ -192,7 +192,7 @@ def test_a_bucket(saved, states, tmp_path, verb):
     assert same(restore(tmp_path, abstract_on(1), step=4).state, states[4])
     code, _, err = verb('verify', url)
     assert code == EXIT_BAD_INPUT
-    assert 'only a local directory can be verified' in err
+    assert 'only local directories can be verified' in err
 
 
 def test_fetching_parameters_alone(saved, states, tmp_path, verb):
@@ -239,7 +239,7 @@ def test_a_damaged_step_is_not_fetched(copy, tmp_path, verb):
     [
         (['list', '{}/nothing'], 'no checkpoint in'),
         (['verify', '{}@5'], "step '5' does not exist; available steps: 2, 4, 6, 8"),
-        (['prune', '{}', '--max-to-keep=0'], '--max-to-keep=0: needs 1 or more'),
+        (['prune', '{}', '--max-to-keep=0'], '--max-to-keep=0: must be at least 1'),
         (['fetch', '{}@3', '--output=x'], "step '3' does not exist"),
     ],
 )

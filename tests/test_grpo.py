@@ -137,4 +137,4 @@ def test_bad_input_is_told_in_a_line(start, tmp_path, capsys, overrides, words):
 
 def test_train_says_which_verb_it_is(start, tmp_path, capsys):
     assert exit_code(train.main, [*grpo_arguments(start), f'--workdir={tmp_path}']) == EXIT_BAD_INPUT
-    assert 'start it by python -m maxlm.grpo' in capsys.readouterr().err
+    assert 'use `python -m maxlm.grpo`' in capsys.readouterr().err

@@ -37,7 +37,7 @@ def test_without_a_verb_the_verbs_are_listed(run):
 def test_help(run, word):
     code, out, err = run(word)
     assert (code, err) == (0, '')
-    assert out.startswith('usage: maxlm VERB')
+    assert out.startswith('usage: maxlm COMMAND')
 
 
 @pytest.mark.parametrize(('typed', 'meant'), [('trian', 'train'), ('eval', 'evaluate'), ('preprae', 'prepare')])
@@ -45,12 +45,12 @@ def test_a_mistyped_verb_names_the_nearest(run, typed, meant):
     assert run(typed, '--workdir=x') == (
         EXIT_BAD_INPUT,
         '',
-        f'error: maxlm has no verb {typed!r}; did you mean {meant!r}?\n',
+        f'error: unknown command {typed!r}; did you mean {meant!r}?\n',
     )
 
 
 def test_a_verb_like_no_other_gets_the_list(run):
-    assert run('xyz') == (EXIT_BAD_INPUT, '', f"error: maxlm has no verb 'xyz'; verbs: {', '.join(VERBS)}\n")
+    assert run('xyz') == (EXIT_BAD_INPUT, '', f"error: unknown command 'xyz'; available: {', '.join(VERBS)}\n")
 
 
 def test_the_rest_of_the_line_goes_to_the_verb(run):

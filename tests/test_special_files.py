@@ -98,7 +98,7 @@ SPECIAL = {
     'link to /dev/zero': lambda path: path.symlink_to('/dev/zero'),
     'directory': os.mkdir,
     'nothing, which is not a file': lambda path: path.symlink_to(path.with_name('nothing')),
-    'outside of its directory': lambda path: path.symlink_to('/etc/hostname'),
+    'outside its directory': lambda path: path.symlink_to('/etc/hostname'),
     'Permission denied': make_unreadable,
     'bytes': make_sparse,
 }
@@ -161,8 +161,8 @@ def test_links_inside_of_a_directory_and_of_the_hubs_cache(tmp_path):
     (tmp_path / 'secret').write_text('x')
     (blobs / 'y').symlink_to(tmp_path / 'secret')
     (snapshot / 'tokenizer.json').symlink_to('../../blobs/y')
-    with pytest.raises(InputError, match=r'tokenizer\.json: is a link to .*secret, outside of its directory'):
+    with pytest.raises(InputError, match=r'tokenizer\.json: is a link to .*secret, outside its directory'):
         check_entries(snapshot, ['tokenizer.json'])
     (tmp_path / 'models--a--b').rename(tmp_path / 'a')
-    with pytest.raises(InputError, match='outside of its directory'):
+    with pytest.raises(InputError, match='outside its directory'):
         check_entries(tmp_path / 'a/snapshots/c', ['config.json'])

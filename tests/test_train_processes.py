@@ -216,7 +216,7 @@ def test_the_others_follow_a_killed_process(start, tmp_path, victim):
         survivor = 1 - victim
         assert processes.all[survivor].wait(END_SECONDS) == EXIT_PREEMPTED, processes.output(survivor)
         assert time.monotonic() - killed < END_SECONDS
-        assert f'process {victim} is gone; start again' in processes.output(survivor)
+        assert f'lost contact with process {victim}; restart the run' in processes.output(survivor)
 
 
 def test_a_stuck_process_tells_where_and_all_end(start, tmp_path, record_property):
@@ -234,7 +234,7 @@ def test_a_stuck_process_tells_where_and_all_end(start, tmp_path, record_propert
     assert 'stuck: no step for 5 s (train.hang_timeout_seconds)' in culprit
     assert 'in faulty' in culprit
     # The one that only waited for it was left alone until then.
-    assert 'ending with the others: process 1: stuck' in other
+    assert 'exiting with the other processes: process 1: stuck' in other
     assert 'Current thread' not in other
     # Whoever ends at once still says so, and what its time was.
     last = read_events(tmp_path / 'run').lines[-1]
@@ -249,7 +249,7 @@ def test_bad_input_of_one_process_ends_all(start, tmp_path):
     with start(2, 4, 'run', ENDLESS, fault='bad_input') as processes:
         assert processes.wait() == [EXIT_BAD_INPUT] * 2
         assert 'error: train-00000: damaged' in processes.output(1)
-        assert 'ending with the others: process 1: train-00000: damaged' in processes.output(0)
+        assert 'exiting with the other processes: process 1: train-00000: damaged' in processes.output(0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from maxlm.trainer import main as runs
 from tests.conftest import ROOT
 from tests.test_train import arguments
 
-LINE = 'SIGTERM while the run was not training; start again to continue it\n'
+LINE = 'SIGTERM received outside of training; run the same command again to resume\n'
 # Sends the signal when jax is about to be imported.
 SITE = """
 import os, signal, sys

@@ -89,17 +89,17 @@ def price_per_hour(chip: Chip, *, spot: bool = False) -> Price:
         InputError: the table has no price for the chip.
     """
     if chip.platform == 'cpu' and not spot:
-        return Price(0.0, 'your own machine')
+        return Price(0.0, 'local machine')
     offer = PRICES.get(chip.name)
     if offer is None:
         raise InputError(
-            f'no price for {chip.name} in the table of {DATE}; {nearest(chip.name, PRICES)}; give --price-per-hour'
+            f'no price for {chip.name} in the price table of {DATE}; {nearest(chip.name, PRICES)}; set --price-per-hour'
         )
     if not spot:
         return Price(offer.on_demand, offer.source)
     if not offer.spot:
         priced = ', '.join(name for name, other in PRICES.items() if other.spot)
         raise InputError(
-            f'no spot price for {chip.name} in the table of {DATE}, only for {priced}; give --spot-price-per-hour'
+            f'no spot price for {chip.name} in the price table of {DATE}, only for {priced}; set --spot-price-per-hour'
         )
     return Price(offer.spot, offer.spot_source)

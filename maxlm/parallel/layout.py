@@ -178,8 +178,8 @@ class Layout:
             if size % parts and axis != 'vocab':
                 mesh_names = '·'.join(f'mesh.{mesh_axis}' for mesh_axis in TABLE[axis])
                 raise InputError(
-                    f'{mesh_names}={parts} does not divide the {axis!r} axis of {name}, which has {size}; '
-                    f'next sizes that it divides: {size // parts * parts or parts}, {(size // parts + 1) * parts}'
+                    f'{mesh_names}={parts} does not divide the {axis!r} axis of {name}, which has size {size}; nearest '
+                    f'sizes that it divides: {size // parts * parts or parts}, {(size // parts + 1) * parts}'
                 )
         return self._parameter_sharding(shape, axes)
 
@@ -307,8 +307,8 @@ def split_across_islands(sizes: dict[str, int], num_islands: int) -> tuple[int, 
     if left > 1:
         told = ' '.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1)
         raise InputError(
-            f'mesh {told}: {num_islands} nodes or slices need axes outside of mesh.tensor whose product is a multiple '
-            f'of {num_islands}, e.g. mesh.replica={num_islands} or mesh.data={num_islands}'
+            f'mesh {told}: the product of the axes other than mesh.tensor must be a multiple of the {num_islands} '
+            f'nodes or slices; set e.g. mesh.replica={num_islands} or mesh.data={num_islands}'
         )
     return tuple(across)
 

@@ -135,7 +135,7 @@ def is_shared(directory: Path | None) -> bool:
             if is_visible:
                 vote.barrier(key='', timeout_ms=VOTE_SECONDS * 1000)
             else:
-                vote.fail('does not see the directory')
+                vote.fail('cannot see the directory')
         except PeerError:
             is_visible = False
     return is_visible

@@ -45,7 +45,7 @@ def enable_compilation_cache(cache_dir: str) -> None:
     """
     if is_url(cache_dir):
         raise InputError(
-            f"train.compilation_cache_dir={cache_dir}: must be a directory of this machine, or '' to keep no programs"
+            f"train.compilation_cache_dir={cache_dir}: must be a local directory, or '' to disable the cache"
         )
     settings: Any = jax.config
     is_enabled = cache_dir and settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir is None
@@ -99,7 +99,7 @@ class CompilationCache:
             self._evict()
         except OSError as error:
             self._is_disabled = True
-            logger.warning(f'no more compiled programs are kept in {self._path}: {os_message(error)}')
+            logger.warning(f'compilation cache {self._path}: writes disabled: {os_message(error)}')
 
     def _write(self, path: Path, content: bytes) -> None:
         # NamedTemporaryFile creates a private file. A user who can write it could run code in this process.
@@ -154,7 +154,7 @@ def _open(cache_dir: str) -> Path | None:
         reason = f'{cache_dir}: {os_message(error)}'
     except RuntimeError:
         # The user has only a numeric ID, for example in a container.
-        reason = f'{cache_dir}: there is no home directory'
+        reason = f'{cache_dir}: the user has no home directory'
     _warn_disabled(reason)
     return None
 
@@ -163,18 +163,18 @@ def _security_problem(directory: Path) -> str:
     """Returns the reason why another user could inject a program into the directory, or ''."""
     status = directory.stat()
     if status.st_uid != os.geteuid():
-        return f'{directory} belongs to another user, whose code would be run'
+        return f'{directory} belongs to another user, who could inject code'
     if status.st_mode & WRITABLE_BY_OTHERS:
-        return f'{directory} can be written to by others, whose code would be run; chmod 700 it'
+        return f'{directory} is writable by other users, who could inject code; run chmod 700 {directory}'
     # A user who can write to a parent can replace the directory, unless the parent is sticky like /tmp.
     for parent in directory.resolve().parents:
         status = parent.stat()
         if status.st_uid not in (0, os.geteuid()):
-            return f'{parent}, in which {directory} is, belongs to another user, who could exchange it'
+            return f'{parent}, a parent of {directory}, belongs to another user, who could replace it'
         if status.st_mode & WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX:
             return (
-                f'{parent}, in which {directory} is, can be written to by others, who could exchange it; '
-                f'chmod go-w {parent}'
+                f'{parent}, a parent of {directory}, is writable by other users, who could replace it; run chmod go-w '
+                f'{parent}'
             )
     return ''
 
@@ -182,7 +182,7 @@ def _security_problem(directory: Path) -> str:
 def _warn_disabled(reason: str) -> None:
     # Process 0 reports for all processes.
     if jax.process_index() == 0:
-        logger.warning(f'compiled programs are not kept: {reason}; train.compilation_cache_dir sets another directory')
+        logger.warning(f'compilation cache disabled: {reason}; set another directory with train.compilation_cache_dir')
 
 
 def _is_shared_by_all(directory: Path | None) -> bool:
@@ -202,7 +202,7 @@ def _is_shared_by_all(directory: Path | None) -> bool:
 def _install(directory: Path) -> None:
     # Another version of JAX might bypass this cache and write its own files without checksums.
     if not hasattr(compilation_cache, 'get_file_cache'):
-        _warn_disabled(f'jax {jax.__version__} has no place to put them')
+        _warn_disabled(f'jax {jax.__version__} does not support a custom cache')
         return
     programs = CompilationCache(directory, host=_host())
     # JAX has no public API for a custom cache, so this replaces its internal lookup. JAX uses only `get`, `put` and

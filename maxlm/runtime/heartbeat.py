@@ -144,7 +144,7 @@ class Heartbeats:
                 report = self._exchange()
             except RuntimeError:
                 if not self._stop.is_set():
-                    self._exit_with_others('process 0 is gone; start again')
+                    self._exit_with_others('lost contact with process 0; restart the run')
                 return
             self._silent_ticks = 0 if report.sequence_number != self._report.sequence_number else self._silent_ticks
             self._report = report
@@ -158,12 +158,14 @@ class Heartbeats:
         while not self._stop.wait(TICK_SECONDS):
             self._silent_ticks += 1
             if self._silent_ticks >= PROBE_TICKS and self._id and _is_refused(_state().coordinator_address):
-                self._exit_with_others('process 0 is gone; start again')
+                self._exit_with_others('lost contact with process 0; restart the run')
             if self._silent_ticks > (LOST_TICKS if self._report.sequence_number else FIRST_TICKS):
-                self._exit_with_others(f'nothing heard from process 0 for {LOST_TICKS * TICK_SECONDS:g} s; start again')
+                self._exit_with_others(
+                    f'no heartbeat from process 0 for {LOST_TICKS * TICK_SECONDS:g} s; restart the run'
+                )
 
     def _exit_with_others(self, reason: str, code: int = EXIT_PREEMPTED) -> NoReturn:
-        print(f'[process {self._id}] ending with the others: {reason}', file=sys.stderr)
+        print(f'[process {self._id}] exiting with the other processes: {reason}', file=sys.stderr)
         self.on_exit(code, reason)
         _end(code)
 
@@ -189,7 +191,7 @@ class Heartbeats:
             report = diagnose({number: line for number, (line, _) in self._lines.items()} | {0: f'0 {self._status}'})
             lost = [number for number, (_, ticks) in self._lines.items() if ticks > LOST_TICKS]
             if lost and not report.reason:
-                report = FailureReport(0, False, f'process {lost[0]} is gone; start again')
+                report = FailureReport(0, False, f'lost contact with process {lost[0]}; restart the run')
             report = self._report if self._report.reason else report._replace(sequence_number=self._sequence_number)
             store.key_value_set(f'{REPORT}/0', json.dumps(report), allow_overwrite=True)
             return report

@@ -99,8 +99,8 @@ def detect_cluster(environment: Mapping[str, str]) -> ClusterEnv | None:
     if int(environment.get('OMPI_COMM_WORLD_SIZE', 1)) > 1:
         if 'OMPI_MCA_orte_hnp_uri' not in environment:
             raise InputError(
-                f'this version of Open MPI does not tell its processes where the first is; '
-                f'set {COORDINATOR}, {NUM_PROCESSES} and {PROCESS_ID}'
+                f'this version of Open MPI does not report the address of process 0; set {COORDINATOR}, '
+                f'{NUM_PROCESSES} and {PROCESS_ID}'
             )
         return ClusterEnv('the Open MPI job', int(environment.get('OMPI_COMM_WORLD_LOCAL_SIZE', 1)))
     # A batch script or a shell is not a Slurm step and runs one process.
@@ -123,7 +123,7 @@ def detect_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
         if len(missing) < len(names) or environment.get(LOCAL_DEVICES):
             present = [name for name in (*names, LOCAL_DEVICES) if environment.get(name)]
             raise InputError(
-                f'{", ".join(present)} without {", ".join(missing)}; set all of {", ".join(names)}, or none'
+                f'{", ".join(present)} set without {", ".join(missing)}; set all of {", ".join(names)}, or none of them'
             )
         return None
     num_processes = _natural(NUM_PROCESSES, values[NUM_PROCESSES])
@@ -131,7 +131,7 @@ def detect_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
     if not num_processes:
         raise InputError(f'{NUM_PROCESSES}=0: must be at least 1')
     if process_id >= num_processes:
-        raise InputError(f'{PROCESS_ID}={process_id}: must be below {NUM_PROCESSES}={num_processes}; the first is 0')
+        raise InputError(f'{PROCESS_ID}={process_id}: must be below {NUM_PROCESSES}={num_processes}; IDs start at 0')
     _check_address(values[COORDINATOR])
     listed = environment.get(LOCAL_DEVICES)
     devices = [_natural(LOCAL_DEVICES, number) for number in listed.split(',')] if listed else None
@@ -140,7 +140,9 @@ def detect_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
 
 def _natural(name: str, value: str) -> int:
     if not (value.isascii() and value.isdigit()):
-        raise InputError(f'{name}={value}: must be a number from 0, or several with commas in {LOCAL_DEVICES}')
+        raise InputError(
+            f'{name}={value}: must be a non-negative integer, or a comma-separated list of them in {LOCAL_DEVICES}'
+        )
     return int(value)
 
 
@@ -162,7 +164,7 @@ def _initialize(coordinator: str, **arguments: object) -> None:
     """Calls `jax.distributed.initialize`. After a timeout it exits with an error message instead of JAX's abort."""
 
     def abort() -> None:
-        message = f'{coordinator} and the others did not all come within {JOIN_SECONDS} s; start again'
+        message = f'{coordinator} and the other processes did not all connect within {JOIN_SECONDS} s; restart the run'
         RendezvousError(message).exit_process()
 
     timer = threading.Timer(JOIN_SECONDS, abort)
@@ -177,6 +179,6 @@ def _initialize(coordinator: str, **arguments: object) -> None:
         )
     except (OSError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RendezvousError(f'{coordinator}: the processes could not join ({reason}); start again') from error
+        raise RendezvousError(f'{coordinator}: the processes could not connect ({reason}); restart the run') from error
     finally:
         timer.cancel()

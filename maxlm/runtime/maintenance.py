@@ -51,15 +51,15 @@ class MaintenanceEvent(NamedTuple):
 
 def read_preempted(value: str) -> MaintenanceEvent | None:
     """Parses the value of `preempted`."""
-    return MaintenanceEvent('notice of preemption', must_stop=True) if value.upper() == 'TRUE' else None
+    return MaintenanceEvent('preemption notice', must_stop=True) if value.upper() == 'TRUE' else None
 
 
 def read_maintenance(value: str) -> MaintenanceEvent | None:
     """Parses the value of `maintenance-event`."""
     if value.startswith('TERMINATE'):
-        return MaintenanceEvent(f'notice of maintenance ({value})', must_stop=True)
+        return MaintenanceEvent(f'maintenance notice ({value})', must_stop=True)
     if value.startswith('MIGRATE'):
-        return MaintenanceEvent(f'the machine is about to be moved ({value}); going on', must_stop=False)
+        return MaintenanceEvent(f'live migration notice ({value}); training continues', must_stop=False)
     return None
 
 
@@ -74,10 +74,10 @@ def read_upcoming(value: str) -> MaintenanceEvent | None:
     )
     status = fields.get('maintenancestatus', '')
     if status == 'ONGOING':
-        return MaintenanceEvent('maintenance of the machine has begun', must_stop=True)
+        return MaintenanceEvent('host maintenance has started', must_stop=True)
     if status == 'PENDING':
         return MaintenanceEvent(
-            f'maintenance is due from {fields.get("windowstarttime", "an unknown time")} on', must_stop=False
+            f'host maintenance is scheduled for {fields.get("windowstarttime", "an unknown time")}', must_stop=False
         )
     return None
 
@@ -150,7 +150,9 @@ class MaintenanceWatcher:
             event = READERS[key](value)
             if event and value != previous:
                 if previous is None and event.must_stop:
-                    self._warn(f'{event.message}, from before this start: going on until a signal comes')
+                    self._warn(
+                        f'{event.message}: the notice predates this start; training continues until a signal arrives'
+                    )
                 elif event.must_stop:
                     self._stop(event.message)
                 else:

@@ -61,8 +61,8 @@ def _accept_all(coordinator: str, port: int, num_processes: int, deadline: float
                 missing = [str(number) for number in range(1, num_processes) if number not in connections]
                 listed = ', '.join(missing[:8]) + (', …' if len(missing) > 8 else '')
                 late = (
-                    f'{len(connections) + 1} of {num_processes} processes came to {coordinator} within {seconds:g} s; '
-                    f'missing: {listed}; start again'
+                    f'{len(connections) + 1} of {num_processes} processes connected to {coordinator} within '
+                    f'{seconds:g} s; missing: {listed}; restart the run'
                 )
                 _answer(connections, f'late {late}')
                 raise RendezvousError(late)
@@ -104,11 +104,14 @@ def _accept(connection: socket.socket, num_processes: int, connections: dict[int
     number = int(words[2])
     wrong = ''
     if int(words[1]) != num_processes:
-        wrong = f'MAXLM_NUM_PROCESSES={num_processes} in process 0 and {words[1]} in process {number}'
+        wrong = f'MAXLM_NUM_PROCESSES={num_processes} in process 0 but {words[1]} in process {number}'
     elif number in connections and _is_connected(connections[number]):
-        wrong = f'MAXLM_PROCESS_ID={number} in two processes'
+        wrong = f'MAXLM_PROCESS_ID={number} is set in two processes'
     if wrong:
-        message = f'{wrong}; give each its own number from 0 to MAXLM_NUM_PROCESSES - 1, the same for all'
+        message = (
+            f'{wrong}; set the same MAXLM_NUM_PROCESSES in all processes, and in each a different MAXLM_PROCESS_ID '
+        )
+        'below it'
         _answer({**connections, -1: connection}, f'no {message}')
         raise InputError(message)
     return number
@@ -116,13 +119,13 @@ def _accept(connection: socket.socket, num_processes: int, connections: dict[int
 
 def _connect(coordinator: str, address: tuple[str, int], greeting: str, deadline: float, seconds: float) -> None:
     """Connects to process 0, in all other processes."""
-    reason = 'no answer'
+    reason = 'no response'
     while time.monotonic() < deadline:
         try:
             with socket.create_connection(address, timeout=LINE_SECONDS) as connection:
                 connection.sendall(f'{greeting}\n'.encode())
                 kind, _, message = _read_line(connection, deadline - time.monotonic() + LINE_SECONDS).partition(' ')
-            reason = 'no answer'
+            reason = 'no response'
         except socket.gaierror as error:
             kind, reason = '', f'the host cannot be found: {os_message(error)}'
         except OSError as error:
@@ -137,8 +140,10 @@ def _connect(coordinator: str, address: tuple[str, int], greeting: str, deadline
         time.sleep(RETRY_SECONDS)
     if reason.startswith('the host'):
         # Raised only after the timeout, because the host name may be registered later.
-        raise InputError(f'MAXLM_COORDINATOR={coordinator}: {reason}; give the address of process 0')
-    raise RendezvousError(f'process 0 did not answer at {coordinator} within {seconds:g} s ({reason}); start again')
+        raise InputError(f'MAXLM_COORDINATOR={coordinator}: {reason}; set it to the address of process 0')
+    raise RendezvousError(
+        f'process 0 did not respond at {coordinator} within {seconds:g} s ({reason}); restart the run'
+    )
 
 
 def _answer(connections: dict[int, socket.socket], line: str) -> None:

@@ -111,8 +111,8 @@ class Watchdog:
                 self._abort(activity)
 
     def _abort(self, activity: _Activity) -> None:
-        where = 'waiting for its devices' if activity.is_waiting else 'outside of its devices'
-        reason = f'stuck: no step for {self._seconds:g} s (train.hang_timeout_seconds), {where}; start again'
+        where = 'waiting for the devices' if activity.is_waiting else 'in host code'
+        reason = f'stuck: no step for {self._seconds:g} s (train.hang_timeout_seconds), {where}; restart the run'
         with contextlib.ExitStack() as stack:
             files = [sys.stderr]
             if self._workdir:

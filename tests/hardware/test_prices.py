@@ -39,13 +39,13 @@ def test_spot_where_it_is_known():
     assert price_per_hour(BY_NAME['v5e'], spot=True).dollars < price_per_hour(BY_NAME['v5e']).dollars
     assert has_price(BY_NAME['v5e'], spot=True)
     assert not has_price(BY_NAME['h100'], spot=True)
-    with pytest.raises(InputError, match=r'no spot price for h100 .*v5e.*; give --spot-price-per-hour'):
+    with pytest.raises(InputError, match=r'no spot price for h100 .*v5e.*; set --spot-price-per-hour'):
         price_per_hour(BY_NAME['h100'], spot=True)
 
 
 def test_a_chip_without_a_price_is_named():
     assert not has_price(BY_NAME['v7x'])
-    with pytest.raises(InputError, match=rf'no price for v7x in the table of {DATE}.*give --price-per-hour'):
+    with pytest.raises(InputError, match=rf'no price for v7x in the price table of {DATE}.*set --price-per-hour'):
         price_per_hour(BY_NAME['v7x'])
 
 

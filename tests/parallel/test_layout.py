@@ -122,8 +122,8 @@ def test_a_mesh_without_outer_axes_is_refused_on_islands():
         make_layout(resolved(data=2, tensor=16), tpu_slices(4)[::2] + tpu_slices(4)[1::2])
     message = str(error.value)
     assert message == (
-        'mesh data=2 tensor=16: 4 nodes or slices need axes outside of mesh.tensor whose product is a multiple of 4, '
-        'e.g. mesh.replica=4 or mesh.data=4'
+        'mesh data=2 tensor=16: the product of the axes other than mesh.tensor must be a multiple of the 4 nodes or '
+        'slices; set e.g. mesh.replica=4 or mesh.data=4'
     )
     for axis in ('replica', 'data'):
         layout = make_layout(resolved(**{axis: 4, 'tensor': 16}), tpu_slices(4))

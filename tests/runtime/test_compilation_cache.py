@@ -116,7 +116,7 @@ def test_a_directory_that_goes_away_is_told_once(tmp_path, caplog):
     assert caplog.messages == []
     programs.put('key', b'program')
     programs.put('other', b'program')
-    assert caplog.messages == [f'no more compiled programs are kept in {directory}: No such file or directory']
+    assert caplog.messages == [f'compilation cache {directory}: writes disabled: No such file or directory']
 
 
 def test_jax_keeps_every_program_there(tmp_path, untold):
@@ -133,8 +133,8 @@ def test_jax_keeps_every_program_there(tmp_path, untold):
     ('make', 'reason'),
     [
         (lambda path: path.write_text(''), 'File exists'),
-        (lambda path: (path.mkdir(), path.chmod(0o770)), 'can be written to by others'),
-        (lambda path: (path.mkdir(), path.chmod(0o702)), 'can be written to by others'),
+        (lambda path: (path.mkdir(), path.chmod(0o770)), 'is writable by other users'),
+        (lambda path: (path.mkdir(), path.chmod(0o702)), 'is writable by other users'),
         (lambda path: path.parent.joinpath('missing').symlink_to('nowhere') or path.symlink_to('missing/x'), 'File'),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_user_without_a_home(untold, caplog, monkeypatch):
     monkeypatch.setattr('maxlm.runtime.compilation_cache.Path.expanduser', nowhere)
     enable_compilation_cache('~/programs')
     assert kept_at() is None
-    assert 'there is no home directory' in caplog.text
+    assert 'the user has no home directory' in caplog.text
 
 
 def test_what_the_user_says_counts(tmp_path, untold, caplog):
@@ -206,7 +206,9 @@ def test_what_the_user_says_counts(tmp_path, untold, caplog):
         assert kept_at() == told
     assert not (tmp_path / 'ours').exists()
     assert caplog.messages == []
-    with pytest.raises(InputError, match=r'train\.compilation_cache_dir=gs://bucket/programs: must be a directory'):
+    with pytest.raises(
+        InputError, match=r'train\.compilation_cache_dir=gs://bucket/programs: must be a local directory'
+    ):
         enable_compilation_cache('gs://bucket/programs')
 
 
@@ -214,7 +216,7 @@ def test_a_jax_that_asks_elsewhere(tmp_path, untold, caplog, monkeypatch):
     monkeypatch.delattr(compilation_cache, 'get_file_cache')
     enable_compilation_cache(str(tmp_path))
     assert kept_at() is None
-    assert f'jax {jax.__version__} has no place' in caplog.text
+    assert f'jax {jax.__version__} does not support a custom cache' in caplog.text
 
 
 def test_plans_keep_programs_for_this_machine_only(monkeypatch, tmp_path):
@@ -329,5 +331,5 @@ def test_processes_keep_programs_only_in_common(tmp_path):
     # The first process logs one line for each case without a common directory.
     outputs = [process.stdout + process.stderr for process in pair]
     assert outputs[0].count('is not the same directory for all processes') == 2
-    assert outputs[0].count('compiled programs are not kept') == 3
-    assert outputs[1].count('compiled programs are not kept') == 0
+    assert outputs[0].count('compilation cache disabled') == 3
+    assert outputs[1].count('compilation cache disabled') == 0

@@ -27,7 +27,7 @@ def test_the_place_is_read():
     [
         (environment(coordinator=''), 'without MAXLM_COORDINATOR;'),
         (environment(num_processes='', process_id=''), 'without MAXLM_NUM_PROCESSES, MAXLM_PROCESS_ID;'),
-        ({'MAXLM_LOCAL_DEVICES': '0'}, 'MAXLM_LOCAL_DEVICES without'),
+        ({'MAXLM_LOCAL_DEVICES': '0'}, 'MAXLM_LOCAL_DEVICES set without'),
         (environment(process_id='4'), 'MAXLM_PROCESS_ID=4: must be below MAXLM_NUM_PROCESSES=4'),
         (environment(process_id='-1'), 'MAXLM_PROCESS_ID=-1'),
         (environment(num_processes='0'), 'MAXLM_NUM_PROCESSES=0'),

@@ -43,10 +43,10 @@ def upcoming(status):
 @pytest.mark.parametrize(
     ('key', 'quiet', 'news', 'heard'),
     [
-        ('preempted', 'FALSE', 'TRUE', ('stop', 'notice of preemption')),
-        ('maintenance-event', 'NONE', TERMINATE, ('stop', f'notice of maintenance ({TERMINATE})')),
-        ('maintenance-event', 'NONE', 'MIGRATE_ON_HOST_MAINTENANCE', ('told', 'about to be moved')),
-        ('upcoming-maintenance', '{}', upcoming('PENDING'), ('told', 'due from 2026-01-02T03:04:05Z')),
+        ('preempted', 'FALSE', 'TRUE', ('stop', 'preemption notice')),
+        ('maintenance-event', 'NONE', TERMINATE, ('stop', f'maintenance notice ({TERMINATE})')),
+        ('maintenance-event', 'NONE', 'MIGRATE_ON_HOST_MAINTENANCE', ('told', 'live migration notice')),
+        ('upcoming-maintenance', '{}', upcoming('PENDING'), ('told', 'scheduled for 2026-01-02T03:04:05Z')),
         ('upcoming-maintenance', upcoming('PENDING'), upcoming('ONGOING'), ('stop', 'has begun')),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_notice_from_before_the_start_only_warns():
         run = Heard(server)
         with run.notices:
             kind, text = run.next()
-            assert (kind, 'from before this start' in text) == ('told', True)
+            assert (kind, 'predates this start' in text) == ('told', True)
             # The next event is reported.
             server.wait_until_asked('maintenance-event', waiting=True)
             server.set(preempted='FALSE', maintenance_event='NONE')
@@ -97,7 +97,7 @@ def test_cut_off_answers_are_asked_for_again():
         with run.notices:
             server.wait_until_asked('preempted', waiting=True)
             server.set(preempted='TRUE')
-            assert run.next() == ('stop', 'notice of preemption')
+            assert run.next() == ('stop', 'preemption notice')
 
 
 def test_whoever_else_answers_is_not_believed():

@@ -28,12 +28,12 @@ def test_who_is_missing_is_told_to_all():
     ends, coordinator = outcomes([(4, 0), (4, 2)], seconds=1.0)
     for end in ends:
         assert isinstance(end, RendezvousError)
-        assert f'2 of 4 processes came to {coordinator} within 1 s; missing: 1, 3' in str(end)
+        assert f'2 of 4 processes connected to {coordinator} within 1 s; missing: 1, 3' in str(end)
 
 
 def test_nobody_is_there():
     coordinator = f'127.0.0.1:{free_port()}'
-    with pytest.raises(RendezvousError, match=f'process 0 did not answer at {coordinator}'):
+    with pytest.raises(RendezvousError, match=f'process 0 did not respond at {coordinator}'):
         rendezvous(coordinator, 2, 1, seconds=0.5)
 
 
@@ -52,8 +52,8 @@ def test_a_port_in_use_is_bad_input():
 @pytest.mark.parametrize(
     ('members', 'words'),
     [
-        ([(2, 0), (3, 1)], 'MAXLM_NUM_PROCESSES=2 in process 0 and 3 in process 1'),
-        ([(3, 0), (3, 1), (3, 1)], 'MAXLM_PROCESS_ID=1 in two processes'),
+        ([(2, 0), (3, 1)], 'MAXLM_NUM_PROCESSES=2 in process 0 but 3 in process 1'),
+        ([(3, 0), (3, 1), (3, 1)], 'MAXLM_PROCESS_ID=1 is set in two processes'),
     ],
 )
 def test_contradictions_are_told_to_all(members, words):

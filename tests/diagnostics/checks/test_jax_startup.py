@@ -52,7 +52,7 @@ def test_a_real_start_with_a_cache_that_others_can_write_to(tmp_path):
     start = start_jax(str(tmp_path), environment(XLA_FLAGS='--xla_force_host_platform_device_count=3'))
     assert (start.error, start.platform, start.kinds) == ('', 'cpu', ('cpu', 'cpu', 'cpu'))
     assert start.cache_dir == ''
-    assert f'{tmp_path} can be written to by others' in start.cache_warning
+    assert f'{tmp_path} is writable by other users' in start.cache_warning
 
 
 @pytest.mark.multiprocess
