@@ -142,7 +142,7 @@ def test_what_a_refused_run_leaves_is_in_nobodys_way(data, workdir, refused):
     """Makes three mistakes that show only after the workdir is there, one after the other, then none."""
     workdir.mkdir()
     (workdir / 'config.json').write_text('{')
-    refused(command(data, workdir), workdir / 'config.json', 'not a config')
+    refused(command(data, workdir), workdir / 'config.json', 'not a valid config')
     (workdir / 'config.json').unlink()
 
     (workdir / 'metrics.jsonl').write_text('{"step": 1}\nnot json\n')

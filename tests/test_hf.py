@@ -181,7 +181,7 @@ def test_a_config_of_another_model(workdir, tmp_path, refused):
         (workdir / 'config.json').write_text(json.dumps(changed))
         refused(argv, workdir / 'checkpoints' / '7', workdir / 'config.json', *parts)
     (workdir / 'config.json').write_text('{')
-    refused(argv, workdir / 'config.json', 'not a config')
+    refused(argv, workdir / 'config.json', 'not a valid config')
     (workdir / 'config.json').unlink()
     refused(argv, workdir / 'config.json')
 

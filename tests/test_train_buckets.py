@@ -183,7 +183,7 @@ def test_a_bucket_that_does_not_answer_is_no_new_run(dataset, tmp_path, s3, monk
             {'checkpoint__remote_dir': 'bucket/run'},
             'checkpoint.remote_dir=bucket/run: must have the form gs://bucket/run',
         ),
-        ('gs://bucket/run', {'checkpoint__remote_dir': 's3://bucket/run'}, 'is in a bucket already'),
+        ('gs://bucket/run', {'checkpoint__remote_dir': 's3://bucket/run'}, 'is already in a bucket'),
     ],
 )
 def test_places_that_cannot_be(dataset, tmp_path, monkeypatch, capsys, workdir, settings, words):

@@ -17,7 +17,7 @@ def test_what_is_there_is_not_touched(tmp_path):
     for path in (tmp_path, tmp_path / 'file'):
         with pytest.raises(InputError, match=f'--output={path}: .*new or empty'):
             check_new('--output', str(path))
-    with pytest.raises(InputError, match=f'--output=.*: {tmp_path}/file is no directory'):
+    with pytest.raises(InputError, match=f'--output=.*: {tmp_path}/file is not a directory'):
         check_new('--output', str(tmp_path / 'file' / 'below'))
     assert check_new('--output', str(tmp_path / 'empty')) == tmp_path / 'empty'
     assert check_new('--output', str(tmp_path / 'new' / 'deep')) == tmp_path / 'new' / 'deep'

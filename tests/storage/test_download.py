@@ -229,7 +229,7 @@ def test_a_file_of_another_size_is_refused(gcs, file):
     with pytest.raises(InputError, match=r'requested bytes 90000 to 100001 but received 10000 bytes'):
         fetch_file(longer)
     shorter = RemoteFile(file.url, file.path, len(CONTENT) - 1)
-    with pytest.raises(InputError, match='damaged, twice'):
+    with pytest.raises(InputError, match='damaged in two attempts'):
         fetch_file(shorter)
 
 

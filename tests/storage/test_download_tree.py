@@ -98,7 +98,7 @@ def test_some_of_the_files(gcs, tmp_path):
     ]
     assert listed('gs://bucket/corpus', tmp_path, max_files=2) == sorted(NAMES)[:2]
     assert listed('gs://bucket/corpus', tmp_path, include='*.txt', max_files=1) == ['books/b.txt']
-    with pytest.raises(InputError, match=r'gs://bucket/corpus: no files that match \*.zip are there'):
+    with pytest.raises(InputError, match=r'gs://bucket/corpus: no files that match \*.zip found'):
         list_tree('gs://bucket/corpus', tmp_path, include='*.zip')
 
 
@@ -106,7 +106,7 @@ def test_some_of_the_files(gcs, tmp_path):
     ('url', 'reason'),
     [
         ('gs://bucket/nothing', 'gs://bucket/nothing: No such file or directory'),
-        ('gs://bucket/corpus/*.zip', r'gs://bucket/corpus/\*.zip: no files are there'),
+        ('gs://bucket/corpus/*.zip', r'gs://bucket/corpus/\*.zip: no files found'),
         ('gs://nobody/corpus', 'gs://nobody/corpus: bucket nobody does not exist'),
     ],
 )

@@ -136,7 +136,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, protocol, packag
     # An earlier test may have used the protocol.
     registry = importlib.import_module('fsspec.registry')
     monkeypatch.delitem(registry._registry, protocol, raising=False)
-    with pytest.raises(StorageError, match=rf"needs {package}: pip install 'maxlm\[{extra}\]'"):
+    with pytest.raises(StorageError, match=rf"requires {package}: pip install 'maxlm\[{extra}\]'"):
         stat(f'{protocol}://bucket/x')
 
 

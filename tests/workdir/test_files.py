@@ -149,7 +149,7 @@ def test_a_garbled_config_is_named(tmp_path, tokenizer, content):
     path = tmp_path / 'run' / CONFIG
     path.parent.mkdir()
     path.write_bytes(content)
-    with pytest.raises(InputError, match='not a config') as info:
+    with pytest.raises(InputError, match='not a valid config') as info:
         read_config(tmp_path / 'run')
     assert str(path) in str(info.value)
     refusal(tmp_path / 'run', small_config(), tokenizer, str(path))

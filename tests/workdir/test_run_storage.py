@@ -128,7 +128,7 @@ def test_a_bucket_that_is_not_there(kind, tmp_path, request, monkeypatch):
 
     if kind == 'gs':
         request.getfixturevalue('gcs')
-        with pytest.raises(InputError, match=r'gs://nobody/run/checkpoints: refused .*name of the bucket'):
+        with pytest.raises(InputError, match=r'gs://nobody/run/checkpoints: refused .*check the bucket name'):
             RunStorage(tmp_path, 'gs://nobody/run').fetch(timeout_seconds=0.0)
     else:
         with (
@@ -167,7 +167,7 @@ def test_urls_that_cannot_be_used(url, tmp_path):
         with pytest.raises(InputError, match='must have the form gs://bucket/run or s3://bucket/run') as info:
             open_run_storage(workdir, mirror=mirror)
         assert 'hunter2' not in str(info.value)
-    with pytest.raises(InputError, match='is in a bucket already'):
+    with pytest.raises(InputError, match='is already in a bucket'):
         open_run_storage(URL, mirror='s3://bucket/run')
 
 
