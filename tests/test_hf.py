@@ -103,7 +103,7 @@ def test_export_of_a_run(dataset, tmp_path):
         ('--output=az://bucket/model', ['--output=az://bucket/model', 'local directory']),
         ('--output={tmp}', ['--output={tmp}', 'new or empty']),
         ('--output={tmp}/run/config.json', ['config.json', 'is a file', 'give a directory']),
-        ('--output={tmp}/run/config.json/x', ['config.json', 'no directory']),
+        ('--output={tmp}/run/config.json/x', ['config.json', 'not a directory']),
         ('--checkpoint={tmp}', ['--checkpoint={tmp}', 'no checkpoint']),
         ('--checkpoint={tmp}/run@8', ['run@8', "step '8' does not exist", 'steps: 7']),
         ('--dtype=int8', ['--dtype', 'int8', 'bfloat16']),
@@ -165,7 +165,7 @@ def test_values_that_the_type_does_not_hold(tmp_path, refused, value, dtype, par
 def test_no_room_for_an_export(workdir, tmp_path, refused, monkeypatch):
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: SimpleNamespace(free=10**7))
     argv = ['export', f'--checkpoint={workdir}', f'--output={tmp_path}/new']
-    refused(argv, '--output', 'needs ', ' MiB, 9.54 MiB are free')
+    refused(argv, '--output', 'needs ', ' MiB of disk space, but only 9.54 MiB are free')
 
 
 def test_a_config_of_another_model(workdir, tmp_path, refused):
@@ -403,7 +403,7 @@ def test_a_missing_shard(model, tmp_path, refused):
 
 def test_no_room_for_an_import(model, tmp_path, refused, monkeypatch):
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: SimpleNamespace(free=10**7))
-    refused(command(tmp_path), '--output', 'needs ', ' MiB, 9.54 MiB are free')
+    refused(command(tmp_path), '--output', 'needs ', ' MiB of disk space, but only 9.54 MiB are free')
 
 
 @pytest.mark.parametrize('argv', [[], ['convert'], ['export'], ['import', '--input=x'], ['export', '--checkpoint=x']])

@@ -47,7 +47,7 @@ def upcoming(status):
         ('maintenance-event', 'NONE', TERMINATE, ('stop', f'maintenance notice ({TERMINATE})')),
         ('maintenance-event', 'NONE', 'MIGRATE_ON_HOST_MAINTENANCE', ('told', 'live migration notice')),
         ('upcoming-maintenance', '{}', upcoming('PENDING'), ('told', 'scheduled for 2026-01-02T03:04:05Z')),
-        ('upcoming-maintenance', upcoming('PENDING'), upcoming('ONGOING'), ('stop', 'has begun')),
+        ('upcoming-maintenance', upcoming('PENDING'), upcoming('ONGOING'), ('stop', 'has started')),
     ],
 )
 def test_news_are_heard_while_they_are_waited_for(key, quiet, news, heard):

@@ -62,7 +62,7 @@ def test_room_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, 'disk_usage', disk_usage)
     check_space('--output', tmp_path / 'not' / 'there', 4 * 10**9)
     assert asked == [tmp_path]
-    with pytest.raises(InputError, match=r'--output=.*needs 6\.\d\d GiB, 4\.66 GiB are free'):
+    with pytest.raises(InputError, match=r'--output=.*needs 6\.\d\d GiB of disk space, but only 4\.66 GiB are free'):
         check_space('--output', Path(tmp_path / 'x'), 7 * 10**9)
 
 
