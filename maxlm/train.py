@@ -1,11 +1,12 @@
 """Trains a model: `python -m maxlm.train --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
 
 The default workdir is runs/NAME or runs/NAME-VARIANT, where NAME is the name of the config file. To resume a run, run
-the same command again: it continues from the newest checkpoint of the workdir. The workdir may be a bucket (gs://…, s3://…). --resume=WORKDIR[@STEP] continues from a checkpoint of another workdir.
+the same command again: it continues from the newest checkpoint of the workdir. The workdir may be a bucket (gs://…,
+s3://…). --resume=WORKDIR[@STEP] continues from a checkpoint of another workdir.
 
 Exit codes: 0 done; 1 the loss or the gradients are not finite, or spike, despite rollbacks; 2 bad input; 75 preempted
-(SIGTERM, Ctrl-C or a maintenance notice) with 75 after SIGTERM, Ctrl-C or a maintenance event, or if a bucket does not respond: run the same command
-again. If one of several processes (see `maxlm.runtime.initialize`) is lost or hangs, all processes exit with 75.
+(SIGTERM, Ctrl-C or a maintenance event), or a bucket does not respond: run the same command again. If one of several
+processes (see `maxlm.runtime.initialize`) is lost or hangs, all processes exit with 75.
 
 Example: `python -m maxlm.train --config=configs/tiny.py --workdir=runs/first --config.train.num_steps=100`
 """
