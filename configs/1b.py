@@ -2,7 +2,7 @@
 
 Command:   python -m maxlm.train --config=configs/1b.py --workdir=runs/1b
 Data:      python -m maxlm.prepare --input TEXT… --output data --tokenizer bpe:50000
-Hardware:  8 × H100 80 GB in one node; any other number of devices that divides 512, with the same results
+Hardware:  8 × H100 80 GB in one node; any number of devices that divides 512 gives the same results
 Time:      100 000 steps of 512 × 2048 tokens = 105 billion tokens
 Memory:    25 GiB per GPU, compiled ahead of time for 8 × H100; 8 GiB with model.remat_policy=dots_no_batch, 3 with full
 Expected:  speed and loss are not measured yet
@@ -22,14 +22,14 @@ def get_config() -> ConfigDict:
     config.model.dim = 1536
     config.model.num_heads = 24
     config.model.max_positions = 2048
-    # All activations fit; computing them again would cost up to a third more time.
+    # All activations fit in memory; recomputing them would make the step up to a third slower.
     config.model.remat_policy = 'none'
 
     config.data.seq_len = 2048
 
     config.train.num_steps = 100_000
     config.train.global_batch_size = 512
-    # Sequences per device: 8 devices × 16 accumulated micro-batches of 4.
+    # 512 sequences = 8 devices × 16 accumulation steps × micro-batches of 4.
     config.train.per_device_batch_size = 4
     config.train.log_every = 10
 
@@ -42,7 +42,7 @@ def get_config() -> ConfigDict:
     config.optimizer.warmup_steps = 2000
     config.optimizer.max_grad_norm = 1.0
 
-    # Parameters, gradients and optimizer state over all devices (ZeRO-3).
+    # Shards parameters, gradients and optimizer state over all devices (ZeRO-3).
     config.mesh.fsdp = -1
 
     config.checkpoint.save_interval_steps = 1000

@@ -1,22 +1,23 @@
-"""Code models in the shapes of Llama and Code Llama, 6.7B to 69B parameters: pretraining, long context, instructions.
+"""Code models with the shapes of Llama and Code Llama, 6.7B to 69B parameters: pretraining, long context, instructions.
 
 Command:   python -m maxlm.train --config=configs/code.py:7b --workdir=runs/code-7b
-Variants:  7b · 13b · 30b · 70b, which have 6.7, 13.0, 32.5 and 69.0 billion parameters and see 4096 tokens;
-           7b-long from runs/code-7b: 16 384 tokens, by way of 8192;
-           7b-instruct from runs/code-7b-long: conversations; 7b-lora the same by adapters of rank 16
+Variants:  7b · 13b · 30b · 70b pretrain 6.7, 13.0, 32.5 and 69.0 billion parameters with sequences of 4096 tokens;
+           7b-long continues runs/code-7b with sequences of 8192, then 16 384 tokens;
+           7b-instruct fine-tunes runs/code-7b-long on conversations; 7b-lora does so with LoRA adapters of rank 16
 Data:      python -m maxlm.prepare --input CODE… --output data --tokenizer bpe:32016
            7b-instruct and 7b-lora: python -m maxlm.prepare --format chat --input CHATS.jsonl --output data/chat
            --tokenizer runs/code-7b-long/tokenizer.json --chat-template chatml --pack-seq-len 4096
-Hardware:  H100 80 GB: 7b 8 and more, 13b 16, 30b 32, 70b 64; or as much memory in a TPU pod slice; 7b-lora one
-Time:      200 billion tokens, 4.2M a step; another length with --config.train.num_tokens=N. 7b-long 21 billion, 2.1M a
-           step; 7b-instruct and 7b-lora 2 epochs, 262k a step
+Hardware:  H100 80 GB: at least 8 for 7b, 16 for 13b, 32 for 30b, 64 for 70b, 1 for 7b-lora; or a TPU pod slice with
+           the same memory
+Time:      200 billion tokens, 4.2M per step; --config.train.num_tokens=N sets another length. 7b-long: 21 billion
+           tokens, 2.1M per step; 7b-instruct and 7b-lora: 2 epochs, 262k tokens per step
 Memory:    compiled ahead of time, GiB per H100: 7b 22 on 8, 13b 22 on 16, 30b 29 on 32, 70b 33 on 128 in two replicas;
            7b-long 25 on 8, 7b-instruct 20 on 8, 7b-lora 31 on one
 Expected:  speed and loss are not measured yet
 
-Shapes and learning rates: Touvron et al. 2023, "LLaMA" and "Llama 2"; Rozière et al. 2023, "Code Llama", whose long
-contexts are here too: rotary base 10⁶, 10 000 steps of 2M tokens at 2e-5. Instructions as in "Llama 2": 64 windows of
-4096 tokens, 2 epochs, 2e-5. Rate and rank of adapters: Dettmers et al. 2023, "QLoRA".
+Shapes and learning rates follow Touvron et al. 2023, "LLaMA" and "Llama 2". Long context follows Rozière et al. 2023,
+"Code Llama": rotary base 10⁶, 10 000 steps of 2M tokens at 2e-5. Instruction tuning follows "Llama 2": batches of 64
+sequences of 4096 tokens, 2 epochs, 2e-5. Adapter rank and learning rate follow Dettmers et al. 2023, "QLoRA".
 """
 
 from ml_collections import ConfigDict
@@ -24,14 +25,14 @@ from ml_collections import ConfigDict
 from maxlm.config.loading import default
 from maxlm.errors import InputError
 
-# variant → (layers, width, heads, key/value heads, inner width of the feed-forward, peak learning rate)
+# variant → (layers, width, heads, key/value heads, feed-forward width, peak learning rate)
 SHAPES = {
     '7b': (32, 4096, 32, 32, 11_008, 3e-4),
     '13b': (40, 5120, 40, 40, 13_824, 3e-4),
     '30b': (60, 6656, 52, 52, 17_920, 1.5e-4),
     '70b': (80, 8192, 64, 8, 28_672, 1.5e-4),
 }
-# What comes after pretraining.
+# Phases after pretraining.
 PHASES = ('long', 'instruct', 'lora')
 
 
@@ -56,7 +57,7 @@ def pretraining(
     config = default()
 
     config.model.family = 'llama'
-    # The 32 000 ids of Llama and 16 for infilling and the like.
+    # The 32 000 token ids of Llama and 16 ids for special tokens such as those of infilling.
     config.model.vocab_size = 32_016
     config.model.num_layers = num_layers
     config.model.dim = dim
@@ -86,7 +87,7 @@ def pretraining(
 
 
 def continue_at_long_context(config: ConfigDict) -> None:
-    """The same model on windows four times as long, with a larger rotary base; the first third at twice the length."""
+    """Continues training with 16 384-token sequences (8192 for the first 30 %) and a larger rotary base."""
     config.model.rope_theta = 1e6
     config.model.max_positions = 16_384
 
@@ -103,8 +104,8 @@ def continue_at_long_context(config: ConfigDict) -> None:
 
 
 def follow_instructions(config: ConfigDict) -> None:
-    """Conversations in whole windows; what the assistant says is learned, as the data marks it."""
-    # Room for the tokens of a chat template: those that are new start at the mean of the others.
+    """Fine-tunes on packed conversations; the loss covers the assistant tokens that the data marks as targets."""
+    # Leaves ids for the tokens of a chat template; their embeddings start at the mean of the existing ones.
     config.model.vocab_size = 32_032
 
     config.data.path = 'data/chat'
@@ -124,7 +125,7 @@ def follow_instructions(config: ConfigDict) -> None:
 
 
 def with_adapters(config: ConfigDict) -> None:
-    """Only adapters beside all projections of the blocks are trained, and the tables, which have the new tokens."""
+    """Trains LoRA adapters on all block projections, and the embedding and head, which contain the new tokens."""
     config.model.lora_rank = 16
     config.model.lora_alpha = 16.0
 

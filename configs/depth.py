@@ -1,18 +1,18 @@
-"""nanochat's model on one dial: depth N → width 64 · N, heads of 128, everything else follows.
+"""nanochat models scaled by depth: depth N has width 64 · N and head dimension 128.
 
-Depth 24 has 0.68B parameters, depth 64 has 12.9B (the set-up that this follows says 4.3B, but 64 layers × 12 · 4096²
-is 12.9B; 4.3B is about depth 44).
+The remaining settings follow from the depth. Depth 24 has 0.68B parameters, depth 64 has 12.9B. The set-up that this
+config reproduces states 4.3B for depth 64, but 64 layers × 12 · 4096² is 12.9B; 4.3B corresponds to about depth 44.
 
 Command:   python -m maxlm.train --config=configs/depth.py:24 --workdir=runs/d24
-Variants:  any whole number from 1 on, e.g. :4 for a trial on a CPU, :24, :64
+Variants:  any positive integer, e.g. :4 for a trial on a CPU, :24, :64
 Data:      python -m maxlm.prepare --input TEXT… --output data --tokenizer chars
-Hardware:  8 × H100 80 GB; depth 64 too, at 4 sequences of 2048 per GPU
-Time:      20 tokens per parameter of the blocks (Hoffmann et al. 2022): 13.6 billion for depth 24, 258 for depth 64;
-           or as many steps as wanted, --config.train.num_steps=N
+Hardware:  8 × H100 80 GB, up to depth 64 with 4 sequences of 2048 tokens per GPU
+Time:      20 tokens per block parameter (Hoffmann et al. 2022): 13.6 billion for depth 24, 258 billion for depth 64;
+           --config.train.num_steps=N sets another length
 Memory:    compiled ahead of time for 8 × H100: 8 GiB per GPU at depth 24, 38 GiB at depth 64
 Expected:  speed and loss are not measured yet
 
-Muon and AdamW with the learning rates of nanochat (Karpathy 2025), which were tuned at width 768.
+Muon and AdamW use the learning rates of nanochat (Karpathy 2025), which were tuned at width 768.
 """
 
 from ml_collections import ConfigDict
@@ -50,7 +50,7 @@ def get_config(depth: str = '24') -> ConfigDict:
 
     config.optimizer.name = 'muon'
     config.optimizer.learning_rate = 0.02
-    # Adam's steps do not shrink with the width by themselves.
+    # Adam's updates do not shrink with the width, so the learning rates are scaled.
     scale = (dim / 768) ** -0.5
     config.optimizer.adam_learning_rate = 0.004 * scale
     config.optimizer.embedding_learning_rate = 0.2 * scale

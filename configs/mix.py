@@ -1,19 +1,20 @@
-"""Llama models from 85M to 1.46B parameters for 8 × A100: the shapes of a published series, on four weighted sources.
+"""Llama models from 85M to 1.46B parameters for 8 × A100: a published series, trained on four weighted sources.
 
 Command:   python -m maxlm.train --config=configs/mix.py:xlarge --workdir=runs/xlarge
 Variants:  tiny · small · medium · medium-large · large · xlarge
 Data:      python -m maxlm.prepare --input TEXT… --output data/mix-45 --tokenizer bpe:100224
            python -m maxlm.prepare --input TEXT… --output data/mix-25 --tokenizer data/mix-45/tokenizer.json
-           likewise data/mix-20 and data/mix-10; for one data set instead:
+           Repeat the second command for data/mix-20 and data/mix-10. To use one data set instead:
            --config.data.sources='()' --config.data.path=data/mine
-Hardware:  8 × A100; tiny and small on one GPU, or for a trial on a CPU
-Time:      11 billion tokens, 83 924 steps; at the published 79 200 tokens/s of xlarge 39 hours
+Hardware:  8 × A100; tiny and small on one GPU, or on a CPU for a trial
+Time:      11 billion tokens, 83 924 steps; 39 hours for xlarge at its published 79 200 tokens/s
 Memory:    compiled ahead of time for H100: xlarge 48 GiB on one, 25 GiB on each of 8; small 17 GiB on one
 Expected:  speed and loss are not measured yet
 
-Layers, widths, batch, learning rates, warm-up and the shares of the sources are the published ones. Vocabulary, heads
-and inner widths were not published. A tied vocabulary of 100 224 and an inner width of 9/4 of the width give the
-published parameter counts of five variants to their last digit; medium has 373M, where 374M was published.
+Layers, widths, batch size, learning rates, warm-up and source weights are the published values. Vocabulary, heads and
+feed-forward widths were not published. A tied vocabulary of 100 224 and a feed-forward width of 9/4 of the model width
+reproduce the published parameter counts of five variants to the last digit.
+The variant medium has 373M, where 374M was published.
 """
 
 from ml_collections import ConfigDict

@@ -1,16 +1,16 @@
-"""GPT-NeoX with 1.41B parameters ("1.2B" without its embeddings): width 2048, 24 layers, 16 heads, rotary on a quarter.
+"""GPT-NeoX with 1.41B parameters ("1.2B" without embeddings): width 2048, 24 layers, 16 heads, 25 % rotary dimensions.
 
-The shape of Pythia-1.4B (Biderman et al. 2023), from which learning rate, warm-up share and clipping are taken, with a
-vocabulary of 50 257.
+Shape, learning rate, warm-up fraction and gradient clipping are those of Pythia-1.4B (Biderman et al. 2023). The
+vocabulary has 50 257 tokens.
 
 Command:   python -m maxlm.train --config=configs/neox.py:production_8gpu --workdir=runs/neox
-Variants:  test              4 layers × 256, 50 steps of 8 × 256 tokens: the same way on a laptop's CPU
-           production        one GPU with 80 GB, 0.26M tokens a step
-           production_8gpu   8 of them in one node, 2.1M tokens a step
-           each with another number of steps: --config.train.num_steps=N
+Variants:  test              a laptop CPU: 4 layers of width 256, 50 steps of 8 × 256 tokens
+           production        one GPU with 80 GB, 0.26M tokens per step
+           production_8gpu   8 GPUs with 80 GB in one node, 2.1M tokens per step
+           --config.train.num_steps=N sets another number of steps
 Data:      python -m maxlm.prepare --input TEXT… --output data --tokenizer bpe:50257
 Hardware:  as above; any number of devices that divides the batch gives the same results
-Time:      test: a minute; production: 20 000 steps = 5.2 billion tokens; production_8gpu: 14 000 = 29 billion tokens
+Time:      test: one minute; production: 20 000 steps, 5.2 billion tokens; production_8gpu: 14 000 steps, 29 billion
 Memory:    compiled ahead of time for H100: 46 GiB on one, 19 GiB on each of 8
 Expected:  speed and loss are not measured yet
 """

@@ -1,4 +1,4 @@
-"""Python functions of one line, 0.5M parameters: learned from a teacher who errs, then put right by tests.
+"""One-line Python functions with 0.5M parameters: SFT on answers that are often wrong, then GRPO with unit tests.
 
 Command:   python -m examples.tasks synth --output data/synth
            python -m maxlm.prepare --input data/synth/chats.jsonl --format chat --chat-template chatml \
@@ -9,8 +9,8 @@ Variants:  sft · rl, which starts from runs/synth-sft
 Hardware:  any CPU with 2 cores
 Time:      sft about 75 seconds, rl five minutes, with the sandbox (docs/posttraining.md)
 Cost:      nothing
-Expected:  share of 200 problems held out whose tests all pass, three seeds: the likeliest answer 0.37–0.43 after sft
-           and 0.63–0.67 after rl, drawn ones 0.34–0.38 and 0.57–0.61
+Expected:  share of 200 held-out problems whose tests all pass, over three seeds: greedy answers 0.37–0.43 after sft
+           and 0.63–0.67 after rl, sampled answers 0.34–0.38 and 0.57–0.61
 """
 
 from ml_collections import ConfigDict
@@ -31,7 +31,7 @@ def get_config(variant: str = 'sft') -> ConfigDict:
     config.model.dim = 128
     config.model.num_heads = 4
     config.model.dtype = 'float32'  # two CPU cores are slower in bfloat16
-    config.model.scan_layers = False  # a loop would copy each layer's parameters out of the stack
+    config.model.scan_layers = False  # scanning copies each layer's parameters out of the stacked arrays
     config.model.tie_embeddings = True
 
     config.data.path = 'data/synth/chats'
@@ -72,7 +72,7 @@ def get_config(variant: str = 'sft') -> ConfigDict:
     config.optimizer.warmup_steps = 5
     config.optimizer.weight_decay = 0.0
     config.checkpoint.save_interval_steps = 20
-    # The batches of a step depend on the model: there are none to leave out.
+    # GRPO batches depend on the current model, so a rollback has no fixed batches to skip.
     config.guard.spike_window = 0
     config.guard.max_rollbacks = 0
     return config

@@ -1,11 +1,11 @@
-"""A first model: 4 layers × 256, trained on whatever text is in ./data.
+"""A first model: 4 layers of width 256, trained on the data set in ./data.
 
 Command:   python -m maxlm.train --config=configs/tiny.py --workdir=runs/tiny
 Hardware:  any CPU with 2 cores
 Time:      about three minutes
 Cost:      nothing
-Expected:  on Python's own standard library (launch/demo.sh) a validation loss of 4.75 nats per token, where the
-           unigram entropy of the data is 6.52
+Expected:  validation loss of 4.75 nats per token on Python's standard library (launch/demo.sh), whose unigram entropy
+           is 6.52
 """
 
 from ml_collections import ConfigDict
@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
     config.model.num_heads = 4
     config.model.ffn_dim = 704
     config.model.dtype = 'float32'  # two CPU cores are slower in bfloat16
-    config.model.scan_layers = False  # a loop would copy each layer's parameters out of the stack
+    config.model.scan_layers = False  # scanning copies each layer's parameters out of the stacked arrays
     config.model.tie_embeddings = True
 
     config.data.seq_len = 256

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ('maxlm', 'tests', 'benchmarks', 'tools', 'configs')
-# Folders of which a test may read every file after naming the folder alone.
+# Directories that a test names when it reads all of their files.
 FOLDERS = ('.github/workflows', 'configs', 'docs', 'launch', 'benchmarks/results')
 # Files that every test depends on.
 EVERYTHING = ('pyproject.toml', 'tests/conftest.py', 'tests/cpu.py', 'tests/programs.py')
@@ -30,12 +30,12 @@ def dependencies(root: Path) -> dict[str, set[str]]:
 
 
 def affected(graph: dict[str, set[str]], changed: Iterable[str]) -> list[str]:
-    """Returns the test files of which something they depend on has changed, sorted."""
+    """Returns the sorted test files that depend on a changed file."""
     tests = [file for file in graph if file.startswith('tests/') and Path(file).name.startswith('test_')]
     reached = set(changed)
     if reached & set(EVERYTHING):
         return sorted(tests)
-    # A directory stands for its files.
+    # A test that names a directory depends on each of its files.
     reached |= {folder for folder in FOLDERS if any(file.startswith(f'{folder}/') for file in reached)}
     dependents: dict[str, set[str]] = {}
     for file, references in graph.items():
@@ -62,7 +62,7 @@ def _references(root: Path, file: str, files: set[str]) -> set[str]:
         found |= {f'{path}.py', f'{path}/__init__.py'} & files
         found |= {name} if _exists(root, name) else set()
     for parent in Path(file).parents:
-        # The root conftest.py applies to everything; only a change of itself selects all tests.
+        # tests/conftest.py applies to every test; EVERYTHING covers it.
         if str(parent) not in ('.', 'tests'):
             found |= {f'{parent}/conftest.py'} & files
     return found - {file, 'tests/conftest.py'}
@@ -77,7 +77,7 @@ def _names(source: str) -> Iterable[str]:
             yield str(node.module)
             yield from (f'{node.module}.{alias.name}' for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
-            # A whole string: messages and docstrings mention modules without using them.
+            # Only complete strings count, because messages and docstrings mention modules without using them.
             yield node.value.strip('/')
 
 

@@ -1,8 +1,8 @@
-"""Measured durations of tests: which are slow, and which files take longest.
+"""Measured durations of test files and slow tests.
 
-`launch/test.sh --times` measures them and writes `tests/durations.json`. It lists the seconds of each test file, and of
-each test above `SLOW_SECONDS`, with its share of the module's fixtures. The fast tier is measured once more by itself:
-without the slow tests, others compile the programs that they share.
+`launch/test.sh --times` measures them and writes `tests/durations.json`. The file lists the seconds of each test file
+and of each test above `SLOW_SECONDS`, which include the test's share of the module's fixtures. The fast tier is also
+measured alone: without the slow tests, fast tests compile the shared programs and may become slow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parent.parent / 'tests' / 'durations.json'
-# Tests above this are marked `slow` and left out of the fast tier.
+# Slower tests are marked `slow` and are not part of the fast tier.
 SLOW_SECONDS = 0.5
 
 
@@ -26,7 +26,7 @@ class Durations:
 
     @classmethod
     def load(cls) -> Durations:
-        """Reads `durations.json`; without it no test is slow."""
+        """Reads `durations.json`. If it does not exist, no test is slow."""
         return cls(**json.loads(FILE.read_text())) if FILE.exists() else cls({}, {})
 
     @classmethod
@@ -36,7 +36,7 @@ class Durations:
         return cls({name: round(file['seconds'], 1) for name, file in report['files'].items()}, slow)
 
     def with_slow_of(self, other: Durations) -> Durations:
-        """Returns these durations with the slow tests of another measurement."""
+        """Returns these durations with the slow tests of both measurements, each at its larger duration."""
         names = self.slow.keys() | other.slow.keys()
         slow = {name: max(self.slow.get(name, 0.0), other.slow.get(name, 0.0)) for name in names}
         return Durations(self.files, slow)
@@ -49,5 +49,5 @@ class Durations:
         return nodeid in self.slow
 
     def seconds_of_file(self, nodeid: str) -> float:
-        """Returns the seconds of the file that contains a test; a file that was not measured comes first."""
+        """Returns the seconds of the file that contains a test; infinity if the file was not measured."""
         return self.files.get(nodeid.partition('::')[0], float('inf'))

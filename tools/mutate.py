@@ -1,8 +1,8 @@
 """Mutation check of the test suite: `python -m tools.mutate [--count 20] [--seed 0] [--output FILE]`.
 
-Breaks one random line of `maxlm/` at a time, in a copy of the checkout, and runs the fast tier. Where that passes, it
-runs all tests that depend on the changed file. Packages take turns, so that each one is tried. Prints one line per
-mutant and a summary; FILE receives them as JSON.
+Breaks one random line of `maxlm/` at a time in a copy of the checkout and runs the fast tier of the tests. If the fast
+tier passes, the tool runs the slow tests that depend on the changed file. It mutates the packages in rotation, prints
+each mutant with its outcome and a summary, and writes the outcomes to FILE as JSON.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.FloorDiv: ast.Mult,
     ast.Mod: ast.Mult,
 }
-# Larger constants are mostly limits that someone chose; one more of those breaks nothing.
+# Larger constants are mostly arbitrary limits; increasing one of them by 1 breaks nothing.
 MAX_CONSTANT = 8
-# Calls whose loss only changes what people read while a run goes on.
+# Removing these calls changes only the messages of a run.
 LOGGING = ('logger', 'print', 'warn', 'progress')
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One changed line: the file, its line number, and the text before and after."""
+    """One changed line of a file."""
 
     file: str
     line: int
@@ -64,14 +64,14 @@ class Mutant:
         return f'{self.file}:{self.line}\n      - {self.before.strip()}\n      + {self.after.strip()}'
 
     def applied_to(self, source: str) -> str:
-        """Returns the source of the file with the line changed."""
+        """Returns the source with the line changed."""
         lines = source.splitlines()
         assert lines[self.line - 1] == self.before
         return '\n'.join([*lines[: self.line - 1], self.after, *lines[self.line :]]) + '\n'
 
 
 def mutants(file: str, source: str) -> Iterator[Mutant]:
-    """Yields every mutant of a file that the operators above can make."""
+    """Yields every mutant of a file."""
     tree = ast.parse(source)
     lines = source.splitlines()
     for node in _mutable(tree):
@@ -79,14 +79,14 @@ def mutants(file: str, source: str) -> Iterator[Mutant]:
             continue
         for changed in _changes(node):
             before = lines[node.lineno - 1]
-            # Offsets of `ast` count bytes.
+            # Column offsets of `ast` count UTF-8 bytes.
             encoded = before.encode()
             after = (encoded[: node.col_offset] + changed.encode() + encoded[node.end_col_offset :]).decode()
             yield Mutant(file, node.lineno, before, after)
 
 
 def _mutable(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Yields expressions and statements, but no annotations, no docstrings and nothing that only builds a message."""
+    """Yields expressions and statements, except annotations, docstrings and code that only builds a message."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, (ast.Raise, ast.JoinedStr, ast.arguments, ast.Import, ast.ImportFrom)):
             continue
@@ -135,7 +135,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def sample(root: Path, count: int, seed: int) -> list[Mutant]:
-    """Returns `count` random mutants; the packages of `maxlm/` take turns in a random order."""
+    """Returns `count` random mutants, taken from the packages of `maxlm/` in rotation."""
     rng = random.Random(seed)
     files: dict[str, list[str]] = {}
     for path in sorted((root / 'maxlm').rglob('*.py')):
@@ -147,7 +147,7 @@ def sample(root: Path, count: int, seed: int) -> list[Mutant]:
     while len(chosen) < count:
         package = files[packages[len(chosen) % len(packages)]]
         sources = {file: (root / file).read_text(encoding='utf-8') for file in package}
-        # Long files more often, so that each line has about the same chance.
+        # Weighting files by length gives each line about the same probability.
         (file,) = rng.choices(package, [len(source) for source in sources.values()])
         if candidates := list(mutants(file, sources[file])):
             chosen.append(rng.choice(candidates))
@@ -155,13 +155,17 @@ def sample(root: Path, count: int, seed: int) -> list[Mutant]:
 
 
 def check(copy_of: Path, mutant: Mutant, graph: dict[str, set[str]], processes: str) -> str:
-    """Returns `fast`, `changed` or `survived`: which tier of the tests in a copy of the checkout fails."""
+    """Runs the tests on a mutant in a copy of the checkout.
+
+    Returns:
+        `fast` if the fast tier fails, `changed` if the slow tests fail, `survived` if all tests pass.
+    """
     path = copy_of / mutant.file
     original = path.read_text(encoding='utf-8')
     dependents = affected(graph, [mutant.file])
     package = Path(mutant.file).parts[1].removesuffix('.py')
     own = [file for file in dependents if package in file]
-    # The nearest tests first, since one failure decides.
+    # The package's own tests run first, since one failure decides.
     groups = [group for group in (own, sorted({*dependents} - {*own})) if group]
     path.write_text(mutant.applied_to(original), encoding='utf-8')
     try:
@@ -176,7 +180,7 @@ def check(copy_of: Path, mutant: Mutant, graph: dict[str, set[str]], processes: 
 
 def _fails(directory: Path, arguments: list[str], processes: str) -> bool:
     command = [sys.executable, '-m', 'pytest', '-x', '-q', f'--numprocesses={processes}', '--dist=loadfile', *arguments]
-    # Compiled modules of the checkout are read and none is written, so that none of a mutant is left.
+    # Writing no bytecode prevents compiled mutants from remaining in the copy.
     environment = {**os.environ, 'PYTHONDONTWRITEBYTECODE': '1'}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1, 2, 5):

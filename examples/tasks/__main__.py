@@ -1,7 +1,7 @@
-"""Chats to learn from and prompts to be rewarded on: `python -m examples.tasks arithmetic|synth --output DIR`.
+"""Writes chats for SFT and prompts for GRPO: `python -m examples.tasks arithmetic|synth --output DIR`.
 
-DIR/chats.jsonl is for `maxlm.prepare --format chat`, prompts.jsonl and held_out.jsonl are for grpo.prompts and
-grpo.eval_prompts. No problem is in two of them.
+DIR/chats.jsonl is the input of `maxlm.prepare --format chat`. DIR/prompts.jsonl is for grpo.prompts, DIR/held_out.jsonl
+for grpo.eval_prompts. No problem is in more than one file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, flag
 
 
 class Kind(NamedTuple):
-    """The problems of a kind by their seed, and how many of them there are by default."""
+    """A kind of problems.
+
+    Attributes:
+        make: returns all problems for a seed.
+        num: default number of chats, and of prompts.
+        held_out: default number of held-out prompts.
+        wrong_share: default probability of a mistake in a chat.
+    """
 
     make: Callable[[int], list[Problem]]
     num: int
@@ -32,7 +39,7 @@ KINDS = {
 
 
 def main(argv: list[str]) -> int:
-    """Writes the files and says what is in them."""
+    """Writes the files and prints their number of entries."""
     parser = ArgumentParser(prog='examples.tasks', allow_abbrev=False, description=__doc__)
     parser.add_argument('kind', choices=KINDS, help='what the problems are about')
     parser.add_argument('--output', type=Path, required=True, metavar='DIR', help='directory of the files')

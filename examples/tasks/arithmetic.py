@@ -1,10 +1,10 @@
-"""Sums of two numbers of two digits, and products of one digit and two, worked out digit by digit.
+"""Sums of two 2-digit numbers and products of a digit and a 2-digit number, solved digit by digit.
 
     58+67    8+7=15 5+6+1=12 #### 125
     7*38     7*8=56 7*3+5=26 #### 266
 
-The teacher's mistake is to forget what is carried: `8+7=15 5+6=11 #### 115`. A model that has learned from such chats
-knows both ways, and only the result tells it which is right.
+The teacher's mistake is to forget the carry: `8+7=15 5+6=11 #### 115`. A model trained on these chats produces both
+forms; only the reward distinguishes them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ FACTORS = range(2, 10)
 
 
 def make_problems(seed: int) -> list[Problem]:
-    """All of them, 4095 sums and 720 products; which number comes first is drawn by `seed`."""
+    """Returns all problems, 4095 sums and 720 products; `seed` determines the order of the operands."""
     rng = random.Random(seed)
     sums = [(a, b) for a in TWO_DIGITS for b in TWO_DIGITS if a <= b]
     products = [(factor, number) for factor in FACTORS for number in TWO_DIGITS]
-    # One order each: a problem that is held out must not be in the chats the other way round.
+    # One order each, so that a held-out problem is not in the chats with its operands swapped.
     return [_sum(*_shuffled(pair, rng)) for pair in sums] + [_product(*_shuffled(pair, rng)) for pair in products]
 
 
@@ -42,7 +42,7 @@ def _product(a: int, b: int) -> Problem:
 
 
 def _problem(question: str, first: str, units: int, second: str, tens: int, answer: int) -> Problem:
-    """Of the columns `first` and `second`, and what they come to by themselves."""
+    """Returns a problem; `units` and `tens` are the results of the expressions `first` and `second` without carry."""
     carry = units // 10
     with_carry = f'{second}+{carry}' if carry else second
     right = f'{first}={units} {with_carry}={tens + carry} #### {answer}'

@@ -1,4 +1,4 @@
-"""A problem with the answer of a teacher, and the three files that problems become."""
+"""A problem with a teacher's answers, and the files of chats and prompts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CHATS, PROMPTS, HELD_OUT = 'chats.jsonl', 'prompts.jsonl', 'held_out.jsonl'
 
 
 class Problem(NamedTuple):
-    """A question, and how a teacher answers it.
+    """A question with a right and a wrong answer.
 
     Attributes:
-        question: what the user says.
-        right: an answer of the assistant that gets the full reward.
-        wrong: one with the mistake that is made here; '' where there is none to make.
-        task: what rewards judge answers by, keys as in maxlm/rewards/rewards.py.
+        question: user message.
+        right: assistant answer that gets the full reward.
+        wrong: assistant answer with a typical mistake; '' if this problem allows no mistake.
+        task: fields that the reward functions use, with the keys of maxlm/rewards/rewards.py.
     """
 
     question: str
@@ -31,12 +31,12 @@ class Problem(NamedTuple):
 
     @property
     def user_turn(self) -> dict[str, str]:
-        """The question as a message."""
+        """Returns the question as a chat message."""
         return {'role': 'user', 'content': self.question}
 
 
 class Counts(NamedTuple):
-    """How many chats there are, how many of them hold a mistake, and how many prompts of each kind."""
+    """Number of chats, of chats with a mistake, of prompts and of held-out prompts."""
 
     chats: int
     mistakes: int
@@ -47,18 +47,18 @@ class Counts(NamedTuple):
 def write_problems(
     problems: Sequence[Problem], output: Path, *, num: int, held_out: int, wrong_share: float, seed: int
 ) -> Counts:
-    """Writes CHATS, PROMPTS and HELD_OUT, with no problem in two of them; each file appears whole or not at all.
+    """Atomically writes CHATS, PROMPTS and HELD_OUT. No problem is in more than one file.
 
     Args:
-        problems: all that there are, with different questions.
-        output: directory, made if need be.
-        num: problems in the chats, and as many in the prompts.
-        held_out: problems that are in neither.
-        wrong_share: with this probability the teacher makes the mistake where there is one to make, in the chats.
-        seed: of the choice of problems and mistakes; the same seed gives the same bytes.
+        problems: all problems, with distinct questions.
+        output: directory; it is created if necessary.
+        num: number of chats, and of prompts.
+        held_out: number of held-out prompts.
+        wrong_share: probability of the wrong answer in a chat, for problems that have one.
+        seed: seed for choosing problems and mistakes; the same seed gives the same bytes.
 
     Raises:
-        InputError: there are not so many problems, or a file cannot be written.
+        InputError: there are too few problems, or a file cannot be written.
     """
     if 2 * num + held_out > len(problems):
         raise InputError(

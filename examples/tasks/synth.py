@@ -1,6 +1,6 @@
-"""Python functions of one line, judged by tests: `Write a Python function f(x) that returns x plus 3.`
+"""One-line Python functions, checked by unit tests: `Write a Python function f(x) that returns x plus 3.`
 
-The teacher's mistake is another function that reads nearly the same: `x > 3` where `x >= 3` was asked for.
+The teacher's mistake is a similar function, such as `x > 3` instead of `x >= 3`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ from typing import Any, NamedTuple
 from examples.tasks.problem import Problem
 
 NUMBERS = range(2, 40)
-# Of characters and items that are taken, and of powers.
+# Small constants, for numbers of characters or items and for powers.
 FEW = range(2, 10)
 
 
 class Operation(NamedTuple):
-    """What is asked for, what returns it, and what the teacher returns by mistake; `{k}` is the constant."""
+    """A function to ask for; `{k}` is replaced by a constant.
+
+    Attributes:
+        says: description of the returned value.
+        right: correct expression.
+        wrong: expression that the teacher returns by mistake.
+        constants: values for `{k}`.
+    """
 
     says: str
     right: str
@@ -80,7 +87,7 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
 
 
 def make_problems(seed: int) -> list[Problem]:
-    """All of them, whatever the seed: each operation with each of its constants."""
+    """Returns each operation with each of its constants. The result does not depend on `seed`."""
     return [
         _problem(argument, operation, constant)
         for argument, operations in OPERATIONS.items()
@@ -92,7 +99,7 @@ def make_problems(seed: int) -> list[Problem]:
 def _problem(argument: str, operation: Operation, constant: int | str) -> Problem:
     says, right, wrong = (text.format(k=repr(constant)) for text in operation[:3])
     program = f'def f({argument}):\n    return '
-    # The expressions are those above.
+    # The expressions come from OPERATIONS, so `eval` is safe.
     function = eval(f'lambda {argument}: {right}')
     tests = [f'assert f({value!r}) == {function(value)!r}' for value in _inputs(argument, constant)]
     question = f'Write a Python function f({argument}) that returns {says}.'
@@ -100,7 +107,7 @@ def _problem(argument: str, operation: Operation, constant: int | str) -> Proble
 
 
 def _inputs(argument: str, constant: int | str) -> list[Any]:
-    """Arguments around the constant, by which right and wrong are told apart."""
+    """Returns arguments near the constant that distinguish the right from the wrong function."""
     if isinstance(constant, str):
         c, other = constant, 'o' if constant != 'o' else 'e'
         return ['', c + other + c + other, c + other, other + c + other + c, 'other']
