@@ -1,18 +1,19 @@
-# How the launch scripts refuse, show and run; sourced by them. They set `dry_run` to `true` or `false`.
+# Functions for errors, quoting, commands and options, sourced by the launch scripts. The scripts set `dry_run` to `true`
+# or `false`.
 
-# Ends with one line and the exit code of bad input, after which nothing starts again by itself.
+# refuse MESSAGE…: prints an error and exits with 2, the code of bad input, for which nothing restarts automatically.
 refuse() {
   echo "error: $*" >&2
   exit 2
 }
 
-# The words of a command as a shell would read them back.
+# quoted WORD…: prints the words of a command quoted for a shell.
 quoted() {
   local word line=
   for word in "$@"; do
     case "$word" in
       '' | *[!A-Za-z0-9_./:=,@%+-]*)
-        # Quoted by hand: printf %q writes $'…', which a plain sh on the other machine does not read.
+        # printf %q writes $'…', which a POSIX sh on the remote machine does not support.
         word="'${word//\'/\'\\\'\'}'"
         ;;
     esac
@@ -21,7 +22,7 @@ quoted() {
   echo "$line"
 }
 
-# Runs a command, or with --dry-run only prints it.
+# run COMMAND…: runs a command. With --dry-run it only prints the command.
 run() {
   if [ "${dry_run:-false}" = true ]; then
     echo "would run: $(quoted "$@")"
@@ -30,7 +31,7 @@ run() {
   fi
 }
 
-# split_equals "$@": puts the arguments into the array $words, each --option=value before -- as two of them,
+# split_equals "$@": copies the arguments into the array $words. Splits each --option=value before -- into two words,
 # except --config.section.key=value.
 split_equals() {
   words=()
@@ -45,19 +46,19 @@ split_equals() {
   words+=("$@")
 }
 
-# need_value OPTION "$@": the option has a value.
+# need_value OPTION "$@": refuses an option without a value.
 need_value() {
   [ $# -ge 3 ] || refuse "$1 needs a value"
 }
 
-# need_number OPTION VALUE: the value is a whole number.
+# need_number OPTION VALUE: refuses a value that is not a whole number.
 need_number() {
   case "$2" in
     '' | *[!0-9]*) refuse "$1=$2: give a whole number" ;;
   esac
 }
 
-# find_option NAME ARGUMENT…: the value of an option in the arguments of maxlm.train; nothing if it is not there.
+# find_option NAME ARGUMENT…: prints the value of an option of maxlm.train, or nothing if the option is missing.
 find_option() {
   local name="$1"
   shift

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From nothing to a trained model: makes .venv, tokenizes the Python standard library of this machine, trains
-# configs/tiny.py on it, evaluates on held-out files and prints samples. Nothing but packages is downloaded.
+# Trains a first model: creates .venv, tokenizes the Python standard library of this machine, trains configs/tiny.py,
+# evaluates on held-out files and prints samples. Only Python packages are downloaded.
 #
-#   launch/demo.sh [--steps N]     N: train shorter than the config says
+#   launch/demo.sh [--steps N]     N: number of training steps (default: that of the config)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS
@@ -24,7 +24,7 @@ maxlm_venv
 
 echo "== 1 of 4: text → tokens → records, in data/"
 stdlib="$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
-# Without other people's packages, without tests (many are not UTF-8 on purpose) and without tables of numbers.
+# Excludes installed packages, tests (many are deliberately not UTF-8) and tables of numbers.
 python -m maxlm.prepare --input "$stdlib" --exclude site-packages dist-packages test tests encodings pydoc_data \
   --output data --tokenizer bpe:4096 --validation-fraction 0.05 --skip-bad-records
 

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Trains on the GPUs of this node, or of several nodes: start it on each of them.
+# Trains on the GPUs of this node. To train on several nodes, start it on each node.
 #
 #   launch/gpu_node.sh [OPTION…] -- ARGUMENTS OF maxlm.train
 #
-#   --nodes N --node-rank R    how many nodes there are, and which this is, from 0
-#   --coordinator HOST:PORT    a free port of node 0, which all nodes can reach; needed with several nodes
-#   --per-gpu                  a process for each GPU instead of one for the node
-#   --gpus G                   the first G GPUs only (default: all)
-#   --platform cpu --devices D   a trial without GPUs: D virtual devices in each process; with --per-gpu, --gpus is
-#                              then the number of processes on this node
-#   --logs DIR                 where the processes after the first write (default: WORKDIR/logs, or logs for a bucket)
+#   --nodes N --node-rank R    number of nodes, and rank of this node (0 to N-1)
+#   --coordinator HOST:PORT    a free port of node 0 that all nodes can reach; required with several nodes
+#   --per-gpu                  one process per GPU instead of one process per node
+#   --gpus G                   number of GPUs to use (default: all)
+#   --platform cpu --devices D   a trial without GPUs: D virtual devices per process; with --per-gpu, --gpus is the
+#                              number of processes on this node
+#   --logs DIR                 log directory of all processes except the first (default: WORKDIR/logs, or logs if
+#                              WORKDIR is in a bucket)
 #   --max-failures K --backoff SECONDS   options of maxlm.supervise, which restarts the node
-#   --once                     no restarts: for schedulers that start again themselves
-#   --grace SECONDS            from SIGTERM to SIGKILL for the processes of this node when one of them has died (30)
-#   --dry-run                  print what would run
+#   --once                     no restarts, for schedulers that restart jobs themselves
+#   --grace SECONDS            time between SIGTERM and SIGKILL for this node's processes after one failed (default 30)
+#   --dry-run                  print the commands without running them
 #
-# MAXLM_NUM_PROCESSES, MAXLM_PROCESS_ID and MAXLM_COORDINATOR stand for the first three options where these are not
-# given.
+# MAXLM_NUM_PROCESSES, MAXLM_PROCESS_ID and MAXLM_COORDINATOR are the defaults of --nodes, --node-rank and --coordinator.
 set -euo pipefail
 launch="$(cd "$(dirname "$0")" && pwd)"
 . "$launch/commands.sh"
@@ -83,7 +83,7 @@ if $per_gpu; then
     if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
       gpus="$(echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c .)"
     else
-      # A line for each GPU; lines of MIG slices are indented.
+      # nvidia-smi prints one line per GPU; lines of MIG slices are indented.
       gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" || refuse 'no GPU found by nvidia-smi; give --gpus'
     fi
   fi
@@ -93,7 +93,7 @@ fi
 [ -z "$gpus" ] || need_number --gpus "$gpus"
 [ -z "$gpus" ] || [ "$gpus" -ge 1 ] || refuse "--gpus=$gpus: give 1 or more"
 
-# set_default NAME VALUE: what the user has set stays.
+# set_default NAME VALUE: exports a variable that the user has not set.
 set_default() {
   if [ -z "${!1+set}" ]; then
     export "$1=$2"
@@ -103,30 +103,29 @@ set_default() {
 export_settings() {
   if [ "$platform" = cpu ]; then
     export JAX_PLATFORMS=cpu
-    # The collectives over several processes that JAX has for CPUs.
+    # Gloo is JAX's implementation of collectives between CPU processes.
     set_default JAX_CPU_COLLECTIVES_IMPLEMENTATION gloo
-    # XLA takes the last of two.
+    # If a flag occurs twice, XLA uses the last one.
     export XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }--xla_force_host_platform_device_count=$devices"
     return
   fi
-  # JAX takes three quarters of the memory by default. The rest of the last 8 % is for NCCL and CUDA itself.
+  # JAX preallocates 75 % of the memory by default. The remaining 8 % are for NCCL and CUDA.
   set_default XLA_PYTHON_CLIENT_MEM_FRACTION .92
-  # Kernels then start in the order in which XLA has put them: a collective is not queued behind the computation that
-  # was meant to hide it.
+  # Kernels start in XLA's order, so that no collective is queued behind the computation that should overlap with it.
   set_default CUDA_DEVICE_MAX_CONNECTIONS 1
-  # Moves collectives to where computation hides them. XLA leaves it off by default.
+  # Overlaps collectives with computation. XLA disables this by default.
   case "${XLA_FLAGS:-}" in
     *xla_gpu_enable_latency_hiding_scheduler*) ;;
     *) export XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }--xla_gpu_enable_latency_hiding_scheduler=true" ;;
   esac
-  # One line that says why, when NCCL fails; without it only "unhandled system error".
+  # NCCL then prints the cause of a failure; otherwise it only reports "unhandled system error".
   set_default NCCL_DEBUG WARN
   if [ "$nodes" -gt 1 ]; then
-    # 4 µs · 2²² = 17 s for each of 7 tries: a link of InfiniBand that is away for a moment does not end the run.
+    # 4 µs · 2²² = 17 s for each of 7 attempts, so that a short InfiniBand outage does not end the run.
     set_default NCCL_IB_TIMEOUT 22
   fi
-  # NCCL_PROTO and NCCL_ALGO are left alone: NCCL chooses by the machine, and LL128 on one that is not made for it
-  # corrupts data.
+  # NCCL_PROTO and NCCL_ALGO stay unset: NCCL chooses them for the machine, and LL128 corrupts data on machines that do
+  # not support it.
   if [ -n "$gpus" ] && ! $per_gpu; then
     if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
       CUDA_VISIBLE_DEVICES="$(echo "$CUDA_VISIBLE_DEVICES" | cut -d , -f "1-$gpus")"
@@ -137,19 +136,19 @@ export_settings() {
   fi
 }
 
-# The variables by which maxlm joins the processes, of the local process $1; none for a process that is alone.
+# join_variables LOCAL_PROCESS: prints the variables with which maxlm connects the processes; nothing for one process.
 join_variables() {
   [ $((nodes * processes)) -gt 1 ] || return 0
   echo "MAXLM_COORDINATOR=${coordinator:-127.0.0.1:8476}"
   echo "MAXLM_NUM_PROCESSES=$((nodes * processes))"
   echo "MAXLM_PROCESS_ID=$((node_rank * processes + $1))"
-  # Numbers within CUDA_VISIBLE_DEVICES. Virtual CPU devices belong to their process anyway.
+  # Indices into CUDA_VISIBLE_DEVICES. Virtual CPU devices always belong to their process.
   if $per_gpu && [ "$platform" = gpu ]; then
     echo "MAXLM_LOCAL_DEVICES=$1"
   fi
 }
 
-# start LOCAL_PROCESS ARGUMENTS…: becomes the process.
+# start LOCAL_PROCESS ARGUMENT…: replaces this shell with the training process.
 start() {
   local name number="$1"
   shift
@@ -174,20 +173,20 @@ log_of() {
 
 if $dry_run; then
   export_settings
-  # Names that this script sets, never the whole environment: it may hold secrets.
+  # Only variables that this script sets, because the environment may contain secrets.
   for name in JAX_PLATFORMS JAX_CPU_COLLECTIVES_IMPLEMENTATION XLA_FLAGS XLA_PYTHON_CLIENT_MEM_FRACTION \
     CUDA_DEVICE_MAX_CONNECTIONS CUDA_VISIBLE_DEVICES NCCL_DEBUG NCCL_IB_TIMEOUT; do
     [ -z "${!name:-}" ] || echo "would set: $name=${!name}"
   done
   for ((number = 0; number < processes; number++)); do
-    # shellcheck disable=SC2046 # one word for each variable is what is meant
+    # shellcheck disable=SC2046 # each variable must become one word
     run env $(join_variables "$number") "${PYTHON:-python}" -m maxlm.train "$@"
   done
   exit 0
 fi
 
 if ! $once; then
-  # Only options before the first -- are this script's; --once in front is one of them.
+  # Options of this script precede the first --, so --once comes first.
   exec "${PYTHON:-python}" -m maxlm.supervise ${restart_options[@]+"${restart_options[@]}"} -- bash "$launch/gpu_node.sh" --once \
     ${given[@]+"${given[@]}"}
 fi
@@ -196,12 +195,13 @@ export_settings
 
 pids=()
 signal=
+# receive SIGNAL: forwards the first signal to all processes.
 # shellcheck disable=SC2329 # called by the traps
 receive() {
   local pid
   [ -z "$signal" ] || return 0
   signal="$1"
-  # SIGTERM for SIGINT too: see maxlm/supervise.py.
+  # SIGINT is forwarded as SIGTERM too; see maxlm/supervise.py.
   for pid in ${pids[@]+"${pids[@]}"}; do
     kill -s TERM "$pid" 2>/dev/null || true
   done
@@ -217,7 +217,7 @@ for ((number = 0; number < processes; number++)); do
   pids+=("$!")
 done
 if [ -n "$signal" ]; then
-  # It came while they were being started.
+  # The signal arrived while processes were starting.
   for pid in "${pids[@]}"; do
     kill -s TERM "$pid" 2>/dev/null || true
   done
@@ -228,7 +228,7 @@ running=$processes
 first=0
 ending=
 killed=false
-# collect: the exit codes of the processes that have ended since; the first that is not 0 is kept in $first.
+# collect: records the exit codes of finished processes; $first keeps the first nonzero code.
 collect() {
   local number code
   for ((number = 0; number < processes; number++)); do
@@ -253,7 +253,7 @@ end_others() {
 while :; do
   collect
   [ "$running" -gt 0 ] || break
-  # Where all were told to stop they are saving; how long that may take is for whoever told them.
+  # After a forwarded signal all processes are saving; the sender of the signal limits the time for that.
   if [ "$first" -ne 0 ] && [ -z "$signal" ]; then
     if [ -z "$ending" ]; then
       ending=$((SECONDS + grace))
@@ -264,11 +264,12 @@ while :; do
       end_others KILL
     fi
   fi
-  # bash 3.2 cannot wait for whichever ends first.
+  # bash 3.2 has no `wait -n`.
   sleep 0.2 || true
 done
 
-# Bad input would come again. A process that was killed by a signal drags the others along: their 75 says start again.
+# Bad input (2) has priority, because a restart would not help. If a signal killed one process and the others exited
+# with 75, the node can restart.
 if [ "$first" -ge 128 ] && [[ " ${codes[*]} " == *' 75 '* ]]; then
   first=75
 fi

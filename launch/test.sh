@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes .venv, installs what the tests need and runs them.
+# Creates .venv, installs the development dependencies and runs the tests.
 #
-#   launch/test.sh                     lint, types and all tests except the nightly ones: what CI runs
-#   launch/test.sh --fast              lint and the tests below 0.5 s: the inner loop
-#   launch/test.sh --changed [REV]     lint and the tests that depend on what changed since REV (default: main)
-#   launch/test.sh --lint              ruff and mypy alone
-#   launch/test.sh --nightly           the long tests: full golden curve, exhaustive tables, fuzzing with new examples
-#   launch/test.sh --times             all tests; measures them, writes tests/durations.json and prints a table
-#   launch/test.sh --coverage          the tests below 0.5 s; fails below the floor in pyproject.toml
-#   launch/test.sh PYTEST ARGUMENT …   a part, e.g. launch/test.sh tests/model -k causal
+#   launch/test.sh                     lint, type check and all tests except the nightly ones, as in CI
+#   launch/test.sh --fast              lint and the fast tier (tests below 0.5 s)
+#   launch/test.sh --changed [REV]     lint and the tests that depend on changes since REV (default: main)
+#   launch/test.sh --lint              ruff and mypy only
+#   launch/test.sh --nightly           long tests: full golden curve, exhaustive tables, fuzzing with new examples
+#   launch/test.sh --times             all tests; writes tests/durations.json and prints a table of durations
+#   launch/test.sh --coverage          fast tier; fails if the coverage is below the limit in pyproject.toml
+#   launch/test.sh PYTEST ARGUMENT …   selected tests, e.g. launch/test.sh tests/model -k causal
 #
 # MAXLM_LOCK=requirements.lock installs exactly the locked versions, as CI does.
 # MAXLM_TEST_PROCESSES sets the number of workers (default: one per core).
@@ -16,7 +16,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/venv.sh
 maxlm_venv dev
-# The workers and the processes that tests start compile each module once, not every time.
+# Bytecode files save the workers and child processes from compiling each module again.
 unset PYTHONDONTWRITEBYTECODE
 
 format() {
@@ -29,7 +29,8 @@ lint() {
   mypy
 }
 
-# Whole files go to one worker, so that what the tests of a file share is made once; conftest.py puts the longest first.
+# --dist=loadfile sends each file to one worker, so that its tests share fixtures. conftest.py starts the longest files
+# first.
 run_pytest() {
   python -m pytest --numprocesses="${MAXLM_TEST_PROCESSES:-auto}" --dist=loadfile --no-loadscope-reorder "$@"
 }
@@ -71,14 +72,14 @@ case "${1:-}" in
     code=0
     run_pytest --time-report="$reports/all" "$@" || code=$?
     python -m benchmarks.test_time "$reports/all" --save
-    # Without the slow tests, others compile the programs that they share.
+    # Without the slow tests, fast tests compile the shared programs, so their durations are measured separately.
     run_pytest -m 'not slow and not nightly' --time-report="$reports/fast" "$@" >/dev/null || code=$?
     python -m benchmarks.test_time "$reports/all" --fast "$reports/fast" --rows 0 --save
     exit "$code"
     ;;
   --coverage)
     shift
-    # Needs Python 3.12, where it costs little.
+    # sys.monitoring needs Python 3.12 and makes coverage cheap.
     COVERAGE_CORE=sysmon run_pytest -m 'not slow and not nightly' --cov=maxlm --cov-report=term:skip-covered "$@"
     ;;
   *)

@@ -1,13 +1,13 @@
-# What launch/tpu_vm.sh knows of the machines, and how it makes and deletes them; sourced by it, after commands.sh.
+# Creates, queries and deletes the machines of launch/tpu_vm.sh, which sources this file after commands.sh.
 # shellcheck disable=SC2154 # the options are read there
 
-# The line of gcloud's answer that says what is wrong.
+# fault: prints the line of gcloud's output that names the cause of the failure.
 fault() {
   grep -iE 'error|quota|capacity|exhausted' "$scratch/fault" | tail -n 1 | sed 's/^ERROR: *//' ||
     tail -n 1 "$scratch/fault"
 }
 
-# describe KIND FORMAT: a state, MISSING, or UNKNOWN with gcloud's answer kept for `fault`.
+# describe KIND FORMAT: prints a state, MISSING, or UNKNOWN. For UNKNOWN, gcloud's output is kept for `fault`.
 describe() {
   local answer
   if answer="$(gcloud compute tpus "$1" describe "$name" "${place[@]}" --format="value($2)" 2>"$scratch/fault")"; then
@@ -19,8 +19,8 @@ describe() {
   fi
 }
 
-# What there is: READY, MISSING, GONE (taken away: only deleting is left), PENDING, STOPPED, UNKNOWN, REFUSED (its
-# fault is kept).
+# state: prints the state of the machines: READY, MISSING, GONE (preempted; they can only be deleted), PENDING, STOPPED,
+# UNKNOWN, or REFUSED (the output is kept for `fault`).
 state() {
   local answer
   if $queued; then
@@ -28,7 +28,7 @@ state() {
     case "$answer" in
       ACTIVE) ;;
       FAILED)
-        # Why, which decides whether another request would do better.
+        # The cause decides whether another request can succeed.
         gcloud compute tpus queued-resources describe "$name" "${place[@]}" --format='value(state)' \
           >"$scratch/fault" 2>&1 || true
         echo REFUSED
@@ -48,7 +48,8 @@ state() {
   esac
 }
 
-# Exit code 0 made or there already, 75 no free machine, 1 another fault. Without quota the script ends.
+# create_once: exit code 0 if the machines were created or exist, 75 if none is available, 1 for other failures. The
+# script exits if there is no quota.
 create_once() {
   local code=0
   if $queued; then
@@ -70,10 +71,10 @@ create_once() {
   judge_fault
 }
 
-# The exit code that a kept fault of creating stands for.
+# judge_fault: returns the exit code for a failed creation whose output was kept for `fault`.
 judge_fault() {
   local other
-  # Quota first: its message has RESOURCE_EXHAUSTED in it too.
+  # Quota is tested first, because its message also contains RESOURCE_EXHAUSTED.
   if grep -qi 'quota' "$scratch/fault"; then
     other=--spot
     if $spot; then other='no --spot'; fi
@@ -106,14 +107,14 @@ delete() {
       ;;
   esac
   if $queued; then
-    # --force: its machines too.
+    # --force also deletes its machines.
     run gcloud compute tpus queued-resources delete "$name" "${place[@]}" --force
   else
     run gcloud compute tpus tpu-vm delete "$name" "${place[@]}"
   fi
 }
 
-# wait_ready: until the machines are READY; otherwise 75 they are gone, 1 cannot be told.
+# wait_ready: waits until the machines are READY. Exit code 75 if they are gone, 1 if the state stays unknown.
 wait_ready() {
   local unknown=0
   while :; do

@@ -1,26 +1,29 @@
 #!/usr/bin/env bash
-# Trains on Cloud TPU VMs, a single one or all workers of a slice.
+# Trains on Cloud TPU VMs: a single machine or all workers of a slice.
 #
 #   launch/tpu_vm.sh create | install | run | logs | stop | delete | up [OPTION…]
 #
-#   create    the machines, if they are not there         run     start training on all workers, if it is not running
-#   install   this repository and its packages, if need be  logs    follow the log of worker 0 until training ends
-#   stop      SIGTERM to training: it saves and ends      delete  the machines; what is only on them is lost
-#   up        all of it: create, install, run, logs; when the machines are taken away, delete and again, until training
-#             is done (exit code 0), refuses its input (2), fails for good (its code) or is told to stop (75)
+#   create    create the machines, if they do not exist
+#   install   copy this repository and install its packages, if they have changed
+#   run       start training on all workers, if it is not running
+#   logs      follow the log of worker 0 until training ends
+#   stop      send SIGTERM to training, which saves and exits
+#   delete    delete the machines; files that exist only on them are lost
+#   up        create, install, run and logs. If the machines are preempted, delete them and repeat, until training
+#             finishes (exit code 0), rejects its input (2), fails permanently (its code) or is stopped (75)
 #
-#   --name N --zone Z [--project P]   which machines
-#   --type T                          v4-32, v5e-16, v5p-8, v6e-64 …: create and up
-#   --version V                       image of the machines (default: the one for JAX on that type)
-#   --spot                            may be taken away at any time, for less money
-#   --queued                          wait in the queue of Cloud TPU for a free place, instead of asking again and again
-#   --config C --workdir W            run and up; W a directory that all workers reach and that outlives them
-#   --config.KEY=VALUE                handed to maxlm.train, any number of them
-#   --extra tpu,gcs                   what of maxlm is installed
-#   --poll SECONDS --backoff SECONDS  between looks (30) and, doubled up to 900, between attempts (60)
-#   --dry-run                         print what would run
+#   --name N --zone Z [--project P]   name and location of the machines
+#   --type T                          v4-32, v5e-16, v5p-8, v6e-64 …: for create and up
+#   --version V                       image of the machines (default: the JAX image for the type)
+#   --spot                            cheaper machines that may be preempted at any time
+#   --queued                          use Cloud TPU's queued resources instead of repeating the request
+#   --config C --workdir W            for run and up; W is a persistent directory that all workers can reach
+#   --config.KEY=VALUE                passed to maxlm.train; can be repeated
+#   --extra tpu,gcs                   extras of maxlm to install
+#   --poll SECONDS --backoff SECONDS  time between queries (30), and between attempts (60, doubled up to 900)
+#   --dry-run                         print the commands without running them
 #
-# Exit codes of gcloud's faults: 2 no quota (ask for more), 75 no free machine (create; up waits), 1 others.
+# Exit codes of gcloud failures: 2 no quota, 75 no machine available (create; up waits), 1 other failures.
 set -euo pipefail
 launch="$(cd "$(dirname "$0")" && pwd)"
 root="$(dirname "$launch")"
@@ -106,12 +109,12 @@ trap 'rm -rf "$scratch"' EXIT
 say() { echo "tpu_vm: $*"; }
 . "$launch/tpu_machines.sh"
 
-# remote WORKER COMMAND: on one worker or all.
+# remote WORKER COMMAND: runs a command on one worker, or on `all`.
 remote() {
   run gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" "--worker=$1" "--command=$2"
 }
 
-# The files of the repository, without what git ignores: data, runs, environments, and files with secrets.
+# list_files: prints the files of the repository, except .env and files that git ignores: data, runs, environments.
 list_files() {
   (
     cd "$root"
@@ -139,7 +142,7 @@ install() {
   fi
   run env COPYFILE_DISABLE=1 tar -czf "$package" -C "$root" -T "$scratch/files"
   run gcloud compute tpus tpu-vm scp "$package" "$name:maxlm.tar.gz" "${place[@]}" --worker=all
-  # Files that were removed here must not stay there.
+  # Files that were deleted from the repository must not remain on the workers.
   remote all "set -e; mkdir -p maxlm; cd maxlm; find . -mindepth 1 -maxdepth 1 ! -name .venv ! -name logs ! -name runs \
 ! -name data -exec rm -rf {} +; tar -xzf ../maxlm.tar.gz; bash launch/worker.sh install $(quoted "$extra") $checksum"
 }
@@ -153,7 +156,7 @@ follow() {
   remote 0 'cd maxlm && bash launch/worker.sh follow'
 }
 
-# How training stands on all workers together: running, died, unknown, or an exit code.
+# outcome: prints the combined status of training on all workers: running, died, unknown, or an exit code.
 outcome() {
   local lines
   lines="$(remote all 'cd maxlm && bash launch/worker.sh status' 2>/dev/null |
@@ -162,26 +165,26 @@ outcome() {
   if said unknown || said running; then
     printf '%s\n' "$lines" | grep -xE 'unknown|running' | head -n 1
   elif said 'exit 2'; then
-    # One worker alone may have found the bad input; the others have lost a peer.
+    # A single worker may report bad input; the other workers then lose a peer.
     echo 2
   elif said stopped; then
     echo 75
   elif said 'died|none'; then
     echo died
   else
-    # Any failure before a 0.
+    # A failure has priority over 0.
     printf '%s\n' "$lines" | sed 's/^exit //' | sort -n | tail -n 1
   fi
 }
 
-# back_off: waits longer each time, until something has worked.
+# back_off: waits; the delay doubles until training has started.
 back_off() {
   say "again in $wait_for s"
   sleep "$wait_for"
   wait_for=$((wait_for * 2 > 900 ? 900 : wait_for * 2))
 }
 
-# failed_again: ends after five faults in a row with machines that are there, or that cannot be asked about.
+# failed_again MESSAGE: exits after five consecutive failures of existing machines, or of queries about machines.
 failed_again() {
   failed=$((failed + 1))
   if [ "$failed" -ge 5 ]; then
@@ -202,7 +205,7 @@ up() {
         continue
         ;;
       REFUSED)
-        # For lack of quota it would be refused again: then this ends.
+        # If there is no quota, judge_fault exits, because another request would fail too.
         judge_fault || true
         delete || true
         back_off

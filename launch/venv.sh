@@ -1,6 +1,6 @@
-# Makes or refreshes .venv and puts it on PATH; sourced by the other scripts: `. launch/venv.sh [EXTRA,…]`.
+# Functions that create or update .venv and put it on PATH; sourced by the other scripts.
 # PYTHON names the interpreter to use (default: the first of python3, python3.12, python3.11 that is 3.11 or newer).
-# MAXLM_LOCK names a file of pinned versions with hashes to install; pip accepts nothing else then.
+# MAXLM_LOCK names a file of pinned versions with hashes; pip then accepts no other versions.
 
 maxlm_find_python() {
   local candidate
@@ -20,12 +20,12 @@ maxlm_venv() {
     python="$(maxlm_find_python)" || return 2
     "$python" -m venv .venv
   fi
-  # Installed once for each pyproject.toml, lock and set of extras; nothing is fetched again after that.
+  # Packages are installed only if pyproject.toml, the lock file or the extras have changed.
   wanted="$extras $(cat pyproject.toml ${MAXLM_LOCK:+"$MAXLM_LOCK"} | cksum)"
   if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
     echo "installing maxlm${extras:+[$extras]} into .venv (about a minute) …"
     if [ -n "${MAXLM_LOCK:-}" ]; then
-      # The lock is complete, build backend included: pip resolves and fetches nothing else.
+      # The lock file also contains the build backend, so pip need not resolve or download anything else.
       $pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r "$MAXLM_LOCK" || return
       $pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . || return
       $pip check || return
@@ -38,8 +38,8 @@ maxlm_venv() {
   export PATH
 }
 
-# JAX's compiler for NVIDIA GPUs, without the libraries that only running needs, in a folder of its own: in .venv, JAX
-# would look for a GPU at every start. Sets MAXLM_GPU_COMPILER where there is such a compiler for this machine.
+# maxlm_gpu_compiler: installs JAX's compiler for NVIDIA GPUs without the runtime libraries, and sets MAXLM_GPU_COMPILER
+# if this machine supports it. It has a separate directory, because in .venv JAX would search for a GPU at every start.
 maxlm_gpu_compiler() {
   local folder="$PWD/.venv/gpu-compiler" version
   [ "$(uname -sm)" = 'Linux x86_64' ] || return 0
@@ -54,8 +54,7 @@ maxlm_gpu_compiler() {
   export MAXLM_GPU_COMPILER="$folder"
 }
 
-# A browser that opens the pages that maxlm writes, for the tests. Sets MAXLM_BROWSER where there is one, or where root
-# can install one.
+# maxlm_browser: sets MAXLM_BROWSER to a Chromium in which the tests open pages, and installs one if run as root.
 maxlm_browser() {
   local candidate
   for candidate in "${MAXLM_BROWSER:-}" chromium-headless-shell chromium chromium-browser google-chrome; do

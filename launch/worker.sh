@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# The worker's side of launch/tpu_vm.sh: installs, and runs training so that it outlives the connection.
+# Runs on the workers of launch/tpu_vm.sh: installs maxlm, and starts training so that it survives a lost connection.
 #
-#   launch/worker.sh install EXTRAS CHECKSUM   an environment in .venv; the checksum says later that it is there
-#   launch/worker.sh installed EXTRAS CHECKSUM  exit code 0 if it is
-#   launch/worker.sh start -- COMMAND…         under maxlm.supervise, in the background; nothing if one is running
-#   launch/worker.sh follow                    the log, until the command has ended
-#   launch/worker.sh status                    one of: none, running, stopped, exit CODE, died
-#   launch/worker.sh stop                      SIGTERM: saves and ends
+#   launch/worker.sh install EXTRAS CHECKSUM    install into .venv and record the extras and the checksum
+#   launch/worker.sh installed EXTRAS CHECKSUM  exit with 0 if these extras and checksum are installed
+#   launch/worker.sh start -- COMMAND…          run under maxlm.supervise in the background, unless one is running
+#   launch/worker.sh follow                     print the log until the command ends
+#   launch/worker.sh status                     print one of: none, running, stopped, exit CODE, died
+#   launch/worker.sh stop                       send SIGTERM; training saves and exits
 #
-# The log is logs/run.log beside this directory.
+# The log is logs/run.log in the root of the repository.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/commands.sh
 files=logs/run
 
-# A process number alone may be another's by now, after a reboot.
+# running: checks the command line too, because another process may have the same ID after a reboot.
 running() {
   [ -f "$files.pid" ] && [ ! -f "$files.exit" ] &&
     ps -p "$(cat "$files.pid")" -o args= 2>/dev/null | grep -qE 'maxlm\.supervise|worker\.sh'
@@ -71,9 +71,9 @@ follow() {
   [ -f "$files.log" ] || refuse "nothing has been started: no $PWD/$files.log"
   tail -n 100 -f "$files.log" &
   tail=$!
-  # When the connection is lost the next line ends tail.
+  # After a lost connection, the next line of the log ends `tail`, which ends this loop.
   while running && kill -0 "$tail" 2>/dev/null; do sleep 1; done
-  # Time for its last lines.
+  # Leaves `tail` time for the last lines.
   sleep 1
   kill "$tail" 2>/dev/null || true
 }

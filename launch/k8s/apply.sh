@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Fills in a manifest of this directory and hands it to kubectl.
+# Fills in a manifest of this directory and applies it with kubectl.
 #
 #   launch/k8s/apply.sh gpu --name N --image I --nodes N [OPTION…] -- ARGUMENTS OF maxlm.train
 #   launch/k8s/apply.sh tpu --name N --image I --accelerator A --topology T [OPTION…] -- ARGUMENTS OF maxlm.train
 #
 #   --accelerator A          tpu-v4-podslice, tpu-v5-lite-podslice, tpu-v5p-slice or tpu-v6e-slice
-#   --topology T             of the slice, such as 4x4 or 2x2x4; four chips to a machine
-#   --nodes N                nodes of 8 GPUs; of TPUs only where machines have not four chips
-#   --namespace NS           default: kubectl's own
-#   --claim CLAIM:/MOUNT     a volume that all pods share
-#   --secret NAME            a Secret of the cluster, as environment variables of the process
-#   --service-account NAME   whose rights the pods have, for buckets by workload identity
-#   --render                 print the manifest and send nothing
-#   --dry-run                print the manifest and the command that would get it
+#   --topology T             topology of the slice, such as 4x4 or 2x2x4
+#   --nodes N                number of nodes with 8 GPUs; for TPUs, the number of machines (default: four chips each)
+#   --namespace NS           namespace (default: kubectl's)
+#   --claim CLAIM:/MOUNT     PersistentVolumeClaim that all pods share, and its mount path
+#   --secret NAME            Secret whose entries become environment variables of the process
+#   --service-account NAME   service account of the pods, for bucket access by workload identity
+#   --render                 print the manifest without sending it
+#   --dry-run                print the manifest and the kubectl command
 #
-# The image holds this repository, installed, and has its root as its working directory.
+# The image must contain this repository, installed, and have its root as the working directory.
 set -euo pipefail
 folder="$(cd "$(dirname "$0")" && pwd)"
 . "$folder/../commands.sh"
-# In bash 5.2 and later & in a replacement would be what was found.
+# In bash 5.2 and later, & in a replacement would stand for the matched text.
 shopt -u patsub_replacement 2>/dev/null || true
 
 kind="${1:-}"
@@ -60,7 +60,8 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-# need_name OPTION VALUE: what Kubernetes takes as the name of an object. 52: pods get an index and five letters more.
+# need_name OPTION VALUE: refuses invalid names of Kubernetes objects. The limit is 52 characters, because Kubernetes
+# appends an index and five letters for each pod.
 need_name() {
   [[ "$2" =~ ^[a-z]([-a-z0-9]{0,50}[a-z0-9])?$ ]] ||
     refuse "$1=$2: give up to 52 small letters, digits and -, beginning with a letter"
@@ -111,7 +112,7 @@ if [ "$kind" = tpu ]; then
   esac
 fi
 
-# A YAML string in double quotes. Kubernetes would put variables in place of $(…).
+# string TEXT: prints a YAML string in double quotes. It escapes $(…), which Kubernetes would expand.
 string() {
   local text="${1//\\/\\\\}"
   text="${text//\"/\\\"}"
@@ -119,13 +120,12 @@ string() {
   printf '"%s"' "${text//\$(/\$\$(}"
 }
 
-# fill NAME VALUE: in the manifest that is being filled in.
+# fill NAME VALUE: replaces {{NAME}} in $manifest.
 fill() {
   manifest="${manifest//\{\{$1\}\}/$2}"
 }
 
-# fill_lines NAME LINE…: a line {{NAME}} becomes these, indented by what stands before the template's own list. Without
-# lines it goes.
+# fill_lines NAME LINE…: replaces the line {{NAME}} in $manifest with the given lines. Without lines it is deleted.
 fill_lines() {
   local lines='' line key="$1"
   shift
@@ -167,7 +167,7 @@ else
   fill_lines mount
   fill_lines volume
 fi
-# Last: what the user has written is not looked through for braces.
+# Arguments are filled in last, so that braces in them are not replaced.
 fill_lines arguments "${arguments[@]}"
 
 send=(kubectl apply)
