@@ -1,11 +1,11 @@
-"""Fits the constants of `maxlm.planning.estimate.roofline` to published throughputs, and prints the error on others.
+"""Fits the constants of `maxlm.planning.estimate.roofline` to published throughputs and prints held-out errors.
 
-Least squares on the logarithm of predicted over measured time, so that twice as slow is as bad as twice as fast. Points
-of one source count together as the root of their number, or one long table would be all that counts; large errors count
-linearly (Huber-like), since a few rows of such tables are errors of their own.
+The fit minimizes squares of the logarithm of predicted over measured time, so that a factor of 2 counts equally in both
+directions. The total weight of a source is the square root of its number of points, so that no long table dominates.
+Large errors count linearly (soft L1), because some published rows contain errors.
 
-What can be told apart is fitted: products for each chip, attention for GPUs, overlap for each kind of device. The rest
-stands fixed in `FIXED`: in the table memory and links never take most of a step.
+The fit covers the constants that the data can identify: matrix products for each chip, attention for GPUs, and overlap
+for each platform. The constants in `FIXED` are assumed, because memory and links never dominate a published step.
 """
 
 from __future__ import annotations
@@ -21,39 +21,48 @@ from maxlm.planning.estimate.roofline import LIKE, Efficiency, step_time, transf
 from maxlm.planning.estimate.work import estimate_work
 
 FIXED: dict[str, dict[str, float]] = {
-    # Assumed, not measured. Of links and overlap the table only tells the product: with links at 0.8 it fits as well.
+    # Assumed values. The data only identifies the combination of links and overlap: links=0.8 fits equally well.
     'gpu': {'memory': 0.85, 'links': 0.55, 'network': 0.55, 'latency': 20e-6},
-    # Assumed too. At the window of the table, 2048, and with wide models attention cannot be told from other products.
+    # Assumed values. With sequences of 2048 tokens and wide models, the data cannot separate attention from products.
     'tpu': {'memory': 0.7, 'links': 0.8, 'network': 0.8, 'latency': 5e-6, 'attention': 0.6},
 }
 START = {'products': (0.7, 0.2, 0.98), 'attention': (0.4, 0.1, 0.9), 'overlap': (0.5, 0.0, 1.0)}
-# Of implementations that are not ours, fitted beside: how much more memory passes without fusion, and an attention
-# kernel of early 2023, which MosaicML's table was made with.
+# Fitted constants of other implementations: additional memory traffic without fusion, and the efficiency of the
+# attention kernel of early 2023 that MosaicML's table used.
 NUISANCE = {'unfused': (1.6, 1.0, 6.0), 'old_attention': (0.3, 0.1, 0.9)}
 OLD_ATTENTION = 'llm-foundry'
 
 
 class Calibration(NamedTuple):
-    """What a fit found."""
+    """Fitted constants.
 
-    # By chip, see `LIKE`.
+    Attributes:
+        efficiencies: by chip; see `LIKE`.
+        unfused: factor of memory traffic in implementations without fusion.
+        old_attention: efficiency of an attention kernel of early 2023.
+    """
+
     efficiencies: dict[str, Efficiency]
-    # Of implementations that are not ours.
     unfused: float
     old_attention: float
 
 
 class HeldOut(NamedTuple):
-    """Absolute errors of the logarithm of time, of points that took no part in the fit."""
+    """Absolute errors of the logarithm of time on points that were excluded from the fit.
+
+    Attributes:
+        median: median error.
+        worst: largest error.
+        by_source: mean signed error of each source; positive if the prediction is too slow.
+    """
 
     median: float
     worst: float
-    # By source, the mean with its sign: above 0 predicted too slow.
     by_source: dict[str, float]
 
 
 class _Parts(NamedTuple):
-    """Seconds of one point at an efficiency of 1, where it is fitted."""
+    """Seconds of one point, at an efficiency of 1 for fitted constants; `fixed` is always added."""
 
     chip: str
     products: float
@@ -61,14 +70,13 @@ class _Parts(NamedTuple):
     memory: float
     hideable: float
     waiting: float
-    # What is added in any case.
     fixed: float
     is_fused: bool
     has_old_attention: bool
 
 
 def calibrate(points: Sequence[Published]) -> Calibration:
-    """Fits the constants of one kind of device to points of it."""
+    """Fits the constants of one platform to its points."""
     from scipy.optimize import least_squares
 
     (platform,) = {point.chip.platform for point in points}
@@ -101,7 +109,7 @@ def calibrate(points: Sequence[Published]) -> Calibration:
 
 
 def predict(point: Published, calibration: Calibration) -> float:
-    """Seconds of a point's step: those of our model, with what its implementation does otherwise."""
+    """Returns the predicted seconds of a step, corrected for the point's implementation."""
     work = estimate_work(point.config, point.chip.capability)
     efficiency = calibration.efficiencies[_chip(point)]
     if not point.is_fused:
@@ -119,18 +127,18 @@ def predict(point: Published, calibration: Calibration) -> float:
 
 
 def errors(points: Sequence[Published], calibration: Calibration) -> np.ndarray:
-    """Logarithm of predicted over measured time of each point."""
+    """Returns the logarithm of predicted over measured time of each point."""
     return np.array([np.log(predict(point, calibration) / point.seconds) for point in points])
 
 
 def hold_out(points: Sequence[Published], groups: Sequence[Any]) -> HeldOut:
-    """Errors where each group of points in turn is left out of the fit.
+    """Computes the errors on each group of points when the fit excludes the group.
 
-    Groups without which a chip or a constant would have no points at all are not held out.
+    A group is not held out if a chip or a constant would have no points without it.
 
     Args:
-        points: of one kind of device.
-        groups: of each point.
+        points: points of one platform.
+        groups: group of each point.
     """
     found: list[tuple[str, float]] = []
     for group in dict.fromkeys(groups):
@@ -151,7 +159,7 @@ def hold_out(points: Sequence[Published], groups: Sequence[Any]) -> HeldOut:
 
 
 class _Arrays(NamedTuple):
-    """`_Parts` of all points, so that one pass of the fit is a few operations."""
+    """`_Parts` of all points as arrays, which makes the fit fast."""
 
     chip: np.ndarray
     products: np.ndarray
@@ -169,7 +177,7 @@ class _Arrays(NamedTuple):
         return cls(np.array([chips.index(part.chip) for part in parts]), *columns)
 
     def seconds(self, products: np.ndarray, values: dict[str, Any]) -> np.ndarray:
-        """As `step_time` adds them up, without a pipeline or offloading."""
+        """Returns the seconds of all points as `step_time` computes them, without pipelines and offloading."""
         attention = np.where(self.has_old_attention, values['old_attention'], values['attention'])
         compute = self.products / products[self.chip] + self.attention / attention
         memory = self.memory * np.where(self.is_fused, 1.0, values['unfused'])

@@ -1,12 +1,12 @@
-"""Tokens per second into a training loop that does nothing, on one core, against other ways to read the same tokens.
+"""Measures the throughput of data loaders on one core: maxlm against other loaders of the same tokens.
 
     python -m benchmarks.data [--tokens=100e6] [--rounds=9] [--peer-python=PYTHON] [--output=FILE]
 
-All loaders give batches of 64 windows of 2 048 tokens in random order, in turns in one run; a figure is the median
-over the rounds, a ratio one of medians. `memmap` is NumPy on one flat file, tokens and targets as int32 and nothing
-else: with slices that are stacked, as small trainers do it, and with rows that are filled, the floor of work. maxlm
-gives five arrays (tokens, targets, weights, segments, positions). Public loaders run where they can be imported, here
-or by --peer-python (an environment with torch, mosaicml-streaming and litdata).
+All loaders yield batches of 64 sequences of 2 048 tokens in random order and run in turns. Throughputs are medians over
+the rounds; ratios compare medians. `memmap` reads tokens and targets (int32) from one flat file with NumPy. It either
+stacks slices, as small trainers do, or fills preallocated rows, which is the minimum of work. maxlm yields five arrays
+(tokens, targets, weights, segments, positions). Public loaders run if they can be imported, here or by --peer-python
+(an environment with torch, mosaicml-streaming and litdata).
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     cores = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        # Peers inherit it.
+        # Child processes inherit the affinity.
         os.sched_setaffinity(0, {max(cores)})
         stack.callback(os.sched_setaffinity, 0, cores)
         at = Path(directory)
-        # Each shard has only full windows, so that every loader gives batches of the same size.
+        # Each shard has only complete sequences, so that all loaders yield batches of the same size.
         per_shard = int(options.tokens) // (options.shards * WINDOW) * WINDOW + 1
         tokens = random_tokens(options.shards * per_shard)
         tokens.tofile(at / 'tokens.bin')
@@ -146,7 +146,7 @@ def _turn(batches: int, batch: Callable[[], object]) -> Callable[[], float]:
 
 
 class _Peer:
-    """A public loader in a process of its own, on the same core, that takes its turn when it is told to."""
+    """A public loader in a separate process on the same core, which reads batches on request."""
 
     def __init__(self, python: str, name: str, at: Path, batches: int):
         self.name = name
@@ -174,7 +174,7 @@ class _Peer:
 
 
 def random_tokens(count: int) -> np.ndarray:
-    """Random bytes in documents of MEAN_DOCUMENT tokens."""
+    """Returns random bytes as documents with a mean length of MEAN_DOCUMENT tokens."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, count).astype('<u2')
     tokens[rng.integers(0, count, count // MEAN_DOCUMENT)] = 256
@@ -182,7 +182,7 @@ def random_tokens(count: int) -> np.ndarray:
 
 
 def write_dataset(tokens: np.ndarray, path: Path, num_shards: int) -> Dataset:
-    """The tokens as a prepared data set."""
+    """Writes the tokens as a prepared data set."""
     path.mkdir()
     tokenizer = bytes_tokenizer()
     tokenizer.save(path / 'tokenizer.json')
@@ -217,7 +217,7 @@ def write_dataset(tokens: np.ndarray, path: Path, num_shards: int) -> Dataset:
 
 
 def _order_cost(count: int) -> tuple[float, int]:
-    """Microseconds per window and bytes of memory of the order of `count` windows in a thousand shards."""
+    """Returns microseconds per sequence and bytes of memory of shuffling `count` sequences in a thousand shards."""
     tracemalloc.start()
     order = ShuffledIndex([count // 1000] * 1000, seed=0)
     order[0]

@@ -1,7 +1,7 @@
-"""Loaders to compare with: `python -m benchmarks.data_peers NAME DIR BATCHES`, a process that takes turns.
+"""Runs another data loader for `benchmarks.data`: `python -m benchmarks.data_peers NAME DIR BATCHES`.
 
-It says `ready TITLE` (or why it cannot), and for each line on its input reads BATCHES batches and prints the seconds.
-Reads DIR/tokens.bin (uint16); needs NumPy and the loader's own packages, nothing of maxlm.
+The process prints `ready TITLE`, or the reason why it cannot run. For each input line it reads BATCHES batches and
+prints the seconds. It reads DIR/tokens.bin (uint16) and needs NumPy and the loader's packages, but not maxlm.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ WINDOW = 2048
 
 
 class MemmapLoader:
-    """Windows at random places of one flat file, by nothing but NumPy."""
+    """Reads sequences at random positions of a flat file with NumPy."""
 
     def __init__(self, path: Path):
         self._tokens = np.memmap(path, np.uint16, 'r')
         self._rng = np.random.default_rng(0)
 
     def streams(self) -> list[np.ndarray]:
-        """The tokens of each window and the last target."""
+        """Returns the tokens of each sequence and its last target."""
         starts = self._rng.integers(0, len(self._tokens) // WINDOW - 1, BATCH) * WINDOW
         return [self._tokens[start : start + WINDOW + 1] for start in starts]
 
     def stacked(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets, int32 [BATCH, WINDOW], as small trainers are used to: slices that are stacked."""
+        """Returns tokens and targets, int32 [BATCH, WINDOW], by stacking slices as small trainers do."""
         streams = self.streams()
         tokens = np.stack([stream[:-1].astype(np.int32) for stream in streams])
         return tokens, np.stack([stream[1:].astype(np.int32) for stream in streams])
 
     def filled(self) -> tuple[np.ndarray, np.ndarray]:
-        """The same with the fewest copies: every slice is converted into its row."""
+        """Returns the arrays of `stacked` with fewer copies: each slice is converted directly into its row."""
         both = np.empty((BATCH, WINDOW + 1), np.int32)
         for row, stream in enumerate(self.streams()):
             both[row] = stream
@@ -118,12 +118,12 @@ LOADERS: dict[str, Callable[[Path], tuple[str, Iterator[Any]]]] = {
 
 def main() -> None:
     name, directory, count = sys.argv[1:]
-    # What a library prints must not be taken for an answer.
+    # Libraries must not print to the stream of results.
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
         title, batches = LOADERS[name](Path(directory))
         next(batches)
-    except Exception as error:  # whatever a foreign library raises, the others go on
+    except Exception as error:  # a failing library must not stop the benchmark of the other loaders
         print(f'{type(error).__name__}: {error}'.splitlines()[0], file=answers, flush=True)
         return
     print(f'ready {title}', file=answers, flush=True)

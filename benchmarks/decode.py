@@ -1,9 +1,8 @@
-"""How much of the memory's bandwidth decoding reaches: `python -m benchmarks.decode --config=FILE [--batches=1,32]`.
+"""Measures the memory bandwidth that decoding uses: `python -m benchmarks.decode --config=FILE [--batches=1,32]`.
 
-The engine's programs decode for slots that are all busy, with random weights and prompts of half the context. What is
-read for a pass are the parameters, once, and the keys and values of all positions that there is room for; a table that
-is only looked up in is not. Prints and writes the share of the bandwidth that the device has. Needs jax, flax, optax
-and ml_collections only.
+The engine decodes with all slots busy, random weights and prompts of half the context. A pass reads the parameters once
+and the keys and values of all allocated positions. An embedding table that is only gathered from does not count. Prints
+and writes the fraction of the device's memory bandwidth. Needs only jax, flax, optax and ml_collections.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> int:
     config = resolve_on(config, platform=platform, num_devices=1)
     if not 2 <= options.context <= config.model.max_positions:
         raise InputError(f'--context={options.context}: must be from 2 to {config.model.max_positions}')
-    # Of a device that is not known there is no share: parameters may even fit into a CPU's cache.
+    # An unknown device has no known bandwidth; on a CPU the parameters may even fit into the cache.
     chip = find_chip(jax.local_devices()[0].device_kind)
     bandwidth = chip.memory_bandwidth if chip else None
     results = []
@@ -74,7 +73,7 @@ def main(argv: list[str]) -> int:
 def measure(
     config: Config, slots: int, context: int, passes: int, int8: bool, bandwidth: float | None
 ) -> dict[str, Any]:
-    """Median seconds of a pass, what it reads, and the share of `bandwidth`, bytes/s, that this is."""
+    """Returns the median seconds of a pass, the bytes that it reads, and the used fraction of `bandwidth` (bytes/s)."""
     layout = make_layout(config.mesh, jax.devices()[:1])
     programs = CompiledFunctions(
         config,
@@ -102,7 +101,8 @@ def measure(
     rest = PendingPrompt(np.zeros(slots, np.uint32), np.zeros(slots, np.uint32))
     rows, rest = programs.to_devices((stack_settings([GREEDY] * slots), rest))
     calls = -(-passes // MAX_PASSES)
-    # The first one compiles, the second warms up. Positions that there is no room for are as fast: all room is read.
+    # The first pass compiles, the second warms up. Passes beyond the last position are equally fast, because each pass
+    # reads all positions.
     left = np.full(slots, MAX_PASSES, np.int32)
     seconds = []
     for _ in range(calls + 2):
@@ -124,7 +124,7 @@ def measure(
 
 
 def run() -> None:
-    """Entry of `python -m benchmarks.decode`."""
+    """Entry point of `python -m benchmarks.decode`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

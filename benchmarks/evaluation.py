@@ -1,11 +1,12 @@
-"""lm-eval's questions answered by maxlm and by Transformers: `python -m benchmarks.evaluation [--output=FILE]`.
+"""Compares lm-eval requests on maxlm and on Transformers: `python -m benchmarks.evaluation [--output=FILE]`.
 
-Kinds of requests of the shape that benchmarks have, of random words: choices of several tokens, choices of one token
-behind five examples, the same for all questions or of each its own, whole texts. A Llama of random weights in float32
-answers them on all cores: through `maxlm.evaluation.lm_eval_model`, and through lm-eval's own `HFLM` in batches of
-1, 8 and 16, of which the best counts. Timed is the backend, from requests as text to log-probabilities. The sides take
-turns; ratios are of medians over rounds. Before, each side answers everything once, which compiles what is needed, and
-the answers are compared. Needs maxlm's `dev` extra.
+The requests consist of random words and have the shapes of common benchmarks: choices of several tokens, choices of one
+token after five examples (shared by all questions, or different for each), and complete texts. A Llama with random
+float32 weights answers them on all cores, with `maxlm.evaluation.lm_eval_model` and with lm-eval's `HFLM`. `HFLM` runs
+with batches of 1, 8 and 16; its best batch size counts. The time covers the backend, from text to log-probabilities.
+
+The sides run in turns; ratios compare medians over the rounds. A first round compiles all programs and compares the
+results of both sides. Needs maxlm's `dev` extra.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from maxlm.workdir.files import TOKENIZER
 
 SIZES = {'layers': 6, 'dim': 384, 'heads': 6, 'ffn': 1024, 'vocab': 4096, 'context': 1024}
 BATCHES = (1, 8, 16)
-# Of questions with choices, of questions behind examples, of whole texts.
+# Numbers of questions with choices, of questions after examples, and of complete texts.
 DOCUMENTS = (160, 16, 8)
-# Between log-probabilities, of the larger of them and 1 nat.
+# Largest difference of log-probabilities, relative to the larger one or 1 nat.
 TOLERANCE = 1e-3
-# Tokens, both ends included.
+# Ranges of numbers of tokens, inclusive.
 QUESTION, CHOICE = (20, 60), (3, 11)
 FEWSHOT, FEWSHOT_QUESTION = 5, (40, 80)
 TEXT = 1000
@@ -53,7 +54,7 @@ LEXICON, TRAINING_WORDS = 6000, 200_000
 
 
 class Task(NamedTuple):
-    """Requests as lm-eval gives them: (context, continuation), or (text,) where `rolling`."""
+    """Requests in lm-eval's format: (context, continuation), or (text,) if `rolling`."""
 
     name: str
     rolling: bool
@@ -61,7 +62,13 @@ class Task(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Seconds for a task, the log-probability of each request, and whether its tokens are the likeliest."""
+    """Results of one side for one task.
+
+    Attributes:
+        seconds: duration.
+        log_probs: log-probability of each request.
+        greedy: True for each request whose tokens are the most likely ones.
+    """
 
     seconds: float
     log_probs: list[float]
@@ -69,7 +76,7 @@ class Turn(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
-    """Measures, prints rows of a Markdown table, writes JSON."""
+    """Measures both sides, prints Markdown rows and writes JSON."""
     parser = ArgumentParser(prog='benchmarks.evaluation', allow_abbrev=False, description=__doc__)
     told = ','.join(map(str, DOCUMENTS))
     parser.add_argument('--rounds', type=int, default=3, help='turns of each side (default 3)')
@@ -103,7 +110,10 @@ def main(argv: list[str]) -> int:
 
 
 def parse_documents(text: str) -> list[int]:
-    """`160,16,8` → numbers of documents; of questions behind examples more than there are examples are needed."""
+    """Parses three numbers of documents such as `160,16,8`.
+
+    The number of questions after examples must exceed the number of examples.
+    """
     parts = text.split(',')
     least = (1, FEWSHOT + 1, 1)
     if len(parts) != len(least) or not all(map(str.isdigit, parts)):
@@ -116,10 +126,10 @@ def parse_documents(text: str) -> list[int]:
 
 
 class Words:
-    """Random words, few of them frequent, and a tokenizer trained on them.
+    """Random words with a Zipf-like distribution, and a tokenizer trained on them.
 
     Attributes:
-        tokenizer: byte-level BPE with all the ids of the model.
+        tokenizer: byte-level BPE with the model's vocabulary size.
     """
 
     def __init__(self, *, seed: int):
@@ -128,13 +138,13 @@ class Words:
         self._words = [''.join(self.rng.choice(syllables, self.rng.integers(1, 5))) for _ in range(LEXICON)]
         self._shares = 1 / np.arange(3, LEXICON + 3)
         self._shares /= self._shares.sum()
-        # A letter with the blank before it becomes one token, as in tokenizers of real text.
+        # Repeating the letters makes each letter with its leading space one token, as in real tokenizers.
         drawn = [*self._draw(TRAINING_WORDS), *('Question:', 'Answer:', 'A.', 'B.', 'C.', 'D.', *LETTERS) * 200]
         text = ' '.join(drawn[place] for place in self.rng.permutation(len(drawn)))
         self.tokenizer = make_tokenizer(f'bpe:{SIZES["vocab"]}', [text])
 
     def text(self, bounds: tuple[int, int]) -> str:
-        """Words of so many tokens, the last of them cut off."""
+        """Returns random words whose number of tokens is within the inclusive `bounds`."""
         num = int(self.rng.integers(bounds[0], bounds[1] + 1))
         drawn = ' '.join(self._draw(num))
         return self.tokenizer.decode(self.tokenizer.encode_batch([drawn])[0][:num]).strip()
@@ -144,7 +154,7 @@ class Words:
 
 
 def make_tasks(words: Words, documents: Sequence[int]) -> list[Task]:
-    """As lm-eval spells ARC, MMLU with its examples and with drawn ones, and perplexities; names say how much it is."""
+    """Returns tasks in the format of ARC, MMLU with fixed examples, MMLU with sampled examples, and perplexity."""
     choices, letters, texts = documents
     tokens = words.tokenizer
     several: list[tuple[str, ...]] = [
@@ -190,8 +200,8 @@ def _range(tokenizer: Tokenizer, requests: Sequence[tuple[str, ...]], part: int)
 
 
 def write_model(directory: Path, tokenizer: Tokenizer) -> int:
-    """Writes a Llama of random weights as Transformers does; returns the number of its parameters."""
-    # They need PyTorch.
+    """Writes a Llama with random weights in Transformers' format and returns its number of parameters."""
+    # Imported here because both modules need PyTorch.
     import transformers
 
     from benchmarks.serve_peer import write_llama
@@ -206,14 +216,14 @@ def write_model(directory: Path, tokenizer: Tokenizer) -> int:
 
 
 def maxlm_side(workdir: Path) -> Callable[[Task], Turn]:
-    """Answers through maxlm's backend."""
+    """Returns a function that answers a task with maxlm's backend."""
     model = load_model(str(workdir), num_devices=1)
     backend = harness_model(LmEvalModel(model, LogprobScorer(model), None))
     return lambda task: answer(backend, task)
 
 
 def transformers_side(directory: Path) -> Callable[[Task, int], Turn]:
-    """Answers through lm-eval's backend of Transformers, in batches of a size."""
+    """Returns a function that answers a task with lm-eval's Transformers backend and a batch size."""
     import torch
     from lm_eval.models.huggingface import HFLM
 
@@ -225,12 +235,12 @@ def transformers_side(directory: Path) -> Callable[[Task, int], Turn]:
 
 
 def _silence() -> contextlib.AbstractContextManager[Any]:
-    """Bars of the libraries would go through this one's."""
+    """Hides the libraries' progress bars, which would garble the bar of this benchmark."""
     return contextlib.redirect_stderr(io.StringIO())
 
 
 def answer(backend: Any, task: Task) -> Turn:
-    """What one of lm-eval's models makes of a task, and how long that takes."""
+    """Runs a task on a backend of lm-eval and measures the time."""
     from lm_eval.api.instance import Instance
 
     kind: Any = 'loglikelihood_rolling' if task.rolling else 'loglikelihood'
@@ -247,10 +257,10 @@ def answer(backend: Any, task: Task) -> Turn:
 def measure(
     ours: Callable[[Task], Turn], theirs: Callable[[Task, int], Turn], tasks: Sequence[Task], rounds: int
 ) -> list[dict[str, Any]]:
-    """Both sides at each task, in turns.
+    """Runs each task on both sides in turns.
 
     Raises:
-        SystemExit: they do not find the same.
+        SystemExit: the results of the sides differ.
     """
     seconds: list[dict[str, list[float]]] = [{'maxlm': [], **{str(size): [] for size in BATCHES}} for _ in tasks]
     apart = []
@@ -285,16 +295,16 @@ def measure(
 
 
 def difference(mine: Turn, yours: Turn, task: Task) -> float:
-    """The largest between log-probabilities, of the larger of them and 1 nat.
+    """Returns the largest difference of log-probabilities, relative to the larger one or 1 nat.
 
     Raises:
-        SystemExit: it is more than TOLERANCE, or one side holds other tokens for the likeliest.
+        SystemExit: the difference exceeds TOLERANCE, or the sides disagree on the greedy tokens.
     """
     if not len(mine.log_probs) == len(yours.log_probs) == len(task.requests):
         raise SystemExit(f'{task.name}: {len(mine.log_probs)} and {len(yours.log_probs)} answers')
     a, b = np.array(mine.log_probs), np.array(yours.log_probs)
     apart = float((np.abs(a - b) / np.maximum(1, np.maximum(np.abs(a), np.abs(b)))).max())
-    # Also where one is NaN.
+    # The negated comparison also catches NaN.
     if not apart <= TOLERANCE:
         raise SystemExit(f'{task.name}: not the same model: log-probabilities differ by {apart:.1e}')
     if mine.greedy != yours.greedy:
@@ -303,7 +313,7 @@ def difference(mine: Turn, yours: Turn, task: Task) -> float:
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Rows in Markdown: wall seconds of both, and how many times as fast maxlm is."""
+    """Returns Markdown rows with the seconds of both sides and the speedup of maxlm."""
     rows = [
         f'| {result["task"]} | {result["maxlm"]:.2f} | {result["hf"]:.2f} (batch {result["hf_batch"]}) | '
         f'{result["ratio"]:.2f} |'
@@ -313,7 +323,7 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def run() -> None:
-    """Entry of `python -m benchmarks.evaluation`."""
+    """Entry point of `python -m benchmarks.evaluation`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

@@ -1,6 +1,6 @@
-"""Draws what was measured beside peers for docs/performance.md: `python -m benchmarks.figures [--output=docs/figures]`.
+"""Plots the comparison with other frameworks: `python -m benchmarks.figures [--output=docs/figures]`.
 
-Reads benchmarks/results/. The pictures of growth are those of `benchmarks.growth`.
+Reads benchmarks/results/ and writes the figures of docs/performance.md. `benchmarks.growth` plots the scaling curves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LABELS = {
 
 
 def main(argv: list[str]) -> int:
-    """Writes the pictures."""
+    """Writes the figures."""
     parser = ArgumentParser(prog='benchmarks.figures', allow_abbrev=False, description=__doc__)
     parser.add_argument('--output', type=Path, default=Path('docs/figures'), help='directory (default docs/figures)')
     options = parser.parse_args(argv)
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def peers(results: list[dict[str, Any]]) -> Figure:
-    """Milliseconds of a step, a panel for each size and number of threads."""
+    """Plots milliseconds per step, with a panel for each size and number of threads."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,11 +1,11 @@
-"""Prove on a GPU that attention within packed documents is right there, and time it.
+"""Checks and times attention within packed documents on a GPU.
 
     python -m benchmarks.gpu_attention [--output=FILE]
 
-Outputs and gradients are held against the formula in float32 over random packings, of one document a row up to more
-than the kernel's list has room for. Ignoring the documents must be seen as a mistake. Then the kernel is timed against
-the same one with a mask, and against one without documents. Prints tables, writes JSON; exits 1 on a mismatch. Needs
-jax and flax only, and a GPU of compute capability 9.0 or later.
+The benchmark compares outputs and gradients with the formula in float32 for random packings, from one document per row
+to more documents than the kernel's list can hold. As a negative control, ignoring the documents must cause an error.
+It then times the kernel against cuDNN with a mask and against cuDNN without documents. Prints tables, writes JSON, and
+exits with 1 on a mismatch. Needs only jax and flax, and a GPU with compute capability 9.0 or later.
 
 Shapes: B batch, T length, N query heads, K key/value heads, H head dim.
 """
@@ -32,15 +32,15 @@ from maxlm.model.layers.kv_cache import Slots
 from maxlm.model.layers.masks import causal_mask
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 
-# Largest error of a token's vector, relative to the vector's norm or to what is usual for the array. Of bfloat16's 8
-# bits scores, weights and results each lose one or two.
+# Largest error of a token's vector, relative to the vector's norm or the typical norm of the array. Scores, weights and
+# results each lose one or two of bfloat16's 8 bits.
 TOLERANCE = 0.03
 # q, k, v, segments, window → output.
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, int], jax.Array]
 
 
 class Shape(NamedTuple):
-    """Of queries, keys and values; `window` 0 is none."""
+    """Shape of queries, keys and values; `window=0` disables the sliding window."""
 
     B: int
     T: int
@@ -50,14 +50,14 @@ class Shape(NamedTuple):
     window: int
 
 
-# Any two of the three choices meet in all ways.
+# The shapes cover each pair of values of the three varied settings.
 CHECKED = [Shape(4, 512, 8, K, H, window) for K, H, window in ((8, 64, 0), (8, 128, 100), (2, 64, 100), (2, 128, 0))]
-# The 1B model's, and one of a longer context with grouped heads.
+# Shapes of the 1B model, of one with larger heads, and of a longer context with grouped heads.
 TIMED = [Shape(4, 2048, 24, 24, 64, 0), Shape(8, 2048, 16, 16, 128, 0), Shape(2, 8192, 32, 8, 128, 0)]
 
 
 def main(argv: list[str]) -> int:
-    """Checks, then times."""
+    """Checks the kernels, then times them."""
     parser = ArgumentParser(prog='benchmarks.gpu_attention', allow_abbrev=False, description=__doc__)
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
@@ -77,24 +77,24 @@ def main(argv: list[str]) -> int:
 
 
 def documents(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
-    """The kernel that is told of documents."""
+    """Applies the cuDNN kernel that takes document lengths."""
     return attend_documents(q, k, v, segments, window=window, placement=SINGLE_DEVICE)
 
 
 def masked(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
-    """cuDNN with documents as a mask."""
+    """Applies cuDNN attention with the documents as a mask."""
     mask = _mask(segments, window)
     return cudnn(q, k, v, mask_BTS=mask, segments_BT=None, window=window, partitioning=SINGLE_DEVICE)
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
-    """cuDNN without documents: the leak."""
+    """Applies cuDNN attention that ignores the documents, as a negative control."""
     del segments
     return cudnn(q, k, v, mask_BTS=None, segments_BT=None, window=window, partitioning=SINGLE_DEVICE)
 
 
 def reference(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
-    """The formula, in float32."""
+    """Computes attention by its formula in float32."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     with jax.default_matmul_precision('float32'):
         slots = Slots(k.swapaxes(1, 2), v.swapaxes(1, 2), None, None)
@@ -102,7 +102,7 @@ def reference(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, win
 
 
 def check(kernels: dict[str, Kernel], leak: Kernel, shapes: list[Shape]) -> list[dict[str, Any]]:
-    """The largest error of each kernel over output and gradients, by shape and packing; `leak` ignores documents."""
+    """Returns the largest error of each kernel over output and gradients, by shape and packing."""
     rng = np.random.default_rng(0)
     results = []
     for shape in shapes:
@@ -118,12 +118,12 @@ def check(kernels: dict[str, Kernel], leak: Kernel, shapes: list[Shape]) -> list
 
 
 def find_mistakes(checks: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with the results of `check`, one line each."""
+    """Returns one message for each mistake in the results of `check`."""
     mistakes = []
     for result in checks:
         where = ' '.join(f'{name}={value}' for name, value in result.items() if name != 'errors')
         errors = result['errors']
-        # Also where it is not a number.
+        # The negated comparison also catches NaN.
         if not errors['documents'] <= TOLERANCE:
             mistakes.append(f'{where}: documents are off by {errors["documents"]:.4f}')
         if result['packing'] != 'one' and not errors['leak'] > 10 * TOLERANCE:
@@ -132,7 +132,7 @@ def find_mistakes(checks: list[dict[str, Any]]) -> list[str]:
 
 
 def packings(rng: np.random.Generator, shape: Shape) -> dict[str, np.ndarray]:
-    """Segments [B, T] by what is packed into them."""
+    """Returns segment ids [B, T] by the name of the packing."""
     B, T = shape.B, shape.T
     room = B * documents_per_row(T)
     return {
@@ -147,7 +147,7 @@ def packings(rng: np.random.Generator, shape: Shape) -> dict[str, np.ndarray]:
 
 
 def random_segments(rng: np.random.Generator, B: int, T: int, count: int) -> np.ndarray:
-    """[B, T] of `count` documents in all, which end anywhere."""
+    """Returns segment ids [B, T] of `count` documents with random boundaries."""
     is_first = np.zeros((B, T), bool)
     is_first[:, 0] = True
     others = np.flatnonzero(~is_first)
@@ -156,20 +156,20 @@ def random_segments(rng: np.random.Generator, B: int, T: int, count: int) -> np.
 
 
 def largest_error(found: tuple[jax.Array, ...], expected: tuple[jax.Array, ...]) -> float:
-    """Over the vectors [H] of all tokens and heads; see TOLERANCE. NaN where anything is not finite."""
+    """Returns the largest error over the vectors [H] of all tokens and heads (see TOLERANCE); NaN if not finite."""
     errors = []
     usual = 0.0
     for arrays in zip(found, expected, strict=True):
         a, b = (np.asarray(array, np.float32) for array in arrays)
         norms = np.linalg.norm(b, axis=-1)
-        # Some gradients are 0 on the whole, such as those of the queries of single tokens.
+        # Some gradients vanish, such as those of the queries of single-token documents.
         usual = max(float(np.sqrt(np.mean(norms**2))), 0.1 * usual)
         errors.append(np.max(np.linalg.norm(a - b, axis=-1) / np.maximum(norms, usual)))
     return float(np.max(errors))
 
 
 def measure(shapes: list[Shape], repeats: int = 20) -> list[dict[str, Any]]:
-    """Median milliseconds of a forward and a backward pass, by shape, mean tokens of a document, and kernel."""
+    """Measures the median milliseconds of a forward and backward pass, by shape, mean document length and kernel."""
     rng = np.random.default_rng(1)
     results = []
     for shape in shapes:
@@ -191,7 +191,7 @@ def measure(shapes: list[Shape], repeats: int = 20) -> list[dict[str, Any]]:
 
 
 def _arrays(rng: np.random.Generator, shape: Shape) -> tuple[jax.Array, ...]:
-    """q, k, v and the gradient of the output."""
+    """Returns random q, k, v and output gradient."""
     heads = (shape.N, shape.K, shape.K, shape.N)
     return tuple(jnp.asarray(rng.normal(size=(shape.B, shape.T, n, shape.H)), jnp.bfloat16) for n in heads)
 

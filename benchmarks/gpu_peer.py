@@ -1,8 +1,8 @@
-"""One side of `benchmarks.peers_gpu`, in a process of its own: `python -m benchmarks.gpu_peer SIDE TASK`.
+"""One side of `benchmarks.peers_gpu`, in a separate process: `python -m benchmarks.gpu_peer SIDE TASK`.
 
-What needs no GPU is made ready first; then the first line on standard input gives it the device. The first answer has
-the losses of the first steps, which must be the same for all sides. Each further line is a number of steps, and is
-answered with what one took. Steps follow each other without a wait, as in training; the last one is waited for.
+The process prepares everything that needs no GPU and then waits for the first line on standard input before it uses the
+device. Its first response contains the losses of the first steps, which must agree on all sides. Each further line is a
+number of steps; the response is the mean time of one step. As in training, the process only waits for the last step.
 """
 
 from __future__ import annotations
@@ -22,28 +22,32 @@ from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.hardware.chips import find_peak
 
-# Steps that are compared: every batch, and every batch again.
+# The losses of these steps are compared; each batch occurs twice.
 FIRST = 2 * BATCHES
-# What differs from the CPU's comparison. Of a block all products are kept and what is cheap is computed again, as
-# `torch.compile` does too.
+# Differences from the comparison on CPUs. The results of matrix products are saved and cheap operations are recomputed,
+# as `torch.compile` does.
 OVERRIDES = {
     'model.dtype': 'bfloat16',
     'model.scan_layers': True,
     'model.remat_policy': 'dots',
     'optimizer.learning_rate': 3e-4,
     'optimizer.min_learning_rate': 3e-5,
-    # The first steps must change something, or only forward passes would be compared.
+    # The warm-up must be short enough for the first steps to change the parameters, so that updates are compared too.
     'optimizer.warmup_steps': FIRST,
 }
 
 
 class Task(NamedTuple):
-    """What all sides do."""
+    """Work of all sides.
+
+    Attributes:
+        sizes: shape of the model and the batch; see `make_config`.
+        device: gpu or cpu.
+        compiled: PyTorch's side uses torch.compile.
+    """
 
     sizes: dict[str, int]
-    # gpu | cpu.
     device: str
-    # Of PyTorch's side: under torch.compile.
     compiled: bool
 
     @property
@@ -52,17 +56,21 @@ class Task(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """A side that is ready to start."""
+    """A side that is ready to start.
+
+    Attributes:
+        start: loads the model onto the device and returns its step.
+        describe: returns versions and device.
+        memory: returns peak bytes of arrays, bytes reserved by the process, and their limit; None if unknown.
+    """
 
     start: Callable[[], Run]
-    # Versions and the like.
     describe: Callable[[], dict[str, Any]]
-    # Bytes that its arrays took at most, that the process holds, and that it may hold; null where nothing tells.
     memory: Callable[[], dict[str, int | None]]
 
 
 def prepare_maxlm(task: Task) -> Peer:
-    """The very step that `maxlm.train` compiles."""
+    """Prepares the step that `maxlm.train` compiles."""
 
     def memory() -> dict[str, int | None]:
         stats = jax.local_devices()[0].memory_stats() or {}
@@ -76,7 +84,7 @@ def prepare_maxlm(task: Task) -> Peer:
 
 
 def prepare_torch(task: Task, attention: str) -> Peer:
-    """The benchmark's own GPT: autocast to bfloat16 over float32 parameters, one attention kernel, fused AdamW."""
+    """Prepares `benchmarks.torch_gpt`: bfloat16 autocast, float32 parameters, the attention kernel, fused AdamW."""
     try:
         import torch
         from torch.nn.attention import SDPBackend
@@ -96,7 +104,7 @@ def prepare_torch(task: Task, attention: str) -> Peer:
     def start() -> Run:
         model.to(device).train()
         step = make_step(
-            # A program in pieces would be slower than what a careful user has: it is an error.
+            # fullgraph=True makes graph breaks an error, because they would slow PyTorch down.
             torch.compile(model, dynamic=False, fullgraph=True) if task.compiled else model,
             model,
             config,
@@ -127,7 +135,7 @@ SIDES: dict[str, Callable[[Task], Peer]] = {
 
 
 def serve(argv: list[str]) -> int:
-    """Until standard input ends."""
+    """Trains on request until standard input ends."""
     side, words = argv
     peer = SIDES[side](Task(**json.loads(words)))
     if not sys.stdin.readline():

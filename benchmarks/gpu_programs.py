@@ -1,10 +1,10 @@
-"""What XLA makes of the steps of real models for H100s that are not here: `python -m benchmarks.gpu_programs`.
+"""Analyzes the training steps that XLA compiles for H100s without a GPU: `python -m benchmarks.gpu_programs`.
 
-For each model, in bfloat16 and in 8-bit floats, on one GPU and on a node of eight: kernels and how often a step runs
-them, operations of matrix products by library and type, bytes that collectives send, memory, and the least time that
-each part of the step can take. Needs JAX's CUDA plugin and no GPU: pip install 'maxlm[cuda12]'. Products are shown as
-cuBLAS takes them; on a GPU XLA tries Triton's kernels too and chooses. About 15 CPU-seconds a program; the JSON file is
-written anew after each.
+Compiles each model in bfloat16 and fp8, for one GPU and for a node of eight. Reports kernels and their executions per
+step, operations of matrix products by library and type, bytes sent by collectives, memory, and the minimum time of each
+part of the step. Needs JAX's CUDA plugin but no GPU: pip install 'maxlm[cuda12]'. Products appear as cuBLAS calls; on a
+GPU, XLA's autotuner may choose Triton kernels instead. Each program takes about 15 CPU-seconds. The JSON file is
+rewritten after each program.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from maxlm.training.state import abstract_state
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / 'benchmarks/results/gpu_programs.json'
-# Vocabulary of the configs that take it from the data set.
+# Vocabulary size for configs that take it from the data set.
 VOCAB = 50_257
 FORWARD, BACKWARD = '__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'
 FP8 = 'model.matmul_precision=fp8'
 
 
 class Rung(NamedTuple):
-    """A step to compile; `overrides` are those of `benchmarks/gpu.sh` on one GPU, none on a node."""
+    """A step to compile; `overrides` are those of `benchmarks/gpu.sh` on one GPU and empty on a node."""
 
     name: str
     config: str
@@ -79,23 +79,28 @@ RUNGS = (
 
 
 class Part(NamedTuple):
-    """What a part of the step needs of a device."""
+    """Cost of a part of the step on each device.
+
+    Attributes:
+        flops: floating-point operations.
+        bytes: bytes read and written in device memory, except by matrix products.
+        least: seconds at the chip's peak.
+        expected: seconds at the efficiency of the roofline model.
+    """
 
     flops: float
-    # Read from and written to device memory, beside what products read and write.
     bytes: float
-    # Seconds with all of the chip's peak, and with what a step gets of it.
     least: float
     expected: float
 
 
 def main(argv: list[str]) -> int:
-    """Compiles all, prints tables, writes JSON."""
+    """Compiles all steps, prints tables and writes JSON."""
     parser = ArgumentParser(prog='benchmarks.gpu_programs', allow_abbrev=False, description=__doc__)
     parser.add_argument('--only', default='', help='names of models, with ; between')
     parser.add_argument('--output', type=Path, default=OUTPUT, help='JSON file to write')
     options = parser.parse_args(argv)
-    # Devices of other platforms would be asked for when JAX starts.
+    # Otherwise JAX would initialize devices of other platforms.
     jax.config.update('jax_platforms', 'cpu')
     rungs = [rung for rung in RUNGS if not options.only or rung.name in options.only.split(';')]
     if not rungs:
@@ -115,7 +120,7 @@ def main(argv: list[str]) -> int:
 
 
 def describe(rung: Rung) -> dict[str, Any]:
-    """Compiles a step and reads what it does.
+    """Compiles a step and analyzes the program.
 
     Raises:
         CompilerMissingError: no compiler for GPUs is installed.
@@ -132,7 +137,7 @@ def describe(rung: Rung) -> dict[str, Any]:
     )
     layout = target_layout(target, config.mesh)
     with compiling_for(target):
-        # Without a GPU nothing is tried out, and all products would be Triton's.
+        # Without a GPU there is no autotuning, and XLA would use Triton for all products.
         compiled = compile_train_step(
             config, layout, abstract_state(config, layout), options={'xla_gpu_enable_triton_gemm': False}
         )
@@ -175,14 +180,14 @@ def describe(rung: Rung) -> dict[str, Any]:
 
 
 class Counted(NamedTuple):
-    """Products of a kind: how often a step runs them, and their operations."""
+    """Executions per step and operations of one kind of matrix product."""
 
     runs: float
     flops: float
 
 
 def library_products(module: Module) -> dict[str, Counted]:
-    """By what computes them: calls of cuBLAS by target, and `dot` for those of XLA's own kernels."""
+    """Counts matrix products by cuBLAS call target; `dot` stands for XLA's own kernels."""
     counted: dict[str, Counted] = {}
 
     def visit(scope: Scope, times: float) -> None:
@@ -209,7 +214,7 @@ def _kind(instruction: Instruction) -> str:
 
 
 def sent_bytes(program: Program) -> dict[str, float]:
-    """Bytes that a device sends in a step, by kind of collective."""
+    """Returns the bytes that a device sends in a step, by kind of collective."""
     sent: dict[str, float] = {}
     for transfer in program.transfers:
         sent[transfer.kind] = sent.get(transfer.kind, 0.0) + transfer.sent
@@ -217,12 +222,12 @@ def sent_bytes(program: Program) -> dict[str, float]:
 
 
 def parts_of(config: Config, work: Work, target: Target) -> dict[str, Part]:
-    """The step taken apart; together the parts do all of `work`."""
+    """Splits the step into parts, which sum to `work`."""
     model, mesh, chip = config.model, config.mesh, target.chip
     tokens = config.train.global_batch_size * config.data.seq_len / (config.batch_shards * mesh.context)
     split = mesh.stage * mesh.tensor
     kernels = block_kernels(model)
-    # Computed again is all of a block but what only goes into the stream.
+    # Recomputation covers a block except the products that are only added to the residual stream.
     last = ('down', 'out') if model.parallel_residual else ('down',)
     passes = {name: 4 if model.remat_policy in RECOMPUTED and name not in last else 3 for name in kernels}
     per_kernel = {
@@ -245,7 +250,10 @@ def parts_of(config: Config, work: Work, target: Target) -> dict[str, Part]:
 
 
 def _update_bytes(config: Config, work: Work, chip: Chip) -> float:
-    """Of the optimizer. AdamW: the gradient for its norm and to be used, the parameter, its norm, and both moments."""
+    """Returns the bytes that the optimizer reads and writes.
+
+    AdamW accesses the gradient twice (norm and update), the parameter, its norm, and both moments.
+    """
     mesh = config.mesh
     parts = mesh.stage * mesh.tensor * mesh.fsdp * mesh.context
     per_parameter = 8 + 12 + 4 * MOMENT_BYTES[config.optimizer.moment_dtype] + (8 if config.optimizer.ema_decay else 0)

@@ -1,11 +1,11 @@
-"""How time and memory grow with the model, the batch, the devices and the data; what must not grow, and does not.
+"""Measures how time and memory scale with the model, the batch, the devices and the data.
 
     python -m benchmarks.growth [--only=depth,width,…] [--rounds=N] [--output=FILE] [--figures=DIR]
 
-For each axis a few sizes over at least a factor of eight, on the CPU, in turns. Prints the exponent p of each figure,
-as size to the power p: over all sizes, and over the last three, where parts that do not grow matter less; beside them
-the one that is expected of large sizes, and why. Writes JSON with machine and versions, in which axes that were not
-measured keep what an earlier run wrote, and a picture of each axis.
+Each axis has several sizes that span at least a factor of eight. They are measured on the CPU in turns. The table has
+the exponent p of each figure (size to the power p) over all sizes and over the last three, where constant parts matter
+less. It also has the expected exponent for large sizes and its reason. Writes a figure of each axis, and JSON with
+machine and versions. Axes that are not measured keep their earlier results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from maxlm.planning.estimate.cpu import num_cores
 
 
 class Axis(NamedTuple):
-    """What grows, how its sizes are called in pictures, and what measures it in a number of rounds."""
+    """One axis: title, label of the sizes in figures, and a function that measures a number of rounds."""
 
     title: str
     label: str
@@ -48,7 +48,7 @@ AXES: dict[str, Axis] = {
 
 
 def main(argv: list[str]) -> int:
-    """Measures axes, prints their table, writes and draws them."""
+    """Measures axes, prints their tables, and writes and plots the results."""
     parser = ArgumentParser(prog='benchmarks.growth', allow_abbrev=False, description=__doc__)
     parser.add_argument('--only', default=','.join(AXES), help='axes with commas between them (default: all)')
     parser.add_argument('--rounds', type=int, default=9, help='turns of each size (default 9)')
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     for name in names:
         curves = AXES[name].measure(options.rounds)
         print(table(name, curves), flush=True)
-        # A load above the number of cores: others were working, and times say little.
+        # A load above the number of cores means that other processes disturbed the times.
         told = {'rounds': options.rounds, 'load': os.getloadavg()[0], 'curves': [to_json(curve) for curve in curves]}
         results = {axis: results[axis] if axis != name else told for axis in AXES if axis in {name, *results}}
         if options.output:
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def draw(results: dict[str, list[dict]], directory: Path) -> None:
-    """A picture of each axis: growth_AXIS.png."""
+    """Plots each axis to growth_AXIS.png."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, curves in results.items():
         figure = picture(AXES[name].title, AXES[name].label, list(map(from_json, curves)))

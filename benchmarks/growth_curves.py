@@ -1,4 +1,4 @@
-"""How a figure grows with a size: the exponent, the table of all, and pictures on logarithmic axes."""
+"""Scaling curves: exponents, a table, and plots with logarithmic axes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Sizes at the end of a curve that tell what large ones do: at the small end what does not grow has the larger part.
+# Number of large sizes for the second exponent; at small sizes constant parts dominate.
 LAST = 3
-# Of a picture: lines of three colors, and what is between them and white.
+# Number of colors of a plot: three line colors and their anti-aliased shades.
 COLORS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One figure over the sizes of an axis.
+    """One measured quantity over the sizes of an axis.
 
     Attributes:
-        name: what was measured.
+        name: measured quantity.
         unit: s, B or ''.
-        sizes: along the axis, ascending.
-        values: at each size, a median where it is a time.
-        expected: exponent for large sizes, an upper bound where it says so in `why`.
-        why: that is what it should be.
-        control: what the same would be, done in another way: sizes, values and its name; shown beside it.
+        sizes: sizes of the axis, ascending.
+        values: value at each size; the median for times.
+        expected: exponent for large sizes, or its upper bound if `why` says so.
+        why: reason for the expected exponent.
+        control: name, sizes and values of an alternative method, shown for comparison.
     """
 
     name: str
@@ -46,17 +46,17 @@ class Curve:
 
     @property
     def exponent(self) -> float:
-        """Over all sizes."""
+        """Returns the exponent over all sizes."""
         return exponent(self.sizes, self.values)
 
     @property
     def last_exponent(self) -> float:
-        """Over the largest sizes."""
+        """Returns the exponent over the largest sizes."""
         return exponent(self.sizes[-LAST:], self.values[-LAST:])
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The slope of the line of least squares through the logarithms: p where values are as sizes to the power p."""
+    """Returns p if values are proportional to sizes to the power p, by least squares on the logarithms."""
     x, y = [math.log(size) for size in sizes], [math.log(value) for value in values]
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
@@ -64,12 +64,12 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 
 def to_json(curve: Curve) -> dict[str, Any]:
-    """The curve and its exponents."""
+    """Returns the curve and its exponents as JSON data."""
     return {**dataclasses.asdict(curve), 'exponent': curve.exponent, 'last_exponent': curve.last_exponent}
 
 
 def from_json(facts: dict[str, Any]) -> Curve:
-    """What `to_json` wrote."""
+    """Returns the curve that `to_json` wrote."""
     control = facts['control']
     rest = {name: facts[name] for name in ('name', 'unit', 'expected', 'why')}
     return Curve(
@@ -81,7 +81,7 @@ def from_json(facts: dict[str, Any]) -> Curve:
 
 
 def table(axis: str, curves: Sequence[Curve]) -> str:
-    """A line for each curve: range, values at its ends, exponents, and what is expected and why."""
+    """Returns a table with a row for each curve: range, first and last value, exponents, expectation and its reason."""
     lines = []
     for curve in curves:
         ends = f'{told(curve.values[0], curve.unit)} … {told(curve.values[-1], curve.unit)}'
@@ -97,14 +97,14 @@ HEADER = f'{"axis":<14}{"figure":<34}{"range":<18}{"from … to":<24}{"all":>6}{
 
 
 def told(value: float, unit: str) -> str:
-    """A value with its unit, short."""
+    """Formats a value with its unit."""
     if unit == 's':
         for scale, name in ((1, 's'), (1e-3, 'ms'), (1e-6, 'µs')):
             if value >= scale:
                 return f'{value / scale:.3g} {name}'
         return f'{value * 1e9:.3g} ns'
     if unit == 'B':
-        # Decimal, as the decades of the pictures are.
+        # Decimal units match the decades of the plots.
         for scale, name in ((1e12, 'TB'), (1e9, 'GB'), (1e6, 'MB'), (1e3, 'kB')):
             if value >= scale:
                 return f'{value / scale:.3g} {name}'
@@ -113,8 +113,8 @@ def told(value: float, unit: str) -> str:
 
 
 def picture(title: str, label: str, curves: Sequence[Curve]) -> Figure:
-    """A panel for each curve, with the slope that is expected of large sizes through its last point."""
-    # Without pyplot: no window, no state that lives on.
+    """Plots a panel for each curve, with the expected slope through its last point."""
+    # pyplot would open windows and keep global state.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -133,14 +133,14 @@ def picture(title: str, label: str, curves: Sequence[Curve]) -> Figure:
 
 
 def write_small_png(figure: Figure, path: Path) -> None:
-    """The picture in COLORS colors, which takes a third of the bytes."""
+    """Writes the figure with COLORS colors, which needs a third of the bytes."""
     from PIL import Image
 
     data = io.BytesIO()
-    # Neither date nor version: the same figures give the same file.
+    # Omitting date and version makes the file reproducible.
     figure.savefig(data, format='png', dpi=120, metadata={'Software': None})
     image = Image.open(data).convert('RGB')
-    # By coverage: the median cut gives a color that few pixels have to its neighbours.
+    # Median cut would merge rare colors with similar ones, so the quantization maximizes coverage.
     image = image.quantize(COLORS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     image.save(path, optimize=True)
 
@@ -168,7 +168,7 @@ def _panel(axes: Axes, curve: Curve, label: str) -> None:
         name, sizes, control = curve.control
         values += control
         axes.plot(sizes, control, color=ORANGE, linewidth=1.6, marker='s', markersize=5, label=name)
-    # Room for the legend above, and a decade at least: noise of what stays the same would fill the panel.
+    # Leaves space for the legend. At least one decade is shown, or the noise of a constant would fill the panel.
     low, high = min(values), max(values)
     middle, half = math.sqrt(low * high), max(math.log10(high / low), 1.0) / 2
     axes.set_ylim(middle * 10 ** (-1.1 * half), middle * 10 ** (1.9 * half))
@@ -183,12 +183,12 @@ def _size(size: float) -> str:
 
 
 def _power(value: float) -> str:
-    # Not -0.00.
+    # Avoids -0.00.
     return f'{value + 0.0:.2f}' if abs(value) >= 0.005 else '0.00'
 
 
 def _ticks(axis: Any, words: Callable[[float], str], low: float, high: float) -> None:
-    """1, 2 and 5 of each decade where the axis is short, only 1 where it is long."""
+    """Sets ticks at 1, 2 and 5 of each decade on short axes, and at 1 on long axes."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     decades = math.log10(high / low)

@@ -1,4 +1,4 @@
-"""The training data over its size, the number of shards and sources, and the place in it that a run goes on from."""
+"""Measures the data pipeline over data set size, shards, sources, and the step at which a run resumes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from maxlm.data.loader.shuffle import ShuffledIndex
 from maxlm.data.loader.windows import Sequences
 
 BATCH = 32
-# Short, so that a million windows are few files.
+# Short sequences, so that a million of them are small files.
 WINDOW = 16
-# Of the data sets that are written.
+# Shards of the data sets on disk.
 NUM_SHARDS = 16
 WINDOWS = (10**3, 10**4, 10**5, 10**6)
 SHARDS = (16, 64, 256, 1024, 4096)
-# Of the data sets that are described only.
+# Sequences per shard of data sets that exist only as metadata.
 WINDOWS_PER_SHARD = 10**5
 STEPS = (1, 10**2, 10**4, 10**6, 10**8)
 SOURCES = (4, 16, 64, 128, 256)
-# Bytes of one number in a table of all windows.
+# Bytes of one integer in a table of all sequences.
 NUMBER = 8
 PLACES = 2000
 
 
 def measure_windows(rounds: int, sizes: Sequence[int] = WINDOWS) -> list[Curve]:
-    """Over windows of a data set on disk: what opening it takes and keeps, its first batch, its order."""
+    """Measures opening a data set on disk, its memory, first batch and order, over its number of sequences."""
     with tempfile.TemporaryDirectory() as directory:
         figures = [_of_windows(size, Path(directory) / str(size), rounds) for size in sizes]
     x, (kept, opening, first, place) = tuple(map(float, sizes)), zip(*figures, strict=True)
@@ -52,7 +52,10 @@ def measure_windows(rounds: int, sizes: Sequence[int] = WINDOWS) -> list[Curve]:
 
 
 def measure_shards(rounds: int, sizes: Sequence[int] = SHARDS) -> list[Curve]:
-    """Over shards: the index, and the order's first place, for which all shards are looked at."""
+    """Measures the index and the first position of the order over the number of shards.
+
+    The first position needs the sizes of all shards.
+    """
     firsts = [partial(_first_place, [WINDOWS_PER_SHARD] * size) for size in sizes]
     x = tuple(map(float, sizes))
     kept, seconds = tuple(map(bytes_kept, firsts)), tuple(_least(rounds, first) for first in firsts)
@@ -64,7 +67,7 @@ def measure_shards(rounds: int, sizes: Sequence[int] = SHARDS) -> list[Curve]:
 
 
 def measure_places(rounds: int, sizes: Sequence[int] = STEPS) -> list[Curve]:
-    """Over the step that a run goes on from: the time to where its rows are, of one source and of several."""
+    """Measures the time to find the rows of a step, over the resumed step, for one source and for several."""
     curves = []
     for num_sources in (1, 4):
         shard_windows = [[WINDOWS_PER_SHARD] * NUM_SHARDS] * num_sources
@@ -75,7 +78,7 @@ def measure_places(rounds: int, sizes: Sequence[int] = STEPS) -> list[Curve]:
 
 
 def measure_sources(rounds: int, sizes: Sequence[int] = SOURCES) -> list[Curve]:
-    """Over weighted sources: the time of a row, that of arranging a period of rows, and what is kept of them."""
+    """Measures the time per row, the time to arrange a period of rows, and memory, over the number of sources."""
     x, (row, arranging, kept) = tuple(map(float, sizes)), zip(*(_of_sources(s, rounds) for s in sizes), strict=True)
     return [
         Curve('time of a row', 's', x, row, 0.0, 'it is looked up in its period'),
@@ -85,7 +88,7 @@ def measure_sources(rounds: int, sizes: Sequence[int] = SOURCES) -> list[Curve]:
 
 
 def described_dataset(shard_windows: Sequence[int]) -> Dataset:
-    """A data set of so many windows in each shard of which no file is there."""
+    """Returns the metadata of a data set with the given sequences per shard, without files."""
     shards = tuple(
         Shard(f'train-{number:05}.arrayrecord', 'described', windows * WINDOW + 1, 1, 0, f'{number:064x}')
         for number, windows in enumerate(shard_windows)
@@ -113,7 +116,7 @@ def described_dataset(shard_windows: Sequence[int]) -> Dataset:
 
 
 def described_batches(*shard_windows: Sequence[int]) -> Batches:
-    """Training batches of such data sets, one for each source, as `TrainingData.train_batches` makes them."""
+    """Returns training batches of one described data set per source, as `TrainingData.train_batches` does."""
     parts = [
         WeightedSource(Sequences(described_dataset(sizes), 'train', WINDOW), [0] * len(sizes))
         for sizes in shard_windows
@@ -123,7 +126,7 @@ def described_batches(*shard_windows: Sequence[int]) -> Batches:
 
 
 def bytes_kept(make: Callable[[], object]) -> float:
-    """Memory of what `make` returns, in Python's objects and NumPy's arrays."""
+    """Returns the memory of the result of `make`, in Python objects and NumPy arrays."""
     make()
     gc.collect()
     tracemalloc.start()
@@ -136,7 +139,7 @@ def bytes_kept(make: Callable[[], object]) -> float:
 
 
 def _of_windows(size: int, path: Path, rounds: int) -> tuple[float, float, float, float]:
-    # A shard of n tokens has (n - 1) / WINDOW windows.
+    # A shard of n tokens has (n - 1) / WINDOW sequences.
     dataset = write_dataset(random_tokens(size // NUM_SHARDS * NUM_SHARDS * WINDOW + NUM_SHARDS), path, NUM_SHARDS)
     data = DataConfig(path=str(dataset.path), seq_len=WINDOW)
 
@@ -181,7 +184,7 @@ def _of_sources(size: int, rounds: int) -> tuple[float, float, float]:
 
 
 def _least(rounds: int, action: Callable[[], object]) -> float:
-    """Seconds of the fastest of so many times: what others do on the machine only adds to it."""
+    """Returns the minimum seconds over the rounds, because other processes can only add time."""
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()

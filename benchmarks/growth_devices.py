@@ -1,9 +1,9 @@
-"""What a step costs the process, over its devices: Python of the loop, placing of the batch, compiling, what is sent.
+"""Measures the host cost of a step over the number of devices: Python, batch placement, compilation and communication.
 
     python -m benchmarks.growth_devices DATASET STEPS FILE
 
-trains on all devices and writes figures of the loop's steps to FILE. `measure` starts it on virtual CPU devices, whose
-number is fixed when a process starts. Times are of the main thread's own CPU: waiting for devices is not in them.
+This command trains on all devices and writes statistics of the steps to FILE. `measure` starts it with virtual CPU
+devices, whose number is fixed when a process starts. Times are CPU times of the main thread, so they exclude waiting.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ ROOT = Path(__file__).parent.parent
 DEVICES = (1, 2, 4, 8, 16, 32)
 PLANNED = (8, 64, 512, 4096, 32768)
 STEPS = 40
-# One process for so many rounds.
+# Rounds per process.
 STARTS = 4
-# First steps, in which JAX fills its caches.
+# Steps in which JAX fills its caches.
 WARMUP = 4
 SETTINGS: dict[str, Any] = {
     'model.num_layers': 2,
@@ -65,7 +65,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One step of the loop, its batch's placing, and how many functions both called; the thread's own time."""
+    """CPU seconds and number of function calls of one step, and of the placement of its batch."""
 
     step_seconds: float
     step_calls: int
@@ -74,7 +74,7 @@ class Sample:
 
 
 class Probe:
-    """Measures the steps of the runs of this process while it is entered; it sees their functions from outside."""
+    """Context manager that measures training steps by patching the functions of the loop."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
@@ -93,7 +93,7 @@ class Probe:
 
         def measured_step(loop: StepRunner, *arguments: Any, **options: Any) -> Any:
             self.stepping = loop
-            # Counting is slow: every second step is timed without.
+            # Counting calls is slow, so every second step is timed without it.
             counts = len(self.samples) % 2 == 1
             if counts:
                 sys.setprofile(self._count)
@@ -112,7 +112,7 @@ class Probe:
         self._patches.close()
 
     def figures(self) -> dict[str, float]:
-        """Medians of times, least numbers of calls: collecting of garbage, and a batch that is late, add some."""
+        """Returns medians of times and minimum call counts, since garbage collection and late batches add calls."""
         timed, counted = self.samples[WARMUP::2], self.samples[WARMUP + 1 :: 2]
         return {
             'placing_seconds': statistics.median(sample.placing_seconds for sample in timed),
@@ -131,7 +131,7 @@ class Probe:
 
 
 def main(argv: list[str]) -> int:
-    """Trains for some steps and writes down what they took."""
+    """Trains for some steps and writes their statistics."""
     dataset, steps, output = argv
     with tempfile.TemporaryDirectory() as workdir, Probe() as probe:
         settings = {**SETTINGS, 'data.path': dataset, 'train.num_steps': steps}
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_on(devices: int, dataset: Path, steps: int = STEPS) -> dict[str, float]:
-    """Figures of a process with so many virtual CPU devices."""
+    """Returns the statistics of a process with a number of virtual CPU devices."""
     flags = [flag for flag in os.environ.get('XLA_FLAGS', '').split() if 'device_count' not in flag]
     flags.append(f'--xla_force_host_platform_device_count={devices}')
     environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ' '.join(flags)}
@@ -170,11 +170,11 @@ def run_on(devices: int, dataset: Path, steps: int = STEPS) -> dict[str, float]:
 
 
 def measure(rounds: int, sizes: Sequence[int] = DEVICES) -> list[Curve]:
-    """Over devices of one process, which share its cores and the same batch; the processes take turns."""
+    """Measures over the number of devices of a process. The processes share cores and batch size and run in turns."""
     results: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
     with tempfile.TemporaryDirectory() as directory:
         dataset = write_dataset(random_tokens(200_000), Path(directory) / 'data', 2)
-        # A process is many steps, and takes its time to start.
+        # A process runs many steps and starts slowly, so one process covers several rounds.
         for _ in range(-(-rounds // STARTS)):
             for size, of_size in results.items():
                 of_size.append(run_on(size, dataset.path))
@@ -192,13 +192,13 @@ def measure(rounds: int, sizes: Sequence[int] = DEVICES) -> list[Curve]:
         curve('time to compile', 's', 'compile_seconds', 0.0, 'one program for all devices'),
         curve('instructions', '', 'instructions', 0.0, 'one program for all devices'),
         curve('memory of a device', 'B', 'memory_bytes', -1.0, 'its part of the state and of the batch'),
-        # One device sends nothing.
+        # A single device sends nothing, so the curve starts at the second size.
         curve('sent by a device', 'B', 'sent_bytes', 0.0, 'parameters and gradients, less the own part', first=1),
     ]
 
 
 def measure_planned(rounds: int, sizes: Sequence[int] = PLANNED) -> list[Curve]:
-    """Over devices that are not here: reading and resolving a config, and estimating its memory and work."""
+    """Measures loading a config and estimating its memory and work, over the number of planned devices."""
     seconds = {size: [_planning_seconds(size) for _ in range(rounds + 1)] for size in sizes}
     values = tuple(statistics.median(of_size[1:]) for of_size in seconds.values())
     why = 'sizes of axes are multiplied, devices are not listed'

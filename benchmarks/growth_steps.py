@@ -1,4 +1,4 @@
-"""The compiled step over the size of the model and of the batch: its time, memory, compiling and program."""
+"""Measures time, memory, compilation and program size of the step over the sizes of model and batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.planning.compiled.hlo import parse_hlo
 from maxlm.training.state import abstract_state, init_state
 
-# Small enough for a step of milliseconds, large enough that its products are most of it.
+# Small enough for steps of milliseconds, but large enough for matrix products to dominate.
 BASE: dict[str, Any] = {
     'model.family': 'llama',
     'model.num_layers': 2,
@@ -39,7 +39,17 @@ SAME_PROGRAM = 'shapes differ, instructions do not'
 
 
 class Axis(NamedTuple):
-    """Sizes, what they set, and the exponents that large ones should have, with the reason."""
+    """Sizes of an axis, their settings, and the expected exponents with reasons.
+
+    Attributes:
+        label: label of the axis.
+        sizes: sizes of the axis.
+        settings: returns the config overrides of a size.
+        time: expected exponent of the step time and its reason.
+        memory: expected exponent of the memory and its reason.
+        program: expected exponent of the program size and its reason.
+        control: name, settings and sizes of an alternative whose program grows.
+    """
 
     label: str
     sizes: tuple[int, ...]
@@ -47,7 +57,6 @@ class Axis(NamedTuple):
     time: tuple[float, str]
     memory: tuple[float, str]
     program: tuple[float, str] = (0.0, SAME_PROGRAM)
-    # Of a way to do it whose program grows: its name, its settings, and the sizes to show it at.
     control: tuple[str, dict[str, Any], tuple[int, ...]] | None = None
 
 
@@ -100,7 +109,7 @@ AXES: dict[str, Axis] = {
 
 
 class Case:
-    """A config ready to be stepped."""
+    """A compiled step of a config with state and batch."""
 
     def __init__(self, settings: dict[str, Any]):
         self.config = make_config(settings)
@@ -113,7 +122,7 @@ class Case:
         self.seconds: list[float] = []
 
     def run(self) -> float:
-        """Seconds of one step."""
+        """Runs one step and returns its seconds."""
         start = time.perf_counter()
         self._state, metrics = self.compiled.step(self._state, self._batch)
         jax.block_until_ready((self._state, metrics))
@@ -121,17 +130,17 @@ class Case:
 
     @property
     def memory(self) -> int:
-        """Bytes that live from step to step, and those that a step needs besides."""
+        """Returns the bytes of the state and of the temporary buffers of a step."""
         return sum((self.compiled.memory_bytes() or {}).values())
 
     @property
     def instructions(self) -> int:
-        """Of the compiled program."""
+        """Returns the number of instructions of the compiled program."""
         return count_instructions(self.compiled.step.as_text() or '')
 
 
 def make_config(settings: dict[str, Any]) -> Config:
-    """BASE with some settings changed, resolved for one device."""
+    """Returns BASE with overrides, resolved for one device."""
     values = default()
     for key, value in {**BASE, **settings}.items():
         section, name = key.split('.')
@@ -140,14 +149,14 @@ def make_config(settings: dict[str, Any]) -> Config:
 
 
 def count_instructions(text: str) -> int:
-    """Instructions of a compiled program, those of all its computations."""
+    """Counts the instructions in all computations of a compiled program."""
     return sum(len(computation) for computation in parse_hlo(text).computations.values())
 
 
 def measure(axis: Axis, rounds: int, sizes: Sequence[int] = ()) -> list[Curve]:
-    """Time, memory, seconds of compiling and instructions of the step over the sizes of an axis.
+    """Measures time, memory, compilation time and instructions of the step over the sizes of an axis.
 
-    The sizes take turns, so that all see the same machine.
+    The sizes run in turns, so that changes of the machine's load affect all of them.
     """
     sizes = tuple(sizes or axis.sizes)
     cases = {size: Case(axis.settings(size)) for size in sizes}

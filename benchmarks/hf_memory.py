@@ -1,11 +1,11 @@
-"""Memory of `maxlm.hf`: export and import of a model in the shapes of LLaMA-7B, each in a process of its own.
+"""Measures the memory of `maxlm.hf`: export and import of a LLaMA-7B, each in a separate process.
 
     python -m benchmarks.hf_memory [--num-layers=32] [--directory=DIR] [--output=FILE]
 
-Writes a synthetic checkpoint layer by layer, exports it in bfloat16, imports the export and compares every parameter of
-the two checkpoints. The peak is VmHWM of the process: all of Python and its libraries, and pages of mapped files too.
-The bound is the largest tensor in float32 and 2 GB. Needs Linux and about 15 GB of disk for all 32 layers; the numbers
-are such that checkpoints shrink to little on the disk.
+Writes a synthetic checkpoint layer by layer, exports it in bfloat16, imports the export and compares all parameters of
+both checkpoints. The peak is VmHWM of the process, which includes Python, libraries and pages of mapped files. The
+bound is the size of the largest tensor in float32 plus 2 GB. Needs Linux and about 15 GB of disk for 32 layers; the
+synthetic parameters compress well on disk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from maxlm.huggingface.state_dict import parameter_shapes, tensors
 from maxlm.workdir.files import CONFIG, read_config
 
 GB = 10**9
-# Touvron et al. 2023, "LLaMA", and the vocabulary of its tokenizer.
+# Shape from Touvron et al. 2023, "LLaMA", with the vocabulary size of its tokenizer.
 LLAMA_7B = {'dim': 4096, 'num_heads': 32, 'ffn_dim': 11_008, 'vocab_size': 32_000, 'max_positions': 2048}
 PACKAGES = ('orbax-checkpoint', 'tensorstore', 'safetensors', 'ml_dtypes')
 
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--stage', choices=list(STAGES), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.stage:
-        # A process of its own, which tells its peak on its last line.
+        # Runs in a child process, which prints its peak on the last line.
         seconds = _timed(lambda: STAGES[options.stage](options.directory, options.num_layers))
         print(json.dumps({'peak_bytes': _peak_bytes(), 'seconds': seconds}))
         return EXIT_DONE
@@ -105,7 +105,7 @@ def _write(directory: Path, num_layers: int) -> None:
 
 
 def _array(path: str, shape: tuple[int, ...], num_layers: int) -> StreamedArray:
-    """An array that bfloat16 holds exactly: a ramp that differs by array, layer and row."""
+    """Returns an array that bfloat16 represents exactly: a ramp that differs by array, layer and row."""
     seed = sum(path.encode())
 
     def read(layer: int | None) -> np.ndarray:
@@ -113,7 +113,7 @@ def _array(path: str, shape: tuple[int, ...], num_layers: int) -> StreamedArray:
         rows = (index % 251).astype(np.float32) / 256
         values = np.empty(shape, np.float32)
         values[...] = rows.reshape(-1, *[1] * (len(shape) - 1))
-        # One element of each row that says its number.
+        # The last element of each row is the row number modulo 256.
         values.reshape(shape[0], -1)[:, -1] = np.arange(shape[0]) % 256
         return values
 
@@ -148,7 +148,7 @@ STAGES: dict[str, Callable[[Path, int], None]] = {
 
 
 def _shapes(workdir: Path, num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Dotted path → shape, of one layer where the parameter is stacked."""
+    """Returns the shape of each parameter by dotted path, without the layer axis of stacked parameters."""
     shapes = parameter_shapes(tensors('llama', read_config(workdir).model), num_layers)
     return {path: shape[1:] if path.startswith('blocks.') else shape for path, shape in shapes.items()}
 

@@ -1,12 +1,11 @@
-"""What a real run is slower than its bare step, what saving holds up, and how long a run takes to its first step.
+"""Measures the overhead of the training loop over the bare step, of saving, and of starting a run.
 
     python -m benchmarks.loop [--config=configs/tiny.py] [--config.section.key=value …] [--steps=N] [--output=FILE]
 
-`maxlm.train` runs with its data, metrics, checkpoints and evaluation, on text of Python's standard library: once with
-everything that tells of a run (TensorBoard, W&B offline, readings of the machine every second, samples), and once with
-all of it off. The bare step is the same program in a process of its own, with batches that are on the device. They
-take turns; a figure is the median over the rounds. Where data or checkpoints cannot be had (no grain, no Orbax), only
-the bare step is measured.
+`maxlm.train` runs with data, metrics, checkpoints and evaluation on text of Python's standard library. It runs with all
+monitoring (TensorBoard, W&B offline, device statistics every second, samples) and without. The bare step is the same
+program in a separate process with batches on the device. The variants run in turns; results are medians over the
+rounds. If packages for data or checkpoints (grain, Orbax) are missing, only the bare step is measured.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from typing import Any, NamedTuple
 from maxlm.config.loading import split_overrides
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 
-# What a run cannot be without, and what only telling of it needs.
+# Packages that a run requires.
 NEEDED = ('grain', 'array_record', 'orbax', 'tokenizers', 'tqdm', 'tensorstore')
 FOR_TENSORBOARD = ('clu', 'tensorflow')
 FOR_WANDB = ('wandb',)
 PACKAGES = ('asyncio', 'concurrent', 'email', 'http', 'importlib', 'json', 'logging', 'multiprocessing', 'unittest')
 VOCABULARY = 4096
-# Steps that do not count: the first are slower.
+# Warm-up steps, which are slower and do not count.
 WARMUP = 20
-# A model that takes no time, by which the time around its step shows.
+# A model whose step takes almost no time, so that the overhead of the loop dominates.
 NOTHING = {
     'model.num_layers': 1,
     'model.dim': 16,
@@ -48,14 +47,14 @@ NOTHING = {
     'eval.interval': 0,
     'checkpoint.save_interval_steps': 0,
 }
-# Nothing tells of a run but its log and metrics.jsonl.
+# Disables all monitoring except the log and metrics.jsonl.
 OFF = {
     'metrics.tensorboard': False,
     'metrics.wandb': '',
     'metrics.device_stats_interval_seconds': 0,
     'eval.num_samples': 0,
 }
-# Of a start: two steps, each with its line.
+# Settings for measuring a start: two steps, each logged.
 START = {
     'train.num_steps': 2,
     'train.log_every': 1,
@@ -66,7 +65,7 @@ START = {
 
 
 class Turn(NamedTuple):
-    """A run of `maxlm.train`, from its line after the warm-up to its last: seconds of a step, and shares of all."""
+    """Seconds per step of a run of `maxlm.train` after the warm-up, and fractions of its time."""
 
     step_seconds: float
     with_evaluation: float
@@ -76,7 +75,7 @@ class Turn(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
-    """Measures one config and prints what came out."""
+    """Measures one config and prints the results."""
     overrides, rest = split_overrides(argv)
     parser = ArgumentParser(prog='benchmarks.loop', allow_abbrev=False, description=__doc__)
     parser.add_argument('--config', default='configs/tiny.py', help='with a variant after a colon')
@@ -109,10 +108,10 @@ def main(argv: list[str]) -> int:
 
 
 class Bench:
-    """Runs and bare steps of one config, in processes of their own."""
+    """Runs and bare steps of one config, each in a separate process."""
 
     def __init__(self, config: str, overrides: list[str], directory: Path):
-        """Prepares the data in a directory, where a run can be had at all."""
+        """Prepares the data in `directory` if all packages that a run requires are installed."""
         self._config = config
         self._overrides = [f'--config.{override}' for override in overrides]
         self._directory = directory
@@ -130,14 +129,14 @@ class Bench:
         self._prepare()
 
     def import_seconds(self) -> float:
-        """Of a process that imports what a start needs, and ends."""
+        """Returns the seconds of a process that only imports the modules of a run."""
         module = 'maxlm.train' if self._runs else 'maxlm.training.step'
         start = time.perf_counter()
         self._call('-c', f'import {module}')
         return time.perf_counter() - start
 
     def starts(self, count: int) -> dict[str, Any]:
-        """Seconds from the start of a process to the end of its first step, with no programs kept and with all."""
+        """Measures the seconds until the first step is done, with an empty and with a full compilation cache."""
         seconds: dict[str, list[float]] = {}
         for number in range(count):
             programs = self._directory / f'programs_{number}'
@@ -150,11 +149,11 @@ class Bench:
         return {kind: _spread(values) for kind, values in seconds.items()}
 
     def loop(self, rounds: int, steps: int) -> dict[str, Any]:
-        """The run, with all that tells of it and with nothing, and the bare step in turns."""
+        """Measures the run with all monitoring, the run without, and the bare step in turns."""
         turns, quiet, bare = self._turns(rounds, steps, {}, off=OFF)
         if not turns:
             return {'bare_step_seconds': _spread(bare)}
-        # Neighbours in time are compared.
+        # Ratios compare measurements of the same round.
         pairs = list(zip(turns, bare, strict=True))
         on_off = zip(turns, quiet, strict=True)
         return {
@@ -168,7 +167,7 @@ class Bench:
         }
 
     def host(self, rounds: int, steps: int) -> dict[str, Any]:
-        """What the loop adds to a step that takes no time."""
+        """Measures the time that the loop adds to a step of almost no duration."""
         turns, _, bare = self._turns(rounds, steps, {**NOTHING, **OFF})
         added = [(turn.step_seconds - seconds) * 1e6 for turn, seconds in zip(turns, bare, strict=False)]
         of_nothing = {'bare_step_of_no_size_microseconds': _spread([seconds * 1e6 for seconds in bare])}
@@ -177,14 +176,14 @@ class Bench:
     def _turns(
         self, rounds: int, steps: int, settings: dict[str, Any], off: dict[str, Any] | None = None
     ) -> tuple[list[Turn], list[Turn], list[float]]:
-        """Runs, runs with the settings `off` if any, and seconds of bare steps."""
+        """Returns the runs, the runs with the settings `off` (if given), and the seconds of bare steps."""
         programs = self._directory / 'programs'
         length = {'train.num_steps': WARMUP + steps, 'optimizer.warmup_steps': 10}
         bare: list[float] = []
         runs: dict[str, list[Turn]] = {'run': [], 'quiet': []}
         kinds = ['bare', *(['run'] if self._runs else []), *(['quiet'] if self._runs and off else [])]
         for number in range(rounds):
-            # Now one is the first and now another.
+            # The order rotates.
             for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
                 if kind == 'bare':
                     known = {key: value for key, value in settings.items() if key not in OFF}
@@ -195,10 +194,10 @@ class Bench:
         return runs['run'], runs['quiet'], bare
 
     def _bare(self, steps: int, programs: Path, settings: dict[str, Any] | None = None) -> tuple[float, float]:
-        """Seconds of a step, and from the start of the process to the end of its first."""
+        """Returns the seconds of a step, and the seconds from the start of the process to the end of the first step."""
         words = [f'--config={self._config}', *self._overrides, *_words(settings or {})]
         words += [f'--vocab-size={self._vocabulary}', f'--steps={steps}', f'--warmup={WARMUP if steps > 1 else 0}']
-        # Of JAX itself: what keeps programs in a run needs more than is on a bare machine.
+        # The bare step uses JAX's own cache, because maxlm's cache needs packages that may be missing.
         environment = {
             'JAX_COMPILATION_CACHE_DIR': str(programs),
             'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
@@ -210,7 +209,7 @@ class Bench:
         return told['step_seconds'], told['first_step_at'] - began
 
     def _train(self, programs: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-        """The lines of training of a run's metrics."""
+        """Trains and returns the training lines of metrics.jsonl."""
         self._number += 1
         workdir = self._directory / f'run_{self._number}'
         settings = {
@@ -249,13 +248,13 @@ class Bench:
 
 
 def _read(lines: list[dict[str, Any]]) -> Turn:
-    """Of a run's lines of training."""
+    """Summarizes the training lines of a run."""
     first, *later = [line for line in lines if line['step'] >= WARMUP]
     last = later[-1]
     steps, seconds = last['step'] - first['step'], last['time'] - first['time']
     evaluation = sum(line.get('perf/eval_seconds', 0.0) for line in later)
     saving = sum(line.get('perf/checkpoint_blocked_seconds', 0.0) for line in later)
-    # Lines tell means over the steps since the line before.
+    # The values of a line are means over the steps since the previous line.
     lengths = [line['step'] - before['step'] for before, line in itertools.pairwise([first, *later])]
     waits, times = (
         sum(length * line[f'perf/{name}_seconds'] for length, line in zip(lengths, later, strict=True))

@@ -1,8 +1,8 @@
-"""The bare step of a config, for `benchmarks.loop`: with batches that are on the device, and nothing around it.
+"""Measures the bare step of a config for `benchmarks.loop`, with batches on the device.
 
     python -m benchmarks.loop_worker --config=FILE [--config.section.key=value …] --vocab-size=N --steps=N --warmup=N
 
-Prints one JSON object: when the first step was done (seconds since 1970), seconds of a step after the warm-up, machine.
+Prints a JSON object: Unix time at the end of the first step, seconds per step after the warm-up, and the machine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
             start = time.perf_counter()
         before = metrics
         state, metrics = step(state, batches[number % len(batches)])
-        # One step is under way and one in the queue, as in the loop of a run.
+        # One step runs and one is queued, as in a run.
         jax.block_until_ready(before)
     jax.block_until_ready((state, metrics))
     seconds = (time.perf_counter() - start) / max(options.steps, 1)
@@ -71,6 +71,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == '__main__':
-    # As `maxlm.train` does.
+    # `maxlm.train` does this too.
     disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Prints the table of models in docs/models.md: `python -m benchmarks.models`.
 
-Everything in it is computed from the config's own shapes; nothing is compiled or allocated.
+All values are computed from the config's shapes; nothing is compiled or allocated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from maxlm.training.state import abstract_state
 
 
 class Model(NamedTuple):
-    """One row: a config, the vocabulary where the data set gives it, and the figure that was published for it."""
+    """A row of the table: config, published parameter count, and vocabulary size if the data set determines it."""
 
     config: str
     published: str
@@ -51,18 +51,18 @@ HEADER = (
 
 
 def resolved(model: Model) -> Config:
-    """The row's config on one device."""
+    """Returns the row's config, resolved for one device."""
     # The length of a run does not change the size of its model.
     config = load(model.config, ['train.num_steps=1', 'train.per_device_batch_size=0'])
     return resolve(config, platform='cpu', num_devices=1, vocab_size=model.vocab_size, windows=1)
 
 
 def row(model: Model) -> str:
-    """The model's line of the table."""
+    """Returns the model's row of the table."""
     config = resolved(model)
     state = abstract_state(config, make_layout(config.mesh))
     parameters = count_parameters(config.model)
-    # The bytes that exist during a whole step: the state, and a gradient of each parameter.
+    # These arrays exist during the entire step: the state, and a gradient for each parameter.
     leaves = [*jax.tree.leaves(state), *jax.tree.leaves(state.params)]
     training_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     flops = training_flops(config.model, config.data.seq_len)

@@ -1,10 +1,9 @@
-"""Compares types of moments: trains configs/tiny.py with each `optimizer.moment_dtype` and with several seeds.
+"""Compares dtypes of moments: trains configs/tiny.py with each `optimizer.moment_dtype` and several seeds.
 
     python -m benchmarks.moments --data=DIR [--seeds=2] [--steps=400] [--config.section.key=value …] [--output=FILE]
 
-DIR is a data set of `maxlm.prepare`, e.g. what launch/demo.sh leaves in data/. Prints the validation loss at the end of
-each run, its difference from float32 moments with the same seed, and how far seeds are apart, which is what a
-difference has to be seen against.
+DIR is a data set of `maxlm.prepare`, such as data/ of launch/demo.sh. Prints the final validation loss of each run, its
+difference from float32 moments with the same seed, and the spread over seeds, which indicates the noise.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MOMENTS = ('float32', 'bfloat16', 'int8')
 
 
 def main(argv: list[str]) -> int:
-    """Trains, compares and writes."""
+    """Trains all runs, prints the comparison and writes JSON."""
     overrides, rest = split_overrides(argv)
     parser = ArgumentParser(prog='benchmarks.moments', allow_abbrev=False, description=__doc__)
     parser.add_argument('--data', type=Path, required=True, help='data set to train on')
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def final_loss(data: Path, more: list[str], *, moments: str, seed: int, steps: int) -> float:
-    """Validation loss in nats per token after the last step of a run."""
+    """Trains and returns the final validation loss in nats per token."""
     overrides = {
         'data.path': data.resolve(),
         'train.num_steps': steps,
@@ -82,7 +81,7 @@ def final_loss(data: Path, more: list[str], *, moments: str, seed: int, steps: i
 
 
 def run() -> None:
-    """Entry of `python -m benchmarks.moments`."""
+    """Entry point of `python -m benchmarks.moments`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

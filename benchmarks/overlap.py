@@ -1,9 +1,9 @@
-"""How much of a TPU's communication goes on beside computation, in the order in which a compiled program runs.
+"""Estimates how much communication of a compiled TPU program overlaps with computation.
 
-The program is played on two clocks: the device's, which goes on with each instruction, and that of its links, which
-carry one collective after the other from where it is started. Where the device asks for one that is not there yet, it
-waits. What is not waited for is hidden. Computation takes its time at the datasheet's peak and links less than theirs,
-so that more is hidden on a machine.
+The program is simulated in its scheduled order with two clocks. The clock of the device advances with each instruction.
+The clock of the links runs one collective after the other, from the instruction that starts it. If the device needs a
+collective that is not done, it waits; the remaining communication is hidden. Computation runs at the peak of the
+datasheet and links below their peak, so real hardware hides more.
 """
 
 from __future__ import annotations
@@ -23,70 +23,78 @@ from maxlm.planning.compiled.trip_counts import Scope, trip_count
 from maxlm.planning.estimate.roofline import efficiency_of, transfer_time
 from maxlm.planning.estimate.transfers import KINDS, Transfer
 
-# The fusions that start and end a collective which others, with products in them, carry on.
+# Fusions that start and end a collective; fusions with products between them continue it.
 _FIRST, _LAST = 'custom_call_target="AsyncCollectiveStart"', 'custom_call_target="AsyncCollectiveDone"'
-# An array in a memory on the chip has its number behind its layout.
+# The layout of an array in on-chip memory ends with the number of its memory space.
 _ON_CHIP = re.compile(r'S\([1-9]\d*\)')
 _LAID_OUT = re.compile(r'\b[a-z]+\d*[a-z0-9]*\[[\d,<=]*\](?:\{[^}]*\})?')
-# Give what they have under another name, or write nothing.
+# Instructions that only rename values or write nothing.
 _FREE = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'opt-barrier', 'partition-id'}
 
 
 class Overlap(NamedTuple):
-    """Of all collectives of one kind in a step, on each device."""
+    """Overlap of all collectives of one kind in a step, on each device.
 
-    # On the links, one after the other.
+    Attributes:
+        seconds: time on the links, without concurrency.
+        hidden: part of `seconds` that overlaps with computation.
+        count: number of executions.
+        count_async: number of executions that start before the device waits for them.
+    """
+
     seconds: float = 0.0
-    # Of those, beside computation.
     hidden: float = 0.0
-    # Executions, and of those the ones that are started before they are waited for.
     count: float = 0.0  # type: ignore[assignment]
     count_async: float = 0.0
 
     @property
     def share(self) -> float:
-        """That is hidden, of the time: 0 … 1; 1 where there is nothing to hide."""
+        """Returns the hidden fraction of the time, from 0 to 1; 1 if there is no communication."""
         return self.hidden / self.seconds if self.seconds else 1.0
 
     def plus(self, other: Overlap, times: float = 1) -> Overlap:
-        """With another's, as often as it runs."""
+        """Returns the sum with another overlap that occurs `times` times."""
         return Overlap(*(mine + times * more for mine, more in zip(self, other, strict=True)))
 
 
 class _Played(NamedTuple):
-    """One run of a computation."""
+    """One execution of a computation: seconds of the device including waits, and overlap by kind."""
 
-    # Of the device, waiting included.
     seconds: float
     by_kind: dict[str, Overlap]
 
 
 @dataclasses.dataclass
 class _Sending:
-    """A collective that is on its way."""
+    """A collective in progress.
+
+    Attributes:
+        kind: kind of collective.
+        begin: time at which the links begin it.
+        end: time at which the links finish it.
+        waited: seconds during which the device waited between `begin` and `end`.
+    """
 
     kind: str
-    # When the links begin with it, and have done with it.
     begin: float
     end: float
-    # How long the device has stood still meanwhile.
     waited: float = 0.0
 
 
 def read_overlap(
     text: str, mesh_sizes: Mapping[str, int], chip: Chip, *, num_devices: int, num_islands: int = 1
 ) -> dict[str, Overlap]:
-    """What of a compiled program's collectives is hidden, by kind; `total` of all.
+    """Returns the overlap of a compiled program's collectives by kind; `total` is the sum.
 
     Args:
-        text: `compiled.as_text()` for a TPU.
-        mesh_sizes: devices along each axis of the mesh that it was compiled for, in the order of the axes.
-        chip: the device.
-        num_devices: of the whole run.
-        num_islands: slices.
+        text: `compiled.as_text()` of a TPU program.
+        mesh_sizes: sizes of the axes of the program's mesh, in order.
+        chip: chip of the device.
+        num_devices: number of all devices.
+        num_islands: number of slices.
 
     Raises:
-        ValueError: the text is no program of XLA's in the order in which it runs.
+        ValueError: the text is not a scheduled XLA program.
     """
     if 'is_scheduled=true' not in text[: text.find('\n')]:
         raise ValueError('a program that is not scheduled does not tell what runs beside what')
@@ -97,17 +105,17 @@ def read_overlap(
 
 
 class _Player:
-    """Plays a module's computations."""
+    """Simulates the computations of a module."""
 
     def __init__(self, module: Module, mesh: tuple[tuple[str, int], ...], chip: Chip, island: int) -> None:
         self.module, self.mesh, self.chip, self.island = module, mesh, chip, island
         self.flops_of = functools.cache(self._flops_of)
 
     def play(self, scope: Scope) -> _Played:
-        """One run of a computation, which ends when what it started has come."""
+        """Simulates one execution of a computation, until all collectives that it started are done."""
         clock = links = 0.0
         by_kind: dict[str, Overlap] = defaultdict(Overlap)
-        # By the instruction that starts it, or the number of the chain of fusions that carry it on.
+        # Keys are names of starting instructions, or ids of chains of fusions.
         sending: dict[str, _Sending] = {}
 
         def start(key: str, transfer: Transfer) -> None:
@@ -120,7 +128,7 @@ class _Player:
             nonlocal clock
             end = sending[key].end
             for each in sending.values():
-                # Others stand before it in the queue, and what is waited for is theirs.
+                # The device also waits for collectives that precede this one in the queue.
                 each.waited += max(0.0, min(end, each.end) - max(clock, each.begin))
             done = sending.pop(key)
             seconds = done.end - done.begin
@@ -138,7 +146,7 @@ class _Player:
                 continue
             first, key, last = self._steps(instruction, scope.computation)
             seconds = self._compute_seconds(instruction, scope.computation)
-            # What is waited for at once is hidden by nothing, be it in a fusion with a product.
+            # The computation of a fusion cannot hide a collective that the fusion itself waits for.
             clock += seconds if last else 0.0
             if first is not None:
                 start(key, first)
@@ -151,7 +159,7 @@ class _Player:
         return _Played(clock, dict(by_kind))
 
     def _inner(self, instruction: Instruction, scope: Scope) -> tuple[_Played, float] | None:
-        """What a loop, a call or a condition runs, and how often; None of any other instruction."""
+        """Simulates the body of a loop, call or conditional and returns it with its repetitions; None otherwise."""
         called = instruction.called
         if instruction.opcode == 'while':
             rounds = trip_count(self.module, instruction, scope)
@@ -160,14 +168,14 @@ class _Player:
         if instruction.opcode == 'conditional':
             scopes = (Scope(self.module.computations[name], instruction, scope) for name in called.values())
             branches = [self.play(branch) for branch in scopes]
-            # Which one runs depends on the data; the longest is what other devices wait for.
+            # The branch depends on the data. Other devices wait for the longest one.
             return max(branches, key=lambda branch: branch.seconds), 1
         if instruction.opcode == 'call':
             return self.play(Scope(self.module.computations[called['to_apply']], instruction, scope)), 1
         return None
 
     def _steps(self, instruction: Instruction, computation: Computation) -> tuple[Transfer | None, str, bool]:
-        """(what an instruction starts, its key, whether it waits for what has the key)."""
+        """Returns the transfer that an instruction starts, its key, and True if it waits for that transfer."""
         opcode = instruction.opcode
         if opcode.removesuffix('-start') in KINDS:
             transfer = self._transfer(instruction, computation)
@@ -175,7 +183,7 @@ class _Player:
         if opcode.removesuffix('-done') in (*KINDS, 'async', 'call'):
             return None, instruction.operands[0], True
         called = instruction.called
-        # A call that is started runs on another core of the chip.
+        # An asynchronous call runs on another core of the chip.
         if opcode not in ('fusion', 'async-start', 'call-start') or not called:
             return None, '', False
         fused = self.module.computations[called.get('calls') or called['to_apply']]
@@ -185,7 +193,7 @@ class _Player:
         if chain:
             is_first = any(_FIRST in part.attributes for part in fused.values())
             return self._transfer(found, fused) if is_first else None, f'chain {chain}', is_last
-        # A collective with what it is made of or cut into, which the device waits for.
+        # The fusion contains a collective and computation of its inputs or outputs; the device waits for it.
         transfer = self._transfer(found, fused) if found else None
         return transfer, instruction.name, opcode == 'fusion'
 
@@ -202,12 +210,12 @@ class _Player:
         return Transfer(kind, groups.axes, groups.size, size) if groups.size > 1 else None
 
     def _transfer_seconds(self, transfer: Transfer) -> float:
-        # Slices have one axis between them, which only sums of gradients cross.
+        # Only gradient reductions cross slices.
         across = {name: 1 for name, _ in self.mesh}
         return transfer_time(transfer, self.chip, efficiency_of(self.chip), across, self.island)
 
     def _compute_seconds(self, instruction: Instruction, computation: Computation) -> float:
-        """The longer of its products and of what it writes to the device's memory; a kernel's products are unknown."""
+        """Returns the larger of the times for products and for writes to memory; custom kernels count only writes."""
         if instruction.opcode in _FREE or instruction.opcode.endswith(('-start', '-done', '-update')):
             return 0.0
         flops = 0.0
@@ -215,7 +223,7 @@ class _Player:
             flops = self.flops_of(instruction.called['calls'])
         elif instruction.opcode in ('dot', 'convolution'):
             flops = product_flops(instruction, _operands(instruction, computation))
-        # What it writes into may be much larger than what it writes.
+        # An in-place update writes only a part of its result.
         attributes = instruction.attributes
         is_in_place = '"aliasing_operands":{"lists":[{' in attributes or 'dynamic-update' in instruction.name
         written = 0.0 if is_in_place or instruction.opcode in KINDS else _bytes_in_memory(instruction)
@@ -237,7 +245,7 @@ def _operands(instruction: Instruction, computation: Computation) -> list[Array]
 
 
 def _bytes_in_memory(instruction: Instruction) -> float:
-    """Of its results that are not in a memory on the chip."""
+    """Returns the bytes of its results outside on-chip memory."""
     laid_out = _LAID_OUT.findall(instruction.type)
     return sum(
         array.bytes for array, text in zip(instruction.arrays, laid_out, strict=True) if not _ON_CHIP.search(text)

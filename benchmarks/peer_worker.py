@@ -1,7 +1,7 @@
-"""One side of a side-by-side timing, in a process of its own: `python -m benchmarks.peer_worker PEER SIZES THREADS`.
+"""One side of `benchmarks.peers_cpu`, in a separate process: `python -m benchmarks.peer_worker PEER SIZES THREADS`.
 
-Reads numbers of steps from standard input, one on a line, does as many and answers with their seconds as JSON. The
-first answer, before any number, has the losses of the first steps, which must be the same for all sides.
+The process first prints the losses of the first steps, which must agree on all sides. For each line of standard input,
+which is a number of steps, it runs these steps and prints their seconds as JSON.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.training.state import abstract_state, init_state
 
-# Steps that are compared.
+# Steps whose losses are compared.
 FIRST = 3
-# Batches in turn, so that none is in a cache because it was just there.
+# Batches alternate, so that none stays in a cache.
 BATCHES = 4
 
-# Index of a batch → what waits until the step is done, and gives its loss.
+# Starts a step on the batch with an index; the returned function waits for the step and returns its loss.
 Run = Callable[[int], Callable[[], float]]
 
 
 def make_config(sizes: Mapping[str, int], platform: str = 'cpu', overrides: Mapping[str, Any] | None = None) -> Config:
-    """The GPT-2 of given sizes, resolved for one device; `overrides` are by `section.key`."""
+    """Returns a GPT-2 config of given sizes, resolved for one device; keys of `overrides` are `section.key`."""
     config = default()
     config.model.family = 'gpt2'
-    # The usual GELU of GPT-2 is the approximation by a tanh.
+    # GPT-2 uses the tanh approximation of GELU.
     config.model.activation = 'gelu_tanh'
     config.model.dtype = 'float32'
-    # As a small model is run on a CPU: a loop over layers copies their parameters out of the stack.
+    # On a CPU, scanning copies each layer's parameters out of the stacked arrays.
     config.model.scan_layers = False
     config.data.seq_len = sizes['window']
-    # PyTorch's side has no documents.
+    # PyTorch's side does not separate documents.
     config.data.document_mask = False
     config.train.global_batch_size = sizes['batch']
     config.train.num_steps = 10_000
@@ -62,14 +62,14 @@ def make_config(sizes: Mapping[str, int], platform: str = 'cpu', overrides: Mapp
 
 
 def make_batches(config: Config) -> list[dict[str, np.ndarray]]:
-    """Random tokens, the same for all sides; every token counts."""
+    """Returns batches of random tokens, equal on all sides; every token counts."""
     rng = np.random.default_rng(0)
     rows, window, vocab_size = config.train.global_batch_size, config.data.seq_len, config.model.vocab_size
     return [random_batch(rng, rows, window, vocab_size, document=10**9) for _ in range(BATCHES)]
 
 
 def maxlm(config: Config) -> Run:
-    """The very step that `maxlm.train` compiles."""
+    """Returns the step that `maxlm.train` compiles."""
     layout = make_layout(config.mesh, jax.devices()[:1])
     step = compile_train_step(config, layout, abstract_state(config, layout)).step
     state = init_state(config, layout)
@@ -80,7 +80,7 @@ def maxlm(config: Config) -> Run:
         state, metrics = step(state, batches[index])
 
         def wait() -> float:
-            # The newest: those before were given away to the steps that followed.
+            # Older states were donated to later steps, so this waits for the newest.
             jax.block_until_ready(state)
             return float(metrics['loss'])
 
@@ -90,7 +90,7 @@ def maxlm(config: Config) -> Run:
 
 
 def torch_gpt(config: Config, *, compiled: bool) -> Run:
-    """The benchmark's own GPT."""
+    """Returns the step of `benchmarks.torch_gpt`."""
     from benchmarks.torch_gpt import GPT
 
     model = GPT(config)
@@ -98,7 +98,7 @@ def torch_gpt(config: Config, *, compiled: bool) -> Run:
 
 
 def transformers_gpt2(config: Config, *, compiled: bool) -> Run:
-    """Transformers' GPT-2, its loss computed outside, as its own shifts targets."""
+    """Returns the step of Transformers' GPT-2, with a separate loss because the model's loss shifts the targets."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -113,9 +113,9 @@ def transformers_gpt2(config: Config, *, compiled: bool) -> Run:
 
 
 def torch_weights(config: Config) -> dict[str, np.ndarray]:
-    """What maxlm starts from, by the names of Transformers' GPT-2."""
+    """Returns maxlm's initial parameters with the names of Transformers' GPT-2."""
     layout = make_layout(config.mesh, jax.devices()[:1])
-    # Within a program of its own, so that there are no moments.
+    # XLA removes the unused moments from this program.
     params = jax.tree.map(np.asarray, jax.jit(lambda: init_state(config, layout).params)())
     flat = {'.'.join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
@@ -127,7 +127,7 @@ def torch_weights(config: Config) -> dict[str, np.ndarray]:
 
 
 def torch_batches(config: Config, device: str) -> list[tuple[Any, ...]]:
-    """Tokens and targets of `make_batches`, on the device."""
+    """Returns tokens and targets of `make_batches` on the device."""
     import torch
 
     return [
@@ -159,8 +159,8 @@ PEERS: dict[str, Callable[[Config], Run]] = {
 
 
 def main(peer: str, sizes: str, threads: str) -> None:
-    """Serves until standard input ends."""
-    # Before any library counts the cores.
+    """Runs steps on request until standard input ends."""
+    # Set before any library counts the cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     disable_malloc_trim()
     run = PEERS[peer](make_config(json.loads(sizes)))

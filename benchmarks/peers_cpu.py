@@ -1,10 +1,10 @@
-"""The training step on a CPU beside PyTorch's: `python -m benchmarks.peers_cpu [--threads=1,2] [--output=FILE]`.
+"""Compares the training step on a CPU with PyTorch: `python -m benchmarks.peers_cpu [--threads=1,2] [--output=FILE]`.
 
-Three GPT-2s, each trained by maxlm, by a plain PyTorch GPT and by Transformers' GPT-2, eager and under `torch.compile`:
-the same weights, tokens, optimizer and threads, in float32. Each side is a process of its own that idles while another
-one works; they take turns, in an order that changes, and what is told is the ratio of medians over all turns. Before,
-the losses of the first three steps are compared. The peak is what a large product reaches on the same threads. Needs
-maxlm's `dev` extra and a C++ compiler.
+GPT-2s of three sizes are trained by maxlm, by a plain PyTorch GPT and by Transformers' GPT-2, eager and with
+`torch.compile`. All sides have the same weights, tokens, optimizer and threads, and use float32. Each side is a process
+that idles while another one works. The sides run in turns in a changing order; ratios compare medians over all turns.
+The losses of the first three steps are compared before. The peak is the throughput of a large matrix product on the
+same threads. Needs maxlm's `dev` extra and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SIZES = {
     '10M': {'num_layers': 6, 'dim': 384, 'num_heads': 6, 'window': 256, 'batch': 8, 'vocab_size': 65},
     '30M': {'num_layers': 8, 'dim': 512, 'num_heads': 8, 'window': 512, 'batch': 4, 'vocab_size': 4096},
 }
-# Seconds of steps in a turn.
+# Duration of a turn in seconds.
 TURN_SECONDS = 2.0
-# Relative difference of losses that different orders of additions make.
+# Relative difference of losses; different orders of additions cause rounding errors.
 TOLERANCE = 1e-4
 
 
 class Side:
-    """A peer at work on one size."""
+    """Process of one side for one size."""
 
     def __init__(self, peer: str, sizes: dict[str, int], threads: int):
         command = [sys.executable, '-m', 'benchmarks.peer_worker', peer, json.dumps(sizes), str(threads)]
@@ -52,11 +52,11 @@ class Side:
         )
         self.losses: list[float] = self._answer()
         self.work(1)
-        # Steps of a turn.
+        # Number of steps per turn.
         self.steps = max(1, round(TURN_SECONDS / min(self.work(3))))
 
     def work(self, steps: int) -> list[float]:
-        """Seconds of each of so many steps."""
+        """Runs steps and returns the seconds of each."""
         assert self._process.stdin
         print(steps, file=self._process.stdin, flush=True)
         seconds: list[float] = self._answer()
@@ -64,7 +64,7 @@ class Side:
 
     def end(self) -> None:
         """Ends the process."""
-        # Waits, and closes its pipes.
+        # communicate() waits for the process and closes its pipes.
         self._process.communicate()
 
     def _answer(self) -> Any:
@@ -76,7 +76,7 @@ class Side:
 
 
 def measure(sizes: dict[str, int], threads: int, rounds: int, advance: Any) -> dict[str, Any]:
-    """All peers on one size, in turns."""
+    """Measures all sides on one size in turns."""
     sides = [Side(peer, sizes, threads) for peer in PEERS]
     peaks = [product_rate(threads)]
     try:
@@ -110,7 +110,7 @@ def measure(sizes: dict[str, int], threads: int, rounds: int, advance: Any) -> d
 
 
 def product_rate(threads: int) -> float:
-    """TFLOP/s of a large product on so many threads, in a process of its own."""
+    """Returns the TFLOP/s of a large matrix product on a number of threads, measured in a separate process."""
     command = [sys.executable, '-m', 'benchmarks.product_rate', str(threads)]
     environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
     return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout)

@@ -1,10 +1,10 @@
-"""The training step on one GPU beside PyTorch's: `python -m benchmarks.peers_gpu [--size=1.3B] [--output=FILE]`.
+"""Compares the training step on one GPU with PyTorch: `python -m benchmarks.peers_gpu [--size=1.3B] [--output=FILE]`.
 
-One GPT-2, trained by maxlm and by a plain PyTorch GPT under `torch.compile` with flash attention and fused AdamW: the
-same weights, tokens and optimizer, in bfloat16 over float32 parameters. Each side is a process of its own and has the
-GPU to itself in its turns. Where the memory allows, both stay alive and take turns; on a smaller GPU the second starts
-when the first has ended. The losses of the first steps are compared, and what is told is the ratio of medians over the
-turns. Needs a GPU, jax, flax, optax, ml_collections and torch; about two minutes.
+A GPT-2 is trained by maxlm and by a plain PyTorch GPT with `torch.compile`, flash attention and fused AdamW. Both sides
+have the same weights, tokens and optimizer, and compute in bfloat16 with float32 parameters. Each side is a process
+that has the GPU alone during its turns. If the memory allows, the processes alternate; otherwise the second starts
+after the first has exited. The losses of the first steps are compared; ratios compare medians over the turns. Needs a
+GPU, jax, flax, optax, ml_collections and torch; takes about two minutes.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from maxlm.planning.estimate.flops import training_flops
 from maxlm.planning.machine import GPU_SHARE
 
 SIZES = {
-    # The shape of the NeoX model of 1.2B, of which each block does the same work. A vocabulary that is a multiple of 64
-    # is what a careful user takes.
+    # Shape of the NeoX model of 1.2B, whose blocks do the same work. The vocabulary size is a multiple of 64, which is
+    # efficient on GPUs.
     '1.3B': {'num_layers': 24, 'dim': 2048, 'num_heads': 16, 'window': 2048, 'batch': 8, 'vocab_size': 50_304},
     '0.8B': {'num_layers': 24, 'dim': 1536, 'num_heads': 24, 'window': 2048, 'batch': 8, 'vocab_size': 50_304},
     'tiny': {'num_layers': 2, 'dim': 32, 'num_heads': 2, 'window': 32, 'batch': 4, 'vocab_size': 128},
 }
-# Seconds of steps in a turn.
+# Duration of a turn in seconds.
 TURN_SECONDS = 2.5
-# Relative difference of losses that bfloat16's 8 bits make. They are means over many tokens: of the tiny model they
-# agree to 3e-5, and four updates make 1e-3.
+# Relative difference of losses caused by bfloat16's 8 bits. Losses are means over many tokens: on the tiny model they
+# agree to 3e-5, while four updates change them by 1e-3.
 TOLERANCE = 5e-4
-# Of the device's memory, what a side may hold for another one of about the same need to live beside it.
+# Fraction of the device's memory that a side may reserve if a second, similar process should run at the same time.
 SHARE = 0.4
 
 
 class SideError(Exception):
-    """A side ended before its work was done."""
+    """A side exited before its work was done."""
 
     def __init__(self, side: str, code: int):
         super().__init__(f'{side} ended with exit code {code}')
@@ -51,7 +51,7 @@ class SideError(Exception):
 
 
 class Side:
-    """A process that trains; it waits, without the GPU, until `start`."""
+    """A training process, which does not use the GPU before `start`."""
 
     def __init__(self, name: str, task: Task):
         environment = {
@@ -60,7 +60,7 @@ class Side:
             'XLA_PYTHON_CLIENT_MEM_FRACTION': str(GPU_SHARE),
         }
         if task.device == 'cpu' or name != 'maxlm':
-            # JAX makes the weights for PyTorch, on the host.
+            # JAX initializes the weights for PyTorch on the host.
             environment['JAX_PLATFORMS'] = 'cpu'
         command = [sys.executable, '-m', 'benchmarks.gpu_peer', name, json.dumps(task._asdict())]
         self.name = name
@@ -71,23 +71,23 @@ class Side:
         )
 
     def start(self) -> None:
-        """Compiles, takes the first steps, and finds how many there are in a turn."""
+        """Compiles, runs the first steps and determines the number of steps per turn."""
         self.first = self._ask('start')
         self.memory = self.first['memory']
         self.steps = max(1, round(TURN_SECONDS / self._ask('2')['seconds']))
         print(f'{self.name}: ready after {self.first["start_seconds"]:.0f} s', flush=True)
 
     def turn(self) -> None:
-        """Does its steps."""
+        """Runs the steps of one turn."""
         answer = self._ask(str(self.steps))
         self.seconds.append(answer['seconds'])
         self.memory = answer['memory']
 
     def end(self) -> None:
-        """Ends the process, whatever it is doing."""
+        """Kills the process."""
         if self._process.poll() is None:
             self._process.terminate()
-        # Waits, and closes its pipes.
+        # communicate() waits for the process and closes its pipes.
         self._process.communicate()
 
     def _ask(self, line: str) -> Any:
@@ -104,7 +104,7 @@ class Side:
 
 
 def measure(names: list[str], task: Task, rounds: int) -> dict[str, Any]:
-    """All sides in turns; the first one is what the others are compared with."""
+    """Measures all sides in turns; ratios are relative to the first side."""
     sides = [Side(name, task) for name in names]
     first = sides[0]
     try:
@@ -121,7 +121,7 @@ def measure(names: list[str], task: Task, rounds: int) -> dict[str, Any]:
                     side.turn()
                 side.end()
         for number in range(rounds if together else 0):
-            # Each side as often before as after the others.
+            # Alternating the order puts each side equally often first and last.
             for side in sides if number % 2 else reversed(sides):
                 side.turn()
     finally:
@@ -131,24 +131,24 @@ def measure(names: list[str], task: Task, rounds: int) -> dict[str, Any]:
 
 
 def fits_beside_another(memory: dict[str, int | None]) -> bool:
-    """Whether a side leaves room for another one; one that tells nothing is on a CPU."""
+    """Returns True if a second side fits into the memory. Sides without memory statistics run on a CPU and fit."""
     held, limit = memory['held'], memory['limit']
     return held is None or limit is None or held <= SHARE * limit
 
 
 def find_mistakes(losses: Mapping[str, Sequence[float]]) -> list[str]:
-    """By side the losses of the first steps → a line for each side that computes something else than the first one."""
+    """Returns a message for each side whose losses of the first steps differ from those of the first side."""
     expected = next(iter(losses.values()))
     return [
         f'{name} computes something else: losses {list(found)} instead of {list(expected)}'
         for name, found in losses.items()
-        # Also where one is not a number.
+        # The negated comparison also catches NaN.
         if not np.allclose(found, expected, rtol=TOLERANCE, atol=0)
     ]
 
 
 def summarize(sides: list[Side], task: Task, together: bool) -> dict[str, Any]:
-    """What was measured, by side."""
+    """Returns the measurements by side."""
     config = task.config
     tokens = config.train.global_batch_size * config.data.seq_len
     flops, medians = training_flops(config.model, config.data.seq_len), {}

@@ -1,9 +1,9 @@
-"""Predicted against measured step times on the present CPU.
+"""Compares predicted with measured step times on this CPU.
 
     python -m benchmarks.plan_cpu [--steps=N] [--output=FILE]
 
-Of each config the machine is measured (`calibrate_cpu`) and the step is predicted, then steps are timed in turns with
-the other configs', so that all see the same machine. Prints predicted over measured time, of medians, and writes JSON.
+For each config, the benchmark calibrates the machine (`calibrate_cpu`) and predicts the step time. It then times steps
+of all configs in turns. Prints the ratio of predicted to measured medians, and writes JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from maxlm.planning.estimate.roofline import step_time
 from maxlm.planning.estimate.work import estimate_work
 from maxlm.training.state import abstract_state, init_state
 
-# Config, overrides.
+# name → (config, overrides)
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     'tiny': ('configs/tiny.py', ()),
     'tiny, nothing kept': ('configs/tiny.py', ('model.remat_policy=full',)),
@@ -51,7 +51,7 @@ VOCAB = 4096
 
 
 class Case:
-    """A config ready to be stepped."""
+    """A compiled step of a config with state and batch."""
 
     def __init__(self, spec: str, overrides: tuple[str, ...]):
         config = load(spec, overrides)
@@ -67,7 +67,7 @@ class Case:
         self.measured: list[float] = []
 
     def predict(self) -> None:
-        """Measures the machine and predicts from it."""
+        """Calibrates the machine and predicts the step time."""
         cpu = calibrate_cpu(self.config)
         self.parts = step_time(
             estimate_work(self.config),
@@ -81,7 +81,7 @@ class Case:
         self.predicted.append(self.parts.total)
 
     def run(self) -> float:
-        """Seconds of one step."""
+        """Runs one step and returns its seconds."""
         start = time.perf_counter()
         self.state, metrics = self.step(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
     print(f'furthest off: a factor of {math.exp(worst):.2f}')
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        # A load above the number of cores: others were working, and the figures say little.
+        # A load above the number of cores means that other processes disturbed the times.
         told = {'cores': num_cores(), 'load': os.getloadavg(), 'machine': machine(), 'cases': results}
         options.output.write_text(json.dumps(told, indent=1) + '\n')
     return EXIT_DONE

@@ -1,11 +1,11 @@
-"""Compiles training steps for a target that is not there and records their memory, to check estimates against.
+"""Compiles training steps for absent hardware and records their memory, as a reference for estimates.
 
     python -m benchmarks.plan_memory --target=h100:8 [--add='configs/code.py:7b train.per_device_batch_size=2']
     [--output=FILE]
 
-Compiles again every program of the target that the file has, and those added. The file is what
-tests/planning/estimate/test_memory.py reads. Needs the target's compiler: `pip install 'maxlm[tpu]'` or
-`'maxlm[cuda12]'`. State in host memory (`mesh.host_offload`) cannot be compiled for a GPU that is not there.
+Recompiles all programs of the target in the file and adds those of --add. tests/planning/estimate/test_memory.py reads
+the file. Needs the target's compiler: `pip install 'maxlm[tpu]'` or `'maxlm[cuda12]'`. State in host memory
+(`mesh.host_offload`) cannot be compiled for an absent GPU.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from maxlm.planning.targets import Target, compiling_for, parse_target, target_l
 from maxlm.training.state import abstract_state
 
 ANALYSES = Path('tests/planning/estimate/memory_analyses.json')
-# Where the config leaves it to the data set.
+# Vocabulary size for configs that take it from the data set.
 VOCAB_SIZE = 32
 
 
 def main(argv: list[str]) -> int:
-    """Writes the file anew."""
+    """Compiles the programs and rewrites the file."""
     parser = ArgumentParser(prog='benchmarks.plan_memory', allow_abbrev=False, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument('--target', required=True, help='as in maxlm.plan, e.g. h100:8 or v4:2x2x4')

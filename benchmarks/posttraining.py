@@ -1,11 +1,10 @@
-"""How much better a small model gets by instruction and then by reward, and how long that takes on this machine.
+"""Measures accuracy and duration of post-training a small model with SFT and then GRPO on this machine.
 
     python -m benchmarks.posttraining [--tasks=arithmetic,synth] [--seeds=3] [--output=FILE] [--figures=DIR]
 
-For each task and seed the commands at the head of configs/TASK.py run one after the other: problems, their chats as
-data, `maxlm.train` with TASK:sft, `maxlm.grpo` with TASK:rl. What is measured are the run's own evaluations on problems
-that are in neither, and wall time. Prints a table, writes JSON with machine and versions after each run, and draws the
-curves.
+For each task and seed, runs the commands in the docstring of configs/TASK.py: writing problems, preparing the chats,
+`maxlm.train` with TASK:sft and `maxlm.grpo` with TASK:rl. Records the runs' evaluations on held-out problems and the
+wall time. Prints a table, plots the curves, and writes JSON with machine and versions after each run.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from maxlm.telemetry.metrics import read_metrics
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Tokenizer and window of each task's chats, as its config has them.
+# Tokenizer and sequence length of each task's chats, as in its config.
 TASKS = {'arithmetic': ('bytes', 64), 'synth': ('bpe:400', 128)}
 SHOWN = {
     'accuracy': ('likeliest answer', BLUE),
@@ -37,7 +36,7 @@ SHOWN = {
 
 
 def main(argv: list[str]) -> int:
-    """Runs tasks, prints what came out, writes and draws it."""
+    """Runs tasks, and prints, writes and plots the results."""
     parser = ArgumentParser(prog='benchmarks.posttraining', allow_abbrev=False, description=__doc__)
     parser.add_argument('--tasks', default=','.join(TASKS), help='tasks with commas between them (default: all)')
     parser.add_argument('--seeds', type=int, default=3, help='of each task (default 3)')
@@ -69,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_task(task: str, seed: int, directory: Path) -> dict[str, Any]:
-    """Evaluations by step of the run by reward, step 0 being the model before it, and seconds of both runs."""
+    """Returns the evaluations of GRPO by step (0 is the model after SFT) and the seconds of both runs."""
     tokenizer, window = TASKS[task]
     data, sft, rl = directory / task, directory / 'sft', directory / 'rl'
     quiet = ['--config.metrics.tensorboard=False', '--config.metrics.device_stats_interval_seconds=0']
@@ -109,14 +108,14 @@ def run_task(task: str, seed: int, directory: Path) -> dict[str, Any]:
 
 
 def call(module: str, *arguments: str) -> float:
-    """Runs a module to its end; returns the seconds that it took."""
+    """Runs a module and returns its seconds."""
     began = time.monotonic()
     subprocess.run([sys.executable, '-m', module, *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.monotonic() - began
 
 
 def line_of(task: str, result: dict[str, Any]) -> str:
-    """What came out, in a line."""
+    """Formats a result in one line."""
     first, last = result['evaluations'][0], result['evaluations'][-1]
     return (
         f'{task:<11} seed {result["seed"]}  likeliest answer {first["accuracy"]:.3f} → {last["accuracy"]:.3f}  '
@@ -126,7 +125,7 @@ def line_of(task: str, result: dict[str, Any]) -> str:
 
 
 def curves(results: list[dict[str, Any]], task: str) -> Figure:
-    """Accuracy on held-out problems over the steps by reward, a line for each seed."""
+    """Plots the accuracy on held-out problems over the GRPO steps, with a line for each seed."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,11 +1,11 @@
-"""What a product reaches on so many threads: `python -m benchmarks.product_rate THREADS` prints TFLOP/s in float32."""
+"""Prints the float32 TFLOP/s of a large matrix product: `python -m benchmarks.product_rate THREADS`."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Before JAX counts the processors.
+# Set before JAX counts the processors.
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
 
 from maxlm.hardware.chips import measure_matmul_tflops  # noqa: E402

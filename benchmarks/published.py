@@ -1,7 +1,7 @@
-"""Throughputs that others published, each as a config of ours: what the model of step times is calibrated with.
+"""Published throughputs of other systems, each as a maxlm config, for calibrating the model of step times.
 
-Facts only. What a source does not tell is said beside it. Attention is a fused causal kernel in all of them, so
-`isolate_documents` is off; logits are counted in one piece, since others do not cut them.
+Comments mark the settings that a source does not state. All systems use a fused causal attention kernel, so
+`isolate_documents` is off. Logits are not chunked, because the other systems do not chunk them.
 """
 
 from __future__ import annotations
@@ -18,34 +18,37 @@ from maxlm.planning.estimate.flops import training_flops
 
 
 class Published(NamedTuple):
-    """One measured configuration."""
+    """One measured configuration.
 
-    # Who measured it, the same for all that may share a mistake.
+    Attributes:
+        source: origin of the measurement; points with a common source may share errors.
+        config: resolved config.
+        num_islands: number of nodes or slices.
+        is_fused: elementwise operations are fused by a compiler or by hand. Unfused PyTorch needs more memory traffic.
+    """
+
     source: str
     name: str
-    # Resolved.
     config: Config
     chip: Chip
     num_devices: int
     num_islands: int
-    # Measured.
     tokens_per_second: float
-    # Elementwise operations are fused, by a compiler or by hand. PyTorch without either reads and writes much more.
     is_fused: bool
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Returns the seconds of one step."""
         return self.config.train.global_batch_size * self.config.data.seq_len / self.tokens_per_second
 
 
 def published() -> list[Published]:
-    """The table."""
+    """Returns all published points."""
     return [*_foundry(), *_maxtext_tpu(), *_maxtext_gpu(), *_others()]
 
 
 def find_published_chip(name: str, **changes: Any) -> Chip:
-    """A chip of the table, perhaps with another network."""
+    """Returns a chip of the table, with changed fields such as the network bandwidth."""
     (chip, *_) = (chip for chip in CHIPS if chip.name == name)
     return dataclasses.replace(chip, **changes)
 
@@ -60,7 +63,7 @@ def make_config(
     mesh: dict[str, int],
     optimizer: dict[str, Any] | None = None,
 ) -> Config:
-    """A resolved config; `micro_batch` is of a device, where a tensor axis counts as one."""
+    """Returns a resolved config; `micro_batch` is per device, or per group of devices along the tensor axis."""
     values = default()
     num_devices = math.prod(size for axis, size in mesh.items() if axis != 'zero_stage')
     shards = num_devices // mesh.get('tensor', 1)
@@ -81,11 +84,11 @@ def make_config(
     config = resolve(
         build(values), platform=platform, num_devices=num_devices, vocab_size=model['vocab_size'], windows=1
     )
-    # Others have a fused kernel on TPUs too, and for wider heads.
+    # Other systems have fused kernels on TPUs and for larger heads too.
     return dataclasses.replace(config, model=dataclasses.replace(config.model, attention='cudnn'))
 
 
-# MPT: layers, width, heads.
+# MPT model → (layers, width, heads)
 _MPT = {
     '125m': (12, 768, 12),
     '350m': (24, 1024, 16),
@@ -97,9 +100,9 @@ _MPT = {
     '30b': (48, 7168, 56),
     '70b': (80, 8192, 64),
 }
-# MosaicML, llm-foundry, scripts/train/benchmarking/README.md: FSDP over all GPUs, bfloat16. Most of its rows up to 8192
-# tokens: for longer ones a kernel counts that nobody uses any more. Model, window, GPUs, sequences of a GPU at a time,
-# accumulation, blocks computed again, tokens/s of a GPU.
+# MosaicML, llm-foundry, scripts/train/benchmarking/README.md: FSDP over all GPUs, bfloat16. Contains most rows up to
+# 8192 tokens; longer ones depend on an attention kernel that is no longer used. Columns: model, sequence length, GPUs,
+# micro-batch per GPU, accumulation, recomputation of blocks, tokens/s per GPU.
 _FOUNDRY = {
     'h100': (
         ('70b', 2048, 64, 8, 4, True, 1039),
@@ -239,13 +242,13 @@ def _llama(num_layers: int, dim: int, num_heads: int, ffn_dim: int, vocab_size: 
 
 
 def _from_tflops(tflops: float, config: Config, num_devices: int) -> float:
-    """Tokens per second from model TFLOP/s of a device, attention counted full."""
+    """Returns tokens per second from model TFLOP/s per device, with attention counted without causal mask."""
     return tflops * 1e12 * num_devices / training_flops(config.model, config.data.seq_len).full
 
 
-# MaxText, MaxText/configs/{v4,v5e,v5p}: README.md and scripts. Shapes by its scaling of layers 16, width 2048, 16 heads
-# of 256, feed-forward 7168 (SwiGLU); of v4 as told, with two matrices in the feed-forward. Name, model, sequences of a
-# chip, chips of a slice along tensor, chips of a slice, policy, TFLOP/s of a chip by slices.
+# MaxText, MaxText/configs/{v4,v5e,v5p}: README.md and scripts. Shapes follow its scaling of 16 layers, width 2048, 16
+# heads of 256 and feed-forward width 7168 (SwiGLU). Shapes on v4 are as stated, with two feed-forward matrices.
+# Columns: name, model, micro-batch per chip, tensor axis, chips per slice, policy, TFLOP/s per chip by slices.
 _WIDE = {'head_dim': 256}
 _MAXTEXT_TPU = (
     ('v4', '22B', 13, 1, 64, 'full', {1: 156, 2: 152, 4: 149, 8: 146}),
@@ -290,7 +293,7 @@ def _maxtext_tpu() -> list[Published]:
 
 
 def _maxtext_gpu() -> list[Published]:
-    """MaxText/configs/a3/llama_2_7b: nodes of 8 H100 with 200 Gb/s a GPU."""
+    """Returns the points of MaxText/configs/a3/llama_2_7b: nodes of 8 H100 with 200 Gb/s per GPU."""
     points = []
     for nodes, tflops in {1: 492, 2: 422, 4: 407, 8: 409, 16: 375}.items():
         config = make_config(
@@ -316,13 +319,13 @@ def _others() -> list[Published]:
         _llama(32, 4096, 32, 14_336, 128_256, num_kv_heads=8),
         platform='gpu',
         window=8192,
-        # 16 of 1, whose gradients are summed over devices once, as if it were one. A distributed optimizer; two ranks
-        # along the sequence are left out.
+        # The source uses 16 micro-batches of 1 and reduces their gradients once, like one micro-batch of 16. It shards
+        # the optimizer state; its context parallelism of 2 is omitted.
         micro_batch=16,
         mesh={'fsdp': 8, 'zero_stage': 1},
     )
     olmo_1b = make_config(
-        # The source tells no layout: 4 sequences on each of 8 GPUs.
+        # The source states no layout; 4 sequences on each of 8 GPUs are assumed.
         _llama(16, 2048, 16, 8192, 100_352, qk_norm=True),
         platform='gpu',
         window=4096,
@@ -334,7 +337,7 @@ def _others() -> list[Published]:
         {'family': 'gpt2', 'num_layers': 48, 'dim': 1600, 'num_heads': 25, 'vocab_size': 50_304},
         platform='gpu',
         window=1024,
-        # 8 of 16, likewise.
+        # The source uses 8 micro-batches of 16 and reduces their gradients once.
         micro_batch=128,
         mesh={'fsdp': 8, 'zero_stage': 1},
     )
@@ -380,17 +383,17 @@ def _others() -> list[Published]:
     )
     a100_40 = find_published_chip('a100-40')
     return [
-        # The first four figures are quoted at second hand. NVIDIA, DGX Cloud benchmarking recipes.
+        # The first four values come from secondary sources. NVIDIA, DGX Cloud benchmarking recipes.
         Published('NeMo', 'Llama3.1-8B', llama3_8b, h100, 8, 1, 10_254 * 8, True),
         # Ai2, OLMo-core.
         Published('OLMo-core', 'OLMo2-1B', olmo_1b, h100, 8, 1, 55_000 * 8, True),
         # Karpathy 2024, llm.c discussion 677: 374 to 388 thousand tokens/s.
         Published('llm.c', 'GPT-2 1.56B', gpt2_xl, h100, 8, 1, 381_000, True),
-        # Karpathy 2025, nanochat: 50 % MFU, attention counted full.
+        # Karpathy 2025, nanochat: 50 % MFU, with attention counted without causal mask.
         Published('nanochat', 'd20', d20, h100, 8, 1, _from_tflops(0.50 * 989.4, d20, 8), True),
         # Zhang et al. 2024, "TinyLlama", README.md.
         Published('TinyLlama', 'TinyLlama-1.1B', tiny_llama, a100_40, 16, 2, 24_000 * 16, True),
-        # torchtitan, docs/performance.md of mid 2024, 64 A100 80 GB.
+        # torchtitan, docs/performance.md, mid-2024, 64 A100 80 GB.
         Published('torchtitan', 'Llama2-13B', llama2_13b, a100, 64, 8, 2162 * 64, False),
         Published('torchtitan', 'Llama3-70B', llama3_70b, a100, 64, 8, 331 * 64, False),
         Published('torchtitan', 'Llama2-70B', llama2_70b, a100, 64, 8, 353 * 64, False),

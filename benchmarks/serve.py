@@ -1,12 +1,13 @@
-"""The server beside Transformers' `generate` on the same weights:
-`python -m benchmarks.serve [--size=small|0.1b] [--output=FILE]`.
+"""Compares the server with Transformers: `python -m benchmarks.serve [--size=small|0.1b] [--output=FILE]`.
 
-A Llama of random weights is written in the format of Transformers, served by `maxlm.serve`, and loaded by Transformers
-in a process of its own, both in float32 on all cores. 1, 8 and 32 clients ask over HTTP, streamed; who has an answer
-asks with the next prompt of all. Transformers gets the same prompts at once, in batches of every size up to the number
-of clients, of which the best counts; a batch ends with its longest answer. Answers are as long as each request wants,
-as in traffic (`mixed`), or all of one length (`equal`), where a batch wastes nothing. The sides take turns; ratios are
-of medians over rounds. Before, the first greedy tokens of both are compared. Needs maxlm's `dev` extra.
+A Llama with random weights is written in Transformers' format, served by `maxlm.serve`, and loaded by Transformers in a
+separate process. Both use float32 on all cores. 1, 8 and 32 clients send streaming requests over HTTP. A client sends
+the next prompt when its response is complete. Transformers gets the same prompts in batches of the two largest powers
+of two up to the number of clients, and its best batch size counts. A batch ends with its longest response.
+
+Responses have different lengths as in real traffic (`mixed`), or one length (`equal`), for which batches waste no work.
+The sides run in turns; ratios compare medians over the rounds. The first greedy tokens of both sides are compared
+before. Needs maxlm's `dev` extra.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ SIZES = {
 }
 CLIENTS = (1, 8, 32)
 PROMPT_TOKENS = (16, 128)
-# From, and up to but without; both kinds have 96 in the mean.
+# Ranges of response lengths, without the upper bound. The mean of both is 96.
 NEW_TOKENS = {'mixed': (8, 185), 'equal': (96, 97)}
-# Of a client: so many that few of them wait for the others at the end.
+# Requests per client by number of clients; enough that idle clients at the end hardly matter.
 REQUESTS_PER_CLIENT = {1: 6, 8: 6, 32: 3}
-# Tokens that both sides must agree on.
+# Number of tokens that must agree on both sides.
 SAME = 16
 
 
 def main(argv: list[str]) -> int:
-    """Measures, prints a table, writes JSON."""
+    """Measures both sides, prints a table and writes JSON."""
     parser = ArgumentParser(prog='benchmarks.serve', allow_abbrev=False, description=__doc__)
     parser.add_argument('--size', choices=SIZES, default='small', help='of the model (default small)')
     parser.add_argument('--rounds', type=int, default=3, help='turns of each side (default 3)')
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(server: Server, peer: Peer, clients: list[int], rounds: int, *, vocab: int) -> list[dict[str, Any]]:
-    """Both sides for each number of clients, in turns; `vocab` is that of the model."""
+    """Measures both sides in turns for each number of clients; `vocab` is the model's vocabulary size."""
     rng = np.random.default_rng(0)
     probe = rng.integers(2, vocab, 20).tolist()
     ours, theirs = server.ask(probe, SAME)[0], peer.work([probe], 1, [SAME])['tokens'][0]
@@ -127,14 +128,14 @@ def _best_batch(peer: Peer, prompts: list[list[int]], nums: list[int], clients: 
 
 
 class Server:
-    """`maxlm.serve` in a process of its own."""
+    """`maxlm.serve` in a separate process."""
 
     def __init__(self, model: Path):
         command = [sys.executable, '-m', 'maxlm.serve', f'--checkpoint={model}', '--port=0', f'--slots={max(CLIENTS)}']
         environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self._process.stdout
-        # Behind what it tells of its start.
+        # Other startup messages precede the line with the address.
         found = next(
             filter(None, (re.search(r'^serving .*http://([\d.]+):(\d+)', line) for line in self._process.stdout)), None
         )
@@ -143,7 +144,7 @@ class Server:
         self._address = found[1], int(found[2])
 
     def ask(self, prompt: list[int], num: int) -> tuple[list[int], float, float]:
-        """Ids of a greedy answer, and seconds to its first and its last token."""
+        """Returns the token ids of a greedy response, and the seconds to its first and last token."""
         connection = http.client.HTTPConnection(*self._address, timeout=600)
         body = {'prompt': prompt, 'max_tokens': num, 'temperature': 0, 'stream': True, 'ignore_eos': True}
         start = time.perf_counter()
@@ -157,12 +158,12 @@ class Server:
                 first = first or time.perf_counter() - start
                 text += json.loads(line[6:])['choices'][0]['text']
         connection.close()
-        # The tokenizer's text is numbers, and the end of a document, which is number 0.
+        # The tokenizer decodes each id to its number, and id 0 to the end-of-document token.
         ids = [int(word) if word.isdigit() else 0 for word in re.findall(r'\d+|<[^>]*>', text)]
         return ids, first, time.perf_counter() - start
 
     def serve(self, prompts: list[list[int]], nums: list[int], clients: int) -> dict[str, float]:
-        """So many tokens for each prompt, by so many clients, each of which takes the next prompt that is left."""
+        """Requests `nums` tokens for the prompts from concurrent clients and returns throughput and latency."""
         firsts: list[float] = []
         left: queue.SimpleQueue[tuple[list[int], int]] = queue.SimpleQueue()
         for one in zip(prompts, nums, strict=True):
@@ -191,14 +192,14 @@ class Server:
         }
 
     def end(self) -> None:
-        """Stops it."""
+        """Stops the server."""
         self._process.terminate()
-        # Waits, and closes its pipe.
+        # communicate() waits for the process and closes its pipe.
         self._process.communicate()
 
 
 class Peer:
-    """Transformers in a process of its own, which makes the model first."""
+    """Transformers in a separate process, which first creates the model."""
 
     def __init__(self, model: Path, sizes: dict[str, int]):
         command = [sys.executable, '-m', 'benchmarks.serve_peer', str(model), json.dumps(sizes)]
@@ -206,14 +207,18 @@ class Peer:
         self._answer()
 
     def work(self, prompts: list[list[int]], batch: int, nums: list[int]) -> dict[str, Any]:
-        """Greedy answers in batches: their ids, seconds to the first token of each and to the end of all."""
+        """Generates greedy responses in batches.
+
+        Returns:
+            Token ids, seconds to the first token of each response, and seconds to the end.
+        """
         assert self._process.stdin
         print(json.dumps({'prompts': prompts, 'batch': batch, 'nums': nums}), file=self._process.stdin, flush=True)
         return self._answer()
 
     def end(self) -> None:
         """Ends the process."""
-        # Waits, and closes its pipes.
+        # communicate() waits for the process and closes its pipes.
         self._process.communicate()
 
     def _answer(self) -> dict[str, Any]:
@@ -226,7 +231,7 @@ class Peer:
 
 
 def run() -> None:
-    """Entry of `python -m benchmarks.serve`."""
+    """Entry point of `python -m benchmarks.serve`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

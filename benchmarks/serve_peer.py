@@ -1,4 +1,4 @@
-"""Transformers' side of `benchmarks.serve`: makes a model, then answers lines of JSON on stdin with lines on stdout."""
+"""Transformers' side of `benchmarks.serve`: creates a model, then answers JSON lines on stdin with JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maxlm.data.tokenizer.tokenizer import make_tokenizer
 
 
 def write_llama(directory: Path, sizes: dict[str, int], *, end: int) -> Any:
-    """Writes a Llama of random weights as Transformers does, and returns it; `end` is the end of a document."""
+    """Writes a Llama with random weights in Transformers' format and returns it; `end` is the end-of-document id."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=sizes['vocab'],
@@ -24,7 +24,7 @@ def write_llama(directory: Path, sizes: dict[str, int], *, end: int) -> Any:
         num_hidden_layers=sizes['layers'],
         num_attention_heads=sizes['heads'],
         max_position_embeddings=sizes['context'],
-        # Spread, so that tokens differ in how likely they are and rounding does not decide which is the likeliest.
+        # A large spread separates the probabilities, so that rounding does not decide the most likely token.
         initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=end,
@@ -35,9 +35,9 @@ def write_llama(directory: Path, sizes: dict[str, int], *, end: int) -> Any:
 
 
 def main(directory: Path, sizes: dict[str, int]) -> None:
-    """Writes a model with a tokenizer, says so, and works until stdin ends."""
+    """Writes a model with a tokenizer, reports it, and generates on request until stdin ends."""
     model = write_llama(directory, sizes, end=0)
-    # Text is numbers: what tokens say does not matter here.
+    # Tokens decode to their numbers, because their text does not matter here.
     make_tokenizer(f'ids:{sizes["vocab"]}:0', []).save(directory / 'tokenizer.json')
     print(json.dumps({'parameters': model.num_parameters()}), flush=True)
     for line in sys.stdin:
@@ -45,7 +45,7 @@ def main(directory: Path, sizes: dict[str, int]) -> None:
 
 
 class _FirstToken(transformers.StoppingCriteria):
-    """Asked after every token; notes when the first one came and stops nothing."""
+    """Stopping criterion that records the time of the first token and never stops."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -56,7 +56,7 @@ class _FirstToken(transformers.StoppingCriteria):
 
 
 def work(model: Any, prompts: list[list[int]], batch: int, nums: list[int]) -> dict[str, Any]:
-    """Greedy answers of `nums` tokens, `batch` prompts at a time, padded on the left."""
+    """Generates greedy responses of `nums` tokens in left-padded batches of `batch` prompts."""
     tokens: list[list[int]] = []
     first: list[float] = []
     start = time.perf_counter()

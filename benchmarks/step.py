@@ -1,12 +1,12 @@
-"""Time the training step of a config on the present device.
+"""Times the training step of a config on this device.
 
     python -m benchmarks.step --config=configs/1b.py [--config.section.key=value …] [--output=FILE]
 
-Steps run on random tokens packed into documents, one after the other, each waited for on the device. Prints the median
-over steps after the warm-up and writes JSON with machine and versions. Needs jax, flax, optax and ml_collections only.
+Steps run on random tokens packed into documents; each step waits for the device. Prints the median over the steps after
+the warm-up, and writes JSON with machine and versions. Needs only jax, flax, optax and ml_collections.
 
-Two ways to compute are put side by side by two calls: the second is given the first one's JSON with --beside. With
---tokens=text both learn the bytes of this repository, so that their losses tell something.
+To compare two settings, pass the JSON of the first call to the second with --beside. With --tokens=text both train on
+the bytes of this repository, so that their losses are meaningful.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from maxlm.training.state import abstract_state, init_state
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
 ROOT = Path(__file__).parent.parent
-# Batches in turn, so that none is in a cache because it was just there.
+# Batches alternate, so that none stays in a cache.
 BATCHES = 4
-# Last steps whose mean loss is compared, and the share by which it may differ.
+# Number of last steps whose mean loss is compared, and its allowed relative difference.
 LAST, SAME_LOSS = 10, 0.05
 
 
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(config: Config, *, steps: int, warmup: int, document: int, tokens: str) -> dict[str, Any]:
-    """Median step time of a resolved config and what follows from it."""
+    """Returns the median step time of a resolved config and derived values."""
     layout = make_layout(config.mesh)
     abstract = abstract_state(config, layout)
     forecast = compile_for(config, present_machine(config), layout)
@@ -104,7 +104,7 @@ def measure(config: Config, *, steps: int, warmup: int, document: int, tokens: s
     rng = np.random.default_rng(0)
     text = repository_text() if tokens == 'text' else None
     batches = []
-    # What is learned should be the language, not the batch.
+    # Text needs new batches for each step, so that the model does not memorize a batch.
     for _ in range(BATCHES if text is None else warmup + steps):
         batch = random_batch(rng, global_batch, window, config.model.vocab_size, document)
         if text is not None:
@@ -149,7 +149,7 @@ def measure(config: Config, *, steps: int, warmup: int, document: int, tokens: s
         'peak_memory_bytes': memory.get('peak_bytes_in_use'),
         'compiled_memory_bytes': compiled.memory_bytes(),
         'compile_seconds': compiled.seconds,
-        # What maxlm.plan says of this machine; null where it knows none.
+        # Prediction of maxlm.plan for this machine; null if the chip is unknown.
         'predicted_seconds': predicted if math.isfinite(predicted) else None,
         'predicted_memory_bytes': forecast.needed,
         'estimated_memory_bytes': estimate_memory(config, jax.default_backend(), capability).total,
@@ -159,10 +159,10 @@ def measure(config: Config, *, steps: int, warmup: int, document: int, tokens: s
 
 
 def compare(result: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """A result beside that of another call.
+    """Compares a result with that of another call.
 
     Raises:
-        InputError: the other one is of other tokens.
+        InputError: the other call used other tokens.
     """
     for key in ('tokens', 'global_batch', 'window', 'steps'):
         if result[key] != other[key]:
@@ -178,13 +178,13 @@ def compare(result: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def repository_text() -> np.ndarray:
-    """The bytes of documentation and source, as token ids."""
+    """Returns the bytes of documentation and source code as token ids."""
     files = sorted([*ROOT.glob('docs/*.md'), *ROOT.glob('*.md'), *ROOT.glob('maxlm/**/*.py')])
     return np.frombuffer(b''.join(file.read_bytes() for file in files), np.uint8).astype(np.int32)
 
 
 def text_tokens(rng: np.random.Generator, text: np.ndarray, rows: int, window: int) -> dict[str, np.ndarray]:
-    """Tokens and targets [rows, window], from anywhere in a text."""
+    """Returns tokens and targets [rows, window] from random positions of a text."""
     starts = rng.integers(0, len(text) - window, rows)
     cut = np.stack([text[start : start + window + 1] for start in starts])
     return {'tokens': cut[:, :-1], 'targets': cut[:, 1:]}
@@ -193,7 +193,7 @@ def text_tokens(rng: np.random.Generator, text: np.ndarray, rows: int, window: i
 def random_batch(
     rng: np.random.Generator, rows: int, window: int, vocab_size: int, document: int
 ) -> dict[str, np.ndarray]:
-    """Uniform tokens [rows, window]; documents of geometric length, as packing makes them."""
+    """Returns uniformly random tokens [rows, window], packed from documents of geometric length."""
     tokens = rng.integers(0, vocab_size, (rows, window + 1), dtype=np.int32)
     ends = rng.random((rows, window)) < 1 / document
     starts = np.concatenate([np.ones((rows, 1), bool), ends[:, :-1]], axis=1)
@@ -209,7 +209,7 @@ def random_batch(
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on besides the code."""
+    """Returns the hardware and versions on which results depend."""
     device = jax.local_devices()[0]
     return {
         'device': device.device_kind,
@@ -222,7 +222,7 @@ def machine() -> dict[str, Any]:
 
 
 def _set_xla(options: list[str]) -> None:
-    """Before a device is asked for, which is when XLA reads them; it ends the process at one that it does not know."""
+    """Sets XLA flags. Call it before JAX initializes a device; XLA aborts the process at an unknown flag."""
     for option in options:
         if '=' not in option:
             raise InputError(f'--xla={option}: needs NAME=VALUE, e.g. --xla=xla_gpu_enable_triton_gemm=false')
@@ -272,6 +272,6 @@ def _print(result: dict[str, Any]) -> None:
 
 
 if __name__ == '__main__':
-    # As `maxlm.train` does.
+    # `maxlm.train` does this too.
     disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))

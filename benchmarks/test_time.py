@@ -1,8 +1,8 @@
-"""Shows where the time of the test suite goes: `launch/test.sh --times`, or `python -m benchmarks.test_time REPORT`.
+"""Prints the durations of the test suite: `launch/test.sh --times`, or `python -m benchmarks.test_time REPORT`.
 
-REPORT is what `pytest --time-report=REPORT` writes. The table has one row for each test file, the longest first, with
-the seconds of importing it, of XLA's compiler, of tracing, of waiting for child processes, and of everything else.
-With --save the report becomes `tests/durations.json`; --fast adds the tests that are slow in a report of the fast tier.
+`pytest --time-report=REPORT` writes the report. The table has one row per test file, sorted by duration. Its columns
+are the seconds of imports, XLA compilation, tracing, waiting for child processes, and everything else. --save writes
+the durations to `tests/durations.json`; --fast adds the tests that are slow in a report of the fast tier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / 'results' / 'tests_cpu2.json'
 
 
 def table(report: dict[str, Any], rows: int) -> str:
-    """Returns the longest files of a report and the totals as text, in seconds."""
+    """Returns a table of the slowest files of a report with totals, in seconds."""
     header = ('seconds', *CATEGORIES, 'CPU', 'tests', 'programs')
     lines = [''.join(f'{name:>9}' for name in header) + '  file']
     files = report['files']

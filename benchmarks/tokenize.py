@@ -1,11 +1,10 @@
-"""Bytes of text per second through `maxlm.prepare`, against the tokenizers library alone on the same cores.
+"""Compares the throughput of `maxlm.prepare` with that of the tokenizers library on the same cores.
 
     python -m benchmarks.tokenize [--megabytes=60] [--rounds=3] [--output=FILE]
 
-The text is that of Python's own standard library, over and over, as JSONL; the tokenizer a byte-level BPE of 32 000
-ids. The library encodes texts that are in memory, with all its threads, and drops the ids. `prepare` starts its
-processes, reads and parses the file, encodes, counts, writes and hashes the records. They take turns; figures are
-medians, the ratio one of them.
+The text is Python's standard library, repeated, as JSONL; the tokenizer is a byte-level BPE with 32 000 ids. The
+library encodes texts in memory with all threads and discards the ids. `prepare` starts its processes, reads and parses
+the file, and encodes, counts, writes and hashes the records. Both run in turns; results are medians.
 """
 
 from __future__ import annotations

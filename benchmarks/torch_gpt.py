@@ -1,4 +1,4 @@
-"""A plain GPT-2 in PyTorch, for side-by-side timing: what a careful user writes there, and nothing of maxlm.
+"""A plain, optimized GPT-2 in PyTorch for comparisons of step times, independent of maxlm.
 
 Pre-norm blocks with biases, learned positions, fused query-key-value projection, `scaled_dot_product_attention`, GELU,
 tied head; AdamW in one fused kernel, cosine schedule after a warm-up, clipped gradients. Parameters have the names and
@@ -24,7 +24,7 @@ from maxlm.config.schema import Config, OptimizerConfig
 
 
 class Projection(nn.Module):
-    """y = x · weight + bias."""
+    """Linear layer y = x · weight + bias."""
 
     def __init__(self, num_in: int, num_out: int):
         super().__init__()
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """dim → 4 · dim → dim."""
+    """Feed-forward layer of width 4 · dim."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -64,7 +64,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward."""
+    """Transformer block: attention, then feed-forward."""
 
     def __init__(self, dim: int, num_heads: int, epsilon: float):
         super().__init__()
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """Token ids → hidden states [B, T, D] after the last norm."""
+    """Maps token ids to hidden states [B, T, D] after the last norm."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -94,7 +94,7 @@ class Body(nn.Module):
         positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.wte(tokens_BT) + self.wpe(positions)
         if torch.is_autocast_enabled(x_BTD.device.type):
-            # Autocast alone would leave the stream in float32: twice the memory traffic.
+            # Autocast would keep the residual stream in float32, with twice the memory traffic.
             x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         for block in self.h:
             x_BTD = block(x_BTD)
@@ -102,7 +102,7 @@ class Body(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids and targets → mean loss."""
+    """Maps token ids and targets to the mean loss."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -114,9 +114,9 @@ class GPT(nn.Module):
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
-    """Copies tensors of Transformers' names into a model; one that is missing or left over is an error."""
+    """Copies tensors with Transformers' names into a model; missing or unexpected tensors are errors."""
     state = {name: torch.from_numpy(np.array(value)) for name, value in tensors.items()}
-    # Tied.
+    # The head is tied to the embedding.
     if 'lm_head.weight' in model.state_dict():
         state['lm_head.weight'] = state['transformer.wte.weight']
     model.load_state_dict(state)
@@ -130,14 +130,14 @@ def make_step(
     autocast: torch.dtype | None = None,
     attention: SDPBackend | None = None,
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """One update: loss, gradients, clip, AdamW; returns the loss, still on the device.
+    """Returns a function that computes loss and gradients, clips, applies AdamW and returns the loss on the device.
 
     Args:
-        loss_of: (tokens, targets) → mean loss, compiled or not.
-        model: whose parameters it uses.
-        config: the learning rates and the rest are those of its optimizer.
-        autocast: type of the computation; None is that of the parameters.
-        attention: the kernel that must do it, or it is an error; None leaves the choice to PyTorch.
+        loss_of: maps tokens and targets to the mean loss, compiled or not.
+        model: model that contains the parameters of `loss_of`.
+        config: config with the optimizer settings.
+        autocast: dtype of the computation; None uses the dtype of the parameters.
+        attention: required attention kernel; PyTorch raises an error if it is unavailable. None lets PyTorch choose.
     """
     optimizer = config.optimizer
     decayed = [param for param in model.parameters() if param.ndim >= 2]
@@ -171,7 +171,7 @@ def make_step(
 
 
 def _rate(optimizer: OptimizerConfig, num_steps: int, step: int) -> float:
-    """Share of the peak learning rate at a step, from 0: a linear warm-up, then a cosine."""
+    """Returns the fraction of the peak learning rate at a step (from 0): linear warm-up, then cosine decay."""
     if step < optimizer.warmup_steps:
         return step / optimizer.warmup_steps
     done = (step - optimizer.warmup_steps) / max(1, num_steps - optimizer.warmup_steps)

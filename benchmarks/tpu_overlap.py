@@ -1,11 +1,11 @@
-"""Compiles training steps for TPUs that are not there and tells how much of their communication is hidden.
+"""Compiles training steps for absent TPUs and estimates how much communication overlaps with computation.
 
     python -m benchmarks.tpu_overlap [--case='v5p:2x2x2 configs/1b.py'] [--output=FILE]
 
-Each step is compiled with the options of its kind of device (`maxlm.planning.compiled.compile`) and without. By kind of
-collective: time on the links, share of it beside computation (`benchmarks.overlap`), how many there are and how
-many of them are started before they are waited for. Cases that the file has and that are not asked for stay in it.
-Needs `pip install 'maxlm[tpu]'`; a case takes two minutes of two cores.
+Each step is compiled with the options of its chip (`maxlm.planning.compiled.compile`) and without. For each kind of
+collective, the results contain the time on the links, the hidden fraction (`benchmarks.overlap`), and the numbers of
+collectives and of asynchronous collectives. Other cases in the file are kept. Needs `pip install 'maxlm[tpu]'`; a case
+takes two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from maxlm.planning.targets import parse_target, target_devices, target_layout
 from maxlm.training.state import abstract_state
 
 RESULTS = Path('benchmarks/results/tpu_overlap.json')
-# Slices on which the models are trained; on v4 a step of 1B with four sequences at a time leaves no room to gather in.
+# Slices on which the models are trained. On v4, 1B with a micro-batch of 4 leaves no memory for all-gathers.
 CASES = (
     'v4:2x2x4 configs/1b.py train.per_device_batch_size=2',
     'v4:4x4x4 configs/code.py:7b',
@@ -40,7 +40,7 @@ CASES = (
 
 
 def main(argv: list[str]) -> int:
-    """Writes the file anew."""
+    """Compiles the cases and rewrites the file."""
     parser = ArgumentParser(prog='benchmarks.tpu_overlap', allow_abbrev=False, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument('--case', action='append', help='target, config and overrides, with spaces between')
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         has_options = device.device_kind in compiling.DEVICE_OPTIONS
         results[case] = {
             'with_options': ours,
-            # Of a kind of device that has none both are the same program.
+            # Without options for the chip, both programs are the same.
             'without': measure(case, with_options=False) if has_options else ours,
             'libtpu': version('libtpu'),
             'jax': version('jax'),
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(case: str, *, with_options: bool) -> dict[str, Any]:
-    """Compiles one step; what is hidden of its collectives, by kind, and its memory."""
+    """Compiles one step and returns the overlap of its collectives by kind, and its memory."""
     spec, path, *overrides = case.split()
     target, config = parse_target(spec), load(path, overrides)
     config = resolve(
