@@ -2,5 +2,5 @@
 
 import sys
 
-# TensorFlow and Triton, which comes with PyTorch for GPUs, each bring an LLVM; two of them abort the process.
+# TensorFlow and Triton (part of PyTorch for GPUs) each contain LLVM; loading both aborts the process.
 sys.modules['triton'] = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Adapters that do something, for tests: where they start, lora_b is zero."""
+"""Random LoRA adapters for tests; initialized adapters have no effect because lora_b is zero."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from maxlm.config.schema import ModelConfig
 
 
 def adapter_arrays(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random adapters by dotted path, of a size that changes what comes out by about as much as it is."""
+    """Returns random adapters by dotted path, large enough to change the output by about its own size."""
     rng = np.random.default_rng(seed)
     return {path: rng.standard_normal(shape, np.float32) * 0.2 for path, shape in adapter_shapes(model).items()}
 
 
 def with_arrays(params: Mapping[str, Any], arrays: Mapping[str, np.ndarray], prefix: str = '') -> dict[str, Any]:
-    """Parameters, some of which are replaced by their dotted path."""
+    """Returns the parameters with the given arrays replaced by dotted path."""
     return {
         name: with_arrays(value, arrays, f'{prefix}{name}.')
         if isinstance(value, Mapping)

@@ -1,4 +1,4 @@
-"""Settings of every test session: eight virtual CPU devices, shared compiled programs, tiers and memory."""
+"""Configuration of test sessions: eight virtual CPU devices, shared compiled programs, tiers and memory."""
 
 import ctypes
 import gc
@@ -13,13 +13,13 @@ from tests.programs import IS_OWNER, MIN_COMPILE_SECONDS, PROGRAMS
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = cpu_flags(8)
 os.environ |= {
-    # For child processes. A maximum size has JAX lock the directory, so that no process reads a half-written file.
+    # For child processes. With a maximum size JAX locks the directory, so that no process reads a partial file.
     'JAX_COMPILATION_CACHE_DIR': str(PROGRAMS / 'processes'),
     'JAX_COMPILATION_CACHE_MAX_SIZE': str(2**33),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': str(MIN_COMPILE_SECONDS),
 }
 
-# A shell that starts the tests in the background ignores SIGINT, which some of them send.
+# Shells start background processes with SIGINT ignored, but some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -39,11 +39,11 @@ from tools.durations import Durations
 pytest_plugins = ['tests.shared_steps', 'tests.time_report']
 
 ROOT = Path(__file__).parent.parent
-# Fixtures that start a browser or an emulator of a bucket on loopback.
+# Fixtures that start a browser or a bucket emulator on loopback.
 MARK_OF_FIXTURE = {'browser': 'browser', 'gcs': 'network_emulator', 's3': 'network_emulator'}
 # A worker whose memory exceeds this drops JAX's traces and programs after the current module.
 CLEAR_CACHES_BYTES = 1.25 * 2**30
-# Hypothesis tests get the same few examples in each session; `launch/test.sh --nightly` asks for many new ones.
+# Hypothesis tests run the same few examples in each session; `launch/test.sh --nightly` runs many new ones.
 FEW_EXAMPLES = settings(
     max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -66,13 +66,13 @@ def pytest_collection_modifyitems(config, items):
             if fixture in item.fixturenames:
                 item.add_marker(mark)
     if hasattr(config, 'workerinput'):
-        # The longest files first, so that the workers finish together.
+        # The longest files run first, so that the workers finish at about the same time.
         items.sort(key=lambda item: durations.seconds_of_file(item.nodeid), reverse=True)
 
 
 @pytest.fixture(scope='session', autouse=True)
 def _jax_settings():
-    """Raises on rank promotion, and shares compiled programs, with checksums, among the workers of the session."""
+    """Raises errors on rank promotion, and shares compiled programs with checksums among the workers."""
     jax.config.update('jax_numpy_rank_promotion', 'raise')
     jax.config.update('jax_compilation_cache_dir', None)
     enable_compilation_cache(str(PROGRAMS / 'workers'))
@@ -81,7 +81,7 @@ def _jax_settings():
 
 @pytest.fixture(scope='session', autouse=True)
 def _no_gpu_compiler(tmp_path_factory):
-    """Hides the installed compiler for GPUs: JAX has started in this process; see tests.gpu_compiler."""
+    """Hides the installed GPU compiler, because JAX has started in this process; see tests.gpu_compiler."""
     os.environ.pop(gpu_compiler.VARIABLE, None)
     gpu_compiler.CACHE = str(tmp_path_factory.mktemp('cache') / 'gpu-compiler')
 
@@ -92,12 +92,12 @@ def _bounded_memory():
     if psutil.Process().memory_info().rss > CLEAR_CACHES_BYTES:
         jax.clear_caches()
         gc.collect()
-        # Runs in this process have malloc keep what is freed.
+        # Training runs in this process disable malloc's trimming, so freed memory must be returned explicitly.
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def make_dataset(folder: Path) -> Path:
-    """Tokenizes the sections of the Apache license as byte documents: real text that every checkout has."""
+    """Tokenizes the sections of the Apache license, which every checkout contains, as byte documents."""
     text, output = folder / 'text', folder / 'license'
     text.mkdir()
     sections = [part for part in (ROOT / 'LICENSE').read_text().split('\n\n') if part.strip()]
@@ -115,7 +115,7 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture
 def change_batches(monkeypatch):
-    """Returns a function that changes the training batches: `poisoned` get NaN weights, `left_out` are skipped."""
+    """Returns a function that patches training batches: `poisoned` batches get NaN weights, `left_out` are skipped."""
     original = Batches.__getitem__
 
     def change(*, poisoned=(), left_out=()):
@@ -135,7 +135,7 @@ def change_batches(monkeypatch):
 
 @pytest.fixture
 def in_time():
-    """Ends a test that hangs."""
+    """Aborts a hanging test."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail('hangs'))
     signal.alarm(20)
     yield

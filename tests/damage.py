@@ -1,4 +1,4 @@
-"""Damages a file as disks do: each function takes its path and a random generator."""
+"""Functions that damage a file as disks do, given its path and a random generator."""
 
 
 def flip(path, rng):

@@ -1,4 +1,4 @@
-"""How tests of faults tell `benchmarks.soak` what they found, and are told how often to try."""
+"""Interface between fault-injection tests and `benchmarks.soak`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from benchmarks.soak import FULL
 
 
 def how_many(sample: int, full: int) -> int:
-    """How often a test tries its fault: a sample, or the full count of docs/faults.md."""
+    """Returns the number of injections: `sample`, or the `full` count of docs/faults.md."""
     return full if os.environ.get(FULL) else sample
 
 
 def measured(record_property: Callable[[str, object], None], fault: str, figure: str) -> None:
-    """Records what a test measured for a fault of `benchmarks.soak.FAULTS`; called after its assertions."""
+    """Records a measured value for a fault of `benchmarks.soak.FAULTS`. Tests call it after their assertions."""
     record_property(f'fault:{fault}', figure)

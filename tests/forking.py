@@ -1,8 +1,8 @@
-"""Starts processes by fork, which skip the seconds that importing JAX and maxlm takes.
+"""Starts processes by fork, which saves the seconds of importing JAX and maxlm.
 
-`python -m tests.forking` is the server of a test process. It imports the modules that are to run, each once, asks
-nothing of JAX's devices, and forks a process for each request that it reads, one JSON value a line. A process gets the
-arguments, environment and files that it would have if it had been started by `python -m`.
+`python -m tests.forking` is the fork server of a test process. It imports each target module once without initializing
+JAX's devices. It reads requests, one JSON value per line, and forks a process for each. The process gets the same
+arguments, environment and files as with `python -m`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Any
 
 from tests.cpu import cpu_flags
 
-# Not that of tests.conftest, which sets the number of devices.
+# tests.conftest is not imported, because it sets the number of devices.
 ROOT = Path(__file__).parent.parent
-# The server imports without these variables, so that a process that lacks one finds the default.
+# The server imports modules without these variables, so that a process without one gets the default.
 READ_BY_IMPORTS = ('JAX_', 'FSSPEC_')
 
 
 class Server:
-    """The server, seen from the test process."""
+    """Client of the fork server in the test process."""
 
     def __init__(self) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(READ_BY_IMPORTS)}
@@ -44,19 +44,19 @@ class Server:
         self._numbers = itertools.count()
 
     def ask(self, **request: Any) -> Any:
-        """Returns the answer to a request."""
+        """Sends a request and returns the response."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         number = next(self._numbers)
         print(json.dumps([number, request]), file=self._process.stdin, flush=True)
-        # A test that ran out of time may have left the answer to its last request unread.
+        # A test that timed out may have left a response unread.
         answered = -1
         while answered != number:
             answered, answer = json.loads(self._process.stdout.readline())
         return answer
 
     def close(self) -> None:
-        """Ends the server, which kills the processes that are left."""
+        """Stops the server, which kills all remaining processes."""
         with self._process:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -64,21 +64,21 @@ class Server:
 
 @functools.cache
 def server() -> Server:
-    """Returns the server of this process, which ends with it."""
+    """Returns the fork server of this process, which stops when this process exits."""
     started = Server()
     atexit.register(started.close)
     return started
 
 
 class Forked:
-    """A process of the server, with the methods of `subprocess.Popen` that tests use."""
+    """A forked process with the `subprocess.Popen` methods that tests use."""
 
     def __init__(self, pid: int, output: Path):
         self.pid, self._output = pid, output
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Returns the exit code, below 0 after a signal; None while the process runs."""
+        """Returns the exit code (negative after a signal), or None while the process runs."""
         if self.returncode is None:
             self.returncode = server().ask(poll=self.pid)
         return self.returncode
@@ -93,28 +93,28 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, unless the process has ended."""
-        # A process that nobody has polled keeps its id.
+        """Sends a signal, unless the process has exited."""
+        # A process keeps its id until it is polled.
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Sends SIGKILL, unless the process has ended."""
+        """Sends SIGKILL, unless the process has exited."""
         self.send_signal(signal.SIGKILL)
 
     @property
     def stdout(self) -> str:
-        """All that was printed so far."""
+        """Returns the standard output so far."""
         return self._output.read_text()
 
     @property
     def stderr(self) -> str:
-        """All that was printed to standard error so far."""
+        """Returns the standard error so far."""
         return Path(f'{self._output}.err').read_text()
 
 
 class Parent:
-    """Starts processes that run the same; `forking` makes one."""
+    """Starts processes with the same target; created by `forking`."""
 
     def __init__(self, target: str, environment: dict[str, str]):
         self._target, self._environment = target, environment
@@ -124,12 +124,12 @@ class Parent:
         """Starts a process.
 
         Args:
-            arguments: its command line.
-            output: file for its standard output; that of standard error lies beside it.
-            environment: variables to set for this process.
+            arguments: command-line arguments.
+            output: file for standard output; standard error goes to the same name with the suffix .err.
+            environment: additional environment variables.
         """
         output.parent.mkdir(parents=True, exist_ok=True)
-        # By the time the server answers, the process may not have opened them.
+        # When the server responds, the process may not have opened the files yet.
         for path in (output, Path(f'{output}.err')):
             path.write_bytes(b'')
         pid = server().ask(
@@ -142,7 +142,7 @@ class Parent:
         return self._started[-1]
 
     def start_run(self, count: int, arguments: Sequence[object], folder: Path) -> list[Forked]:
-        """Starts `count` processes of one run, whose outputs go to `folder`."""
+        """Starts `count` processes of one run with outputs in `folder`."""
         run = {'MAXLM_COORDINATOR': f'127.0.0.1:{free_port()}', 'MAXLM_NUM_PROCESSES': str(count)}
         return [
             self.start(
@@ -154,7 +154,7 @@ class Parent:
         ]
 
     def close(self) -> None:
-        """Kills the processes that are left."""
+        """Kills all remaining processes."""
         for process in self._started:
             process.kill()
             process.wait()
@@ -162,17 +162,17 @@ class Parent:
 
 @contextlib.contextmanager
 def forking(target: str, *, devices: int = 1, environment: Mapping[str, str | None] | None = None) -> Iterator[Parent]:
-    """Yields the parent of processes that run `target`; those that are left at the end are killed.
+    """Yields a starter of processes that run `target`, and kills remaining processes at the end.
 
     Args:
-        target: MODULE, which runs as by `python -m`, or MODULE:FUNCTION, which is called without arguments.
-        devices: virtual CPU devices of each process.
-        environment: variables to set; None removes one.
+        target: MODULE, which runs as with `python -m`, or MODULE:FUNCTION, which is called without arguments.
+        devices: number of virtual CPU devices per process.
+        environment: variables to set; None removes a variable.
     """
     settings = {
         'JAX_PLATFORMS': 'cpu',
         'XLA_FLAGS': cpu_flags(devices),
-        # They compile the same small programs.
+        # The processes compile the same small programs, so all of them are cached.
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
         'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     }
@@ -185,7 +185,7 @@ def forking(target: str, *, devices: int = 1, environment: Mapping[str, str | No
 
 
 def free_port() -> int:
-    """Returns a TCP port of this machine on which nobody listens."""
+    """Returns an unused TCP port of this machine."""
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         port: int = listener.getsockname()[1]
@@ -194,12 +194,12 @@ def free_port() -> int:
 
 def main() -> None:
     """Serves requests until the input ends."""
-    # The first module to be imported may set variables that JAX reads.
+    # JAX is imported first, because target modules may set variables that it reads.
     importlib.import_module('jax')
     children: set[int] = set()
-    # By descriptor: nothing is buffered that a child would read or write again.
+    # Separate descriptors, so that children inherit no buffered data.
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), 'w')
-    # What an import prints is no answer.
+    # Output of imports must not go to the stream of responses.
     os.dup2(2, 1)
     while line := requests.readline():
         number, request = json.loads(line)
@@ -208,11 +208,11 @@ def main() -> None:
             children.discard(pid)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
-            # An error is raised once more in the process, whose output shows it.
+            # The forked process raises the error again and shows it in its output.
             with contextlib.suppress(Exception):
                 importlib.import_module(request['target'].partition(':')[0])
             with warnings.catch_warnings():
-                # NumPy's BLAS has a thread, which Python 3.12 warns of.
+                # Python 3.12 warns about forking because NumPy's BLAS has a thread.
                 warnings.simplefilter('ignore', DeprecationWarning)
                 answer = os.fork()
             if answer == 0:
@@ -228,7 +228,7 @@ def main() -> None:
 
 
 def become(target: str, arguments: list[str], output: str, environment: dict[str, str]) -> None:
-    """Runs a module or a function in this process, which was forked for it."""
+    """Runs a module or a function in this forked process."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     for descriptor, path in enumerate((os.devnull, output, f'{output}.err')):
         opened = os.open(path, os.O_RDONLY if descriptor == 0 else flags, 0o600)
@@ -246,7 +246,7 @@ def become(target: str, arguments: list[str], output: str, environment: dict[str
 
 
 def read_environment() -> None:
-    """Reads the variables that modules read when the server imported them."""
+    """Applies environment variables that modules otherwise read at import."""
     import jax
 
     for name, value in os.environ.items():

@@ -1,9 +1,9 @@
-"""Google's storage on loopback as a process of its own, which is told over HTTP what is to go wrong with it.
+"""Google Cloud Storage emulator as a separate process, with faults that tests plan over HTTP.
 
-    python -m tests.gcs_emulator BUCKET…      prints its port, and serves until it is ended
+    python -m tests.gcs_emulator BUCKET…      prints its port and serves until it is stopped
 
-POST /_fault with the fields of `WireFault` plans a fault, DELETE /_fault ends them all; GET /_objects tells what is
-stored (bucket/name → bytes), GET /_log what was asked. `Emulator` is this from the side of a test.
+POST /_fault plans a fault with the fields of `WireFault`; DELETE /_fault removes all faults. GET /_objects returns the
+sizes of stored objects by bucket/name, GET /_log the requests. Tests use the client class `Emulator`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ FOREVER = 10**9
 
 @dataclasses.dataclass
 class WireFault:
-    """What goes wrong with the next `times` requests of which `METHOD path?query`, unquoted, has a match.
+    """A fault in the next `times` requests whose unquoted `METHOD path?query` matches a pattern.
 
-    `status` is answered instead, if it is not 0; `drop` breaks the connection before anything is done, or `after` it
-    was done and before it is told; `delay` are seconds that pass before.
+    A nonzero `status` replaces the response. `drop` breaks the connection `before` the request is executed, or `after`
+    the execution but before the response. `delay` is the delay in seconds.
     """
 
     match: str = ''
@@ -43,7 +43,7 @@ class WireFault:
 
 
 class FaultyHandler(Handler):
-    """The API, through a line that can fail."""
+    """API handler with a faulty connection."""
 
     def route(self, parts, body):
         if parts[0].startswith('_'):
@@ -62,7 +62,7 @@ class FaultyHandler(Handler):
             self.silent = fault.drop == 'after'
             super().route(parts, body)
 
-    # Whether the answer is kept back.
+    # True if the response is withheld.
     silent = False
 
     def send(self, status, content, *rest):
@@ -112,7 +112,7 @@ class FaultyServer(GcsServer):
 
 
 class Emulator:
-    """The process. `environment` is what other processes need to take it for Google's."""
+    """Client of the emulator process. Processes with `environment` use it instead of Google's servers."""
 
     def __init__(self, *buckets: str):
         command = [sys.executable, '-m', 'tests.gcs_emulator', *buckets]
@@ -126,14 +126,14 @@ class Emulator:
         }
 
     def take_for_googles(self, monkeypatch):
-        """This process does, and those that it starts."""
+        """Makes this process and its children use the emulator instead of Google's servers."""
         import fsspec.config
 
         from maxlm.storage import object_store
 
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
-        # The variable is read when fsspec is imported.
+        # fsspec reads the variable at import.
         monkeypatch.setitem(fsspec.config.conf, 'gcs', json.loads(self.environment['FSSPEC_GCS']))
         object_store._filesystem.cache_clear()
 
@@ -141,17 +141,17 @@ class Emulator:
         self._call('POST', '_fault', dataclasses.asdict(WireFault(match, **facts)))
 
     def clear(self):
-        """Nothing goes wrong any more."""
+        """Removes all faults."""
         self._call('DELETE', '_fault')
 
     @property
     def objects(self) -> dict[str, int]:
-        """bucket/name → bytes."""
+        """Returns the size of each object by bucket/name."""
         return self._call('GET', '_objects')
 
     @property
     def log(self) -> list[dict]:
-        """The requests so far, oldest first; see `Request`."""
+        """Returns the requests so far, oldest first; see `Request`."""
         return self._call('GET', '_log')
 
     def stop(self):
@@ -167,7 +167,7 @@ class Emulator:
 
 @contextlib.contextmanager
 def running(*buckets: str) -> Iterator[Emulator]:
-    """The process, ended with the context."""
+    """Yields the emulator and stops its process at the end."""
     emulator = Emulator(*buckets)
     try:
         yield emulator

@@ -1,4 +1,4 @@
-"""Processes that have launch/test.sh's compiler for GPUs; without it they are as on other machines."""
+"""Processes with the GPU compiler that launch/test.sh installs, if it is installed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from maxlm.planning.gpu_compiler import VARIABLE
 
 ROOT = Path(__file__).parent.parent
-# The folder that launch/test.sh installed it into; None = there is none.
+# Directory of the GPU compiler; None if launch/test.sh has not installed it.
 FOLDER = os.environ.get(VARIABLE)
 
 
 def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS…` with the compiler, if it is there, and further environment variables."""
+    """Runs `python ARGUMENTS…` with the GPU compiler, if installed, and additional environment variables."""
     environment = os.environ | ({VARIABLE: FOLDER} if FOLDER else {}) | variables
-    # The flags of this process are for virtual CPU devices.
+    # XLA_FLAGS of this process are for virtual CPU devices.
     del environment['XLA_FLAGS']
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -1,7 +1,7 @@
-"""Kills `maxlm.prepare` again and again, and compares what it makes: `python -m tests.killing DIR SEED [KILLS]`.
+"""Repeatedly kills `maxlm.prepare` and compares the results: `python -m tests.killing DIR SEED [KILLS]`.
 
-Without KILLS it is killed once in each stage, else at random moments. Runs are forked from one process that has
-imported everything: most of the time of a fresh one is its imports, where there is nothing to kill.
+Without KILLS, each stage is killed once; otherwise kills occur at random times. Runs are forked from a process that has
+imported all modules, because a new process spends most of its time on imports, which are not of interest here.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ WORDS = 4000
 
 
 def write_corpus(directory: Path, seed: int) -> None:
-    """JSONL of 240 documents, with some that are equal, some similar, and some that filters remove or shorten."""
+    """Writes JSONL of 240 documents with exact and near duplicates, and documents that filters remove or trim."""
     rng = random.Random(seed)
     words = [''.join(rng.choices('abcdefghijklmnop', k=rng.randrange(3, 9))) for _ in range(WORDS)]
     documents: list[str] = []
     for number in range(240):
         sentences = [' '.join(rng.choices(words, k=rng.randrange(8, 20))).capitalize() + '.' for _ in range(12)]
         if number % 9 == 5:
-            # Lines without an end, which C4 takes out.
+            # The C4 filter removes lines without terminal punctuation.
             sentences.insert(3, 'menu home about')
         if number % 11 == 7:
             sentences = ['lorem ipsum dolor sit amet.', *sentences]
@@ -50,7 +50,7 @@ def write_corpus(directory: Path, seed: int) -> None:
 
 
 def start(texts: Path, output: Path, workers: int, *more: str) -> int:
-    """Forks a run into a process group of its own; returns its id."""
+    """Forks a run into a new process group and returns its id."""
     arguments = ['--input', texts, '--output', output, '--tokenizer', 'bpe:400', '--filter', 'c4', '--deduplicate']
     arguments += ['near', '--fim-rate', '0.5', '--validation-fraction', '0.1', '--quiet', '--workers', workers, *more]
     pid = os.fork()
@@ -61,24 +61,24 @@ def start(texts: Path, output: Path, workers: int, *more: str) -> int:
 
 
 def finish(pid: int) -> None:
-    """Waits for the end of a run that must succeed."""
+    """Waits for a run, which must succeed."""
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0, f'status {status}'
 
 
 def has_ended(pid: int) -> bool:
-    """Returns True if a run has ended by itself, and asserts that it succeeded."""
+    """Returns True if a run has exited, and asserts that it succeeded."""
     found, status = os.waitpid(pid, os.WNOHANG)
     assert not found or os.waitstatus_to_exitcode(status) == 0, f'status {status}'
     return found == pid
 
 
-# What the work directory holds from each stage on, the last first.
+# Files in the work directory from each stage on, latest stage first.
 STAGES = {'shards': 'group-*', 'tokenizer': 'begin.json', 'verdicts': 'verdicts-*', 'survey': 'survey-*'}
 
 
 def stage(output: Path) -> str:
-    """Returns how far a run came."""
+    """Returns the stage that a run has reached."""
     if (output / 'dataset.json').exists():
         return 'finished'
     work = output / WORK_DIRECTORY
@@ -86,7 +86,7 @@ def stage(output: Path) -> str:
 
 
 def killed(pid: int, output: Path, *, at_stage: str | None, seconds: float) -> bool:
-    """Kills a run when it reaches a stage, or after some seconds; returns False if it ended before."""
+    """Kills a run when it reaches a stage, or after some seconds; returns False if it exited before."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline if at_stage is None else stage(output) != at_stage:
         if has_ended(pid):
@@ -98,8 +98,8 @@ def killed(pid: int, output: Path, *, at_stage: str | None, seconds: float) -> b
 
 
 def main(directory: Path, seed: int, kills: int) -> None:
-    """Prints what happened as JSON."""
-    # Many groups out of little text.
+    """Prints the results as JSON."""
+    # A small minimum creates many partitions from little text.
     partitions.MIN_GROUP_BYTES = 20_000
     rng = random.Random(seed)
     texts, output = directory / 'texts', directory / 'data'

@@ -1,10 +1,10 @@
-"""Ends one of two processes again and again until the run is done, on one line:
+"""Repeatedly interrupts one of two training processes until the run is done (the command is one line):
 
     python -m tests.killing_processes DIR SEED SIGNAL,… ARGUMENTS…
 
-SIGKILL: one of them is killed. SIGSTOP: one is stopped, and goes on when the other has ended. SIGTERM: one is told to
-stop, and, as they save, any of them again. Makes DIR/whole, the run without, and DIR/0, 1, …, the end of runs that were
-started again. ARGUMENTS are those of `maxlm.train` without --workdir. Processes are forked, as in `killing_training`.
+SIGKILL kills a process. SIGSTOP suspends it until the other one has exited. SIGTERM stops it; a second SIGTERM to any
+process follows while they save. Writes the uninterrupted run to DIR/whole, and interrupted runs to DIR/0, 1, ….
+ARGUMENTS are those of `maxlm.train` without --workdir. Processes are forked, as in `killing_training`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tests.forking import free_port
 from tests.killing_training import written
 
 COUNT = 2
-# A test that fails comes to its end.
+# Timeouts in seconds, so that a failing test ends.
 LONGEST_LIFE, LONGEST_END = 300.0, 90.0
-# A second SIGTERM comes so many seconds after the first, or before that; a save takes about as long.
+# Maximum delay of the second SIGTERM in seconds, about the duration of a save.
 SAVE_SECONDS = 0.5
 
 
 class Run:
-    """The processes of one life."""
+    """The processes of one attempt."""
 
     def __init__(self, workdir: Path, arguments: list[str]):
         coordinator = f'127.0.0.1:{free_port()}'
@@ -56,7 +56,7 @@ class Run:
                     'MAXLM_PROCESS_ID': str(number),
                 }
                 sys.argv = ['maxlm.train', *arguments, f'--workdir={workdir}']
-                # Raises SystemExit: the process ends as one that was started by hand.
+                # Raises SystemExit, so the process exits as with `python -m maxlm.train`.
                 train.run()
             self.pids.append(pid)
 
@@ -65,7 +65,7 @@ class Run:
             os.kill(self.pids[number], what)
 
     def wait(self, until: Callable[[], object], seconds: float) -> None:
-        """Waits for what `until` says, and takes note of those that end meanwhile."""
+        """Waits until `until()` is true, and records the processes that exit meanwhile."""
         deadline = time.monotonic() + seconds
         while not until():
             for number, pid in enumerate(self.pids):
@@ -84,11 +84,11 @@ class Run:
         self.wait(lambda: all(number in self.codes for number in numbers), LONGEST_END)
 
     def has_saved(self) -> bool:
-        """Whether it has saved a step."""
+        """Returns True if this attempt has saved a checkpoint."""
         return written(self.workdir) != self._written
 
     def is_done(self) -> bool:
-        """Whether all have come to the end of the run."""
+        """Returns True if all processes have finished the run."""
         return self.codes == {0: EXIT_DONE, 1: EXIT_DONE}
 
     def told(self, number: int) -> str:
@@ -96,7 +96,7 @@ class Run:
 
 
 def whole(workdir: Path, arguments: list[str]) -> float:
-    """A run without a fault; how long it trained."""
+    """Runs without a fault and returns the seconds from the first save to the end."""
     run = Run(workdir, arguments)
     run.wait(run.has_saved, LONGEST_LIFE)
     began = time.monotonic()
@@ -106,7 +106,7 @@ def whole(workdir: Path, arguments: list[str]) -> float:
 
 
 def meet(run: Run, victim: int, number: signal.Signals, rng: random.Random) -> dict[str, float]:
-    """One fault; the seconds from it to the end of the others, or of all. All must end with 75."""
+    """Injects one fault and returns the seconds until the other processes, or all, exit. Exit codes must be 75."""
     other = 1 - victim
     began = time.monotonic()
     run.send(victim, number)
@@ -140,7 +140,7 @@ def meet(run: Run, victim: int, number: signal.Signals, rng: random.Random) -> d
 
 
 def main(directory: Path, seed: int, numbers: list[signal.Signals], arguments: list[str]) -> None:
-    """Prints the longest times and what was lost as JSON, as the last line."""
+    """Prints the longest times and the lost steps as JSON on the last line."""
     rng = random.Random(seed)
     duration = whole(directory / 'whole', arguments)
     longest: dict[str, dict[str, float]] = {number.name: {} for number in numbers}
@@ -150,7 +150,7 @@ def main(directory: Path, seed: int, numbers: list[signal.Signals], arguments: l
         workdir = directory / str(finished)
         before = max(saved_steps(workdir), default=0)
         run = Run(workdir, arguments)
-        # What lies before the first save is the start.
+        # Before its first save, an attempt is still starting.
         run.wait(lambda run=run: run.has_saved() or run.codes, LONGEST_LIFE)
         if met == len(numbers) or run.codes:
             run.wait_for_end(0, 1)

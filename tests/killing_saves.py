@@ -1,7 +1,7 @@
-"""Kills a process that saves one step after the other; started by `tests.forking` with WORKDIR SEED KILLS.
+"""Repeatedly kills a process that saves checkpoints; started by `tests.forking` with WORKDIR SEED KILLS.
 
-WORKDIR may be gs://bucket/run in the emulator of which the environment tells. Each life first restores all steps that
-it sees and compares them with what was saved. Lives are forked, as in `killing_training`.
+WORKDIR may be gs://bucket/run in the emulator that the environment selects. Each attempt first restores all visible
+checkpoints and compares them with the saved states. Attempts are forked, as in `killing_training`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from typing import Any, NamedTuple
 
-# Imported once, not by each life.
+# Imported once instead of by each attempt.
 import gcsfs  # noqa: F401
 
 from maxlm.checkpoint.item_metadata import CorruptCheckpointError
@@ -27,19 +27,19 @@ from tests.gcs_emulator import Emulator
 
 KEPT = 2
 SAVES_TO_MEASURE = 4
-# Of the kills; the others come while it saves.
+# Fraction of kills during the start; other kills occur while a checkpoint is saved.
 SHARE_WHILE_STARTING = 0.2
 
 
 class Life(NamedTuple):
-    """A process, and the end of a pipe through which it tells of what it does."""
+    """A process and the read end of its pipe of progress messages."""
 
     pid: int
     told: Any
 
 
 def start(workdir: str) -> Life:
-    """Forks a process that saves until it is killed."""
+    """Forks a process that saves checkpoints until it is killed."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -52,7 +52,7 @@ def start(workdir: str) -> Life:
 
 
 def live(workdir: str, tell: Any) -> None:
-    """Restores what is there, and saves the steps after it."""
+    """Restores the existing checkpoints and saves the next steps."""
     abstract = abstract_on(1)
 
     def state(step: int) -> Any:
@@ -64,7 +64,7 @@ def live(workdir: str, tell: Any) -> None:
         for step in steps:
             try:
                 restored = checkpoints.restore(step, abstract).state
-                # Control: another step is another state.
+                # Negative control: the state of another step differs.
                 whole = same(restored, state(step)) and not same(restored, state(step + 1))
             except CorruptCheckpointError:
                 whole = False
@@ -85,7 +85,7 @@ def hear(life: Life) -> dict[str, Any]:
 
 
 def kill(life: Life) -> list[dict[str, Any]]:
-    """Kills it; returns what it has told that nobody has read."""
+    """Kills an attempt and returns its unread messages."""
     os.kill(life.pid, signal.SIGKILL)
     os.waitpid(life.pid, 0)
     rest = [json.loads(line) for line in life.told if line.endswith('\n')]
@@ -94,7 +94,7 @@ def kill(life: Life) -> list[dict[str, Any]]:
 
 
 def met(workdir: str) -> str:
-    """What a kill has come into."""
+    """Returns the operation that a kill interrupted."""
     if not workdir.startswith('gs://'):
         folder = to_path(workdir) / CHECKPOINTS_DIR
         names = [entry.name for entry in folder.iterdir()] if folder.exists() else []
@@ -114,14 +114,14 @@ def met(workdir: str) -> str:
 
 
 def main() -> None:
-    """Prints what was found as JSON, as the last line."""
+    """Prints the results as JSON on the last line."""
     workdir, kills = sys.argv[1], int(sys.argv[3])
     rng = random.Random(int(sys.argv[2]))
     life = start(workdir)
     began = None
     for _ in range(2 + 2 * SAVES_TO_MEASURE):
         facts = hear(life)
-        # The first compiles.
+        # The first attempt compiles.
         if facts.get('begun') == 2:
             began = time.monotonic()
     assert began
@@ -133,7 +133,7 @@ def main() -> None:
         life = start(workdir)
         hear(life)
         if found.total() < kills and rng.random() < SHARE_WHILE_STARTING:
-            # It clears away what the one before has left.
+            # During its start, an attempt removes partial files of the previous one.
             time.sleep(rng.uniform(0, duration))
             heard = kill(life)
         else:
@@ -142,7 +142,7 @@ def main() -> None:
                 hear(life)
                 time.sleep(rng.uniform(0, 2 * duration))
             else:
-                # What the kills have left is in no save's way.
+                # Partial files of killed attempts must not disturb saves.
                 heard += [hear(life), hear(life)]
             heard += kill(life)
         for facts in heard:
@@ -152,7 +152,7 @@ def main() -> None:
                     lost.append(committed)
             committed = max(committed, facts.get('committed') or 0)
             assert facts.get('committed') == facts.get('wanted'), facts
-        # The end of the life after the last kill is none of them.
+        # The attempt after the last kill is not killed.
         if found.total() == kills:
             break
         found[met(workdir)] += 1

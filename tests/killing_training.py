@@ -1,9 +1,8 @@
-"""Kills a run again and again until it is done: `python -m tests.killing_training DIR SEED KILLS VERB ARGUMENTS…`.
+"""Repeatedly kills a run until it is done: `python -m tests.killing_training DIR SEED KILLS VERB ARGUMENTS…`.
 
-After the kills one more life gets SIGTERM, twice, and must save. Makes DIR/whole, the run without kills, and DIR/0, 1,
-…, each the end of a run with kills. ARGUMENTS are those of the verb, train or grpo, without --workdir. Runs are forked
-from one process that has imported everything and asked nothing of JAX: most of the time of a fresh one is its imports,
-where there is nothing to kill.
+After the kills, one more attempt gets SIGTERM twice and must save. Writes the uninterrupted run to DIR/whole and killed
+runs to DIR/0, 1, …. VERB is train or grpo, with its ARGUMENTS except --workdir. Runs are forked from a process that has
+imported all modules without initializing JAX, because a new process spends most of its time on imports.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ VERBS = {'train': train.main, 'grpo': grpo.main}
 
 
 def start(workdir: Path, command: list[str]) -> int:
-    """Forks a run; returns its process id."""
+    """Forks a run and returns its process id."""
     verb, *arguments = command
     pid = os.fork()
     if pid == 0:
@@ -38,10 +37,10 @@ def start(workdir: Path, command: list[str]) -> int:
 
 
 def live(workdir: Path, arguments: list[str], seconds: float, number: int = signal.SIGKILL) -> float | None:
-    """Runs one life, which gets a signal so many seconds after its first save.
+    """Runs one attempt, which gets a signal `seconds` after its first save.
 
     Returns:
-        How long it trained if it came to its end; None if the signal ended it.
+        The seconds from the first save to the end if the run finished; None if the signal ended it.
     """
     before = written(workdir)
     pid = start(workdir, arguments)
@@ -71,12 +70,12 @@ def live(workdir: Path, arguments: list[str], seconds: float, number: int = sign
 
 
 def written(workdir: Path) -> list[str]:
-    """What changes with the first save of a life; most of a life is its start, where there is nothing to lose."""
+    """Returns the checkpoint state of the workdir, which changes with the first save of an attempt."""
     return sorted(path.name for path in (workdir / 'checkpoints').glob('[0-9]*'))
 
 
 def stage(workdir: Path) -> str:
-    """What a kill has met."""
+    """Returns the operation that a kill interrupted."""
     names = [path.name for path in (workdir / 'checkpoints').glob('*')]
     if any('tmp' in name for name in names):
         return 'save'
@@ -84,7 +83,7 @@ def stage(workdir: Path) -> str:
 
 
 def main(directory: Path, seed: int, kills: int, arguments: list[str]) -> None:
-    """Prints what the kills met as JSON, as the last line."""
+    """Prints the interrupted operations as JSON on the last line."""
     rng = random.Random(seed)
     duration = live(directory / 'whole', arguments, 600)
     assert duration
@@ -95,7 +94,7 @@ def main(directory: Path, seed: int, kills: int, arguments: list[str]) -> None:
     while met.total() < len(numbers) or (directory / str(finished)).exists():
         workdir = directory / str(finished)
         before = max(saved_steps(workdir), default=0)
-        # The last run comes to its end.
+        # The last run finishes.
         is_last = met.total() == len(numbers)
         number = signal.SIGKILL if is_last else numbers[met.total()]
         if live(workdir, arguments, 600 if is_last else rng.uniform(0, 0.8 * duration), number) is not None:

@@ -1,4 +1,4 @@
-"""Decoders whose parameters are random numbers by NumPy: JAX's draws take seconds to compile."""
+"""Decoders with random parameters from NumPy, because JAX's random initializers take seconds to compile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def decoder_graph(config: ModelConfig) -> Any:
 
 
 def logits(graph: Any, params: Params, tokens_BT: Any, **kwargs: Any) -> jax.Array:
-    """Returns the logits of a decoder; traced by who calls this."""
+    """Returns the logits of a decoder; to be traced by the caller."""
     model = nnx.merge(graph, params)
     hidden_BTD, _ = model(tokens_BT, **kwargs)
     return model.logits(hidden_BTD)
@@ -35,9 +35,9 @@ def abstract_params(config: Config) -> Params:
 
 
 def random_params(config: Config, layout: Layout | None = None, *, std: float = 0.2, seed: int = 1) -> Params:
-    """Returns parameters that are all random, biases and scales too, so that none can hide a mistake.
+    """Returns random parameters, including biases and scales, so that none hides a bug.
 
-    With a layout they lie on its devices, otherwise they are NumPy arrays. The values do not depend on the layout.
+    With a layout the arrays are on its devices, otherwise they are NumPy arrays. Values do not depend on the layout.
     """
     rng = np.random.default_rng(seed)
 
@@ -54,7 +54,7 @@ def random_params(config: Config, layout: Layout | None = None, *, std: float = 
 
 
 def first_state(config: Config, layout: Layout, **kwargs: Any) -> TrainState:
-    """Returns the state before the first step with random parameters; moments and counts are 0."""
+    """Returns the initial state with random parameters; moments and counts are 0."""
     shapes = abstract_state(config, layout)
     assert shapes.ema is shapes.loss_scale is shapes.reference is None, 'these do not begin with zeros'
     state = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), shapes)

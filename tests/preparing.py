@@ -1,4 +1,4 @@
-"""Runs `maxlm.prepare` on small texts, and reads the data sets that it makes."""
+"""Runs `maxlm.prepare` on small texts and reads the resulting data sets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WORDS = ['alpha', 'beta', 'gamma', 'größe', '\r\n', '<|endoftext|>', '🙂']
 
 
 def run(*arguments: object) -> int:
-    """Runs `maxlm.prepare` with these arguments; returns its exit code."""
+    """Runs `maxlm.prepare` and returns its exit code."""
     return exit_code(prepare.main, [str(argument) for argument in arguments])
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Returns the contents of all files of a directory, by name."""
+    """Returns the contents of all files in a directory by name."""
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
@@ -40,7 +40,7 @@ def write_texts(directory: Path) -> Path:
 
 
 def ids_of(dataset: Dataset, split: str) -> list[np.ndarray]:
-    """Returns the token ids of each document of a split without its end, in order."""
+    """Returns the token ids of each document of a split in order, without the end token."""
     found = []
     for number, shard in enumerate(dataset.splits[split].shards):
         stream = TokenReader(dataset, dataset.splits[split].shards).read(number, 0, shard.tokens)

@@ -1,6 +1,6 @@
-"""Processes of one run on this machine, each with virtual CPU devices of its own.
+"""Processes of one run on this machine, each with separate virtual CPU devices.
 
-`python -m tests.processes FAULT ARGUMENTS…` is `maxlm.train` in which process 1 is at fault when it reads batch 3.
+`python -m tests.processes FAULT ARGUMENTS…` runs `maxlm.train`, where process 1 fails when it reads batch 3.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tests.forking import forking
 
 
 class Processes(contextlib.AbstractContextManager['Processes']):
-    """Processes that run the same command; leaving the context kills those that are left."""
+    """Processes that run the same command; leaving the context kills the remaining ones."""
 
     def __init__(self, count: int, devices: int, command: list[str], *, logs: Path, module: str = 'maxlm.train'):
         """
         Args:
-            count: of processes.
-            devices: virtual devices of each.
+            count: number of processes.
+            devices: number of virtual devices per process.
             command: arguments of `module`.
-            logs: directory for what they print.
-            module: what they run.
+            logs: directory for the output of the processes.
+            module: module that the processes run.
         """
         self._stack = contextlib.ExitStack()
         self.all = self._stack.enter_context(forking(module, devices=devices)).start_run(count, command, logs)
@@ -38,16 +38,16 @@ class Processes(contextlib.AbstractContextManager['Processes']):
         self._stack.close()
 
     def wait(self, timeout: float = 120) -> list[int]:
-        """Returns the exit codes of all."""
+        """Waits for all processes and returns their exit codes."""
         return [process.wait(timeout) for process in self.all]
 
     def output(self, number: int) -> str:
-        """Returns what a process has printed so far, to standard error last."""
+        """Returns the output of a process so far: standard output, then standard error."""
         return self.all[number].stdout + self.all[number].stderr
 
 
 def main(fault: str, arguments: list[str]) -> int:
-    """Trains with a fault: `hang` = the main thread sleeps for ever, `bad_input` = a damaged shard."""
+    """Trains with a fault: `hang` makes the main thread sleep forever, `bad_input` simulates a damaged shard."""
     iterate = batch_source.iterate
 
     def faulty(*args: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Directory in which all processes of a test session share compiled programs. Nothing outlives the session."""
+"""Directory of compiled programs that all processes of a test session share; deleted at its end."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 
 NAME = 'MAXLM_TEST_PROGRAMS'
-# The process that creates the directory deletes it; workers and child processes inherit the variable.
+# The process that creates the directory deletes it. Workers and child processes inherit the variable.
 IS_OWNER = NAME not in os.environ
 if IS_OWNER:
     os.environ[NAME] = tempfile.mkdtemp(prefix='maxlm-programs-')
 PROGRAMS = Path(os.environ[NAME])
-# Reading a smaller program back takes as long as compiling it again.
+# Loading a program that compiles faster takes as long as compiling it.
 MIN_COMPILE_SECONDS = 0.5

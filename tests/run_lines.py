@@ -1,4 +1,4 @@
-"""What the lines of a run's files hold, as functions of its step: what `tests.workdirs` writes."""
+"""Contents of the files of a run as functions of the step, for `tests.workdirs`."""
 
 import math
 
@@ -17,7 +17,7 @@ BEAT = 10.0
 
 
 def config(**train):
-    """What config.json holds, as after `resolve`; further keys of the section train."""
+    """Returns the contents of config.json after `resolve`, with further keys in the section train."""
     values = default()
     values.model.update({'family': 'llama', 'vocab_size': 512, 'num_layers': 4, 'dim': 256, 'num_heads': 4})
     values.model.update({'num_kv_heads': 4, 'head_dim': 64, 'ffn_dim': 704, 'max_positions': 256})
@@ -39,7 +39,7 @@ def validation_loss(step):
 
 
 def machine(kind, devices, processes, price):
-    """What the event `started` tells of machine, program and plan, besides the command."""
+    """Returns the fields of the event `started` about machine, program and plan."""
     return {
         'host': 'host0',
         'pid': 4242,
@@ -76,7 +76,7 @@ def machine(kind, devices, processes, price):
 
 
 def step_metrics(step, loss, skipped):
-    """The metrics of a training step, but for its cost; `loss` None = not finite."""
+    """Returns the metrics of a training step without its cost; `loss=None` means not finite."""
     finite = loss is not None
     return {
         'step': step,
@@ -104,7 +104,7 @@ def step_metrics(step, loss, skipped):
 
 
 def reading(kind, devices):
-    """What a machine with so many devices tells of itself; a CPU is no device."""
+    """Returns the device statistics of a machine; CPUs have no device statistics."""
     return {
         'cpu_percent': 21.5,
         'process_cpu_percent': 130.0,

@@ -1,4 +1,4 @@
-"""A data set of bytes in as many shards as a test wants."""
+"""Byte-level data sets with a given number of shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 
 
 def write_dataset(path: Path, train: Sequence[Sequence[str]], validation: Sequence[Sequence[str]] = ()) -> Dataset:
-    """One shard for each list of texts, all from the source `texts`."""
+    """Writes one shard for each list of texts, all from the source `texts`."""
     path.mkdir(parents=True)
     tokenizer = bytes_tokenizer()
     tokenizer.save(path / 'tokenizer.json')

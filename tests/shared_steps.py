@@ -1,7 +1,7 @@
-"""Fixture with which the training runs of a process trace and compile equal steps once.
+"""Fixture with which training runs of one process trace and compile equal steps only once.
 
-A run makes its jitted functions anew, so JAX cannot share them between runs of one process. Most of the time of a run
-of three steps is tracing and compiling.
+Each run creates new jitted functions, so JAX cannot share them between runs of one process. A run of three steps spends
+most of its time on tracing and compiling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from maxlm.trainer import checkpointing, step_runner
 from maxlm.training.state import TrainState, init_state
 from maxlm.training.step import make_eval_step
 
-# Keys that change neither a step nor the first state; `test_shared_steps.py` proves it.
+# Keys that change neither a step nor the initial state, as `test_shared_steps.py` verifies.
 OTHER_SECTIONS = ('eval', 'checkpoint', 'alerts', 'metrics', 'profile')
 OTHER_KEYS = {
     'data': (
@@ -45,19 +45,19 @@ BATCH_KEYS = (
 
 
 def computed_by(config: Config) -> Any:
-    """Returns what is equal of configs of which step and first state are equal."""
+    """Returns a key that is equal for configs with equal step and initial state."""
     sections: dict[str, Any] = dict.fromkeys(OTHER_SECTIONS)
     for section, names in OTHER_KEYS.items():
         sections[section] = dataclasses.replace(getattr(config, section), **dict.fromkeys(names))
     config = dataclasses.replace(config, **sections)
     if config.optimizer.schedule == 'constant':
-        # The length of a run matters to its schedule alone.
+        # Only the schedule depends on the number of steps.
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=None))
     return config
 
 
 class SharedSteps:
-    """Steps and first states by what they compute."""
+    """Cache of steps and initial states."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
@@ -74,12 +74,12 @@ class SharedSteps:
         return self._once(key, lambda: compile_train_step(config, layout, abstract, num_sources))
 
     def make_eval_step(self, config: Config, layout: Layout, num_sources: int = 0) -> Callable[..., Any]:
-        """Returns the same function for equal configs, so that `jax.jit` finds what it compiled for it."""
+        """Returns the same function for equal configs, so that `jax.jit` finds the compiled program."""
         key = ('eval', computed_by(config), layout, num_sources)
         return self._once(key, lambda: make_eval_step(config, layout, num_sources))
 
     def init_state(self, config: Config, layout: Layout) -> TrainState:
-        """Returns a copy, since steps donate the state that they are given."""
+        """Returns a copy, because steps donate their input state."""
 
         def make() -> tuple[TrainState, Callable[[TrainState], TrainState]]:
             state = init_state(config, layout)
@@ -87,7 +87,7 @@ class SharedSteps:
             return state, jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
 
         key_config = computed_by(config)
-        # It does not depend on the batch and on the length of the run.
+        # The initial state does not depend on the batch size or the number of steps.
         train = dataclasses.replace(key_config.train, **dict.fromkeys(BATCH_KEYS))
         key = ('init', dataclasses.replace(key_config, train=train, data=None), layout)
         state, copy = self._once(key, make)
@@ -101,7 +101,7 @@ def _of_process() -> SharedSteps:
 
 @pytest.fixture(scope='module')
 def shared_steps() -> Iterator[None]:
-    """Shares steps and first states among the training runs of this process."""
+    """Shares steps and initial states among the training runs of this process."""
     steps = _of_process()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forecast, 'compile_train_step', steps.compile_train_step)

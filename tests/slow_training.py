@@ -1,8 +1,8 @@
-"""A run of `maxlm.train` that is held up in known ways: `python -m tests.slow_training DIR ARGUMENTS…`.
+"""A run of `maxlm.train` with known delays: `python -m tests.slow_training DIR ARGUMENTS…`.
 
-Makes DIR/slow, with slow data, steps, saves and evaluations, killed twice with a pause after each. ARGUMENTS are those
-of `maxlm.train` without --workdir. Lives are forked from one process that has imported everything. Each notes in
-DIR/truth.jsonl what its parts took, measured from outside of them.
+Trains in DIR/slow with slow data, steps, saves and evaluations. The run is killed twice, with a pause after each kill.
+ARGUMENTS are those of `maxlm.train` without --workdir. Attempts are forked from a process that has imported all
+modules. Each attempt writes independently measured durations of its parts to DIR/truth.jsonl.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from maxlm.workdir.files import goodput_name
 
 EVERY = 10
 LAST = 40
-# Steps, from 1, whose batch takes long to read; and those that take long themselves, where the kills fall.
+# Steps (from 1) with slow batches, and slow steps, during which the kills occur.
 SLOW_BATCHES, BATCH_SECONDS = (5, 6, 36), 1.0
 SLOW_STEPS, STEP_SECONDS = range(EVERY + 1, 31), 0.15
 SAVE_SECONDS = 0.7
 EVALUATION_SECONDS = 1.5
-# By life: the step at which it is killed. The second comes before the first checkpoint of its life.
+# Step at which each attempt is killed. The second attempt is killed before its first checkpoint.
 KILLS = (27, 24)
 PAUSES = (2.0, 1.0)
 
 
 class Faults:
-    """Patches what is to be slow in this process, and notes what each part of its loop then took."""
+    """Patches functions of this process to be slow, and records the durations of the parts of the loop."""
 
     def __init__(self, notes: Path, workdir: Path, life: int):
         self._notes, self._workdir, self._life = notes, workdir, life
         self._kill_at = KILLS[life] if life < len(KILLS) else None
-        # The end of the last step, and what came since: parts with notes of their own, and compiling outside of them.
+        # End of the last step, and seconds since then of separately recorded parts and of other compilation.
         self._mark = self._noted = self._compiled = 0.0
 
     def install(self) -> None:
-        """To be called right before the life begins."""
+        """Installs the patches; to be called immediately before the attempt starts."""
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         self._patch(Batches, '__getitem__', self._read)
         self._patch(AsyncSave, 'begin', partial(self._slowly, SAVE_SECONDS))
         self._patch(Validation, '__call__', partial(self._slowly, EVALUATION_SECONDS))
-        # What is slow above is part of what is measured here.
+        # The measurements include the delays above.
         self._patch(Checkpoints, 'save', partial(self._measured, 'checkpoint'))
         self._patch(Checkpoints, 'wait', partial(self._measured, 'checkpoint'))
         self._patch(Validation, '__call__', partial(self._measured, 'evaluation'))
@@ -105,14 +105,14 @@ class Faults:
         if step in SLOW_STEPS:
             time.sleep(STEP_SECONDS)
         if step == self._kill_at:
-            # Else the next life would begin still further back.
+            # Otherwise the next attempt would resume from an earlier checkpoint.
             _wait_for((self._workdir / 'checkpoints' / '20').exists)
-            # What a life has not told when it is killed counts as idle.
+            # Time that a killed attempt has not reported counts as idle.
             ledger = self._workdir / goodput_name(0)
             told = ledger.stat().st_size
             _wait_for(lambda: ledger.stat().st_size > told)
             told_at = ledger.stat().st_mtime
-            # Steps before this one are done, this one is not.
+            # Steps before this one are done, but this one is not.
             self._end_step(step, untold=time.time() - told_at)
             self._note('killed', told_at)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -136,7 +136,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 def live(arguments: list[str], workdir: Path, faults: Faults) -> int:
-    """One life; returns its exit code, negative for a signal."""
+    """Runs one attempt and returns its exit code, negative for a signal."""
     pid = os.fork()
     if pid == 0:
         faults.install()

@@ -19,7 +19,7 @@ VOCAB = 61
 
 
 def small_config(num_devices: int = 1, **overrides: Any) -> Config:
-    """A resolved two-layer model; overrides as `model__dim=16`."""
+    """Returns a resolved config of a two-layer model; overrides have the form `model__dim=16`."""
     values = default()
     settings = {
         'model__num_layers': 2,
@@ -40,12 +40,12 @@ def small_config(num_devices: int = 1, **overrides: Any) -> Config:
 
 
 def small_layout(config: Config) -> Layout:
-    """The config's mesh over the first of the virtual devices."""
+    """Returns the layout of the config's mesh over the first virtual devices."""
     return make_layout(config.mesh, jax.devices()[: math.prod(config.mesh.sizes.values())])
 
 
 def small_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tokens, two or three documents a row, some padding; as the data pipeline makes them."""
+    """Returns random tokens with two or three documents per row and some padding, like the data pipeline."""
     rng = np.random.default_rng(seed)
     B, T = config.train.global_batch_size, config.data.seq_len
     tokens = rng.integers(0, VOCAB, (B, T), dtype=np.int32)
@@ -61,14 +61,14 @@ def small_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
             positions[row, start:stop] = np.arange(stop - start)
             weights[row, stop - 1] = 0
         if row % 3 == 0:
-            # The last document of some rows is padding, so that rows have different numbers of predicted tokens.
+            # Replaces the last document of some rows by padding, so that rows have different numbers of targets.
             segments[row, cuts[1] :] = 0
             weights[row, cuts[1] :] = 0
     return {'tokens': tokens, 'targets': targets, 'weights': weights, 'segments': segments, 'positions': positions}
 
 
 def small_state(config: Config, layout: Layout, seed: int = 0) -> TrainState:
-    """The state before the first step with parameters from NumPy; unlike `init_state` it compiles nothing."""
+    """Returns the initial state with parameters from NumPy; unlike `init_state`, it compiles nothing."""
     rng = np.random.default_rng(seed)
 
     def initial(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:

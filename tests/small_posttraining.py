@@ -1,4 +1,4 @@
-"""Small runs of instruction, preferences (DPO) and reinforcement (GRPO), and the data that they start from."""
+"""Data and arguments for small SFT, DPO and GRPO runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PREFERENCES = {
     'checkpoint.save_interval_steps': 6,
     'checkpoint.max_to_keep': 5,
 }
-# Short responses are rewarded, which a random model can learn at once: it has to end them.
+# The reward favors short responses, which a random model learns quickly by emitting the end token.
 REINFORCEMENT = {
     'train.objective': 'grpo',
     'train.num_steps': 8,
@@ -56,7 +56,7 @@ REINFORCEMENT = {
 
 
 def make_preferences(directory: Path, pairs: int = 400) -> None:
-    """Writes `data`, pairs of which the answer with fewer z is the better one, and `sft`, a model to start from."""
+    """Writes `data`, pairs in which the answer with fewer z is preferred, and the initial model `sft`."""
     rng = random.Random(0)
     lines = []
     for _ in range(pairs):
@@ -69,7 +69,7 @@ def make_preferences(directory: Path, pairs: int = 400) -> None:
 
 
 def make_chats(directory: Path, tokenizer: Path) -> None:
-    """Writes `chats`, conversations of one turn."""
+    """Writes `chats`, single-turn conversations."""
     turns = [[{'role': 'user', 'content': f'say {n}'}, {'role': 'assistant', 'content': str(n)}] for n in range(300)]
     (directory / 'chats.jsonl').write_text('\n'.join(json.dumps({'messages': messages}) for messages in turns))
     flags = ['--format=chat', f'--tokenizer={tokenizer}', f'--pack-seq-len={WINDOW}', '--validation-fraction=0.2']
@@ -77,7 +77,7 @@ def make_chats(directory: Path, tokenizer: Path) -> None:
 
 
 def make_prompts(directory: Path) -> None:
-    """Writes `prompts.jsonl` and `held_out.jsonl`, and `sft`, a model to start from."""
+    """Writes `prompts.jsonl`, `held_out.jsonl` and the initial model `sft`."""
     chars_tokenizer(['abcdefghxyz']).save(directory / 'tokenizer.json')
     make_start(directory / 'sft', directory / 'tokenizer.json', vocab_size=16)
     for name, texts in {'prompts': 'abcdefgh', 'held_out': 'xyz'}.items():
@@ -86,12 +86,12 @@ def make_prompts(directory: Path) -> None:
 
 
 def preference_arguments(start: Path, **overrides: Any) -> list[str]:
-    """Returns arguments of `maxlm.train` that learn from the pairs in `start`."""
+    """Returns arguments of `maxlm.train` for DPO with the pairs in `start`."""
     return _arguments({'data.path': start / 'data', 'train.init_from': start / 'sft', **PREFERENCES}, overrides)
 
 
 def grpo_arguments(start: Path, **overrides: Any) -> list[str]:
-    """Returns arguments of `maxlm.grpo` that learn from the prompts in `start`."""
+    """Returns arguments of `maxlm.grpo` for the prompts in `start`."""
     settings = {
         'model.vocab_size': 16,
         'data.seq_len': 24,

@@ -1,4 +1,4 @@
-"""A workdir with a model that has not learned anything, for runs to start from."""
+"""Workdirs with an untrained model from which runs start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maxlm.training.state import init_state
 from maxlm.workdir.files import write_run_files
 from tests.small import VOCAB, small_config, small_layout
 
-# Of the model; the run must have the same.
+# Model settings, which must match those of the run.
 MODEL = {
     'model__family': 'llama',
     'model__num_layers': 1,
@@ -24,7 +24,7 @@ MODEL = {
 
 
 def make_start(workdir: Path, tokenizer: Path, *, vocab_size: int = 0, seed: int = 0, **overrides: Any) -> None:
-    """Writes step 5 of a random model of `vocab_size` ids (0: the tokenizer's), its config and its tokenizer."""
+    """Writes checkpoint 5 of a random model with `vocab_size` ids (0: the tokenizer's), its config and tokenizer."""
     vocab_size = vocab_size or Tokenizer.load(tokenizer).vocab_size
     settings = {**MODEL, 'model__vocab_size': max(vocab_size, VOCAB), 'train__seed': seed, **overrides}
     config = small_config(**settings)

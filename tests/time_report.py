@@ -1,7 +1,7 @@
-"""Pytest plugin that measures where the time of the test suite goes: `pytest --time-report=FILE`.
+"""Pytest plugin that measures the durations of the test suite: `pytest --time-report=FILE`.
 
-FILE receives one JSON object: for each test its wall seconds, for each test file the seconds of import, of XLA's
-compiler, of tracing, of waiting for child processes and of everything else, and for each worker its peak memory.
+FILE receives a JSON object with the wall time of each test and the peak memory of each worker. For each test file, it
+contains the seconds of imports, XLA compilation, tracing, waiting for child processes, and everything else.
 `python -m benchmarks.test_time FILE` prints it as a table.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import pytest
 
-# Names of events that JAX reports with a duration. Tracing of nested functions is reported once per level.
+# Names of JAX events with a duration. JAX reports tracing of nested functions once per level.
 COMPILE = '/jax/core/compile/backend_compile_duration'
 TRACE = ('/jax/core/compile/jaxpr_trace_duration', '/jax/core/compile/jaxpr_to_mlir_module_duration')
 SAVED = '/jax/compilation_cache/compile_time_saved_sec'
@@ -28,7 +28,7 @@ CATEGORIES = ('import', 'compile', 'trace', 'process', 'run')
 
 
 class Counters:
-    """Seconds this process has spent so far, by category; each category only grows."""
+    """Cumulative seconds of this process by category."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -55,7 +55,7 @@ class Counters:
         original = getattr(subprocess.Popen, name)
 
         def measured(*args: Any, **kwargs: Any) -> Any:
-            # `communicate` calls `wait`: only the outer call counts.
+            # `communicate` calls `wait`; only the outer call counts.
             if self._waiting:
                 return original(*args, **kwargs)
             self._waiting, began = True, time.monotonic()
@@ -69,7 +69,7 @@ class Counters:
 
 
 class WorkerTimes:
-    """Measures the tests of one process and attaches the figures to their reports."""
+    """Measures the tests of one process and attaches the times to their reports."""
 
     def __init__(self) -> None:
         self._counters = Counters()
@@ -98,7 +98,7 @@ class WorkerTimes:
         finally:
             seconds = time.monotonic() - began
             if fixturedef.scope != 'function':
-                # Which test pays for a shared fixture depends on the order, so it is not part of that test's time.
+                # The first test to use a shared fixture depends on the order, so its time is not part of that test's.
                 self._shared_seconds += seconds
             if fixturedef.scope in ('module', 'class'):
                 self.fixtures[_fixture_id(request.node, fixturedef.argname)] += seconds
@@ -128,7 +128,7 @@ class WorkerTimes:
 
 
 class TimeReport:
-    """Collects the figures of all workers and writes them at the end of the session."""
+    """Collects the times of all workers and writes them at the end of the session."""
 
     def __init__(self, path: Path, local: WorkerTimes | None) -> None:
         self._path = path
@@ -136,9 +136,9 @@ class TimeReport:
         self._began = time.monotonic()
         self.tests: dict[str, dict[str, float]] = {}
         self.workers: list[dict[str, Any]] = []
-        # Largest memory that a worker has had by the end of each file.
+        # Peak memory of the worker by the end of each file.
         self.peaks: dict[str, float] = {}
-        # Module fixtures of each test, and the number of tests that use each fixture.
+        # Module fixtures of each test.
         self.fixtures_of: dict[str, list[str]] = {}
         self.users: Counter[str] = Counter()
 
@@ -180,7 +180,7 @@ class TimeReport:
         self._path.write_text(json.dumps(report, indent=1) + '\n')
 
     def _seconds(self, name: str) -> float:
-        """Returns a test's own seconds and its equal share of each module fixture that it uses."""
+        """Returns a test's own seconds plus an equal share of each module fixture that it uses."""
         own = self.tests[name]['seconds'] - self.tests[name]['shared']
         for fixture in self.fixtures_of.get(name, []):
             own += sum(worker.get('fixtures', {}).get(fixture, 0.0) for worker in self.workers) / self.users[fixture]
@@ -188,7 +188,7 @@ class TimeReport:
 
 
 def peak_gib() -> float:
-    """Returns the largest resident memory that this process has had."""
+    """Returns the peak resident memory of this process in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

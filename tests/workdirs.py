@@ -1,8 +1,8 @@
-"""Workdirs in every state that a run can leave behind, written without a run: what monitor and report are tested on.
+"""Workdirs in every state of a run, written without training, for tests of monitor and report.
 
-Each builder makes the files of a run of 400 steps in an empty directory and returns that. Numbers follow from the step
-alone, so they are the same every time. `now` is the time of the newest line. To look at all of them:
-`python -m tests.workdirs DIR`.
+Each builder writes the files of a run of 400 steps to an empty directory and returns the directory. All values are
+functions of the step and thus reproducible. `now` is the time of the newest line. `python -m tests.workdirs DIR` writes
+all of them.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from tests.run_lines import (
 
 
 class Scribe:
-    """Writes what a run would, with a clock of its own that starts at 0 and is moved to end at `now`."""
+    """Writes the files of a run. Its clock starts at 0 and is shifted to end at `now`."""
 
     def __init__(self, workdir, *, processes=1, devices=1, kind='NVIDIA H100 80GB HBM3', price=PRICE_PER_HOUR):
         workdir.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class Scribe:
         self.files = {'config.json': to_json(config()), 'tokenizer.json': '{}\n', 'run.log': 'started\n'}
 
     def start(self, *, from_step=0, idle=0.0):
-        """A life begins; it goes on from `from_step` after a pause."""
+        """Starts an attempt that resumes from `from_step` after `idle` seconds."""
         self.clock += idle
         self.life += 1
         self.began, self.step, self.start_step = self.clock, from_step, from_step
@@ -76,7 +76,7 @@ class Scribe:
         self.event('compiled', f'the step compiled in {COMPILE:g} s', seconds=COMPILE)
 
     def train(self, until, *, loss=train_loss, skipped=0):
-        """Steps up to `until`, with evaluations and saves as the config says."""
+        """Trains up to step `until`, with evaluations and saves according to the config."""
         while self.step < until:
             self.step += 1
             self._pass('data_wait', DATA_WAIT)
@@ -107,7 +107,7 @@ class Scribe:
     def roll_back(self, to):
         message = f'steps up to {self.step} spike or are not finite: back to step {to}'
         self.event('rollback', message, alert=True)
-        # The newest line of the ledger tells of the step that was reached, this one of where it goes on.
+        # The previous line of the ledger has the last step before the rollback; this one has the resumed step.
         self._beat('beat')
         self.lines['metrics.jsonl'] = [line for line in self.lines['metrics.jsonl'] if line['step'] <= to]
         self._pass('restore', RESTORE)
@@ -123,7 +123,7 @@ class Scribe:
         self._line('events.jsonl', line)
 
     def close(self, now=NOW):
-        """Writes the files so that the clock stands at `now`; returns the workdir."""
+        """Writes the files with the clock ending at `now` and returns the workdir."""
         shift = now - self.clock
         for name, text in self.files.items():
             (self.workdir / name).write_text(text, encoding='utf-8')
@@ -158,12 +158,12 @@ class Scribe:
             name = self._file('goodput', process)
             mine = dict(self.seconds)
             if process:
-                # The second host waits a little longer for its data.
+                # The second host waits slightly longer for its data.
                 moved = mine['step'] * 0.05
                 mine['step'] -= moved
                 mine['data_wait'] += moved
             dollars = None
-            # Process 0 counts the devices of all.
+            # Process 0 counts the devices of all processes.
             if self.price and not process:
                 dollars = round((self.clock - self.began) / 3600 * self.price * self.devices * self.processes, 6)
             self._line(
@@ -198,13 +198,13 @@ class Scribe:
 
 
 def empty(workdir, now=NOW):
-    """No run has begun here."""
+    """Returns a workdir without a run."""
     workdir.mkdir(parents=True, exist_ok=True)
     return workdir
 
 
 def fresh(workdir, now=NOW):
-    """A run that has begun and is at its first compilation."""
+    """Writes a new run during its first compilation."""
     scribe = Scribe(workdir)
     scribe.start()
     lock(workdir)
@@ -212,7 +212,7 @@ def fresh(workdir, now=NOW):
 
 
 def lock(workdir, *, here=False):
-    """A lock whose owner is a machine that cannot be asked, or with `here` this very process."""
+    """Writes a lock that belongs to an unreachable machine, or to this process if `here` is set."""
     owner = this_process()
     if not here:
         owner = dataclasses.replace(owner, host='elsewhere', kernel='another')
@@ -220,7 +220,7 @@ def lock(workdir, *, here=False):
 
 
 def running(workdir, now=NOW, *, devices=1, processes=1):
-    """In the middle."""
+    """Writes a run in progress."""
     scribe = Scribe(workdir, devices=devices, processes=processes)
     scribe.start()
     scribe.compile()
@@ -232,7 +232,7 @@ def running(workdir, now=NOW, *, devices=1, processes=1):
 
 
 def on_cpu(workdir, now=NOW):
-    """In the middle, on a machine without accelerator, and without a price."""
+    """Writes a run in progress on a machine without accelerator and without price."""
     scribe = Scribe(workdir, kind='cpu', price=None)
     scribe.start()
     scribe.compile()
@@ -243,12 +243,12 @@ def on_cpu(workdir, now=NOW):
 
 
 def two_hosts(workdir, now=NOW):
-    """Two processes of four devices each, in the middle."""
+    """Writes a run in progress with two processes of four devices each."""
     return running(workdir, now, devices=4, processes=2)
 
 
 def killed(workdir, now=NOW):
-    """Ended without a word, between two checkpoints."""
+    """Writes a run that was killed between two checkpoints."""
     scribe = Scribe(workdir)
     scribe.start()
     scribe.compile()
@@ -258,7 +258,7 @@ def killed(workdir, now=NOW):
 
 
 def crashed(workdir, now=NOW):
-    """Killed in its first life, failed with an error in its second."""
+    """Writes a run whose first attempt was killed and whose second failed with an error."""
     scribe = Scribe(workdir)
     scribe.start()
     scribe.compile()
@@ -273,7 +273,7 @@ def crashed(workdir, now=NOW):
 
 
 def preempted(workdir, now=NOW):
-    """Told to stop, with the state saved."""
+    """Writes a run that was preempted and saved its state."""
     scribe = Scribe(workdir)
     scribe.start()
     scribe.compile()
@@ -284,7 +284,7 @@ def preempted(workdir, now=NOW):
 
 
 def diverged(workdir, now=NOW):
-    """Not finite from step 201 on, went back once, not finite again."""
+    """Writes a run that diverged at step 201, rolled back once and diverged again."""
     scribe = Scribe(workdir)
     scribe.start()
     scribe.compile()
@@ -301,7 +301,7 @@ def diverged(workdir, now=NOW):
 
 
 def finished(workdir, now=NOW):
-    """All steps done, in two lives with a pause of a minute."""
+    """Writes a finished run of two attempts with a pause of a minute."""
     scribe = Scribe(workdir)
     scribe.start()
     scribe.compile()
@@ -316,11 +316,11 @@ def finished(workdir, now=NOW):
 
 
 def torn(workdir, now=NOW):
-    """Like `running`; its writer was killed in the middle of a line of each file."""
+    """Writes `running` with a truncated last line in each file."""
     running(workdir, now)
     for path in workdir.glob('*.jsonl'):
         with path.open('ab') as file:
-            # Also in the middle of a letter.
+            # Truncates within a multi-byte character too.
             file.write('{"time": 1, "text": "ü'.encode()[:-1])
     return workdir
 
@@ -332,7 +332,7 @@ BUILDERS = {
 
 
 def main(folder, now):
-    """One workdir of each kind below `folder`."""
+    """Writes a workdir of each kind below `folder`."""
     for name, builder in BUILDERS.items():
         print(builder(Path(folder) / name, now))
 

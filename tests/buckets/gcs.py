@@ -1,6 +1,6 @@
-"""A Google Cloud Storage on loopback, with faults: the part of its JSON API that file systems and checkpoints use.
+"""Google Cloud Storage emulator on loopback with fault injection, for file systems and checkpoints.
 
-Written from https://cloud.google.com/storage/docs/json_api/v1: buckets (insert, get), objects (list, get, get of the
+Implements a part of https://cloud.google.com/storage/docs/json_api/v1: buckets (insert, get), objects (list, get, get
 media with ranges, delete, insert by simple, multipart and resumable upload), generations and preconditions.
 """
 
@@ -24,7 +24,7 @@ import google_crc32c
 
 from tests.buckets.gcs_api import Handler, Request, break_connection
 
-# Read when gcsfs is imported: its variant for zonal buckets speaks gRPC, to Google.
+# gcsfs reads the variable at import. Its variant for zonal buckets connects to Google by gRPC.
 os.environ['GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT'] = 'false'
 
 UPDATED = '2026-01-01T00:00:00.000000Z'
@@ -40,7 +40,7 @@ class StoredObject:
     generation: int
     content_type: str = 'application/octet-stream'
     metadata: dict[str, str] = dataclasses.field(default_factory=dict)
-    # Objects that were composed of others have no MD5.
+    # Composite objects have no MD5.
     composed: bool = False
 
     @property
@@ -73,10 +73,10 @@ class StoredObject:
 
 @dataclasses.dataclass
 class Fault:
-    """What goes wrong with the next `times` requests of a kind for objects whose names match.
+    """A fault in the next `times` requests of a kind for objects with matching names.
 
-    `kind` is a status (403, 503, …), or for media `reset` (the connection breaks in the middle of the body),
-    `truncate` (it ends there), `flip` (the last bit is another), `hold` (it goes on when `released` is set).
+    `kind` is a status (403, 503, …). For media it can also be `reset` (connection reset in the middle of the body),
+    `truncate` (connection closed there), `flip` (last bit flipped) or `hold` (paused until `released` is set).
     """
 
     kind: int | str
@@ -84,12 +84,12 @@ class Fault:
     requests: str = 'media'
     times: int = 10**9
     released: threading.Event = dataclasses.field(default_factory=threading.Event)
-    # That a request is held.
+    # Set when a request is paused.
     reached: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
 class GcsServer:
-    """The server. Its fields may be read and changed by the test at any time."""
+    """The emulator. Tests may read and change its attributes at any time."""
 
     handler = Handler
 
@@ -119,7 +119,7 @@ class GcsServer:
             return stored
 
     def asked(self, kind='media', match='*'):
-        """The requests of a kind so far."""
+        """Returns the previous requests of a kind."""
         with self.lock:
             return [one for one in self.requests if one.kind == kind and fnmatch.fnmatch(one.name, match)]
 
@@ -130,7 +130,7 @@ class GcsServer:
         return fault
 
     def vanish(self):
-        """Nobody listens any more, and open connections break."""
+        """Stops listening and breaks open connections."""
         if self._http is None:
             return
         http, self._http = self._http, None
@@ -141,7 +141,7 @@ class GcsServer:
                 break_connection(connection)
 
     def appear(self):
-        """Listens, on the same port as before."""
+        """Listens again on the same port."""
         self._http = Listener(('127.0.0.1', self.port), type('BoundHandler', (self.handler,), {'store': self}))
         self.port = self._http.server_address[1]
         threading.Thread(target=self._http.serve_forever, kwargs={'poll_interval': 0.01}, daemon=True).start()
@@ -158,11 +158,11 @@ class Listener(ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, request, client_address):
-        """A client that is gone is no news."""
+        """Ignores errors of closed connections."""
 
 
 def environment(server: GcsServer) -> dict[str, str]:
-    """What a process needs to take the server for Google's, by gcsfs and by TensorStore."""
+    """Returns the environment with which gcsfs and TensorStore use the emulator."""
     return {
         'STORAGE_EMULATOR_HOST': server.url,
         'TENSORSTORE_GCS_HTTP_URL': server.url,
@@ -175,7 +175,7 @@ def environment(server: GcsServer) -> dict[str, str]:
 
 @contextlib.contextmanager
 def running(monkeypatch, kind=GcsServer) -> Iterator[GcsServer]:
-    """The server, which this process takes for Google's; gcsfs tries again without sleeping."""
+    """Yields the emulator, which this process uses instead of Google's servers; gcsfs retries without sleeping."""
     import asyncio
 
     import fsspec.config
@@ -186,7 +186,7 @@ def running(monkeypatch, kind=GcsServer) -> Iterator[GcsServer]:
     server = kind()
     for name, value in environment(server).items():
         monkeypatch.setenv(name, value)
-    # The variable is read when fsspec is imported.
+    # fsspec reads the variable at import.
     monkeypatch.setitem(fsspec.config.conf, 'gcs', {'token': 'anon'})
     monkeypatch.setattr(gcsfs.retry, 'asyncio', types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(0)))
     object_store._filesystem.cache_clear()

@@ -1,4 +1,4 @@
-"""The JSON API of the storage on loopback: requests by HTTP, answers, and what was planned to go wrong."""
+"""HTTP handler of the storage emulator: JSON API and planned faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRECONDITIONS = ('ifGenerationMatch', 'ifGenerationNotMatch', 'ifMetagenerationM
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What was asked, and what of it was sent: for media the bytes [start, stop) of the object."""
+    """A request, and for media the bytes [start, stop) of the object that were sent."""
 
     method: str
     # get, media, list, delete, upload, bucket
@@ -30,7 +30,7 @@ class Request:
 
 
 def break_connection(connection):
-    """Ends it with a reset, not with a proper end."""
+    """Resets a connection instead of closing it."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
         connection.shutdown(socket.SHUT_RDWR)
@@ -44,7 +44,7 @@ class ApiError(Exception):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = 'HTTP/1.1'
-    # The body follows the header at once, however small.
+    # Buffering sends header and body together.
     wbufsize = -1
     disable_nagle_algorithm = True
 
@@ -59,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
         super().finish()
 
     def log_message(self, *_):
-        """Requests are kept in `requests`."""
+        """Prints nothing, because `requests` records all requests."""
 
     def do_GET(self):
         self.answer()
@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self):
         url = urllib.parse.urlsplit(self.path)
         self.query = {name: values[-1] for name, values in urllib.parse.parse_qs(url.query).items()}
-        # Clients percent-encode the slashes within names.
+        # Clients percent-encode slashes in names.
         parts = [urllib.parse.unquote(part) for part in url.path.strip('/').split('/')]
         body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
         self.told = Request(self.command, '', '', 200)
@@ -100,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise ApiError(501, f'{self.command} {self.path} is not emulated')
 
     def note(self, kind, name):
-        """Remembers what was asked, and does what was planned to go wrong. Returns faults of media."""
+        """Records a request and raises planned faults. Returns faults that concern the media."""
         self.told = dataclasses.replace(self.told, kind=kind, name=name)
         with self.store.lock:
             for fault in self.store.faults:
@@ -138,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
         return stored
 
     def check_preconditions(self, stored):
-        """Generation 0 stands for an object that is not there."""
+        """Checks generation preconditions; generation 0 requires that the object does not exist."""
         present = {'Generation': stored.generation if stored else 0, 'Metageneration': 1 if stored else 0}
         for name in PRECONDITIONS:
             if name in self.query:
@@ -240,7 +240,7 @@ class Handler(BaseHTTPRequestHandler):
             r'bytes (\*|\d+-\d+)/(\*|\d+)', self.headers.get('Content-Range', 'bytes */*')
         ).groups()
         if span != '*':
-            # What was sent before may be sent again.
+            # Clients may resend bytes.
             upload['content'] = upload['content'][: int(span.partition('-')[0])] + body
         if total != '*' and int(total) == len(upload['content']):
             del self.store.uploads[self.query['upload_id']]

@@ -1,4 +1,4 @@
-"""An S3 on loopback: moto's server, which this process takes for Amazon's."""
+"""S3 emulator on loopback: moto's server, which this process uses instead of Amazon's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CREDENTIALS = {'AWS_ACCESS_KEY_ID': 'test', 'AWS_SECRET_ACCESS_KEY': 'test', 'AW
 
 @functools.cache
 def _server():
-    """Starts the server of this process, and returns its URL and a client: each takes longer than most tests."""
+    """Starts the server once per process, because it takes longer than most tests. Returns its URL and a client."""
     server = ThreadedMotoServer(ip_address='127.0.0.1', port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -27,14 +27,14 @@ def _server():
 
 @contextlib.contextmanager
 def running(monkeypatch):
-    """Yields a client of boto3, to put objects with. Nothing is stored before, nor afterwards."""
+    """Yields a boto3 client of an empty server, and deletes all objects afterwards."""
     from maxlm.storage import object_store
 
     url, client = _server()
-    # A failing request is not tried again by the library.
+    # boto3 must not retry failing requests.
     for name, value in {**CREDENTIALS, 'AWS_ENDPOINT_URL': url, 'AWS_MAX_ATTEMPTS': '1'}.items():
         monkeypatch.setenv(name, value)
-    # The endpoint is read when the first request is made.
+    # The cached file system has read the endpoint at its first request.
     object_store._filesystem.cache_clear()
     try:
         yield client

@@ -1,7 +1,7 @@
-"""Scenarios of checkpoints in a bucket, each a process that `tests.forking` starts with the name of the scenario.
+"""Scenarios of checkpoints in a bucket; `tests.forking` starts a process with the name of the scenario.
 
-TensorStore reads the address of Google's storage once in a process. What was found is printed as JSON, as the last
-line.
+Each scenario needs its own process, because TensorStore reads the address of Google's storage once. The last line of
+the output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 
-# Imported once, by the parent of all scenarios.
+# Imported once by the parent process of all scenarios.
 import gcsfs  # noqa: F401
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from tests.gcs_emulator import Emulator
 
 LOSSES = {1: 3.0, 2: 1.0, 3: 2.0}
 
-# Its address and the other are set by `main`.
+# `main` sets its address and the other attributes.
 emulator = Emulator.__new__(Emulator)
 URL = ''
 
@@ -58,19 +58,19 @@ def objects(step):
 
 
 def deleted(step):
-    """Names in a step, in the order in which they were deleted."""
+    """Returns the names of deleted objects of a step, in the order of deletion."""
     folder = f'{URL.partition("bucket/")[2]}/checkpoints/{step}/'
     names = [one['name'] for one in emulator.log if one['kind'] == 'delete']
     return [name.partition(folder)[2] for name in names if folder in name]
 
 
 def whole_run():
-    """Saves, keeps, finds, reads."""
+    """Saves, retains, lists and restores checkpoints."""
     with Checkpoints(URL, max_to_keep=1, keep_best=1) as checkpoints:
         assert checkpoints.wait() is None
         save(checkpoints, 1, 2, 3)
         assert checkpoints.steps() == [2, 3] == saved_steps(URL)
-        # Orbax itself deletes while it saves.
+        # Orbax also deletes objects while it saves.
         layout = {name.partition('checkpoints/3/')[2] for name in objects(3)}
         for_good = {name: index for index, name in enumerate(deleted(1)) if name in layout}
         first_deleted = min(for_good, key=for_good.get)
@@ -80,7 +80,7 @@ def whole_run():
         assert (checkpoints.steps(), objects(4)) == ([2], [])
         save(checkpoints, 4)
         assert same(checkpoints.restore(4, abstract()).state, state(4))
-    # Known anew from what lies there.
+    # A new manager must find the checkpoints in the bucket.
     with Checkpoints(to_path(URL), max_to_keep=1, keep_best=1) as checkpoints:
         restored = checkpoints.restore_newest(abstract())
         assert same(restored.state, state(4))
@@ -103,7 +103,7 @@ def whole_run():
 
 
 def faults():
-    """Requests that fail for a while, and for good."""
+    """Injects temporary and permanent failures of requests."""
     told = []
     upload = r'^POST /upload'
     with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
@@ -118,7 +118,7 @@ def faults():
         newest = checkpoints.wait()
         assert (newest, len(told)) == (2, 1), (newest, told)
         emulator.clear()
-        # The same step, and that of before has stayed although one is kept.
+        # The save can be repeated, and the previous checkpoint remains although max_to_keep is 1.
         save(checkpoints, 3)
         assert (checkpoints.wait(), len(told)) == (3, 1)
         assert same(checkpoints.restore_newest(abstract()).state, state(3))
@@ -126,7 +126,7 @@ def faults():
 
 
 def steady(rounds, delay):
-    """Steps go on while others are saved, through faults that pass. `delay` is that of a slow answer, in seconds."""
+    """Continues training steps while checkpoints are saved, with temporary faults and responses delayed by `delay`."""
     upload = r'^POST /upload'
     kinds = {
         '503': [{'match': upload, 'times': 3, 'status': 503}],
@@ -141,7 +141,7 @@ def steady(rounds, delay):
     steps = {kind: [] for kind in kinds}
     saves = {kind: [] for kind in kinds}
     with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
-        # The first compiles.
+        # The first save compiles.
         save(checkpoints, number)
         assert checkpoints.wait() == number
         for kind, faults in [*kinds.items()] * int(rounds):
@@ -154,7 +154,7 @@ def steady(rounds, delay):
                 before = time.monotonic()
                 x = compute(x).block_until_ready()
                 steps[kind].append(time.monotonic() - before)
-                # Leaves the cores to the save.
+                # Leaves CPU time to the save.
                 time.sleep(0.002)
             saves[kind].append(time.monotonic() - began)
             emulator.clear()
@@ -168,14 +168,14 @@ def steady(rounds, delay):
 
 
 def outage(patience):
-    """The bucket refuses while a step is written; looked at after `patience` seconds, 0 = as ever."""
+    """Refuses uploads of a checkpoint; `patience` is the time until the first probe, 0 keeps the default."""
     told = []
     manager.PROBE_SECONDS = patience or manager.PROBE_SECONDS
     manager.BUSY_TIMEOUT_SECONDS = 0.1
     with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
         save(checkpoints, 1)
         checkpoints.wait()
-        # For the data TensorStore asks, which waits and tries again; the question is asked by gcsfs.
+        # TensorStore uploads the data and retries; gcsfs sends the probe.
         emulator.fault(match=r'^POST /upload.*/2/', status=503)
         emulator.fault(match=r'^POST /upload', status=503 if not patience else 403)
         began = time.monotonic()
@@ -184,16 +184,16 @@ def outage(patience):
             time.sleep(0.01)
         seconds = time.monotonic() - began
         newest = checkpoints.latest_step()
-        # The next step is due: it is left out, and does not wait.
+        # The next save is skipped instead of waiting.
         if patience:
             checkpoints.save(3, state(3), FACTS, wait_for_previous=False)
         emulator.clear()
         checkpoints.wait()
-        # If it has failed by then.
+        # Succeeds if the previous save has failed by then.
         save(checkpoints, 2)
         assert checkpoints.wait() == 2
         assert same(checkpoints.restore_newest(abstract()).state, state(2))
-    # Control: a save that is not looked at for so long is over before.
+    # Negative control: without faults, a save finishes before the first probe.
     told_then = [*told]
     with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
         save(checkpoints, 3)
@@ -202,14 +202,14 @@ def outage(patience):
 
 
 def half_deleted():
-    """A deletion comes to its end after the first object."""
+    """Interrupts a deletion after the first object."""
     with Console(), Checkpoints(URL, max_to_keep=1) as checkpoints:
         save(checkpoints, 1)
         checkpoints.wait()
         emulator.fault(match=r'^(DELETE|POST /batch)', status=403)
         save(checkpoints, 2)
         checkpoints.wait()
-        # Not even the marker goes: both can be restored.
+        # The commit marker remains, so both checkpoints can be restored.
         visible = saved_steps(URL)
         emulator.clear()
         emulator.fault(match=r'^DELETE .*/checkpoints/[12]/(?!commit_success)|^POST /batch', status=403)
@@ -226,7 +226,7 @@ def half_deleted():
 
 
 def damage():
-    """A damaged step is set aside; an outage is no damage."""
+    """Damages a checkpoint, which is set aside. An outage must not count as damage."""
     with Checkpoints(URL, max_to_keep=3) as checkpoints:
         save(checkpoints, 1, 2)
     path = to_path(f'{URL}/checkpoints/2/progress/metadata')
@@ -250,7 +250,7 @@ def damage():
 
 
 def main():
-    """Runs the scenario that is named first, with the numbers after it."""
+    """Runs the scenario named by the first argument with the following numbers."""
     global URL  # noqa: PLW0603
     name, *numbers = sys.argv[1:]
     URL = f'gs://bucket/runs/{name}'

@@ -1,4 +1,4 @@
-"""One of two processes whose disks are full in turn; started by `tests.forking` with the workdir."""
+"""One of two processes whose disks fill up alternately; started by `tests.forking` with the workdir."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.small import small_config
 
 
 def main():
-    """Prints what was found as JSON, as the last line."""
+    """Prints the results as JSON on the last line."""
     (workdir,) = sys.argv[1:]
     logging.getLogger('absl').setLevel(logging.ERROR)
     initialize()
@@ -59,7 +59,7 @@ def main():
         checkpoints.save(4, make(5), {})
         newest.append(checkpoints.wait())
         alike.append(equal(checkpoints.restore_newest(abstract).state, make(5)))
-        # For the first process alone the save takes long: what it finds counts for both.
+        # The save is slow on the first process only; its result applies to both.
         checkpoints.save(5, make(6), {})
         saving = checkpoints._save
         if jax.process_index() == 0:

@@ -1,4 +1,4 @@
-"""A metadata server of Google Cloud on loopback: answers at once, or when a value changes."""
+"""Google Cloud metadata server on loopback, which responds immediately or when a value changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PREFIX = '/computeMetadata/v1/instance/'
 
 
 class MetadataServer:
-    """While entered, serves `values`; a key that is missing is a 404. `host` is what GCE_METADATA_HOST would be."""
+    """Context manager that serves `values` (404 for missing keys). `host` is the value for GCE_METADATA_HOST."""
 
     def __init__(self, **values: str):
         self._values = {name.replace('_', '-'): value for name, value in values.items()}
@@ -43,18 +43,18 @@ class MetadataServer:
         self._server.server_close()
 
     def set(self, **values: str) -> None:
-        """Changes values; whoever waits hears of it."""
+        """Changes values and notifies waiting requests."""
         with self._changed:
             self._values |= {name.replace('_', '-'): value for name, value in values.items()}
             self._version += 1
             self._changed.notify_all()
 
     def fail(self, times: int) -> None:
-        """So many answers are cut off."""
+        """Truncates the next `times` responses."""
         self._faults = times
 
     def wait_until_asked(self, key: str, *, waiting: bool) -> None:
-        """Until somebody has asked for a key, or waits for it to change."""
+        """Waits until a client has requested a key, or waits for its change."""
         with self._changed:
             assert self._changed.wait_for(lambda: (key, waiting) in self.asked, timeout=30), self.asked
 

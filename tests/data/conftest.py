@@ -1,4 +1,4 @@
-"""Small data sets, written with the record format itself."""
+"""Fixtures for small data sets, written with the record format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Documents = Sequence[Sequence[int]]
 
 @pytest.fixture
 def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
-    """Writes shards of documents (token ids without their end) and loads them as a data set."""
+    """Returns a function that writes shards of documents (token ids without end token) and loads them as a data set."""
 
     def make(
         train: Sequence[Documents],
@@ -35,7 +35,7 @@ def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
         sources: Sequence[str] = ('texts',),
         directory: str = 'data',
     ) -> Dataset:
-        # Shard i is from source i, and so on around.
+        # Shards cycle through the sources.
         path = tmp_path / directory
         path.mkdir(exist_ok=True)
         (path / 'tokenizer.json').write_text('{}')
@@ -66,7 +66,7 @@ def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
 
 @pytest.fixture
 def random_shards() -> list[list[list[int]]]:
-    """Three shards of documents of 1 … 40 tokens; the second shard is a single short document."""
+    """Returns three shards of documents with 1 to 40 tokens; the second shard is a single short document."""
     rng = np.random.default_rng(7)
     shards = [[rng.integers(1, 1000, rng.integers(1, 41)).tolist() for _ in range(count)] for count in (23, 0, 9)]
     shards[1] = [[5]]

@@ -1,4 +1,4 @@
-"""Golden runs: configs/tiny.py on the bundled text, as it stands and with a smaller model."""
+"""Golden runs: configs/tiny.py on the bundled text, unchanged and with a smaller model."""
 
 from __future__ import annotations
 
@@ -24,17 +24,23 @@ QUIET = {
 
 
 class Golden(NamedTuple):
-    """A run and the file of its losses."""
+    """A run and the file of its losses.
+
+    Attributes:
+        file: JSON file with the losses.
+        settings: config overrides.
+        is_fast: True for one device in a separate process with full XLA optimization; otherwise this process and all
+            its devices run it.
+    """
 
     file: Path
     settings: Mapping[str, Any]
-    # One device in a process of its own, whose programs XLA makes fast; otherwise this process and all its devices.
     is_fast: bool
 
 
-# 100 steps of 8 × 128 tokens; minutes.
+# 100 steps of 8 × 128 tokens, which take minutes.
 FULL = Golden(Path(__file__).parent / 'tiny.json', {'data.seq_len': 128, 'train.num_steps': 100}, True)
-# 30 steps of 8 × 32 tokens; seconds.
+# 30 steps of 8 × 32 tokens, which take seconds.
 SHORT = Golden(
     Path(__file__).parent / 'short.json',
     {
@@ -54,7 +60,7 @@ SHORT = Golden(
 
 
 def golden_run(golden: Golden, dataset: Path, workdir: Path, **overrides: Any) -> dict[str, float]:
-    """Returns name and step → loss, for training and evaluation; overrides as `train__seed=1`."""
+    """Returns training and evaluation losses by name and step; overrides have the form `train__seed=1`."""
     settings = {'data.path': dataset, **QUIET, **golden.settings}
     settings |= {name.replace('__', '.'): value for name, value in overrides.items()}
     command = [f'--config={CONFIG}', f'--workdir={workdir}']

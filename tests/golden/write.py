@@ -1,6 +1,6 @@
-"""Writes the golden curves anew: `python -m tests.golden.write`, after the recipe was changed on purpose.
+"""Rewrites the golden curves after an intended change of the recipe: `python -m tests.golden.write`.
 
-With arguments it writes those files only: `python -m tests.golden.write short.json`.
+With arguments it only rewrites the named files: `python -m tests.golden.write short.json`.
 """
 
 import json

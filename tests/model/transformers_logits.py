@@ -1,4 +1,4 @@
-"""Logits of Transformers models for a batch whose rows hold several documents."""
+"""Logits of Transformers models for a batch of packed documents."""
 
 import numpy as np
 import torch
@@ -10,9 +10,9 @@ LENGTH = 24
 
 
 def make_batch():
-    """Three rows of random ids: one document, three documents, and two with padding behind; the longest have 24 and 17.
+    """Returns three rows of random ids: one document, three documents, and two documents with padding.
 
-    All rows hold a document of more than 16 tokens, so that dynamic scaling of an original context of 16 is at work.
+    Each row has a document of more than 16 tokens, so that dynamic scaling applies to an original context of 16.
     """
     rng = np.random.default_rng(0)
     segments = np.ones((3, LENGTH), np.int32)
@@ -34,7 +34,7 @@ BATCH = make_batch()
 
 
 def one_document(batch):
-    """The first row three times: what dynamic scaling needs, as Transformers goes by the longest row of a batch."""
+    """Returns the first row three times, because Transformers scales dynamically by the longest row of a batch."""
     return {name: np.repeat(array[:1], 3, axis=0) for name, array in batch.items()}
 
 
@@ -43,7 +43,7 @@ def batch_of(name):
 
 
 def attention_masks(batch, config):
-    """Additive masks [B, 1, T, T] of documents, for all layers or by the layer's type, as Transformers takes them."""
+    """Returns additive masks [B, 1, T, T] of documents in Transformers' format, for all layers or by layer type."""
     segments, index = batch['segments'], np.arange(LENGTH)
 
     def mask(window):

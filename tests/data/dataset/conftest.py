@@ -1,4 +1,4 @@
-"""Files of a bucket that tests of the shard cache read."""
+"""Fixtures for bucket files that tests of the shard cache read."""
 
 import hashlib
 import random

@@ -1,4 +1,4 @@
-"""Tasks that behave as they are told, for the engines."""
+"""Tasks with prescribed failures, for tests of executors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from maxlm.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """Counts its tries in a file, then does what `how` says in the first `times` of them; else it succeeds."""
+    """Task that records its attempts in a file; the first `times` attempts do what `how` prescribes, others succeed."""
 
     directory: Path
     label: str
@@ -32,7 +32,7 @@ class Told:
 
     @property
     def tries(self) -> list[int]:
-        """The process of each try."""
+        """Returns the process id of each attempt."""
         path = self.directory / f'{self.label}.tries'
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 

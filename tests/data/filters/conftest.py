@@ -6,7 +6,7 @@ from maxlm.data.filters.base import FilterResult
 
 @pytest.fixture
 def judge():
-    """What a filter says of a text: None for a text that is kept as it is, the reason of a removal, or what is left."""
+    """Returns a function that filters a text: None if it is unchanged, the reason for removal, or the changed text."""
 
     def judge(judged_by, text, name='x.txt', **metadata):
         verdict = judged_by(Document(name, 'in', text, metadata=metadata))

@@ -1,4 +1,4 @@
-"""Synthetic texts whose shingles, and so whose similarity, are known."""
+"""Synthetic texts with known shingles and similarity."""
 
 import random
 
@@ -8,12 +8,12 @@ SHINGLE = 5
 
 
 def random_words(choice, num):
-    """Words that occur nowhere else, so that no shingle is there twice."""
+    """Returns unique words, so that no shingle occurs twice."""
     return [f'w{choice.getrandbits(60):015x}' for _ in range(num)]
 
 
 def rewrite(choice, words, place, num):
-    """Other words instead of `num` from `place` on: num + 4 shingles are others."""
+    """Replaces `num` words from `place` on, which changes num + 4 shingles."""
     return [*words[:place], *random_words(choice, num), *words[place + num :]]
 
 
@@ -25,9 +25,9 @@ def jaccard(first, second):
 
 
 def pairs(num, similarity, seed=0):
-    """Pairs of lists of words with exactly this Jaccard similarity, 0.8 or 0.5, of many lengths."""
+    """Returns pairs of word lists of various lengths with a Jaccard similarity of exactly 0.8 or 0.5."""
     choice = random.Random(seed)
-    # Of m shingles each, d are others: (m - d) / (m + d) is the similarity.
+    # If d of m shingles differ, the similarity is (m - d) / (m + d).
     ratio = {0.8: 9, 0.5: 3}[similarity]
     result = []
     for _ in range(num):

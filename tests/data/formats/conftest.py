@@ -1,4 +1,4 @@
-"""Reading whole inputs, and the same by pieces."""
+"""Fixtures that read complete inputs, and inputs split into ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from maxlm.data.formats.file_ranges import FileRange, read_documents, split_file
 
 @pytest.fixture
 def read() -> Callable[..., list[Document]]:
-    """(path, target_bytes, on_bad, options by name) → the documents of all pieces of all files of one input."""
+    """Returns a function that reads the documents of all ranges of all files of an input."""
 
     def read(path, *, target_bytes: int = 2**40, on_bad=raise_bad, **options) -> list[Document]:
         pieces = [piece for file in find_inputs([path]) for piece in split_file(file, target_bytes)]
@@ -25,7 +25,7 @@ def read() -> Callable[..., list[Document]]:
 
 @pytest.fixture
 def check_pieces(read) -> Callable[..., None]:
-    """(path, target sizes, options by name): pieces of any size give what the whole file does, each document once."""
+    """Returns a function that checks that ranges of all target sizes yield each document of the file exactly once."""
 
     def check(path, targets: Sequence[int], **options) -> None:
         (file,) = find_inputs([path])
@@ -37,7 +37,7 @@ def check_pieces(read) -> Callable[..., None]:
             counts.add(len(pieces))
             assert facts(read_pieces(pieces, **options)) == whole
         assert max(counts) > 2, 'no target cut the file'
-        # Were a unit in two pieces, or in none, it would be seen.
+        # Negative control: overlapping or missing ranges must change the result.
         pieces = split_file(file, min(targets))
         overlapping = [FileRange(file, 0, pieces[-1].stop, 0), *pieces[1:]]
         assert facts(read_pieces(overlapping, **options)) != whole
@@ -48,7 +48,7 @@ def check_pieces(read) -> Callable[..., None]:
 
 @pytest.fixture
 def left_out(read) -> Callable[..., list[tuple[str, str]]]:
-    """(path, options by name) → names and reasons of what cannot be read."""
+    """Returns a function that reads a path and returns names and reasons of unreadable records."""
 
     def left_out(path, **options) -> list[tuple[str, str]]:
         bad: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""cuDNN's kernels for lists of documents as formulas, with NaN wherever the real ones do not write."""
+"""cuDNN's kernels for lists of documents as formulas, with NaN at positions that the kernels do not write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def run_forward(q_BTNH, k_BSKH, v_BSKH, start_C1, *, window):
-    """See `maxlm.model.attention.cudnn.run_forward`."""
+    """Replaces `maxlm.model.attention.cudnn.run_forward`."""
     q, k, v = _by_document(start_C1, q_BTNH, k_BSKH, v_BSKH)
     scores_CNTS, is_inside_CT = _scores(q, k, start_C1, window)
     largest_CNT = scores_CNTS.max(-1)
@@ -20,7 +20,7 @@ def run_forward(q_BTNH, k_BSKH, v_BSKH, start_C1, *, window):
 
 
 def run_backward(q_BTNH, k_BSKH, v_BSKH, statistics_CNT, do_BTNH, o_BTNH, start_C1, *, window):
-    """See `maxlm.model.attention.cudnn.run_backward`."""
+    """Replaces `maxlm.model.attention.cudnn.run_backward`."""
     q, k, v, do, o = _by_document(start_C1, q_BTNH, k_BSKH, v_BSKH, do_BTNH, o_BTNH)
     scores_CNTS, is_inside_CT = _scores(q, k, start_C1, window)
     is_inside_C1T1 = is_inside_CT[:, None, :, None]
@@ -31,14 +31,14 @@ def run_backward(q_BTNH, k_BSKH, v_BSKH, statistics_CNT, do_BTNH, o_BTNH, start_
     K = k_BSKH.shape[2]
     dk = jnp.einsum('CNTS,CTNH->CSNH', d_CNTS, q)
     dv = jnp.einsum('CNTS,CTNH->CSNH', weights_CNTS, do)
-    # Of the heads of a group the sum.
+    # Gradients are summed over the query heads of a group.
     dk, dv = (x.reshape(*x.shape[:2], K, -1, x.shape[-1]).sum(3) for x in (dk, dv))
     dq = jnp.einsum('CNTS,CSNH->CTNH', d_CNTS, k)
     return tuple(_in_rows(x, start_C1, like) for x, like in ((dq, q_BTNH), (dk, k_BSKH), (dv, v_BSKH)))
 
 
 def _tokens(start_C1, length):
-    """Of each document the tokens of the device from its first on, and which of them are its own."""
+    """Returns, for each document, the token indices from its start on, and a mask of tokens that belong to it."""
     places_1T = jnp.arange(length)[None, :]
     return start_C1[:-1, None] + places_1T, places_1T < jnp.diff(start_C1)[:, None]
 

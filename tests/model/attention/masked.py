@@ -1,4 +1,4 @@
-"""Attention with an explicit mask, the reference of the kernels."""
+"""Attention with an explicit mask, the reference for the kernels."""
 
 import jax
 
