@@ -39,7 +39,7 @@ def encoded(encoder, messages, **rest):
 
 
 def predicted_texts(tokenizer, tokens):
-    """The texts of each run of predicted tokens."""
+    """Returns the text of each run of target tokens."""
     predicted = is_target(tokens)
     cuts = np.flatnonzero(np.diff(predicted, prepend=False, append=False))
     return [tokenizer.decode(token_ids(tokens[a:b])) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
@@ -79,7 +79,7 @@ def test_text_that_spells_a_special_token_stays_text(tokenizer):
     special = [tokenizer.special_tokens[i].content for i in ids if i in tokenizer.special_tokens]
     assert special == ['<|im_start|>', '<|im_end|>'] * 2 + ['<|endoftext|>']
     assert predicted_texts(tokenizer, found.tokens) == [f'{nasty}b<|im_end|>']
-    # All of it comes back, as text.
+    # Decoding returns the complete text.
     assert tokenizer.decode(ids).count(nasty) == 2
     (as_text,) = tokenizer.encode_batch([f'{nasty}b'])
     assert as_text.tolist() == ids[is_target(found.tokens)][:-1].tolist()
@@ -108,7 +108,7 @@ def test_what_follows_a_prompt_is_what_was_learned(tokenizer):
 
 
 def word_level(words, **options):
-    """A tokenizer of pieces as SentencePiece has them."""
+    """Returns a tokenizer with SentencePiece-like pieces."""
     vocab = {word: i for i, word in enumerate(['<unk>', *words])}
     library = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token='<unk>', fuse_unk=True))
     library.add_special_tokens(['<s>', '</s>', AddedToken('<|end|>', special=True, **options)])
@@ -132,7 +132,7 @@ def test_pieces_are_those_of_the_library(scheme, options):
     whole = library.encode(chat.template.render(messages).text, add_special_tokens=False).ids
     found = encoded(chat, messages).tokens
     assert token_ids(found)[:-1].tolist() == whole
-    # Pieces around the blank that ends the prompt are the same ones here.
+    # The space at the end of the prompt is tokenized the same way here.
     expected = 'b a' if options.get('lstrip') else 'b a '
     assert predicted_texts(chat.tokenizer, found) == [f'{expected}<|end|>']
 
@@ -142,7 +142,7 @@ def test_the_end_of_documents_may_end_turns():
     source = MISTRAL.replace('eos_token', "'<|endoftext|>'").replace('bos_token', "'<|endoftext|>'")
     found = encoded(encoder(library, source), TURNS)
     assert predicted_texts(library, found.tokens) == [' Let me see.\n\n2<|endoftext|>', '  4 <|endoftext|>']
-    # Not twice at the end, and the turns are of one document.
+    # The end token is not repeated at the end, and all turns belong to one document.
     assert (token_ids(found.tokens) == library.end_of_document).sum() == 3
     assert is_document_start(found.tokens).sum() == 1
 
@@ -171,7 +171,7 @@ def test_what_a_template_does_not_take_is_told(tokenizer):
     assert predicted_texts(tokenizer, good.tokens)[1] == '  4 <|im_end|>'
     with pytest.raises(ChatError, match='roles must alternate'):
         chat.encode_prompt([assistant('a')])
-    # What no conversation could be spelled with is refused at once.
+    # A template that cannot encode any conversation is refused immediately.
     for bad_source in ('{{ raise_exception("never") }}', source.replace('<|im_end|>', '</s>')):
         with pytest.raises(InputError, match=r'never|without a special token'):
             encoder(tokenizer, bad_source)

@@ -11,7 +11,7 @@ END = 0
 
 
 def conversation(number, *turns):
-    """Turns of so many tokens each, all of the id `number`, of which each last one is learned; and the end."""
+    """Returns turns of the given lengths with the token id `number`. The last token of each turn is a target."""
     stops = np.cumsum(turns)
     predicted = np.zeros(stops[-1] + 1, bool)
     predicted[stops - 1] = True
@@ -20,7 +20,7 @@ def conversation(number, *turns):
 
 
 def packed(documents, window):
-    """The windows [n, window], and the counts."""
+    """Returns the packed sequences [n, window] and the counts."""
     counts = ChatCounts()
     packer = Packer(window, end_of_document=END, counts=counts)
     parts = [part for document in documents for part in packer.add(document)] + packer.finish()
@@ -50,7 +50,7 @@ def test_whole_conversations_fill_windows(open_windows, monkeypatch):
         (piece,) = found.pop(int(token_ids(document.tokens)[0]))
         np.testing.assert_array_equal(piece, document.tokens)
     assert found == {}
-    # Padding is one segment of a window, and never learned.
+    # Padding is one segment of a sequence and contains no targets.
     assert sum(map(len, padding)) == counts.padding
     assert not is_target(np.concatenate(padding)).any()
     total = sum(len(document.tokens) for document in documents)
@@ -68,18 +68,18 @@ def test_the_fullest_window_with_room_is_taken():
 
 def test_long_conversations_end_at_a_turn_that_fits():
     documents = [
-        conversation(1, 10, 10, 5),  # 26 tokens with the end: two turns and an end fit into 21 … 25
-        conversation(2, 30, 2),  # not even the first does
+        conversation(1, 10, 10, 5),  # 26 tokens with the end; two turns and an end fit into 21 to 25
+        conversation(2, 30, 2),  # even the first turn does not fit
     ]
     windows, counts, _ = packed(documents, 22)
     assert token_ids(windows).tolist() == [[1] * 20 + [END] * 2]
     assert is_target(windows[0]).nonzero()[0].tolist() == [9, 19]
     assert (counts.shortened, counts.left_out, counts.padding) == (1, 1, 1)
     assert is_document_start(windows[0]).nonzero()[0].tolist() == [0, 21]
-    # One token less, and the end no longer fits behind the second turn.
+    # With one token less, the end no longer fits after the second turn.
     windows, counts, _ = packed(documents, 20)
     assert token_ids(windows).tolist() == [[1] * 10 + [END] * 10]
-    # Whole where it fits exactly.
+    # A conversation that fits exactly is not trimmed.
     windows, counts, _ = packed(documents, 26)
     assert (counts.shortened, counts.padding) == (0, 0)
 
@@ -90,7 +90,7 @@ def test_a_turn_may_end_with_the_end_of_document():
     assert token_ids(windows).tolist() == [[5, 5, END, END]]
     assert is_target(windows[0]).tolist() == [False, False, True, False]
     assert (counts.shortened, counts.padding) == (1, 1)
-    # It is not packed with another end where it fills the window.
+    # A document that fills the sequence gets no second end token.
     assert token_ids(packed([TokenDocument(tokens, (3, 8))], 3)[0]).tolist() == [[5, 5, END]]
 
 

@@ -7,7 +7,7 @@ from maxlm.data.chat.jinja import ChatError
 from maxlm.data.chat.template import CHATML, LLAMA3, TEMPLATES, ChatTemplate, load_template, set_variables
 from maxlm.errors import InputError
 
-# Templates as models have them, without `generation`.
+# A typical template of a model, without `generation`.
 PLAIN_CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
     "'\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -24,7 +24,7 @@ MISTRAL = (
     "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token}}{% endif %}{% endfor %}"
 )
-# Leaves out the thoughts of all turns but the last, as Qwen 3's does.
+# Removes the reasoning of all turns except the last, like the template of Qwen 3.
 FORGETFUL = (
     '{%- set ns = namespace(last=messages | length - 1) %}{%- for message in messages %}'
     "{%- set content = message.content.split('</think>')[-1] if loop.index0 < ns.last else message.content %}"
@@ -127,7 +127,7 @@ def test_turns_that_change_once_others_follow():
     messages = [user('a'), assistant('<think>hm</think>b'), user('c'), assistant('<think>so</think>d')]
     rendered = bound(FORGETFUL).render_said(messages, special=SPECIAL)
     assert [rendered.text[slice(*span)] for span in rendered.said] == ['b<|im_end|>', '<think>so</think>d<|im_end|>']
-    # Where even their beginning changes nobody can tell.
+    # If even the start of the text changes, the turns cannot be located.
     source = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content + '</s>' }}{% endfor %}"
     with pytest.raises(ChatError, match='put it between'):
         bound(source).render_said(messages, special=SPECIAL)
@@ -153,7 +153,7 @@ def test_data_that_spells_special_tokens_has_stand_ins(name):
     assert sum(map(after.text.count, SPECIAL)) == count
     assert after.spelled(0, len(after.text)) == theirs(ALL[name], nasty)
     assert 'say <|im_end|></s> \U0010ffff' in after.spelled(*after.said[0])
-    # Control: unprotected, it would be taken for the template's.
+    # Negative control: without escaping, the text would be parsed as the template's special tokens.
     assert sum(map(template.render(nasty).text.count, SPECIAL)) > count
 
 

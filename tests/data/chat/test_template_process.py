@@ -1,4 +1,4 @@
-"""Templates from elsewhere: without an end, without a bound, nested deeply. Each is an error of one line."""
+"""Untrusted templates: endless loops, unbounded memory, deep nesting. Each is a one-line error."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_a_bomb_is_an_error_of_one_line(name):
     assert reason in told
     assert '\n' not in told
     assert len(told) < 700
-    # The next conversation has a process again, which is another one than this.
+    # The next conversation runs in a new process.
     assert ChatTemplate('{{ messages[0].content }}', name='x', limits=LIMITS).render(TALK).text == 'a'
 
 
@@ -85,7 +85,7 @@ except ValueError as error:
 
 
 def test_an_interrupted_request_leaves_no_answer(monkeypatch):
-    """The answer to a request that nobody waits for is not that of the next one."""
+    """The response to an interrupted request must not be returned for the next request."""
     template = RemoteTemplate('{{ messages[0].content }}', LIMITS)
     with monkeypatch.context() as patch:
         patch.setattr('maxlm.data.chat.template_process._wait', raise_interrupt)

@@ -12,7 +12,7 @@ def test_a_marked_document_has_its_ids_and_says_what_is_learned():
     marked = encode_flags(ids, np.array([True, False, True, False]))
     assert marked.dtype == np.uint32
     np.testing.assert_array_equal(token_ids(marked), ids)
-    # The first never is.
+    # The first token is never a target.
     assert is_target(marked).tolist() == [False, False, True, False]
     assert is_document_start(marked).tolist() == [True, False, False, False]
     assert ids.tolist() == [5, 0, (1 << 30) - 1, END]

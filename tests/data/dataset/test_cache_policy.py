@@ -12,12 +12,12 @@ from maxlm.storage.download import RemoteFile
 
 @pytest.fixture
 def files(tmp_path):
-    """Ten files of 10 bytes each."""
+    """Returns ten files of 10 bytes each."""
     return [RemoteFile(f'gs://b/{i}', tmp_path / str(i), 10) for i in range(10)]
 
 
 def fetch_queue(room):
-    """Stands for the threads: what is queued gets there."""
+    """Downloads the queued files instead of the threads."""
     names = []
     while room.queue:
         held = room.queue.popleft()
@@ -43,7 +43,7 @@ def test_room_is_made_of_what_is_used_up(files, tmp_path):
     assert room.next_end == 4
     room.advance_to(5)
     assert room.admit(PlannedRead((files[3],), 5, 8))
-    # As much as is needed, and no more.
+    # Only the required files are deleted.
     assert there(tmp_path) == '12'
     assert fetch_queue(room) == '3'
     assert room.next_end == 6
@@ -81,7 +81,7 @@ def test_what_an_earlier_run_left_counts_and_goes_first(files, tmp_path):
     room = CachePolicy(20)
     for file in files:
         room.register(file)
-    # The other size goes at once: it would be read, or be on the disk together with the new file.
+    # A file with another size is deleted immediately, or it would be read or exceed the limit with the new file.
     assert there(tmp_path) == '.8.partial17'
     assert room.admit(PlannedRead(tuple(files[:2]), 0, 0))
     assert there(tmp_path) == '1'
@@ -95,7 +95,7 @@ def test_what_is_being_fetched_does_not_go(files):
     held.state = 'fetching'
     room.advance_to(1)
     assert not room.admit(PlannedRead(tuple(files[2:4]), 1, 1))
-    # What was not begun is no longer wanted.
+    # Downloads that have not started are canceled.
     assert [held.file.path.name for held in room.queue] == []
     held.state = 'there'
     assert room.admit(PlannedRead(tuple(files[2:4]), 1, 1))
@@ -113,7 +113,7 @@ def test_what_was_deleted_by_others_is_fetched_again_while_it_is_needed(files):
     files[1].path.unlink()
     assert room.admit(PlannedRead((files[2],), 3, 3))
     room.requeue_vanished()
-    # Before what is only needed later.
+    # This file is downloaded before files that are needed later.
     assert fetch_queue(room) == '12'
 
 
@@ -133,7 +133,7 @@ def test_a_step_that_can_never_have_its_files_is_refused(files):
     room.advance_to(4)
     assert room.admit(uses[2])
     fetch_queue(room)
-    # Not due yet: it could be that room is made.
+    # This is not an error yet, because space may become available.
     assert not room.admit(uses[3])
     room.advance_to(5)
     with pytest.raises(InputError, match='too small: step 5 reads files of 40 bytes'):

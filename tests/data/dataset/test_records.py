@@ -100,7 +100,7 @@ def test_a_flipped_bit_is_found_by_reading_and_by_verify(make_dataset):
     rng = np.random.default_rng(0)
     dataset = make_dataset([[rng.integers(1, 1000, 5000).tolist()]], block=64)
     path = dataset.path / 'train-00000.arrayrecord'
-    flip_bit(path, 5000)  # among the records, which end near byte 10000
+    flip_bit(path, 5000)  # within the records, which end near byte 10000
     dataset = load_manifest(dataset.path)
     with pytest.raises(InputError) as info:
         verify(dataset)

@@ -62,7 +62,7 @@ def test_shards_of_another_data_set_go_and_the_same_stay(tmp_path):
     other = [SHARDS[0], {**SHARDS[1], 'sha256': 'z'}, {'name': 'c', 'bytes': 0, 'sha256': ''}]
     remove_stale(parse({**FACTS, 'splits': {'train': {'shards': other}}}), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ['a', 'c', 'dataset.json']
-    # Nobody knows what a data set without a manifest that can be read has.
+    # The contents of a data set without readable manifest are unknown.
     (tmp_path / 'dataset.json').write_text('{}')
     remove_stale(parse(FACTS), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ['c', 'dataset.json']

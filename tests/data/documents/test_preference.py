@@ -39,7 +39,7 @@ def test_all_formats_say_the_same(record):
     assert (list(found.chosen.messages), list(found.rejected.messages)) == (GOOD, BAD)
     assert found.chosen.learned == found.rejected.learned == (False, True)
     assert (found.prompt, found.text, found.has_answers) == (1, 'Hello\n\nHi\n\nNo', True)
-    # The other way round is another preference.
+    # Swapped responses are a different preference.
     swapped = parse_preference({**record, 'chosen': record['rejected'], 'rejected': record['chosen']})
     assert (swapped.chosen, swapped.rejected) == (found.rejected, found.chosen)
 
@@ -56,10 +56,10 @@ def test_of_several_turns_those_behind_the_common_ones_are_learned():
     found = parse_preference({'chosen': dialogues[0], 'rejected': dialogues[1]})
     assert [message['content'] for message in found.rejected.messages] == ['a', 'b', 'c', 'Human: e']
     assert found.chosen.learned == (False, False, False, True)
-    # One answer goes on where the other one ends.
+    # One response is a prefix of the other.
     found = parse_preference({'chosen': chosen[:2], 'rejected': chosen})
     assert (found.prompt, found.rejected.learned) == (1, (False, True, False, True))
-    # Equal ones still have an answer.
+    # Equal conversations still have a response.
     found = parse_preference({'chosen': chosen, 'rejected': chosen})
     assert (found.prompt, found.chosen) == (3, found.rejected)
 

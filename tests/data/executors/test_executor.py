@@ -9,7 +9,7 @@ from tests.data.executors.tasks import Told
 
 
 def run(tasks, *, retries=2):
-    """(Failures, progress, pauses) of a run in this process."""
+    """Runs the tasks in this process and returns failures, progress and pauses."""
     progress, pauses = [0, 0, 0], []
 
     def on_progress(*new):
@@ -38,7 +38,7 @@ def test_what_fails_is_tried_again_after_the_others(tmp_path):
     assert failed == {3: 'never: no answer'}
     assert [len(task.tries) for task in tasks] == [2, 1, 3, 3]
     assert [task.is_done() for task in tasks] == [True, True, True, False]
-    # The later, the longer.
+    # Pauses increase with the attempts.
     assert pauses == [1.0, 2.0]
 
 
@@ -57,7 +57,7 @@ def test_bad_input_and_a_full_disk_end_it_at_once(tmp_path, how, message):
     with pytest.raises(InputError) as raised:
         run(tasks)
     assert str(raised.value) == message
-    # What is done stays done; nothing is tried again, nothing else is begun.
+    # Finished tasks stay finished; no task is retried or started.
     assert [len(task.tries) for task in tasks] == [1, 1, 0]
     assert tasks[0].is_done()
 

@@ -1,4 +1,4 @@
-"""Real processes; each test starts some, which takes about a second."""
+"""Executor with real processes; each test takes about a second to start them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_tasks_run_in_other_processes(tmp_path):
     pids = {pid for task in tasks for pid in task.tries}
     assert os.getpid() not in pids
     assert 1 <= len(pids) <= 2
-    # One thread for each.
+    # Each process has one thread.
     assert {task.result.read_text() for task in tasks} == {'false'}
     assert not multiprocessing.active_children()
 
@@ -60,7 +60,7 @@ def test_ctrl_c_is_not_for_the_workers(tmp_path):
     tasks = [Told(tmp_path, str(i), 'ctrl-c') for i in range(3)]
     assert run(tasks, retries=0) == ({}, [30, 9, 900])
     assert [len(task.tries) for task in tasks] == [1, 1, 1]
-    # Control: here it would have ended the run.
+    # Negative control: in this process the interrupt ends the run.
     with pytest.raises(KeyboardInterrupt):
         Told(tmp_path, 'here', 'ctrl-c').run(lambda *_: None)
 

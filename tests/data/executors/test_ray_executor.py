@@ -1,4 +1,4 @@
-"""A real cluster of two machines, as Ray calls them, on this one. Slow, half a minute: they have to start."""
+"""Executor on a real Ray cluster of two local nodes, which takes half a minute to start."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.preparing import contents, run, write_texts
 
 pytestmark = [
     pytest.mark.multiprocess,
-    # Ray forks to start its programs, which JAX warns of.
+    # JAX warns when Ray forks to start its programs.
     pytest.mark.filterwarnings('ignore:os.fork\\(\\) was called:RuntimeWarning'),
 ]
 
 
 @pytest.fixture(scope='module')
 def cluster():
-    """The address of a cluster of two machines with a core each."""
+    """Returns the address of a cluster of two nodes with one core each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('RAY_USAGE_STATS_ENABLED', '0')
-        # Its workers import what the tests do.
+        # Workers need the same import path as the tests.
         patch.setenv('PYTHONPATH', str(ROOT))
         cluster_utils = pytest.importorskip('ray.cluster_utils', reason='the extra ray')
         made = cluster_utils.Cluster()
@@ -46,7 +46,7 @@ def test_tasks_run_on_all_machines_are_tried_again_and_end_on_bad_input(cluster,
     with RayCluster(cluster) as engine:
         assert engine.num_slots == 4
         failed = run_tasks(engine, tasks, retries=1, on_progress=lambda *new: done.append(new), sleep=lambda _: None)
-        # Bad input ends the others.
+        # Bad input stops the remaining tasks.
         with pytest.raises(InputError, match='bad: not UTF-8'):
             run_tasks(engine, bad, retries=1, on_progress=lambda *_: None)
     assert [task.is_done() for task in bad] == [False, True, False]
@@ -55,7 +55,7 @@ def test_tasks_run_on_all_machines_are_tried_again_and_end_on_bad_input(cluster,
     assert [task.is_done() for task in tasks] == [True] * 5 + [False, True]
     assert [len(task.tries) for task in tasks] == [1] * 4 + [2] * 3
     assert os.getpid() not in {pid for task in tasks for pid in task.tries}
-    # What is told: 10 bytes for each that was done, 4 for the try that did not reach the storage.
+    # Progress reports 10 bytes for each finished task and 4 for the attempt that did not reach the storage.
     assert sum(num_bytes for num_bytes, _, _ in done) == 6 * 10 + 4
 
 
@@ -70,7 +70,7 @@ def test_a_cluster_writes_the_same_bytes(cluster, tmp_path, monkeypatch):
     here = contents(tmp_path / 'here')
     assert len([name for name in here if name.startswith('train-')]) > 3
     assert here == contents(tmp_path / 'there')
-    # Control: other settings are other bytes.
+    # Negative control: other settings produce other bytes.
     assert run(*arguments, '--fim-spm-rate', '0.3', '--workers', 1, '--output', tmp_path / 'other') == 0
     assert here != contents(tmp_path / 'other')
 

@@ -58,7 +58,7 @@ def test_c4_drops_citations_and_outer_blanks(judge):
     [
         ('too few sentences', f'{SENTENCE}\n{SENTENCE}'),
         ('too few sentences', ''),
-        # A line that is dropped counts no more.
+        # A dropped line does not count.
         ('too few sentences', f'{SENTENCE}\n{SENTENCE}\nNo. No. No. No.'),
         ('lorem ipsum', f'{PAGE}\nLorem ipsum dolor'),
         ('curly bracket', f'{PAGE}\nif (x) {{'),
@@ -74,7 +74,7 @@ def test_c4_counts_sentences_not_lines(judge):
 
 
 def page(num_lines, *, num_ended, num_short=0):
-    """Different lines, so many of which end as sentences do, and so many have 29 characters, the others 30."""
+    """Returns distinct lines: `num_ended` end like sentences, `num_short` have 29 characters and the rest 30."""
     lines = []
     for number in range(num_lines):
         end = '.' if number < num_ended else 'x'

@@ -19,7 +19,7 @@ def test_ordinary_code_is_kept(judge):
         ('longest line', '\n'.join(['x' * 1000, *[LINE] * 50]), '\n'.join(['x' * 1001, *[LINE] * 50])),
         ('mean line length', '\n'.join(['x' * 100, 'x' * 99, 'x' * 101]), '\n'.join(['x' * 100, 'x' * 100, 'x' * 101])),
         ('alphanumeric share', 'x---' * 10, 'x---' * 10 + '-'),
-        # The same for what is not ASCII.
+        # The limit applies to non-ASCII letters too.
         ('alphanumeric share', 'é———' * 10, 'é———' * 10 + '—'),
     ],
 )
@@ -45,7 +45,7 @@ NOT = 'not ' * 200
         'def f(:',
         "print 'Python 2'",
         'x = 1\n  y = 2',
-        # What the parser refuses in other ways than by a SyntaxError, depending on the version.
+        # Depending on the version, the parser raises other errors than SyntaxError.
         'text = "a\0b"',
         'text = "\ud800"',
         'x = (\n' + f'{NOT}\n' * 50 + 'y)',
@@ -60,7 +60,7 @@ def test_python_must_parse(judge, text):
 
 
 def test_python_is_kept_however_deep_its_tree_is(judge):
-    # The same verdict for any depth of the calls around it.
+    # The decision must not depend on the depth of the call stack.
     text = 'x = (\n' + 'one +\n' * 20_000 + 'one)\n'
     with pytest.raises(RecursionError):
         ast.parse(text)

@@ -13,7 +13,7 @@ from tests.data.filters.corpora import documents, jaccard, pairs, random_words, 
 
 @pytest.fixture
 def find(tmp_path):
-    """(kept, near) over all documents of a corpus, given as texts per file."""
+    """Returns a function that deduplicates a corpus of texts per file and returns (kept, near) for all documents."""
 
     def find(*files, threshold=0.8):
         paths = []
@@ -31,7 +31,7 @@ def find(tmp_path):
 
 
 def chain(num, step, num_words=200):
-    """Texts each of which has `step` other words than the one before, always in another place."""
+    """Returns texts in which `step` words differ from the previous text, each time at a new position."""
     choice = random.Random(3)
     texts = [random_words(choice, num_words)]
     for number in range(num - 1):
@@ -40,7 +40,7 @@ def chain(num, step, num_words=200):
 
 
 def test_recall_at_the_threshold_and_precision_below_it(find):
-    # 400 pairs at the threshold, 400 well below it, shuffled over three files.
+    # 400 pairs are at the threshold and 400 well below it, shuffled over three files.
     alike, unlike = pairs(400, 0.8), pairs(400, 0.5, seed=1)
     texts = [(('alike', i), words) for i, pair in enumerate(alike) for words in pair]
     texts += [(('unlike', i), words) for i, pair in enumerate(unlike) for words in pair]
@@ -100,7 +100,7 @@ def test_a_cluster_across_files_keeps_its_first(find):
     other = random_words(choice, 200)
     kept, near = find([other, first], [second], [third, other, second])
     assert kept == [-1, -1, 1, 1, 0, 1]
-    # The last equals a document that is removed itself, so it is only similar to what is kept.
+    # The last document equals a removed document, so it is only similar to the kept one.
     assert near == [False, False, True, True, False, True]
 
 
@@ -119,7 +119,7 @@ def test_a_chain_is_not_removed_down_to_its_first(find):
 
 
 def test_documents_of_one_bucket_that_are_not_alike(find):
-    # All share half of their shingles, so that they are often in one bucket; only pairs are similar.
+    # All documents share half of their shingles and thus often a bucket, but only pairs are similar.
     choice = random.Random(1)
     shared = random_words(choice, 100)
     texts = [[*shared, *random_words(choice, 100)] for _ in range(40)]

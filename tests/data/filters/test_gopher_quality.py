@@ -4,13 +4,13 @@ from maxlm.data.filters.gopher_quality import gopher_quality
 
 
 def prose(*words, num_words=100, filler='house'):
-    """`words` and so many times the filler that there are `num_words`, with stop words at the front."""
+    """Returns stop words and `words`, padded with the filler to `num_words`."""
     words = ('the', 'and', *words)
     return ' '.join([*words, *[filler] * (num_words - len(words))])
 
 
 def lines(num_lines, num_marked, start='', end=''):
-    """Lines of ten words, so many of which bear a mark."""
+    """Returns lines of ten words; `num_marked` of them have the given start and end."""
     line = 'the house and the garden behind it were quite small'
     return '\n'.join([f'{start}{line}{end}'] * num_marked + [line] * (num_lines - num_marked))
 
@@ -37,7 +37,7 @@ def test_each_rule_at_its_bound(judge, reason, kept, removed):
 
 
 def test_what_a_word_without_a_letter_is(judge):
-    # Letters of any script, wherever in the word.
+    # Letters of any script count at any position of a word.
     assert judge(gopher_quality, prose(*['(«дом»)', '1a', '_é_'] * 10)) is None
     assert judge(gopher_quality, prose(*['1_2', '---', '٣٤٥'] * 10)) == 'gopher_quality: words without a letter'
 

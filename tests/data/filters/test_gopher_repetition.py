@@ -6,19 +6,19 @@ from maxlm.data.filters.gopher_repetition import gopher_repetition, ngram_shares
 
 
 def unlike(num, length=4):
-    """Different words of `length` letters, in no order."""
+    """Returns distinct words of `length` letters in arbitrary order."""
     letters = 'abcdefghijklmnopqrstuvwxyz'
     numbers = random.Random(0).sample(range(26**3), num)
     return [(letters[n // 676] + letters[n // 26 % 26] + letters[n % 26]).ljust(length, 'x') for n in numbers]
 
 
 def then_again(parts, times, separator='\n'):
-    """The parts, and the first of them so many times more."""
+    """Returns the joined parts, followed by `times` repetitions of the first one."""
     return separator.join([*parts, *parts[:1] * times])
 
 
 def with_phrase(n, times, num_words):
-    """`num_words` words of equal length, with a phrase of n words among them so many times, and no longer one."""
+    """Returns `num_words` words of equal length, in which a phrase of n words occurs `times` times."""
     rest = unlike(num_words - n * times)
     phrase = ' '.join(word.upper() for word in unlike(n))
     step = len(rest) // times
@@ -26,33 +26,33 @@ def with_phrase(n, times, num_words):
     return ' '.join([*parts, *rest[times * step :]])
 
 
-# Repeating the first adds a line but hardly any characters.
+# Repeating the first line adds hardly any characters.
 LINES = ['a', *unlike(6, length=40)]
-# Other paragraphs have two lines, so that few lines are repeated.
+# Other paragraphs have two lines, so that few lines are duplicates.
 PARAGRAPHS = ['a', *map('\n'.join, zip(unlike(6, length=40), unlike(6, length=30), strict=True))]
-# Indented lines: the blanks belong to the paragraph, but not to its lines and words.
+# The spaces of an indentation belong to the paragraph, but not to its lines and words.
 INDENTED = 'b\n' + 30 * ' ' + 'c'
 
 
 @pytest.mark.parametrize(
     ('reason', 'kept', 'removed'),
     [
-        # 3 of 10, and 4 of 11.
+        # Shares of 3/10 and 4/11.
         ('repeated lines', then_again(LINES, 3), then_again(LINES, 4)),
-        # 1 of 5 of equal length, and 1 of 4.
+        # Shares of 1/5 and 1/4 with equal lengths.
         ('characters in repeated lines', then_again(unlike(4), 1), then_again(unlike(3), 1)),
         ('repeated paragraphs', then_again(PARAGRAPHS, 3, '\n\n'), then_again(PARAGRAPHS, 4, '\n \n')),
-        # 33 of 2 · 33 + 99 characters, and of 2 · 33 + 98.
+        # 33 of 2 · 33 + 99 characters, and 33 of 2 · 33 + 98.
         (
             'characters in repeated paragraphs',
             then_again([INDENTED, *unlike(3, length=33)], 1, '\n\n'),
             then_again([INDENTED, *unlike(2, length=33), 32 * 'x'], 1, '\n\n'),
         ),
-        # All occurrences, of so many words of equal length.
+        # All occurrences count; all words have equal length.
         ('most frequent 2-gram', with_phrase(2, 10, 100), with_phrase(2, 10, 99)),
         ('most frequent 3-gram', with_phrase(3, 6, 100), with_phrase(3, 6, 99)),
         ('most frequent 4-gram', with_phrase(4, 4, 100), with_phrase(4, 4, 99)),
-        # The first occurrence was not there before.
+        # The first occurrence is no duplicate.
         ('repeated 5-grams', with_phrase(5, 7, 200), with_phrase(5, 7, 199)),
         ('repeated 6-grams', with_phrase(6, 8, 300), with_phrase(6, 8, 299)),
         ('repeated 7-grams', with_phrase(7, 2, 54), with_phrase(7, 2, 53)),
@@ -75,9 +75,9 @@ def test_each_rule_at_its_bound(judge, reason, kept, removed):
         ('a b a', []),
         # `b a` overlaps both occurrences of `a b` but is rarer.
         ('a b a b cc', [(2, 4 / 6)]),
-        # Occurrences that overlap are counted once.
+        # Overlapping occurrences count once.
         ('a a a a', [(2, 1.0), (3, 1.0)]),
-        # Of equally frequent ones the longest.
+        # The longest of equally frequent n-grams counts.
         ('a b c dd ee c a b f dd ee g', [(2, 8 / 16)]),
         ('a b c d e . a b c d e', [(2, 4 / 11), (3, 6 / 11), (4, 8 / 11), (5, 5 / 11)]),
     ],
@@ -87,7 +87,7 @@ def test_shares_by_hand(text, shares):
 
 
 def slow_shares(words):
-    """The definition, word by word."""
+    """Computes the shares by definition, word by word."""
     shares = []
     for n in range(2, 11):
         grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
@@ -115,6 +115,6 @@ def test_shares_follow_the_definition():
 
 
 def test_a_short_text_without_repetition_is_kept(judge):
-    # Each of its 4-grams has more than 16 % of the characters, but none is there twice.
+    # Each 4-gram has more than 16 % of the characters, but none occurs twice.
     assert judge(gopher_repetition, 'only these five words here') is None
     assert judge(gopher_repetition, ' ') is None

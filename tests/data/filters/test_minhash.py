@@ -34,11 +34,11 @@ def same_slots(*texts):
 
 @pytest.mark.multiprocess
 def test_the_same_in_every_process_and_release():
-    # Another checksum means other duplicates in the same corpus: raise SIGNATURE_VERSION with it.
+    # A changed checksum means different duplicates for the same corpus. Increase SIGNATURE_VERSION with it.
     assert checksum() == CHECKSUM
     run = subprocess.run(
         [sys.executable, '-c', CHECKSUM_PROGRAM],
-        # This process has another hash seed.
+        # The child process has a different hash seed.
         env={**os.environ, 'PYTHONHASHSEED': '1'},
         cwd=ROOT,
         capture_output=True,
@@ -82,7 +82,7 @@ def test_documents_of_tokens_have_shingles_of_tokens():
     ids = np.arange(1000, dtype=np.uint32)
     other = np.where(ids == 500, 7, ids).astype(np.uint32)
     given = [Document(str(i), 'in', tokens=tokens) for i, tokens in enumerate([ids, other, ids[::-1]])]
-    # Between documents of text, to see that each gets its own.
+    # Mixing in text documents checks that each document gets its own signature.
     mixed = [documents(['a b c d e f'])[0], given[0], documents(['x'])[0], *given[1:]]
     slots = minhash_signature(mixed, near=True).slots
     assert (slots[:, 1] == slots[:, 3]).mean() > 0.95
@@ -103,7 +103,7 @@ def test_equal_slots_estimate_the_similarity(similarity):
     ('first', 'second', 'similar'),
     [
         ('One, two: three – “four” (five) six', 'one two three four five six', True),
-        # Fewer words than a shingle: only what says the same.
+        # Texts with fewer words than a shingle match only if they are equal after normalization.
         ('One two!', 'one two', True),
         ('one two', 'two one', False),
         ('one two', 'one two three', False),
@@ -111,7 +111,7 @@ def test_equal_slots_estimate_the_similarity(similarity):
         ('', '...', False),
         ('...', '!!!', False),
         ('... ', '...', True),
-        # Without blanks each character is a word.
+        # Without spaces, each character is a word.
         ('今天天气很好我们去公园散步吧', '今天天气很好，我们去公园散步吧。', True),
         ('今天天气很好我们去公园散步吧', '昨天晚上他在家里看了一本旧书', False),
     ],

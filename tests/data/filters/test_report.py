@@ -11,7 +11,7 @@ def removal(number):
 
 
 def documents(num):
-    """Every fifth is kept, every tenth is shortened."""
+    """Returns documents of which every fifth is kept and every tenth is trimmed."""
     for number in range(num):
         document = Document(f'{number:03}.txt', 'in', f'text é {number}')
         if number % 5:
@@ -30,7 +30,7 @@ def report_of(pairs):
 def test_counts_and_examples():
     report = report_of(documents(20))
     assert (report.documents, report.kept_documents, report.shortened_documents) == (20, 4, 2)
-    # `text é 0` … has 9 bytes of UTF-8, from 10 on 10.
+    # `text é 0` has 9 bytes of UTF-8; from number 10 on, texts have 10 bytes.
     assert (report.bytes, report.kept_bytes) == (10 * 9 + 10 * 10, 4 + 9 + 4 + 10)
     assert sum(removed.documents for removed in report.removed.values()) == 16
     first = report.removed['filter: rule 1']

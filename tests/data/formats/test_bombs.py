@@ -1,4 +1,4 @@
-"""Files that decode to more than the memory that the process may have: each is read in bounded memory."""
+"""Files that decode to more than the available memory; each is read in bounded memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(bad)
 
 def read_limited(limit, *paths):
     """Returns the result of a process whose address space is limited, in bytes."""
-    # Arrow's own allocator reserves more addresses than it uses.
+    # Arrow's default allocator reserves more address space than it uses.
     environment = {**os.environ, 'ARROW_DEFAULT_MEMORY_POOL': 'system', 'OMP_NUM_THREADS': '1'}
     command = [sys.executable, '-c', READ, str(limit), *paths]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -43,7 +43,7 @@ def read_limited(limit, *paths):
 
 @pytest.mark.multiprocess
 def test_bombs_take_bounded_memory(tmp_path):
-    """Reads files that decompress to more than the memory that the process may have."""
+    """Reads files that decompress to more than the available memory."""
     block = zstandard.ZstdCompressor(level=1)
     with block.stream_writer((tmp_path / 'a.jsonl.zst').open('wb')) as stream:
         stream.write(b'{"text": "fine"}\n{"text": "')
@@ -65,7 +65,7 @@ def test_bombs_take_bounded_memory(tmp_path):
 
 @pytest.mark.multiprocess
 def test_bombs_of_parquet_take_bounded_memory(tmp_path):
-    """Reads a text that a dictionary repeats, to 1 GiB in a batch, and a page of 320 MiB."""
+    """Reads a text that a dictionary repeats to 1 GiB in a batch, and a page of 320 MiB."""
     repeated = pa.DictionaryArray.from_arrays(np.zeros(130, np.int32), ['a' * 2**23])
     pq.write_table(pa.table({'text': repeated}), tmp_path / 'a.parquet', compression='zstd')
     size, rows = 2**20, 320
@@ -83,7 +83,7 @@ def test_bombs_of_parquet_take_bounded_memory(tmp_path):
         write_statistics=False,
     )
     found = read_limited(2**30, tmp_path / 'a.parquet', tmp_path / 'b.parquet')
-    # Longer than the limit for a record of that process, one after the other.
+    # Each of these records exceeds the record limit of the process.
     assert [name for name, _ in found[:130]] == [f'a.parquet:{row}' for row in range(130)]
     assert all('longer than 1 MiB, the limit for a record' in reason for _, reason in found[:130])
     ((name, reason),) = found[130:]

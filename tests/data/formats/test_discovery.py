@@ -15,7 +15,7 @@ TREE = ('b.txt', 'a/z.py', 'a/y.md', '.hidden.txt', '.git/x.txt', '__pycache__/x
 
 
 def fill(root, names):
-    """Files whose content is their name."""
+    """Writes files whose content is their name."""
     for name in names:
         with fsspec.open(f'{root}/{name}', 'wb', auto_mkdir=True) as file:
             file.write(name.encode())
@@ -27,7 +27,7 @@ def names(*args, **options):
 
 @pytest.fixture(params=['local', 'remote'])
 def root(request, tmp_path):
-    """A directory on the disk, and one in a bucket in memory."""
+    """Returns a directory on disk, and one in an in-memory bucket."""
     if request.param == 'local':
         yield str(tmp_path / 'root')
         return
@@ -88,7 +88,7 @@ def test_unknown_files_of_a_directory_are_told_by_their_content(root):
             }
     assert bad == ['a.txt']
     assert {name: text for name in ('README', 'z.txt.gz', 'z.GZ', 'z.zst')} | {'x.log': text[1:]} == texts
-    # Beside token files, which no text can be mixed with, nothing is taken for text.
+    # Next to token files, no file is read as text, because the two cannot be mixed.
     fill(root, ['tokens/x.npy', 'tokens/README'])
     assert names([f'{root}/tokens']) == ['x.npy']
 
@@ -98,7 +98,7 @@ def test_a_linked_directory_is_not_entered(tmp_path):
     (tmp_path / 'books' / 'link').symlink_to(tmp_path / 'books' / 'a')
     assert names([tmp_path / 'books']) == ['a/y.md', 'a/z.py', 'b.txt', 'skip/x.txt']
     (tmp_path / 'other').symlink_to(tmp_path / 'books')
-    # Given itself it is, and has the name of where it leads.
+    # A link that is given explicitly is followed, and its source is the name of the target.
     assert {file.source for file in find_inputs([tmp_path / 'other'])} == {'books'}
 
 
@@ -133,12 +133,12 @@ def test_a_file_is_taken_whatever_its_suffix(root, name, kind):
         ('books/a/[!y]*', ['z.py'], 'a'),
         ('books/**/*.txt', ['b.txt', 'skip/x.txt'], 'books'),
         ('books/**/a/*', ['a/y.md', 'a/z.py'], 'books'),
-        # Directories that match are walked; each file is found once.
+        # Matching directories are searched recursively; each file is found once.
         ('books/*', ['a/y.md', 'a/z.py', 'b.txt', 'skip/x.txt'], 'books'),
         ('books/**', ['a/y.md', 'a/z.py', 'b.txt', 'skip/x.txt'], 'books'),
         ('bo*/a', ['books/a/y.md', 'books/a/z.py'], 'root'),
         ('*/*/y.md', ['books/a/y.md'], 'root'),
-        # A suffix that is asked for is taken, and what is hidden where that is.
+        # An explicit pattern selects any suffix, and hidden files if the pattern is hidden.
         ('books/*.png', ['picture.png'], 'books'),
         ('books/.*.txt', ['.hidden.txt'], 'books'),
     ],

@@ -1,4 +1,4 @@
-"""Conversations from JSONL, Parquet and data sets of the hub, with usual and other names of fields and roles."""
+"""Conversations from JSONL, Parquet and Hub data sets with standard and custom names of fields and roles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARTS = {'prompt': [QUESTION], 'completion': [ANSWER]}
 
 @pytest.fixture(params=['jsonl', 'parquet', 'hub'])
 def write(request, tmp_path):
-    """Writes records in a format; returns the input."""
+    """Returns a function that writes records in a format and returns the input."""
 
     def write(records):
         if request.param == 'jsonl':

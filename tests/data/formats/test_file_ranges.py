@@ -20,7 +20,7 @@ from maxlm.storage.errors import StorageError, classify_error
 
 @pytest.fixture
 def file(monkeypatch):
-    """(bounds) → a file of a format that has them."""
+    """Returns a function that creates a file of a format with given record boundaries."""
 
     def file(bounds):
         monkeypatch.setitem(READERS, 'text', READERS['text']._replace(bounds=lambda file: bounds))
@@ -42,7 +42,7 @@ def test_pieces_cover_all_units_once(file, bounds, target):
     assert all(a.stop == b.start for a, b in itertools.pairwise(made))
     assert all(piece.start < piece.stop for piece in made)
     assert sum(piece.size for piece in made) == 1000
-    # About the target: no larger than it and the unit that straddles its end.
+    # A range is no larger than the target plus the unit that straddles its end.
     unit = max(b - a for a, b in itertools.pairwise(bounds))
     assert all(piece.size <= target + unit for piece in made)
 
@@ -77,7 +77,7 @@ def test_an_outage_while_cutting_is_not_taken_for_damage(tmp_path, monkeypatch, 
 
         monkeypatch.setattr(filesystem._LocalFile, 'readinto', readinto)
 
-    # Pieces that depend on the weather would make other shards of the same input.
+    # Ranges that depend on transient errors would produce different shards for the same input.
     fail(errno.EIO)
     with pytest.raises(StorageError, match=rf'{name}: Input/output error'):
         split_file(given, 1)

@@ -1,4 +1,4 @@
-"""Inputs in a bucket of Google's, on loopback: found, cut, read, and named when they are not there."""
+"""Inputs in a Google bucket on loopback: discovery, ranges, reading, and errors for missing files."""
 
 from __future__ import annotations
 

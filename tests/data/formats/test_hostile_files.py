@@ -1,5 +1,7 @@
-"""Damaged and hostile files: each gives a result or one line, with and without --skip-bad-records, within "
-"bounded memory."""
+"""Damaged and hostile files: each yields a result or a one-line error in bounded memory.
+
+This must hold with and without --skip-bad-records.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ JSON_VALUES = st.recursive(
 
 
 def mutated(draw, content):
-    """Returns the bytes with a few of them changed, cut out or put in."""
+    """Returns the bytes with a few of them changed, removed or inserted."""
     data = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(data)))
@@ -99,7 +101,7 @@ def mutated(draw, content):
 
 
 def replaced(draw, value):
-    """Returns the JSON value with one value in it replaced, removed or wrapped deeply."""
+    """Returns the JSON value with one nested value replaced, removed or wrapped deeply."""
     path, node = [], value
     while isinstance(node, dict | list) and node and draw(st.integers(0, 4)):
         key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
@@ -117,7 +119,7 @@ def replaced(draw, value):
 
 
 def result_or_one_line(call):
-    """Returns what `call` returns, or None where it raises InputError of one line."""
+    """Returns the result of `call`, or None if it raises an InputError of one line."""
     try:
         return call()
     except InputError as error:
@@ -146,7 +148,7 @@ def read_all(name, content, options):
         documents = read(lambda name, reason: bad.append((name, reason)))
         assert all('\n' not in reason for _, reason in bad), bad
         strict = result_or_one_line(lambda: read(raise_bad))
-        # A fault is reported in both ways, or in none.
+        # A defect is reported in both modes or in neither.
         assert (strict is None) == bool(bad)
         for document in documents:
             document.text.encode()
@@ -188,7 +190,7 @@ DEEP = [b'[' * 100_000, b'{"a":' * 5000 + b'1' + b'}' * 5000, b'[' * 200 + b']' 
 
 @pytest.fixture(scope='module')
 def data_set(tmp_path_factory):
-    """A prepared data set, and a function that reads each of its JSON files."""
+    """Returns a prepared data set and a function that reads each of its JSON files."""
     from tests.preparing import run
 
     path = tmp_path_factory.mktemp('hostile')
@@ -305,7 +307,7 @@ def with_id(facts, value, *, added):
 def test_ids_with_large_gaps_are_refused(added):
     with pytest.raises(InputError, match=r'x: has .* tokens with ids up to 1,000,000,000: the gaps are too large'):
         Tokenizer.from_json(with_id(json.loads(bytes_tokenizer().to_json()), 10**9, added=added), name='x')
-    # Small gaps are usual.
+    # Small gaps between ids are common.
     assert Tokenizer.from_json(with_id(json.loads(bytes_tokenizer().to_json()), 999, added=False), name='x')
 
 

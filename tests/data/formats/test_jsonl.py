@@ -60,7 +60,7 @@ def test_text_key(tmp_path, read):
     ('name', 'compress'),
     [
         ('x.jsonl.gz', gzip.compress),
-        # Files of several members, or frames, are one stream.
+        # Files with several members or frames are one stream.
         ('x.ndjson.gz', lambda data: gzip.compress(data[:70]) + gzip.compress(data[70:])),
         ('x.jsonl.zst', zstandard.compress),
         ('x.JSONL.ZST', lambda data: zstandard.compress(data[:70]) + zstandard.compress(data[70:])),
@@ -131,7 +131,7 @@ def test_bad_lines_of_pieces_have_the_number_of_the_whole_file(tmp_path, monkeyp
         for piece in split_file(file, target):
             list(read_documents(piece, ReadOptions(), lambda *args: bad.append(args)))
         assert [name for name, _ in bad] == ['x.jsonl:21', 'x.jsonl:32']
-        # Only for pieces that have something to tell.
+        # Only ranges with errors report them.
         assert len(counted) <= 2
         bad.clear()
         counted.clear()
@@ -187,7 +187,7 @@ def test_the_first_line_tells_what_a_file_holds(tmp_path, name, first, shown, fo
     assert registry.find_format('text', [file], text_key='text') == 'text'
 
 
-# Without the time: the name of a test is the same in every process.
+# mtime=0 makes the test id equal in all processes.
 TORN = gzip.compress(json.dumps(CHAT).encode(), mtime=0)[:20]
 
 

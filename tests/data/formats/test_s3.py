@@ -1,4 +1,4 @@
-"""Inputs in a bucket that speaks S3, on loopback. Starting the server takes a few seconds, so there is one for all."""
+"""Inputs in an S3 bucket on loopback. All tests share one server, because it takes seconds to start."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def server():
 
 @pytest.fixture
 def bucket(server, monkeypatch):
-    """The file system of an S3 server, with a bucket of all formats."""
+    """Returns the file system of an S3 server with a bucket that contains all formats."""
     monkeypatch.setenv('AWS_ENDPOINT_URL', f'http://{server[0]}:{server[1]}')
     monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'name')
     monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'HUSHHUSH')
     monkeypatch.setenv('AWS_DEFAULT_REGION', 'us-east-1')
-    # File systems are kept by their arguments, which the variables are none of.
+    # File systems are cached by their arguments, which do not include environment variables.
     object_store._filesystem.cache_clear()
     filesystem = fsspec.filesystem('s3')
     filesystem.mkdir('corpus')

@@ -62,13 +62,13 @@ def test_a_file_that_vanishes_is_named(tmp_path, name):
 def test_a_file_without_permission_is_named(tmp_path, monkeypatch, read):
     secret = tmp_path / 'secret.txt'
     secret.write_text('x')
-    # A relative path: the directories above may be closed to another user too.
+    # A relative path, because the parent directories may also be inaccessible to the other user.
     monkeypatch.chdir(tmp_path)
     assert len(read('secret.txt')) == 1
     secret.chmod(0)
     user = os.geteuid()
     if user == 0:
-        # Permissions do not hold root.
+        # Permissions do not restrict root.
         os.seteuid(65534)
     try:
         with pytest.raises(InputError, match=r'secret\.txt: Permission denied'):

@@ -14,13 +14,13 @@ NUM_EXAMPLES = 150
 
 @pytest.fixture(scope='module')
 def prepare():
-    """(data_dir, file_format) → the directory of a small data set, `tiny/1.0.0`, that was written there."""
+    """Returns a function that writes a small data set `tiny/1.0.0` to `data_dir` and returns its directory."""
     import numpy as np
     import tensorflow_datasets as tfds
 
     class Tiny(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version('1.0.0')
-        # Nothing is downloaded; without it they are looked for in a package.
+        # Nothing is downloaded. Without this attribute, TFDS searches a package for URLs.
         url_infos: ClassVar = {}
 
         def _info(self):
@@ -40,7 +40,7 @@ def prepare():
         return str(builder.data_dir)
 
     tfds.disable_progress_bar()
-    # Only from its files may it be known.
+    # Removes the builder, so that only the files describe the data set.
     tfds.core.registered._DATASET_REGISTRY.pop('tiny', None)
     yield prepare
     tfds.enable_progress_bar()
@@ -59,7 +59,7 @@ def directory(data_dir):
 
 
 def check_whole(documents):
-    """Every example that has text, each once; TFDS itself has shuffled them."""
+    """Checks that each example with text occurs once; TFDS has shuffled them."""
     assert {d.text for d in documents} == {f'{i} ü\n' for i in range(NUM_EXAMPLES) if i % 5}
     assert len({d.name for d in documents}) == len(documents)
     assert all(d.text == f'{d.metadata["id"]} ü\n' for d in documents)
@@ -75,7 +75,7 @@ def test_pieces_give_the_whole_without_tensorflow(directory, check_pieces, read)
 
 
 def test_tfrecord_gives_the_whole(tmp_path, prepare, check_pieces, read):
-    """Slow: only TensorFlow reads TFRecord, and takes five seconds to load."""
+    """TFRecord needs TensorFlow, which takes five seconds to import."""
     directory = prepare(tmp_path, 'tfrecord')
     check_pieces(f'tfds:{directory}', [2000], metadata_keys=('id',))
     check_whole(read(f'tfds:{directory}', metadata_keys=('id',)))

@@ -18,7 +18,7 @@ END = 0
 
 
 def documents_of(stream, end, longest):
-    """(First token, ids) of a stream, by the definition of where documents start."""
+    """Returns (first token, ids) of each document of a stream by the definition of document starts."""
     starts = {0} | {i + 1 for i, token in enumerate(stream) if token == end}
     starts |= {k for k in range(longest, len(stream), longest) if end not in stream[k - longest : k]}
     bounds = [*sorted(start for start in starts if start < len(stream)), len(stream)]
@@ -46,7 +46,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(token_files, 'MAX_DOCUMENT_TOKENS', 16)
 
 
-# All four types of numbers.
+# The seeds cover all four integer types.
 @pytest.mark.parametrize('seed', [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 20))])
 def test_pieces_of_any_size_give_the_documents_of_the_stream(tmp_path, small_chunks, seed):
     rng = np.random.default_rng(seed)

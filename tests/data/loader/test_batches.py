@@ -34,7 +34,7 @@ def dataset(make_dataset, random_shards):
 
 
 def keys(batch):
-    """One hashable value per row."""
+    """Returns one hashable value per row."""
     return [row.tobytes() for row in np.concatenate([batch['tokens'], batch['targets']], axis=1)]
 
 
@@ -48,7 +48,7 @@ def test_every_window_once_per_epoch_in_another_order(dataset):
     windows = Sequences(dataset, 'train', DATA.seq_len)
     count = len(windows)
     global_batch = 5
-    assert count % global_batch  # a batch crosses the end of an epoch
+    assert count % global_batch  # so a batch crosses the end of an epoch
     batches = train_batches(dataset, DATA, global_batch)
     rows = list(itertools.chain.from_iterable(keys(batches[step]) for step in range(3 * count // global_batch)))
     everything = sorted(keys({name: np.stack([windows[i][name] for i in range(count)]) for name in windows[0]}))
@@ -83,7 +83,7 @@ def test_hosts_together_make_the_global_batch(dataset, hosts):
 def test_order_does_not_depend_on_workers_or_start(dataset, workers):
     data = DataConfig(seq_len=16, seed=3, num_threads=2, prefetch_buffer_size=2, num_workers=workers)
     batches = train_batches(dataset, data, 4)
-    # Across several epochs.
+    # The steps cover several epochs.
     assert 4 * len(Sequences(dataset, 'train', 16)) < 4 * 55
     seen = list(iterate(batches, 5, data, 60))
     assert len(seen) == 55
@@ -135,7 +135,7 @@ def test_validation_has_every_window_once_and_is_padded(dataset):
 
     assert sorted(map(content, real)) == sorted(content(windows[i]) for i in range(len(windows)))
     assert not any(values.any() for row in filler for values in row.values())
-    # A part of the split is a sample of it, not its beginning; and the order is not the run's to choose.
+    # A part of the split is a random sample instead of its start, and its order does not depend on the run.
     assert [content(row) for row in real] != [content(windows[i]) for i in range(len(windows))]
     other = validation_batches(dataset, DataConfig(seq_len=16, seed=99), 5)
     assert_equal(other[0], batches[0])
@@ -171,7 +171,7 @@ def test_fewer_windows_than_rows(make_dataset, count):
 def test_the_first_batches_on_any_number_of_hosts_and_workers(
     make_dataset, random_shards, num_steps, all_hosts, all_workers
 ):
-    """Compares global batches as sets across many epochs, with another seed as control."""
+    """Compares global batches as sets over many epochs, with another seed as negative control."""
     dataset = make_dataset(random_shards)
 
     def digests(hosts, data):
@@ -218,7 +218,7 @@ def test_a_context_schedule_keeps_tokens_and_their_order(dataset):
         for name in ('tokens', 'targets', 'weights'):
             np.testing.assert_array_equal(cut[step][name].reshape(4, 16), whole[step][name])
     assert cut[0]['positions'].max() < 4 <= whole[0]['positions'].max()
-    # A host's rows are those of its windows.
+    # A host's rows are its part of the sequences.
     second = train_batches(dataset, DATA, 4, slice(2, 4), seq_len_schedule=schedule)
     assert_equal(second[1], {name: rows[8:] for name, rows in cut[1].items()})
 

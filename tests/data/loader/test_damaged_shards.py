@@ -1,4 +1,4 @@
-"""Damage to a shard, wherever it is: named before a token of it is trained on."""
+"""Damaged shards: any damage is reported before a token of the shard is trained on."""
 
 import random
 
@@ -45,15 +45,15 @@ def test_no_damage_is_trained_on(make_dataset, record_property):
             assert '\n' not in told
             found += 1
         else:
-            # In bytes of the format that hold no token.
+            # The flipped bit is in bytes of the format that contain no token.
             assert damage is flip
             assert same(streams, wanted)
             idle += 1
-        # Whole files are compared with their checksums.
+        # Checksums of complete files are compared.
         with pytest.raises(InputError, match=path.name):
             verify(load_manifest(dataset.path))
         path.write_bytes(content)
-    # Controls: whole again it is read, and other tokens are not the same.
+    # Negative controls: the restored file is read, and other tokens differ.
     verify(load_manifest(dataset.path))
     assert same(read(dataset.path), wanted)
     shards[0][0][0] += 1

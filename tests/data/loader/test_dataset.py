@@ -1,4 +1,4 @@
-"""One data set or several: shares, names, refusals, and what a checkpoint remembers of them."""
+"""Training data of one or several data sets: weights, names, errors, and facts in checkpoints."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ WINDOW = 4
 
 
 def documents(first, count):
-    """Documents of three tokens each, so that with its end each is one window of four."""
+    """Returns documents of three tokens each; with its end token, each is one sequence of four."""
     return [[first, first + number % 90, first] for number in range(count)]
 
 
 @pytest.fixture
 def three(make_dataset):
-    """Tokens of web are 100 …, of code 200 …, of law 300 …; code is small."""
+    """Returns three data sets, whose tokens start at 100 (web), 200 (code, which is small) and 300 (law)."""
     firsts = {'web': (100, 400), 'code': (200, 8), 'law': (300, 100)}
     return {
         name: make_dataset([documents(first, count)], [documents(first, 5)], directory=name)
@@ -48,7 +48,7 @@ def test_shares_and_sources_of_rows(three):
     rows = Counter()
     for step in range(32):  # two periods of 1024 rows
         batch = batches[step]
-        # The number of the source is the one whose tokens are in the row.
+        # The source number matches the tokens of the row.
         np.testing.assert_array_equal(origin(batch), batch['sources'] + 1)
         rows.update(batch['sources'].tolist())
     assert [rows[source] for source in range(3)] == pytest.approx([1024, 614, 410], abs=1)
@@ -74,7 +74,7 @@ def test_order_is_one_of_seed_and_weights(three):
     same = tokens()
     assert tokens(num_workers=3, num_threads=1) == same
     assert tokens(seed=1) != same
-    assert tokens(shuffle_shards=1) == same  # a single shard each: one pool anyway
+    assert tokens(shuffle_shards=1) == same  # with a single shard each, there is only one pool
     assert tokens(sources=config(three, web=0.5, code=0.2, law=0.3).sources) != same
 
 
@@ -96,7 +96,7 @@ def test_sources_within_one_data_set(make_dataset):
     assert corpus.names == ('web', 'code')
     batch = corpus.train_batches(15)[0]
     assert [(1 if o == 2 else 0) for o in origin(batch)] == batch['sources'].tolist()
-    # One of them alone, or with a weight of its own.
+    # A single data set, with and without a weight.
     path = str(dataset.path)
     only = open_training_data(DataConfig(sources=((f'{path}#code', 1.0),), seq_len=WINDOW))
     assert set(origin(only.train_batches(8)[0])) == {2}
@@ -133,7 +133,7 @@ def test_bytes_of_validation_text_are_known_of_all_sources_or_of_none(three, mak
     corpus = open_training_data(config(three, web=0.5, code=0.5))
     tokens, text_bytes = corpus.validation_counts
     assert tokens == 2 * 5 * 4
-    assert text_bytes == 0  # written from tokens
+    assert text_bytes == 0  # unknown, because the data set was written from tokens
 
     def with_bytes(source, text_bytes):
         split = source.dataset.splits['validation']

@@ -1,4 +1,4 @@
-"""Weighted sources: shares as asked, and every row computed alone."""
+"""Weighted sources: their shares, and rows that are computed independently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_shares_are_as_asked(weights):
     for rows in (PERIOD, 100 * PERIOD, 10**9):
         served = mixture.rows_taken(rows)
         assert sum(served) == rows
-        # Within a period the order is random; the bound is what a whole period may be off.
+        # The order within a period is random, so the counts may differ by up to one period.
         for weight, count in zip(weights, served, strict=True):
             assert abs(count - weight / total * rows) <= len(weights) + (rows % PERIOD > 0) * PERIOD
     assert mixture.shares == pytest.approx([weight / total for weight in weights], abs=1e-11)
@@ -45,7 +45,7 @@ def test_rows_of_a_source_count_up_and_are_found(weights):
         if row % 97 == 0:
             assert mixture.rows_taken(row + 1) == [counts[s] for s in range(len(weights))]
             assert mixture.row_of(source, number) == row
-    # Far away as well.
+    # Distant rows are computed directly.
     source, number = mixture[10**11 + 3]
     assert mixture.row_of(source, number) == 10**11 + 3
 
@@ -54,7 +54,7 @@ def test_sources_take_turns_at_random():
     mixture = Mixture([0.5, 0.5], seed=0)
     sources = [mixture[row][0] for row in range(4000)]
     runs = sum(a != b for a, b in itertools.pairwise(sources))
-    assert 1700 < runs < 2300  # of fair coins about 2000; blocks would give few, strict turns 3999
+    assert 1700 < runs < 2300  # random draws give about 2000 runs, blocks few, and alternation 3999
     other, copied = Mixture([0.5, 0.5], seed=1), pickle.loads(pickle.dumps(mixture))
     assert sources != [other[row][0] for row in range(4000)]
     assert sources == [copied[row][0] for row in range(4000)]

@@ -1,4 +1,4 @@
-"""What is announced is what is read: every shard of every step, and no step too long."""
+"""Announced reads match the actual reads: each shard of each step, and no step longer than necessary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_readings_are_what_the_steps_read(pool_shards, start):
         covering = [r for r in announced if r.source == part and r.first_step <= step <= r.last_step]
         assert shards <= {shard for r in covering for shard in r.shards}
     for reading in announced:
-        # Both ends are steps that really read from it: nothing is kept for longer than it is used.
+        # The first and last step actually read the shard, so no shard is kept longer than it is used.
         for step in (reading.first_step, reading.last_step):
             if step < stop:
                 assert read[reading.source, step] & set(reading.shards)

@@ -1,4 +1,4 @@
-"""The order of the windows: each once per epoch, mixed as well as a true permutation, at any size."""
+"""Order of the sequences: each occurs once per epoch, and the shuffle is statistically random at any size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_window_once_per_epoch_and_another_order_in_each(pool_shards, seed
     assert all(sorted(windows) == list(range(sum(SHARDS))) for windows in epochs)
     assert len({tuple(windows) for windows in epochs}) == 5
     assert list(range(sum(SHARDS))) not in epochs
-    # Epoch 1 of a seed is not epoch 0 of the next.
+    # Epoch 1 of a seed differs from epoch 0 of the next seed.
     assert epochs[1] != epoch(ShuffledIndex(SHARDS, seed=seed + 1, pool_shards=pool_shards))
     assert epochs[0] == epoch(pickle.loads(pickle.dumps(order)))
 
@@ -38,7 +38,7 @@ def test_a_permutation_has_every_item_once(size):
 
 
 def test_the_order_is_the_one_that_runs_were_begun_with():
-    # Of a table, of pools, and of the cipher. Whoever changes these numbers raises VERSION.
+    # Values for a table, for pools and for the cipher. If these numbers change, increase VERSION.
     assert VERSION == 2
     assert epoch(ShuffledIndex([5, 5], seed=7), 3) == [8, 9, 6, 2, 5, 1, 4, 7, 0, 3]
     assert epoch(ShuffledIndex([3, 2, 4, 1], seed=7, pool_shards=2)) == [5, 7, 2, 8, 0, 6, 1, 4, 9, 3]
@@ -61,7 +61,7 @@ def test_a_pool_has_its_own_shards_and_their_order_changes():
             found = {int(np.searchsorted(firsts, order[place], 'right')) - 1 for place in range(start, stop)}
             assert found == set(shards)
             assert len(shards) <= 2
-        # The empty shard is in none.
+        # The empty shard is in no block.
         assert sorted(shard for span in spans for shard in span.shards) == [0, 2, 3, 4, 5, 6]
         orders.append(tuple(span.shards for span in spans))
     assert len(set(orders)) > 1
@@ -76,7 +76,7 @@ def test_spans_begin_with_the_one_that_a_place_is_in(pool_shards):
 
 
 def test_a_permutation_of_more_windows_than_an_index_could_hold():
-    # 10¹² windows in 100 000 shards: a table of them would take 8 TB.
+    # 10¹² sequences in 100 000 shards; a table would take 8 TB.
     order = ShuffledIndex([10**7] * 10**5, seed=1)
     places = [order[place] for place in range(20_000)]
     assert len(set(places)) == len(places)
@@ -86,7 +86,7 @@ def test_a_permutation_of_more_windows_than_an_index_could_hold():
 
 
 def chi_square(windows, bins):
-    """Pearson's statistic of (place, window) pairs over bins × bins cells of equal size, and its degrees of freedom."""
+    """Returns Pearson's statistic of (position, sequence) over bins × bins equal cells, and its degrees of freedom."""
     count = len(windows)
     places = np.arange(count) * bins // count
     table = np.zeros((bins, bins))
@@ -100,28 +100,28 @@ def chi_square(windows, bins):
 )
 def test_as_well_mixed_as_a_true_permutation(count, seed):
     windows = np.array(epoch(ShuffledIndex([count // 2, count - count // 2], seed=seed)))
-    # Of a true permutation the mean of |window - place| is (n² - 1) / 3n, with a standard deviation near n / √n · 0.3.
+    # For a random permutation, |window - place| has the mean (n² - 1) / 3n and a standard deviation near n / √n · 0.3.
     distance = np.abs(windows - np.arange(count)).mean()
     assert abs(distance - (count**2 - 1) / (3 * count)) < 4 * 0.3 * np.sqrt(count)
-    # Neighbours are as far from each other: nothing of the corpus' order is left.
+    # Adjacent positions have the same mean distance, so nothing of the corpus order remains.
     neighbours = np.abs(np.diff(windows)).mean()
     assert abs(neighbours - count / 3) < 4 * 0.4 * np.sqrt(count)
     statistic, freedom = chi_square(windows, bins=16)
-    # Five standard deviations of a chi-square distribution.
+    # The bound is five standard deviations of a chi-square distribution.
     assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
 
 
 def test_the_statistics_would_find_a_bad_shuffle():
     count = 20_000
     rng = np.random.default_rng(0)
-    # A buffer of a tenth of the data, as streaming loaders have it.
+    # A shuffle buffer with a tenth of the data, as in streaming loaders.
     buffered = np.concatenate([start + rng.permutation(count // 10) for start in range(0, count, count // 10)])
     statistic, freedom = chi_square(buffered, bins=16)
     assert abs(statistic - freedom) > 5 * np.sqrt(2 * freedom)
     assert abs(np.abs(buffered - np.arange(count)).mean() - (count**2 - 1) / (3 * count)) > 4 * 0.3 * np.sqrt(count)
     rotated = (np.arange(count) + count // 3) % count
     assert abs(np.abs(np.diff(rotated)).mean() - count / 3) > 4 * 0.4 * np.sqrt(count)
-    # A true permutation passes.
+    # A random permutation passes.
     true = rng.permutation(count)
     statistic, freedom = chi_square(true, bins=16)
     assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)

@@ -1,4 +1,4 @@
-"""Batches that are left out: which batch a step has, and that it stays so however the ranges came about."""
+"""Skipped batches: the batch of each step, independent of the order in which ranges were skipped."""
 
 import itertools
 import pickle
@@ -10,7 +10,7 @@ from maxlm.data.loader.skipped_batches import SkippingBatches, data_index, skip_
 
 
 def remaining(skips, number=100):
-    """By enumeration: the batches that are not left out."""
+    """Returns the batches that are not skipped, by enumeration."""
     return [batch for batch in range(number) if not any(start <= batch < stop for start, stop in skips)]
 
 
@@ -18,7 +18,7 @@ def remaining(skips, number=100):
 def test_steps_have_the_batches_that_remain(skips):
     wanted = remaining(skips)
     assert [data_index(step, skips) for step in range(len(wanted))] == wanted
-    # Control: with anything left out, it is another order.
+    # Negative control: skipping any batch changes the order.
     assert (wanted == list(range(100))) == (skips == ())
 
 
@@ -27,7 +27,7 @@ def test_steps_have_the_batches_that_remain(skips):
     [
         ((), 5, 8, ((5, 8),)),
         (((5, 8),), 0, 2, ((0, 2), (5, 8))),
-        # Step 5 has batch 8: the two ranges touch.
+        # Step 5 has batch 8, so the two ranges are adjacent.
         (((5, 8),), 5, 6, ((5, 9),)),
         (((5, 8),), 4, 6, ((4, 9),)),
         (((5, 8),), 3, 5, ((3, 8),)),

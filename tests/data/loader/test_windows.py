@@ -16,7 +16,7 @@ END = 0
 
 
 def slow_windows(shards, length, *, isolate_documents):
-    """The definition, token by token."""
+    """Computes the sequences by definition, token by token."""
     windows = []
     for documents in shards:
         stream = [token for document in documents for token in [*document, END]]
@@ -69,7 +69,7 @@ def test_windows_that_are_cut_are_shorter_windows(make_dataset, random_shards, p
     cut = long.batch([long.stream(number) for number in range(len(long))], num_splits=parts)
     assert {rows.shape for rows in cut.values()} == {(len(long) * parts, 16 // parts)}
     rows = [{name: rows[i] for name, rows in cut.items()} for i in range(len(long) * parts)]
-    # A shard's last window has parts of padding only; the others are the short windows, in order.
+    # The last sequence of a shard may contain parts with padding only; other parts are the short sequences in order.
     rows = [row for row in rows if row['segments'].any()]
     assert len(rows) == len(short)
     for number, row in enumerate(rows):
@@ -78,7 +78,7 @@ def test_windows_that_are_cut_are_shorter_windows(make_dataset, random_shards, p
 
 
 def test_a_window_is_the_same_alone_and_among_others():
-    # The first has padding behind its end of document.
+    # The first sequence has padding after its end of document.
     streams = [np.array([5, 6, 7], np.uint16), np.arange(10, 15, dtype=np.uint16)]
     together = window_batch(streams, 4, end_of_document=7, isolate_documents=True)
     assert together['targets'].tolist() == [[6, 7, 0, 0], [11, 12, 13, 14]]
@@ -90,7 +90,7 @@ def test_a_window_is_the_same_alone_and_among_others():
 
 @pytest.mark.parametrize('length', LENGTHS)
 def test_every_token_is_a_target_once_unless_it_begins_a_document(make_dataset, random_shards, length):
-    # Every token gets a number of its own, so that targets can be counted by value.
+    # Each token has a unique id, so that targets can be counted by value.
     numbers = itertools.count(1)
     shards = [[[next(numbers) for _ in document] for document in documents] for documents in random_shards]
     windows = Sequences(make_dataset(shards, block=BLOCK), 'train', length)
@@ -134,7 +134,7 @@ def test_indices_outside_are_refused(make_dataset, random_shards):
 
 @pytest.mark.parametrize('extra', [-1, 0, 1, 2])
 def test_streams_around_a_block_boundary(make_dataset, extra):
-    document = list(range(1, 2 * BLOCK + extra))  # with its end 2 · BLOCK + extra tokens
+    document = list(range(1, 2 * BLOCK + extra))  # 2 · BLOCK + extra tokens with the end token
     dataset = make_dataset([[document]], block=BLOCK)
     stop = 2 * BLOCK + extra
     assert TokenReader(dataset, dataset.splits['train'].shards).read(0, 0, stop).tolist() == [*document, END]

@@ -20,7 +20,7 @@ from maxlm.errors import InputError
 
 @pytest.fixture
 def tasks(tmp_path):
-    """Two sources, of text and of tokens, and a third that is empty."""
+    """Returns the tasks of a text source, a token source and an empty source."""
     (tmp_path / 'a.txt').write_text('1 1 2')
     np.save(tmp_path / 'b.npy', np.array([3, 3, 9, 4, 9], np.uint16))
     (tmp_path / 'c.txt').touch()
@@ -66,7 +66,7 @@ def test_bytes_that_are_not_known(tasks):
     train = manifest(tasks).splits['train']
     assert train.text_bytes == 0
     assert {name: counts.text_bytes for name, counts in train.sources.items()} == {'a.txt': 5, 'b.npy': 0}
-    # Of the text alone they are.
+    # For the text source alone, the bytes are known.
     assert manifest([tasks[0], tasks[2]]).splits['train'].text_bytes == 5
 
 

@@ -26,7 +26,7 @@ WORDS = ['red', 'green', 'blue', '<|im_end|>', '<|im_start|>assistant', '🙂', 
 
 
 def turns(rng, count):
-    """Questions and answers; answers alone have capitals, and each is there once."""
+    """Returns unique questions and answers; only answers contain capital letters."""
     says = [' '.join(rng.choices(WORDS, k=rng.randrange(1, 12))) for _ in range(2 * count)]
     return [
         (question, f'A{rng.randrange(10**9)} {answer}') for question, answer in zip(says[::2], says[1::2], strict=True)
@@ -34,7 +34,7 @@ def turns(rng, count):
 
 
 def record(rng, kind, count=2):
-    """A record of a format, and the answers in it."""
+    """Returns a record of a format and its answers."""
     said = turns(rng, 1 if kind == 'alpaca' else count)
     if kind == 'openai':
         messages = [{'role': 'system', 'content': 'Be kind.'}]
@@ -50,7 +50,7 @@ def record(rng, kind, count=2):
 
 
 def write(path, kinds, count=40, seed=4, longest=5):
-    """A file of records of some formats in turn, and all answers."""
+    """Writes a file with records of alternating formats, and returns all answers."""
     rng = random.Random(seed)
     made = [record(rng, kinds[i % len(kinds)], rng.randrange(1, longest)) for i in range(count)]
     path.write_text(''.join(json.dumps(entry, ensure_ascii=False) + '\n' for entry, _ in made))
@@ -79,7 +79,7 @@ def learned_in_shards(dataset):
 
 
 def learned_in_batches(corpus, batches, num):
-    """What the targets of weight 1 spell, row by row."""
+    """Returns the text of the targets with weight 1, row by row."""
     found = []
     for step in range(num):
         batch = batches[step]
@@ -134,7 +134,7 @@ def test_packed_windows_are_of_whole_conversations(tmp_path):
     learned = learned_in_batches(corpus, batches, steps)
     validation = learned_in_batches(corpus, corpus.validation_batches(1), len(corpus.validation_batches(1)))
     assert {*learned, *validation} == {f'{answer}<|im_end|>' for answer in answers}
-    # Every segment but padding is a conversation from its first token on.
+    # Each segment except padding starts with the first token of a conversation.
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     start = tokenizer.with_special_tokens(['<|im_start|>']).special_tokens
     for row in range(2):
@@ -203,7 +203,7 @@ def test_windows_that_are_not_packed_cut_conversations_but_not_masks(tmp_path):
     np.testing.assert_array_equal(predicted, is_target(stream)[1:])
     targets = np.concatenate([row['targets'] for row in rows])[: shard.tokens - 1]
     np.testing.assert_array_equal(targets, token_ids(stream)[1:])
-    # Cut once more, as by a schedule of the context.
+    # Splits the sequences again, as a schedule of sequence lengths does.
     cut = windows.batch([windows.stream(number) for number in range(len(windows))], num_splits=4)
     np.testing.assert_array_equal(cut['weights'].reshape(-1)[: shard.tokens - 1] > 0, is_target(stream)[1:])
     assert cut['positions'].max() < 16
@@ -247,7 +247,7 @@ def test_texts_and_conversations_in_one_file(tmp_path, capsys):
     assert "no text at the key 'text'; use --format=chat for conversations" in capsys.readouterr().err
     assert prepare(path, tmp_path / 'text', *options, '--format', 'text', '--skip-bad-records') == EXIT_DONE
     assert documents_of(load_manifest(tmp_path / 'text'), 'train') == ['plain', 'all of it']
-    # What is there was made in another way.
+    # The existing data set was prepared with other options.
     assert prepare(path, tmp_path / 'chat', *options, '--format', 'text', '--skip-bad-records') == EXIT_BAD_INPUT
     assert 'format chat, not None' in capsys.readouterr().err
 
@@ -290,9 +290,9 @@ def test_any_tokenizer_will_do(tmp_path, spec):
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options, '--chat-template', 'llama3') == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     assert learned_in_shards(dataset) == [f'{answer}<|eot_id|>' for answer in answers]
-    # What the tokenizer has to say itself, the template says without it.
+    # The template defines the special tokens, so that it works without the tokenizer.
     assert 'set bos_token = "<|endoftext|>"' in (dataset.path / 'chat_template.jinja').read_text()
-    # The tokenizer of the data set brings its template with it.
+    # The tokenizer of a data set includes its template.
     again = ['--tokenizer', dataset.tokenizer_path, '--validation-fraction', 0]
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'again', *again) == EXIT_DONE
     assert load_manifest(tmp_path / 'again').fingerprint == dataset.fingerprint
@@ -380,7 +380,7 @@ def test_equal_conversations_are_found(tmp_path):
     assert sum(split.documents for split in load_manifest(tmp_path / 'data').splits.values()) == 10
 
 
-# Of the commit before there were conversations.
+# Checksums from the last commit before conversations were supported.
 GOLDEN = {
     'bytes': (
         '728e418067c3bbbdb43578a3545807ac806dfefca440bb063f1e47f0d0ce789e',

@@ -33,7 +33,7 @@ def verdicts_on(documents, codes):
 
 def test_what_is_kept_goes_through():
     sieve = DocumentFilter('group', verdicts_on(DOCUMENTS, CODES), ('c4',))
-    # However they come.
+    # The result does not depend on the batching of documents.
     kept = [*sieve.keep(DOCUMENTS[:3]), *sieve.keep(DOCUMENTS[3:])]
     sieve.finish()
     assert [one.name for one in kept] == ['a', 'e', 'f']

@@ -1,4 +1,4 @@
-"""The stages one by one have tests of their own, and the whole has those of the command."""
+"""Pipeline of preparation. Other modules test the individual stages and the command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTHING = Cleaning((), 'none', 0.8)
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes a data set of four texts in `tmp_path / 'data'`."""
+    """Returns a function that prepares a data set of four texts in `tmp_path / 'data'`."""
     texts, output = tmp_path / 'texts', tmp_path / 'data'
     texts.mkdir()
     output.mkdir()
@@ -46,7 +46,7 @@ def test_leftovers_of_this_program_are_removed_and_nothing_else(make, tmp_path):
     remove_leftovers(dataset, cleaned=True)
     expected = {'dataset.json', 'tokenizer.json', 'cleaning.json', 'train-00000.arrayrecord', 'notes.txt', '.hidden'}
     assert {path.name for path in output.iterdir()} == expected
-    # The report of an earlier run, with other options, is none of this data set's.
+    # The report of an earlier run with other options does not belong to this data set.
     remove_leftovers(dataset, cleaned=False)
     assert {path.name for path in output.iterdir()} == expected - {'cleaning.json'}
     assert load_manifest(output) == dataset

@@ -26,7 +26,7 @@ def test_the_bar_shows_bytes_and_rates():
 
 def test_rates():
     assert rates(10, 4_000_000, 2.0) == '5 documents/s, 2M tokens/s'
-    # Of a survey no tokens are known.
+    # A scan does not count tokens.
     assert rates(10, 0, 2.0) == '5 documents/s'
     assert rates(0, 0, 2.0) == ''
 

@@ -17,7 +17,7 @@ from maxlm.errors import InputError
 
 @pytest.fixture
 def preview(tmp_path, monkeypatch):
-    """Twenty documents of 100 characters, each in a group of its own."""
+    """Returns a preview of twenty documents of 100 characters, each in a separate partition."""
     monkeypatch.setattr(groups_module, 'MIN_GROUP_BYTES', 1)
     for i in range(20):
         (tmp_path / f'{i:02}.txt').write_text(chr(ord('a') + i) * 100)
@@ -64,7 +64,7 @@ def test_of_a_large_corpus_no_more_is_read_than_is_used(preview, monkeypatch):
 def test_the_sample_is_never_empty(preview, monkeypatch):
     monkeypatch.setattr(train_val_split, 'SAMPLE_BYTES', 40)
     monkeypatch.setattr(train_val_split, 'SAMPLE_PLACES', 1)
-    # Only this one is trained on, and it is not at the place of the sample.
+    # Only this document is in the training split, and it is not at the sampled position.
     largest = max((name_hash(document.name), document.name) for document in preview.documents())
     assert largest[1] != '00.txt'
     (text,) = preview.texts(ValidationChoice(largest[0]), ignore)

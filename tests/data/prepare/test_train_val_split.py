@@ -34,7 +34,7 @@ def test_no_more_names_are_read_than_it_takes(monkeypatch):
         monkeypatch.setattr(train_val_split, 'MAX_NAMES', 500)
         threshold = validation_threshold(endless(), share)
         assert len(read) <= most
-    # None of the 500 is below so small a share: the first of them is validated on.
+    # No document is below such a small fraction, so the document with the smallest hash is used for validation.
     assert threshold == min(name_hash(f'{i}.txt') for i in range(500)) + 1
 
 
@@ -49,9 +49,9 @@ def test_the_sample_is_from_all_over_the_corpus(monkeypatch):
     monkeypatch.setattr(train_val_split, 'SAMPLE_BYTES', 100)
     monkeypatch.setattr(train_val_split, 'SAMPLE_PLACES', 4)
     assert sample_places([30, 40, 30]) == [0, 1, 2]
-    # One byte more than is needed: places at equal distances, though here they are all of the groups again.
+    # With one byte more than needed, positions are at equal distances, which select all partitions again.
     assert sample_places([30, 40, 31]) == [0, 1, 2]
     assert sample_places([100] * 8) == [0, 2, 4, 6]
-    # A large group holds several of the places, the small ones perhaps none.
+    # A large partition contains several positions, small ones may contain none.
     assert sample_places([1, 1, 1000, 1, 1]) == [0, 2]
     assert sample_places([]) == []

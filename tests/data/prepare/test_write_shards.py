@@ -19,7 +19,7 @@ from maxlm.errors import InputError
 
 @pytest.fixture
 def task(tmp_path):
-    """Thirty documents of bytes, half of them to validate on."""
+    """Returns a task with thirty byte documents, half of them for validation."""
     texts, output = tmp_path / 'texts', tmp_path / 'data'
     texts.mkdir()
     (output / 'work').mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_a_result_counts_for_the_very_same_task(task):
     }
     for name, value in others.items():
         assert not dataclasses.replace(task, **{name: value}).is_done(), name
-    # Nor without its shards in full length.
+    # The task is not finished if a shard is truncated.
     with task.shard_path('train').open('r+b') as file:
         file.truncate(100)
     assert not task.is_done()

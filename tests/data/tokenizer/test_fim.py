@@ -41,16 +41,16 @@ def test_the_parts_make_the_text():
             split = split_text(f'document {i}', text, ALWAYS)
             assert split.prefix + split.middle + split.suffix == text
             seen.add(split)
-    # Control: they are cut in many ways.
+    # Negative control: the splits vary.
     assert len(seen) > 300
 
 
 def test_both_ends_of_the_hole_are_uniform():
-    """Of two among the 4 places of 3 characters, the smaller is k in 7 - 2k of 16 cases, the larger in 2k + 1."""
+    """Of two of the 4 positions in 3 characters, the smaller is k in 7 - 2k of 16 cases, the larger in 2k + 1."""
     count = 16000
     found = [split_text(str(i), 'abc', ALWAYS) for i in range(count)]
     for k in range(4):
-        # Six standard deviations of a binomial.
+        # The bound is six standard deviations of a binomial distribution.
         for cases, share in (
             (sum(len(split.prefix) == k for split in found), (7 - 2 * k) / 16),
             (sum(3 - len(split.suffix) == k for split in found), (2 * k + 1) / 16),
@@ -68,7 +68,7 @@ def test_shares(rate, spm_share):
 
 
 def test_more_of_the_same():
-    """A larger rate rearranges more documents and none otherwise: runs with different rates can be compared."""
+    """A larger rate rearranges additional documents and leaves others unchanged, so that runs are comparable."""
     few, many = splits(2000, FimConfig(0.3)), splits(2000, FimConfig(0.7))
     assert all(one == other for one, other in zip(few, many, strict=True) if one)
     assert sum(map(bool, few)) < sum(map(bool, many))
@@ -78,7 +78,7 @@ def test_the_name_decides():
     split = split_text('a', TEXTS[-1], ALWAYS)
     assert split == split_text('a', TEXTS[-1], FimConfig(rate=1))
     assert split != split_text('b', TEXTS[-1], ALWAYS)
-    # Of bytes in a name that are not UTF-8.
+    # A name with bytes that are not UTF-8.
     assert split_text('\udcff', 'abc', ALWAYS) is not None
 
 
@@ -103,7 +103,7 @@ def test_ids_as_specified(spec, spm_share):
         spm = [pre, suf, *suffix, mid, *prefix, *middle]
         assert (ids.dtype, ids.ndim) == (np.uint32, 1)
         assert ids.tolist() == (spm if spm_share else psm)
-        # Text that spells the tokens is text: each of them is there once, and what ends documents is not.
+        # Text that spells special tokens stays text: each FIM token occurs once, and the end token does not occur.
         assert [ids.tolist().count(i) for i in (pre, mid, suf, tokenizer.end_of_document)] == [1, 1, 1, 0]
         assert psm != spm
 
@@ -153,7 +153,7 @@ def test_the_same_in_another_process():
         'some = [Document(f"file-{i}.txt", "source", "the quick brown fox") for i in range(50)]; '
         'print(json.dumps([a.tolist() for a in encode_documents(bytes_tokenizer(infill=True), some, FimConfig())]))'
     )
-    # This process has another hash seed.
+    # The child process has a different hash seed.
     environment = {'PYTHONHASHSEED': '1', 'PYTHONPATH': ':'.join(filter(None, sys.path))}
     command = [sys.executable, '-c', script]
     output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
@@ -166,7 +166,7 @@ def test_the_same_in_another_process():
 
 
 def test_fixed_draws():
-    """What is prepared today and in a year, with another NumPy, is the same data."""
+    """The prepared data must not depend on the NumPy version."""
     assert [_lengths(f'file-{i}') for i in range(4)] == [(0, 4, 2), (3, 2, 1), (0, 2, 4), (3, 1, 2)]
 
 
@@ -192,7 +192,7 @@ def test_what_is_no_share_is_refused(shares):
 
 
 def test_a_blank_before_texts_stays_before_documents():
-    """SentencePiece puts a blank before a text: it belongs before the prefix, and is not in the text elsewhere."""
+    """SentencePiece adds a space before a text. It must be before the prefix and nowhere else."""
     library = tokenizers.Tokenizer(
         tokenizers.models.BPE({'?': 0, '▁': 1, **{c: i for i, c in enumerate('abcdef', 2)}}, [])
     )

@@ -1,4 +1,4 @@
-"""Bytes that a token stands for: no text has fewer tokens than its bytes allow."""
+"""Maximum number of bytes per token, a lower bound for the tokens of a text."""
 
 import random
 

@@ -26,7 +26,7 @@ def library_of(tokenizer):
 
 
 def changed(tokenizer, **changes):
-    """The library of a tokenizer.json with parts replaced; `model__x` is x of its model."""
+    """Returns a tokenizer with replaced parts of its JSON; `model__x` replaces x of its model."""
     facts = json.loads(tokenizer.to_json())
     for key, value in changes.items():
         *outer, name = key.split('__')
@@ -44,14 +44,14 @@ def assert_same(tokenizer, texts):
 
 def test_code_and_prose(tokenizer):
     assert_same(tokenizer, [*CORPUS, *(path.read_text() for path in ROOT.glob('*.md'))])
-    # Control: other merges give other ids.
+    # Negative control: other merges give other ids.
     other = train_bpe(CORPUS[:1], 600)
     encode = byte_pair_encoder(library_of(other))
     assert encode(CORPUS[0]).tolist() != tokenizer.encode_batch_by_library(CORPUS[:1])[0].tolist()
 
 
 def around(characters):
-    """Each character after a letter, after a digit, and before a blank."""
+    """Returns each character after a letter, after a digit, and before a space."""
     return ''.join(f'a{c}1{c}.{c} ' for c in characters)
 
 
@@ -60,7 +60,7 @@ def characters_between(first, last):
 
 
 def test_characters_where_categories_change(tokenizer):
-    """Both must know the same characters as letters, digits and blanks."""
+    """Both libraries must classify the same characters as letters, digits and spaces."""
     everything = characters_between(1, sys.maxunicode + 1)
     categories = [unicodedata.category(character)[0] for character in everything]
     edges = {i + k for i, (one, two) in enumerate(itertools.pairwise(categories)) if one != two for k in (0, 1)}
@@ -103,7 +103,7 @@ def test_what_it_cannot_split_is_left_to_the_library(tokenizer):
 def test_the_tokenizers_that_it_serves(tokenizer):
     assert byte_pair_encoder(changed(tokenizer)) is not None
     assert byte_pair_encoder(library_of(make_tokenizer('bpe:400', CORPUS[:3], infill=True))) is not None
-    # Without merges there is nothing to join; NumPy is faster still, and its words are other ones.
+    # Without merges, NumPy is faster still, and the pre-tokenization differs.
     assert byte_pair_encoder(library_of(bytes_tokenizer())) is None
 
 
@@ -151,7 +151,7 @@ def test_a_token_of_the_user_is_left_to_the_library(tokenizer):
 
 
 def merges_of(*pairs):
-    """A byte-level BPE of the bytes and these merges, in the order of their ids."""
+    """Returns a byte-level BPE of the bytes and the given merges, in the order of their ids."""
     facts = json.loads(bytes_tokenizer().to_json())
     words = facts['model']['vocab']
     for pair in pairs:
@@ -166,18 +166,18 @@ def merges_of(*pairs):
 
 def test_merges_that_tiktoken_would_read_otherwise_are_left_to_the_library():
     assert byte_pair_encoder(merges_of('ab', ('ab', 'c'), 'de')) is not None
-    # Two ways to make a token.
+    # Two merges produce the same token.
     assert byte_pair_encoder(merges_of('ab', 'bc', ('ab', 'c'), ('a', 'bc'))) is None
-    # A token that its own text does not give: `ab` is joined before `bc`, and `ab` and `c` are no merge.
+    # Encoding the text of a token does not give the token: `ab` is merged before `bc`, and `ab` and `c` do not merge.
     hidden = merges_of('ab', 'bc', ('a', 'bc'))
     assert hidden.encode('abc').tokens == ['ab', 'c']
     assert byte_pair_encoder(hidden) is None
-    # Ids in another order than the merges.
+    # Ids are in a different order than the merges.
     facts = json.loads(merges_of('ab', 'bc').to_str())
     vocab = facts['model']['vocab']
     vocab['ab'], vocab['bc'] = vocab['bc'], vocab['ab']
     assert byte_pair_encoder(tokenizers.Tokenizer.from_str(json.dumps(facts))) is None
-    # A token that no merge makes.
+    # No merge produces the token.
     facts = json.loads(merges_of('ab').to_str())
     facts['model']['vocab']['xyz'] = 300
     assert byte_pair_encoder(tokenizers.Tokenizer.from_str(json.dumps(facts))) is None

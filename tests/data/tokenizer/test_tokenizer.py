@@ -43,7 +43,7 @@ def tokenizer(request):
 
 
 def word_level(*words):
-    """The library's tokenizer of words between blanks, without special tokens."""
+    """Returns a tokenizer of the library that splits words at spaces, without special tokens."""
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
     library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return library
@@ -169,7 +169,7 @@ def test_infill_tokens_come_after_all_others(spec):
     assert infill.decode(infill.infill_ids) == ''.join(INFILL)
     assert (infill.kind, infill.end_of_document) == (plain.kind, plain.end_of_document)
     if spec == 'bpe:300':
-        # The N counts them; the ids below are those of a smaller vocabulary.
+        # N includes the special tokens; the ids below are those of a smaller vocabulary.
         assert (plain.vocab_size, size) == (300, 300)
         plain = train_bpe(CORPUS, 297)
     else:
@@ -182,7 +182,7 @@ def test_infill_tokens_come_after_all_others(spec):
 @pytest.mark.parametrize('names', INFILL_NAMES)
 def test_infill_tokens_of_a_file_are_kept(tmp_path, names, special):
     library = word_level('?', 'a')
-    # Two of three are none.
+    # Two of the three FIM tokens are not sufficient.
     library.add_tokens([tokenizers.AddedToken(name, special=special) for name in names[:2]])
     library.add_special_tokens([END_OF_DOCUMENT])
     assert Tokenizer.load(saved(library, tmp_path / 'two.json')).infill_ids is None
@@ -232,7 +232,7 @@ def test_ids_are_written_as_numbers(tmp_path):
     tokenizer = make_tokenizer('ids:50257', [])
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.end_of_document) == ('ids', 50257, 50256)
     assert tokenizer.encode_batch(['15496 11', '', ' 7\n'])[0].tolist() == [15496, 11]
-    # With a blank before each, so that a prompt and what follows can be put together.
+    # Each token decodes with a leading space, so that a prompt and its continuation can be concatenated.
     assert tokenizer.decode([15496, 11, 50256]) == f' 15496 11 {END_OF_DOCUMENT}'
     tokenizer.save(tmp_path / 'tokenizer.json')
     loaded = Tokenizer.load(tmp_path / 'tokenizer.json')
@@ -276,7 +276,7 @@ def test_ids_have_no_infill():
 
 
 def test_a_tokenizer_from_the_hub(tmp_path, monkeypatch):
-    """The library asks the hub's client, which is replaced here: by one that has a file, by one without a network."""
+    """The Hub client of the library is replaced by one with a file and by one without network."""
     wanted = bytes_tokenizer()
     wanted.save(tmp_path / 'tokenizer.json')
     asked = []
@@ -302,7 +302,7 @@ def test_a_tokenizer_from_the_hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('scheme', ['prepend', 'metaspace', 'byte_level'])
 def test_no_blank_inside_a_document(scheme):
-    """The blank that a tokenizer puts before a text does not belong between parts of one."""
+    """The space that a tokenizer adds before a text must not occur between parts of a text."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE({'▁': 0, 'a': 1, 'Ġ': 2}, [], unk_token='a'))
     if scheme == 'prepend':
         library.normalizer = tokenizers.normalizers.Sequence(
