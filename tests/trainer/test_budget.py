@@ -1,4 +1,4 @@
-"""What a run has cost, looked at seldom; and its length in steps, as far as a budget decides on it."""
+"""Spending of a run, which is measured infrequently, and the number of steps that a budget determines."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from tests.small import small_config
 
 
 class Run:
-    """A process with a clock of its own, whose steps take a second each after half an hour of starting."""
+    """A process with a simulated clock; it starts for half an hour, then each step takes one second."""
 
     STARTING = 1800.0
 
@@ -39,11 +39,11 @@ class Run:
         return values
 
     def go(self, steps, decisions=None, *, start=0, looks=()):
-        """Trains up to a step, or until the budget is used up; returns where it came to and the decisions."""
+        """Trains up to a step or until the budget is used up. Returns the reached step and the decisions."""
         self.spending.begin(start)
         decisions = decisions or RunControl()
         for step in range(start + 1, start + steps + 1):
-            # The first steps are slow.
+            # The first steps of an attempt are slow.
             took = self.slow if step - start > 5 else 10 * self.slow
             self.now += took
             self.steps, self.seconds = self.steps + 1, self.seconds + took
@@ -60,20 +60,20 @@ def test_starting_and_all_steps_cost():
     assert decisions.hours == pytest.approx((run.STARTING + 50 + 95) / 3600)
     assert decisions.dollars == pytest.approx(4 * 2.0 * decisions.hours)
     assert decisions.step_hours == pytest.approx((50 + 95) / 3600)
-    # Without a budget nobody has to look in between.
+    # Without a budget, the clock is only read at the given steps.
     assert run.asked == 2
-    # The next leg adds to it, and nothing twice.
+    # The next segment adds its time once.
     assert run.go(10, decisions, start=50, looks=(60,))[1].hours == pytest.approx(decisions.hours + 55 / 3600)
 
 
 def test_a_budget_is_met_with_few_looks():
     run = Run(guard__max_hours=2.0)
     step, decisions = run.go(10_000)
-    # Half an hour went into starting.
+    # Half an hour was spent on starting.
     assert 2.0 <= decisions.hours < 2.0 + 2 / 3600
     assert step == pytest.approx(5400 - 45, abs=2)
     assert 2 < run.asked < 60
-    # A pace that becomes slower on the way is noticed.
+    # A decrease of the throughput during the run is detected.
     run = Run(guard__max_dollars=16.0)
     _, decisions = run.go(1000)
     run.slow = 4.0
@@ -88,7 +88,7 @@ def test_the_first_length_is_that_of_measured_steps(evaluation_share):
     assert run.go(24)[1].num_steps == 0
     run = Run(evaluation_share=evaluation_share, **settings)
     _, decisions = run.go(25)
-    # 99 % of the budget without starting, five slow steps and twenty others.
+    # 99 % of the budget minus the start, five slow steps and twenty normal steps.
     left = 0.99 * 7200 - 1800 - 50 - 20
     assert decisions.num_steps == pytest.approx(25 + left / (1 + evaluation_share), abs=10)
     assert decisions.planned_step == 25
@@ -96,7 +96,7 @@ def test_the_first_length_is_that_of_measured_steps(evaluation_share):
 
 
 class Attempts:
-    """A run with a budget of an hour, started as often as it is killed, whose steps take `step_seconds(time spent)`."""
+    """A run with a budget of one hour that is restarted after each kill; steps take `step_seconds(time spent)`."""
 
     EVALUATION, SAVE, STARTING = 30.0, 4.0, 20.0
 
@@ -104,7 +104,7 @@ class Attempts:
         settings = {'eval__interval': 100, 'checkpoint__save_interval_steps': 50, 'optimizer__warmup_steps': 10}
         self.config = small_config(train__num_steps=0, train__hours=1.0, **settings)
         self.step_seconds, self.noise, self.random = step_seconds, noise, random.Random(0)
-        # Time on the clock that was spent, and progress after each step.
+        # `now` is the time spent, `shares` the progress after each step.
         self.now, self.step, self.shares, self.asked = 0.0, 0, {}, 0
         self.saved, self.decisions, self.ended = (0, RunControl()), RunControl(), ''
         for at in (*killed, math.inf):
@@ -119,7 +119,7 @@ class Attempts:
         self.steps, self.seconds, self.pauses = 0, 0.0, {}
         spending = RunBudget(
             self.config,
-            # Time that a killed attempt had not saved is counted too.
+            # Time that a killed attempt had not saved counts too.
             began=3600 * self.decisions.hours,
             throughput=self,
             num_devices=4,
@@ -155,11 +155,11 @@ def test_a_schedule_ends_with_its_budget_whatever_the_speed(changes, killed, fac
     run = Attempts(lambda now: 4.0 if now < changes else 4.0 * factor, noise=noise, killed=killed)
     assert run.ended == f'step {run.step} of {run.decisions.num_steps} is done'
     assert run.shares[run.step] == 1
-    # With the last evaluation, the last checkpoint and what killed attempts had done.
+    # The time includes the last evaluation, the last checkpoint and the work of killed attempts.
     assert 0.98 * 3600 <= run.now <= 3600
     if not killed:
         shares = [*run.shares.values()]
-        # Half of the steps after a change of speed are never made up for at once.
+        # After a change of speed, progress never jumps to compensate for half of the steps.
         assert all(0 <= after - before < 0.01 for before, after in itertools.pairwise(shares))
         assert run.asked < 400
 
@@ -169,7 +169,7 @@ def test_a_speed_that_changes_all_the_time_and_long_steps():
     assert (run.shares[run.step], run.now) == (1, pytest.approx(3564, abs=36))
     run = Attempts(lambda now: 60.0)
     assert (run.shares[run.step], run.now) == (1, pytest.approx(3564, abs=60))
-    # Control: a length that is decided once, as of the first steps, has another end.
+    # Negative control: a length that is fixed after the first steps ends at a different time.
     run = Attempts(lambda now: 4.0)
     assert run.step * 8.0 > 1.7 * 3600
 
@@ -182,11 +182,11 @@ def test_all_processes_hear_what_the_first_measured():
         run.result = run.go(25)[1]
         run.slow = 5.0 if run is first else 0.5
     assert first.result == other.result
-    # Decisions after a change of the speed are the same too.
+    # Decisions after a change of speed are equal too.
     for run in (first, other):
         run.later = run.go(200, run.result, start=25)[1]
     assert first.later == other.later
     assert first.later.num_steps < first.result.num_steps
-    # Control: by its own clock the other would decide otherwise.
+    # Negative control: with its own clock, the other process decides differently.
     alone = Run(slow=1.5, train__num_steps=0, train__hours=2.0)
     assert alone.go(25)[1].num_steps != first.result.num_steps

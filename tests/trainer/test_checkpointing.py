@@ -1,4 +1,4 @@
-"""Start of a run: random, from another checkpoint, from an import, or from its own last step; and refusals."""
+"""Start of a run: random, from another checkpoint, from an import, or from its own checkpoint; and errors."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from tests.checkpoint.test_streaming import flatten, streamed
 from tests.small import small_layout
 
 pytestmark = [
-    # What Orbax has begun to read besides a damaged array is dropped, and complains about that.
+    # Orbax drops pending reads after a damaged array, which causes warnings.
     pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning'),
 ]
 
@@ -43,7 +43,7 @@ def trained():
 
 @pytest.fixture(scope='module')
 def origin(tmp_path_factory, trained):
-    """A run with the steps 3 and 7."""
+    """Returns the workdir of a run with checkpoints 3 and 7."""
     workdir = tmp_path_factory.mktemp('origin')
     save(workdir, [random_state(abstract_on(2), step=3, skipped=0, seed=3), trained])
     return workdir
@@ -51,7 +51,7 @@ def origin(tmp_path_factory, trained):
 
 @pytest.fixture
 def imported(tmp_path, trained):
-    """What an import leaves: parameters as step 0."""
+    """Returns the workdir of an import, which has parameters as step 0."""
     write_step(tmp_path / 'imported', 0, streamed(flatten(jax.device_get(trained.params))))
     return tmp_path / 'imported'
 
@@ -60,7 +60,7 @@ def imported(tmp_path, trained):
 def start(data, capsys, monkeypatch):
     """Returns the state with which a config starts in a workdir, and what was logged.
 
-    Only with `random` the state before is really made, which takes longer than all the rest.
+    The initial state is only computed with `random`, because this takes longer than all other operations.
     """
 
     def start(workdir, *, num_devices=2, init_from='', random=False, **overrides):
@@ -96,12 +96,12 @@ def fresh_state(**overrides):
 
 
 def assert_fresh(state, params, **overrides):
-    """`params` at step 0, with the optimizer state of a run that has not begun."""
+    """Checks that the state is `params` at step 0 with a fresh optimizer state."""
     fresh = fresh_state(**overrides)
     assert (int(state.step), int(state.skipped)) == (0, 0)
     assert same(jax.device_get(state.params), jax.device_get(params))
     assert same(state.opt_state, fresh.opt_state)
-    # Control: these are not the random ones.
+    # Negative control: the parameters differ from random ones.
     assert not same(jax.device_get(state.params), jax.device_get(fresh.params))
 
 
@@ -140,9 +140,9 @@ def test_an_average_starts_at_the_parameters_and_in_memory_of_its_own(start, tmp
     state, _ = start(imported, **EMA) if how == 'import' else start(tmp_path / 'run', init_from=origin, **EMA)
     assert_fresh(state, trained.params, **EMA)
     assert same(state.ema, trained.params)
-    # The step gives the memory of its state back to JAX, which crashes where it gets the same twice.
+    # The step donates its state, and JAX crashes if the same buffer is donated twice.
     assert not memory(state.params) & memory(state.ema)
-    # Control.
+    # Negative control.
     assert memory(state.params) & memory(state.params['blocks'])
 
 
@@ -158,7 +158,7 @@ def test_a_past_wins(start, tmp_path, origin, trained):
     assert same(state, past)
     assert not same(state, trained)
     assert out == 'going on from step 4\n'
-    # Nor does it matter then whether the other is still there.
+    # The initial checkpoint may have been deleted by then.
     assert same(start(tmp_path, init_from=tmp_path / 'gone')[0], past)
 
 
@@ -167,9 +167,9 @@ def test_an_import_is_trained_on(start, imported, trained, origin):
     assert_fresh(state, trained.params)
     assert out.count('\n') == 1
     assert f'{imported}/checkpoints/0/params and a fresh optimizer' in out
-    # It is a past too.
+    # An import also counts as an existing checkpoint.
     assert same(start(imported, init_from=f'{origin}@3')[0].params, trained.params)
-    # Once there is a later step, the run goes on from that.
+    # If there is a later checkpoint, the run resumes from it.
     past = random_state(abstract_on(2), step=4, skipped=1, seed=4)
     save(imported, [past])
     assert same(start(imported)[0], past)
@@ -181,7 +181,7 @@ def test_parameters_alone_are_no_past_at_another_step(start, tmp_path, trained):
         start(tmp_path)
     assert f'--config.train.init_from={tmp_path}/checkpoints/5' in str(info.value)
     assert '\n' not in str(info.value)
-    # What the message says.
+    # Applies the advice of the message.
     state, _ = start(tmp_path / 'new', init_from=tmp_path / CHECKPOINTS_DIR / '5')
     assert_fresh(state, trained.params)
 
@@ -233,7 +233,7 @@ def test_what_is_not_there_is_named_before_anything_is_written(start, tmp_path, 
 
 
 def test_the_tokenizer_of_an_import_is_not_replaced_by_another(start, imported, data):
-    # Written otherwise it is the same.
+    # Different formatting of the JSON does not matter.
     text = json.dumps(json.loads(data.tokenizer_path.read_text()))
     assert text != data.tokenizer_path.read_text()
     (imported / TOKENIZER).write_text(text)

@@ -1,4 +1,4 @@
-"""Waits for data count only as far as the device had nothing to do; the test plays device and clock."""
+"""Waits for data count only while the device is idle. The tests simulate device and clock."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ class Clock:
 
 
 class Step:
-    """A step that is done when the test says so; like a `jax.Array` of its results."""
+    """Fake of a step's `jax.Array`, which becomes ready when the test sets `done`."""
 
     def __init__(self, *, fails=False):
         self.done, self.fails = threading.Event(), fails
@@ -51,14 +51,14 @@ def wait(timeline):
 
 
 def reading(clock, seconds, then=lambda: None):
-    """A batch that takes so long to come, after which something happens."""
+    """Yields a batch that takes `seconds` and then calls `then`."""
     clock.now += seconds
     then()
     yield 'batch'
 
 
 def seen(wait, clock, step, *, before, after):
-    """A batch during whose wait the step is done, and the thread that looks out for it sees that."""
+    """Yields a batch; the step finishes during the wait, and the watching thread notices it."""
     clock.now += before
     step.done.set()
     while wait._ready[0] is not step:
@@ -75,7 +75,7 @@ def spent(timeline):
 def test_an_idle_device_waits_all_of_the_time(wait, clock, timeline):
     assert wait.next_batch(reading(clock, 3.0), None) == ('batch', 3.0)
     assert spent(timeline) == (3.0, 0.0)
-    # Dispatched, but done before the batch was asked for.
+    # The step was dispatched, but finished before the batch was requested.
     step = Step()
     step.done.set()
     assert wait.next_batch(reading(clock, 4.0), step) == ('batch', 4.0)
@@ -105,16 +105,16 @@ def test_the_first_batch_that_is_late_finds_a_step_like_those_before(wait, clock
     for number in range(4):
         step = Step()
         wait.next_batch(reading(clock, 0.0), step)
-        # The step before is waited for, with an evaluation once.
+        # Waits for the previous step, once with an evaluation.
         clock.now += 2.0 if number else 50.0
         step.done.set()
     assert spent(timeline) == (0.0, 56.0)
     step = Step()
     assert wait.next_batch(reading(clock, 5.0, step.done.set), step) == ('batch', 5.0)
     assert spent(timeline) == (3.0, 58.0)
-    # Nobody was woken until then.
+    # The watching thread was not woken until then.
     assert wait._ready == (None, 0.0)
-    # A batch that comes sooner than the step would have ended has cost nothing.
+    # A batch that arrives before the step ends costs no time.
     step = Step()
     wait.next_batch(seen(wait, clock, step, before=0.0, after=0.0), step)
     clock.now += 2.0
@@ -132,6 +132,6 @@ def test_what_reading_raises_is_raised_and_its_wait_counts(wait, clock, timeline
     step = Step()
     with pytest.raises(ValueError, match='damaged'):
         wait.next_batch(damaged(), step)
-    # It is not known what the device did meanwhile, and the run ends.
+    # The state of the device during this time is unknown, and the run ends.
     assert spent(timeline) == (3.0, 0.0)
     step.done.set()

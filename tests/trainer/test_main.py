@@ -1,4 +1,4 @@
-"""The end of a process that ran a run."""
+"""Exit of a training process."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 pytestmark = pytest.mark.multiprocess
 
-# A notice comes when all is done and JAX is taken down. Each end is that of a forked process.
+# A preemption notice arrives while JAX shuts down after the run. Each exit code is that of a forked process.
 PROGRAM = """
 import json, os, signal, sys
 from maxlm.trainer import main
@@ -28,7 +28,7 @@ print(json.dumps(ends))
 
 
 def test_a_late_notice_does_not_make_a_crash_of_it():
-    # Control: a run that failed may be ended by a signal.
+    # Negative control: a signal may end a failed run.
     ends = {EXIT_DONE: EXIT_DONE, EXIT_PREEMPTED: EXIT_PREEMPTED, 1: -signal.SIGTERM}
     command = [sys.executable, '-c', PROGRAM, *map(str, ends)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

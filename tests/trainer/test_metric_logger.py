@@ -1,4 +1,4 @@
-"""Steps that were left out: which of them speak of a run that diverges."""
+"""Skipped steps, and which of them count as divergence."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ OVERFLOW = {'loss': 1.0, 'skipped': True, 'overflow': True}
 def reporter():
     pace = Throughput(tokens_per_step=1, flops=TokenFlops(causal=1, full=1), peak=Peak(1.0, 'by hand'), num_devices=1)
     reporter = Reporter(
-        # No step here is one that is logged.
+        # log_every is so large that no step is logged.
         small_config(train__log_every=1000, train__num_steps=1000),
         throughput=pace,
         bar=tqdm(disable=True),
@@ -49,7 +49,7 @@ def skips_in_a_row(reporter, history):
         ([DIVERGED, GOOD, DIVERGED], 1),
         ([DIVERGED, GOOD], 0),
         ([OVERFLOW] * 30, 0),
-        # An overflow says nothing of the steps around it.
+        # An overflow neither counts nor resets the count.
         ([DIVERGED, OVERFLOW, DIVERGED], 2),
         ([OVERFLOW, {**DIVERGED, 'overflow': False}], 1),
         ([{**GOOD, 'overflow': False}, OVERFLOW], 0),
@@ -67,13 +67,13 @@ def test_all_that_were_left_out_are_counted_and_told_apart(reporter, monkeypatch
     monkeypatch.setattr(handler, 'emit', records.append)
     monkeypatch.setattr(logger, 'handlers', [handler])
     monkeypatch.setattr(logger, 'level', logging.INFO)
-    # Whether a level is on is remembered.
+    # The logger caches enabled levels.
     logger._cache.clear()
     skips_in_a_row(reporter, [OVERFLOW, GOOD, DIVERGED, SPIKE])
     told = [(record.levelname, ' '.join(record.getMessage().split())) for record in records]
     assert told == [
         ('INFO', 'step 1 left out: its gradient overflowed, the loss scale is halved'),
-        # With the three of earlier lives.
+        # The total includes three skipped steps of earlier attempts.
         ('WARNING', 'step 3 left out: its loss or gradient is not finite (5 so far)'),
         ('WARNING', 'step 4 left out: loss 9.0000 or gradient norm 40.000 is far above those before (6 so far)'),
     ]
@@ -99,7 +99,7 @@ def test_after_a_rollback_it_reports_on_from_there(reporter):
         reporter.submit(step, DIVERGED, data_wait=0.0)
     assert reporter.bad_steps == BadSteps(1, 2, 2)
     reporter.begin(1, writer=None, skipped=3, best_loss=2.0)
-    # Step 3 was on its way, and is not the run's any more.
+    # Step 3 was in progress and no longer belongs to the run.
     reporter.flush()
     assert reporter.bad_steps == BadSteps()
     reporter.submit(2, DIVERGED, data_wait=0.0)
@@ -113,7 +113,7 @@ def test_after_a_rollback_it_reports_on_from_there(reporter):
         ({}, True),
         ({'loss': math.nan, 'skipped': True}, False),
         ({'loss': math.inf, 'skipped': True}, False),
-        # The update itself made them so.
+        # The update itself made the parameters not finite.
         ({'param_norm': math.nan}, False),
     ],
 )

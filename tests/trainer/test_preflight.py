@@ -1,4 +1,4 @@
-"""Preflight of a run: a step that fits is compiled, another is refused with advice, and a micro-batch is chosen."""
+"""Preflight: compiles a step that fits, refuses one that does not with advice, and chooses a micro-batch."""
 
 import dataclasses
 from functools import partial
@@ -31,7 +31,7 @@ SMALL = (
 
 @pytest.fixture(scope='module', autouse=True)
 def _compiled_once():
-    """Keeps the compiled step of each config for the tests of this module."""
+    """Caches the compiled step of each config for the tests of this module."""
     compile_train_step, kept = forecast.compile_train_step, {}
 
     def compile_once(config, layout, *rest):
@@ -47,7 +47,7 @@ def _compiled_once():
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Sets the bytes of a device."""
+    """Returns a function that sets the memory of a device in bytes."""
 
     def set_memory(size):
         monkeypatch.setattr(machine, 'usable_memory', lambda chip: size)
@@ -72,7 +72,7 @@ def test_what_fits_is_compiled():
 
 @pytest.fixture
 def estimated(monkeypatch):
-    """Estimates a step where it would be compiled."""
+    """Replaces compilation of a step by an estimate."""
     monkeypatch.setattr(preflight, 'compile_for', lambda config, machine, *_: forecast.estimate(config, machine))
 
 
@@ -132,7 +132,7 @@ def test_sizes_too_large_for_memory_are_refused_by_arithmetic(sizes, monkeypatch
     with pytest.raises(InputError, match='of each device and may have') as info:
         preflight.check_size(config, resolver)
     assert '\n' not in str(info.value)
-    # Control: the config without these sizes passes.
+    # Negative control: the config passes without these sizes.
     preflight.check_size(load(f'{ROOT}/configs/tiny.py', SMALL), resolver)
 
 
@@ -171,7 +171,7 @@ def test_what_is_quickly_refused_compiles_nothing(dataset, tmp_path, monkeypatch
 def test_a_kind_of_device_that_is_not_known_has_no_times(monkeypatch):
     config = ready('train.per_device_batch_size=2').config
     here = machine.present_machine(config)
-    # A peak that is given is not measured.
+    # A configured peak is not measured.
     assert here.target.chip.tflops != here.target.chip.tflops
     assert here.available > 0
     measured = machine.present_machine(

@@ -1,4 +1,4 @@
-"""From responses to the rows that a step learns from."""
+"""Conversion of responses to training rows."""
 
 import types
 
@@ -32,7 +32,7 @@ def config_of(**overrides):
 
 @pytest.fixture(scope='module', params=['gpt2', 'llama'])
 def drawn(request):
-    """A model, its responses to each prompt, and the rows that are made of them."""
+    """Returns a model, its responses to each prompt, and the rows that contain them."""
     config = config_of(model__family=request.param)
     layout = small_layout(config)
     params = init_state(config, layout).params
@@ -52,7 +52,7 @@ def test_the_step_computes_the_log_probabilities_that_the_sampler_saw(drawn):
     predicted = batch['predicted'] > 0
     assert predicted.sum() == responses.drawn
     assert np.abs(found - batch['old_log_probs'])[predicted].max() < 1e-4
-    # Control: a token further it is another number, and so is the log-probability of another token.
+    # Negative control: values of the neighboring token differ.
     for shift in (-1, 1):
         shifted = np.roll(batch['old_log_probs'], shift, axis=1)
         assert np.abs(found - shifted)[predicted].max() > 0.1
@@ -62,7 +62,7 @@ def test_the_step_computes_the_log_probabilities_that_the_sampler_saw(drawn):
 
 
 def test_several_responses_in_a_window_have_the_same(drawn):
-    """As rows of packed documents: they do not see each other."""
+    """Responses in one row do not attend to each other, like packed documents."""
     config, layout, params, _, batch = drawn
     lengths = (batch['segments'] > 0).sum(axis=1)
     packed = {name: np.zeros((3, 2 * T), rows.dtype) for name, rows in batch.items()}
@@ -76,7 +76,7 @@ def test_several_responses_in_a_window_have_the_same(drawn):
         data__seq_len=2 * T, train__global_batch_size=3, model__family=config.model.family, model__max_positions=2 * T
     )
     if config.model.position_embedding == 'learned':
-        # Positions begin anew in each document, so that the rows there are suffice.
+        # Positions restart in each document, so padding the table does not change the result.
         params = {**params, 'position_embedding': np.pad(np.asarray(params['position_embedding']), [(0, T), (0, 0)])}
     log_probs = jax.jit(make_log_probs(wide, layout))
     found = np.asarray(log_probs(params, None, layout.put_batch(packed, 3), None).log_probs_BT)
@@ -100,7 +100,7 @@ def test_rows_are_prompts_and_responses(drawn):
         assert set(batch['advantages'][row, where]) == {wanted[row]}
         assert batch['positions'][row, : len(ids) - 1].tolist() == list(range(len(ids) - 1))
         assert not batch['segments'][row, len(ids) - 1 :].any()
-        # The second prompt's responses have the same reward: nothing is learned from them.
+        # Responses to the second prompt have equal rewards, so their weights are zero.
         assert (batch['weights'][row] > 0).tolist() == (where & (row not in (2, 3))).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Samples: the same text on every mesh and as the engine's; prompts are beginnings of documents; nothing is changed."""
+"""Samples: equal on all meshes and to the engine's output, with starts of documents as prompts."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def make_config(dataset, num_devices=1, **overrides):
 
 
 def write(dataset, params=None, num_devices=1, **overrides):
-    """Samples, and the parameters that they are of: given ones, put on the mesh, or new ones."""
+    """Returns samples and their parameters: the given ones on the mesh, or new ones."""
     config = make_config(dataset, num_devices, **overrides)
     layout = small_layout(config)
     if params is None:
@@ -74,7 +74,7 @@ def test_the_engine_writes_the_same(dataset, alone):
         return [tokenizer.decode(row.ids) for (row,) in engine.complete(requests)]
 
     assert [sample.text for sample in samples] == texts(SEED)
-    # Control: another seed is another text.
+    # Negative control: another seed gives another text.
     assert [sample.text for sample in samples] != texts(SEED + 1)
 
 
@@ -100,7 +100,7 @@ def test_nothing_is_changed_and_the_next_time_is_the_same(dataset, alone):
     again = Samples(config, open_training_data(config.data), layout)
     assert again(params) == again(params) == samples
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, params))
-    # Control: of other parameters it is another text.
+    # Negative control: other parameters give another text.
     assert again(jax.tree.map(lambda x: 0.5 * x, params)) != samples
 
 
@@ -115,17 +115,17 @@ def test_prompts_are_beginnings_of_validation_documents(dataset):
     chosen = [tokenizer.decode(ids) for ids in prompts(corpus, 2)]
     assert len(chosen) == 2
     assert all(prompt in beginnings for prompt in chosen)
-    # The same again, and others with another seed of the data.
+    # The prompts are reproducible, and differ with another data seed.
     assert [tokenizer.decode(ids) for ids in prompts(corpus, 2)] == chosen
     seeds = [dataclasses.replace(corpus, data=dataclasses.replace(corpus.data, seed=seed)) for seed in range(1, 9)]
     assert any([tokenizer.decode(ids) for ids in prompts(other, 2)] != chosen for other in seeds)
-    # No more than there are windows.
+    # The number of prompts is limited by the number of sequences.
     assert 1 <= len(prompts(corpus, 1000)) <= len(windows)
 
 
 def test_a_prompt_that_fills_the_context_is_refused(dataset, alone):
     config, layout, params, _ = alone
-    # An odd length, which no ring of devices could split.
+    # An odd length does not divide over devices.
     config = make_config(dataset, data__seq_len=33, eval__sample_prompts=('x' * 32,))
     (sample,) = Samples(config, open_training_data(config.data), layout)(params)
     assert len(sample.prompt) == 32

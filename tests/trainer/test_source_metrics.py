@@ -1,4 +1,4 @@
-"""Report of the sources of the data: shares, epochs and losses by source."""
+"""Metrics of data sources: shares, epochs and losses."""
 
 import logging
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from maxlm.trainer.source_metrics import NullSourceMetrics, SourceStats
 
 
 class Mixture:
-    """Three of four rows are of the first source."""
+    """Mixture in which three of four rows belong to the first source."""
 
     shares = (0.75, 0.25)
 
@@ -54,7 +54,7 @@ def test_nothing_is_told_of_what_is_repeated_little_or_has_no_weights(log):
 
 
 def test_metrics_of_a_step():
-    # Sums of the losses, and tokens; the second source had none.
+    # Sums of losses and numbers of tokens; the second source has no tokens.
     metrics = report().training_metrics(40, np.array([6.0, 0.0]), np.array([3, 0]))
     assert metrics == {
         'train/loss/web': 2.0,

@@ -1,4 +1,4 @@
-"""Speeds on a clock that the test moves."""
+"""Throughput with a simulated clock."""
 
 import types
 
@@ -36,7 +36,7 @@ def step(pace, clock, seconds, data_wait=0.0):
 
 def test_tokens_and_seconds(clock):
     pace = make_pace()
-    # Compiling, before the first step, does not count.
+    # Compilation before the first step does not count.
     clock.now += 60
     pace.start()
     step(pace, clock, 0.25, data_wait=0.125)
@@ -62,7 +62,7 @@ def test_a_peak_that_is_exceeded_gives_no_share_any_more(clock):
     pace.start()
     step(pace, clock, 0.1)
     assert 'perf/mfu' not in pace.read_interval()
-    # The peak is as wrong where steps are slower.
+    # The peak stays invalid when steps become slower.
     step(pace, clock, 0.5)
     assert not {'perf/mfu', 'perf/mfu_full'} & {*pace.read_interval(), *pace.read_total()}
 
@@ -93,7 +93,7 @@ def test_pauses_do_not_count(clock):
     assert metrics['perf/step_time_seconds'] == 0.5
     assert metrics['perf/eval_seconds'] == 1000
     assert metrics['perf/checkpoint_blocked_seconds'] == 3
-    # Control: the same time outside of a pause counts.
+    # Negative control: the same time outside of a pause counts.
     clock.now += 1000
     step(pace, clock, 0.5)
     metrics = pace.read_interval()

@@ -1,6 +1,6 @@
-"""Loop of a run, with a stand-in for the compiled step: batches, metrics, saves, resume, rollback and the end.
+"""Training loop with a fake step: batches, metrics, saves, resume, rollback and end.
 
-The stand-in computes a loss from the number of the step and its tokens. Real steps are tested in `tests/test_train.py`.
+The fake computes a loss from the step number and the tokens. `tests/test_train.py` tests real steps.
 """
 
 import os
@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 class Step:
-    """Stands in for a compiled step. Named data steps are bad; at `stops_at` the process gets SIGTERM."""
+    """Fake of a compiled step. Named data steps are bad; at `stops_at` the process gets SIGTERM."""
 
     def __init__(self, *, bad=(), stops_at=0):
         self.bad, self.stops_at = bad, stops_at
@@ -52,7 +52,7 @@ class Step:
         loss = 5 / step + tokens.mean() / 1000
         skipped = step in self.bad
         if skipped and len(self.batches) > step:
-            # The batch after a rollback is another one.
+            # The batch after a rollback is a different one.
             skipped = False
 
         def put(like, value):
@@ -65,7 +65,7 @@ class Step:
 
 
 class Validation:
-    """Stands in for evaluation: the loss is that of the newest step, which the parameters hold."""
+    """Fake of the evaluation; returns the loss of the last step, which is stored in the parameters."""
 
     def __init__(self, *_):
         pass
@@ -80,7 +80,7 @@ class Validation:
 
 @pytest.fixture(scope='module')
 def live(dataset):
-    """Returns a function that runs one life of a run with a stand-in: its exit code."""
+    """Returns a function that runs one attempt with a fake step and returns its exit code."""
 
     def live(workdir, step, **overrides):
         compiled = CompiledStep(step, 0.1)
@@ -100,7 +100,7 @@ def live(dataset):
 
 @pytest.fixture(scope='module')
 def runs(live, tmp_path_factory):
-    """Three runs: without interruption, told to stop at step 3 and started again, and with bad steps 5 and 6."""
+    """Returns three runs: uninterrupted, stopped at step 3 and resumed, and with the bad steps 5 and 6."""
     folder = tmp_path_factory.mktemp('loop')
 
     def run(name, *steps, **overrides):
@@ -131,7 +131,7 @@ def losses(workdir):
 def test_each_step_gets_a_batch_and_a_line(whole):
     assert whole.codes == [EXIT_DONE]
     assert len(whole.batches) == STEPS
-    # Control: no batch comes twice.
+    # Negative control: no batch occurs twice.
     assert len({batch.tobytes() for batch in whole.batches}) == STEPS
     expected = {n: 5 / n + batch.mean() / 1000 for n, batch in enumerate(whole.batches, 1)}
     assert losses(whole.workdir) == pytest.approx(expected)
@@ -203,7 +203,7 @@ def test_a_run_that_is_told_to_stop_saves(runs):
 def test_bad_steps_are_left_out_after_a_rollback(whole, runs):
     ours = runs.rolled_back
     assert ours.codes == [EXIT_DONE]
-    # Seen when step 7 is under way. Back to the start, and on without the batches of steps 1 to 6.
+    # The bad steps are detected during step 7. The run returns to the start and skips the batches of steps 1 to 6.
     before, after = ours.batches[:7], ours.batches[7:]
     for one, other in zip([*before, after[1]], whole.batches, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -1,4 +1,4 @@
-"""The loop's own work in a step: as many calls on eight devices as on one, but for placing the batch."""
+"""Host work of a step: the number of calls does not depend on the number of devices, except for batch placement."""
 
 import json
 
@@ -8,7 +8,7 @@ from benchmarks.growth_devices import main, run_on
 from maxlm.errors import EXIT_DONE
 
 STEPS = 10
-# So few that a step of a millisecond would hide them.
+# Few enough to be hidden by a step of one millisecond.
 MOST_CALLS = 1500
 
 
@@ -40,6 +40,6 @@ def test_calls_of_a_step_do_not_grow_with_devices(figures):
 @pytest.mark.multiprocess
 def test_the_program_does_not_grow_with_devices(figures):
     assert figures[8]['instructions'] < 1.2 * figures[1]['instructions']
-    # Control: the programs are of one device and of eight.
+    # Negative control: the programs run on one device and on eight.
     assert figures[1]['sent_bytes'] == 0 < figures[8]['sent_bytes']
     assert figures[8]['memory_bytes'] < figures[1]['memory_bytes'] / 2

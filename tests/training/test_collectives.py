@@ -1,6 +1,6 @@
-"""Collectives and memory of layouts, read in the programs for sixteen TPU v4 chips.
+"""Collectives and memory of layouts in programs compiled for sixteen TPU v4 chips.
 
-Slow: the compiler for TPUs takes seconds of a core for each program. One is compiled here, three more nightly.
+The TPU compiler needs seconds of CPU time for each program. One program is compiled by default, three more nightly.
 """
 
 import re
@@ -18,7 +18,7 @@ from maxlm.training.state import abstract_state
 from tests.small import small_config
 from tests.topologies import tpu_devices
 
-# On a busy machine the compiler takes a minute, and a test may need two programs.
+# On a busy machine a compilation takes a minute, and a test may need two programs.
 pytestmark = pytest.mark.timeout(300)
 
 CHIPS = 16
@@ -34,12 +34,12 @@ MODEL = {
     'data__document_mask': False,
     'train__global_batch_size': GLOBAL_BATCH,
 }
-# Of a block of Llama: query, key, value, out, gate, up, down.
+# Matrices of a Llama block: query, key, value, out, gate, up, down.
 MATRICES = 7
 
 
 class Program:
-    """A step compiled for the chips."""
+    """A step compiled for the TPU chips."""
 
     def __init__(self, **settings):
         config = small_config(num_devices=CHIPS, **{**MODEL, **settings})
@@ -70,9 +70,9 @@ BATCH = len(BATCH_TYPES) * 4 * GLOBAL_BATCH * WINDOW // CHIPS
 
 
 def test_zero_3_gathers_each_matrix_when_it_is_used(sharded):
-    # Forward and backward, in the loops over layers; table and head once.
+    # All-gathers of all matrices in the forward and backward loops over layers; embedding and head once.
     assert sharded.count('all-gather') == 2 * MATRICES + 2
-    # No activation travels.
+    # No activations are communicated.
     assert Counter(kind for _, kind in sharded.lines).keys() == {'all-gather', 'all-reduce'}
     assert sharded.count('all-reduce', f'{WINDOW},{DIM}]') == 0
 
@@ -85,13 +85,13 @@ def gathers(program):
 def test_gathers_are_started_before_they_are_waited_for(sharded):
     found = gathers(sharded)
     assert found.count_async == found.count
-    # Of batches this small the computation hides little.
+    # With such small batches, computation hides little communication.
     assert found.share > 0.05
 
 
 @pytest.mark.nightly
 def test_without_the_options_of_the_device_gathers_are_waited_for(monkeypatch):
-    """A control of the test above."""
+    """Negative control of the previous test."""
     monkeypatch.delitem(DEVICE_OPTIONS, 'TPU v4')
     plain = gathers(Program(model__remat_policy='full'))
     assert (plain.count_async, plain.share) == (0, 0)
@@ -99,7 +99,7 @@ def test_without_the_options_of_the_device_gathers_are_waited_for(monkeypatch):
 
 def test_zero_3_keeps_no_whole_parameters(sharded):
     assert sharded.memory['state'] == pytest.approx(size(sharded.state) / CHIPS + BATCH, rel=0.02)
-    # A tenth of the parameters in bfloat16: about the matrices of one layer.
+    # Temporary buffers are less than a quarter of the parameters in bfloat16.
     assert sharded.memory['temporary'] < 0.25 * size(sharded.state.params) / 2
 
 
@@ -108,7 +108,7 @@ def test_zero_1_shards_the_optimizer_alone(sharded):
     program = Program(model__remat_policy='full', mesh__zero_stage=1)
     params, moments = size(program.state.params), size(program.state.opt_state)
     assert program.memory['state'] == pytest.approx(params + moments / CHIPS + BATCH, rel=0.02)
-    # New parameters are brought together after the update, none while a layer is at work.
+    # Updated parameters are gathered after the update, and none in the layers.
     assert program.count('all-gather') < sharded.count('all-gather')
     assert program.memory['temporary'] > 4 * sharded.memory['temporary']
 
@@ -118,7 +118,7 @@ def test_tensor_parallel_blocks_have_two_sums_each_way():
     program = Program(mesh__tensor=4, mesh__data=4, mesh__fsdp=1)
     rows = GLOBAL_BATCH // 4
     stream = f'bf16[{rows},{WINDOW},{DIM}]'
-    # After attention and after the feed-forward, forward and backward; one more for the rows of the table, which is
-    # split by its vocabulary.
+    # All-reduces follow attention and feed-forward, in the forward and backward pass. One more is for the embedding,
+    # which is sharded by vocabulary.
     assert program.count('all-reduce', stream) == 2 + 2 + 1
     assert program.count('all-gather') == 0

@@ -1,7 +1,7 @@
-"""Every layout computes what one device computes: loss, gradients, and steps of training.
+"""Equality of loss, gradients and training steps on all layouts with those on one device.
 
-Five layouts, with every axis of the mesh and every memory saving among them; nightly fourteen more. Slow for its number
-of programs: each layout is compiled for eight devices.
+Five layouts cover every mesh axis and every memory optimization; nightly tests add fourteen. Each layout is compiled
+for eight devices, which is slow.
 """
 
 import functools
@@ -19,9 +19,9 @@ from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state
 
 STEPS = 5
-# Compiling is most of the time that this takes.
+# Compilation dominates the duration of these tests.
 QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-# Four layers, four heads, a vocabulary that divides, and 16 rows of two or three documents.
+# Four layers, four heads, a vocabulary that divides over devices, and 16 rows of two or three documents.
 COMMON = {
     'model__vocab_size': 64,
     'model__num_layers': 4,
@@ -30,7 +30,7 @@ COMMON = {
     'optimizer__warmup_steps': 0,
 }
 LLAMA = {'model__family': 'llama', 'model__num_kv_heads': 2}
-# A vocabulary that devices cannot share equally.
+# A vocabulary that does not divide over devices.
 PADDED = {'model__vocab_size': 61}
 LAYOUTS = [
     {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__zero_stage': 2, 'train__per_device_batch_size': 1, **LLAMA},
@@ -60,7 +60,7 @@ NIGHTLY_LAYOUTS = [
     {'mesh__fsdp': 8},
     {'mesh__fsdp': 8, 'mesh__zero_stage': 1},
     {'mesh__tensor': 4, 'mesh__fsdp': 2, 'model__scan_layers': False},
-    # Tied tables, of which only the gradients are split by ZeRO.
+    # Tied embeddings, of which ZeRO stage 2 only shards the gradients.
     {'mesh__tensor': 4, 'mesh__fsdp': 2, 'mesh__zero_stage': 2, **PADDED},
     {'mesh__replica': 2, 'mesh__data': 2, 'mesh__tensor': 2, 'mesh__fsdp': 1},
     {'mesh__fsdp': 4, 'mesh__data': 2, **LLAMA},
@@ -107,7 +107,7 @@ def on_one_device(settings):
 
 
 def train(config):
-    """The first moments after one step, and losses and gradient norms of all steps."""
+    """Returns the first moments after one step, and losses and norms of all steps."""
     layout = small_layout(config)
     step = compile_train_step(config, layout, abstract_state(config, layout), options=QUICK).step
     state, history, moments = small_state(config, layout), [], {}
@@ -115,7 +115,7 @@ def train(config):
     for _ in range(STEPS):
         state, metrics = step(state, batch)
         history.append([float(metrics[name]) for name in ('loss', 'grad_norm', 'param_norm')])
-        # A tenth of the clipped gradient, or of Muon a twentieth.
+        # The moments are a tenth of the clipped gradient, or a twentieth for Muon.
         moments = moments or {
             name: jax.device_get(optax.tree.get(state.opt_state, name)) for name in ('mu', 'momentum')
         }
@@ -138,12 +138,12 @@ def test_every_layout_computes_what_one_device_computes(layout):
     moments, history = on_one_device(tuple(model.items()))
     config = small_config(num_devices=8, **{**COMMON, **layout})
     other_moments, other_history = train(config)
-    # Relative to the largest of each array: single elements of a gradient can be arbitrarily small.
+    # Differences are relative to the largest element of each array, because single elements may be arbitrarily small.
     for moment, other in zip(jax.tree.leaves(moments), jax.tree.leaves(other_moments), strict=True):
         np.testing.assert_allclose(other, moment, rtol=0, atol=2e-6 * max(np.abs(moment).max(), 1e-3))
     np.testing.assert_allclose(other_history[0], history[0], rtol=2e-6)
     np.testing.assert_allclose(other_history, history, rtol=1e-4)
-    # Control: training moved by far more than that.
+    # Negative control: training changes the loss far more than this tolerance.
     assert history[-1, 0] < 0.95 * history[0, 0]
 
 

@@ -1,4 +1,4 @@
-"""A model that learned at short windows works at longer ones, once positions are scaled and it has adapted."""
+"""Extension of a model trained on short sequences to longer ones by position scaling and short training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flax import nnx
 from maxlm.model.decoder import Decoder
 from tests.small import small_config
 
-# 33 symbols are drawn at random, and come once more: what is next stands 32 symbols before. In a long window each
-# symbol is there four times, so this is 128 tokens before.
+# 33 random symbols are repeated, so the next symbol occurred 32 symbols before. Long sequences contain each symbol four
+# times, so the distance is 128 tokens.
 SHORT, LONG, SYMBOLS, PERIOD = 64, 256, 16, 33
 RATE = 3e-3
 LINEAR, YARN = (
@@ -28,7 +28,7 @@ def config_at(window, **overrides):
 
 
 def losses(config, params, key, rows):
-    """Of the first tokens of the symbols that come for the second time."""
+    """Returns the losses of the first token of each repeated symbol."""
     stretch = config.data.seq_len // SHORT
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
     block = jax.random.randint(key, (rows, PERIOD), 0, SYMBOLS)
@@ -64,7 +64,7 @@ def evaluate(config, params):
 
 @pytest.fixture(scope='module')
 def learned():
-    """Parameters that were trained at short windows."""
+    """Returns parameters that were trained on short sequences."""
     config = config_at(SHORT)
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(0)))))()
     return train(config, params, 100, 32)
@@ -73,17 +73,17 @@ def learned():
 def test_divided_positions_reach_further_at_once(learned):
     uniform = math.log(SYMBOLS)
     assert evaluate(config_at(SHORT), learned) < 0.3 * uniform
-    # Control: at a distance that it has not seen the model is worse than one that draws.
+    # Negative control: at an unseen distance, the model is worse than random predictions.
     assert evaluate(config_at(LONG), learned) > 1.2 * uniform
-    # Where all positions are divided, it has seen it.
+    # With linear scaling, the scaled distance occurred in training.
     assert evaluate(config_at(LONG, **LINEAR), learned) < 0.4 * uniform
 
 
 @pytest.mark.nightly
 def test_scaled_positions_and_a_few_steps_reach_further(learned):
     yarn = config_at(LONG, **YARN)
-    # YaRN leaves the fastest pair, which has to be learned again.
+    # YaRN does not scale the fastest pair, which must be relearned.
     assert evaluate(yarn, train(yarn, learned, 80, 8)) < 0.4 * math.log(SYMBOLS)
-    # A larger base turns all pairs otherwise: it takes longer, and begins by unlearning what is wrong.
+    # A larger base changes all rotations, so adaptation takes longer and initially unlearns.
     base = config_at(LONG, model__rope_theta=1e6)
     assert evaluate(base, train(base, learned, 20, 8)) < 0.8 * evaluate(config_at(LONG), learned)

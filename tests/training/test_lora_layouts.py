@@ -1,4 +1,4 @@
-"""Models with adapters compute the same on every layout: hidden states, and the gradients of all parameters."""
+"""Equality of hidden states and gradients of models with adapters on all layouts."""
 
 import functools
 
@@ -14,9 +14,9 @@ from maxlm.training.state import abstract_model, param_shardings
 from tests.adapters import adapter_arrays, with_arrays
 from tests.small import small_batch, small_config, small_layout
 
-# Compiling is most of the time that this takes.
+# Compilation dominates the duration of these tests.
 QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-# A rank that does not divide over the devices.
+# The rank does not divide over the devices.
 COMMON = {
     'model__family': 'llama',
     'model__num_kv_heads': 2,
@@ -40,7 +40,7 @@ def initial_params():
 
 
 def results(**settings):
-    """Hidden states [B, T, D] of a batch, and the gradients of a weighted sum of them, whole."""
+    """Returns the hidden states [B, T, D] of a batch and the gathered gradients of a weighted sum of them."""
     config = small_config(num_devices=4 if 'mesh__fsdp' in settings else 1, **COMMON, **settings)
     layout = small_layout(config)
     graph, _ = nnx.split(abstract_model(config, layout))
@@ -80,7 +80,7 @@ def test_every_layout_computes_what_one_device_computes(layout):
         jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(wanted_gradients), strict=True
     ):
         np.testing.assert_allclose(gradient, other, rtol=0, atol=1e-4 * np.abs(other).max(), err_msg=str(path))
-        # Control: there is something to compare. Hidden states do not depend on the head.
+        # Negative control: gradients are not zero, except for the head, on which hidden states do not depend.
         assert np.abs(gradient).max() > 1e-2 or path[0].key == 'head', path
 
 

@@ -1,4 +1,4 @@
-"""Training in float16: the scale of the loss, steps that overflow, and that it learns as float32 does."""
+"""Training in float16: loss scale, overflowing steps, and the same learning as in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ SETTINGS = {'train__initial_loss_scale': 1024.0, 'train__loss_scale_growth_inter
 
 
 class Run:
-    """A compiled step, with a batch and the state before the first step."""
+    """A compiled step with a batch and the initial state."""
 
     def __init__(self, dtype):
         self.config = small_config(model__dtype=dtype, model__num_layers=1, **SETTINGS)
@@ -28,7 +28,7 @@ class Run:
         self.batch = self.layout.put_batch(small_batch(self.config), self.config.train.global_batch_size)
 
     def with_scale(self, scale, good_steps=0):
-        """The state before the first step, with another scale."""
+        """Returns the initial state with another loss scale."""
         placed = jax.device_put((jnp.float32(scale), jnp.int32(good_steps)), self.layout.named())
         return self.state._replace(loss_scale=LossScale(*placed))
 
@@ -41,7 +41,7 @@ class Run:
         return np.array(losses)
 
     def gradient(self, scale=None):
-        """The clipped gradient: ten times the first moment after one step."""
+        """Returns the clipped gradient, which is ten times the first moment after one step."""
         state, metrics = self.step(self.state if scale is None else self.with_scale(scale), self.batch)
         assert not metrics['skipped']
         moments = optax.tree.get(state.opt_state, 'mu')
@@ -90,7 +90,7 @@ def test_an_overflow_changes_nothing_but_the_scale(half):
     assert (int(after.step), int(after.skipped)) == (2, 1)
     for name in ('params', 'opt_state'):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(state, name))
-    # Once the scale is low enough, the next step is, bit for bit, the one of a run that had no overflow.
+    # With a sufficiently low scale, the next step is bit-identical to that of a run without overflow.
     then, metrics = half.step(after._replace(loss_scale=state.loss_scale), half.batch)
     wanted, wanted_metrics = half.step(state, half.batch)
     jax.tree.map(np.testing.assert_array_equal, (then.params, then.opt_state), (wanted.params, wanted.opt_state))
@@ -115,7 +115,7 @@ def test_good_steps_double_the_scale(half):
     assert (float(state.loss_scale.scale), int(state.loss_scale.good_steps)) == (512, 99)
     state, metrics = half.step(state, half.batch)
     assert (float(state.loss_scale.scale), int(state.loss_scale.good_steps)) == (1024, 0)
-    # The step itself still had the one before.
+    # The step itself still used the previous scale.
     assert float(metrics['loss_scale']) == 512
 
 
@@ -128,7 +128,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow(half):
 
 
 def test_a_gradient_that_is_not_finite_without_a_scale_is_no_overflow(half):
-    # The mean of the loss is what it was, its gradient is beyond float16.
+    # The mean loss is unchanged, but its gradient exceeds float16.
     heavy = {**half.batch, 'weights': half.batch['weights'] * 1e30}
     for scale, overflow in ((1, False), (2, True)):
         after, metrics = half.step(half.with_scale(scale), heavy)
@@ -143,7 +143,7 @@ def test_the_gradient_is_that_of_float32_unless_the_scale_is_too_low(half, singl
     error = {scale: np.linalg.norm(half.gradient(scale) - wanted) / size for scale in (2.0**4, 2.0**10, 2.0**-10)}
     assert error[2.0**4] < 0.01
     assert error[2.0**10] < 0.01
-    # Control: what the scale is for.
+    # Negative control: a small scale increases the error.
     assert error[2.0**-10] > 10 * error[2.0**10]
 
 
@@ -151,7 +151,7 @@ def test_float16_learns_as_float32_does(half, single):
     losses, wanted = half.losses(), single.losses()
     np.testing.assert_allclose(losses, wanted, rtol=0.01)
     assert wanted[-1] < 0.7 * wanted[0]
-    # Control: it was another type.
+    # Negative control: the dtypes differ.
     assert (losses != wanted).all()
 
 

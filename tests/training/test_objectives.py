@@ -1,4 +1,4 @@
-"""Sums of each objective of a one-layer model, against the log-probabilities of the same tokens."""
+"""Sums of each objective of a one-layer model against the log-probabilities of the same tokens."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def batch_of_responses():
 
 @pytest.fixture(scope='module')
 def run():
-    """A function of a batch that returns what each objective finds, and log-probabilities of model and reference."""
+    """Returns a function of a batch that computes all objectives and log-probabilities of model and reference."""
     layout = small_layout(CONFIGS['next_token'])
     params, reference = (small_state(CONFIGS['next_token'], layout, seed).params for seed in (0, 1))
 
@@ -88,7 +88,7 @@ def test_the_loss_of_the_next_token(found):
     weights_BT = batch_of_responses()['weights']
     np.testing.assert_allclose(sums.loss, -(weights_BT * found[2]).sum(), rtol=1e-5)
     assert sums.tokens == sums.weight == sums.parts_count == weights_BT.sum()
-    # The z-loss is minimized, and is no part of the loss. Z is near the size of the vocabulary.
+    # The objective includes the z-loss, but the loss does not. Z is about the vocabulary size.
     np.testing.assert_allclose(objective, sums.loss + sums.parts['z_loss'], rtol=1e-5)
     np.testing.assert_allclose(sums.parts['z_loss'], 0.1 * np.log(61) ** 2 * sums.tokens, rtol=0.02)
 
@@ -120,7 +120,7 @@ def test_the_loss_of_preferences(found):
     assert sums.tokens == batch_of_responses()['weights'].sum()
     for name, value in sums.parts.items():
         np.testing.assert_allclose(value, getattr(terms, DPO_PARTS[name]), rtol=1e-5, atol=1e-6)
-    # The model is not its reference.
+    # The model differs from its reference.
     assert terms.margin != 0
 
 
@@ -146,7 +146,7 @@ def test_a_budget_counts_the_longest_response_of_every_row(found):
     _, sums = found[0]['budget']
     assert sums.weight == 8 * GRPO.max_completion_length
     assert 'kl' not in sums.parts
-    # Control: without the divergence from a reference the loss is another.
+    # Negative control: the loss differs without the KL divergence from a reference.
     assert sums.loss != found[0]['grpo'][1].loss
 
 

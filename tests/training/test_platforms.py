@@ -1,4 +1,4 @@
-"""Steps lowered for accelerators that are not here: what each would be given to run."""
+"""Kernels in steps that are lowered for absent accelerators."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 @pytest.fixture(scope='module', autouse=True)
 def cudnn_9_13():
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # Lowering asks the local machine for its cuDNN, which a machine without a GPU does not have.
+        # Lowering queries the local cuDNN version, which does not exist without a GPU.
         monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda *_: 91300)
         yield
 
@@ -28,7 +28,7 @@ def cudnn_9_13():
 def lowered(platform, backend, *overrides, spec='1b.py', devices=1):
     config = load(f'{ROOT}/configs/{spec}', ['train.global_batch_size=32', *overrides])
     config = resolve(config, platform=backend, num_devices=devices, vocab_size=32, windows=100)
-    # With several devices the kernel hides in a partitioning call until they are known.
+    # With several devices, the kernel is inside a partitioning call until the devices are known.
     layout = make_layout(config.mesh, jax.devices()[:devices])
     batch = {name: jax.ShapeDtypeStruct((32, 2048), kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
     step = jax.jit(make_train_step(config, layout))
@@ -42,7 +42,7 @@ def fused_calls(text):
 def test_gpu_runs_fused_attention_with_documents_masked():
     with_bias = {'__cudnn$fmhaScaleBiasSoftmax', '__cudnn$fmhaScaleBiasSoftmaxBackward'}
     assert fused_calls(lowered('cuda', 'gpu')) == with_bias
-    # Control: without documents to keep apart the kernel needs no mask of ours.
+    # Negative control: without document isolation, the kernel needs no explicit mask.
     plain = {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'}
     assert fused_calls(lowered('cuda', 'gpu', 'data.document_mask=false')) == plain
     assert fused_calls(lowered('cuda', 'gpu', 'model.attention=xla')) == set()
@@ -68,7 +68,7 @@ def sliding_windows(text):
 def test_gpu_kernels_know_their_windows():
     overrides = ['model.attention_pattern=SL', 'model.sliding_window=512', 'data.document_mask=false']
     assert sliding_windows(lowered('cuda', 'gpu', *overrides)) == {0, 512}
-    # Control: without a pattern there is none.
+    # Negative control: without a pattern, there is no sliding window.
     assert sliding_windows(lowered('cuda', 'gpu', overrides[-1])) <= {0}
 
 

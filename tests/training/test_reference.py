@@ -1,4 +1,4 @@
-"""The reference of preferences and of rewards: whether the state holds one, and in which type."""
+"""Reference parameters of DPO and GRPO in the state, and their dtypes."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ ADAPTERS = {'model__family': 'llama', 'model__lora_rank': 2}
     [
         ({}, False),
         (DPO, True),
-        # The model without its adapters is the reference, unless something else is trained too.
+        # The model without adapters is the reference, unless other parameters are trained too.
         ({**DPO, **ADAPTERS}, False),
         ({**DPO, **ADAPTERS, 'optimizer__trainable_params': ('embedding',)}, True),
         (ADAPTERS, False),
@@ -41,7 +41,7 @@ def test_each_kind_is_kept_in_the_type_that_the_model_takes():
     in_8_bits = dataclasses.replace(config, model=dataclasses.replace(config.model, matmul_precision='fp8'))
     kinds = ('table', 'head', 'matrix', 'vector')
     assert [stored_dtype(config, kind) for kind in kinds] == [jnp.bfloat16] * 3 + [jnp.float32]
-    # Products of 8-bit floats round the float32 parameter.
+    # fp8 products round the float32 parameter, so it is stored in float32.
     assert [stored_dtype(in_8_bits, kind) for kind in kinds] == [jnp.bfloat16] * 2 + [jnp.float32] * 2
 
 
@@ -53,7 +53,7 @@ def test_a_reference_is_a_copy():
         'final_norm': {'scale': 'float32'},
     }
     np.testing.assert_array_equal(reference['final_norm']['scale'], params['final_norm']['scale'])
-    # A step takes the memory of the parameters.
+    # A step donates the parameters, so the reference must not share their memory.
     pointers = [tree['final_norm']['scale'].unsafe_buffer_pointer() for tree in (params, reference)]
     assert pointers[0] != pointers[1]
 

@@ -1,4 +1,4 @@
-"""When to save and what to keep, as tables of numbers."""
+"""Tables of saving and retention decisions."""
 
 import pytest
 
@@ -19,7 +19,7 @@ NEVER = {'num_steps': 100, 'save_interval_steps': 0, 'keep_period': 0, 'seconds'
         (3, {'save_interval_minutes': 1.0, 'seconds': 60.0}, True),
         (3, {'save_interval_minutes': 1.0, 'seconds': 59.9}, False),
         (3, {'save_interval_minutes': 0.5, 'seconds': 30.0}, True),
-        # One rule does not silence another.
+        # Rules are independent of each other.
         (20, {'save_interval_steps': 10, 'save_interval_minutes': 1.0, 'seconds': 0.0}, True),
         (21, {'save_interval_steps': 10, 'save_interval_minutes': 1.0, 'seconds': 61.0}, True),
     ],
@@ -45,7 +45,7 @@ SAVED = [SavedStep(step, loss) for step, loss in LOSSES.items()]
     [
         ((1, 0, 0), {70: ('last',)}),
         ((2, 0, 0), {60: ('last',), 70: ('last',)}),
-        # Of equal losses the newest, and one that is not finite is never the best.
+        # The newest of equal losses is the best. A loss that is not finite is never the best.
         ((1, 1, 0), {50: ('best',), 70: ('last',)}),
         ((1, 3, 0), {20: ('best',), 30: ('best',), 50: ('best',), 70: ('last',)}),
         ((1, 0, 30), {30: ('permanent',), 60: ('permanent',), 70: ('last',)}),

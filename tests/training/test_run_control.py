@@ -1,4 +1,4 @@
-"""Decisions that a run takes by itself: tables of numbers, and a rollback in a loop of real steps."""
+"""Run-control decisions: tables, and a rollback in a loop of real steps."""
 
 import json
 import math
@@ -36,24 +36,24 @@ GUARDED = {'guard__max_consecutive_skips': MOST, 'guard__rollback_skip_steps': 5
 @pytest.mark.parametrize(
     ('bad', 'saved', 'wanted'),
     [
-        # Not enough of them.
+        # Too few bad steps.
         (BadSteps(), [0], None),
         (BadSteps(31, 32, 2), [0, 10, 20, 30], None),
-        # The newest that has seen none of the last five before step 31, 26 … 30.
+        # The newest checkpoint before the margin of five steps, 26 to 30, that precede step 31.
         (BadSteps(31, 33, 3), [0, 10, 20, 25, 30], Rollback(25, 25, 33)),
         (BadSteps(31, 33, 3), [0, 10, 20, 30], Rollback(20, 25, 33)),
         (BadSteps(31, 36, 3), [0], Rollback(0, 25, 36)),
-        # Only younger ones: as much as can be is left out.
+        # Only newer checkpoints exist, so as many steps as possible are skipped.
         (BadSteps(31, 33, 3), [27, 30], Rollback(27, 27, 33)),
         (BadSteps(31, 33, 3), [30, 31, 33], Rollback(30, 30, 33)),
-        # The margin ends where the run begins.
+        # The margin is limited by the start of the run.
         (BadSteps(3, 5, 3), [0], Rollback(0, 0, 5)),
         (BadSteps(1, 3, 3), [0], Rollback(0, 0, 3)),
     ],
 )
 def test_bad_steps_lead_back_to_a_good_checkpoint(bad, saved, wanted):
     assert on_bad_steps(RunControl(), bad, saved, small_config(**GUARDED)) == wanted
-    # However checkpoints are listed.
+    # The order of the checkpoints does not matter.
     assert on_bad_steps(RunControl(), bad, saved[::-1], small_config(**GUARDED)) == wanted
 
 
@@ -78,7 +78,7 @@ def test_where_there_is_no_way_back_the_run_stops_and_says_why(decisions, saved,
 def test_after_a_rollback():
     line = {'num_steps': 70, 'planned_step': 30, 'planned_share': 0.25, 'warmup_share': 0.125}
     restored = RunControl(hours=2.0, best_validation_loss=3.5, evaluations_without_progress=1, step_seconds=9.0, **line)
-    # Decided later, for a place in the run to which it does not come any more.
+    # A later decision for a step that the run does not reach any more.
     now = RunControl(rollbacks=1, rate_factor=0.5, hours=3.0, evaluations_without_progress=4, step_seconds=8.0)
     now = now._replace(num_steps=60, planned_step=50, planned_share=0.75, warmup_share=0.5)
     guard = small_config(guard__rollback_lr_factor=0.5).guard
@@ -101,7 +101,7 @@ def test_the_config_with_what_was_decided():
     assert apply_control(config, RunControl()) == config
     after = apply_control(config, RunControl(rate_factor=0.5, num_steps=33))
     assert after.train.num_steps == 33
-    # A step is compiled for the rates alone, and only a budget has its length decided.
+    # Only learning rates affect the compiled step, and num_steps is only decided for budgets.
     assert with_rates(config, RunControl(num_steps=33)) == config
     assert apply_control(small_config(), RunControl(num_steps=33)) == small_config()
     rates = ('learning_rate', 'min_learning_rate', 'embedding_learning_rate', 'adam_learning_rate')
@@ -115,7 +115,7 @@ def test_the_config_with_what_was_decided():
         ([3, 2, 2, 2], 2, 0.0, 4),
         ([3, 2, 2, 1.9, 2, 2], 2, 0.0, 6),
         ([3, 2.95, 2.91, 2.5], 2, 0.1, 3),
-        # In sum they are more than the least that counts.
+        # The sum of the improvements exceeds the minimum improvement.
         ([3, 2.95, 2.85, 2.8, 2.7], 2, 0.1, None),
         ([3, math.nan, math.inf], 2, 0.0, 3),
         ([math.nan, 3, 2], 2, 0.0, None),
@@ -147,10 +147,10 @@ PRICED = {'train__price_per_hour': 2.5}
         ({'guard__max_hours': 2.0}, 1.5, 0.75, False, False),
         ({'guard__max_hours': 2.0}, 1.6, 0.8, True, False),
         ({'guard__max_hours': 2.0}, 2.0, 1.0, True, True),
-        # Four devices for an hour: ten dollars.
+        # Four devices cost ten dollars per hour.
         ({'guard__max_dollars': 20.0, **PRICED}, 1.0, 0.5, False, False),
         ({'guard__max_dollars': 20.0, **PRICED}, 2.5, 1.25, True, True),
-        # The nearest of several.
+        # The limit that is reached first counts.
         ({'guard__max_hours': 10.0, 'guard__max_dollars': 20.0, **PRICED}, 1.8, 0.9, True, False),
         ({'train__num_steps': 0, 'train__hours': 4.0}, 3.0, 0.75, False, False),
         ({'train__num_steps': 0, 'train__dollars': 10.0, **PRICED}, 1.0, 1.0, True, True),
@@ -158,7 +158,7 @@ PRICED = {'train__price_per_hour': 2.5}
 )
 def test_budgets(settings, hours, share, alert, used_up):
     config = small_config(**settings)
-    # In two lives, the second with half of the devices for half of the cost.
+    # Two attempts, the second with half of the devices at half of the cost.
     decisions = spend(RunControl(), 1800 * hours, num_devices=6, price_per_hour=config.train.price_per_hour)
     decisions = spend(decisions, 1800 * hours, num_devices=2, price_per_hour=config.train.price_per_hour)
     budget = budget_spent(decisions, config)
@@ -175,10 +175,10 @@ def test_without_a_budget_there_is_none():
 def test_the_time_until_an_alert_or_an_end():
     assert seconds_left(RunControl(hours=9.0), small_config(), 4) is None
     config = small_config(guard__max_hours=10.0, guard__max_dollars=100.0, **PRICED)
-    # Four devices: ten dollars an hour, an alert after eight hours of both.
+    # Four devices cost ten dollars per hour; both limits alert after eight hours.
     assert seconds_left(RunControl(hours=1.0, dollars=10.0), config, 4) == pytest.approx(7 * 3600)
     assert seconds_left(RunControl(hours=8.5, dollars=10.0), config, 4) == pytest.approx(1.5 * 3600)
-    # It was on more devices before.
+    # The run used more devices before.
     assert seconds_left(RunControl(hours=1.0, dollars=70.0), config, 4) == pytest.approx(3600)
     assert seconds_left(RunControl(hours=11.0, dollars=170.0), config, 4) == 0
 
@@ -204,12 +204,12 @@ def test_decisions_come_back_from_json():
 
 
 class Loop:
-    """A run without files: checkpoints are states and JSON, and the batches of a poisoned window are not finite."""
+    """A run without files. Checkpoints are states and JSON; batches of poisoned steps are not finite."""
 
     EVERY, POISON = 4, range(13, 16)
 
     def __init__(self):
-        # Dropout shows that a step draws by its own number.
+        # Dropout checks that random numbers depend on the step.
         model = {'model__num_layers': 1, 'model__dim': 16, 'model__num_heads': 2, 'model__dropout': 0.1}
         self.config = small_config(**{**GUARDED, 'guard__rollback_skip_steps': 2}, **model, guard__spike_window=16)
         self.layout = small_layout(self.config)
@@ -222,7 +222,7 @@ class Loop:
         return self.layout.put_batch(batch, self.config.train.global_batch_size)
 
     def run(self, start, decisions, *, guarded=True, lives=99):
-        """From a saved (state, JSON) to the end, as often as it takes; or until `lives` are over."""
+        """Runs from a saved (state, JSON) to the end with all rollbacks, or for at most `lives` attempts."""
         saved, losses = {int(start.step): (start, json.dumps(to_json(decisions)))}, {}
         state, bad = start, BadSteps()
         while int(state.step) < self.config.train.num_steps:
@@ -239,7 +239,7 @@ class Loop:
                 decisions, bad = rolled_back(decisions, restored, skips, self.config.guard), BadSteps()
                 lives -= 1
                 if not lives:
-                    # Killed before anything of it was saved.
+                    # The attempt is killed before it saves a checkpoint.
                     return saved[plan.step]
             elif int(state.step) % self.EVERY == 0 and not bad.in_a_row:
                 saved[int(state.step)] = (state, json.dumps(to_json(decisions)))
@@ -250,7 +250,7 @@ def test_a_rollback_ends_as_a_run_that_never_saw_the_window():
     loop = Loop()
     first = small_state(loop.config, loop.layout)
     state, decisions, losses = loop.run(first, RunControl())
-    # Steps 14, 15, 16 were bad, and two before them go too.
+    # Steps 14, 15 and 16 were bad; two steps before them are skipped too.
     assert decisions.rollbacks == 1
     assert decisions.skips == ((11, 16),)
     assert int(state.skipped) == 0
@@ -258,12 +258,12 @@ def test_a_rollback_ends_as_a_run_that_never_saw_the_window():
     assert (same.rollbacks, int(never.skipped)) == (0, 0)
     jax.tree.map(np.testing.assert_array_equal, state, never)
     np.testing.assert_array_equal([*losses.values()], [*wanted.values()])
-    # Killed right after going back, it goes the same way again.
+    # If the run is killed right after the rollback, it makes the same decisions again.
     kept, text = loop.run(first, RunControl(), lives=1)
     again, same, _ = loop.run(kept, from_json(json.loads(text)))
     assert same == decisions
     jax.tree.map(np.testing.assert_array_equal, again, state)
-    # Control: only left out, and not gone back, it ends elsewhere.
+    # Negative control: skipping the steps without rollback gives another result.
     other, _, _ = loop.run(first, RunControl(), guarded=False)
     assert int(other.skipped) == 3
     assert not np.array_equal(other.params['embedding'], state.params['embedding'])

@@ -1,4 +1,4 @@
-"""Length of runs in hours or dollars, decided from numbers, and the learning rates that follow from it."""
+"""Number of steps of runs with a budget in hours or dollars, and the resulting learning rates."""
 
 import json
 
@@ -45,20 +45,20 @@ def test_budgets_in_seconds():
     assert budget_seconds(hours(2.0), 8) == 7200
     assert budget_left(RunControl(hours=0.5), hours(2.0), 8) == 5400
     dollars = small_config(train__num_steps=0, train__dollars=100.0, train__price_per_hour=1.5)
-    # 100 dollars buy 8 devices at 1.5 dollars for 8.33 hours.
+    # 100 dollars pay for 8 devices at 1.5 dollars per hour for 8.33 hours.
     assert budget_seconds(dollars, 8) == pytest.approx(30_000)
     assert budget_left(RunControl(dollars=10.0), dollars, 8) == pytest.approx(27_000)
 
 
 def test_the_length_is_what_fits_into_what_is_left():
     config = hours()
-    # A quarter of an hour is spent: 2700 s without 1 % of the budget, in steps of half a second.
+    # A quarter of an hour is spent. Steps of half a second fill the remaining 2700 s minus 1 % of the budget.
     chosen = decide_length(RunControl(hours=0.25), step=25, costs=Costs(0.5), num_devices=8, config=config)
     assert chosen.num_steps == 25 + 5328 == apply_control(config, chosen).train.num_steps
     dollars = small_config(train__num_steps=0, train__dollars=100.0, train__price_per_hour=1.5)
     chosen = decide_length(RunControl(dollars=10.0), step=25, costs=Costs(8.0), num_devices=8, config=dollars)
     assert chosen.num_steps == 25 + 3337
-    # A budget that is used up still ends with a step; one without end has a length too.
+    # An exhausted budget still allows one step; an unlimited budget has a finite length.
     assert decide_length(RunControl(hours=2.0), step=25, costs=Costs(0.5), num_devices=8, config=config).num_steps == 26
     assert (
         decide_length(RunControl(), step=25, costs=Costs(0.0), num_devices=8, config=config).num_steps < UNDECIDED_STEPS
@@ -75,12 +75,12 @@ def test_evaluations_and_saves_are_part_of_the_time():
     }
     config = small_config(**every)
     costs = Costs(step=1.0, evaluation=100.0, tasks=1e4, save=1e6, last_save=5e6)
-    # From step 5: evaluations after 10, 20 … 90 and at the end, tasks after 25, 50, 75, saves after 20 … 80 and 50.
+    # From step 5: evaluations at 10, 20, …, 90 and at the end, tasks at 25, 50, 75, saves at 20, …, 80 and 50.
     assert seconds_until(100, step=5, costs=costs, config=config) == 95 + 10 * 100 + 4 * 1e4 + 5 * 1e6 + 5e6
     assert seconds_until(91, step=90, costs=costs, config=config) == 1 + 100 + 1e4 + 5e6
     by_minutes = small_config(checkpoint__save_interval_steps=0, checkpoint__save_interval_minutes=1.0)
     assert seconds_until(130, step=0, costs=Costs(1.0, save=5.0), config=by_minutes) == 130 + 3 * 5
-    # All of it fits, and a step more would not.
+    # All steps fit into the budget, but one more would not.
     config = hours(**every)
     costs = Costs(step=2.0, evaluation=7.0, tasks=31.0, save=3.0, last_save=20.0)
     length = decide_length(RunControl(), step=3, costs=costs, num_devices=1, config=config).num_steps
@@ -102,7 +102,7 @@ def test_a_length_that_never_changes_has_the_rates_of_a_fixed_one(name):
     progress = progress_of(RunControl(num_steps=110), config)
     fixed = make_schedule(config.optimizer, 110)
     np.testing.assert_allclose(rates(config, progress, range(111)), [fixed(n) for n in range(111)], rtol=2e-5)
-    # Within its warm-up, a run stays there.
+    # A run that ends within its warm-up only warms up.
     short = rates(config, progress_of(RunControl(num_steps=8), config), range(8))
     np.testing.assert_allclose(short, [1e-3 * n for n in range(8)], rtol=1e-5)
 
@@ -111,7 +111,7 @@ def test_a_length_that_never_changes_has_the_rates_of_a_fixed_one(name):
 @pytest.mark.parametrize('at', [4, 40, 90])
 @pytest.mark.parametrize('length', [60, 100, 200])
 def test_rates_never_jump_and_end_at_the_minimum(name, at, length):
-    """In the warm-up, in the middle and in the decay the length becomes another one."""
+    """Changes the length during the warm-up, in the middle and during the decay."""
     config = hours(optimizer__schedule=name, optimizer__warmup_steps=10, optimizer__min_learning_rate=1e-3)
     length = max(length, at + 5)
     first = RunControl(num_steps=100)
@@ -121,12 +121,12 @@ def test_rates_never_jump_and_end_at_the_minimum(name, at, length):
     old, new = rates(config, before, range(at + 1)), rates(config, after, range(at, length + 1))
     assert new[0] == pytest.approx(old[-1], rel=1e-5)
     assert new[-1] == pytest.approx(1e-2 if name == 'constant' else 1e-3, rel=1e-5)
-    # The warm-up has as many steps as ever, and then nothing rises.
+    # The warm-up keeps its number of steps, and the rate never increases after it.
     rise = np.concatenate([old[:-1], new])
     np.testing.assert_allclose(rise[:10], [1e-3 * n for n in range(10)], rtol=1e-5)
     assert (np.diff(rise[10:]) <= 1e-9).all()
     if name == 'wsd':
-        # The decay is a line through the last fifth of the progress.
+        # The decay is linear over the last fifth of the progress.
         share = np.concatenate([[before.at(n) for n in range(at)], [after.at(n) for n in range(at, length + 1)]])
         wanted = np.where(share > 0.8, 1e-2 - 9e-3 * (share - 0.8) / 0.2, 1e-2)
         np.testing.assert_allclose(rise[10:], wanted[10:], rtol=1e-4)
@@ -145,7 +145,7 @@ def test_one_program_serves_all_lengths():
         assert metrics['learning_rate'] == pytest.approx(rates(config, progress, [0])[0], rel=1e-6)
         assert after.progress == with_progress(state, progress, layout).progress
         embeddings.append(np.asarray(after.params['embedding'] - state.params['embedding']))
-    # Updates have the rates that are reported.
+    # Updates use the reported rates.
     moved = [np.abs(embedding).mean() for embedding in embeddings]
     assert moved[2] / moved[0] == pytest.approx(0.5, rel=1e-3)
     assert moved[0] > moved[1] > moved[2]
@@ -166,7 +166,7 @@ def test_measured_steps_and_times_of_decisions():
 def test_another_budget_lays_the_schedule_over_it():
     saved = RunControl(num_steps=100, planned_step=40, planned_share=0.3, warmup_share=0.05, hours=0.9, budget=1.0)
     assert at_start(saved, hours(1.0), 90) == saved
-    # Of an older version, or new.
+    # The state is from an older version, or new.
     assert at_start(saved._replace(budget=0.0), hours(2.0), 90) == saved._replace(budget=0.0)
     assert at_start(RunControl(), hours(2.0), 0) == RunControl()
     twice = at_start(saved, hours(2.0), 90)
@@ -174,7 +174,7 @@ def test_another_budget_lays_the_schedule_over_it():
     assert progress_of(twice, hours(2.0)).warmup == pytest.approx(0.45 * 2 / 90)
     longer = decide_length(twice, step=91, costs=Costs(36.0), num_devices=1, config=hours(2.0))
     assert longer.num_steps == 91 + 108
-    # A run with a number of steps has no decided length any more, and one that had steps before gets one.
+    # A run with num_steps drops the decided length, and a run that had num_steps before gets one.
     assert at_start(saved, small_config(), 90).num_steps == 0
     assert at_start(RunControl(hours=0.5), hours(2.0), 90).planned_share == 0.25
 

@@ -1,4 +1,4 @@
-"""Steps that are not finite or spike: told from good ones, left out without a trace, and no false alarms."""
+"""Detection of spikes and values that are not finite: skipped steps leave no trace, and no false alarms."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ def filled_window(losses, norms, config=GUARD):
 
 @pytest.fixture(scope='module')
 def usual():
-    """W good steps: a loss of 2.9 … 3.1, a norm of 0.9 … 1.1."""
+    """Returns the statistics of W good steps with losses of 2.9 to 3.1 and norms of 0.9 to 1.1."""
     rng = np.random.default_rng(0)
     return filled_window(rng.uniform(2.9, 3.1, W), rng.uniform(0.9, 1.1, W))
 
@@ -42,7 +42,7 @@ def usual():
         (3.0, 1.0, True),
         (3.2, 1.0, True),
         (3.0, 2.0, True),
-        # What is low is no spike.
+        # A low value is no spike.
         (0.1, 1.0, True),
         (3.0, 0.0, True),
         (6.0, 1.0, False),
@@ -72,7 +72,7 @@ def test_nothing_is_a_spike_before_the_window_is_full():
     ok, _ = judge(window, jnp.float32(99), jnp.float32(99), GUARD)
     assert ok
     assert not judge(window, jnp.float32(np.nan), jnp.float32(1), GUARD)[0]
-    # Control: one more, and it is one.
+    # Negative control: after one more step, the value is a spike.
     _, window = judge(window, jnp.float32(3), jnp.float32(1), GUARD)
     assert not judge(window, jnp.float32(99), jnp.float32(1), GUARD)[0]
 
@@ -120,18 +120,18 @@ def test_another_length_of_the_window_keeps_the_newest_steps(usual):
     assert window_to_json(longer) == stored
     shorter = window_from_json({name: [*range(2 * W)] for name in stored}, GUARD)
     assert window_to_json(shorter)['losses'] == [*range(W, 2 * W)]
-    # Off now, or not there in an older checkpoint.
+    # The guard is disabled, or an older checkpoint has no window.
     assert window_from_json(stored, GuardConfig(spike_window=0)) is None
     jax.tree.map(np.testing.assert_array_equal, window_from_json(None, GUARD), first_window(GUARD))
 
 
 def curves(num_runs, steps, seed=0):
-    """Losses and gradient norms as runs have them: a power law with warm-up, tails heavier than a normal's."""
+    """Returns realistic losses and gradient norms: a power law with warm-up and heavy-tailed noise."""
     rng = np.random.default_rng(seed)
     step = np.arange(1, steps + 1)
     noise = rng.standard_t(6, (num_runs, steps))
     losses = 2.5 + 8.5 * step**-0.4 + 0.06 * noise
-    # Norms are high at first, and spread by factors.
+    # Norms are large at first, with multiplicative noise.
     norms = (0.3 + 5 * step**-0.7) * np.exp(0.25 * rng.standard_t(8, (num_runs, steps)))
     return losses.astype(np.float32), norms.astype(np.float32)
 
@@ -153,10 +153,10 @@ def judgements(losses, norms, config):
 )
 def test_usual_curves_raise_no_false_alarm(num_runs, steps, window):
     losses, norms = curves(num_runs, steps)
-    # Control: spikes in the same curves are found, all of them and nothing else.
+    # Negative control: exactly the planted spikes in the same curves are detected.
     rng = np.random.default_rng(1)
     planted = np.zeros(losses.shape, bool)
-    # Behind the first window, and while the loss falls slowly.
+    # Spikes are planted after the first window, while the loss decreases slowly.
     planted[:, 200:] = rng.random((num_runs, steps - 200)) < 0.02
     by_loss = planted & (rng.random(losses.shape) < 0.5)
     spiked = losses + 2.0 * by_loss, norms * np.where(planted & ~by_loss, 100, 1).astype(np.float32)
@@ -169,17 +169,17 @@ def test_usual_curves_raise_no_false_alarm(num_runs, steps, window):
 
 
 class Run:
-    """A compiled step that has learned one batch, so that its loss is even; window and moving average are on."""
+    """A compiled step trained on one batch, so that its loss is steady, with spike window and moving average."""
 
     def __init__(self):
-        # In float16, whose state has the most parts.
+        # float16 has the state with the most parts.
         settings = {'guard__spike_window': W, 'optimizer__ema_decay': 0.9, 'optimizer__schedule': 'constant'}
         self.config = small_config(model__dtype='float16', model__num_layers=1, optimizer__warmup_steps=0, **settings)
         self.layout = small_layout(self.config)
         self.step = jax.jit(make_train_step(self.config, self.layout))
         batch = small_batch(self.config)
         self.batch = self.put(batch)
-        # Tokens that it has learned to follow with others.
+        # Targets that contradict the learned ones.
         self.exploding = self.put({**batch, 'targets': (batch['targets'] + 7) % 61})
         self.not_a_number = self.put({**batch, 'weights': np.where(np.arange(16) == 3, np.nan, batch['weights'])})
         self.state, self.history = small_state(self.config, self.layout), []
@@ -210,11 +210,11 @@ def test_a_bad_batch_leaves_no_trace(learned, kind, spike):
     after, metrics = learned.step(learned.state, getattr(learned, kind))
     assert (bool(metrics['skipped']), bool(metrics['spike'])) == (True, spike)
     assert bool(np.isfinite(metrics['loss'])) == spike
-    # All of the state but the two counters, bit for bit.
+    # The state is bit-identical except for the two counters.
     counters = {'step': learned.state.step, 'skipped': learned.state.skipped}
     jax.tree.map(np.testing.assert_array_equal, after._replace(**counters), learned.state)
     assert (int(after.step), int(after.skipped)) == (int(learned.state.step) + 1, 1)
-    # And so is the next step that of a run that never saw it.
+    # The next step equals that of a run without the bad step.
     then, metrics = learned.step(after, learned.batch)
     wanted, wanted_metrics = learned.step(learned.state, learned.batch)
     assert int(then.step) == int(wanted.step) + 1
@@ -222,7 +222,7 @@ def test_a_bad_batch_leaves_no_trace(learned, kind, spike):
     jax.tree.map(np.testing.assert_array_equal, then._replace(**counters), wanted)
     for name in ('loss', 'learning_rate', 'grad_norm'):
         assert metrics[name] == wanted_metrics[name]
-    # Control: a step that is taken changes all of it.
+    # Negative control: an accepted step changes the entire state.
     assert not np.array_equal(wanted.params['embedding'], learned.state.params['embedding'])
     assert not np.array_equal(wanted.ema['embedding'], learned.state.ema['embedding'])
     assert not np.array_equal(wanted.window.good_QW, learned.state.window.good_QW)

@@ -15,12 +15,12 @@ from tests.small import small_batch, small_config, small_layout, small_state
 
 MODEL = {'model__num_layers': 1, 'model__dim': 16, 'model__num_heads': 2}
 CLIP_NORM = 0.25
-# Four micro-batches, gradients that are clipped, and a moving average.
+# Four micro-batches, clipped gradients, and a moving average.
 SETTINGS = {'train__per_device_batch_size': 2, 'optimizer__max_grad_norm': CLIP_NORM, 'optimizer__ema_decay': 0.22}
 
 
 class Step:
-    """A compiled step of a one-layer model, its batch, and the state before the first step."""
+    """A compiled step of a one-layer model with its batch and initial state."""
 
     def __init__(self, **settings):
         self.config = small_config(**{**MODEL, **settings})
@@ -31,11 +31,11 @@ class Step:
         self.first = small_state(self.config, self.layout)
 
     def with_weights(self, weights):
-        """Returns the batch with other weights of its tokens."""
+        """Returns the batch with other token weights."""
         return self.layout.put_batch({**self.rows, 'weights': weights}, self.config.train.global_batch_size)
 
     def states(self, num_steps):
-        """Returns the states and metrics after each of the first steps, all on the same batch."""
+        """Returns the states and metrics after each of the first steps on the same batch."""
         state, states, history = self.first, [], []
         for _ in range(num_steps):
             state, metrics = self.run(state, self.batch)
@@ -45,13 +45,17 @@ class Step:
 
 
 class Runs(NamedTuple):
-    """The steps that most tests share."""
+    """Steps that most tests share.
+
+    Attributes:
+        step: step with micro-batches, clipping and moving average.
+        states: states after each of 40 steps.
+        whole: step of one micro-batch without clipping and moving average.
+    """
 
     step: Step
-    # After each of 40 steps.
     states: list
     history: list
-    # A step of one micro-batch, without clipping and average, and what it leaves.
     whole: Step
     whole_state: TrainState
     whole_metrics: dict
@@ -65,7 +69,7 @@ def runs():
 
 
 def mean_gradient(state):
-    """Returns ten times the first moments: after the first step, the gradient that the optimizer was given."""
+    """Returns ten times the first moments, which is the optimizer's input gradient after the first step."""
     return jax.tree.map(lambda m: 10 * m, jax.device_get(optax.tree.get(state.opt_state, 'mu')))
 
 
@@ -74,7 +78,7 @@ def norm(tree):
 
 
 def assert_close(tree, other, rtol):
-    """Relative to the largest element of each array: single elements of a gradient can be arbitrarily small."""
+    """Compares arrays relative to their largest element, because single elements may be arbitrarily small."""
     for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-3))
 
@@ -89,7 +93,7 @@ def test_accumulation_is_exact_with_uneven_token_counts(runs):
 
 
 def test_the_mean_of_means_is_another_number(runs):
-    """A control of the test above: each quarter of the rows alone."""
+    """Negative control of the previous test: averages the means of each quarter of the rows."""
     whole, rows = runs.whole, np.arange(8)[:, None]
     quarters = [whole.with_weights(whole.rows['weights'] * np.float32(rows % 4 == quarter)) for quarter in range(4)]
     losses = [float(whole.run(whole.first, quarter)[1]['loss']) for quarter in quarters]
@@ -106,7 +110,7 @@ def test_clipping_bounds_the_norm_and_keeps_the_direction(runs):
 
 
 def test_small_gradients_are_not_clipped(runs):
-    # The sum of the weights counts as 1 or more, so light weights make a small gradient.
+    # The sum of the weights is at least 1 in the denominator, so small weights make a small gradient.
     step = runs.step
     light = step.rows['weights'] * np.float32(1e-4)
     state, metrics = step.run(step.first, step.with_weights(light))
@@ -136,12 +140,12 @@ def test_the_first_update_of_the_warmup_has_rate_0(runs):
 
 def test_the_moving_average_begins_short(runs):
     wanted = jax.device_get(runs.step.first.params)
-    # (1 + n) / (10 + n) for n = 1, 2, 3, until it is more than the config says.
+    # The decay is (1 + n) / (10 + n) for n = 1, 2, 3, limited by the configured decay.
     for state, decay in zip(runs.states[:3], [2 / 11, 0.22, 0.22], strict=True):
         state = jax.device_get(state)
         wanted = jax.tree.map(lambda e, p, d=decay: d * e + (1 - d) * p, wanted, state.params)
         assert_close(state.ema, wanted, 1e-5)
-    # Control: it is not the parameters themselves.
+    # Negative control: the average differs from the parameters.
     assert np.abs(state.ema['embedding'] - state.params['embedding']).max() > 1e-4
 
 
@@ -154,7 +158,7 @@ def test_the_moving_average_is_what_is_evaluated(runs):
 
 def test_a_batch_without_a_finite_loss_changes_nothing(runs):
     step, before = runs.step, runs.states[3]
-    # The weight of one token is not a number: so are loss and gradient.
+    # A NaN weight of one token makes loss and gradient NaN.
     weights = step.rows['weights'].copy()
     weights[0, 0] = np.nan
     state, metrics = step.run(before, step.with_weights(weights))
@@ -163,7 +167,7 @@ def test_a_batch_without_a_finite_loss_changes_nothing(runs):
     assert (int(state.step), int(state.skipped)) == (int(before.step) + 1, 1)
     for name in ('params', 'opt_state', 'ema'):
         jax.tree.map(np.testing.assert_array_equal, getattr(state, name), getattr(before, name))
-    # The next step is, bit for bit, the one of a run that never saw the bad batch.
+    # The next step is bit-identical to that of a run without the bad batch.
     then, metrics = step.run(state, step.batch)
     wanted, wanted_metrics = runs.states[4], runs.history[4]
     jax.tree.map(np.testing.assert_array_equal, (then.params, then.ema), (wanted.params, wanted.ema))
@@ -186,7 +190,7 @@ def test_z_loss_is_differentiated_but_not_counted_as_loss(runs):
     _, (metrics,) = Step(train__z_loss=0.1, train__per_device_batch_size=2, optimizer__max_grad_norm=0.0).states(1)
     np.testing.assert_allclose(metrics['loss'], without['loss'], rtol=1e-6)
     assert abs(metrics['grad_norm'] - without['grad_norm']) > 0.01
-    # At the start all logits are near 0, so that Z is near the size of the vocabulary.
+    # Initially all logits are near 0, so Z is about the vocabulary size.
     assert metrics['z_loss'] == pytest.approx(0.1 * np.log(61) ** 2, rel=0.02)
 
 
@@ -200,7 +204,7 @@ def eval_program(**settings):
 def test_evaluation_knows_neither_z_loss_nor_dropout():
     plain = eval_program()
     assert eval_program(train__z_loss=0.1, model__dropout=0.3) == plain
-    # Control: micro-batches are seen.
+    # Negative control: micro-batches change the program.
     assert eval_program(train__per_device_batch_size=2) != plain
 
 

@@ -1,4 +1,4 @@
-"""The program of a step is as long for many layers, micro-batches and sequences as for few."""
+"""Size of a step's program, which does not depend on the number of layers, micro-batches and sequences."""
 
 import jax
 import pytest
@@ -8,12 +8,12 @@ from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.small import small_config, small_layout
 
-# No other dimension has these sizes: equal shapes would share functions of the lowered program.
+# No other dimension has these sizes, because equal shapes would share functions of the lowered program.
 FEW, MANY = 5, 20
 
 
 def count_operations(**settings):
-    """Returns the number of operations that XLA is given for a step; nothing is compiled."""
+    """Returns the number of operations of the lowered step; nothing is compiled."""
     config = small_config(**settings)
     layout = small_layout(config)
     shape = (config.train.global_batch_size, config.data.seq_len)
@@ -29,7 +29,7 @@ def few_layers():
 
 def test_layers_in_a_loop_are_compiled_once(few_layers):
     assert count_operations(model__num_layers=MANY) == few_layers
-    # Control: layers that are written out.
+    # Negative control: unrolled layers.
     one, all_of_them = (count_operations(model__num_layers=layers, model__scan_layers=False) for layers in (1, FEW))
     assert all_of_them > one + 300 * (FEW - 1)
     assert all_of_them > 1.25 * few_layers
@@ -41,5 +41,5 @@ def test_micro_batches_are_compiled_once(few_layers):
         for rows in (FEW, MANY)
     )
     assert few == many
-    # Control: it is another program than that of a single one.
+    # Negative control: the program differs from that of a single micro-batch.
     assert few != few_layers

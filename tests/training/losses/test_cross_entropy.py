@@ -17,7 +17,7 @@ def inputs():
 
 
 def plain(hidden, kernel, targets, weights, z_loss=0.0):
-    """Returns the sums of each row, and their gradients for hidden states and kernel, in float64."""
+    """Returns the sums of each row and their gradients by hidden states and kernel, in float64."""
     hidden, kernel = np.float64(hidden), np.float64(kernel)
     scores = hidden @ kernel
     log_z = np.log(np.exp(scores).sum(-1))
@@ -30,7 +30,7 @@ def plain(hidden, kernel, targets, weights, z_loss=0.0):
 
 
 def chunked(chunk, z_loss=0.0):
-    """Returns what `cross_entropy` finds, and the gradients of its objective."""
+    """Returns the result of `cross_entropy` and the gradients of its objective."""
     hidden, kernel, targets, weights = inputs()
 
     def objective(hidden, kernel):
@@ -42,7 +42,7 @@ def chunked(chunk, z_loss=0.0):
     return found, grads
 
 
-# 5 does not divide 12: the last chunk is filled up.
+# 5 does not divide 12, so the last chunk is padded.
 @pytest.mark.parametrize('chunk', [1, 5, 12, 100])
 def test_value_and_gradients_equal_the_plain_formula(chunk):
     found, grads = chunked(chunk)
@@ -51,7 +51,7 @@ def test_value_and_gradients_equal_the_plain_formula(chunk):
     np.testing.assert_allclose(found.loss_B, loss_B, rtol=1e-5)
     for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
         np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=2e-6)
-    # Controls: each row has a sum of its own, and one weight more gives another.
+    # Negative controls: the sums of rows differ, and an additional weight changes the sum.
     assert len(set(np.round(loss_B, 3))) == B
     hidden, kernel, targets, weights = inputs()
     assert abs(plain(hidden, kernel, targets, np.ones_like(weights))[0].sum() - loss_B.sum()) > 1
@@ -66,7 +66,7 @@ def test_z_loss_is_a_sum_of_its_own(chunk):
     np.testing.assert_allclose(found.objective, loss_B.sum() + 0.1 * z_B.sum(), rtol=1e-5)
     for grad, wanted_grad, grad_without in zip(grads, wanted, plain(*inputs())[2], strict=True):
         np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=1e-5)
-        # Control: without the z-loss it is another.
+        # Negative control: the gradient differs without z-loss.
         assert np.abs(grad - grad_without).max() > 0.1
 
 

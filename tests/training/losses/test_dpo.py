@@ -1,4 +1,4 @@
-"""DPO's and IPO's loss, against NumPy that walks over pairs one by one."""
+"""DPO and IPO losses against a NumPy loop over pairs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOSSES = {
 
 @dataclasses.dataclass
 class Answer:
-    """Log-probabilities of its tokens, by model and reference, behind a prompt of so many tokens."""
+    """Log-probabilities of a response by model and reference, after a prompt of the given length."""
 
     prompt: int
     model: np.ndarray
@@ -49,7 +49,7 @@ def make_pairs(count, seed=0):
 
 
 def pack(rows, length, seed=1):
-    """Pairs by row as a batch has them: [B, T] each; what has no weight is anything."""
+    """Returns the pairs as arrays [B, T] of a batch; values without weight are arbitrary."""
     rng = np.random.default_rng(seed)
     log_probs, reference = rng.normal(-3, 2, (2, len(rows), length))
     weights, segments = np.zeros((len(rows), length)), np.zeros((len(rows), length), np.int32)
@@ -60,17 +60,17 @@ def pack(rows, length, seed=1):
             start, stop = place + answer.prompt, place + answer.prompt + len(answer.model)
             log_probs[row, start:stop], reference[row, start:stop] = answer.model, answer.reference
             weights[row, start:stop] = 1
-            # The last token of a document predicts nothing.
+            # The last token of a document has no target.
             segments[row, place : stop + 1] = number
             place = stop + 1
         if pairs and length - place > 2:
-            # Padding of the packing, and behind it that of a window at the end of a shard.
+            # Padding of the packing, followed by padding at the end of a shard.
             segments[row, place : length - 1] = number + 1
     return log_probs, reference, weights, segments
 
 
 def expected(pairs, dpo):
-    """The terms, and the gradient of the objective by the log-probabilities of each answer's tokens."""
+    """Returns the terms and the gradient of the objective by the log-probabilities of each response."""
     sums, gradients = np.zeros(len(PreferenceTerms._fields)), []
     for chosen, rejected in pairs:
         scale = [len(chosen.model), len(rejected.model)] if dpo.loss_type == 'ipo' else [1, 1]
@@ -123,7 +123,7 @@ def test_gradients_are_those_of_paper_and_pencil(dpo):
     for (row, segment), value in zip(places, by_answer, strict=True):
         wanted[row] += value * weights[row] * (segments[row] == segment)
     np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
-    # As the loss itself has it, in double precision.
+    # Compares with finite differences of the loss in double precision.
     place = tuple(np.argwhere(weights)[5])
     with jax.enable_x64():
         ends = []
@@ -183,10 +183,10 @@ def test_extremes_are_finite_and_what_is_not_finite_shows():
         value, gradient = objective_and_gradient(*batch, DpoConfig())
         assert np.isfinite(value)
         slopes.append(float(abs(gradient).max()))
-    # Certain to be right, and certain to be wrong.
+    # The slopes of a certain correct and a certain wrong preference.
     np.testing.assert_allclose(sorted(slopes), [0, 0.1], atol=1e-6)
 
-    # In padding there may be anything; in an answer there may not.
+    # Padding may contain NaN; responses may not.
     def objective(*batch):
         return preference_terms(*as_jax(batch), DpoConfig()).objective
 

@@ -1,4 +1,4 @@
-"""GRPO's loss and gradient, against formulas written in NumPy."""
+"""GRPO's loss and gradient against NumPy formulas."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ def objective(new, *, config, predicted, old, reference, advantage, weights):
 
 
 def by_hand(new, *, config, predicted, old, reference, advantage, weights):
-    """The loss of the paper, and its derivative by each log-probability, a token after the other in float64."""
+    """Computes the loss of the paper and its derivative by each log-probability, token by token in float64."""
     loss, gradient = 0.0, np.zeros((B, T))
     for b in range(B):
         for t in range(T):
@@ -82,23 +82,23 @@ def test_loss_and_gradient_are_those_of_the_formula(loss_type, kl_coef):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     np.testing.assert_allclose(gradient, wanted_gradient, atol=1e-6)
     assert np.abs(wanted_gradient).max() > 1e-3
-    # Groups that agree are left out.
+    # Groups with equal rewards have no gradient.
     assert not gradient[4:].any()
-    # Some tokens are beyond the bounds, and that is told; without bounds the gradient is another.
+    # Some tokens are clipped and counted; without clipping the gradient differs.
     assert 0 < float(sums.clipped) < float(sums.tokens) == predicted.sum()
     free = {**given, 'config': dataclasses.replace(config, epsilon=100.0, epsilon_high=100.0)}
     assert np.abs(by_hand(new, **free)[1] - wanted_gradient).max() > 1e-3
 
 
 def test_without_a_step_in_between_it_is_the_policy_gradient():
-    """One epoch, nothing clipped: the gradient is that of -Σ A · log p."""
+    """In one epoch without clipping, the gradient is that of -Σ A · log p."""
     predicted, old, _, _ = batch(1)
     advantage = advantages(REWARDS, CONFIG)
     weights = token_weights(predicted, np.ones(B), CONFIG)
     given = {'config': CONFIG, 'predicted': predicted, 'old': old, 'reference': None}
     gradient = jax.grad(objective, has_aux=True)(jnp.asarray(old), **given, advantage=advantage, weights=weights)[0]
     np.testing.assert_allclose(gradient, -weights * advantage[:, None], atol=1e-7)
-    # Control: after an update it is not.
+    # Negative control: the gradient differs after an update.
     moved = jax.grad(objective, has_aux=True)(jnp.asarray(old + 0.1), **given, advantage=advantage, weights=weights)[0]
     assert np.abs(moved + weights * advantage[:, None]).max() > 1e-2
 
@@ -109,7 +109,7 @@ def test_advantages_are_relative_to_the_group():
     np.testing.assert_allclose(found, [*np.array([0.5, -0.5, -0.5, 0.5]) / deviation, 0, 0, 0, 0], rtol=1e-6)
     plain = advantages(REWARDS, dataclasses.replace(CONFIG, scale_rewards=False))
     np.testing.assert_allclose(plain, [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0])
-    # Rewards whose mean is not exact must not become tiny advantages that a division makes large.
+    # Rounding errors of the mean must not become tiny advantages that the division enlarges.
     thirds = advantages(np.full(8, 1 / 3, np.float32), CONFIG)
     assert not thirds.any()
 
@@ -136,6 +136,6 @@ def test_what_stands_where_nothing_is_predicted_does_not_matter():
     wild = np.where(predicted > 0, old, -1e30).astype(np.float32)
     found = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=wild)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    # Control: at a token of a response it does.
+    # Negative control: a token of a response changes the loss.
     wild = np.where(predicted > 0, old - 1, old).astype(np.float32)
     assert jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=wild)[0][0] != wanted[0][0]

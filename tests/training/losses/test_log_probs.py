@@ -1,4 +1,4 @@
-"""Log-probabilities by token: those of a plain log-softmax, with any gradient."""
+"""Log-probabilities per token against a plain log-softmax, with arbitrary gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def test_values_and_gradients_are_those_of_log_softmax(inputs, chunk, cap):
 
     def ours(hidden, kernel):
         found = token_log_probs(hidden, kernel, targets, placement=SINGLE_DEVICE, chunk=chunk, logit_softcap=cap)
-        # A loss that is no sum over tokens.
+        # This loss is no sum over tokens.
         return jnp.square((found.log_probs_BT * cotangent).sum(axis=1)).sum()
 
     def theirs(hidden, kernel):
@@ -77,7 +77,7 @@ def test_their_sum_is_the_cross_entropy(inputs):
 
 
 def log_probs_of(num_devices, **mesh):
-    """Returns the log-probabilities and the entropies of a batch, [2, tokens], in the order of their size."""
+    """Returns the sorted log-probabilities and entropies [2, tokens] of a batch."""
     settings = {'model__num_layers': 1, 'model__logit_softcap': 5.0, 'train__per_device_batch_size': 4}
     config = small_config(num_devices=num_devices, **settings, **mesh)
     layout = small_layout(config)
@@ -86,7 +86,7 @@ def log_probs_of(num_devices, **mesh):
     @jax.jit
     def run(params, batch):
         if layout.num_shards('length') > 1:
-            # As the step orders the length.
+            # Orders the sequence as the step does.
             batch = {name: rows[0] for name, rows in split_micro_batches(batch, 1, layout).items()}
         return jnp.stack(make_log_probs(config, layout)(params, None, batch, None))
 

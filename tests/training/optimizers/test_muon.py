@@ -1,4 +1,4 @@
-"""Muon against its formula written out layer by layer, how orthogonal it makes a matrix, and the same on every mesh."""
+"""Muon against its formula layer by layer, orthogonality of its updates, and equality on all meshes."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from maxlm.parallel.layout import Layout, make_layout
 from maxlm.training.optimizers.muon import newton_schulz, num_inputs, scale_by_muon
 
 L, D, N, H, F = 3, 8, 2, 3, 20
-# Name → shape of a layer's kernel, its axes, and its inputs and outputs: wide, tall, and with two axes on either side.
+# name → (shape of a layer's kernel, axes, inputs and outputs). Kernels are wide, tall, or have two axes on either side.
 KERNELS = {
     'query': ((D, N, H), ('embed', 'heads', 'head_dim'), (D, N * H)),
     'out': ((N, H, D), ('heads', 'head_dim', 'embed'), (N * H, D)),
@@ -42,7 +42,7 @@ def make_muon(layout, momentum=0.95, warmup_steps=0, dtype='float32', moments='f
 
 
 def orthogonal(matrix):
-    """Five Newton–Schulz steps on one matrix, in float64; the coefficients of Jordan et al. 2024."""
+    """Returns five Newton–Schulz steps on a matrix in float64, with the coefficients of Jordan et al. 2024."""
     transposed = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if transposed else matrix
     x = x / (np.sqrt((x**2).sum()) + 1e-7)
@@ -53,14 +53,14 @@ def orthogonal(matrix):
 
 
 def reference(grads_of_steps, momentums, *, split=None):
-    """The directions of every step by the formula, one layer's matrix at a time."""
+    """Returns the directions of all steps by the formula, one layer at a time."""
     buffers = {}
     for grads, momentum in zip(grads_of_steps, momentums, strict=True):
         directions = {}
         for name, stack in grads['blocks'].items():
             fan_in, fan_out = (split or {}).get(name, KERNELS[name][2])
             for layer, kernel in enumerate(np.array(stack, np.float64)):
-                # As PyTorch has it: outputs first.
+                # PyTorch's layout has outputs first.
                 grad = kernel.reshape(fan_in, fan_out).T
                 buffer = buffers.get((name, layer), np.zeros_like(grad))
                 buffer = buffer + (1 - momentum) * (grad - buffer)
@@ -72,7 +72,7 @@ def reference(grads_of_steps, momentums, *, split=None):
 
 
 def distance(tree, other):
-    """The largest difference of two trees, relative to the largest element of each array."""
+    """Returns the largest difference of two trees relative to the largest element of each array."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
     return max(np.abs(np.array(a) - np.array(b)).max() / np.abs(np.array(b)).max() for a, b in pairs)
 
@@ -86,14 +86,14 @@ def test_directions_are_those_of_the_formula(warmup_steps):
     state = jax.jit(muon.init)(grads[0])
     update = jax.jit(muon.update)
     others = reference(grads, [0.95] * 6 if warmup_steps else rising)
-    # One axis of `out` taken for its inputs, instead of two.
+    # A wrong split treats only one axis of `out` as inputs, instead of two.
     misread = reference(grads, momentums, split={'out': (N, H * D)})
     for step, (grad, wanted, other, wrong) in enumerate(
         zip(grads, reference(grads, momentums), others, misread, strict=True)
     ):
         directions, state = update(grad, state)
         assert distance(directions, wanted) < 1e-4
-        # Controls: another momentum shows from the second step on (the first is the gradient's direction alone).
+        # Negative controls: another momentum changes the result from the second step on; the first has no history.
         assert (distance(other, wanted) > 1e-3) == (step > 0)
         assert distance(wrong, wanted) > 0.1
     assert int(state.num_updates) == 6
@@ -101,7 +101,7 @@ def test_directions_are_those_of_the_formula(warmup_steps):
 
 @functools.cache
 def directions_of(moments, order):
-    """Returns the last direction after twelve gradients, taken in this order, and the state."""
+    """Returns the last direction after twelve gradients in the given order, and the state."""
     rng = np.random.default_rng(0)
     grads = [{'up': {'kernel': rng.normal(size=(2, 32, 128)).astype('f')}} for _ in range(12)]
     axes = {('up', 'kernel'): ('layers', 'embed', 'ffn')}
@@ -133,11 +133,11 @@ def test_rows_or_columns_are_brought_near_orthonormal(shape, dtype):
     x = np.array(x, np.float32)
     values = np.linalg.svd(x, compute_uv=False)
     assert 0.65 < values.min() < values.max() < 1.25
-    # Controls: before, and only divided by their norm, they are not.
+    # Negative controls: the matrices are not orthogonal before, or after division by their norm.
     before = np.linalg.svd(matrices, compute_uv=False)
     assert before.min() > 4
     assert (before / np.linalg.norm(before, axis=1, keepdims=True)).max() < 0.4
-    # The directions are kept: of U S V it is about U V.
+    # The update of U S V is approximately U V.
     u, _, v = np.linalg.svd(matrices, full_matrices=False)
     cosines = (u @ v * x).sum((1, 2)) / np.linalg.norm(u @ v, axis=(1, 2)) / np.linalg.norm(x, axis=(1, 2))
     assert cosines.min() > 0.97
@@ -170,7 +170,7 @@ def test_inputs_are_told_by_the_names_of_axes():
         num_inputs(('heads', 'head_dim'))
 
 
-# Rounding in float32 (1e-7) of a small singular value, which five iterations enlarge up to 3.4⁵ = 480 times.
+# Rounding error of a small singular value in float32 (1e-7), which five iterations enlarge up to 3.4⁵ = 480 times.
 ROUNDING = 6e-5
 MESHES = [{'fsdp': 4, 'tensor': 2}, {'data': 2, 'fsdp': 2, 'tensor': 2}, {'replica': 2, 'fsdp': 4}]
 NIGHTLY_MESHES = [{'fsdp': 8}, {'data': 8}]
@@ -187,7 +187,7 @@ def sharded(layout, tree):
     'sizes', [*MESHES, *(pytest.param(sizes, marks=pytest.mark.nightly) for sizes in NIGHTLY_MESHES)], ids=str
 )
 def test_every_mesh_computes_what_one_device_computes(sizes):
-    # Three layers divide over none of the meshes, eight over all.
+    # Three layers do not divide over any mesh, eight divide over all.
     for layers in (3, 8):
         grads, others = random_kernels(0, layers), random_kernels(1, layers)
         wanted = updated_on_one_device(grads)
@@ -219,7 +219,7 @@ def collectives(layout):
 def test_no_device_gathers_all_layers(sizes, monkeypatch):
     layout = layout_of(**sizes)
     assert collectives(layout) == {'all-to-all'}
-    # Controls: both axes at once, and left to XLA.
+    # Negative controls: sharding over both axes at once, and sharding chosen by XLA.
     spread = Layout.spread_layers
     if len(sizes) > 1:
         monkeypatch.setattr(Layout, 'spread_layers', lambda self, axes: (spread(self, axes)[0][::3], 8))

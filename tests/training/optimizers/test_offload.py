@@ -1,4 +1,4 @@
-"""State in host memory: where each array lies before and after a step, and the update a layer at a time."""
+"""State in host memory: memory kinds before and after a step, and the update one layer at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from maxlm.training.state import TrainState, abstract_state
 from maxlm.training.step import make_eval_step
 from tests.small import small_batch, small_config, small_layout, small_state
 
-# Of the state, what is in host memory.
+# Parts of the state in host memory.
 ON_HOST = {'none': (), 'optimizer': ('mu', 'nu'), 'all': ('params', 'ema', 'mu', 'nu')}
 
 
@@ -23,7 +23,7 @@ def config_with(offload):
 
 
 def memory_kinds(state):
-    """By part of a state, the kinds of memory that its arrays are in."""
+    """Returns the memory kinds of the arrays in each part of a state."""
     moments = {name: optax.tree.get(state.opt_state, name) for name in ('mu', 'nu')}
     counters = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == ()]
     parts = {**state._asdict(), **moments, 'opt_state': counters}
@@ -41,11 +41,11 @@ def wanted_kinds(offload):
 
 @pytest.fixture(scope='module', params=['optimizer', 'all'])
 def trained(request):
-    """A config, its layout, and its state before and after a step."""
+    """Returns a config, its layout, and the state before and after a step."""
     config = config_with(request.param)
     layout = small_layout(config)
     abstract = abstract_state(config, layout)
-    # The step takes the memory of what it is given.
+    # The step donates its input, so a second state is needed.
     before, state = (small_state(config, layout) for _ in range(2))
     batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     after, metrics = compile_train_step(config, layout, abstract).step(state, batch)
@@ -61,10 +61,10 @@ def test_every_array_lies_where_the_config_says(trained):
         assert memory_kinds(state) == wanted
     shardings = [jax.tree.map(lambda leaf: leaf.sharding, state) for state in (before, after)]
     assert shardings[0] == shardings[1]
-    # Control: without it all is on the device.
+    # Negative control: without offloading, all arrays are on the device.
     without = config_with('none')
     assert memory_kinds(abstract_state(without, layout)) == wanted_kinds('none') != wanted
-    # In parts, as on the device.
+    # Arrays in host memory are sharded as on the device.
     kernel = after.params['blocks']['attention']['query']['kernel']
     assert kernel.addressable_shards[0].data.size * 8 == kernel.size
     assert {shard.data.sharding.memory_kind for shard in kernel.addressable_shards} == wanted['params']
@@ -75,7 +75,7 @@ def test_a_step_changes_all_that_it_should(trained):
     assert int(after.step) == 1
     counts = [leaf for leaf in jax.tree.leaves(after.opt_state) if leaf.shape == ()]
     assert counts
-    # Once, and not once more for each layer.
+    # The count increases once per step, not once per layer.
     assert {int(count) for count in counts} == {1}
     for name in ('params', 'ema'):
         for path, old in jax.tree_util.tree_leaves_with_path(getattr(before, name)):
@@ -94,7 +94,7 @@ def test_what_is_on_the_host_is_evaluated(trained):
 
 
 def example(kind):
-    """Parameters and a state of an optimizer in one memory: three layers, and arrays outside of them."""
+    """Returns parameters and optimizer state in one memory kind, with three layers and arrays outside of them."""
     rng = np.random.default_rng(0)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
 
@@ -125,7 +125,7 @@ def test_layer_by_layer_is_the_same_update(kind):
     wanted = update(grads, *to_device((params, opt_state)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), results, wanted)
     assert int(results[1][0]) == 8
-    # Control: it is not what was given.
+    # Negative control: the result differs from the input.
     assert not np.allclose(results[0]['blocks']['kernel'], params['blocks']['kernel'])
     where = jax.tree.map(on_host, results)
     one = {'blocks': {'kernel': kind == HOST}, 'embedding': kind == HOST}
@@ -149,10 +149,10 @@ def test_the_gradient_of_what_is_fetched_is_that_of_its_slot():
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(slots, params)
     np.testing.assert_allclose(value, np.square(float(global_norm(to_device(params)))), rtol=1e-6)
-    # Of the values that were fetched, not of the slots', and on the device.
+    # Gradients are those of the fetched values, not of the slots, and are on the device.
     jax.tree.map(lambda g, p: np.testing.assert_allclose(g, 2 * np.asarray(p), rtol=1e-6), gradients, params)
     assert not any(map(on_host, jax.tree.leaves(gradients)))
-    # Control: without slots there is a value and no more.
+    # Negative control: without slots, only the value is returned.
     assert not any(map(on_host, jax.tree.leaves(jax.jit(lambda params: fetch(params, None))(params))))
 
 

@@ -1,4 +1,4 @@
-"""AdamW against its formula, and which parameters get which direction, decay and learning rate."""
+"""AdamW against its formula, and direction, decay and learning rate by kind of parameter."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 from maxlm.training.optimizers.optimizer import DECAYED, kind_of, make_optimizer, map_kinds
 from tests.small import small_config, small_layout
 
-# Path → shape, logical axes and kind.
+# path → (shape, logical axes, kind)
 PARAMETERS = {
     ('embedding',): ((6, 4), ('vocab', 'embed'), 'table'),
     ('position_embedding',): ((5, 4), ('position', 'embed'), 'table'),
@@ -25,7 +25,7 @@ KINDS = {path: kind for path, (_, _, kind) in PARAMETERS.items()}
 
 
 def tree(values):
-    """A nested dict from one by path."""
+    """Returns the nested dict of values by path."""
     nested = {}
     for (*folders, name), value in values.items():
         node = nested
@@ -46,7 +46,7 @@ def random_params(seed):
 
 @functools.cache
 def run(*, steps=1, **settings):
-    """The parameters before, and after some steps on the gradients of seeds 1, 2, …; at constant rates."""
+    """Returns the parameters before and after some steps on random gradients, with constant learning rates."""
     settings = {'learning_rate': 0.5, 'schedule': 'constant', 'warmup_steps': 0, **settings}
     config = small_config(**{f'optimizer__{key}': value for key, value in settings.items()})
     optimizer = make_optimizer(config, AXES, small_layout(config))
@@ -59,14 +59,14 @@ def run(*, steps=1, **settings):
 
 
 def moves(**settings):
-    """By path: how the first step moved each parameter."""
+    """Returns the change of each parameter in the first step by path."""
     before, after = run(**settings)
     return by_path(jax.tree.map(lambda a, b: np.asarray(b) - a, before, after))
 
 
 def test_kinds():
     assert by_path(map_kinds(lambda kind, _: kind)(random_params(0))) == KINDS
-    # Adapters, of which these parameters have none, are decayed like the matrices that they stand beside.
+    # Adapters, which these parameters do not have, are decayed like the matrices that they adapt.
     assert {*KINDS.values(), 'adapter'} == set(DECAYED['all'])
     adapter = tuple(map(jax.tree_util.DictKey, ('blocks', 'attention', 'query', 'lora_a')))
     assert kind_of(adapter) == 'adapter'
@@ -101,7 +101,7 @@ def test_adamw_is_that_of_optax_bit_for_bit():
         updates, state = optimizer.update(random_params(step + 1), state, wanted)
         wanted = optax.apply_updates(wanted, updates)
     jax.tree.map(np.testing.assert_array_equal, params, wanted)
-    # Its state too, so that checkpoints of either are the same.
+    # The states are equal too, so that checkpoints are interchangeable.
     config = small_config()
     ours = make_optimizer(config, AXES, small_layout(config)).init(wanted)
     assert jax.tree.structure(ours) == jax.tree.structure(optax.adamw(lambda _: 0.5, mask=mask).init(wanted))
@@ -150,7 +150,7 @@ def test_other_peaks_follow_the_schedule():
     settings = {'schedule': 'linear', 'warmup_steps': 4, 'weight_decay': 0.0, 'steps': 3}
     alike, apart = run(**settings), run(embedding_learning_rate=1.5, **settings)
     (before, one), (_, three) = map(by_path, alike), map(by_path, apart)
-    # 0 + 1/4 + 2/4 of the peak, for the one as for the other.
+    # Both move by 0 + 1/4 + 2/4 of the peak.
     np.testing.assert_allclose(
         three['embedding',] - before['embedding',], 3 * (one['embedding',] - before['embedding',]), rtol=1e-4
     )

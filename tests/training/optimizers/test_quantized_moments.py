@@ -1,4 +1,4 @@
-"""Moments in bfloat16 and 8 bits: bounds of the error, rounding, memory, placement, and that models learn as well."""
+"""Moments in bfloat16 and 8 bits: error bounds, rounding, memory and placement."""
 
 import functools
 
@@ -25,7 +25,7 @@ from maxlm.training.optimizers.quantized_moments import (
 from tests.small import small_config, small_layout
 
 STORED = ('bfloat16', 'int8')
-# Added to the lower half of a float32, or compared with the share of a step: what rounds to the nearest.
+# Replaces the random bits of stochastic rounding, so that values are rounded to the nearest.
 NEAREST = 0x8000
 
 
@@ -37,7 +37,7 @@ def store_jitted(values, seed, *, stored, signed, nearest):
 
 
 def store(values, stored='int8', *, signed=True, seed=0, nearest=False):
-    """The moment of values."""
+    """Returns the stored moment of values."""
     values = np.asarray(values, np.float32)
     return store_jitted(values, np.int32(seed), stored=stored, signed=signed, nearest=nearest)
 
@@ -48,12 +48,12 @@ def load_jitted(moment):
 
 
 def load(moment):
-    """The values of a moment, on the host."""
+    """Returns the values of a moment on the host."""
     return np.asarray(load_jitted(moment))
 
 
 def scale_of(values, moment):
-    """The largest element of each one's block."""
+    """Returns the largest element of the block of each value."""
     block = -(-values.shape[-1] // moment.scales.shape[-1])
     return np.repeat(np.array(moment.scales), block, axis=-1)[..., : values.shape[-1]]
 
@@ -88,7 +88,7 @@ def difficult(kind, shape, seed):
 
 @pytest.mark.parametrize('kind', ['normal', 'wide', 'outlier', 'rare', 'tiny', 'zeros'])
 def test_the_error_is_within_its_bound(kind):
-    # Blocks of 128, of 96, and the last one shorter.
+    # The shapes have blocks of 128, blocks of 96, and a shorter last block.
     for seed, shape in enumerate([(4, 8, 256), (12, 768), (20, 257)]):
         values = difficult(kind, shape, seed)
         moment = store(values, seed=seed)
@@ -102,7 +102,7 @@ def test_the_error_is_within_its_bound(kind):
         moment = store(squares, signed=False, seed=seed)
         scale, loaded = scale_of(squares, moment), load(moment)
         assert (np.abs(loaded - squares) <= np.maximum(positive_bound(squares, scale), lost)).all()
-        # Nothing is divided by zero: it is only where a whole block is.
+        # Values are never zero, which would cause divisions by zero, unless the entire block is zero.
         assert (loaded >= (4 / 259) ** 4 * scale * (1 - 1e-6)).all()
         assert (scale[squares >= 2 * quantized_moments.TINY] > 0).all()
 
@@ -126,13 +126,13 @@ def test_a_linear_code_and_one_scale_break_the_bound():
 def test_rounding_is_right_in_the_mean(stored, signed):
     row = difficult('normal', (1, 256), 0)
     row = row if signed else np.abs(row) + 0.05
-    # Rows of the same values, each with noise of its own.
+    # Rows have equal values and different noise.
     values = np.repeat(row, 4096, axis=0)
     mean = load(store(values, stored, signed=signed)).mean(axis=0)
     nearest = load(store(values, stored, signed=signed, nearest=True)).mean(axis=0)
     error, biased = (np.abs(x - row[0]).mean() for x in (mean, nearest))
     assert error < biased / 10
-    # Another update rounds in another way.
+    # Another update rounds differently.
     once, again, other = (load(store(values, stored, signed=signed, seed=seed)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(once, again)
     assert (once != other).mean() > 0.1
@@ -157,7 +157,7 @@ def test_noise_is_random_in_both_halves_and_from_update_to_update():
 
 @pytest.mark.parametrize('stored', STORED)
 def test_the_second_moment_follows_gradients_that_become_small(stored):
-    # With beta2 = 0.999, whose steps are smaller than those between neighbouring numbers.
+    # With beta2 = 0.999, updates are smaller than the distance between adjacent numbers.
     shape, beta2, steps = (16, 256), 0.999, 1500
     start = np.random.default_rng(0).uniform(0.5, 1, shape).astype(np.float32)
     start[:, ::128] = 1
@@ -165,7 +165,7 @@ def test_the_second_moment_follows_gradients_that_become_small(stored):
     def shrink(nearest):
         def step(n, moment):
             noise = rounding_noise(rounding_seed(n, 0), jnp.arange(shape[0]), shape[1:])
-            # One element of each block stays as large as it was.
+            # One element of each block keeps its size.
             square = jnp.zeros(shape).at[:, ::128].set(start[:, ::128])
             noise = jnp.full_like(noise, NEAREST) if nearest else noise
             return store_moment(beta2 * load_moment(moment) + (1 - beta2) * square, moment, noise)
@@ -220,7 +220,7 @@ def test_directions_are_near_those_of_float32(stored, error):
 
 
 def test_small_gradients_beside_large_ones_do_not_blow_up():
-    # A millionth of the block's largest: the square is far below the floor.
+    # A millionth of the block's maximum; its square is far below the smallest code.
     kernel = np.full((1, 32, 256), 1e-6, np.float32)
     kernel[..., ::64] = 1.0
     optimizer = adam('int8')
@@ -228,7 +228,7 @@ def test_small_gradients_beside_large_ones_do_not_blow_up():
     for _ in range(8):
         directions, state = update({'kernel': kernel}, state)
     assert np.abs(directions['kernel']).max() < 1.1
-    # Control: a code with a zero divides by epsilon.
+    # Negative control: a code with zero divides by epsilon.
     mu, nu = load(state.mu['kernel']), load(state.nu['kernel'])
     linear = np.round(nu * 255) / 255
     assert (np.abs(mu + 1e-7) / (np.sqrt(linear) + 1e-8)).max() > 5
@@ -245,7 +245,7 @@ def test_small_gradients_beside_large_ones_do_not_blow_up():
         (128, 1),
         (64, 1),
         (8, 1),
-        # A prime.
+        # A prime number.
         (257, 2),
         (50257, 197),
     ],
@@ -289,7 +289,7 @@ def test_bytes_of_the_state(name):
 
     of_matrices = {'adamw': 2, 'muon': 1}[name]
     moments_stored = of_matrices * matrices + 2 * table
-    # Beside them are two or three counters.
+    # The state also contains two or three counters.
     for stored, each in (('float32', 4), ('bfloat16', 2)):
         assert 0 < measure(stored) - each * moments_stored <= 16
     assert 1.0156 < measure('int8') / moments_stored < 1.02
@@ -315,11 +315,11 @@ LAYOUTS = [{'mesh__fsdp': 8}, {'mesh__replica': 2, 'mesh__fsdp': 2, 'mesh__tenso
 
 @functools.cache
 def on_one_device(stored, axes, first=0):
-    """The state after three updates."""
+    """Returns the state after three updates."""
     return run(adam(stored, axes=axes), (2, 64, 256), first=first)[1]
 
 
-# Two blocks, over eight, two or one device.
+# Two blocks over eight devices, two devices or one.
 AXES = [('layers', 'embed', 'ffn'), ('layers', 'ffn', 'embed')]
 
 
@@ -332,7 +332,7 @@ def test_every_mesh_stores_the_same_bits(sizes, stored):
         _, found = run(adam(stored, layout, axes), (2, 64, 256), place=place)
         wanted = on_one_device(stored, axes)
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
-        # Control: other gradients leave other bits.
+        # Negative control: other gradients give other bits.
         other = on_one_device(stored, AXES[0], first=1)
         assert not np.array_equal(jax.tree.leaves(other.mu)[0], jax.tree.leaves(wanted.mu)[0])
 
@@ -345,7 +345,7 @@ def test_layer_by_layer_is_the_same(stages, monkeypatch):
     monkeypatch.setattr(type(layout), 'parts', lambda self, axis: stages if axis == 'layers' else 1)
     streamed = run(adam('int8'), shape)
     jax.tree.map(np.testing.assert_array_equal, streamed, whole)
-    # Controls: it was, and layers differ in their noise.
+    # Negative controls: the update was streamed, and layers have different noise.
     optimizer = adam('int8')
     state = jax.eval_shape(optimizer.init, gradients(shape, 0))
     text = jax.jit(optimizer.update).lower(gradients(shape, 0), state).as_text()
@@ -368,7 +368,7 @@ def test_a_large_stack_is_updated_without_float32_moments_of_all_layers(monkeypa
         compiled = jax.jit(optimizer.update).lower(grads, state).compile()
         return compiled.memory_analysis().temp_size_in_bytes / size
 
-    # Bytes per element: of the moments of one layer in sixteen, and of a moment of all.
+    # Temporary bytes per element when one of sixteen layers is updated at a time, and when all are.
     assert temporary(2**22) < 2
     assert temporary(2**30) > 3.5
 
@@ -388,7 +388,7 @@ def test_placement():
     axes = ('layers', 'ffn', 'embed')
     divides = place((2, 64, 1024), axes)
     assert divides.codes.sharding == divides.scales.sharding == layout.named(*axes)
-    # Two blocks over four devices of fsdp: the first whole axis that divides, or none.
+    # Two blocks do not divide over four fsdp devices, so the first axis that divides is sharded, or none.
     assert place((4, 64, 256), axes).scales.sharding.spec == P(('fsdp', 'context'), 'tensor', None)
     assert place((2, 64, 256), axes).scales.sharding.spec == P('stage', 'tensor', None)
     assert place((2, 64, 256), axes).codes.sharding == layout.named(*axes)

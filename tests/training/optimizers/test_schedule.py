@@ -1,4 +1,4 @@
-"""Learning-rate schedules against their formulas, and runs that are too short for them."""
+"""Learning-rate schedules against their formulas, and runs that are too short for a schedule."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_warmup_then_linear():
     rate = schedule(110, schedule='linear', min_learning_rate=0.1, warmup_steps=10)
     for step, wanted in [(0, 0), (5, 0.5), (10, 1), (35, 0.775), (60, 0.55), (110, 0.1), (500, 0.1)]:
         assert rate(step) == pytest.approx(wanted, abs=1e-6), step
-    # Control: a cosine is elsewhere at a quarter of the way.
+    # Negative control: a cosine schedule differs after a quarter of the steps.
     assert abs(schedule(110, min_learning_rate=0.1, warmup_steps=10)(35) - rate(35)) > 0.05
 
 
@@ -40,7 +40,7 @@ def test_a_decay_that_would_begin_within_the_warmup_begins_at_its_end():
     for step, wanted in [(25, 0.5), (50, 1), (75, 0.5), (100, 0)]:
         assert overlapping(step) == pytest.approx(wanted, abs=1e-6), step
     assert [overlapping(step) for step in range(101)] == [linear(step) for step in range(101)]
-    # Control: a shorter decay begins later.
+    # Negative control: a shorter decay starts later.
     assert schedule(100, schedule='wsd', wsd_decay_fraction=0.4, warmup_steps=50)(59) == 1
 
 

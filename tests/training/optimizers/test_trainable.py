@@ -1,4 +1,4 @@
-"""Frozen and trained parameters: by pattern, with no state of the optimizer for the frozen ones."""
+"""Frozen and trainable parameters, selected by pattern; frozen ones have no optimizer state."""
 
 import functools
 
@@ -18,7 +18,7 @@ def flat(tree):
     return dict(zip(param_paths(tree), jax.tree.leaves(tree), strict=True))
 
 
-# Nothing of the first step's update is lost to a warm-up or to clipping.
+# Neither warm-up nor clipping reduces the first update.
 PLAIN = {'model__num_layers': 1, 'model__dim': 16, 'model__num_heads': 2}
 PLAIN |= {'optimizer__warmup_steps': 0, 'optimizer__max_grad_norm': 0.0}
 FROZEN = ('embedding', 'blocks.attention')
@@ -52,7 +52,7 @@ def test_frozen_parameters_have_no_moments(name):
     state = abstract_state(config, small_layout(config))
     moments = {str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)}
     assert any('feedforward' in path for path in moments)
-    # The norm before attention is another module.
+    # The norm before attention belongs to a different module.
     assert not any("'attention'" in path or "'embedding'" in path for path in moments)
 
 
@@ -62,7 +62,7 @@ def test_the_others_move_as_they_would_with_all(partly_frozen):
     for name, moved in flat(some.params).items():
         if name != 'embedding' and not name.startswith('blocks.attention.'):
             np.testing.assert_allclose(moved, flat(everything.params)[name], atol=1e-6)
-    # The norm is that of what is trained.
+    # The gradient norm covers only trainable parameters.
     assert 0 < part['grad_norm'] < whole['grad_norm']
 
 
@@ -108,7 +108,7 @@ def test_parts_are_put_together_again():
     assert part == {'embedding': 1, 'blocks': {'attention': {'key': 3}}}
     new = jax.tree.map(lambda value: -value, part)
     assert merge_trainable(tree, new) == {'embedding': -1, 'blocks': {'attention': {'query': 2, 'key': -3}, 'norm': 4}}
-    # Where all is trained it is the same tree, and the program the same as ever.
+    # If all parameters are trainable, the tree and the program are unchanged.
     assert trainable(small_config(), tree) is tree
 
 
