@@ -1,4 +1,4 @@
-"""Checksums of arrays: one definition, on any sharding and on the host; every small change is found."""
+"""Checksums of arrays: equal for all shardings and on the host, and sensitive to every small change."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def checksum(tree):
 
 
 def plain(values):
-    """The definition, element by element in integers of Python."""
+    """Computes the checksum by definition, element by element with Python integers."""
     total = 0
     bits = values.reshape(-1).view(f'u{values.itemsize}')
     for position, value in enumerate(bits.tolist()):
@@ -92,7 +92,7 @@ def test_every_bit_counts():
 
 
 def test_what_changes_places_is_found():
-    # Round numbers and powers of two, where a weight that only counts would miss it.
+    # With round numbers and powers of two, weights that only count would miss the change.
     values = np.repeat(np.float32([1, 2, 0.5, 4]), 1024).reshape(4, 1024)
     for first, second in ((0, 1), (0, 2), (1, 3)):
         order = [0, 1, 2, 3]

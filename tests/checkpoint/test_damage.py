@@ -1,4 +1,4 @@
-"""Damage to a checkpoint is found, whatever it is, and the newest one before that is whole is used."""
+"""Damage of a checkpoint: any damage is detected, and the newest intact checkpoint is restored."""
 
 import itertools
 import json
@@ -22,11 +22,11 @@ from tests.checkpoint.test_manager import FACTS, abstract_on, random_state, same
 from tests.damage import cut, flip, remove
 from tests.faults import how_many, measured
 
-# What Orbax has begun to read besides the damaged array is dropped, and complains about that.
+# Orbax drops pending reads after a damaged array, which causes warnings.
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 
 EMA = {'optimizer__ema_decay': 0.9}
-# Orbax looks at these on object stores only, or not at all.
+# Orbax reads these files only on object stores, or never.
 UNREAD = {'commit_success.txt', '_CHECKPOINT_METADATA', '_sharding'}
 
 
@@ -45,7 +45,7 @@ def states():
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory, states):
-    """A workdir with the steps 3, 5 and 7; not to be changed."""
+    """Returns a workdir with the checkpoints 3, 5 and 7, which tests must not change."""
     workdir = tmp_path_factory.mktemp('saved')
     save(workdir, states.values())
     return workdir
@@ -59,7 +59,7 @@ def copy(saved, tmp_path):
 
 @pytest.fixture
 def newest(capfd):
-    """What a run starts from, and the warnings."""
+    """Returns a function that restores the newest checkpoint and returns it with the warnings."""
 
     def newest(workdir, wanted=None):
         capfd.readouterr()
@@ -89,16 +89,16 @@ def files_of(step):
     return sorted(path for path in step.rglob('*') if path.is_file() and path.name not in UNREAD)
 
 
-# What nobody misses is told first.
+# Removal is tested first, because it shows the unused files.
 DAMAGES = {'remove': remove, 'flip': flip, 'cut': cut}
 
 
 def test_flips_cuts_and_losses_are_never_restored(copy, states, newest, record_property):
-    """No damage of any file gets into a state: it is found, or it was in a part that says nothing."""
+    """Damage of any file is detected, or is in unused bytes; it never affects a restored state."""
     rng = random.Random(0)
     step = copy / CHECKPOINTS_DIR / '7'
     found = dict.fromkeys(('remove', 'flip', 'cut'), 0)
-    # Files that Orbax has written on the way and leaves there, and bytes in others.
+    # Unused files that Orbax leaves behind, and unused bytes in other files.
     unread, idle = set(), 0
     paths = [path for path in files_of(step) if path.stat().st_size]
     rng.shuffle(paths)
@@ -112,7 +112,7 @@ def test_flips_cuts_and_losses_are_never_restored(copy, states, newest, record_p
         damage(path, rng)
         restored, out = newest(copy)
         if out:
-            # The one before, and a line that names what is damaged.
+            # The previous checkpoint is restored, and a line names the damaged item.
             assert same(restored.state, states[5]), (name, path)
             assert out.count('\n') == 1
             assert str(step) in out
@@ -127,7 +127,7 @@ def test_flips_cuts_and_losses_are_never_restored(copy, states, newest, record_p
             else:
                 idle += 1
         path.write_bytes(content)
-    # Control: whole again, it is restored.
+    # Negative control: the repaired checkpoint is restored.
     restored, out = newest(copy)
     assert same(restored.state, states[7])
     assert out == ''
@@ -138,7 +138,7 @@ def test_flips_cuts_and_losses_are_never_restored(copy, states, newest, record_p
 
 
 def replaced(item, workdir, states):
-    """Puts the arrays of another step in the place of those of step 7: each readable, and wrong."""
+    """Replaces arrays of step 7 by those of another step, which are readable but wrong."""
     for name in ('5', '7'):
         assert (workdir / CHECKPOINTS_DIR / name / item).is_dir()
     shutil.rmtree(workdir / CHECKPOINTS_DIR / '7' / item)
@@ -153,7 +153,7 @@ def test_the_step_before_takes_the_place_of_a_damaged_one(copy, states, newest, 
     else:
         replaced(item, copy, states)
     found, _ = corrupt_arrays(copy / CHECKPOINTS_DIR / '7')
-    # Against checksums of another step all of it is wrong.
+    # With the checksums of another step, all arrays are reported.
     assert found if item == 'checksums' else [f'checkpoints/7/{item}' in line for line in found] == [True]
     restored, out = newest(copy)
     assert same(restored.state, states[5])
@@ -166,7 +166,7 @@ def test_the_step_before_takes_the_place_of_a_damaged_one(copy, states, newest, 
         assert part in out
     if item != 'checksums':
         assert f'7/{item}' in out
-    # Nothing is lost: a person may look at it.
+    # The damaged checkpoint is kept for inspection.
     assert steps(copy) == [3, 5]
     assert (copy / CHECKPOINTS_DIR / DAMAGED / '7' / 'params').is_dir()
     assert find_step(str(copy)).name == '5'
@@ -177,7 +177,7 @@ def test_a_run_goes_on_past_the_number_of_a_damaged_step(copy, states, newest):
     for _ in range(2):
         restored, out = newest(copy)
         assert same(restored.state, states[5])
-    # Said once.
+    # The warning appears once.
     assert out == ''
     save(copy, [states[7]])
     assert same(newest(copy)[0].state, states[7])
@@ -209,7 +209,7 @@ def test_another_model_is_no_damage(copy, newest):
     with pytest.raises(InputError, match='checkpoint of another model'):
         newest(copy, other)
     assert steps(copy) == [3, 5, 7]
-    # A description that says so without having been saved so is damage.
+    # Metadata that lists an item that was not saved is damage.
     path = copy / CHECKPOINTS_DIR / '7' / 'params' / '_METADATA'
     text = path.read_text()
     path.write_text(text.replace('embedding', 'embeddinh'))
@@ -223,7 +223,7 @@ def test_a_step_from_before_checksums_is_read_with_a_warning(copy, states, newes
     step = copy / CHECKPOINTS_DIR / '7'
     shutil.rmtree(step / 'checksums')
     progress = json.loads((step / 'progress' / 'metadata').read_text())
-    # One that had some has lost them.
+    # A checkpoint that had checksums has lost them.
     restored, out = newest(copy)
     assert int(restored.state.step) == 5
     assert 'checksums: missing' in out
@@ -242,7 +242,7 @@ def test_parameters_alone_are_checked_too(copy, states):
     replaced('params', copy, states)
     with pytest.raises(CorruptCheckpointError, match=r'7/params: damaged: .*, and \d+ more'):
         restore_params(step, abstract().params)
-    # What is not damaged can be used.
+    # Undamaged items can be restored.
     assert same(restore_params(step, abstract().params, item='ema'), states[7].ema)
 
 
@@ -256,7 +256,7 @@ def test_best_and_permanent_ones_are_kept(tmp_path):
             checkpoints.save(step, state, FACTS, validation_loss=loss, history={'hours': step / 2})
     assert steps(tmp_path) == [3, 4, 6]
     assert find_step(f'{tmp_path}@best').name == '3'
-    # Known anew from what lies there.
+    # A new manager must find the checkpoints on disk.
     with Checkpoints(tmp_path, **rules) as checkpoints:
         assert checkpoints.restore(4, small).history == {'hours': 2.0}
         checkpoints.save(7, random_state(small, step=7, skipped=0), FACTS, validation_loss=0.5)
@@ -273,7 +273,7 @@ def test_what_one_process_cannot_read_no_process_uses(monkeypatch, tmp_path):
     def fail():
         raise CorruptCheckpointError('7/params: cannot be read')
 
-    # One process alone decides for itself, without asking.
+    # A single process decides without communication.
     assert _agree_on_errors(tmp_path, lambda: 'state') == 'state'
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     for failed, read, message in (
@@ -290,5 +290,5 @@ def test_what_one_process_cannot_read_no_process_uses(monkeypatch, tmp_path):
         else:
             with pytest.raises(CorruptCheckpointError, match=message):
                 _agree_on_errors(tmp_path, read)
-        # Each tells the others how it went.
+        # Each process reports its result to the other ones.
         assert [bool(x) for x in told] == [read is fail]

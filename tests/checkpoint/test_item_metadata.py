@@ -1,4 +1,4 @@
-"""What fails to be read is told in one line, by whoever asked for it."""
+"""Failed reads are reported in one line by the caller."""
 
 import asyncio
 import gc
@@ -10,14 +10,14 @@ from maxlm.checkpoint.item_metadata import CorruptCheckpointError, translate_err
 
 
 def coroutine_of(path):
-    """A function that fails as TensorStore does, from a file of that path."""
+    """Returns a coroutine from a file with the given path that fails like TensorStore."""
     module = types.ModuleType('defined_there')
     exec(compile('async def read_array():\n    raise ValueError("OUT_OF_RANGE")\n', path, 'exec'), module.__dict__)
     return module.read_array
 
 
 def fails_in_two_tasks(read_array):
-    """Reads two arrays, of which the second fails in the moment in which the first one's failure ends all reading."""
+    """Reads two arrays; the second fails at the moment when the failure of the first cancels all reads."""
 
     async def both():
         first, second = asyncio.ensure_future(read_array()), asyncio.ensure_future(read_array())
@@ -29,7 +29,7 @@ def fails_in_two_tasks(read_array):
 
 @pytest.mark.parametrize(
     ('path', 'told'),
-    # Control: what the tasks of others have to say stays.
+    # Negative control: errors of other packages' tasks are still logged.
     [('site-packages/orbax/checkpoint/serialization.py', False), ('site-packages/other/reader.py', True)],
 )
 def test_only_the_first_failure_of_orbax_is_told(tmp_path, caplog, path, told):

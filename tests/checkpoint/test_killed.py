@@ -1,4 +1,4 @@
-"""A kill at any moment of a save takes no step that was committed, and what shows then can be restored."""
+"""Kills during saves: committed checkpoints are never lost, and all visible ones can be restored."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_kills_while_saving(parent, tmp_path, record_property, place):
     report = json.loads(process.stdout.splitlines()[-1])
     assert (report['lost'], report['bad']) == ([], [])
     assert sum(report['met'].values()) == kills
-    # Kills between two saves would show nothing.
+    # Kills between two saves would prove nothing.
     assert report['met'].get('between', 0) < kills
     assert report['committed'] > 4
     met = ', '.join(f'{count} while {what}' for what, count in sorted(report['met'].items()) if what != 'between')

@@ -1,4 +1,4 @@
-"""Checkpoints restored into another layout: the same state in other places, from which training goes on."""
+"""Checkpoints restored into another layout: equal state with new placement, from which training continues."""
 
 import itertools
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from tests.small import small_batch, small_config, small_layout
 COMMON = {
     'model__family': 'llama',
     'model__num_layers': 4,
-    # With `mesh.tensor` it is padded.
+    # `mesh.tensor` pads this vocabulary.
     'model__vocab_size': 61,
     'train__global_batch_size': 16,
     'data__seq_len': 8,
@@ -31,9 +31,9 @@ LAYOUTS = {
     'offload': {'mesh__host_offload': 'all'},
     'float16': {'model__dtype': 'float16', 'train__initial_loss_scale': 1024.0, 'train__loss_scale_growth_interval': 2},
 }
-# That each layout was trained for; all are saved.
+# Number of training steps on each layout, all of which are saved.
 STEPS = 2
-# Each layout is saved once and restored once, and the scale of the loss goes on in the layout that has one.
+# Each layout is saved once and restored once. The layout with a loss scale also restores its own scale.
 RING = {*itertools.pairwise([*LAYOUTS, next(iter(LAYOUTS))]), ('float16', 'float16')}
 PAIRS = [
     pytest.param(*pair, marks=() if pair in RING else pytest.mark.nightly)
@@ -42,15 +42,18 @@ PAIRS = [
 
 
 class Trained(NamedTuple):
-    """A layout, a run on it and the loss of the step after the run."""
+    """A layout, a run on it and the loss of the following step.
+
+    Attributes:
+        states: host copy of the state after each step.
+        next_loss: loss of the step after them.
+    """
 
     config: object
     layout: object
     abstract: object
     step: object
-    # After each step, on the host; the last is saved last.
     states: list
-    # Of the step after them.
     next_loss: float
 
     @property
@@ -58,16 +61,16 @@ class Trained(NamedTuple):
         return self.layout.put_batch(small_batch(self.config), self.config.train.global_batch_size)
 
     def loss_after(self, state):
-        """The loss of the next step. Takes the state's memory."""
+        """Returns the loss of the next step and donates the state."""
         _, metrics = self.step(state, self.batch)
         return float(metrics['loss'])
 
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-    """Returns by layout a run and the workdir with its checkpoints."""
+    """Returns a function that maps a layout to a run and the workdir with its checkpoints."""
     config = small_config(num_devices=8, **COMMON)
-    # Made once: to compile it for each layout would take as long as all else here.
+    # Initialized once, because compiling it for each layout would double the duration of this module.
     initial = jax.device_get(init_state(config, small_layout(config)))
     runs = {}
     for name, settings in LAYOUTS.items():
@@ -104,12 +107,12 @@ def test_a_checkpoint_goes_on_in_another_layout(runs, saved, wanted):
     (run, workdir), (other, _) = runs[saved], runs[wanted]
     state, facts, _ = restore(workdir, other.abstract)
     assert facts == {'layout': saved}
-    # Bit for bit, and where the layout has it, in memory of the host or of the device.
+    # The state is bit-identical, and in the memory kind of the layout.
     assert same(state._replace(loss_scale=None), run.states[-1]._replace(loss_scale=None))
     placed = jax.tree.map(lambda leaf, abstract: leaf.sharding == abstract.sharding, state, other.abstract)
     assert all(jax.tree.leaves(placed))
     if wanted == 'float16':
-        # A run that had no scale starts with the config's.
+        # Without a stored loss scale, the run starts with the configured one.
         assert [float(x) for x in state.loss_scale] == ([2048, 0] if saved == 'float16' else [512, 0])
     rtol = 1e-6 if (saved == 'float16') == (wanted == 'float16') else 2e-3
     assert other.loss_after(state) == pytest.approx(run.next_loss, rel=rtol)

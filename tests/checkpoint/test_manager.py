@@ -1,4 +1,4 @@
-"""Checkpoints: exact round trips over any mesh, which step is meant, and a clear word about what cannot be read."""
+"""Checkpoint manager: exact round trips over any mesh, selection of steps, and errors for unreadable checkpoints."""
 
 import shutil
 
@@ -17,7 +17,7 @@ from maxlm.training.state import TrainState, abstract_state
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, TRASH
 from tests.small import small_config, small_layout
 
-# What Orbax has begun to read besides the damaged array is dropped, and complains about that.
+# Orbax drops pending reads after a damaged array, which causes warnings.
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 
 FACTS = {'dataset': 'abc', 'window': 16, 'isolate_documents': True}
@@ -34,7 +34,7 @@ def abstract_on(num_devices, **overrides):
 
 
 def random_state(abstract, *, step, skipped, seed=0):
-    """A state whose every array is random, so that nothing is equal by being zero."""
+    """Returns a state with random arrays, so that no arrays are equal because they are zero."""
     rng = np.random.default_rng(seed)
 
     def fill(leaf):
@@ -53,7 +53,7 @@ def random_state(abstract, *, step, skipped, seed=0):
 
 
 def zero_state(config, layout):
-    """Stands in for `init_state`, whose random values are of no interest where all parameters are read."""
+    """Replaces `init_state`, whose random values do not matter if all parameters are restored."""
     abstract = abstract_state(config, layout)
     return jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract)
 
@@ -76,13 +76,13 @@ def restore(workdir, abstract, step=7):
 
 @pytest.fixture(scope='module')
 def eight():
-    """A state sharded over eight devices."""
+    """Returns a state sharded over eight devices."""
     return random_state(abstract_on(8), step=7, skipped=2)
 
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory, eight):
-    """A workdir with the steps 3 and 7; not to be changed."""
+    """Returns a workdir with the checkpoints 3 and 7, which tests must not change."""
     workdir = tmp_path_factory.mktemp('saved')
     save(workdir, [random_state(abstract_on(8), step=3, skipped=0, seed=3), eight])
     return workdir
@@ -90,7 +90,7 @@ def saved(tmp_path_factory, eight):
 
 @pytest.fixture
 def copy(saved, tmp_path):
-    """A copy of `saved` that a test may damage."""
+    """Returns a copy of `saved` that a test may damage."""
     shutil.copytree(saved, tmp_path / 'run')
     return tmp_path / 'run'
 
@@ -105,7 +105,7 @@ def test_a_sharded_state_comes_back_bit_for_bit(saved, eight):
     assert all(jax.tree.leaves(placed))
     kernel = state.params['blocks']['attention']['query']['kernel']
     assert kernel.addressable_shards[0].data.size * 8 == kernel.size
-    # Control: the other step holds other numbers, everywhere.
+    # Negative control: all arrays of the other step differ.
     earlier, *_ = restore(saved, abstract, step=3)
     assert not any(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(earlier), jax.tree.leaves(eight), strict=True))
 
@@ -118,7 +118,7 @@ def test_it_comes_back_on_another_mesh(saved, eight, num_devices):
 
 
 def test_parameters_alone(saved, eight, copy):
-    # Nothing of the optimizer is needed.
+    # The optimizer state is not needed.
     shutil.rmtree(copy / CHECKPOINTS_DIR / '7' / 'optimizer')
     for num_devices in (8, 1):
         params = restore_params(copy / CHECKPOINTS_DIR / '7', abstract_on(num_devices).params)
@@ -131,7 +131,7 @@ EMA = {'optimizer__ema_decay': 0.9}
 
 @pytest.fixture(scope='module')
 def averaged(tmp_path_factory, eight):
-    """A workdir with a step 7 whose run kept an average, and the state; not to be changed."""
+    """Returns a workdir with checkpoint 7 with EMA, and its state; tests must not change them."""
     workdir = tmp_path_factory.mktemp('averaged')
     state = eight._replace(ema=random_state(abstract_on(8), step=0, skipped=0, seed=1).params)
     save(workdir, [state])
@@ -148,7 +148,7 @@ def test_an_average_is_an_item_of_its_own(saved, eight, averaged):
     abstract = abstract_on(8).params
     assert same(restore_params(workdir / CHECKPOINTS_DIR / '7', abstract, item='ema'), state.ema)
     assert not same(restore_params(workdir / CHECKPOINTS_DIR / '7', abstract), state.ema)
-    # Control: a run without one has none.
+    # Negative control: a run without EMA has none.
     assert restore(saved, abstract_on(8))[0].ema is None
     assert params_item(saved / CHECKPOINTS_DIR / '7') == 'params'
     assert not (saved / CHECKPOINTS_DIR / '7' / 'ema').exists()
@@ -176,7 +176,7 @@ def test_a_damaged_average_is_named(averaged, tmp_path):
     with pytest.raises(InputError) as info:
         restore(tmp_path / 'run', abstract_on(8, **EMA))
     assert_one_line(info, str(tmp_path / 'run' / CHECKPOINTS_DIR / '7' / 'ema'))
-    # Who does not need it can go on.
+    # A run that does not need it can resume.
     restore(tmp_path / 'run', abstract_on(8))
 
 
@@ -188,7 +188,7 @@ def test_the_newest_are_kept(tmp_path):
     with Checkpoints(tmp_path / 'three', max_to_keep=3) as checkpoints:
         assert checkpoints.latest_step() == 8
     assert same(restore(tmp_path / 'three', abstract, step=4).state, states[1])
-    # What went is gone from the disk too, not only out of sight.
+    # Deleted checkpoints are also removed from the trash directory.
     assert list((tmp_path / 'three' / CHECKPOINTS_DIR / TRASH).iterdir()) == []
     save(tmp_path / 'one', states, max_to_keep=1)
     assert steps_in(tmp_path / 'one') == [8]
@@ -327,7 +327,7 @@ def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
     step = copy / CHECKPOINTS_DIR / '7'
     refusals = []
     for path in sorted((step / item).rglob('*')):
-        # Orbax looks at these only on object stores, where nothing can be renamed.
+        # Orbax reads these only on object stores, which have no rename.
         if not path.is_file() or path.name == 'commit_success.txt':
             continue
         content = path.read_bytes()
@@ -342,7 +342,7 @@ def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
         path.write_bytes(content)
     assert refusals
     assert all(str(step) in message and '\n' not in message for message in refusals)
-    # Control: whole again, it can be read.
+    # Negative control: the repaired checkpoint can be restored.
     assert same(restore(copy, abstract_on(1)).state, eight)
 
 
@@ -369,10 +369,10 @@ def test_what_a_killed_save_leaves_is_no_checkpoint(copy, eight, name):
     again = eight._replace(step=jax.device_put(jnp.int32(9), eight.step.sharding))
     with Checkpoints(copy, max_to_keep=10) as checkpoints:
         assert checkpoints.latest_step() == 7
-        # Nor is it in the way of the step when that is saved again.
+        # The partial checkpoint does not prevent saving the step again.
         checkpoints.save(9, again, FACTS)
     assert not (copy / CHECKPOINTS_DIR / name).exists()
     assert same(restore(copy, abstract_on(8), step=9).state, again)
-    # Control: under its plain name it would count.
+    # Negative control: with its final name, the checkpoint would count.
     shutil.copytree(copy / CHECKPOINTS_DIR / '7', copy / CHECKPOINTS_DIR / '11')
     assert find_step(str(copy)).name == '11'

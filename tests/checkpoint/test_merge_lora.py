@@ -1,4 +1,4 @@
-"""Adapters merged into their kernels: as a function, and from one workdir into another."""
+"""Merging of adapters into kernels, as a function and from one workdir into another."""
 
 import functools
 import os
@@ -29,7 +29,7 @@ SETTINGS = {**MODELS['llama'], 'model__lora_rank': 3, 'model__lora_alpha': 6.0}
 
 @functools.cache
 def hidden_of(model):
-    """Parameters → hidden states, compiled."""
+    """Returns a compiled function that maps parameters to hidden states."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
     return jax.jit(lambda params: nnx.merge(graph, params)(TOKENS)[0])
 
@@ -55,7 +55,7 @@ def test_merged_parameters_compute_the_same(settings):
     merged, plain = jax.jit(lambda params: merge(params, model))(params), without_adapters(model)
     assert plain == small_config(**(settings | {'model__lora_target_modules': ('*',)})).model
     np.testing.assert_allclose(hidden_of(plain)(merged), wanted, atol=1e-5)
-    # Control: without them it is another model.
+    # Negative control: the model differs without adapters.
     kept = with_arrays(merged, {'blocks.attention.out.kernel': params['blocks']['attention']['out']['kernel']})
     assert np.abs(np.asarray(hidden_of(plain)(kept)) - wanted).max() > 1e-2
 
@@ -75,7 +75,7 @@ def test_a_merge_adds_the_scaled_product():
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    """A workdir of a model with adapters, and the same without."""
+    """Returns workdirs of a model with adapters and of the same model without."""
     folder = tmp_path_factory.mktemp('made')
     model = make_workdir(folder / 'base', MODELS['llama']).model
     model = small_config(**{**SETTINGS, 'model__vocab_size': model.vocab_size, 'data__seq_len': 64}).model
@@ -103,7 +103,7 @@ def test_the_verb(made, tmp_path, capsys):
         jax.device_get(jax.jit(lambda params: merge(params, original.config.model))(original.params)),
     )
     assert [path.name for path in tmp_path.rglob('*.partial')] == []
-    # What has no adapter stays, what has one does not.
+    # Only kernels with adapters change.
     base = jax.device_get(load_model(str(made / 'base'), num_devices=1).params)
     assert np.array_equal(params['embedding'], base['embedding'])
     assert not np.allclose(

@@ -1,4 +1,4 @@
-"""Checksums of several processes, and damage that they agree on."""
+"""Checksums of several processes, and their agreement on damage."""
 
 import pytest
 
@@ -20,7 +20,7 @@ SETTINGS = {
 }
 
 
-# Two processes that save, without training, are in test_checkpoint_failures.py.
+# test_failures.py tests two processes that save without training.
 @pytest.mark.nightly
 def test_two_processes_go_back_together(dataset, tmp_path):
     workdir = tmp_path / 'run'
@@ -36,9 +36,9 @@ def test_two_processes_go_back_together(dataset, tmp_path):
         return {step: corrupt_arrays(workdir / CHECKPOINTS_DIR / str(step))[0] for step in saved_steps(workdir)}
 
     with forking('maxlm.train:run') as parent:
-        # Control: nothing is said of damage.
+        # Negative control: no damage is reported.
         assert 'damaged' not in train(parent, 2)
-        # What two processes summed up is what one reads.
+        # Checksums by two processes match the arrays that one process reads.
         assert verified() == {1: [], 2: []}
         flip(workdir / CHECKPOINTS_DIR / '2')
         assert len(verified()[2]) == 1

@@ -1,4 +1,4 @@
-"""Saves by the clock: soon after it is time, the same in all processes, with few questions to them."""
+"""Time-based saves: prompt, equal in all processes, and with little communication."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from maxlm.config.schema import CheckpointConfig
 
 
 class Run:
-    """A process with a clock of its own, and what it asked the others."""
+    """A process with a simulated clock and a record of its communication."""
 
     def __init__(self, *, offset=0.0, agree=None, **config):
         self.now = offset
@@ -38,7 +38,7 @@ def test_every_minute():
     run = Run(save_interval_minutes=1.0)
     assert run.saves(lambda step: 0.25, num_steps=1000) == [240, 480, 720, 960, 1000]
     assert len(run.asked) < 50
-    # Control: by steps nobody is asked.
+    # Negative control: step-based saves need no communication.
     by_steps = Run(save_interval_steps=400)
     assert by_steps.saves(lambda step: 0.25, num_steps=1000) == [400, 800, 1000]
     assert by_steps.asked == []
@@ -47,7 +47,7 @@ def test_every_minute():
 def test_a_pace_that_halves_is_seen_in_time():
     run = Run(save_interval_minutes=1.0)
     saved = run.saves(lambda step: 0.25 if step < 100 else 0.5)
-    # 25 s of the first minute have gone by then.
+    # 25 s of the first minute have passed before.
     assert saved[:2] == [pytest.approx(170, abs=2), pytest.approx(290, abs=3)]
 
 
@@ -57,8 +57,8 @@ def test_processes_whose_clocks_differ_save_the_same_steps():
     answers = iter(first.asked)
     other = Run(save_interval_minutes=1.0, offset=1e6, agree=lambda values: next(answers))
     assert other.saves(lambda step: 0.31) == saved
-    # As often as the first one asked.
+    # Both processes communicate equally often.
     assert next(answers, None) is None
-    # Control: alone it would have saved others.
+    # Negative control: alone, the process would save other steps.
     assert Run(save_interval_minutes=1.0).saves(lambda step: 0.31) != saved
     assert all(isinstance(values, np.ndarray) for values in first.asked)

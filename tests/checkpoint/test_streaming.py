@@ -1,4 +1,4 @@
-"""Parameters layer by layer: exact in both directions, no more read or held than asked for, nothing half-written."""
+"""Streaming of parameters by layer: exact round trips, minimal reads and memory, and atomic writes."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from tests.checkpoint.test_manager import abstract_on, random_state, same, save
 
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 
-# Layers of 16 KiB: what one costs stands out from what a checkpoint's index costs.
+# With layers of 16 KiB, the cost of a layer exceeds that of the checkpoint's index.
 WIDE = {'model__num_layers': 4, 'model__dim': 64, 'model__num_heads': 4}
 KERNEL = 'blocks.attention.query.kernel'
 
@@ -38,7 +38,7 @@ def stacked(path):
 
 
 def streamed(arrays, read=lambda values: values):
-    """The arrays as sources of a write; each layer passes through `read`."""
+    """Returns streamed arrays to write; `read` is applied to each layer."""
 
     def source(values):
         return lambda layer: read(values if layer is None else values[layer])
@@ -58,7 +58,7 @@ def arrays(state):
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory, state):
-    """A workdir with a step 7 as training saves it; not to be changed."""
+    """Returns a workdir with checkpoint 7 as saved by training; tests must not change it."""
     workdir = tmp_path_factory.mktemp('saved')
     save(workdir, [state])
     return workdir
@@ -66,7 +66,7 @@ def saved(tmp_path_factory, state):
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory, state):
-    """The same parameters as before there were layers in checkpoints: each array in one piece."""
+    """Returns a checkpoint of the same parameters in the older format without chunks per layer."""
     directory = tmp_path_factory.mktemp('whole') / CHECKPOINTS_DIR / '7'
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / 'params', jax.device_get(state.params))
@@ -82,7 +82,7 @@ def assert_reads(workdir, arrays, step=7):
             read = reader.read(path, layer)
             assert (read.dtype, read.shape) == (np.float32, values.shape[1:])
             assert np.array_equal(read, values[layer]), (path, layer)
-            # Control: layers differ.
+            # Negative control: layers differ.
             assert not np.array_equal(read, values[layer - 1]), (path, layer)
 
 
@@ -108,7 +108,7 @@ def test_stacked_arrays_are_saved_in_pieces_of_one_layer(saved, state):
         assert len(pieces) == len(jax.tree.leaves(tree))
         of_layers = {name for name in pieces if STACK in name.split('.')}
         assert {pieces[name][0] for name in of_layers} == {1}
-        # Control: others are cut over devices only.
+        # Negative control: other arrays are only chunked over devices.
         others = {name: piece for name, piece in pieces.items() if name not in of_layers and piece}
         assert {piece[0] for name, piece in others.items() if name.endswith('embedding')} >= {61}
     assert pieces['0.mu.blocks.attention.query.kernel'] == (1, 8, 4, 16)
@@ -137,7 +137,7 @@ def test_what_was_read_is_compared_with_its_checksums(saved, tmp_path, arrays):
         yield reader.read(KERNEL)
         yield reader.read('embedding')
 
-    # Control: whole ones are read, in whatever order.
+    # Negative control: intact arrays are read in any order.
     assert len(list(read())) == last + 3
     path = step / 'checksums' / 'metadata'
     content = json.loads(path.read_text())
@@ -148,7 +148,7 @@ def test_what_was_read_is_compared_with_its_checksums(saved, tmp_path, arrays):
     for name in (KERNEL, 'embedding'):
         with pytest.raises(CorruptCheckpointError, match=f'damaged: {name} is'):
             ParamsReader(step).read(name)
-    # Other arrays are what they were.
+    # Other arrays are unchanged.
     ParamsReader(step).read(next(name for name in arrays if name not in (KERNEL, 'embedding')))
 
 
@@ -163,7 +163,7 @@ def test_a_layer_costs_its_own_size_on_disk(tmp_path):
     size = values[2].nbytes
     assert 0.8 * size < cost(readers[0], f'{STACK}.kernel', 2) < 1.1 * size
     assert 0.8 * size < cost(readers[1], f'{STACK}.kernel', 2) < 1.1 * size
-    # Control: what is stored whole is read whole.
+    # Negative control: an array without chunks is read completely.
     assert cost(readers[2], f'{STACK}.kernel', 2) > 3 * size
 
 
@@ -184,7 +184,7 @@ def test_what_is_written_is_a_step_like_any_other(tmp_path, arrays, state):
     with Checkpoints(tmp_path, max_to_keep=3) as checkpoints:
         assert checkpoints.latest_step() == 0
         assert checkpoints.is_params_only(0)
-    # Control: one number of one layer more or less is noticed.
+    # Negative control: a changed element of one layer is detected.
     write_step(
         tmp_path / 'other', 0, streamed(arrays, lambda values: values + (values.max() == arrays[KERNEL][3].max()))
     )
@@ -193,7 +193,7 @@ def test_what_is_written_is_a_step_like_any_other(tmp_path, arrays, state):
 
 
 def test_arrays_larger_than_a_piece(tmp_path, monkeypatch, arrays, state):
-    # Pieces of 7 rows of a kernel: 64 rows are 9 pieces and a rest, written in blocks of 21 rows.
+    # With chunks of 7 rows, 64 rows are 9 chunks and a rest, written in blocks of 21 rows.
     row = arrays[KERNEL][0, 0].nbytes
     monkeypatch.setattr(streaming, 'CHUNK_BYTES', 7 * row)
     monkeypatch.setattr(streaming, 'MAX_BYTES_IN_FLIGHT', 21 * row + 100)
@@ -221,7 +221,7 @@ def test_no_layer_is_held_longer_than_it_is_written(tmp_path, arrays):
     alive, most, asked = weakref.WeakSet(), 0, 0
 
     class Layer(np.ndarray):
-        """An array that can be counted."""
+        """Array type whose instances can be counted."""
 
         __hash__ = object.__hash__
 
@@ -234,7 +234,7 @@ def test_no_layer_is_held_longer_than_it_is_written(tmp_path, arrays):
 
     write_step(tmp_path, 0, streamed(arrays, read))
     assert asked == sum(len(values) if stacked(path) else 1 for path, values in arrays.items())
-    # The one before may still be on its way out.
+    # The previous array may not be freed yet.
     assert most <= 1
 
 
@@ -253,7 +253,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, arrays, error):
         write_step(tmp_path, 0, streamed(arrays, read))
     assert str(error) in str(info.value) or 'No space left' in str(info.value)
     assert list(tmp_path.iterdir()) == []
-    # Control: the same again, without the error.
+    # Negative control: the same write without the error.
     write_step(tmp_path, 0, streamed(arrays))
     assert_reads(tmp_path, arrays, step=0)
 
@@ -310,7 +310,7 @@ def test_another_type_is_refused(tmp_path):
 
 
 def test_sizes_are_those_of_the_docstring():
-    # A piece holds at least one row, whatever its size, and the empty shape is a number.
+    # A chunk contains at least one row of any size, and the empty shape is a scalar.
     assert streaming._chunk_shape((5, 2**26)) == (1, 2**26)
     assert streaming._chunk_shape(()) == ()
     assert math.prod(streaming._chunk_shape((32_000, 4096))) * 4 <= streaming.CHUNK_BYTES

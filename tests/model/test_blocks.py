@@ -1,4 +1,4 @@
-"""Blocks in a loop or one after another, rematerialization and dropout: what changes nothing, and what does."""
+"""Scanned and unrolled blocks, rematerialization and dropout."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from tests.small import small_batch, small_config
 
 
 def loss_and_gradients(config, **changes):
-    """Parameters → both, compiled."""
+    """Returns a compiled function that maps parameters to loss and gradients."""
     graph = decoder_graph(dataclasses.replace(config.model, **changes))
     tokens = small_batch(config)['tokens'][:2]
     run = jax.jit(jax.value_and_grad(lambda params: jnp.square(logits(graph, params, tokens)).mean()))
@@ -26,13 +26,13 @@ def assert_same(found, wanted):
 
 
 def test_layers_in_a_loop_are_as_one_after_another():
-    # Two periods of two layers and a rest of one.
+    # Two periods of two layers, and one remaining layer.
     config = small_config(model__num_layers=5, model__attention_pattern='SL', model__sliding_window=3)
     params = random_params(config)
     looped, unrolled = loss_and_gradients(config), loss_and_gradients(config, scan_layers=False)
     wanted = unrolled(params)
     assert_same(looped(params), wanted)
-    # Control: the order of layers matters.
+    # Negative control: the order of layers matters.
     swapped = {**params, 'blocks': jax.tree.map(lambda x: x[::-1], params['blocks'])}
     assert abs(looped(swapped)[0] / wanted[0] - 1) > 1e-3
 

@@ -1,6 +1,6 @@
-"""The decoder: what a logit may depend on, and equal results of equal computations.
+"""Dependencies of the decoder's logits, and equality of equivalent computations.
 
-Loops over layers, rematerialization and dropout are in `test_blocks.py`, initial parameters in `test_initializers.py`.
+`test_blocks.py` tests loops over layers, rematerialization and dropout; `test_initializers.py` initial parameters.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from maxlm.model.layers.masks import layer_windows
 from tests.parameters import decoder_graph, logits, random_params
 from tests.small import small_batch, small_config
 
-# Settings, and how layers run: in a loop, one after another, or with arrays of their own in the cached call.
+# Settings, and the execution of layers: scanned, unrolled, or with unstacked arrays in the cached call.
 CASES = {
     'gpt2': ({'model__family': 'gpt2'}, 'loop'),
     'gpt_neox': ({'model__family': 'gpt_neox', 'model__num_kv_heads': 2}, 'unrolled'),
@@ -47,7 +47,7 @@ CASES = {
         'loop',
     ),
 }
-# Tokens of each of two rows in the prefill of a cache, which is padded to eight; as many follow one by one.
+# Number of prefill tokens in each of two rows, padded to eight; the following tokens are decoded one by one.
 LENGTHS, PADDED = np.array([7, 4]), 8
 
 
@@ -57,11 +57,11 @@ def make(**overrides):
 
 
 def influence(graph, params, tokens, segments, positions):
-    """[T, T]: how much the embedding of token s changes the hidden state of position t, by gradient."""
+    """Returns [T, T]: the gradient of the hidden state at position t by the embedding of token s."""
     T = tokens.shape[1]
 
     def scores(embedding_SD):
-        # Position s reads row s of a table of its own, so that its gradient shows alone.
+        # Position s reads row s of a separate table, so that its gradient is separate.
         model = nnx.merge(graph, {**params, 'embedding': embedding_SD})
         hidden, _ = model(jnp.arange(T)[None], segments_BT=segments, positions_BT=positions)
         return (jnp.square(hidden[0]) + hidden[0]).sum(-1)
@@ -70,17 +70,20 @@ def influence(graph, params, tokens, segments, positions):
 
 
 class Results(NamedTuple):
-    """What one program computes of a decoder: six traces, but the compiler's fixed costs only once."""
+    """Results of one program with six traces of a decoder, which saves the compiler's fixed costs.
+
+    Attributes:
+        influence: [T, T] of a row with three documents.
+        full: logits of two rows by a pass without cache; the fields below are by prefill and token by token.
+        moved: logits of the last step with positions that are too small by two.
+    """
 
     config: object
     batch: dict
-    # [T, T] of a row with three documents.
     influence: np.ndarray
-    # Logits of two rows by a pass without cache, of their beginnings, and of one token after another.
     full: np.ndarray
     prefill: np.ndarray
     steps: np.ndarray
-    # The last step with positions that are too small by two.
     moved: np.ndarray
 
 
@@ -123,7 +126,7 @@ def results(request):
 def allowed_pairs(results):
     segments = results.batch['segments']
     T = len(segments)
-    # Windows of several layers add up.
+    # The windows of several layers add up.
     reach = sum(window - 1 if window else T for window in layer_windows(results.config.model))
     allowed = np.tril(np.ones((T, T), bool)) & ~np.tril(np.ones((T, T), bool), -reach - 1)
     return allowed & (segments[:, None] == segments[None, :])
@@ -148,13 +151,13 @@ def test_cached_steps_equal_the_full_pass(results):
 
 
 def test_the_same_token_at_another_position_gives_something_else(results):
-    """The control of the test above."""
+    """Negative control of the previous test."""
     assert not np.allclose(results.moved, results.steps[-1], atol=1e-2)
 
 
 @pytest.fixture(scope='module')
 def of_documents():
-    """Segments of a row; influence without isolation; logits of the row, and of its second document alone."""
+    """Returns segments of a row, influence without isolation, and logits of the row and of its second document."""
     config, graph, params = make(model__family='llama', model__num_layers=1)
     batch = {name: array[1:2] for name, array in small_batch(config).items()}
     tokens, segments, positions = (batch[name] for name in ('tokens', 'segments', 'positions'))

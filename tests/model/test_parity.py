@@ -1,4 +1,4 @@
-"""Logits against Transformers with the same weights, for every family; training steps are in `test_parity_steps.py`."""
+"""Logits of each family against Transformers with the same weights; see `test_parity_steps.py` for training steps."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ TOLERANCE = 1e-4
 
 
 def our_logits(config, batch):
-    """Parameters → logits, compiled."""
+    """Returns a compiled function that maps parameters to logits."""
     graph = decoder_graph(config)
     kwargs = {'segments_BT': batch['segments'], 'positions_BT': batch['positions']}
     forward = jax.jit(lambda params: logits(graph, params, batch['tokens'], **kwargs))
@@ -21,7 +21,7 @@ def our_logits(config, batch):
 
 
 def difference(case, batch, num_layers):
-    """Largest difference of the logits of the first layers."""
+    """Returns the largest difference of the logits of the first layers."""
     model = make_model(case, num_layers=num_layers)
     config, params = to_maxlm(model)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def test_logits_agree(name):
     if not worst <= TOLERANCE:
         by_depth = {n: difference(CASES[name], batch, n) for n in range(1, config.num_layers + 1)}
         pytest.fail(f'logits differ by {worst}; with the first n layers alone: {by_depth}')
-    # Control: two heads that changed places would be seen, and so would one of another size.
+    # Negative control: swapped or scaled heads are detected.
     kernel = params['blocks']['attention']['query']['kernel'].copy()
     if config.num_heads > 1:
         kernel[0, :, [0, 1]] = kernel[0, :, [1, 0]]

@@ -1,4 +1,4 @@
-"""Loss and one step of AdamW against Transformers with the same weights; logits are in `test_parity.py`."""
+"""Loss and one AdamW step against Transformers with the same weights; see `test_parity.py` for logits."""
 
 import dataclasses
 
@@ -22,8 +22,8 @@ STEPPED = [
         for name in ('neox half rotary', 'llama llama3', 'mistral sliding', 'qwen3 mixed, yarn')
     ),
 ]
-# A large epsilon: some gradients are zero but for rounding (a bias of the keys), and Adam's first step without it
-# would be their sign.
+# Some gradients are zero except for rounding (key bias). Without a large epsilon, Adam's first step would be their
+# sign.
 OPTIMIZER = {
     'optimizer__learning_rate': 1e-2,
     'optimizer__warmup_steps': 0,
@@ -35,7 +35,7 @@ OPTIMIZER = {
 
 
 def their_step(model, batch, config):
-    """Loss, and parameters by name after one clipped step of AdamW with decay on matrices."""
+    """Returns the loss, and parameters by name after one clipped AdamW step with decay on matrices."""
     scores = their_logits(model, batch, config)
     targets, weights = torch.from_numpy(batch['targets']).long(), torch.from_numpy(batch['weights'])
     losses = torch.nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction='none')
@@ -66,5 +66,5 @@ def test_loss_and_a_step_of_adamw_agree(name):
     assert float(metrics['loss']) == pytest.approx(loss, abs=1e-5)
     for tensor, array in from_maxlm(model, model_config, state.params).items():
         np.testing.assert_allclose(array, theirs[tensor], atol=1e-5, err_msg=tensor)
-        # Control: the step is a hundred times larger than what is allowed.
+        # Negative control: the step is a hundred times larger than the tolerance.
         assert np.abs(array - before[tensor]).max() > 1e-3, tensor

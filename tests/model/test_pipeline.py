@@ -1,4 +1,4 @@
-"""The pipeline: equal to the plain loop over layers, and what it moves and keeps.
+"""Pipeline against the plain loop over layers, its communication and memory.
 
 Shapes: S stages, R repeats, P layers of a chunk, L layers, M micro-batches, B batch, T length, D dim, F feed-forward.
 """
@@ -20,7 +20,7 @@ MESH_AXIS = {'stage': 'stage', 'batch': 'data'}
 
 
 class Case:
-    """A pipeline on a mesh of its stages and of `data` devices that share the batch (None: of all), with inputs."""
+    """A pipeline with inputs on a mesh of stages and `data` devices that share the batch (None: all remaining)."""
 
     def __init__(self, stages, repeats, micro_batches, *, layers_per_chunk=1, data=None, B=B, T=T, D=D):
         self.stages, self.repeats, M = stages, repeats, micro_batches
@@ -36,7 +36,7 @@ class Case:
         self.params = {'up': normal(L, D, F) / D**0.5, 'down': normal(L, F, D) / F**0.5}
         self.x = normal(M, B, T, D)
         self.side = {'segments': rng.integers(3, size=(M, B, T)), 'dropout': rng.integers(100, size=M)}
-        # Of a loss that is a sum over the outputs, each with a weight of its own.
+        # Weights of a loss that is a weighted sum of the outputs.
         self.weights = normal(M, B, T, D) / self.x.size**0.5
 
     def place(self, x, *mesh_axes):
@@ -51,11 +51,11 @@ class Case:
 
     def run_layer(self, x_BTD, inputs, side):
         params, layer = inputs
-        # Without an epsilon: of zeros the gradient is NaN, so that a pipeline that computes on zeros is found out.
+        # Without an epsilon the gradient at zero is NaN, which reveals a pipeline that computes on zeros.
         normal_BTD = x_BTD / jnp.sqrt(jnp.square(x_BTD).mean(axis=-1, keepdims=True))
         normal_BTD += side['segments'][..., None]
         y_BTD = jnp.tanh(normal_BTD @ params['up']) @ params['down']
-        # A quarter of the width, another for each micro-batch and layer; JAX's random bits take long to compile.
+        # Drops a quarter of the width, which differs by micro-batch and layer. JAX's random bits compile slowly.
         keep_D = (jnp.arange(x_BTD.shape[-1]) + side['dropout'] + 2 * layer) % 4 > 0
         return x_BTD + jnp.where(keep_D[None, None], y_BTD, 0), None
 
@@ -79,7 +79,7 @@ class Case:
         return jax.jit(function)(self.params, self.x, self.side)
 
     def gradients(self, function, **placement):
-        """(params, x) → (the result, the gradients of both)."""
+        """Returns a function of (params, x) that computes the result and both gradients."""
 
         def loss(params, x):
             y = function(params, x, self.side)
@@ -92,7 +92,7 @@ class Case:
         return jax.jit(gradients, **placement)
 
     def pipelined_gradients(self, **overrides):
-        """With parameters that are sharded over stages by layer."""
+        """Computes gradients with parameters whose layers are sharded over stages."""
         by_layer, whole = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in (['stage'], []))
         function = functools.partial(self.pipelined, **overrides)
         return self.gradients(function, in_shardings=(by_layer, whole), out_shardings=(whole, (by_layer, whole)))
@@ -102,7 +102,7 @@ class Case:
 
 
 def largest_difference(a, b):
-    """In any of the arrays, as a share of its largest value."""
+    """Returns the largest difference of any array, relative to its largest value."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return max(np.abs(x - y).max() / np.abs(y).max() for x, y in pairs)
 
@@ -115,7 +115,7 @@ SCHEDULES = [
 ]
 
 
-# Every number of stages with and without repeats; as few micro-batches as stages, more, and a number between.
+# All numbers of stages, with and without repeats, and various numbers of micro-batches from the number of stages on.
 @pytest.mark.parametrize(
     ('stages', 'repeats', 'micro_batches'),
     [(2, 2, 2), (4, 1, 8), (8, 1, 3), (8, 2, 16), (2, 4, 3), (4, 3, 6)],
@@ -125,7 +125,7 @@ def test_values_and_gradients_are_those_of_the_plain_loop(stages, repeats, micro
     expected = jax.device_get(case.gradients(case.plain)(case.params, case.x))
     found = jax.device_get(case.pipelined_gradients()(case.params, case.x))
     assert largest_difference(found, expected) <= 2e-6
-    # Control: in each of them a neighbour's place would be seen.
+    # Negative control: a shift by one position is detected in each array.
     for leaf, same in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert largest_difference(np.roll(leaf, 1, axis=0), same) > 0.1
 
@@ -145,7 +145,7 @@ def test_chunks_go_round_the_stages():
 
 @pytest.fixture(scope='module')
 def pair():
-    """A case, the pipeline and the plain loop as programs, and what the pipeline gives."""
+    """Returns a case, the programs of pipeline and plain loop, and the result of the pipeline."""
     case = Case(4, 2, 5, data=1)
     pipelined, plain = jax.jit(case.pipelined), jax.jit(case.plain)
     return case, pipelined, plain, np.asarray(pipelined(case.params, case.x, case.side))
@@ -154,7 +154,7 @@ def pair():
 def test_values_are_those_of_the_plain_loop(pair):
     case, _, plain, y = pair
     assert largest_difference(y, plain(case.params, case.x, case.side)) <= 2e-6
-    # Control: the order of micro-batches matters.
+    # Negative control: the order of micro-batches matters.
     assert largest_difference(y, plain(case.params, case.x[::-1], case.side)) > 0.1
 
 
@@ -192,7 +192,7 @@ def test_the_layers_have_their_numbers():
     case = Case(4, 2, 5)
 
     def run(params_P, x_BTD, side, first_layer):
-        # At a place of the stream for each layer, what the layer's parameters say.
+        # Each layer adds its parameters at its position of the stream.
         return x_BTD.at[..., first_layer].add(params_P[0])
 
     def result(params_L):
@@ -218,7 +218,7 @@ COLLECTIVE = re.compile(
 
 
 def collectives(compiled):
-    """Kinds and shapes of a program's collectives: those within loops, and those outside."""
+    """Returns kinds and shapes of a program's collectives within loops and outside."""
     within, outside = [], []
     for computation in re.split(r'\n(?=\S)', compiled.as_text()):
         found = [(kind, re.findall(r'\w+\[[\d,]*\]', shape)) for shape, kind, _ in COLLECTIVE.findall(computation)]
@@ -234,12 +234,12 @@ def kinds(found):
 def test_a_loop_only_hands_on(repeats):
     case = Case(4, repeats, 8, data=1)
     within, outside = collectives(case.program())
-    # One forward and one backward.
+    # One exchange in the forward pass and one in the backward pass.
     assert kinds(within) == ['collective-permute'] * 2
     assert all(shapes == [f'f32[1,{B},{T},{D}]'] for _, shapes in within)
     summed = {shape for kind, shapes in outside for shape in shapes if kind == 'all-reduce'}
     assert summed <= {f'f32[8,{B},{T},{D}]', 'f32[]'}
-    # Parameters move with repeats only, and are never gathered.
+    # Parameters are only moved with repeats, and never gathered.
     assert ('all-to-all' in kinds(outside)) == (repeats > 1)
     assert set(kinds(outside)) <= (
         {'all-reduce'} if repeats == 1 else {'all-reduce', 'all-to-all', 'collective-permute'}
@@ -272,13 +272,13 @@ def test_what_devices_do_by_themselves_within_a_layer_stays_on_its_stage():
     assert largest_difference(case.pipelined_gradients()(case.params, case.x), expected) <= 2e-6
     within, _ = collectives(case.program())
     assert 'all-gather' not in kinds(within)
-    # Control: without its name the axis of stages is gathered.
+    # Negative control: without its name, the stage axis is gathered.
     within, _ = collectives(case.program(spmd_axis=None))
     assert 'all-gather' in kinds(within)
 
 
 def kept_per_micro_batch(repeats, micro_batches):
-    """How much memory grows per micro-batch from M to 2 M of them, in streams [B, T, D]."""
+    """Returns the increase of memory per micro-batch from M to 2 M, in units of streams [B, T, D]."""
     B, T, D = 2, 32, 32
     sizes = []
     for M in (micro_batches, 2 * micro_batches):
@@ -289,7 +289,7 @@ def kept_per_micro_batch(repeats, micro_batches):
 
 @pytest.mark.parametrize(('repeats', 'micro_batches'), [(1, 8), (2, 32)])
 def test_an_iteration_keeps_its_input_alone(repeats, micro_batches):
-    # Besides, there is a slot for each micro-batch; if an iteration kept those, the growth would grow.
+    # There is also a slot for each micro-batch. If each iteration kept all slots, the growth would increase.
     assert kept_per_micro_batch(repeats, micro_batches) == pytest.approx(repeats + 1, abs=0.1)
 
 
@@ -299,7 +299,7 @@ def test_without_checkpoints_it_would_keep_more(monkeypatch):
 
 
 def simulated_idle_share(stages, repeats, micro_batches):
-    """By the rules alone: a stage does one piece of work at a time, in the order of repeats, when it has come to it."""
+    """Simulates the schedule: a stage processes one micro-batch at a time, in the order of repeats, when it arrives."""
     done = {}
     for repeat in range(repeats):
         for micro_batch in range(micro_batches):

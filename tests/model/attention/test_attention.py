@@ -1,4 +1,4 @@
-"""Attention against a plain formula in NumPy."""
+"""Attention against a NumPy formula."""
 
 import dataclasses
 from functools import partial
@@ -77,7 +77,7 @@ def test_a_row_that_sees_nothing_stays_finite():
 
 
 class Sharded(SingleDevice):
-    """A partitioning with a sharded length."""
+    """Partitioning with a sharded length axis."""
 
     def num_shards(self, axis):
         return 2 if axis == 'length' else 1

@@ -1,4 +1,4 @@
-"""Attention in ranges of queries against the whole array of scores, its gradients too."""
+"""Attention and gradients in ranges of queries against the complete array of scores."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from maxlm.planning.compiled.program import read_program
 H = 8
 
 
-# Small rows are cut as long ones are, into fewer ranges.
+# Splits short rows like long ones, but into fewer ranges.
 SMALL = {'RANGES': 4, 'MIN_RANGE': 16, 'QUERY_BLOCK': 32}
 
 
@@ -60,7 +60,7 @@ def _dense_with_gradients(qkv, g, mask):
 
 
 def of_all_scores(qkv, segments, g, window):
-    """Output and gradients; the mask is an argument, so that one program serves all."""
+    """Returns output and gradients. The mask is an argument, so that one program serves all tests."""
     return _dense_with_gradients(qkv, g, mask_of(*g.shape[:2], segments, window))
 
 
@@ -73,7 +73,7 @@ def difference(found, wanted):
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(found, wanted, strict=True))
 
 
-# One range; one and a bit; several of which the last is short; ranges of two blocks each.
+# Lengths of one range, slightly more than one, several with a short last one, and ranges of two blocks each.
 @pytest.mark.parametrize(
     ('B', 'T', 'N', 'K', 'documents', 'window'),
     [
@@ -90,7 +90,7 @@ def test_outputs_and_gradients_are_those_of_all_scores(B, T, N, K, documents, wi
     qkv, segments, g = inputs(B, T, N, K, documents)
     found = of_blocks(qkv, segments, g, window)
     assert difference(found, of_all_scores(qkv, segments, g, window)) < 2e-5
-    # Controls: another window, and without documents.
+    # Negative controls: another window, and no documents.
     assert difference(found, of_all_scores(qkv, segments, g, 3)) > 1e-2
     if documents:
         assert difference(found, of_all_scores(qkv, None, g, window)) > 1e-2
@@ -119,7 +119,7 @@ def test_no_array_of_all_scores_exists(monkeypatch):
         return max(np.prod(shape) for shape in shapes_in(4096))
 
     assert largest() == chunked.QUERY_BLOCK * 4096
-    # Control: in one range of one block it does.
+    # Negative control: with one range of one block it does.
     monkeypatch.setattr(chunked, 'RANGES', 1)
     monkeypatch.setattr(chunked, 'QUERY_BLOCK', 4096)
     assert largest() == 4096 * 4096
@@ -127,16 +127,16 @@ def test_no_array_of_all_scores_exists(monkeypatch):
 
 def test_most_of_what_no_query_may_see_is_not_computed():
     def share(attend, window):
-        """Of the dense products."""
+        """Returns the fraction of the dense products."""
         T = 1024
         qkv, _, _ = inputs(1, T, 1, 1, 0)
         compiled = jax.jit(lambda q, k, v: attend(q, k, v, None, window=window)).lower(*qkv).compile()
         return read_program(compiled.as_text(), {'data': 1}).flops / (4 * T * T * H)
 
-    # Eight ranges: (1 + … + 8) / 64.
+    # Eight ranges compute (1 + … + 8) / 64 of the products.
     assert share(attend_blockwise, 0) == 36 / 64
-    # The first range, and seven of 128 + 127 keys.
+    # The first range has 128 keys and the other seven have 128 + 127.
     assert share(attend_blockwise, 128) == (128 + 7 * 255) / (8 * 1024)
-    # Control.
+    # Negative control.
     mask = mask_of(1, 1024, None, 0)
     assert share(lambda q, k, v, *_, **__: dense(q, k, v, mask), 0) == 1

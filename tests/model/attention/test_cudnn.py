@@ -1,4 +1,4 @@
-"""Documents for cuDNN: the lists, and attention and gradients with formulas in the kernels' place."""
+"""Lists of documents for cuDNN, and attention and gradients with formulas instead of the kernels."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ B, T, N, H = 3, 32, 4, 8
 
 
 def rows_of(*lengths_by_row):
-    """Segments [B, T] of documents with these lengths; what is left of a row is padding."""
+    """Returns segment ids [B, T] of documents with the given lengths; the rest of each row is padding."""
     rows = np.zeros((len(lengths_by_row), T), np.int32)
     for row, lengths in zip(rows, lengths_by_row, strict=True):
         row[: sum(lengths)] = np.repeat(np.arange(len(lengths)) + 1, lengths)
@@ -31,7 +31,7 @@ def rows_of(*lengths_by_row):
 
 
 FEW = rows_of([32], [10, 22], [5, 20])
-# With room for 2 documents a row, 6 on a device: two lists, five, and sixteen.
+# With 2 documents per row and 6 per device, the packings need two, five and sixteen lists.
 PACKINGS = {
     'few': FEW,
     'two_lists': rows_of([1, 2, 3, 4], [32], [8, 8]),
@@ -72,7 +72,7 @@ def _by_mask(q, k, v, do, mask):
 
 
 def by_mask(window, arrays, segments):
-    """Output and gradients; the mask is an argument, so that one program serves all."""
+    """Returns output and gradients. The mask is an argument, so that one program serves all tests."""
     behind = np.arange(T)[:, None] - np.arange(T)[None, :]
     is_seen = (behind >= 0) & (behind < (window or T))
     return _by_mask(*arrays, is_seen & (segments[:, :, None] == segments[:, None, :]))
@@ -91,7 +91,7 @@ def test_documents_are_the_mask(formulas, window, kv_heads):
     for packing, segments in PACKINGS.items():
         expected = by_mask(window, arrays, segments)
         for other, found in by_packing.items():
-            # Control: other documents give something else.
+            # Negative control: other documents give another result.
             assert (largest_error(found, expected) < 1e-5) == (other == packing)
     assert largest_error(by_packing['few'], by_mask(4, arrays, FEW)) > 1e-2
 
@@ -110,7 +110,7 @@ def test_the_kernel_runs_once_for_each_list(formulas, monkeypatch):
         jax.block_until_ready(attend_documents(*arrays, PACKINGS[packing]))
         jax.effects_barrier()
         assert len(lists) == num_lists
-        # Every document is in one of them: the lists go on where the ones before ended.
+        # Each document is in one list: a list starts at the end of the previous one.
         starts = [start for listed in sorted(lists) for start in listed[:-1] if start < B * T]
         expected = np.flatnonzero(np.insert(np.diff(PACKINGS[packing], axis=1) != 0, 0, True, axis=1))
         assert starts == expected.tolist()
@@ -138,7 +138,7 @@ def test_lengths_and_offsets(kv_heads):
     assert lengths.reshape(-1).tolist() == kv_lengths.reshape(-1).tolist() == [32, 10, 22, 5, 20, 7]
     assert offsets.reshape(-1)[:7].tolist() == [place * N * H for place in start.tolist()]
     assert kv_offsets.reshape(-1)[:7].tolist() == [place * kv_heads * H for place in start.tolist()]
-    # As JAX hands them to cuDNN, where it is right in all versions.
+    # Compares with the arguments that JAX passes to cuDNN, where they are correct in all versions.
     of_rows = jnp.array([[32, -1], [10, 22], [5, 20]]), jnp.array([[0, -1, -1], [0, 10, -1], [0, 5, -1]])
     theirs = fused._fix_seqlen_offsets(of_rows[0], of_rows[0], of_rows[1], of_rows[1], q, q)
     assert theirs[0].reshape(-1)[:5].tolist() == lengths.reshape(-1)[:5].tolist()
@@ -155,7 +155,7 @@ def hopper(monkeypatch):
 
 
 def kernel_calls(function, *arrays):
-    """By target: the configuration of a lowered call, its types and layouts."""
+    """Returns the configuration, types and layouts of each lowered call by target."""
     text = jax.jit(function).trace(*arrays).lower(lowering_platforms=('cuda',)).as_text()
     calls = {}
     for line in text.splitlines():
@@ -195,7 +195,7 @@ def test_calls_are_those_of_jax(hopper):
     meant = kernel_calls(theirs, q, q, q, q, lengths, offsets)
     assert set(told) == set(meant) == {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'}
     for target, calls in told.items():
-        # One for the first list, and one for those that follow.
+        # There is one call for the first list and one for the following lists.
         assert calls == 2 * meant[target]
     config = told['__cudnn$fmhaSoftmax'][0][0]['cudnn_fmha_backend_config']
     assert (config['mask_type'], config['max_seg_per_batch']) == ('PADDING_CAUSAL', 4)
@@ -223,7 +223,7 @@ def test_devices_work_alone(formulas, sizes):
     ours = run(*placed, jax.device_put(segments, layout.batch))
     assert largest_error(ours, by_mask(0, arrays, segments)) < 1e-5
     assert largest_error(ours, by_mask(0, arrays, segments[::-1])) > 1e-2
-    # Neither rows nor heads come together, nor do devices wait for each other's lists.
+    # Neither rows nor heads are gathered, and the lists need no communication.
     assert read_program(run.as_text(), layout.mesh.shape).transfers == []
     assert ours[0].sharding.shard_shape(ours[0].shape) == placed[0].sharding.shard_shape(placed[0].shape)
 
@@ -234,14 +234,14 @@ def test_remat_keeps_what_the_kernel_gives(formulas, remat, runs):
     layout = small_layout(config)
     batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     program = jax.make_jaxpr(make_train_step(config, layout))(abstract_state(config, layout), batch)
-    # One layer is the loop's body.
+    # The body of the loop is one layer.
     assert str(program).count('documents_dot_product_attention_fwd[') == runs
 
 
 def test_where_documents_are_told(hopper, monkeypatch):
     q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     assert cudnn.supports_documents(q, SINGLE_DEVICE)
-    # Begins of documents are counted in int32.
+    # The starts of documents are int32.
     assert not cudnn.supports_documents(jax.ShapeDtypeStruct((2**16, 2**13, 4, 64), jnp.bfloat16), SINGLE_DEVICE)
     stages = small_layout(small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__per_device_batch_size=4))
     assert not cudnn.supports_documents(q, stages)

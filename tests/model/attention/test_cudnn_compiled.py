@@ -1,6 +1,6 @@
-"""The steps of real models compiled for GPUs that are not here: documents reach cuDNN, and no mask is left.
+"""Steps of real models compiled for absent GPUs: cuDNN gets the documents, and there is no mask.
 
-Up to a minute each: it is the compiler that works.
+Each compilation takes up to a minute.
 """
 
 import functools
@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.gpu_compiler import FOLDER, run_python
 
-# Prints what the compiled program has in it, with documents told to cuDNN, or where they cannot be.
+# Prints the contents of the compiled program, with documents passed to cuDNN or with a mask.
 PROGRAM = """
 import json, re, sys
 from maxlm.config.loading import load
@@ -54,7 +54,7 @@ pytestmark = [
     pytest.mark.skipif(not FOLDER, reason='needs the compiler for GPUs: run launch/test.sh, or set MAXLM_GPU_COMPILER'),
 ]
 FORWARD, BACKWARD = '__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'
-# A short model is compiled as the whole is: its layers are in a loop.
+# A model with few layers compiles to the same program, because its layers are in a loop.
 SHORT = ('model.num_layers=4', 'train.global_batch_size=32', 'train.per_device_batch_size=2')
 LONG_WINDOW = ('data.seq_len=4096', 'model.max_positions=4096')
 HEADS_SPLIT = ('model.remat_policy=dots', 'mesh.fsdp=4', 'mesh.tensor=2')
@@ -64,7 +64,7 @@ SLIDING = ('model.attention_pattern=SL', 'model.sliding_window=512')
 
 @functools.cache
 def compiled(target, told, *overrides):
-    """In a process that has launch/test.sh's compiler for GPUs."""
+    """Compiles in a process with the GPU compiler that launch/test.sh installs."""
     done = run_python('-c', PROGRAM, f'{ROOT}/configs/1b.py', target, told, *SHORT, *LONG_WINDOW, *overrides)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -77,7 +77,7 @@ def compiled(target, told, *overrides):
 )
 def test_no_mask_is_left(overrides, windows):
     found = compiled('h100:8', 'told', *overrides)
-    # Run again in the backward pass it would be twice as many.
+    # Recomputation in the backward pass would double the number of forward kernels.
     assert found['kernels'] == {FORWARD: found['layers'], BACKWARD: found['layers']}
     assert found['masks'] == []
     assert found['gathered'] == []
@@ -86,9 +86,9 @@ def test_no_mask_is_left(overrides, windows):
 
 @pytest.mark.nightly
 def test_what_a_mask_takes():
-    """The control of the test above."""
+    """Negative control of the previous test."""
     told, masked = (compiled('h100:8', path, *HEADS_SPLIT) for path in ('told', 'masked'))
     assert not {FORWARD, BACKWARD} & set(masked['kernels'])
     assert masked['masks']
-    # For each pair of tokens 2 bytes that are added to its score; what those are made of may go before.
+    # The mask has 2 bytes for each pair of tokens; its inputs may be freed before.
     assert masked['temporary'] - told['temporary'] > 2 * 4096**2

@@ -1,4 +1,4 @@
-"""Slots read in blocks against all of them at once."""
+"""Attention over slots in blocks against attention over all slots."""
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,13 @@ def test_parts_are_as_all_slots(int8, T, first_row, num):
     config, rng = model_config(), np.random.default_rng(0)
     k, v = rng.standard_normal((2, ROWS, S, K, H), np.float32)
     q_BTNH = rng.standard_normal((num, T, N, H), np.float32)
-    # Of 128 + 128 + 44 slots 170 are in use; each query sees some of them, in both blocks.
+    # 170 of 128 + 128 + 44 slots are in use. Each query sees some of them in two blocks.
     mask_BTS = rng.random((num, T, S)) < 0.5
     mask_BTS[..., 170:] = False
 
     @jax.jit
     def attend(q_BTNH, end):
-        """With all slots as one array, and as blocks."""
+        """Computes attention with all slots as one array, and as blocks."""
         found = []
         for unstacked in (False, True):
             caches = init_caches(config, ROWS, S, int8=int8, unstacked=unstacked)
@@ -44,14 +44,14 @@ def test_parts_are_as_all_slots(int8, T, first_row, num):
 
     whole, found = attend(q_BTNH, 170)
     np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
-    # Control: what is in a part that is not read matters.
+    # Negative control: omitting a used block changes the result.
     assert np.abs(attend(q_BTNH, 128)[1] - whole).max() > 1e-2
-    # Where nothing is in use, nothing is made up.
+    # If no slot is in use, the output is zero.
     assert not np.any(attend(q_BTNH, 0)[1])
 
 
 def test_parts_that_are_not_in_use_are_not_read():
-    """What is there does not even reach a product."""
+    """NaN values in unused blocks must not affect the result."""
     (blocks,) = init_caches(model_config(), ROWS, S, unstacked=True)
     poisoned = [part._replace(value_LBKSH=np.full(part.value_LBKSH.shape, np.nan, np.float32)) for part in blocks]
     mask_BTS = np.broadcast_to(np.arange(S) < 1, (ROWS, 1, S))
@@ -62,5 +62,5 @@ def test_parts_that_are_not_in_use_are_not_read():
         return attend_cached(jnp.ones((ROWS, 1, N, H)), LayerCache(blocks, 0), indices, jnp.asarray(mask_BTS))
 
     assert np.isfinite(attend([blocks[0], *poisoned[1:]], 128)).all()
-    # Control: one more slot is one more part.
+    # Negative control: one more slot includes one more block.
     assert np.isnan(attend([blocks[0], *poisoned[1:]], 129)).all()

@@ -1,4 +1,4 @@
-"""Ring attention against attention on one device, and what it sends and computes.
+"""Ring attention against attention on one device, its communication and computation.
 
 Shapes: B batch, T length, N query heads, K key/value heads, H head dim.
 """
@@ -23,14 +23,14 @@ def inputs(num_kv_heads, dtype=jnp.float32, length=T):
     rng = np.random.default_rng(0)
     q, o = rng.normal(size=(2, B, length, N, H))
     k, v = rng.normal(size=(2, B, length, num_kv_heads, H))
-    # Documents of all lengths, and padding (0) at the end.
+    # Documents of various lengths, and padding (0) at the end.
     segments = np.sort(rng.integers(1, 6, size=(B, length)), axis=1)
     segments[:, -5:] = 0
     return tuple(x.astype(dtype) for x in (q, k, v, o)), segments.astype(np.int32)
 
 
 def around(devices, window, *, parts=1, check_vma=False, order=None):
-    """The function on whole arrays in sequence: laid out, run over the ring, and back in sequence."""
+    """Returns a function of arrays in sequence order that reorders them, runs the ring and restores the order."""
     mesh = Mesh(np.array(jax.devices()[: parts * devices]).reshape(parts, devices), ('data', 'context'))
     assert set(mesh.axis_types) == {AxisType.Auto}
     spec = PartitionSpec('data', 'context')
@@ -51,7 +51,7 @@ def around(devices, window, *, parts=1, check_vma=False, order=None):
 
 
 def laid_out(devices):
-    """The function on arrays that are laid out already: nothing but the ring itself."""
+    """Returns a function of reordered arrays that runs only the ring."""
     return jax.shard_map(
         lambda q, k, v: ring_attention(q, k, v, None, axis='context', window=0),
         mesh=Mesh(np.array(jax.devices()[:devices]), 'context'),
@@ -68,7 +68,7 @@ def _on_one_device(q, k, v, do, mask):
 
 
 def on_one_device(window, arrays, segments):
-    """Output and gradients; the mask is an argument, so that one program serves all."""
+    """Returns output and gradients. The mask is an argument, so that one program serves all tests."""
     behind = np.arange(T)[:, None] - np.arange(T)[None, :]
     mask = np.broadcast_to((behind >= 0) & (behind < (window or T)), (B, T, T))
     if segments is not None:
@@ -78,7 +78,7 @@ def on_one_device(window, arrays, segments):
 
 
 def value_and_gradients(function):
-    """Returns a program for the output, and gradients of q, k and v under a gradient of the output."""
+    """Returns a program for the output, and for the gradients of q, k and v given a gradient of the output."""
 
     def run(q, k, v, do, segments):
         output, pull = jax.vjp(lambda q, k, v: function(q, k, v, segments), q, k, v)
@@ -93,16 +93,16 @@ def compiled_ring(devices, window):
 
 
 def largest_error(ours, theirs):
-    """Over output and gradients, relative to the largest element of each."""
+    """Returns the largest error of output and gradients, relative to the largest element of each."""
     pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(ours, theirs, strict=True)]
     assert all(np.isfinite(a).all() for a, _ in pairs)
     return max(np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
 
 
-# Any two of the four choices meet in all ways.
+# The cases cover each pair of values of the four settings.
 @pytest.mark.parametrize(
     ('devices', 'num_kv_heads', 'isolated', 'window'),
-    # `two_devices` is (2, 2, True, 0).
+    # The fixture `two_devices` covers (2, 2, True, 0).
     [(2, N, False, 11), (4, 2, False, 11), (4, N, True, 0), (8, 2, True, 11), (8, N, False, 0)],
 )
 def test_a_ring_is_one_device(devices, num_kv_heads, isolated, window):
@@ -110,7 +110,7 @@ def test_a_ring_is_one_device(devices, num_kv_heads, isolated, window):
     segments = segments if isolated else None
     ours = compiled_ring(devices, window)(*arrays, segments)
     assert largest_error(ours, on_one_device(window, arrays, segments)) <= 2e-6
-    # Control.
+    # Negative control.
     if window or not isolated:
         other = on_one_device(window + 1 if window else T - 1, arrays, segments)
     else:
@@ -120,7 +120,7 @@ def test_a_ring_is_one_device(devices, num_kv_heads, isolated, window):
 
 @pytest.fixture(scope='module')
 def two_devices():
-    """Inputs, and results of a ring of two."""
+    """Returns inputs and results of a ring of two devices."""
     arrays, segments = inputs(2)
     return arrays, segments, compiled_ring(2, 0)(*arrays, segments)
 
@@ -136,7 +136,7 @@ def test_a_ring_of_two_has_the_gradients_of_one_device(two_devices):
 
 
 def test_documents_matter_to_a_ring_of_two(two_devices):
-    """The control of the two tests above."""
+    """Negative control of the two previous tests."""
     arrays, _, ours = two_devices
     for found, other in zip(ours, on_one_device(0, arrays, None), strict=True):
         assert largest_error([found], [other]) > 1e-4
@@ -154,14 +154,14 @@ def test_bfloat16():
     ours = compiled_ring(4, 0)(*arrays, segments)
     assert {x.dtype for x in ours} == {jnp.dtype('bfloat16')}
     wide = tuple(x.astype(jnp.float32) for x in arrays)
-    # bfloat16 has 8 bits: each rounding is 2^-9 of a number, and results, weights and scores' gradients are rounded.
+    # bfloat16 has 8 bits, so each rounding of results, weights and score gradients has a relative error of 2^-9.
     assert 1e-4 < largest_error(ours, on_one_device(0, wide, segments)) < 2e-2
 
 
 def test_blocks_of_queries_change_nothing(monkeypatch):
     arrays, segments = inputs(2)
     monkeypatch.setattr(ring, 'QUERY_BLOCK', 4)
-    # With JAX's own check, too, of what varies over which mesh axis: loops and branches are where it may fail.
+    # Also with JAX's check of varying mesh axes, which may fail in loops and branches.
     ours = value_and_gradients(around(2, 6, check_vma=True))(*arrays, segments)
     assert largest_error(ours, on_one_device(6, arrays, segments)) <= 2e-6
     assert largest_error(ours, on_one_device(5, arrays, segments)) > 1e-4
@@ -192,7 +192,7 @@ def test_zigzag_names_the_length_that_does_not_divide():
 
 
 def counted(jaxpr, times=1):
-    """How often ring exchanges run, and the multiplications of all products, of one device; loops by their length."""
+    """Returns the number of ring exchanges and of multiplications on one device, with loops counted by their length."""
     exchanges, products = 0, 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -218,15 +218,16 @@ def test_only_neighbours_talk_and_masked_pairs_are_not_computed(devices):
     def backward(q, k, v, do):
         return jax.vjp(forward, q, k, v)[1](do)
 
-    # A device's part of the products q·k and weights·v of a dense ring.
+    # Multiplications of q·k and weights·v on one device of a dense ring.
     dense = 2 * B * N * (T // devices) * T * H
     exchanges, products = counted(jax.make_jaxpr(forward)(q, k, v).jaxpr)
     assert exchanges == devices - 1
-    # 2R + 1 of 4R pairs of chunks: the diagonal ones are computed whole.
+    # 2R + 1 of 4R pairs of chunks are computed; the diagonal ones are computed completely.
     assert products == dense * (2 * devices + 1) // (4 * devices)
     if devices == 8:
         assert products <= 0.55 * dense
-    # The forward pass, then the keys again, and their gradients, which also go home. Five products where it has two.
+    # The backward pass repeats the forward pass and exchanges keys again. It also exchanges gradients, which return to
+    # their device. It has five products instead of two.
     both_exchanges, both_products = counted(jax.make_jaxpr(backward)(q, k, v, do).jaxpr)
     assert both_exchanges == (devices - 1) + (devices - 1) + devices
     assert 2 * both_products == 7 * products
@@ -239,7 +240,7 @@ def test_the_compiled_ring_exchanges_nothing_else():
     text = backward.lower(q, k, v, do).compile().as_text()
     assert ' collective-permute' in text
     assert not any(f' {name}' in text for name in ('all-gather', 'all-to-all', 'all-reduce'))
-    # The same search finds what laying the sequence out costs.
+    # Negative control: the search finds the collectives of reordering the sequence.
     text = jax.jit(around(4, 0)).lower(q, k, v, None).compile().as_text()
     assert any(f' {name}' in text for name in ('all-gather', 'all-to-all', 'all-reduce'))
 
@@ -258,13 +259,13 @@ def test_no_more_memory_for_more_devices():
 
 
 def test_a_row_that_sees_nothing_in_a_pair_stays_finite():
-    # Every token its own document: all pairs but a token with itself are masked, and the output is the value.
+    # Each token is a document, so it only attends to itself, and the output is the value.
     (q, k, v, do), _ = inputs(N)
     alone = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
     output, dq, dk, dv = compiled_ring(4, 0)(100 * q, k, v, do, alone)
     np.testing.assert_allclose(output, v, rtol=1e-6)
     np.testing.assert_allclose(dv, do, rtol=1e-6)
-    # A weight of 1 has no gradient; what is left is rounding. NaN is not below anything.
+    # A weight of 1 has no gradient except for rounding. The comparison also fails for NaN.
     assert np.abs(dq).max() < 1e-4
     assert np.abs(dk).max() < 1e-2
     together = compiled_ring(4, 0)(100 * q, k, v, do, np.zeros((B, T), np.int32))[0]

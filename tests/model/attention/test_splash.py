@@ -1,4 +1,4 @@
-"""Splash attention without its compiler, on CPUs, against attention by XLA; and which blocks of scores it computes."""
+"""Splash attention interpreted on CPUs against attention by XLA, and the blocks of scores that it computes."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from tests.parameters import abstract_params, decoder_graph
 from tests.small import small_config
 
 B, T, N, H = 2, 256, 4, 8
-# Documents that end within blocks and at their borders; in the second row padding, a document of zeros.
+# Documents end within blocks and at their boundaries. The second row has padding, which is a document of zeros.
 SEGMENTS = np.zeros((B, T), np.int32)
 SEGMENTS[0] = np.repeat([1, 2, 3, 4], [100, 28, 1, 127])
 SEGMENTS[1, :200] = np.repeat([1, 2], [150, 50])
@@ -54,7 +54,7 @@ def _by_mask(q, k, v, do, mask):
 
 
 def by_mask(window, arrays, segments):
-    """Output and gradients by XLA; the mask is an argument, so that one program serves all."""
+    """Returns output and gradients by XLA. The mask is an argument, so that one program serves all tests."""
     behind = np.arange(T)[:, None] - np.arange(T)[None, :]
     mask = np.broadcast_to((behind >= 0) & (behind < (window or T)), (B, T, T))
     if segments is not None:
@@ -73,12 +73,12 @@ def largest_error(ours, theirs):
     ids=['grouped documents', 'window of one', 'one head of keys', 'all'],
 )
 def test_splash_is_attention(window, kv_heads, segments, monkeypatch):
-    # Several blocks of a short row.
+    # Small blocks split a short row into several blocks.
     monkeypatch.setattr('maxlm.model.attention.splash.BLOCK', 128)
     arrays = inputs(kv_heads)
     ours = value_and_gradients(by_splash(window), arrays, segments)
     assert largest_error(ours, by_mask(window, arrays, segments)) < ERROR
-    # Control: another window, and with documents where there are none or without them.
+    # Negative controls: another window, and documents added or removed.
     wrong = window + 1 if window else 140
     assert largest_error(ours, by_mask(wrong, arrays, segments)) > 10 * ERROR
     other = SEGMENTS if segments is None else None
@@ -91,7 +91,7 @@ def test_every_device_has_its_rows_and_heads():
     arrays = inputs(2)
     ours = value_and_gradients(by_splash(0, layout), arrays, SEGMENTS)
     assert largest_error(ours, by_mask(0, arrays, SEGMENTS)) < ERROR
-    # Control: rows in another order.
+    # Negative control: rows in another order.
     assert largest_error(ours, by_mask(0, arrays, SEGMENTS[::-1])) > 10 * ERROR
 
 
@@ -116,7 +116,7 @@ def with_splash(config):
 
 
 def test_rows_that_the_kernel_cannot_cut_take_another(monkeypatch):
-    """A prompt, say; in training `maxlm.config.resolve` sees to it that rows are of the right length."""
+    """Prompts may have any length; in training, `maxlm.config.resolve` ensures a valid length of rows."""
     config = with_splash(small_config(data__seq_len=T, model__max_positions=T))
     graph, params = decoder_graph(config.model), abstract_params(config)
     lengths = []
@@ -130,10 +130,10 @@ def test_rows_that_the_kernel_cannot_cut_take_another(monkeypatch):
 def test_whole_blocks_are_counted_as_work():
     config = with_splash(small_config(data__seq_len=2048, data__document_mask=False, model__num_heads=2))
     per_pair = 2 * 2 * config.model.num_heads * config.model.head_dim
-    # Blocks of 512² up to the diagonal: 2 products forward, and 3 and 4 in the two kernels of the backward pass.
+    # Blocks of 512² up to the diagonal have 2 products forward, and 3 and 4 in the two kernels of the backward pass.
     pairs = config.train.global_batch_size * (4 * 5 / 2) * 512**2
     assert estimate_work(config).attention_flops == 9 * per_pair * pairs
-    # Control: a window that leaves the diagonal and one block beside it.
+    # Negative control: with a window, only the diagonal and one adjacent block remain.
     narrow = dataclasses.replace(config.model, attention_pattern='S', sliding_window=512)
     pairs = config.train.global_batch_size * (4 + 3) * 512**2
     assert estimate_work(dataclasses.replace(config, model=narrow)).attention_flops == 9 * per_pair * pairs

@@ -1,6 +1,6 @@
-"""Splash attention in steps compiled for TPUs that are not here: which kernels run, and how often.
+"""Number of splash attention kernels in steps compiled for absent TPUs.
 
-The compiler for TPUs takes ten seconds of a core for each program.
+The TPU compiler needs ten CPU-seconds for each program.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ RUNS = LAYERS * MICRO_BATCHES
 
 
 def kernels(spec, remat):
-    """How often each kernel runs in a step of a small Llama whose layers and micro-batches are in loops."""
+    """Returns the executions of each kernel in a step of a small Llama with loops over layers and micro-batches."""
     target = parse_target(spec)
     config = small_config(
         num_devices=target.num_devices,

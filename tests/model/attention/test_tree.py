@@ -1,4 +1,4 @@
-"""Attention in rows of trees against each text alone."""
+"""Attention in rows of token trees against attention in separate texts."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def test_a_text_is_as_if_alone(window, ranges, monkeypatch):
     found, alone, whole = jax.device_get(run(q, k, v))
     for path, wanted in zip(laid.paths, alone, strict=True):
         np.testing.assert_allclose(found[:, path], wanted, rtol=1e-5, atol=1e-5)
-    # Padding sees itself.
+    # Padding attends to itself.
     np.testing.assert_allclose(found[0, -1], np.repeat(v[0, -1], 2, axis=0), rtol=1e-5)
-    # Control: what stands before in the row matters to nobody else.
+    # Negative control: plain causal attention over the row differs.
     assert np.abs(whole - found).max() > 0.1

@@ -1,4 +1,4 @@
-"""Products of 8-bit floats: those of the rounded numbers, with bytes kept for the backward pass."""
+"""fp8 products: they equal products of rounded numbers, and residuals are stored in fp8."""
 
 import collections
 import functools
@@ -28,7 +28,7 @@ def operands(kind, rows=(64,)):
 
 @jax.jit
 def products(x, kernel_IO, gradient):
-    """The result, the gradient of x and that of the kernel."""
+    """Returns the product and the gradients of x and the kernel."""
 
     def multiply(x, kernel_IO):
         codes = fp8.quantize(jax.lax.stop_gradient(kernel_IO), fp8.E4M3)
@@ -44,7 +44,7 @@ def quantize(x):
 
 
 def rounded(x, kind, top):
-    """What an array of 8-bit floats with one scale holds, in float64."""
+    """Returns values rounded to fp8 with one scale, in float64."""
     x = np.asarray(x, np.float32)
     scale = 2.0 ** np.ceil(np.log2(np.abs(x).max() / top))
     return (x / scale).astype(kind).astype(np.float64) * scale
@@ -58,22 +58,22 @@ def expected(x, kernel_IO, gradient):
 
 
 def difference(got, right):
-    """The largest of an array, relative to its largest element."""
+    """Returns the largest difference, relative to the largest element."""
     return np.abs(np.asarray(got, np.float64) - right).max() / np.abs(right).max()
 
 
 @pytest.mark.parametrize(('kind', 'rows'), [(jnp.bfloat16, (64,)), (jnp.float32, (64,)), (jnp.float32, (4, 16))])
 def test_a_product_is_that_of_the_rounded_numbers(kind, rows):
-    """Rows lie along one axis, or along two as where the length is split over devices."""
+    """Rows have one axis, or two as with a length that is sharded over devices."""
     arrays = operands(kind, rows)
-    # The sum is float32, and rounded once.
+    # The sum is accumulated in float32 and rounded once.
     tolerance = {jnp.bfloat16: 2.0**-8, jnp.float32: 2.0**-22}[kind]
     exact = [np.asarray(array, np.float64) for array in arrays]
     unrounded = [exact[0] @ exact[1], exact[2] @ exact[1].T]
     for got, right in zip(products(*arrays), expected(*arrays), strict=True):
         assert got.dtype in (kind, jnp.float32)
         assert difference(got, right) < tolerance
-        # Controls: a wrong scale, and numbers that were not rounded.
+        # Negative controls: a wrong scale, and numbers that are not rounded.
         assert difference(got, 2 * right) > 0.4
     for got, wrong in zip(products(*arrays), unrounded, strict=False):
         assert difference(got, wrong) > 0.01
@@ -107,7 +107,7 @@ def test_zeros_give_zeros(kind, zeros):
     arrays = list(operands(kind))
     arrays[zeros] = jnp.zeros_like(arrays[zeros])
     got = products(*arrays)
-    # x in the result and the kernel's gradient, the kernel in the result and x's gradient, the gradient in both.
+    # x affects the result and the kernel gradient, the kernel the result and the gradient of x, the gradient both.
     are_zero = {0: (0, 2), 1: (0, 1), 2: (1, 2)}[zeros]
     for number, array in enumerate(got):
         assert np.isfinite(array).all()
@@ -118,7 +118,7 @@ def test_zeros_give_zeros(kind, zeros):
 @pytest.mark.parametrize('place', [0, 1, 2])
 def test_what_is_not_finite_stays_so(value, place):
     arrays = list(operands(jnp.bfloat16))
-    # Control: without it all is finite.
+    # Negative control: without this value, all results are finite.
     assert all(np.isfinite(array).all() for array in products(*arrays))
     arrays[place] = arrays[place].at[3, 5].set(value)
     affected = {0: (0, 2), 1: (0, 1), 2: (1, 2)}[place]
@@ -133,7 +133,7 @@ def test_small_and_large_arrays():
             products(x * factor, kernel_IO, gradient), expected(x * factor, kernel_IO, gradient), strict=True
         ):
             assert difference(got, right) < 2.0**-22
-    # What is smaller than any scale is lost, and harms nothing.
+    # Values below the smallest scale become zero without harm.
     assert all(np.isfinite(array).all() for array in products(x * 1e-38, kernel_IO, gradient))
 
 
@@ -142,7 +142,7 @@ def test_the_backward_pass_keeps_bytes(kind):
     x, kernel_IO, _ = operands(kind)
 
     def kept(multiply):
-        """Bytes of a product's residuals."""
+        """Returns the bytes of a product's residuals."""
 
         def residuals(x, kernel_IO, codes):
             return jax.vjp(lambda x, kernel_IO: multiply(x, kernel_IO, codes), x, kernel_IO)[1]
@@ -152,13 +152,13 @@ def test_the_backward_pass_keeps_bytes(kind):
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(found))
 
     assert kept(fp8.product) == x.size + kernel_IO.size + 2 * 4
-    # Control: without codes it keeps as many numbers, each larger.
+    # Negative control: without fp8, the residuals have the same size but a larger dtype.
     assert kept(lambda x, kernel_IO, _: x @ kernel_IO) == (x.size + kernel_IO.size) * jnp.dtype(kind).itemsize
 
 
 @functools.cache
 def traced(**overrides):
-    """Loss and gradients of a small model as a program."""
+    """Returns the program for loss and gradients of a small model."""
     config = small_config(**{'model__matmul_precision': 'fp8', 'model__family': 'llama', **overrides})
     graph, tokens_BT = decoder_graph(config.model), small_batch(config)['tokens'][:2]
     loss = jax.value_and_grad(lambda params: jnp.square(logits(graph, params, tokens_BT)).mean())
@@ -166,13 +166,13 @@ def traced(**overrides):
 
 
 def num_scales(program):
-    """Largest elements of whole arrays that a program looks for."""
+    """Counts the reductions of complete arrays to their maximum in a program."""
     return len(re.findall(r':f32\[\] = reduce_max\[', str(program.jaxpr)))
 
 
 @pytest.fixture(scope='module')
 def plain():
-    """The program without remat, parameters, and its results."""
+    """Returns the program without remat, its parameters and its results."""
     program = traced()
     params = random_params(small_config(model__matmul_precision='fp8', model__family='llama'))
     return program, params, jax.device_get(program.lower().compile()(params))
@@ -188,13 +188,13 @@ def test_remat_changes_nothing(remat, plain):
 
 @pytest.mark.parametrize('remat', ['dots', 'dots_no_batch', 'full'])
 def test_remat_finds_no_scale_again(remat, plain):
-    # Of inputs, kernels and gradients of seven projections, in the body of the loop. (That queries, keys and values
-    # share an input, and gate and up, is for XLA to see.)
+    # Inputs, kernels and gradients of seven projections have a scale in the body of the loop. XLA merges the scales of
+    # the shared inputs of query, key and value, and of gate and up.
     assert num_scales(traced(model__remat_policy=remat)) == num_scales(plain[0]) == 21
 
 
 def test_scales_that_no_rule_keeps_are_found_again(monkeypatch):
-    """The control of the test above."""
+    """Negative control of the previous test."""
     monkeypatch.setattr(blocks, 'SCALE', 'another')
     assert num_scales(traced.__wrapped__(model__remat_policy='full')) > 21
 
@@ -207,12 +207,12 @@ def products_by_type(**overrides):
 def test_the_projections_of_blocks_are_in_8_bits_and_nothing_else(monkeypatch):
     monkeypatch.setattr(linear, 'JOINED_ROWS', 1)
     plain, mixed = products_by_type(model__matmul_precision='default'), products_by_type()
-    # Seven projections, each with a product in the forward pass and two in the backward pass.
+    # Each of seven projections has one product in the forward pass and two in the backward pass.
     assert {kinds: count for kinds, count in mixed.items() if kinds != ('f32', 'f32')} == {
         ('f8E4M3FN', 'f8E4M3FN'): 7,
         ('f8E5M2', 'f8E4M3FN'): 7,
         ('f8E4M3FN', 'f8E5M2'): 7,
     }
-    # Those of attention and the head stay. Otherwise queries, keys and values are one product, and gate and up.
+    # Products of attention and head stay in float32. Without fp8, query, key and value are fused, as are gate and up.
     assert set(plain) == {('f32', 'f32')}
     assert mixed['f32', 'f32'] == plain['f32', 'f32'] - 3 * (7 - 3) > 0

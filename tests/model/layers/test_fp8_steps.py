@@ -1,4 +1,4 @@
-"""Steps with products of 8-bit floats: they learn as well, on every layout, and GPUs run them as such."""
+"""Training steps with fp8 products: learning, equality on all layouts, and fp8 kernels on GPUs."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from tests.parameters import first_state
 from tests.small import VOCAB, small_batch, small_config, small_layout
 
 STEPS = 60
-# Every array has one scale, so the same rows have to be worked on at a time wherever results are to be equal: four.
+# Each array has one scale, so equal results need equal micro-batches of four rows on all layouts.
 COMMON = {
     'model__vocab_size': 64,
     'train__global_batch_size': 16,
@@ -42,26 +42,26 @@ LAYOUTS = [
         marks=pytest.mark.nightly,
     ),
 ]
-# Sums of float32 in another order differ by 2e-7 at most, and by 1.5e-4 where one number moves to the next 8-bit float.
-# Other products change the norm of the gradient by 3e-4 to 3e-3.
+# Another order of float32 sums causes differences of up to 2e-7, or 1.5e-4 if a number rounds to the next fp8 value.
+# Different products change the gradient norm by 3e-4 to 3e-3.
 TOLERANCE = 2e-5
-# Loss, after which blocks have learnt something: it starts at ln 61 = 4.1.
+# Below this loss the blocks have learned; the initial loss is ln 61 = 4.1.
 LEARNED = 3.2
-# Two trainings are a step or two apart while the loss falls by up to 0.07 a step: with four seeds -0.02, 0.11, 0.00 and
-# 0.04 between the two types.
+# The loss falls by up to 0.07 per step, and two runs may be one or two steps apart. With four seeds, the differences
+# between both dtypes are -0.02, 0.11, 0.00 and 0.04.
 SAME = 0.2
 
 
 @functools.cache
 def compiled(**overrides):
-    """A resolved config, its layout and its step."""
+    """Returns a resolved config, its layout and its step."""
     config = small_config(**{**COMMON, **overrides})
     layout = small_layout(config)
     return config, layout, compile_train_step(config, layout, abstract_state(config, layout)).step
 
 
 def last_loss(config, layout, step, seed=0):
-    """The mean over the last tenth of a training to say again what was said last: blocks alone can do it."""
+    """Returns the mean loss of the last tenth of training to repeat the last token, which requires the blocks."""
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
     state, rng = first_state(config, layout, std=0.02), np.random.default_rng(seed)
     batch, losses = small_batch(config), []
@@ -85,14 +85,14 @@ def test_a_model_learns_as_well():
 
 @pytest.mark.nightly
 def test_with_other_scales_a_model_does_not(monkeypatch):
-    """The control of the test above: scales are so large that only the lowest bits of the range are used."""
+    """Negative control of the previous test: large scales leave only the lowest bits of the range."""
     right = fp8._scale
     monkeypatch.setattr(fp8, '_scale', lambda largest, top: right(largest, top) * 2.0**16)
     assert last_loss(*compiled.__wrapped__(**FP8)) > last_loss(*compiled()) + 2 * SAME
 
 
 def first_steps(**overrides):
-    """Loss and norm of the gradient [3, 2] of the first step on three batches."""
+    """Returns loss and gradient norm [3, 2] of the first step on three batches."""
     config, layout, step = compiled(**overrides)
     rows = []
     for seed in range(3):
@@ -103,7 +103,7 @@ def first_steps(**overrides):
 
 
 def difference(measured, expected):
-    """Relative difference of most batches: a sum in another order may move a number to the next 8-bit float."""
+    """Returns the median relative difference, since another order of a sum may round a number to the next fp8 value."""
     return np.median(np.abs(measured / expected - 1), axis=0)
 
 
@@ -111,7 +111,7 @@ def difference(measured, expected):
 def test_every_layout_computes_what_one_device_computes(layout):
     expected = first_steps(**FP8)
     assert (difference(first_steps(num_devices=8, **FP8, **layout), expected) < TOLERANCE).all()
-    # Control: other products compute something else.
+    # Negative control: other products give other results.
     assert (difference(first_steps(), expected) > 5 * TOLERANCE).any()
 
 
@@ -141,7 +141,7 @@ print(json.dumps({'text': text, 'products': library_products(parse_hlo(text))}))
 
 
 def compiled_for_h100(*overrides):
-    """In a process that has launch/test.sh's compiler for GPUs."""
+    """Compiles in a process with the GPU compiler that launch/test.sh installs."""
     done = run_python('-c', PROGRAM, *overrides)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -154,8 +154,8 @@ def test_gpus_run_products_of_8_bits_and_send_bytes():
     told = compiled_for_h100('matmul=fp8')
     products = {name: flops for name, (_, flops) in told['products'].items()}
     tokens = 32 * 512 / 8
-    # Of a block four matrices for attention and three of the feed-forward: three products of each, and with
-    # model.remat_policy=full once more all but the last.
+    # A block has four matrices for attention and three for feed-forward, with three products each. With
+    # model.remat_policy=full, all products except the last are repeated.
     attention, feed_forward = 4 * 256**2, 256 * 1024
     in_blocks = 2 * 2 * tokens * (4 * attention + (4 + 4 + 3) * feed_forward)
     head = 6 * tokens * 256 * 4096
@@ -163,7 +163,7 @@ def test_gpus_run_products_of_8_bits_and_send_bytes():
     text = told['text']
     gathers = [line for line in text.splitlines() if ' all-gather-start(' in line or ' all-gather(' in line]
     narrow = [line for line in gathers if 'u8[256,' in line]
-    # Those of a layer, forward and backward; nothing of it travels in another type.
+    # These are the collectives of a layer, forward and backward; none has another dtype.
     assert len(narrow) == 2
     assert not any('bf16[256,1024]' in line for line in gathers)
     assert all('bf16[' not in line for line in narrow)

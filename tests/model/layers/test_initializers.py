@@ -1,4 +1,4 @@
-"""Initial parameters of each family: spread, and which of them are constant."""
+"""Initial parameters of each family: standard deviations and constants."""
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ def test_gpt2():
     assert spread(attention['out']['kernel']) == 0.02 / (2 * LAYERS) ** 0.5
     assert np.all(attention['out']['bias'] == 0)
     assert np.all(state['blocks']['attention_norm']['scale'] == 1)
-    # Layers start differently.
+    # Layers have different initial values.
     assert not np.allclose(attention['query']['kernel'][0], attention['query']['kernel'][1])
 
 
@@ -51,6 +51,6 @@ def test_nanochat():
     assert np.abs(query).max() <= (3 / DIM) ** 0.5
     assert np.all(state['blocks']['attention']['out']['kernel'] == 0)
     assert np.all(state['blocks']['feedforward']['down']['kernel'] == 0)
-    # Norms without parameters.
+    # The norms have no parameters.
     assert set(state) == {'embedding', 'blocks', 'head'}
     assert set(state['blocks']) == {'attention', 'feedforward'}

@@ -1,4 +1,4 @@
-"""Slots of a cache: which position is where, who may look at it, and what 8 bits keep."""
+"""Cache slots: positions, visibility and 8-bit storage."""
 
 import functools
 
@@ -21,7 +21,7 @@ from tests.small import small_config
 def test_layers_share_a_cache_with_those_that_see_as_far():
     config = small_config(model__num_layers=5, model__sliding_window=3, model__attention_pattern='SSL').model
     caches = init_caches(config, 2, 200, chunk=10)
-    # What four tokens back and ten new ones need, in whole units; all that see everything have all positions.
+    # A window needs slots for the window and ten new tokens, rounded up; layers without window have all positions.
     assert {window: cache.key_LBKSH.shape[0] for window, cache in caches.items()} == {0: 1, 3: 4}
     assert {window: cache.num_slots for window, cache in caches.items()} == {0: 200, 3: 64}
     assert {cache.num_slots for cache in init_caches(config, 2, 200).values()} == {200}
@@ -29,7 +29,7 @@ def test_layers_share_a_cache_with_those_that_see_as_far():
 
 @pytest.mark.parametrize('window', [0, 5])
 def test_a_ring_has_what_the_window_sees(window):
-    """Against a list of positions that are written one after the other, in chunks with more or less padding."""
+    """Compares with a list of positions that are written in sequence, in chunks with various padding."""
     S = 64 if window else 200
     config = small_config(model__sliding_window=window, model__attention_pattern='S' if window else 'L').model
     cache = init_caches(config, 1, 200, chunk=16)[window]
@@ -40,14 +40,14 @@ def test_a_ring_has_what_the_window_sees(window):
     for count in [14, 1, 5, 14, 16, 1, 1, 14, 16, 14, 11, 1, 14, 7]:
         indices, mask = run(np.arange(start, start + 16)[None], np.array([start + count]))
         slots, mask = np.asarray(indices.slots_BT)[0], np.asarray(mask)[0]
-        # Padding goes nowhere.
+        # Padding is written to no slot.
         assert np.all(slots[count:] == S)
         held[slots[:count]] = np.arange(start, start + count)
         for row, query in enumerate(range(start, start + count)):
             first = max(0, query - window + 1) if window else 0
             assert sorted(held[mask[row]]) == list(range(first, query + 1))
         start += count
-    # It has gone round.
+    # The ring buffer has wrapped around.
     assert start > S or not window
 
 
@@ -56,7 +56,7 @@ def test_no_more_is_looked_at_than_there_is():
     _, mask = run(np.array([[3], [9]]), np.array([4, 10]))
     assert mask.shape == (2, 1, 16)
     assert mask.sum(axis=(1, 2)).tolist() == [4, 10]
-    # A row that rests sees nothing.
+    # An idle row sees nothing.
     assert not run(np.zeros((2, 1), int), np.zeros(2, int))[1].any()
 
 
@@ -73,7 +73,7 @@ def test_8_bits_keep_what_is_written():
 
     run = jax.jit(lambda k, v: [written(k, v, int8) for int8 in (False, True)])
     (exact, other), (codes, _) = jax.device_get(run(k, v))
-    # Heads before slots; slot 9 is not there, and the layer beside has nothing.
+    # The head axis precedes the slot axis. Slot 9 does not exist, and the other layer is unchanged.
     np.testing.assert_array_equal(exact.key_BKSH[0, :, :3], np.swapaxes(k[0, :3], 0, 1))
     assert not np.any(exact.key_BKSH[0, :, 3:])
     assert not np.any(other.value_BKSH)
@@ -105,7 +105,7 @@ def test_fewer_rows_are_the_first(unstacked):
     assert slots.key_BKSH.shape == (2, 2, 9, 8)
     np.testing.assert_array_equal(slots.key_BKSH[0, :, 4], k[0, 0])
     np.testing.assert_array_equal(slots.value_BKSH[0, :, 4], 2 * k[0, 0])
-    # The second row's slot is not there; nothing else was touched.
+    # The slot of the second row does not exist; no other slot changes.
     assert np.count_nonzero(all_slots.key_BKSH) == 16
 
 
@@ -122,7 +122,7 @@ def test_parts_have_all_slots():
 @pytest.mark.parametrize(('first_row', 'num'), [(0, 3), (0, 2), (1, 1)])
 def test_each_part_gets_what_belongs_to_it(first_row, num):
     config = small_config(model__num_kv_heads=2).model
-    # At the edges of blocks; 300 is behind the last.
+    # Slots at the boundaries of blocks; 300 is after the last slot.
     slots = np.array([[0, 127, 128, 255, 256, 299, 300]] * num)
     k = np.random.default_rng(0).standard_normal((*slots.shape, 2, 8), np.float32)
 

@@ -1,4 +1,4 @@
-"""Several projections of one input, applied together and one by one."""
+"""Several projections of one input, fused and separate, and transposed kernels."""
 
 import functools
 import re
@@ -20,7 +20,7 @@ OUTPUTS = {'heads': (4, 6), 'kv_heads': (2, 6), 'ffn': (10,)}
 
 
 class Split(SingleDevice):
-    """Says that heads are split, as on a mesh."""
+    """Partitioning that reports sharded heads, as on a mesh."""
 
     def num_shards(self, axis):
         return 2 if axis == 'heads' else 1
@@ -68,7 +68,7 @@ def outputs_and_gradients(apply, placement, x):
     )
 
 
-# For few rows it is not worth putting kernels side by side.
+# For few rows, concatenating the kernels is not worth it.
 @pytest.mark.parametrize(
     ('placement', 'rows', 'products'), [(SINGLE_DEVICE, (2, 5), 1), (SINGLE_DEVICE, (9, 1), 3), (Split(), (2, 5), 3)]
 )
@@ -80,9 +80,9 @@ def test_together_is_as_one_by_one(placement, rows, products, monkeypatch):
     assert [y.shape for y in together[:3]] == [(*rows, *shape) for shape in OUTPUTS.values()]
     for found, expected in zip(together, alone, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-        # Control: they are not all alike.
+        # Negative control: a small factor is detected.
         assert np.abs(found - 1.01 * expected).max() > 1e-3
-    # Forward, and both products of the backward pass.
+    # Products of the forward pass, and both products of the backward pass.
     assert (num_together, num_alone) == (3 * products, 9)
     assert program.flops == wanted.flops
 
@@ -93,7 +93,7 @@ def turned(module):
     return module
 
 
-# One token, few, and more than are multiplied from the right.
+# One token, few tokens, and more tokens than are multiplied from the right.
 @pytest.mark.parametrize('rows', [(1, 1), (3, 1), (2, 5)])
 def test_a_turned_kernel_gives_the_same(rows, monkeypatch):
     monkeypatch.setattr(linear, 'TURNED_ROWS', 4)
@@ -104,7 +104,7 @@ def test_a_turned_kernel_gives_the_same(rows, monkeypatch):
         expected = [module(x) for module in make(SINGLE_DEVICE)]
         one_by_one = [turned(module)(x) for module in make(SINGLE_DEVICE)]
         together = fused_apply(list(map(turned, make(SINGLE_DEVICE))), x)
-        # Back, over two axes.
+        # The output projection, which contracts two axes.
         out = new_linear(OUTPUTS['heads'], (D,), ('heads', 'head_dim'), ('embed',), 9)
         plain, right = out(expected[0]), turned(out)(expected[0])
         assert out.kernel.shape == (D, *OUTPUTS['heads'])
@@ -118,21 +118,21 @@ def test_a_turned_kernel_gives_the_same(rows, monkeypatch):
             assert y.shape == wanted.shape
             np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(right, plain, rtol=1e-5, atol=1e-5)
-    # Control: how a kernel lies matters.
+    # Negative control: the layout of a kernel matters.
     assert np.abs(wrong - plain).max() > 0.1
 
 
 def test_few_rows_are_multiplied_from_the_left(monkeypatch):
     def product(num_rows):
         shapes = jax.ShapeDtypeStruct((num_rows, D), jnp.float32), jax.ShapeDtypeStruct((24, D), jnp.float32)
-        # A function of its own, so that nothing comes from a cache.
+        # A new function, so that nothing is cached.
         text = jax.jit(functools.partial(transposed_matmul)).lower(*shapes).compile().as_text()
         found = re.search(r'f32\[(\d+),(\d+)\]\S* dot\(', text)
         return int(found[1]), int(found[2])
 
     assert product(linear.TURNED_ROWS) == (24, linear.TURNED_ROWS)
     assert product(linear.TURNED_ROWS + 1) == (linear.TURNED_ROWS + 1, 24)
-    # Control: what holds the compiler from turning it back.
+    # Negative control: without the barrier, the compiler reverts the transposition.
     monkeypatch.setattr(jax.lax, 'optimization_barrier', lambda x: x)
     assert product(linear.TURNED_ROWS) == (linear.TURNED_ROWS, 24)
 
@@ -143,5 +143,5 @@ def test_what_is_worth_turning(monkeypatch):
     plain, quantized, scaled = make(SINGLE_DEVICE)
     quantized.quantize_kernel(Weights('int8', 0))
     scaled.matmul = 'fp8'
-    # What codes are made of stays.
+    # Kernels that will be quantized are not transposed.
     assert [module.is_worth_turning for module in (plain, quantized, scaled)] == [True, False, False]

@@ -1,4 +1,4 @@
-"""Adapters: where they are, that they add what they should, and nothing as long as they are new."""
+"""LoRA adapters: target modules, contribution to the output, and no effect at initialization."""
 
 from functools import partial
 
@@ -30,13 +30,13 @@ SIZES = {'model__dim': 64, 'model__num_kv_heads': 2, 'model__family': 'llama'}
 
 @pytest.fixture(scope='module')
 def drawn():
-    """The config of a model with adapters, and parameters that it starts from."""
+    """Returns the config of a model with adapters and its initial parameters."""
     config = small_config(**SIZES, **RANK)
     return config, dict(dotted(jax.device_get(jax.jit(partial(started, config))())))
 
 
 def params_of(config):
-    """Random ones, the same with and without adapters, which are new: cheaper than those that a model starts from."""
+    """Returns random parameters with new adapters, if any. This is faster than initialization."""
 
     def random(path, shape):
         name = jax.tree_util.keystr(path, simple=True, separator='.')
@@ -56,7 +56,7 @@ def dotted(params, prefix=''):
 
 
 def forward(config):
-    """(params, tokens) → hidden states."""
+    """Returns a function of params and tokens that computes hidden states."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
     return lambda params, tokens_BT: nnx.merge(graph, params)(tokens_BT)[0]
 
@@ -75,7 +75,7 @@ def test_the_names_are_those_of_the_modules(family):
     config, found = linears()
     assert set(found) == set(projections(config.model))
     assert all(module.lora_a is not None for module in found.values())
-    # Of each module its own name decides.
+    # The name of each module determines its adapter.
     for name in found:
         _, others = linears(model__lora_target_modules=(name,))
         assert {other for other, module in others.items() if module.lora_a is not None} == {name}
@@ -97,7 +97,7 @@ def test_how_they_start(drawn):
     assert shapes['attention.out.lora_b'] == (2, 3, 64)
     for name, fan_in in {'attention.out': 64, 'feedforward.down': config.model.ffn_dim}.items():
         lora_a, bound = params[f'blocks.{name}.lora_a'], fan_in**-0.5
-        # Uniform within the bound.
+        # Values are uniform within the bound.
         assert 0.95 * bound < np.abs(lora_a).max() <= bound
         np.testing.assert_allclose(lora_a.std(), bound / 3**0.5, rtol=0.1)
         assert not np.array_equal(lora_a[0], lora_a[1])
@@ -110,7 +110,7 @@ def test_everything_else_starts_as_without_them(drawn):
     base = dict(dotted(jax.device_get(jax.jit(partial(started, config))())))
     assert {path for path in params if 'lora' not in path} == set(base)
     assert all(np.array_equal(params[path], array) for path, array in base.items())
-    # Control: another seed starts elsewhere.
+    # Negative control: another seed gives other parameters.
     assert not np.array_equal(params['embedding'], jax.jit(lambda: started(config, seed=1)['embedding'])())
 
 
@@ -130,7 +130,7 @@ def test_new_adapters_change_nothing(settings):
     wanted, found = jax.jit(forward(plain))(params_of(plain), TOKENS), run(params, TOKENS)
     assert np.array_equal(found, wanted)
     assert found.dtype == jnp.dtype(config.model.dtype)
-    # Control: others do.
+    # Negative control: other adapters change the output.
     changed = run(with_arrays(params, adapter_arrays(config.model)), TOKENS)
     assert np.abs(np.float32(changed) - np.float32(wanted)).mean() > 0.02
 
@@ -216,5 +216,5 @@ def test_together_is_as_one_by_one_with_the_kernels_joined(monkeypatch):
     for found, wanted in zip(together, alone, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
         assert np.abs(found - 1.01 * wanted).max() > 1e-3
-    # Three kernels, two lora_a, two lora_b; together the kernels are one, and the lora_a.
+    # There are three kernels, two lora_a and two lora_b. Fused, the kernels are one product, and the lora_a are one.
     assert (num_together, num_alone) == (4, 7)

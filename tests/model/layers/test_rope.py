@@ -1,4 +1,4 @@
-"""Rotary positions against plain formulas; the scalings are held to Transformers in test_parity.py."""
+"""Rotary positions against plain formulas; test_parity.py compares the scalings with Transformers."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from tests.small import small_config
 
 
 def rotary_config(**settings):
-    """A resolved model with heads of 8; rotary on all of a head unless settings say otherwise."""
+    """Returns a resolved model config with head dimension 8; rotary positions apply to all dimensions by default."""
     model = small_config(model__family='llama', model__head_dim=8).model
     return dataclasses.replace(model, rope_theta=100.0, **settings)
 
@@ -70,7 +70,7 @@ def test_dynamic_scaling_starts_behind_the_original_context():
     np.testing.assert_allclose(cosines(dynamic, [[3, 15]]), cosines(plain, [[3, 15]]), atol=1e-6)
     beyond = cosines(dynamic, [[3, 16]])
     assert not np.allclose(beyond[0, 0], cosines(plain, [[3, 15]])[0, 0], atol=1e-4)
-    # Each row goes by its own length, and by the one it is told where its last positions are padding.
+    # Each row uses its own length, or the given length if its last positions are padding.
     np.testing.assert_array_equal(cosines(dynamic, [[3, 16], [3, 15]])[1], cosines(dynamic, [[3, 15]])[0])
     np.testing.assert_allclose(cosines(dynamic, [[3, 16]], [4]), cosines(plain, [[3, 16]]), atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Kernels in codes and scales: the nearest that there are, the same in the model, on every layout."""
+"""Quantized kernels: accuracy of codes and scales, use in the model, and equality on all layouts."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from maxlm.training.state import abstract_model, param_shardings
 from tests.parameters import decoder_graph, random_params
 from tests.small import small_config, small_layout
 
-# Axes of inputs, and how to store [4, 24, 10].
+# Number of input axes, and how to store [4, 24, 10].
 CASES = [
     (1, Weights('int8', 0)),
     (2, Weights('int8', 8)),
@@ -33,7 +33,7 @@ CASES = [
     (1, Weights('fp8', 0)),
     (2, Weights('fp8', 12)),
 ]
-# Root mean square of the error, relative to that of normal values.
+# Root mean square error, relative to that of normally distributed values.
 ERRORS = {'int8': 0.012, 'int4': 0.12, 'fp8': 0.03}
 
 
@@ -61,22 +61,22 @@ def test_there_and_back(num_in, weights):
     assert stored_bytes(values.shape, num_in, weights) == stored.codes.nbytes + stored.scales.nbytes
     error = np.sqrt(np.mean((again - values) ** 2)) / np.sqrt(np.mean(values**2))
     assert 0 < error < ERRORS[weights.kind]
-    # What codes say exactly stays as it is.
+    # Values that codes represent exactly are unchanged.
     _, third = both_ways(again, num_in, weights)
     assert np.sqrt(np.mean((third - again) ** 2)) < 0.3 * np.sqrt(np.mean((again - values) ** 2))
-    # Control: of codes in another order nothing is left.
+    # Negative control: permuted codes have no resemblance.
     rolled = stored._replace(codes=np.roll(stored.codes, 1, axis=-1))
     moved = jax.jit(lambda x: dequantize(x, num_in, weights.kind, jnp.float32))(rolled)
     assert np.sqrt(np.mean((np.asarray(moved) - values) ** 2)) > np.sqrt(np.mean(values**2))
 
 
 def test_int4_by_hand():
-    # Of each column one scale: 1 and 0.5, which the search finds, since both are exact.
+    # The search finds the scales 1 and 0.5 of the columns, because both are exact.
     wanted = np.array([[-8, 3.5], [7, -4], [1, 0], [-3, 0.5]], np.float32)
     stored, again = both_ways(wanted, 1, Weights('int4', 0))
     assert np.array_equal(again, wanted)
     codes = np.round(wanted / np.asarray(stored.scales, np.float32)).astype(np.int64)
-    # The first of a pair lies in the lower half.
+    # The first value of a pair is in the low four bits.
     assert np.array_equal(np.asarray(stored.codes), (codes[::2] & 15) | ((codes[1::2] & 15) << 4))
 
 
@@ -91,7 +91,7 @@ def test_zeros_and_extremes(kind):
 
 
 def test_the_search_is_better_than_the_largest_element_alone():
-    # Values with a long tail: cut off, the rest is finer.
+    # For heavy-tailed values, clipping the tail improves the resolution of other values.
     values = np.random.default_rng(0).standard_t(4, (64, 32)).astype(np.float32)
     _, again = both_ways(values, 1, Weights('int4', 0))
     scales = np.abs(values).max(axis=0) / 7
@@ -132,7 +132,7 @@ def with_weights(config, kind, group):
 
 
 def in_codes(params, config):
-    """The parameters of the same model quantized, and what its kernels then are in float32."""
+    """Returns the quantized parameters of a model, and the dequantized parameters in float32."""
     weights = Weights(config.model.weight_quantization, config.model.quantization_group_size)
 
     @jax.jit
@@ -175,12 +175,12 @@ def test_a_model_computes_with_the_kernels_that_codes_mean(kind, group, scan):
     codes, floats = in_codes(params, quantized)
     found = hidden(quantized, codes)
     np.testing.assert_allclose(found, hidden(config, floats), atol=2e-5)
-    # Control: the kernels that they were made from are others.
+    # Negative control: the original kernels give another result.
     assert np.abs(found - hidden(config, params)).max() > 1e-3
 
 
 def test_layouts_compute_the_same():
-    # In groups of 12, of which there are 3 of the width: what does not divide over the devices is on each of them.
+    # The width has 3 groups of 12, which do not divide over the devices, so they are replicated.
     settings = {**MODEL, 'model__dim': 36, 'model__head_dim': 8}
     alone = with_weights(small_config(**settings), 'int4', 16)
     config = with_weights(small_config(num_devices=4, **settings, mesh__fsdp=2, mesh__tensor=2), 'int4', 16)
