@@ -1,4 +1,4 @@
-"""The layers of the package, the libraries of each, the sizes of files and packages, and the cost of imports."""
+"""Architecture: layers of the package, their libraries, sizes of files and packages, and import costs."""
 
 import ast
 import importlib
@@ -19,9 +19,9 @@ MAX_LINES = 400
 MAX_MODULES = 15
 NAMELESS = {'utils', 'helpers', 'common', 'misc'}
 HEAVY = ('tensorflow', 'clu', 'torch', 'transformers', 'datasets', 'ray', 'rensa', 'gcsfs', 's3fs')
-# Folders of tests of other parts of the project.
+# Directories of tests of other parts of the project.
 OTHER_TESTS = {(name,) for name in ('benchmarks', 'buckets', 'configs', 'examples', 'golden', 'launch', 'tools')}
-# Commands connect all packages. Of libraries they import what reads options and starts devices.
+# Commands connect all packages. They only import libraries for options and devices.
 OF_COMMANDS = {'fsspec', 'jax', 'numpy', 'rich', 'tqdm'}
 ROW = re.compile(r'^\| `([\w.]+)` \| (.+?) \| (.*?) \| (.*?) \|$', re.MULTILINE)
 
@@ -47,7 +47,7 @@ MODULES = {module_of(path): path for path in FILES if path.stem != '__init__'}
 
 
 def package_of(module):
-    """The package of a module, or the module itself where it lies directly in `maxlm`."""
+    """Returns the package of a module, or the module itself if it is directly in `maxlm`."""
     return module.rpartition('.')[0] or module
 
 
@@ -82,7 +82,7 @@ def upward(package, source):
 
 
 def test_every_package_is_a_layer_that_is_described_as_it_describes_itself():
-    # `data` only holds other packages.
+    # `data` only contains other packages.
     packages = {package_of(name) for name in MODULES if '.' in name}
     described = {name: (PACKAGE / name.replace('.', '/') / '__init__.py').read_text() for name in packages}
     contents = {layer.name: f'"""{layer.contents}"""\n' for layer in LAYERS if layer.name not in MODULES}
@@ -116,7 +116,7 @@ def test_the_libraries_of_commands():
         ('model', 'from maxlm.parallel import layout\nfrom maxlm.data.loader import windows', {'data.loader'}),
         ('training', 'from maxlm.data.dataset.records import Dataset', {'data.dataset'}),
         ('monitoring', 'from maxlm.model.decoder import Decoder', {'model'}),
-        # Allowed, or alike in name only.
+        # Imports that are allowed, or only have a similar name.
         ('inference', 'from maxlm.checkpoint import streaming', set()),
         ('training', 'from maxlm.model.decoder import Decoder\nimport jax.data', set()),
         ('data.loader', 'import train\nfrom datasets import model', set()),
@@ -199,7 +199,7 @@ def heavy_imports(modules, heavy=HEAVY):
 def test_importing_any_of_it_does_not_import_tensorflow_or_torch():
     modules = [f'maxlm.{name}' for name in MODULES]
     assert 'maxlm.train' in modules
-    # Control, in the same process: what is imported is seen.
+    # Negative control in the same process: imports are detected.
     assert heavy_imports(modules, (*HEAVY, 'jax')) == ['jax']
 
 

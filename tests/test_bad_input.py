@@ -1,4 +1,4 @@
-"""Mistakes with `maxlm.train` end with one line that names them, and leave nothing behind that is in the way."""
+"""User errors of `maxlm.train`: each is a one-line error, and leaves no files that disturb later runs."""
 
 import json
 import os
@@ -18,13 +18,13 @@ from tests.test_train import arguments
 STEPS = 2
 
 
-# What a refused run may add to a workdir: the run that follows writes on.
+# Files that a refused run may add to a workdir; the next run appends to them.
 LOGS = {'config.json', 'events.jsonl', 'goodput.jsonl', 'metrics.jsonl', 'report.html', 'run.log', 'tokenizer.json'}
 
 
 @pytest.fixture
 def data(dataset, tmp_path):
-    """A copy of the data set that a test may damage."""
+    """Returns a copy of the data set that a test may damage."""
     shutil.copytree(dataset, tmp_path / 'data')
     return tmp_path / 'data'
 
@@ -36,7 +36,7 @@ def workdir(tmp_path):
 
 @pytest.fixture(scope='module')
 def finished(dataset, tmp_path_factory):
-    """The workdir of a run of two steps, made by the command that the other tests change."""
+    """Returns the workdir of a run of two steps by the command that other tests modify."""
     workdir = tmp_path_factory.mktemp('finished') / 'run'
     succeeds(dataset, workdir)
     return workdir
@@ -44,7 +44,7 @@ def finished(dataset, tmp_path_factory):
 
 @pytest.fixture
 def trained(finished, workdir):
-    """A copy of `finished` that a test may damage."""
+    """Returns a copy of `finished` that a test may damage."""
     shutil.copytree(finished, workdir)
     return workdir
 
@@ -55,7 +55,7 @@ def command(data, workdir, **overrides):
 
 @pytest.fixture
 def refused(capfd):
-    """Runs a command that must fail, and checks that stderr is one line with all the parts."""
+    """Returns a function that runs a failing command and checks that stderr is one line with the given parts."""
 
     def refused(argv, *parts):
         capfd.readouterr()
@@ -75,7 +75,7 @@ def assert_one_line(err, *parts):
 
 
 def succeeds(data, workdir):
-    """Runs the command without the mistake, as if nothing had been before."""
+    """Checks that the correct command succeeds afterwards."""
     assert exit_code(train.main, command(data, workdir)) == EXIT_DONE
     assert [line['step'] for line in read_metrics(workdir)] == [1, 2]
     assert (workdir / 'checkpoints' / str(STEPS)).is_dir()
@@ -83,7 +83,7 @@ def succeeds(data, workdir):
 
 
 def state(workdir):
-    """Returns the files that decide how a run goes on, with their contents."""
+    """Returns the files that determine how a run resumes, with their contents."""
     files = (path for path in workdir.rglob('*') if path.is_file())
     logs = LOGS - {'config.json'}
     return {path: path.read_bytes() for path in files if str(path.relative_to(workdir)) not in logs}
@@ -95,7 +95,7 @@ def record_file(data):
 
 
 def test_the_command_without_a_mistake_succeeds(finished):
-    # Control: the command of this file is right as it stands, and its lines are JSON.
+    # Negative control: the unmodified command is valid and writes JSON.
     assert json.loads((finished / 'config.json').read_text())['train']['num_steps'] == STEPS
 
 
@@ -139,7 +139,7 @@ def test_no_tokenizer(data, workdir, refused):
 
 
 def test_what_a_refused_run_leaves_is_in_nobodys_way(data, workdir, refused):
-    """Makes three mistakes that show only after the workdir is there, one after the other, then none."""
+    """Makes three mistakes that are detected after the workdir exists, and then none."""
     workdir.mkdir()
     (workdir / 'config.json').write_text('{')
     refused(command(data, workdir), workdir / 'config.json', 'not a valid config')
@@ -164,7 +164,7 @@ def test_a_checkpoint_of_another_model_in_the_workdir(dataset, trained, refused)
     before = state(trained)
     params = trained / 'checkpoints' / '2' / 'params'
     refused(command(dataset, trained, model__dim=32), params, '(1, 16', '(1, 32', '--workdir')
-    # The refused run has not left its own config there: the right model finds its checkpoint.
+    # The refused run has not replaced the config, so the correct model finds its checkpoint.
     assert state(trained) == before
 
 
@@ -243,7 +243,7 @@ def test_no_config_file(dataset, workdir, refused):
 
 
 def damage(workdir, item):
-    """Overwrites the largest array of a checkpoint's item; returns the checkpoint's directory."""
+    """Overwrites the largest array of a checkpoint item and returns the checkpoint's directory."""
     step = workdir / 'checkpoints' / str(STEPS)
     largest = max((step / item).rglob('*'), key=lambda path: path.stat().st_size * ('/d/' in str(path)))
     largest.write_bytes(b'no array')
@@ -260,7 +260,7 @@ def test_damaged_moments(dataset, trained, refused):
 @pytest.mark.multiprocess
 def test_damaged_parameters(dataset, trained):
     step = damage(trained, 'params')
-    # A process of its own: what libraries complain about in the background would come after the error.
+    # A separate process, because background warnings of libraries would follow the error.
     environment = {**os.environ, 'XLA_FLAGS': cpu_flags(1)}
     argv = [str(word) for word in command(dataset, trained, train__num_steps=4)]
     argv = [sys.executable, '-m', 'maxlm.train', *argv]

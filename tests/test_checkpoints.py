@@ -1,4 +1,4 @@
-"""`maxlm.checkpoints`: what it lists, finds damaged, deletes and fetches."""
+"""`maxlm.checkpoints`: list, verify, delete and fetch."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def states():
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory, states):
-    """A workdir with the steps 2 to 8; not to be changed."""
+    """Returns a workdir with checkpoints 2 to 8, which tests must not change."""
     workdir = tmp_path_factory.mktemp('saved') / 'run'
     with Checkpoints(workdir, max_to_keep=10) as written:
         for step, state in states.items():
@@ -51,7 +51,7 @@ def copy(saved, tmp_path):
 
 @pytest.fixture
 def verb(capfd):
-    """Exit code, stdout and stderr of the verb."""
+    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
 
     def verb(*words):
         capfd.readouterr()
@@ -70,7 +70,7 @@ def size_of(directory):
 
 
 def flip(step, item='params'):
-    """Changes bytes all over an item's arrays: some of what its files hold says nothing."""
+    """Changes bytes throughout an item's arrays, because some bytes of the files are unused."""
     for path in (step / item).rglob('d/*'):
         content = bytearray(path.read_bytes())
         content[::97] = bytes(byte ^ 4 for byte in content[::97])
@@ -94,7 +94,7 @@ def test_the_list(saved, verb):
     assert code == EXIT_DONE
     assert [line.split()[0] for line in out.splitlines()] == ['checkpoint', f'{saved}@4']
     assert '1.5000' in out
-    # Other rules, other reasons.
+    # Other retention rules give other reasons.
     assert json.loads(verb('list', f'{saved}@2', '--json', '--max-to-keep=4')[1])['kept'] == 'last'
 
 
@@ -120,7 +120,7 @@ def test_a_damaged_one_is_named(copy, verb, item):
     assert lines == ['whole', 'whole', 'damaged', 'whole']
     assert str(copy / CHECKPOINTS_DIR / '6' / item) in out
     assert verb('verify', f'{copy}@6')[0] == EXIT_FAILED
-    # Nothing is moved, and what is whole verifies alone.
+    # Nothing is moved, and an intact step can be verified alone.
     assert steps(copy) == list(LOSSES)
     assert verb('verify', f'{copy}@4')[0] == EXIT_DONE
 
@@ -136,7 +136,7 @@ def test_pruning(copy, verb):
     assert verb('prune', copy, '--max-to-keep=2', '--keep-best=0', '--keep-period=0')[0] == EXIT_DONE
     assert steps(copy) == [6, 8]
     assert list((copy / CHECKPOINTS_DIR / '_trash').iterdir()) == []
-    # Without a config the rules have to be given.
+    # Without a config, the rules must be given as options.
     (copy / CONFIG).unlink()
     code, _, err = verb('prune', copy)
     assert code == EXIT_BAD_INPUT
@@ -150,7 +150,7 @@ def test_nothing_is_pruned_under_a_run(copy, verb):
         assert code == EXIT_BAD_INPUT
         assert f'{copy}: in use by process {os.getpid()}' in err
         assert verb('prune', copy, '--dry-run')[0] == EXIT_DONE
-    # Of another machine, which cannot be asked: it is not waited for.
+    # The lock of another machine cannot be checked, and the command does not wait for it.
     path = copy / LOCK
     path.write_text(json.dumps({**dataclasses.asdict(this_process()), 'kernel': 'another'}))
     assert verb('prune', copy)[0] == EXIT_BAD_INPUT
@@ -168,9 +168,9 @@ def test_fetching_a_step(saved, states, tmp_path, verb):
     assert f'{tmp_path}/here/checkpoints/8' in out
     assert same(restore(tmp_path / 'here', abstract_on(1), step=8).state, states[8])
     assert (tmp_path / 'here' / CONFIG).read_text() == (saved / CONFIG).read_text()
-    # What a run that goes on from it writes on.
+    # A resumed run appends to this file.
     assert (tmp_path / 'here' / METRICS).read_text() == (saved / METRICS).read_text()
-    # Another one beside it.
+    # Another checkpoint is added.
     assert verb('fetch', f'{saved}@2', '--output', tmp_path / 'here')[0] == EXIT_DONE
     assert steps(tmp_path / 'here') == [2, 8]
     code, _, err = verb('fetch', saved, '--output', tmp_path / 'here')
@@ -179,7 +179,7 @@ def test_fetching_a_step(saved, states, tmp_path, verb):
 
 
 def test_a_bucket(saved, states, tmp_path, verb):
-    # A bucket of fsspec in memory. A step is there once it is marked as complete.
+    # An in-memory bucket of fsspec. A step exists when its commit marker exists.
     bucket = fsspec.filesystem('memory')
     bucket.put(str(saved), '/bucket/run', recursive=True)
     bucket.rm('/bucket/run/checkpoints/8/commit_success.txt')
@@ -203,7 +203,7 @@ def test_fetching_parameters_alone(saved, states, tmp_path, verb):
     assert size_of(step) < 0.6 * size_of(saved / CHECKPOINTS_DIR / '4')
     assert same(restore_params(step, abstract_on(8).params), jax.device_get(states[4].params))
     assert not same(restore_params(step, abstract_on(8).params), jax.device_get(states[8].params))
-    # They are checked as before, and no run goes on from them by mistake.
+    # The fetched checkpoints can be verified, and no run resumes from them by mistake.
     assert verb('verify', tmp_path)[0] == EXIT_DONE
     with pytest.raises(InputError, match='init_from'):
         restore(tmp_path, abstract_on(1), step=4)
@@ -221,7 +221,7 @@ def test_an_interrupted_fetch_goes_on(saved, states, tmp_path, verb):
     assert steps(tmp_path) == []
     assert verb('fetch', saved, '--output', tmp_path)[0] == EXIT_DONE
     assert same(restore(tmp_path, abstract_on(1), step=8).state, states[8])
-    # What was there is not fetched again.
+    # Existing files are not downloaded again.
     assert (tmp_path / CHECKPOINTS_DIR / '8' / files[0].relative_to(unfinished)).stat().st_ino == kept
 
 

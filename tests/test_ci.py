@@ -1,4 +1,4 @@
-"""requirements.lock pins the dependencies of pyproject.toml with hashes, and the workflows install from it."""
+"""CI: requirements.lock pins the dependencies of pyproject.toml with hashes, and the workflows install from it."""
 
 import itertools
 import re
@@ -21,7 +21,7 @@ PINNED = r'[\w-]+/[\w-]+@[0-9a-f]{40}'
 
 
 def is_for(requirement, python):
-    """Returns whether the requirement counts for CI's machines with this version of Python."""
+    """Returns True if the requirement applies to CI machines with this version of Python."""
     here = {'python_version': python, 'python_full_version': f'{python}.1', 'extra': ''}
     here |= {'os_name': 'posix', 'sys_platform': 'linux', 'platform_system': 'Linux', 'platform_machine': 'x86_64'}
     here |= {'implementation_name': 'cpython', 'platform_python_implementation': 'CPython'}
@@ -61,7 +61,7 @@ def unmet(entries, wanted, python):
 
 
 def dependencies():
-    """Returns all that pyproject.toml asks for, with every extra and the build backend."""
+    """Returns all requirements of pyproject.toml, including every extra and the build backend."""
     project = PROJECT['project']
     extras = itertools.chain(*project['optional-dependencies'].values())
     lines = [*PROJECT['build-system']['requires'], *project['dependencies'], *extras]
@@ -73,7 +73,7 @@ def test_the_lock_has_every_dependency_within_its_bounds(python):
     entries = read_lock(LOCK)
     assert len(entries) > 100
     assert unmet(entries, dependencies(), python) == []
-    # Control: another package, and a newer one.
+    # Negative control: an unknown package, and newer versions.
     planted = [Requirement('no-such-package'), Requirement('jax>=99'), Requirement('numpy>=99; python_version < "3"')]
     assert unmet(entries, planted, python) == ['no-such-package', 'jax>=99']
 

@@ -1,4 +1,4 @@
-"""`maxlm.doctor`: what it reports of a machine and a run, and its exit code."""
+"""`maxlm.doctor`: its report on a machine and a run, and its exit code."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from tests.test_train import SMALL, TINY
 
 @pytest.fixture
 def run(capsys):
-    """Exit code, stdout and stderr of the verb."""
+    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
 
     def run(*words):
         capsys.readouterr()
@@ -42,7 +42,7 @@ def test_a_failure_is_an_exit_code_and_a_remedy(run, dataset, tmp_path):
     (check,) = json.loads(out)['checks']
     assert (code, check['name'], check['status']) == (EXIT_FAILED, 'data', 'failure')
     assert 'maxlm.prepare' in check['remedy']
-    # Control: the same with data that is there; an override may be two words.
+    # Negative control: the command succeeds with existing data; an override may be two words.
     code, out, _ = run(*words, '--config.data.path', str(dataset), '--json')
     assert (code, json.loads(out)['status']) == (EXIT_DONE, 'ok')
 
@@ -89,7 +89,7 @@ def test_of_several_processes_the_others_say_only_what_is_wrong(run, monkeypatch
 @pytest.mark.multiprocess
 def test_two_steps_of_a_run(run, dataset, tmp_path, monkeypatch):
     monkeypatch.setenv('XLA_FLAGS', cpu_flags(1))
-    # A machine that is busy with other things waits for data, and would be told so.
+    # A busy machine would wait for data, which the doctor would report.
     monkeypatch.setattr(trial_run, 'WAITING', math.inf)
     settings = [f'--config.{key}={value}' for key, value in {**SMALL, 'data.path': dataset}.items()]
     code, out, _ = run(f'--config={TINY}', f'--workdir={tmp_path / "run"}', *settings, '--only=trial', '--json')
@@ -129,7 +129,7 @@ def test_two_processes_are_looked_at_together(tmp_path):
         said = [processes.output(number) for number in range(2)]
     assert codes == [EXIT_DONE] * 2, said
     for text in said:
-        # JAX may speak before and after.
+        # JAX may print messages before and after the JSON.
         told, _ = json.JSONDecoder().raw_decode(text, text.index('{'))
         found = {check['name']: check['found'] for check in told['checks']}
         assert '2 processes are together, their clocks within' in found['processes']

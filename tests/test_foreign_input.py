@@ -1,4 +1,4 @@
-"""Input of other programs and people is parsed by functions that refuse what would break the parser."""
+"""Untrusted input is only parsed by functions that refuse input that would break the parser."""
 
 import ast
 
@@ -8,7 +8,7 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / 'maxlm'
 PARSER = 'storage/json_text.py'
-# Files that parse JSON without the limits of `parse_json`, each with the reason.
+# Files that parse JSON without the limits of `parse_json`, with reasons.
 OWN_MESSAGES = {
     'data/tokenizer/tiktoken_bpe.py': 'a tokenizer in memory',
     'data/chat/template_process.py': 'pipe to the process that renders chat templates',
@@ -29,7 +29,7 @@ OWN_MESSAGES = {
 
 
 def parses_json(source):
-    """Returns whether a source text refers to `json.load` or `json.loads`, under any name."""
+    """Returns True if a source text refers to `json.load` or `json.loads` under any name."""
     nodes = list(ast.walk(ast.parse(source)))
     attributes = {
         node.attr
@@ -49,7 +49,7 @@ def parses_json(source):
 def test_foreign_json_is_parsed_in_one_place():
     paths = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob('*.py')}
     found = {name for name, path in paths.items() if parses_json(path.read_text())}
-    # Equality: an exception that is not needed any more must go.
+    # The sets must be equal, so that obsolete exceptions are removed.
     assert found == {PARSER, *OWN_MESSAGES}
 
 

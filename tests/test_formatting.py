@@ -1,4 +1,4 @@
-"""Text forms of numbers."""
+"""Formatting of numbers."""
 
 import math
 

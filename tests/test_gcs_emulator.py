@@ -1,4 +1,4 @@
-"""The emulated bucket in a process of its own fails as it is told, and by nothing else."""
+"""Fault injection of the storage emulator process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gcs_emulator import running
 pytestmark = [pytest.mark.multiprocess, pytest.mark.network_emulator]
 
 PLACE = 'upload/storage/v1/b/bucket/o?uploadType=media&name='
-# What a broken connection may look like.
+# Errors that a broken connection may cause.
 BROKEN = (ConnectionError, http.client.HTTPException, urllib.error.URLError)
 
 
@@ -33,7 +33,7 @@ def emulator(process):
 
 
 def write(emulator, name, content=b'content'):
-    """The status of the answer."""
+    """Writes an object and returns the status of the response."""
     try:
         with urllib.request.urlopen(urllib.request.Request(f'{emulator.url}/{PLACE}{name}', content)) as answer:
             return answer.status
@@ -74,7 +74,7 @@ def test_connections_that_break_before_and_after(emulator):
 
 
 def test_delays(emulator):
-    """A server that does not wait would answer sooner; nothing is asserted of how much later."""
+    """Asserts a minimum delay, but no maximum."""
     emulator.fault('name=late', times=1, delay=0.2)
     started = time.monotonic()
     assert write(emulator, 'late') == 200

@@ -1,4 +1,4 @@
-"""`maxlm.generate` on a small model: what it prints, what repeats, and what it refuses."""
+"""`maxlm.generate` on a small model: output, reproducibility and errors."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ GREEDY = ('--max-tokens=20', '--temperature=0')
 
 @pytest.fixture(scope='module')
 def workdir(tmp_path_factory):
-    """A workdir with step 5 of a random model, and step 4 of another one."""
+    """Returns a workdir with step 5 of a random model and step 4 of another one."""
     folder = tmp_path_factory.mktemp('generate')
     bytes_tokenizer().save(folder / 'tokenizer.json')
     for name, seed in (('run', 0), ('other', 1)):
@@ -32,7 +32,7 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope='module', autouse=True)
 def _shared_engines():
-    """Makes each engine once: most of the time of a command is its compilation."""
+    """Shares engines, because a command spends most of its time on compiling them."""
     engines = {}
 
     def make(model, **settings):
@@ -47,7 +47,7 @@ def _shared_engines():
 
 
 def printed(workdir, *options):
-    """Returns what the verb prints, for fixtures of the module."""
+    """Returns the output of the verb, for fixtures of the module."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         assert exit_code(generate.main, [f'--checkpoint={workdir}', *options]) == EXIT_DONE
     assert err.getvalue() == ''
@@ -56,26 +56,26 @@ def printed(workdir, *options):
 
 @pytest.fixture(scope='module')
 def greedy(workdir):
-    """The likeliest text behind `PROMPT`."""
+    """Returns the greedy continuation of `PROMPT`."""
     return printed(workdir, f'--prompt={PROMPT}', *GREEDY)
 
 
 @pytest.fixture(scope='module')
 def drawn(workdir):
-    """A text that is drawn behind `PROMPT`, of seed 3."""
+    """Returns a sampled continuation of `PROMPT` with seed 3."""
     return printed(workdir, f'--prompt={PROMPT}', '--max-tokens=20', '--temperature=1', '--seed=3')
 
 
 @pytest.fixture(scope='module')
 def two(workdir):
-    """The likeliest texts behind two prompts."""
+    """Returns the greedy continuations of two prompts."""
     out = printed(workdir, '--prompt=You may', '--prompt=Work', '--max-tokens=8', '--temperature=0')
     return [piece.split('\n', 1)[1].removesuffix('\n') for piece in out.split('--- ')[1:]]
 
 
 @pytest.fixture
 def run(workdir, capfd):
-    """Runs the verb on `workdir`; returns exit code, stdout and stderr."""
+    """Returns a function that runs the verb on `workdir` and returns exit code, stdout and stderr."""
 
     def run(*options, checkpoint=workdir):
         command = [f'--checkpoint={checkpoint}', *options]
@@ -102,7 +102,7 @@ def test_the_likeliest_text_is_always_the_same(run, greedy, drawn):
 def test_the_seed_decides(run, greedy, drawn):
     assert run('--max-tokens=20', '--temperature=1', '--seed=3')[1] == drawn
     assert run('--max-tokens=20', '--temperature=1', '--seed=4')[1] != drawn
-    # The likeliest alone is the likeliest at any temperature.
+    # With top_k=1, sampling is greedy at any temperature.
     assert run('--max-tokens=20', '--temperature=1', '--top-k=1')[1] == greedy
 
 
@@ -113,7 +113,7 @@ def test_several_prompts_and_samples(run):
     assert list(heads) == ['1 of 4', '2 of 4', '3 of 4', '4 of 4']
     assert [text.startswith(prompt) for text, prompt in zip(texts, ['Work', 'Work', 'You may', 'You may'], strict=True)]
     assert texts[0] != texts[1]
-    # A row's text does not depend on those beside it.
+    # The text of a row does not depend on other rows.
     assert run('--prompt=Work', '--max-tokens=8', '--temperature=1')[1] == texts[0]
 
 
@@ -171,7 +171,7 @@ def test_a_file_of_prompts(run, two, tmp_path):
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row['id'] for row in rows] == ['Y', 'W']
     assert [row['prompt'] + row['completions'][0]['text'] for row in rows] == two
-    # What does not fit is named, and nothing is written over.
+    # The error names the conflict, and no file is overwritten.
     code, _, err = run(*options)
     assert (code, 'file already exists' in err) == (EXIT_BAD_INPUT, True)
     source.write_text(json.dumps({'prompt': 'x' * 200}))
@@ -231,7 +231,7 @@ def test_the_model_is_in_memory_once(run, workdir, tmp_path, monkeypatch):
     monkeypatch.setattr('sys.stdin', io.StringIO('a\n'))
     assert run('--max-tokens=2', '--interactive')[0] == EXIT_DONE
     assert set(found) == {0}
-    # Control: they are found.
+    # Negative control: the arrays are found.
     found.clear()
     monkeypatch.setattr(LoadedModel, 'without_params', lambda self: self)
     assert run('--max-tokens=2', '--prompt=a')[0] == EXIT_DONE

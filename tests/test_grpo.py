@@ -1,4 +1,4 @@
-"""Reinforcement (GRPO) from the command line: a run learns, knows its reference, and says what is wrong."""
+"""GRPO from the command line: learning, reference model, and errors."""
 
 import shutil
 
@@ -35,11 +35,11 @@ def test_it_learns_what_is_rewarded(whole):
     lines = curve(whole)
     assert sorted(lines) == list(range(9))
     rewards = {step: line['rollout/reward'] for step, line in lines.items() if 'rollout/reward' in line}
-    # Two steps learn from each rollout.
+    # Two steps train on each rollout.
     assert sorted(rewards) == [1, 3, 5, 7]
     assert rewards[7] > rewards[1] + 0.3
     assert lines[7]['rollout/mean_length'] < lines[1]['rollout/mean_length'] - 3
-    # The first of the two is where the responses are from; by the second the model has moved.
+    # The responses are sampled from the model of the first step; before the second step, the model has changed.
     assert [lines[step]['train/approx_kl'] < 1e-9 for step in range(1, 9)] == [True, False] * 4
     assert all(lines[step]['train/approx_kl'] >= 0 for step in range(1, 9))
     wanted = {'eval/accuracy', 'eval/pass_at_1', 'eval/pass_at_k', 'eval/length', 'eval/loss'}
@@ -52,7 +52,7 @@ def test_it_learns_what_is_rewarded(whole):
 
 
 def test_what_moves_is_the_advantage(start, tmp_path):
-    """Control: without a difference within groups nothing is learned."""
+    """Negative control: without reward differences within groups, parameters do not change."""
     assert run(start, tmp_path, grpo__reward='0*length', eval__interval=0) == EXIT_DONE
     lines = curve(tmp_path)
     assert lines[1]['rollout/frac_reward_zero_std'] == 1
@@ -63,16 +63,16 @@ def test_the_reference_is_what_the_run_started_from(start, tmp_path):
     settings = {'grpo__kl_coef': 0.5, 'eval__interval': 0}
     assert run(start, tmp_path / 'once', **settings) == EXIT_DONE
     lines = curve(tmp_path / 'once')
-    # At first the model is its reference, then it moves away.
+    # Initially the model equals its reference, then it diverges.
     assert abs(lines[1]['train/kl']) < 1e-9
     assert lines[2]['train/kl'] > 1e-6
-    # A run that goes on has the same reference.
+    # A resumed run has the same reference.
     shutil.copytree(tmp_path / 'once', tmp_path / 'run')
     for step in (6, 8):
         shutil.rmtree(tmp_path / 'run/checkpoints' / str(step))
     assert run(start, tmp_path / 'run', **settings) == EXIT_DONE
     assert curve(tmp_path / 'run') == curve(tmp_path / 'once')
-    # It is no part of a checkpoint.
+    # Checkpoints do not contain the reference.
     assert not [path for path in (tmp_path / 'run/checkpoints/8').iterdir() if 'reference' in path.name]
 
 

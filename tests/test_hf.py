@@ -1,6 +1,6 @@
-"""`maxlm.hf`: what it prints, and every mistake as one line, exit code 2, and nothing left behind.
+"""`maxlm.hf`: its output, and errors with one line, exit code 2 and no remaining files.
 
-That Transformers computes the same with the directories is tested in tests/huggingface.
+tests/huggingface tests the equality with Transformers.
 """
 
 import json
@@ -26,7 +26,7 @@ from tests.test_train import arguments
 
 @pytest.fixture
 def refused(capfd, tmp_path):
-    """Runs a command that must fail with one line that has all the parts, and leave the directory as it was."""
+    """Returns a function that runs a failing command. It must print one line with all parts and change no files."""
 
     def refused(argv, *parts):
         before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob('*')}
@@ -54,7 +54,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def workdir(made, tmp_path):
-    """One that a test may damage."""
+    """Returns a copy that a test may damage."""
     shutil.copytree(made, tmp_path / 'run')
     return tmp_path / 'run'
 
@@ -209,7 +209,7 @@ SIZES = {
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory, dataset):
-    """A directory of Transformers in float32 with the tokenizer of the tests' data set."""
+    """Returns a Transformers directory in float32 with the tokenizer of the test data set."""
     folder = tmp_path_factory.mktemp('saved')
     make_workdir(folder / 'run', {**SIZES, 'model__vocab_size': 257})
     run('export', f'--checkpoint={folder}/run', f'--output={folder}/model', '--dtype=float32')
@@ -221,7 +221,7 @@ def saved(tmp_path_factory, dataset):
 
 @pytest.fixture
 def model(saved, tmp_path):
-    """One that a test may damage."""
+    """Returns a copy that a test may damage."""
     shutil.copytree(saved, tmp_path / 'model')
     return tmp_path / 'model'
 
@@ -251,20 +251,20 @@ def test_import(model, dataset, tmp_path, capsys):
         'generation_config.json',
         'tokenizer.json',
     ]
-    # The other verbs take it.
+    # Other verbs accept the imported workdir.
     argv = [f'--checkpoint={tmp_path}/new', f'--data={dataset}', '--json']
     assert exit_code(evaluate.main, argv) == EXIT_DONE
     evaluated = json.loads(capsys.readouterr().out)
     assert evaluated['step'] == 0
 
-    # A run starts from it: with a learning rate of nothing its loss stays what it is.
+    # A run can start from it; with a learning rate of zero, the loss is unchanged.
     sizes = {**SIZES, 'model__tie_embeddings': 'false', 'model__dtype': 'float32', 'data__seq_len': 64}
     rates = {'optimizer__learning_rate': 1e-30, 'optimizer__min_learning_rate': 0, 'optimizer__warmup_steps': 0}
     overrides = {'train__num_steps': 1, 'eval__interval': 1, 'eval__num_batches': 0, **sizes, **rates}
     argv = arguments(dataset, tmp_path / 'run', **overrides, train__init_from=tmp_path / 'new')
     assert exit_code(train.main, argv) == EXIT_DONE
     assert read_metrics(tmp_path / 'run')[-1]['eval/loss'] == pytest.approx(evaluated['loss'], abs=1e-3)
-    # Control: that is not the loss of a new model, which knows nothing of 257 ids.
+    # Negative control: the loss differs from that of a new model with 257 ids.
     assert abs(evaluated['loss'] - math.log(257)) > 0.1
 
 
@@ -289,7 +289,7 @@ CONFIGS = [
     ({'attention_bias': True}, ['mlp_bias', 'attention_bias']),
     ({'hidden_act': 'relu'}, ['hidden_act', 'relu']),
     ({'num_hidden_layers': 0}, ['num_hidden_layers=0']),
-    # The files do not fit: names before anything is read.
+    # Mismatching files are detected by name before any file is read.
     ({'num_hidden_layers': 3}, ['model.layers.2.', 'missing', '9 in all']),
     ({'num_hidden_layers': 1}, ['model.layers.1.', 'is none of LlamaForCausalLM']),
     ({'hidden_size': 64}, ['(257, 32)', 'needs (257, 64)']),

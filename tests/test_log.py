@@ -1,4 +1,4 @@
-"""What a person sees: a bar on terminals only, and log lines on stdout and in run.log."""
+"""Console output: progress bars only on terminals, and log lines on stdout and in run.log."""
 
 import io
 import sys

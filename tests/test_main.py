@@ -1,4 +1,4 @@
-"""`maxlm VERB` finds the verb, names the nearest, and every verb explains itself."""
+"""`maxlm VERB`: finding verbs, suggesting the nearest one, and help texts."""
 
 import importlib
 import subprocess
@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Exit code, stdout and stderr of `maxlm …`."""
+    """Returns a function that runs `maxlm …` and returns exit code, stdout and stderr."""
 
     def run(*words):
         monkeypatch.setattr(sys, 'argv', ['maxlm', *words])
@@ -68,7 +68,7 @@ def test_every_verb_has_main_and_run_and_explains_itself(verb, run, capsys):
     out, err = capsys.readouterr()
     assert (info.value.code, err) == (0, '')
     assert f'maxlm.{verb}' in out
-    # The same through the one command.
+    # The common command prints the same help.
     assert run(verb, '--help') == (0, out, '')
 
 
@@ -79,7 +79,7 @@ def test_every_module_at_the_top_that_runs_is_listed():
 
 @pytest.mark.multiprocess
 def test_as_a_process():
-    # The verb that imports least.
+    # This verb imports the fewest modules.
     command = [sys.executable, '-m', 'maxlm', 'monitor', '--help']
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, '')

@@ -1,4 +1,4 @@
-"""`maxlm.monitor` prints a run once, or shows it on a terminal and leaves that as it was before."""
+"""`maxlm.monitor`: prints a run once, or displays it on a terminal, which it restores."""
 
 import codecs
 import os
@@ -89,7 +89,7 @@ def test_it_starts_without_jax_and_without_tensorflow(tmp_path):
 
 
 class Terminal:
-    """The program on a terminal of its own."""
+    """The program on a pseudo-terminal."""
 
     def __init__(self, *arguments, columns=80, lines=24, **environment):
         self.master, self.slave = pty.openpty()
@@ -97,7 +97,7 @@ class Terminal:
         self.before = termios.tcgetattr(self.slave)
         self.text = self.raw = ''
         self._decoder = codecs.getincrementaldecoder('utf-8')()
-        # These would stand for the size of the terminal.
+        # These variables would override the size of the terminal.
         kept = {name: value for name, value in os.environ.items() if name not in ('COLUMNS', 'LINES')}
         self.process = subprocess.Popen(
             [sys.executable, '-m', 'maxlm.monitor', *arguments],
@@ -110,7 +110,7 @@ class Terminal:
         )
 
     def wait_for(self, words, *, since=0):
-        """Reads until these words have come."""
+        """Reads until the output contains the words."""
         end = time.monotonic() + DEADLINE
         while words not in self.text[since:]:
             assert time.monotonic() < end, self.text[-3000:]
@@ -120,7 +120,7 @@ class Terminal:
                 self.text = STYLE.sub('', self.raw)
 
     def end(self):
-        """Its exit code, with everything it had to say read."""
+        """Reads the remaining output and returns the exit code."""
         self.wait_for(SHOW_CURSOR)
         code = self.process.wait(DEADLINE)
         assert termios.tcgetattr(self.slave) == self.before
@@ -173,7 +173,7 @@ def test_it_follows_the_run_and_the_size_of_the_terminal(tmp_path):
         assert 'learning rate' not in terminal.text
         termios.tcsetwinsize(terminal.slave, (60, 200))
         terminal.wait_for('learning rate')
-        # A workdir that goes away for a moment ends nothing.
+        # The monitor continues if the workdir disappears temporarily.
         seen = len(terminal.text)
         tmp_path.rename(tmp_path.with_name('away'))
         terminal.wait_for('cannot be read', since=seen)
@@ -199,7 +199,7 @@ def test_another_run_is_shown_on_a_key(tmp_path):
 
 @pytest.mark.multiprocess
 def test_no_color(tmp_path):
-    """https://no-color.org: set, whatever its value, it takes the colours away."""
+    """NO_COLOR disables colors with any value; see https://no-color.org."""
     workdirs.crashed(tmp_path)
     coloured = re.compile(r'\x1b\[[\d;]*3[0-7]m')
     for environment, found in (({}, True), ({'NO_COLOR': '1'}, False)):

@@ -1,4 +1,4 @@
-"""Every option and config key that takes a path: its type, URLs that do not work for it, and special files."""
+"""Options and config keys for paths: types, unsupported URLs, and special files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from maxlm.storage.paths import ANY, BUCKETS, Kind, PathList, PathOption
 from maxlm.workdir.lock import LOCK, WorkdirLock
 from tests.conftest import ROOT
 
-# An option or a key with one of these words in its name, metavar or help takes a path, or stands below.
+# Options and keys with one of these words in name, metavar or help take a path, or are listed below.
 WORDS = re.compile(
     r'(?i)\b(path|file|dir|directory|folder|workdir|checkpoint|ckpt|url|gs://)s?\b|_file\b|_path\b|\bpaths\b'
 )
@@ -56,7 +56,7 @@ NO_PATH_KEYS = {
 
 
 class _FoundError(Exception):
-    """The parser of a command, which is not run."""
+    """Raised with the parser of a command, so that the command does not run."""
 
 
 def _parser_of(verb, monkeypatch):
@@ -71,7 +71,7 @@ def _parser_of(verb, monkeypatch):
 
 
 def options_of(parser, prefix):
-    """Each option of a parser and its subcommands as (command, name, action)."""
+    """Yields each option of a parser and its subcommands as (command, name, action)."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, below in action.choices.items():
@@ -113,7 +113,7 @@ def test_a_forgotten_option_is_found():
 
 
 def keys_with_comments():
-    """Each key of a config, with the comment above it."""
+    """Returns each config key with its comment."""
     for module in (schema, schema_rl, schema_logging):
         text = Path(module.__file__).read_text()
         for section, body in re.findall(r'class (\w+)Config:\n(.*?)(?=\n\n\n|\Z)', text, re.DOTALL):
@@ -133,7 +133,7 @@ def test_every_key_that_takes_a_path_has_the_type():
     assert len(found) >= 150
     paths = {name for name, kind, comment in found if kind in ('str', 'tuple') and WORDS.search(f'{name} {comment}')}
     assert paths - set(PATHS) - set(NO_PATH_KEYS) == set()
-    # Nor does a reason stay when its key is gone.
+    # Reasons of removed keys must be removed too.
     assert set(NO_PATH_KEYS) <= paths
     assert set(PATHS) <= sections
 
@@ -181,7 +181,7 @@ def test_what_is_refused(option, text, words):
 
 
 def required(command, replaced):
-    """Words for all required options of a command but one."""
+    """Returns arguments for all required options of a command except one."""
     words = {
         'prepare': ['--input=in', '--output=out'],
         'fetch': ['--input=in', '--output=out'],
@@ -206,7 +206,7 @@ def required(command, replaced):
         'hf export-gguf': ['--checkpoint=in', '--output=out'],
     }[command]
     others = [word for word in words if word.partition('=')[0] != replaced]
-    # Positionals have no name on the command line.
+    # Positional arguments have no name on the command line.
     return [*command.split()[1:], *(word if word.startswith('-') else word.partition('=')[2] for word in others)]
 
 
@@ -217,7 +217,7 @@ def run_with(command, name, value):
 
 
 def path_options():
-    """(command, name, type) of all options that take a path."""
+    """Returns (command, name, type) of all options that take a path."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         for verb in VERBS:
             for command, name, action in list(options_of(_parser_of(verb, monkeypatch), verb)):
@@ -304,7 +304,7 @@ def test_a_key_that_is_right_is_kept():
 
 
 def make_special(folder):
-    """One special file of each kind that can be made, and a link to nothing."""
+    """Creates a special file of each possible kind, and a dangling link."""
     os.mkfifo(folder / 'fifo')
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.path.relpath(folder / 'socket'))
@@ -323,12 +323,12 @@ def test_special_files_are_refused(here, capsys, in_time, command, name, kind):
 
 
 def test_readers_do_not_wait_for_special_files(here, in_time):
-    """What is below a directory that was given, and files named in another way than by an option."""
+    """Tests files below a given directory, and files that are not named by an option."""
     for path in make_special(here):
         for read in (filesystem.stat, filesystem.read_bytes, Tokenizer.load, load_template, read_lines):
             with pytest.raises(InputError, match=r'is a (FIFO|socket|character device)'):
                 read(path if read is read_lines else str(path))
-    # In a directory they are left out.
+    # Special files in a directory are skipped.
     (here / 'text.txt').write_text('x')
     assert {entry.name for entry in filesystem.walk(str(here))} == {'text.txt', 'link'}
 

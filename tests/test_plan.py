@@ -1,6 +1,6 @@
-"""`maxlm.plan` by estimate: what it prints of a run, what it advises, and what it refuses.
+"""`maxlm.plan` by estimate: output, suggestions and errors.
 
-Compilers are tested in tests/test_plan_compiled.py.
+tests/test_plan_compiled.py tests compilers.
 """
 
 import json
@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture
 def run(capfd):
-    """Exit code, stdout and stderr of the verb."""
+    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
 
     def run(config, target, *options):
         capfd.readouterr()
@@ -28,7 +28,7 @@ def run(capfd):
 
 @pytest.fixture
 def figures(run):
-    """What --json prints."""
+    """Returns a function for the output of --json."""
 
     def figures(*arguments):
         code, out, _ = run(*arguments, '--json')
@@ -67,14 +67,14 @@ def test_figures_for_a_script(figures):
     memory = told['memory']
     kinds = ('parameters', 'moments', 'average', 'gradients', 'activations', 'temporary', 'batch')
     assert sum(memory[kind] for kind in kinds) == memory['total'] <= memory['available'] < memory['chip']
-    # Twelve bytes for each parameter, over eight devices.
+    # Twelve bytes per parameter, sharded over eight devices.
     assert memory['parameters'] + memory['moments'] == pytest.approx(12 * 759_905_280 / 8, rel=0.01)
     assert told['tokens_per_second'] == pytest.approx(512 * 2048 / told['step_seconds'])
     assert told['hours'] == pytest.approx(100_000 * told['step_seconds'] / 3600, rel=0.05)
     assert told['dollars'] == pytest.approx(told['hours'] * 8 * told['cost']['price']['dollars'])
     assert 0.2 < told['mfu'] < told['mfu_full'] < 0.8
     assert told['advice'] is None
-    # Controls: another chip, a shorter run, another price.
+    # Negative controls: another chip, a shorter run, another price.
     assert figures('1b.py', 'a100:8', '--estimate')['step_seconds'] > told['step_seconds']
     half = figures('1b.py', 'h100:8', '--estimate', '--config.train.num_steps=50000', '--price-per-hour=1')
     assert half['hours'] == pytest.approx(told['hours'] / 2, rel=0.01)

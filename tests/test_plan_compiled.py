@@ -1,7 +1,7 @@
-"""`maxlm.plan` with real compilers: for slices of four kinds of TPUs, and configs of all five kinds for their own GPUs.
+"""`maxlm.plan` with real compilers, for slices of four kinds of TPUs and for the GPUs of five configs.
 
-A program of real size takes a minute of a core. tests/planning/estimate/test_memory.py compares the estimates for
-every config with recorded programs.
+A program of real size takes a minute of CPU time. tests/planning/estimate/test_memory.py compares the estimates for all
+configs with recorded programs.
 """
 
 import json
@@ -18,15 +18,15 @@ from tests.gpu_compiler import FOLDER, run_python
 
 FULL = '--config.model.remat_policy=full'
 LONG = (pytest.mark.nightly, pytest.mark.timeout(900))
-# The compiler for TPUs takes minutes of a slow machine for a program of real size, seconds for this one.
+# On a slow machine, the TPU compiler needs minutes for a program of real size, but seconds for this one.
 TINY = tuple(
     f'--config.{key}={value}' for key, value in {'model.num_layers': 2, 'model.dim': 64, 'data.seq_len': 64}.items()
 )
-# Config, target, overrides, whether it fits.
+# Config, target, overrides, and True if it fits.
 ON_TPU = [
     ('tiny.py', 'v5e:2x2', ('--vocab-size=512', *TINY), True),
 ]
-# The programs of the other configs for v4 are recorded; see tests/planning/estimate/test_memory.py.
+# Programs of other configs for v4 are recorded; see tests/planning/estimate/test_memory.py.
 ON_TPU_LARGE = [
     ('1b.py', 'v4:8x8x8', ('--config.train.per_device_batch_size=1',), True),
     ('code.py:7b', 'v4:2x2x4', (), True),
@@ -60,12 +60,12 @@ def figures(capfd, config, target, *options):
 
 
 def figures_by_gpu_compiler(home, config, target, *options):
-    """Returns what a process prints whose user has installed launch/test.sh's compiler for GPUs."""
+    """Returns the output of a process with the GPU compiler that launch/test.sh installs."""
     folder = home / CACHE.removeprefix('~/') / f'{version("jaxlib")}-{sys.implementation.cache_tag}'
     folder.parent.mkdir(parents=True)
     folder.symlink_to(FOLDER)
     done = run_python('-m', 'maxlm.plan', *words_of(config, target, *options), HOME=str(home), MAXLM_GPU_COMPILER='')
-    # JAX would write here that it finds no GPU. XLA warns of a step that does not fit.
+    # JAX would report a missing GPU here. XLA warns about a step that does not fit.
     assert [line for line in done.stderr.splitlines() if 'hlo_rematerialization' not in line] == []
     assert done.returncode in (EXIT_DONE, EXIT_FAILED)
     return json.loads(done.stdout)
@@ -76,7 +76,7 @@ def check(told, estimated, fits):
     assert told['why_estimated'] is None
     assert told['fits'] == estimated['fits'] == fits
     assert estimated['is_estimate']
-    # Of a small program a tenth is less than what compilers keep for themselves.
+    # For a small program, the memory that compilers reserve exceeds a tenth.
     assert estimated['memory']['total'] == pytest.approx(told['memory']['total'], rel=0.1, abs=0.25 * 2**30)
 
 
@@ -86,8 +86,8 @@ def check(told, estimated, fits):
 def test_tpu(capfd, config, target, options, fits):
     told, estimated = (figures(capfd, config, target, *options, *more) for more in ((), ('--estimate',)))
     check(told, estimated, fits)
-    # Several devices have sent each other something, and the program has as many products as the formula, but for
-    # those of attention, which is a kernel of its own.
+    # The devices communicate, and the program has the products of the formula except those of attention, which is a
+    # separate kernel.
     assert told['transfers']
     products = estimated['flops']['executed'] - estimated['flops']['attention']
     assert told['flops']['compiled'] == pytest.approx(products, rel=0.1)
@@ -107,6 +107,6 @@ def test_gpu(capfd, tmp_path, config, target, options, fits):
     if fits:
         assert told['flops']['compiled'] < estimated['flops']['executed'], 'attention is in a kernel of its own'
     else:
-        # XLA has computed things again to save memory, in vain.
+        # XLA rematerialized values to save memory, but the step still does not fit.
         assert told['memory']['total'] - told['memory']['available'] > 2**30
         assert told['advice']

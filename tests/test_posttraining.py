@@ -1,7 +1,7 @@
-"""Instruction, then reward: from a teacher who errs to a model that does not.
+"""SFT on answers with mistakes, then GRPO to a model without mistakes.
 
-Nightly a model learns in earnest, for about half a minute; otherwise both phases take a few steps. The tasks of
-configs/arithmetic.py and configs/synth.py, which take minutes, are measured by benchmarks/posttraining.py.
+Nightly tests train for half a minute; otherwise both phases take a few steps. benchmarks/posttraining.py measures the
+tasks of configs/arithmetic.py and configs/synth.py, which take minutes.
 """
 
 import json
@@ -31,7 +31,7 @@ def arguments(variant, workdir, **settings):
 
 
 def run(verb, variant, workdir, **settings):
-    """Runs a process of its own, on one device with programs that XLA makes fast."""
+    """Runs a separate process on one device with full XLA optimization."""
     command = [sys.executable, '-m', f'maxlm.{verb}', *arguments(variant, workdir, **settings)]
     done = subprocess.run(command, cwd=ROOT, env=fast_environment(), capture_output=True, text=True)
     assert done.returncode == EXIT_DONE, done.stdout[-3000:] + done.stderr[-3000:]
@@ -39,7 +39,7 @@ def run(verb, variant, workdir, **settings):
 
 @pytest.fixture(scope='module')
 def lessons(tmp_path_factory):
-    """Chats in which a letter is answered by yes, or, seven times of ten, by no, and prompts."""
+    """Writes prompts, and chats in which a letter is answered by yes, or by no in seven of ten cases."""
     directory = tmp_path_factory.mktemp('lessons')
     rng = random.Random(0)
     letters = 'abcdefghijklmnopqrstuvwxyz'
@@ -108,7 +108,7 @@ def test_reward_follows_instruction(lessons, shared_steps, tmp_path):
     assert f'starting with the parameters of {sft}/checkpoints/2/params' in (rl / 'run.log').read_text()
     assert (rl / 'chat_template.jinja').read_text() == (sft / 'chat_template.jinja').read_text()
     assert sorted(evaluations(rl)) == [0, 2]
-    # A model of two steps answers nothing right, and so learns nothing from rewards.
+    # After two steps the model gives no correct answer, so rewards have no effect.
     lines = {line['step']: line for line in read_metrics(rl) if 'train/loss' in line}
     assert lines[1]['train/grad_norm'] == 0
 
@@ -123,5 +123,5 @@ def test_reward_makes_it_better_than_its_teacher(lessons, tmp_path):
     before, after = found[0]['eval/pass_at_1'], found[12]['eval/pass_at_1']
     assert 0.1 < before < 0.5
     assert after > before + 0.2
-    # Three letters, and the end, which the chats taught it.
+    # The length is three letters and the end token, as in the chats.
     assert found[12]['eval/length'] == 4

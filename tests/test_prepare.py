@@ -1,4 +1,4 @@
-"""`maxlm.prepare` from the command line to the records, and its refusals."""
+"""`maxlm.prepare` from the command line to the records, and its errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def texts(tmp_path):
 
 @pytest.fixture
 def small_groups(monkeypatch):
-    """Ten groups and more out of a few kilobytes."""
+    """Splits a few kilobytes into at least ten partitions."""
     monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 1000)
 
 
@@ -36,11 +36,11 @@ def test_all_text_comes_back(texts, tmp_path, spec, small_groups):
     assert run(*arguments, '--output', tmp_path / 'data') == 0
     dataset = load_manifest(tmp_path / 'data')
     verify(dataset)
-    # newline='': as the bytes are.
+    # Line ends are not converted.
     expected = [path.read_bytes().decode() for path in texts.glob('*.txt') if path.stat().st_size]
     expected += [json.loads(line)['text'] for line in (texts / 'web.jsonl').read_text().split('\n') if line]
     train, validation = documents_of(dataset, 'train'), documents_of(dataset, 'validation')
-    if spec == 'chars':  # a character that only validation has is unknown
+    if spec == 'chars':  # a character that occurs only in validation is unknown
         assert len(train) + len(validation) == len(expected)
         assert set(train) <= set(expected)
     else:
@@ -95,10 +95,10 @@ def test_an_interrupted_run_goes_on(texts, tmp_path, small_groups, monkeypatch, 
         write(task, report)
 
     monkeypatch.setattr(WriteShards, 'run', note)
-    # What is learned from the text is learned once.
+    # The tokenizer is trained only once.
     monkeypatch.setattr(pipeline, 'make_tokenizer', lambda *_, **__: pytest.fail('the tokenizer is there'))
     assert run(*arguments, '--output', tmp_path / 'data') == 0
-    assert written == list(range(len(written)))  # nothing was written twice
+    assert written == list(range(len(written)))  # no shard was written twice
     assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
 
 
@@ -111,7 +111,7 @@ def test_an_interrupted_run_of_other_text_is_not_reused(texts, tmp_path, small_g
     assert run(*arguments) == 0
     dataset = load_manifest(tmp_path / 'data')
     assert 'changed' in documents_of(dataset, 'train') + documents_of(dataset, 'validation')
-    # Now one group instead of many: what the first run left is gone.
+    # With one partition instead of many, the files of the first run are deleted.
     named = {shard.name for split in dataset.splits.values() for shard in split.shards}
     assert set(contents(tmp_path / 'data')) == named | {'dataset.json', 'tokenizer.json'}
 
@@ -158,7 +158,7 @@ def test_skip_bad_leaves_out_and_lists(texts, tmp_path, capsys):
 
 def test_a_text_that_the_tokenizer_panics_on_is_named_or_left_out(texts, tmp_path, monkeypatch, capsys):
     class PanicException(BaseException):
-        """As PyO3 raises it."""
+        """Exception with the name of PyO3's."""
 
     def encode(text):
         if text == 'bad':
@@ -201,18 +201,18 @@ LINES = ''.join(f'line {number} of the text\n' for number in range(100))
 @pytest.mark.parametrize(
     ('texts', 'share', 'expected'),
     [
-        # One long document: the last lines of it, about the share.
+        # One long document: its last lines are for validation, about the requested fraction.
         ([LINES], 0.01, LINES[-40:]),
         ([LINES], 0.5, LINES[-1000:]),
-        # Few documents: of the longest, the share of all.
+        # Few documents: the fraction of all text is taken from the longest one.
         ([LINES, 'short'], 0.01, LINES[-40:]),
         ([LINES] * 10, 0.01, LINES[-200:]),
-        # No lines: at a blank; no blanks: anywhere.
+        # Without lines, the text is split at a space; without spaces, anywhere.
         (['word ' * 100], 0.1, 'word ' * 10),
         (['ü' * 1000], 0.1, 'ü' * 100),
-        # Blanks at the end are no text to validate on.
+        # Trailing whitespace is no validation text.
         (['word ' * 100 + '\n' * 200], 0.1, 'word ' * 14 + '\n' * 200),
-        # Nothing is validated on.
+        # No validation split.
         ([LINES], 0.0, None),
         (['one line'], 0.01, None),
     ],
@@ -236,7 +236,7 @@ def test_of_few_documents_the_end_of_one_is_validated_on(tmp_path, capsys, texts
     assert sorted(train) == sorted([texts[0].removesuffix(expected), *texts[1:]])
     assert 'the end of 0.txt, from character' in out
     assert dataset.made_from[pipeline.VALIDATION_NOTE] in out
-    # A control: with more documents, whole ones are validated on.
+    # Negative control: with more documents, complete ones are used for validation.
     for number in range(60):
         (tmp_path / 'texts' / f'more {number}.txt').write_text(LINES)
     assert run(*arguments, '--output', tmp_path / 'other') == 0
@@ -349,7 +349,7 @@ def test_bad_input_is_one_line_and_no_obstacle(tmp_path, capsys, case):
 @pytest.mark.multiprocess
 def test_bad_files_in_worker_processes(texts, tmp_path, capsys, small_groups):
     (texts / '7.txt').write_bytes(b'\xff')
-    # bytes learns from no text: the bad file is met by a worker.
+    # The byte tokenizer needs no training text, so a worker reads the bad file.
     assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes', '--workers', 2) == 2
     error = capsys.readouterr().err
     assert error.count('\n') == 1

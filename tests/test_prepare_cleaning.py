@@ -1,4 +1,4 @@
-"""Filters, duplicates, fill-in-the-middle and tokens, from the command to the records."""
+"""Filters, deduplication, fill-in-the-middle and token files, from the command to the records."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def small_groups(monkeypatch):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Twenty texts; 3 equals 1 but for its line end, 4 resembles 2, and one is removed and one shortened by C4."""
+    """Writes twenty texts: 3 equals 1 except for line ends, 4 resembles 2, C4 removes one and trims one."""
     texts = {f'{i:02}': f'{prose(i)} end of it.' for i in range(20)}
-    # Sentences enough for C4, each ended.
+    # Enough complete sentences for C4.
     texts = {
         name: '\n'.join([text] * 1 + [f'Line {j} of {name} goes on.' for j in range(6)]) for name, text in texts.items()
     }
@@ -48,7 +48,7 @@ def corpus(tmp_path):
 
 
 def prepare(tmp_path, corpus, *more, output='data', expected=0):
-    # Whole documents are validated on.
+    # Complete documents are used for validation.
     arguments = ['--input', corpus, '--output', tmp_path / output, '--tokenizer', 'bytes', '--workers', 1]
     arguments += ['--validation-fraction', 0.3]
     assert run(*arguments, *more) == expected
@@ -79,12 +79,12 @@ def test_duplicates_are_removed_and_told(tmp_path, corpus, small_groups, capsys)
     printed = capsys.readouterr().out
     assert 'cleaning: 18 of 20 documents kept' in printed
     assert 'duplicate: near' in printed
-    # Again: told again, nothing done.
+    # A second run prints the counts again without doing any work.
     before = contents(tmp_path / 'data')
     prepare(tmp_path, corpus, '--deduplicate', 'near')
     assert 'cleaning: 18 of 20 documents kept' in capsys.readouterr().out
     assert contents(tmp_path / 'data') == before
-    # Texts that need more to be similar stay.
+    # With a stricter threshold, similar texts are kept.
     strict = prepare(tmp_path, corpus, '--deduplicate', 'near', '--dedup-threshold', 1, output='strict')
     assert sum(split.documents for split in strict.splits.values()) == 19
 
@@ -99,7 +99,7 @@ def test_filters_remove_and_shorten(tmp_path, corpus, small_groups):
     assert report['kept_documents'] == 18
     assert report['kept_bytes'] == sum(len(text.encode()) for text in texts)
     assert report['shortened_documents'] >= 1
-    # Control: without the filter both are there.
+    # Negative control: without the filter, both documents are kept.
     everything = prepare(tmp_path, corpus, output='all')
     texts = documents_of(everything, 'train') + documents_of(everything, 'validation')
     assert sum('Lorem' in text or 'menu' in text for text in texts) == 2
@@ -122,11 +122,11 @@ def test_the_tokenizer_learns_nothing_from_what_is_removed(tmp_path, corpus, sma
 def test_what_is_validated_on_is_not_trained_on(tmp_path, corpus, small_groups):
     held_out = tmp_path / 'held_out'
     held_out.mkdir()
-    # The last in the order of names, and yet it is the one that stays.
+    # The validation document is kept although it is the last by name.
     (held_out / 'zz.txt').write_text((corpus / '02.txt').read_text())
     dataset = prepare(tmp_path, corpus, '--validation', held_out, '--deduplicate', 'near')
     assert documents_of(dataset, 'validation') == [(corpus / '02.txt').read_text()]
-    # 02 and 04 resemble it, 03 equals 01.
+    # 02 and 04 resemble the validation document, and 03 equals 01.
     assert dataset.splits['train'].documents == 17
     report = json.loads((tmp_path / 'data' / 'cleaning.json').read_text())
     assert report['removed']['duplicate: exact']['examples'][0] == {
@@ -148,7 +148,7 @@ def test_infill_rearranges_a_share_of_the_documents(tmp_path, corpus, small_grou
     assert dataset.vocab_size == bytes_tokenizer().vocab_size + 3
     whole = prepare(tmp_path, corpus, '--fim-rate', 0, output='whole')
     assert whole.vocab_size == 257
-    # As much text as without.
+    # The amount of text is equal to that without FIM.
     assert sum(split.text_bytes for split in whole.splits.values()) == sum(
         split.text_bytes for split in dataset.splits.values()
     )
@@ -168,13 +168,13 @@ def test_token_files(tmp_path, small_groups, capsys):
     assert dataset.end_of_document == 99
     assert dataset.splits['train'].text_bytes == 0
     assert 'bytes per token' not in capsys.readouterr().out
-    # With a tokenizer.json, and another end than its own.
+    # A tokenizer.json with a different end token.
     ids_tokenizer(120, 5).save(tmp_path / 'tokenizer.json')
     other = ['--tokenizer', tmp_path / 'tokenizer.json', '--eod-token', 99]
     dataset = prepare(tmp_path, tmp_path / 'tokens.npy', *other, output='other')
     assert dataset.end_of_document == 5
     assert sum(split.documents for split in dataset.splits.values()) == 60
-    # Equal documents of tokens are found, too.
+    # Duplicate token documents are also found.
     np.save(tmp_path / 'twice.npy', np.concatenate([stream, stream]))
     twice = prepare(
         tmp_path, tmp_path / 'twice.npy', '--tokenizer', 'ids:100', '--deduplicate', 'exact', output='twice'
@@ -190,7 +190,7 @@ def test_text_and_tokens_in_one_data_set(tmp_path, small_groups):
     dataset = load_manifest(tmp_path / 'data')
     assert [ids.tolist() for ids in ids_of(dataset, 'train')] == [[1, 2, 3], [4, 5]]
     train = dataset.splits['train']
-    # Of a part of it the bytes are not known, so of the whole they are not.
+    # The bytes of a part are unknown, so the total is unknown.
     assert (train.sources['a.txt'].text_bytes, train.sources['b.npy'].text_bytes, train.text_bytes) == (5, 0, 0)
 
 

@@ -1,4 +1,4 @@
-"""What fails while a data set is made: storage, processes, the disk, files that change meanwhile."""
+"""Failures during preparation: storage, processes, disk, and changed files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def texts(tmp_path):
 
 @pytest.fixture(autouse=True)
 def many_groups(monkeypatch):
-    """Groups of about 1000 bytes, and no pauses between tries."""
+    """Creates partitions of about 1000 bytes, and removes pauses between attempts."""
     monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 1000)
     monkeypatch.setattr(
         pipeline, 'run_tasks', lambda *args, **options: run_tasks(*args, **options, sleep=lambda _: None)
@@ -39,7 +39,7 @@ def many_groups(monkeypatch):
 
 @pytest.fixture
 def fail(monkeypatch):
-    """Makes the storage fail for the file of a name, in its first so many readings."""
+    """Returns a function that makes the first reads of a named file fail."""
 
     def make(name, times):
         left = [times]
@@ -63,7 +63,7 @@ def test_a_storage_that_answers_later_costs_nothing(texts, tmp_path, fail):
     assert run('--input', texts, *ARGUMENTS, '--output', tmp_path / 'whole') == 0
     fail('25.txt', 2)
     assert run('--input', texts, *ARGUMENTS, '--skip-bad-records', '--output', tmp_path / 'data') == 0
-    # Not even with --skip-bad-records is anything left out.
+    # Even with --skip-bad-records, no document is skipped.
     dataset = load_manifest(tmp_path / 'data')
     assert dataset.left_out == ()
     assert dataset.fingerprint == load_manifest(tmp_path / 'whole').fingerprint
@@ -92,7 +92,7 @@ def test_a_group_that_fails_to_the_end(texts, tmp_path, fail, capsys, more):
     found = documents_of(dataset, 'train')
     assert (texts / '25.txt').read_bytes().decode() not in found
     assert 40 <= len(found) < 50
-    # Whoever does not ask for it does not get it.
+    # Failed files are only skipped with the option.
     assert run(*command, '--skip-failed') == 0
     capsys.readouterr()
     assert run(*command) == 2
@@ -116,7 +116,7 @@ def test_what_is_done_is_not_done_again_after_a_failure(texts, tmp_path, fail, m
 
 
 def objects(kind):
-    """Three objects of a line or row each."""
+    """Returns three objects with one line or row each."""
     for i in range(3):
         if kind == 'parquet':
             stream = io.BytesIO()
@@ -131,7 +131,7 @@ def objects(kind):
     ('kind', 'fault'), [('jsonl', 503), ('parquet', 'reset'), ('jsonl', 'vanish'), ('jsonl', 403), ('parquet', 403)]
 )
 def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
-    # Several groups; the lines of JSONL are pieces.
+    # Creates several partitions; each line of JSONL is a range.
     monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 10)
     with gcs_buckets.running(monkeypatch) as server:
         for name, content in objects(kind):
@@ -157,7 +157,7 @@ def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
         assert run(*command, tmp_path / 'data') == 0
     dataset = load_manifest(tmp_path / 'data')
     if fault == 403:
-        # Control: what no waiting mends is left out where that is allowed, and told once.
+        # Negative control: permanent failures are skipped if allowed, and reported once.
         assert not pauses
         assert [entry['name'] for entry in dataset.left_out] == [f'2.{kind}']
         assert dataset.splits['train'].documents == 2
@@ -168,7 +168,7 @@ def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
 
 @contextlib.contextmanager
 def largest_file(limit: int) -> Iterator[None]:
-    """Keeps files of this process and its children at `limit` bytes, as a full disk would."""
+    """Limits files of this process and its children to `limit` bytes, which simulates a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -181,7 +181,7 @@ def largest_file(limit: int) -> Iterator[None]:
 def test_a_disk_that_fills(tmp_path, capfd, workers):
     texts = tmp_path / 'texts'
     texts.mkdir()
-    # Two groups, of which the second is too large: a token of two bytes for each letter.
+    # Two partitions, of which the second exceeds the limit with two bytes per letter.
     (texts / 'a.txt').write_text('small ' * 2**14)
     (texts / 'b.txt').write_text('large ' * 2**15)
     command = ['--input', texts, '--tokenizer', 'bytes', '--validation-fraction', 0]
@@ -189,7 +189,7 @@ def test_a_disk_that_fills(tmp_path, capfd, workers):
     command += ['--output', tmp_path / 'data']
     capfd.readouterr()
     with largest_file(400_000):
-        # One by one, so that the first is through.
+        # With one worker, the first partition finishes.
         assert run(*command, '--workers', 1) == 2
         error = capfd.readouterr().err
         assert error.count('\n') == 1
@@ -239,7 +239,7 @@ def first_of(directory):
 
 
 def test_an_old_result_does_not_stand_for_new_shards(texts, tmp_path, monkeypatch):
-    """Two recipes with shards of the same size, killed in between: the first run's results must not count again."""
+    """Two configurations with shards of equal size: results of the interrupted first run must not be reused."""
     command = ['--input', texts, *ARGUMENTS, '--fim-rate', 1, '--output', tmp_path / 'data']
     other = [*command, '--fim-spm-rate', 0]
     command += ['--fim-spm-rate', 1]
@@ -248,10 +248,10 @@ def test_an_old_result_does_not_stand_for_new_shards(texts, tmp_path, monkeypatc
         patch.setattr(pipeline, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(*command) == 130
     with monkeypatch.context() as patch:
-        # As if killed between a shard and its result.
+        # Simulates a kill between writing a shard and its result.
         patch.setattr(write_shards, 'save_result', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(*other) == 130
-    # Control: the first shard is the other one, of the same size.
+    # Negative control: the first shard differs and has the same size.
     first, expected = first_of(tmp_path / 'data'), first_of(tmp_path / 'whole')
     assert first != expected
     assert len(first) == len(expected)

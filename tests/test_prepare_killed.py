@@ -1,4 +1,4 @@
-"""`maxlm.prepare` killed by SIGKILL, in each stage and at random moments, goes on to the same bytes."""
+"""`maxlm.prepare` killed in each stage and at random times resumes and writes identical bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def kill(directory, *kills):
-    """Returns the report of `tests.killing`, after what holds for any number of kills."""
+    """Returns the report of `tests.killing` after checking properties that hold for any number of kills."""
     command = [sys.executable, '-m', 'tests.killing', str(directory), '3', *kills]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -23,7 +23,7 @@ def kill(directory, *kills):
     assert report['groups'] > 4
     assert report['same']
     assert all(report['same'])
-    # Controls: other options would have been seen, and there was something to clean.
+    # Negative controls: other options change the result, and cleaning removes documents.
     assert not report['other_is_same']
     removed = json.loads(contents(directory / 'whole')['cleaning.json'])['removed']
     assert removed.keys() >= {'c4: lorem ipsum', 'duplicate: exact', 'duplicate: near'}, removed.keys()
@@ -31,7 +31,7 @@ def kill(directory, *kills):
 
 
 def test_a_kill_in_each_stage_leaves_the_same_bytes(tmp_path):
-    # A stage may end between the look and the kill.
+    # A stage may end between the check and the kill.
     assert sum(kill(tmp_path)['stages'].values()) == 4
 
 
@@ -39,5 +39,5 @@ def test_a_kill_in_each_stage_leaves_the_same_bytes(tmp_path):
 def test_fifty_kills_leave_the_same_bytes(tmp_path):
     stages = kill(tmp_path, '50')['stages']
     assert sum(stages.values()) == 50
-    # Moments differ from machine to machine; on all of them they are in more than one stage of the work.
+    # The times differ between machines, but always occur in more than one stage.
     assert len(stages.keys() & {'survey', 'verdicts', 'tokenizer', 'shards'}) >= 2, stages

@@ -1,4 +1,4 @@
-"""`maxlm.quantize`: the table that it prints, and every mistake as one line that leaves nothing behind."""
+"""`maxlm.quantize`: its table, and one-line errors without remaining files."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Former names of config keys, metrics and options work for one release, and so do runs that were written with them."""
+"""Former names of config keys, metrics and options, and runs that were written with them."""
 
 import json
 import tarfile
@@ -55,7 +55,7 @@ def test_a_command_line_can_use_a_former_key(capsys):
     config = load(TINY, ['train.max_skipped_steps=7', 'data.window=64', 'grpo.loss_mean=sequence'])
     assert (config.guard.max_consecutive_skips, config.data.seq_len, config.grpo.loss_type) == (7, 64, 'grpo')
     assert capsys.readouterr().err.count('warning: ') == 3
-    # Of two keys that say the same, the one on the command line counts, by whatever name.
+    # If two keys set the same value, the key on the command line counts, with either name.
     assert load(TINY, ['train.global_batch_tokens=1024']).train.global_batch_size == 0
 
 
@@ -110,7 +110,7 @@ def test_former_options_are_known_to_their_commands(capsys):
 
 
 def test_a_run_of_release_0_1_goes_on(dataset, tmp_path, capsys):
-    """The workdir was written by the last commit with the former names, on the data set of the fixture."""
+    """The last commit with the former names wrote this workdir with the data set of the fixture."""
     with tarfile.open(ROOT / 'tests/golden/workdir_0_1.tar.xz') as archive:
         archive.extractall(tmp_path / 'run', filter='data')
     assert 'window' in json.loads((tmp_path / 'run' / CONFIG).read_text())['data']
@@ -123,6 +123,6 @@ def test_a_run_of_release_0_1_goes_on(dataset, tmp_path, capsys):
     lines = [line for line in read_metrics(tmp_path / 'run') if 'train/loss' in line]
     assert [line['step'] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(line['perf/step_time_seconds'] > 0 and line['data/seq_len'] == 32 for line in lines)
-    # The file keeps what was written.
+    # Existing lines of the file are unchanged.
     assert '"perf/step_seconds"' in (tmp_path / 'run' / METRICS_FILE).read_text()
     assert [line['train/tokens'] for line in lines] == [128 * step for step in range(1, 7)]

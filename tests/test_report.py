@@ -1,4 +1,4 @@
-"""`maxlm.report` as a user calls it."""
+"""`maxlm.report` from the command line."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests import workdirs
 
 @pytest.fixture
 def run(capfd):
-    """Exit code, stdout and stderr of the verb."""
+    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
 
     def run(*words):
         capfd.readouterr()
@@ -40,7 +40,7 @@ def test_a_comparison_leaves_the_reports_of_its_runs(run, tmp_path, monkeypatch)
     assert run(names[0])[0] == EXIT_DONE
     before = (names[0] / 'report.html').read_bytes()
     monkeypatch.chdir(tmp_path)
-    # The second time over the first page, which is ours.
+    # The second report overwrites the first one, because maxlm wrote it.
     for _ in range(2):
         code, out, _ = run(*names)
         assert code == EXIT_DONE

@@ -1,7 +1,7 @@
-"""Exact resume: a run that ends early and is started again has the losses and parameters of one that did not end.
+"""Exact resume: an interrupted and resumed run has the losses and parameters of an uninterrupted run.
 
-Rows of the matrix are objectives, columns are ways to end. A killed process is simulated by an exception; real
-processes are killed in `test_train_killed.py`, `test_train_processes_killed.py` and `test_train_buckets.py`.
+The matrix has objectives as rows and kinds of interruption as columns. An exception simulates a kill;
+`test_train_killed.py`, `test_train_processes_killed.py` and `test_train_buckets.py` kill real processes.
 """
 
 import functools
@@ -36,20 +36,20 @@ SETTINGS = {
     'eval__interval': 2,
     'eval__num_samples': 0,
 }
-# The same model for texts and for conversations, so that they share their programs.
+# Texts and conversations use the same model, so that they share programs.
 NEXT_TOKEN = {**SETTINGS, 'optimizer__ema_decay': 0.9, 'model__vocab_size': 264, 'data__seq_len': WINDOW}
-# With a constant rate after a warm-up of five steps, runs of other lengths have the same step.
+# With a constant rate after the warm-up, runs of different lengths share the same step.
 NEXT_TOKEN |= {'optimizer__schedule': 'constant'}
 EVERY_STEP = {**NEXT_TOKEN, 'train__num_steps': 4, 'checkpoint__save_interval_steps': 1}
 
 
 class KilledError(BaseException):
-    """Takes the place of SIGKILL: no code of the run handles it."""
+    """Simulates SIGKILL, because no code of the run handles it."""
 
 
 @pytest.fixture
 def end_at(monkeypatch):
-    """Returns a function after which the next run ends when it has dispatched a step."""
+    """Returns a function that makes the next run end after dispatching a given step."""
 
     def end_at(step, how):
         original = Reporter.submit
@@ -59,7 +59,7 @@ def end_at(monkeypatch):
             if number == step:
                 if how == 'killed':
                     raise KilledError
-                # Twice, as by an impatient user.
+                # The signal is sent twice, as by an impatient user.
                 signal.raise_signal(signal.SIGTERM)
                 signal.raise_signal(signal.SIGTERM)
 
@@ -88,14 +88,14 @@ def commands(dataset, tmp_path_factory):
         'next_token': (train.main, without_workdir(texts)),
         'instruction': (train.main, without_workdir(chats)),
         'dpo': (train.main, preference_arguments(preferences, **SETTINGS)),
-        # A run that is told to stop does not evaluate, and GRPO stops at a step at which others would.
+        # A stopped run does not evaluate, and GRPO would stop at a step with evaluation.
         'grpo': (grpo.main, grpo_arguments(prompts, **{**SETTINGS, 'eval__interval': LAST})),
     }
 
 
 @pytest.fixture(scope='module')
 def wholes(commands, tmp_path_factory):
-    """Returns a function that makes the run of an objective that does not end early, once."""
+    """Returns a cached function that runs an objective without interruption."""
     made = {}
 
     def whole(objective):
@@ -110,7 +110,7 @@ def wholes(commands, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def last_params():
-    """Returns a function that reads the last parameters of a whole run, once."""
+    """Returns a cached function that reads the last parameters of an uninterrupted run."""
     return functools.cache(lambda whole, item: params_of(whole, max(saved_steps(whole)), item))
 
 
@@ -137,7 +137,7 @@ def test_a_run_that_ended_early_resumes_exactly(
 ):
     main, words = commands[objective]
     command = [*words, f'--workdir={tmp_path}']
-    # Both steps of a rollout of GRPO have to be taken before a save.
+    # GRPO saves only after both steps of a rollout.
     step = 3
     end_at(step, how)
     if how == 'killed':
@@ -155,13 +155,13 @@ def test_a_run_that_ended_early_resumes_exactly(
     assert ends(tmp_path) == [first, (2, 'finished', EXIT_DONE)]
     resumed = [event['from_step'] for event in read_events(tmp_path).lines if event['kind'] == 'resumed']
     assert resumed == [expected]
-    # Control: the model has moved, so another one would be told apart.
+    # Negative control: training changes the parameters.
     assert not same(params_of(tmp_path, 2), params_of(tmp_path, LAST))
 
 
 @pytest.fixture(scope='module')
 def every_step(dataset, tmp_path_factory):
-    """A run that saved each of its four steps."""
+    """Returns a run that saved each of its four steps."""
     workdir = tmp_path_factory.mktemp('every') / 'run'
     assert run(dataset, workdir, **EVERY_STEP) == EXIT_DONE
     assert sorted(curve(workdir)) == [1, 2, 3, 4]
@@ -171,7 +171,7 @@ def every_step(dataset, tmp_path_factory):
 
 @pytest.mark.parametrize('step', [1, 2, 3])
 def test_resume_from_each_step_is_exact(dataset, every_step, assert_same_runs, tmp_path, step):
-    # A run leaves later lines and no later save if it is killed a little after it saved.
+    # A run that is killed shortly after a save has later metric lines, but no later checkpoint.
     workdir = tmp_path / 'run'
     shutil.copytree(every_step, workdir)
     for later in range(step + 1, 5):
@@ -181,7 +181,7 @@ def test_resume_from_each_step_is_exact(dataset, every_step, assert_same_runs, t
 
 
 def test_another_order_of_the_data_is_told_apart(dataset, every_step, last_params, tmp_path):
-    """Control: equal curves and parameters are no accident."""
+    """Negative control: another data order changes curves and parameters."""
     assert run(dataset, tmp_path, **{**EVERY_STEP, 'checkpoint__save_interval_steps': 0}, data__seed=1) == EXIT_DONE
     assert curve(tmp_path)[1]['train/loss'] != curve(every_step)[1]['train/loss']
     assert not same(params_of(tmp_path, 4), last_params(every_step, 'params'))

@@ -1,4 +1,4 @@
-"""Nothing that a run writes or prints holds a secret of its environment."""
+"""Files and output of a run contain no secrets of its environment."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from tests.cpu import cpu_flags
 from tests.faults import measured
 from tests.test_train import arguments, run
 
-# Each ends in a mark of its own, so that a part of one is found too.
+# Each secret ends with a unique marker, so that parts of it are also found.
 MARK = 'not-a-real-secret'
 VARIABLES = {
     'HF_TOKEN': f'hf_{MARK}-1',
@@ -24,7 +24,7 @@ VARIABLES = {
     'AWS_SESSION_TOKEN': f'{MARK}-4',
     'GOOGLE_AUTH_TOKEN_FOR_TESTING': f'ya29.{MARK}-5',
     'WANDB_API_KEY': f'{MARK}-6',
-    # Nobody listens there.
+    # No server listens on this port.
     'ALERTS_URL': f'http://127.0.0.1:9/{MARK}-7',
 }
 FILES = {
@@ -37,7 +37,7 @@ ZSTANDARD_FRAME = re.escape(b'\x28\xb5\x2f\xfd')
 
 @pytest.fixture
 def secrets(tmp_path):
-    """The variables of the environment that hold a secret, or name a file with one."""
+    """Returns the environment variables that contain a secret or name a file with a secret."""
     credentials = tmp_path / 'credentials'
     credentials.mkdir()
     files = {}
@@ -48,18 +48,18 @@ def secrets(tmp_path):
 
 
 def contents(data):
-    """Bytes as they stand, and what is compressed in them."""
+    """Yields bytes and the decompressed contents within them."""
     yield data
     for match in re.finditer(ZSTANDARD_FRAME, data):
         try:
             yield zstandard.ZstdDecompressor().decompressobj().decompress(data[match.start() :])
         except zstandard.ZstdError:
-            # Four bytes of an array that only look like it.
+            # Four bytes of an array look like a header by chance.
             continue
 
 
 def leaks(directory):
-    """The files below a directory that hold something secret."""
+    """Returns the files below a directory that contain a secret."""
     files = sorted(path for path in directory.rglob('*') if path.is_file())
     return [
         str(path.relative_to(directory))
@@ -81,7 +81,7 @@ def test_nothing_that_a_run_leaves_holds_a_secret(dataset, tmp_path, secrets, mo
     environment = {**os.environ, 'XLA_FLAGS': cpu_flags(1), **secrets}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == EXIT_DONE, done.stderr
-    # A second life, in this process, reads what the first has written. It alone imports TensorFlow.
+    # A second attempt in this process reads the files of the first. Only it imports TensorFlow.
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     assert run(dataset, workdir, train__num_steps=3, metrics__tensorboard='true', **settings) == EXIT_DONE
@@ -92,7 +92,7 @@ def test_nothing_that_a_run_leaves_holds_a_secret(dataset, tmp_path, secrets, mo
     assert {'checkpoints', 'config.json', 'metrics.jsonl', 'run.log', 'tensorboard'} <= names
     assert leaks(workdir) == []
     searched = sum(path.is_file() for path in workdir.rglob('*'))
-    # Control: it would be found, compressed too.
+    # Negative control: planted secrets are found, including compressed ones.
     files = (workdir / 'checkpoints' / 'planted', workdir / 'plain')
     files[0].write_bytes(b'before' + zstandard.compress(VARIABLES['HF_TOKEN'].encode()))
     files[1].write_text(FILES['NETRC'])

@@ -1,4 +1,4 @@
-"""Keys that `tests.shared_steps` takes for irrelevant are read by neither the step nor the first state."""
+"""Neither the step nor the initial state reads the keys that `tests.shared_steps` ignores."""
 
 import dataclasses
 import sys
@@ -26,7 +26,7 @@ def keys_read(monkeypatch):
         original = cls.__getattribute__
 
         def recording(self, name):
-            # Comparing, hashing and checking configs reads all keys.
+            # Comparing, hashing and validating configs reads all keys, so these reads do not count.
             reader = sys._getframe(1).f_globals['__name__']
             if reader.startswith('maxlm.') and not reader.startswith('maxlm.config.'):
                 read.add(f'{section}.{name}')
@@ -52,7 +52,7 @@ def test_ignored_keys_are_not_read(keys_read, objective):
     jax.eval_shape(lambda: init_state(config, layout))
     assert not keys_read & IGNORED
     assert not {key for key in keys_read if key.partition('.')[0] in OTHER_SECTIONS}
-    # Control: keys that change a step are seen.
+    # Negative control: keys that change a step are detected.
     assert {'train.seed', 'optimizer.learning_rate', 'guard.spike_window', 'data.document_mask'} <= keys_read
 
 
@@ -67,7 +67,7 @@ def test_a_step_with_a_constant_rate_does_not_depend_on_the_length_of_the_run():
     (key, step), (other_key, other_step) = program('constant', 20), program('constant', 30)
     assert key == other_key
     assert step == other_step
-    # Control: another schedule does.
+    # Negative control: the number of steps matters for another schedule.
     (key, step), (other_key, other_step) = program('cosine', 20), program('cosine', 30)
     assert key != other_key
     assert step != other_step

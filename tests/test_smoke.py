@@ -1,4 +1,4 @@
-"""Train, resume and generate with a tiny model: the whole way once, in the fast tier."""
+"""Smoke test in the fast tier: train, resume and generate with a tiny model."""
 
 import contextlib
 import io
@@ -27,9 +27,9 @@ SETTINGS = {
 
 @pytest.fixture(scope='module')
 def smoke(dataset, tmp_path_factory):
-    """Two steps and in a second life two more, four in one life, and what the result writes.
+    """Runs two steps and two more after a restart, four steps at once, and generates with the result.
 
-    One fixture for all, so that the tests share its seconds.
+    All tests share this fixture to save time.
     """
     directory = tmp_path_factory.mktemp('smoke')
     resumed, whole = directory / 'resumed', directory / 'whole'
@@ -61,7 +61,7 @@ def test_resumed_parameters_are_exact(resumed, whole):
 
 
 def test_parameters_move(resumed):
-    """Control: equal parameters are no accident."""
+    """Negative control: training changes the parameters."""
     assert not same(params_of(resumed, 2), params_of(resumed, 4))
 
 
@@ -84,7 +84,7 @@ def test_tokens_are_counted_over_lives(resumed):
 
 def test_the_learning_rate_warms_up(resumed):
     rates = [line['train/learning_rate'] for line in read_metrics(resumed) if 'train/loss' in line]
-    # Of five steps to 2e-3.
+    # The warm-up to 2e-3 takes five steps.
     assert rates == pytest.approx([0, 4e-4, 8e-4, 12e-4], abs=1e-9)
 
 
@@ -143,7 +143,7 @@ def test_events_of_evaluations(resumed):
 
 def test_parameters_are_finite(resumed):
     reader = ParamsReader(resumed / 'checkpoints' / '4')
-    # Bytes, and the end of a document.
+    # The vocabulary has all bytes and the end-of-document token.
     assert reader.shapes['embedding'] == (257, 16)
     assert all(np.all(np.isfinite(reader.read(name))) for name in reader.shapes)
 
@@ -167,5 +167,5 @@ def test_a_checkpoint_generates(smoke):
     _, first, second = re.split(r'--- \d of 2\n', text)
     assert first.startswith('Lic')
     assert len(first.strip()) > len('Lic')
-    # Without a temperature both samples are the same.
+    # At temperature 0, both samples are equal.
     assert first.strip() == second.strip()

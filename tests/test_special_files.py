@@ -1,4 +1,4 @@
-"""Special files in directories of other people: each reader ends in one line for each file that it opens."""
+"""Special files in untrusted directories: each reader exits with one line for each file that it opens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOBODY = 65534
 
 @pytest.fixture(scope='module')
 def here():
-    """A directory with a workdir `run`, and the same model of Transformers in one file and in shards."""
+    """Returns a directory with a workdir `run`, and its Transformers export in one file and in shards."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         make_workdir(path / 'run', {'model__family': 'llama'})
@@ -42,7 +42,7 @@ def here():
         weights = dict.fromkeys(tensors, 'model-1.safetensors')
         (path / 'shards/model.safetensors.index.json').write_text(json.dumps({'weight_map': weights}))
         save_file(tensors, path / 'one/model.safetensors')
-        # For readers without privileges.
+        # Allows access by unprivileged readers.
         for found in (path, *path.rglob('*')):
             found.chmod(0o777 if found.is_dir() else 0o644)
         yield path
@@ -55,7 +55,7 @@ def verify(step):
 
 
 def open_all(here):
-    """(file, function that opens it) for every file that is read of a model."""
+    """Returns (file, function that opens it) for each file of a model that is read."""
     texts = ('config.json', 'tokenizer.json', 'chat_template.jinja')
     kept = ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json')
     params = here / STEP / 'params'
@@ -106,7 +106,7 @@ SPECIAL = {
 
 @contextlib.contextmanager
 def without_privileges():
-    """Root may read everything."""
+    """Drops privileges, because root can read all files."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(NOBODY)
@@ -130,7 +130,7 @@ def test_special_files_are_one_line(here, in_time, words):
             aside.rename(path)
         message = str(info.value)
         assert '\n' not in message
-        # Files of arrays may be of any size, and Orbax finds a directory that should be a file.
+        # Array files may have any size, and Orbax detects directories in place of files.
         in_library = {
             'bytes': name.endswith('.safetensors') or '/d/' in name,
             'directory': name.startswith(STEP),
@@ -140,7 +140,7 @@ def test_special_files_are_one_line(here, in_time, words):
 
 
 def test_the_files_are_right_as_they_are(here):
-    """Control: each reader reads all of them."""
+    """Negative control: each reader reads all unmodified files."""
     import_model(f'{here}/one', f'{here}/new', show=False)
     shutil.rmtree(here / 'new')
     import_model(f'{here}/shards', f'{here}/new', show=False)
@@ -157,7 +157,7 @@ def test_links_inside_of_a_directory_and_of_the_hubs_cache(tmp_path):
     (snapshot / 'config.json').symlink_to('../../blobs/x')
     (snapshot / 'same.json').symlink_to('config.json')
     check_entries(snapshot, ['config.json', 'same.json', 'absent.json'])
-    # Elsewhere, and by a link that begins in the cache, nothing leads out.
+    # No link outside the cache, or starting in the cache, may lead out of the directory.
     (tmp_path / 'secret').write_text('x')
     (blobs / 'y').symlink_to(tmp_path / 'secret')
     (snapshot / 'tokenizer.json').symlink_to('../../blobs/y')

@@ -20,7 +20,7 @@ def programs(tmp_path):
 
 
 def in_this_process(programs, monkeypatch, capfd, *words):
-    """Returns the exit code and the messages of `main`, whose commands are the stand-ins."""
+    """Returns the exit code and the messages of `main`, which runs the fake programs."""
     for name, value in programs.environment.items():
         monkeypatch.setenv(name, value)
     return exit_code(main, list(words)), capfd.readouterr().err
@@ -81,7 +81,7 @@ def test_a_signal_during_the_pause_starts_nothing(programs, tmp_path):
 @pytest.mark.multiprocess
 @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is a system call of Linux')
 def test_orphans_are_reaped():
-    # A subreaper inherits orphans, as process 1 of a container does.
+    # A subreaper adopts orphans, like process 1 of a container.
     subreaper = 'import ctypes, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); from maxlm.supervise import main; '
     children = 'ps -o stat=,comm= --ppid $PPID'
     script = f'(sleep 0.3 &); {children} | grep sleep; sleep 0.6; echo later; {children}; exit 2'

@@ -1,4 +1,4 @@
-"""When a run is started again: the table of ends, and what counts as progress in directories and buckets."""
+"""Restart decisions: table of exit codes, and detection of progress in directories and buckets."""
 
 import fsspec
 import pytest
@@ -9,7 +9,7 @@ POLICY = Policy(max_failures=3, backoff=10.0)
 
 
 def lives(*ends, newest=-1):
-    """Decisions after (code, newest step) of each life."""
+    """Returns the decision after the attempts with the given (code, newest step)."""
     history, decisions = RestartHistory(newest, 0, POLICY.backoff), []
     for code, step in ends:
         decision, history = next_action(POLICY, history, code, step)
@@ -24,13 +24,13 @@ def lives(*ends, newest=-1):
         ([(2, -1)], 2),
         ([(1, -1), (75, -1), (2, -1)], 2),
         ([(1, -1), (1, -1), (7, -1)], 7),
-        # 75 would tell the caller to start again.
+        # Exit code 75 would make the caller restart the run.
         ([(75, -1), (1, -1), (75, -1)], 1),
         ([(1, 10), (1, 10), (137, 10), (137, 10)], 137),
-        # Progress forgives.
+        # Progress resets the count of failures.
         ([(1, -1), (1, -1), (1, 10)], None),
         ([(75, step) for step in range(10)], None),
-        # An older newest step, as after one that was damaged, is none.
+        # An older newest step, such as after damage, is no progress.
         ([(1, 20), (1, 10), (1, 20), (1, 20)], 1),
     ],
 )
@@ -54,7 +54,7 @@ def test_the_workdir_of_a_command():
     assert find_workdir(['python', '--workdir', 'gs://bucket/x']) == 'gs://bucket/x'
     assert find_workdir(['python', '--workdirs=x']) == ''
     assert find_workdir(['python', '--workdir']) == ''
-    # What maxlm.train takes where none is given.
+    # The default workdir of maxlm.train.
     assert find_workdir(['python', '-m', 'maxlm.train', '--config', 'configs/depth.py:24']) == 'runs/depth-24'
 
 
@@ -70,9 +70,9 @@ def test_steps_of_a_bucket():
     for step in (9, 10, 11):
         filesystem.pipe_file(f'/run_of_supervision/checkpoints/{step}/params/x', b'')
     url = 'memory://run_of_supervision'
-    # Where steps are renamed when they are complete.
+    # File systems with rename: complete steps are renamed.
     assert newest_step(url) == 11
-    # Where a file says so.
+    # File systems without rename: complete steps contain a marker file.
     for step in (9, 10):
         filesystem.pipe_file(f'/run_of_supervision/checkpoints/{step}/commit_success.txt', b'')
     assert newest_step(url) == 10
