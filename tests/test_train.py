@@ -1,4 +1,4 @@
-"""Whole runs: their output, their files, extension, and starts from other checkpoints."""
+"""End-to-end runs: output, files, extension, and starts from other checkpoints."""
 
 import collections
 import functools
@@ -44,7 +44,7 @@ SMALL = {
     'metrics.device_stats_interval_seconds': 0,
     'metrics.peak_tflops': 1,
 }
-# With a constant rate runs of different lengths share their step.
+# With a constant rate, runs of different lengths share the same step.
 CONSTANT = {'optimizer__schedule': 'constant'}
 
 
@@ -67,7 +67,7 @@ def params_of(workdir, step, item='params'):
     return jax.device_get(restore_params(Path(workdir) / 'checkpoints' / str(step), abstract, item=item))
 
 
-# What clocks measure, and what hangs on it.
+# Metrics that depend on clocks.
 CLOCKED = (
     'time',
     'perf/',
@@ -82,7 +82,7 @@ CLOCKED = (
 
 
 def curve(workdir):
-    """Step → what training computed, without what clocks measured."""
+    """Returns the metrics of each step without those that depend on clocks."""
     lines = collections.defaultdict(dict)
     for line in read_metrics(Path(workdir)):
         lines[line['step']] |= {k: v for k, v in line.items() if not k.startswith(CLOCKED)}
@@ -90,7 +90,7 @@ def curve(workdir):
 
 
 def ends(workdir):
-    """How the lives of a run ended."""
+    """Returns how the attempts of a run ended."""
     events = read_events(Path(workdir)).lines
     return [(event['life'], event['kind'], event['code']) for event in events if event['kind'] in ENDS]
 
@@ -101,7 +101,7 @@ def same(tree, other):
 
 @pytest.fixture(scope='module')
 def finished(dataset, tmp_path_factory):
-    """Four steps with metrics every two, an evaluation at the end, and TensorBoard."""
+    """Returns a run of four steps with metrics every two steps, a final evaluation, and TensorBoard."""
     workdir = tmp_path_factory.mktemp('finished') / 'run'
     settings = {'train__log_every': 2, 'eval__interval': 4, 'metrics__tensorboard': 'true', **CONSTANT}
     assert run(dataset, workdir, train__num_steps=4, **settings) == EXIT_DONE
@@ -124,7 +124,7 @@ def test_lines_of_metrics(finished):
     assert last['train/perplexity'] == pytest.approx(np.exp(last['train/loss']), rel=1e-5)
     assert last['perf/mfu'] < last['perf/mfu_full']
     assert last['train/skipped_steps'] == 0
-    # Two of the five steps of the warm-up, and four.
+    # The rates are those of steps two and four of the five warm-up steps.
     assert lines[0]['train/learning_rate'] < last['train/learning_rate']
 
 
@@ -146,13 +146,13 @@ def test_a_finished_run_has_nothing_to_do_and_can_be_extended(dataset, tmp_path,
     assert 'nothing to do' in capsys.readouterr().out
     assert (workdir / 'metrics.jsonl').read_text() == before
     best = curve(workdir)[3]['train/best_loss']
-    # What is remembered without the file.
+    # The run also resumes without the file.
     (workdir / 'metrics.jsonl').unlink()
     assert run(dataset, workdir, **CONSTANT, train__num_steps=5) == EXIT_DONE
     assert sorted(curve(workdir)) == [4, 5]
     assert curve(workdir)[4]['train/best_loss'] <= best
     assert (workdir / 'checkpoints' / '5').is_dir()
-    # Each start is a life, with its beginning and its end.
+    # Each start is an attempt with a start and an end event.
     assert ends(workdir) == [(1, 'finished', EXIT_DONE), (2, 'finished', EXIT_DONE), (3, 'finished', EXIT_DONE)]
     lives = read_goodput(workdir).attempts
     assert [(life.number, life.start_step, life.step, life.is_closed) for life in lives] == [
@@ -177,9 +177,9 @@ def test_a_run_starts_with_the_config_and_the_parameters_of_another(dataset, tmp
     assert after.mesh == before.mesh
     assert (after.train.num_steps, after.optimizer.ema_decay) == (3, 0.9)
     assert sorted(curve(second)) == [1, 2, 3]
-    # The same windows in the same order, with a loss that the first run had at its end and not at its start.
+    # The sequences and their order are equal, and the loss starts at the final value of the first run.
     assert curve(second)[1]['train/loss'] < curve(first)[1]['train/loss'] - 0.1
-    # Started again it goes on, whatever has become of the other.
+    # After a restart it resumes even if the other run has been deleted.
     shutil.rmtree(first / 'checkpoints')
     command[-1] = '--config.train.num_steps=5'
     assert exit_code(train.main, [*command, f'--config.train.init_from={first}']) == EXIT_DONE
@@ -204,16 +204,16 @@ def test_an_imported_workdir_is_trained_on(dataset, tmp_path, capsys):
     command = [f'--config={imported}/config.json', '--config.train.num_steps=2']
     assert exit_code(train.main, [*command, f'--workdir={imported}']) == EXIT_DONE
     assert 'checkpoints/0/params and a fresh optimizer' in capsys.readouterr().out
-    # The same as a new run from the same parameters.
+    # The result equals that of a new run from the same parameters.
     assert (
         exit_code(train.main, [*command, f'--workdir={tmp_path}/new', f'--config.train.init_from={first}']) == EXIT_DONE
     )
     assert curve(imported) == curve(tmp_path / 'new')
     assert same(params_of(imported, 2), params_of(tmp_path / 'new', 2))
-    # Control: not the same as from random ones.
+    # Negative control: the result from random parameters differs.
     assert exit_code(train.main, [*command, f'--workdir={tmp_path}/random']) == EXIT_DONE
     assert curve(imported)[1] != curve(tmp_path / 'random')[1]
-    # Another model is refused by the name of what differs.
+    # A different model is refused with the name of the differing key.
     assert exit_code(train.main, [*command, f'--workdir={copied}', '--config.model.num_layers=2']) == EXIT_BAD_INPUT
     assert 'model.num_layers=1' in capsys.readouterr().err
 
@@ -221,14 +221,14 @@ def test_an_imported_workdir_is_trained_on(dataset, tmp_path, capsys):
 def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(RANGES, 'optimizer.learning_rate', Range(0, 1e30))
     workdir = tmp_path / 'run'
-    # At this rate the first real update blows the parameters up.
+    # At this rate the first update with a nonzero rate makes the parameters diverge.
     settings = {'optimizer__learning_rate': 1e30, 'optimizer__max_grad_norm': 0, 'optimizer__warmup_steps': 0}
     assert run(dataset, workdir, **settings, guard__max_consecutive_skips=3) == EXIT_FAILED
     out = capsys.readouterr().out
     assert 'guard.max_consecutive_skips' in out
     assert 'after 2 rollback(s)' in out
     assert read_metrics(workdir)[-1]['train/skipped_steps'] >= 3
-    # A run that is too short for so many bad steps has not succeeded either, and saves none of them.
+    # A run that is too short for this many bad steps also fails, and saves none of them.
     short = tmp_path / 'short'
     assert run(dataset, short, **settings, train__num_steps=3, checkpoint__save_interval_steps=1) == EXIT_FAILED
     assert 'are not finite; the newest checkpoint is of step None' in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Runs that live in a bucket, or have a copy there: moved from machine to machine, through refusals."""
+"""Runs in a bucket or with a mirror there: moved between machines, with failing requests."""
 
 import json
 import math
@@ -29,7 +29,7 @@ SETTINGS = {
 
 @pytest.fixture(scope='module')
 def whole(dataset, tmp_path_factory):
-    """Eight steps in one go, in a directory."""
+    """Returns an uninterrupted run of eight steps in a directory."""
     workdir = tmp_path_factory.mktemp('whole') / 'run'
     assert run(dataset, workdir, **SETTINGS, train__num_steps=8) == EXIT_DONE
     return workdir
@@ -39,7 +39,7 @@ def whole(dataset, tmp_path_factory):
 @pytest.mark.network_emulator
 @pytest.mark.nightly
 def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
-    """Starts a process for each life, since TensorStore reads its environment once."""
+    """Starts a process for each attempt, because TensorStore reads its environment once."""
     url = 'gs://bucket/runs/one'
     with running('bucket') as emulator:
         environment = {**emulator.environment, 'HOME': str(tmp_path)}
@@ -56,7 +56,7 @@ def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
 
         life('first', 4)
         shutil.rmtree(tmp_path / 'first')
-        # The sixth step is refused, and that is all that happens.
+        # The upload of step 6 is refused, without other consequences.
         emulator.fault('checkpoints/6', status=403)
         assert 'going on from step 4' in life('second', 8, alerts__file=tmp_path / 'alerts.jsonl')
         (alert,) = map(json.loads, (tmp_path / 'alerts.jsonl').read_text().splitlines())
@@ -71,7 +71,7 @@ def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
         (there,) = (tmp_path / 'second' / 'runs').iterdir()
         assert curve(there) == curve(whole)
         assert 'step 8: loss' in maxlm('evaluate', f'--checkpoint={url}@best', f'--data={dataset}')
-        # Another run goes on from it, with all of the state.
+        # Another run resumes from it with the complete state.
         (tmp_path / 'new').mkdir()
         maxlm('train', *arguments(dataset, tmp_path / 'new', **SETTINGS, train__num_steps=8), f'--resume={url}@4')
         assert curve(tmp_path / 'new') == curve(whole)
@@ -81,7 +81,7 @@ def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
 @pytest.mark.multiprocess
 @pytest.mark.network_emulator
 def test_processes_that_share_nothing_but_a_bucket(dataset, tmp_path, whole, monkeypatch):
-    """Each process has a directory of its own, as on the machines of a TPU pod."""
+    """Each process has a separate directory, as on the machines of a TPU pod."""
     url = 'gs://bucket/runs/two'
     with running('bucket') as emulator:
         for name, value in emulator.environment.items():
@@ -93,7 +93,7 @@ def test_processes_that_share_nothing_but_a_bucket(dataset, tmp_path, whole, mon
                 assert both.wait(100) == [EXIT_DONE] * 2, both.output(0) + both.output(1)
                 return both.output(0)
 
-        # Refused at the first save, for all of them.
+        # The first save is refused for all processes.
         emulator.fault('checkpoints/_probe', status=403, times=1)
         assert 'checkpoint of step 2 not saved' in life('first', 4)
         shutil.rmtree(tmp_path / 'first')
@@ -138,7 +138,7 @@ def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, capsy
         return {int(name[2]) for name in names if name[1] == 'checkpoints' and name[3:] == ['commit_success.txt']}
 
     assert complete() == {2, 4, 6, 8}
-    # What lives on other machines have left there goes by the same rules.
+    # The retention rules also apply to checkpoints of attempts on other machines.
     assert life('third', 10, checkpoint__max_to_keep=1) == EXIT_DONE
     losses = {line['step']: line['eval/loss'] for line in read_metrics(there) if 'eval/loss' in line}
     assert complete() <= {10, min(losses, key=losses.get)}
@@ -205,7 +205,7 @@ def test_what_cannot_be_resumed(dataset, tmp_path, whole, capsys):
     assert resumed('b', f'{whole}@5') == EXIT_BAD_INPUT
     assert 'steps: ' in capsys.readouterr().err
     assert not list(tmp_path.glob('*/checkpoints/*'))
-    # The past of the workdir itself comes first: the same command is started again and again.
+    # Checkpoints of the workdir have priority, because the same command is restarted repeatedly.
     assert resumed('c', f'{whole}@4') == EXIT_DONE
     assert resumed('c', f'{whole}@2') == EXIT_DONE
     assert 'has checkpoints of its own' in capsys.readouterr().out

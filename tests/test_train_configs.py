@@ -1,4 +1,4 @@
-"""Whole runs and shipped configs: every key of a config is read, and the real 1B config trains."""
+"""Shipped configs: every config key is read, and the real 1B config trains."""
 
 import dataclasses
 import subprocess
@@ -24,7 +24,7 @@ from tests.cpu import fast_environment
 from tests.test_train import arguments, run
 
 BIG = f'{ROOT}/configs/1b.py'
-# Only lengths and counts are cut, to suit a CPU.
+# Only lengths and counts are reduced for a CPU.
 SHORTENED = {
     'model.num_layers': 1,
     'data.seq_len': 32,
@@ -86,7 +86,7 @@ def test_the_step_of_the_real_1b_configuration_is_traced():
 
 
 def test_the_1b_configuration_trains_with_less_width(dataset, tmp_path):
-    # The vocabulary, the positions, the types and the optimizer are those of the file.
+    # Vocabulary, positions, dtypes and optimizer are those of the file.
     settings = {'model__dim': 32, 'model__num_heads': 2, 'model__vocab_size': 512, 'eval__interval': 0}
     assert train.main(big_arguments(dataset, tmp_path, **settings)) == EXIT_DONE
     losses = [line['train/loss'] for line in read_metrics(tmp_path)]
@@ -107,7 +107,7 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, change_batches
         original = cls.__getattribute__
 
         def recording(self, name):
-            # Reading all keys alike (checking bounds, writing JSON) does not mean that a key does something.
+            # Generic reads of all keys (checking bounds, writing JSON) do not count.
             reader = sys._getframe(1).f_globals['__name__']
             if reader.startswith('maxlm.') and reader not in ('maxlm.config.validation', 'maxlm.workdir.files'):
                 read.add(f'{section}.{name}')
@@ -117,8 +117,8 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, change_batches
 
     for section, cls in SECTIONS.items():
         watch(section, cls)
-    # The three ways to say how long a run is, the two to say how much at a time and how long the warm-up, and what only
-    # some choices of another key look at. What a step reads is read when it is traced.
+    # Alternatives for the length of a run, the batch size and the warm-up, and keys that only matter for some values of
+    # other keys. Keys of a step are read when it is traced.
     by_family = {
         'llama': {'train__num_steps': 2, 'model__rope_scaling': 'yarn', 'model__dtype': 'float16'},
         'gpt2': {'train__num_tokens': 256, 'train__global_batch_size_tokens': 128, 'optimizer__warmup_tokens': 128},
@@ -143,18 +143,18 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, change_batches
         'optimizer__warmup_steps': 0,
         'metrics__tensorboard': 'true',
         'metrics__wandb': 'offline',
-        # Only what lies in a bucket is fetched.
+        # Only data in a bucket is downloaded.
         'data__sources': f"(('file://{dataset}', 1.0),)",
         'data__cache_dir': tmp_path / 'cache',
         'data__allow_dataset_change': 'true',
     }
     assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
     assert read_config(tmp_path / 'run').train.num_steps == 2
-    # Only a run that goes on, and one that goes back, look at some keys.
+    # Only a resumed run and a rollback read some keys.
     change_batches(poisoned={2, 3})
     settings |= {'train__num_steps': 4, 'guard__max_consecutive_skips': 1, 'guard__rollback_skip_steps': 0}
     assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
     declared = {f'{section}.{field.name}' for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
     assert declared - read == set()
-    # Control: a key that nobody reads would be found.
+    # Negative control: an unread key is detected.
     assert (declared | {'train.unread'}) - read == {'train.unread'}

@@ -1,4 +1,4 @@
-"""Whole runs over several sources, and over sequences that become longer."""
+"""Runs with several sources, with a sequence-length schedule, and with data in a bucket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ('numbers', 'letters')
 
 @pytest.fixture(scope='module')
 def two(tmp_path_factory):
-    """Prepared directories of numbers and of letters; the numbers are few."""
+    """Returns prepared data sets of numbers and of letters; the numbers are few."""
     at = tmp_path_factory.mktemp('two')
     texts = {
         'numbers': [f'{i} plus {i} is {2 * i}. ' for i in range(12)],
@@ -38,7 +38,7 @@ def two(tmp_path_factory):
 
 
 def sum_of_sources(line, part):
-    """The loss that those of the sources come to."""
+    """Returns the total loss computed from the losses of the sources."""
     tokens = [line[f'{part}/tokens/{name}'] for name in NAMES]
     losses = [line[f'{part}/loss/{name}'] for name in NAMES]
     return sum(count * loss for count, loss in zip(tokens, losses, strict=True)) / sum(tokens)
@@ -73,15 +73,15 @@ def test_a_weighted_mixture_is_told_by_source(two, tmp_path, capsys):
     assert low < last['eval/loss'] < high
     for part in ('train', 'eval'):
         assert sum_of_sources(last, part) == pytest.approx(last[f'{part}/loss'], rel=1e-5)
-        # Control: with the losses of the sources exchanged it is another sum.
+        # Negative control: swapping the losses of the sources changes the sum.
         other = {**last, **{f'{part}/loss/{a}': last[f'{part}/loss/{b}'] for a, b in (NAMES, NAMES[::-1])}}
         assert sum_of_sources(other, part) != pytest.approx(last[f'{part}/loss'], rel=1e-3)
-    # The rarer source was learned less well than where it is most of the data.
+    # The rare source has a higher loss than in a run where it is most of the data.
     other = tmp_path / 'other'
     assert run('unused', other, data__sources=sources(two, 0.9, 0.1), **settings) == EXIT_DONE
     assert curve(other)[40]['eval/loss/letters'] > last['eval/loss/letters']
 
-    # A resumed run is the same; other weights are refused by name, unless they are forced.
+    # A resumed run is equal. Other weights are refused by name, unless they are forced.
     shutil.rmtree(mixed / 'checkpoints' / '40')
     assert run('unused', mixed, data__sources=sources(two, 0.3, 0.75), **settings) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
@@ -131,7 +131,7 @@ SCHEDULE = '((4, 0.3), (8, 0.7))'
 
 @pytest.mark.nightly
 def test_sequences_that_become_longer(dataset, tmp_path, capsys):
-    """Ten steps of 16 tokens a row, of which the first 3 have 4 and the next 4 have 8."""
+    """Ten steps with 16 tokens per row; the first 3 steps have 4 tokens and the next 4 have 8."""
     settings = {'train__num_steps': 10, 'checkpoint__save_interval_steps': 1, 'checkpoint__max_to_keep': 10}
     whole = tmp_path / 'whole'
     assert run(dataset, whole, data__seq_len_schedule=SCHEDULE, **settings) == EXIT_DONE
@@ -142,11 +142,11 @@ def test_sequences_that_become_longer(dataset, tmp_path, capsys):
     assert [lines[step]['data/seq_len'] for step in (3, 4, 7, 8, 10)] == [4, 8, 8, 16, 16]
     tokens = [lines[step]['train/tokens'] for step in range(1, 11)]
     assert [b - a for a, b in itertools.pairwise(tokens)] == [tokens[0]] * 9
-    # The work of a step becomes more with the length of its sequences, and is counted so.
+    # The counted operations of a step increase with the sequence length.
     flops = [line['perf/mfu'] * line['perf/step_time_seconds'] for line in read_metrics(whole) if 'perf/mfu' in line]
     assert flops[2] < flops[3] < flops[7]
     assert flops[0] == pytest.approx(flops[2], rel=1e-6)
-    # Going on at and behind a switch.
+    # Resumes at and after a change of the length.
     settings['checkpoint__save_interval_steps'] = 0
     for step in (3, 4):
         resumed = tmp_path / f'from_{step}'
@@ -158,7 +158,7 @@ def test_sequences_that_become_longer(dataset, tmp_path, capsys):
         assert same(params_of(resumed, 10), params_of(whole, 10)), step
     plain = tmp_path / 'plain'
     assert run(dataset, plain, train__num_steps=10) == EXIT_DONE
-    # Control: short sequences are another training, on the same tokens.
+    # Negative control: short sequences give another result on the same tokens.
     assert curve(plain)[1]['train/tokens'] == tokens[0]
     assert curve(plain)[1]['train/loss'] != lines[1]['train/loss']
     assert curve(plain)[10]['train/loss'] != lines[10]['train/loss']
@@ -183,7 +183,7 @@ def test_bad_schedules_are_refused(dataset, tmp_path, capsys, schedule, part):
 
 @pytest.fixture(scope='module')
 def bucket(tmp_path_factory):
-    """Ten training shards and one for validation, where a URL reaches them."""
+    """Returns ten training shards and one validation shard at a URL."""
     texts = [[f'shard {shard}, text {i}: ' + 'abc ' * (shard + i) for i in range(8)] for shard in range(10)]
     return write_dataset(tmp_path_factory.mktemp('bucket') / 'data', texts, [['held out: ' + 'abc ' * 9]])
 
@@ -199,7 +199,7 @@ def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, cap
     assert run(bucket.path, here, **settings) == EXIT_DONE
     sizes = {shard.name: shard.bytes for split in bucket.splits.values() for shard in split.shards}
     largest = max(sizes.values())
-    # Room for the validation shard and two pools of two, not for all.
+    # The limit suffices for the validation shard and two pools of two shards, but not for all shards.
     gib = (sizes['validation-00000.arrayrecord'] + 5 * largest) / 2**30
     assert gib * 2**30 < sum(sizes.values())
     cache = tmp_path / 'cache'
@@ -217,13 +217,13 @@ def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, cap
     assert 'validation-00000.arrayrecord' in cached(cache)
     assert sum(cached(cache).values()) <= gib * 2**30
     if workers:
-        # What follows is the same with a process for reading.
+        # The following part does not depend on reader processes.
         return
-    # Going on needs the same shards again, of which some have made room.
+    # Resuming needs shards that have been evicted.
     shutil.rmtree(there / 'checkpoints' / '20')
     assert run(url, there, **remote) == EXIT_DONE
     assert curve(there) == curve(here)
-    # Control: the pools are an order of their own.
+    # Negative control: pools change the order.
     plain = tmp_path / 'plain'
     assert run(bucket.path, plain) == EXIT_DONE
     assert curve(plain)[1]['train/loss'] != curve(here)[1]['train/loss']
@@ -254,7 +254,7 @@ def test_evaluation_on_data_in_a_bucket(bucket, tmp_path, capsys):
 
 
 def test_training_goes_on_while_the_bucket_is_gone(bucket, tmp_path, capsys, monkeypatch):
-    """Nobody answers after two pools have come; the server is back when training has asked for a third."""
+    """The server is down after two pools are downloaded, and returns after training has requested a third."""
     settings = {'data__shuffle_shards': 2, 'data__prefetch_buffer_size': 1, 'data__num_threads': 1, 'eval__interval': 0}
     here = tmp_path / 'here'
     assert run(bucket.path, here, **settings) == EXIT_DONE
@@ -268,7 +268,7 @@ def test_training_goes_on_while_the_bucket_is_gone(bucket, tmp_path, capsys, mon
             fetched.append(file.path.name)
             if len(fetched) == 5:
                 server.vanish()
-                # The alarm is raised; then somebody mends it.
+                # The server recovers after the alert.
                 threading.Timer(0.5, server.appear).start()
             return fetch_one(file, *arguments, **options)
 

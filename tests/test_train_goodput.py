@@ -1,4 +1,4 @@
-"""Where the time of a run went: it is held up in known ways, killed twice, and the ledger must tell all of it."""
+"""Goodput: the ledger must account for a run with known delays that is killed twice."""
 
 import json
 import os
@@ -25,17 +25,17 @@ SETTINGS = {
     'checkpoint__save_interval_steps': slow_training.EVERY,
     'metrics__goodput_interval_seconds': BEAT_SECONDS,
     'train__price_per_hour': 3.6,
-    # What is read ahead hides slow data, as it should.
+    # A large prefetch buffer would hide slow data.
     'data__prefetch_buffer_size': 1,
     'data__num_threads': 1,
 }
-# Between the end of a process and the beginning of the next, and where parts meet.
+# Unmeasured time between the exit of a process and the start of the next, and between parts.
 SLACK_SECONDS = 0.15
 
 
 @pytest.fixture(scope='module')
 def held_up(dataset, tmp_path_factory):
-    """The directory of the run, with what was measured beside it."""
+    """Returns the directory of the run and its measurements."""
     directory = tmp_path_factory.mktemp('held_up')
     environment = {
         **os.environ,
@@ -55,7 +55,7 @@ def noted(directory):
 
 
 def measured_parts(directory, ledger):
-    """Seconds by category; steps that a later life did again are lost."""
+    """Returns seconds by category; steps that a later attempt repeated count as lost."""
     wanted = dict.fromkeys(('step', 'lost', 'data_wait', 'evaluation', 'checkpoint'), 0.0)
     starts = {life.number: life.start_step for life in ledger.attempts}
     notes = noted(directory)
@@ -71,7 +71,7 @@ def measured_parts(directory, ledger):
 
 
 def misses(found, wanted):
-    """Categories that are not what was measured, within 5 %."""
+    """Returns the categories that differ from the measurements by more than 5 %."""
     return {
         name: (round(found[name], 3), round(seconds, 3))
         for name, seconds in wanted.items()
@@ -87,10 +87,10 @@ def test_every_category_is_what_was_measured(held_up):
         (3, 20, True),
     ]
     wanted = measured_parts(held_up, ledger)
-    # Enough of each was put in.
+    # Each delay is large enough to be detected.
     assert min(wanted.values()) > 1.5
     assert misses(ledger.totals, wanted) == {}
-    # Control: with the steps that were done again counted as steps, two categories are far off.
+    # Negative control: if repeated steps count as steps, two categories are wrong.
     naive = read_goodput(held_up / 'slow', count_lost=False)
     assert set(misses(naive.totals, wanted)) == {'step', 'lost'}
     assert sum(naive.totals.values()) == pytest.approx(ledger.seconds)
@@ -100,10 +100,10 @@ def test_the_sum_is_the_wall_time_and_so_is_the_bill(held_up):
     ledger = read_goodput(held_up / 'slow')
     assert set(ledger.totals) == set(CATEGORIES)
     assert min(ledger.totals.values()) >= 0
-    # The last line is the last that is written there.
+    # The last line is written at the end of the run.
     seconds = (held_up / 'slow' / 'goodput.jsonl').stat().st_mtime - noted(held_up)[0]['seconds']
     assert ledger.seconds == pytest.approx(seconds, rel=0.01)
-    # A tenth of a cent a second, as long as it runs.
+    # The price is a tenth of a cent per second while the run is active.
     assert ledger.dollars == pytest.approx((ledger.seconds - ledger.totals['idle']) / 1000, rel=1e-3)
 
 
@@ -112,7 +112,7 @@ def test_the_metrics_and_events_tell_the_same(held_up):
     lines = [json.loads(line) for line in (held_up / 'slow' / 'metrics.jsonl').read_text().splitlines()]
     last = [line for line in lines if 'cost/hours' in line][-1]
     assert last['step'] == slow_training.LAST
-    # What comes after the last step is not in it.
+    # Time after the last step is not included.
     told, paid = last['cost/hours'] * 3600, ledger.seconds - ledger.totals['idle']
     after = sum(ledger.attempts[2].seconds[name] for name in ('compile', 'evaluation', 'checkpoint', 'other'))
     assert paid - after - 0.5 < told < paid
@@ -121,16 +121,16 @@ def test_the_metrics_and_events_tell_the_same(held_up):
     assert (
         ledger.fraction < last['goodput/fraction'] < ledger.fraction * ledger.seconds / (ledger.seconds - after - 0.5)
     )
-    # Budgets count the same hours, with what the lives that were killed had not saved any more.
+    # Budgets count the same hours, including unsaved time of killed attempts.
     progress = read_json(held_up / 'slow' / 'checkpoints' / str(slow_training.LAST) / 'progress')
     assert told - 0.5 < 3600 * progress['history']['decisions']['hours'] < paid
-    # Control: that is more.
+    # Negative control: the unsaved time is not zero.
     assert ledger.totals['lost'] > 1.0
     events = read_events(held_up / 'slow').lines
     assert [event['life'] for event in events if event['kind'] == 'started'] == [1, 2, 3]
     assert [event['from_step'] for event in events if event['kind'] == 'resumed'] == [20, 20]
     assert [event['step'] for event in events if event['kind'] == 'saved'] == [10, 20, 30, 40]
-    # Of three lives two were killed.
+    # Two of three attempts were killed.
     assert [(event['life'], event['kind'], event['code']) for event in events if event['kind'] in ENDS] == [
         (3, 'finished', 0)
     ]

@@ -1,4 +1,4 @@
-"""Whole runs that go wrong or come to an end before their length: rollbacks, early stopping, budgets."""
+"""Runs that diverge or end early: rollbacks, early stopping, budgets."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.test_train import curve, ends, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
-# Steps that are saved: 4, 8, 12, …; one evaluation at the end.
+# Saves at steps 4, 8, 12, …, and one evaluation at the end.
 SETTINGS = {
     'model__dropout': 0,
     'train__num_steps': 16,
@@ -38,18 +38,18 @@ def steps_in(workdir):
 
 
 def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path, change_batches, capsys):
-    # Batches 9, 10 and 11 are those of steps 10 to 12; with the two before the first, 7 to 11 are left out.
+    # Batches 9, 10 and 11 belong to steps 10 to 12. With the margin of two, batches 7 to 11 are skipped.
     change_batches(poisoned={9, 10, 11})
     alerts = tmp_path / 'alerts.jsonl'
     assert run(dataset, tmp_path / 'run', **SETTINGS, alerts__file=alerts) == EXIT_DONE
     out = capsys.readouterr().out
-    # Step 8 has seen batch 7 already.
+    # Checkpoint 8 has already trained on batch 7.
     assert 'back to step 4 and on without the batches of steps 8 to 12' in out
     told = [json.loads(line) for line in alerts.read_text().splitlines()]
     assert [one['kind'] for one in told if one['kind'] != 'skipped'] == ['rollback']
-    # Of one kind at most one goes out a minute; the rest comes with the last.
+    # At most one alert of a kind is sent per minute; the last one includes the number of suppressed ones.
     assert sum(1 + one['held_back'] for one in told if one['kind'] == 'skipped') == 3
-    # The run's own files have each of them, and that the steps after the fourth were in vain.
+    # The run's files contain all alerts, and that steps after the fourth were lost.
     kinds = [event['kind'] for event in read_events(tmp_path / 'run').lines if event.get('alert')]
     assert kinds == ['skipped', 'skipped', 'skipped', 'rollback']
     assert read_goodput(tmp_path / 'run').totals['lost'] > 0
@@ -58,7 +58,7 @@ def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path
     assert curve(tmp_path / 'run') == curve(tmp_path / 'never')
     assert read_goodput(tmp_path / 'never').totals['lost'] == 0
     assert same(params_of(tmp_path / 'run', 16), params_of(tmp_path / 'never', 16))
-    # Controls: what was left out matters, and a run that goes on later remembers it.
+    # Negative controls: skipped batches change the result, and a resumed run keeps the skips.
     change_batches()
     assert run(dataset, tmp_path / 'plain', **SETTINGS) == EXIT_DONE
     assert curve(tmp_path / 'plain')[16]['train/loss'] != curve(tmp_path / 'run')[16]['train/loss']
@@ -88,7 +88,7 @@ def test_early_stopping_saves_and_stays_stopped(dataset, tmp_path, capsys):
         'guard__early_stopping_min_delta': 100,
     }
     assert run(dataset, workdir, **settings) == EXIT_DONE
-    # The first is progress, two are not.
+    # The first evaluation is an improvement, the next two are not.
     assert 'guard.early_stopping_patience' in capsys.readouterr().out
     assert steps_in(workdir) == [4, 6]
     assert read_metrics(workdir)[-1]['step'] == 6
@@ -100,7 +100,7 @@ def test_early_stopping_saves_and_stays_stopped(dataset, tmp_path, capsys):
 
 @pytest.fixture
 def slow_clock(monkeypatch):
-    """A clock by which every step takes a minute, and what comes before the first nothing."""
+    """Simulates a clock on which each step takes a minute and the start takes no time."""
 
     class Clocked(RunBudget):
         def __init__(self, *arguments, began, throughput, **more):
@@ -117,7 +117,7 @@ def test_a_budget_stops_a_run_with_its_state_saved(dataset, tmp_path, slow_clock
     settings = SETTINGS | {'guard__max_dollars': 9, 'train__price_per_hour': 7.5}
     assert run(dataset, workdir, **settings) == EXIT_DONE
     out = capsys.readouterr().out
-    # Eight devices of 7.50 $/h cost a dollar a minute; metrics are read a step late.
+    # Eight devices at 7.50 $/h cost one dollar per minute; metrics are read one step late.
     assert re.search(r'budget: (8[0-9])% of guard.max_dollars=9 is spent', out)
     assert 'guard.max_dollars=9 is used up' in out
     (last,) = [step for step in steps_in(workdir) if step % 4]
@@ -133,21 +133,21 @@ def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, capsys
     assert run(dataset, workdir, **settings) == EXIT_DONE
     out = capsys.readouterr().out
     num_steps = int(re.findall(r'at 60 s per step the budget is (\d+) steps', out)[-1])
-    # An hour of minutes, without what is kept for what cannot be predicted.
+    # The budget of one hour allows 60 steps of a minute, minus a reserve.
     assert 58 <= num_steps <= 60
     assert steps_in(workdir)[-1] == num_steps == read_config(workdir).train.num_steps
     rates = {line['step']: line['train/learning_rate'] for line in read_metrics(workdir) if 'train/loss' in line}
-    # Each step is a large share of the budget: the length is known soon, and from there rates fall to the end.
+    # Each step is a large share of the budget, so the length is decided early, and then rates decay to the end.
     assert int(re.findall(r'step +(\d+)  at 60 s per step', out)[0]) < 10
     assert all(rates[step + 1] < rates[step] for step in range(10, num_steps))
     assert rates[num_steps] < 0.1 * rates[25]
-    # Who goes on later knows the length from the start.
+    # A resumed run knows the length from the start.
     assert run(dataset, workdir, **settings) == EXIT_DONE
     assert f'nothing to do: step {num_steps} of {num_steps} is done' in capsys.readouterr().out
 
 
 def test_a_length_that_is_decided_anew_is_resumed_bit_for_bit(dataset, tmp_path, monkeypatch, capsys):
-    """Steps take a minute, and from step 33 on two."""
+    """Steps take one minute, and two minutes from step 33 on."""
 
     def seconds(steps):
         return 60.0 * steps + 60.0 * max(0, steps - 32)
@@ -178,7 +178,7 @@ def test_a_length_that_is_decided_anew_is_resumed_bit_for_bit(dataset, tmp_path,
         line['step']: line['train/learning_rate'] for line in read_metrics(tmp_path / 'run') if 'train/loss' in line
     }
     assert rates[lengths[-1]] < 0.05 * rates[25]
-    # Resumed at a step after the last decision, it has the same rates, and ends with the same parameters.
+    # A run that resumes after the last decision has the same rates and final parameters.
     replanned = [event['step'] for event in read_events(tmp_path / 'run').lines if event['kind'] == 'length']
     first = min(step for step in steps_in(tmp_path / 'run') if step >= replanned[-1])
     assert 33 < first < lengths[-1]

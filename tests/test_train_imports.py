@@ -1,4 +1,4 @@
-"""What starting a run does not import: each of these would take up to seconds, of every process of every life."""
+"""Modules that starting a run must not import, because each would take up to seconds in every process."""
 
 import subprocess
 import sys
@@ -41,5 +41,5 @@ def imported_by(statement, names):
 
 
 def test_starting_a_run_imports_nothing_heavy():
-    # Control, in the same process: what is imported is seen.
+    # Negative control in the same process: imports are detected.
     assert imported_by('import maxlm.train', (*HEAVY, 'jax', 'grain')) == ['jax', 'grain']

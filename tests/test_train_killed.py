@@ -1,6 +1,6 @@
-"""A run that is killed at random moments ends like one that was not: the same losses, the same parameters.
+"""Runs killed at random times have the same losses and parameters as an uninterrupted run.
 
-Nightly, since lives follow one another. `test_resume.py` kills a run of each objective once.
+Nightly, because attempts run in sequence. `test_resume.py` kills a run of each objective once.
 """
 
 import json
@@ -15,7 +15,7 @@ from tests.cpu import cpu_flags
 from tests.faults import how_many, measured
 from tests.test_train import arguments, curve, params_of, same
 
-# A minute, on a busy machine several, and of the full count up to an hour.
+# The test takes a minute, several on a busy machine, and up to an hour with the full count.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly, pytest.mark.timeout(how_many(900, 3600))]
 
 LAST = 20
@@ -23,7 +23,7 @@ SETTINGS = {
     'train__num_steps': LAST,
     'checkpoint__save_interval_steps': 2,
     'checkpoint__max_to_keep': 2,
-    # The first evaluation, which compiles, comes before the first save, from which the time to a kill counts.
+    # The first evaluation compiles. It precedes the first save, from which the time to a kill is measured.
     'eval__interval': 2,
     'optimizer__ema_decay': 0.9,
 }
@@ -44,7 +44,7 @@ def test_kills_at_random_moments(dataset, tmp_path, record_property):
     report = json.loads(done.stdout.splitlines()[-1])
     assert report['met'].pop('preempted') == 1
     assert sum(report['met'].values()) == kills
-    # Kills before there is anything to lose would show nothing.
+    # Kills before the first save would prove nothing.
     assert report['met'].get('start', 0) < kills
     assert report['lost'] == []
     assert report['finished'] >= 1
@@ -54,7 +54,7 @@ def test_kills_at_random_moments(dataset, tmp_path, record_property):
         assert curve(tmp_path / str(number)) == wanted_curve
         for item in ('params', 'ema'):
             assert same(params_of(tmp_path / str(number), LAST, item), params_of(tmp_path / 'whole', LAST, item))
-    # Control: steps differ. Other seeds: `test_resume.py`.
+    # Negative control: steps differ. `test_resume.py` covers other seeds.
     assert wanted_curve[LAST]['train/loss'] != wanted_curve[LAST - 2]['train/loss']
     assert not same(params_of(tmp_path / 'whole', LAST - 2), wanted_params)
     met = ', '.join(f'{count} during {stage}' for stage, count in sorted(report['met'].items()))

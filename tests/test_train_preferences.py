@@ -1,4 +1,4 @@
-"""Preferences (DPO) from the command line: a run learns them and knows its reference."""
+"""DPO from the command line: learning and reference model."""
 
 import math
 import shutil
@@ -38,7 +38,7 @@ def whole(start, tmp_path_factory):
 
 def test_it_learns_what_is_preferred(whole):
     lines = curve(whole)
-    # The model is its reference at first: it prefers nothing.
+    # Initially the model equals its reference and has no preference.
     assert lines[1]['train/loss'] == pytest.approx(math.log(2), abs=1e-6)
     assert abs(lines[1]['train/rewards/margins']) < 1e-6
     assert lines[12]['train/loss'] < lines[1]['train/loss'] - 0.01
@@ -46,7 +46,7 @@ def test_it_learns_what_is_preferred(whole):
     assert lines[12]['train/rewards/chosen'] - lines[12]['train/rewards/rejected'] == pytest.approx(
         lines[12]['train/rewards/margins'], abs=1e-5
     )
-    # On pairs that it has not seen; before an update there is no better one.
+    # The accuracy is on unseen pairs; before the first update it is low.
     assert lines[12]['eval/rewards/accuracies'] > 0.9 > lines[1]['train/rewards/accuracies']
     assert 'train/perplexity' not in lines[12]
     assert 'validation loss 0.4' in (whole / 'run.log').read_text()
@@ -72,7 +72,7 @@ def test_with_adapters_there_is_no_second_copy(start, tmp_path, whole):
     assert lines[12]['train/rewards/margins'] > 0.005
     config = read_config(tmp_path / 'run')
     assert abstract_state(config, small_layout(config)).reference is None
-    # Control: without adapters there is one.
+    # Negative control: without adapters, there is a reference.
     config = read_config(whole)
     assert abstract_state(config, small_layout(config)).reference is not None
     before, after = (params_of(tmp_path / 'run', step) for step in (6, 12))
@@ -85,7 +85,7 @@ def test_with_adapters_there_is_no_second_copy(start, tmp_path, whole):
 
 @pytest.mark.nightly
 def test_another_layout_learns_the_same(start, whole, tmp_path):
-    # Accumulation, the length over two devices, and copies of the parameters, all at once.
+    # Combines accumulation, context parallelism over two devices, and data parallelism.
     settings = {'train__per_device_batch_size': 1, 'mesh__context': 2, 'mesh__data': 2}
     assert run(start, tmp_path, eval__interval=0, **settings) == EXIT_DONE
     assert read_config(tmp_path).mesh.fsdp == 2

@@ -1,6 +1,6 @@
-"""Two processes of which one is killed, stopped or told to stop at random moments: both end soon, and go on exactly.
+"""Two processes, one of which is killed, suspended or stopped at random times: both exit soon and resume exactly.
 
-Nightly, since lives follow one another. `test_train_processes.py` kills one process and stops another once each.
+Nightly, because attempts run in sequence. `test_train_processes.py` kills one process and suspends another once.
 """
 
 import json
@@ -15,10 +15,10 @@ from tests.cpu import cpu_flags
 from tests.faults import how_many, measured
 from tests.test_train import arguments, curve, params_of, same
 
-# A minute, on a busy machine several, and of the full count up to an hour.
+# The test takes a minute, several on a busy machine, and up to an hour with the full count.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly, pytest.mark.timeout(how_many(900, 3600))]
 
-# Long enough to be caught in its middle, and with several lives.
+# Long enough for interruptions in the middle and for several attempts.
 LAST = how_many(24, 60)
 SETTINGS = {
     'train__num_steps': LAST,
@@ -27,14 +27,14 @@ SETTINGS = {
     'eval__interval': 0,
     'train__hang_timeout_seconds': 60,
 }
-# Seconds in which the others must have ended. Linger, heartbeat and polls make about 10.
+# Seconds within which other processes must exit. Linger time, heartbeat and polling take about 10.
 END_SECONDS = 15
 SIGNALS = ('SIGTERM', 'SIGKILL', 'SIGSTOP')
 
 
 @pytest.fixture(scope='module')
 def end_one(dataset, tmp_path_factory):
-    """Ends one of the processes by each signal in turn; returns the longest seconds, and what to say of the runs."""
+    """Interrupts one process by each signal in turn; returns the longest times and a description of the runs."""
 
     def end_one(*names):
         directory = tmp_path_factory.mktemp('runs')
@@ -65,7 +65,7 @@ def end_one(dataset, tmp_path_factory):
         for number in range(report['finished']):
             assert curve(directory / str(number)) == wanted_curve
             assert same(params_of(directory / str(number), LAST), wanted_params)
-        # Control: steps differ.
+        # Negative control: steps differ.
         assert wanted_curve[LAST]['train/loss'] != wanted_curve[LAST - 3]['train/loss']
         assert not same(params_of(directory / 'whole', LAST - 3), wanted_params)
         return report['longest'], f'runs that differ: 0 of {report["finished"]}'
