@@ -1,4 +1,4 @@
-"""The storage on loopback does what the API says, by two of its clients and by hand."""
+"""Storage emulator on loopback against the API, by two clients and raw requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.buckets import gcs as gcs_buckets
 
-# TensorStore reads its environment once in a process.
+# TensorStore reads its environment once per process.
 TENSORSTORE = """
 import tensorstore
 store = tensorstore.KvStore.open({'driver': 'gcs', 'bucket': 'bucket', 'path': 'run/'}).result()
@@ -68,7 +68,7 @@ def test_gcsfs_writes_and_reads(gcs):
 
 
 def test_tensorstore_writes_and_reads(gcs, monkeypatch):
-    """Slow: it starts a process of its own."""
+    """Starts a separate process, which is slow."""
     result = subprocess.run([sys.executable, '-c', TENSORSTORE], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "[b'a/b', b'a/c'] b'two' missing\n[b'a/c']\n"

@@ -1,4 +1,4 @@
-"""The configs that are shipped: they load, say what they hold, and have the parameters that Transformers counts."""
+"""Shipped configs: loading, docstrings, and parameter counts against Transformers."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ SMALL = (
     *('configs/tiny.py', 'configs/neox.py:test', 'configs/neox.py:production'),
     *(f'configs/{kind}.py:{variant}' for kind in ('arithmetic', 'synth') for variant in ('sft', 'rl')),
 )
-# What comes after pretraining.
+# Phases after pretraining.
 PHASES = ('configs/code.py:7b-long', 'configs/code.py:7b-instruct', 'configs/code.py:7b-lora')
 VARIANTS = [*(model.config for model in MODELS), *SMALL, *PHASES]
 
@@ -32,8 +32,8 @@ def in_root(monkeypatch):
 
 
 def transformers_parameters(config):
-    """Parameters of the model that Transformers builds from the config.json of an export; nothing is allocated."""
-    # Here, so that collecting the tests does not import them.
+    """Counts the parameters of the Transformers model for an exported config.json, without allocating them."""
+    # Imported here, so that collecting the tests stays fast.
     torch = pytest.importorskip('torch', reason="needs the extra 'dev'")
     transformers = pytest.importorskip('transformers', reason="needs the extra 'dev'")
     architecture = 'nanochat' if config.model.family == 'nanochat' else 'auto'
@@ -68,15 +68,15 @@ def test_the_docs_have_the_figures(model):
 
 def test_by_hand():
     parameters = {model.config: our_parameters(resolved(model)) for model in MODELS}
-    # Biderman et al. 2023, table 1, less the rows by which Pythia pads its vocabulary: 2 · 47 · 2048.
+    # Biderman et al. 2023, table 1, minus the rows by which Pythia pads its vocabulary: 2 · 47 · 2048.
     assert parameters['configs/neox.py:production_8gpu'] == 1_414_647_808 - 2 * 47 * 2048
-    # The releases of Llama 2 with 16 ids more.
+    # The released Llama 2 models with 16 additional ids.
     assert parameters['configs/code.py:7b'] == 6_738_415_616 + 2 * 16 * 4096
     assert parameters['configs/code.py:13b'] == 13_015_864_320 + 2 * 16 * 5120
     assert parameters['configs/code.py:70b'] == 68_976_648_192 + 2 * 16 * 8192
 
 
-# Of `configs/mix.py`: published parameters, unit of their last digit, layers, width.
+# Variants of `configs/mix.py`: published parameters, unit of their last digit, layers, width.
 SERIES = {
     'tiny': (85e6, 1e6, 12, 512),
     'small': (178e6, 1e6, 16, 768),
@@ -85,7 +85,7 @@ SERIES = {
     'large': (763e6, 1e6, 24, 1536),
     'xlarge': (1.46e9, 1e7, 32, 1920),
 }
-# As the docstring says.
+# The config's docstring states this too.
 NOT_REPRODUCED = {'medium'}
 
 
@@ -102,7 +102,7 @@ def test_the_mixture_series_is_as_published():
         parameters = our_parameters(resolved(Model(f'configs/mix.py:{variant}', '')))
         if abs(parameters - published) > unit / 2:
             missed.add(variant)
-            # Near enough to be a difference of rounding inner widths.
+            # Small enough to be caused by rounding feed-forward widths.
             assert abs(parameters - published) < 0.003 * published
     assert missed == NOT_REPRODUCED
     docstring = (ROOT / 'configs/mix.py').read_text().split('"""')[1]
@@ -169,7 +169,7 @@ def test_the_table_is_printed(capsys):
 
 
 def test_a_phase_is_of_the_model_before_it():
-    """What a run takes over must be the same: all but context, positions and vocabulary."""
+    """Settings of the initial checkpoint must match, except context, positions and vocabulary."""
     before, long, chat, lora = (load(spec) for spec in ('configs/code.py:7b', *PHASES))
     may_differ = {'rope_theta', 'max_positions', 'vocab_size', 'lora_rank'}
     for earlier, later in ((before, long), (long, chat), (chat, lora)):

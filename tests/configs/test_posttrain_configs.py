@@ -1,4 +1,4 @@
-"""The configs of tasks with checkable answers: what the commands in them make fits what they train on."""
+"""Configs of tasks with checkable answers: the commands in their docstrings create matching data."""
 
 import json
 
@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 
 
 def command(kind, name, folder):
-    """The words of a command in the docstring of a config, with `folder` in place of the directory of data."""
+    """Returns the arguments of a command in a config's docstring, with `folder` as the data directory."""
     docstring = (ROOT / f'configs/{kind}.py').read_text().split('"""')[1].replace('\\\n', ' ')
     (line,) = [line for line in docstring.splitlines() if f'python -m {name} ' in line]
     words = line.partition(f'python -m {name} ')[2].split()
@@ -42,7 +42,7 @@ def test_data_and_windows_go_together(kind, tmp_path, monkeypatch):
         check_tasks(prompts, reward or rl.grpo.reward)
     chats = (json.loads(line) for line in (tmp_path / kind / 'chats.jsonl').read_text().splitlines())
     answers = encoder.tokenizer.encode_batch([chat['messages'][1]['content'] for chat in chats])
-    # With the end of turn.
+    # The length includes the end of turn.
     assert max(map(len, answers)) + 1 <= rl.grpo.max_completion_length
 
 

@@ -1,4 +1,4 @@
-"""The problems: their answers are right, their mistakes are not, and the files hold each of them once."""
+"""Example problems: right answers, wrong answers, and files in which each problem occurs once."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_arithmetic_is_right_but_for_its_mistakes():
         for step in re.findall(r'(\S+)=(\d+)', problem.right):
             assert eval(step[0]) == int(step[1])
     assert all(numeric(problem.wrong, problem.task) == 0 for problem in problems if problem.wrong)
-    # The mistake can be made wherever something is carried.
+    # The mistake is possible if there is a carry.
     assert all(bool(problem.wrong) == (problem.right.count('+') + problem.right.count('*') > 2) for problem in problems)
     assert 0.4 < sum(bool(problem.wrong) for problem in problems) / len(problems) < 0.6
     assert arithmetic.make_problems(1) != problems

@@ -1,4 +1,4 @@
-"""Losses of golden runs: data, model, optimizer and schedule together compute what they did."""
+"""Losses of golden runs, which depend on data, model, optimizer and schedule."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.golden.curve import FULL, SHORT, golden_run
 
-# The curve is the same on other machines within this; it tells a changed recipe apart.
+# Curves on other machines agree within this tolerance, and changed recipes exceed it.
 TOLERANCE = 1e-2
 
 
@@ -30,7 +30,7 @@ def test_the_short_golden_curve_goes_down(short):
 
 @pytest.mark.parametrize('overrides', [{'data__seed': 1}])
 def test_the_tolerance_tells_runs_apart(shared_steps, dataset, tmp_path, short, overrides):
-    """Control: other data is another curve, at each of its steps."""
+    """Negative control: other data changes each step of the curve."""
     other = golden_run(SHORT, dataset, tmp_path, **overrides)
     wanted = read(SHORT)
     assert sum(loss != pytest.approx(wanted[name], rel=TOLERANCE) for name, loss in other.items()) >= 3
@@ -42,6 +42,6 @@ def test_the_tolerance_tells_runs_apart(shared_steps, dataset, tmp_path, short, 
 def test_golden_curve(dataset, tmp_path):
     golden = read(FULL)
     assert golden_run(FULL, dataset, tmp_path / 'same') == pytest.approx(golden, rel=TOLERANCE)
-    # Control: the tolerance tells runs apart, a short one, all in the warm-up that both have, already.
+    # Negative control: even a short run within the common warm-up exceeds the tolerance.
     other = golden_run(FULL, dataset, tmp_path / 'other', train__seed=1, train__num_steps=10)['train/loss 10']
     assert other != pytest.approx(golden['train/loss 10'], rel=TOLERANCE)
