@@ -56,7 +56,7 @@ class Alert:
     held_back: int = 0
 
     def __str__(self) -> str:
-        more = f' (and {self.held_back} more before)' if self.held_back else ''
+        more = f' (and {self.held_back} earlier)' if self.held_back else ''
         return f'{self.run} on {self.host}: {self.kind}: {self.message}{more}'
 
 
@@ -96,7 +96,8 @@ class Alerts:
             url = os.environ.get(config.webhook_env_var, '')
             if not url.startswith(('http://', 'https://')):
                 raise InputError(
-                    f'alerts.webhook_env_var={config.webhook_env_var}: this environment variable holds no URL, https://…'
+                    f'alerts.webhook_env_var={config.webhook_env_var}: this environment variable does not contain a '
+                    'URL; set it to https://…'
                 )
             self._channels['alerts.webhook_env_var'] = lambda alert: _post(url, alert)
         self._failing: set[str] = set()
@@ -162,7 +163,7 @@ class Alerts:
         except Exception as error:
             # Log only the reason, because the error message may contain the secret URL.
             if channel not in self._failing:
-                logger.warning(f'{channel}: an alert could not be sent ({_reason(error)})')
+                logger.warning(f'{channel}: failed to send an alert ({_reason(error)})')
             self._failing.add(channel)
         else:
             self._failing.discard(channel)

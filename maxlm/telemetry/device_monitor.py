@@ -94,7 +94,7 @@ class DeviceReadings:
                     return
         # A failure must not affect the run.
         except Exception as error:
-            logger.warning(f'there are no more readings of the machine ({type(error).__name__}: {error})')
+            logger.warning(f'device monitoring failed and is disabled ({type(error).__name__}: {error})')
 
     def _read(self) -> Reading:
         try:

@@ -108,7 +108,9 @@ def read_goodput(workdir: Path, process: int = 0, *, count_lost: bool = True) ->
     try:
         attempts = attempts_of(lines, count_lost=count_lost)
     except (KeyError, TypeError) as error:
-        raise InputError(f'{workdir / name}: not a ledger that maxlm wrote ({error!r}); move it elsewhere') from error
+        raise InputError(
+            f'{workdir / name}: not a goodput log of maxlm ({error!r}); move the file elsewhere'
+        ) from error
     return GoodputLog(attempts, [truncation_note(name)] if truncated else [])
 
 

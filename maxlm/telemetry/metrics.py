@@ -25,97 +25,111 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {
-    'train/loss': Metric('nats/token', 'mean cross-entropy of the step’s tokens, or the loss of train.objective'),
-    'train/best_loss': Metric('nats/token', 'lowest train/loss so far'),
+    'train/loss': Metric(
+        'nats/token', 'loss of train.objective; for next_token, the mean cross-entropy of the tokens in the step'
+    ),
+    'train/best_loss': Metric('nats/token', 'lowest train/loss written so far'),
     'train/perplexity': Metric('', 'exp(train/loss)'),
-    'train/z_loss': Metric('nats/token', 'z-loss term, which is added to train/loss for the gradient'),
-    # DPO: means over the pairs of the step. Rewards are dpo.beta · log-probability relative to the reference model.
-    'train/rewards/accuracies': Metric('', 'dpo: fraction of pairs whose chosen answer has the higher reward'),
-    'train/rewards/margins': Metric('', 'dpo: reward of the chosen answer minus that of the rejected answer'),
-    'train/rewards/chosen': Metric('', 'dpo: reward of the chosen answer'),
-    'train/rewards/rejected': Metric('', 'dpo: reward of the rejected answer'),
-    'train/logps/chosen': Metric('nats', 'dpo: log-probability of the chosen answer'),
-    'train/logps/rejected': Metric('nats', 'dpo: log-probability of the rejected answer'),
-    # GRPO: means over the tokens of the step's responses.
-    'train/clip_fraction': Metric('', 'grpo: fraction of tokens clipped by the probability ratio'),
-    'train/entropy': Metric('nats', 'grpo: entropy of the distribution of the next token'),
-    'train/approx_kl': Metric('nats', 'grpo: KL divergence from the model that generated the responses'),
-    'train/kl': Metric('nats', 'grpo: KL divergence from the initial model'),
-    'train/loss_scale': Metric('', 'loss scale of float16 in the step'),
-    'train/learning_rate': Metric('', 'learning rate of the step; rates with other peaks are proportional'),
+    'train/z_loss': Metric(
+        'nats/token', 'z-loss term (train.z_loss): part of the optimized objective, not of train/loss'
+    ),
+    # Of dpo; means over the pairs of the step. Rewards are dpo.beta · log-probability relative to the reference.
+    'train/rewards/accuracies': Metric('', 'DPO: fraction of pairs whose chosen response has the higher reward'),
+    'train/rewards/margins': Metric('', 'DPO: reward of the chosen response minus that of the rejected response'),
+    'train/rewards/chosen': Metric(
+        '', 'DPO: reward of the chosen response: dpo.beta · its log-probability relative to the reference model'
+    ),
+    'train/rewards/rejected': Metric('', 'DPO: reward of the rejected response'),
+    'train/logps/chosen': Metric('nats', 'DPO: log-probability of the chosen response'),
+    'train/logps/rejected': Metric('nats', 'DPO: log-probability of the rejected response'),
+    # Of grpo; means over the tokens of the step's responses.
+    'train/clip_fraction': Metric('', 'GRPO: fraction of tokens clipped by the probability ratio'),
+    'train/entropy': Metric('nats', 'GRPO: entropy of the next-token distribution'),
+    'train/approx_kl': Metric('nats', 'GRPO: KL divergence from the model that generated the responses'),
+    'train/kl': Metric('nats', 'GRPO: KL divergence from the initial model'),
+    'train/loss_scale': Metric('', 'float16 loss scale used in the step'),
+    'train/learning_rate': Metric(
+        '', 'learning rate of the step; learning rates with other peaks are proportional to it'
+    ),
     'train/grad_norm': Metric('', 'global norm of the gradient before clipping'),
     'train/param_norm': Metric('', 'global norm of the parameters after the step'),
-    'train/tokens': Metric('tokens', 'positions in all batches so far'),
+    'train/tokens': Metric('tokens', 'token positions in all batches so far'),
     'train/epoch': Metric('epochs', 'passes over the training split so far'),
-    'train/skipped_steps': Metric('steps', 'steps skipped so far: loss or gradient norm spiked or was not finite'),
-    # Metrics by source; * is the name of the source.
+    'train/skipped_steps': Metric(
+        'steps', 'steps skipped so far because the loss or gradient norm spiked or was not finite'
+    ),
+    # By source; * is its name.
     'train/loss/*': Metric('nats/token', 'train/loss over the tokens of one source'),
-    'train/tokens/*': Metric('tokens', 'predicted tokens of one source in the step'),
-    'eval/loss': Metric('nats/token', 'train/loss on the validation split; grpo: fraction of wrong answers'),
+    'train/tokens/*': Metric('tokens', 'target tokens of one source in the step'),
+    'eval/loss': Metric(
+        'nats/token', 'train/loss on the validation split; GRPO: fraction of wrong answers (1 - eval/accuracy)'
+    ),
     'eval/perplexity': Metric('', 'exp(eval/loss)'),
-    'eval/accuracy': Metric('', 'grpo: fraction of prompts whose greedy response is correct'),
-    'eval/rewards/accuracies': Metric('', 'dpo: like train/rewards/accuracies'),
-    'eval/rewards/margins': Metric('', 'dpo: like train/rewards/margins'),
-    'eval/rewards/chosen': Metric('', 'dpo: like train/rewards/chosen'),
-    'eval/rewards/rejected': Metric('', 'dpo: like train/rewards/rejected'),
-    'eval/logps/chosen': Metric('nats', 'dpo: like train/logps/chosen'),
-    'eval/logps/rejected': Metric('nats', 'dpo: like train/logps/rejected'),
-    'eval/pass_at_1': Metric('', 'grpo: fraction of correct responses sampled at temperature 1 (pass@1)'),
-    'eval/pass_at_k': Metric('', 'grpo: fraction of prompts with a correct one of grpo.eval_num_generations responses'),
-    'eval/length': Metric('tokens', 'grpo: mean length of the greedy responses'),
+    'eval/accuracy': Metric('', 'GRPO: fraction of prompts whose greedy response is correct'),
+    'eval/rewards/accuracies': Metric('', 'DPO: train/rewards/accuracies on the validation split'),
+    'eval/rewards/margins': Metric('', 'DPO: train/rewards/margins on the validation split'),
+    'eval/rewards/chosen': Metric('', 'DPO: train/rewards/chosen on the validation split'),
+    'eval/rewards/rejected': Metric('', 'DPO: train/rewards/rejected on the validation split'),
+    'eval/logps/chosen': Metric('nats', 'DPO: train/logps/chosen on the validation split'),
+    'eval/logps/rejected': Metric('nats', 'DPO: train/logps/rejected on the validation split'),
+    'eval/pass_at_1': Metric('', 'GRPO: fraction of correct responses among those sampled at temperature 1 (pass@1)'),
+    'eval/pass_at_k': Metric(
+        '', 'GRPO: fraction of prompts with a correct response among grpo.eval_num_generations samples'
+    ),
+    'eval/length': Metric('tokens', 'GRPO: mean length of the greedy responses'),
     'eval/loss/*': Metric('nats/token', 'eval/loss over the tokens of one source'),
-    'eval/tasks/*': Metric('', 'metric of a benchmark in eval.tasks, named as in lm-eval: arc_easy/acc'),
-    'eval/tokens/*': Metric('tokens', 'predicted tokens of one source in the evaluation'),
-    'data/fraction/*': Metric('', 'fraction of one source in all windows so far'),
+    'eval/tasks/*': Metric('', 'metric of a benchmark in eval.tasks, named as in lm-eval, e.g. arc_easy/acc'),
+    'eval/tokens/*': Metric('tokens', 'target tokens of one source in the evaluation'),
+    'data/fraction/*': Metric('', 'fraction of all windows so far that are from one source'),
     'data/epoch/*': Metric('epochs', 'passes over one source so far'),
     'data/seq_len': Metric('tokens', 'sequence length of the step'),
-    'perf/tokens_per_second': Metric('tokens/s', 'training throughput since the last line, in positions'),
-    'perf/step_time_seconds': Metric('s', 'mean step time of the device since the last line'),
-    'perf/data_loading_seconds': Metric('s', 'mean time that a step waited for its batch since the last line'),
+    'perf/tokens_per_second': Metric('tokens/s', 'token positions trained on per second since the previous line'),
+    'perf/step_time_seconds': Metric(
+        's', 'mean time per step since the previous line, measured when results arrive from the device'
+    ),
+    'perf/data_loading_seconds': Metric('s', 'mean time per step spent waiting for the batch since the previous line'),
     'perf/eta_seconds': Metric(
-        's', 'time to the last step at the mean speed of this attempt, including evaluations and saves'
+        's', 'estimated time to the last step, with evaluations and saves, at the mean speed of this attempt'
     ),
-    'perf/eval_seconds': Metric('s', 'evaluation time since the last line'),
-    'perf/checkpoint_blocked_seconds': Metric('s', 'time that saves blocked steps since the last line'),
-    'perf/compile_seconds': Metric('s', 'compilation time of later programs since the last line'),
-    'perf/rollout_seconds': Metric('s', 'grpo: time for generation and rewards since the last line'),
-    'perf/profile_seconds': Metric('s', 'profiling overhead since the last line'),
+    'perf/eval_seconds': Metric('s', 'time spent in evaluations since the previous line'),
+    'perf/checkpoint_blocked_seconds': Metric('s', 'time for which saves blocked training since the previous line'),
+    'perf/compile_seconds': Metric('s', 'time spent compiling programs for later steps since the previous line'),
+    'perf/rollout_seconds': Metric('s', 'GRPO: time spent generating and scoring responses since the previous line'),
+    'perf/profile_seconds': Metric('s', 'time spent starting and stopping the profiler since the previous line'),
     'perf/mfu': Metric('', 'model FLOPs utilization, counting causal attention'),
-    'perf/mfu_full': Metric('', 'model FLOPs utilization, counting attention over the full window'),
-    'memory/peak_gib': Metric('GiB', 'peak memory of the first device so far, if the device reports it'),
-    'cost/hours': Metric('h', 'duration of all attempts so far, without the time between them'),
-    'cost/dollars': Metric('$', 'cost of all devices in that time, if a price is known'),
-    'cost/projected_dollars': Metric('$', 'expected cost at the last step, at the speed of this attempt'),
-    'goodput/fraction': Metric(
-        '', 'fraction of the wall-clock time since the first start spent on steps that were kept'
-    ),
-    # Responses generated before the step.
+    'perf/mfu_full': Metric('', 'model FLOPs utilization, counting full attention'),
+    'memory/peak_gib': Metric('GiB', 'peak memory in use on the first device so far, if the device reports it'),
+    'cost/hours': Metric('h', 'duration of all attempts of the run so far, without the time between them'),
+    'cost/dollars': Metric('$', 'cost of all devices for cost/hours, if their price is known'),
+    'cost/projected_dollars': Metric('$', 'projected cost at the last step, at the speed of this attempt'),
+    'goodput/fraction': Metric('', 'fraction of wall-clock time since the first start spent on steps that were kept'),
+    # Of the responses that the model wrote before the step.
     'rollout/reward': Metric('', 'mean reward'),
-    'rollout/reward_std': Metric('', 'standard deviation of rewards within a group, mean over groups'),
-    'rollout/reward/*': Metric('', 'mean of one term of grpo.reward'),
+    'rollout/reward_std': Metric('', 'standard deviation of the rewards in a group, averaged over groups'),
+    'rollout/reward/*': Metric('', 'mean of one component of a sum of rewards'),
     'rollout/frac_reward_zero_std': Metric(
-        '', 'fraction of groups whose responses all have the same reward; they are skipped'
+        '', 'fraction of groups whose responses all have the same reward and give no gradient'
     ),
-    'rollout/mean_length': Metric('tokens', 'mean length of a response'),
+    'rollout/mean_length': Metric('tokens', 'mean length of the responses'),
     'rollout/clipped_ratio': Metric('', 'fraction of responses truncated at grpo.max_completion_length'),
     'rollout/entropy': Metric('nats', 'mean negative log-probability of the sampled tokens'),
-    'rollout/tokens_per_second': Metric('tokens/s', 'generation throughput in response tokens'),
-    'rollout/reward_seconds': Metric('s', 'time to compute the rewards'),
+    'rollout/tokens_per_second': Metric('tokens/s', 'tokens generated per second of generation'),
+    'rollout/reward_seconds': Metric('s', 'time spent scoring the responses'),
     'rollout/epoch': Metric('epochs', 'passes over the prompts so far'),
-    # Host of process 0: means of the samples since the last line (metrics.device_stats_interval_seconds).
-    'device/utilization_percent': Metric('%', 'device utilization, mean over devices'),
+    # Of process 0's machine; means of the readings since the last line (metrics.device_stats_interval_seconds).
+    'device/utilization_percent': Metric('%', 'utilization, mean over devices'),
     'device/memory_gib': Metric(
-        'GiB', 'memory allocated from the driver, mean over devices; JAX preallocates its share'
+        'GiB', 'memory allocated from the driver, mean over devices; JAX allocates its share at startup'
     ),
     'device/temperature_c': Metric('°C', 'temperature of the hottest device'),
-    'device/power_w': Metric('W', 'power of all devices'),
-    'device/throttled': Metric('devices', 'devices throttled by heat or power'),
-    'device/ecc_errors': Metric('errors', 'uncorrected memory errors of all devices since their driver was loaded'),
-    'host/cpu_percent': Metric('%', 'utilization of all cores of the machine'),
-    'host/ram_gib': Metric('GiB', 'used memory of the machine'),
+    'device/power_w': Metric('W', 'power draw of all devices'),
+    'device/throttled': Metric('devices', 'devices whose clock is reduced for heat or power'),
+    'device/ecc_errors': Metric('errors', 'uncorrected memory errors of all devices since the driver was loaded'),
+    'host/cpu_percent': Metric('%', 'utilization of all CPU cores'),
+    'host/ram_gib': Metric('GiB', 'memory in use'),
     'host/disk_free_gib': Metric('GiB', 'free space on the disk of the workdir'),
-    'host/net_sent_mb': Metric('MB/s', 'network data sent by the machine'),
-    'host/net_received_mb': Metric('MB/s', 'network data received by the machine'),
+    'host/net_sent_mb': Metric('MB/s', 'network traffic sent to other hosts'),
+    'host/net_received_mb': Metric('MB/s', 'network traffic received from other hosts'),
 }
 
 
@@ -176,7 +190,7 @@ class MetricWriter:
                 call(tracker)
             except Exception as error:
                 self._trackers.remove(tracker)
-                logger.warning(f'{type(tracker).__name__} is not written any more ({type(error).__name__}: {error})')
+                logger.warning(f'{type(tracker).__name__} failed and is disabled ({type(error).__name__}: {error})')
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
@@ -188,17 +202,18 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     return [current_metrics(line) for line in read_lines(workdir / METRICS_FILE).lines]
 
 
+_READINGS = 'means of the readings since the previous line, one every `metrics.device_stats_interval_seconds`'
 SECTIONS = {
     'train': 'The training step. Written every `train.log_every` steps',
-    'eval': 'An evaluation. Written every `eval.interval` steps',
-    'data': 'The data. Written with the metrics of the training step',
-    'rollout': 'A rollout of `maxlm.grpo`. Written before the first step that learns from its responses',
+    'eval': 'An evaluation. Written every `eval.interval` steps, `eval/tasks` every `eval.tasks_interval` steps',
+    'data': 'The training data. Written with the metrics of the training step',
+    'rollout': 'A rollout of `maxlm.grpo`. Written before the first step that trains on its responses',
     'perf': 'Throughput and durations. Written with the metrics of the training step',
     'memory': 'Device memory. Written with the metrics of the training step',
     'cost': 'Time and money. Written with the metrics of the training step',
     'goodput': 'Use of the wall-clock time. Written with the metrics of the training step',
-    'device': 'The accelerators. Written every `metrics.device_stats_interval_seconds`',
-    'host': 'The host. Written every `metrics.device_stats_interval_seconds`',
+    'device': f'The accelerators of the first host: {_READINGS}. Written with the metrics of the training step',
+    'host': f'The first host: {_READINGS}. Written with the metrics of the training step',
 }
 
 
@@ -207,17 +222,12 @@ def metrics_page() -> str:
     page = [
         '# Metrics',
         '',
-        'On this page you look up the names, units and meanings of all metrics. Print the last metrics of a run with:',
+        'Generated by `python docs/metrics.py` from the table in `maxlm/telemetry/metrics.py`.',
         '',
-        '```',
-        'tail -n 1 runs/first/metrics.jsonl',
-        '```',
-        '',
-        'A line of `metrics.jsonl` contains `step`, `time` (seconds since 1970) and some of these metrics. TensorBoard',
-        'and W&B use the same names. A non-finite value is null. `*` is the name of a source, if there are several.',
-        'The losses of all sources, weighted by their tokens, add up to the total loss.',
-        '',
-        '`python docs/metrics.py` writes this page from the table in `maxlm/telemetry/metrics.py`.',
+        'A line of `metrics.jsonl` has `step`, `time` (seconds since 1970) and some of these metrics. TensorBoard and',
+        'W&B use the same names. Values that are not finite are null. `*` is the name of a data source, a benchmark',
+        'metric or a reward component. Losses by source are written if there are several sources; their mean, weighted',
+        'by tokens, is the total loss.',
     ]
     for section, names in itertools.groupby(METRICS, lambda name: name.partition('/')[0]):
         page += ['', f'## {section}', '', f'{SECTIONS[section]}.', '', '| name | unit | meaning |', '|---|---|---|']

@@ -84,7 +84,8 @@ class Profile:
 
     def _warn(self, error: Exception) -> None:
         logger.warning(
-            f'profile.start_step={self._start}: {type(error).__name__}: {" ".join(str(error).split())[:300]}'
+            f'profile.start_step={self._start}: profiling failed '
+            f'({type(error).__name__}: {" ".join(str(error).split())[:300]})'
         )
 
 
@@ -92,7 +93,7 @@ def newest_trace(directory: Path) -> Path:
     """Returns the newest trace. Raises FileNotFoundError if there is none."""
     traces = sorted(directory.rglob('*.xplane.pb'), key=lambda path: path.stat().st_mtime_ns)
     if not traces:
-        raise FileNotFoundError(f'{directory}: no trace')
+        raise FileNotFoundError(f'{directory}: no trace found')
     return traces[-1]
 
 
@@ -130,11 +131,13 @@ def log(found: list[Operation], first_step: int, last_step: int) -> None:
     """Logs the operations with the most time, with their share of the total."""
     total, steps = sum(operation.seconds for operation in found), last_step - first_step + 1
     logger.info(
-        f'profile of steps {first_step} to {last_step}: {total / steps:.4g} s of operations a step, on the devices of '
-        f'this process together; the trace is in {PROFILE_DIR}/, for TensorBoard and ui.perfetto.dev'
+        f'profile of steps {first_step} to {last_step}: {total / steps:.4g} s of operations per step, summed over the '
+        f'devices of this process; open the trace in {PROFILE_DIR}/ with TensorBoard or ui.perfetto.dev'
     )
     for name, seconds, runs in found[:TOP]:
-        logger.info(f'  {seconds / total:6.1%}  {1e3 * seconds / steps:9.2f} ms a step in {runs / steps:5.0f}  {name}')
+        logger.info(
+            f'  {seconds / total:6.1%}  {1e3 * seconds / steps:9.2f} ms/step  {runs / steps:5.0f} runs/step  {name}'
+        )
 
 
 def _device_lines(data: Any) -> Iterator[list[tuple[str, float, float]]]:

@@ -108,7 +108,10 @@ class HistoryReader:
         notes: list[str] = []
         config = self._read_config(entries.get(CONFIG), notes)
         if config is None and entries and not any(name in entries for name in RUN_FILES):
-            raise InputError(f'{display_path(self._workdir)}: not a workdir of maxlm.train: no {CONFIG} of a run in it')
+            raise InputError(
+                f'{display_path(self._workdir)}: not a workdir of maxlm.train: it contains no {CONFIG}; give the '
+                'workdir of a run'
+            )
         by_process: dict[str, dict[int, JsonlTail]] = {GOODPUT: {}, DEVICES: {}}
         for name in sorted(entries):
             if match := _PER_PROCESS_FILE.fullmatch(name):
@@ -163,7 +166,7 @@ class HistoryReader:
             except StorageError as error:
                 note = str(error)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-                note = f'{CONFIG}: not a config that this version of maxlm wrote ({" ".join(str(error).split())[:200]})'
+                note = f'{CONFIG}: not a valid config of this version of maxlm ({" ".join(str(error).split())[:200]})'
             self._config = version, config, note
         _, config, note = self._config
         if note:
@@ -188,7 +191,10 @@ def _drop_invalid_mfu(metrics: list[dict[str, Any]], notes: list[str]) -> list[d
     wrong = sum(any((number(line, name) or 0) > 1 for name in names) for line in metrics)
     if not wrong:
         return metrics
-    notes.append(f'{METRICS}: MFU is not shown; it is above 1 in {wrong} lines, so the assumed peak is too low')
+    notes.append(
+        f'{METRICS}: MFU is hidden because it exceeds 1 in {wrong} lines: the assumed peak FLOP/s is too low; '
+        'set metrics.peak_tflops'
+    )
     return [{name: value for name, value in line.items() if name not in names} for line in metrics]
 
 
@@ -198,7 +204,7 @@ def _goodput_logs(heartbeats: dict[int, list[dict[str, Any]]], notes: list[str])
         usable = [line for line in lines if _is_goodput_line(line)]
         if len(usable) < len(lines):
             num_skipped = len(lines) - len(usable)
-            notes.append(f'{goodput_name(process)}: {num_skipped} of {len(lines)} lines are invalid and left out')
+            notes.append(f'{goodput_name(process)}: skipped {num_skipped} of {len(lines)} lines, which are invalid')
         if usable:
             goodput_logs[process] = GoodputLog(attempts_of(usable), [])
     return goodput_logs

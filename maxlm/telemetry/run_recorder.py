@@ -283,10 +283,10 @@ def _read(path: Path, check: Callable[[list[dict[str, Any]]], object]) -> list[d
     except (InputError, KeyError, TypeError) as error:
         backup = path.with_name(f'{path.name}.damaged')
         path.replace(backup)
-        logger.warning(f'{path.name} is damaged and put aside as {backup.name}: {error}; the run goes on without it')
+        logger.warning(f'{path.name} is damaged ({error}); renamed it to {backup.name}, the run continues without it')
         return []
     except OSError as error:
-        logger.warning(f'{path.name} cannot be read ({os_message(error)}); the run goes on without it')
+        logger.warning(f'{path.name} cannot be read ({os_message(error)}); the run continues without it')
         return []
     if truncated:
         logger.info(truncation_note(path.name))

@@ -45,11 +45,11 @@ def run_status(history: RunHistory, now: float) -> RunStatus:
     """Returns the state of a run at the time `now`, in seconds since 1970."""
     heartbeat_time = last_heartbeat(history)
     if not history.has_started and not history.alive:
-        return RunStatus(EMPTY, 'no run has begun here', heartbeat_time)
+        return RunStatus(EMPTY, 'no run has started in this workdir', heartbeat_time)
     if end_event := _end_event(history):
         return RunStatus(END_STATES[end_event['kind']], str(end_event.get('message', '')), heartbeat_time)
     if history.alive is False:
-        return RunStatus(CRASHED, 'its process is gone and wrote no last event', heartbeat_time)
+        return RunStatus(CRASHED, 'the process exited without writing a final event', heartbeat_time)
     heartbeats = history.heartbeats.get(0, [])
     has_stepped = _has_stepped(history)
     status = RunStatus(RUNNING if has_stepped else STARTING, '', heartbeat_time)
@@ -57,11 +57,11 @@ def run_status(history: RunHistory, now: float) -> RunStatus:
         return status
     timeout = _stall_timeout(history)
     if now - heartbeat_time > timeout:
-        return RunStatus(STALLED, f'no sign of it for {now - heartbeat_time:.0f} s', heartbeat_time)
+        return RunStatus(STALLED, f'no heartbeat for {now - heartbeat_time:.0f} s', heartbeat_time)
     progress = _last_progress(history)
     phase = _current_phase(heartbeats)
     if has_stepped and progress is not None and phase not in WITHOUT_STEPS and now - progress > timeout:
-        at = f', it is at {phase.replace("_", " ")}' if phase else ''
+        at = f' (current phase: {phase.replace("_", " ")})' if phase else ''
         return RunStatus(STALLED, f'no step for {now - progress:.0f} s{at}', heartbeat_time)
     return status
 

@@ -27,7 +27,8 @@ class TensorBoard:
             from clu import metric_writers
         except ImportError as error:
             raise InputError(
-                f'metrics.tensorboard=True needs clu and TensorFlow ({error}); install them, or set it to false'
+                f'metrics.tensorboard=True requires clu and TensorFlow ({error}); install them, or set '
+                'metrics.tensorboard=False'
             ) from error
         self._open_writer = lambda: metric_writers.AsyncWriter(metric_writers.SummaryWriter(str(directory)))
         self._directory = directory

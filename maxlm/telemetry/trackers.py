@@ -63,4 +63,4 @@ def _close(tracker: Tracker) -> None:
     try:
         tracker.close()
     except Exception as error:
-        logger.warning(f'{type(tracker).__name__}: its end could not be written ({type(error).__name__}: {error})')
+        logger.warning(f'{type(tracker).__name__}: failed to write the last data ({type(error).__name__}: {error})')

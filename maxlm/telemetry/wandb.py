@@ -54,7 +54,8 @@ class WeightsAndBiases:
         """
         if importlib.util.find_spec('wandb') is None:
             raise InputError(
-                f"metrics.wandb={config.metrics.wandb} needs the extra: pip install 'maxlm[wandb]', or set it to ''"
+                f"metrics.wandb={config.metrics.wandb} requires the extra wandb; run pip install 'maxlm[wandb]', or "
+                "set metrics.wandb=''"
             )
         self._mode, self._close_seconds = config.metrics.wandb, close_seconds
         run_id, self._is_resumed = _run_id(workdir / WANDB_ID_FILE)
@@ -109,7 +110,8 @@ class WeightsAndBiases:
         self._thread.join(self._close_seconds)
         if self._thread.is_alive():
             logger.info(
-                f'metrics.wandb={self._mode}: what is left is uploaded after the run, in {UPLOAD_SECONDS} s at most'
+                f'metrics.wandb={self._mode}: the remaining data is uploaded in the background after the run, for at '
+                f'most {UPLOAD_SECONDS} s'
             )
 
     def _put(self, step: int, values: dict[str, Any]) -> None:
@@ -131,7 +133,7 @@ class WeightsAndBiases:
             if child.wait():
                 stderr.seek(0)
                 reason = stderr.read().strip().rpartition('\n')[2] or f'exit code {child.returncode}'
-                logger.warning(f'metrics.wandb={self._mode}: {reason}; the run goes on without it')
+                logger.warning(f'metrics.wandb={self._mode}: {reason}; the run continues without W&B')
 
 
 def upload(lines: TextIO) -> None:

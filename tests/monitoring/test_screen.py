@@ -105,11 +105,11 @@ def test_of_several_hosts_each_says_how_much_of_its_time_went_into_steps(runs):
     ('name', 'words', 'style'),
     [
         ('crashed', 'RESOURCE_EXHAUSTED: out of memory', 'bold red'),
-        ('killed', 'its process is gone', 'bold red'),
+        ('killed', 'without writing a final event', 'bold red'),
         ('diverged', 'the loss is not finite', 'bold red'),
         ('preempted', 'SIGTERM', 'bold yellow'),
         ('finished', 'all steps are done', 'bold cyan'),
-        ('empty', 'no run has begun here', 'dim'),
+        ('empty', 'no run has started in this workdir', 'dim'),
     ],
 )
 def test_the_state_and_why(runs, name, words, style):

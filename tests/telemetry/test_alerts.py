@@ -147,7 +147,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkey
     command = f'(sleep 3; touch {tmp_path}/late) & echo $$ > {tmp_path}/pid; wait'
     with Alerts(AlertsConfig(command=command), tmp_path) as sender:
         sender.send('loss', 'x')
-    assert 'alerts.command: an alert could not be sent (TimeoutExpired)' in log.text
+    assert 'alerts.command: failed to send an alert (TimeoutExpired)' in log.text
     time.sleep(3.2)
     assert (tmp_path / 'pid').exists()
     assert not (tmp_path / 'late').exists()
@@ -161,11 +161,11 @@ def test_a_failing_place_is_told_once_and_tried_again(tmp_path, hook, log, code)
         for number in range(3):
             sender.send(f'kind {number}', 'x')
     assert len(hook.bodies) == 3
-    warnings = [record.getMessage() for record in log.records if 'could not be sent' in record.getMessage()]
+    warnings = [record.getMessage() for record in log.records if 'failed to send' in record.getMessage()]
     assert warnings == [
-        'alerts.file: an alert could not be sent (FileExistsError)',
-        'alerts.command: an alert could not be sent (exit code 3)',
-        f'alerts.webhook_env_var: an alert could not be sent (HTTP {code})',
+        'alerts.file: failed to send an alert (FileExistsError)',
+        'alerts.command: failed to send an alert (exit code 3)',
+        f'alerts.webhook_env_var: failed to send an alert (HTTP {code})',
     ]
 
 
@@ -176,7 +176,7 @@ def test_a_fault_does_not_tell_the_url(tmp_path, monkeypatch, log, capfd, url):
     monkeypatch.setenv('ALERTS_URL', url)
     with Alerts(AlertsConfig(webhook_env_var='ALERTS_URL'), tmp_path) as sender:
         sender.send('loss', 'x')
-    assert 'alerts.webhook_env_var: an alert could not be sent' in log.text
+    assert 'alerts.webhook_env_var: failed to send an alert' in log.text
     assert SECRET not in log.text + ''.join(capfd.readouterr())
 
 

@@ -11,8 +11,8 @@ from maxlm.workdir.files import EVENTS_FILE
 def test_what_is_added_is_read(tmp_path):
     events = Events(tmp_path, 2, clock=lambda: 1234.56789)
     assert events.newest is None
-    events.add('saved', 'held up the\nsteps', step=7, seconds=0.5, loss=math.nan)
-    wanted = {'time': 1234.568, 'life': 2, 'step': 7, 'kind': 'saved', 'message': 'held up the steps'}
+    events.add('saved', 'blocked\ntraining', step=7, seconds=0.5, loss=math.nan)
+    wanted = {'time': 1234.568, 'life': 2, 'step': 7, 'kind': 'saved', 'message': 'blocked training'}
     assert read_events(tmp_path) == ([{**wanted, 'seconds': 0.5, 'loss': None}], False)
     assert events.newest['kind'] == 'saved'
 

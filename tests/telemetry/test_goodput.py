@@ -249,7 +249,7 @@ def test_a_file_is_read_with_what_is_wrong_with_it(tmp_path):
     assert ledger.dollars == pytest.approx(ledger.seconds / 100)
     assert read_goodput(tmp_path).attempts == []
     (tmp_path / goodput_name(0)).write_text('{"life": 1}\n')
-    with pytest.raises(InputError, match=r'goodput\.jsonl: not a ledger'):
+    with pytest.raises(InputError, match=r'goodput\.jsonl: not a goodput log'):
         read_goodput(tmp_path)
 
 

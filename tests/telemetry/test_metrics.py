@@ -59,8 +59,8 @@ def test_a_second_life_appends(tmp_path):
 
 def test_the_page_is_that_of_the_table():
     page = (ROOT / 'docs/metrics.md').read_text()
-    assert page == metrics_page(), 'write it anew: python docs/metrics.py'
-    # Control: the page lists every name.
+    assert page == metrics_page(), 'regenerate it: python docs/metrics.py'
+    # Control: every name is on it.
     assert all(f'| `{name}` |' in page for name in METRICS)
 
 
@@ -97,7 +97,7 @@ def test_a_tracker_that_fails_is_told_nothing_more(tmp_path, caplog):
         writer = MetricWriter(tmp_path, after_step=0, trackers=trackers)
         writer.write(1, 1.0, {'train/loss': 1.0})
     assert trackers == [recorder]
-    assert caplog.messages == ['Recorder is not written any more (OSError: no space)']
+    assert caplog.messages == ['Recorder failed and is disabled (OSError: no space)']
     assert ('write', 1, {'train/loss': 1.0}) in recorder.told
     assert steps(tmp_path) == [1]
 

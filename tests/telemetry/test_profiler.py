@@ -76,7 +76,7 @@ def test_a_failure_is_said_and_ends_nothing(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(jax.profiler, 'start_trace', fail)
     assert trace(tmp_path, lambda: None) == [3]
-    assert caplog.messages == ['profile.start_step=3: RuntimeError: another profile is under way']
+    assert caplog.messages == ['profile.start_step=3: profiling failed (RuntimeError: another profile is under way)']
 
 
 def test_times_without_those_inside():

@@ -76,7 +76,7 @@ def test_mfu_above_1_is_left_out_of_all_lines(tmp_path, name):
     history = read_history(workdir)
     assert history.metrics == [{key: line[key] for key in line if not key.startswith('perf/mfu')} for line in whole]
     (note,) = history.notes
-    assert note.startswith('metrics.jsonl: MFU is not shown; it is above 1 in 1 lines')
+    assert note.startswith('metrics.jsonl: MFU is hidden because it exceeds 1 in 1 lines')
 
 
 def test_an_empty_directory_is_a_run_to_come(tmp_path):
@@ -112,7 +112,7 @@ def test_a_config_that_cannot_be_read_is_said_and_the_rest_is_there(tmp_path):
     assert history.config is None
     assert history.metrics
     assert [note.partition(' (')[0] for note in history.notes] == [
-        'config.json: not a config that this version of maxlm wrote'
+        'config.json: not a valid config of this version of maxlm'
     ]
     (tmp_path / CONFIG).unlink()
     assert read_history(tmp_path).notes == ('config.json: missing',)

@@ -270,7 +270,7 @@ def test_a_damaged_file_is_put_aside_and_the_run_goes_on(tmp_path, told, name, c
     assert (tmp_path / f'{name}.damaged').read_text() == content
     assert kinds(tmp_path)[0] == (1, 'started', None)
     assert len(read_goodput(tmp_path).attempts) == 1
-    assert [name in line and 'put aside' in line for line in told] == [True]
+    assert [name in line and 'renamed it to' in line for line in told] == [True]
 
 
 def test_a_torn_line_is_left_out_and_told(tmp_path, told):

@@ -57,7 +57,7 @@ def test_a_process_that_is_gone_has_crashed_at_once_and_one_that_cannot_be_asked
     assert history.alive is None
     assert run_status(history, NOW).state == RUNNING
     gone = run_status(dataclasses.replace(history, alive=False), NOW)
-    assert (gone.state, 'gone' in gone.reason) == (CRASHED, True)
+    assert (gone.state, 'exited' in gone.reason) == (CRASHED, True)
 
 
 def test_silence_is_a_stall(tmp_path):
@@ -65,7 +65,7 @@ def test_silence_is_a_stall(tmp_path):
     assert last_heartbeat(history) == NOW
     assert run_status(history, NOW + STALL_SECONDS).state == RUNNING
     silent = run_status(history, NOW + STALL_SECONDS + 1)
-    assert (silent.state, silent.reason) == (STALLED, 'no sign of it for 61 s')
+    assert (silent.state, silent.reason) == (STALLED, 'no heartbeat for 61 s')
 
 
 def test_slow_steps_and_rare_lines_are_waited_for(tmp_path):
@@ -100,8 +100,8 @@ def test_a_process_that_lives_but_does_no_step(tmp_path, category, state):
     found = run_status(history, NOW + 300)
     assert found.state == state
     if state == STALLED:
-        assert f'it is at {category.replace("_", " ")}' in found.reason
-    # Alerts are no progress, but evaluations are.
+        assert f'current phase: {category.replace("_", " ")}' in found.reason
+    # Alerts are no progress, evaluations are.
     for kind, then in (('storage', state), ('evaluated', RUNNING)):
         event = {'time': NOW + 290, 'life': 1, 'kind': kind, 'message': ''}
         told = dataclasses.replace(history, events=[*history.events, event])

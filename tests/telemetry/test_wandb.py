@@ -123,7 +123,7 @@ def test_a_failing_upload_is_one_warning(tmp_path, monkeypatch, caplog):
         tracker.close()
     (warning,) = caplog.messages
     assert warning.startswith('metrics.wandb=online: ')
-    assert warning.endswith('the run goes on without it')
+    assert warning.endswith('the run continues without W&B')
     assert len(read_metrics(tmp_path)) == 11
 
 
