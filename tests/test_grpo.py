@@ -122,7 +122,7 @@ def test_two_processes_write_and_learn_the_same(start, whole, tmp_path):
         ({'grpo__prompts_per_rollout': 16}, 'has only 8 prompts'),
         ({'guard__spike_window': 128}, 'guard.spike_window=128: not supported by maxlm.grpo; set it to 0'),
         ({'train__num_steps': 0, 'train__hours': 1}, 'train.hours=1.0: not supported by maxlm.grpo'),
-        ({'eval__interval': 3}, 'eval.interval=3: the model learns from the same responses in 2 steps'),
+        ({'eval__interval': 3}, 'eval.interval=3 is not a multiple of 2, the number of steps per rollout'),
         ({'grpo__eval_prompts': ''}, "grpo.eval_prompts='' with eval.interval"),
         ({'mesh__stage': 2}, 'mesh.stage'),
     ],

@@ -115,7 +115,7 @@ def test_the_ledger_has_both_lives(resumed):
 def test_the_log_has_both_lives(resumed):
     log = (resumed / 'run.log').read_text()
     assert log.count('done: ') == 2
-    assert 'going on from step 2' in log
+    assert 'resuming from step 2' in log
     assert len(re.findall(r'step +\d  loss 5\.\d', log)) == 4
     assert 'nats/token; unigram entropy' in log
 

@@ -183,7 +183,7 @@ def test_a_run_starts_with_the_config_and_the_parameters_of_another(dataset, tmp
     shutil.rmtree(first / 'checkpoints')
     command[-1] = '--config.train.num_steps=5'
     assert exit_code(train.main, [*command, f'--config.train.init_from={first}']) == EXIT_DONE
-    assert 'going on from step 3' in capsys.readouterr().out
+    assert 'resuming from step 3' in capsys.readouterr().out
     assert sorted(curve(second)) == [1, 2, 3, 4, 5]
 
 
@@ -231,5 +231,5 @@ def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, capsys, monkeyp
     # A run that is too short for this many bad steps also fails, and saves none of them.
     short = tmp_path / 'short'
     assert run(dataset, short, **settings, train__num_steps=3, checkpoint__save_interval_steps=1) == EXIT_FAILED
-    assert 'are not finite; the newest checkpoint is of step None' in capsys.readouterr().out
+    assert 'are not finite; the newest checkpoint is from step None' in capsys.readouterr().out
     assert not list(short.glob('checkpoints/[0-9]*'))

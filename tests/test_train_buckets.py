@@ -58,7 +58,7 @@ def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
         shutil.rmtree(tmp_path / 'first')
         # The upload of step 6 is refused, without other consequences.
         emulator.fault('checkpoints/6', status=403)
-        assert 'going on from step 4' in life('second', 8, alerts__file=tmp_path / 'alerts.jsonl')
+        assert 'resuming from step 4' in life('second', 8, alerts__file=tmp_path / 'alerts.jsonl')
         (alert,) = map(json.loads, (tmp_path / 'alerts.jsonl').read_text().splitlines())
         assert re.search(
             'checkpoint of step 6 not saved: the bucket returned status 403; .*training continues', alert['message']
@@ -97,7 +97,7 @@ def test_processes_that_share_nothing_but_a_bucket(dataset, tmp_path, whole, mon
         emulator.fault('checkpoints/_probe', status=403, times=1)
         assert 'checkpoint of step 2 not saved' in life('first', 4)
         shutil.rmtree(tmp_path / 'first')
-        assert 'going on from step 4' in life('second', 8)
+        assert 'resuming from step 4' in life('second', 8)
         (there,) = (tmp_path / 'second' / 'runs').iterdir()
         found, wanted = curve(there), curve(whole)
         assert sorted(found) == sorted(wanted)
@@ -127,7 +127,7 @@ def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, capsy
     assert {f'{as_workdir}/{name}' for name in ('config.json', 'metrics.jsonl', 'checkpoints/4/mirror.json')} <= names
     shutil.rmtree(tmp_path / 'first')
     assert life('second', 8) == EXIT_DONE
-    assert 'going on from step 4' in capsys.readouterr().out
+    assert 'resuming from step 4' in capsys.readouterr().out
     there = next((tmp_path / 'second' / 'runs').iterdir()) if as_workdir else tmp_path / 'second'
     assert curve(there) == curve(whole)
 
@@ -158,7 +158,7 @@ def test_processes_that_share_a_bucket_of_s3_and_its_cache(dataset, tmp_path, wh
 
     life('first', 4)
     shutil.rmtree(tmp_path / 'first')
-    assert 'going on from step 4' in life('second', 6)
+    assert 'resuming from step 4' in life('second', 6)
     (there,) = (tmp_path / 'second' / 'runs').iterdir()
     found, wanted = curve(there), curve(whole)
     assert sorted(found) == sorted(wanted)[:6]

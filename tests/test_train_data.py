@@ -60,7 +60,7 @@ def test_a_weighted_mixture_is_told_by_source(two, tmp_path, capsys):
     mixed = tmp_path / 'mixed'
     assert run('unused', mixed, data__sources=sources(two, 0.25, 0.75), **settings) == EXIT_DONE
     told = ''.join(capsys.readouterr())
-    assert 'source numbers: share 25.00% as asked' in told
+    assert 'source numbers: share 25.00% requested' in told
     assert 'source numbers is repeated' in told
     assert 'source letters is repeated' not in told
     lines = curve(mixed)
@@ -92,7 +92,7 @@ def test_a_weighted_mixture_is_told_by_source(two, tmp_path, capsys):
     assert curve(mixed) == lines
     forced = {**settings, 'train__num_steps': 41, 'data__allow_dataset_change': 'true'}
     assert run('unused', mixed, data__sources=sources(two, 0.3, 0.75), **forced) == EXIT_DONE
-    assert 'going on with other data' in ''.join(capsys.readouterr())
+    assert 'resuming with different data' in ''.join(capsys.readouterr())
     assert 41 in curve(mixed)
 
     assert exit_code(evaluate.main, [f'--checkpoint={mixed}@20', '--json']) == EXIT_DONE
@@ -136,8 +136,8 @@ def test_sequences_that_become_longer(dataset, tmp_path, capsys):
     whole = tmp_path / 'whole'
     assert run(dataset, whole, data__seq_len_schedule=SCHEDULE, **settings) == EXIT_DONE
     told = capsys.readouterr().out
-    assert 'step       4  sequences of 8 tokens' in told
-    assert 'step       8  sequences of 16 tokens' in told
+    assert 'step       4  the sequence length is now 8 tokens' in told
+    assert 'step       8  the sequence length is now 16 tokens' in told
     lines = curve(whole)
     assert [lines[step]['data/seq_len'] for step in (3, 4, 7, 8, 10)] == [4, 8, 8, 16, 16]
     tokens = [lines[step]['train/tokens'] for step in range(1, 11)]

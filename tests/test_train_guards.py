@@ -44,7 +44,7 @@ def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path
     assert run(dataset, tmp_path / 'run', **SETTINGS, alerts__file=alerts) == EXIT_DONE
     out = capsys.readouterr().out
     # Checkpoint 8 has already trained on batch 7.
-    assert 'back to step 4 and on without the batches of steps 8 to 12' in out
+    assert 'rolling back to step 4 and skipping the batches of steps 8 to 12' in out
     told = [json.loads(line) for line in alerts.read_text().splitlines()]
     assert [one['kind'] for one in told if one['kind'] != 'skipped'] == ['rollback']
     # At most one alert of a kind is sent per minute; the last one includes the number of suppressed ones.
@@ -74,7 +74,7 @@ def test_a_run_that_diverges_gives_up_and_keeps_what_it_had(dataset, tmp_path, c
     out = capsys.readouterr().out
     assert out.count('rollback: ') == 1
     assert 'after 1 rollback(s) (guard.max_rollbacks)' in out
-    assert 'the newest checkpoint is of step 4' in out
+    assert 'the newest checkpoint is from step 4' in out
     assert steps_in(workdir) == [4]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params_of(workdir, 4)))
     assert ends(workdir) == [(1, 'diverged', EXIT_FAILED)]
@@ -93,7 +93,7 @@ def test_early_stopping_saves_and_stays_stopped(dataset, tmp_path, capsys):
     assert steps_in(workdir) == [4, 6]
     assert read_metrics(workdir)[-1]['step'] == 6
     assert run(dataset, workdir, **settings) == EXIT_DONE
-    assert 'nothing to do: the validation loss has not gone below' in capsys.readouterr().out
+    assert 'nothing to do: the validation loss has not improved on' in capsys.readouterr().out
     assert run(dataset, workdir, **settings | {'guard__early_stopping_patience': 0}) == EXIT_DONE
     assert steps_in(workdir)[-1] == 16
 
@@ -132,7 +132,7 @@ def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, capsys
     settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1} | schedule
     assert run(dataset, workdir, **settings) == EXIT_DONE
     out = capsys.readouterr().out
-    num_steps = int(re.findall(r'at 60 s per step the budget is (\d+) steps', out)[-1])
+    num_steps = int(re.findall(r'at 60 s per step the budget allows (\d+) steps', out)[-1])
     # The budget of one hour allows 60 steps of a minute, minus a reserve.
     assert 58 <= num_steps <= 60
     assert steps_in(workdir)[-1] == num_steps == read_config(workdir).train.num_steps
@@ -171,7 +171,7 @@ def test_a_length_that_is_decided_anew_is_resumed_bit_for_bit(dataset, tmp_path,
     settings |= {'optimizer__min_learning_rate': 0, 'checkpoint__max_to_keep': 99}
     first = 0
     assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
-    lengths = [*map(int, re.findall(r'per step the budget is (\d+) steps', capsys.readouterr().out))]
+    lengths = [*map(int, re.findall(r'per step the budget allows (\d+) steps', capsys.readouterr().out))]
     assert lengths[0] >= 58
     assert lengths[-1] <= 47
     rates = {

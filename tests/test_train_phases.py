@@ -101,8 +101,8 @@ def test_windows_that_become_longer_are_a_phase(dataset, base, longer, tmp_path)
     log = log_of(workdir)
     assert f'starting with the parameters of {base}/checkpoints/30/params and a fresh optimizer' in log
     assert log.count('sequence length: 16 in the checkpoint, 64 in this run (yarn ×4)') == 1
-    assert 'step       4  sequences of 32 tokens' in log
-    assert 'step       7  sequences of 64 tokens' in log
+    assert 'step       4  the sequence length is now 32 tokens' in log
+    assert 'step       7  the sequence length is now 64 tokens' in log
     assert read_config(workdir).model.original_max_positions == 16
     # It goes on, and does not begin anew.
     assert run(dataset, tmp_path / 'fresh', **LONGER) == EXIT_DONE

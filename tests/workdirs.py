@@ -105,7 +105,7 @@ class Scribe:
         self._beat('saved')
 
     def roll_back(self, to):
-        message = f'steps up to {self.step} spike or are not finite: back to step {to}'
+        message = f'steps up to {self.step} spiked or were not finite: rolling back to step {to}'
         self.event('rollback', message, alert=True)
         # The previous line of the ledger has the last step before the rollback; this one has the resumed step.
         self._beat('beat')
@@ -293,10 +293,10 @@ def diverged(workdir, now=NOW):
         return train_loss(step) if step <= 200 else None
 
     scribe.train(220, loss=loss, skipped=20)
-    scribe.event('skipped', 'step 201 left out: its loss or gradient is not finite (1 so far)', alert=True)
+    scribe.event('skipped', 'step 201 skipped: its loss or gradient is not finite (1 skipped so far)', alert=True)
     scribe.roll_back(to=200)
     scribe.train(220, loss=loss, skipped=40)
-    scribe.end('diverged', 'stopped at step 220: the loss is not finite; the newest checkpoint is of step 200', 1)
+    scribe.end('diverged', 'stopped at step 220: the loss is not finite; the newest checkpoint is from step 200', 1)
     return scribe.close(now)
 
 

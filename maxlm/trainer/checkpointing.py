@@ -104,7 +104,7 @@ class RunCheckpoints:
             loss = {} if validation_loss is None else {'loss': validation_loss}
             seconds = round(time.monotonic() - began, 3)
             self._recorder.record_event(
-                'saved', f'held up the steps for {seconds:.2f} s', step=step, seconds=seconds, **loss
+                'saved', f'blocked training for {seconds:.2f} s', step=step, seconds=seconds, **loss
             )
             self._recorder.record_save()
 
@@ -191,7 +191,7 @@ def restore_or_initialize(
             config, tokenizer=tokenizer, layout=layout, abstract=abstract, checkpoints=checkpoints
         ), {}
     _check_same_data(restored.fingerprint, facts, allow_dataset_change=config.data.allow_dataset_change)
-    logger.info(f'going on from step {int(restored.state.step)}')
+    logger.info(f'resuming from step {int(restored.state.step)}')
     state = restored.state
     if abstract.reference is not None:
         origin = open_init_checkpoint(_origin_of(config), config, abstract.params, tokenizer=tokenizer)
@@ -263,11 +263,11 @@ def _check_same_data(stored: dict[str, Any], present: dict[str, Any], *, allow_d
     changes = fingerprint_changes(stored, present)
     if changes and not allow_dataset_change:
         raise InputError(
-            f'the run cannot go on with other data: {changes}; put it back, use a new workdir, or set '
-            f'data.allow_dataset_change=True to go on at the same step of the new order'
+            f'the run cannot resume with different data: {changes}; restore the previous data, use a new workdir, or '
+            f'set data.allow_dataset_change=True to continue at the same step of the new data order'
         )
     if changes:
-        logger.warning(f'going on with other data (data.allow_dataset_change): {changes}')
+        logger.warning(f'resuming with different data (data.allow_dataset_change=True): {changes}')
 
 
 def _check_same_tokenizer(step: epath.Path, tokenizer: Path) -> None:
@@ -276,7 +276,7 @@ def _check_same_tokenizer(step: epath.Path, tokenizer: Path) -> None:
     if path.is_file() and load_tokenizer(path).sha256 != Tokenizer.load(tokenizer).sha256:
         # Continuing would overwrite the model's tokenizer with the tokenizer of the data set.
         raise InputError(
-            f'{tokenizer} is not the tokenizer of the model that the run starts with, which is {path}; '
-            f'prepare the data with --tokenizer {path}, or, where it has only more tokens, start a new run with '
-            f'another --workdir and --config.{INIT_FROM}={path.parent}'
+            f'{tokenizer} is not the tokenizer of the initial model, {path}; prepare the data with --tokenizer {path}. '
+            f'If the new tokenizer only adds tokens, start a new run with another --workdir and '
+            f'--config.{INIT_FROM}={path.parent}'
         )

@@ -68,7 +68,7 @@ def main(argv: list[str], open_source: OpenSource, *, prog: str, description: st
         '--config',
         type=PathOption(Kind.FILE),
         required=True,
-        help='configs/x.py, with a variant as configs/x.py:big, or a config.json',
+        help='config file, optionally with a variant (configs/x.py, configs/x.py:big), or a config.json',
     )
     parser.add_argument(
         '--workdir',
@@ -80,7 +80,7 @@ def main(argv: list[str], open_source: OpenSource, *, prog: str, description: st
         type=PathOption(Kind.DIRECTORY, ANY, may_be_empty=True),
         default='',
         metavar='WORKDIR[@STEP]',
-        help='where a new run goes on from, with its state, history and place in the data; a directory or a URL',
+        help='checkpoint that a new run resumes from, with its state, history and data position; directory or URL',
     )
     options = parser.parse_args(rest)
 

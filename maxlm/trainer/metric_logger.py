@@ -154,7 +154,7 @@ class Reporter:
         if values.get('overflow', False):
             # The next step has a lower loss scale, so an overflow does not mean that the run diverges.
             self._skipped += 1
-            logger.info(f'step {step:>7}  left out: its gradient overflowed, the loss scale is halved')
+            logger.info(f'step {step:>7}  skipped: its gradient overflowed; the loss scale is halved')
             return
         if not values['skipped']:
             self.bad_steps = BadSteps()
@@ -164,8 +164,8 @@ class Reporter:
         self._skipped += 1
         why = 'its loss or gradient is not finite'
         if values.get('spike', False):
-            why = f'loss {values["loss"]:.4f} or gradient norm {values["grad_norm"]:.3f} is far above those before'
-        self._warn(f'step {step:>7}  left out: {why} ({self._skipped} so far)')
+            why = f'loss {values["loss"]:.4f} or gradient norm {values["grad_norm"]:.3f} is far above recent values'
+        self._warn(f'step {step:>7}  skipped: {why} ({self._skipped} skipped so far)')
 
     def _report(self, step: int, values: dict[str, Any]) -> None:
         sequences = step * self._config.train.global_batch_size

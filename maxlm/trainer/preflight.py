@@ -80,12 +80,13 @@ def check_size(config: Config, resolve: Resolve) -> None:
 
 
 def _refusal(forecast: Forecast, advice: Candidate | None) -> str:
-    would = 'nothing that was tried would fit; take more devices or a smaller model'
+    would = 'none of the layouts tried fits; use more devices or a smaller model'
     if advice:
         would = f'this would fit: {suggestions_text(advice.changes)}'
     return (
-        f'the step needs {format_bytes(forecast.needed)} of each device and may have '
-        f'{format_bytes(forecast.available)}, {format_bytes(forecast.needed - forecast.available)} too few; {would}'
+        f'the step does not fit: it needs {format_bytes(forecast.needed)} per device, '
+        f'{format_bytes(forecast.needed - forecast.available)} more than the available '
+        f'{format_bytes(forecast.available)}; {would}'
     )
 
 
@@ -121,7 +122,9 @@ def compile_step(
 
     if config.train.per_device_batch_size == AUTO:
         config = choose_micro_batch(config, machine, resolve, compiled)
-        logger.info(f'train.per_device_batch_size=auto: {config.train.per_device_batch_size} fit')
+        logger.info(
+            f'train.per_device_batch_size=auto: using {config.train.per_device_batch_size}, the largest that fits'
+        )
     resolved = resolve(config)
     layout = make_layout(resolved.mesh)
     abstract = abstract_state(resolved, layout)
@@ -130,6 +133,6 @@ def compile_step(
         return PreparedStep(resolved, layout, abstract, estimate(resolved, machine))
     forecast = compiled(resolved)
     if not forecast.fits:
-        logger.info('the step does not fit; looking for what would')
+        logger.info('the step does not fit; searching for a configuration that fits')
         raise InputError(_refusal(forecast, verify_by_compiling(search_layouts(config, machine, resolve), compiled)))
     return PreparedStep(resolved, layout, abstract, forecast)

@@ -107,9 +107,8 @@ class RolloutBatches:
         updates = self.updates
         if config.eval.interval % updates:
             raise InputError(
-                f'eval.interval={config.eval.interval}: the model learns from the same responses in {updates} '
-                'steps, and is '
-                f'evaluated between such; set it to a multiple of {updates}'
+                f'eval.interval={config.eval.interval} is not a multiple of {updates}, the number of steps '
+                f'per rollout; set it to a multiple of {updates}'
             )
         self._sampler = Sampler(
             config,
@@ -189,8 +188,8 @@ class RolloutBatches:
         }
         text = (
             f'{rows} responses to {len(indices)} prompts: reward {metrics["rollout/reward"]:.3f}, '
-            f'{metrics["rollout/frac_reward_zero_std"]:.0%} of the groups agree, '
-            f'{metrics["rollout/mean_length"]:.1f} tokens each, '
+            f'{metrics["rollout/frac_reward_zero_std"]:.0%} of groups with equal rewards, '
+            f'mean length {metrics["rollout/mean_length"]:.1f} tokens, '
             f'{metrics["rollout/tokens_per_second"]:,.0f} tokens/s'
         )
         samples = [

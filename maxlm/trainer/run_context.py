@@ -159,8 +159,7 @@ def _check_shared(given: str, workdir: Path) -> None:
     if not is_shared(workdir):
         raise InputError(
             f'--workdir={given}: {workdir} is not the same directory for all processes; set data.cache_dir to a '
-            'directory '
-            f'that all machines share, or give --workdir=gs://…'
+            'directory that all machines share, or give --workdir=gs://…'
         )
 
 
@@ -218,18 +217,19 @@ def check_resume(name: str, config: Config) -> None:
     if found := model_difference(old, config):
         key, before, now = found
         raise InputError(
-            f'--resume={display_path(name)} has {key}={before}, the config has {now}; set {key}={before}, or resume '
-            f'from a run of the same model'
+            f'--resume={display_path(name)} has {key}={before}, but the config has {key}={now}; set {key}={before}, or '
+            'resume from a run of the same model'
         )
 
 
 def _resume(name: str, checkpoints: Any, workdir: Path, config: Config) -> None:
     if saved_steps(checkpoints):
-        logger.info(f'--resume={name}: the workdir has checkpoints of its own, from which it goes on')
+        logger.info(f'--resume={name} is ignored: the workdir already has checkpoints, and the run resumes from them')
         return
     if is_url(str(checkpoints)):
         raise InputError(
-            f'--resume={name}: only into a directory; give one as --workdir, and the bucket as checkpoint.remote_dir'
+            f'--resume={name} requires a local --workdir; give a directory as --workdir and '
+            'the bucket as checkpoint.remote_dir'
         )
     check_resume(name, config)
     found = fetch_checkpoint(name, workdir, weights_only=False, threads=THREADS, show=True)

@@ -84,8 +84,8 @@ class Samples:
         for prompt, text in zip(self._prompts, config.eval.sample_prompts, strict=True):
             if len(prompt) >= context:
                 raise InputError(
-                    f'eval.sample_prompts: {text[:40]!r}… has {len(prompt)} tokens, and the context of the model is '
-                    f'{context}; give at most {context - 1}'
+                    f'eval.sample_prompts: {text[:40]!r}… has {len(prompt)} tokens, but the context length of the '
+                    f'model is {context}; use at most {context - 1} tokens'
                 )
         self._graph, _ = nnx.split(abstract_model(config, layout))
         # Every process reads the result.

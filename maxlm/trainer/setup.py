@@ -74,7 +74,7 @@ def open_services(
     facts = start_facts(prepared, source, peak, recorder.price)
     recorder.record_event('started', headline(config), **facts)
     if compiled := prepared.forecast.compiled:
-        recorder.record_event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
+        recorder.record_event('compiled', f'the training step in {compiled.seconds:.1f} s', seconds=compiled.seconds)
     workdir = context.workdir if jax.process_index() == 0 else None
     watchdog = stack.enter_context(Watchdog(config.train.hang_timeout_seconds, heartbeats, workdir))
     stop_request = stack.enter_context(StopRequest())

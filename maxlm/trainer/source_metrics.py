@@ -65,13 +65,13 @@ class SourceStats:
         for name, share, rows, windows in facts:
             epochs = rows / windows
             logger.info(
-                f'source {name}: share {share:.2%} as asked, {rows / num_windows:.2%} as served; '
+                f'source {name}: share {share:.2%} requested, {rows / num_windows:.2%} actual; '
                 f'{windows:,} windows, {epochs:.3g} epochs in this run'
             )
             if epochs > self._warn_epochs:
                 logger.warning(
                     f'source {name} is repeated {epochs:.1f} times, more than data.warn_epochs={self._warn_epochs:g}: '
-                    f'the model may learn it by heart; lower its weight or give it more text'
+                    f'the model may memorize it; lower its weight or add more text'
                 )
 
     def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:

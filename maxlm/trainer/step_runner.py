@@ -186,11 +186,13 @@ class StepRunner:
                 self._reporter.flush()
             with self._throughput.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
                 compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._source.names))
-            self._recorder.record_event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
+            self._recorder.record_event(
+                'compiled', f'the training step in {compiled.seconds:.1f} s', seconds=compiled.seconds
+            )
             self._throughput.change_flops(step_flops(now, wanted.data.seq_len))
             self._reporter.change_config(apply_control(self._config, decisions))
             if wanted.data.seq_len != before.data.seq_len:
-                text = f'sequences of {wanted.data.seq_len} tokens from here on'
+                text = f'the sequence length is now {wanted.data.seq_len} tokens'
                 logger.info(f'step {step:>7}  {text}')
                 self._recorder.record_event('context', text, window=wanted.data.seq_len)
             self._program = wanted, compiled

@@ -81,14 +81,14 @@ def log_start(config: Config, forecast: Forecast, *, peak: Peak, price: Price | 
         logger.info(line)
     if 0 < config.train.num_steps <= config.optimizer.warmup_steps:
         logger.warning(
-            f'the warm-up ({config.optimizer.warmup_steps} steps) is as long as the run or longer '
-            f'({config.train.num_steps}): the peak learning rate is never reached'
+            f'optimizer.warmup_steps={config.optimizer.warmup_steps} is not below '
+            f'train.num_steps={config.train.num_steps}: the peak learning rate is never reached; shorten the warmup'
         )
-    logger.info(f'MFU counts against {peak.tflops:,.3g} TFLOP/s per device ({peak.source})')
+    logger.info(f'MFU is relative to a peak of {peak.tflops:,.3g} TFLOP/s per device ({peak.source})')
     if price:
         logger.info(
-            f'a device costs ${price.dollars:g} an hour ({price.source}), all of them '
-            f'${price.dollars * jax.device_count():,.2f}'
+            f'price: ${price.dollars:g} per device-hour ({price.source}), '
+            f'${price.dollars * jax.device_count():,.2f} per hour for all devices'
         )
 
 
@@ -111,10 +111,10 @@ def log_end(
         spent: result of `RunRecorder.metrics`.
         seconds: duration of this process.
     """
-    logger.info(f'the run is over: {why}')
+    logger.info(f'run finished: {why}')
     perf = throughput.read_total()
     mfu = (
-        f', MFU {perf["perf/mfu"]:.1%} counted causally ({perf["perf/mfu_full"]:.1%} with full attention)'
+        f', MFU {perf["perf/mfu"]:.1%} counting causal attention ({perf["perf/mfu_full"]:.1%} counting full attention)'
         if 'perf/mfu' in perf
         else ''
     )
@@ -123,8 +123,8 @@ def log_end(
     )
     dollars = f', ${spent["cost/dollars"]:,.2f}' if 'cost/dollars' in spent else ''
     logger.info(
-        f'all attempts of the run: {format_duration(spent["cost/hours"] * HOUR)}{dollars}; of the time since the first '
-        f'began {spent["goodput/fraction"]:.1%} in steps that count'
+        f'all attempts of the run: {format_duration(spent["cost/hours"] * HOUR)}{dollars}; goodput '
+        f'{spent["goodput/fraction"]:.1%} of the time since the first start'
     )
     validation = reporter.validation_loss
     validation_text = '' if validation is None else f'; validation loss {validation:.3f}'

@@ -78,7 +78,7 @@ class Trainer:
         """Opens the batch source and creates the loop's components, for a run that continues after step `start`."""
         self._context.describe(self._config, decisions, self._source.tokenizer_path)
         if start:
-            self._recorder.record_event('resumed', f'going on from step {start}', step=start, from_step=start)
+            self._recorder.record_event('resumed', f'resuming from step {start}', step=start, from_step=start)
         self._source.open(apply_control(self._config, decisions), self._layout)
         components = make_loop_components(
             self._stack, self._prepared, self._source, self._context, self._services, start=start, decisions=decisions
@@ -153,7 +153,7 @@ class Trainer:
                         # An older checkpoint is better than this state, and a restart must not consider the run
                         # complete.
                         watchdog.finish()
-                        reason = 'the loss of the last step, or its parameters, are not finite'
+                        reason = 'the loss or the parameters after the last step are not finite'
                         return Segment(step, decisions, Stop(reason), '')
                     # After bad steps the state is unchanged, and a checkpoint of it would replace a better one.
                     is_good = reporter.is_finite and not reporter.bad_steps.in_a_row
@@ -171,9 +171,9 @@ class Trainer:
         """Returns the state of an older checkpoint, and decisions that skip the batches of the bad steps."""
         self._context.alerts.send(
             'rollback',
-            f'steps up to {rollback.skip_to} spike or are not finite: back to step {rollback.step} and on without the '
-            f'batches of steps {rollback.skip_from + 1} to {rollback.skip_to} '
-            f'({decisions.rollbacks + 1} of {self._config.guard.max_rollbacks} times)',
+            f'steps up to {rollback.skip_to} spiked or were not finite: rolling back to step {rollback.step} and '
+            f'skipping the batches of steps {rollback.skip_from + 1} to {rollback.skip_to} '
+            f'(rollback {decisions.rollbacks + 1} of {self._config.guard.max_rollbacks})',
         )
         with self._watchdog.phase():
             return self._checkpoints.roll_back(rollback, decisions)
@@ -183,17 +183,19 @@ class Trainer:
         with self._timeline.phase('checkpoint'):
             saved = self._checkpoints.wait()
         if isinstance(segment.action, Stop):
-            text = f'stopped at step {segment.step}: {segment.action.reason}; the newest checkpoint is of step {saved}'
+            text = (
+                f'stopped at step {segment.step}: {segment.action.reason}; the newest checkpoint is from step {saved}'
+            )
             self._context.alerts.send('diverged', text)
             return EXIT_FAILED
         if saved != segment.step:
-            text = f'step {segment.step} could not be saved; the newest is step {saved}'
+            text = f'step {segment.step} could not be saved; the newest checkpoint is from step {saved}'
             self._context.alerts.send('checkpoint', text)
             self._recorder.set_outcome('failed', text, EXIT_FAILED)
             return EXIT_FAILED
         num_steps = apply_control(self._config, segment.decisions).train.num_steps
         if not segment.end_reason:
-            text = f'{self._stop_request.requested}: step {segment.step} of {num_steps} is saved; start again to go on'
+            text = f'{self._stop_request.requested}: saved step {segment.step} of {num_steps}; start again to resume'
             logger.info(text)
             self._recorder.set_outcome('preempted', text, EXIT_PREEMPTED)
             return EXIT_PREEMPTED
@@ -277,7 +279,8 @@ class Trainer:
             self._context.describe(self._config, after, self._source.tokenizer_path)
             self._reporter.change_config(apply_control(self._config, after))
             text = (
-                f'at {after.step_seconds:.3g} s per step the budget is {after.num_steps} steps, where the schedule ends'
+                f'at {after.step_seconds:.3g} s per step the budget allows {after.num_steps} steps; '
+                'the schedule ends there'
             )
             logger.info(f'step {step:>7}  {text}')
             self._recorder.record_event('length', text, step=step, num_steps=after.num_steps)

@@ -106,11 +106,11 @@ def on_bad_steps(decisions: RunControl, bad: BadSteps, saved: Sequence[int], con
     if bad.in_a_row < most:
         return None
     where = (
-        f'steps {bad.first} to {bad.last}: {bad.in_a_row} in a row had a loss or gradient that spikes or is not finite '
-        f'(guard.max_consecutive_skips)'
+        f'steps {bad.first} to {bad.last}: {bad.in_a_row} consecutive steps had a loss or gradient norm that spiked or '
+        f'was not finite (guard.max_consecutive_skips)'
     )
     advice = (
-        'try a lower optimizer.learning_rate, and look at the data; where batches differ that much by nature, raise '
+        'lower optimizer.learning_rate and check the data; if such differences between batches are expected, raise '
         'guard.spike_threshold'
     )
     if decisions.rollbacks >= guard.max_rollbacks:
@@ -120,7 +120,7 @@ def on_bad_steps(decisions: RunControl, bad: BadSteps, saved: Sequence[int], con
     wanted = max(0, before - guard.rollback_skip_steps)
     good = [step for step in saved if step <= before]
     if not good:
-        return Stop(f'{where}, and no checkpoint is older; {advice}')
+        return Stop(f'{where}, and there is no older checkpoint; {advice}')
     step = max((step for step in good if step <= wanted), default=min(good))
     return Rollback(step, max(step, wanted), bad.last)
 
@@ -187,9 +187,9 @@ def stops_early(decisions: RunControl, guard: GuardConfig) -> Stop | None:
     if not guard.early_stopping_patience or decisions.evaluations_without_progress < guard.early_stopping_patience:
         return None
     return Stop(
-        f'the validation loss has not gone below {decisions.best_validation_loss:.4f} by more than '
-        f'{guard.early_stopping_min_delta:g} '
-        f'in {decisions.evaluations_without_progress} evaluations (guard.early_stopping_patience)'
+        f'the validation loss has not improved on {decisions.best_validation_loss:.4f} by more than '
+        f'{guard.early_stopping_min_delta:g} in {decisions.evaluations_without_progress} evaluations '
+        '(guard.early_stopping_patience)'
     )
 
 

@@ -44,6 +44,6 @@ def test_two_processes_go_back_together(dataset, tmp_path):
         assert len(verified()[2]) == 1
         out = train(parent, 3)
         assert 'checkpoint of step 2 is damaged and skipped' in out
-        assert 'going on from step 1\n' in out
+        assert 'resuming from step 1\n' in out
         assert (workdir / CHECKPOINTS_DIR / DAMAGED / '2').is_dir()
         assert verified() == {1: [], 2: [], 3: []}

@@ -26,7 +26,7 @@ def test_fields_flow_whole(width):
 
 @pytest.mark.parametrize('width', range(1, 60))
 def test_a_message_is_cut_between_words(width):
-    text = 'step 1234567 left out: loss 12.5 is far above those before'
+    text = 'step 1234567 skipped: loss 12.5 is far above recent values'
     line = truncate(text, width)
     assert line.cell_len <= width
     words = line.plain.removesuffix('…').split()

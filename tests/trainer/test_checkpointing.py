@@ -157,7 +157,7 @@ def test_a_past_wins(start, tmp_path, origin, trained):
     state, out = start(tmp_path, init_from=origin)
     assert same(state, past)
     assert not same(state, trained)
-    assert out == 'going on from step 4\n'
+    assert out == 'resuming from step 4\n'
     # The initial checkpoint may have been deleted by then.
     assert same(start(tmp_path, init_from=tmp_path / 'gone')[0], past)
 
@@ -191,7 +191,7 @@ def test_a_step_0_that_training_saved_is_gone_on_from(start, tmp_path):
     save(tmp_path, [past])
     state, out = start(tmp_path)
     assert same(state, past)
-    assert out == 'going on from step 0\n'
+    assert out == 'resuming from step 0\n'
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,13 @@ def test_all_that_were_left_out_are_counted_and_told_apart(reporter, monkeypatch
     skips_in_a_row(reporter, [OVERFLOW, GOOD, DIVERGED, SPIKE])
     told = [(record.levelname, ' '.join(record.getMessage().split())) for record in records]
     assert told == [
-        ('INFO', 'step 1 left out: its gradient overflowed, the loss scale is halved'),
+        ('INFO', 'step 1 skipped: its gradient overflowed; the loss scale is halved'),
         # The total includes three skipped steps of earlier attempts.
-        ('WARNING', 'step 3 left out: its loss or gradient is not finite (5 so far)'),
-        ('WARNING', 'step 4 left out: loss 9.0000 or gradient norm 40.000 is far above those before (6 so far)'),
+        ('WARNING', 'step 3 skipped: its loss or gradient is not finite (5 skipped so far)'),
+        (
+            'WARNING',
+            'step 4 skipped: loss 9.0000 or gradient norm 40.000 is far above recent values (6 skipped so far)',
+        ),
     ]
 
 

@@ -37,10 +37,8 @@ def log(caplog, monkeypatch):
 
 def test_shares_and_epochs_are_told_at_the_start(log):
     report().log_start(200)
-    assert log.messages[0] == (
-        'source web: share 75.00% as asked, 75.00% as served; 300 windows, 0.5 epochs in this run'
-    )
-    assert log.messages[1] == 'source code: share 25.00% as asked, 25.00% as served; 10 windows, 5 epochs in this run'
+    assert log.messages[0] == ('source web: share 75.00% requested, 75.00% actual; 300 windows, 0.5 epochs in this run')
+    assert log.messages[1] == 'source code: share 25.00% requested, 25.00% actual; 10 windows, 5 epochs in this run'
     assert log.messages[2].startswith('source code is repeated 5.0 times, more than data.warn_epochs=4: ')
     assert len(log.messages) == 3
 

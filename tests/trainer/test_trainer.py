@@ -171,7 +171,7 @@ def test_the_last_lines_of_the_log(whole):
     *_, over, done, line, loss = [
         line.partition(' INFO ')[2] for line in (whole.workdir / 'run.log').read_text().splitlines() if ' INFO ' in line
     ]
-    assert over == f'the run is over: step {STEPS} of {STEPS} is done'
+    assert over == f'run finished: step {STEPS} of {STEPS} is done'
     assert done.startswith(f'done: {STEPS} steps in ')
     assert line.startswith('all attempts of the run: ')
     last = losses(whole.workdir)[STEPS]
@@ -197,7 +197,7 @@ def test_a_resumed_run_is_the_same(whole, runs):
 def test_a_run_that_is_told_to_stop_saves(runs):
     assert [event['step'] for event in events(runs.resumed.workdir, 'saved')] == [3, 4, STEPS]
     (end,) = events(runs.resumed.workdir, 'preempted')
-    assert end['message'] == f'SIGTERM: step 3 of {STEPS} is saved; start again to go on'
+    assert end['message'] == f'SIGTERM: saved step 3 of {STEPS}; start again to resume'
 
 
 def test_bad_steps_are_left_out_after_a_rollback(whole, runs):
@@ -211,7 +211,7 @@ def test_bad_steps_are_left_out_after_a_rollback(whole, runs):
     assert len({batch.tobytes() for batch in ours.batches}) == 6 + STEPS
     assert [event['step'] for event in events(ours.workdir, 'skipped')] == [5, 6]
     (rollback,) = events(ours.workdir, 'rollback')
-    assert 'back to step 0 and on without the batches of steps 1 to 6 (1 of ' in rollback['message']
+    assert 'rolling back to step 0 and skipping the batches of steps 1 to 6 (rollback 1 of ' in rollback['message']
     assert sorted(losses(ours.workdir)) == list(range(1, STEPS + 1))
 
 
@@ -220,4 +220,4 @@ def test_a_run_that_cannot_go_back_stops(live, tmp_path):
         live(tmp_path / 'run', Step(bad=(1, 2)), guard__max_consecutive_skips=2, guard__max_rollbacks=0) == EXIT_FAILED
     )
     (end,) = events(tmp_path / 'run', 'diverged')
-    assert end['message'].startswith('stopped at step 3: steps 1 to 2: 2 in a row had a loss ')
+    assert end['message'].startswith('stopped at step 3: steps 1 to 2: 2 consecutive steps had a loss ')

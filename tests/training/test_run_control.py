@@ -60,9 +60,13 @@ def test_bad_steps_lead_back_to_a_good_checkpoint(bad, saved, wanted):
 @pytest.mark.parametrize(
     ('decisions', 'saved', 'words'),
     [
-        (RunControl(rollbacks=2), [0], ['steps 31 to 33', '3 in a row', '2 rollback(s)', 'guard.max_rollbacks']),
-        (RunControl(), [31, 40], ['no checkpoint is older', 'guard.max_consecutive_skips']),
-        (RunControl(), [], ['no checkpoint is older', 'optimizer.learning_rate', 'guard.spike_threshold']),
+        (
+            RunControl(rollbacks=2),
+            [0],
+            ['steps 31 to 33', '3 consecutive steps', '2 rollback(s)', 'guard.max_rollbacks'],
+        ),
+        (RunControl(), [31, 40], ['there is no older checkpoint', 'guard.max_consecutive_skips']),
+        (RunControl(), [], ['there is no older checkpoint', 'optimizer.learning_rate', 'guard.spike_threshold']),
     ],
 )
 def test_where_there_is_no_way_back_the_run_stops_and_says_why(decisions, saved, words):
