@@ -170,7 +170,7 @@ def test_a_checkpoint_of_another_model_in_the_workdir(dataset, trained, refused)
 
 def test_a_checkpoint_of_another_model_to_resume_from(dataset, finished, tmp_path, refused):
     argv = [*command(dataset, tmp_path / 'new', model__dim=32), f'--resume={finished}']
-    refused(argv, f'--resume={finished} has model.dim=16, the config has 32')
+    refused(argv, f'--resume={finished} has model.dim=16, but the config has model.dim=32')
     refused([*argv, f'--resume={finished}@7'], f'{finished}@7', "step '7' does not exist; available steps: 2")
     assert not (tmp_path / 'new').exists()
 

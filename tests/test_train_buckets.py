@@ -208,5 +208,5 @@ def test_what_cannot_be_resumed(dataset, tmp_path, whole, capsys):
     # Checkpoints of the workdir have priority, because the same command is restarted repeatedly.
     assert resumed('c', f'{whole}@4') == EXIT_DONE
     assert resumed('c', f'{whole}@2') == EXIT_DONE
-    assert 'has checkpoints of its own' in capsys.readouterr().out
+    assert 'already has checkpoints' in capsys.readouterr().out
     assert curve(tmp_path / 'c') == curve(whole)

@@ -33,7 +33,7 @@ METRICS: dict[str, Metric] = {
     'train/z_loss': Metric(
         'nats/token', 'z-loss term (train.z_loss): part of the optimized objective, not of train/loss'
     ),
-    # Of dpo; means over the pairs of the step. Rewards are dpo.beta · log-probability relative to the reference.
+    # DPO: means over the pairs of the step.
     'train/rewards/accuracies': Metric('', 'DPO: fraction of pairs whose chosen response has the higher reward'),
     'train/rewards/margins': Metric('', 'DPO: reward of the chosen response minus that of the rejected response'),
     'train/rewards/chosen': Metric(
@@ -42,7 +42,7 @@ METRICS: dict[str, Metric] = {
     'train/rewards/rejected': Metric('', 'DPO: reward of the rejected response'),
     'train/logps/chosen': Metric('nats', 'DPO: log-probability of the chosen response'),
     'train/logps/rejected': Metric('nats', 'DPO: log-probability of the rejected response'),
-    # Of grpo; means over the tokens of the step's responses.
+    # GRPO: means over the tokens of the step's responses.
     'train/clip_fraction': Metric('', 'GRPO: fraction of tokens clipped by the probability ratio'),
     'train/entropy': Metric('nats', 'GRPO: entropy of the next-token distribution'),
     'train/approx_kl': Metric('nats', 'GRPO: KL divergence from the model that generated the responses'),
@@ -58,7 +58,7 @@ METRICS: dict[str, Metric] = {
     'train/skipped_steps': Metric(
         'steps', 'steps skipped so far because the loss or gradient norm spiked or was not finite'
     ),
-    # By source; * is its name.
+    # `*` is the name of a source.
     'train/loss/*': Metric('nats/token', 'train/loss over the tokens of one source'),
     'train/tokens/*': Metric('tokens', 'target tokens of one source in the step'),
     'eval/loss': Metric(
@@ -103,7 +103,7 @@ METRICS: dict[str, Metric] = {
     'cost/dollars': Metric('$', 'cost of all devices for cost/hours, if their price is known'),
     'cost/projected_dollars': Metric('$', 'projected cost at the last step, at the speed of this attempt'),
     'goodput/fraction': Metric('', 'fraction of wall-clock time since the first start spent on steps that were kept'),
-    # Of the responses that the model wrote before the step.
+    # Responses that the model generated before the step.
     'rollout/reward': Metric('', 'mean reward'),
     'rollout/reward_std': Metric('', 'standard deviation of the rewards in a group, averaged over groups'),
     'rollout/reward/*': Metric('', 'mean of one component of a sum of rewards'),
@@ -116,7 +116,7 @@ METRICS: dict[str, Metric] = {
     'rollout/tokens_per_second': Metric('tokens/s', 'tokens generated per second of generation'),
     'rollout/reward_seconds': Metric('s', 'time spent scoring the responses'),
     'rollout/epoch': Metric('epochs', 'passes over the prompts so far'),
-    # Of process 0's machine; means of the readings since the last line (metrics.device_stats_interval_seconds).
+    # Means of the readings on the first host since the previous line.
     'device/utilization_percent': Metric('%', 'utilization, mean over devices'),
     'device/memory_gib': Metric(
         'GiB', 'memory allocated from the driver, mean over devices; JAX allocates its share at startup'

@@ -148,7 +148,7 @@ def test_training_starts_with_it_or_leaves_nothing(dataset, tmp_path, memory, ca
     assert exit_code(train.main, arguments(dataset, refused, train__num_steps=2)) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert error.count('\n') == 1
-    assert 'may have' in error
+    assert 'more than the available' in error
     assert not refused.exists()
 
 

@@ -88,10 +88,10 @@ def quantization_error(in_shape: tuple[int, ...], weights: Weights) -> str:
     """
     inputs = in_shape[-1]
     if weights.kind == 'int4' and inputs % 2:
-        return f'an odd number of inputs ({inputs}), and int4 stores two in a byte'
+        return f'an odd number of inputs ({inputs}), but int4 stores two per byte'
     size = group_size(inputs, weights.group)
     if weights.group and size < min(SMALLEST_GROUP, inputs):
-        return f'{inputs} inputs, which groups of {SMALLEST_GROUP} to {weights.group} do not divide'
+        return f'{inputs} inputs, which no group size from {SMALLEST_GROUP} to {weights.group} divides'
     return ''
 
 

@@ -31,9 +31,12 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
     for key in ('frozen_params', 'trainable_params'):
         for pattern in getattr(config.optimizer, key):
             if not any(_matches(name, pattern) for name in names):
-                raise InputError(f'optimizer.{key}: {pattern!r} names no parameter; there are: {", ".join(names)}')
+                raise InputError(f'optimizer.{key}: {pattern!r} matches no parameter; choose from: {", ".join(names)}')
     if not any(is_trained(config, name) for name in names):
-        raise InputError(f'optimizer.frozen_params={config.optimizer.frozen_params!r} leaves nothing to train')
+        raise InputError(
+            f'optimizer.frozen_params={config.optimizer.frozen_params!r} freezes all parameters; leave at least one '
+            'to train'
+        )
 
 
 def trainable(config: Config, params: Tree) -> Any:

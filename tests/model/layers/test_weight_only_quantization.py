@@ -111,7 +111,7 @@ def test_sizes_that_fit():
     assert quantization_error((4, 24), Weights('int4', 32)) == ''
     assert 'odd number of inputs (25)' in quantization_error((25,), Weights('int4', 0))
     assert quantization_error((25,), Weights('int8', 0)) == ''
-    assert 'groups of 8 to 32' in quantization_error((74,), Weights('int4', 32))
+    assert 'no group size from 8 to 32' in quantization_error((74,), Weights('int4', 32))
     assert quantization_error((6,), Weights('int4', 32)) == ''
 
 

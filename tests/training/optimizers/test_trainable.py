@@ -85,10 +85,10 @@ def test_patterns_that_name_nothing_are_refused():
         (
             'frozen_params',
             ('blocks.attnetion.*',),
-            r"optimizer\.frozen_params: 'blocks\.attnetion\.\*' names no parameter; there are: ",
+            r"optimizer\.frozen_params: 'blocks\.attnetion\.\*' matches no parameter; choose from: ",
         ),
-        ('trainable_params', ('had',), r"optimizer\.trainable_params: 'had' names no parameter"),
-        ('frozen_params', ('*',), 'leaves nothing to train'),
+        ('trainable_params', ('had',), r"optimizer\.trainable_params: 'had' matches no parameter"),
+        ('frozen_params', ('*',), 'freezes all parameters'),
     ):
         config = small_config(**{f'optimizer__{key}': patterns})
         with pytest.raises(InputError, match=words):
