@@ -167,7 +167,7 @@ def test_processes_that_share_a_bucket_of_s3_and_its_cache(dataset, tmp_path, wh
 
 
 def test_a_bucket_that_does_not_answer_is_no_new_run(dataset, tmp_path, s3, monkeypatch, capsys):
-    monkeypatch.setitem(RunStorage.fetch.__kwdefaults__, 'patience_seconds', 0.0)
+    monkeypatch.setitem(RunStorage.fetch.__kwdefaults__, 'timeout_seconds', 0.0)
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:9')
     assert run(dataset, tmp_path / 'run', checkpoint__remote_dir='s3://bucket/run') == EXIT_PREEMPTED
     assert 'run the command again when the bucket responds' in capsys.readouterr().err

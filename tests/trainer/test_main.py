@@ -17,7 +17,7 @@ PROGRAM = """
 import json, os, signal, sys
 from maxlm.trainer import main
 
-main.part = lambda code: os.kill(os.getpid(), signal.SIGTERM)
+main.disconnect = lambda code: os.kill(os.getpid(), signal.SIGTERM)
 ends = []
 for code in map(int, sys.argv[1:]):
     if not (pid := os.fork()):

@@ -342,7 +342,7 @@ def test_layer_by_layer_is_the_same(stages, monkeypatch):
     shape, layout = (4, 64, 128), small_layout(small_config())
     _, wanted = whole = run(adam('int8'), shape)
     monkeypatch.setattr(quantized_moments, 'STREAMED', 1)
-    monkeypatch.setattr(type(layout), 'parts', lambda self, axis: stages if axis == 'layers' else 1)
+    monkeypatch.setattr(type(layout), 'num_shards', lambda self, axis: stages if axis == 'layers' else 1)
     streamed = run(adam('int8'), shape)
     jax.tree.map(np.testing.assert_array_equal, streamed, whole)
     # Negative controls: the update was streamed, and layers have different noise.
