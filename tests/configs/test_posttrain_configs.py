@@ -52,5 +52,5 @@ def test_the_model_is_the_same_in_both(kind, monkeypatch):
     sft, rl = (load(f'configs/{kind}.py:{variant}') for variant in ('sft', 'rl'))
     assert rl.model == sft.model
     assert rl.train.init_from == f'runs/{kind}-sft'
-    with pytest.raises(InputError, match='learns from rewards'):
+    with pytest.raises(InputError, match=r'requires train\.objective=grpo'):
         check_grpo(sft)

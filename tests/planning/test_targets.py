@@ -198,7 +198,7 @@ def test_slices_are_islands():
     by_slice = np.vectorize(lambda device: device.slice_index)(layout.mesh.devices).reshape(2, 8)
     assert by_slice.tolist() == [[0] * 8, [1] * 8]
     for refuse in (check_islands, target_layout):
-        with pytest.raises(InputError, match=r'2 nodes or slices .* mesh.data=2'):
+        with pytest.raises(InputError, match=r'2 nodes or slices; .* mesh.data=2'):
             refuse(target, mesh(tensor=16))
     # Control: within one slice the axis is allowed.
     check_islands(parse_target('v5e:4x4'), mesh(tensor=16))
@@ -251,7 +251,7 @@ def test_a_mesh_lies_over_nodes_as_on_real_ones(monkeypatch, num_nodes, sizes):
 
 
 def test_a_tensor_axis_does_not_leave_a_node():
-    with pytest.raises(InputError, match=r'4 nodes or slices .* mesh.data=4'):
+    with pytest.raises(InputError, match=r'4 nodes or slices; .* mesh.data=4'):
         target_layout(parse_target('h100:8x4'), mesh(tensor=32))
     check_islands(parse_target('h100:8x4'), mesh(data=4, tensor=8))
 

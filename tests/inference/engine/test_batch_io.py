@@ -58,8 +58,8 @@ def test_nothing_stays_of_a_file_that_does_not_become_whole(tmp_path):
 @pytest.mark.parametrize(
     ('line', 'words'),
     [
-        ('{', 'is not JSON'),
-        ('[' * 100_000, 'is not JSON'),
+        ('{', 'not JSON'),
+        ('[' * 100_000, 'not JSON'),
         ('[1]', 'list, not an object with "prompt" or "messages"'),
         ({'text': 'x'}, 'must be an object with either "prompt" or "messages"'),
         ({'prompt': 'x', 'messages': []}, 'must be an object'),
@@ -68,7 +68,7 @@ def test_nothing_stays_of_a_file_that_does_not_become_whole(tmp_path):
         ({'prompt': 'x', 'completions': []}, 'already has "completions"'),
         ({'messages': 'x'}, '"messages" must be a list of objects'),
         ({'messages': [], 'suffix': 'x'}, '"suffix" requires "prompt"'),
-        ({'messages': [{'role': 'user', 'content': 'x'}]}, 'has no chat_template'),
+        ({'messages': [{'role': 'user', 'content': 'x'}]}, 'chat_template'),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, words):
