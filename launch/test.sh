@@ -22,6 +22,7 @@ unset PYTHONDONTWRITEBYTECODE
 format() {
   ruff check .
   ruff format --check .
+  python -m tools.check_prose
 }
 
 lint() {

@@ -102,7 +102,7 @@ def test_the_loss_is_the_one_that_training_measured(whole, compared, workdir):
     assert whole['loss'] == pytest.approx(losses[4], rel=1e-5)
     _, first = json.loads((compared[1] / 'evaluation.json').read_text())['checkpoints']
     assert first['loss'] == pytest.approx(losses[2], rel=1e-5)
-    # Control: the tolerance tells the two steps apart.
+    # Control: the difference of the two steps exceeds the tolerance.
     assert losses[2] != pytest.approx(losses[4], rel=1e-3)
 
 
@@ -238,7 +238,7 @@ def test_hidden_facts(run, measure, tmp_path, workdir, monkeypatch):
     monkeypatch.setattr(LogprobScorer, 'score', lambda self, spans, show: [Likelihood(-1.0, True) for _ in spans])
     values = measure('--tasks=needle', '--needle-trials=1', f'--output={tmp_path}')
     (one,) = values['checkpoints']
-    # Which number it is this model cannot tell.
+    # An untrained model does not find the number.
     assert one['tasks']['needle/256/choice']['value'] == 0
     assert set(one['tasks']) == {f'needle/{n}/{kind}' for n in (256, 300) for kind in ('choice', 'retrieved')}
     assert json.loads((tmp_path / 'evaluation.json').read_text()) == values

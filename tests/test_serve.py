@@ -186,7 +186,7 @@ def test_a_client_that_goes_frees_its_slot(server, engine, stream):
 
 
 def test_values_at_their_limits_break_no_engine(server, engine):
-    """What the schema lets through, at its edges; others share the passes and must not suffer."""
+    """Values at the limits of the schema do not affect requests in the same batch."""
     edges = {
         'temperature': (0, 1e-3, 100),
         'top_p': (1e-30, 1),

@@ -140,7 +140,7 @@ def test_conversations_bring_new_tokens(longer, chats, answering, tmp_path, caps
     assert_grown(tables(longer[0], 10), tables(still, 1))
     losses = curve(answering)
     assert losses[6]['train/loss'] < losses[1]['train/loss']
-    # Without room for them it cannot be, nor with other tokens.
+    # A vocabulary that is too small, or other tokens, are refused.
     capsys.readouterr()
     small = {**CHAT, 'model__vocab_size': 258}
     assert run(chats, tmp_path / 'small', **small, train__init_from=longer[0]) == EXIT_BAD_INPUT

@@ -203,7 +203,7 @@ def test_processes_that_hold_the_same_rows(start, tmp_path):
     train_together(start, 1, 2, 'one', **mesh)
     found, expected = losses(tmp_path / 'run'), losses(tmp_path / 'one')
     assert found == pytest.approx(expected, rel=1e-6)
-    # Control: the tolerance tells steps apart.
+    # Control: the difference of two steps exceeds the tolerance.
     assert found[2] != pytest.approx(expected[3], rel=1e-6)
 
 
@@ -236,7 +236,7 @@ def test_a_stuck_process_tells_where_and_all_end(start, tmp_path, record_propert
     # The one that only waited for it was left alone until then.
     assert 'exiting with the other processes: process 1: stuck' in other
     assert 'Current thread' not in other
-    # Whoever ends at once still says so, and what its time was.
+    # A process that exits immediately still records its last event and its time.
     last = read_events(tmp_path / 'run').lines[-1]
     assert (last['kind'], last['code']) == ('preempted', EXIT_PREEMPTED)
     assert 'process 1: stuck' in last['message']

@@ -80,7 +80,7 @@ def once_each(end_one):
 
 @pytest.fixture
 def found(request):
-    """What is asked for of one signal alone, and of a sample what all had in common."""
+    """Returns a check of the trials of one signal, or of the common results of a sample."""
 
     def found(name, full):
         times = how_many(1, full)

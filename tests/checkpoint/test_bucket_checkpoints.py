@@ -32,7 +32,7 @@ def tell(parent, emulator, tmp_path):
         process = parent.start([name, *numbers], tmp_path / 'output')
         assert process.wait() == 0, process.stdout + process.stderr
         *lines, last = process.stdout.splitlines()
-        # In these, gcsfs itself tells of what it tried.
+        # In these cases gcsfs itself logs its retries.
         assert name in ('damage', 'outage') or 'Traceback' not in process.stderr, process.stderr
         return json.loads(last), lines
 

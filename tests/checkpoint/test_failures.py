@@ -25,7 +25,7 @@ def state(step):
 
 @pytest.fixture
 def full_disk():
-    """A disk on which nothing of more than a few KiB finds room, from the call on, until it is called with True."""
+    """Limits files to a few KiB, as on a full disk, from the call on, until it is called with True."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -51,7 +51,7 @@ def test_a_full_disk(tmp_path, full_disk, capfd, record_property):
         for step in steps:
             checkpoints.save(step, state(step), FACTS)
             assert checkpoints.wait() == 1
-        # What they began is not in the way of what has more right to the room.
+        # Unfinished saves are deleted, so that they do not use space.
         assert [name for name in entries(tmp_path) if UNFINISHED in name] == []
         full_disk(room=True)
         assert same(checkpoints.restore(1, ABSTRACT).state, state(1))

@@ -136,7 +136,7 @@ def test_arguments_arrive_as_they_were_given(programs):
     words = ['--config=x', '--workdir=gs://b/r', '{{nodes}}', 'a "b" \'c\' & \\d', 'two\nlines', '# $HOME', '$(HOME)']
     *_, job = render(programs, *GPU, training=['--', *words])
     validate(job)
-    # Kubernetes converts the last argument to $(HOME).
+    # Kubernetes converts the last argument to one dollar sign.
     assert job['spec']['template']['spec']['containers'][0]['args'] == [*words[:-1], '$$(HOME)']
 
 

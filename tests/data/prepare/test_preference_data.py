@@ -140,7 +140,7 @@ def test_pairs_stay_together(tmp_path, kinds, tokenizer, template):
     (shard,) = dataset.splits['train'].shards
     windows = TokenReader(dataset, [shard]).read(0, 0, shard.tokens).reshape(-1, WINDOW)
     assert is_document_start(windows)[:, 0].all()
-    # Control: what was chosen and what was rejected are told apart.
+    # Control: swapped chosen and rejected answers fail.
     swapped = [(prompt, rejected, chosen) for prompt, chosen, rejected in said]
     with pytest.raises(AssertionError):
         assert_pairs(training + validation, swapped)
@@ -204,7 +204,7 @@ def test_what_cannot_be_learned_is_left_out_and_told(tmp_path, capsys):
     assert 'train: 2 pairs' in out
     assert '1 pairs are skipped because they are longer than a sequence' in out
     assert '3 pairs are skipped because their answers are equal or one is empty' in out
-    # Once more: told from the manifest.
+    # The second time the number is read from the manifest.
     assert run(*arguments, tmp_path / 'data') == EXIT_DONE
     assert '3 pairs are skipped because their answers are equal' in capsys.readouterr().out
     path.write_text('\n'.join(map(json.dumps, lines[1:5])))

@@ -47,7 +47,7 @@ LAYOUTS = [
 TOLERANCE = 2e-5
 # Below this loss the blocks have learned; the initial loss is ln 61 = 4.1.
 LEARNED = 3.2
-# The loss falls by up to 0.07 per step, and two runs may be one or two steps apart. With four seeds, the differences
+# The loss falls by up to 0.07 per step, and two runs may differ by one or two steps. With four seeds, the differences
 # between both dtypes are -0.02, 0.11, 0.00 and 0.04.
 SAME = 0.2
 
