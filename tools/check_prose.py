@@ -25,7 +25,9 @@ BANNED = re.compile(
     re.IGNORECASE,
 )
 # Standard terms that contain a banned word.
-ALLOWED = re.compile(r'home\s+director(?:y|ies)|half a head apart|further apart|LLM judge|half-life|headroom', re.IGNORECASE)
+ALLOWED = re.compile(
+    r'home\s+director(?:y|ies)|half a head apart|further apart|LLM judge|half-life|headroom', re.IGNORECASE
+)
 # Parts of a text that are not prose: code, tables, tags, targets of links, and legends of shapes.
 CODE = re.compile(
     r'```.*?```|``[^`]*``|`[^`\n]*`|^\s*\|[^\n]*$|^ {4,}\S[^\n]*$|^[^\n]*\S {3,}\S[^\n]*$|<[^>]*>|\]\([^)]*\)|'
