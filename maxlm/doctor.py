@@ -47,9 +47,7 @@ def _read(argv: list[str]) -> tuple[CheckContext, argparse.Namespace]:
         # doctor must also work on a machine without the required packages.
         options, _ = _parser().parse_known_args(argv)
         if options.config:
-            raise InputError(
-                f'--config={options.config}: {error}; look at the machine without --config first'
-            ) from error
+            raise InputError(f'--config={options.config}: {error}; run doctor without --config first') from error
         return CheckContext(workdir=options.workdir), options
     overrides, rest = split_overrides(argv)
     options = _parser().parse_args(rest)
@@ -77,16 +75,16 @@ def _parser() -> ArgumentParser:
         '--config',
         type=PathOption(Kind.FILE, may_be_empty=True),
         default='',
-        help='the run to check for: configs/x.py, configs/x.py:big, or a config.json',
+        help='config of the run: configs/x.py, configs/x.py:big, or a config.json',
     )
     parser.add_argument(
         '--workdir',
         type=PathOption(Kind.DIRECTORY, ANY, may_be_empty=True),
         default='',
-        help='where the run will live: a directory or a URL',
+        help='workdir of the run: a directory or a URL',
     )
-    parser.add_argument('--only', default='', metavar='NAME,…', help='make these checks alone')
-    parser.add_argument('--skip', default='', metavar='NAME,…', help='leave these checks out')
+    parser.add_argument('--only', default='', metavar='NAME,…', help='run only these checks')
+    parser.add_argument('--skip', default='', metavar='NAME,…', help='skip these checks')
     parser.add_argument('--json', action='store_true', help='print one JSON object')
     return parser
 

@@ -33,7 +33,7 @@ def test_the_machine_alone(run):
     code, out, err = run('--only=python,files,gpus,trial')
     assert (code, err) == (EXIT_DONE, '')
     assert out.splitlines()[0].split()[:2] == ['ok', 'python']
-    assert 'no --config to try' in out
+    assert 'no --config to run' in out
 
 
 def test_a_failure_is_an_exit_code_and_a_remedy(run, dataset, tmp_path):
@@ -50,9 +50,9 @@ def test_a_failure_is_an_exit_code_and_a_remedy(run, dataset, tmp_path):
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
-        (['--only=pyhton'], "error: --only=pyhton: there is no such check; did you mean 'python'"),
-        (['--skip=x'], 'error: --skip=x: there is no such check'),
-        (['--config=none.py'], 'error: --config=none.py: file not found'),
+        (['--only=pyhton'], "error: --only=pyhton: unknown check; did you mean 'python'"),
+        (['--skip=x'], 'error: --skip=x: unknown check'),
+        (['--config=none.py'], 'error: --config: no file none.py'),
         (['--config.train.num_steps=1'], 'error: --config.train.num_steps=1: overrides a config; give one'),
         ([f'--config={TINY}', '--config.train.num_step=1'], "did you mean 'num_steps'"),
         (['--what'], 'error: unrecognized arguments: --what'),
@@ -116,9 +116,9 @@ def test_where_nothing_is_installed_it_still_speaks():
     done = subprocess.run([sys.executable, '-S', '-c', BARE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert 'files ' in done.stdout
-    assert 'cannot be looked at: ' in done.stdout
+    assert 'cannot run: ' in done.stdout
     assert 'code 1' in done.stdout
-    assert 'look at the machine without --config first' in done.stderr
+    assert 'run doctor without --config first' in done.stderr
 
 
 @pytest.mark.multiprocess
@@ -132,6 +132,6 @@ def test_two_processes_are_looked_at_together(tmp_path):
         # JAX may print messages before and after the JSON.
         told, _ = json.JSONDecoder().raw_decode(text, text.index('{'))
         found = {check['name']: check['found'] for check in told['checks']}
-        assert '2 processes are together, their clocks within' in found['processes']
+        assert '2 processes are connected, their clocks within' in found['processes']
         assert found['devices'] == '4 × cpu in 2 processes'
         assert found['links'].startswith('fsdp=4: ')

@@ -137,4 +137,4 @@ def exit_reason(stderr: str, code: int) -> str:
     messages = [line for line in lines if not line.startswith(('@', '*', 'File ', 'For simplicity'))]
     errors = [line for line in messages if 'Error' in line or line.startswith(('error:', 'F0', 'F1'))]
     reason = (errors or messages or [''])[-1].removeprefix('error: ')
-    return ' '.join(reason.split())[:300] or f'it ended with {exit_text} and no word'
+    return ' '.join(reason.split())[:300] or f'it exited with {exit_text} and no message'

@@ -100,7 +100,7 @@ def summary(results: Sequence[Result]) -> str:
     ]
     parts += [f'{counts[CheckStatus.SKIPPED]} skipped'] if counts[CheckStatus.SKIPPED] else []
     failed = [result.name for result in results if result.finding.status is CheckStatus.FAILURE]
-    return ', '.join(parts) + (f'; not fit for the run: {", ".join(failed)}' if failed else '')
+    return ', '.join(parts) + (f'; not ready for the run: {", ".join(failed)}' if failed else '')
 
 
 @contextlib.contextmanager

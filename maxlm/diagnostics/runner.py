@@ -71,7 +71,7 @@ def run_checks(
         on_begin(check)
         began = time.monotonic()
         if check.uses_devices and hanging:
-            finding = skipped(f'not tried: the check {hanging!r} hangs')
+            finding = skipped(f'not run: the check {hanging!r} hangs')
         else:
             finding = with_timeout(check, context)
             if finding is HANGS:
@@ -92,20 +92,20 @@ def with_timeout(check: Check, context: CheckContext) -> CheckResult:
         try:
             if check.uses_devices:
                 if context.jax_start.error:
-                    results.append(skipped(f'not tried: {context.jax_start.error}'))
+                    results.append(skipped(f'not run: {context.jax_start.error}'))
                     return
                 disable_accelerator_search(context.jax_start)
             results.append(check.run(context))
         except InputError as error:
-            results.append(failure(' '.join(str(error).split()), 'mend that, and look again'))
+            results.append(failure(' '.join(str(error).split()), 'fix this, and run doctor again'))
         except ImportError as error:
             results.append(
-                failure(f'cannot be looked at: {" ".join(str(error).split())}', 'install what is missing: see packages')
+                failure(f'cannot run: {" ".join(str(error).split())}', 'install the missing package: see packages')
             )
         # Catch everything, so that all other checks still run.
         except BaseException as error:
             line = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
-            results.append(failure(f'the check itself failed with {line}', 'report it, with this line'))
+            results.append(failure(f'the check itself failed with {line}', 'report a bug, with this line'))
 
     thread = threading.Thread(target=target, name=f'{THREAD_PREFIX}{check.name}', daemon=True)
     thread.start()
@@ -116,7 +116,7 @@ def with_timeout(check: Check, context: CheckContext) -> CheckResult:
 def _hang(check: Check) -> CheckResult:
     return failure(
         f'no answer after {check.seconds:g} s: {check.description}',
-        f'see what it waits for; --skip={check.name} leaves it out',
+        f'find out what it waits for, or skip it with --skip={check.name}',
     )
 
 

@@ -23,7 +23,7 @@ def test_a_table_of_eighty_columns(capsys):
     assert 'failure  driver  no driver that answers' in out
     # Brackets are text, not markup.
     assert '→ install [one]' in out
-    assert out.endswith('\n1 ok, 1 warning, 1 failure, 1 skipped; not fit for the run: driver\n')
+    assert out.endswith('\n1 ok, 1 warning, 1 failure, 1 skipped; not ready for the run: driver\n')
 
 
 def test_without_rich_there_are_lines(monkeypatch, capsys):

@@ -50,7 +50,7 @@ def test_one_that_raises_is_a_failure_with_its_name_and_the_next_is_made(checks)
     results = list(run_checks(made, case_on(CPU)))
     assert statuses(results) == {'bad': 'failure', 'missing': 'failure', 'good': 'ok'}
     assert results[0].finding.message == 'the check itself failed with ZeroDivisionError: by nought'
-    assert results[1].finding.message == 'cannot be looked at: No module x'
+    assert results[1].finding.message == 'cannot run: No module x'
 
 
 def test_what_ends_a_process_ends_no_check_but_its_own(checks):
@@ -90,7 +90,7 @@ def test_where_jax_does_not_start_it_is_not_started_here(checks):
     case = case_on(CPU, JaxStart('Unknown flags'))
     results = list(run_checks([*checks(uses=fine, uses_devices=True), *checks(other=fine)], case))
     assert statuses(results) == {'uses': 'skipped', 'other': 'ok'}
-    assert results[0].finding.message == 'not tried: Unknown flags'
+    assert results[0].finding.message == 'not run: Unknown flags'
 
 
 def test_what_is_about_to_be_made_is_told(checks):
@@ -149,7 +149,7 @@ def test_choosing():
     assert [check.name for check in choose(['links', 'python'], [])] == ['python', 'links']
     assert [check.name for check in choose([], NAMES[1:])] == ['python']
     assert len(choose([], [])) == len(CHECKS)
-    with pytest.raises(InputError, match="--skip=pyton: there is no such check; did you mean 'python'"):
+    with pytest.raises(InputError, match="--skip=pyton: unknown check; did you mean 'python'"):
         choose([], ['pyton'])
     with pytest.raises(InputError, match='no check is left'):
         choose(['disk'], ['disk'])

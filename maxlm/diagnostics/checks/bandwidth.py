@@ -58,7 +58,7 @@ def evaluate_matmul(measured: Mapping[int, float], kind: str, peak: float, throt
     """
     median = statistics.median(measured.values())
     message = f'{median:,.3g} TFLOP/s in {kind}'
-    message += f', {median / peak:.0%} of {peak:,.4g}' if peak else '; no datasheet to compare with'
+    message += f', {median / peak:.0%} of {peak:,.4g}' if peak else '; no datasheet value to compare with'
     if len(measured) > 1:
         message += f', median of {len(measured)} devices'
     findings = []
@@ -70,15 +70,15 @@ def evaluate_matmul(measured: Mapping[int, float], kind: str, peak: float, throt
         findings.append(
             warning(
                 f'{message}; slower: {named}',
-                'a run goes at the pace of its slowest device: leave it out, or replace it',
+                'a run is as fast as its slowest device: exclude or replace it',
             )
         )
     if peak and median < MIN_PEAK_FRACTION * peak:
         reasons = ', '.join(sorted({*throttled.values()}))
         findings.append(
             warning(
-                message + (f'; held down by {reasons}' if reasons else ''),
-                'see gpus for who else is there; look at power limit, cooling and clocks',
+                message + (f'; throttled by {reasons}' if reasons else ''),
+                'see the gpus check for other processes; check power limit, cooling and clocks',
             )
         )
     return combine(findings or [ok(message)])
@@ -123,7 +123,7 @@ def check_links(context: CheckContext) -> CheckResult:
     from maxlm.parallel.layout import make_layout
 
     if jax.device_count() == 1:
-        return skipped('one device has none')
+        return skipped('one device has no links')
     mesh = make_layout(resolve_mesh(context.config.mesh if context.config else MeshConfig(), jax.device_count())).mesh
     chip = find_chip(jax.devices()[0].device_kind)
     findings = []
@@ -145,13 +145,13 @@ def evaluate_links(name: str, speed: float, expected: float, is_right: bool) -> 
         expected: bandwidth of its links; 0: unknown.
         is_right: whether the sums were correct.
     """
-    message = f'{name}: {format_rate(speed)} out of each device in an all-reduce'
+    message = f'{name}: {format_rate(speed)} sent per device in an all-reduce'
     if not is_right:
-        return failure(f'{name}: a sum over devices is wrong', 'do not train on this machine; look at its devices')
+        return failure(f'{name}: an all-reduce returned a wrong sum', 'do not train on this machine; check its devices')
     if expected:
         message += f', {speed / expected:.0%} of {format_rate(expected)}'
     if speed < MIN_LINK_FRACTION * expected:
-        return warning(message, 'look at links and topology (nvidia-smi topo -m, NCCL_DEBUG=INFO)')
+        return warning(message, 'check links and topology (nvidia-smi topo -m, NCCL_DEBUG=INFO)')
     return ok(message)
 
 

@@ -30,7 +30,7 @@ def try_bucket(url: str) -> CheckResult:
     try:
         bucket = Bucket(url)
     except InputError as error:
-        return failure(str(error), 'install what it needs, or mend the URL')
+        return failure(str(error), 'install the missing package, or fix the URL')
     directory = f'doctor-{secrets.token_hex(8)}'
     name = f'{directory}/object'
     written = False
@@ -42,21 +42,23 @@ def try_bucket(url: str) -> CheckResult:
             listed = bucket.list(directory)
         if name not in listed:
             return failure(
-                f'{name_of_bucket}: what was written is not listed', 'try again; a run could not find its checkpoints'
+                f'{name_of_bucket}: the written object is not listed', 'try again; a run would not find its checkpoints'
             )
         with steps.named('read'):
             content = bucket.read(name)
         if content != CONTENT:
-            return failure(f'{name_of_bucket}: what was read is not what was written', 'do not use this bucket')
+            return failure(
+                f'{name_of_bucket}: the object read differs from the object written', 'do not use this bucket'
+            )
         with steps.named('delete'):
             bucket.delete([name])
         written = False
-        with steps.named('look again'):
+        with steps.named('check the deletion'):
             leftover = bucket.list_one(name)
         if leftover is not None:
             return failure(
-                f'{name_of_bucket}: what was deleted is still there',
-                f'remove {name_of_bucket}/{name}; look at retention rules',
+                f'{name_of_bucket}: the deleted object still exists',
+                f'delete {name_of_bucket}/{name}; check retention policies',
             )
     except InputError as error:
         return _refused(
@@ -71,18 +73,18 @@ def try_bucket(url: str) -> CheckResult:
             with contextlib.suppress(InputError):
                 bucket.delete([name])
     return ok(
-        f'{name_of_bucket}: may write, list, read and delete ({steps.seconds * 1000 / steps.count:.0f} ms a request)'
+        f'{name_of_bucket}: can write, list, read and delete ({steps.seconds * 1000 / steps.count:.0f} ms per request)'
     )
 
 
 def _refused(name_of_bucket: str, step: str, error: InputError, leftover: str) -> CheckResult:
-    also = f'; {leftover} is left there' if leftover else ''
+    also = f'; {leftover} was not deleted' if leftover else ''
     if isinstance(error, PermissionDeniedError):
-        remedy = 'log in, or grant this account the right to write, list, read and delete objects there'
+        remedy = 'log in, or grant this account permission to write, list, read and delete objects in the bucket'
     elif isinstance(error, TransientStorageError):
-        remedy = 'see whether the network reaches it, and whether the bucket is there'
+        remedy = 'check the network connection, and that the bucket exists'
     else:
-        remedy = 'mend the URL'
+        remedy = 'fix the URL'
     # The name of the object is random, so it is omitted.
     reason = re.sub(r'^\S+/object: ', '', str(error))
     return failure(f'{name_of_bucket}: cannot {step} ({reason}){also}', remedy)

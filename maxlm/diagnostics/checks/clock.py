@@ -19,7 +19,7 @@ from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped,
 # AWS and Google reject signatures and tokens that are off by minutes. The header has a resolution of one second.
 MAX_OFFSET, WARN_OFFSET = 240.0, 10.0
 HEADER_SECONDS = 10.0
-REMEDY = 'synchronize it: timedatectl set-ntp true, or chronyd'
+REMEDY = 'synchronize the clock: timedatectl set-ntp true, or chronyd'
 # Return value of adjtimex(2) for an unsynchronized clock, and a buffer size for its struct on any machine.
 TIME_ERROR = 5
 TIMEX_BYTES = 512
@@ -35,10 +35,10 @@ def check_clock(context: CheckContext) -> CheckResult:
             findings.append(evaluate_offset(offset, endpoint))
     synchronized = is_synchronized()
     if synchronized is False:
-        findings.append(warning('the kernel says that nobody keeps the clock right', REMEDY))
+        findings.append(warning('the kernel reports that the clock is not synchronized', REMEDY))
     elif synchronized:
         findings.append(ok('synchronized'))
-    return combine(findings) if findings else skipped('neither a bucket nor the kernel tells whether it is right')
+    return combine(findings) if findings else skipped('no bucket server or kernel state to compare with')
 
 
 def endpoint_of(url: str, environment: Mapping[str, str]) -> str:
@@ -80,7 +80,7 @@ def evaluate_offset(offset: float, endpoint: str) -> CheckResult:
     """Evaluates an offset in seconds ahead of a server's clock."""
     message = f'{abs(offset):,.0f} s {"ahead of" if offset > 0 else "behind"} {endpoint}'
     if abs(offset) > MAX_OFFSET:
-        return failure(f'{message}: it will refuse requests', REMEDY)
+        return failure(f'{message}: requests will be rejected', REMEDY)
     if abs(offset) > WARN_OFFSET:
         return warning(message, REMEDY)
     return ok(f'agrees with {endpoint}')

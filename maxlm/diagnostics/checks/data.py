@@ -26,7 +26,7 @@ def check_data(context: CheckContext) -> CheckResult:
     from maxlm.storage.object_store import open_filesystem, read_range, translate_errors
 
     if context.config is None:
-        return skipped('no --config says which data')
+        return skipped('no --config, so the data is unknown')
     warnings: list[str] = []
     with tempfile.TemporaryDirectory(prefix='maxlm-doctor-') as cache:
         data = dataclasses.replace(context.config.data, cache_dir=cache)
@@ -52,12 +52,12 @@ def check_data(context: CheckContext) -> CheckResult:
                     slow.append(
                         warning(
                             f'{redact(url)}: {format_rate(speed)} from one reader',
-                            'copy it nearer (maxlm.fetch), or raise data.download_threads',
+                            'copy it closer (maxlm.fetch), or raise data.download_threads',
                         )
                     )
         except InputError as error:
-            return failure(str(error), 'prepare the data (maxlm.prepare), mend data.path, or log in to its bucket')
+            return failure(str(error), 'prepare the data (maxlm.prepare), fix data.path, or log in to its bucket')
         tokens = sum(shard.tokens for source in corpus.sources for shard in source.shards('train'))
         names = ', '.join(map(redact, context.data_paths))
         message = f'{names}: {tokens:,} training tokens in {plural(len(corpus.sources), "source")}'
-        return combine([*slow, *(warning(text, 'see whether the bucket answers') for text in warnings), ok(message)])
+        return combine([*slow, *(warning(text, 'check that the bucket responds') for text in warnings), ok(message)])

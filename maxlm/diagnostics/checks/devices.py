@@ -31,17 +31,17 @@ def check_processes(context: CheckContext) -> CheckResult:
         and detect_cluster(environment) is None
         and not context.hardware.tpu_chips
     ):
-        return skipped('a run of one process')
+        return skipped('the run has one process')
     try:
         initialize(environment)
     except RendezvousError as error:
-        return failure(str(error), 'start it on all machines at once, with the same variables; open the port')
+        return failure(str(error), 'start all machines at the same time, with the same variables; open the port')
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
 
     if jax.process_count() == 1:
-        return skipped('a run of one process')
+        return skipped('the run has one process')
     multihost_utils.sync_global_devices('maxlm.doctor')
     now = time.time()
     # Use 32 bits, because JAX truncates wider numbers by default.
@@ -55,10 +55,11 @@ def evaluate_clocks(clocks: Sequence[float]) -> CheckResult:
     median = sorted(clocks)[len(clocks) // 2]
     worst = max(range(len(clocks)), key=lambda process: abs(clocks[process] - median))
     skew = abs(clocks[worst] - median)
-    message = f'{len(clocks)} processes are together'
+    message = f'{len(clocks)} processes are connected'
     if skew > MAX_CLOCK_SKEW:
         return warning(
-            f'{message}; the clock of process {worst} is {skew:,.1f} s off', 'synchronize it: timedatectl set-ntp true'
+            f'{message}; the clock of process {worst} is {skew:,.1f} s off',
+            'synchronize the clock: timedatectl set-ntp true',
         )
     return ok(f'{message}, their clocks within {skew * 1000:.0f} ms')
 
@@ -75,14 +76,15 @@ def evaluate_devices(devices: Sequence[Any], context: CheckContext) -> CheckResu
     kinds = Counter(device.device_kind for device in devices)
     message = ', '.join(f'{count} × {kind}' for kind, count in kinds.items())
     if len(kinds) > 1:
-        return failure(f'devices of several kinds: {message}', 'choose those of one kind with CUDA_VISIBLE_DEVICES')
+        return failure(f'devices of several kinds: {message}', 'choose devices of one kind with CUDA_VISIBLE_DEVICES')
     counts = Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
         max_count = max(counts.values())
         fewer = {process: count for process, count in counts.items() if count < max_count}
         process, count = next(iter(fewer.items()))
         return failure(
-            f'process {process} has {count} devices, others {max_count}', f'look at the machine of {process}'
+            f'process {process} has {count} devices, other processes have up to {max_count}',
+            f'check the machine of process {process}',
         )
     if len(counts) > 1:
         message += f' in {len(counts)} processes'
@@ -92,7 +94,7 @@ def evaluate_devices(devices: Sequence[Any], context: CheckContext) -> CheckResu
         try:
             mesh = resolve_mesh(context.config.mesh, len(devices))
         except InputError as error:
-            return failure(str(error), 'set mesh.*, or take another number of devices')
+            return failure(str(error), 'set mesh.*, or use another number of devices')
         sizes = ' '.join(f'{axis}={size}' for axis, size in mesh.sizes.items() if size > 1)
         message += f', mesh {sizes or "of one device"}'
     return ok(message)
@@ -112,7 +114,7 @@ def check_memory(context: CheckContext) -> CheckResult:
         if limit := stats.get('bytes_limit'):
             findings.append(evaluate_memory(f'device {device.id}', limit, stats.get('bytes_in_use', 0), total))
     if not findings:
-        return skipped(f'devices of kind {jax.default_backend()} do not tell')
+        return skipped(f'{jax.default_backend()} devices do not report their memory')
     if all(finding.status is CheckStatus.OK for finding in findings):
         return ok(f'each: {findings[0].message.partition(": ")[2]}')
     return combine(findings)
@@ -120,9 +122,9 @@ def check_memory(context: CheckContext) -> CheckResult:
 
 def evaluate_memory(name: str, limit: int, used: int, total: int | None) -> CheckResult:
     """Evaluates one device's memory, in bytes. `total` None: unknown."""
-    message = f'{name}: JAX may take {format_bytes(limit)}' + (f' of {format_bytes(total)}' if total else '')
+    message = f'{name}: JAX can use {format_bytes(limit)}' + (f' of {format_bytes(total)}' if total else '')
     if total and limit < MIN_MEMORY_FRACTION * total:
-        return warning(message, 'see gpus for who has the rest, or set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
+        return warning(message, 'see the gpus check for other processes, or set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
     if used > MAX_USED_FRACTION * limit:
-        return warning(f'{message}, and {format_bytes(used)} are taken', 'see who has them')
+        return warning(f'{message}, and {format_bytes(used)} are in use', 'check which processes use it')
     return ok(message)

@@ -79,9 +79,7 @@ def check_disk(context: CheckContext) -> CheckResult:
         inodes = os.statvfs(directory).f_favail
         speed = measure_write_speed(directory)
     except OSError as error:
-        return failure(
-            f'{error.filename or directory}: {os_message(error)}', 'choose a directory that can be written to'
-        )
+        return failure(f'{error.filename or directory}: {os_message(error)}', 'choose a writable directory')
     checkpoint = checkpoint_bytes(context.config)
     num_kept = 0
     if context.config and not context.workdir.startswith(('gs://', 'gcs://')):
@@ -116,21 +114,21 @@ def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpo
     if num_kept and checkpoint:
         message += f'; a checkpoint of {format_bytes(checkpoint)} takes {checkpoint / speed:.1f} s'
     if free < MIN_FREE:
-        findings.append(failure(message, 'make room, or choose another --workdir'))
+        findings.append(failure(message, 'free disk space, or choose another --workdir'))
     elif free < num_kept * checkpoint:
         findings.append(
             failure(
-                f'{message}, and {num_kept} of them are there at a time',
-                'lower checkpoint.max_to_keep, make room, or choose another --workdir',
+                f'{message}, and up to {num_kept} checkpoints are kept',
+                'lower checkpoint.max_to_keep, free disk space, or choose another --workdir',
             )
         )
     elif free < WARN_FREE:
-        findings.append(warning(message, 'make room: a log and checkpoints grow'))
+        findings.append(warning(message, 'free disk space: logs and checkpoints grow'))
     if 0 < inodes < FEW_INODES:
-        findings.append(warning(f'{directory}: room for {inodes:,} files only', 'remove small files'))
+        findings.append(warning(f'{directory}: only {inodes:,} more files can be created', 'remove small files'))
     if speed < MIN_BYTES_PER_SECOND:
         findings.append(
-            warning(f'{directory}: writes {format_rate(speed)}', 'take a faster disk: saving will hold up steps')
+            warning(f'{directory}: writes {format_rate(speed)}', 'use a faster disk: slow saves delay steps')
         )
     return combine(findings or [ok(message)])
 

@@ -36,21 +36,21 @@ def check_driver(context: CheckContext) -> CheckResult:
 def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> CheckResult:
     """Evaluates the accelerators and their driver. `is_installed` takes the name of a package."""
     if hardware.platform == 'cpu':
-        return ok('no GPU or TPU in this machine: JAX runs on the CPU')
+        return ok('no GPU or TPU found: JAX runs on the CPU')
     if hardware.platform == 'tpu':
         if is_installed('libtpu'):
             return ok(f'{hardware.told}, and libtpu is installed')
         return failure(f'{hardware.told}, and libtpu is missing: JAX would run on the CPU', "pip install 'maxlm[tpu]'")
     if hardware.nvidia is None:
         return failure(
-            f'{hardware.told}, and their driver does not answer ({hardware.problem})',
-            f'install a driver from {_dotted(OLDEST_DRIVERS["cuda12"])} on; in a container, start it with --gpus all',
+            f'{hardware.told}, but the driver does not respond ({hardware.problem})',
+            f'install driver {_dotted(OLDEST_DRIVERS["cuda12"])} or later; in a container, start it with --gpus all',
         )
     driver = hardware.nvidia.driver
     installed = [extra for extra, package in CUDA_PLUGINS.items() if is_installed(package)]
     text = f'{hardware.told}, driver {_dotted(driver)} (CUDA {_dotted(hardware.nvidia.cuda)})'
     if driver < OLDEST_DRIVERS['cuda12']:
-        return failure(f'{text}: too old for JAX', f'install a driver from {_dotted(OLDEST_DRIVERS["cuda12"])} on')
+        return failure(f'{text}: too old for JAX', f'install driver {_dotted(OLDEST_DRIVERS["cuda12"])} or later')
     if not installed:
         return failure(
             f"{text}, and JAX's plugin is missing: it would run on the CPU",
@@ -58,7 +58,7 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
         )
     if len(installed) > 1:
         return warning(
-            f'{text}; plugins for {" and ".join(installed)} are both installed, and JAX takes one of them',
+            f'{text}; plugins for {" and ".join(installed)} are both installed, and JAX uses only one of them',
             f'pip uninstall {" ".join(_packages_of(installed[0]))}',
         )
     (extra,) = installed
@@ -75,7 +75,7 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
 def check_gpus(context: CheckContext) -> CheckResult:
     """Checks for hardware errors and other processes, before JAX starts here and becomes one of them."""
     if context.hardware.nvidia is None:
-        return skipped(f'no NVIDIA driver to ask ({context.hardware.told})')
+        return skipped(f'no NVIDIA driver to query ({context.hardware.told})')
     return evaluate_gpus(context.hardware.nvidia, context.environment.get('CUDA_VISIBLE_DEVICES'))
 
 
@@ -93,18 +93,16 @@ def evaluate_gpus(nvidia: Nvidia, visible: str | None) -> CheckResult:
                 )
             )
         if gpu.remap_failed:
-            findings.append(failure(f'{name}: faulty memory that could not be remapped', 'replace the GPU'))
+            findings.append(failure(f'{name}: faulty memory could not be remapped', 'replace the GPU'))
         elif gpu.remap_pending:
             findings.append(
-                warning(
-                    f'{name}: faulty memory waits for a reset to be remapped', 'reset the GPU or restart the machine'
-                )
+                warning(f'{name}: faulty memory will be remapped after a reset', 'reset the GPU or restart the machine')
             )
         if gpu.throttled:
             findings.append(
                 warning(
-                    f'{name}: slowed down ({", ".join(gpu.throttled)})',
-                    'see to cooling and power (nvidia-smi -q -d PERFORMANCE)',
+                    f'{name}: throttled ({", ".join(gpu.throttled)})',
+                    'check cooling and power (nvidia-smi -q -d PERFORMANCE)',
                 )
             )
         if gpu.processes:
@@ -112,27 +110,27 @@ def evaluate_gpus(nvidia: Nvidia, visible: str | None) -> CheckResult:
                 warning(
                     f'{name}: used by process {", ".join(map(str, gpu.processes))}'
                     + (f' ({format_bytes(gpu.used)})' if gpu.used else ''),
-                    'end it, or choose other GPUs with CUDA_VISIBLE_DEVICES',
+                    'stop the process, or choose other GPUs with CUDA_VISIBLE_DEVICES',
                 )
             )
         elif gpu.used and gpu.used > IDLE_BYTES:
             # In a container, processes of other containers are not visible.
             findings.append(
                 warning(
-                    f'{name}: {format_bytes(gpu.used)} are taken, by processes that are not seen from here',
-                    'end them, or choose other GPUs with CUDA_VISIBLE_DEVICES',
+                    f'{name}: {format_bytes(gpu.used)} are used by processes that are not visible here',
+                    'stop these processes, or choose other GPUs with CUDA_VISIBLE_DEVICES',
                 )
             )
     kinds = Counter(gpu.name for _, gpu in visible_gpus)
     if len(kinds) > 1:
         detail = ', '.join(f'{count} × {kind}' for kind, count in kinds.items())
         findings.append(
-            warning(f'GPUs of several kinds: {detail}', 'choose those of one kind with CUDA_VISIBLE_DEVICES')
+            warning(f'GPUs of several kinds: {detail}', 'choose GPUs of one kind with CUDA_VISIBLE_DEVICES')
         )
     if not findings:
         detail = 'no memory errors, ' if any(gpu.ecc_errors is not None for _, gpu in visible_gpus) else ''
-        named = f'{len(visible_gpus)} × {next(iter(kinds))}' if visible_gpus else 'none that a run would see'
-        findings.append(ok(f'{named}: {detail}not slowed down, nobody on them'))
+        named = f'{len(visible_gpus)} × {next(iter(kinds))}' if visible_gpus else 'none visible to a run'
+        findings.append(ok(f'{named}: {detail}not throttled, no other processes'))
     return combine(findings)
 
 

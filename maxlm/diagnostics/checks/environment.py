@@ -52,14 +52,14 @@ RISKY_VARIABLES = (
     RiskyVariable(
         'XLA_PYTHON_CLIENT_ALLOCATOR', lambda v: v == 'platform', 'gpu', False, 'makes every allocation slow'
     ),
-    RiskyVariable('XLA_PYTHON_CLIENT_PREALLOCATE', _is_off, 'gpu', False, 'lets memory fragment'),
-    RiskyVariable('NCCL_P2P_DISABLE', _is_on, 'gpu', False, 'sends between GPUs through the host'),
-    RiskyVariable('NCCL_SHM_DISABLE', _is_on, 'gpu', False, 'sends between GPUs of a node over the network'),
-    RiskyVariable('NCCL_IB_DISABLE', _is_on, 'gpu', False, 'sends between nodes without InfiniBand'),
-    RiskyVariable('CUDA_LAUNCH_BLOCKING', _is_on, 'gpu', False, 'waits for every kernel'),
-    RiskyVariable('JAX_DISABLE_JIT', _is_on, '', True, 'compiles nothing'),
-    RiskyVariable('JAX_ENABLE_X64', _is_on, '', False, 'makes numbers twice as wide where no type is given'),
-    RiskyVariable('JAX_DEBUG_NANS', _is_on, '', False, 'waits for every step'),
+    RiskyVariable('XLA_PYTHON_CLIENT_PREALLOCATE', _is_off, 'gpu', False, 'causes memory fragmentation'),
+    RiskyVariable('NCCL_P2P_DISABLE', _is_on, 'gpu', False, 'routes transfers between GPUs through the host'),
+    RiskyVariable('NCCL_SHM_DISABLE', _is_on, 'gpu', False, 'routes transfers between GPUs of a node over the network'),
+    RiskyVariable('NCCL_IB_DISABLE', _is_on, 'gpu', False, 'disables InfiniBand between nodes'),
+    RiskyVariable('CUDA_LAUNCH_BLOCKING', _is_on, 'gpu', False, 'synchronizes after every kernel'),
+    RiskyVariable('JAX_DISABLE_JIT', _is_on, '', True, 'disables compilation'),
+    RiskyVariable('JAX_ENABLE_X64', _is_on, '', False, 'makes 64-bit types the default'),
+    RiskyVariable('JAX_DEBUG_NANS', _is_on, '', False, 'synchronizes after every step'),
     RiskyVariable('JAX_LOG_COMPILES', _is_on, '', False, 'fills the log'),
 )
 
@@ -85,7 +85,7 @@ def evaluate_environment(environment: Mapping[str, str], hardware: Hardware) -> 
         # Print only names, because values may be secrets.
         names_set = sorted(name for name in environment if name.startswith(names))
         findings.append(
-            ok(f'no trap among {", ".join(names_set)}' if names_set else 'none of the variables of JAX or CUDA is set')
+            ok(f'no problem with {", ".join(names_set)}' if names_set else 'no JAX or CUDA variables are set')
         )
     return combine(findings)
 
@@ -95,7 +95,7 @@ def _platforms(environment: Mapping[str, str], hardware: Hardware) -> list[Check
     expected = {'gpu': {'gpu', 'cuda'}, 'tpu': {'tpu'}}.get(hardware.platform)
     if not platforms or expected is None or expected & set(platforms.split(',')):
         return []
-    return [failure(f'JAX_PLATFORMS={platforms}, and here are {hardware.told}', 'unset JAX_PLATFORMS')]
+    return [failure(f'JAX_PLATFORMS={platforms}, but this machine has {hardware.told}', 'unset JAX_PLATFORMS')]
 
 
 def _process_variables(environment: Mapping[str, str]) -> list[CheckResult]:
@@ -105,7 +105,7 @@ def _process_variables(environment: Mapping[str, str]) -> list[CheckResult]:
     try:
         detect_process_env(environment)
     except InputError as error:
-        return [failure(str(error), 'set what launch/gpu_node.sh sets, or none of it')]
+        return [failure(str(error), 'set all variables that launch/gpu_node.sh sets, or none')]
     return []
 
 
@@ -119,7 +119,7 @@ def _fraction(environment: Mapping[str, str]) -> list[CheckResult]:
         fraction = 0.0
     remedy = f'set {FRACTION}={DEFAULT_FRACTION}, or unset it'
     if not 0 < fraction <= 1:
-        return [failure(f'{FRACTION}={value}: needs a share of the memory, above 0 and at most 1', remedy)]
+        return [failure(f'{FRACTION}={value}: needs a fraction of the memory, above 0 and at most 1', remedy)]
     if fraction > MAX_FRACTION:
         return [warning(f'{FRACTION}={value} leaves too little for kernels and collectives', remedy)]
     if fraction < MIN_FRACTION:
@@ -133,7 +133,7 @@ def _libraries(environment: Mapping[str, str]) -> list[CheckResult]:
         if found:
             return [
                 warning(
-                    f"LD_LIBRARY_PATH has {directory}, whose {found[0]} is loaded instead of JAX's own",
+                    f"LD_LIBRARY_PATH contains {directory}, whose {found[0]} is loaded instead of JAX's own",
                     'unset LD_LIBRARY_PATH',
                 )
             ]

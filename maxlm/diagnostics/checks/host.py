@@ -42,17 +42,17 @@ def evaluate_ram(total: int, available: int, cgroup: tuple[int, int] | None, sta
     suffix = ''
     if cgroup is not None and cgroup[0] < total:
         total, available = cgroup[0], min(available, cgroup[0] - cgroup[1])
-        suffix = ' that this container may have'
+        suffix = ' available to this container'
     message = f'{format_bytes(available)} free of {format_bytes(total)}{suffix}'
     if available < MIN_RAM:
         return failure(message, f'free memory: a run takes {format_bytes(MIN_RAM)} at least')
     if state and available < state:
         return warning(
-            f'{message}; a checkpoint copies {format_bytes(state)} into it',
-            'take a machine with more memory, or more machines',
+            f'{message}; a checkpoint copies {format_bytes(state)} into memory',
+            'use a machine with more memory, or more machines',
         )
     if available < 0.1 * total:
-        return warning(message, 'see who uses the rest')
+        return warning(message, 'check which processes use the rest')
     return ok(message)
 
 
@@ -70,7 +70,7 @@ def read_cgroup(root: Path) -> tuple[int, int] | None:
 def check_shm(context: CheckContext) -> CheckResult:
     """Checks shared memory, which workers use for batches and NCCL for transfers between GPUs."""
     if not SHM.is_dir():
-        return skipped(f'there is no {SHM}')
+        return skipped(f'{SHM} does not exist')
     usage = shutil.disk_usage(SHM)
     return evaluate_shm(usage.total, usage.free)
 
@@ -79,7 +79,7 @@ def evaluate_shm(total: int, free: int) -> CheckResult:
     """Evaluates the bytes of shared memory."""
     message = f'{format_bytes(free)} free of {format_bytes(total)}'
     if free < MIN_SHM:
-        return warning(message, 'give the container more, e.g. --shm-size=8g, or remove what is left in /dev/shm')
+        return warning(message, 'give the container more, e.g. --shm-size=8g, or delete leftover files in /dev/shm')
     return ok(message)
 
 
@@ -92,9 +92,9 @@ def check_files(context: CheckContext) -> CheckResult:
 def evaluate_files(soft: int, hard: int) -> CheckResult:
     """Evaluates the limits on open files; RLIM_INFINITY: no limit."""
     if soft == resource.RLIM_INFINITY:
-        return ok('any number may be open')
+        return ok('no limit on open files')
     most = '65536' if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
-    message = f'{soft:,} may be open'
+    message = f'{soft:,} open files allowed'
     if soft < MIN_FILES:
         return failure(message, f'ulimit -n {most}')
     if soft < WARN_FILES:

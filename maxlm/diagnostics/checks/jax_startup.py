@@ -21,26 +21,28 @@ def check_jax(context: CheckContext) -> CheckResult:
 def evaluate_jax(jax_start: JaxStart, hardware: Hardware) -> CheckResult:
     """Evaluates the start of JAX on the given hardware."""
     if jax_start.error:
-        remedy = 'see packages and driver; try: python -c "import jax; print(jax.devices())"'
+        remedy = 'see packages and driver; run: python -c "import jax; print(jax.devices())"'
         if 'Unknown flag' in jax_start.error:
-            remedy = 'take those flags out of XLA_FLAGS (a TPU has its own in LIBTPU_INIT_ARGS)'
+            remedy = 'remove these flags from XLA_FLAGS (TPU flags belong in LIBTPU_INIT_ARGS)'
         return failure(f'does not start: {jax_start.error}', remedy)
     device_counts = ', '.join(f'{count} × {kind}' for kind, count in Counter(jax_start.kinds).items())
     if jax_start.platform != hardware.platform and hardware.platform != 'cpu':
         extras = "'maxlm[tpu]'" if hardware.platform == 'tpu' else "'maxlm[cuda12]' or 'maxlm[cuda13]'"
         return failure(
-            f'runs on {jax_start.platform} ({device_counts}), and here are {hardware.told}',
+            f'runs on {jax_start.platform} ({device_counts}), but this machine has {hardware.told}',
             f'see driver and environment; pip install {extras}',
         )
     if jax_start.platform == 'gpu' and hardware.nvidia and len(jax_start.kinds) < len(hardware.nvidia.gpus):
         return warning(
             f'sees {device_counts} of {len(hardware.nvidia.gpus)} GPUs',
-            'unset CUDA_VISIBLE_DEVICES, unless that is meant',
+            'unset CUDA_VISIBLE_DEVICES, unless this is intended',
         )
     if jax_start.seconds > SLOW_SECONDS:
-        remedy = 'see what it waits for: JAX_LOGGING_LEVEL=DEBUG'
+        remedy = 'find out why it waits: JAX_LOGGING_LEVEL=DEBUG'
         if jax_start.platform == 'cpu':
-            remedy = 'JAX_PLATFORMS=cpu, or pip uninstall libtpu: it asks the cloud for a TPU that is not here'
+            remedy = (
+                'set JAX_PLATFORMS=cpu, or pip uninstall libtpu: it queries the cloud for a TPU that does not exist'
+            )
         return warning(f'starts on {jax_start.platform}: {device_counts}, after {jax_start.seconds:.0f} s', remedy)
     return ok(f'starts on {jax_start.platform}: {device_counts}, in {jax_start.seconds:.1f} s')
 
@@ -60,13 +62,13 @@ def evaluate_cache(jax_start: JaxStart, is_configured: bool, variable: str | Non
         variable: JAX_COMPILATION_CACHE_DIR; None: not set.
     """
     if jax_start.error:
-        return skipped(f'not tried: {jax_start.error}')
+        return skipped(f'not run: {jax_start.error}')
     if jax_start.cache_warning:
         return warning(
-            jax_start.cache_warning, 'see train.compilation_cache_dir: without it every start compiles again'
+            jax_start.cache_warning, 'see train.compilation_cache_dir: without the cache, every start compiles again'
         )
     if variable is not None:
-        return ok(f'as JAX_COMPILATION_CACHE_DIR says: {jax_start.cache_dir or "not kept"}')
+        return ok(f'by JAX_COMPILATION_CACHE_DIR: {jax_start.cache_dir or "not kept"}')
     if not is_configured:
         return ok("not kept: train.compilation_cache_dir=''")
     return ok(f'kept in {jax_start.cache_dir}')

@@ -52,7 +52,7 @@ def read_requirements(project: Path = PROJECT) -> Requirements:
     try:
         metadata = importlib.metadata.metadata('maxlm')
     except importlib.metadata.PackageNotFoundError:
-        raise InputError(f"{project}: not there, and maxlm is not installed; pip install 'maxlm'") from None
+        raise InputError(f"{project}: not found, and maxlm is not installed; pip install 'maxlm'") from None
     lines = metadata.get_all('Requires-Dist') or []
     names = metadata.get_all('Provides-Extra') or []
     of_extra = {
@@ -77,9 +77,9 @@ def evaluate_python(requirements: Requirements, version: Sequence[int]) -> Check
     text = '.'.join(map(str, version))
     tested = ' and '.join(requirements.tested_versions)
     if text not in SpecifierSet(requirements.python):
-        return failure(f'{text}, and maxlm needs {requirements.python}', f'make an environment with Python {tested}')
+        return failure(f'{text}, but maxlm needs {requirements.python}', f'create an environment with Python {tested}')
     if '.'.join(map(str, version[:2])) not in requirements.tested_versions:
-        return warning(f'{text}, which maxlm is not tried with', f'take Python {tested}')
+        return warning(f'{text}, which maxlm is not tested with', f'use Python {tested}')
     return ok(text)
 
 
@@ -136,7 +136,7 @@ def evaluate_packages(
     if not findings:
         named = ', '.join(f'{name} {version_of(name)}' for name in ('jax', 'jaxlib', 'flax', 'orbax-checkpoint'))
         also = f'; extras {", ".join(extras)}' if extras else ''
-        findings.append(ok(f'{len(requirements.packages)} required, all there: {named}{also}'))
+        findings.append(ok(f'{len(requirements.packages)} required, all installed: {named}{also}'))
     return combine(findings)
 
 
@@ -159,7 +159,7 @@ def _problems(lines: Sequence[str], extra: str, version_of: Callable[[str], str 
         if version is None:
             yield f'{requirement.name} is missing'
         elif not requirement.specifier.contains(version, prereleases=True):
-            yield f'{requirement.name} {version}, and {requirement.specifier} is needed'
+            yield f'{requirement.name} {version}, but {requirement.specifier} is needed'
         # `jax[cuda12]` is an extra and has no version; its plugin shows whether it is installed.
         for name in requirement.extras:
             brought = {**CUDA_PLUGINS, 'tpu': 'libtpu'}.get(name)

@@ -62,9 +62,9 @@ class Trial(NamedTuple):
 def check_trial(context: CheckContext) -> CheckResult:
     """Trains two steps."""
     if context.config is None:
-        return skipped('no --config to try')
+        return skipped('no --config to run')
     if context.num_processes > 1:
-        return skipped('a run of several processes; try it on one machine, without their variables')
+        return skipped('the run has several processes; run it on one machine, without their variables')
     with tempfile.TemporaryDirectory(prefix='maxlm-doctor-', ignore_cleanup_errors=True) as directory:
         return evaluate_trial(
             try_run(trial_command(context, Path(directory) / 'run'), context.environment, Path(directory) / 'run')
@@ -105,7 +105,7 @@ def try_run(command: Sequence[str], environment: Any, workdir: Path, *, seconds:
         try:
             while not _has_steps(read_metrics(workdir)) and process.poll() is None:
                 if time.monotonic() - began > seconds:
-                    trouble = f'no {STEPS} steps after {seconds:g} s'
+                    trouble = f'fewer than {STEPS} steps after {seconds:g} s'
                     break
                 time.sleep(POLL_SECONDS)
         finally:
@@ -123,30 +123,31 @@ def evaluate_trial(trial: Trial) -> CheckResult:
     """Evaluates a trial run."""
     if trial.trouble:
         return failure(
-            f'training does not get to step {STEPS}: {trial.trouble}', 'try it: python -m maxlm.train with this config'
+            f'training does not reach step {STEPS}: {trial.trouble}',
+            'run it directly: python -m maxlm.train with this config',
         )
     trained = [line for line in trial.lines if 'train/loss' in line]
     if any(line['train/loss'] is None for line in trained):
-        return failure('the loss is not finite', 'lower optimizer.learning_rate, or look at the data')
+        return failure('the loss is not finite', 'lower optimizer.learning_rate, or check the data')
     last = trained[-1]
     step = last.get('perf/step_time_seconds') or math.nan
     planned = trial.plan.get('step_seconds')
     message = f'a step takes {step:.3g} s' + (f' (planned {planned:.3g})' if planned else '')
     memory, planned_memory = (last.get('memory/peak_gib') or 0) * GIB, trial.plan.get('memory_bytes')
     if memory:
-        message += f', {format_bytes(memory)} of each device' + (
+        message += f', {format_bytes(memory)} per device' + (
             f' (planned {format_bytes(planned_memory)})' if planned_memory else ''
         )
     elif planned_memory:
         message += f', planned memory {format_bytes(planned_memory)}'
-    message += f'; starting took {trial.seconds - step * len(trained):.0f} s'
+    message += f'; startup took {trial.seconds - step * len(trained):.0f} s'
     findings = []
     waits = (last.get('perf/data_loading_seconds') or 0) / step
     if waits > WAITING:
         findings.append(
             warning(
-                f'{message}; {waits:.0%} of it waits for data',
-                'raise data.num_workers or data.prefetch_buffer_size, or bring the data nearer',
+                f'{message}; {waits:.0%} of the step waits for data',
+                'raise data.num_workers or data.prefetch_buffer_size, or copy the data closer',
             )
         )
     elif planned and step > SLOWER * planned:

@@ -28,7 +28,7 @@ EIGHT = {device: 700.0 for device in range(8)}
 def test_matmul():
     assert evaluate_matmul(EIGHT, 'bfloat16 products', 989.4, {}).status is CheckStatus.OK
     assert evaluate_matmul({0: 0.1}, 'float32 products', 0.0, {}).message == (
-        '0.1 TFLOP/s in float32 products; no datasheet to compare with'
+        '0.1 TFLOP/s in float32 products; no datasheet value to compare with'
     )
 
 
@@ -36,7 +36,7 @@ def test_devices_that_are_all_slow():
     found = evaluate_matmul(dict.fromkeys(EIGHT, 500.0), 'bfloat16 products', 989.4, {3: 'power'})
     assert found.status is CheckStatus.WARNING
     assert '51% of 989.4' in found.message
-    assert 'held down by power' in found.message
+    assert 'throttled by power' in found.message
 
 
 def test_one_slow_device_among_many_is_named():
@@ -61,7 +61,7 @@ def test_matmul_of_this_machine(small):
 
 def test_links():
     assert evaluate_links('data=8', 3e11, 4.5e11, True).message == (
-        'data=8: 300.0 GB/s out of each device in an all-reduce, 67% of 450.0 GB/s'
+        'data=8: 300.0 GB/s sent per device in an all-reduce, 67% of 450.0 GB/s'
     )
     assert evaluate_links('data=8', 1e11, 4.5e11, True).status is CheckStatus.WARNING
     assert evaluate_links('data=8', 1.0, 0.0, True).status is CheckStatus.OK

@@ -31,7 +31,7 @@ def emulator(process, monkeypatch):
 def test_a_bucket_in_which_all_is_allowed_is_left_as_it_was(emulator):
     found = check_bucket(case_on(CPU, workdir=URL))
     assert found.status is CheckStatus.OK, found
-    assert 'may write, list, read and delete' in found.message
+    assert 'can write, list, read and delete' in found.message
     assert emulator.objects == {}
 
 
@@ -49,7 +49,7 @@ def test_what_is_refused_is_named(emulator, match, step):
     # The message names objects that could not be deleted; all other objects are gone.
     left = list(emulator.objects)
     assert len(left) == (step == 'delete')
-    assert all(f'gs://{name} is left there' in found.message for name in left)
+    assert all(f'gs://{name} was not deleted' in found.message for name in left)
     for name in left:
         from maxlm.storage.bucket import Bucket
 

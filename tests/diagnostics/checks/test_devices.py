@@ -33,7 +33,7 @@ def test_devices():
     assert evaluate_devices(devices('H100', 'H100', processes=[0, 1]), case).message == '2 × H100 in 2 processes'
     missing = evaluate_devices(devices('H100', 'H100', 'H100', processes=[0, 0, 1]), case)
     assert missing.status is CheckStatus.FAILURE
-    assert 'process 1 has 1 devices, others 2' in missing.message
+    assert 'process 1 has 1 devices, other processes have up to 2' in missing.message
 
 
 def test_the_mesh_of_the_run():
@@ -63,7 +63,7 @@ def test_memory_of_several(monkeypatch):
         return types.SimpleNamespace(id=number, device_kind='NVIDIA H100', memory_stats=lambda: stats)
 
     monkeypatch.setattr(jax, 'local_devices', lambda: [device(0, 73 * GIB), device(1, 73 * GIB)])
-    assert check_memory(case_on(CPU)).message == 'each: JAX may take 73.0 GiB of 79.1 GiB'
+    assert check_memory(case_on(CPU)).message == 'each: JAX can use 73.0 GiB of 79.1 GiB'
     monkeypatch.setattr(jax, 'local_devices', lambda: [device(0, 73 * GIB), device(1, 9 * GIB)])
     found = check_memory(case_on(CPU))
     assert found.status is CheckStatus.WARNING
@@ -76,7 +76,7 @@ def test_the_memory_of_a_cpu_is_not_told():
 
 
 def test_clocks():
-    assert evaluate_clocks([5.0, 5.01, 5.02]).message == '3 processes are together, their clocks within 10 ms'
+    assert evaluate_clocks([5.0, 5.01, 5.02]).message == '3 processes are connected, their clocks within 10 ms'
     found = evaluate_clocks([5.0, 65.0, 5.1])
     assert found.status is CheckStatus.WARNING
     assert 'the clock of process 1 is 59.9 s off' in found.message

@@ -16,10 +16,10 @@ from tests.small import small_config
     [
         ({}, 'ok', '100.0 GiB free, writes 500.0 MB/s; a checkpoint of 5.00 GiB takes 10.7 s'),
         ({'free': GIB // 2}, 'failure', '512.0 MiB free'),
-        ({'free': 20 * GIB}, 'failure', 'and 7 of them are there at a time'),
+        ({'free': 20 * GIB}, 'failure', 'and up to 7 checkpoints are kept'),
         ({'free': 20 * GIB, 'num_kept': 0}, 'ok', '20.0 GiB free'),
         ({'free': 5 * GIB, 'checkpoint': 0}, 'warning', '5.00 GiB free'),
-        ({'inodes': 9}, 'warning', 'room for 9 files only'),
+        ({'inodes': 9}, 'warning', 'only 9 more files can be created'),
         ({'inodes': 0}, 'ok', '100.0 GiB'),
         ({'speed': 5e6}, 'warning', 'writes 5.00 MB/s'),
     ],

@@ -21,7 +21,7 @@ CUDA12, CUDA13 = {'jax-cuda12-plugin'}, {'jax-cuda13-plugin'}
         (CPU, (), 'ok', 'no GPU or TPU'),
         (TPU, {'libtpu'}, 'ok', 'libtpu is installed'),
         (TPU, CUDA12, 'failure', "pip install 'maxlm[tpu]'"),
-        (DRIVERLESS, CUDA12, 'failure', '2 NVIDIA GPUs on the PCI bus, and their driver does not answer (Driver Not'),
+        (DRIVERLESS, CUDA12, 'failure', '2 NVIDIA GPUs on the PCI bus, but the driver does not respond (Driver Not'),
         (gpus(), CUDA13, 'ok', '2 × NVIDIA H100 80GB HBM3, driver 580.65.6 (CUDA 13.0), jax-cuda13-plugin'),
         (gpus(driver=(525, 60, 13)), CUDA12, 'ok', 'driver 525.60.13'),
         (gpus(), (), 'failure', "pip install 'maxlm[cuda13]'"),
@@ -40,13 +40,13 @@ def test_driver(machine, installed, status, words):
 @pytest.mark.parametrize(
     ('gpu', 'status', 'words'),
     [
-        (H100, 'ok', '2 × NVIDIA H100 80GB HBM3: no memory errors, not slowed down, nobody on them'),
+        (H100, 'ok', '2 × NVIDIA H100 80GB HBM3: no memory errors, not throttled, no other processes'),
         (H100._replace(ecc_errors=3), 'failure', 'GPU 1: 3 uncorrected memory errors'),
-        (H100._replace(remap_failed=True), 'failure', 'GPU 1: faulty memory that could not be remapped'),
-        (H100._replace(remap_pending=True), 'warning', 'GPU 1: faulty memory waits for a reset'),
-        (H100._replace(throttled=('thermal',)), 'warning', 'GPU 1: slowed down (thermal)'),
+        (H100._replace(remap_failed=True), 'failure', 'GPU 1: faulty memory could not be remapped'),
+        (H100._replace(remap_pending=True), 'warning', 'GPU 1: faulty memory will be remapped after a reset'),
+        (H100._replace(throttled=('thermal',)), 'warning', 'GPU 1: throttled (thermal)'),
         (H100._replace(processes=(17,), used=40 * GIB), 'warning', 'GPU 1: used by process 17 (40.0 GiB)'),
-        (H100._replace(used=40 * GIB), 'warning', 'GPU 1: 40.0 GiB are taken, by processes that are not seen'),
+        (H100._replace(used=40 * GIB), 'warning', 'GPU 1: 40.0 GiB are used by processes that are not visible'),
         (
             H100._replace(name='NVIDIA A100'),
             'warning',
@@ -72,8 +72,8 @@ def test_only_gpus_that_the_run_will_see_count(visible, status):
 def test_gpus_without_a_driver_are_the_matter_of_another_check():
     assert check_gpus(case_on(DRIVERLESS)).status is CheckStatus.SKIPPED
     assert check_gpus(case_on(gpus())).status is CheckStatus.OK
-    # No GPU is visible.
-    assert 'none that a run would see' in check_gpus(case_on(gpus(), environment={'CUDA_VISIBLE_DEVICES': ''})).message
+    # None is shown.
+    assert 'none visible to a run' in check_gpus(case_on(gpus(), environment={'CUDA_VISIBLE_DEVICES': ''})).message
 
 
 @pytest.fixture

@@ -60,4 +60,4 @@ def test_other_libraries_of_cuda(tmp_path):
 
 def test_names_are_told_and_values_are_not():
     found = check_environment(case_on(CPU, environment={'JAX_SECRET': 'hush', 'HOME': '/x'}))
-    assert found.message == 'no trap among JAX_SECRET'
+    assert found.message == 'no problem with JAX_SECRET'

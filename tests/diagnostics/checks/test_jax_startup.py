@@ -16,12 +16,12 @@ ONE = JaxStart(platform='cpu', kinds=('cpu',), cache_dir='/home/me/programs')
     ('start', 'machine', 'status', 'words'),
     [
         (ONE, CPU, 'ok', 'starts on cpu: 1 × cpu'),
-        (ONE, gpus(), 'failure', 'runs on cpu (1 × cpu), and here are 2 × NVIDIA H100'),
+        (ONE, gpus(), 'failure', 'runs on cpu (1 × cpu), but this machine has 2 × NVIDIA H100'),
         (ONE, TPU, 'failure', "'maxlm[tpu]'"),
         (ONE._replace(platform='gpu', kinds=('H100', 'H100')), gpus(), 'ok', '2 × H100'),
         (ONE._replace(platform='gpu', kinds=('H100',)), gpus(), 'warning', 'sees 1 × H100 of 2 GPUs'),
         (ONE._replace(seconds=100.0), CPU, 'warning', 'after 100 s'),
-        (ONE._replace(error='Unknown flags in XLA_FLAGS: --x'), CPU, 'failure', 'take those flags out'),
+        (ONE._replace(error='Unknown flags in XLA_FLAGS: --x'), CPU, 'failure', 'remove these flags from XLA_FLAGS'),
         (ONE._replace(error='JAX has not found its devices after 180 s'), CPU, 'failure', 'does not start'),
     ],
 )
@@ -34,7 +34,7 @@ def test_jax(start, machine, status, words):
 def test_cache():
     assert evaluate_cache(ONE, True, None).message == 'kept in /home/me/programs'
     assert evaluate_cache(ONE, False, None).status is CheckStatus.OK
-    assert evaluate_cache(ONE, True, '').message == 'as JAX_COMPILATION_CACHE_DIR says: /home/me/programs'
+    assert evaluate_cache(ONE, True, '').message == 'by JAX_COMPILATION_CACHE_DIR: /home/me/programs'
     complaining = evaluate_cache(ONE._replace(cache_warning='not kept: Read-only file system'), True, None)
     assert (complaining.status, complaining.message) == (CheckStatus.WARNING, 'not kept: Read-only file system')
     assert evaluate_cache(JaxStart('no'), True, None).status is CheckStatus.SKIPPED
@@ -71,7 +71,7 @@ def test_why_a_process_ended():
     trace = 'Traceback (most recent call last):\n  File "x.py", line 1\nRuntimeError: no   device\n'
     assert exit_reason(trace, 1) == 'RuntimeError: no device'
     assert exit_reason('error: mesh.data=3 is wrong\n', 2) == 'mesh.data=3 is wrong'
-    assert exit_reason('', -9) == 'it ended with signal 9 and no word'
+    assert exit_reason('', -9) == 'it exited with signal 9 and no message'
 
 
 def test_processes_find_this_package():

@@ -39,7 +39,7 @@ def test_what_is_missing_or_old_is_named():
     found = evaluate_packages(WANTED, {}, version_of(grain=None, jax='0.4.30', **plain))
     assert found.status is CheckStatus.FAILURE
     assert 'grain is missing' in found.message
-    assert 'jax 0.4.30, and >=0.10 is needed' in found.message
+    assert 'jax 0.4.30, but >=0.10 is needed' in found.message
     assert 'optax' not in found.message
 
 
@@ -97,7 +97,7 @@ Provides-Extra: gcs
     assert wanted.tested_versions == ('3.11',)
     assert wanted.packages == ('jax>=0.10',)
     found = evaluate_packages(wanted, {'gcs': 'gs://b'}, version_of(gcsfs='2020.1'))
-    assert 'gcsfs 2020.1, and >=2026.4 is needed' in found.message
+    assert 'gcsfs 2020.1, but >=2026.4 is needed' in found.message
 
 
 def test_with_neither_it_says_so(tmp_path, monkeypatch):

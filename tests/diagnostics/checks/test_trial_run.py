@@ -25,14 +25,14 @@ def lines(**changes):
 @pytest.mark.parametrize(
     ('trial', 'status', 'words'),
     [
-        (Trial('', lines(), {}, 21.0), 'ok', 'a step takes 0.5 s; starting took 20 s'),
+        (Trial('', lines(), {}, 21.0), 'ok', 'a step takes 0.5 s; startup took 20 s'),
         (Trial('', lines(), PLAN, 21.0), 'ok', 'a step takes 0.5 s (planned 0.45), planned memory 60.0 GiB'),
         (Trial('', lines(perf__step_time_seconds=0.9), PLAN, 21.0), 'warning', '2.0 times the plan'),
-        (Trial('', lines(perf__data_loading_seconds=0.4), PLAN, 21.0), 'warning', '80% of it waits for data'),
-        (Trial('', lines(memory__peak_gib=61.0), PLAN, 21.0), 'ok', '61.0 GiB of each device (planned 60.0 GiB)'),
-        (Trial('', lines(memory__peak_gib=70.0), PLAN, 21.0), 'warning', '70.0 GiB of each device'),
+        (Trial('', lines(perf__data_loading_seconds=0.4), PLAN, 21.0), 'warning', '80% of the step waits for data'),
+        (Trial('', lines(memory__peak_gib=61.0), PLAN, 21.0), 'ok', '61.0 GiB per device (planned 60.0 GiB)'),
+        (Trial('', lines(memory__peak_gib=70.0), PLAN, 21.0), 'warning', '70.0 GiB per device'),
         (Trial('', lines(train__loss=None), {}, 21.0), 'failure', 'the loss is not finite'),
-        (Trial('ValueError: no', [], {}, 3.0), 'failure', 'training does not get to step 2: ValueError: no'),
+        (Trial('ValueError: no', [], {}, 3.0), 'failure', 'training does not reach step 2: ValueError: no'),
     ],
 )
 def test_judgement(trial, status, words):
@@ -82,7 +82,7 @@ def test_a_run_of_one_step_is_a_run(stand_in):
 
 def test_a_run_that_does_not_get_there_is_ended(stand_in):
     trial = stand_in('time.sleep(60)', seconds=0.3)
-    assert trial.trouble == 'no 2 steps after 0.3 s'
+    assert trial.trouble == 'fewer than 2 steps after 0.3 s'
 
 
 def test_the_run_is_quiet_and_what_the_user_changed_stays(tmp_path):
