@@ -45,11 +45,11 @@ def test_a_page_for_a_person(run):
     assert err == ''
     for words in (
         '8 × h100',
-        '759,905,280 parameters, mesh fsdp=8; 512 × 2048 tokens a step in 16 micro-batch(es) of 4 per device',
+        '759,905,280 parameters, mesh fsdp=8; 512 × 2048 tokens per step in 16 micro-batch(es) of 4 per device',
         'memory      fits: ',
         'activations ',
         'all-gather along fsdp',
-        's a step (estimated)',
+        's per step (estimated)',
         'MFU ',
         '100,000 steps, 105B tokens',
         'per device-hour',

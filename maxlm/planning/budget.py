@@ -102,12 +102,12 @@ def plan_budget(
 def _nothing_fits(points: Sequence[SizePoint], chip: Chip) -> str:
     counted = [row for _, row in points if not row.refusal]
     if not counted:
-        return f'none of the sizes can be laid out: {points[0].row.refusal}' if points else 'no sizes were given'
+        return f'no size has a valid layout: {points[0].row.refusal}' if points else 'no sizes were given'
     least = min(counted, key=lambda row: row.memory_bytes)
     return (
-        f'none of the sizes fits: the smallest, {format_si(least.parameters)}, needs '
-        f'{format_bytes(least.memory_bytes)} of {format_bytes(chip.memory)}; take more devices, a smaller '
-        'train.per_device_batch_size or model.remat_policy=full'
+        f'no size fits: the smallest, {format_si(least.parameters)}, needs '
+        f'{format_bytes(least.memory_bytes)} of {format_bytes(chip.memory)} per device; use more devices, a '
+        'smaller train.per_device_batch_size or model.remat_policy=full'
     )
 
 

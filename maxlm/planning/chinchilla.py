@@ -107,7 +107,7 @@ class Fit(NamedTuple):
 def compute_optimal(flops: float, law: Law = BESIROGLU) -> Allocation:
     """Returns the size and length of least loss for `flops` operations (Hoffmann et al. 2022, equation 4)."""
     if not flops > 0:
-        raise InputError(f'a budget of {flops:g} operations trains nothing; give a number above 0')
+        raise InputError(f'compute budget of {flops:g} FLOPs: must be positive; give a number above 0')
     total = law.alpha + law.beta
     scale = (law.alpha * law.A / (law.beta * law.B)) ** (1 / total)
     product = flops / FLOPS_PER_PARAMETER_TOKEN
@@ -129,7 +129,7 @@ def read_runs(workdirs: Sequence[Path]) -> list[ScalingRun]:
         done, num_steps = lines[path][-1]['step'], configs[path].train.num_steps
         if done < num_steps:
             # The learning rate has not decayed, so the loss is higher than that of a run of this length.
-            raise InputError(f'{path}: stopped at step {done} of {num_steps}; finish it, or leave it out')
+            raise InputError(f'{path}: stopped at step {done} of {num_steps}; finish the run, or omit it')
     compared: dict[str, dict[Path, object]] = {
         'model.vocab_size': {path: configs[path].model.vocab_size for path in workdirs},
         'data': {path: configs[path].data.sources or configs[path].data.path for path in workdirs},
@@ -138,8 +138,8 @@ def read_runs(workdirs: Sequence[Path]) -> list[ScalingRun]:
         if len(set(values.values())) > 1:
             first, other = workdirs[0], next(path for path in workdirs if values[path] != values[workdirs[0]])
             raise InputError(
-                f'{first} has {key}={values[first]} and {other} {values[other]}; losses can be compared only on the '
-                f'same text in the same tokens'
+                f'{first} has {key}={values[first]} and {other} has {values[other]}; losses can be compared only on '
+                'the same data and vocabulary; give runs that share both'
             )
     evaluated = all(any(line.get('eval/loss') is not None for line in lines[path]) for path in workdirs)
     runs = []
@@ -148,7 +148,7 @@ def read_runs(workdirs: Sequence[Path]) -> list[ScalingRun]:
         tokens = train.num_steps * train.global_batch_size * configs[path].data.seq_len
         loss = _last(lines[path], 'eval/loss') if evaluated else _end(lines[path], train.num_steps)
         if loss is None:
-            raise InputError(f'{path}: its last losses are not finite; leave it out')
+            raise InputError(f'{path}: the last losses are not finite; omit this run')
         runs.append(ScalingRun(str(path), count_parameters(configs[path].model), tokens, loss))
     return runs
 
@@ -197,15 +197,15 @@ def _check_spread(runs: Sequence[ScalingRun]) -> None:
         span = max(values) / min(values)
         if span < MIN_SPAN or len({round(math.log(value), 1) for value in values}) < 3:
             raise InputError(
-                f'the runs have {min(values):.3g} to {max(values):.3g} {name}; give runs of three or more numbers of '
-                f'{name} that span a factor of {MIN_SPAN:g}'
+                f'the runs have {min(values):.3g} to {max(values):.3g} {name}; give runs with at least three '
+                f'different numbers of {name} that span a factor of {MIN_SPAN:g}'
             )
     logs = np.log([[run.parameters, run.tokens] for run in runs])
     scatter = np.linalg.svd(logs - logs.mean(0), compute_uv=False)[-1] / math.sqrt(len(runs))
     if scatter < MIN_SCATTER:
         raise InputError(
-            'tokens grow with parameters in the same way in all runs, so that their effects cannot be told apart; add '
-            'runs of the same size and another length'
+            'tokens and parameters grow together in all runs, so their effects cannot be separated; add runs '
+            'of the same size and a different length'
         )
 
 
@@ -255,9 +255,9 @@ def _fit(runs: Sequence[ScalingRun], near: Law | None = None) -> Law:
     # A fit that leaves out one run may end on a bound; the held-out error shows that.
     if near is None and _on_bound(best.x):
         raise InputError(
-            f'{len(runs)} runs do not show how loss falls with size and length (the best law has exponents {alpha:.2f} '
-            f'and {beta:.2f} and a floor of {math.exp(e):.2g}); add runs further apart, each with its own best '
-            f'learning rate'
+            f'{len(runs)} runs do not show how the loss depends on size and length (the best fit has exponents '
+            f'{alpha:.2f} and {beta:.2f} and a floor of {math.exp(e):.2g}); add runs of more different sizes '
+            'and lengths, each with its own best learning rate'
         )
     A, B = math.exp(a + alpha * middle_N), math.exp(b + beta * middle_D)
     return Law(math.exp(e), A, B, float(alpha), float(beta), f'fitted to {len(runs)} runs')
@@ -268,7 +268,7 @@ def _check_determined(slopes: np.ndarray) -> None:
     strengths = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0), compute_uv=False)
     if strengths[-1] < MIN_STRENGTH:
         raise InputError(
-            'several laws go through these runs alike; add runs whose size and length differ from those of all others'
+            'several laws fit these runs equally well; add runs that differ from all others in size and length'
         )
 
 

@@ -99,14 +99,16 @@ def compile_for(config: Config, machine: Machine, layout: Layout, num_sources: i
         overflow = overflow_of(error)
         if overflow is None:
             reason = str(error).strip().partition('\n')[0]
-            raise InputError(f'the compiler for {machine.target.spec} refuses the step: {reason}') from error
+            raise InputError(f'the compiler for {machine.target.spec} rejected the step: {reason}') from error
         return _overflowing(estimated, overflow.needed, overflow.available)
     program = None
     work = estimated.work
     if machine.target.chip.platform != 'cpu':
         program = read_program(compiled.step.as_text() or '', config.mesh.sizes)
         if program.unknown_loops:
-            warnings.warn(f'loops of unknown length count as one round: {program.unknown_loops}', stacklevel=2)
+            warnings.warn(
+                f'loops with an unknown trip count are counted as one iteration: {program.unknown_loops}', stacklevel=2
+            )
         work = work._replace(transfers=program.transfers)
     return estimated._replace(
         memory=memory_of(compiled, config, abstract, machine.target.chip.capability),

@@ -75,7 +75,7 @@ p.note {{ color: #555; }}
 
 def scaling_figure(rows: Sequence[ScalingRow], title: str) -> Figure:
     """Plots tokens/s and MFU over numbers of devices, for strong and weak scaling."""
-    figure, (speed, share) = _figure(title, 'tokens/s', 'share of the peak (MFU)')
+    figure, (speed, share) = _figure(title, 'tokens/s', 'MFU (fraction of peak)')
     shown = [row for row in rows if row.kind in CURVES and not row.refusal]
     for kind, (color, marker, size, width, words) in CURVES.items():
         curve = [row for row in shown if row.kind == kind]
@@ -108,11 +108,11 @@ def scaling_figure(rows: Sequence[ScalingRow], title: str) -> Figure:
 
 def budget_figure(plan: BudgetPlan, title: str) -> Figure:
     """Plots loss and tokens over the size of the model, for one budget."""
-    figure, (loss, tokens) = _figure(title, 'loss the law expects, nats per token', 'tokens the budget buys')
+    figure, (loss, tokens) = _figure(title, 'predicted loss (nats/token)', 'tokens within the budget')
     rows = sorted(plan.rows, key=lambda row: row.parameters)
     sizes, fits = [row.parameters for row in rows], [row.fits for row in rows]
     for axes, values in ((loss, [row.loss for row in rows]), (tokens, [row.tokens for row in rows])):
-        axes.plot(sizes, values, color=BLUE, linewidth=2, label='each size on this budget')
+        axes.plot(sizes, values, color=BLUE, linewidth=2, label='sizes within this budget')
         _points(axes, sizes, values, fits, BLUE, 'o')
     best = plan.optimum
     # Place labels away from the curves: above the lowest point, and right of the crossing.
@@ -158,17 +158,17 @@ def write_html(
     parts = [f'<p class="note">{html.escape(note)}</p>' for note in notes]
     curves, sizes = [row for row in rows if row.kind in CURVES], [row for row in rows if row.kind not in CURVES]
     if curves:
-        parts += ['<h2>More devices</h2>', _svg(scaling_figure(curves, ''), 'scaling'), _scaling_table(curves)]
+        parts += ['<h2>Scaling over devices</h2>', _svg(scaling_figure(curves, ''), 'scaling'), _scaling_table(curves)]
     if sizes:
         parts += ['<h2>Sizes</h2>', _scaling_table(sizes)]
     if plan:
         cells = [budget_cells(row, plan) for row in plan.rows]
         parts += [
-            '<h2>What the budget buys</h2>',
+            '<h2>Model sizes within the budget</h2>',
             _svg(budget_figure(plan, ''), 'budget'),
             _table(BUDGET_HEADER, cells),
         ]
-        parts.append(f'<p class="note">Law of the loss: {html.escape(plan.law.source)}</p>')
+        parts.append(f'<p class="note">Scaling law: {html.escape(plan.law.source)}</p>')
     _write(path, PAGE.format(title=html.escape(title), body='\n'.join(parts)).encode())
 
 
@@ -256,4 +256,4 @@ def _write(path: Path, data: bytes) -> None:
     try:
         replace_file(path, data)
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; choose a file that can be written') from error
+        raise InputError(f'{path}: {os_message(error)}; choose a writable file') from error

@@ -157,8 +157,8 @@ def _run(forecast: Forecast) -> list[tuple[str, str]]:
     mesh = ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device'
     train, model = config.train, config.model
     batch = (
-        f'{train.global_batch_size} × {config.data.seq_len} tokens a step in {config.accumulation} micro-batch(es) of '
-        f'{train.per_device_batch_size} per device'
+        f'{train.global_batch_size} × {config.data.seq_len} tokens per step in {config.accumulation} '
+        f'micro-batch(es) of {train.per_device_batch_size} per device'
     )
     return [
         ('target', f'{target.num_devices} × {target.chip.name}{islands}'),
@@ -183,24 +183,22 @@ def _memory(forecast: Forecast) -> list[tuple[str, str]]:
     lines = [
         (
             'memory',
-            f'{conclusion}: {format_bytes(forecast.needed)} of {format_bytes(forecast.available)} that a program may '
-            f'have of {chip}, {how}',
+            f'{conclusion}: {format_bytes(forecast.needed)} of {format_bytes(forecast.available)} usable out of '
+            f'{chip}, {how}',
         ),
         ('', kinds),
     ]
     if memory.host:
-        lines.append(('', f'and {format_bytes(memory.host)} of host memory for each device'))
+        lines.append(('', f'and {format_bytes(memory.host)} of host memory per device'))
     return lines
 
 
 def _work(forecast: Forecast) -> list[tuple[str, str]]:
     work = forecast.work
-    counted = f'{_operations(work.all_flops)} in products'
+    counted = f'{_operations(work.all_flops)} in matrix products'
     if forecast.program is not None:
         counted += f' by formula ({_operations(forecast.program.flops)} in the program, without fused kernels)'
-    lines = [
-        ('work', f'a device does {counted} in a step and moves {format_bytes(work.memory_bytes)} of its memory besides')
-    ]
+    lines = [('work', f'each device does {counted} per step and moves {format_bytes(work.memory_bytes)} of memory')]
     sums: dict[tuple[str, tuple[str, ...], bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for transfer in work.transfers:
         total = sums[transfer.kind, transfer.axes, transfer.is_async]
@@ -209,9 +207,9 @@ def _work(forecast: Forecast) -> list[tuple[str, str]]:
     for (kind, axes, is_async), (sent, count) in sorted(sums.items(), key=lambda item: -item[1][0]):
         if sent < 0.001 * max(total[0] for total in sums.values()):
             continue
-        along = ' · '.join(axes) or 'groups of their own'
-        waits = 'while it computes' if is_async else 'while it waits'
-        lines.append(('', f'sends {format_bytes(sent)} by {count:,.0f} × {kind} along {along}, {waits}'))
+        along = ' · '.join(axes) or 'other device groups'
+        waits = 'overlapped with compute' if is_async else 'not overlapped'
+        lines.append(('', f'sends {format_bytes(sent)} in {count:,.0f} × {kind} along {along}, {waits}'))
     return lines
 
 
@@ -220,9 +218,9 @@ def _time(forecast: Forecast) -> list[tuple[str, str]]:
     parts = ', '.join(
         f'{name} {seconds:.3g}' for name, seconds in time._asdict().items() if seconds > 0.0005 * time.total
     )
-    share = f'; MFU {causal:.1%} counted causally, {full:.1%} in full' if causal else ''
+    share = f'; MFU {causal:.1%} (causal attention), {full:.1%} (full attention)' if causal else ''
     return [
-        ('time', f'{time.total:.3g} s a step (estimated): {parts}'),
+        ('time', f'{time.total:.3g} s per step (estimated): {parts}'),
         ('speed', f'{forecast.tokens_per_second:,.0f} tokens/s{share}'),
     ]
 
@@ -250,8 +248,8 @@ def _cost(cost: Cost) -> list[tuple[str, str]]:
     lines.append(
         (
             'checkpoint',
-            f'{format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} beside the '
-            f'steps; {cost.checkpoints_kept} kept: ${cost.storage_dollars_per_month:.2f} a month',
+            f'{format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} '
+            f'during training; {cost.checkpoints_kept} kept: ${cost.storage_dollars_per_month:.2f} per month',
         )
     )
     return lines

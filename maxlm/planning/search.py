@@ -117,9 +117,9 @@ def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compi
     if chosen is None:
         needed, there = fitting[-1].forecast.needed, fitting[-1].forecast.available
         raise InputError(
-            f'train.per_device_batch_size=auto: one sequence at a time takes {format_bytes(needed)} of a '
-            'device, and there are '
-            f'{format_bytes(there)}; python -m maxlm.plan --search looks for another mesh and model.remat_policy'
+            f'train.per_device_batch_size=auto: one sequence per device needs {format_bytes(needed)}, but '
+            f'{format_bytes(there)} are available; run python -m maxlm.plan --search to find another mesh and '
+            'model.remat_policy'
         )
     return _with(config, chosen.changes)
 

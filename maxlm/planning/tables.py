@@ -70,9 +70,9 @@ def budget_table(plan: BudgetPlan) -> str:
     return '\n'.join(
         [
             table(BUDGET_HEADER, [budget_cells(row, plan) for row in plan.rows]),
-            f'best between these: {format_si(optimum.parameters)} parameters on {format_si(optimum.tokens)} tokens, '
-            f'loss {optimum.loss:.3f}',
-            f'by the law alone, at equal speed: {format_si(by_law.parameters)} on {format_si(by_law.tokens)}',
+            f'best size between these: {format_si(optimum.parameters)} parameters on '
+            f'{format_si(optimum.tokens)} tokens, loss {optimum.loss:.3f}',
+            f'by the law alone, at equal MFU: {format_si(by_law.parameters)} on {format_si(by_law.tokens)}',
             f'law: {plan.law.source}',
         ]
     )

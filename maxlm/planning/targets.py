@@ -105,7 +105,10 @@ def parse_target(spec: str) -> Target:
 def _parse_cpu(spec: str, rest: str) -> Target:
     count = int(rest) if re.fullmatch(r'\d{1,6}', rest, re.ASCII) else 0
     if not 1 <= count <= MAX_DEVICES:
-        raise InputError(f'target {spec!r}: needs a number of virtual devices, e.g. cpu:8, or cpu for those of now')
+        raise InputError(
+            f'target {spec!r}: needs a number of virtual devices, e.g. cpu:8; cpu alone means all devices of '
+            'this process'
+        )
     chip = Chip('cpu', 'cpu', 'cpu', 0.0, host_memory() // count, 0.0, count, 0.0, 0.0, 0.0)
     return Target(spec, chip, count, 1, (count, 1))
 
@@ -116,13 +119,13 @@ def _parse_gpu(spec: str, chip: Chip, rest: str) -> Target:
     whole = chip.per_node
     if count * nodes == 0:
         raise InputError(
-            f'target {spec!r}: needs the number of GPUs, e.g. {chip.name}:{whole}, or of those in a node and of nodes, '
+            f'target {spec!r}: needs the number of GPUs, e.g. {chip.name}:{whole}, or GPUs per node and nodes, '
             f'e.g. {chip.name}:{whole}x4'
         )
     if count * nodes > MAX_DEVICES:
         raise InputError(
-            f'target {spec!r}: {count * nodes} GPUs are too many; at most {MAX_DEVICES}, {chip.name}:{whole}x'
-            f'{MAX_DEVICES // whole}'
+            f'target {spec!r}: {count * nodes} GPUs are too many; use at most {MAX_DEVICES}, '
+            f'{chip.name}:{whole}x{MAX_DEVICES // whole}'
         )
     if count > whole:
         wanted = count * nodes
@@ -145,14 +148,14 @@ def _parse_tpu(spec: str, chip: Chip, rest: str) -> Target:
         closest = ', '.join(_closest_slices(chip.name, chips))
         if not shape:
             raise InputError(f'target {spec!r}: needs the shape of a slice, e.g. {closest}')
-        raise InputError(f'target {spec!r}: {chip.name} has no slice of this shape; near: {closest}')
+        raise InputError(f'target {spec!r}: {chip.name} has no slice of this shape; closest: {closest}')
     chips, text = math.prod(shape), f'{chip.name}:{"x".join(map(str, shape))}'
     if slices == 0:
         raise InputError(f'target {spec!r}: needs a number of slices, e.g. {text} or {text}*2')
     if slices > 1 and chips == 1:
-        raise InputError(f'target {spec!r}: slices of one chip have no network; near: {chip.name}:2x2*{slices}')
+        raise InputError(f'target {spec!r}: single-chip slices have no interconnect; closest: {chip.name}:2x2*{slices}')
     if chips * slices > MAX_DEVICES:
-        raise InputError(f'target {spec!r}: {chips * slices} TPUs are too many; near: {text}*{MAX_DEVICES // chips}')
+        raise InputError(f'target {spec!r}: {chips * slices} TPUs are too many; closest: {text}*{MAX_DEVICES // chips}')
     return Target(spec, chip, chips * slices, slices, shape)
 
 
@@ -174,7 +177,7 @@ def _closest_chip(name: str, rest: str) -> str:
         return f'TPUs are named by the shape of a slice; did you mean {closest}?'
     guess = nearest(name, [*_NAMES, 'cpu'])
     if not guess.startswith('did you mean'):
-        return 'there is no such chip'
+        return 'unknown chip'
     closest = guess.split("'")[1]
     if closest == 'cpu':
         return 'did you mean cpu?'
@@ -226,7 +229,9 @@ def check_compiler(target: Target) -> None:
         raise CompilerMissingError(f"no compiler for {name} is installed (libtpu): pip install 'maxlm[tpu]'")
     if platform == 'gpu':
         if name not in GPU_TARGETS:
-            raise CompilerMissingError(f'{name} is not described to the compiler; there are {", ".join(GPU_TARGETS)}')
+            raise CompilerMissingError(
+                f'the compiler has no description of {name}; supported: {", ".join(GPU_TARGETS)}'
+            )
         if not (_is_installed('jax_cuda12_plugin') or _is_installed('jax_cuda13_plugin') or add_compiler()):
             raise CompilerMissingError(
                 f'no compiler for {name} is installed; python -m maxlm.plan {OPTION} installs it'

@@ -63,7 +63,7 @@ def test_what_a_compiler_refuses_for_its_memory(monkeypatch):
         raise jax.errors.JaxRuntimeError('INTERNAL: no such thing\nand more')
 
     monkeypatch.setattr(forecast, 'compile_train_step', fail)
-    with pytest.raises(InputError, match=r'refuses the step: INTERNAL: no such thing$'):
+    with pytest.raises(InputError, match=r'rejected the step: INTERNAL: no such thing$'):
         compile_for(config, here, small_layout(config))
 
 

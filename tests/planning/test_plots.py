@@ -111,7 +111,7 @@ def test_a_page_of_one_thing(rows, tmp_path):
 
 
 def test_a_file_that_cannot_be_written(rows, tmp_path):
-    with pytest.raises(InputError, match='No such file or directory; choose a file that can be written'):
+    with pytest.raises(InputError, match='No such file or directory; choose a writable file'):
         write_png(scaling_figure(rows, ''), tmp_path / 'nowhere' / 'a.png')
     with pytest.raises(InputError, match='Is a directory'):
         write_html(tmp_path, 'a title', rows=rows)

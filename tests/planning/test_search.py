@@ -149,7 +149,7 @@ def test_the_largest_micro_batch():
         < chosen
     )
     none = machine_of('h100:8', share=0.01)
-    with pytest.raises(InputError, match=r'train\.per_device_batch_size=auto: one sequence at a time takes .* GiB'):
+    with pytest.raises(InputError, match=r'train\.per_device_batch_size=auto: one sequence per device needs .* GiB'):
         choose_micro_batch(auto, none, resolver(none), Compiler(none, 1.0))
 
 

@@ -146,10 +146,12 @@ def parse_hlo(text: str) -> Module:
         else:
             match = _INSTRUCTION.match(line)
             if match is None:
-                raise ValueError(f'a line of a compiled program that cannot be read: {line[:200]!r}')
+                raise ValueError(f'cannot parse a line of the compiled program: {line[:200]!r}')
             current[match.group(2)] = Instruction(match.group(2), line[match.end() :], bool(match.group(1)))
     if entry is None:
-        raise ValueError('a compiled program without ENTRY: is it the text that as_text() of a compiled step gives?')
+        raise ValueError(
+            'the compiled program has no ENTRY computation; pass the text from as_text() of a compiled step'
+        )
     partitions = re.search(r'num_partitions=(\d+)', text[: text.index('\n')])
     return Module(entry, computations, int(partitions.group(1)) if partitions else 1)
 
@@ -161,4 +163,4 @@ def _closing(text: str, start: int) -> int:
         depth += 1 if found.group() == '(' else -1
         if not depth:
             return found.end()
-    raise ValueError(f'a parenthesis that is never closed: {text[:200]!r}')
+    raise ValueError(f'unclosed parenthesis in the compiled program: {text[:200]!r}')

@@ -52,7 +52,9 @@ def is_library_product(instruction: Instruction) -> bool:
 def _contraction(instruction: Instruction, lhs: Array, pattern: str) -> float:
     dims = instruction.attribute(pattern)
     if dims is None:
-        raise ValueError(f'a matrix product of unknown dimensions: {instruction.name} {instruction.attributes[:300]!r}')
+        raise ValueError(
+            f'cannot determine the dimensions of matrix product {instruction.name}: {instruction.attributes[:300]!r}'
+        )
     depth = math.prod(lhs.dims[int(dim)] for dim in re.findall(r'\d+', dims))
     return 2.0 * instruction.arrays[0].size * depth
 
@@ -60,7 +62,9 @@ def _contraction(instruction: Instruction, lhs: Array, pattern: str) -> float:
 def _convolution(instruction: Instruction, operands: list[Array]) -> float:
     labels = _LABELS.search(instruction.attributes)
     if labels is None:
-        raise ValueError(f'a convolution of unknown dimensions: {instruction.name} {instruction.attributes[:300]!r}')
+        raise ValueError(
+            f'cannot determine the dimensions of convolution {instruction.name}: {instruction.attributes[:300]!r}'
+        )
     lhs_labels, _, out_labels = labels.groups()
     lhs, out = operands[0].dims, instruction.arrays[0].dims
     groups = int(instruction.attribute(r'feature_group_count=(\d+)') or 1)

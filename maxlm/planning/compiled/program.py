@@ -79,7 +79,7 @@ def read_program(text: str, mesh_sizes: Mapping[str, int]) -> Program:
     """
     module = parse_hlo(text)
     if module.num_partitions != math.prod(mesh_sizes.values()):
-        raise ValueError(f'a program for {module.num_partitions} devices, but a mesh {dict(mesh_sizes)}')
+        raise ValueError(f'the program is for {module.num_partitions} devices, but the mesh is {dict(mesh_sizes)}')
     return _Reader(module, tuple(mesh_sizes.items())).count(Scope(module.entry))
 
 

@@ -117,9 +117,9 @@ def _check_parameters(config: Config) -> None:
     size = model_parameters(config.model) * jnp.dtype(jnp.float32).itemsize
     if size > host_memory():
         raise InputError(
-            f'the parameters of the model take {format_bytes(size)} and this machine has '
-            f'{format_bytes(host_memory())} of memory; lower model.dim, model.num_layers, model.ffn_dim '
-            'or model.vocab_size'
+            f'the model parameters need {format_bytes(size)}, but this machine has '
+            f'{format_bytes(host_memory())} of memory; lower model.dim, model.num_layers, model.ffn_dim or '
+            'model.vocab_size'
         )
 
 

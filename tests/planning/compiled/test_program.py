@@ -300,7 +300,7 @@ def test_a_product_in_steps_on_a_tpu():
 
 
 def test_not_a_program():
-    with pytest.raises(ValueError, match='without ENTRY'):
+    with pytest.raises(ValueError, match='no ENTRY computation'):
         read_program('HloModule nothing\n', {'data': 1})
     with pytest.raises(ValueError, match='cannot be read'):
         read_program('HloModule x\n\nENTRY %main {\n  what is this\n}\n', {'data': 1})

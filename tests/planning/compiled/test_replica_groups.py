@@ -63,7 +63,7 @@ def test_the_mesh_decides():
     'text', ['{{0,1},{2,3}}', '{{0,1},{2,3},{4,5},{6,8}}', "mesh['x'=16] {'x'}", '{{0,0},{1,1},{2,2},{3,3}}', 'all']
 )
 def test_groups_of_other_devices(text):
-    with pytest.raises(ValueError, match='groups of'):
+    with pytest.raises(ValueError, match='replica groups'):
         find_groups(text, MESH)
 
 
