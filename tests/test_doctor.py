@@ -52,7 +52,7 @@ def test_a_failure_is_an_exit_code_and_a_remedy(run, dataset, tmp_path):
     [
         (['--only=pyhton'], "error: --only=pyhton: unknown check; did you mean 'python'"),
         (['--skip=x'], 'error: --skip=x: unknown check'),
-        (['--config=none.py'], 'error: --config: no file none.py'),
+        (['--config=none.py'], 'error: --config=none.py: file not found'),
         (['--config.train.num_steps=1'], 'error: --config.train.num_steps=1: overrides a config; give one'),
         ([f'--config={TINY}', '--config.train.num_step=1'], "did you mean 'num_steps'"),
         (['--what'], 'error: unrecognized arguments: --what'),
