@@ -101,7 +101,7 @@ def test_the_list(saved, verb):
 def test_whole_ones_verify(saved, verb):
     code, out, err = verb('verify', saved)
     assert (code, err) == (EXIT_DONE, '')
-    assert [line.split()[:2] for line in out.splitlines()] == [['whole', f'{saved}@{step}:'] for step in LOSSES]
+    assert [line.split()[:2] for line in out.splitlines()] == [['intact', f'{saved}@{step}:'] for step in LOSSES]
 
 
 def test_a_relative_path_verifies(saved, verb, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_damaged_one_is_named(copy, verb, item):
     code, out, _ = verb('verify', copy)
     assert code == EXIT_FAILED
     lines = [line.split()[0] for line in out.splitlines()]
-    assert lines == ['whole', 'whole', 'damaged', 'whole']
+    assert lines == ['intact', 'intact', 'damaged', 'intact']
     assert str(copy / CHECKPOINTS_DIR / '6' / item) in out
     assert verb('verify', f'{copy}@6')[0] == EXIT_FAILED
     # Nothing is moved, and an intact step can be verified alone.

@@ -282,7 +282,7 @@ def test_benchmarks_and_the_loss_in_one_table(run, whole, dataset, tmp_path, mon
 
 
 def test_what_tasks_need_is_said(run, tmp_path, monkeypatch, workdir):
-    assert '--tasks=a,,b: needs names' in refused(run, '--tasks=a,,b')
+    assert '--tasks=a,,b: must be comma-separated names' in refused(run, '--tasks=a,,b')
     assert 'No such file' in refused(run, f'--tasks=mbpp:{tmp_path / "none.jsonl"}')
     assert '--limit=0' in refused(run, '--limit=0')
     assert '--needle-lengths=x' in refused(run, '--tasks=needle', '--needle-lengths=x')

@@ -181,7 +181,7 @@ def test_a_model_without_a_template_answers_nothing(base, capsys):
     assert exit_code(generate.main, command) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert error.count('\n') == 1
-    assert f'--chat: {base} has no chat_template.jinja' in error
+    assert f'--chat: {base} has no usable chat_template.jinja' in error
 
 
 def test_adapters_are_a_phase(answering, chats, tmp_path, capsys):

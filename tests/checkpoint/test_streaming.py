@@ -143,10 +143,10 @@ def test_what_was_read_is_compared_with_its_checksums(saved, tmp_path, arrays):
     content = json.loads(path.read_text())
     content['params'][KERNEL] = content['params']['embedding'] = '(1,) float32 00000000'
     path.write_text(json.dumps(content))
-    with pytest.raises(CorruptCheckpointError, match=rf'params: damaged: {KERNEL} is '):
+    with pytest.raises(CorruptCheckpointError, match=rf'params: damaged: {KERNEL} has checksum '):
         list(read())
     for name in (KERNEL, 'embedding'):
-        with pytest.raises(CorruptCheckpointError, match=f'damaged: {name} is'):
+        with pytest.raises(CorruptCheckpointError, match=f'damaged: {name} has checksum '):
             ParamsReader(step).read(name)
     # Other arrays are unchanged.
     ParamsReader(step).read(next(name for name in arrays if name not in (KERNEL, 'embedding')))

@@ -294,7 +294,7 @@ def test_values_are_checked_as_those_of_any_config(run_file):
 
 def test_a_config_json_has_no_variants_and_must_be_there(run_file, tmp_path):
     path, _ = run_file
-    with pytest.raises(InputError, match=r"config\.json has no variants, but 'big' was asked for"):
+    with pytest.raises(InputError, match=r"config\.json has no variants, but variant 'big' was requested"):
         loading.load(f'{path}:big')
     with pytest.raises(InputError, match=r'--config=.*confg\.json: file not found; did you mean .*config\.json'):
         loading.load(str(tmp_path / 'confg.json'))

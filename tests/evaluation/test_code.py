@@ -157,7 +157,7 @@ def test_a_limit(tmp_path):
 
 def test_what_is_no_such_file_is_named(tmp_path):
     for kind, rows, message in (
-        ('humaneval', MBPP, r'--tasks=humaneval:.*x\.jsonl: line 1 has no .prompt.; it has: task_id, text'),
+        ('humaneval', MBPP, r'--tasks=humaneval:.*x\.jsonl: line 1 has no .prompt.; found keys: task_id, text'),
         ('mbpp', HUMANEVAL, 'line 1 invalid literal'),
         ('mbpp', MBPP[2:], 'no problems found with task_id 11 to 510'),
         ('humaneval', [], 'no problems found'),

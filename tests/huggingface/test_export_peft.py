@@ -201,5 +201,5 @@ def test_an_export_of_adapters_of_another_config(tmp_path, capfd, llama_run):
     for verb in ('export', 'export-adapter'):
         capfd.readouterr()
         assert run(verb, f'--checkpoint={llama_run}', f'--output={tmp_path / "out"}') == EXIT_BAD_INPUT
-        assert_one_line(capfd.readouterr().err, 'lora_a', 'different models')
+        assert_one_line(capfd.readouterr().err, 'lora_a', 'config.json')
         assert not (tmp_path / 'out').exists()

@@ -75,7 +75,7 @@ def test_a_checkpoint_without_a_tokenizer(make):
     for checkpoint in (workdir, f'{workdir}@7', workdir / CHECKPOINTS_DIR / '7'):
         with pytest.raises(InputError) as info:
             load_model(str(checkpoint), num_devices=1)
-        assert f'--checkpoint={checkpoint} has no tokenizer.json' in str(info.value)
+        assert f'--checkpoint={checkpoint}: tokenizer.json is missing' in str(info.value)
         assert str(workdir / TOKENIZER) in str(info.value)
     # The fix that the message suggests works.
     (workdir / TOKENIZER).write_bytes(tokenizer)

@@ -270,7 +270,7 @@ def test_refusals(plain, quantized, tmp_path):
             assert not output.exists()
 
     refuse(['already quantized to int4', 'pass the original checkpoint'], lambda: run(quantized['int4'].workdir))
-    refuse(['int4 already'], lambda: load_model(str(quantized['int4'].workdir), num_devices=1, quantize='int8'))
+    refuse(['already quantized to int4'], lambda: load_model(str(quantized['int4'].workdir), num_devices=1, quantize='int8'))
     refuse(['no group size from 8 to 7'], lambda: run(weights=('int8', 7)))
     refuse(["'int3'", 'int8, int4, fp8'], lambda: load_model(str(workdir), num_devices=1, quantize='int3'))
     refuse(['--group=-1', 'at least 0'], lambda: parse_weights('int8', -1))
@@ -307,8 +307,8 @@ def test_codes_of_another_kind_are_told(quantized, tmp_path):
     config = read_config(tmp_path / 'run')
     other = dataclasses.replace(config.model, weight_quantization='fp8')
     refuse(
-        ['kernel_codes is of int8', 'model.weight_quantization=fp8 has uint8'],
+        ['kernel_codes has dtype int8', 'model.weight_quantization=fp8 requires uint8'],
         lambda: open_parameters(tmp_path / 'run' / 'checkpoints' / str(STEPS), other),
     )
     # A reader that requires floats reports the same.
-    refuse(['is of', 'float32'], lambda: ParamsReader(tmp_path / 'run' / 'checkpoints' / str(STEPS)))
+    refuse(['has dtype int8', 'float32'], lambda: ParamsReader(tmp_path / 'run' / 'checkpoints' / str(STEPS)))

@@ -190,7 +190,7 @@ def test_runs_that_cannot_be_compared(tmp_path):
     with pytest.raises(InputError, match=r'model\.vocab_size=61 and .*vocabulary has 99'):
         read_runs([tmp_path / 'a', tmp_path / 'vocabulary'])
     write_run(tmp_path / 'text', LINES, data__path='other')
-    with pytest.raises(InputError, match=r'has data=data and .*text other; losses'):
+    with pytest.raises(InputError, match=r'has data=data and .*text has other; losses'):
         read_runs([tmp_path / 'a', tmp_path / 'text'])
     write_run(tmp_path / 'empty', [])
     with pytest.raises(InputError, match='empty: no train/loss'):

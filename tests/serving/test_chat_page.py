@@ -287,7 +287,7 @@ def test_a_text_that_the_model_goes_on_with(browser, tmp_path):
         set_up(browser, max_tokens=5000)
         browser.click('#send')
         browser.until('document.querySelector(".fault")')
-        assert 'The context has 2000 tokens' in browser.texts('.fault span')[0]
+        assert 'The context length is 2000 tokens' in browser.texts('.fault span')[0]
         browser.look(width=360, mobile=True)
         assert browser.run('document.documentElement.scrollWidth') == 360
         # Unsent text is restored.

@@ -251,7 +251,7 @@ def test_another_tokenizer_at_the_origin_is_a_warning(start, tmp_path, origin, d
     (tmp_path / 'origin' / TOKENIZER).write_text(data.tokenizer_path.read_text().replace('<|endoftext|>', '<eos>'))
     state, out = start(tmp_path / 'run', init_from=tmp_path / 'origin')
     assert_fresh(state, trained.params)
-    assert 'is not the tokenizer' in out
+    assert 'is neither the tokenizer' in out
     shutil.copy(data.tokenizer_path, tmp_path / 'origin' / TOKENIZER)
     _, out = start(tmp_path / 'again', init_from=tmp_path / 'origin')
-    assert 'is not the tokenizer' not in out
+    assert 'is neither the tokenizer' not in out

@@ -264,5 +264,5 @@ def test_parameters_moments_and_their_average_are_sharded():
 
 def test_a_parameter_that_does_not_divide_is_named():
     config = small_config(num_devices=8, mesh__tensor=2, model__dim=34, model__head_dim=8)
-    with pytest.raises(InputError, match=r"context=4 .*'embed' axis of blocks.*, which has 34.* 32, 36"):
+    with pytest.raises(InputError, match=r"context=4 .*'embed' axis of blocks.*, which has size 34.* 32, 36"):
         abstract_state(config, small_layout(config))

@@ -180,7 +180,7 @@ def test_training_goes_on_through_an_outage(gcs, tmp_path, log, fault):
         write_step(tmp_path, 6)
         until(lambda: storage.is_uploaded(6))
     assert storage.remote_steps() == [1, 2, 3, 4, 5, 6]
-    assert [line for line in log() if 'answers again' in line]
+    assert [line for line in log() if 'responds again' in line]
 
 
 def test_silence_is_said(gcs, tmp_path, log):

@@ -185,5 +185,5 @@ def test_devices_share_the_work(monkeypatch):
 
 
 def test_a_mesh_that_splits_the_length_is_refused():
-    with pytest.raises(InputError, match=r'mesh\.context=2: there is no cache'):
+    with pytest.raises(InputError, match=r'mesh\.context=2: the key-value cache does not support'):
         Engine(load('llama, grouped', 2, context=2))
