@@ -188,7 +188,10 @@ def test_several_damaged_ones(copy, states, newest):
     shutil.rmtree(copy / CHECKPOINTS_DIR / '5' / 'optimizer')
     restored, out = newest(copy)
     assert same(restored.state, states[3])
-    assert [line.split(' is damaged')[0] for line in out.splitlines()] == ['checkpoint of step 7', 'checkpoint of step 5']
+    assert [line.split(' is damaged')[0] for line in out.splitlines()] == [
+        'checkpoint of step 7',
+        'checkpoint of step 5',
+    ]
     assert steps(copy) == [3]
     assert {entry.name for entry in (copy / CHECKPOINTS_DIR / DAMAGED).iterdir()} == {'5', '7'}
 

@@ -270,7 +270,10 @@ def test_refusals(plain, quantized, tmp_path):
             assert not output.exists()
 
     refuse(['already quantized to int4', 'pass the original checkpoint'], lambda: run(quantized['int4'].workdir))
-    refuse(['already quantized to int4'], lambda: load_model(str(quantized['int4'].workdir), num_devices=1, quantize='int8'))
+    refuse(
+        ['already quantized to int4'],
+        lambda: load_model(str(quantized['int4'].workdir), num_devices=1, quantize='int8'),
+    )
     refuse(['no group size from 8 to 7'], lambda: run(weights=('int8', 7)))
     refuse(["'int3'", 'int8, int4, fp8'], lambda: load_model(str(workdir), num_devices=1, quantize='int3'))
     refuse(['--group=-1', 'at least 0'], lambda: parse_weights('int8', -1))
