@@ -27,7 +27,7 @@ import numpy as np
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.model.attention.cudnn import attend_documents, documents_per_row, supports_documents
 from maxlm.model.attention.decode import attend_slots
-from maxlm.model.attention.kernels import cudnn
+from maxlm.model.attention.kernels import AttentionInputs, cudnn
 from maxlm.model.layers.kv_cache import Slots
 from maxlm.model.layers.masks import causal_mask
 from maxlm.parallel.partitioning import SINGLE_DEVICE
@@ -83,14 +83,13 @@ def documents(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, win
 
 def masked(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
     """Applies cuDNN attention with the documents as a mask."""
-    mask = _mask(segments, window)
-    return cudnn(q, k, v, mask_BTS=mask, segments_BT=None, window=window, partitioning=SINGLE_DEVICE)
+    return cudnn(AttentionInputs(q, k, v, _mask(segments, window), None), window, SINGLE_DEVICE)
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
     """Applies cuDNN attention that ignores the documents, as a negative control."""
     del segments
-    return cudnn(q, k, v, mask_BTS=None, segments_BT=None, window=window, partitioning=SINGLE_DEVICE)
+    return cudnn(AttentionInputs(q, k, v, None, None), window, SINGLE_DEVICE)
 
 
 def reference(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:

@@ -79,7 +79,7 @@ def test_a_signal_during_the_pause_starts_nothing(programs, tmp_path):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.skipif(sys.platform != 'linux', reason='prctl is a system call of Linux')
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs prctl, which only Linux has')
 def test_orphans_are_reaped():
     # A subreaper adopts orphans, like process 1 of a container.
     subreaper = 'import ctypes, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); from maxlm.supervise import main; '

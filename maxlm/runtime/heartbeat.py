@@ -41,7 +41,7 @@ DISCONNECT_SECONDS = 4.0
 # Long, because one process may fetch a checkpoint while the others wait. Lost processes are detected much earlier.
 BARRIER_SECONDS = 6 * 3600
 
-LINES, REPORT, END = 'maxlm/lines', 'maxlm/verdict', 'maxlm/end'
+LINES, REPORT, END = 'maxlm/lines', 'maxlm/report', 'maxlm/end'
 
 
 class FailureReport(NamedTuple):

@@ -63,7 +63,7 @@ class WeightsAndBiases:
         public_config = {name: keys for name, keys in dataclasses.asdict(config).items() if name != 'alerts'}
         self._last_sent_step: int | None = None
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        # A file, because a pipe would have to be read continuously.
+        # A file, because a pipe would have to be read continuously. It stays open for the child, and `_send` closes it.
         self._stderr: TextIO = tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace')  # noqa: SIM115
         self._has_exited = False
         self._child = subprocess.Popen(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import jax
 
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.config.schema import UNDECIDED_STEPS
-from maxlm.evaluation.periodic import open_tasks, task_text
+from maxlm.evaluation.periodic import Tasks, open_tasks
 from maxlm.hardware.chips import Peak, find_peak
 from maxlm.log import progress_bar
 from maxlm.planning.estimate.flops import step_flops
@@ -29,7 +28,6 @@ from maxlm.trainer.step_runner import DataWait, StepRunner
 from maxlm.trainer.summary import headline, log_start, start_facts
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.run_control import RunControl, apply_control
-from maxlm.training.state import Params
 
 
 class Services(NamedTuple):
@@ -51,9 +49,9 @@ class Services(NamedTuple):
 
 
 class LoopComponents(NamedTuple):
-    """Objects that the training loop calls. `tasks` returns the scores of benchmarks and a line about them."""
+    """Objects that the training loop calls."""
 
-    tasks: Callable[[Params], tuple[dict[str, float], str]] | None
+    tasks: Tasks | None
     trackers: Trackers
     throughput: Throughput
     reporter: Reporter
@@ -115,7 +113,7 @@ def make_loop_components(
         decisions: decisions of the run so far.
     """
     config, recorder = apply_control(prepared.config, decisions), context.recorder
-    run_tasks = open_tasks(config, prepared.layout, source.tokenizer_path)
+    tasks = open_tasks(config, prepared.layout, source.tokenizer_path)
     trackers = Trackers(stack, config, workdir=context.workdir, attempt=recorder.attempt)
     log_start(config, prepared.forecast, peak=services.peak, price=recorder.price)
     throughput = Throughput(
@@ -159,9 +157,4 @@ def make_loop_components(
         save_seconds=lambda: services.checkpoints.save_seconds,
     )
 
-    def tasks(params: Params) -> tuple[dict[str, float], str]:
-        assert run_tasks
-        scores = run_tasks(params)
-        return scores, task_text(scores)
-
-    return LoopComponents(tasks if run_tasks else None, trackers, throughput, reporter, runner, budget)
+    return LoopComponents(tasks, trackers, throughput, reporter, runner, budget)

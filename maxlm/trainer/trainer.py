@@ -13,6 +13,7 @@ import jax
 
 from maxlm.checkpoint.save_policy import SavePolicy
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError
+from maxlm.evaluation.periodic import task_text
 from maxlm.log import logger
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.trainer.batch_source import BatchSource
@@ -112,7 +113,7 @@ class Trainer:
                     # them can save.
                     if jax.process_count() == 1 and step > start + 1 and self._source.can_checkpoint_after(step - 1):
                         reporter.flush()
-                        self._save(step - 1, state, decisions)
+                        self._checkpoints.save(step - 1, state, decisions, best_loss=reporter.best_loss)
                     raise
 
                 num_steps = apply_control(config, decisions).train.num_steps
@@ -159,7 +160,14 @@ class Trainer:
                     is_good = reporter.is_finite and not reporter.bad_steps.in_a_row
                     if end_reason or stopping or (should_save and is_good):
                         with self._throughput.paused('save'):
-                            self._save(step, state, decisions, loss, required=bool(end_reason or stopping))
+                            self._checkpoints.save(
+                                step,
+                                state,
+                                decisions,
+                                best_loss=reporter.best_loss,
+                                validation_loss=loss,
+                                required=bool(end_reason or stopping),
+                            )
                         save_policy.record_save(step)
                         should_save = False
                 if end_reason or stopping:
@@ -234,22 +242,8 @@ class Trainer:
         """Runs the benchmarks of `eval.tasks`."""
         assert self._tasks, 'setup() opens them if eval.tasks_interval is set'
         with self._throughput.paused('eval', name='tasks'), self._timeline.phase('evaluation'):
-            scores, text = self._tasks(evaluated_params(state))
-            self._reporter.wrote(step, scores, text)
-
-    def _save(
-        self,
-        step: int,
-        state: TrainState,
-        decisions: RunControl,
-        validation_loss: float | None = None,
-        *,
-        required: bool = True,
-    ) -> None:
-        best_loss = self._reporter.best_loss
-        self._checkpoints.save(
-            step, state, decisions, best_loss=best_loss, validation_loss=validation_loss, required=required
-        )
+            scores = self._tasks(evaluated_params(state))
+            self._reporter.wrote(step, scores, task_text(scores))
 
     def _set_length(self, state: TrainState, decisions: RunControl) -> TrainState:
         """Returns the state with the schedule progress of the decided length if a budget gives the run length."""

@@ -408,7 +408,7 @@ def test_a_client_that_goes_frees_its_slot(stream):
     engine.open.clear()
     with ServerThread(served_by(engine)) as server:
         for waiting in (0, 1):
-            # Of two requests, one runs and one waits.
+            # The engine has one slot, so a second request waits.
             connections = [server.connect() for _ in range(waiting + 1)]
             for connection in connections:
                 body = {'prompt': 'a', 'max_tokens': 400, 'stream': stream, 'n': 1}

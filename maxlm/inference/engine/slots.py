@@ -97,6 +97,6 @@ def choose_slot(
     # Reuse in place if little content is lost. Otherwise copy, because the content may be reused again.
     if num and source.sample is None and (num * 2 >= len(source.content) or len(free) == 1):
         return source, source, num
-    # Of the slots that require the fewest rows, use the least recently used one.
+    # Choose the slot that requires the fewest rows, and the least recently used one among equals.
     target = min(free, key=lambda slot: (bisect.bisect_right(row_counts, slot.number), slot.last_used, slot.number))
     return target, (source if num else target), num

@@ -10,7 +10,7 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.attention.decode import attend_cached
-from maxlm.model.attention.kernels import choose_attention_kernel
+from maxlm.model.attention.kernels import AttentionInputs, choose_attention_kernel
 from maxlm.model.attention.tree import TokenTree, tree_attention
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.kv_cache import CacheIndices, LayerCache
@@ -107,13 +107,6 @@ class Attention(nnx.Module):
             cache = cache.write(cache_indices, k_BSKH, v_BSKH)
             o_BTNH = attend_cached(q_BTNH, cache, cache_indices, mask_BTS)
         else:
-            o_BTNH = self.kernel(
-                q_BTNH,
-                k_BSKH,
-                v_BSKH,
-                mask_BTS=mask_BTS,
-                segments_BT=segments_BT,
-                window=window,
-                partitioning=self.placement,
-            )
+            inputs = AttentionInputs(q_BTNH, k_BSKH, v_BSKH, mask_BTS, segments_BT)
+            o_BTNH = self.kernel(inputs, window, self.placement)
         return self.out(o_BTNH), cache

@@ -5,7 +5,8 @@ Shapes: B batch, T query length, S = T key length, N query heads, K key/value he
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,31 +19,27 @@ from maxlm.model.attention.splash import attend_splash, supports_length
 from maxlm.parallel.partitioning import Axes, Partitioning
 
 
-class AttentionKernel(Protocol):
-    """Computes softmax(q·k / sqrt(H)) · v."""
+class AttentionInputs(NamedTuple):
+    """Inputs of an attention kernel.
 
-    def __call__(
-        self,
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKH: jax.Array,
-        *,
-        mask_BTS: jax.Array | None,
-        segments_BT: jax.Array | None,
-        window: int,
-        partitioning: Partitioning,
-    ) -> jax.Array:
-        """Returns the attention output [B, T, N, H] in the dtype of q.
+    Attributes:
+        q_BTNH: queries.
+        k_BSKH: keys; K divides N.
+        v_BSKH: values.
+        mask_BTS: True where a query attends to a key; None: causal. A kernel reads either this or `segments_BT`.
+        segments_BT: index of the document of each token, with the same meaning as the mask; None: one document.
+    """
 
-        Args:
-            q_BTNH: queries.
-            k_BSKH: keys; K divides N.
-            v_BSKH: values.
-            mask_BTS: True where a query attends to a key; None: causal. A kernel reads either this or `segments_BT`.
-            segments_BT: index of the document of each token, with the same meaning as the mask; None: one document.
-            window: number of last tokens to which a query attends, including itself; 0: all.
-            partitioning: partitioning of the model.
-        """
+    q_BTNH: jax.Array
+    k_BSKH: jax.Array
+    v_BSKH: jax.Array
+    mask_BTS: jax.Array | None
+    segments_BT: jax.Array | None
+
+
+# (inputs, window, partitioning) → softmax(q·k / sqrt(H)) · v, [B, T, N, H] in the dtype of q. `window` is the number of
+# last tokens to which a query attends, including itself; 0: all.
+AttentionKernel = Callable[[AttentionInputs, int, Partitioning], jax.Array]
 
 
 def choose_attention_kernel(config: ModelConfig, partitioning: Partitioning) -> AttentionKernel:
@@ -56,18 +53,8 @@ def choose_attention_kernel(config: ModelConfig, partitioning: Partitioning) -> 
     return kernels[config.attention]
 
 
-def ring(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    mask_BTS: jax.Array | None,
-    segments_BT: jax.Array | None,
-    window: int,
-    partitioning: Partitioning,
-) -> jax.Array:
+def ring(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes ring attention over a sequence that is sharded in zigzag order."""
-    del mask_BTS
 
     def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> jax.Array:
         *segments, mesh_axis = rest
@@ -75,56 +62,31 @@ def ring(
 
     rows = ('batch', 'length')
     heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
-    arrays: list[jax.Array] = [q_BTNH, k_BSKH, v_BSKH]
+    arrays: list[jax.Array] = [inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH]
     axes: list[Axes] = [heads, kv_heads, kv_heads]
-    if segments_BT is not None:
-        arrays, axes = [*arrays, segments_BT], [*axes, rows]
+    if inputs.segments_BT is not None:
+        arrays, axes = [*arrays, inputs.segments_BT], [*axes, rows]
     return partitioning.per_shard(attend_shard, axes, heads, 'length')(*arrays)
 
 
-def chunked(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    mask_BTS: jax.Array | None,
-    segments_BT: jax.Array | None,
-    window: int,
-    partitioning: Partitioning,
-) -> jax.Array:
+def chunked(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes attention in XLA for one block of queries at a time."""
-    del mask_BTS, partitioning
+    del partitioning
+    q_BTNH, k_BSKH, v_BSKH, _, segments_BT = inputs
     return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window)
 
 
-def splash(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    mask_BTS: jax.Array | None,
-    segments_BT: jax.Array | None,
-    window: int,
-    partitioning: Partitioning,
-) -> jax.Array:
+def splash(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes Splash attention on TPUs, or attention in XLA for unsupported lengths such as short prompts."""
-    del mask_BTS
+    q_BTNH, k_BSKH, v_BSKH, _, segments_BT = inputs
     if not supports_length(q_BTNH.shape[1]):
-        return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window)
+        return chunked(inputs, window, partitioning)
     return attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=partitioning)
 
 
-def cudnn(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    mask_BTS: jax.Array | None,
-    segments_BT: jax.Array | None,
-    window: int,
-    partitioning: Partitioning,
-) -> jax.Array:
+def cudnn(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes cuDNN's flash attention, with a list of documents if the GPU supports it, otherwise with a mask."""
+    q_BTNH, k_BSKH, v_BSKH, mask_BTS, segments_BT = inputs
     if segments_BT is not None and supports_documents(q_BTNH, partitioning):
         return attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=partitioning)
     mask_BNTS = None

@@ -51,16 +51,23 @@ class Series:
     legend: str = ''
 
 
+MarkKind = Literal['alert', 'restart', 'change']
+
+
 @dataclasses.dataclass(frozen=True)
 class Mark:
     """A vertical line that marks an event of the run."""
 
     x: float
-    kind: Literal['alert', 'restart', 'change']
+    kind: MarkKind
     words: str
 
 
-MARKS = {'alert': 'alert', 'restart': 'restart or rollback', 'change': 'change of length or context'}
+MARKS: dict[MarkKind, str] = {
+    'alert': 'alert',
+    'restart': 'restart or rollback',
+    'change': 'change of length or context',
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from maxlm.formatting import GIB
 from maxlm.reporting.drawing.curves import Point, curve, finite
-from maxlm.reporting.drawing.line_chart import Mark
+from maxlm.reporting.drawing.line_chart import Mark, MarkKind
 from maxlm.storage.json_fields import items, mapping, number, text
 from maxlm.telemetry.goodput import GoodputLog
 from maxlm.telemetry.run_history import RunHistory
 from maxlm.telemetry.run_status import RunStatus, run_status
 
 # Kinds of events that are drawn as vertical lines on the curves, in addition to all alerts.
-_MARK_KINDS = {
+_MARK_KINDS: dict[str, MarkKind] = {
     **{'resumed': 'restart', 'rollback': 'restart'},
     **{'length': 'change', 'context': 'change'},
     **{'failed': 'alert', 'diverged': 'alert'},
@@ -181,7 +181,7 @@ class ReportedRun:
             is_alert = event.get('alert') is True
             if step is None or (kind not in _MARK_KINDS and not is_alert):
                 continue
-            marks.append(Mark(step, _MARK_KINDS.get(kind, 'alert'), f'{kind}: {text(event, "message")}'))  # type: ignore[arg-type]
+            marks.append(Mark(step, _MARK_KINDS.get(kind, 'alert'), f'{kind}: {text(event, "message")}'))
         return marks
 
     @cached_property
@@ -191,12 +191,12 @@ class ReportedRun:
         for event in self.history.events:
             kind, time = text(event, 'kind'), number(event, 'time')
             is_restart = kind == 'started' and (number(event, 'life') or 1) > 1
-            mark_kind = (
-                'restart' if is_restart else _MARK_KINDS.get(kind, 'alert' if event.get('alert') is True else '')
-            )
-            if time is None or mark_kind not in ('alert', 'restart') or kind == 'resumed':
+            mark_kind = _MARK_KINDS.get(kind, 'alert' if event.get('alert') is True else None)
+            if is_restart:
+                mark_kind = 'restart'
+            if time is None or mark_kind is None or mark_kind == 'change' or kind == 'resumed':
                 continue
-            marks.append(Mark(time - self.start_time, mark_kind, f'{kind}: {text(event, "message")}'))  # type: ignore[arg-type]
+            marks.append(Mark(time - self.start_time, mark_kind, f'{kind}: {text(event, "message")}'))
         return marks
 
     @cached_property

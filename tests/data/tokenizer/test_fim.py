@@ -46,7 +46,10 @@ def test_the_parts_make_the_text():
 
 
 def test_both_ends_of_the_hole_are_uniform():
-    """Of two of the 4 positions in 3 characters, the smaller is k in 7 - 2k of 16 cases, the larger in 2k + 1."""
+    """Both ends are drawn uniformly from the 4 positions of a text with 3 characters.
+
+    The start is then k in 7 - 2k of 16 cases, and the end in 2k + 1.
+    """
     count = 16000
     found = [split_text(str(i), 'abc', ALWAYS) for i in range(count)]
     for k in range(4):
