@@ -22,12 +22,12 @@ unset PYTHONDONTWRITEBYTECODE
 format() {
   ruff check .
   ruff format --check .
-  python -m tools.check_prose
 }
 
 lint() {
   format
   mypy
+  python -m tools.check_prose
 }
 
 # --dist=loadfile sends each file to one worker, so that its tests share fixtures. conftest.py starts the longest files
