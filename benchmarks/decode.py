@@ -61,8 +61,8 @@ def main(argv: list[str]) -> int:
     for batch in map(int, options.batches.split(',')):
         results.append(measure(config, batch, options.context, options.passes, options.cache == 'int8', bandwidth))
         share = results[-1]['share']
-        told = '' if share is None else f', {share:.1%} of the bandwidth'
-        print(f'batch {batch}: {results[-1]["tokens_per_second"]:.1f} tokens/s{told}')
+        bandwidth_text = '' if share is None else f', {share:.1%} of the bandwidth'
+        print(f'batch {batch}: {results[-1]["tokens_per_second"]:.1f} tokens/s{bandwidth_text}')
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         asked = {'config': options.config, 'overrides': overrides, 'cache': options.cache, 'context': options.context}

@@ -78,9 +78,13 @@ class Turn(NamedTuple):
 def main(argv: list[str]) -> int:
     """Measures both sides, prints Markdown rows and writes JSON."""
     parser = ArgumentParser(prog='benchmarks.evaluation', allow_abbrev=False, description=__doc__)
-    told = ','.join(map(str, DOCUMENTS))
+    default_documents = ','.join(map(str, DOCUMENTS))
     parser.add_argument('--rounds', type=int, default=3, help='turns of each side (default 3)')
-    parser.add_argument('--documents', default=told, help=f'of each kind, with commas between them (default {told})')
+    parser.add_argument(
+        '--documents',
+        default=default_documents,
+        help=f'of each kind, with commas between them (default {default_documents})',
+    )
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
     if options.rounds < 1:

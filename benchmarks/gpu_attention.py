@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
 
 def documents(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
     """Applies the cuDNN kernel that takes document lengths."""
-    return attend_documents(q, k, v, segments, window=window, placement=SINGLE_DEVICE)
+    return attend_documents(q, k, v, segments, window=window, partitioning=SINGLE_DEVICE)
 
 
 def masked(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:

@@ -69,8 +69,12 @@ def main(argv: list[str]) -> int:
         curves = AXES[name].measure(options.rounds)
         print(table(name, curves), flush=True)
         # A load above the number of cores means that other processes disturbed the times.
-        told = {'rounds': options.rounds, 'load': os.getloadavg()[0], 'curves': [to_json(curve) for curve in curves]}
-        results = {axis: results[axis] if axis != name else told for axis in AXES if axis in {name, *results}}
+        document = {
+            'rounds': options.rounds,
+            'load': os.getloadavg()[0],
+            'curves': [to_json(curve) for curve in curves],
+        }
+        results = {axis: results[axis] if axis != name else document for axis in AXES if axis in {name, *results}}
         if options.output:
             options.output.parent.mkdir(parents=True, exist_ok=True)
             facts = {'cores': num_cores(), 'machine': machine(), 'axes': results}

@@ -84,7 +84,7 @@ def table(axis: str, curves: Sequence[Curve]) -> str:
     """Returns a table with a row for each curve: range, first and last value, exponents, expectation and its reason."""
     lines = []
     for curve in curves:
-        ends = f'{told(curve.values[0], curve.unit)} … {told(curve.values[-1], curve.unit)}'
+        ends = f'{format_tick(curve.values[0], curve.unit)} … {format_tick(curve.values[-1], curve.unit)}'
         span = f'{format_si(curve.sizes[0])} … {format_si(curve.sizes[-1])}'
         lines.append(
             f'{axis:<14}{curve.name:<34}{span:<18}{ends:<24}{curve.exponent:>6.2f}{curve.last_exponent:>6.2f}'
@@ -96,7 +96,7 @@ def table(axis: str, curves: Sequence[Curve]) -> str:
 HEADER = f'{"axis":<14}{"figure":<34}{"range":<18}{"from … to":<24}{"all":>6}{"last":>6}{"exp.":>6}  why'
 
 
-def told(value: float, unit: str) -> str:
+def format_tick(value: float, unit: str) -> str:
     """Formats a value with its unit."""
     if unit == 's':
         for scale, name in ((1, 's'), (1e-3, 'ms'), (1e-6, 'µs')):
@@ -174,7 +174,7 @@ def _panel(axes: Axes, curve: Curve, label: str) -> None:
     axes.set_ylim(middle * 10 ** (-1.1 * half), middle * 10 ** (1.9 * half))
     axes.set_xticks(curve.sizes, [_size(size) for size in curve.sizes])
     axes.minorticks_off()
-    _ticks(axes.yaxis, lambda value: told(value, curve.unit), *axes.get_ylim())
+    _ticks(axes.yaxis, lambda value: format_tick(value, curve.unit), *axes.get_ylim())
     axes.legend(loc='upper left', frameon=False, fontsize=8.5, labelcolor='#333333', edgecolor=GREY)
 
 

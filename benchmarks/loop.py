@@ -204,9 +204,11 @@ class Bench:
             'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
         }
         began = time.time()
-        told = json.loads(self._call('-m', 'benchmarks.loop_worker', *words, environment=environment).splitlines()[-1])
-        self.machine = told['machine']
-        return told['step_seconds'], told['first_step_at'] - began
+        result = json.loads(
+            self._call('-m', 'benchmarks.loop_worker', *words, environment=environment).splitlines()[-1]
+        )
+        self.machine = result['machine']
+        return result['step_seconds'], result['first_step_at'] - began
 
     def _train(self, programs: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
         """Trains and returns the training lines of metrics.jsonl."""

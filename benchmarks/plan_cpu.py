@@ -114,8 +114,8 @@ def main(argv: list[str]) -> int:
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         # A load above the number of cores means that other processes disturbed the times.
-        told = {'cores': num_cores(), 'load': os.getloadavg(), 'machine': machine(), 'cases': results}
-        options.output.write_text(json.dumps(told, indent=1) + '\n')
+        document = {'cores': num_cores(), 'load': os.getloadavg(), 'machine': machine(), 'cases': results}
+        options.output.write_text(json.dumps(document, indent=1) + '\n')
     return EXIT_DONE
 
 

@@ -86,8 +86,11 @@ def _compile(target: Target, config: str, overrides: list[str]) -> dict[str, Any
         entry['overflow'] = overflow.needed
     else:
         entry |= {'total': compiled.total_bytes(), **(compiled.memory_bytes() or {})}
-    told = entry.get('overflow') or entry['total']
-    print(f'{config} {" ".join(overrides)}: told {told / 2**30:.2f} GiB, estimated {estimate.total / 2**30:.2f} GiB')
+    reported = entry.get('overflow') or entry['total']
+    print(
+        f'{config} {" ".join(overrides)}: compiled {reported / 2**30:.2f} GiB, '
+        f'estimated {estimate.total / 2**30:.2f} GiB'
+    )
     return entry
 
 

@@ -119,10 +119,10 @@ def _best_batch(peer: Peer, prompts: list[list[int]], nums: list[int], clients: 
     sizes = [2**k for k in range(clients.bit_length()) if 2**k <= clients]
     turns = []
     for size in sizes[-2:]:
-        told = peer.work(prompts, size, nums)
-        rate = sum(nums) / told['seconds']
+        result = peer.work(prompts, size, nums)
+        rate = sum(nums) / result['seconds']
         turns.append(
-            {'tokens_per_second': rate, 'first_token_seconds': statistics.mean(told['first']), 'batch': float(size)}
+            {'tokens_per_second': rate, 'first_token_seconds': statistics.mean(result['first']), 'batch': float(size)}
         )
     return max(turns, key=lambda turn: turn['tokens_per_second'])
 

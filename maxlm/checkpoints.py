@@ -159,8 +159,10 @@ def _verify(options: argparse.Namespace) -> int:
             for line in found:
                 print(f'damaged   {line}')
             if not found:
-                told = f'intact    {{}}: {num_sums} checksums' if num_sums else 'unknown   {}: saved without checksums'
-                print(told.format(f'{workdir}@{one.step}'))
+                status = (
+                    f'intact    {{}}: {num_sums} checksums' if num_sums else 'unknown   {}: saved without checksums'
+                )
+                print(status.format(f'{workdir}@{one.step}'))
     return EXIT_FAILED if num_damaged else EXIT_DONE
 
 
@@ -177,8 +179,8 @@ def _prune(options: argparse.Namespace) -> int:
                 for one in going:
                     StepDirectory(workdir).delete(one.step)
         for one in going:
-            told = 'would be deleted' if options.dry_run else 'deleted'
-            print(f'{workdir}@{one.step}: {told}, {format_bytes(one.bytes)}')
+            status = 'would be deleted' if options.dry_run else 'deleted'
+            print(f'{workdir}@{one.step}: {status}, {format_bytes(one.bytes)}')
         size = format_bytes(sum(one.bytes for one in going))
         print(f'{workdir}: {len(everything) - len(going)} of {len(everything)} steps kept; {size} freed')
     return EXIT_DONE

@@ -192,7 +192,7 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
     if text_bytes:
         measures.append(bits_per_byte(loss, num_tokens / text_bytes))
     by_source = held_out.source_losses(corpus.names)
-    told = {part.name.removeprefix('loss/'): part.value for part in by_source}
+    losses = {part.name.removeprefix('loss/'): part.value for part in by_source}
     values = {
         'step': model.step,
         'loss': loss.value,
@@ -202,7 +202,7 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
         'bits_per_byte': measures[-1].value if text_bytes else None,
         'unigram_entropy': corpus.unigram_entropy,
         'tokens': int(held_out.tokens_W.sum()),
-        **({'by_source': {name: told.get(name, math.nan) for name in corpus.names}} if corpus.names else {}),
+        **({'by_source': {name: losses.get(name, math.nan) for name in corpus.names}} if corpus.names else {}),
     }
     return held_out, values, [*measures, *by_source]
 
@@ -246,15 +246,17 @@ def _loss_text(one: Evaluated) -> str:
 def _as_json(found: list[Evaluated]) -> dict[str, Any]:
     checkpoints = []
     for one in found:
-        told = {'name': one.name, 'checkpoint': one.checkpoint, 'step': one.step, **one.loss}
+        document = {'name': one.name, 'checkpoint': one.checkpoint, 'step': one.step, **one.loss}
         if one.held_out is not None:
-            told['loss_interval'] = one.held_out.loss().interval
-            told['by_position'] = [
+            document['loss_interval'] = one.held_out.loss().interval
+            document['by_position'] = [
                 {'first': first, 'last': last, 'loss': loss} for first, last, loss in one.held_out.by_position()
             ]
         if one.tasks is not None:
-            told['tasks'] = {part.name: {'value': part.value, 'interval': part.interval} for part in one.tasks.measures}
-        checkpoints.append(told)
+            document['tasks'] = {
+                part.name: {'value': part.value, 'interval': part.interval} for part in one.tasks.measures
+            }
+        checkpoints.append(document)
     return {'checkpoints': checkpoints, 'table': table_json([Column(one.name, one.measures) for one in found])}
 
 

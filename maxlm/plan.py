@@ -94,8 +94,8 @@ def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, optio
         shown = advice.forecast
     cost = cost_of(shown, terms)
     if options.json:
-        told = as_json(shown, cost, None if advice is None else advice.changes)
-        print(json.dumps({**told, 'why_estimated': missing or None}, indent=1))
+        document = as_json(shown, cost, None if advice is None else advice.changes)
+        print(json.dumps({**document, 'why_estimated': missing or None}, indent=1))
         return EXIT_DONE if shown.fits else EXIT_FAILED
     if missing:
         print(f'All figures are estimates: {missing}')
@@ -149,8 +149,8 @@ def _sweep(config: Config, target: Target, data: Data, terms: PricingTerms, opti
     if options.output:
         _write(options.output, title, rows, sizes, plan, notes)
     if options.json:
-        told = {'notes': notes, 'scaling': tables.as_json(rows), 'sizes': tables.as_json(sizes)}
-        print(json.dumps({**told, 'budget': plan and tables.as_json(plan)}, indent=1))
+        document = {'notes': notes, 'scaling': tables.as_json(rows), 'sizes': tables.as_json(sizes)}
+        print(json.dumps({**document, 'budget': plan and tables.as_json(plan)}, indent=1))
         return EXIT_DONE
     print('\n'.join(notes))
     print(f'\n{tables.scaling_table(rows)}\n\nsizes on {target.spec}\n{tables.scaling_table(sizes)}')

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
     from maxlm.inference.engine.engine import Engine
     from maxlm.inference.load import load_model
-    from maxlm.inference.resolve_model import default_model_name, found_checkpoint
+    from maxlm.inference.resolve_model import default_model_name, resolved_checkpoint
     from maxlm.runtime.compilation_cache import enable_compilation_cache
     from maxlm.serving.limits import ServerLimits
     from maxlm.serving.request_parsing import ServedModel
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
                 f'--host={options.host}: anyone who can reach this machine can use the model; '
                 f'set --api-key-file or {API_KEY}, or listen on 127.0.0.1'
             )
-        with found_checkpoint(options.checkpoint) as checkpoint:
+        with resolved_checkpoint(options.checkpoint) as checkpoint:
             model = load_model(
                 checkpoint,
                 num_devices=options.tensor_parallel_size,

@@ -23,20 +23,20 @@ def resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
     """
     sizes: dict[str, Any] = dict(mesh.sizes)
     fixed = math.prod(max(size, 1) for size in sizes.values())
-    told = ' '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1) or 'with size 1 on every axis'
+    axes = ' '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1) or 'with size 1 on every axis'
     working = _listed(divisors(num_devices))
     for axis, size in sizes.items():
         if size == -1:
             if num_devices % fixed:
                 raise InputError(
-                    f'mesh {told}: the axes other than mesh.{axis} use {fixed} devices, which does not divide the '
+                    f'mesh {axes}: the axes other than mesh.{axis} use {fixed} devices, which does not divide the '
                     f'{num_devices} available devices; choose sizes whose product is one of {working}'
                 )
             sizes[axis] = num_devices // fixed
             fixed = num_devices
     if fixed != num_devices:
         raise InputError(
-            f'mesh {told} needs {fixed} devices, but {num_devices} are available; set one axis to -1, and the other '
+            f'mesh {axes} needs {fixed} devices, but {num_devices} are available; set one axis to -1, and the other '
             f'axes so that their product is one of {working}'
         )
     return dataclasses.replace(mesh, **sizes)

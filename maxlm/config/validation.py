@@ -280,8 +280,8 @@ def _check_attention_pattern(model: ModelConfig) -> None:
 def _exactly_one(config: Config, *keys: str) -> None:
     given = [key for key in keys if _value(config, key)]
     if len(given) != 1:
-        told = ' and '.join(f'{key}={_value(config, key)}' for key in given) if given else 'none'
-        raise InputError(f'exactly one of {", ".join(keys)} must be set; found: {told}')
+        found = ' and '.join(f'{key}={_value(config, key)}' for key in given) if given else 'none'
+        raise InputError(f'exactly one of {", ".join(keys)} must be set; found: {found}')
 
 
 def divides(small_key: str, small: int, large_key: str, large: int) -> None:

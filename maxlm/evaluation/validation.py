@@ -36,7 +36,7 @@ class Evaluation(NamedTuple):
     parts: dict[str, float]
 
     @property
-    def told(self) -> dict[str, float]:
+    def logged_metrics(self) -> dict[str, float]:
         """Metrics to log, by name."""
         return {'loss': self.loss, **(self.parts or {'perplexity': perplexity(self.loss)})}
 

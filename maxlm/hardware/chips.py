@@ -124,10 +124,10 @@ def find_chip(device_kind: str) -> Chip | None:
 
 def capability_of(device: Any) -> tuple[int, int] | None:
     """Returns the compute capability of a local GPU, or None for other devices."""
-    told = getattr(device, 'compute_capability', None)
-    if device.platform != 'gpu' or not told:
+    capability = getattr(device, 'compute_capability', None)
+    if device.platform != 'gpu' or not capability:
         return None
-    major, minor = map(int, told.split('.'))
+    major, minor = map(int, capability.split('.'))
     return major, minor
 
 

@@ -43,7 +43,7 @@ class Hardware(NamedTuple):
         return 'gpu' if self.num_gpus else 'tpu' if self.tpu_chips else 'cpu'
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Description of the accelerators, e.g. `8 × NVIDIA H200`."""
         if self.nvidia and self.nvidia.gpus:
             kinds = dict.fromkeys(gpu.name for gpu in self.nvidia.gpus)

@@ -176,14 +176,14 @@ def _open_tpus(devices: Sequence[LocalDevice]) -> Callable[[], list[Reading]]:
 
     def read() -> list[Reading]:
         # Values are per chip, in order. A chip may be two devices.
-        told = {key: _tpu_metric(tpumonitoring, name) for key, name in names.items()}
-        chips = max(map(len, told.values()))
+        by_key = {key: _tpu_metric(tpumonitoring, name) for key, name in names.items()}
+        chips = max(map(len, by_key.values()))
         kinds = [device.kind for device in devices[:: max(1, len(devices) // chips)]] if chips else []
         return [
             {
                 'index': index,
                 'kind': kind,
-                **{key: values[index] for key, values in told.items() if index < len(values)},
+                **{key: values[index] for key, values in by_key.items() if index < len(values)},
             }
             for index, kind in enumerate(kinds[:chips])
         ]

@@ -91,24 +91,24 @@ def _open(nvml: Any) -> Iterator[None]:
 
 
 def _read_gpu(nvml: Any, gpu: Any) -> Gpu:
-    def told(ask: Callable[[], Any]) -> Any:
+    def supported(query: Callable[[], Any]) -> Any:
         """Returns the result of a query, or None if this GPU or driver does not support it."""
         try:
-            return ask()
+            return query()
         except (nvml.NVMLError, AttributeError):
             return None
 
-    memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
+    memory = supported(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
     # Counts of corrected and uncorrected errors, pending flag, failure flag.
-    rows = told(lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
-    reasons = told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)) or 0
-    processes = told(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(gpu)) or ()
+    rows = supported(lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
+    reasons = supported(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)) or 0
+    processes = supported(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(gpu)) or ()
     return Gpu(
         name=_text(nvml.nvmlDeviceGetName(gpu)),
-        uuid=_text(told(lambda: nvml.nvmlDeviceGetUUID(gpu)) or ''),
+        uuid=_text(supported(lambda: nvml.nvmlDeviceGetUUID(gpu)) or ''),
         memory=memory and int(memory.total),
         used=memory and int(memory.used),
-        ecc_errors=told(
+        ecc_errors=supported(
             lambda: int(
                 nvml.nvmlDeviceGetTotalEccErrors(gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
             )
@@ -120,5 +120,5 @@ def _read_gpu(nvml: Any, gpu: Any) -> Gpu:
     )
 
 
-def _text(told: str | bytes) -> str:
-    return told.decode() if isinstance(told, bytes) else told
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -18,7 +18,7 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 
 
 @contextlib.contextmanager
-def found_checkpoint(checkpoint: str) -> Iterator[str]:
+def resolved_checkpoint(checkpoint: str) -> Iterator[str]:
     """Yields a checkpoint for `load_model`.
 
     For a workdir, this is the step with the lowest validation loss, or the newest step if none has a validation loss.

@@ -56,14 +56,14 @@ class Context(NamedTuple):
 class Block(nnx.Module):
     """Pre-norm residual block of attention and feed-forward, which run in parallel with `model.parallel_residual`."""
 
-    def __init__(self, config: ModelConfig, *, placement: Partitioning, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
         self.attention_norm = Norm(config, config.dim, rngs=rngs)
-        self.attention = Attention(config, placement=placement, rngs=rngs)
+        self.attention = Attention(config, partitioning=partitioning, rngs=rngs)
         self.feedforward_norm = Norm(config, config.dim, rngs=rngs)
-        self.feedforward = FeedForward(config, placement=placement, rngs=rngs)
+        self.feedforward = FeedForward(config, partitioning=partitioning, rngs=rngs)
         self.parallel_residual = config.parallel_residual
         self.dropout = config.dropout
-        self.placement = placement
+        self.partitioning = partitioning
         weights = weights_of(config)
         if weights is not None:
             for _, module in list(nnx.iter_modules(self)):
@@ -92,13 +92,13 @@ class Block(nnx.Module):
         stream_BTD = x_BTD if self.parallel_residual else x_BTD + attended_BTD
         fed_BTD = dropout(self.feedforward(self.feedforward_norm(stream_BTD)), self.dropout, feedforward_key)
         y_BTD = x_BTD + attended_BTD + fed_BTD if self.parallel_residual else stream_BTD + fed_BTD
-        return self.placement.constrain(y_BTD, ACTIVATION_AXES), new_cache
+        return self.partitioning.constrain(y_BTD, ACTIVATION_AXES), new_cache
 
 
 def run_layers(
     graph: Any,
     config: ModelConfig,
-    placement: Partitioning,
+    partitioning: Partitioning,
     windows: list[int],
     x_BTD: jax.Array,
     context: Context,
@@ -110,7 +110,7 @@ def run_layers(
     Args:
         graph: NNX graph of a `Block`.
         config: config of the model.
-        placement: partitioning of the model.
+        partitioning: partitioning of the model.
         windows: attention window of each layer, starting at the first layer of the attention pattern. The last period
             of the pattern may be incomplete.
         x_BTD: input stream.
@@ -138,7 +138,7 @@ def run_layers(
             x_BTD, cache = nnx.merge(graph, block)(x_BTD, context, window, layer_cache, key)
             return x_BTD, None if caches is None else {**caches, window: cache.blocks[0]}
 
-        return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=placement.num_shards('embed') > 1)
+        return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=partitioning.num_shards('embed') > 1)
 
     def run_in_order(carry: Any, inputs: Any, windows: list[int], *, in_loop: bool) -> tuple[Any, None]:
         parts = [inputs] * len(windows) if in_loop else _unstack(inputs, len(windows))

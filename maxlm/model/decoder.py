@@ -29,13 +29,13 @@ from maxlm.parallel.partitioning import SINGLE_DEVICE, Axes, Partitioning
 class Decoder(nnx.Module):
     """Decoder-only transformer, which maps token ids to hidden states and hidden states to logits."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, placement: Partitioning = SINGLE_DEVICE):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, partitioning: Partitioning = SINGLE_DEVICE):
         """Creates the parameters.
 
         Args:
             config: resolved config of the model.
             rngs: random keys of the initializers.
-            placement: partitioning over the device mesh.
+            partitioning: partitioning over the device mesh.
         """
         init = initializers(config)
         D, V = config.dim, config.vocab_size
@@ -43,7 +43,9 @@ class Decoder(nnx.Module):
         learned, positions = config.position_embedding == 'learned', (config.max_positions, D)
         self.position_embedding = parameter(rngs, positions, ('position', 'embed'), init.position) if learned else None
         self.embedding_norm = Norm(config, D, rngs=rngs) if config.embedding_norm else None
-        self.blocks = _stacked(lambda rngs: Block(config, placement=placement, rngs=rngs), config.num_layers, rngs)
+        self.blocks = _stacked(
+            lambda rngs: Block(config, partitioning=partitioning, rngs=rngs), config.num_layers, rngs
+        )
         self.final_norm = Norm(config, config.dim, rngs=rngs)
         untied = Linear(
             (D,),
@@ -53,14 +55,14 @@ class Decoder(nnx.Module):
             init=init.head,
             use_bias=False,
             matmul='default',
-            placement=placement,
+            partitioning=partitioning,
             rngs=rngs,
         )
         self.head = None if config.tie_embeddings else untied
         # True if the kernel of the logits is stored transposed, as [V, D].
-        self.is_turned = False
+        self.is_transposed = False
         self.config = config
-        self.placement = placement
+        self.partitioning = partitioning
 
     def __call__(
         self,
@@ -104,14 +106,14 @@ class Decoder(nnx.Module):
         x_BTD = self._used(self.embedding[...].astype(config.dtype), ('vocab', 'embed'), is_table=True)[tokens_BT]
         if self.position_embedding is not None:
             table = self.position_embedding[...].astype(config.dtype)
-            x_BTD = x_BTD + self.placement.gathered(table, ('position', 'embed'), is_table=True)[positions_BT]
+            x_BTD = x_BTD + self.partitioning.gathered(table, ('position', 'embed'), is_table=True)[positions_BT]
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
         embed_key, blocks_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        x_BTD = dropout(self.placement.constrain(x_BTD, ACTIVATION_AXES), config.dropout, embed_key)
+        x_BTD = dropout(self.partitioning.constrain(x_BTD, ACTIVATION_AXES), config.dropout, embed_key)
 
         keys_L = None if blocks_key is None else jax.random.split(blocks_key, (micro_batches, config.num_layers))
-        if self.placement.num_shards('layers') > 1:
+        if self.partitioning.num_shards('layers') > 1:
             assert cache is None, 'a pipeline has no cache'
             assert ends_BT is None, 'a pipeline has no trees'
             x_BTD = self._run_pipeline(x_BTD, segments_BT, positions_BT, keys_L, micro_batches)
@@ -128,10 +130,10 @@ class Decoder(nnx.Module):
                 x_BTD, cache = run_layers_unrolled(graph, windows, x_BTD, context, blocks, cache)
             else:
                 inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys_L is None else keys_L[0])
-                x_BTD, cache = run_layers(graph, config, self.placement, windows, x_BTD, context, inputs_L, cache)
+                x_BTD, cache = run_layers(graph, config, self.partitioning, windows, x_BTD, context, inputs_L, cache)
         return self.final_norm(x_BTD), cache
 
-    def turn_kernels(self) -> dict[tuple[Any, ...], int]:
+    def mark_transposed_kernels(self) -> dict[tuple[Any, ...], int]:
         """Marks the kernels whose transposition makes products of a few rows faster on a CPU.
 
         The caller must transpose their arrays with `maxlm.model.layers.linear.transpose_kernel`.
@@ -141,23 +143,23 @@ class Decoder(nnx.Module):
         """
         found = {}
         for path, module in nnx.iter_modules(self):
-            if isinstance(module, Linear) and module.is_worth_turning:
-                module.is_turned = True
+            if isinstance(module, Linear) and module.should_be_transposed:
+                module.is_transposed = True
                 found[*path, KERNEL] = module.num_in
         # The embedding is already [V, D].
-        self.is_turned = should_transpose(self.config.dim) if self.head is None else self.head.is_turned
+        self.is_transposed = should_transpose(self.config.dim) if self.head is None else self.head.is_transposed
         return found
 
     def output_kernel(self) -> jax.Array:
         """Returns the kernel of the logits, [D, V] in float32, sharded as its parameter."""
-        assert not self.is_turned, 'turned kernels are for `logits`'
+        assert not self.is_transposed, 'transposed kernels are for `logits`'
         kernel: jax.Array = self.embedding[...].T if self.head is None else self.head.kernel[...]
         return kernel
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Returns the logits of the next token, [B, T, V] in float32."""
         dtype = hidden_BTD.dtype
-        if self.is_turned:
+        if self.is_transposed:
             table = self.embedding if self.head is None else self.head.kernel
             table_VD = self._used(table[...].astype(dtype), ('vocab', 'embed'))
             rows_MD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
@@ -166,15 +168,15 @@ class Decoder(nnx.Module):
             kernel_DV = self._used(self.output_kernel().astype(dtype), ('embed', 'vocab'))
             logits_BTV = jnp.dot(hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
         logits_BTV = softcap(logits_BTV, self.config.logit_softcap)
-        logits_BTV = self.placement.constrain(logits_BTV, ('rows', 'length', 'vocab'))
+        logits_BTV = self.partitioning.constrain(logits_BTV, ('rows', 'length', 'vocab'))
         if logits_BTV.shape[-1] == self.config.vocab_size:
             return logits_BTV
         # The unpadded vocabulary does not divide over the devices, so it is replicated.
-        return self.placement.constrain(logits_BTV, ('rows', 'length', 'activation'))[..., : self.config.vocab_size]
+        return self.partitioning.constrain(logits_BTV, ('rows', 'length', 'activation'))[..., : self.config.vocab_size]
 
     def _used(self, table: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
         """Returns a vocabulary table for products and lookups, padded and gathered."""
-        return self.placement.gathered(self.placement.pad_vocabulary(table, axes), axes, is_table=is_table)
+        return self.partitioning.gathered(self.partitioning.pad_vocabulary(table, axes), axes, is_table=is_table)
 
     def _context(
         self,
@@ -194,7 +196,7 @@ class Decoder(nnx.Module):
                     num_slots, positions_BT, length_B, window=window, first_row=first_row
                 )
         # In ring attention each device computes the masks of the keys that it receives.
-        elif self.placement.num_shards('length') == 1:
+        elif self.partitioning.num_shards('length') == 1:
             T = positions_BT.shape[1]
             masks = {window: _mask(T, segments_BT, window) for window in windows}
         rotary = rotary_angles(positions_BT, config, length_B) if config.position_embedding == 'rotary' else None
@@ -209,7 +211,7 @@ class Decoder(nnx.Module):
         micro_batches: int,
     ) -> jax.Array:
         """Runs the blocks as a pipeline. Row r is in micro-batch r mod M, so no row moves to another device."""
-        config, stages, repeats = self.config, self.placement.num_shards('layers'), self.placement.repeats
+        config, stages, repeats = self.config, self.partitioning.num_shards('layers'), self.partitioning.repeats
         graph, blocks_L = nnx.split(self.blocks)
         layers = config.num_layers // (stages * repeats)
         windows = layer_windows(config)[:layers]
@@ -217,17 +219,17 @@ class Decoder(nnx.Module):
         def split(x_B: jax.Array) -> jax.Array:
             axes = ('micro_batch', 'batch', 'length', 'activation')[: x_B.ndim + 1]
             x_MB = x_B.reshape(-1, micro_batches, *x_B.shape[1:]).swapaxes(0, 1)
-            return self.placement.constrain(x_MB, axes)
+            return self.partitioning.constrain(x_MB, axes)
 
         def run(blocks: Any, x_BTD: jax.Array, side: Any, first_layer: jax.Array) -> jax.Array:
             segments_BT, positions_BT, keys_L = side
             keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, first_layer, layers)
             context = self._context(segments_BT, positions_BT, None, 0, None)
-            return run_layers(graph, config, self.placement, windows, x_BTD, context, (blocks, None, keys))[0]
+            return run_layers(graph, config, self.partitioning, windows, x_BTD, context, (blocks, None, keys))[0]
 
         def place(variable: nnx.Variable) -> nnx.Variable:
             axes = ('repeats', 'stage', 'layers_of_stage', *variable.axes[1:])
-            return variable.replace(self.placement.constrain(variable[...], axes))
+            return variable.replace(self.partitioning.constrain(variable[...], axes))
 
         side_M = (*(None if x is None else split(x) for x in (segments_BT, positions_BT)), keys_ML)
         y_MBTD = run_pipeline(
@@ -237,7 +239,7 @@ class Decoder(nnx.Module):
             side_M,
             stages=stages,
             repeats=repeats,
-            constrain=self.placement.constrain,
+            constrain=self.partitioning.constrain,
             place_params=lambda blocks: jax.tree.map(place, blocks, is_leaf=lambda x: isinstance(x, nnx.Variable)),
         )
         return y_MBTD.swapaxes(0, 1).reshape(x_BTD.shape)

@@ -305,9 +305,9 @@ def split_across_islands(sizes: dict[str, int], num_islands: int) -> tuple[int, 
         left //= factor
         across.append(factor)
     if left > 1:
-        told = ' '.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1)
+        axes = ' '.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1)
         raise InputError(
-            f'mesh {told}: the product of the axes other than mesh.tensor must be a multiple of the {num_islands} '
+            f'mesh {axes}: the product of the axes other than mesh.tensor must be a multiple of the {num_islands} '
             f'nodes or slices; set e.g. mesh.replica={num_islands} or mesh.data={num_islands}'
         )
     return tuple(across)

@@ -76,8 +76,8 @@ def present_machine(config: Config, *, measured: bool = True) -> Machine:
     else:
         chip, efficiency = _unknown(device), Efficiency(math.nan, math.nan, math.nan)
     target = Target(f'{chip.name}:{num_devices}', chip, num_devices, islands, (num_devices // islands, islands))
-    told = (device.memory_stats() or {}).get('bytes_limit')
-    return Machine(target, told or usable_memory(chip), efficiency)
+    limit = (device.memory_stats() or {}).get('bytes_limit')
+    return Machine(target, limit or usable_memory(chip), efficiency)
 
 
 def _unknown(device: Any) -> Chip:

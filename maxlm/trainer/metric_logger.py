@@ -105,8 +105,10 @@ class Reporter:
         """Writes and logs the validation result after `step`; returns it as text."""
         self.validation_loss = result.loss
         by_source = self._sources.evaluation_metrics(result.source_losses, result.source_tokens)
-        self._write(step, {**{f'eval/{name}': value for name, value in result.told.items()}, **by_source})
-        text = 'validation ' + '  '.join(f'{name.replace("_", " ")} {value:.4f}' for name, value in result.told.items())
+        self._write(step, {**{f'eval/{name}': value for name, value in result.logged_metrics.items()}, **by_source})
+        text = 'validation ' + '  '.join(
+            f'{name.replace("_", " ")} {value:.4f}' for name, value in result.logged_metrics.items()
+        )
         logger.info(f'step {step:>7}  {text}')
         return text
 

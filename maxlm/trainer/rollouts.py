@@ -167,7 +167,7 @@ class RolloutBatches:
         each = [index for index in indices for _ in range(grpo.num_generations)]
         texts = self._texts(responses)
         scores = gather_scores(self._scorer, texts, [self._prompts.tasks[index] for index in each], grpo.reward)
-        judged = time.perf_counter()
+        scored = time.perf_counter()
         rewards_N = scores['']
         batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
         local = layout.local_rows(config.train.global_batch_size)
@@ -183,7 +183,7 @@ class RolloutBatches:
             'rollout/clipped_ratio': 1 - float(responses.ended_B.mean()),
             'rollout/entropy': float(-responses.log_probs_BR.sum() / responses.drawn),
             'rollout/tokens_per_second': responses.drawn / (drawn - began),
-            'rollout/reward_seconds': judged - drawn,
+            'rollout/reward_seconds': scored - drawn,
             'rollout/epoch': (number + 1) * len(indices) / self._prompts.num_prompts,
         }
         text = (

@@ -177,7 +177,7 @@ def _open_recorder(workdir: Path, config: Config, timeline: Timeline) -> RunReco
         price=price_of(config, jax.local_devices()[0].device_kind),
         process=process,
         is_only_process=together.num_processes == 1,
-        agree=lambda life: int(together.broadcast_from_host0(str(life))),
+        agree=lambda attempt: int(together.broadcast_from_host0(str(attempt))),
     )
 
 

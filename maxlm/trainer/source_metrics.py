@@ -76,7 +76,7 @@ class SourceStats:
 
     def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
         """See `SourceMetrics`."""
-        metrics = self._told('train', means(losses, tokens), tokens)
+        metrics = self._metrics_by_source('train', means(losses, tokens), tokens)
         if self._weighted:
             served = self._mixture.rows_taken(num_windows)
             for name, rows, windows in zip(self._names, served, self._windows, strict=True):
@@ -86,9 +86,11 @@ class SourceStats:
 
     def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
         """See `SourceMetrics`."""
-        return self._told('eval', losses, tokens)
+        return self._metrics_by_source('eval', losses, tokens)
 
-    def _told(self, prefix: str, losses: Sequence[float], tokens: Sequence[float] | np.ndarray) -> dict[str, float]:
+    def _metrics_by_source(
+        self, prefix: str, losses: Sequence[float], tokens: Sequence[float] | np.ndarray
+    ) -> dict[str, float]:
         counted = [row for row in zip(self._names, losses, tokens, strict=True) if row[2]]
         return {
             **{f'{prefix}/loss/{name}': loss for name, loss, _ in counted},

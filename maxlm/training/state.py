@@ -72,7 +72,7 @@ def abstract_model(config: Config, layout: Layout) -> Decoder:
 
 
 def _make_model(config: Config, layout: Layout) -> Decoder:
-    return Decoder(config.model, rngs=nnx.Rngs(config.train.seed), placement=layout)
+    return Decoder(config.model, rngs=nnx.Rngs(config.train.seed), partitioning=layout)
 
 
 def param_shardings(config: Config, layout: Layout) -> Params:

@@ -1,4 +1,4 @@
-"""Checkpoints restored into another layout: equal state with new placement, from which training continues."""
+"""Checkpoints restored into another layout: equal state with new partitioning, from which training continues."""
 
 import itertools
 from typing import NamedTuple

@@ -77,7 +77,7 @@ def new_engine(model, *, share=True, all_rows=False, **settings):
     this saves one compilation.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, 'TURNED_INPUTS', 1)
+        patch.setattr(linear, 'MIN_TRANSPOSED_INPUTS', 1)
         make = functools.partial(_shared_programs if share else _programs, all_rows=all_rows)
         patch.setattr(engine_module, 'CompiledFunctions', make)
         return Engine(model, **{**SETTINGS, **settings})

@@ -12,7 +12,7 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.export_model import export_model
 from maxlm.inference.load import load_model
-from maxlm.inference.resolve_model import default_model_name, found_checkpoint
+from maxlm.inference.resolve_model import default_model_name, resolved_checkpoint
 from maxlm.log import Console
 from maxlm.training.state import abstract_state
 from maxlm.workdir.files import write_run_files
@@ -53,7 +53,7 @@ def made(tmp_path_factory):
     ],
 )
 def test_a_workdir(made, given, step, words, capsys):
-    with Console(), found_checkpoint(f'{made}/{given}') as checkpoint:
+    with Console(), resolved_checkpoint(f'{made}/{given}') as checkpoint:
         assert find_local_step(checkpoint).name == str(step)
     assert words in capsys.readouterr().out
     assert default_model_name(f'{made}/{given}') in ('run', 'unknown')
@@ -68,7 +68,7 @@ def test_a_directory_of_transformers(made, tmp_path, capsys):
         max_shard_size=10**9,
         show=False,
     )
-    with Console(), found_checkpoint(str(tmp_path / 'exported')) as checkpoint:
+    with Console(), resolved_checkpoint(str(tmp_path / 'exported')) as checkpoint:
         model = load_model(checkpoint, num_devices=1)
         imported = checkpoint
     assert 'LlamaForCausalLM' in capsys.readouterr().out
@@ -89,6 +89,6 @@ def test_what_is_no_model(made, tmp_path):
         (f'{made}/nowhere', 'no checkpoint in'),
         (str(tmp_path / 'damaged'), 'config.json'),
     ]:
-        with pytest.raises(InputError, match=words) as info, found_checkpoint(given):
+        with pytest.raises(InputError, match=words) as info, resolved_checkpoint(given):
             pass
         assert '--input' not in str(info.value)

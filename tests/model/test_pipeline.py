@@ -78,7 +78,7 @@ class Case:
     def values(self, function):
         return jax.jit(function)(self.params, self.x, self.side)
 
-    def gradients(self, function, **placement):
+    def gradients(self, function, **partitioning):
         """Returns a function of (params, x) that computes the result and both gradients."""
 
         def loss(params, x):
@@ -89,7 +89,7 @@ class Case:
             (_, y), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
             return y, gradients
 
-        return jax.jit(gradients, **placement)
+        return jax.jit(gradients, **partitioning)
 
     def pipelined_gradients(self, **overrides):
         """Computes gradients with parameters whose layers are sharded over stages."""

@@ -1,4 +1,4 @@
-"""Host work of a step: the number of calls does not depend on the number of devices, except for batch placement."""
+"""Host work of a step: the number of calls does not depend on the number of devices, except for batch partitioning."""
 
 import json
 

@@ -39,16 +39,18 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
         return ok('no GPU or TPU found: JAX runs on the CPU')
     if hardware.platform == 'tpu':
         if is_installed('libtpu'):
-            return ok(f'{hardware.told}, and libtpu is installed')
-        return failure(f'{hardware.told}, and libtpu is missing: JAX would run on the CPU', "pip install 'maxlm[tpu]'")
+            return ok(f'{hardware.description}, and libtpu is installed')
+        return failure(
+            f'{hardware.description}, and libtpu is missing: JAX would run on the CPU', "pip install 'maxlm[tpu]'"
+        )
     if hardware.nvidia is None:
         return failure(
-            f'{hardware.told}, but the driver does not respond ({hardware.problem})',
+            f'{hardware.description}, but the driver does not respond ({hardware.problem})',
             f'install driver {_dotted(OLDEST_DRIVERS["cuda12"])} or later; in a container, start it with --gpus all',
         )
     driver = hardware.nvidia.driver
     installed = [extra for extra, package in CUDA_PLUGINS.items() if is_installed(package)]
-    text = f'{hardware.told}, driver {_dotted(driver)} (CUDA {_dotted(hardware.nvidia.cuda)})'
+    text = f'{hardware.description}, driver {_dotted(driver)} (CUDA {_dotted(hardware.nvidia.cuda)})'
     if driver < OLDEST_DRIVERS['cuda12']:
         return failure(f'{text}: too old for JAX', f'install driver {_dotted(OLDEST_DRIVERS["cuda12"])} or later')
     if not installed:
@@ -75,7 +77,7 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
 def check_gpus(context: CheckContext) -> CheckResult:
     """Checks for hardware errors and other processes, before JAX starts here and becomes one of them."""
     if context.hardware.nvidia is None:
-        return skipped(f'no NVIDIA driver to query ({context.hardware.told})')
+        return skipped(f'no NVIDIA driver to query ({context.hardware.description})')
     return evaluate_gpus(context.hardware.nvidia, context.environment.get('CUDA_VISIBLE_DEVICES'))
 
 

@@ -95,7 +95,7 @@ def _platforms(environment: Mapping[str, str], hardware: Hardware) -> list[Check
     expected = {'gpu': {'gpu', 'cuda'}, 'tpu': {'tpu'}}.get(hardware.platform)
     if not platforms or expected is None or expected & set(platforms.split(',')):
         return []
-    return [failure(f'JAX_PLATFORMS={platforms}, but this machine has {hardware.told}', 'unset JAX_PLATFORMS')]
+    return [failure(f'JAX_PLATFORMS={platforms}, but this machine has {hardware.description}', 'unset JAX_PLATFORMS')]
 
 
 def _process_variables(environment: Mapping[str, str]) -> list[CheckResult]:

@@ -29,7 +29,7 @@ def evaluate_jax(jax_start: JaxStart, hardware: Hardware) -> CheckResult:
     if jax_start.platform != hardware.platform and hardware.platform != 'cpu':
         extras = "'maxlm[tpu]'" if hardware.platform == 'tpu' else "'maxlm[cuda12]' or 'maxlm[cuda13]'"
         return failure(
-            f'runs on {jax_start.platform} ({device_counts}), but this machine has {hardware.told}',
+            f'runs on {jax_start.platform} ({device_counts}), but this machine has {hardware.description}',
             f'see driver and environment; pip install {extras}',
         )
     if jax_start.platform == 'gpu' and hardware.nvidia and len(jax_start.kinds) < len(hardware.nvidia.gpus):

@@ -98,9 +98,9 @@ def needed_extras(context: CheckContext) -> dict[str, str]:
     if getattr(context.config and context.config.metrics, 'wandb', ''):
         extras['wandb'] = 'metrics.wandb'
     if context.hardware.platform == 'tpu':
-        extras['tpu'] = context.hardware.told
+        extras['tpu'] = context.hardware.description
     if context.hardware.platform == 'gpu' and not any(map(installed_version, CUDA_PLUGINS.values())):
-        extras[recommended_extra(context.hardware.nvidia)] = context.hardware.told
+        extras[recommended_extra(context.hardware.nvidia)] = context.hardware.description
     return extras
 
 

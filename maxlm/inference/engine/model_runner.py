@@ -85,7 +85,7 @@ class ModelRunner:
         # A copy, because the cached abstract model must not be modified.
         decoder = nnx.merge(*nnx.split(abstract_model(config, layout)))
         # Parameter path → input axes of a transposed kernel.
-        self._transposed_axes = decoder.turn_kernels() if self.are_layers_unstacked else {}
+        self._transposed_axes = decoder.mark_transposed_kernels() if self.are_layers_unstacked else {}
         self._graph, abstract = nnx.split(decoder)
         self._abstract_blocks = nnx.to_pure_dict(abstract)[BLOCKS]
         self._num_ids, self._max_passes = num_ids, max_passes

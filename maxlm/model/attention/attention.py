@@ -24,7 +24,7 @@ from maxlm.parallel.partitioning import Partitioning
 class Attention(nnx.Module):
     """Self-attention module: projections of queries, keys, values and output around an attention kernel."""
 
-    def __init__(self, config: ModelConfig, *, placement: Partitioning, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
         D, N, K, H = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
         use_bias = bool(config.use_bias)
         init = initializers(config)
@@ -38,7 +38,7 @@ class Attention(nnx.Module):
                 init=init.projection,
                 use_bias=use_bias,
                 matmul=config.matmul_precision,
-                placement=placement,
+                partitioning=partitioning,
                 rngs=rngs,
                 adapter=adapter_of(config, f'attention.{name}'),
             )
@@ -54,15 +54,15 @@ class Attention(nnx.Module):
             init=init.residual,
             use_bias=use_bias,
             matmul=config.matmul_precision,
-            placement=placement,
+            partitioning=partitioning,
             rngs=rngs,
             adapter=adapter_of(config, 'attention.out'),
         )
         # One scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters").
         self.query_norm = Norm(config, H, rngs=rngs) if config.qk_norm else None
         self.key_norm = Norm(config, H, rngs=rngs) if config.qk_norm else None
-        self.kernel = choose_attention_kernel(config, placement)
-        self.placement = placement
+        self.kernel = choose_attention_kernel(config, partitioning)
+        self.partitioning = partitioning
 
     def __call__(
         self,
@@ -94,19 +94,19 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if rotary is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
-        q_BTNH = self.placement.constrain(q_BTNH, ('batch', 'length', 'heads', 'head_dim'))
-        k_BSKH = self.placement.constrain(k_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
-        v_BSKH = self.placement.constrain(v_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
+        q_BTNH = self.partitioning.constrain(q_BTNH, ('batch', 'length', 'heads', 'head_dim'))
+        k_BSKH = self.partitioning.constrain(k_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
+        v_BSKH = self.partitioning.constrain(v_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
         if tree is not None:
-            assert self.placement.num_shards('length') == 1, 'tree attention does not support a sharded length'
+            assert self.partitioning.num_shards('length') == 1, 'tree attention does not support a sharded length'
             o_BTNH = tree_attention(q_BTNH, k_BSKH, v_BSKH, tree, window=window)
         elif cache is not None:
             assert cache_indices is not None, 'a call with a cache needs the indices of its slots'
             assert mask_BTS is not None, 'a call with a cache needs a mask over its slots'
-            assert self.placement.num_shards('length') == 1, 'a cache does not support a sharded length'
+            assert self.partitioning.num_shards('length') == 1, 'a cache does not support a sharded length'
             cache = cache.write(cache_indices, k_BSKH, v_BSKH)
             o_BTNH = attend_cached(q_BTNH, cache, cache_indices, mask_BTS)
         else:
             inputs = AttentionInputs(q_BTNH, k_BSKH, v_BSKH, mask_BTS, segments_BT)
-            o_BTNH = self.kernel(inputs, window, self.placement)
+            o_BTNH = self.kernel(inputs, window, self.partitioning)
         return self.out(o_BTNH), cache

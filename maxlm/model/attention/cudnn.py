@@ -44,18 +44,18 @@ class Documents(NamedTuple):
     start_BX: jax.Array
 
 
-def supports_documents(q_BTNH: jax.Array, placement: Partitioning) -> bool:
+def supports_documents(q_BTNH: jax.Array, partitioning: Partitioning) -> bool:
     """Returns True if cuDNN supports a list of documents for these queries.
 
     This requires a Hopper or later GPU, either present or as the target of compilation. Pipelines are not supported,
     because their stages are a vmap.
     """
-    if placement.num_shards('layers') > 1:
+    if partitioning.num_shards('layers') > 1:
         return False
     # JAX's own attention calls this private function, and `maxlm.planning.gpu_targets` mocks it for other machines.
     from jax._src.cudnn import fused_attention_stablehlo
 
-    on_device = q_BTNH.size // (placement.num_shards('batch') * placement.num_shards('heads'))
+    on_device = q_BTNH.size // (partitioning.num_shards('batch') * partitioning.num_shards('heads'))
     # Offsets of documents are int32 and counted in elements.
     return on_device < 2**31 and fused_attention_stablehlo.check_compute_capability('9.0')
 
@@ -67,7 +67,7 @@ def attend_documents(
     segments_BT: jax.Array,
     *,
     window: int,
-    placement: Partitioning,
+    partitioning: Partitioning,
 ) -> jax.Array:
     """Computes causal attention in which tokens attend only to their own document.
 
@@ -78,7 +78,7 @@ def attend_documents(
         segments_BT: numbers of documents; a document is a run of equal numbers in a row. Padding also counts as a
             document, so its output is finite.
         window: number of last tokens to which a query attends, including itself; 0: all.
-        placement: partitioning of the model; each device processes its own rows and heads.
+        partitioning: partitioning of the model; each device processes its own rows and heads.
 
     Returns:
         [B, T, N, H] in the dtype of q.
@@ -87,11 +87,11 @@ def attend_documents(
     def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *_: str) -> jax.Array:
         return _attend(q, k, v, list_documents(segments), window)
 
-    if placement.num_shards('batch') * placement.num_shards('heads') > 1:
+    if partitioning.num_shards('batch') * partitioning.num_shards('heads') > 1:
         rows = ('batch', 'length')
         heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
         # Each device has its own list, which a partitioning rule of the kernel could not express.
-        attend_shard = placement.per_shard(attend_shard, [heads, kv_heads, kv_heads, rows], heads, 'heads')
+        attend_shard = partitioning.per_shard(attend_shard, [heads, kv_heads, kv_heads, rows], heads, 'heads')
     return attend_shard(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 

@@ -81,14 +81,14 @@ def splash(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> 
     q_BTNH, k_BSKH, v_BSKH, _, segments_BT = inputs
     if not supports_length(q_BTNH.shape[1]):
         return chunked(inputs, window, partitioning)
-    return attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=partitioning)
+    return attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, partitioning=partitioning)
 
 
 def cudnn(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes cuDNN's flash attention, with a list of documents if the GPU supports it, otherwise with a mask."""
     q_BTNH, k_BSKH, v_BSKH, mask_BTS, segments_BT = inputs
     if segments_BT is not None and supports_documents(q_BTNH, partitioning):
-        return attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=partitioning)
+        return attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, partitioning=partitioning)
     mask_BNTS = None
     if mask_BTS is not None:
         # JAX's batching rule of this kernel, which a pipeline needs, requires a mask for every head.

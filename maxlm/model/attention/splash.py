@@ -32,7 +32,7 @@ def block_size(length: int) -> int:
     return next(size for size in range(BLOCK, 0, -SPLASH_MULTIPLE) if length % size == 0)
 
 
-def blocks_in_sight(length: int, window: int) -> int:
+def num_visible_blocks(length: int, window: int) -> int:
     """Returns the number of computed pairs of query and key blocks; `window` is that of `attend_splash`."""
     size = block_size(length)
     pairs = ((query, key) for query in range(length // size) for key in range(query + 1))
@@ -47,7 +47,7 @@ def attend_splash(
     segments_BT: jax.Array | None,
     *,
     window: int,
-    placement: Partitioning,
+    partitioning: Partitioning,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes softmax(q·k / sqrt(H)) · v over the keys of the query's document up to its position.
@@ -58,7 +58,7 @@ def attend_splash(
         v_BTKH: values.
         segments_BT: number of each token's document; None: each row is one document.
         window: number of last tokens to which a query attends, including itself; 0: all.
-        placement: partitioning of the model; each device processes its own rows and heads.
+        partitioning: partitioning of the model; each device processes its own rows and heads.
         interpret: if True, interpret the kernel instead of compiling it, which is slow but works on other devices.
 
     Returns:
@@ -70,12 +70,12 @@ def attend_splash(
         return _attend(q, k, v, segments, window, interpret)
 
     arrays = [q_BTNH, k_BTKH, v_BTKH] + ([] if segments_BT is None else [segments_BT])
-    if placement.num_shards('batch') * placement.num_shards('heads') > 1:
+    if partitioning.num_shards('batch') * partitioning.num_shards('heads') > 1:
         rows = ('batch', 'length')
         heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
         # XLA cannot partition the kernel.
         axes = [heads, kv_heads, kv_heads, rows][: len(arrays)]
-        attend_shard = placement.per_shard(attend_shard, axes, heads, 'heads')
+        attend_shard = partitioning.per_shard(attend_shard, axes, heads, 'heads')
     return attend_shard(*arrays)
 
 

@@ -18,12 +18,12 @@ Initializer = Callable[..., jax.Array]
 # The logical axis of an adapter's rank.
 RANK = 'adapter'
 # Smallest number of rows for which a fused product is worth the concatenation of the kernels.
-JOINED_ROWS = 1024
+MIN_FUSED_ROWS = 1024
 # Smallest number of inputs for which a kernel is transposed. With 384 inputs, the product of one row takes up to 20 %
 # longer than with an untransposed kernel; with 768 inputs it does not. The product of 8 rows takes half the time.
-TURNED_INPUTS = 256
+MIN_TRANSPOSED_INPUTS = 256
 # Largest number of rows for which the transposed kernel is the first factor of a product.
-TURNED_ROWS = 256
+MAX_TRANSPOSED_ROWS = 256
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
@@ -48,7 +48,7 @@ class Linear(nnx.Module):
     kernel_scales (`maxlm.model.layers.weight_only_quantization`).
 
     Attributes:
-        is_turned: True if the kernel is [*out_shape, *in_shape], as returned by `transpose_kernel`.
+        is_transposed: True if the kernel is [*out_shape, *in_shape], as returned by `transpose_kernel`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Linear(nnx.Module):
         init: Initializer,
         use_bias: bool,
         matmul: str,
-        placement: Partitioning,
+        partitioning: Partitioning,
         rngs: nnx.Rngs,
         adapter: Adapter | None = None,
     ):
@@ -79,11 +79,11 @@ class Linear(nnx.Module):
         self.lora_a, self.lora_b = lora_a, lora_b
         self.weights: Weights | None = None
         self.lora_scale = adapter.scale if adapter else 0.0
-        self.is_turned = False
+        self.is_transposed = False
         self.num_in = len(in_shape)
         self.num_inputs = math.prod(in_shape)
         self.out_shape = out_shape
-        self.placement = placement
+        self.partitioning = partitioning
         self.matmul = matmul
 
     def quantize_kernel(self, weights: Weights) -> None:
@@ -92,7 +92,7 @@ class Linear(nnx.Module):
         assert self.lora_a is None, 'a kernel with an adapter beside it stays'
 
         def axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
-            parts = map(self.placement.num_shards, self.axes)
+            parts = map(self.partitioning.num_shards, self.axes)
             return tuple('norm' if size % n else axis for axis, size, n in zip(self.axes, shape, parts, strict=True))
 
         shape = self.kernel.shape
@@ -104,7 +104,7 @@ class Linear(nnx.Module):
         self.kernel_scales = nnx.Param(found.scales, axes=self.scales_axes)
 
     @property
-    def is_worth_turning(self) -> bool:
+    def should_be_transposed(self) -> bool:
         """Returns True if the kernel should be transposed on a CPU. Quantized and FP8 kernels should not."""
         return self.weights is None and self.matmul != 'fp8' and should_transpose(self.num_inputs)
 
@@ -115,10 +115,10 @@ class Linear(nnx.Module):
         if self.matmul == 'fp8' and self.weights is None:
             # Only the codes are gathered, one byte each. `kernel` is used only for its gradient.
             codes = fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
-            codes = codes._replace(bits=self.placement.gathered(codes.bits, self.axes).reshape(flat, -1))
+            codes = codes._replace(bits=self.partitioning.gathered(codes.bits, self.axes).reshape(flat, -1))
             x_rows = x.reshape(*([-1] if self._is_matrix else rows), flat)
             y = fp8.product(x_rows, kernel.reshape(flat, -1), codes)
-        elif self.is_turned:
+        elif self.is_transposed:
             y = transposed_matmul(x.reshape(-1, flat), kernel.reshape(-1, flat))
         else:
             y = self._product(x, kernel, self.num_in)
@@ -129,7 +129,7 @@ class Linear(nnx.Module):
         # Inputs are flattened to a matrix. With more axes, XLA transposes the output's gradient for the product that
         # gives the kernel's gradient, which took a quarter of a small model's step on a CPU. If the length is sharded,
         # they are not flattened, because one axis cannot be sharded over the devices of both batch and length.
-        return self.placement.num_shards('length') == 1
+        return self.partitioning.num_shards('length') == 1
 
     def _product(self, x: jax.Array, matrix: jax.Array, num_in: int) -> jax.Array:
         """Contracts the last `num_in` axes of x with the first `num_in` axes of `matrix`.
@@ -144,16 +144,16 @@ class Linear(nnx.Module):
     def _gathered_kernel(self, dtype: jnp.dtype) -> jax.Array:
         if self.weights is not None:
             # Only codes and scales are gathered, not the kernel.
-            codes = self.placement.gathered(self.kernel_codes[...], self.codes_axes)
-            scales = self.placement.gathered(self.kernel_scales[...], self.scales_axes)
+            codes = self.partitioning.gathered(self.kernel_codes[...], self.codes_axes)
+            scales = self.partitioning.gathered(self.kernel_scales[...], self.scales_axes)
             return dequantize(Codes(codes, scales), self.num_in, self.weights.kind, dtype)
         num = self.num_in
-        axes = (*self.axes[num:], *self.axes[:num]) if self.is_turned else self.axes
+        axes = (*self.axes[num:], *self.axes[:num]) if self.is_transposed else self.axes
         return self._gathered(self.kernel, axes, dtype)
 
     def _gathered(self, param: nnx.Param, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
         # Conversion to the compute dtype before the gather halves the communication.
-        return self.placement.gathered(param[...].astype(dtype), axes)
+        return self.partitioning.gathered(param[...].astype(dtype), axes)
 
     def _gathered_lora_a(self, dtype: jnp.dtype) -> jax.Array | None:
         axes = (*self.axes[: self.num_in], RANK)
@@ -181,9 +181,9 @@ class Linear(nnx.Module):
     @property
     def _is_whole(self) -> bool:
         """Returns True if each device uses the entire kernel in a plain product of two matrices."""
-        split = any(self.placement.num_shards(axis) > 1 for axis in (*self.axes[self.num_in :], 'length'))
+        split = any(self.partitioning.num_shards(axis) > 1 for axis in (*self.axes[self.num_in :], 'length'))
         # Concatenating dequantized kernels would write them to memory.
-        return not split and self.matmul != 'fp8' and self.weights is None and not self.is_turned
+        return not split and self.matmul != 'fp8' and self.weights is None and not self.is_transposed
 
 
 def transpose_kernel(kernel: jax.Array, num_in: int) -> jax.Array:
@@ -196,7 +196,7 @@ def transpose_kernel(kernel: jax.Array, num_in: int) -> jax.Array:
 
 def should_transpose(num_inputs: int) -> bool:
     """Returns True if `transposed_matmul` is faster for a few rows of `num_inputs` and hardly slower for one row."""
-    return num_inputs >= TURNED_INPUTS
+    return num_inputs >= MIN_TRANSPOSED_INPUTS
 
 
 def transposed_matmul(x_MI: jax.Array, kernel_OI: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -206,7 +206,7 @@ def transposed_matmul(x_MI: jax.Array, kernel_OI: jax.Array, dtype: jax.typing.D
     kernel is therefore the first factor. With 8 rows and a kernel of 2048 × 2048 this halves the time.
     """
     contracted = (((1,), (1,)), ((), ()))
-    if len(x_MI) > TURNED_ROWS:
+    if len(x_MI) > MAX_TRANSPOSED_ROWS:
         return jax.lax.dot_general(x_MI, kernel_OI, contracted, preferred_element_type=dtype)
     y_OM = jax.lax.dot_general(kernel_OI, x_MI, contracted, preferred_element_type=dtype)
     # Without the barrier, XLA rewrites this as the product with the kernel as second factor.
@@ -219,13 +219,13 @@ def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     One wide product and its gradient are faster than several products on a CPU. Compilers for other devices may fuse
     the products themselves.
     """
-    if x.size < JOINED_ROWS * x.shape[-1] or not all(linear._is_whole for linear in linears):
+    if x.size < MIN_FUSED_ROWS * x.shape[-1] or not all(linear._is_whole for linear in linears):
         return [linear(x) for linear in linears]
-    products = _joined_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
+    products = _fused_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
     lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]
     # Adapters have a separate product, because frozen kernels need no gradient.
     present = [lora_a for lora_a in lora_as if lora_a is not None]
-    lowered = iter(_joined_products(x, present) if present else [])
+    lowered = iter(_fused_products(x, present) if present else [])
     return [
         linear._completed(
             product.reshape(*x.shape[:-1], *linear.out_shape),
@@ -235,7 +235,7 @@ def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     ]
 
 
-def _joined_products(x: jax.Array, matrices: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def _fused_products(x: jax.Array, matrices: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Returns the products of x with each matrix [in, out], computed as one product."""
     y = x.reshape(-1, x.shape[-1]) @ jnp.concatenate(matrices, axis=1)
     return jax.lax.split(y, [matrix.shape[1] for matrix in matrices], axis=1)

@@ -21,7 +21,7 @@ from maxlm.parallel.partitioning import Partitioning
 class FeedForward(nnx.Module):
     """Two projections, dim → ffn_dim → dim, with an activation in between; SwiGLU has a third projection."""
 
-    def __init__(self, config: ModelConfig, *, placement: Partitioning, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
         def linear(name: str, in_dim: int, out_dim: int, in_axis: str, out_axis: str, init: Initializer) -> Linear:
             return Linear(
                 (in_dim,),
@@ -31,7 +31,7 @@ class FeedForward(nnx.Module):
                 init=init,
                 use_bias=bool(config.use_bias),
                 matmul=config.matmul_precision,
-                placement=placement,
+                partitioning=partitioning,
                 rngs=rngs,
                 adapter=adapter_of(config, f'feedforward.{name}'),
             )
@@ -42,16 +42,16 @@ class FeedForward(nnx.Module):
         self.up = linear('up', *into, init.projection)
         self.down = linear('down', *back, init.residual)
         self.activation = config.activation
-        self.placement = placement
+        self.partitioning = partitioning
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.gate is not None:
             gate_BTF, up_BTF = fused_apply((self.gate, self.up), x_BTD)
             h_BTF = jax.nn.silu(gate_BTF) * up_BTF
-            return self.down(self.placement.constrain(h_BTF, ('batch', 'length', 'ffn')))
+            return self.down(self.partitioning.constrain(h_BTF, ('batch', 'length', 'ffn')))
         h_BTF = self.up(x_BTD)
         if self.activation == 'relu2':
             h_BTF = jnp.square(jax.nn.relu(h_BTF))
         else:
             h_BTF = jax.nn.gelu(h_BTF, approximate=self.activation == 'gelu_tanh')
-        return self.down(self.placement.constrain(h_BTF, ('batch', 'length', 'ffn')))
+        return self.down(self.partitioning.constrain(h_BTF, ('batch', 'length', 'ffn')))

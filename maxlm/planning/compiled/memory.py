@@ -27,13 +27,13 @@ def memory_of(
     """
     state = state_bytes(abstract)
     estimate = estimate_memory(config, compiled.platform, capability, state)
-    told, total = compiled.memory_bytes(), compiled.total_bytes()
-    if told is None or total is None:
+    sizes, total = compiled.memory_bytes(), compiled.total_bytes()
+    if sizes is None or total is None:
         return estimate
     # A CPU has a single memory, and its total includes the part that would be on the host.
-    on_host = told.get('host', state.host)
+    on_host = sizes.get('host', state.host)
     left = total - state.parameters - state.moments - state.average - estimate.batch
-    left = max(0, left if 'host' in told else left - state.host)
+    left = max(0, left if 'host' in sizes else left - state.host)
     gradients = min(estimate.gradients, left)
     activations = min(estimate.activations, left - gradients)
     return estimate._replace(

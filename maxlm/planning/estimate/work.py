@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config
 from maxlm.model.attention.chunked import query_ranges
-from maxlm.model.attention.splash import block_size, blocks_in_sight
+from maxlm.model.attention.splash import block_size, num_visible_blocks
 from maxlm.model.layers.masks import layer_windows
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.planning.estimate.collectives import estimate_transfers
@@ -80,9 +80,9 @@ def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> 
 
 def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
     """Returns True if a fused kernel takes documents as a mask array; see `maxlm.model.attention.cudnn`."""
-    told = capability is not None and capability >= DOCUMENTS_CAPABILITY and config.mesh.stage == 1
+    kernel_masks_documents = capability is not None and capability >= DOCUMENTS_CAPABILITY and config.mesh.stage == 1
     is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
-    return is_fused and config.data.document_mask and not told
+    return is_fused and config.data.document_mask and not kernel_masks_documents
 
 
 def attended_positions(config: Config, capability: tuple[int, int] | None = None) -> float:
@@ -107,7 +107,7 @@ def attended_positions(config: Config, capability: tuple[int, int] | None = None
     if config.model.attention == 'cudnn':
         return sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window / len(reaches)
     if config.model.attention == 'splash':
-        blocks = sum(blocks_in_sight(window, sliding) for sliding in windows)
+        blocks = sum(num_visible_blocks(window, sliding) for sliding in windows)
         return blocks * block_size(window) ** 2 / window / len(windows)
     scores = [
         (part.last - part.first) * (part.last - part.start)

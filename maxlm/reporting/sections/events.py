@@ -46,6 +46,6 @@ def _row(event: Mapping[str, Any]) -> list[Markup | str]:
     if len(message) > _LONGEST:
         message = f'{message[:_LONGEST]} …'
     is_alarm = event.get('alert') is True or kind in ('failed', 'diverged')
-    told: Markup | str = tag('span', kind, class_='alarm') if is_alarm else kind
-    life, step = format_int(number(event, 'life')), format_int(number(event, 'step'))
-    return [format_time(number(event, 'time')), life, step, told, message]
+    kind_cell: Markup | str = tag('span', kind, class_='alarm') if is_alarm else kind
+    attempt, step = format_int(number(event, 'life')), format_int(number(event, 'step'))
+    return [format_time(number(event, 'time')), attempt, step, kind_cell, message]

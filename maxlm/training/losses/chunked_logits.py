@@ -20,22 +20,22 @@ _PARTS = ('rows', 'length')
 class LogitChunks:
     """Splits the positions of a batch into chunks and computes logits and gradients of a chunk."""
 
-    def __init__(self, hidden_BTD: jax.Array, *, placement: Partitioning, chunk: int, row_groups: int = 1):
+    def __init__(self, hidden_BTD: jax.Array, *, partitioning: Partitioning, chunk: int, row_groups: int = 1):
         """
         Args:
             hidden_BTD: hidden states to split; only shape and dtype are used.
-            placement: partitioning of the model.
+            partitioning: partitioning of the model.
             chunk: number of positions of each row whose logits exist at the same time.
             row_groups: number of groups into which the rows are split. Row r is in group r mod row_groups, so no row
                 moves to another device.
         """
         B, T, _ = hidden_BTD.shape
-        R, P = (placement.num_shards(axis) for axis in _PARTS)
+        R, P = (partitioning.num_shards(axis) for axis in _PARTS)
         C = min(chunk, T // P)
         self._chunks = -(-T // (P * C))
         self._shape = (R, B // (R * row_groups), row_groups, P, self._chunks, C)
         self._length = T
-        self._placement = placement
+        self._partitioning = partitioning
         self.dtype = hidden_BTD.dtype
 
     def split(self, x: jax.Array) -> jax.Array:
@@ -46,7 +46,7 @@ class LogitChunks:
         x = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * C - self._length // P)] + [(0, 0)] * len(rest))
         x = jnp.moveaxis(x.reshape(*self._shape, *rest), (2, 4, 0, 3, 1, 5), range(6))
         x = x.reshape(row_groups * chunks, R, P, -1, *rest)
-        return self._placement.constrain(x, ('micro_batch', *_PARTS, *['activation'] * (x.ndim - 3)))
+        return self._partitioning.constrain(x, ('micro_batch', *_PARTS, *['activation'] * (x.ndim - 3)))
 
     def join(self, x: jax.Array) -> jax.Array:
         """Joins [X, R, P, N, …] to [B, T, …], the inverse of `split`."""
@@ -63,15 +63,15 @@ class LogitChunks:
             [R, P, D, V] in the dtype of the hidden states.
         """
         R, _, _, P, _, _ = self._shape
-        kernel_DV = self._placement.pad_vocabulary(kernel_DV.astype(self.dtype), ('embed', 'vocab'))
-        whole = self._placement.constrain(kernel_DV, ('activation', 'vocab'))
+        kernel_DV = self._partitioning.pad_vocabulary(kernel_DV.astype(self.dtype), ('embed', 'vocab'))
+        whole = self._partitioning.constrain(kernel_DV, ('activation', 'vocab'))
         whole = jnp.broadcast_to(whole, (R, P, *whole.shape))
-        return self._placement.constrain(whole, (*_PARTS, 'activation', 'vocab'))
+        return self._partitioning.constrain(whole, (*_PARTS, 'activation', 'vocab'))
 
     def logits(self, hidden_RPND: jax.Array, kernel_RPDV: jax.Array) -> jax.Array:
         """Returns the logits of a chunk, [R, P, N, V] in float32."""
         scores = jnp.einsum('RPND,RPDV->RPNV', hidden_RPND, kernel_RPDV, preferred_element_type=jnp.float32)
-        return self._placement.constrain(scores, (*_PARTS, 'activation', 'vocab'))
+        return self._partitioning.constrain(scores, (*_PARTS, 'activation', 'vocab'))
 
     def no_gradient(self, kernel_RPDV: jax.Array) -> jax.Array:
         """Returns float32 zeros in which the gradient of the kernel is accumulated."""
@@ -86,9 +86,9 @@ class LogitChunks:
         """
         gradient = scores_gradient.astype(hidden_RPND.dtype)
         of_hidden = jnp.einsum('RPNV,RPDV->RPND', gradient, kernel_RPDV)
-        of_hidden = self._placement.constrain(of_hidden, (*_PARTS, 'activation', 'activation'))
+        of_hidden = self._partitioning.constrain(of_hidden, (*_PARTS, 'activation', 'activation'))
         kernel_gradient += jnp.einsum('RPND,RPNV->RPDV', hidden_RPND, gradient, preferred_element_type=jnp.float32)
-        return self._placement.constrain(kernel_gradient, (*_PARTS, 'activation', 'vocab')), of_hidden
+        return self._partitioning.constrain(kernel_gradient, (*_PARTS, 'activation', 'vocab')), of_hidden
 
     def sum_gradient(self, kernel_gradient: jax.Array, vocab_size: int) -> jax.Array:
         """Sums the kernel's gradient over the shards of the batch and removes the padding.
@@ -96,8 +96,8 @@ class LogitChunks:
         Returns:
             [D, vocab_size].
         """
-        gradient = self._placement.constrain_gradient(kernel_gradient.sum((0, 1)), ('embed', 'vocab'))
-        return self._placement.cut_vocabulary(gradient, ('embed', 'vocab'), vocab_size)
+        gradient = self._partitioning.constrain_gradient(kernel_gradient.sum((0, 1)), ('embed', 'vocab'))
+        return self._partitioning.cut_vocabulary(gradient, ('embed', 'vocab'), vocab_size)
 
 
 def scan_chunks(add: Any, carry: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, Any]:

@@ -41,7 +41,7 @@ def cross_entropy(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
     *,
-    placement: Partitioning,
+    partitioning: Partitioning,
     chunk: int,
     z_loss: float = 0.0,
     logit_softcap: float = 0.0,
@@ -57,11 +57,11 @@ def cross_entropy(
         kernel_DV: float32 kernel of the head, sharded as its parameter.
         targets_BT: ids of the tokens to predict.
         weights_BT: 1 at positions with a target, else 0.
-        placement, chunk, row_groups: see `LogitChunks`.
+        partitioning, chunk, row_groups: see `LogitChunks`.
         z_loss: weight of log² Z, which keeps Z near 1 (Chowdhery et al. 2022, "PaLM").
         logit_softcap: `model.logit_softcap` of the config.
     """
-    chunks = LogitChunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
+    chunks = LogitChunks(hidden_BTD, partitioning=partitioning, chunk=chunk, row_groups=row_groups)
     vocab_size = kernel_DV.shape[1]
 
     def losses(scores_RPNV: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:

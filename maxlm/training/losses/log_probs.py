@@ -34,7 +34,7 @@ def token_log_probs(
     kernel_DV: jax.Array,
     targets_BT: jax.Array,
     *,
-    placement: Partitioning,
+    partitioning: Partitioning,
     chunk: int,
     logit_softcap: float = 0.0,
     row_groups: int = 1,
@@ -43,7 +43,7 @@ def token_log_probs(
 
     The arguments are those of `cross_entropy`.
     """
-    chunks = LogitChunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
+    chunks = LogitChunks(hidden_BTD, partitioning=partitioning, chunk=chunk, row_groups=row_groups)
     vocab_size = kernel_DV.shape[1]
 
     def log_probs(scores_RPNV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -62,7 +62,9 @@ def value_and_gradients(function):
 
 
 def by_documents(window):
-    return lambda q, k, v, segments: cudnn.attend_documents(q, k, v, segments, window=window, placement=SINGLE_DEVICE)
+    return lambda q, k, v, segments: cudnn.attend_documents(
+        q, k, v, segments, window=window, partitioning=SINGLE_DEVICE
+    )
 
 
 @jax.jit
@@ -215,7 +217,7 @@ def test_devices_work_alone(formulas, sizes):
 
     def attend_on_mesh(q, k, v, segments):
         q, k, v = (layout.constrain(x, axes) for x in (q, k, v))
-        return cudnn.attend_documents(q, k, v, segments, window=0, placement=layout)
+        return cudnn.attend_documents(q, k, v, segments, window=0, partitioning=layout)
 
     arrays = tuple(np.concatenate([x, x, x])[:8] for x in inputs(2))
     placed = [jax.device_put(x, layout.named(*axes)) for x in arrays]

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from maxlm.model.attention import kernels
-from maxlm.model.attention.splash import attend_splash, block_size, blocks_in_sight, supports_length
+from maxlm.model.attention.splash import attend_splash, block_size, num_visible_blocks, supports_length
 from maxlm.parallel.layout import make_layout
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 from maxlm.planning.estimate.work import estimate_work
@@ -40,9 +40,9 @@ def value_and_gradients(attend, arrays, *segments):
     return run(*arrays)
 
 
-def by_splash(window, placement=SINGLE_DEVICE):
+def by_splash(window, partitioning=SINGLE_DEVICE):
     def run(q, k, v, segments):
-        return attend_splash(q, k, v, segments, window=window, placement=placement, interpret=True)
+        return attend_splash(q, k, v, segments, window=window, partitioning=partitioning, interpret=True)
 
     return run
 
@@ -108,7 +108,7 @@ def test_blocks_in_sight_are_those_that_the_mask_touches(length, window):
     seen = (key <= query) & ((query - key < window) | (window == 0))
     size = block_size(length)
     blocks = seen.reshape(length // size, size, length // size, size).any((1, 3))
-    assert blocks_in_sight(length, window) == blocks.sum()
+    assert num_visible_blocks(length, window) == blocks.sum()
 
 
 def with_splash(config):

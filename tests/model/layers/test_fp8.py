@@ -205,7 +205,7 @@ def products_by_type(**overrides):
 
 
 def test_the_projections_of_blocks_are_in_8_bits_and_nothing_else(monkeypatch):
-    monkeypatch.setattr(linear, 'JOINED_ROWS', 1)
+    monkeypatch.setattr(linear, 'MIN_FUSED_ROWS', 1)
     plain, mixed = products_by_type(model__matmul_precision='default'), products_by_type()
     # Each of seven projections has one product in the forward pass and two in the backward pass.
     assert {kinds: count for kinds, count in mixed.items() if kinds != ('f32', 'f32')} == {

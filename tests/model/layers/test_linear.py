@@ -26,14 +26,16 @@ class Split(SingleDevice):
         return 2 if axis == 'heads' else 1
 
 
-def make(placement):
+def make(partitioning):
     return [
-        new_linear((D,), shape, ('embed',), (axis, 'head_dim')[: len(shape)], seed, placement, use_bias=axis != 'ffn')
+        new_linear(
+            (D,), shape, ('embed',), (axis, 'head_dim')[: len(shape)], seed, partitioning, use_bias=axis != 'ffn'
+        )
         for seed, (axis, shape) in enumerate(OUTPUTS.items())
     ]
 
 
-def new_linear(in_shape, out_shape, in_axes, out_axes, seed, placement=SINGLE_DEVICE, *, use_bias=True):
+def new_linear(in_shape, out_shape, in_axes, out_axes, seed, partitioning=SINGLE_DEVICE, *, use_bias=True):
     rng = np.random.default_rng(seed)
     made = Linear(
         in_shape,
@@ -43,7 +45,7 @@ def new_linear(in_shape, out_shape, in_axes, out_axes, seed, placement=SINGLE_DE
         init=lambda key, shape, dtype: rng.standard_normal(shape, np.float32),
         use_bias=use_bias,
         matmul='default',
-        placement=placement,
+        partitioning=partitioning,
         rngs=nnx.Rngs(0),
     )
     if use_bias:
@@ -51,8 +53,8 @@ def new_linear(in_shape, out_shape, in_axes, out_axes, seed, placement=SINGLE_DE
     return made
 
 
-def outputs_and_gradients(apply, placement, x):
-    graph, params = nnx.split(make(placement))
+def outputs_and_gradients(apply, partitioning, x):
+    graph, params = nnx.split(make(partitioning))
 
     def total(params, x):
         outputs = apply(nnx.merge(graph, params), x)
@@ -70,12 +72,12 @@ def outputs_and_gradients(apply, placement, x):
 
 # For few rows, concatenating the kernels is not worth it.
 @pytest.mark.parametrize(
-    ('placement', 'rows', 'products'), [(SINGLE_DEVICE, (2, 5), 1), (SINGLE_DEVICE, (9, 1), 3), (Split(), (2, 5), 3)]
+    ('partitioning', 'rows', 'products'), [(SINGLE_DEVICE, (2, 5), 1), (SINGLE_DEVICE, (9, 1), 3), (Split(), (2, 5), 3)]
 )
-def test_together_is_as_one_by_one(placement, rows, products, monkeypatch):
-    monkeypatch.setattr(linear, 'JOINED_ROWS', 10)
+def test_together_is_as_one_by_one(partitioning, rows, products, monkeypatch):
+    monkeypatch.setattr(linear, 'MIN_FUSED_ROWS', 10)
     x = np.random.default_rng(0).standard_normal((*rows, D), np.float32)
-    together, num_together, program = outputs_and_gradients(fused_apply, placement, x)
+    together, num_together, program = outputs_and_gradients(fused_apply, partitioning, x)
     alone, num_alone, wanted = outputs_and_gradients(lambda linears, x: [f(x) for f in linears], SINGLE_DEVICE, x)
     assert [y.shape for y in together[:3]] == [(*rows, *shape) for shape in OUTPUTS.values()]
     for found, expected in zip(together, alone, strict=True):
@@ -87,28 +89,28 @@ def test_together_is_as_one_by_one(placement, rows, products, monkeypatch):
     assert program.flops == wanted.flops
 
 
-def turned(module):
+def transposed(module):
     module.kernel = nnx.Param(transpose_kernel(module.kernel[...], module.num_in))
-    module.is_turned = True
+    module.is_transposed = True
     return module
 
 
 # One token, few tokens, and more tokens than are multiplied from the right.
 @pytest.mark.parametrize('rows', [(1, 1), (3, 1), (2, 5)])
 def test_a_turned_kernel_gives_the_same(rows, monkeypatch):
-    monkeypatch.setattr(linear, 'TURNED_ROWS', 4)
-    monkeypatch.setattr(linear, 'JOINED_ROWS', 1)
+    monkeypatch.setattr(linear, 'MAX_TRANSPOSED_ROWS', 4)
+    monkeypatch.setattr(linear, 'MIN_FUSED_ROWS', 1)
 
     @jax.jit
     def run(x):
         expected = [module(x) for module in make(SINGLE_DEVICE)]
-        one_by_one = [turned(module)(x) for module in make(SINGLE_DEVICE)]
-        together = fused_apply(list(map(turned, make(SINGLE_DEVICE))), x)
+        one_by_one = [transposed(module)(x) for module in make(SINGLE_DEVICE)]
+        together = fused_apply(list(map(transposed, make(SINGLE_DEVICE))), x)
         # The output projection, which contracts two axes.
         out = new_linear(OUTPUTS['heads'], (D,), ('heads', 'head_dim'), ('embed',), 9)
-        plain, right = out(expected[0]), turned(out)(expected[0])
+        plain, right = out(expected[0]), transposed(out)(expected[0])
         assert out.kernel.shape == (D, *OUTPUTS['heads'])
-        out.is_turned = False
+        out.is_transposed = False
         return expected, one_by_one, together, plain, right, out(expected[0])
 
     x = np.random.default_rng(0).standard_normal((*rows, D), np.float32)
@@ -130,18 +132,18 @@ def test_few_rows_are_multiplied_from_the_left(monkeypatch):
         found = re.search(r'f32\[(\d+),(\d+)\]\S* dot\(', text)
         return int(found[1]), int(found[2])
 
-    assert product(linear.TURNED_ROWS) == (24, linear.TURNED_ROWS)
-    assert product(linear.TURNED_ROWS + 1) == (linear.TURNED_ROWS + 1, 24)
+    assert product(linear.MAX_TRANSPOSED_ROWS) == (24, linear.MAX_TRANSPOSED_ROWS)
+    assert product(linear.MAX_TRANSPOSED_ROWS + 1) == (linear.MAX_TRANSPOSED_ROWS + 1, 24)
     # Negative control: without the barrier, the compiler reverts the transposition.
     monkeypatch.setattr(jax.lax, 'optimization_barrier', lambda x: x)
-    assert product(linear.TURNED_ROWS) == (linear.TURNED_ROWS, 24)
+    assert product(linear.MAX_TRANSPOSED_ROWS) == (linear.MAX_TRANSPOSED_ROWS, 24)
 
 
 def test_what_is_worth_turning(monkeypatch):
-    assert not any(module.is_worth_turning for module in make(SINGLE_DEVICE))
-    monkeypatch.setattr(linear, 'TURNED_INPUTS', D)
+    assert not any(module.should_be_transposed for module in make(SINGLE_DEVICE))
+    monkeypatch.setattr(linear, 'MIN_TRANSPOSED_INPUTS', D)
     plain, quantized, scaled = make(SINGLE_DEVICE)
     quantized.quantize_kernel(Weights('int8', 0))
     scaled.matmul = 'fp8'
     # Kernels that will be quantized are not transposed.
-    assert [module.is_worth_turning for module in (plain, quantized, scaled)] == [True, False, False]
+    assert [module.should_be_transposed for module in (plain, quantized, scaled)] == [True, False, False]

@@ -68,7 +68,7 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 16), dtype=np.int32)
 def test_the_names_are_those_of_the_modules(family):
     def linears(**settings):
         config = small_config(model__family=family, model__lora_rank=3, **settings)
-        block = nnx.eval_shape(lambda: Block(config.model, placement=SINGLE_DEVICE, rngs=nnx.Rngs(0)))
+        block = nnx.eval_shape(lambda: Block(config.model, partitioning=SINGLE_DEVICE, rngs=nnx.Rngs(0)))
         modules = {'.'.join(map(str, path)): module for path, module in nnx.iter_modules(block)}
         return config, {name: module for name, module in modules.items() if isinstance(module, Linear)}
 
@@ -172,7 +172,7 @@ def make_linear(rng, in_shape, out_shape, adapter, axis='heads'):
         init=lambda key, shape, dtype: rng.standard_normal(shape, np.float32),
         use_bias=True,
         matmul='default',
-        placement=SINGLE_DEVICE,
+        partitioning=SINGLE_DEVICE,
         rngs=nnx.Rngs(0),
         adapter=adapter,
     )
@@ -194,7 +194,7 @@ def test_the_formula(in_shape, out_shape):
 
 
 def test_together_is_as_one_by_one_with_the_kernels_joined(monkeypatch):
-    monkeypatch.setattr(linear_module, 'JOINED_ROWS', 10)
+    monkeypatch.setattr(linear_module, 'MIN_FUSED_ROWS', 10)
     adapters = (Adapter(2, 0.5), None, Adapter(3, 2.0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)
 

@@ -34,7 +34,7 @@ def chunked(chunk, z_loss=0.0):
     hidden, kernel, targets, weights = inputs()
 
     def objective(hidden, kernel):
-        given = {'placement': SINGLE_DEVICE, 'chunk': chunk, 'z_loss': z_loss}
+        given = {'partitioning': SINGLE_DEVICE, 'chunk': chunk, 'z_loss': z_loss}
         found = cross_entropy(hidden, kernel, targets, weights, **given)
         return found.objective, found
 
@@ -75,7 +75,7 @@ def test_no_array_of_all_logits_exists():
 
     def largest_with_vocabulary(chunk):
         def loss(hidden, kernel):
-            return cross_entropy(hidden, kernel, targets, weights, placement=SINGLE_DEVICE, chunk=chunk).objective
+            return cross_entropy(hidden, kernel, targets, weights, partitioning=SINGLE_DEVICE, chunk=chunk).objective
 
         text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, kernel).compile().as_text()
         shapes = {

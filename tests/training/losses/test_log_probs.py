@@ -34,7 +34,7 @@ def test_values_and_gradients_are_those_of_log_softmax(inputs, chunk, cap):
     hidden, kernel, targets, cotangent = inputs
 
     def ours(hidden, kernel):
-        found = token_log_probs(hidden, kernel, targets, placement=SINGLE_DEVICE, chunk=chunk, logit_softcap=cap)
+        found = token_log_probs(hidden, kernel, targets, partitioning=SINGLE_DEVICE, chunk=chunk, logit_softcap=cap)
         # This loss is no sum over tokens.
         return jnp.square((found.log_probs_BT * cotangent).sum(axis=1)).sum()
 
@@ -51,7 +51,7 @@ def test_entropies(inputs):
     hidden, kernel, targets, _ = inputs
 
     def entropy(hidden):
-        found = token_log_probs(hidden, kernel, targets, placement=SINGLE_DEVICE, chunk=5).entropies_BT
+        found = token_log_probs(hidden, kernel, targets, partitioning=SINGLE_DEVICE, chunk=5).entropies_BT
         return found.sum(), found
 
     (_, found), gradient = jax.jit(jax.value_and_grad(entropy, has_aux=True))(hidden)
@@ -66,7 +66,7 @@ def test_their_sum_is_the_cross_entropy(inputs):
 
     @jax.jit
     def both(targets):
-        given = {'placement': SINGLE_DEVICE, 'chunk': 4}
+        given = {'partitioning': SINGLE_DEVICE, 'chunk': 4}
         loss = cross_entropy(hidden, kernel, targets, jnp.ones((B, T)), **given).loss_B
         return loss, token_log_probs(hidden, kernel, targets, **given).log_probs_BT
 

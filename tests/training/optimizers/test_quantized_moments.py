@@ -1,4 +1,4 @@
-"""Moments in bfloat16 and 8 bits: error bounds, rounding, memory and placement."""
+"""Moments in bfloat16 and 8 bits: error bounds, rounding, memory and partitioning."""
 
 import functools
 
