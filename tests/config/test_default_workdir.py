@@ -17,11 +17,11 @@ from maxlm.config.default_workdir import default_workdir
         ('mine.json', 'runs/mine'),
     ],
 )
-def test_the_config_names_the_workdir(spec, workdir):
+def test_the_workdir_is_derived_from_the_config(spec, workdir):
     assert default_workdir(spec) == workdir
 
 
-def test_the_config_of_the_present_directory(tmp_path, monkeypatch):
+def test_a_config_in_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / 'first').mkdir()
     monkeypatch.chdir(tmp_path / 'first')
     assert default_workdir('config.json') == 'runs/first-2'

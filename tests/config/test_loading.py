@@ -39,14 +39,14 @@ def test_variant_and_overrides(config_file):
     assert loading.load(config_file).model.num_layers == 2
 
 
-def test_family_fills_what_is_left_open_and_nothing_else(config_file):
+def test_a_family_fills_only_unset_keys(config_file):
     gpt2 = loading.load(config_file).model
     assert (gpt2.norm, gpt2.position_embedding, gpt2.tie_embeddings) == ('layernorm', 'learned', True)
     llama = loading.load(config_file, ['model.family=llama', 'model.norm=layernorm']).model
     assert (llama.norm, llama.position_embedding, llama.tie_embeddings) == ('layernorm', 'rotary', False)
 
 
-def test_an_overridden_length_replaces_the_one_of_the_file(config_file):
+def test_an_overridden_length_replaces_the_length_in_the_file(config_file):
     train = loading.load(config_file, ['train.num_tokens=1e6']).train
     assert (train.num_steps, train.num_tokens) == (0, 1_000_000)
 
@@ -99,7 +99,7 @@ def test_json_round_trip(config_file):
         ('model.max_positions=64', ['model.max_positions=64', 'data.seq_len=1024']),
     ],
 )
-def test_a_wrong_override_is_one_line_that_names_it(config_file, override, words):
+def test_an_invalid_override_is_a_one_line_error(config_file, override, words):
     with pytest.raises(InputError) as error:
         loading.load(config_file, [override])
     message = str(error.value)
@@ -108,7 +108,7 @@ def test_a_wrong_override_is_one_line_that_names_it(config_file, override, words
         assert word in message
 
 
-def test_what_only_muon_reads_is_taken_under_muon(config_file):
+def test_muon_keys_require_muon(config_file):
     muon = ['optimizer.name=muon', 'optimizer.adam_learning_rate=0.1', 'optimizer.muon_momentum_warmup_steps=5']
     assert loading.load(config_file, muon).optimizer.adam_learning_rate == 0.1
     with pytest.raises(
@@ -134,7 +134,7 @@ def test_what_only_muon_reads_is_taken_under_muon(config_file):
         (CONFIG.replace("variant=''", ''), ['base.py', 'NameError']),
     ],
 )
-def test_a_wrong_config_file_is_named(tmp_path, text, words):
+def test_errors_in_a_config_file_name_the_file(tmp_path, text, words):
     path = tmp_path / 'base.py'
     path.write_text(text)
     with pytest.raises(InputError) as error:
@@ -143,7 +143,7 @@ def test_a_wrong_config_file_is_named(tmp_path, text, words):
         assert word in str(error.value)
 
 
-def test_a_directory_is_no_config(tmp_path):
+def test_a_directory_is_rejected(tmp_path):
     with pytest.raises(InputError, match='is a directory'):
         loading.load(str(tmp_path))
 
@@ -157,7 +157,7 @@ def test_missing_file_and_unknown_variant(config_file):
         loading.load(f'{config_file}:big')
 
 
-def test_a_section_or_key_that_was_forced_into_an_unlocked_config_is_found():
+def test_unknown_sections_and_keys_of_an_unlocked_config_are_rejected():
     values = loading.default()
     with values.unlocked():
         values.train.surprise = 1
@@ -183,7 +183,7 @@ def run_file(config_file, tmp_path):
     return str(path), config
 
 
-def test_the_config_of_a_run_stands_as_it_was_resolved(run_file):
+def test_the_config_of_a_run_keeps_resolved_values(run_file):
     path, run = run_file
     config = loading.load(path)
     assert (run.train.num_steps, run.train.num_epochs) == (100, 2)
@@ -198,16 +198,16 @@ def test_the_config_of_a_run_stands_as_it_was_resolved(run_file):
     assert run.model.attention == 'cudnn'
     assert config.model == dataclasses.replace(run.model, attention='auto')
     # With the same data, the config resolves to that of the run.
-    again = resolve(config, platform='gpu', num_devices=8, vocab_size=100, windows=800)
-    assert again.model == run.model
-    assert (again.train.num_steps, again.train.per_device_batch_size) == (
+    resolved = resolve(config, platform='gpu', num_devices=8, vocab_size=100, windows=800)
+    assert resolved.model == run.model
+    assert (resolved.train.num_steps, resolved.train.per_device_batch_size) == (
         run.train.num_steps,
         run.train.per_device_batch_size,
     )
     assert resolve(config, platform='cpu', num_devices=8, vocab_size=100, windows=1).model.attention == 'xla'
 
 
-def test_overrides_go_on_top_of_the_config_of_a_run(run_file):
+def test_overrides_apply_to_the_config_of_a_run(run_file):
     path, run = run_file
     config = loading.load(path, ['train.num_tokens=1e6', 'optimizer.warmup_tokens=5000', 'model.attention=xla'])
     assert (config.train.num_steps, config.train.num_tokens, config.train.num_epochs) == (0, 1_000_000, 0)
@@ -226,17 +226,17 @@ def test_the_mesh_of_a_run_on_another_machine(run_file):
     assert resolve(config, platform='cpu', num_devices=2, vocab_size=100, windows=800).mesh.fsdp == 2
 
 
-def test_a_family_says_nothing_where_nothing_is_open(run_file, tmp_path):
+def test_a_family_cannot_change_a_complete_config(run_file, tmp_path):
     path, run = run_file
     with pytest.raises(InputError, match=r'--config\.model\.family=gpt2: .*config\.json already sets every key'):
         loading.load(path, ['model.family=gpt2'])
     assert loading.load(path, ['model.family=llama']).model.family == 'llama'
-    # A file with null switches is completed like a Python file.
+    # A file with missing keys is completed like a Python config.
     sections = json.loads(loading.to_json(run))
     sections['model'] = {key: sections['model'][key] for key in ('num_layers', 'dim', 'num_heads')}
-    (tmp_path / 'open.json').write_text(json.dumps(sections))
-    assert loading.load(str(tmp_path / 'open.json')).model.norm == 'layernorm'
-    assert loading.load(str(tmp_path / 'open.json'), ['model.family=llama']).model.norm == 'rmsnorm'
+    (tmp_path / 'partial.json').write_text(json.dumps(sections))
+    assert loading.load(str(tmp_path / 'partial.json')).model.norm == 'layernorm'
+    assert loading.load(str(tmp_path / 'partial.json'), ['model.family=llama']).model.norm == 'rmsnorm'
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_family_says_nothing_where_nothing_is_open(run_file, tmp_path):
         (lambda sections: {**sections, 'model': {'dropout': '0'}}, ['model.dropout="0"', 'a number']),
     ],
 )
-def test_a_wrong_config_json_is_one_line_that_names_it(run_file, change, words):
+def test_an_invalid_config_json_is_a_one_line_error(run_file, change, words):
     path, run = run_file
     text = json.dumps(change(json.loads(loading.to_json(run))))
     with open(path, 'w') as file:
@@ -271,14 +271,14 @@ def test_a_wrong_config_json_is_one_line_that_names_it(run_file, change, words):
 
 
 @pytest.mark.parametrize('content', [b'{', b'', b'\xff\xfe{}', b'{"model": {"dim": NaN}}', b'[' * 100_000])
-def test_what_is_no_json_is_named(tmp_path, content):
+def test_invalid_json_is_a_one_line_error(tmp_path, content):
     (tmp_path / 'config.json').write_bytes(content)
     with pytest.raises(InputError, match=r'config\.json: ') as error:
         loading.load(str(tmp_path / 'config.json'))
     assert '\n' not in str(error.value)
 
 
-def test_values_are_checked_as_those_of_any_config(run_file):
+def test_values_of_a_config_json_are_validated(run_file):
     path, run = run_file
     text = loading.to_json(run)
     with open(path, 'w') as file:
@@ -292,7 +292,7 @@ def test_values_are_checked_as_those_of_any_config(run_file):
     assert isinstance(loading.load(path).model.dropout, float)
 
 
-def test_a_config_json_has_no_variants_and_must_be_there(run_file, tmp_path):
+def test_a_config_json_has_no_variants_and_must_exist(run_file, tmp_path):
     path, _ = run_file
     with pytest.raises(InputError, match=r"config\.json has no variants, but variant 'big' was requested"):
         loading.load(f'{path}:big')

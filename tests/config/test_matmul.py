@@ -1,4 +1,4 @@
-"""Tests where 8-bit matmuls are rejected, and what a finished run uses on other devices."""
+"""Tests which configs reject 8-bit matmuls, and the matmul precision of a finished run on other devices."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def resolved(*, platform='gpu', capability=H100, **overrides):
 @pytest.mark.parametrize(
     ('platform', 'capability'), [('gpu', L4), ('gpu', H100), ('gpu', (10, 0)), ('gpu', None), ('cpu', None)]
 )
-def test_devices_that_take_it(platform, capability):
+def test_devices_that_support_fp8(platform, capability):
     assert resolved(platform=platform, capability=capability).model.matmul_precision == 'fp8'
 
 
@@ -51,7 +51,7 @@ def test_devices_that_take_it(platform, capability):
         ({'model__matmul_precision': 'fp4'}, ['model.matmul_precision', "'fp4'", "'fp8'"]),
     ],
 )
-def test_a_refusal_says_what_would_be_right(settings, words):
+def test_errors_suggest_valid_values(settings, words):
     with pytest.raises(InputError) as error:
         resolved(**settings)
     for word in words:
@@ -66,6 +66,6 @@ def test_a_refusal_says_what_would_be_right(settings, words):
     ('platform', 'capability', 'matmul'),
     [('gpu', H100, 'fp8'), ('cpu', None, 'fp8'), ('gpu', A100, 'default'), ('tpu', None, 'default')],
 )
-def test_a_finished_run_has_it_where_the_devices_do(platform, capability, matmul):
+def test_a_finished_run_uses_fp8_only_on_supported_devices(platform, capability, matmul):
     moved = resolve_on(resolved(), platform=platform, num_devices=1, capability=capability)
     assert moved.model.matmul_precision == matmul

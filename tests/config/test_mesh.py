@@ -8,7 +8,7 @@ import pytest
 from maxlm.errors import InputError
 from tests.small import small_config
 
-# 8 heads of 4, 4 layers, a feed-forward width of 128, sequences of 16, and batches of 16 rows, one at a time.
+# The model has 8 heads of size 4 and an FFN dimension of 128; the sequence length is 16.
 COMMON = {
     'model__num_heads': 8,
     'model__num_layers': 4,
@@ -21,7 +21,7 @@ def config_on(num_devices, **settings):
     return small_config(num_devices, **{**COMMON, **settings})
 
 
-def refusal(num_devices, **settings):
+def error_message(num_devices, **settings):
     with pytest.raises(InputError) as error:
         config_on(num_devices, **settings)
     message = str(error.value)
@@ -29,8 +29,8 @@ def refusal(num_devices, **settings):
     return message
 
 
-def named_after(message, words):
-    """Returns the list of numbers that ends a message, after these words."""
+def numbers_after(message, words):
+    """Returns the numbers that follow `words` at the end of a message."""
     found = re.search(rf'{re.escape(words)} (\d+(?:, \d+)*)$', message)
     assert found, message
     return [int(number) for number in found[1].split(', ')]
@@ -62,20 +62,20 @@ def named_after(message, words):
         ),
     ],
 )
-def test_an_axis_that_does_not_divide_what_it_splits(num_devices, settings, words, numbers):
+def test_an_axis_must_divide_the_dimensions_that_it_splits(num_devices, settings, words, numbers):
     # All device counts here divide this batch size.
     settings = {**settings, 'train__global_batch_size': 48}
-    message = refusal(num_devices, **settings)
+    message = error_message(num_devices, **settings)
     for word in words:
         assert word in message
     axis = 'context' if 'mesh__context' in settings else 'tensor'
-    assert named_after(message, f'on {num_devices} devices mesh.{axis} can be') == numbers
+    assert numbers_after(message, f'on {num_devices} devices mesh.{axis} can be') == numbers
     for number in numbers:
         config = config_on(num_devices, **{**settings, f'mesh__{axis}': number})
         assert (getattr(config.mesh, axis), config.mesh.fsdp) == (number, num_devices // number)
     # Control: divisors of the device count that the message does not list are rejected.
     for number in {n for n in range(1, num_devices + 1) if num_devices % n == 0} - set(numbers):
-        refusal(num_devices, **{**settings, f'mesh__{axis}': number})
+        error_message(num_devices, **{**settings, f'mesh__{axis}': number})
 
 
 @pytest.mark.parametrize(
@@ -92,18 +92,18 @@ def test_an_axis_that_does_not_divide_what_it_splits(num_devices, settings, word
         ({'mesh__fsdp': 1}, ['mesh with size 1 on every axis', 'needs 1 devices', '8 are available', 'one axis to -1']),
     ],
 )
-def test_axes_that_do_not_multiply_to_the_devices(settings, words):
-    message = refusal(8, **settings)
+def test_the_product_of_the_axes_must_be_the_number_of_devices(settings, words):
+    message = error_message(8, **settings)
     for word in words:
         assert word in message
-    products = named_after(message, 'product is one of')
+    products = numbers_after(message, 'product is one of')
     assert products == [1, 2, 4, 8]
     for product in products:
         mesh = config_on(8, mesh__fsdp=-1, mesh__tensor=product).mesh
         assert (mesh.fsdp, mesh.tensor) == (8 // product, product)
 
 
-def test_an_axis_takes_what_the_others_leave():
+def test_an_axis_of_minus_1_takes_the_remaining_devices():
     mesh = config_on(8, mesh__data=-1, mesh__fsdp=2, mesh__tensor=2).mesh
     assert mesh.sizes == {'replica': 1, 'stage': 1, 'data': 2, 'fsdp': 2, 'context': 1, 'tensor': 2}
     # Control: a complete and valid mesh is accepted.
@@ -134,39 +134,39 @@ def test_an_axis_takes_what_the_others_leave():
         ({'mesh__stage': 2, 'model__num_layers': 3}, ['mesh.stage=2', 'num_layers=3'], [(1, 1)]),
     ],
 )
-def test_stages_that_do_not_cut_the_layers(settings, words, numbers):
-    message = refusal(8, **settings)
+def test_stages_must_divide_the_layers(settings, words, numbers):
+    message = error_message(8, **settings)
     for word in (*words, 'into equal parts'):
         assert word in message
-    _, named = message.split('values that do: ')
-    assert [tuple(map(int, pair.split(' × '))) for pair in named.split(', ')] == numbers
+    _, suggested = message.split('values that do: ')
+    assert [tuple(map(int, pair.split(' × '))) for pair in suggested.split(', ')] == numbers
     for stage, repeats in numbers:
         mesh = config_on(8, **{**settings, 'mesh__stage': stage, 'mesh__num_pipeline_repeats': repeats}).mesh
         assert (mesh.stage, mesh.num_pipeline_repeats, mesh.fsdp) == (stage, repeats, 8 // stage)
     # Control: no other pairs are valid.
     for pair in set(itertools.product((2, 4, 8), range(1, 6))) - set(numbers):
-        assert 'does not split' in refusal(
+        assert 'does not split' in error_message(
             8, **{**settings, 'mesh__stage': pair[0], 'mesh__num_pipeline_repeats': pair[1]}
         )
 
 
-def test_micro_batches_that_do_not_fill_the_stages():
+def test_the_number_of_micro_batches_must_be_a_multiple_of_the_stages():
     settings = {'mesh__stage': 4, 'train__global_batch_size': 24}
-    message = refusal(8, **settings, train__per_device_batch_size=2)
+    message = error_message(8, **settings, train__per_device_batch_size=2)
     for word in ('train.per_device_batch_size=2 gives 6 micro-batches', 'mesh.stage=4 needs a multiple of 4'):
         assert word in message
-    sizes = named_after(message, 'values that work with train.global_batch_size=24:')
+    sizes = numbers_after(message, 'values that work with train.global_batch_size=24:')
     assert sizes == [1, 3]
     for size in sizes:
         assert config_on(8, **settings, train__per_device_batch_size=size).accumulation % 4 == 0
     # Without accumulation there is one micro-batch.
-    assert 'train.per_device_batch_size=12 gives 1 micro-batches' in refusal(
+    assert 'train.per_device_batch_size=12 gives 1 micro-batches' in error_message(
         8, **settings, train__per_device_batch_size=0
     )
 
 
-def test_a_batch_of_which_no_micro_batches_fill_the_stages():
-    message = refusal(8, mesh__stage=4, train__global_batch_size=12, train__per_device_batch_size=1)
+def test_a_batch_size_without_a_valid_number_of_micro_batches():
+    message = error_message(8, mesh__stage=4, train__global_batch_size=12, train__per_device_batch_size=1)
     assert 'train.per_device_batch_size=1 gives 6 micro-batches' in message
     size = int(message.rpartition('set train.per_device_batch_size=1 and train.global_batch_size=')[2])
     assert (
@@ -174,24 +174,24 @@ def test_a_batch_of_which_no_micro_batches_fill_the_stages():
     )
 
 
-def test_repeats_without_stages():
-    message = refusal(8, mesh__num_pipeline_repeats=2)
+def test_repeats_require_stages():
+    message = error_message(8, mesh__num_pipeline_repeats=2)
     assert message == 'mesh.num_pipeline_repeats=2 requires pipeline stages; set it to 1, or set mesh.stage above 1'
     assert config_on(8, mesh__num_pipeline_repeats=1).mesh.stage == 1
     assert config_on(8, mesh__num_pipeline_repeats=2, mesh__stage=2).mesh.num_pipeline_repeats == 2
 
 
 @pytest.mark.parametrize('offload', ['optimizer', 'all'])
-def test_offload_of_another_optimizer(offload):
-    message = refusal(8, mesh__host_offload=offload, optimizer__name='muon')
+def test_offload_requires_adamw(offload):
+    message = error_message(8, mesh__host_offload=offload, optimizer__name='muon')
     for word in (f'mesh.host_offload={offload}', 'optimizer.name=adamw, not muon', 'or mesh.host_offload=none'):
         assert word in message
     assert config_on(8, mesh__host_offload=offload, optimizer__name='adamw').mesh.host_offload == offload
     assert config_on(8, mesh__host_offload='none', optimizer__name='muon').optimizer.name == 'muon'
 
 
-def test_offload_of_the_parameters_of_stages():
-    message = refusal(8, mesh__host_offload='all', mesh__stage=2)
+def test_stages_cannot_offload_parameters():
+    message = error_message(8, mesh__host_offload='all', mesh__stage=2)
     assert (
         message
         == 'mesh.host_offload=all: pipeline stages cannot offload their parameters; set mesh.host_offload=optimizer'
@@ -209,7 +209,7 @@ def test_offload_of_the_parameters_of_stages():
         ({'mesh__context': -1}, ['mesh.fsdp and mesh.context', 'both -1']),
     ],
 )
-def test_values_that_no_mesh_has(settings, words):
-    message = refusal(8, **settings)
+def test_invalid_values_are_rejected(settings, words):
+    message = error_message(8, **settings)
     for word in words:
         assert word in message

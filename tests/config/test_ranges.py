@@ -19,7 +19,7 @@ NUMERIC = {
     if kind in (int, float)
 }
 # Values that no key accepts, and values that some keys accept.
-ABSURD = ('inf', '-inf', 'nan', '1e30', '-1e30')
+EXTREME = ('inf', '-inf', 'nan', '1e30', '-1e30')
 UNUSUAL = ('0', '-1', '1e6', '1e-30')
 
 
@@ -51,7 +51,7 @@ def test_every_default_is_in_its_range():
     check_ranges(dataclasses.replace(config, model=dataclasses.replace(config.model, **families, **unset)))
 
 
-def refusal(config_file, key, text):
+def error_message(config_file, key, text):
     """Returns the message that rejects an override, or '' if it is accepted."""
     try:
         config = loading.load(config_file, [f'{key}={text}'])
@@ -63,19 +63,19 @@ def refusal(config_file, key, text):
     return ''
 
 
-@pytest.mark.parametrize('text', ABSURD)
-def test_absurd_numbers_are_refused(config_file, text):
+@pytest.mark.parametrize('text', EXTREME)
+def test_extreme_numbers_are_rejected(config_file, text):
     for key in NUMERIC:
-        message = refusal(config_file, key, text)
+        message = error_message(config_file, key, text)
         assert message.startswith(f'{key}='), key
         assert '\n' not in message
         assert len(message) < 250
 
 
 @pytest.mark.parametrize('text', UNUSUAL)
-def test_unusual_numbers_are_refused_by_name_or_in_the_range(config_file, text):
+def test_unusual_numbers_are_in_the_range_or_rejected_by_name(config_file, text):
     for key in NUMERIC:
-        message = refusal(config_file, key, text)
+        message = error_message(config_file, key, text)
         # A rule about several keys may name another key first.
         assert key.partition('.')[2] in message if message else key in CHOICES or float(text) in RANGES[key], key
         assert '\n' not in message
@@ -83,7 +83,7 @@ def test_unusual_numbers_are_refused_by_name_or_in_the_range(config_file, text):
 
 @pytest.mark.parametrize('value', [10**400, -(10**400), math.inf, math.nan])
 @pytest.mark.parametrize('key', ['train.num_steps', 'optimizer.learning_rate'])
-def test_numbers_of_python_configs(config_file, key, value):
+def test_numbers_in_python_configs(config_file, key, value):
     section, name = key.split('.')
     config = loading.load(config_file)
     changed = dataclasses.replace(getattr(config, section), **{name: value})
@@ -93,7 +93,7 @@ def test_numbers_of_python_configs(config_file, key, value):
 
 
 @pytest.mark.parametrize('text', ['Infinity', 'NaN', '-1', '1e30', '1' * 400])
-def test_numbers_of_a_config_json(config_file, text):
+def test_numbers_in_a_config_json(config_file, text):
     written = loading.to_json(loading.load(config_file))
     assert loading.from_json(written)
     with pytest.raises(ValueError, match='learning_rate'):

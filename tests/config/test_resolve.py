@@ -24,7 +24,7 @@ def resolved(num_devices=8, platform='cpu', vocab_size=1000, windows=4096, **ove
     return resolve(build(values), num_devices=num_devices, platform=platform, vocab_size=vocab_size, windows=windows)
 
 
-def test_the_batch_of_the_1b_run_on_8_and_on_1_device():
+def test_accumulation_of_the_1b_run_on_8_devices_and_on_1():
     assert resolved(train__per_device_batch_size=4).accumulation == 16
     assert resolved(train__per_device_batch_size=4, num_devices=1).accumulation == 128
     assert resolved(train__per_device_batch_size=0).accumulation == 1
@@ -47,7 +47,7 @@ def test_epochs():
     assert resolved(train__num_steps=0, train__num_epochs=2.0).train.num_steps == 16
 
 
-def test_mesh_fills_up():
+def test_fsdp_takes_the_remaining_devices():
     mesh = resolved(mesh__tensor=2).mesh
     assert mesh.sizes == {'replica': 1, 'stage': 1, 'data': 1, 'fsdp': 4, 'context': 1, 'tensor': 2}
 
@@ -96,7 +96,7 @@ def test_attention_kernel(settings, kernel):
         ({'model__attention': 'splash', 'platform': 'tpu', 'mesh__context': 2}, ['mesh.context=1', 'found 2 and 1']),
     ],
 )
-def test_what_does_not_fit_together_says_which_numbers_would(settings, words):
+def test_errors_suggest_valid_values(settings, words):
     with pytest.raises(InputError) as error:
         resolved(**settings)
     for word in words:
@@ -111,7 +111,7 @@ def test_a_finished_run_moves_to_other_devices():
     assert resolve_on(config, platform='tpu', num_devices=2).model.attention == 'splash'
 
 
-def test_devices_share_the_layers_of_who_serves():
+def test_share_layers_uses_tensor_parallelism():
     config = resolved(model__num_heads=4, model__num_kv_heads=2)
     moved = resolve_on(config, platform='cpu', num_devices=2, share_layers=True)
     assert {axis: size for axis, size in moved.mesh.sizes.items() if size > 1} == {'tensor': 2}

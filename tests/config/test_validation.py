@@ -38,7 +38,7 @@ def model_config(**settings):
         ({'init': 'xavier'}, ['xavier', 'uniform']),
     ],
 )
-def test_refused(settings, words):
+def test_invalid_settings_are_rejected(settings, words):
     with pytest.raises(InputError) as error:
         model_config(**settings)
     for word in words:
@@ -56,6 +56,6 @@ def test_refused(settings, words):
         {'family': 'nanochat', 'logit_softcap': 0.0},
     ],
 )
-def test_accepted(settings):
+def test_valid_settings_are_accepted(settings):
     model = model_config(**settings)
     assert all(getattr(model, key) == value for key, value in settings.items())

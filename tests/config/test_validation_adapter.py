@@ -12,7 +12,7 @@ SWIGLU = GELU.replace('feedforward.up', 'feedforward.gate, feedforward.up')
 
 
 @pytest.mark.parametrize(
-    ('family', 'targets', 'told'),
+    ('family', 'targets', 'message'),
     [
         (
             'gpt2',
@@ -35,21 +35,21 @@ SWIGLU = GELU.replace('feedforward.up', 'feedforward.gate, feedforward.up')
         ),
     ],
 )
-def test_patterns_that_name_nothing(family, targets, told):
-    with pytest.raises(InputError, match=told):
+def test_patterns_without_a_match(family, targets, message):
+    with pytest.raises(InputError, match=message):
         small_config(model__family=family, model__lora_rank=4, model__lora_target_modules=targets)
     # Without adapters, the names are not checked.
     small_config(model__family=family, model__lora_target_modules=targets)
 
 
 @pytest.mark.parametrize('targets', [('*',), ('attention.query',), ('*.gate', 'attention.*'), ('*.[qk]*', '*.value')])
-def test_patterns_that_do(targets):
+def test_patterns_with_a_match(targets):
     assert (
         small_config(model__family='llama', model__lora_rank=4, model__lora_target_modules=targets).model.lora_rank == 4
     )
 
 
 @pytest.mark.parametrize(('key', 'value'), [('lora_rank', -1), ('lora_alpha', 0.0)])
-def test_numbers_that_make_no_sense(key, value):
+def test_invalid_numbers(key, value):
     with pytest.raises(InputError, match=re.escape(f'model.{key}={value}')):
         small_config(**{f'model__{key}': value})

@@ -41,7 +41,7 @@ def data_config(**settings):
         ({'download_threads': 0}, ['data.download_threads']),
     ],
 )
-def test_refused(settings, words):
+def test_invalid_settings_are_rejected(settings, words):
     with pytest.raises(InputError) as error:
         data_config(**settings)
     assert '\n' not in str(error.value)
@@ -49,22 +49,22 @@ def test_refused(settings, words):
         assert word in str(error.value)
 
 
-GOOD = {'sources': (('data/web', 0.7), ('data/code#python', 3)), 'seq_len_schedule': ((4, 0.25), (8, 0.5))}
+VALID = {'sources': (('data/web', 0.7), ('data/code#python', 3)), 'seq_len_schedule': ((4, 0.25), (8, 0.5))}
 
 
-def test_tuples_come_through_json_and_overrides():
-    config = data_config(**GOOD)
+def test_tuples_in_json_and_overrides():
+    config = data_config(**VALID)
     assert from_json(to_json(config)) == config
-    overrides = [f'data.{key}={value!r}' for key, value in GOOD.items()]
+    overrides = [f'data.{key}={value!r}' for key, value in VALID.items()]
     loaded = load(str(ROOT / 'configs/tiny.py'), [*overrides, 'data.seq_len=16'])
-    assert (loaded.data.sources, loaded.data.seq_len_schedule) == tuple(GOOD.values())
+    assert (loaded.data.sources, loaded.data.seq_len_schedule) == tuple(VALID.values())
     for text in ('3', 'a', "[('a', 1)]", '(', '__import__("os")'):
         with pytest.raises(InputError, match='must be a tuple'):
             load(str(ROOT / 'configs/tiny.py'), [f'data.sources={text}'])
 
 
-def test_the_parts_of_a_run_with_a_schedule():
-    config = data_config(**GOOD)
+def test_phases_of_a_sequence_length_schedule():
+    config = data_config(**VALID)
     config = resolve(config, platform='cpu', num_devices=1, vocab_size=100, windows=1000)
     assert config.contexts == [(0, 4), (25, 8), (50, 16)]
     assert [config.context_at(step) for step in (0, 24, 25, 49, 50, 99)] == [4, 4, 8, 8, 16, 16]

@@ -34,7 +34,7 @@ def make(objective='dpo', **settings):
         ({'data__seq_len_schedule': ((512, 0.5),), 'data__seq_len': 1024}, ['data.seq_len_schedule', 'dpo']),
     ],
 )
-def test_refused(settings, words):
+def test_invalid_settings_are_rejected(settings, words):
     with pytest.raises(InputError) as error:
         make(**settings)
     for word in words:
@@ -51,5 +51,5 @@ def test_refused(settings, words):
         {'objective': 'next_token', 'data__seq_len_schedule': ((512, 0.5),), 'data__seq_len': 1024},
     ],
 )
-def test_accepted(settings):
+def test_valid_settings_are_accepted(settings):
     assert make(**settings).dpo.beta == 0.1

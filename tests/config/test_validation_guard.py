@@ -1,4 +1,4 @@
-"""Tests guards and budgets: inconsistent values are rejected, and a budget gives the length of a run."""
+"""Tests guards and budgets: inconsistent values are rejected, and a budget determines the length of a run."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def config_file(tmp_path):
         (['train.hours=1', 'data.seq_len_schedule=((512, 0.5),)'], ['seq_len_schedule', 'guard.max_hours']),
     ],
 )
-def test_refused(config_file, overrides, words):
+def test_invalid_overrides_are_rejected(config_file, overrides, words):
     with pytest.raises(InputError) as error:
         loading.load(config_file, overrides)
     assert '\n' not in str(error.value)
@@ -59,18 +59,18 @@ def test_refused(config_file, overrides, words):
         ['guard.max_hours=5', 'data.seq_len_schedule=((512, 0.5),)'],
     ],
 )
-def test_accepted(config_file, overrides):
+def test_valid_overrides_are_accepted(config_file, overrides):
     assert loading.load(config_file, overrides).train.num_steps == 10
 
 
 @pytest.mark.parametrize('budget', [['train.hours=2'], ['train.dollars=2', 'train.price_per_hour=1']])
-def test_a_budget_takes_the_place_of_a_length_in_steps(config_file, tmp_path, budget):
+def test_a_budget_replaces_the_number_of_steps(config_file, tmp_path, budget):
     config = loading.load(config_file, budget)
     assert (config.train.hours, config.train.dollars)['dollars' in budget[0]] == 2
     assert config.train.num_steps == 0
     resolved = resolve(config, platform='cpu', num_devices=1, vocab_size=10, windows=8)
     assert resolved.train.num_steps == UNDECIDED_STEPS
-    # The config of a run keeps the budget, which is another number of steps on another machine.
+    # The config of a run keeps the budget, because the number of steps depends on the machine.
     path = tmp_path / 'config.json'
     path.write_text(loading.to_json(resolved))
     assert loading.load(str(path)).train == config.train.__class__(**{**vars(resolved.train), 'num_steps': 0})

@@ -23,19 +23,19 @@ TINY = str(ROOT / 'configs/tiny.py')
         ('profile.num_steps=0', ['profile.num_steps=0', 'at least 1']),
     ],
 )
-def test_what_is_refused(override, words):
-    with pytest.raises(InputError) as refusal:
+def test_invalid_values_are_rejected(override, words):
+    with pytest.raises(InputError) as error:
         load(TINY, [override])
-    assert all(word in str(refusal.value) for word in words), refusal.value
+    assert all(word in str(error.value) for word in words), error.value
 
 
-def test_a_project_is_needed_only_where_there_is_one():
+def test_a_project_is_required_only_with_wandb():
     load(TINY, ['metrics.wandb_project='])
     with pytest.raises(InputError, match=r'metrics\.wandb_project'):
         load(TINY, ['metrics.wandb=offline', 'metrics.wandb_project='])
 
 
-def test_what_is_taken():
+def test_valid_values_are_accepted():
     config = load(TINY, ["eval.sample_prompts=('Once upon a time', 'def main(')", 'profile.start_step=5'])
     assert config.eval.sample_prompts == ('Once upon a time', 'def main(')
     assert (config.profile.start_step, config.metrics.wandb) == (5, '')

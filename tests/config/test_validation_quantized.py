@@ -17,12 +17,12 @@ from tests.small import small_config
         ({'model__quantization_group_size': -1}, ['model.quantization_group_size=-1', 'at least 0']),
     ],
 )
-def test_refusals(settings, words):
-    with pytest.raises(InputError) as info:
+def test_invalid_settings_are_rejected(settings, words):
+    with pytest.raises(InputError) as error:
         small_config(**settings)
     for word in words:
-        assert word in str(info.value)
-    assert '\n' not in str(info.value)
+        assert word in str(error.value)
+    assert '\n' not in str(error.value)
 
 
 def test_floats_are_the_default():

@@ -1,4 +1,4 @@
-"""Tests the conversion of a response to programs, and of their results to a fraction."""
+"""Tests the conversion of a response to programs, and of the results to the fraction of passed tests."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_the_programs_of_a_task():
 
 
 @pytest.mark.parametrize(
-    ('found', 'expected', 'same'),
+    ('output', 'expected', 'same'),
     [
         ('1\n2\n', '1\n2', True),
         ('1 \n2\n\n', '1\n2\n', True),
@@ -50,11 +50,11 @@ def test_the_programs_of_a_task():
         ('', '1', False),
     ],
 )
-def test_outputs_agree_but_for_space_at_the_end(found, expected, same):
-    assert outputs_match(found, expected) is same
+def test_outputs_match_except_for_trailing_whitespace(output, expected, same):
+    assert outputs_match(output, expected) is same
 
 
-def test_a_share_counts_tests_and_cases():
+def test_the_fraction_counts_tests_and_cases():
     tested = ExecutionResult('failed', '', '', 0.1, None, tests=3, tests_passed=1)
     ran = ExecutionResult('passed', '2\n', '', 0.1, 0)
     task = {'tests': 'x', 'cases': [{'stdout': '2'}, {'stdout': '3'}]}

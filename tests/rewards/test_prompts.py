@@ -40,7 +40,7 @@ def numbered(num):
     return Prompts('p', tuple(np.array([i], np.uint32) for i in range(num)), ({},) * num, tuple(range(1, num + 1)), 0)
 
 
-def test_prompts_are_spelled_as_the_model_has_learned_them(tmp_path):
+def test_prompts_are_encoded_with_the_chat_template(tmp_path):
     system = {'role': 'system', 'content': 'Be kind.'}
     prompts = read(
         tmp_path,
@@ -61,7 +61,7 @@ def test_prompts_are_spelled_as_the_model_has_learned_them(tmp_path):
     assert [np.count_nonzero(ids == CHAT.end_of_turn) for ids in prompts.ids] == [1, 2, 3]
 
 
-def test_without_a_template_a_prompt_is_a_text(tmp_path):
+def test_without_a_template_a_prompt_is_plain_text(tmp_path):
     prompts = read(tmp_path, {'prompt': 'def f(x):\n', 'tests': 'assert f(1)'}, encoder=TOKENIZER)
     assert texts(prompts) == ['def f(x):\n']
     with pytest.raises(
@@ -70,7 +70,7 @@ def test_without_a_template_a_prompt_is_a_text(tmp_path):
         read(tmp_path, {'prompt': 'x'}, {'messages': [user('x')]}, encoder=TOKENIZER)
 
 
-def test_the_workdir_tells_which(tmp_path):
+def test_the_workdir_determines_the_encoder(tmp_path):
     TOKENIZER.save(tmp_path / 'tokenizer.json')
     assert not isinstance(load_encoder(tmp_path), ChatEncoder)
     (tmp_path / 'chat_template.jinja').write_text(CHATML)
@@ -79,7 +79,7 @@ def test_the_workdir_tells_which(tmp_path):
     assert encoder.end_of_turn == CHAT.end_of_turn
 
 
-def test_long_prompts_are_left_out(tmp_path, caplog):
+def test_long_prompts_are_skipped(tmp_path, caplog):
     entries = [{'prompt': 'x' * length, 'answer': length} for length in (5, 50, 6, 51)]
     lengths = [len(ids) for ids in read(tmp_path, *entries).ids]
     with caplog.at_level(logging.WARNING, logger='maxlm'):
@@ -113,7 +113,7 @@ def test_long_prompts_are_left_out(tmp_path, caplog):
         ({'prompt': 'x', 'tools': 'y'}, '"tools" must be a list, not str'),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(tmp_path, line, message):
+def test_errors_name_the_line_of_an_invalid_prompt(tmp_path, line, message):
     with pytest.raises(InputError, match=rf'p\.jsonl:2: .*{message}'):
         read(tmp_path, {'prompt': 'x'}, line)
 
@@ -141,7 +141,7 @@ def test_a_line_that_is_too_long(tmp_path, monkeypatch):
         read_prompts(str(path), CHAT, 1000)
 
 
-def test_every_epoch_is_another_permutation():
+def test_each_epoch_is_a_different_permutation():
     prompts = numbered(12)
     epochs = [[i for part in range(3) for i in prompts.indices(3 * epoch + part, 4, 7)] for epoch in range(4)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
@@ -155,7 +155,7 @@ def test_every_epoch_is_another_permutation():
     assert prompts.indices(0, 24, 7) == epochs[0] + epochs[1]
 
 
-def test_the_fingerprint_is_of_what_is_used(tmp_path):
+def test_the_fingerprint_depends_on_prompts_tasks_and_encoder(tmp_path):
     entries = [{'prompt': 'x', 'answer': 1}, {'prompt': 'y', 'answer': 2}]
     first = read(tmp_path, *entries)
     write(tmp_path / 'other.jsonl', *(json.dumps(entry, indent=None, separators=(',', ':')) for entry in entries))

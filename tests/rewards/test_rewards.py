@@ -8,30 +8,30 @@ from maxlm.rewards.rewards import REWARDS, parse_reward
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool
 
-RIGHT, WRONG = 1.0, 0.0
+CORRECT, WRONG = 1.0, 0.0
 # Reward, response, task, value.
 CASES = [
-    ('exact', 'Paris', {'answer': 'paris'}, RIGHT),
-    ('exact', 'I think so.\nThe answer is **Paris**.', {'answer': 'Paris'}, RIGHT),
-    ('exact', 'We get \\boxed{\\text{Paris}}', {'answer': ['Lyon', 'Paris']}, RIGHT),
-    ('exact', 'Steps\n#### x + 1\n', {'answer': 'x  + 1'}, RIGHT),
-    ('exact', 'First a guess.\nParis', {'answer': 'Paris'}, RIGHT),
+    ('exact', 'Paris', {'answer': 'paris'}, CORRECT),
+    ('exact', 'I think so.\nThe answer is **Paris**.', {'answer': 'Paris'}, CORRECT),
+    ('exact', 'We get \\boxed{\\text{Paris}}', {'answer': ['Lyon', 'Paris']}, CORRECT),
+    ('exact', 'Steps\n#### x + 1\n', {'answer': 'x  + 1'}, CORRECT),
+    ('exact', 'First a guess.\nParis', {'answer': 'Paris'}, CORRECT),
     ('exact', 'Paris or Lyon', {'answer': 'Paris'}, WRONG),
     ('exact', 'Paris\n\\boxed{Lyon}', {'answer': 'Paris'}, WRONG),
     ('exact', '', {'answer': 'Paris'}, WRONG),
-    ('numeric', 'Total: 6 * 7 = 42', {'answer': 42}, RIGHT),
-    ('numeric', '6 * 7\n#### 42', {'answer': 'Natalia sold 48/2 = 24.\n#### 42'}, RIGHT),
-    ('numeric', '#### 1,234', {'answer': '1234'}, RIGHT),
-    ('numeric', 'The answer is $1,234.50.', {'answer': 1234.5}, RIGHT),
-    ('numeric', '\\boxed{\\frac{1}{3}}', {'answer': '1/3'}, RIGHT),
-    ('numeric', 'so it is -\\dfrac{2}{4}', {'answer': '-0.5'}, RIGHT),
-    ('numeric', 'so it is \\frac{1}{3}', {'answer': '1/3'}, RIGHT),
-    ('numeric', 'x = 3/4', {'answer': 0.75}, RIGHT),
+    ('numeric', 'Total: 6 * 7 = 42', {'answer': 42}, CORRECT),
+    ('numeric', '6 * 7\n#### 42', {'answer': 'Natalia sold 48/2 = 24.\n#### 42'}, CORRECT),
+    ('numeric', '#### 1,234', {'answer': '1234'}, CORRECT),
+    ('numeric', 'The answer is $1,234.50.', {'answer': 1234.5}, CORRECT),
+    ('numeric', '\\boxed{\\frac{1}{3}}', {'answer': '1/3'}, CORRECT),
+    ('numeric', 'so it is -\\dfrac{2}{4}', {'answer': '-0.5'}, CORRECT),
+    ('numeric', 'so it is \\frac{1}{3}', {'answer': '1/3'}, CORRECT),
+    ('numeric', 'x = 3/4', {'answer': 0.75}, CORRECT),
     ('numeric', '0.3333', {'answer': '1/3'}, WRONG),
-    ('numeric', '0.3333', {'answer': '1/3', 'tolerance': 1e-3}, RIGHT),
-    ('numeric', '1e5', {'answer': 100000}, RIGHT),
-    ('numeric', '\\boxed{−7}', {'answer': -7}, RIGHT),
-    ('numeric', '50%', {'answer': '50'}, RIGHT),
+    ('numeric', '0.3333', {'answer': '1/3', 'tolerance': 1e-3}, CORRECT),
+    ('numeric', '1e5', {'answer': 100000}, CORRECT),
+    ('numeric', '\\boxed{−7}', {'answer': -7}, CORRECT),
+    ('numeric', '50%', {'answer': '50'}, CORRECT),
     ('numeric', '\\boxed{42} or rather \\boxed{43}', {'answer': 42}, WRONG),
     ('numeric', '42, but the answer is 43', {'answer': 42}, WRONG),
     ('numeric', '42 is it, not 43', {'answer': 42}, WRONG),
@@ -42,23 +42,23 @@ CASES = [
     ('numeric', '1/0', {'answer': 1}, WRONG),
     ('numeric', '9' * 5000, {'answer': 9}, WRONG),
     ('numeric', '1e999', {'answer': 9}, WRONG),
-    ('choice', 'The answer is (B).', {'answer': 'B'}, RIGHT),
-    ('choice', 'b', {'answer': 'B'}, RIGHT),
-    ('choice', '\\boxed{\\text{C}}', {'answer': '(C)'}, RIGHT),
-    ('choice', 'A house is (D) not a boat', {'answer': 'D'}, RIGHT),
-    ('choice', 'The right option is A.', {'answer': 'A'}, RIGHT),
-    ('choice', 'Answer: C) 42', {'answer': 'C'}, RIGHT),
+    ('choice', 'The answer is (B).', {'answer': 'B'}, CORRECT),
+    ('choice', 'b', {'answer': 'B'}, CORRECT),
+    ('choice', '\\boxed{\\text{C}}', {'answer': '(C)'}, CORRECT),
+    ('choice', 'A house is (D) not a boat', {'answer': 'D'}, CORRECT),
+    ('choice', 'The right option is A.', {'answer': 'A'}, CORRECT),
+    ('choice', 'Answer: C) 42', {'answer': 'C'}, CORRECT),
     ('choice', 'A is wrong, so B', {'answer': 'A'}, WRONG),
     ('choice', 'The answer is a combination, hence C', {'answer': 'A'}, WRONG),
     ('choice', '', {'answer': 'A'}, WRONG),
-    ('format', 'so \\boxed{1}', {}, RIGHT),
+    ('format', 'so \\boxed{1}', {}, CORRECT),
     ('format', 'so 1', {}, WRONG),
     ('format', '\\boxed{}', {}, WRONG),
     ('format', '\\boxed{1', {}, WRONG),
-    ('syntax', 'Here:\n```python\nx = 1\n```\nDone.', {}, RIGHT),
+    ('syntax', 'Here:\n```python\nx = 1\n```\nDone.', {}, CORRECT),
     ('syntax', '```python\nx =\n```', {}, WRONG),
-    ('syntax', '```python\nx = 1\n``` \n```bash\nls -l\n```', {}, RIGHT),
-    ('syntax', 'def f(): return "\\d"', {}, RIGHT),
+    ('syntax', '```python\nx = 1\n``` \n```bash\nls -l\n```', {}, CORRECT),
+    ('syntax', 'def f(): return "\\d"', {}, CORRECT),
     ('syntax', '', {}, WRONG),
     ('syntax', '# nothing', {}, WRONG),
     ('syntax', 'x = 1\0', {}, WRONG),
@@ -72,7 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(('name', 'response', 'task', 'value'), CASES)
-def test_what_a_response_is_worth(name, response, task, value):
+def test_the_reward_of_a_response(name, response, task, value):
     assert REWARDS[name]([response], [task], None) == [value]
 
 
@@ -87,7 +87,7 @@ def test_what_a_response_is_worth(name, response, task, value):
         ('length', {'target_length': 0}, 'target_length=0: must be'),
     ],
 )
-def test_a_task_that_lacks_what_a_reward_needs(name, task, message):
+def test_an_invalid_task_is_rejected(name, task, message):
     with pytest.raises(InputError, match=message):
         REWARDS[name](['1'], [task], None)
 
@@ -100,7 +100,7 @@ def test_a_task_that_lacks_what_a_reward_needs(name, task, message):
         (' - 2 * format + 1e-2*exact-.5*length ', {'format': -2.0, 'exact': 0.01, 'length': -0.5}),
     ],
 )
-def test_a_sum_is_read(text, weights):
+def test_a_sum_is_parsed(text, weights):
     assert parse_reward(text).weights == weights
 
 
@@ -118,7 +118,7 @@ def test_a_sum_is_read(text, weights):
         ('exec("x")', 'unknown reward'),
     ],
 )
-def test_what_is_no_sum_is_told(text, message):
+def test_an_invalid_sum_is_rejected(text, message):
     with pytest.raises(InputError, match=message):
         parse_reward(text)
 
@@ -149,7 +149,7 @@ def test_programs_are_scored_in_the_sandbox():
 @pytest.mark.parametrize(
     'unit', [' ', '`', '\\text{', 'answer is ', '\\boxed{', '1/', 'A.', '- ', '\\frac{', ',123', '```\n']
 )
-def test_no_response_takes_for_ever(unit):
+def test_long_responses_take_linear_time(unit):
     # A quadratic algorithm would take minutes for this length.
     response = unit * 60_000
     for name in ('exact', 'choice', 'format', 'syntax'):

@@ -39,22 +39,22 @@ def test_a_batch_is_scored():
             scorer.score(['42'], tasks)
 
 
-def test_the_same_response_to_a_task_is_judged_once(monkeypatch):
-    judged = []
+def test_the_same_response_to_a_task_is_scored_once(monkeypatch):
+    scored = []
 
     def count(response, task):
-        judged.append((response, task['answer']))
+        scored.append((response, task['answer']))
         return rewards.exact(response, task)
 
     monkeypatch.setitem(rewards.REWARDS, 'exact', rewards.per_response(count))
     tasks = [{'answer': 'a'}] * 3 + [{'answer': 'b'}] * 2
     with RewardScorer('exact') as scorer:
         assert scorer.score(['a', 'b', 'a', 'b', 'a'], tasks).rewards.tolist() == [1, 0, 1, 1, 0]
-    assert sorted(judged) == [('a', 'a'), ('a', 'b'), ('b', 'a'), ('b', 'b')]
+    assert sorted(scored) == [('a', 'a'), ('a', 'b'), ('b', 'a'), ('b', 'b')]
 
 
 @pytest.mark.multiprocess
-def test_programs_are_judged_in_one_sandbox(caplog):
+def test_programs_share_one_sandbox(caplog):
     tasks = [{'tests': ['assert f(2) == 4', 'assert f(-2) == 4']}, {'tests': 'assert f(3) == 9'}]
     response = 'def f(x):\n    return x * abs(x)'
     with (
@@ -69,7 +69,7 @@ def test_programs_are_judged_in_one_sandbox(caplog):
         scorer.score([response], tasks[:1])
 
 
-def test_no_sandbox_is_started_for_what_runs_nothing(caplog):
+def test_no_sandbox_is_started_without_programs(caplog):
     with caplog.at_level(logging.INFO, logger='maxlm'), RewardScorer('numeric + 0.1*syntax'):
         assert not caplog.messages
     with pytest.raises(InputError, match="unknown reward 'nmeric'"):
@@ -87,7 +87,7 @@ def test_no_sandbox_is_started_for_what_runs_nothing(caplog):
         ('tests + 0.1*length', {'cases': [{'stdout': '1'}], 'target_length': 10}),
     ],
 )
-def test_tasks_that_have_what_is_needed(reward, task):
+def test_valid_tasks_are_accepted(reward, task):
     check_tasks(prompts_of(task, task), reward)
 
 
@@ -112,14 +112,14 @@ def test_tasks_that_have_what_is_needed(reward, task):
         ('tests', {'cases': [{'stdin': 1, 'stdout': '1'}]}, "'stdin' of a case must be a string"),
     ],
 )
-def test_a_task_that_lacks_something_is_named(reward, task, message):
+def test_errors_name_the_line_of_an_invalid_task(reward, task, message):
     good = {'answer': 'A', 'tests': 'assert 1', 'target_length': 1}
     good = {**good, 'answer': 1} if 'numeric' in reward else good
     with pytest.raises(InputError, match=rf'p\.jsonl:3: .*{message}'):
         check_tasks(prompts_of(good, task), reward)
 
 
-def test_accuracy_is_of_the_full_reward():
+def test_accuracy_counts_full_rewards():
     tenths = np.array([0.1, 0.2, 0.3, 0.4], np.float32).cumsum()
     assert is_correct(tenths).tolist() == [False, False, False, True]
     assert accuracy(np.array([1.0, 0.5, 0.999, 1.1], np.float32)) == 0.5
@@ -127,7 +127,7 @@ def test_accuracy_is_of_the_full_reward():
         accuracy(np.zeros(0))
 
 
-def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
+def test_pass_at_k_is_the_fraction_of_draws_with_a_correct_sample():
     for n in range(1, 8):
         for c, k in itertools.product(range(n + 1), range(1, n + 1)):
             draws = list(itertools.combinations([1] * c + [0] * (n - c), k))
