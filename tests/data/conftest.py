@@ -1,4 +1,4 @@
-"""Fixtures for small data sets, written with the record format."""
+"""Fixtures that write small data sets in the record format."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def predicted_texts(tokenizer, tokens):
 
 
 @pytest.mark.parametrize('source', [CHATML, PLAIN_CHATML, FORGETFUL])
-def test_what_the_assistant_says_is_learned_and_nothing_else(tokenizer, source):
+def test_only_assistant_turns_are_targets(tokenizer, source):
     found = encoded(encoder(tokenizer, source), TURNS)
     assert predicted_texts(tokenizer, found.tokens) == ['Let me see.\n\n2<|im_end|>', ' 4 <|im_end|>']
     text = ''.join(f'<|im_start|>{m["role"]}\n{m["content"]}<|im_end|>\n' for m in TURNS)
@@ -56,7 +56,7 @@ def test_what_the_assistant_says_is_learned_and_nothing_else(tokenizer, source):
     assert ends == ['2<|im_end|>', ' 4 <|im_end|>']
 
 
-def test_turns_of_weight_0_are_not_learned(tokenizer):
+def test_turns_of_weight_0_are_not_targets(tokenizer):
     messages = [TURNS[0], {**TURNS[1], 'weight': 0}, *TURNS[2:]]
     found = encoded(encoder(tokenizer), messages)
     assert predicted_texts(tokenizer, found.tokens) == [' 4 <|im_end|>']
@@ -71,7 +71,7 @@ def test_turns_of_weight_0_are_not_learned(tokenizer):
     assert not isinstance(encoded(encoder(tokenizer, twice), TURNS), ChatError)
 
 
-def test_text_that_spells_a_special_token_stays_text(tokenizer):
+def test_special_token_strings_in_data_are_encoded_as_text(tokenizer):
     nasty = 'a<|im_end|>\n<|im_start|>assistant\n<|endoftext|>'
     messages = [user(nasty), assistant(f'{nasty}b')]
     found = encoded(encoder(tokenizer), messages)
@@ -85,7 +85,7 @@ def test_text_that_spells_a_special_token_stays_text(tokenizer):
     assert as_text.tolist() == ids[is_target(found.tokens)][:-1].tolist()
 
 
-def test_ids_and_masks_are_those_of_transformers(tokenizer, tmp_path):
+def test_ids_and_masks_match_transformers(tokenizer, tmp_path):
     tokenizer.save(tmp_path / 'tokenizer.json')
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / 'tokenizer.json'), chat_template=CHATML)
     answer = theirs.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
@@ -97,7 +97,7 @@ def test_ids_and_masks_are_those_of_transformers(tokenizer, tmp_path):
     assert encoder(tokenizer).encode_prompt(TURNS[:3]).tolist() == prompt
 
 
-def test_what_follows_a_prompt_is_what_was_learned(tokenizer):
+def test_prompts_match_the_training_tokens(tokenizer):
     chat = encoder(tokenizer)
     ids = token_ids(encoded(chat, TURNS).tokens).tolist()
     prompt = chat.encode_prompt(TURNS[:3]).tolist()
@@ -118,7 +118,7 @@ def word_level(words, **options):
 
 @pytest.mark.parametrize('scheme', ['first', 'always', 'never', 'normalizer'])
 @pytest.mark.parametrize('options', [{}, {'rstrip': True}, {'lstrip': True}])
-def test_pieces_are_those_of_the_library(scheme, options):
+def test_ids_match_the_library(scheme, options):
     library = word_level(['▁', '\n', *'abcdu:'], **options)
     if scheme == 'normalizer':
         library.normalizer = normalizers.Sequence([normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])
@@ -129,15 +129,15 @@ def test_pieces_are_those_of_the_library(scheme, options):
     chat = encoder(Tokenizer(library), source)
     library.encode_special_tokens = False
     messages = [user('ab c'), assistant('b a')]
-    whole = library.encode(chat.template.render(messages).text, add_special_tokens=False).ids
+    expected_ids = library.encode(chat.template.render(messages).text, add_special_tokens=False).ids
     found = encoded(chat, messages).tokens
-    assert token_ids(found)[:-1].tolist() == whole
+    assert token_ids(found)[:-1].tolist() == expected_ids
     # The space at the end of the prompt is tokenized the same way here.
     expected = 'b a' if options.get('lstrip') else 'b a '
     assert predicted_texts(chat.tokenizer, found) == [f'{expected}<|end|>']
 
 
-def test_the_end_of_documents_may_end_turns():
+def test_the_end_of_document_token_may_end_turns():
     library = train_bpe(TEXT, 300)
     source = MISTRAL.replace('eos_token', "'<|endoftext|>'").replace('bos_token', "'<|endoftext|>'")
     found = encoded(encoder(library, source), TURNS)
@@ -147,7 +147,7 @@ def test_the_end_of_documents_may_end_turns():
     assert is_document_start(found.tokens).sum() == 1
 
 
-def test_texts_between_conversations_are_learned_whole(tokenizer):
+def test_all_tokens_of_texts_between_conversations_are_targets(tokenizer):
     chat = encoder(tokenizer)
     texts = [
         Document('a', 's', 'plain <|im_end|>'),
@@ -162,7 +162,7 @@ def test_texts_between_conversations_are_learned_whole(tokenizer):
     assert chat.encode_documents([]) == []
 
 
-def test_what_a_template_does_not_take_is_told(tokenizer):
+def test_template_errors_are_reported(tokenizer):
     source = MISTRAL.replace('eos_token', "'<|im_end|>'").replace('bos_token', "''")
     chat = encoder(tokenizer, source)
     bad, good = chat.encode_documents([document([TURNS[0], *TURNS]), document(TURNS)])
@@ -171,19 +171,19 @@ def test_what_a_template_does_not_take_is_told(tokenizer):
     assert predicted_texts(tokenizer, good.tokens)[1] == '  4 <|im_end|>'
     with pytest.raises(ChatError, match='roles must alternate'):
         chat.encode_prompt([assistant('a')])
-    # A template that cannot encode any conversation is refused immediately.
+    # A template that cannot encode any conversation is rejected immediately.
     for bad_source in ('{{ raise_exception("never") }}', source.replace('<|im_end|>', '</s>')):
         with pytest.raises(InputError, match=r'never|without a special token'):
             encoder(tokenizer, bad_source)
 
 
-def test_tools_are_shown(tokenizer):
+def test_tools_are_rendered(tokenizer):
     found = encoded(encoder(tokenizer), TURNS, tools=[{'name': 'adding'}])
     assert '"adding"' in tokenizer.decode(token_ids(found.tokens))
     assert '"adding"' not in ''.join(predicted_texts(tokenizer, found.tokens))
 
 
-def test_what_a_directory_holds(tokenizer, tmp_path):
+def test_loading_from_a_directory(tokenizer, tmp_path):
     tokenizer.save(tmp_path / 'tokenizer.json')
     with pytest.raises(InputError, match=r'chat_template\.jinja.*conversations need'):
         ChatEncoder.load(tmp_path)
@@ -192,7 +192,7 @@ def test_what_a_directory_holds(tokenizer, tmp_path):
     np.testing.assert_array_equal(encoded(loaded, TURNS).tokens, encoded(encoder(tokenizer), TURNS).tokens)
 
 
-def test_tokenizers_get_special_tokens():
+def test_adding_special_tokens_to_a_tokenizer():
     small = bytes_tokenizer()
     chat = small.with_special_tokens([*TOKENS, *TOKENS])
     assert (small.vocab_size, chat.vocab_size, chat.kind) == (257, 259, 'bytes')

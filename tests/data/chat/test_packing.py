@@ -11,7 +11,7 @@ END = 0
 
 
 def conversation(number, *turns):
-    """Returns turns of the given lengths with the token id `number`. The last token of each turn is a target."""
+    """Returns turns of the given lengths, which repeat the token id `number`. The last token of a turn is a target."""
     stops = np.cumsum(turns)
     predicted = np.zeros(stops[-1] + 1, bool)
     predicted[stops - 1] = True
@@ -33,7 +33,7 @@ def random_conversations(count, longest, seed=3):
 
 
 @pytest.mark.parametrize('open_windows', [1, 4, 512])
-def test_whole_conversations_fill_windows(open_windows, monkeypatch):
+def test_complete_conversations_are_packed(open_windows, monkeypatch):
     monkeypatch.setattr(packing, 'MAX_OPEN_SEQUENCES', open_windows)
     documents = random_conversations(300, 12)
     windows, counts, parts = packed(documents, 64)
@@ -59,17 +59,17 @@ def test_whole_conversations_fill_windows(open_windows, monkeypatch):
     assert share < {1: 0.3, 4: 0.15, 512: 0.05}[open_windows]
 
 
-def test_the_fullest_window_with_room_is_taken():
+def test_each_conversation_goes_to_the_fullest_window_that_fits():
     sizes = [60, 50, 10, 3, 12]
     windows, counts, _ = packed([conversation(size, size - 1) for size in sizes], 64)
     assert [sorted(set(token_ids(window).tolist()) - {END}) for window in windows] == [[3, 60], [10, 50], [12]]
     assert counts.padding == 3 * 64 - sum(sizes)
 
 
-def test_long_conversations_end_at_a_turn_that_fits():
+def test_long_conversations_are_truncated_at_a_turn():
     documents = [
-        conversation(1, 10, 10, 5),  # 26 tokens with the end; two turns and an end fit into 21 to 25
-        conversation(2, 30, 2),  # even the first turn does not fit
+        conversation(1, 10, 10, 5),  # 26 tokens with the end token; 21 to 25 tokens fit two turns and an end token
+        conversation(2, 30, 2),  # the first turn does not fit
     ]
     windows, counts, _ = packed(documents, 22)
     assert token_ids(windows).tolist() == [[1] * 20 + [END] * 2]
@@ -84,7 +84,7 @@ def test_long_conversations_end_at_a_turn_that_fits():
     assert (counts.shortened, counts.padding) == (0, 0)
 
 
-def test_a_turn_may_end_with_the_end_of_document():
+def test_a_turn_may_end_with_the_end_of_document_token():
     tokens = encode_flags(np.array([5, 5, END, 6, 6, 6, 6, END], np.uint32), np.array([0, 0, 1, 0, 0, 0, 0, 1], bool))
     windows, counts, _ = packed([TokenDocument(tokens, (3, 8))], 4)
     assert token_ids(windows).tolist() == [[5, 5, END, END]]
@@ -94,7 +94,7 @@ def test_a_turn_may_end_with_the_end_of_document():
     assert token_ids(packed([TokenDocument(tokens, (3, 8))], 3)[0]).tolist() == [[5, 5, END]]
 
 
-def test_long_texts_are_cut_into_windows():
+def test_long_texts_are_split_into_windows():
     ids = np.append(np.arange(1, 11, dtype=np.uint32), np.uint32(END))
     windows, counts, _ = packed([TokenDocument(encode_flags(ids, np.ones(11, bool)), None)], 4)
     assert token_ids(windows).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, END, END]]

@@ -59,11 +59,11 @@ TURNS = [
 ]
 
 
-def bound(source):
+def make_template(source):
     return ChatTemplate(set_variables(source, VARIABLES), name='test')
 
 
-def theirs(source, messages, **options):
+def render_with_transformers(source, messages, **options):
     options = {'return_assistant_tokens_mask': False, **VARIABLES, **options}
     (text,), spans = render_jinja_template(conversations=[messages], chat_template=source, **options)
     return (text, spans) if options['return_assistant_tokens_mask'] else text
@@ -71,17 +71,17 @@ def theirs(source, messages, **options):
 
 @pytest.mark.parametrize('prompt', [False, True])
 @pytest.mark.parametrize('source', ALL.values(), ids=ALL)
-def test_texts_are_those_of_transformers(source, prompt):
+def test_texts_match_transformers(source, prompt):
     for messages in (TURNS, TURNS[:3], TURNS[:1]):
-        rendered = bound(source).render(messages, special=SPECIAL, add_generation_prompt=prompt)
-        assert rendered.text == theirs(source, messages, add_generation_prompt=prompt)
+        rendered = make_template(source).render(messages, special=SPECIAL, add_generation_prompt=prompt)
+        assert rendered.text == render_with_transformers(source, messages, add_generation_prompt=prompt)
         assert (
-            bound(source).render(messages[:1] + messages[:1] if source != MISTRAL else [user('x')]).text
+            make_template(source).render(messages[:1] + messages[:1] if source != MISTRAL else [user('x')]).text
             != rendered.text
         )
 
 
-def test_tools_are_those_of_transformers():
+def test_tools_match_transformers():
     call = {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1, 'text': '<ü>'}}}
     messages = [
         user('3 + 4?'),
@@ -90,9 +90,9 @@ def test_tools_are_those_of_transformers():
         assistant('I call again.', tool_calls=[call]),
     ]
     tools = [{'type': 'function', 'function': {'name': 'add'}}]
-    template = bound(CHATML)
+    template = make_template(CHATML)
     rendered = template.render_said(messages, special=SPECIAL, tools=tools)
-    assert rendered.text == theirs(CHATML, messages, tools=tools)
+    assert rendered.text == render_with_transformers(CHATML, messages, tools=tools)
     first, second = (rendered.text[slice(*span)] for span in rendered.said)
     assert first.count('<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "<ü>"}}\n</tool_call>') == 2
     assert second.startswith('I call again.\n<tool_call>')
@@ -100,15 +100,15 @@ def test_tools_are_those_of_transformers():
 
 
 @pytest.mark.parametrize('source', [CHATML, LLAMA3])
-def test_generation_is_marked_as_transformers_marks_it(source):
-    rendered = bound(source).render_said(TURNS, special=SPECIAL)
-    text, spans = theirs(source, TURNS, return_assistant_tokens_mask=True)
+def test_generation_spans_match_transformers(source):
+    rendered = make_template(source).render_said(TURNS, special=SPECIAL)
+    text, spans = render_with_transformers(source, TURNS, return_assistant_tokens_mask=True)
     assert rendered.text == text
     assert [tuple(span) for span in rendered.said] == [tuple(span) for span in spans[0]]
 
 
 @pytest.mark.parametrize(
-    ('name', 'said'),
+    ('name', 'expected'),
     [
         ('chatml', ['Let me see.\n\n2<|im_end|>', ' 4 <|im_end|>']),
         ('plain chatml', ['Let me see.\n\n2<|im_end|>', ' 4 <|im_end|>']),
@@ -117,47 +117,47 @@ def test_generation_is_marked_as_transformers_marks_it(source):
         ('mistral', [' Let me see.\n\n2</s>', '  4 </s>']),
     ],
 )
-def test_what_the_assistant_says(name, said):
-    rendered = bound(ALL[name]).render_said(TURNS, special=SPECIAL)
-    assert [rendered.text[slice(*span)] for span in rendered.said] == said
-    assert bound(ALL[name]).has_generation == ('plain' not in name and name != 'mistral')
+def test_spans_of_assistant_turns(name, expected):
+    rendered = make_template(ALL[name]).render_said(TURNS, special=SPECIAL)
+    assert [rendered.text[slice(*span)] for span in rendered.said] == expected
+    assert make_template(ALL[name]).has_generation == ('plain' not in name and name != 'mistral')
 
 
-def test_turns_that_change_once_others_follow():
+def test_turns_that_change_when_others_follow():
     messages = [user('a'), assistant('<think>hm</think>b'), user('c'), assistant('<think>so</think>d')]
-    rendered = bound(FORGETFUL).render_said(messages, special=SPECIAL)
+    rendered = make_template(FORGETFUL).render_said(messages, special=SPECIAL)
     assert [rendered.text[slice(*span)] for span in rendered.said] == ['b<|im_end|>', '<think>so</think>d<|im_end|>']
     # If even the start of the text changes, the turns cannot be located.
     source = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content + '</s>' }}{% endfor %}"
     with pytest.raises(ChatError, match='put it between'):
-        bound(source).render_said(messages, special=SPECIAL)
+        make_template(source).render_said(messages, special=SPECIAL)
 
 
-def test_the_token_that_ends_a_turn_may_stand_outside_of_generation():
+def test_the_token_that_ends_a_turn_may_be_outside_of_generation():
     source = '{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}\n{% endfor %}'
-    rendered = bound(source).render_said([assistant('a'), assistant('b')], special=SPECIAL)
+    rendered = make_template(source).render_said([assistant('a'), assistant('b')], special=SPECIAL)
     assert [rendered.text[slice(*span)] for span in rendered.said] == ['a</s>', 'b</s>']
     for bad in (source.replace('{{ eos_token }}', ''), "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"):
         with pytest.raises(ChatError, match='without a special token'):
-            bound(bad).render_said([user('u'), assistant('a')], special=SPECIAL)
+            make_template(bad).render_said([user('u'), assistant('a')], special=SPECIAL)
 
 
 @pytest.mark.parametrize('name', ALL)
-def test_data_that_spells_special_tokens_has_stand_ins(name):
+def test_special_token_strings_in_data_are_escaped(name):
     plain = [user('xim_startx'), assistant('say <|im_end| and end'), user('c'), assistant('d')]
     nasty = [user('<|im_start|>'), assistant('say <|im_end|></s> \U0010ffff'), user('c'), assistant('d\U0010fffd')]
-    template = bound(ALL[name])
+    template = make_template(ALL[name])
     before, after = (template.render_said(messages, special=SPECIAL) for messages in (plain, nasty))
     count = sum(map(before.text.count, SPECIAL))
     assert count > 0
     assert sum(map(after.text.count, SPECIAL)) == count
-    assert after.spelled(0, len(after.text)) == theirs(ALL[name], nasty)
+    assert after.spelled(0, len(after.text)) == render_with_transformers(ALL[name], nasty)
     assert 'say <|im_end|></s> \U0010ffff' in after.spelled(*after.said[0])
     # Negative control: without escaping, the text would be parsed as the template's special tokens.
     assert sum(map(template.render(nasty).text.count, SPECIAL)) > count
 
 
-def test_variables_and_tokens_are_found():
+def test_variables_and_special_tokens_of_a_template():
     template = ChatTemplate(PLAIN_LLAMA3 + '{% if pad_token is defined %}<start_of_turn>{% endif %}', name='x')
     assert template.variables == ('bos_token', 'pad_token')
     assert template.tokens == ('<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>', '<start_of_turn>')
@@ -167,16 +167,16 @@ def test_variables_and_tokens_are_found():
     assert known.sha256 != template.sha256
 
 
-def test_templates_are_found_by_name_and_file(tmp_path):
+def test_templates_are_loaded_by_name_and_file(tmp_path):
     assert load_template('chatml').source == TEMPLATES['chatml']
     (tmp_path / 'x.jinja').write_text(PLAIN_CHATML)
     assert load_template(str(tmp_path / 'x.jinja')).source == PLAIN_CHATML
     (tmp_path / 'bad.jinja').write_text('a\n{% for %}')
     (tmp_path / 'binary.jinja').write_bytes(b'\xff')
-    for name, told in (('bad', 'bad.jinja: line 2'), ('binary', 'byte 0 is not UTF-8'), ('none', 'chatml, llama3')):
+    for name, message in (('bad', 'bad.jinja: line 2'), ('binary', 'byte 0 is not UTF-8'), ('none', 'chatml, llama3')):
         with pytest.raises(InputError) as info:
             load_template(str(tmp_path / f'{name}.jinja'))
-        assert told in str(info.value)
+        assert message in str(info.value)
         assert '\n' not in str(info.value)
 
 
@@ -194,8 +194,8 @@ def test_templates_are_found_by_name_and_file(tmp_path):
         ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
     ],
 )
-def test_what_a_template_does_not_take_or_must_not_do(source, reason):
+def test_template_errors_have_one_line(source, reason):
     with pytest.raises(ChatError) as info:
-        bound(source).render(TURNS)
+        make_template(source).render(TURNS)
     assert reason in str(info.value)
     assert '\n' not in str(info.value)

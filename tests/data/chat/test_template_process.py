@@ -1,4 +1,4 @@
-"""Untrusted templates: endless loops, unbounded memory, deep nesting. Each is a one-line error."""
+"""Tests that endless loops, unbounded memory and deep nesting in untrusted templates are one-line errors."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from maxlm.data.chat.template_process import RemoteTemplate, RenderLimits, _rend
 from maxlm.errors import InputError
 
 LIMITS = RenderLimits(cpu_seconds=0.1, memory_bytes=200 << 20, output_bytes=1 << 20)
-TALK = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+MESSAGES = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
 LOOPS = '{% for a in range(99999) %}' * 3 + '{% endfor %}' * 3
 DOUBLED = '{% set n = namespace(a=VALUE) %}{% for i in range(99999) %}{% set n.a = n.a OP n.a %}{% endfor %}'
 TIME, MEMORY, DEPTH, OUTPUT = 'CPU time', 'out of memory', 'nested too deeply', 'outputs 2999970 characters'
@@ -45,29 +45,29 @@ BOMBS = {
 
 
 @pytest.mark.parametrize('name', BOMBS)
-def test_a_bomb_is_an_error_of_one_line(name):
+def test_a_bomb_is_a_one_line_error(name):
     source, reason = BOMBS[name]
     with pytest.raises((ChatError, InputError)) as info:
-        ChatTemplate(source, name='bomb', limits=LIMITS).render(TALK)
-    told = str(info.value)
-    assert reason in told
-    assert '\n' not in told
-    assert len(told) < 700
+        ChatTemplate(source, name='bomb', limits=LIMITS).render(MESSAGES)
+    message = str(info.value)
+    assert reason in message
+    assert '\n' not in message
+    assert len(message) < 700
     # The next conversation runs in a new process.
-    assert ChatTemplate('{{ messages[0].content }}', name='x', limits=LIMITS).render(TALK).text == 'a'
+    assert ChatTemplate('{{ messages[0].content }}', name='x', limits=LIMITS).render(MESSAGES).text == 'a'
 
 
-def test_a_conversation_that_takes_long_leaves_others_alone():
+def test_a_slow_conversation_does_not_affect_others():
     source = f"{{% if messages[0].content == 'go' %}}{LOOPS}{{% endif %}}{{{{ messages[0].content }}}}"
     template = ChatTemplate(source, name='x', limits=LIMITS)
     for _ in range(2):
         with pytest.raises(ChatError, match=r'more than 0\.1 s of CPU time'):
             template.render([{'role': 'user', 'content': 'go'}])
-        assert template.render(TALK).text == 'a'
+        assert template.render(MESSAGES).text == 'a'
 
 
 @pytest.mark.parametrize('inherited', ['ignored', 'blocked'])
-def test_a_parent_that_ignores_the_signal_of_the_limit(inherited):
+def test_a_parent_that_ignores_the_limit_signal(inherited):
     program = f"""
 import signal
 from maxlm.data.chat.template_process import RemoteTemplate, RenderLimits, _renderer
@@ -84,13 +84,13 @@ except ValueError as error:
     assert done.stdout == 'the chat template takes more than 0.1 s of CPU time\n'
 
 
-def test_an_interrupted_request_leaves_no_answer(monkeypatch):
-    """The response to an interrupted request must not be returned for the next request."""
+def test_an_interrupted_request_leaves_no_response(monkeypatch):
+    """Checks that the response to an interrupted request is not returned for the next request."""
     template = RemoteTemplate('{{ messages[0].content }}', LIMITS)
     with monkeypatch.context() as patch:
         patch.setattr('maxlm.data.chat.template_process._wait', raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
-            template.render(TALK)
+            template.render(MESSAGES)
     assert template.render([{'role': 'user', 'content': 'x'}]).text == 'x'
 
 
@@ -98,42 +98,42 @@ def raise_interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_a_process_that_uses_no_cpu_time(monkeypatch):
+def test_a_process_without_cpu_time_is_stopped(monkeypatch):
     template = RemoteTemplate('{{ messages[0].content }}', LIMITS)
     os.kill(_renderer(os.getpid(), LIMITS)._process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(RenderLimits, 'seconds', 0.1)
         with pytest.raises(ChatError, match=r'takes more than 0\.1 s$'):
-            template.render(TALK)
-    assert template.render(TALK).text == 'a'
+            template.render(MESSAGES)
+    assert template.render(MESSAGES).text == 'a'
 
 
-def test_the_limits_grow_with_the_conversation():
+def test_the_limits_scale_with_the_conversation():
     template = ChatTemplate('{{ messages[0].content * 2 }}', name='x', limits=RenderLimits(10, 200 << 20, 64, 10, 2))
     large = [{'role': 'user', 'content': 'a' * 10**6}]
     assert len(template.render(large).text) == 2 * 10**6
 
 
-def test_results_are_those_of_this_process():
-    odd = [{'role': 'user', 'content': '<|im_end|>\ud800 ü', 'x': [1.5, None, {'y': 10**30}]}, TALK[1]]
-    for messages in (TALK, odd):
+def test_remote_and_local_results_are_equal():
+    unusual = [{'role': 'user', 'content': '<|im_end|>\ud800 ü', 'x': [1.5, None, {'y': 10**30}]}, MESSAGES[1]]
+    for messages in (MESSAGES, unusual):
         options = {'special': ('<|im_start|>', '<|im_end|>'), 'tools': [{'a': 1}]}
-        here, there = JinjaTemplate(CHATML), RemoteTemplate(CHATML)
-        assert there.facts == here.facts
-        assert there.render_said(messages, **options) == here.render_said(messages, **options)
-        assert there.render(messages, **options) == here.render(messages, **options)
+        local, remote = JinjaTemplate(CHATML), RemoteTemplate(CHATML)
+        assert remote.facts == local.facts
+        assert remote.render_said(messages, **options) == local.render_said(messages, **options)
+        assert remote.render(messages, **options) == local.render(messages, **options)
     source = '{{ messages[0].process }}'
     assert RemoteTemplate(source).render([{'process': os.getpid}]).text.startswith('<built-in')
 
 
-def test_only_templates_of_this_package_are_rendered_here(monkeypatch):
-    made = []
+def test_only_templates_of_this_package_are_rendered_in_process(monkeypatch):
+    remote_templates = []
     monkeypatch.setattr(
-        'maxlm.data.chat.template.RemoteTemplate', lambda *given: made.append(given) or JinjaTemplate('')
+        'maxlm.data.chat.template.RemoteTemplate', lambda *args: remote_templates.append(args) or JinjaTemplate('')
     )
     ChatTemplate(CHATML, name='x')
     ChatTemplate(set_variables(CHATML, {'bos_token': '<s>"\\{{ 1 }}', 'pad_token': ''}), name='x')
-    assert made == []
+    assert remote_templates == []
     for source in (CHATML + ' ', '{%- set a = "b" ~ "c" %}\n' + CHATML, '{%- set a = "b" %}' + CHATML, LOOPS + CHATML):
         ChatTemplate(source, name='x')
-    assert len(made) == 4
+    assert len(remote_templates) == 4

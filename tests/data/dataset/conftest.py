@@ -1,4 +1,4 @@
-"""Fixtures for bucket files that tests of the shard cache read."""
+"""Fixtures for the files of a bucket that tests of the shard cache download."""
 
 import hashlib
 import random
@@ -22,5 +22,5 @@ def files(tmp_path):
 
 
 @pytest.fixture
-def alarms():
+def warnings():
     return []

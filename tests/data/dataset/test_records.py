@@ -36,7 +36,7 @@ def test_manifest_round_trip(make_dataset, random_shards):
     assert load_manifest(dataset.path) == dataset
 
 
-def test_another_text_has_another_fingerprint(make_dataset, random_shards):
+def test_the_fingerprint_depends_on_tokens_and_block_size(make_dataset, random_shards):
     first = make_dataset(random_shards).fingerprint
     assert make_dataset(random_shards).fingerprint == first
     random_shards[0][0][0] += 1
@@ -45,7 +45,7 @@ def test_another_text_has_another_fingerprint(make_dataset, random_shards):
     assert make_dataset(random_shards, block=9).fingerprint != first
 
 
-def test_a_missing_data_set_tells_how_to_make_one(tmp_path):
+def test_the_error_for_a_missing_data_set_contains_the_command(tmp_path):
     with pytest.raises(InputError) as info:
         load_manifest(tmp_path / 'nothing')
     assert_one_line(info, str(tmp_path / 'nothing'), 'python -m maxlm.prepare --input', f'--output {tmp_path}')
@@ -54,7 +54,7 @@ def test_a_missing_data_set_tells_how_to_make_one(tmp_path):
 @pytest.mark.parametrize(
     'content', ['', '{', '[]', '{}', '{"format_version": 1}', '{"format_version": 1, "splits": {"train": 3}}', '\x00']
 )
-def test_malformed_manifest(make_dataset, random_shards, content):
+def test_a_malformed_manifest_is_rejected(make_dataset, random_shards, content):
     dataset = make_dataset(random_shards)
     (dataset.path / 'dataset.json').write_text(content)
     with pytest.raises(InputError) as info:
@@ -74,7 +74,7 @@ def test_malformed_manifest(make_dataset, random_shards, content):
         lambda facts: facts['splits']['train']['shards'][0].pop('tokens'),
     ],
 )
-def test_manifest_with_a_wrong_key(make_dataset, random_shards, change):
+def test_a_manifest_with_an_invalid_key_is_rejected(make_dataset, random_shards, change):
     dataset = make_dataset(random_shards)
     edit_manifest(dataset, change)
     with pytest.raises(InputError) as info:
@@ -96,7 +96,7 @@ def test_truncated_and_missing_shards_are_named_with_sizes(make_dataset, random_
     assert_one_line(info, str(path))
 
 
-def test_a_flipped_bit_is_found_by_reading_and_by_verify(make_dataset):
+def test_a_flipped_bit_is_detected_by_reading_and_by_verify(make_dataset):
     rng = np.random.default_rng(0)
     dataset = make_dataset([[rng.integers(1, 1000, 5000).tolist()]], block=64)
     path = dataset.path / 'train-00000.arrayrecord'
@@ -111,7 +111,7 @@ def test_a_flipped_bit_is_found_by_reading_and_by_verify(make_dataset):
     assert_one_line(info, str(path), 'damaged')
 
 
-def test_verify_reads_the_tokenizer_too(make_dataset, random_shards):
+def test_verify_checks_the_tokenizer(make_dataset, random_shards):
     dataset = make_dataset(random_shards)
     flip_bit(dataset.tokenizer_path, 0)
     with pytest.raises(InputError) as info:
@@ -119,7 +119,7 @@ def test_verify_reads_the_tokenizer_too(make_dataset, random_shards):
     assert_one_line(info, 'tokenizer.json', 'damaged')
 
 
-def test_a_shard_that_vanishes_while_reading_is_named(make_dataset, random_shards):
+def test_a_shard_that_is_deleted_while_reading_is_named(make_dataset, random_shards):
     dataset = make_dataset(random_shards)
     (dataset.path / 'train-00000.arrayrecord').unlink()
     with pytest.raises(InputError) as info:
@@ -133,7 +133,7 @@ def write_shard(path, tokens):
         return writer.finish()
 
 
-def test_a_failed_shard_leaves_nothing(tmp_path):
+def test_a_failed_shard_leaves_no_file(tmp_path):
     with pytest.raises(ValueError, match='invalid literal'):
         write_shard(tmp_path / 'train-00000.arrayrecord', [1, 'word'])
     assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,7 @@ def parse(facts, url='gs://bucket/data'):
     return parse_manifest(url, json.dumps(facts).encode())
 
 
-def test_the_manifest_of_a_real_data_set_tells_its_files(make_dataset, tmp_path):
+def test_the_manifest_of_a_real_data_set_lists_its_files(make_dataset, tmp_path):
     dataset = make_dataset([[[1, 2]], [[3]]], [[[4]]])
     manifest = parse_manifest('gs://bucket/data', (dataset.path / 'dataset.json').read_bytes())
     assert manifest.beside == {dataset.tokenizer_file: dataset.tokenizer_sha256}
@@ -46,13 +46,13 @@ def test_the_manifest_of_a_real_data_set_tells_its_files(make_dataset, tmp_path)
         ({**FACTS, 'tokenizer_file': '..'}, r"a file named '\.\.'"),
     ],
 )
-def test_a_malformed_manifest_is_named(facts, reason):
+def test_a_malformed_manifest_is_rejected(facts, reason):
     with pytest.raises(InputError, match=f'^https://host/data/dataset.json .*{reason}'):
         parse(facts, 'https://user:secret@host/data')
     assert parse(FACTS).shards == {'a': (5, 'x'), 'b': (6, 'y')}
 
 
-def test_shards_of_another_data_set_go_and_the_same_stay(tmp_path):
+def test_stale_shards_are_removed_and_valid_shards_are_kept(tmp_path):
     for name in ('a', 'b', '.b.partial', 'c'):
         (tmp_path / name).touch()
     remove_stale(parse(FACTS), tmp_path)

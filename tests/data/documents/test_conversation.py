@@ -15,14 +15,14 @@ RECORDS = {
 
 
 @pytest.mark.parametrize('record', RECORDS.values(), ids=RECORDS)
-def test_all_formats_say_the_same(record):
+def test_all_formats_give_the_same_conversation(record):
     conversation = parse_conversation(record)
     assert list(conversation.messages) == HELLO
     assert conversation.learned == (False, True)
     assert conversation.text == 'Hello\n\nHi'
 
 
-def test_what_else_a_record_says():
+def test_other_fields_of_a_record():
     calls = [{'type': 'function', 'function': {'name': 'f', 'arguments': {}}}]
     called = {'role': 'assistant', 'content': None, 'tool_calls': calls}
     answer = {'role': 'function', 'name': 'f', 'content': '3'}
@@ -37,7 +37,7 @@ def test_what_else_a_record_says():
     assert [message['role'] for message in parse_conversation(shared).messages] == ['system', 'user', 'assistant']
 
 
-def test_messages_with_weight_0_are_not_learned():
+def test_messages_with_weight_0_are_not_targets():
     messages = [HELLO[0], {**HELLO[1], 'weight': 0}, HELLO[0], {**HELLO[1], 'weight': 1}]
     conversation = parse_conversation({'messages': messages})
     assert conversation.learned == (False, False, False, True)
@@ -45,7 +45,7 @@ def test_messages_with_weight_0_are_not_learned():
 
 
 @pytest.mark.parametrize('record', [{'text': 'a'}, {'instruction': 'a'}, ['messages'], 'messages', 3, None])
-def test_what_is_no_conversation(record):
+def test_records_without_a_conversation(record):
     assert parse_conversation(record) is None
 
 
@@ -68,7 +68,7 @@ def test_what_is_no_conversation(record):
         ({'instruction': 'a', 'output': None}, "'output' is missing"),
     ],
 )
-def test_faults_are_named(record, reason):
+def test_errors_give_the_reason(record, reason):
     with pytest.raises(ValueError, match=reason) as info:
         parse_conversation(record)
     assert '\n' not in str(info.value)

@@ -21,8 +21,8 @@ RECORDS = {
     'messages': {'prompt': GOOD[:1], 'chosen': GOOD[1:], 'rejected': BAD[1:]},
     'a message': {'prompt': GOOD[:1], 'chosen': GOOD[1], 'rejected': BAD[1]},
     'text and message': {'prompt': 'Hello', 'chosen': GOOD[1], 'rejected': 'No'},
-    'whole': {'chosen': GOOD, 'rejected': BAD},
-    'whole with prompt and messages': {'prompt': 'Hello ', 'chosen': GOOD, 'rejected': BAD, 'messages': GOOD},
+    'conversations': {'chosen': GOOD, 'rejected': BAD},
+    'conversations with prompt and messages': {'prompt': 'Hello ', 'chosen': GOOD, 'rejected': BAD, 'messages': GOOD},
     'dialogues': {'chosen': '\n\nHuman: Hello\n\nAssistant: Hi', 'rejected': '\n\nHuman: Hello\n\nAssistant: No'},
     'dialogue': {'prompt': '\n\nHuman: Hello\n\nAssistant:', 'chosen': 'Hi', 'rejected': 'No'},
     'ShareGPT': {
@@ -34,37 +34,37 @@ RECORDS = {
 
 
 @pytest.mark.parametrize('record', RECORDS.values(), ids=RECORDS)
-def test_all_formats_say_the_same(record):
-    found = parse_preference(record)
-    assert (list(found.chosen.messages), list(found.rejected.messages)) == (GOOD, BAD)
-    assert found.chosen.learned == found.rejected.learned == (False, True)
-    assert (found.prompt, found.text, found.has_answers) == (1, 'Hello\n\nHi\n\nNo', True)
+def test_all_formats_give_the_same_preference(record):
+    preference = parse_preference(record)
+    assert (list(preference.chosen.messages), list(preference.rejected.messages)) == (GOOD, BAD)
+    assert preference.chosen.learned == preference.rejected.learned == (False, True)
+    assert (preference.prompt, preference.text, preference.has_answers) == (1, 'Hello\n\nHi\n\nNo', True)
     # Swapped responses are a different preference.
     swapped = parse_preference({**record, 'chosen': record['rejected'], 'rejected': record['chosen']})
-    assert (swapped.chosen, swapped.rejected) == (found.rejected, found.chosen)
+    assert (swapped.chosen, swapped.rejected) == (preference.rejected, preference.chosen)
 
 
-def test_of_several_turns_those_behind_the_common_ones_are_learned():
+def test_only_turns_after_the_common_prefix_are_targets():
     turns = [user('a'), assistant('b'), user('c')]
     chosen, rejected = [*turns, assistant('d')], [*turns, assistant('e'), user('f'), assistant('g')]
     for record in ({'chosen': chosen, 'rejected': rejected}, {'prompt': 'c', 'chosen': chosen, 'rejected': rejected}):
-        found = parse_preference(record)
-        assert found.prompt == 3
-        assert found.chosen.learned == (False, False, False, True)
-        assert found.rejected.learned == (False, False, False, True, False, True)
+        preference = parse_preference(record)
+        assert preference.prompt == 3
+        assert preference.chosen.learned == (False, False, False, True)
+        assert preference.rejected.learned == (False, False, False, True, False, True)
     dialogues = ['\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: ' + answer for answer in ('d', 'Human: e')]
-    found = parse_preference({'chosen': dialogues[0], 'rejected': dialogues[1]})
-    assert [message['content'] for message in found.rejected.messages] == ['a', 'b', 'c', 'Human: e']
-    assert found.chosen.learned == (False, False, False, True)
+    preference = parse_preference({'chosen': dialogues[0], 'rejected': dialogues[1]})
+    assert [message['content'] for message in preference.rejected.messages] == ['a', 'b', 'c', 'Human: e']
+    assert preference.chosen.learned == (False, False, False, True)
     # One response is a prefix of the other.
-    found = parse_preference({'chosen': chosen[:2], 'rejected': chosen})
-    assert (found.prompt, found.rejected.learned) == (1, (False, True, False, True))
+    preference = parse_preference({'chosen': chosen[:2], 'rejected': chosen})
+    assert (preference.prompt, preference.rejected.learned) == (1, (False, True, False, True))
     # Equal conversations still have a response.
-    found = parse_preference({'chosen': chosen, 'rejected': chosen})
-    assert (found.prompt, found.chosen) == (3, found.rejected)
+    preference = parse_preference({'chosen': chosen, 'rejected': chosen})
+    assert (preference.prompt, preference.chosen) == (3, preference.rejected)
 
 
-def test_what_else_a_record_says():
+def test_other_fields_of_a_record():
     calls = [{'type': 'function', 'function': {'name': 'f', 'arguments': {}}}]
     record = {
         'system': 'S',
@@ -74,23 +74,23 @@ def test_what_else_a_record_says():
         'chosen': {'role': 'assistant', 'content': None, 'tool_calls': calls},
         'rejected': ' No \n\nHuman: x',
     }
-    found = parse_preference(record)
-    assert [message['content'] for message in found.chosen.messages] == ['S', 'i\n\nj', '']
-    assert found.rejected.messages[-1]['content'] == ' No \n\nHuman: x'
-    assert found.chosen.tools == found.rejected.tools == ({'name': 'f'},)
-    assert found.has_answers
+    preference = parse_preference(record)
+    assert [message['content'] for message in preference.chosen.messages] == ['S', 'i\n\nj', '']
+    assert preference.rejected.messages[-1]['content'] == ' No \n\nHuman: x'
+    assert preference.chosen.tools == preference.rejected.tools == ({'name': 'f'},)
+    assert preference.has_answers
     weights = {'prompt': 'a', 'chosen': [assistant('b', weight=0), user('c'), assistant('d')], 'rejected': 'e'}
     assert parse_preference(weights).chosen.learned == (False, False, False, True)
 
 
 @pytest.mark.parametrize('empty', ['', ' \n', [assistant('')]])
 @pytest.mark.parametrize('key', ['chosen', 'rejected'])
-def test_empty_answers_are_seen(empty, key):
+def test_empty_answers_are_detected(empty, key):
     assert not parse_preference({**RECORDS['texts'], key: empty}).has_answers
 
 
 @pytest.mark.parametrize('record', [{'chosen': 'a'}, {'rejected': 'a'}, {'text': 'a'}, ['chosen', 'rejected'], 3, None])
-def test_what_is_no_preference(record):
+def test_records_without_a_preference(record):
     assert not has_preference(record)
     assert parse_preference(record) is None
 
@@ -117,7 +117,7 @@ def test_what_is_no_preference(record):
         ({'prompt': 'p', 'chosen': 'a', 'rejected': 'b', 'tools': 'x'}, "'tools' contains str"),
     ],
 )
-def test_faults_are_named(record, reason):
+def test_errors_give_the_reason(record, reason):
     with pytest.raises(ValueError, match=reason) as info:
         parse_preference(record)
     assert '\n' not in str(info.value)

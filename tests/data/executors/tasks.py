@@ -1,4 +1,4 @@
-"""Tasks with prescribed failures, for tests of executors."""
+"""Tasks with scripted failures, for tests of executors."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from maxlm.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
-    """Task that records its attempts in a file; the first `times` attempts do what `how` prescribes, others succeed."""
+class ScriptedTask:
+    """Task that records its attempts in a file; the first `num_failures` attempts fail as `failure` specifies."""
 
     directory: Path
-    label: str
-    how: str = ''
-    times: int = 99
+    task_name: str
+    failure: str = ''
+    num_failures: int = 99
     size: int = 10
 
     @property
     def name(self) -> str:
-        return self.label
+        return self.task_name
 
     @property
     def result(self) -> Path:
-        return self.directory / f'{self.label}.done'
+        return self.directory / f'{self.task_name}.done'
 
     @property
-    def tries(self) -> list[int]:
+    def attempts(self) -> list[int]:
         """Returns the process id of each attempt."""
-        path = self.directory / f'{self.label}.tries'
+        path = self.directory / f'{self.task_name}.attempts'
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
     def is_done(self) -> bool:
         return self.result.exists()
 
     def run(self, report: OnProgress) -> None:
-        with (self.directory / f'{self.label}.tries').open('a') as file:
+        with (self.directory / f'{self.task_name}.attempts').open('a') as file:
             file.write(f'{os.getpid()}\n')
         report(4, 1, 100)
-        if len(self.tries) <= self.times:
-            self._misbehave()
+        if len(self.attempts) <= self.num_failures:
+            self._fail()
         report(6, 2, 200)
         self.result.write_text(os.environ.get('TOKENIZERS_PARALLELISM', ''))
 
-    def _misbehave(self) -> None:
-        match self.how:
+    def _fail(self) -> None:
+        match self.failure:
             case 'bad':
-                raise InputError(f'{self.label}: not UTF-8')
+                raise InputError(f'{self.task_name}: not UTF-8')
             case 'full':
-                raise OSError(errno.ENOSPC, 'No space left on device', f'/disk/{self.label}')
+                raise OSError(errno.ENOSPC, 'No space left on device', f'/disk/{self.task_name}')
             case 'unreachable':
-                raise TransientError(f'{self.label}: no answer')
+                raise TransientError(f'{self.task_name}: no answer')
             case 'wrong':
                 raise ZeroDivisionError('wrong')
             case 'interrupt':
