@@ -5,13 +5,13 @@ from maxlm.data.filters.base import FilterResult
 
 
 @pytest.fixture
-def judge():
+def apply_filter():
     """Returns a function that filters a text: None if it is unchanged, the reason for removal, or the changed text."""
 
-    def judge(judged_by, text, name='x.txt', **metadata):
-        verdict = judged_by(Document(name, 'in', text, metadata=metadata))
-        if isinstance(verdict, FilterResult):
-            return verdict.reason
-        return None if verdict.text == text else verdict.text
+    def apply_filter(filter_function, text, name='x.txt', **metadata):
+        result = filter_function(Document(name, 'in', text, metadata=metadata))
+        if isinstance(result, FilterResult):
+            return result.reason
+        return None if result.text == text else result.text
 
-    return judge
+    return apply_filter

@@ -7,14 +7,14 @@ from maxlm.data.documents.document import Document
 SHINGLE = 5
 
 
-def random_words(choice, num):
+def random_words(rng, num):
     """Returns unique words, so that no shingle occurs twice."""
-    return [f'w{choice.getrandbits(60):015x}' for _ in range(num)]
+    return [f'w{rng.getrandbits(60):015x}' for _ in range(num)]
 
 
-def rewrite(choice, words, place, num):
+def rewrite(rng, words, place, num):
     """Replaces `num` words from `place` on, which changes num + 4 shingles."""
-    return [*words[:place], *random_words(choice, num), *words[place + num :]]
+    return [*words[:place], *random_words(rng, num), *words[place + num :]]
 
 
 def jaccard(first, second):
@@ -26,15 +26,15 @@ def jaccard(first, second):
 
 def pairs(num, similarity, seed=0):
     """Returns pairs of word lists of various lengths with a Jaccard similarity of exactly 0.8 or 0.5."""
-    choice = random.Random(seed)
+    rng = random.Random(seed)
     # If d of m shingles differ, the similarity is (m - d) / (m + d).
     ratio = {0.8: 9, 0.5: 3}[similarity]
     result = []
     for _ in range(num):
-        num_new = choice.randrange(1, 40)
-        words = random_words(choice, ratio * (num_new + SHINGLE - 1) + SHINGLE - 1)
-        place = choice.randrange(SHINGLE - 1, len(words) - num_new - SHINGLE + 2)
-        result.append((words, rewrite(choice, words, place, num_new)))
+        num_new = rng.randrange(1, 40)
+        words = random_words(rng, ratio * (num_new + SHINGLE - 1) + SHINGLE - 1)
+        place = rng.randrange(SHINGLE - 1, len(words) - num_new - SHINGLE + 2)
+        result.append((words, rewrite(rng, words, place, num_new)))
     return result
 
 

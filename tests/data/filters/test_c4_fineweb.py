@@ -6,8 +6,8 @@ SENTENCE = 'This line is a sentence.'
 PAGE = '\n'.join([SENTENCE] * 3)
 
 
-def test_c4_keeps_a_page_of_sentences_as_it_is(judge):
-    assert judge(c4, PAGE) is None
+def test_c4_keeps_a_page_of_sentences_unchanged(apply_filter):
+    assert apply_filter(c4, PAGE) is None
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_c4_keeps_a_page_of_sentences_as_it_is(judge):
         '',
     ],
 )
-def test_c4_drops_a_line(judge, line):
-    assert judge(c4, f'{SENTENCE}\n{line}\n{SENTENCE}\n{SENTENCE}') == PAGE
+def test_c4_drops_a_line(apply_filter, line):
+    assert apply_filter(c4, f'{SENTENCE}\n{line}\n{SENTENCE}\n{SENTENCE}') == PAGE
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,15 @@ def test_c4_drops_a_line(judge, line):
         f'One two three four {"x" * 999}.',
     ],
 )
-def test_c4_keeps_a_line(judge, line):
-    assert judge(c4, f'{PAGE}\n{line}') is None
+def test_c4_keeps_a_line(apply_filter, line):
+    assert apply_filter(c4, f'{PAGE}\n{line}') is None
 
 
-def test_c4_drops_citations_and_outer_blanks(judge):
-    assert judge(c4, f'  This line is[12] a[edit] sentence.[citation needed][] \n{PAGE}') == f'{SENTENCE}\n{PAGE}'
-    assert judge(c4, f'Here it is [see 12] kept so.\n{PAGE}') is None
+def test_c4_drops_citations_and_surrounding_spaces(apply_filter):
+    assert (
+        apply_filter(c4, f'  This line is[12] a[edit] sentence.[citation needed][] \n{PAGE}') == f'{SENTENCE}\n{PAGE}'
+    )
+    assert apply_filter(c4, f'Here it is [see 12] kept so.\n{PAGE}') is None
 
 
 @pytest.mark.parametrize(
@@ -64,13 +66,13 @@ def test_c4_drops_citations_and_outer_blanks(judge):
         ('curly bracket', f'{PAGE}\nif (x) {{'),
     ],
 )
-def test_c4_removes_a_page(judge, reason, text):
-    assert judge(c4, text) == f'c4: {reason}'
+def test_c4_removes_a_page(apply_filter, reason, text):
+    assert apply_filter(c4, text) == f'c4: {reason}'
 
 
-def test_c4_counts_sentences_not_lines(judge):
-    assert judge(c4, 'One is here. Two is there! Is it "three?"') is None
-    assert judge(c4, 'One is 3.5 and two is a.b.c now. That is it.') == 'c4: too few sentences'
+def test_c4_counts_sentences_not_lines(apply_filter):
+    assert apply_filter(c4, 'One is here. Two is there! Is it "three?"') is None
+    assert apply_filter(c4, 'One is 3.5 and two is a.b.c now. That is it.') == 'c4: too few sentences'
 
 
 def page(num_lines, *, num_ended, num_short=0):
@@ -95,17 +97,17 @@ def repeated(num_lines, num_repeated):
         ('characters in repeated lines', repeated(100, 9), repeated(100, 10)),
     ],
 )
-def test_fineweb_at_each_bound(judge, reason, kept, removed):
-    assert judge(fineweb, kept) is None
-    assert judge(fineweb, removed) == f'fineweb: {reason}'
+def test_each_fineweb_rule_at_its_bound(apply_filter, reason, kept, removed):
+    assert apply_filter(fineweb, kept) is None
+    assert apply_filter(fineweb, removed) == f'fineweb: {reason}'
 
 
 @pytest.mark.parametrize('end', ['.', '!', '?', '"', "'", '”', '’'])
-def test_fineweb_line_ends(judge, end):
-    assert judge(fineweb, page(10, num_ended=2).replace('.', end)) is None
-    assert judge(fineweb, page(10, num_ended=2).replace('.', ':')) == 'fineweb: ended lines'
+def test_fineweb_line_endings(apply_filter, end):
+    assert apply_filter(fineweb, page(10, num_ended=2).replace('.', end)) is None
+    assert apply_filter(fineweb, page(10, num_ended=2).replace('.', ':')) == 'fineweb: ended lines'
 
 
-def test_fineweb_does_not_count_empty_lines(judge):
-    assert judge(fineweb, page(10, num_ended=2).replace('\n', '\n\n\n \n')) is None
-    assert judge(fineweb, ' \n') == 'fineweb: ended lines'
+def test_fineweb_does_not_count_empty_lines(apply_filter):
+    assert apply_filter(fineweb, page(10, num_ended=2).replace('\n', '\n\n\n \n')) is None
+    assert apply_filter(fineweb, ' \n') == 'fineweb: ended lines'

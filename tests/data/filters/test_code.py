@@ -8,9 +8,9 @@ from maxlm.data.filters.code import GENERATED_MARKERS, code
 LINE = 'x = 1'
 
 
-def test_ordinary_code_is_kept(judge):
-    assert judge(code, 'def f(x):\n    """Docs."""\n    return x + 1\n', 'f.py') is None
-    assert judge(code, 'int main() { return 0; }\n', 'main.c') is None
+def test_ordinary_code_is_kept(apply_filter):
+    assert apply_filter(code, 'def f(x):\n    """Docs."""\n    return x + 1\n', 'f.py') is None
+    assert apply_filter(code, 'int main() { return 0; }\n', 'main.c') is None
 
 
 @pytest.mark.parametrize(
@@ -23,17 +23,17 @@ def test_ordinary_code_is_kept(judge):
         ('alphanumeric share', 'é———' * 10, 'é———' * 10 + '—'),
     ],
 )
-def test_each_rule_at_its_bound(judge, reason, kept, removed):
-    assert judge(code, kept, 'x.c') is None
-    assert judge(code, removed, 'x.c') == f'code: {reason}'
+def test_each_rule_at_its_bound(apply_filter, reason, kept, removed):
+    assert apply_filter(code, kept, 'x.c') is None
+    assert apply_filter(code, removed, 'x.c') == f'code: {reason}'
 
 
 @pytest.mark.parametrize('marker', GENERATED_MARKERS)
-def test_generated_code_says_so_in_its_first_five_lines(judge, marker):
+def test_generated_code_is_detected_in_the_first_five_lines(apply_filter, marker):
     head = f'// Code: {marker.upper()} by a tool.'
-    assert judge(code, f'{LINE}\n{head}\n{LINE}', 'x.c') == 'code: generated'
-    assert judge(code, '\n'.join([*[LINE] * 4, head]), 'x.c') == 'code: generated'
-    assert judge(code, '\n'.join([*[LINE] * 5, head]), 'x.c') is None
+    assert apply_filter(code, f'{LINE}\n{head}\n{LINE}', 'x.c') == 'code: generated'
+    assert apply_filter(code, '\n'.join([*[LINE] * 4, head]), 'x.c') == 'code: generated'
+    assert apply_filter(code, '\n'.join([*[LINE] * 5, head]), 'x.c') is None
 
 
 NOT = 'not ' * 200
@@ -45,7 +45,7 @@ NOT = 'not ' * 200
         'def f(:',
         "print 'Python 2'",
         'x = 1\n  y = 2',
-        # Depending on the version, the parser raises other errors than SyntaxError.
+        # Some versions of the parser raise other errors than SyntaxError.
         'text = "a\0b"',
         'text = "\ud800"',
         'x = (\n' + f'{NOT}\n' * 50 + 'y)',
@@ -53,18 +53,18 @@ NOT = 'not ' * 200
         '\n'.join(' ' * depth + 'if x:' for depth in range(150)) + '\n' + ' ' * 150 + 'pass',
     ],
 )
-def test_python_must_parse(judge, text):
+def test_python_must_parse(apply_filter, text):
     text = 'words = words\n' * 500 + text
-    assert judge(code, text, 'x.py') == 'code: Python syntax'
-    assert judge(code, text, 'x.c') is None
+    assert apply_filter(code, text, 'x.py') == 'code: Python syntax'
+    assert apply_filter(code, text, 'x.c') is None
 
 
-def test_python_is_kept_however_deep_its_tree_is(judge):
+def test_deeply_nested_python_is_kept(apply_filter):
     # The decision must not depend on the depth of the call stack.
     text = 'x = (\n' + 'one +\n' * 20_000 + 'one)\n'
     with pytest.raises(RecursionError):
         ast.parse(text)
-    assert judge(code, text, 'x.py') is None
+    assert apply_filter(code, text, 'x.py') is None
 
 
 @pytest.mark.parametrize(
@@ -81,15 +81,15 @@ def test_python_is_kept_however_deep_its_tree_is(judge):
         ('x.c', {}, False),
     ],
 )
-def test_what_counts_as_python(judge, name, metadata, is_python):
-    assert judge(code, 'this is no python\n', name, **metadata) == ('code: Python syntax' if is_python else None)
+def test_detection_of_python_files(apply_filter, name, metadata, is_python):
+    assert apply_filter(code, 'this is no python\n', name, **metadata) == ('code: Python syntax' if is_python else None)
 
 
-def test_the_corpus_raises_no_warnings(judge):
+def test_parsing_raises_no_warnings(apply_filter):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        assert judge(code, "import re\nx = re.compile('\\d') if x is 'a' else None\n", 'x.py') is None
+        assert apply_filter(code, "import re\nx = re.compile('\\d') if x is 'a' else None\n", 'x.py') is None
 
 
-def test_a_byte_order_mark_is_no_syntax_error(judge):
-    assert judge(code, '\ufeffx = 1\n', 'x.py') is None
+def test_a_byte_order_mark_is_not_a_syntax_error(apply_filter):
+    assert apply_filter(code, '\ufeffx = 1\n', 'x.py') is None

@@ -31,29 +31,29 @@ def lines(num_lines, num_marked, start='', end=''):
         ('stop words', prose('Have'), prose('house').replace('and', 'cat')),
     ],
 )
-def test_each_rule_at_its_bound(judge, reason, kept, removed):
-    assert judge(gopher_quality, kept) is None
-    assert judge(gopher_quality, removed) == f'gopher_quality: {reason}'
+def test_each_rule_at_its_bound(apply_filter, reason, kept, removed):
+    assert apply_filter(gopher_quality, kept) is None
+    assert apply_filter(gopher_quality, removed) == f'gopher_quality: {reason}'
 
 
-def test_what_a_word_without_a_letter_is(judge):
+def test_words_without_a_letter(apply_filter):
     # Letters of any script count at any position of a word.
-    assert judge(gopher_quality, prose(*['(«дом»)', '1a', '_é_'] * 10)) is None
-    assert judge(gopher_quality, prose(*['1_2', '---', '٣٤٥'] * 10)) == 'gopher_quality: words without a letter'
+    assert apply_filter(gopher_quality, prose(*['(«дом»)', '1a', '_é_'] * 10)) is None
+    assert apply_filter(gopher_quality, prose(*['1_2', '---', '٣٤٥'] * 10)) == 'gopher_quality: words without a letter'
 
 
-def test_a_stop_word_counts_once_and_only_as_a_word(judge):
+def test_a_stop_word_counts_once_and_only_as_a_word(apply_filter):
     text = prose().replace('and', 'the')
-    assert judge(gopher_quality, text) == 'gopher_quality: stop words'
-    assert judge(gopher_quality, text.replace('house', 'other', 1)) == 'gopher_quality: stop words'
-    assert judge(gopher_quality, text.replace('house', 'of,', 1)) is None
+    assert apply_filter(gopher_quality, text) == 'gopher_quality: stop words'
+    assert apply_filter(gopher_quality, text.replace('house', 'other', 1)) == 'gopher_quality: stop words'
+    assert apply_filter(gopher_quality, text.replace('house', 'of,', 1)) is None
 
 
-def test_empty_lines_are_no_lines(judge):
-    assert judge(gopher_quality, lines(10, 10, start='• ').replace('\n', '\n\n\n')) == (
+def test_empty_lines_are_not_counted(apply_filter):
+    assert apply_filter(gopher_quality, lines(10, 10, start='• ').replace('\n', '\n\n\n')) == (
         'gopher_quality: lines with a bullet'
     )
 
 
-def test_a_text_without_words(judge):
-    assert judge(gopher_quality, ' \n') == 'gopher_quality: too few words'
+def test_a_text_without_words(apply_filter):
+    assert apply_filter(gopher_quality, ' \n') == 'gopher_quality: too few words'

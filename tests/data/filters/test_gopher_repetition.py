@@ -5,31 +5,31 @@ import pytest
 from maxlm.data.filters.gopher_repetition import gopher_repetition, ngram_shares
 
 
-def unlike(num, length=4):
+def distinct_words(num, length=4):
     """Returns distinct words of `length` letters in arbitrary order."""
     letters = 'abcdefghijklmnopqrstuvwxyz'
     numbers = random.Random(0).sample(range(26**3), num)
     return [(letters[n // 676] + letters[n // 26 % 26] + letters[n % 26]).ljust(length, 'x') for n in numbers]
 
 
-def then_again(parts, times, separator='\n'):
+def with_repetitions(parts, times, separator='\n'):
     """Returns the joined parts, followed by `times` repetitions of the first one."""
     return separator.join([*parts, *parts[:1] * times])
 
 
 def with_phrase(n, times, num_words):
     """Returns `num_words` words of equal length, in which a phrase of n words occurs `times` times."""
-    rest = unlike(num_words - n * times)
-    phrase = ' '.join(word.upper() for word in unlike(n))
+    rest = distinct_words(num_words - n * times)
+    phrase = ' '.join(word.upper() for word in distinct_words(n))
     step = len(rest) // times
     parts = [' '.join([phrase, *rest[i * step : (i + 1) * step]]) for i in range(times)]
     return ' '.join([*parts, *rest[times * step :]])
 
 
 # Repeating the first line adds hardly any characters.
-LINES = ['a', *unlike(6, length=40)]
+LINES = ['a', *distinct_words(6, length=40)]
 # Other paragraphs have two lines, so that few lines are duplicates.
-PARAGRAPHS = ['a', *map('\n'.join, zip(unlike(6, length=40), unlike(6, length=30), strict=True))]
+PARAGRAPHS = ['a', *map('\n'.join, zip(distinct_words(6, length=40), distinct_words(6, length=30), strict=True))]
 # The spaces of an indentation belong to the paragraph, but not to its lines and words.
 INDENTED = 'b\n' + 30 * ' ' + 'c'
 
@@ -38,15 +38,19 @@ INDENTED = 'b\n' + 30 * ' ' + 'c'
     ('reason', 'kept', 'removed'),
     [
         # Shares of 3/10 and 4/11.
-        ('repeated lines', then_again(LINES, 3), then_again(LINES, 4)),
+        ('repeated lines', with_repetitions(LINES, 3), with_repetitions(LINES, 4)),
         # Shares of 1/5 and 1/4 with equal lengths.
-        ('characters in repeated lines', then_again(unlike(4), 1), then_again(unlike(3), 1)),
-        ('repeated paragraphs', then_again(PARAGRAPHS, 3, '\n\n'), then_again(PARAGRAPHS, 4, '\n \n')),
+        (
+            'characters in repeated lines',
+            with_repetitions(distinct_words(4), 1),
+            with_repetitions(distinct_words(3), 1),
+        ),
+        ('repeated paragraphs', with_repetitions(PARAGRAPHS, 3, '\n\n'), with_repetitions(PARAGRAPHS, 4, '\n \n')),
         # 33 of 2 · 33 + 99 characters, and 33 of 2 · 33 + 98.
         (
             'characters in repeated paragraphs',
-            then_again([INDENTED, *unlike(3, length=33)], 1, '\n\n'),
-            then_again([INDENTED, *unlike(2, length=33), 32 * 'x'], 1, '\n\n'),
+            with_repetitions([INDENTED, *distinct_words(3, length=33)], 1, '\n\n'),
+            with_repetitions([INDENTED, *distinct_words(2, length=33), 32 * 'x'], 1, '\n\n'),
         ),
         # All occurrences count; all words have equal length.
         ('most frequent 2-gram', with_phrase(2, 10, 100), with_phrase(2, 10, 99)),
@@ -61,9 +65,9 @@ INDENTED = 'b\n' + 30 * ' ' + 'c'
         ('repeated 10-grams', with_phrase(10, 2, 100), with_phrase(10, 2, 99)),
     ],
 )
-def test_each_rule_at_its_bound(judge, reason, kept, removed):
-    assert judge(gopher_repetition, kept) is None
-    assert judge(gopher_repetition, removed) == f'gopher_repetition: {reason}'
+def test_each_rule_at_its_bound(apply_filter, reason, kept, removed):
+    assert apply_filter(gopher_repetition, kept) is None
+    assert apply_filter(gopher_repetition, removed) == f'gopher_repetition: {reason}'
 
 
 @pytest.mark.parametrize(
@@ -82,11 +86,11 @@ def test_each_rule_at_its_bound(judge, reason, kept, removed):
         ('a b c d e . a b c d e', [(2, 4 / 11), (3, 6 / 11), (4, 8 / 11), (5, 5 / 11)]),
     ],
 )
-def test_shares_by_hand(text, shares):
+def test_shares_of_known_texts(text, shares):
     assert dict(ngram_shares(text.split())) == pytest.approx(dict(shares))
 
 
-def slow_shares(words):
+def reference_shares(words):
     """Computes the shares by definition, word by word."""
     shares = []
     for n in range(2, 11):
@@ -103,18 +107,18 @@ def slow_shares(words):
     return shares
 
 
-def test_shares_follow_the_definition():
+def test_shares_match_the_definition():
     lengths = set()
     for seed in range(30):
-        choice = random.Random(seed)
-        words = choice.choices(['a', 'bb', 'ccc', 'dddd'][: 2 + seed % 3], k=choice.randrange(5, 60))
+        rng = random.Random(seed)
+        words = rng.choices(['a', 'bb', 'ccc', 'dddd'][: 2 + seed % 3], k=rng.randrange(5, 60))
         shares = dict(ngram_shares(words))
-        assert shares == pytest.approx(dict(slow_shares(words)))
+        assert shares == pytest.approx(dict(reference_shares(words)))
         lengths.add(len(shares))
-    assert len(lengths) > 3, 'texts of all kinds'
+    assert len(lengths) > 3, 'the texts must have various repetitions'
 
 
-def test_a_short_text_without_repetition_is_kept(judge):
+def test_a_short_text_without_repetition_is_kept(apply_filter):
     # Each 4-gram has more than 16 % of the characters, but none occurs twice.
-    assert judge(gopher_repetition, 'only these five words here') is None
-    assert judge(gopher_repetition, ' ') is None
+    assert apply_filter(gopher_repetition, 'only these five words here') is None
+    assert apply_filter(gopher_repetition, ' ') is None

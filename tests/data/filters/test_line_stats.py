@@ -3,7 +3,7 @@ import pytest
 from maxlm.data.filters.line_stats import filled_lines, fraction, repeated_fractions
 
 
-def test_lines_that_hold_something():
+def test_lines_with_text():
     assert filled_lines('a\n \n\tb c \r\n\n') == ['a', 'b c']
     assert filled_lines('') == []
 
@@ -22,6 +22,6 @@ def test_repeated_shares(parts, shares):
     assert repeated_fractions(parts) == pytest.approx(shares)
 
 
-def test_share_of_nothing():
+def test_fraction_of_zero():
     assert fraction(0, 0) == 0
     assert fraction(1, 4) == 0.25

@@ -33,7 +33,7 @@ def same_slots(*texts):
 
 
 @pytest.mark.multiprocess
-def test_the_same_in_every_process_and_release():
+def test_signatures_are_equal_in_every_process_and_release():
     # A changed checksum means different duplicates for the same corpus. Increase SIGNATURE_VERSION with it.
     assert checksum() == CHECKSUM
     run = subprocess.run(
@@ -47,20 +47,20 @@ def test_the_same_in_every_process_and_release():
     assert run.stdout.strip() == CHECKSUM, run.stderr
 
 
-def test_signatures_do_not_depend_on_what_else_is_signed(monkeypatch):
+def test_signatures_do_not_depend_on_other_documents(monkeypatch):
     texts = documents(TEXTS)
     together = minhash_signature(texts, near=True)
     for batch in (1, 30):
         monkeypatch.setattr('maxlm.data.filters.minhash.BATCH_SIZE', batch)
-        apart = minhash_signature(texts, near=True)
-        np.testing.assert_array_equal(apart.slots, together.slots)
-        np.testing.assert_array_equal(apart.exact, together.exact)
+        in_batches = minhash_signature(texts, near=True)
+        np.testing.assert_array_equal(in_batches.slots, together.slots)
+        np.testing.assert_array_equal(in_batches.exact, together.exact)
     for number, text in enumerate(texts):
         np.testing.assert_array_equal(minhash_signature([text], near=True).slots[:, 0], together.slots[:, number])
     assert len(np.unique(together.slots, axis=1).T) == len(TEXTS)
 
 
-def test_equal_but_for_line_ends_and_outer_blanks():
+def test_exact_hashes_ignore_line_endings_and_surrounding_whitespace():
     def equal(first, second):
         return exact_hash(Document('a', 'in', first)) == exact_hash(Document('b', 'in', second))
 
@@ -78,7 +78,7 @@ def test_tokens_and_text_are_never_equal():
     )
 
 
-def test_documents_of_tokens_have_shingles_of_tokens():
+def test_token_documents_have_token_shingles():
     ids = np.arange(1000, dtype=np.uint32)
     other = np.where(ids == 500, 7, ids).astype(np.uint32)
     given = [Document(str(i), 'in', tokens=tokens) for i, tokens in enumerate([ids, other, ids[::-1]])]
@@ -116,19 +116,19 @@ def test_equal_slots_estimate_the_similarity(similarity):
         ('今天天气很好我们去公园散步吧', '昨天晚上他在家里看了一本旧书', False),
     ],
 )
-def test_what_is_similar(first, second, similar):
+def test_similarity_of_short_texts(first, second, similar):
     assert (same_slots(first, second) == 1) == similar
     assert (same_slots(first, second) < 0.2) == (not similar)
 
 
-def test_characters_without_blanks_are_shingled():
+def test_text_without_spaces_has_character_shingles():
     text = ''.join(chr(0x4E00 + 37 * i) for i in range(300))
     assert 0.9 < same_slots(text, text.replace(text[150], '一')) < 1
 
 
 @pytest.mark.parametrize('near', [True, False])
 @pytest.mark.parametrize('num', [0, 1, 5])
-def test_saved_and_loaded(tmp_path, near, num):
+def test_signatures_are_saved_and_loaded(tmp_path, near, num):
     signatures = minhash_signature(documents(TEXTS[:num]), near=near, identity='group 7')
     signatures.save(tmp_path / 'x.signatures')
     loaded = Signatures.load(tmp_path / 'x.signatures')
@@ -142,7 +142,7 @@ def test_saved_and_loaded(tmp_path, near, num):
     assert [path.name for path in tmp_path.iterdir()] == ['x.signatures']
 
 
-def test_another_identity_or_version_is_not_current(tmp_path, monkeypatch):
+def test_files_with_another_identity_or_version_are_not_current(tmp_path, monkeypatch):
     path = tmp_path / 'x.signatures'
     assert not is_current(path, 'group 7')
     minhash_signature(documents(TEXTS), near=True, identity='group 7').save(path)
@@ -154,7 +154,7 @@ def test_another_identity_or_version_is_not_current(tmp_path, monkeypatch):
         Signatures.load(path)
 
 
-def test_a_damaged_file_is_refused(tmp_path):
+def test_a_damaged_file_is_rejected(tmp_path):
     path = tmp_path / 'x.signatures'
     minhash_signature(documents(TEXTS), near=True, identity='group 7').save(path)
     content = path.read_bytes()
@@ -167,6 +167,6 @@ def test_a_damaged_file_is_refused(tmp_path):
     assert is_current(path, 'group 7')
 
 
-def test_what_cannot_be_written_is_named(tmp_path):
+def test_write_errors_name_the_file(tmp_path):
     with pytest.raises(InputError, match=r'gone/x\.signatures: cannot be written: No such file'):
         minhash_signature([], near=False).save(tmp_path / 'gone' / 'x.signatures')

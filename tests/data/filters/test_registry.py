@@ -18,12 +18,12 @@ def document(text, name='x.txt'):
     return Document(name, 'in', text, metadata={'language': 'en'})
 
 
-def test_a_good_page_passes_all_filters_as_it_is():
+def test_a_good_page_passes_all_filters_unchanged():
     good = document(PAGE)
     assert make_cleaner(list(FILTERS))(good) is good
 
 
-def test_each_filter_judges_what_the_one_before_has_left():
+def test_each_filter_gets_the_output_of_the_previous_filter():
     menu = '\n'.join(f'Menu {number}' for number in range(100))
     sentences = 'This line is a sentence.\nThat one is a sentence too.\nHere is one more of them.'
     page = document(f'{sentences}\n{menu}')
@@ -46,13 +46,13 @@ def test_no_filter_keeps_everything():
         (['c4', 'code', 'c4'], "filter 'c4' is given twice; give it once"),
     ],
 )
-def test_unusable_names(names, message):
+def test_invalid_names_are_rejected(names, message):
     with pytest.raises(InputError) as info:
         make_cleaner(names)
     assert str(info.value) == message
 
 
-def test_tokens_cannot_be_judged():
+def test_tokens_cannot_be_filtered():
     with pytest.raises(InputError, match=r'x\.bin:3 is already tokenized: c4, code can filter only text'):
         make_cleaner(['c4', 'code'])(Document('x.bin:3', 'in', tokens=np.array([1], np.uint32)))
 
@@ -61,6 +61,6 @@ def test_tokens_cannot_be_judged():
     ('value', 'bound', 'detail'),
     [(49, 50, '49; bound 50'), (100_001, 100_000, '100,001; bound 100,000'), (2.98765, 3, '2.988; bound 3')],
 )
-def test_a_removal_tells_the_figure_and_its_bound(value, bound, detail):
+def test_a_removal_reports_the_value_and_the_bound(value, bound, detail):
     assert drop_if(True, 'f: r', value, bound) == FilterResult('f: r', detail)
     assert drop_if(False, 'f: r', value, bound) is None

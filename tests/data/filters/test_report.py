@@ -22,8 +22,8 @@ def documents(num):
 
 def report_of(pairs):
     report = CleaningReport()
-    for document, verdict in pairs:
-        report.count(document, verdict)
+    for document, result in pairs:
+        report.count(document, result)
     return report
 
 
@@ -41,14 +41,14 @@ def test_counts_and_examples():
 
 
 @pytest.mark.parametrize('cuts', [(0, 0), (1, 2), (4, 17), (10, 30), (29, 30)])
-def test_parts_merge_to_the_whole_in_any_grouping(cuts):
+def test_partial_reports_merge_in_any_grouping(cuts):
     pairs = list(documents(30))
-    whole = report_of(pairs)
+    complete = report_of(pairs)
     a, b, c = (report_of(pairs[start:stop]) for start, stop in zip((0, *cuts), (*cuts, 30), strict=True))
-    assert a.merge(b).merge(c) == a.merge(b.merge(c)) == whole
-    assert a.merge(b).merge(c).to_json() == whole.to_json()
-    assert CleaningReport().merge(whole) == whole == whole.merge(CleaningReport())
-    assert whole == report_of(pairs), 'merging changes neither part'
+    assert a.merge(b).merge(c) == a.merge(b.merge(c)) == complete
+    assert a.merge(b).merge(c).to_json() == complete.to_json()
+    assert CleaningReport().merge(complete) == complete == complete.merge(CleaningReport())
+    assert complete == report_of(pairs), 'merging must not change its arguments'
 
 
 def test_examples_are_the_first_in_the_order_of_the_parts():
@@ -57,7 +57,7 @@ def test_examples_are_the_first_in_the_order_of_the_parts():
     assert front.merge(back) != back.merge(front)
 
 
-def test_json_there_and_back():
+def test_json_round_trip():
     report = report_of(documents(20))
     assert CleaningReport.from_json(report.to_json()) == report
     assert CleaningReport.from_json(report.to_json()) != report_of(documents(21))

@@ -17,50 +17,55 @@ def read() -> Callable[..., list[Document]]:
     """Returns a function that reads the documents of all ranges of all files of an input."""
 
     def read(path, *, target_bytes: int = 2**40, on_bad=raise_bad, **options) -> list[Document]:
-        pieces = [piece for file in find_inputs([path]) for piece in split_file(file, target_bytes)]
-        return read_pieces(pieces, on_bad, **options)
+        file_ranges = [file_range for file in find_inputs([path]) for file_range in split_file(file, target_bytes)]
+        return read_ranges(file_ranges, on_bad, **options)
 
     return read
 
 
 @pytest.fixture
-def check_pieces(read) -> Callable[..., None]:
+def check_ranges(read) -> Callable[..., None]:
     """Returns a function that checks that ranges of all target sizes yield each document of the file exactly once."""
 
     def check(path, targets: Sequence[int], **options) -> None:
         (file,) = find_inputs([path])
-        whole = facts(read_pieces([FileRange(file, 0, 0, file.size)], **options))
-        assert whole
+        expected = facts(read_ranges([FileRange(file, 0, 0, file.size)], **options))
+        assert expected
         counts = set()
         for target in targets:
-            pieces = split_file(file, target)
-            counts.add(len(pieces))
-            assert facts(read_pieces(pieces, **options)) == whole
-        assert max(counts) > 2, 'no target cut the file'
+            file_ranges = split_file(file, target)
+            counts.add(len(file_ranges))
+            assert facts(read_ranges(file_ranges, **options)) == expected
+        assert max(counts) > 2, 'no target size splits the file'
         # Negative control: overlapping or missing ranges must change the result.
-        pieces = split_file(file, min(targets))
-        overlapping = [FileRange(file, 0, pieces[-1].stop, 0), *pieces[1:]]
-        assert facts(read_pieces(overlapping, **options)) != whole
-        assert facts(read_pieces([piece for piece in pieces if piece.start == 0], **options)) != whole
+        file_ranges = split_file(file, min(targets))
+        overlapping = [FileRange(file, 0, file_ranges[-1].stop, 0), *file_ranges[1:]]
+        assert facts(read_ranges(overlapping, **options)) != expected
+        incomplete = [file_range for file_range in file_ranges if file_range.start == 0]
+        assert facts(read_ranges(incomplete, **options)) != expected
 
     return check
 
 
 @pytest.fixture
-def left_out(read) -> Callable[..., list[tuple[str, str]]]:
+def bad_records(read) -> Callable[..., list[tuple[str, str]]]:
     """Returns a function that reads a path and returns names and reasons of unreadable records."""
 
-    def left_out(path, **options) -> list[tuple[str, str]]:
+    def bad_records(path, **options) -> list[tuple[str, str]]:
         bad: list[tuple[str, str]] = []
         read(path, on_bad=lambda name, reason: bad.append((name, reason)), **options)
         assert all('\n' not in reason for _, reason in bad)
         return bad
 
-    return left_out
+    return bad_records
 
 
-def read_pieces(pieces, on_bad=raise_bad, **options) -> list[Document]:
-    return [document for piece in pieces for document in read_documents(piece, ReadOptions(**options), on_bad)]
+def read_ranges(file_ranges, on_bad=raise_bad, **options) -> list[Document]:
+    return [
+        document
+        for file_range in file_ranges
+        for document in read_documents(file_range, ReadOptions(**options), on_bad)
+    ]
 
 
 def facts(documents):

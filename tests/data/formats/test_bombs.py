@@ -1,4 +1,4 @@
-"""Files that decode to more than the available memory; each is read in bounded memory."""
+"""Tests that files that decode to more than the available memory are read in bounded memory."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from maxlm.data.formats.file_ranges import read_documents
 assert 'jax' not in sys.modules
 bad = []
 for file in find_inputs(sys.argv[2:]):
-    for piece in split_file(file, 2**20):
+    for file_range in split_file(file, 2**20):
         options = ReadOptions(max_record_bytes=2**20)
-        for document in read_documents(piece, options, lambda name, reason: bad.append((name, reason))):
+        for document in read_documents(file_range, options, lambda name, reason: bad.append((name, reason))):
             bad.append((document.name, len(document.text)))
 print(bad)
 """
 
 
 def read_limited(limit, *paths):
-    """Returns the result of a process whose address space is limited, in bytes."""
+    """Reads files in a process with an address space of `limit` bytes; returns its result."""
     # Arrow's default allocator reserves more address space than it uses.
     environment = {**os.environ, 'ARROW_DEFAULT_MEMORY_POOL': 'system', 'OMP_NUM_THREADS': '1'}
     command = [sys.executable, '-c', READ, str(limit), *paths]
@@ -42,7 +42,7 @@ def read_limited(limit, *paths):
 
 
 @pytest.mark.multiprocess
-def test_bombs_take_bounded_memory(tmp_path):
+def test_compression_bombs_take_bounded_memory(tmp_path):
     """Reads files that decompress to more than the available memory."""
     block = zstandard.ZstdCompressor(level=1)
     with block.stream_writer((tmp_path / 'a.jsonl.zst').open('wb')) as stream:
@@ -64,7 +64,7 @@ def test_bombs_take_bounded_memory(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_bombs_of_parquet_take_bounded_memory(tmp_path):
+def test_parquet_bombs_take_bounded_memory(tmp_path):
     """Reads a text that a dictionary repeats to 1 GiB in a batch, and a page of 320 MiB."""
     repeated = pa.DictionaryArray.from_arrays(np.zeros(130, np.int32), ['a' * 2**23])
     pq.write_table(pa.table({'text': repeated}), tmp_path / 'a.parquet', compression='zstd')

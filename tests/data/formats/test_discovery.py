@@ -38,19 +38,21 @@ def root(request, tmp_path):
     filesystem.store.clear()
 
 
-def test_a_directory_gives_its_files_sorted(root):
+def test_files_of_a_directory_are_sorted(root):
     fill(f'{root}/books', TREE)
     files = find_inputs([f'{root}/books/'], exclude=['skip'])
     assert [(file.path, file.name, file.source, file.kind, file.size) for file in files] == [
         (f'{root}/books/{name}', name, 'books', 'text', len(name)) for name in ('a/y.md', 'a/z.py', 'b.txt')
     ]
     assert all(file.version for file in files)
-    documents = [d for file in files for piece in split_file(file, 1) for d in read_documents(piece, ReadOptions())]
+    documents = [
+        d for file in files for file_range in split_file(file, 1) for d in read_documents(file_range, ReadOptions())
+    ]
     assert [document.text for document in documents] == ['a/y.md', 'a/z.py', 'b.txt']
     assert 'skip/x.txt' in names([f'{root}/books'])
 
 
-def test_unknown_files_of_a_directory_are_told_by_their_content(root):
+def test_unknown_files_of_a_directory_are_classified_by_content(root):
     text = 'größe\n' * 3000
     contents = {
         'README': text.encode(),
@@ -74,17 +76,17 @@ def test_unknown_files_of_a_directory_are_told_by_their_content(root):
     for name, content in {**contents, **binary, '.git/HEAD': b'text', '.hidden': b'text'}.items():
         with fsspec.open(f'{root}/{name}', 'wb', auto_mkdir=True) as file:
             file.write(content)
-    left_out = []
-    files = find_inputs([root], on_skipped=left_out.extend)
+    skipped = []
+    files = find_inputs([root], on_skipped=skipped.extend)
     assert {file.name for file in files} == set(contents)
     assert {file.kind for file in files} == {'text'}
-    assert {entry.name for entry in left_out} == set(binary)
+    assert {entry.name for entry in skipped} == set(binary)
     texts: dict[str, str] = {}
     bad: list[str] = []
     for file in files:
-        for piece in split_file(file, 1):
+        for file_range in split_file(file, 1):
             texts |= {
-                d.name: d.text for d in read_documents(piece, ReadOptions(), lambda name, reason: bad.append(name))
+                d.name: d.text for d in read_documents(file_range, ReadOptions(), lambda name, reason: bad.append(name))
             }
     assert bad == ['a.txt']
     assert {name: text for name in ('README', 'z.txt.gz', 'z.GZ', 'z.zst')} | {'x.log': text[1:]} == texts
@@ -93,7 +95,7 @@ def test_unknown_files_of_a_directory_are_told_by_their_content(root):
     assert names([f'{root}/tokens']) == ['x.npy']
 
 
-def test_a_linked_directory_is_not_entered(tmp_path):
+def test_a_linked_directory_is_not_searched(tmp_path):
     fill(tmp_path / 'books', TREE)
     (tmp_path / 'books' / 'link').symlink_to(tmp_path / 'books' / 'a')
     assert names([tmp_path / 'books']) == ['a/y.md', 'a/z.py', 'b.txt', 'skip/x.txt']
@@ -117,7 +119,7 @@ def test_a_linked_directory_is_not_entered(tmp_path):
         ('README', 'text'),
     ],
 )
-def test_a_file_is_taken_whatever_its_suffix(root, name, kind):
+def test_an_explicit_file_may_have_any_suffix(root, name, kind):
     fill(root, [name])
     ((path, found, source, found_kind),) = [(f.path, f.name, f.source, f.kind) for f in find_inputs([f'{root}/{name}'])]
     assert (path, found, source, found_kind) == (f'{root}/{name}', name, name, kind)
@@ -149,14 +151,14 @@ def test_globs(root, glob, found, source):
     assert [(file.name, file.source) for file in files] == [(name, source) for name in found]
 
 
-def test_a_glob_in_the_present_directory(tmp_path, monkeypatch):
-    fill(tmp_path / 'here', ['x.txt', 'd/y.txt'])
-    monkeypatch.chdir(tmp_path / 'here')
-    assert [(f.path, f.name, f.source) for f in find_inputs(['*.txt'])] == [('./x.txt', 'x.txt', 'here')]
+def test_a_glob_in_the_current_directory(tmp_path, monkeypatch):
+    fill(tmp_path / 'current', ['x.txt', 'd/y.txt'])
+    monkeypatch.chdir(tmp_path / 'current')
+    assert [(f.path, f.name, f.source) for f in find_inputs(['*.txt'])] == [('./x.txt', 'x.txt', 'current')]
     assert names(['**/*.txt']) == ['d/y.txt', 'x.txt']
 
 
-def test_a_path_that_exists_is_no_glob(tmp_path):
+def test_an_existing_path_is_not_a_glob(tmp_path):
     fill(tmp_path, ['[ab].txt', 'a.txt', 'd[1]/x.txt'])
     assert names([tmp_path / '[ab].txt']) == ['[ab].txt']
     assert names([tmp_path / 'd[1]']) == ['x.txt']
@@ -164,7 +166,7 @@ def test_a_path_that_exists_is_no_glob(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('path', 'told'),
+    ('path', 'message'),
     [
         ('nothing', r'root/nothing: No such file'),
         ('nothing/*.txt', r'root/nothing|matches nothing'),
@@ -173,13 +175,13 @@ def test_a_path_that_exists_is_no_glob(tmp_path):
         ('pictures', r'pictures contains no text'),
     ],
 )
-def test_missing_and_empty_paths(root, path, told):
+def test_missing_and_empty_paths(root, path, message):
     fill(root, ['pictures/x.png'])
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         find_inputs([f'{root}/{path}'])
 
 
-def test_exclude_takes_patterns(root):
+def test_exclude_accepts_patterns(root):
     fill(root, ['a.txt', 'a.md', 'drafts-1/b.txt', 'final/b.txt'])
     assert names([root], exclude=['drafts-*', '*.md']) == ['a.txt', 'final/b.txt']
     assert names([f'{root}/**/*.txt'], exclude=['final']) == ['a.txt', 'drafts-1/b.txt']
@@ -201,14 +203,14 @@ def test_text_and_token_files_are_not_mixed(root):
     assert names([f'{root}/*.md']) == ['README.md']
 
 
-def test_equal_names_get_their_source_in_front(root):
+def test_equal_names_are_prefixed_with_their_source(root):
     fill(root, ['a/x.txt', 'b/x.txt', 'other/a/x.txt'])
     assert names([f'{root}/a', f'{root}/b']) == ['a/x.txt', 'b/x.txt']
     with pytest.raises(InputError, match=r'would both be named a/x\.txt'):
         find_inputs([f'{root}/a', f'{root}/other/a'])
 
 
-def test_a_file_is_not_taken_twice(root):
+def test_a_file_cannot_be_given_twice(root):
     fill(root, ['a/b/x.txt', 'a/y.txt'])
     for second in ('a/b', 'a/b/x.txt', 'a/*/x.txt'):
         with pytest.raises(InputError, match='given twice'):
@@ -219,7 +221,7 @@ def test_a_file_is_not_taken_twice(root):
     refuse_overlap(find_inputs([f'{root}/a/y.txt']), find_inputs([f'{root}/a/b']))
 
 
-def test_a_link_is_the_file_that_it_leads_to(tmp_path):
+def test_a_link_is_the_same_file_as_its_target(tmp_path):
     fill(tmp_path, ['a/x.txt'])
     (tmp_path / 'a' / 'link.txt').symlink_to('x.txt')
     (tmp_path / 'other.txt').symlink_to('a/x.txt')
@@ -228,7 +230,7 @@ def test_a_link_is_the_file_that_it_leads_to(tmp_path):
         find_inputs([tmp_path / 'a', tmp_path / 'other.txt'])
 
 
-def test_the_version_tells_an_edited_file(tmp_path):
+def test_the_version_changes_when_a_file_is_edited(tmp_path):
     fill(tmp_path, ['x.txt'])
     before = find_inputs([tmp_path])
     assert find_inputs([f'file://{tmp_path}']) == before
@@ -236,6 +238,6 @@ def test_the_version_tells_an_edited_file(tmp_path):
     assert find_inputs([tmp_path])[0].version != before[0].version
 
 
-def test_a_bucket_must_be_named():
+def test_a_glob_needs_a_bucket():
     with pytest.raises(InputError, match=r'memory://\*/x: name a bucket'):
         find_inputs(['memory://*/x'])

@@ -66,7 +66,7 @@ def test_conversations(write, read, record, options):
     assert len(read(path, format='auto', **options)) == 2
 
 
-def test_a_prompt_and_its_completion_are_a_text_of_which_the_completion_is_learned(write, read):
+def test_only_the_completion_of_a_prompt_is_a_target(write, read):
     path = write([{'prompt': 'q ü ', 'completion': 'a', 'n': 3}])
     assert format_of(path) == 'auto'
     for name in ('auto', 'chat'):
@@ -74,14 +74,14 @@ def test_a_prompt_and_its_completion_are_a_text_of_which_the_completion_is_learn
         assert (document.text, document.learned_from, document.conversation) == ('q ü a', 4, None)
 
 
-def test_pairs_of_answers(write, read):
+def test_preference_pairs(write, read):
     path = write([{'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}])
     assert format_of(path) == 'preference'
     (document,) = read(path, format='preference')
     assert document.preference.chosen.messages[-1] == ANSWER
 
 
-def test_of_a_conversation_in_parts_the_completion_is_learned():
+def test_only_the_completion_of_a_conversation_is_a_target():
     entry = {'prompt': [QUESTION, ANSWER, QUESTION], 'completion': [ANSWER, QUESTION, ANSWER], 'system': 'Be kind.'}
     conversation = parse_conversation(entry)
     assert [message['role'] for message in conversation.messages] == ['system', *['user', 'assistant'] * 3]
@@ -89,7 +89,7 @@ def test_of_a_conversation_in_parts_the_completion_is_learned():
 
 
 @pytest.mark.parametrize(
-    ('record', 'options', 'told'),
+    ('record', 'options', 'message'),
     [
         ({'body': 'a', 'id': 3}, {'format': 'text'}, "'text'; .*--text-field"),
         ({'body': 'a', 'id': 3}, {'format': 'chat'}, 'no (column of a )?conversation'),
@@ -100,9 +100,9 @@ def test_of_a_conversation_in_parts_the_completion_is_learned():
         ),
     ],
 )
-def test_a_missing_field_is_one_line_with_the_fields_found(write, left_out, record, options, told):
-    ((_, reason),) = left_out(write([record]), **options)
-    assert re.search(told, reason), reason
+def test_errors_of_a_missing_field_list_the_fields_found(write, bad_records, record, options, message):
+    ((_, reason),) = bad_records(write([record]), **options)
+    assert re.search(message, reason), reason
     assert 'it has body, id' in reason
 
 
@@ -116,11 +116,11 @@ def test_a_missing_field_is_one_line_with_the_fields_found(write, left_out, reco
         ({'prompt': 'q', 'completion': 'a\ud800'}, 'surrogate'),
     ],
 )
-def test_faults_of_completions_are_named(tmp_path, left_out, record, reason):
+def test_errors_of_completions_give_the_reason(tmp_path, bad_records, record, reason):
     (tmp_path / 'x.jsonl').write_text(json.dumps(record))
-    ((name, told),) = left_out(tmp_path / 'x.jsonl', format='auto')
+    ((name, message),) = bad_records(tmp_path / 'x.jsonl', format='auto')
     assert name == 'x.jsonl:1'
-    assert reason in told
+    assert reason in message
 
 
 def test_roles_are_read_from_the_command_line():
@@ -130,6 +130,6 @@ def test_roles_are_read_from_the_command_line():
         ('customer', 'user'),
     )
     assert parse_roles('') == ()
-    for wrong in ('human', 'human=user', 'user=', 'user=a,assistant=a', ','):
+    for invalid in ('human', 'human=user', 'user=', 'user=a,assistant=a', ','):
         with pytest.raises(InputError, match='--roles='):
-            parse_roles(wrong)
+            parse_roles(invalid)

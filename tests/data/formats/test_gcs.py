@@ -1,4 +1,4 @@
-"""Inputs in a Google bucket on loopback: discovery, ranges, reading, and errors for missing files."""
+"""Tests inputs in a local Google Cloud Storage bucket: discovery, ranges, reading, and errors for missing files."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ def bucket(monkeypatch):
 
 
 def texts(paths, target=10**9):
-    pieces = [piece for file in find_inputs(paths) for piece in split_file(file, target)]
-    return [document.text for piece in pieces for document in read_documents(piece, ReadOptions())], len(pieces)
+    file_ranges = [file_range for file in find_inputs(paths) for file_range in split_file(file, target)]
+    documents = [document for file_range in file_ranges for document in read_documents(file_range, ReadOptions())]
+    return [document.text for document in documents], len(file_ranges)
 
 
 @pytest.mark.parametrize(
     ('path', 'count'), [('gs://corpus/web', 44), ('gs://corpus/web/**/*.txt', 1), ('gs://corpus/web/a.jsonl', 40)]
 )
 def test_trees_globs_and_files(bucket, path, count):
-    whole, _ = texts([path])
-    assert len(whole) == count
-    in_pieces, num_pieces = texts([path], target=300)
-    assert in_pieces == whole
-    assert num_pieces > 1 or count == 1
+    expected, _ = texts([path])
+    assert len(expected) == count
+    in_ranges, num_ranges = texts([path], target=300)
+    assert in_ranges == expected
+    assert num_ranges > 1 or count == 1
 
 
 def test_the_version_changes_with_the_content(bucket):
@@ -52,14 +53,14 @@ def test_the_version_changes_with_the_content(bucket):
     assert after.version != before.version
 
 
-def test_what_is_not_there_is_named(bucket):
+def test_missing_files_are_named(bucket):
     with pytest.raises(InputError, match=r'^gs://corpus/books: '):
         find_inputs(['gs://corpus/books'])
     files = find_inputs(['gs://corpus/web'])
     bucket.vanish()
-    told = []
+    reasons = []
     for file in files:
-        for piece in split_file(file, 10**9):
-            assert list(read_documents(piece, ReadOptions(), lambda name, reason: told.append(reason))) == []
-    assert len(told) == len(files)
-    assert all(reason.startswith('gs://corpus/web/') and '\n' not in reason for reason in told), told
+        for file_range in split_file(file, 10**9):
+            assert list(read_documents(file_range, ReadOptions(), lambda name, reason: reasons.append(reason))) == []
+    assert len(reasons) == len(files)
+    assert all(reason.startswith('gs://corpus/web/') and '\n' not in reason for reason in reasons), reasons

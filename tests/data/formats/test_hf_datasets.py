@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face: local ones written here, and the hub through a stand-in, for there is no network."""
+"""Tests data sets of Hugging Face: local directories, and a fake Hub, because tests have no network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = [f'{i} ü\n' * (i % 7) if i % 5 else None for i in range(100)]
 @pytest.fixture(scope='module')
 def datasets():
     with pytest.MonkeyPatch.context() as patch:
-        # Read once, when the package is imported.
+        # The package reads this variable once, at import.
         patch.setenv('HF_HUB_OFFLINE', '1')
         datasets = pytest.importorskip('datasets', reason='the extra hub')
         patch.setattr(datasets.config, 'HF_HUB_OFFLINE', True)
@@ -41,7 +41,7 @@ def table(datasets):
 
 @pytest.fixture(params=['saved', 'saved splits', 'parquet', 'jsonl'])
 def directory(request, datasets, table, tmp_path):
-    """A data set in one of the forms that a directory can have, with its 100 rows as split `train`."""
+    """Returns a directory with a data set in one of the supported layouts; split `train` has the 100 rows."""
     path = tmp_path / 'set'
     if request.param == 'saved':
         table.save_to_disk(path)
@@ -58,8 +58,8 @@ def directory(request, datasets, table, tmp_path):
     return path
 
 
-def test_pieces_give_the_whole(directory, check_pieces, read):
-    check_pieces(f'hf:{directory}', [500, 1000, 2**30], metadata_keys=('id',))
+def test_ranges_give_all_documents(directory, check_ranges, read):
+    check_ranges(f'hf:{directory}', [500, 1000, 2**30], metadata_keys=('id',))
     documents = read(f'hf:{directory}', metadata_keys=('id',))
     assert [(d.text, d.metadata) for d in documents] == [(text, {'id': i}) for i, text in enumerate(TEXTS) if text]
     assert {d.source for d in documents} == {'set'}
@@ -67,7 +67,7 @@ def test_pieces_give_the_whole(directory, check_pieces, read):
     assert len({d.name for d in documents}) == len(documents)
 
 
-def test_names_are_those_of_rows_or_shards(table, tmp_path, read):
+def test_names_contain_rows_or_shards(table, tmp_path, read):
     table.save_to_disk(tmp_path / 'saved')
     assert read(f'hf:{tmp_path}/saved', target_bytes=100)[5].name == 'saved#train:8'
     (tmp_path / 'files').mkdir()
@@ -97,18 +97,18 @@ def test_the_version_changes_with_the_files(table, tmp_path):
     assert find_inputs([f'hf:{tmp_path}/set'])[0].version != before[0].version
 
 
-def test_a_missing_column_is_named(directory, left_out):
-    ((name, reason),) = left_out(f'hf:{directory}', text_key='content')
+def test_a_missing_column_is_named(directory, bad_records):
+    ((name, reason),) = bad_records(f'hf:{directory}', text_key='content')
     assert name == 'set#train'
     assert "no column 'content'; it has id, text; set --text-field to the column" in reason
-    ((_, reason), *_) = left_out(f'hf:{directory}', text_key='id')
-    # Parquet says it of the column, other formats of a row.
+    ((_, reason), *_) = bad_records(f'hf:{directory}', text_key='id')
+    # Parquet reports the type of the column, other formats that of a row.
     assert "the column 'id' contains int64, not text" in reason or re.search(
         r': row [0:]+ contains int, not text', reason
     )
 
 
-def test_a_directory_that_is_damaged_is_named(tmp_path, table, left_out):
+def test_a_damaged_directory_is_named(tmp_path, table, bad_records):
     for number in range(3):
         (tmp_path / 'set').mkdir(exist_ok=True)
         table.to_parquet(tmp_path / 'set' / f'train-{number}.parquet')
@@ -116,13 +116,16 @@ def test_a_directory_that_is_damaged_is_named(tmp_path, table, left_out):
     assert len(split_file(good[0], 100)) == 3
     content = (tmp_path / 'set' / 'train-1.parquet').read_bytes()
     (tmp_path / 'set' / 'train-1.parquet').write_bytes(content[:4] + b'\xff' * 1200 + content[1204:])
-    ((name, reason),) = left_out(f'hf:{tmp_path}/set')
+    ((name, reason),) = bad_records(f'hf:{tmp_path}/set')
     assert name == 'set#train:1:0'
     assert reason.startswith(f'{tmp_path}/set/train-1.parquet: the row group of rows 0 to ')
 
 
-def test_lines_are_limited_where_others_have_used_the_package_before(tmp_path):
-    """Such as lm-eval, which loads its tasks with it. A process of its own: what the package opens is global."""
+def test_lines_are_limited_after_other_uses_of_the_package(tmp_path):
+    """Tests the limit after other code, such as lm-eval, has used the package.
+
+    The test starts a process, because the package opens files through global state.
+    """
     (tmp_path / 'set').mkdir()
     (tmp_path / 'set/train.jsonl').write_text(json.dumps({'text': 'x' * 3000}))
     program = f"""
@@ -136,20 +139,20 @@ except InputError as error:
     print(error)
 """
     environment = {**os.environ, 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'cache')}
-    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, env=environment)
-    assert 'a line is longer than ' in done.stdout, done.stdout + done.stderr
+    process = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, env=environment)
+    assert 'a line is longer than ' in process.stdout, process.stdout + process.stderr
 
 
 @pytest.mark.parametrize('suffix', ['jsonl', 'jsonl.gz', 'json'])
-def test_lines_longer_than_a_record_are_named(tmp_path, datasets, left_out, read, suffix):
+def test_lines_longer_than_a_record_are_named(tmp_path, datasets, bad_records, read, suffix):
     lines = [json.dumps({'text': 'fine'}), json.dumps({'text': 'x' * 3000})]
     write = gzip.compress if suffix.endswith('gz') else bytes
     (tmp_path / 'set').mkdir()
     (tmp_path / f'set/train.{suffix}').write_bytes(write('\n'.join(lines).encode()))
-    # The files are opened again, as by a worker that starts.
+    # Opens the files again, like a new worker.
     hf_datasets._open.cache_clear()
     assert len(read(f'hf:{tmp_path}/set', max_record_bytes=4000)) == 2
-    ((name, reason),) = left_out(f'hf:{tmp_path}/set', max_record_bytes=2000)
+    ((name, reason),) = bad_records(f'hf:{tmp_path}/set', max_record_bytes=2000)
     assert name == 'set#train'
     assert f'train.{suffix}' in reason
     assert 'a line is longer than ' in reason
@@ -160,7 +163,7 @@ def test_lines_longer_than_a_record_are_named(tmp_path, datasets, left_out, read
 
 
 @pytest.mark.parametrize('given', ['hf:', 'hf:/no/such/directory', 'hf:a/b/c', 'hf:a b', 'hf:a@'])
-def test_what_is_no_name_is_refused(given):
+def test_invalid_names_are_rejected(given):
     with pytest.raises(InputError, match=r'not a directory or the name of a data set; use hf:NAME'):
         find_inputs([given])
 
@@ -173,20 +176,20 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def the_hub(datasets, table, monkeypatch):
-    """A hub with one data set of three shards; keeps what it was asked."""
+def fake_hub(datasets, table, monkeypatch):
+    """Replaces the Hub by one data set of three shards; yields the list of requests."""
     import huggingface_hub
 
-    asked = []
+    requests = []
 
     def load_dataset(name, config=None, **options):
-        asked.append((name, config, options))
+        requests.append((name, config, options))
         if name != 'org/corpus':
             raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' doesn't exist on the Hub")
         return table.to_iterable_dataset(num_shards=3)
 
     def dataset_info(self, name, *, revision=None, files_metadata=False):
-        asked.append((name, revision, files_metadata))
+        requests.append((name, revision, files_metadata))
         if name != 'org/corpus':
             raise ConnectionError('cannot be reached')
         files = [types.SimpleNamespace(size=size) for size in (500, None, 700)]
@@ -195,13 +198,13 @@ def the_hub(datasets, table, monkeypatch):
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
     monkeypatch.setattr(huggingface_hub.HfApi, 'dataset_info', dataset_info)
     hf_datasets._open.cache_clear()
-    yield asked
+    yield requests
     hf_datasets._open.cache_clear()
 
 
-def test_a_name_is_streamed_at_one_commit(the_hub, read):
+def test_a_name_is_streamed_at_one_commit(fake_hub, read):
     (file,) = find_inputs(['hf:org/corpus:de@v2#test'])
-    assert the_hub == [
+    assert fake_hub == [
         ('org/corpus', 'v2', False),
         ('org/corpus', 'de', {'split': 'test', 'revision': 'commit-of-v2', 'streaming': True}),
         ('org/corpus', 'commit-of-v2', True),
@@ -214,15 +217,15 @@ def test_a_name_is_streamed_at_one_commit(the_hub, read):
         1200,
         'commit-of-v2',
     )
-    assert [(piece.start, piece.stop) for piece in split_file(file, 400)] == [(0, 1), (1, 2), (2, 3)]
+    assert [(file_range.start, file_range.stop) for file_range in split_file(file, 400)] == [(0, 1), (1, 2), (2, 3)]
     documents = read('hf:org/corpus', target_bytes=400)
     assert [d.text for d in documents] == [text for text in TEXTS if text]
     assert documents[0].name == 'org/corpus#train:0:1'
-    assert the_hub[-2] == ('org/corpus', None, {'split': 'train', 'revision': 'commit-of-None', 'streaming': True})
+    assert fake_hub[-2] == ('org/corpus', None, {'split': 'train', 'revision': 'commit-of-None', 'streaming': True})
     assert find_inputs(['hf:org/corpus'])[0].name == 'org/corpus#train'
 
 
-def test_a_name_that_is_not_there_is_named(the_hub, monkeypatch):
+def test_a_missing_data_set_is_named(fake_hub, monkeypatch):
     with pytest.raises(InputError, match=r'^hf:org/none: no answer \(cannot be reached'):
         find_inputs(['hf:org/none'])
     monkeypatch.setattr(hf_datasets, '_commit', lambda given, spec: 'commit')

@@ -1,4 +1,4 @@
-"""Damaged and hostile files: each yields a result or a one-line error in bounded memory.
+"""Tests that damaged and hostile files yield a result or a one-line error in bounded memory.
 
 This must hold with and without --skip-bad-records.
 """
@@ -84,7 +84,7 @@ JSON_VALUES = st.recursive(
 
 
 def mutated(draw, content):
-    """Returns the bytes with a few of them changed, removed or inserted."""
+    """Returns the content with a few bytes changed, removed or inserted."""
     data = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(data)))
@@ -110,11 +110,11 @@ def replaced(draw, value):
     new = draw(JSON_VALUES)
     if not path:
         return new
-    holder, key = path[-1]
-    if isinstance(holder, dict) and draw(st.booleans()) and draw(st.booleans()):
-        del holder[key]
+    parent, key = path[-1]
+    if isinstance(parent, dict) and draw(st.booleans()) and draw(st.booleans()):
+        del parent[key]
     else:
-        holder[key] = new
+        parent[key] = new
     return value
 
 
@@ -140,8 +140,8 @@ def read_all(name, content, options):
             return [
                 document
                 for file in files
-                for piece in split_file(file, 64)
-                for document in read_documents(piece, options, on_bad)
+                for file_range in split_file(file, 64)
+                for document in read_documents(file_range, options, on_bad)
             ]
 
         bad = []
@@ -156,7 +156,7 @@ def read_all(name, content, options):
 
 
 @pytest.mark.parametrize('name', FILES)
-def test_whole_files_are_read(name):
+def test_intact_files_are_read(name):
     assert read_all(name, FILES[name], OPTIONS[2])
 
 
@@ -232,7 +232,7 @@ def json_file(data_set, name):
 
 
 @pytest.mark.parametrize('name', JSON_FILES)
-def test_whole_json_files_are_read(data_set, name):
+def test_intact_json_files_are_read(data_set, name):
     result = result_or_one_line(lambda: JSON_FILES[name](json_file(data_set, name)))
     assert result is not None or name == 'cleaning.json'
 
@@ -241,16 +241,16 @@ def test_whole_json_files_are_read(data_set, name):
 @given(data=st.data())
 def test_json_files(data_set, name, data):
     path, draw = json_file(data_set, name), data.draw
-    whole = path.read_bytes()
+    original = path.read_bytes()
     if draw(st.booleans()):
-        content = json.dumps(replaced(draw, json.loads(whole))).encode()
+        content = json.dumps(replaced(draw, json.loads(original))).encode()
     else:
-        content = draw(st.sampled_from(DEEP)) if not draw(st.integers(0, 5)) else mutated(draw, whole)
+        content = draw(st.sampled_from(DEEP)) if not draw(st.integers(0, 5)) else mutated(draw, original)
     path.write_bytes(content)
     try:
         result_or_one_line(lambda: JSON_FILES[name](path))
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(original)
 
 
 @pytest.mark.parametrize(
@@ -268,13 +268,13 @@ def test_json_files(data_set, name, data):
 )
 def test_values_of_a_manifest_that_are_out_of_range(data_set, key, value):
     path = data_set / 'dataset.json'
-    whole = path.read_bytes()
-    path.write_text(json.dumps({**json.loads(whole), key: value}))
+    original = path.read_bytes()
+    path.write_text(json.dumps({**json.loads(original), key: value}))
     try:
         with pytest.raises(InputError, match=r'dataset\.json is malformed') as info:
             load_manifest(data_set)
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(original)
     assert len(str(info.value)) < 1000
     assert 'delete' not in str(info.value)
     assert '/etc' not in str(info.value).partition('; ')[2]
@@ -284,15 +284,15 @@ def test_values_of_a_manifest_that_are_out_of_range(data_set, key, value):
 @pytest.mark.parametrize(('key', 'value'), [('name', '../x'), ('tokens', -7), ('documents', -7), ('bytes', True)])
 def test_values_of_a_shard_that_are_out_of_range(data_set, key, value):
     path = data_set / 'dataset.json'
-    whole = path.read_bytes()
-    facts = json.loads(whole)
+    original = path.read_bytes()
+    facts = json.loads(original)
     facts['splits']['train']['shards'][0][key] = value
     path.write_text(json.dumps(facts))
     try:
         with pytest.raises(InputError, match=r'dataset\.json is malformed'):
             load_manifest(data_set)
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(original)
 
 
 def with_id(facts, value, *, added):
@@ -304,7 +304,7 @@ def with_id(facts, value, *, added):
 
 
 @pytest.mark.parametrize('added', [False, True])
-def test_ids_with_large_gaps_are_refused(added):
+def test_ids_with_large_gaps_are_rejected(added):
     with pytest.raises(InputError, match=r'x: has .* tokens with ids up to 1,000,000,000: the gaps are too large'):
         Tokenizer.from_json(with_id(json.loads(bytes_tokenizer().to_json()), 10**9, added=added), name='x')
     # Small gaps between ids are common.
@@ -328,7 +328,7 @@ HEADER = b"{'descr': '<u2', 'fortran_order': False, 'shape': (%s), }"
         b'\x93NUMPY\x02\x00' + b'\xff' * 4 + b'x' * 20_000,
     ],
 )
-def test_hostile_headers_of_arrays_are_one_line(tmp_path, content):
+def test_hostile_array_headers_are_one_line_errors(tmp_path, content):
     (tmp_path / 'x.npy').write_bytes(content)
     assert read_all('x.npy', content, ReadOptions()) == []
 

@@ -22,14 +22,14 @@ LINES[11:13] = ['', ' \t', json.dumps({'text': ''}), json.dumps({'text': 'x' * 5
 @pytest.mark.parametrize('newline', ['\n', '\r\n'])
 @pytest.mark.parametrize('last', ['', '\n', '\n\n\n'])
 @pytest.mark.parametrize('mark', ['', '\ufeff'])
-def test_pieces_give_the_whole(tmp_path, check_pieces, newline, last, mark):
+def test_ranges_give_all_documents(tmp_path, check_ranges, newline, last, mark):
     (tmp_path / 'x.jsonl').write_bytes((mark + newline.join(LINES) + last).encode())
-    check_pieces(tmp_path / 'x.jsonl', [300, 1000, 2**20])
+    check_ranges(tmp_path / 'x.jsonl', [300, 1000, 2**20])
 
 
-def test_pieces_of_a_few_bytes_give_the_whole(tmp_path, check_pieces):
+def test_ranges_of_a_few_bytes_give_all_documents(tmp_path, check_ranges):
     (tmp_path / 'x.jsonl').write_bytes('\r\n'.join(LINES).encode())
-    check_pieces(tmp_path / 'x.jsonl', [1, 7, 64])
+    check_ranges(tmp_path / 'x.jsonl', [1, 7, 64])
 
 
 def test_documents_are_named_by_byte_and_keep_scalars(tmp_path, read):
@@ -67,7 +67,7 @@ def test_text_key(tmp_path, read):
         ('x.jsonl.zst', lambda data: zstandard.ZstdCompressor(write_content_size=False).compress(data)),
     ],
 )
-def test_compressed_files_are_the_same_and_whole(tmp_path, read, name, compress):
+def test_compressed_files_give_the_same_documents(tmp_path, read, name, compress):
     (tmp_path / 'plain.jsonl').write_text('\n'.join(LINES))
     (tmp_path / name).write_bytes(compress('\n'.join(LINES).encode()))
     expected = [(d.name.partition(':')[2], d.text) for d in read(tmp_path / 'plain.jsonl')]
@@ -76,22 +76,22 @@ def test_compressed_files_are_the_same_and_whole(tmp_path, read, name, compress)
 
 
 @pytest.mark.parametrize('suffix', ['gz', 'zst'])
-def test_cut_short_or_damaged_compression_is_an_error_at_any_byte(tmp_path, left_out, read, suffix):
+def test_truncated_or_damaged_compression_is_an_error_at_any_byte(tmp_path, bad_records, read, suffix):
     data = '\n'.join(LINES).encode()
     compressed = gzip.compress(data) if suffix == 'gz' else zstandard.ZstdCompressor(write_checksum=True).compress(data)
     path = tmp_path / f'x.jsonl.{suffix}'
     path.write_bytes(compressed)
-    assert left_out(path) == []
-    whole = read(path)
+    assert bad_records(path) == []
+    expected = read(path)
     for size in (1, 5, 17, len(compressed) // 2, len(compressed) - 5, len(compressed) - 1):
         path.write_bytes(compressed[:size])
-        bad = left_out(path)
+        bad = bad_records(path)
         assert len([name for name, _ in bad if name == path.name]) == 1, size
         assert 'damaged or truncated' in bad[-1][1]
         assert path.name in bad[-1][1]
-        assert len(read(path, on_bad=lambda *_: None)) <= len(whole)
+        assert len(read(path, on_bad=lambda *_: None)) <= len(expected)
     path.write_bytes(compressed[:40] + bytes([compressed[40] ^ 255]) + compressed[41:])
-    assert any('damaged' in reason for _, reason in left_out(path))
+    assert any('damaged' in reason for _, reason in bad_records(path))
 
 
 @pytest.mark.parametrize(
@@ -109,18 +109,18 @@ def test_cut_short_or_damaged_compression_is_an_error_at_any_byte(tmp_path, left
         ('9' * 5000, ['x.jsonl:1', 'not JSON']),
     ],
 )
-def test_bad_lines_are_named_or_left_out(tmp_path, read, left_out, content, parts):
+def test_bad_lines_are_named_or_skipped(tmp_path, read, bad_records, content, parts):
     (tmp_path / 'x.jsonl').write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / 'good.txt').write_text('good')
     with pytest.raises(InputError) as info:
         read(tmp_path)
     assert all(part in str(info.value) for part in parts), info.value
-    ((name, _),) = left_out(tmp_path)
+    ((name, _),) = bad_records(tmp_path)
     assert name == parts[0]
     assert 'good' in [d.text for d in read(tmp_path, on_bad=lambda *_: None)]
 
 
-def test_bad_lines_of_pieces_have_the_number_of_the_whole_file(tmp_path, monkeypatch):
+def test_bad_lines_of_ranges_have_line_numbers_of_the_file(tmp_path, monkeypatch):
     lines = [*LINES[:20], 'bad', *LINES[20:30], '{}', *LINES[30:]]
     (tmp_path / 'x.jsonl').write_text('\r\n'.join(lines))
     (file,) = find_inputs([tmp_path / 'x.jsonl'])
@@ -128,8 +128,8 @@ def test_bad_lines_of_pieces_have_the_number_of_the_whole_file(tmp_path, monkeyp
     count_lines = jsonl._count_lines
     monkeypatch.setattr(jsonl, '_count_lines', lambda *args: counted.append(args) or count_lines(*args))
     for target in (1, 50, 300, 2**20):
-        for piece in split_file(file, target):
-            list(read_documents(piece, ReadOptions(), lambda *args: bad.append(args)))
+        for file_range in split_file(file, target):
+            list(read_documents(file_range, ReadOptions(), lambda *args: bad.append(args)))
         assert [name for name, _ in bad] == ['x.jsonl:21', 'x.jsonl:32']
         # Only ranges with errors report them.
         assert len(counted) <= 2
@@ -137,14 +137,14 @@ def test_bad_lines_of_pieces_have_the_number_of_the_whole_file(tmp_path, monkeyp
         counted.clear()
 
 
-def test_a_line_longer_than_many_pieces_is_read_once(tmp_path, monkeypatch, check_pieces):
+def test_a_line_longer_than_many_ranges_is_read_once(tmp_path, monkeypatch, check_ranges):
     monkeypatch.setattr(jsonl, 'CHUNK_BYTES', 16)
     lines = [json.dumps({'text': text}) for text in ('a', 'b' * 10_000, 'c')]
     (tmp_path / 'x.jsonl').write_text('\n'.join(lines))
-    check_pieces(tmp_path / 'x.jsonl', [13, 100, 9000])
+    check_ranges(tmp_path / 'x.jsonl', [13, 100, 9000])
 
 
-def test_a_file_that_was_cut_since_it_was_listed_is_named(tmp_path):
+def test_a_file_truncated_after_discovery_is_named(tmp_path):
     (tmp_path / 'x.jsonl').write_text('\n'.join(LINES))
     (file,) = find_inputs([tmp_path / 'x.jsonl'])
     (tmp_path / 'x.jsonl').write_text('\n'.join(LINES[:3]) + '\n')
@@ -152,14 +152,14 @@ def test_a_file_that_was_cut_since_it_was_listed_is_named(tmp_path):
         list(read_documents(FileRange(file, 0, 0, file.size), ReadOptions()))
 
 
-def test_a_storage_that_fails_in_the_middle_is_named(tmp_path, monkeypatch, left_out):
+def test_a_storage_error_while_reading_is_named(tmp_path, monkeypatch, bad_records):
     (tmp_path / 'x.jsonl').write_text('\n'.join(LINES))
 
     def fail(self, buffer):
         raise classify_error(str(tmp_path / 'x.jsonl'), OSError(5, 'Input/output error'))
 
     monkeypatch.setattr(filesystem._LocalFile, 'readinto', fail)
-    assert left_out(tmp_path / 'x.jsonl') == [('x.jsonl', f'{tmp_path}/x.jsonl: Input/output error')]
+    assert bad_records(tmp_path / 'x.jsonl') == [('x.jsonl', f'{tmp_path}/x.jsonl: Input/output error')]
 
 
 PAIR = {'prompt': 'q', 'chosen': 'b', 'rejected': 'c'}
@@ -178,7 +178,7 @@ CHAT = {'messages': [{'role': 'user', 'content': 'q ü'}, {'role': 'assistant', 
         ({'chosen': 'b'}, 'text', 'text'),
     ],
 )
-def test_the_first_line_tells_what_a_file_holds(tmp_path, name, first, shown, found):
+def test_the_first_line_determines_the_format(tmp_path, name, first, shown, found):
     content = ('\ufeff\n \n' + json.dumps(first) + '\n' + json.dumps(CHAT)).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith('gz') else content)
     (file,) = find_inputs([tmp_path / name])
@@ -188,11 +188,11 @@ def test_the_first_line_tells_what_a_file_holds(tmp_path, name, first, shown, fo
 
 
 # mtime=0 makes the test id equal in all processes.
-TORN = gzip.compress(json.dumps(CHAT).encode(), mtime=0)[:20]
+TRUNCATED = gzip.compress(json.dumps(CHAT).encode(), mtime=0)[:20]
 
 
-@pytest.mark.parametrize('content', [b'', b'{', b'\xff', b'3', TORN])
-def test_a_damaged_first_line_is_no_conversation(tmp_path, content):
+@pytest.mark.parametrize('content', [b'', b'{', b'\xff', b'3', TRUNCATED])
+def test_a_damaged_first_line_is_not_a_conversation(tmp_path, content):
     (tmp_path / 'x.jsonl').write_bytes(content)
     (tmp_path / 'x.jsonl.gz').write_bytes(content)
     for file in find_inputs([tmp_path / 'x.jsonl', tmp_path / 'x.jsonl.gz']):

@@ -19,9 +19,9 @@ def write(path, columns, **options):
     return path
 
 
-def test_pieces_give_the_whole(tmp_path, check_pieces, read):
+def test_ranges_give_all_documents(tmp_path, check_ranges, read):
     path = write(tmp_path / 'x.parquet', {'id': list(range(300)), 'text': TEXTS}, row_group_size=37)
-    check_pieces(path, [1, 400, 2000, 2**30])
+    check_ranges(path, [1, 400, 2000, 2**30])
     expected = [(f'x.parquet:{i}', text) for i, text in enumerate(TEXTS) if text]
     assert [(d.name, d.text) for d in read(path)] == expected
     assert len(split_file(find_inputs([path])[0], 1)) == 9
@@ -36,7 +36,7 @@ def test_types_and_compressions_of_text(tmp_path, read, kind, compression):
     assert [(d.name, d.text) for d in read(path)] == [('x.parquet:0', 'a'), ('x.parquet:3', 'ü')]
 
 
-def test_only_columns_that_are_asked_for_are_kept(tmp_path, read):
+def test_only_requested_columns_are_kept(tmp_path, read):
     day = datetime.date(2024, 2, 3)
     path = write(tmp_path / 'x.parquet', {'body': ['a'], 'url': ['b'], 'day': [day], 'n': [[1]], 'raw': [b'\xff']})
     (document,) = read(path, text_key='body')
@@ -46,7 +46,7 @@ def test_only_columns_that_are_asked_for_are_kept(tmp_path, read):
 
 
 @pytest.mark.parametrize(
-    ('columns', 'options', 'told'),
+    ('columns', 'options', 'message'),
     [
         ({'id': [1], 'content': ['a']}, {}, "no column 'text'; it has id, content; set --text-field to the column"),
         (
@@ -58,48 +58,48 @@ def test_only_columns_that_are_asked_for_are_kept(tmp_path, read):
         ({'text': [['a']]}, {}, "the column 'text' contains list<"),
     ],
 )
-def test_missing_and_wrong_columns_are_named(tmp_path, left_out, columns, options, told):
+def test_missing_and_wrong_columns_are_named(tmp_path, bad_records, columns, options, message):
     path = write(tmp_path / 'x.parquet', columns)
-    ((name, reason),) = left_out(path, **options)
+    ((name, reason),) = bad_records(path, **options)
     assert name == 'x.parquet'
-    assert reason.startswith(f'{path}: {told}')
+    assert reason.startswith(f'{path}: {message}')
 
 
-def test_rows_that_are_not_text_are_named(tmp_path, left_out, read):
+def test_rows_that_are_not_text_are_named(tmp_path, bad_records, read):
     raw = pa.array([b'good', b'a\xff', b'fine'])
     for column in (raw, pa.Array.from_buffers(pa.string(), 3, raw.buffers())):
         path = write(tmp_path / 'x.parquet', {'text': column})
-        ((name, reason),) = left_out(path)
+        ((name, reason),) = bad_records(path)
         assert name == 'x.parquet:1'
         assert reason.startswith(f'{path}: row 1: byte 1 of ')
         assert [d.text for d in read(path, on_bad=lambda *_: None)] == ['good', 'fine']
 
 
-def test_files_cut_short_and_damaged_are_named(tmp_path, left_out, read):
+def test_truncated_and_damaged_files_are_named(tmp_path, bad_records, read):
     path = write(tmp_path / 'x.parquet', {'text': [text or '' for text in TEXTS]}, row_group_size=100)
     content = path.read_bytes()
     for size in (0, 3, 50, len(content) - 1):
         path.write_bytes(content[:size])
-        ((name, reason),) = left_out(path)
+        ((name, reason),) = bad_records(path)
         assert name == 'x.parquet'
         assert f'{path}: not a readable Parquet file (' in reason
-    # The middle row group only: what is before and behind it is read.
+    # Only the middle row group is damaged; the other row groups are read.
     group = pq.ParquetFile(pa.BufferReader(content)).metadata.row_group(1).column(0)
     start = group.dictionary_page_offset or group.data_page_offset
     path.write_bytes(content[:start] + b'\xff' * 20 + content[start + 20 :])
-    ((name, reason),) = left_out(path)
+    ((name, reason),) = bad_records(path)
     assert name == 'x.parquet:100'
     assert 'rows 100 to 199 is damaged' in reason
     rows = {int(d.name.split(':')[1]) // 100 for d in read(path, on_bad=lambda *_: None)}
     assert rows == {0, 2}
 
 
-def test_pages_larger_than_the_limit_are_named_before_they_are_decoded(tmp_path, left_out, read, monkeypatch):
+def test_pages_larger_than_the_limit_are_named_before_they_are_decoded(tmp_path, bad_records, read, monkeypatch):
     texts = ['a' * 100, 'b' * 5000, 'c' * 100]
     path = write(tmp_path / 'x.parquet', {'text': texts, 'id': [1, 2, 3]}, row_group_size=1, use_dictionary=False)
     monkeypatch.setattr(parquet_pages, 'MAX_PAGE_BYTES', 4000)
     monkeypatch.setattr(parquet, 'MAX_PAGE_BYTES', 4000)
-    ((name, reason),) = left_out(path, max_record_bytes=1)[1:2]
+    ((name, reason),) = bad_records(path, max_record_bytes=1)[1:2]
     assert name == 'x.parquet:1'
     assert f'{path}: the row group of rows 1 to 1: a page of the column' in reason
     assert "'text' has 5,0" in reason
@@ -110,8 +110,8 @@ def test_pages_larger_than_the_limit_are_named_before_they_are_decoded(tmp_path,
     assert [d.text for d in read(path, max_record_bytes=10)] == ['a']
 
 
-def test_sizes_of_pages_are_those_in_their_headers(tmp_path):
-    # Statistics in the headers, nulls, several pages and both versions.
+def test_page_sizes_match_the_headers(tmp_path):
+    # The file has statistics in page headers, nulls and several pages, in both versions of the format.
     for version in ('1.0', '2.0'):
         path = write(
             tmp_path / 'x.parquet',
@@ -134,36 +134,36 @@ def test_sizes_of_pages_are_those_in_their_headers(tmp_path):
                     assert len(chunk) == wanted.total_compressed_size
                     sizes = list(parquet_pages._page_sizes(file, chunk))
                     assert len(sizes) > 1
-                    # The rest are headers. That of a text has its least and its greatest value.
+                    # The remaining bytes are headers, which contain the minimum and the maximum of a text column.
                     headers = wanted.total_uncompressed_size - sum(sizes)
                     assert 10 * len(sizes) < headers < 2100 * len(sizes)
                 largest = parquet_pages.largest_pages(file, chunks, names, ['text'], 2**30)
                 assert largest == max(parquet_pages._page_sizes(file, chunks[0]))
 
 
-def test_booleans_of_a_header_take_no_memory():
-    # One byte each, without an end in a damaged file.
+def test_booleans_in_a_header_take_no_memory():
+    # Each boolean takes one byte, and a damaged file may contain any number of them.
     assert parquet_pages._Thrift(io.BytesIO(b'\x11' * 1000 + b'\x15\x08\x00')).read_struct() == {1001: 4}
 
 
-def test_a_footer_that_pyarrow_aborts_on_is_damaged(tmp_path, left_out, read):
+def test_a_footer_that_aborts_pyarrow_is_reported_as_damaged(tmp_path, bad_records, read):
     path = write(tmp_path / 'x.parquet', {'text': ['a' * 50, 'b'] * 50, 'n': list(range(100))})
     content = bytearray(path.read_bytes())
     start = len(content) - 8 - int.from_bytes(content[-8:-4], 'little')
-    # The type of the first column: BYTE_ARRAY, then BOOLEAN, for which there are no sizes of texts.
+    # Changes the type of the first column from BYTE_ARRAY to BOOLEAN, for which size statistics are invalid.
     assert content[start + 18] == 12
     content[start + 18] = 0
     path.write_bytes(content)
-    assert left_out(path)
+    assert bad_records(path)
     assert list(read(path, on_bad=lambda *_: None)) == []
 
 
-def test_a_footer_of_any_size_is_not_read(tmp_path, left_out):
+def test_a_footer_above_the_limit_is_not_read(tmp_path, bad_records):
     path = tmp_path / 'x.parquet'
     with path.open('wb') as file:
         file.truncate(2**40)
         file.seek(0, 2)
         file.write((2**32 - 1).to_bytes(4, 'little') + b'PAR1')
-    ((name, reason),) = left_out(path)
+    ((name, reason),) = bad_records(path)
     assert name == 'x.parquet'
     assert 'the footer has 4,294,967,295 bytes, more than the limit of 67,108,864' in reason

@@ -1,4 +1,4 @@
-"""Inputs in an S3 bucket on loopback. All tests share one server, because it takes seconds to start."""
+"""Tests inputs in a local S3 bucket. All tests share one server, because it takes seconds to start."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def bucket(server, monkeypatch):
 
 
 def read(paths, target):
-    pieces = [piece for file in find_inputs(paths) for piece in split_file(file, target)]
-    return [(d.name, d.text) for piece in pieces for d in read_documents(piece, ReadOptions())]
+    file_ranges = [file_range for file in find_inputs(paths) for file_range in split_file(file, target)]
+    return [(d.name, d.text) for file_range in file_ranges for d in read_documents(file_range, ReadOptions())]
 
 
-def test_a_bucket_is_read_as_a_directory_is(bucket, tmp_path):
+def test_a_bucket_is_read_like_a_directory(bucket, tmp_path):
     files = find_inputs(['s3://corpus/web'])
     assert [(file.path, file.name, file.kind) for file in files] == [
         ('s3://corpus/web/a.jsonl', 'a.jsonl', 'jsonl'),
@@ -72,11 +72,11 @@ def test_a_bucket_is_read_as_a_directory_is(bucket, tmp_path):
     ]
     assert {file.source for file in files} == {'web'}
     bucket.get('corpus/web/', str(tmp_path / 'web'), recursive=True)
-    whole = read([tmp_path / 'web'], 2**30)
-    assert len(whole) > 500
-    assert read(['s3://corpus/web/'], 1000) == whole
+    expected = read([tmp_path / 'web'], 2**30)
+    assert len(expected) > 500
+    assert read(['s3://corpus/web/'], 1000) == expected
     assert read(['s3://corpus/web/**/*.txt', 's3://corpus/web/*.parquet'], 1) == [
-        entry for suffix in ('.txt', '.parquet:') for entry in whole if suffix in entry[0]
+        entry for suffix in ('.txt', '.parquet:') for entry in expected if suffix in entry[0]
     ]
     (archive,) = find_inputs(['s3://corpus/ids/*.npz'])
     assert len(list(read_documents(split_file(archive, 100)[1], ReadOptions()))) == 1
@@ -90,29 +90,29 @@ def test_the_version_changes_with_the_object(bucket):
     assert [a == b for a, b in zip(after, before, strict=True)] == [True, True, False, True]
 
 
-def test_what_is_missing_or_vanishes_is_named(bucket):
+def test_missing_and_deleted_objects_are_named(bucket):
     for path in ('s3://nobody/x', 's3://corpus/nothing', 's3://corpus/web/nothing.jsonl'):
         with pytest.raises(InputError, match=f'^{path}: No such file or directory; '):
             find_inputs([path])
     with pytest.raises(InputError, match=r'^s3://nobody: The specified bucket does not exist|No such file'):
         find_inputs(['s3://nobody/*.txt'])
     files = find_inputs(['s3://corpus/web'])
-    pieces = [piece for file in files for piece in split_file(file, 1000)]
+    file_ranges = [file_range for file in files for file_range in split_file(file, 1000)]
     bucket.rm('corpus/web', recursive=True)
     bucket.invalidate_cache()
     bad = []
-    for piece in pieces:
-        assert list(read_documents(piece, ReadOptions(), lambda *args: bad.append(args))) == []
+    for file_range in file_ranges:
+        assert list(read_documents(file_range, ReadOptions(), lambda *args: bad.append(args))) == []
     assert {name for name, _ in bad} == {file.name for file in files}
     assert all(reason.startswith('s3://corpus/web/') and '\n' not in reason for _, reason in bad), bad
     assert all('No such file' in reason or 'damaged' in reason for _, reason in bad), bad
 
 
-def test_a_bucket_that_refuses_is_named_without_secrets(bucket, monkeypatch):
-    def refuse(path):
+def test_access_errors_contain_no_secrets(bucket, monkeypatch):
+    def deny_access(path):
         raise PermissionError('Access Denied for secret_access_key=HUSHHUSH')
 
-    monkeypatch.setattr(object_store.open_filesystem('s3://corpus')[0], 'info', refuse)
+    monkeypatch.setattr(object_store.open_filesystem('s3://corpus')[0], 'info', deny_access)
     with pytest.raises(InputError, match=r'^s3://corpus/web: access denied \(Access Denied') as info:
         find_inputs(['s3://corpus/web'])
     assert 'HUSHHUSH' not in str(info.value)
@@ -124,7 +124,7 @@ def test_a_key_in_a_url_is_not_shown(bucket):
     assert 'HUSHHUSH' not in str(info.value)
 
 
-def test_a_server_that_is_gone_is_named(bucket, monkeypatch):
+def test_an_unreachable_server_is_named(bucket, monkeypatch):
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:1')
     monkeypatch.setenv('AWS_MAX_ATTEMPTS', '1')
     object_store._filesystem.cache_clear()

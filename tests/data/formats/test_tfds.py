@@ -58,27 +58,27 @@ def directory(data_dir):
     return f'{data_dir}/tiny/1.0.0'
 
 
-def check_whole(documents):
-    """Checks that each example with text occurs once; TFDS has shuffled them."""
+def check_all_documents(documents):
+    """Checks that each example with text occurs once, in any order, because TFDS shuffles them."""
     assert {d.text for d in documents} == {f'{i} ü\n' for i in range(NUM_EXAMPLES) if i % 5}
     assert len({d.name for d in documents}) == len(documents)
     assert all(d.text == f'{d.metadata["id"]} ü\n' for d in documents)
 
 
-def test_pieces_give_the_whole_without_tensorflow(directory, check_pieces, read):
+def test_ranges_give_all_documents_without_tensorflow(directory, check_ranges, read):
     loaded = 'tensorflow' in sys.modules
-    check_pieces(f'tfds:{directory}', [1, 100, 3000, 2**30], metadata_keys=('id',))
+    check_ranges(f'tfds:{directory}', [1, 100, 3000, 2**30], metadata_keys=('id',))
     documents = read(f'tfds:{directory}', metadata_keys=('id',))
-    check_whole(documents)
+    check_all_documents(documents)
     assert all(d.name.startswith('tiny/1.0.0#train:') and d.source == 'tiny' for d in documents)
     assert ('tensorflow' in sys.modules) == loaded
 
 
-def test_tfrecord_gives_the_whole(tmp_path, prepare, check_pieces, read):
-    """TFRecord needs TensorFlow, which takes five seconds to import."""
+def test_tfrecord_gives_all_documents(tmp_path, prepare, check_ranges, read):
+    """Tests TFRecord, which needs TensorFlow (five seconds to import)."""
     directory = prepare(tmp_path, 'tfrecord')
-    check_pieces(f'tfds:{directory}', [2000], metadata_keys=('id',))
-    check_whole(read(f'tfds:{directory}', metadata_keys=('id',)))
+    check_ranges(f'tfds:{directory}', [2000], metadata_keys=('id',))
+    check_all_documents(read(f'tfds:{directory}', metadata_keys=('id',)))
 
 
 @pytest.mark.parametrize('name', ['tiny', 'tiny:1.0.0'])
@@ -104,7 +104,7 @@ def test_the_version_changes_with_the_files(tmp_path, prepare):
 
 
 @pytest.mark.parametrize(
-    ('given', 'told'),
+    ('name', 'message'),
     [
         ('tfds:no_such_data', r'tfds:no_such_data: Dataset no_such_data not found'),
         ('tfds:tiny:9.9.9', r'tfds:tiny:9\.9\.9: '),
@@ -113,10 +113,10 @@ def test_the_version_changes_with_the_files(tmp_path, prepare):
         ('tfds:#train', r'give tfds:NAME'),
     ],
 )
-def test_what_is_not_there_is_named(data_dir, monkeypatch, given, told):
+def test_missing_data_sets_are_named(data_dir, monkeypatch, name, message):
     monkeypatch.setenv('TFDS_DATA_DIR', str(data_dir))
-    with pytest.raises(InputError, match=told) as info:
-        find_inputs([given])
+    with pytest.raises(InputError, match=message) as info:
+        find_inputs([name])
     assert '\n' not in str(info.value)
 
 
@@ -125,21 +125,21 @@ def test_a_directory_without_a_data_set_is_named(tmp_path):
         find_inputs([f'tfds:{tmp_path}'])
 
 
-def test_missing_features_and_other_types_are_named(directory, left_out):
-    ((name, reason),) = left_out(f'tfds:{directory}', text_key='content')
+def test_missing_features_and_wrong_types_are_named(directory, bad_records):
+    ((name, reason),) = bad_records(f'tfds:{directory}', text_key='content')
     assert name == 'tiny/1.0.0#train'
     assert "no column 'content'; it has id, text; set --text-field" in reason
-    bad = left_out(f'tfds:{directory}', text_key='id')
+    bad = bad_records(f'tfds:{directory}', text_key='id')
     assert len(bad) == NUM_EXAMPLES
     assert 'row 0: contains int, not text' in bad[0][1] or 'row 0: contains int64, not text' in bad[0][1]
 
 
-def test_damaged_files_are_named(tmp_path, prepare, left_out):
+def test_damaged_files_are_named(tmp_path, prepare, bad_records):
     directory = prepare(tmp_path)
     path = f'{directory}/tiny-train.array_record-00000-of-00001'
     with open(path, 'r+b') as file:
         file.truncate(100)
-    ((name, reason),) = left_out(f'tfds:{directory}')
+    ((name, reason),) = bad_records(f'tfds:{directory}')
     assert name == 'tiny/1.0.0#train'
     assert reason.startswith(f'tfds:{directory}: ')
     (file,) = find_inputs([f'tfds:{directory}'])

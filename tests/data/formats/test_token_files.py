@@ -27,11 +27,11 @@ def documents_of(stream, end, longest):
     return [(first, ids) for first, ids in cut if ids]
 
 
-def read_cut(path, target, **options):
+def read_in_ranges(path, target, **options):
     documents = []
     for file in find_inputs([path]):
-        for piece in split_file(file, target):
-            documents += read_documents(piece, ReadOptions(**options), raise_bad)
+        for file_range in split_file(file, target):
+            documents += read_documents(file_range, ReadOptions(**options), raise_bad)
     assert all(document.tokens.dtype == np.uint32 for document in documents)
     return [(document.name.split(':', 1)[1], document.tokens.tolist()) for document in documents]
 
@@ -48,7 +48,7 @@ def small_chunks(monkeypatch):
 
 # The seeds cover all four integer types.
 @pytest.mark.parametrize('seed', [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 20))])
-def test_pieces_of_any_size_give_the_documents_of_the_stream(tmp_path, small_chunks, seed):
+def test_ranges_of_any_size_give_the_documents_of_the_stream(tmp_path, small_chunks, seed):
     rng = np.random.default_rng(seed)
     num_tokens, vocab = int(rng.integers(1, 150)), int(rng.choice([3, 30, 200]))
     stream = rng.integers(0, vocab, num_tokens)
@@ -58,18 +58,18 @@ def test_pieces_of_any_size_give_the_documents_of_the_stream(tmp_path, small_chu
     for end in (END, None):
         expected = named(documents_of(stream.tolist(), end, 16))
         for target in (1, 7, 33, 100, 2**20):
-            assert read_cut(tmp_path / 'x.npy', target, end_of_document=end) == expected
-            assert read_cut(tmp_path / 'x.bin', target, end_of_document=end, token_dtype='uint16') == expected
+            assert read_in_ranges(tmp_path / 'x.npy', target, end_of_document=end) == expected
+            assert read_in_ranges(tmp_path / 'x.bin', target, end_of_document=end, token_dtype='uint16') == expected
 
 
-def test_pieces_of_another_kind_would_be_seen(tmp_path, small_chunks, check_pieces):
+def test_wrong_ranges_are_detected(tmp_path, small_chunks, check_ranges):
     rng = np.random.default_rng(0)
     np.save(tmp_path / 'x.npy', rng.integers(0, 9, 300).astype('uint16'))
-    check_pieces(tmp_path / 'x.npy', [40, 100, 2**20], end_of_document=END)
+    check_ranges(tmp_path / 'x.npy', [40, 100, 2**20], end_of_document=END)
 
 
 @pytest.mark.parametrize('shape', [(5, 12), (1, 40), (7, 1), (3, 0)])
-def test_rows_are_streams_of_their_own(tmp_path, small_chunks, shape):
+def test_rows_are_separate_streams(tmp_path, small_chunks, shape):
     rows = np.random.default_rng(1).integers(0, 5, shape).astype('int32')
     np.save(tmp_path / 'x.npy', rows)
     expected = [
@@ -78,7 +78,7 @@ def test_rows_are_streams_of_their_own(tmp_path, small_chunks, shape):
         for first, ids in (documents_of(row, END, 16) if row else [])
     ]
     for target in (1, 40, 2**20):
-        assert read_cut(tmp_path / 'x.npy', target, end_of_document=END) == expected
+        assert read_in_ranges(tmp_path / 'x.npy', target, end_of_document=END) == expected
 
 
 @pytest.mark.parametrize('save', [np.savez, np.savez_compressed])
@@ -92,18 +92,18 @@ def test_archives_give_every_array_in_order(tmp_path, small_chunks, save):
         for number, row in enumerate(rows):
             expected += [(f'{name}:{number * len(row) + first}', ids) for first, ids in documents_of(row, END, 16)]
     for target in (1, 200, 2**20):
-        assert read_cut(tmp_path / 'x.npz', target, end_of_document=END) == expected
-    assert [piece.start for piece in split_file(find_inputs([tmp_path / 'x.npz'])[0], 1)] == [0, 1, 2]
+        assert read_in_ranges(tmp_path / 'x.npz', target, end_of_document=END) == expected
+    assert [file_range.start for file_range in split_file(find_inputs([tmp_path / 'x.npz'])[0], 1)] == [0, 1, 2]
 
 
-def test_a_stream_without_ends_is_cut_at_the_limit(tmp_path):
+def test_a_stream_without_end_tokens_is_split_at_the_limit(tmp_path):
     np.save(tmp_path / 'x.npy', np.ones(2**24 + 5, 'uint16'))
-    documents = read_cut(tmp_path / 'x.npy', 2**24)
+    documents = read_in_ranges(tmp_path / 'x.npy', 2**24)
     assert [(name, len(ids)) for name, ids in documents] == [('0', 2**24), (str(2**24), 5)]
 
 
 @pytest.mark.parametrize(('magic', 'version', 'dtype'), [(20240520, 1, '<u2'), (20240801, 7, '<u4')])
-def test_llm_c_files_say_their_type(tmp_path, left_out, magic, version, dtype):
+def test_llm_c_files_specify_their_dtype(tmp_path, bad_records, magic, version, dtype):
     header = np.zeros(256, '<i4')
     header[:3] = magic, version, 6
     stream = np.array([7, 8, 50256, 9, 50256, 5], dtype)
@@ -111,56 +111,56 @@ def test_llm_c_files_say_their_type(tmp_path, left_out, magic, version, dtype):
     path.write_bytes(header.tobytes() + stream.tobytes())
     expected = [('0', [7, 8]), ('3', [9]), ('5', [5])]
     for target in (1, 2, 2**20):
-        assert read_cut(path, target, end_of_document=50256) == expected
+        assert read_in_ranges(path, target, end_of_document=50256) == expected
     other = {'<u2': 'uint32', '<u4': 'uint16'}[dtype]
-    ((_, reason),) = left_out(path, token_dtype=other)
+    ((_, reason),) = bad_records(path, token_dtype=other)
     assert f'not --token-dtype={other}' in reason
     path.write_bytes(header.tobytes() + stream.tobytes()[:-4])
-    ((_, reason),) = left_out(path)
+    ((_, reason),) = bad_records(path)
     assert 'x.bin: has ' in reason
     assert 'truncated' in reason
     header[1] = 9
     path.write_bytes(header.tobytes() + stream.tobytes())
-    ((_, reason),) = left_out(path)
+    ((_, reason),) = bad_records(path)
     assert 'version 9' in reason
 
 
-def test_raw_files_need_their_type(tmp_path, left_out):
+def test_raw_files_need_a_dtype(tmp_path, bad_records):
     path = tmp_path / 'x.bin'
     path.write_bytes(bytes(7))
-    assert left_out(path) == [
+    assert bad_records(path) == [
         ('x.bin', f'{path}: does not specify its dtype; add --token-dtype=uint16 or --token-dtype=uint32')
     ]
-    assert left_out(path, token_dtype='uint16') == [
+    assert bad_records(path, token_dtype='uint16') == [
         ('x.bin', f'{path}: has 7 bytes, not a multiple of the size of uint16; it was truncated')
     ]
 
 
 @pytest.mark.parametrize(
-    ('stream', 'vocab_size', 'told'),
+    ('stream', 'vocab_size', 'message'),
     [
         ([1, 2, END, 3, 900, 4, END, 5], 900, 'token 4 is 900; ids must be from 0 to 899'),
         ([1, 2, END, 3, -1, 4, END, 5], None, 'token 4 is -1; ids must be from 0 to 4294967295'),
         ([1, 2, END, 3, 2**32, 4, END, 5], None, 'token 4 is 4294967296; ids must be from 0 to 4294967295'),
     ],
 )
-def test_ids_beyond_the_vocabulary_are_named(tmp_path, read, left_out, stream, vocab_size, told):
+def test_ids_beyond_the_vocabulary_are_named(tmp_path, read, bad_records, stream, vocab_size, message):
     options = {'vocab_size': vocab_size, 'end_of_document': END}
     np.save(tmp_path / 'x.npy', np.array(stream, 'int64'))
-    assert left_out(tmp_path / 'x.npy', **options) == [('x.npy:3', f'{tmp_path}/x.npy: {told}')]
+    assert bad_records(tmp_path / 'x.npy', **options) == [('x.npy:3', f'{tmp_path}/x.npy: {message}')]
     rest = read(tmp_path / 'x.npy', on_bad=lambda *_: None, **options)
     assert [(d.name, d.tokens.tolist()) for d in rest] == [('x.npy:0', [1, 2]), ('x.npy:7', [5])]
     np.savez(tmp_path / 'x.npz', a=np.array([[1, 2, 3, 4], [1, 2, stream[4], 4]]))
-    ((name, reason),) = left_out(tmp_path / 'x.npz', **options)
+    ((name, reason),) = bad_records(tmp_path / 'x.npz', **options)
     assert name == 'x.npz:a:4'
     assert f'x.npz, array a.npy: token 6 (row 1) is {stream[4]}' in reason
     good = np.where(np.array(stream) == stream[4], 899, stream)
     np.save(tmp_path / 'x.npy', good)
-    assert left_out(tmp_path / 'x.npy', **options) == []
+    assert bad_records(tmp_path / 'x.npy', **options) == []
 
 
 @pytest.mark.parametrize(
-    ('array', 'told'),
+    ('array', 'message'),
     [
         (np.array([1, None]), 'never unpickled'),
         (np.array([1.5]), 'contains float64; token ids must be integers'),
@@ -170,49 +170,49 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path, read, left_out, stream, v
         (np.zeros(3, [('id', 'uint16')]), 'token ids must be integers'),
     ],
 )
-def test_arrays_that_are_no_tokens_are_refused(tmp_path, left_out, array, told):
+def test_arrays_without_token_ids_are_rejected(tmp_path, bad_records, array, message):
     np.save(tmp_path / 'x.npy', array, allow_pickle=True)
     np.savez(tmp_path / 'x.npz', a=array, b=np.array([1, 2]))
-    ((name, reason),) = left_out(tmp_path / 'x.npy')
+    ((name, reason),) = bad_records(tmp_path / 'x.npy')
     assert name == 'x.npy'
-    assert told in reason
-    ((name, reason),) = left_out(tmp_path / 'x.npz')
+    assert message in reason
+    ((name, reason),) = bad_records(tmp_path / 'x.npz')
     assert name == 'x.npz:a'
-    assert told in reason
+    assert message in reason
 
 
-def test_damaged_arrays_are_named(tmp_path, left_out):
+def test_damaged_arrays_are_named(tmp_path, bad_records):
     np.save(tmp_path / 'x.npy', np.arange(1000, dtype='uint16'))
     content = (tmp_path / 'x.npy').read_bytes()
     for size in (0, 5, 100, len(content) - 1):
         (tmp_path / 'x.npy').write_bytes(content[:size])
-        ((name, reason),) = left_out(tmp_path / 'x.npy')
+        ((name, reason),) = bad_records(tmp_path / 'x.npy')
         assert name == 'x.npy'
         assert ('not a .npy array' if size < 128 else 'it was truncated') in reason
     np.savez_compressed(tmp_path / 'x.npz', a=np.arange(1000, dtype='uint16'), b=np.arange(5))
     content = (tmp_path / 'x.npz').read_bytes()
     for size in (0, 100, len(content) - 10):
         (tmp_path / 'x.npz').write_bytes(content[:size])
-        ((name, reason),) = left_out(tmp_path / 'x.npz')
+        ((name, reason),) = bad_records(tmp_path / 'x.npz')
         assert name == 'x.npz'
         assert 'not a readable .npz file' in reason
     (tmp_path / 'x.npz').write_bytes(content[:200] + bytes([content[200] ^ 255]) + content[201:])
-    ((name, reason),) = left_out(tmp_path / 'x.npz')
+    ((name, reason),) = bad_records(tmp_path / 'x.npz')
     assert name == 'x.npz:a'
     assert 'damaged' in reason
 
 
-def test_a_file_in_an_archive_that_is_no_array_is_named(tmp_path, left_out, read):
+def test_a_file_in_an_archive_that_is_not_an_array_is_named(tmp_path, bad_records, read):
     array = io.BytesIO()
     np.save(array, np.array([1, 2]))
     with zipfile.ZipFile(tmp_path / 'x.npz', 'w') as archive:
         archive.writestr('readme', 'text')
         archive.writestr('a.npy', array.getvalue())
-    assert [name for name, _ in left_out(tmp_path / 'x.npz')] == ['x.npz:readme']
+    assert [name for name, _ in bad_records(tmp_path / 'x.npz')] == ['x.npz:readme']
     assert [d.tokens.tolist() for d in read(tmp_path / 'x.npz', on_bad=lambda *_: None)] == [[1, 2]]
 
 
-def test_a_file_that_is_shorter_than_its_pieces_is_named(tmp_path):
+def test_a_file_that_is_shorter_than_its_ranges_is_named(tmp_path):
     np.save(tmp_path / 'x.npy', np.ones(1000, 'uint16'))
     (file,) = find_inputs([tmp_path / 'x.npy'])
     (tmp_path / 'x.npy').write_bytes((tmp_path / 'x.npy').read_bytes()[:1000])
