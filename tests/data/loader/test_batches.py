@@ -33,7 +33,7 @@ def dataset(make_dataset, random_shards):
     return make_dataset(random_shards, random_shards[2:])
 
 
-def keys(batch):
+def row_keys(batch):
     """Returns one hashable value per row."""
     return [row.tobytes() for row in np.concatenate([batch['tokens'], batch['targets']], axis=1)]
 
@@ -44,39 +44,39 @@ def assert_equal(batch, other):
         np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
 
 
-def test_every_window_once_per_epoch_in_another_order(dataset):
+def test_each_epoch_has_every_window_once_in_a_new_order(dataset):
     windows = Sequences(dataset, 'train', DATA.seq_len)
     count = len(windows)
     global_batch = 5
     assert count % global_batch  # so a batch crosses the end of an epoch
     batches = train_batches(dataset, DATA, global_batch)
-    rows = list(itertools.chain.from_iterable(keys(batches[step]) for step in range(3 * count // global_batch)))
-    everything = sorted(keys({name: np.stack([windows[i][name] for i in range(count)]) for name in windows[0]}))
-    assert len(set(everything)) == count
+    rows = list(itertools.chain.from_iterable(row_keys(batches[step]) for step in range(3 * count // global_batch)))
+    expected = sorted(row_keys({name: np.stack([windows[i][name] for i in range(count)]) for name in windows[0]}))
+    assert len(set(expected)) == count
     first, second = rows[:count], rows[count : 2 * count]
-    assert sorted(first) == everything
-    assert sorted(second) == everything
+    assert sorted(first) == expected
+    assert sorted(second) == expected
     assert first != second
-    assert first != keys({name: np.stack([windows[i][name] for i in range(count)]) for name in windows[0]})
+    assert first != row_keys({name: np.stack([windows[i][name] for i in range(count)]) for name in windows[0]})
 
 
-def test_another_seed_is_another_order(dataset):
+def test_the_order_depends_on_the_seed(dataset):
     same = train_batches(dataset, DATA, 8)[0]
     assert_equal(train_batches(dataset, DATA, 8)[0], same)
     other = train_batches(dataset, DataConfig(seq_len=16, seed=99), 8)[0]
-    assert keys(other) != keys(same)
+    assert row_keys(other) != row_keys(same)
 
 
 @pytest.mark.parametrize('hosts', [1, 2, 4, 8])
-def test_hosts_together_make_the_global_batch(dataset, hosts):
-    whole = train_batches(dataset, DATA, 8)
+def test_batches_of_all_hosts_make_the_global_batch(dataset, hosts):
+    global_batches = train_batches(dataset, DATA, 8)
     share = 8 // hosts
     parts = [train_batches(dataset, DATA, 8, slice(h * share, (h + 1) * share)) for h in range(hosts)]
     for step in (0, 1, 7):
-        joined = {name: np.concatenate([part[step][name] for part in parts]) for name in whole[step]}
-        assert_equal(joined, whole[step])
+        joined = {name: np.concatenate([part[step][name] for part in parts]) for name in global_batches[step]}
+        assert_equal(joined, global_batches[step])
     swapped = np.concatenate([part[0]['tokens'] for part in reversed(parts)])
-    assert hosts == 1 or (swapped != whole[0]['tokens']).any()
+    assert hosts == 1 or (swapped != global_batches[0]['tokens']).any()
 
 
 @pytest.mark.parametrize('workers', [0, pytest.param(2, marks=pytest.mark.multiprocess)])
@@ -89,7 +89,7 @@ def test_order_does_not_depend_on_workers_or_start(dataset, workers):
     assert len(seen) == 55
     for step, batch in enumerate(seen, start=5):
         assert_equal(batch, batches[step])
-    assert keys(seen[0]) != keys(batches[0])
+    assert row_keys(seen[0]) != row_keys(batches[0])
 
 
 def test_start_at_any_step(dataset):
@@ -101,7 +101,7 @@ def test_start_at_any_step(dataset):
 
 
 @pytest.mark.parametrize('workers', [0, pytest.param(1, marks=pytest.mark.multiprocess)])
-def test_damage_is_raised_where_it_is_met(dataset, workers):
+def test_damage_raises_an_error(dataset, workers):
     data = DataConfig(seq_len=16, seed=3, num_threads=2, prefetch_buffer_size=2, num_workers=workers)
     batches = train_batches(dataset, data, 4)
     (dataset.path / 'train-00000.arrayrecord').unlink()
@@ -122,19 +122,19 @@ def test_a_closed_iterator_leaves_no_process(dataset):
     assert not multiprocessing.active_children()
 
 
-def test_validation_has_every_window_once_and_is_padded(dataset):
+def test_validation_has_every_window_once_with_padding(dataset):
     windows = Sequences(dataset, 'validation', 16)
     batches = validation_batches(dataset, DATA, 5)
     assert len(windows) % 5
     assert len(batches) == -(-len(windows) // 5)
     rows = [{name: batch[name][r] for name in batch} for batch in iterate(batches, 0, DATA) for r in range(5)]
-    real, filler = rows[: len(windows)], rows[len(windows) :]
+    real, padding = rows[: len(windows)], rows[len(windows) :]
 
     def content(row):
         return tuple(values.tobytes() for values in row.values())
 
     assert sorted(map(content, real)) == sorted(content(windows[i]) for i in range(len(windows)))
-    assert not any(values.any() for row in filler for values in row.values())
+    assert not any(values.any() for row in padding for values in row.values())
     # A part of the split is a random sample instead of its start, and its order does not depend on the run.
     assert [content(row) for row in real] != [content(windows[i]) for i in range(len(windows))]
     other = validation_batches(dataset, DataConfig(seq_len=16, seed=99), 5)
@@ -144,11 +144,11 @@ def test_validation_has_every_window_once_and_is_padded(dataset):
         batches[len(batches)]
 
 
-def test_num_batches_bounds_validation(dataset):
-    whole = validation_batches(dataset, DATA, 4)
+def test_num_batches_limits_validation(dataset):
+    batches = validation_batches(dataset, DATA, 4)
     assert len(validation_batches(dataset, DATA, 4, 2)) == 2
-    assert len(validation_batches(dataset, DATA, 4, 10**6)) == len(whole)
-    assert_equal(validation_batches(dataset, DATA, 4, 2, slice(2, 4))[1], {n: v[2:] for n, v in whole[1].items()})
+    assert len(validation_batches(dataset, DATA, 4, 10**6)) == len(batches)
+    assert_equal(validation_batches(dataset, DATA, 4, 2, slice(2, 4))[1], {n: v[2:] for n, v in batches[1].items()})
 
 
 def test_an_empty_split_is_named(make_dataset, random_shards):
@@ -161,7 +161,7 @@ def test_fewer_windows_than_rows(make_dataset, count):
     dataset = make_dataset([[[7]] * count], block=8)
     batch = train_batches(dataset, DataConfig(seq_len=2), 8)[0]
     assert batch['tokens'].shape == (8, 2)
-    assert len(set(keys(batch))) <= len(Sequences(dataset, 'train', 2))
+    assert len(set(row_keys(batch))) <= len(Sequences(dataset, 'train', 2))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_the_first_batches_on_any_number_of_hosts_and_workers(
             iterate(train_batches(dataset, data, 8, slice(h * share, (h + 1) * share)), 0, data, num_steps)
             for h in range(hosts)
         ]
-        return [frozenset(itertools.chain.from_iterable(map(keys, step))) for step in zip(*parts, strict=True)]
+        return [frozenset(itertools.chain.from_iterable(map(row_keys, step))) for step in zip(*parts, strict=True)]
 
     expected = digests(1, DATA)
     assert len(expected) == num_steps
@@ -195,32 +195,32 @@ def test_the_first_batches_on_any_number_of_hosts_and_workers(
 def test_resuming_twice_across_an_epoch(dataset):
     batches = train_batches(dataset, DATA, 4)
     per_epoch = len(Sequences(dataset, 'train', 16)) // 4
-    whole = [keys(batch) for batch in iterate(batches, 0, DATA, 3 * per_epoch)]
+    expected = [row_keys(batch) for batch in iterate(batches, 0, DATA, 3 * per_epoch)]
     for first, second in ((1, per_epoch), (per_epoch - 1, per_epoch + 1), (per_epoch, 2 * per_epoch)):
-        pieces = [(0, first), (first, second), (second, 3 * per_epoch)]
-        resumed = [keys(batch) for start, stop in pieces for batch in iterate(batches, start, DATA, stop)]
-        assert resumed == whole
-    assert whole[:per_epoch] != whole[per_epoch : 2 * per_epoch]
+        ranges = [(0, first), (first, second), (second, 3 * per_epoch)]
+        resumed = [row_keys(batch) for start, stop in ranges for batch in iterate(batches, start, DATA, stop)]
+        assert resumed == expected
+    assert expected[:per_epoch] != expected[per_epoch : 2 * per_epoch]
 
 
-def test_batches_can_be_sent_to_another_process(dataset):
+def test_batches_are_picklable(dataset):
     batches = train_batches(dataset, DATA, 4)
     assert_equal(pickle.loads(pickle.dumps(batches))[3], batches[3])
 
 
 def test_a_context_schedule_keeps_tokens_and_their_order(dataset):
-    whole = train_batches(dataset, DATA, 4)
+    unsplit = train_batches(dataset, DATA, 4)
     schedule = ((0, 4), (3, 2), (7, 1))
-    cut = train_batches(dataset, DATA, 4, seq_len_schedule=schedule)
+    split = train_batches(dataset, DATA, 4, seq_len_schedule=schedule)
     for step in range(10):
         parts = 4 if step < 3 else 2 if step < 7 else 1
-        assert cut[step]['tokens'].shape == (4 * parts, 16 // parts)
+        assert split[step]['tokens'].shape == (4 * parts, 16 // parts)
         for name in ('tokens', 'targets', 'weights'):
-            np.testing.assert_array_equal(cut[step][name].reshape(4, 16), whole[step][name])
-    assert cut[0]['positions'].max() < 4 <= whole[0]['positions'].max()
-    # A host's rows are its part of the sequences.
+            np.testing.assert_array_equal(split[step][name].reshape(4, 16), unsplit[step][name])
+    assert split[0]['positions'].max() < 4 <= unsplit[0]['positions'].max()
+    # The rows of a host are those of its own sequences.
     second = train_batches(dataset, DATA, 4, slice(2, 4), seq_len_schedule=schedule)
-    assert_equal(second[1], {name: rows[8:] for name, rows in cut[1].items()})
+    assert_equal(second[1], {name: rows[8:] for name, rows in split[1].items()})
 
 
 def test_changes_of_the_fingerprint_are_named():

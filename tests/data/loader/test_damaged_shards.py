@@ -1,4 +1,4 @@
-"""Damaged shards: any damage is reported before a token of the shard is trained on."""
+"""Tests that damage to a shard is reported before training uses a token of it."""
 
 import random
 
@@ -19,49 +19,51 @@ def read(path):
     return [windows.stream(number) for number in range(len(windows))]
 
 
-def same(streams, others):
-    return all(np.array_equal(one, other) for one, other in zip(streams, others, strict=True))
+def same(streams, expected):
+    return all(
+        np.array_equal(stream, expected_stream) for stream, expected_stream in zip(streams, expected, strict=True)
+    )
 
 
-def test_no_damage_is_trained_on(make_dataset, record_property):
+def test_damage_is_detected_before_training(make_dataset, record_property):
     rng = random.Random(0)
     numbers = np.random.default_rng(0)
     shards = [[numbers.integers(1, 1000, 30_000).tolist()] for _ in range(3)]
     dataset = make_dataset(shards, block=WIDTH)
-    wanted = read(dataset.path)
-    found, idle = 0, 0
-    tries = how_many(30, 201)
-    for number in range(tries):
+    expected = read(dataset.path)
+    detected, harmless = 0, 0
+    trials = how_many(30, 201)
+    for number in range(trials):
         damage = (flip, cut, remove)[number % 3]
         path = dataset.path / f'train-{number // 3 % 3:05d}.arrayrecord'
         content = path.read_bytes()
         damage(path, rng)
         try:
-            streams, told = read(dataset.path), ''
+            streams, message = read(dataset.path), ''
         except InputError as error:
-            streams, told = None, str(error)
+            streams, message = None, str(error)
         if streams is None:
-            assert str(path) in told
-            assert '\n' not in told
-            found += 1
+            assert str(path) in message
+            assert '\n' not in message
+            detected += 1
         else:
             # The flipped bit is in bytes of the format that contain no token.
             assert damage is flip
-            assert same(streams, wanted)
-            idle += 1
+            assert same(streams, expected)
+            harmless += 1
         # Checksums of complete files are compared.
         with pytest.raises(InputError, match=path.name):
             verify(load_manifest(dataset.path))
         path.write_bytes(content)
     # Negative controls: the restored file is read, and other tokens differ.
     verify(load_manifest(dataset.path))
-    assert same(read(dataset.path), wanted)
+    assert same(read(dataset.path), expected)
     shards[0][0][0] += 1
-    assert not same(read(make_dataset(shards, block=WIDTH, directory='other').path), wanted)
-    assert found > idle
+    assert not same(read(make_dataset(shards, block=WIDTH, directory='other').path), expected)
+    assert detected > harmless
     measured(
         record_property,
         'data',
-        f'{tries} damages: {found} named as they were read, {idle} bit flips in bytes without a token; silent: 0; '
-        f'the check of whole files finds {tries} of {tries}',
+        f'{trials} damages: {detected} reported while reading, {harmless} bit flips in bytes without a token; '
+        f'silent: 0; verification of complete files detects {trials} of {trials}',
     )

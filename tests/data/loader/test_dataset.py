@@ -1,4 +1,4 @@
-"""Training data of one or several data sets: weights, names, errors, and facts in checkpoints."""
+"""Tests training data of one or several data sets: weights, names, errors, and the fingerprint in checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def documents(first, count):
 
 
 @pytest.fixture
-def three(make_dataset):
+def datasets(make_dataset):
     """Returns three data sets, whose tokens start at 100 (web), 200 (code, which is small) and 300 (law)."""
     firsts = {'web': (100, 400), 'code': (200, 8), 'law': (300, 100)}
     return {
@@ -31,55 +31,55 @@ def three(make_dataset):
     }
 
 
-def config(three, **weights):
+def config(datasets, **weights):
     return DataConfig(
-        sources=tuple((str(three[name].path), weight) for name, weight in weights.items()), seq_len=WINDOW
+        sources=tuple((str(datasets[name].path), weight) for name, weight in weights.items()), seq_len=WINDOW
     )
 
 
-def origin(batch):
+def source_digits(batch):
     return batch['tokens'].max(axis=1) // 100
 
 
-def test_shares_and_sources_of_rows(three):
-    corpus = open_training_data(config(three, web=0.5, code=0.3, law=0.2))
+def test_shares_and_sources_of_rows(datasets):
+    corpus = open_training_data(config(datasets, web=0.5, code=0.3, law=0.2))
     assert corpus.names == ('web', 'code', 'law')
     batches = corpus.train_batches(64)
     rows = Counter()
     for step in range(32):  # two periods of 1024 rows
         batch = batches[step]
         # The source number matches the tokens of the row.
-        np.testing.assert_array_equal(origin(batch), batch['sources'] + 1)
+        np.testing.assert_array_equal(source_digits(batch), batch['sources'] + 1)
         rows.update(batch['sources'].tolist())
     assert [rows[source] for source in range(3)] == pytest.approx([1024, 614, 410], abs=1)
     assert corpus.mixture.rows_taken(2048) == [rows[source] for source in range(3)]
 
 
-def test_every_window_of_a_source_once_per_epoch_of_it(three):
-    corpus = open_training_data(config(three, web=0.5, code=0.5))
+def test_each_epoch_of_a_source_has_every_window_once(datasets):
+    corpus = open_training_data(config(datasets, web=0.5, code=0.5))
     batches = corpus.train_batches(8)
     rows = [row.tobytes() for step in range(20) for row in batches[step]['tokens'][batches[step]['sources'] == 1]]
     windows = corpus.sources[1].windows('train', corpus.data)
-    everything = sorted(windows[number]['tokens'].tobytes() for number in range(len(windows)))
+    expected = sorted(windows[number]['tokens'].tobytes() for number in range(len(windows)))
     count = len(windows)
     for epoch in range(len(rows) // count):
-        assert sorted(rows[epoch * count : (epoch + 1) * count]) == everything
+        assert sorted(rows[epoch * count : (epoch + 1) * count]) == expected
 
 
-def test_order_is_one_of_seed_and_weights(three):
+def test_the_order_depends_on_seed_and_weights(datasets):
     def tokens(**changes):
-        data = dataclasses.replace(config(three, web=0.5, code=0.3, law=0.2), **changes)
+        data = dataclasses.replace(config(datasets, web=0.5, code=0.3, law=0.2), **changes)
         return open_training_data(data).train_batches(16)[7]['tokens'].tolist()
 
-    same = tokens()
-    assert tokens(num_workers=3, num_threads=1) == same
-    assert tokens(seed=1) != same
-    assert tokens(shuffle_shards=1) == same  # with a single shard each, there is only one pool
-    assert tokens(sources=config(three, web=0.5, code=0.2, law=0.3).sources) != same
+    expected = tokens()
+    assert tokens(num_workers=3, num_threads=1) == expected
+    assert tokens(seed=1) != expected
+    assert tokens(shuffle_shards=1) == expected  # with a single shard each, there is only one pool
+    assert tokens(sources=config(datasets, web=0.5, code=0.2, law=0.3).sources) != expected
 
 
-def test_validation_has_all_windows_of_all_sources_once(three):
-    corpus = open_training_data(config(three, web=0.9, law=0.1))
+def test_validation_has_all_windows_of_all_sources_once(datasets):
+    corpus = open_training_data(config(datasets, web=0.9, law=0.1))
     batches = corpus.validation_batches(4)
     rows = [tuple(row) for step in range(len(batches)) for row in batches[step]['tokens'].tolist()]
     real = [row for row in rows if any(row)]
@@ -95,42 +95,44 @@ def test_sources_within_one_data_set(make_dataset):
     corpus = open_training_data(DataConfig(path=str(dataset.path), seq_len=WINDOW))
     assert corpus.names == ('web', 'code')
     batch = corpus.train_batches(15)[0]
-    assert [(1 if o == 2 else 0) for o in origin(batch)] == batch['sources'].tolist()
+    assert [(1 if o == 2 else 0) for o in source_digits(batch)] == batch['sources'].tolist()
     # A single data set, with and without a weight.
     path = str(dataset.path)
     only = open_training_data(DataConfig(sources=((f'{path}#code', 1.0),), seq_len=WINDOW))
-    assert set(origin(only.train_batches(8)[0])) == {2}
+    assert set(source_digits(only.train_batches(8)[0])) == {2}
     weighted = open_training_data(DataConfig(sources=((f'{path}#code', 0.9), (f'{path}#web', 0.1)), seq_len=WINDOW))
     assert weighted.names == ('code', 'web')
     assert Counter(weighted.train_batches(1024)[0]['sources'].tolist())[0] == pytest.approx(922, abs=1)
     assert corpus.fingerprint(8) != weighted.fingerprint(8)
-    silent = open_training_data(DataConfig(path=path, seq_len=WINDOW), with_sources=False)
-    assert silent.names == ()
-    assert 'sources' not in silent.train_batches(4)[0]
+    unnamed = open_training_data(DataConfig(path=path, seq_len=WINDOW), with_sources=False)
+    assert unnamed.names == ()
+    assert 'sources' not in unnamed.train_batches(4)[0]
 
 
-def test_a_single_source_is_not_told_apart(three):
-    corpus = open_training_data(DataConfig(path=str(three['web'].path), seq_len=WINDOW))
+def test_a_single_source_has_no_name(datasets):
+    corpus = open_training_data(DataConfig(path=str(datasets['web'].path), seq_len=WINDOW))
     assert corpus.names == ()
     assert 'sources' not in corpus.train_batches(4)[0]
 
 
-def test_two_directories_of_one_name_are_told_by_their_paths(make_dataset):
+def test_directories_with_equal_names_are_named_by_their_paths(make_dataset):
     paths = [str(make_dataset([documents(100, 9)], directory=f'{parent}').path) for parent in ('a', 'b')]
-    inner = [f'{path}#texts' for path in paths]
-    assert open_training_data(DataConfig(sources=((inner[0], 1), (inner[1], 1)), seq_len=WINDOW)).names == tuple(inner)
+    qualified = [f'{path}#texts' for path in paths]
+    assert open_training_data(
+        DataConfig(sources=((qualified[0], 1), (qualified[1], 1)), seq_len=WINDOW)
+    ).names == tuple(qualified)
 
 
-def test_what_a_checkpoint_remembers(three):
-    facts = open_training_data(config(three, web=0.5, code=0.5)).fingerprint(8)
+def test_the_fingerprint_in_checkpoints(datasets):
+    facts = open_training_data(config(datasets, web=0.5, code=0.5)).fingerprint(8)
     assert json.loads(json.dumps(facts)) == facts
     assert facts['weight web'] == 0.5
-    assert open_training_data(config(three, web=0.5, code=0.4)).fingerprint(8) != facts
-    assert open_training_data(config(three, web=0.5, law=0.5)).fingerprint(8) != facts
+    assert open_training_data(config(datasets, web=0.5, code=0.4)).fingerprint(8) != facts
+    assert open_training_data(config(datasets, web=0.5, law=0.5)).fingerprint(8) != facts
 
 
-def test_bytes_of_validation_text_are_known_of_all_sources_or_of_none(three, make_dataset):
-    corpus = open_training_data(config(three, web=0.5, code=0.5))
+def test_validation_bytes_are_known_only_if_all_sources_have_them(datasets, make_dataset):
+    corpus = open_training_data(config(datasets, web=0.5, code=0.5))
     tokens, text_bytes = corpus.validation_counts
     assert tokens == 2 * 5 * 4
     assert text_bytes == 0  # unknown, because the data set was written from tokens
@@ -142,14 +144,14 @@ def test_bytes_of_validation_text_are_known_of_all_sources_or_of_none(three, mak
         return dataclasses.replace(source, dataset=dataclasses.replace(source.dataset, splits=splits))
 
     first, second = corpus.sources
-    known = dataclasses.replace(corpus, sources=(with_bytes(first, 70), with_bytes(second, 30)))
-    assert known.validation_counts == (tokens, 100)
-    partly = dataclasses.replace(corpus, sources=(with_bytes(first, 70), second))
-    assert partly.validation_counts == (tokens, 0)
+    complete = dataclasses.replace(corpus, sources=(with_bytes(first, 70), with_bytes(second, 30)))
+    assert complete.validation_counts == (tokens, 100)
+    partial = dataclasses.replace(corpus, sources=(with_bytes(first, 70), second))
+    assert partial.validation_counts == (tokens, 0)
 
 
-def test_bad_sources_are_named(three, make_dataset):
-    web = str(three['web'].path)
+def test_bad_sources_are_named(datasets, make_dataset):
+    web = str(datasets['web'].path)
     with pytest.raises(InputError, match=r"no source 'cod'; it has: texts"):
         open_training_data(DataConfig(sources=((f'{web}#cod', 1.0),), seq_len=WINDOW))
     with pytest.raises(InputError, match='contains no data set'):

@@ -1,4 +1,4 @@
-"""Weighted sources: their shares, and rows that are computed independently."""
+"""Tests weighted sources: their shares, and the independent computation of rows."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize('weights', WEIGHTS)
-def test_shares_are_as_asked(weights):
+def test_shares_match_the_weights(weights):
     mixture = Mixture(weights, seed=1)
     total = sum(weights)
     for rows in (PERIOD, 100 * PERIOD, 10**9):
-        served = mixture.rows_taken(rows)
-        assert sum(served) == rows
+        counts = mixture.rows_taken(rows)
+        assert sum(counts) == rows
         # The order within a period is random, so the counts may differ by up to one period.
-        for weight, count in zip(weights, served, strict=True):
+        for weight, count in zip(weights, counts, strict=True):
             assert abs(count - weight / total * rows) <= len(weights) + (rows % PERIOD > 0) * PERIOD
     assert mixture.shares == pytest.approx([weight / total for weight in weights], abs=1e-11)
 
 
 @pytest.mark.parametrize('weights', WEIGHTS)
-def test_rows_of_a_source_count_up_and_are_found(weights):
+def test_rows_of_a_source_are_consecutive_and_can_be_located(weights):
     mixture = Mixture(weights, seed=5)
     rows = 3 * PERIOD + 17
     counts = Counter()
@@ -50,17 +50,17 @@ def test_rows_of_a_source_count_up_and_are_found(weights):
     assert mixture.row_of(source, number) == 10**11 + 3
 
 
-def test_sources_take_turns_at_random():
+def test_sources_alternate_randomly():
     mixture = Mixture([0.5, 0.5], seed=0)
     sources = [mixture[row][0] for row in range(4000)]
     runs = sum(a != b for a, b in itertools.pairwise(sources))
-    assert 1700 < runs < 2300  # random draws give about 2000 runs, blocks few, and alternation 3999
+    assert 1700 < runs < 2300  # random samples give about 2000 runs, blocks a few, and strict alternation 3999
     other, copied = Mixture([0.5, 0.5], seed=1), pickle.loads(pickle.dumps(mixture))
     assert sources != [other[row][0] for row in range(4000)]
     assert sources == [copied[row][0] for row in range(4000)]
 
 
-def test_a_rare_source_is_served():
+def test_a_rare_source_occurs():
     mixture = Mixture([1.0, 1e-4], seed=0)
     assert mixture.rows_taken(10**6)[1] == 99 or mixture.rows_taken(10**6)[1] == 100
     row = mixture.row_of(1, 0)

@@ -1,4 +1,4 @@
-"""Announced reads match the actual reads: each shard of each step, and no step longer than necessary."""
+"""Tests that planned reads match the actual reads: they cover each shard of each step, and no additional steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARDS = ([30, 5, 0, 41, 22], [7, 9, 4])
 
 @pytest.mark.parametrize('pool_shards', [0, 1, 2])
 @pytest.mark.parametrize('start', [0, 3, 40])
-def test_readings_are_what_the_steps_read(pool_shards, start):
+def test_planned_reads_match_the_steps(pool_shards, start):
     orders = [ShuffledIndex(shards, seed=seed, pool_shards=pool_shards) for seed, shards in enumerate(SHARDS)]
     rows, batch, stop = TrainingRows(Mixture([0.7, 0.3], seed=2), orders), 6, start + 60
     firsts = [list(itertools.accumulate(shards, initial=0)) for shards in SHARDS]
@@ -28,17 +28,17 @@ def test_readings_are_what_the_steps_read(pool_shards, start):
             part, window = rows.locate(row)
             shard = next(s for s in reversed(range(len(SHARDS[part]))) if firsts[part][s] <= window)
             read[part, step].add(shard)
-    announced = list(itertools.takewhile(lambda r: r.first_step < stop, upcoming_reads(rows, batch, start)))
-    assert [r.first_step for r in announced] == sorted(r.first_step for r in announced)
-    assert announced[0].first_step == start
+    planned = list(itertools.takewhile(lambda r: r.first_step < stop, upcoming_reads(rows, batch, start)))
+    assert [r.first_step for r in planned] == sorted(r.first_step for r in planned)
+    assert planned[0].first_step == start
     for (part, step), shards in read.items():
-        covering = [r for r in announced if r.source == part and r.first_step <= step <= r.last_step]
-        assert shards <= {shard for r in covering for shard in r.shards}
-    for reading in announced:
+        covering_reads = [r for r in planned if r.source == part and r.first_step <= step <= r.last_step]
+        assert shards <= {shard for r in covering_reads for shard in r.shards}
+    for planned_read in planned:
         # The first and last step actually read the shard, so no shard is kept longer than it is used.
-        for step in (reading.first_step, reading.last_step):
+        for step in (planned_read.first_step, planned_read.last_step):
             if step < stop:
-                assert read[reading.source, step] & set(reading.shards)
+                assert read[planned_read.source, step] & set(planned_read.shards)
     if pool_shards:
-        assert all(len(r.shards) <= pool_shards for r in announced)
-        assert max(r.last_step for r in announced) < sys.maxsize
+        assert all(len(r.shards) <= pool_shards for r in planned)
+        assert max(r.last_step for r in planned) < sys.maxsize

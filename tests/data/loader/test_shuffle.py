@@ -1,4 +1,4 @@
-"""Order of the sequences: each occurs once per epoch, and the shuffle is statistically random at any size."""
+"""Tests the order of the sequences: each occurs once per epoch, and the shuffle is statistically random."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def epoch(order, number=0):
 
 @pytest.mark.parametrize('pool_shards', [0, 1, 2, 3, 100])
 @pytest.mark.parametrize('seed', [0, 7])
-def test_every_window_once_per_epoch_and_another_order_in_each(pool_shards, seed):
+def test_each_epoch_has_every_window_once_in_a_new_order(pool_shards, seed):
     order = ShuffledIndex(SHARDS, seed=seed, pool_shards=pool_shards)
     epochs = [epoch(order, number) for number in range(5)]
     assert all(sorted(windows) == list(range(sum(SHARDS))) for windows in epochs)
@@ -37,7 +37,7 @@ def test_a_permutation_has_every_item_once(size):
         assert items[:100] != [feistel_permutation(place, size, seed=6) for place in range(min(size, 100))]
 
 
-def test_the_order_is_the_one_that_runs_were_begun_with():
+def test_the_order_does_not_change_between_releases():
     # Values for a table, for pools and for the cipher. If these numbers change, increase VERSION.
     assert VERSION == 2
     assert epoch(ShuffledIndex([5, 5], seed=7), 3) == [8, 9, 6, 2, 5, 1, 4, 7, 0, 3]
@@ -46,7 +46,7 @@ def test_the_order_is_the_one_that_runs_were_begun_with():
     assert [large[place] for place in range(4)] == [656678, 217238, 575118, 649776]
 
 
-def test_a_pool_has_its_own_shards_and_their_order_changes():
+def test_pools_have_separate_shards_in_a_new_order_each_epoch():
     order = ShuffledIndex(SHARDS, seed=3, pool_shards=2)
     firsts = np.cumsum([0, *SHARDS])
     orders = []
@@ -68,14 +68,14 @@ def test_a_pool_has_its_own_shards_and_their_order_changes():
 
 
 @pytest.mark.parametrize('pool_shards', [0, 2])
-def test_spans_begin_with_the_one_that_a_place_is_in(pool_shards):
+def test_blocks_start_with_the_block_of_a_position(pool_shards):
     order = ShuffledIndex(SHARDS, seed=3, pool_shards=pool_shards)
     for place in range(2 * len(order)):
         span = next(order.blocks(place))
         assert span.start <= place < span.stop
 
 
-def test_a_permutation_of_more_windows_than_an_index_could_hold():
+def test_a_permutation_too_large_for_a_table():
     # 10¹² sequences in 100 000 shards; a table would take 8 TB.
     order = ShuffledIndex([10**7] * 10**5, seed=1)
     places = [order[place] for place in range(20_000)]
@@ -98,20 +98,20 @@ def chi_square(windows, bins):
 @pytest.mark.parametrize(
     ('count', 'seed'), [*((1_000, seed) for seed in range(5)), (20_000, 0), (20_000, 1), (65_537, 0)]
 )
-def test_as_well_mixed_as_a_true_permutation(count, seed):
+def test_the_shuffle_is_as_random_as_a_permutation(count, seed):
     windows = np.array(epoch(ShuffledIndex([count // 2, count - count // 2], seed=seed)))
     # For a random permutation, |window - place| has the mean (n² - 1) / 3n and a standard deviation near n / √n · 0.3.
     distance = np.abs(windows - np.arange(count)).mean()
     assert abs(distance - (count**2 - 1) / (3 * count)) < 4 * 0.3 * np.sqrt(count)
-    # Adjacent positions have the same mean distance, so nothing of the corpus order remains.
-    neighbours = np.abs(np.diff(windows)).mean()
-    assert abs(neighbours - count / 3) < 4 * 0.4 * np.sqrt(count)
+    # Adjacent positions have the same mean distance, so the order of the corpus is not preserved.
+    neighbor_distance = np.abs(np.diff(windows)).mean()
+    assert abs(neighbor_distance - count / 3) < 4 * 0.4 * np.sqrt(count)
     statistic, freedom = chi_square(windows, bins=16)
     # The bound is five standard deviations of a chi-square distribution.
     assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
 
 
-def test_the_statistics_would_find_a_bad_shuffle():
+def test_the_statistics_detect_a_poor_shuffle():
     count = 20_000
     rng = np.random.default_rng(0)
     # A shuffle buffer with a tenth of the data, as in streaming loaders.
@@ -122,6 +122,6 @@ def test_the_statistics_would_find_a_bad_shuffle():
     rotated = (np.arange(count) + count // 3) % count
     assert abs(np.abs(np.diff(rotated)).mean() - count / 3) > 4 * 0.4 * np.sqrt(count)
     # A random permutation passes.
-    true = rng.permutation(count)
-    statistic, freedom = chi_square(true, bins=16)
+    permutation = rng.permutation(count)
+    statistic, freedom = chi_square(permutation, bins=16)
     assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)

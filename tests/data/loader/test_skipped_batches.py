@@ -1,4 +1,4 @@
-"""Skipped batches: the batch of each step, independent of the order in which ranges were skipped."""
+"""Tests the batch of each step after skips, which does not depend on the order of the skips."""
 
 import itertools
 import pickle
@@ -15,15 +15,15 @@ def remaining(skips, number=100):
 
 
 @pytest.mark.parametrize('skips', [(), ((0, 3),), ((5, 6),), ((5, 9), (10, 12)), ((0, 1), (2, 3), (4, 40))])
-def test_steps_have_the_batches_that_remain(skips):
-    wanted = remaining(skips)
-    assert [data_index(step, skips) for step in range(len(wanted))] == wanted
+def test_steps_use_the_remaining_batches(skips):
+    expected = remaining(skips)
+    assert [data_index(step, skips) for step in range(len(expected))] == expected
     # Negative control: skipping any batch changes the order.
-    assert (wanted == list(range(100))) == (skips == ())
+    assert (expected == list(range(100))) == (skips == ())
 
 
 @pytest.mark.parametrize(
-    ('skips', 'first', 'stop', 'wanted'),
+    ('skips', 'first', 'stop', 'expected'),
     [
         ((), 5, 8, ((5, 8),)),
         (((5, 8),), 0, 2, ((0, 2), (5, 8))),
@@ -35,26 +35,26 @@ def test_steps_have_the_batches_that_remain(skips):
         (((5, 8), (10, 12)), 0, 20, ((0, 25),)),
     ],
 )
-def test_more_steps_are_left_out(skips, first, stop, wanted):
-    assert skip_steps(skips, first, stop) == wanted
+def test_skipping_additional_steps(skips, first, stop, expected):
+    assert skip_steps(skips, first, stop) == expected
 
 
-def test_steps_go_as_if_taken_out_of_the_list_of_those_that_remained():
+def test_each_skip_removes_batches_from_the_remaining_list():
     rng = np.random.default_rng(0)
     for _ in range(100):
-        skips, left = (), list(range(100))
+        skips, expected = (), list(range(100))
         for _ in range(4):
             first = int(rng.integers(0, 20))
             stop = first + int(rng.integers(1, 8))
             skips = skip_steps(skips, first, stop)
-            del left[first:stop]
-            assert remaining(skips) == left
-            assert all(a[1] < b[0] for a, b in itertools.pairwise(skips)), 'sorted, with gaps'
+            del expected[first:stop]
+            assert remaining(skips) == expected
+            assert all(a[1] < b[0] for a, b in itertools.pairwise(skips)), 'ranges must be sorted and not adjacent'
 
 
-def test_batches_that_remain():
+def test_the_remaining_batches():
     batches = SkippingBatches([10, 11, 12, 13, 14, 15], ((1, 3), (5, 6)))
     assert [batches[step] for step in range(len(batches))] == [10, 13, 14]
-    again = pickle.loads(pickle.dumps(batches))
-    assert again[1] == 13
+    restored = pickle.loads(pickle.dumps(batches))
+    assert restored[1] == 13
     assert len(SkippingBatches([1, 2, 3], ())) == 3

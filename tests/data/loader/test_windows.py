@@ -15,7 +15,7 @@ LENGTHS = [2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 1000]
 END = 0
 
 
-def slow_windows(shards, length, *, isolate_documents):
+def reference_windows(shards, length, *, isolate_documents):
     """Computes the sequences by definition, token by token."""
     windows = []
     for documents in shards:
@@ -39,10 +39,10 @@ def slow_windows(shards, length, *, isolate_documents):
 
 @pytest.mark.parametrize('isolate_documents', [True, False])
 @pytest.mark.parametrize('length', LENGTHS)
-def test_windows_equal_the_definition(make_dataset, random_shards, length, isolate_documents):
+def test_windows_match_the_definition(make_dataset, random_shards, length, isolate_documents):
     dataset = make_dataset(random_shards, block=BLOCK)
     windows = Sequences(dataset, 'train', length, isolate_documents=isolate_documents)
-    expected = slow_windows(random_shards, length, isolate_documents=isolate_documents)
+    expected = reference_windows(random_shards, length, isolate_documents=isolate_documents)
     assert len(windows) == len(expected)
     for i, reference in enumerate(expected):
         for name, values in reference.items():
@@ -51,7 +51,7 @@ def test_windows_equal_the_definition(make_dataset, random_shards, length, isola
     assert types == {**dict.fromkeys(('tokens', 'targets', 'segments', 'positions'), np.int32), 'weights': np.float32}
 
 
-def test_isolation_changes_the_windows(make_dataset, random_shards):
+def test_isolation_of_documents_changes_the_windows(make_dataset, random_shards):
     dataset = make_dataset(random_shards, block=BLOCK)
     isolated, joined = (Sequences(dataset, 'train', 100, isolate_documents=isolate)[0] for isolate in (True, False))
     np.testing.assert_array_equal(isolated['tokens'], joined['tokens'])
@@ -62,7 +62,7 @@ def test_isolation_changes_the_windows(make_dataset, random_shards):
 
 @pytest.mark.parametrize('isolate_documents', [True, False])
 @pytest.mark.parametrize('parts', [2, 4])
-def test_windows_that_are_cut_are_shorter_windows(make_dataset, random_shards, parts, isolate_documents):
+def test_split_windows_equal_shorter_windows(make_dataset, random_shards, parts, isolate_documents):
     dataset = make_dataset(random_shards, block=BLOCK)
     long = Sequences(dataset, 'train', 16, isolate_documents=isolate_documents)
     short = Sequences(dataset, 'train', 16 // parts, isolate_documents=isolate_documents)
@@ -77,7 +77,7 @@ def test_windows_that_are_cut_are_shorter_windows(make_dataset, random_shards, p
             np.testing.assert_array_equal(row[name], values, err_msg=f'{name} of window {number}')
 
 
-def test_a_window_is_the_same_alone_and_among_others():
+def test_a_window_does_not_depend_on_the_other_windows_of_a_batch():
     # The first sequence has padding after its end of document.
     streams = [np.array([5, 6, 7], np.uint16), np.arange(10, 15, dtype=np.uint16)]
     together = window_batch(streams, 4, end_of_document=7, isolate_documents=True)
@@ -89,7 +89,7 @@ def test_a_window_is_the_same_alone_and_among_others():
 
 
 @pytest.mark.parametrize('length', LENGTHS)
-def test_every_token_is_a_target_once_unless_it_begins_a_document(make_dataset, random_shards, length):
+def test_every_token_is_a_target_once_unless_it_starts_a_document(make_dataset, random_shards, length):
     # Each token has a unique id, so that targets can be counted by value.
     numbers = itertools.count(1)
     shards = [[[next(numbers) for _ in document] for document in documents] for documents in random_shards]
@@ -106,7 +106,7 @@ def test_every_token_is_a_target_once_unless_it_begins_a_document(make_dataset, 
     assert set(unweighted.tolist()) - {0} == {document[0] for document in documents} - firsts_of_shards
 
 
-def test_records_hold_overlapping_blocks(make_dataset, random_shards):
+def test_records_contain_overlapping_blocks(make_dataset, random_shards):
     dataset = make_dataset(random_shards, block=BLOCK)
     for shard, documents in zip(dataset.splits['train'].shards, random_shards, strict=True):
         stream = [token for document in documents for token in [*document, END]]
@@ -125,7 +125,7 @@ def test_pickled_windows_read_the_same(make_dataset, random_shards):
     assert (copy[4]['tokens'] != before).any()
 
 
-def test_indices_outside_are_refused(make_dataset, random_shards):
+def test_indices_out_of_range_are_rejected(make_dataset, random_shards):
     windows = Sequences(make_dataset(random_shards), 'train', 7)
     for index in (-1, len(windows)):
         with pytest.raises(IndexError):

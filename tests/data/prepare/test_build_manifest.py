@@ -29,14 +29,16 @@ def tasks(tmp_path):
     tokenizer = ids_tokenizer(10, 9)
     tokenizer.save(output / 'tokenizer.json')
     reading = ReadSettings(ReadOptions(end_of_document=9, vocab_size=10), skip_bad=False)
-    groups = make_partitions(find_inputs([tmp_path / 'a.txt', tmp_path / 'b.npy', tmp_path / 'c.txt']), [])
-    made = [
-        WriteShards(output, output / 'work', group, reading, None, (), ValidationChoice(0), tokenizer.sha256, None, 8)
-        for group in groups
+    partitions = make_partitions(find_inputs([tmp_path / 'a.txt', tmp_path / 'b.npy', tmp_path / 'c.txt']), [])
+    tasks = [
+        WriteShards(
+            output, output / 'work', partition, reading, None, (), ValidationChoice(0), tokenizer.sha256, None, 8
+        )
+        for partition in partitions
     ]
-    for task in made:
+    for task in tasks:
         task.run(lambda *_: None)
-    return made
+    return tasks
 
 
 def manifest(tasks, **options):
@@ -62,7 +64,7 @@ def test_the_counts_add_up(tasks):
     assert json.loads(json.dumps(dataset.made_from)) == {'a': 1}
 
 
-def test_bytes_that_are_not_known(tasks):
+def test_unknown_byte_counts(tasks):
     train = manifest(tasks).splits['train']
     assert train.text_bytes == 0
     assert {name: counts.text_bytes for name, counts in train.sources.items()} == {'a.txt': 5, 'b.npy': 0}
@@ -70,7 +72,7 @@ def test_bytes_that_are_not_known(tasks):
     assert manifest([tasks[0], tasks[2]]).splits['train'].text_bytes == 5
 
 
-def test_what_is_missing_is_named(tasks):
+def test_missing_results_are_named(tasks):
     tasks[1].result_path.unlink()
     with pytest.raises(InputError, match=r'group-00001\.json: removed or changed'):
         manifest(tasks)
@@ -78,7 +80,7 @@ def test_what_is_missing_is_named(tasks):
         manifest(tasks[2:])
 
 
-def test_duplicates_come_off_what_the_filters_kept():
+def test_duplicates_are_subtracted_from_documents_kept_by_filters():
     first, second, third = (Document(name, 's', text) for name, text in (('a', 'xx'), ('b', 'yyyy'), ('c', 'zzzzzz')))
     filtered, duplicates = CleaningReport(), CleaningReport()
     filtered.count(first, first)

@@ -1,4 +1,4 @@
-"""Conversations from files to batches."""
+"""Tests conversations from files to batches."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ WORDS = ['red', 'green', 'blue', '<|im_end|>', '<|im_start|>assistant', '🙂', 
 
 def turns(rng, count):
     """Returns unique questions and answers; only answers contain capital letters."""
-    says = [' '.join(rng.choices(WORDS, k=rng.randrange(1, 12))) for _ in range(2 * count)]
+    texts = [' '.join(rng.choices(WORDS, k=rng.randrange(1, 12))) for _ in range(2 * count)]
     return [
-        (question, f'A{rng.randrange(10**9)} {answer}') for question, answer in zip(says[::2], says[1::2], strict=True)
+        (question, f'A{rng.randrange(10**9)} {answer}')
+        for question, answer in zip(texts[::2], texts[1::2], strict=True)
     ]
 
 
 def record(rng, kind, count=2):
     """Returns a record of a format and its answers."""
-    said = turns(rng, 1 if kind == 'alpaca' else count)
+    turn_pairs = turns(rng, 1 if kind == 'alpaca' else count)
     if kind == 'openai':
         messages = [{'role': 'system', 'content': 'Be kind.'}]
-        for question, answer in said:
+        for question, answer in turn_pairs:
             messages += [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
         entry = {'messages': messages}
     elif kind == 'sharegpt':
-        pairs = [({'from': 'human', 'value': q}, {'from': 'gpt', 'value': a}) for q, a in said]
+        pairs = [({'from': 'human', 'value': q}, {'from': 'gpt', 'value': a}) for q, a in turn_pairs]
         entry = {'conversations': [message for pair in pairs for message in pair]}
     else:
-        entry = {'instruction': said[0][0], 'input': 'x', 'output': said[0][1]}
-    return entry, [answer for _, answer in said]
+        entry = {'instruction': turn_pairs[0][0], 'input': 'x', 'output': turn_pairs[0][1]}
+    return entry, [answer for _, answer in turn_pairs]
 
 
 def write(path, kinds, count=40, seed=4, longest=5):
@@ -62,23 +63,23 @@ def prepare(source, output, *options):
     return run(*arguments, *(options if '--tokenizer' in options else (*options, '--tokenizer', 'bpe:300')))
 
 
-def runs_of(dataset, tokens, predicted):
+def target_texts(dataset, tokens, predicted):
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     cuts = np.flatnonzero(np.diff(predicted, prepend=False, append=False))
     return [tokenizer.decode(tokens[a:b]) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
 
 
-def learned_in_shards(dataset):
+def targets_in_shards(dataset):
     found = []
     for split in dataset.splits.values():
         reader = TokenReader(dataset, split.shards)
         for number, shard in enumerate(split.shards):
             stream = reader.read(number, 0, shard.tokens)
-            found += runs_of(dataset, token_ids(stream), is_target(stream))
+            found += target_texts(dataset, token_ids(stream), is_target(stream))
     return found
 
 
-def learned_in_batches(corpus, batches, num):
+def targets_in_batches(corpus, batches, num):
     """Returns the text of the targets with weight 1, row by row."""
     found = []
     for step in range(num):
@@ -86,18 +87,18 @@ def learned_in_batches(corpus, batches, num):
         assert set(np.unique(batch['weights'])) <= {0.0, 1.0}
         for row in range(len(batch['tokens'])):
             np.testing.assert_array_equal(batch['targets'][row, :-1], batch['tokens'][row, 1:])
-            found += runs_of(corpus.first, batch['targets'][row], batch['weights'][row] > 0)
+            found += target_texts(corpus.first, batch['targets'][row], batch['weights'][row] > 0)
     return found
 
 
 @pytest.mark.parametrize('kinds', [['openai'], ['sharegpt'], ['alpaca'], ['openai', 'sharegpt', 'alpaca']])
-def test_answers_are_learned_and_nothing_else(tmp_path, kinds):
+def test_only_answers_are_targets(tmp_path, kinds):
     answers = write(tmp_path / 'x.jsonl', kinds)
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data') == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     verify(dataset)
     assert (dataset.masked, dataset.dtype, dataset.packed_window, dataset.vocab_size) == (True, 'uint32', 0, 302)
-    assert sorted(learned_in_shards(dataset)) == sorted(f'{answer}<|im_end|>' for answer in answers)
+    assert sorted(targets_in_shards(dataset)) == sorted(f'{answer}<|im_end|>' for answer in answers)
     assert sum(split.documents for split in dataset.splits.values()) == 40
     assert sum(dataset.chat[name]['predicted'] for name in dataset.splits) > 0
     (dataset.path / 'chat_template.jinja').write_text('other')
@@ -114,26 +115,26 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path, monkeypatch):
             prepare(tmp_path / 'x.jsonl', tmp_path / str(workers), '--pack-seq-len', 128, '--workers', workers)
             == EXIT_DONE
         )
-    one = contents(tmp_path / '1')
-    assert len([name for name in one if name.startswith('train-')]) >= 4
-    assert one == contents(tmp_path / '2')
+    first = contents(tmp_path / '1')
+    assert len([name for name in first if name.startswith('train-')]) >= 4
+    assert first == contents(tmp_path / '2')
     write(tmp_path / 'x.jsonl', ['openai', 'alpaca'], count=80, seed=5)
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', '--pack-seq-len', 128) == EXIT_DONE
-    assert contents(tmp_path / 'other') != one
+    assert contents(tmp_path / 'other') != first
 
 
-def test_packed_windows_are_of_whole_conversations(tmp_path):
+def test_packed_windows_contain_complete_conversations(tmp_path):
     answers = write(tmp_path / 'x.jsonl', ['openai', 'sharegpt'])
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--pack-seq-len', 512) == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     assert dataset.packed_window == 512
-    assert sorted(learned_in_shards(dataset)) == sorted(f'{answer}<|im_end|>' for answer in answers)
+    assert sorted(targets_in_shards(dataset)) == sorted(f'{answer}<|im_end|>' for answer in answers)
     corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), seq_len=512, seed=3))
     batches = corpus.train_batches(2)
     steps = -(-corpus.training_windows // 2)
-    learned = learned_in_batches(corpus, batches, steps)
-    validation = learned_in_batches(corpus, corpus.validation_batches(1), len(corpus.validation_batches(1)))
-    assert {*learned, *validation} == {f'{answer}<|im_end|>' for answer in answers}
+    targets = targets_in_batches(corpus, batches, steps)
+    validation = targets_in_batches(corpus, corpus.validation_batches(1), len(corpus.validation_batches(1)))
+    assert {*targets, *validation} == {f'{answer}<|im_end|>' for answer in answers}
     # Each segment except padding starts with the first token of a conversation.
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     start = tokenizer.with_special_tokens(['<|im_start|>']).special_tokens
@@ -147,22 +148,22 @@ def test_packed_windows_are_of_whole_conversations(tmp_path):
     assert any((other[i]['tokens'] != batches[i]['tokens']).any() for i in range(steps))
 
 
-def test_other_windows_than_the_packed_ones_are_refused(tmp_path):
+def test_sequence_lengths_other_than_the_packed_length_are_rejected(tmp_path):
     write(tmp_path / 'x.jsonl', ['alpaca'])
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--pack-seq-len', 128) == EXIT_DONE
     config = DataConfig(path=str(tmp_path / 'data'), seq_len=128)
     assert open_training_data(config).training_windows > 0
-    for changed, told in (
+    for changed, words in (
         ({'seq_len': 64}, ['data.seq_len=64', 'sequences of 128 tokens', '--pack-seq-len=64']),
         ({'seq_len_schedule': ((64, 0.5),)}, ['data.seq_len_schedule', 'sequences of 128 tokens']),
         ({'seq_len': 64, 'sources': ((str(tmp_path / 'data'), 1.0),)}, ['data.seq_len=64']),
     ):
         with pytest.raises(InputError) as info:
             open_training_data(dataclasses.replace(config, **changed))
-        assert all(part in str(info.value) for part in told)
+        assert all(word in str(info.value) for word in words)
 
 
-def test_masks_survive_mixtures_with_texts(tmp_path):
+def test_masks_are_kept_in_mixtures_with_texts(tmp_path):
     answers = write(tmp_path / 'x.jsonl', ['openai'])
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'chats', '--pack-seq-len', 256) == EXIT_DONE
     texts = write_texts(tmp_path / 'texts')
@@ -175,7 +176,7 @@ def test_masks_survive_mixtures_with_texts(tmp_path):
         sources = tuple((str(tmp_path / name), 0.5) for name in names)
         corpus = open_training_data(DataConfig(sources=sources, seq_len=256))
         batches = corpus.train_batches(8)
-        learned = set()
+        targets = set()
         for step in range(8):
             batch = batches[step]
             alone = {name: Sequences(load_manifest(tmp_path / name), 'train', 256) for name in names}
@@ -185,13 +186,13 @@ def test_masks_survive_mixtures_with_texts(tmp_path):
                 for key, values in expected.items():
                     np.testing.assert_array_equal(batch[key][row], values, err_msg=key)
                 if names[source] == 'chats':
-                    learned.update(runs_of(corpus.first, batch['targets'][row], batch['weights'][row] > 0))
+                    targets.update(target_texts(corpus.first, batch['targets'][row], batch['weights'][row] > 0))
         assert {0, 1} == set(batch['sources'].tolist())
-        assert learned
-        assert learned <= {f'{answer}<|im_end|>' for answer in answers}
+        assert targets
+        assert targets <= {f'{answer}<|im_end|>' for answer in answers}
 
 
-def test_windows_that_are_not_packed_cut_conversations_but_not_masks(tmp_path):
+def test_windows_without_packing_split_conversations_but_keep_masks(tmp_path):
     write(tmp_path / 'x.jsonl', ['openai'])
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data') == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
@@ -212,7 +213,7 @@ def test_windows_that_are_not_packed_cut_conversations_but_not_masks(tmp_path):
     np.testing.assert_array_equal(joined['weights'], long['weights'])
 
 
-def test_long_conversations_are_cut_counted_and_told(tmp_path, capsys):
+def test_long_conversations_are_truncated_counted_and_reported(tmp_path, capsys):
     write(tmp_path / 'x.jsonl', ['openai'], longest=12)
     arguments = ['--input', tmp_path / 'x.jsonl', '--tokenizer', 'bytes', '--workers', 1, '--validation-fraction', 0.2]
     assert run(*arguments, '--output', tmp_path / 'data', '--pack-seq-len', 200) == EXIT_DONE
@@ -235,13 +236,13 @@ def test_texts_and_conversations_in_one_file(tmp_path, capsys):
     path.write_text('\n'.join(map(json.dumps, lines)))
     options = ['--validation-fraction', 0, '--tokenizer', 'bytes']
     assert prepare(path, tmp_path / 'auto', *options) == EXIT_DONE
-    learned = learned_in_shards(load_manifest(tmp_path / 'auto'))
-    assert learned == ['Answer<|im_end|>', 'lain<|endoftext|>', 'll of it<|endoftext|>']
+    targets = targets_in_shards(load_manifest(tmp_path / 'auto'))
+    assert targets == ['Answer<|im_end|>', 'lain<|endoftext|>', 'll of it<|endoftext|>']
     assert prepare(path, tmp_path / 'chat', *options, '--format', 'chat') == EXIT_BAD_INPUT
     assert f'{path}:2: no conversation: it needs "messages"' in capsys.readouterr().err
     assert prepare(path, tmp_path / 'chat', *options, '--format', 'chat', '--skip-bad-records') == EXIT_DONE
     dataset = load_manifest(tmp_path / 'chat')
-    assert learned_in_shards(dataset) == ['Answer<|im_end|>', 'Output<|im_end|>']
+    assert targets_in_shards(dataset) == ['Answer<|im_end|>', 'Output<|im_end|>']
     assert [entry['name'] for entry in dataset.left_out] == ['x.jsonl:2']
     assert prepare(path, tmp_path / 'text', *options, '--format', 'text') == EXIT_BAD_INPUT
     assert "no text at the key 'text'; use --format=chat for conversations" in capsys.readouterr().err
@@ -252,7 +253,7 @@ def test_texts_and_conversations_in_one_file(tmp_path, capsys):
     assert 'format chat, not None' in capsys.readouterr().err
 
 
-def test_what_a_template_refuses_is_named_or_left_out(tmp_path, capsys):
+def test_records_rejected_by_a_template_are_named_or_skipped(tmp_path, capsys):
     path, template = tmp_path / 'x.jsonl', tmp_path / 'strict.jinja'
     write(path, ['sharegpt', 'openai'], count=4)
     template.write_text(
@@ -270,37 +271,38 @@ def test_what_a_template_refuses_is_named_or_left_out(tmp_path, capsys):
         '[assistant]',
     ]
     assert prepare(path, tmp_path / 'data', *options[:-4]) == EXIT_BAD_INPUT
-    assert 'without a special token' in (told := capsys.readouterr().err)
-    assert '--special-tokens' in told
+    error = capsys.readouterr().err
+    assert 'without a special token' in error
+    assert '--special-tokens' in error
     assert prepare(path, tmp_path / 'data', *options) == EXIT_BAD_INPUT
-    told = capsys.readouterr().err
-    assert 'no systems' in told
-    assert 'x.jsonl:' in told
-    assert told.count('\n') == 1
+    error = capsys.readouterr().err
+    assert 'no systems' in error
+    assert 'x.jsonl:' in error
+    assert error.count('\n') == 1
     assert prepare(path, tmp_path / 'data', *options, '--skip-bad-records') == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     assert len(dataset.left_out) == 2
-    assert {text[-3:] for text in learned_in_shards(dataset)} == {'[/]'}
+    assert {text[-3:] for text in targets_in_shards(dataset)} == {'[/]'}
 
 
 @pytest.mark.parametrize('spec', ['bytes', 'chars', 'bpe:300'])
-def test_any_tokenizer_will_do(tmp_path, spec):
+def test_any_tokenizer_works(tmp_path, spec):
     answers = write(tmp_path / 'x.jsonl', ['alpaca'], count=8)
     options = ['--tokenizer', spec, '--validation-fraction', 0]
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options, '--chat-template', 'llama3') == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
-    assert learned_in_shards(dataset) == [f'{answer}<|eot_id|>' for answer in answers]
+    assert targets_in_shards(dataset) == [f'{answer}<|eot_id|>' for answer in answers]
     # The template defines the special tokens, so that it works without the tokenizer.
     assert 'set bos_token = "<|endoftext|>"' in (dataset.path / 'chat_template.jinja').read_text()
     # The tokenizer of a data set includes its template.
-    again = ['--tokenizer', dataset.tokenizer_path, '--validation-fraction', 0]
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'again', *again) == EXIT_DONE
+    same_tokenizer = ['--tokenizer', dataset.tokenizer_path, '--validation-fraction', 0]
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'again', *same_tokenizer) == EXIT_DONE
     assert load_manifest(tmp_path / 'again').fingerprint == dataset.fingerprint
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', *again, '--chat-template', 'chatml') == EXIT_DONE
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', *same_tokenizer, '--chat-template', 'chatml') == EXIT_DONE
     assert load_manifest(tmp_path / 'other').fingerprint != dataset.fingerprint
 
 
-def test_what_lies_beside_a_tokenizer_is_used(tmp_path):
+def test_the_configuration_next_to_a_tokenizer_is_used(tmp_path):
     answers = write(tmp_path / 'x.jsonl', ['alpaca'], count=4)
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'first', '--validation-fraction', 0) == EXIT_DONE
     model = tmp_path / 'model'
@@ -313,12 +315,12 @@ def test_what_lies_beside_a_tokenizer_is_used(tmp_path):
     options = ['--tokenizer', model / 'tokenizer.json', '--validation-fraction', 0]
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options) == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
-    assert learned_in_shards(dataset) == [f'{answer}<eot>' for answer in answers]
+    assert targets_in_shards(dataset) == [f'{answer}<eot>' for answer in answers]
     assert dataset.vocab_size == 303
 
 
 @pytest.mark.parametrize(
-    ('options', 'told'),
+    ('options', 'message'),
     [
         (['--filter', 'c4'], '--filter=c4 is for text'),
         (['--fim-rate', '0.5'], '--fim-rate=0.5 is for text'),
@@ -329,21 +331,21 @@ def test_what_lies_beside_a_tokenizer_is_used(tmp_path):
         (['--tokenizer', 'ids:100'], 'an ids tokenizer encodes only numbers'),
     ],
 )
-def test_options_that_do_not_go_with_it_are_refused(tmp_path, capsys, options, told):
+def test_incompatible_options_are_rejected(tmp_path, capsys, options, message):
     write(tmp_path / 'x.jsonl', ['alpaca'], count=4)
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
-    assert told.lower() in error.lower()
+    assert message.lower() in error.lower()
     assert error.count('\n') == 1
 
 
-def test_only_jsonl_has_conversations(tmp_path, capsys):
+def test_conversations_require_jsonl(tmp_path, capsys):
     (tmp_path / 'x.txt').write_text('text')
     assert prepare(tmp_path / 'x.txt', tmp_path / 'data', '--format', 'chat') == EXIT_BAD_INPUT
     assert 'x.txt is not JSONL' in capsys.readouterr().err
 
 
-def test_of_a_completion_the_end_alone_is_learned(tmp_path):
+def test_only_the_completion_is_a_target(tmp_path):
     lines = [{'prompt': f'question {i}? ', 'completion': f'ANSWER {i}'} for i in range(30)]
     (tmp_path / 'x.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
     for window in (0, 64):
@@ -351,15 +353,15 @@ def test_of_a_completion_the_end_alone_is_learned(tmp_path):
         assert prepare(tmp_path / 'x.jsonl', output, '--tokenizer', 'bytes', '--pack-seq-len', window) == EXIT_DONE
         dataset = load_manifest(output)
         tokenizer = Tokenizer.load(dataset.tokenizer_path)
-        learned = ''
+        targets = ''
         for split in dataset.splits.values():
             for number, shard in enumerate(split.shards):
                 stream = TokenReader(dataset, split.shards).read(number, 0, shard.tokens)
-                learned += tokenizer.decode(token_ids(stream[is_target(stream)]))
-        assert sorted(learned.split('<|endoftext|>')[:-1]) == sorted(line['completion'] for line in lines)
+                targets += tokenizer.decode(token_ids(stream[is_target(stream)]))
+        assert sorted(targets.split('<|endoftext|>')[:-1]) == sorted(line['completion'] for line in lines)
 
 
-def test_names_of_fields_and_roles_are_part_of_what_it_is_made_from(tmp_path, capsys):
+def test_names_of_fields_and_roles_are_part_of_the_manifest(tmp_path, capsys):
     messages = [{'role': 'human', 'content': 'q'}, {'role': 'bot', 'content': 'a'}]
     (tmp_path / 'x.jsonl').write_text('\n'.join([json.dumps({'dialog': messages, 'text': 'x'})] * 3))
     roles = ['--messages-field', 'dialog', '--roles', 'user=human,assistant=bot']
@@ -373,7 +375,7 @@ def test_names_of_fields_and_roles_are_part_of_what_it_is_made_from(tmp_path, ca
     assert '--roles=user=human is for conversations, but the input has none' in capsys.readouterr().err
 
 
-def test_equal_conversations_are_found(tmp_path):
+def test_equal_conversations_are_deduplicated(tmp_path):
     write(tmp_path / 'x.jsonl', ['openai'], count=10)
     (tmp_path / 'x.jsonl').write_text((tmp_path / 'x.jsonl').read_text() * 2)
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--deduplicate', 'exact') == EXIT_DONE
@@ -394,7 +396,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize('spec', GOLDEN)
-def test_texts_are_prepared_as_ever(tmp_path, spec):
+def test_preparation_of_texts_is_unchanged(tmp_path, spec):
     texts = write_texts(tmp_path / 'texts')
     assert prepare(texts, tmp_path / 'data', '--tokenizer', spec) == EXIT_DONE
     fingerprint, shards = GOLDEN[spec]

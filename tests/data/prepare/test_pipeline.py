@@ -1,4 +1,4 @@
-"""Pipeline of preparation. Other modules test the individual stages and the command."""
+"""Tests the preparation pipeline. Other modules test the individual stages and the command."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(tmp_path):
     return make
 
 
-def test_leftovers_of_this_program_are_removed_and_nothing_else(make, tmp_path):
+def test_only_leftovers_of_this_program_are_removed(make, tmp_path):
     dataset = make(cleaning=Cleaning((), 'exact', 0.8))
     output = tmp_path / 'data'
     assert (output / '.prepare').is_dir()
@@ -55,23 +55,23 @@ def test_leftovers_of_this_program_are_removed_and_nothing_else(make, tmp_path):
 @pytest.mark.parametrize(
     ('spec', 'kind'), [('bytes', 'bytes'), ('chars', 'chars'), ('bpe:300', 'bpe'), ('{}/tokenizer.json', 'file')]
 )
-def test_the_manifest_tells_how_the_tokenizer_was_made(make, tmp_path, spec, kind):
+def test_the_manifest_contains_the_kind_of_tokenizer(make, tmp_path, spec, kind):
     bytes_tokenizer().save(tmp_path / 'tokenizer.json')
     assert make(tokenizer=spec.format(tmp_path)).tokenizer == kind
 
 
-def test_the_tokenizer_is_of_the_same_recipe(make, monkeypatch):
+def test_the_tokenizer_is_reused_for_the_same_options(make, monkeypatch):
     first = make()
-    made = []
+    calls = []
     make_tokenizer = pipeline.make_tokenizer
     monkeypatch.setattr(
-        pipeline, 'make_tokenizer', lambda *args, **options: [made.append(args), make_tokenizer(*args, **options)][1]
+        pipeline, 'make_tokenizer', lambda *args, **options: [calls.append(args), make_tokenizer(*args, **options)][1]
     )
     assert make() == first
-    assert made == []
+    assert calls == []
     assert make(tokenizer='chars').vocab_size != first.vocab_size
-    assert len(made) == 1
+    assert len(calls) == 1
 
 
-def test_infill_gives_the_tokenizer_its_tokens(make):
+def test_infill_adds_tokens_to_the_tokenizer(make):
     assert make(infill=FimConfig()).vocab_size == 260

@@ -1,4 +1,4 @@
-"""Preferences from files to batches."""
+"""Tests preferences from files to batches."""
 
 from __future__ import annotations
 
@@ -28,37 +28,43 @@ from tests.preparing import contents, run
 
 WINDOW = 1024
 WORDS = ['red', 'green', 'blue', '<|im_end|>', '<|im_start|>assistant', '🙂', 'größe']
-KINDS = ['texts', 'messages', 'whole', 'ultrafeedback', 'dialogues']
+KINDS = ['texts', 'messages', 'conversations', 'ultrafeedback', 'dialogues']
 
 
 def record(rng, kind, number, longest=12):
-    """A record of a form, and (what comes before the answers, chosen, rejected); each is there once."""
+    """Returns a record of the given kind, and its unique texts (prompt, chosen, rejected)."""
     prompt, chosen, rejected = (
         f'{what}{number} ' + ' '.join(rng.choices(WORDS, k=rng.randrange(1, longest))) for what in 'QCR'
     )
     user = {'role': 'user', 'content': prompt}
     answers = [{'role': 'assistant', 'content': answer} for answer in (chosen, rejected)]
     before = [{'role': 'user', 'content': 'First'}, {'role': 'assistant', 'content': 'Second'}]
-    said = (prompt, chosen, rejected)
+    texts = (prompt, chosen, rejected)
     if kind == 'texts':
-        return dict(zip(('prompt', 'chosen', 'rejected'), said, strict=True)), said
+        return dict(zip(('prompt', 'chosen', 'rejected'), texts, strict=True)), texts
     if kind == 'messages':
-        return {'prompt': [*before, user], 'chosen': answers[:1], 'rejected': answers[1]}, said
-    if kind == 'whole':
-        return {'chosen': [*before, user, answers[0]], 'rejected': [*before, user, answers[1]]}, said
+        return {'prompt': [*before, user], 'chosen': answers[:1], 'rejected': answers[1]}, texts
+    if kind == 'conversations':
+        return {'chosen': [*before, user, answers[0]], 'rejected': [*before, user, answers[1]]}, texts
     if kind == 'ultrafeedback':
-        whole = [[user, answer] for answer in answers]
-        return {'prompt': prompt, 'chosen': whole[0], 'rejected': whole[1], 'messages': whole[0], 'score': 7.5}, said
+        conversations = [[user, answer] for answer in answers]
+        return {
+            'prompt': prompt,
+            'chosen': conversations[0],
+            'rejected': conversations[1],
+            'messages': conversations[0],
+            'score': 7.5,
+        }, texts
     begin = f'\n\nHuman: {prompt}\n\nAssistant: '
-    return {'chosen': begin + chosen, 'rejected': begin + rejected}, said
+    return {'chosen': begin + chosen, 'rejected': begin + rejected}, texts
 
 
 def write(path, kinds, count=30, seed=4, longest=12):
-    """A file of records of some forms in turn, and what is said in each."""
+    """Writes a file with records of alternating kinds, and returns the texts of each."""
     rng = random.Random(seed)
     made = [record(rng, kinds[i % len(kinds)], i, longest) for i in range(count)]
     path.write_text(''.join(json.dumps(entry, ensure_ascii=False) + '\n' for entry, _ in made))
-    return [said for _, said in made]
+    return [texts for _, texts in made]
 
 
 def prepare(source, output, *options):
@@ -67,9 +73,9 @@ def prepare(source, output, *options):
 
 
 def pairs_in(corpus, batches, num):
-    """The pairs of rows, as (prompt, chosen, rejected): by segments, from what is read and what has weight."""
+    """Returns (prompt, chosen, rejected) of each pair, from the segments and weights of the batches."""
     tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
-    found = []
+    pairs = []
     for step in range(num):
         batch = batches[step]
         for tokens, targets, weights, segments in zip(
@@ -77,22 +83,22 @@ def pairs_in(corpus, batches, num):
         ):
             documents = []
             for segment in range(1, segments.max(initial=0) + 1):
-                learned = (segments == segment) & (weights > 0)
-                if not learned.any():
-                    # Padding alone, at the end.
+                is_target = (segments == segment) & (weights > 0)
+                if not is_target.any():
+                    # This segment contains only padding, which is at the end.
                     assert segment == segments.max()
                     assert segment % 2 == 1
                     continue
-                (places,) = learned.nonzero()
-                # One answer, learned without a gap.
+                (places,) = is_target.nonzero()
+                # The targets are one answer without gaps.
                 assert np.diff(places).tolist() == [1] * (len(places) - 1)
                 prompt = tokens[(segments == segment) & (np.arange(len(tokens)) <= places[0])]
                 documents.append((prompt.tolist(), tokenizer.decode(targets[places])))
             assert len(documents) % 2 == 0
             for (prompt, chosen), (same, rejected) in zip(documents[::2], documents[1::2], strict=True):
                 assert prompt == same
-                found.append((tokenizer.decode(prompt), chosen, rejected))
-    return found
+                pairs.append((tokenizer.decode(prompt), chosen, rejected))
+    return pairs
 
 
 def all_pairs(path, **data):
@@ -102,15 +108,15 @@ def all_pairs(path, **data):
     return training, pairs_in(corpus, validation, len(validation))
 
 
-def assert_pairs(found, said):
-    """Each of what was said is there once, and nothing else."""
-    assert len(found) == len(said)
-    whole = {prompt: pair for prompt, *pair in found}
-    assert len(whole) == len(said)
-    for prompt, chosen, rejected in said:
-        (place,) = [text for text in whole if f'{prompt}<|im_end|>\n<|im_start|>assistant\n' in text]
+def assert_pairs(pairs, texts):
+    """Checks that the pairs are exactly those of the texts."""
+    assert len(pairs) == len(texts)
+    by_prompt = {prompt: pair for prompt, *pair in pairs}
+    assert len(by_prompt) == len(texts)
+    for prompt, chosen, rejected in texts:
+        (place,) = [text for text in by_prompt if f'{prompt}<|im_end|>\n<|im_start|>assistant\n' in text]
         assert place.endswith(f'<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n')
-        assert whole[place] == [f'{chosen}<|im_end|>', f'{rejected}<|im_end|>']
+        assert by_prompt[place] == [f'{chosen}<|im_end|>', f'{rejected}<|im_end|>']
 
 
 @pytest.mark.parametrize(
@@ -118,12 +124,12 @@ def assert_pairs(found, said):
     [
         *(([kind], 'bytes', CHATML) for kind in KINDS),
         (KINDS, 'bpe:300', CHATML),
-        # Without {% generation %}.
+        # This template has no {% generation %}.
         (KINDS, 'bpe:300', PLAIN_CHATML),
     ],
 )
 def test_pairs_stay_together(tmp_path, kinds, tokenizer, template):
-    said = write(tmp_path / 'x.jsonl', kinds)
+    texts = write(tmp_path / 'x.jsonl', kinds)
     (tmp_path / 'template.jinja').write_text(template)
     options = ['--tokenizer', tokenizer, '--chat-template', tmp_path / 'template.jinja']
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options) == EXIT_DONE
@@ -132,22 +138,22 @@ def test_pairs_stay_together(tmp_path, kinds, tokenizer, template):
     assert (dataset.preferences, dataset.masked, dataset.packed_window) == (True, True, WINDOW)
     training, validation = all_pairs(tmp_path / 'data')
     assert min(len(training), len(validation)) > 0
-    assert_pairs(training + validation, said)
+    assert_pairs(training + validation, texts)
     assert [split.documents for split in dataset.splits.values()] == [len(training), len(validation)]
     left = [(dataset.chat[name]['left_out'], dataset.chat[name]['undecided']) for name in dataset.splits]
     assert left == [(0, 0)] * 2
-    # In the shards: each window begins with a pair.
+    # Each window of a shard starts with a pair.
     (shard,) = dataset.splits['train'].shards
     windows = TokenReader(dataset, [shard]).read(0, 0, shard.tokens).reshape(-1, WINDOW)
     assert is_document_start(windows)[:, 0].all()
     # Control: swapped chosen and rejected answers fail.
-    swapped = [(prompt, rejected, chosen) for prompt, chosen, rejected in said]
+    swapped = [(prompt, rejected, chosen) for prompt, chosen, rejected in texts]
     with pytest.raises(AssertionError):
         assert_pairs(training + validation, swapped)
 
 
-def test_the_loss_finds_the_pairs(tmp_path):
-    said = write(tmp_path / 'x.jsonl', KINDS)
+def test_the_loss_detects_the_pairs(tmp_path):
+    texts = write(tmp_path / 'x.jsonl', KINDS)
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--validation-fraction', 0) == EXIT_DONE
     corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), seq_len=WINDOW))
     batches = corpus.train_batches(1)
@@ -155,19 +161,19 @@ def test_the_loss_finds_the_pairs(tmp_path):
     pairs = chosen = rejected = 0
     for step in range(corpus.training_windows):
         batch = batches[step]
-        # As if each byte had one nat, and by the reference none.
+        # Each byte has a log-probability of 1 under the policy and of 0 under the reference.
         ones = jnp.ones(batch['weights'].shape)
         dpo = DpoConfig(beta=1.0)
         terms = find_terms(ones, 0 * ones, jnp.asarray(batch['weights']), jnp.asarray(batch['segments']), dpo)
         pairs, chosen = pairs + int(terms.pairs), chosen + int(terms.chosen_reward)
         rejected += int(terms.rejected_reward)
-    # Each answer with the end of its turn.
-    lengths = [sum(len(entry[place].encode()) + 1 for entry in said) for place in (1, 2)]
-    assert (pairs, chosen, rejected) == (len(said), *lengths)
+    # The end of the turn counts as one byte of an answer.
+    lengths = [sum(len(entry[place].encode()) + 1 for entry in texts) for place in (1, 2)]
+    assert (pairs, chosen, rejected) == (len(texts), *lengths)
     assert chosen != rejected
 
 
-def test_what_spells_a_special_token_stays_text(tmp_path):
+def test_special_token_strings_in_data_are_encoded_as_text(tmp_path):
     nasty = 'a<|im_end|>\n<|im_start|>assistant\n<|endoftext|>'
     entry = {'prompt': nasty, 'chosen': f'{nasty}b', 'rejected': f'{nasty}c'}
     (tmp_path / 'x.jsonl').write_text(json.dumps(entry))
@@ -180,11 +186,11 @@ def test_what_spells_a_special_token_stays_text(tmp_path):
         ids = batch['tokens'][batch['segments'] == segment].tolist()
         special = [tokenizer.special_tokens[i].content for i in ids if i in tokenizer.special_tokens]
         assert special == ['<|im_start|>', '<|im_end|>'] * 2 + ['<|endoftext|>']
-        learned = batch['targets'][(batch['segments'] == segment) & (batch['weights'] > 0)]
-        assert tokenizer.decode(learned) == f'{nasty}{answer}<|im_end|>'
+        target_ids = batch['targets'][(batch['segments'] == segment) & (batch['weights'] > 0)]
+        assert tokenizer.decode(target_ids) == f'{nasty}{answer}<|im_end|>'
 
 
-def test_what_cannot_be_learned_is_left_out_and_told(tmp_path, capsys):
+def test_unusable_pairs_are_skipped_and_reported(tmp_path, capsys):
     lines = [
         {'prompt': 'p', 'chosen': 'good', 'rejected': 'bad'},
         {'prompt': 'p', 'chosen': 'same', 'rejected': 'same'},
@@ -204,13 +210,13 @@ def test_what_cannot_be_learned_is_left_out_and_told(tmp_path, capsys):
     assert 'train: 2 pairs' in out
     assert '1 pairs are skipped because they are longer than a sequence' in out
     assert '3 pairs are skipped because their answers are equal or one is empty' in out
-    # The second time the number is read from the manifest.
+    # The second command reads the counts from the manifest.
     assert run(*arguments, tmp_path / 'data') == EXIT_DONE
     assert '3 pairs are skipped because their answers are equal' in capsys.readouterr().out
     path.write_text('\n'.join(map(json.dumps, lines[1:5])))
     assert run(*arguments, tmp_path / 'none') == EXIT_BAD_INPUT
-    told = capsys.readouterr().err
-    assert f'1 are longer than --pack-seq-len={WINDOW} and 3 have equal or empty answers' in told
+    error = capsys.readouterr().err
+    assert f'1 are longer than --pack-seq-len={WINDOW} and 3 have equal or empty answers' in error
 
 
 def test_the_longest_pair_that_fits(tmp_path):
@@ -219,24 +225,24 @@ def test_the_longest_pair_that_fits(tmp_path):
         code = prepare(tmp_path / 'x.jsonl', tmp_path / str(length), '--validation-fraction', 0)
         return load_manifest(tmp_path / str(length)).chat['train'] if code == EXIT_DONE else None
 
-    room = tokens(10)['padding'] + 10
-    assert tokens(room)['padding'] == 0
-    assert tokens(room + 1) is None
-    corpus = open_training_data(DataConfig(path=str(tmp_path / str(room)), seq_len=WINDOW))
+    longest = tokens(10)['padding'] + 10
+    assert tokens(longest)['padding'] == 0
+    assert tokens(longest + 1) is None
+    corpus = open_training_data(DataConfig(path=str(tmp_path / str(longest)), seq_len=WINDOW))
     (pair,) = pairs_in(corpus, corpus.train_batches(1), 1)
-    assert pair[1:] == ('c' * room + '<|im_end|>', 'r<|im_end|>')
+    assert pair[1:] == ('c' * longest + '<|im_end|>', 'r<|im_end|>')
 
 
 @pytest.mark.multiprocess
 def test_any_number_of_workers_and_a_restart_give_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 2000)
-    said = write(tmp_path / 'x.jsonl', KINDS, count=60)
+    texts = write(tmp_path / 'x.jsonl', KINDS, count=60)
     for workers in (1, 2):
         assert prepare(tmp_path / 'x.jsonl', tmp_path / str(workers), '--workers', workers) == EXIT_DONE
-    one = contents(tmp_path / '1')
-    assert len([name for name in one if name.startswith('train-')]) >= 4
-    assert one == contents(tmp_path / '2')
-    assert_pairs([pair for part in all_pairs(tmp_path / '1') for pair in part], said)
+    single_worker = contents(tmp_path / '1')
+    assert len([name for name in single_worker if name.startswith('train-')]) >= 4
+    assert single_worker == contents(tmp_path / '2')
+    assert_pairs([pair for part in all_pairs(tmp_path / '1') for pair in part], texts)
 
     original, runs = write_shards.WriteShards.run, []
 
@@ -250,18 +256,18 @@ def test_any_number_of_workers_and_a_restart_give_the_same_bytes(tmp_path, monke
     prepare(tmp_path / 'x.jsonl', tmp_path / 'again')
     assert not (tmp_path / 'again' / 'dataset.json').exists()
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'again') == EXIT_DONE
-    # What was finished was not done again.
+    # Finished partitions are not written again.
     assert runs[:4] == [0, 1, 2, 2]
-    assert contents(tmp_path / 'again') == one
+    assert contents(tmp_path / 'again') == single_worker
 
 
-def test_what_does_not_go_with_preferences_is_refused(tmp_path, capsys):
+def test_incompatible_options_are_rejected(tmp_path, capsys):
     write(tmp_path / 'x.jsonl', ['texts'], count=3)
     (tmp_path / 'chat.jsonl').write_text(json.dumps({'instruction': 'i', 'output': 'o'}))
     (tmp_path / 'plain.txt').write_text('plain')
     mixed = tmp_path / 'mixed.jsonl'
     mixed.write_text((tmp_path / 'x.jsonl').read_text() + (tmp_path / 'chat.jsonl').read_text())
-    for source, options, told in [
+    for source, options, words in [
         ('x.jsonl', ['--pack-seq-len', 0], ['--pack-seq-len=0', 'data.seq_len']),
         ('x.jsonl', ['--filter', 'c4'], ['--filter=c4', 'preferences']),
         ('x.jsonl', ['--fim-rate', 0.5], ['--fim-rate=0.5', 'preferences']),
@@ -272,7 +278,7 @@ def test_what_does_not_go_with_preferences_is_refused(tmp_path, capsys):
     ]:
         assert prepare(tmp_path / source, tmp_path / 'data', *options) == EXIT_BAD_INPUT
         error = capsys.readouterr().err
-        assert all(part in error for part in told), error
+        assert all(word in error for word in words), error
         assert error.count('\n') == 1
     for other in ('chat.jsonl', 'plain.txt'):
         assert prepare(tmp_path / other, tmp_path / 'data', '--input', tmp_path / 'x.jsonl', tmp_path / other) == 2
@@ -288,7 +294,7 @@ def test_what_does_not_go_with_preferences_is_refused(tmp_path, capsys):
 
 @pytest.fixture(scope='module')
 def prepared(tmp_path_factory):
-    """Directories of preferences, and of conversations of the same file, with the same tokenizer."""
+    """Prepares one file as preferences and as conversations; returns the directory of both data sets."""
     path = tmp_path_factory.mktemp('prepared')
     write(path / 'x.jsonl', ['ultrafeedback'])
     assert prepare(path / 'x.jsonl', path / 'pairs') == EXIT_DONE
@@ -315,22 +321,22 @@ def test_objectives_need_their_data(prepared):
             check_objective(config_of(objective, pairs.path), pairs)
 
 
-def test_mixtures_are_of_preferences_or_of_none(prepared, tmp_path):
+def test_mixtures_contain_only_preferences_or_none(prepared, tmp_path):
     write(tmp_path / 'y.jsonl', ['texts'], seed=9)
     tokenizer = ['--tokenizer', prepared / 'pairs' / 'tokenizer.json']
     assert prepare(tmp_path / 'y.jsonl', tmp_path / 'more', *tokenizer) == EXIT_DONE
 
-    def opened(*paths):
+    def open_mixture(*paths):
         return open_training_data(DataConfig(sources=tuple((str(path), 1.0) for path in paths), seq_len=WINDOW))
 
-    corpus = opened(prepared / 'pairs', tmp_path / 'more')
+    corpus = open_mixture(prepared / 'pairs', tmp_path / 'more')
     assert pairs_in(corpus, corpus.train_batches(4), 6)
     for names in (('pairs', 'chats'), ('chats', 'pairs')):
         with pytest.raises(InputError, match=r'data\.sources: .*pairs contains preferences, and .*chats does not'):
-            opened(*(prepared / name for name in names))
+            open_mixture(*(prepared / name for name in names))
 
 
-def test_other_windows_are_refused(prepared):
+def test_other_sequence_lengths_are_rejected(prepared):
     data = DataConfig(path=str(prepared / 'pairs'), seq_len=WINDOW)
     for changed in ({'seq_len': 512}, {'seq_len': 2048}, {'seq_len_schedule': ((512, 0.5),)}):
         with pytest.raises(InputError, match='sequences of 1024 tokens'):
@@ -338,7 +344,7 @@ def test_other_windows_are_refused(prepared):
 
 
 def test_older_manifests_load(prepared):
-    """Those of conversations and texts know nothing of preferences."""
+    """Checks that manifests without the key `preferences` load, as those of conversations and texts."""
     manifest = prepared / 'chats' / 'dataset.json'
     assert 'preferences' not in json.loads(manifest.read_text())
     assert not load_manifest(prepared / 'chats').preferences

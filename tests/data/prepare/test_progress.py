@@ -40,9 +40,9 @@ def test_steps():
     assert '4/4' in terminal.getvalue()
 
 
-def test_nothing_is_shown_where_nobody_looks():
-    for screen, show in ((Terminal(), False), (io.StringIO(), True)):
-        with contextlib.redirect_stderr(screen), StageBar('shards', total=10, show=show) as bar:
+def test_no_bar_is_shown_without_a_terminal():
+    for stream, show in ((Terminal(), False), (io.StringIO(), True)):
+        with contextlib.redirect_stderr(stream), StageBar('shards', total=10, show=show) as bar:
             bar(10, 1, 1)
             bar.step(1, 2)
-        assert screen.getvalue() == ''
+        assert stream.getvalue() == ''

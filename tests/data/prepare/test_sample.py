@@ -5,8 +5,8 @@ import pytest
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.executors.executor import TransientError
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.prepare import partitions as groups_module
-from maxlm.data.prepare import sample as preview_module
+from maxlm.data.prepare import partitions as partitions_module
+from maxlm.data.prepare import sample as sample_module
 from maxlm.data.prepare import train_val_split
 from maxlm.data.prepare.choose_validation import Cut, ValidationChoice
 from maxlm.data.prepare.partitions import ReadSettings, make_partitions
@@ -18,7 +18,7 @@ from maxlm.errors import InputError
 @pytest.fixture
 def preview(tmp_path, monkeypatch):
     """Returns a preview of twenty documents of 100 characters, each in a separate partition."""
-    monkeypatch.setattr(groups_module, 'MIN_GROUP_BYTES', 1)
+    monkeypatch.setattr(partitions_module, 'MIN_GROUP_BYTES', 1)
     for i in range(20):
         (tmp_path / f'{i:02}.txt').write_text(chr(ord('a') + i) * 100)
     partitions = make_partitions(find_inputs([tmp_path]), [])
@@ -30,14 +30,14 @@ def ignore(_):
     pass
 
 
-def test_all_of_a_small_corpus_is_the_sample(preview):
-    told: list[int] = []
-    assert list(preview.texts(ValidationChoice(0), told.append)) == [chr(ord('a') + i) * 100 for i in range(20)]
-    assert told == [100] * 20
+def test_the_sample_of_a_small_corpus_is_complete(preview):
+    sizes: list[int] = []
+    assert list(preview.texts(ValidationChoice(0), sizes.append)) == [chr(ord('a') + i) * 100 for i in range(20)]
+    assert sizes == [100] * 20
     assert [document.name for document in preview.documents()] == [f'{i:02}.txt' for i in range(20)]
 
 
-def test_the_sample_is_of_what_is_trained_on(preview):
+def test_the_sample_contains_only_training_text(preview):
     half = HASH_RANGE // 2
     expected = {chr(ord('a') + i) for i in range(20) if name_hash(f'{i:02}.txt') >= half}
     assert 4 < len(expected) < 16
@@ -46,17 +46,17 @@ def test_the_sample_is_of_what_is_trained_on(preview):
     assert [len(text) for text in texts] == [100] * 3 + [60] + [100] * 16
 
 
-def test_of_a_large_corpus_no_more_is_read_than_is_used(preview, monkeypatch):
+def test_only_the_sampled_documents_of_a_large_corpus_are_read(preview, monkeypatch):
     monkeypatch.setattr(train_val_split, 'SAMPLE_BYTES', 120)
     monkeypatch.setattr(train_val_split, 'SAMPLE_PLACES', 4)
     read = []
-    read_batches = preview_module.read_batches
+    read_batches = sample_module.read_batches
 
-    def note(partition, reading, skipped):
+    def read_and_record(partition, reading, skipped):
         read.append(partition.number)
         return read_batches(partition, reading, skipped)
 
-    monkeypatch.setattr(preview_module, 'read_batches', note)
+    monkeypatch.setattr(sample_module, 'read_batches', read_and_record)
     assert list(preview.texts(ValidationChoice(0), ignore)) == [letter * 30 for letter in 'afkp']
     assert read == [0, 5, 10, 15]
 
@@ -72,15 +72,15 @@ def test_the_sample_is_never_empty(preview, monkeypatch):
     assert list(preview.texts(ValidationChoice(largest[0] + 1), ignore)) == []
 
 
-def test_a_storage_that_fails(preview, monkeypatch):
-    read_batches = preview_module.read_batches
+def test_a_transient_storage_error(preview, monkeypatch):
+    read_batches = sample_module.read_batches
 
     def fail_once(partition, reading, skipped):
         if partition.number == 3:
             raise TransientError('03.txt: no answer')
         return read_batches(partition, reading, skipped)
 
-    monkeypatch.setattr(preview_module, 'read_batches', fail_once)
+    monkeypatch.setattr(sample_module, 'read_batches', fail_once)
     with pytest.raises(InputError, match=r'03\.txt: no answer; .*run the same command again'):
         list(preview.documents())
     lenient = Preview(preview.partitions, preview.decisions, preview.reading, (), skip_failed=True)

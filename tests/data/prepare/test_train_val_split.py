@@ -21,19 +21,19 @@ def test_validation_threshold():
         validation_threshold([], 0.1)
 
 
-def test_no_more_names_are_read_than_it_takes(monkeypatch):
-    def endless():
+def test_only_the_required_names_are_read(monkeypatch):
+    def endless_names():
         number = 0
         while True:
             read.append(number)
             yield f'{number}.txt'
             number += 1
 
-    for share, most in ((0.0, 1), (0.5, 100), (1e-15, 500)):
+    for share, limit in ((0.0, 1), (0.5, 100), (1e-15, 500)):
         read: list[int] = []
         monkeypatch.setattr(train_val_split, 'MAX_NAMES', 500)
-        threshold = validation_threshold(endless(), share)
-        assert len(read) <= most
+        threshold = validation_threshold(endless_names(), share)
+        assert len(read) <= limit
     # No document is below such a small fraction, so the document with the smallest hash is used for validation.
     assert threshold == min(name_hash(f'{i}.txt') for i in range(500)) + 1
 
@@ -45,7 +45,7 @@ def test_hashes_are_uniform_and_salted():
     assert name_hash('b\udcff') != name_hash('b')
 
 
-def test_the_sample_is_from_all_over_the_corpus(monkeypatch):
+def test_the_sample_spans_the_corpus(monkeypatch):
     monkeypatch.setattr(train_val_split, 'SAMPLE_BYTES', 100)
     monkeypatch.setattr(train_val_split, 'SAMPLE_PLACES', 4)
     assert sample_places([30, 40, 30]) == [0, 1, 2]

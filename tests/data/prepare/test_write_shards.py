@@ -42,16 +42,16 @@ def task(tmp_path):
     )
 
 
-def written(task):
-    told = []
-    task.run(lambda *new: told.append(new))
+def write(task):
+    progress = []
+    task.run(lambda *new: progress.append(new))
     result = task.load()
     assert result is not None
-    return result, tuple(map(sum, zip(*told, strict=True)))
+    return result, tuple(map(sum, zip(*progress, strict=True)))
 
 
-def test_the_counts_are_of_what_is_written(task):
-    result, progress = written(task)
+def test_the_counts_match_the_written_shards(task):
+    result, progress = write(task)
     below = [i for i in range(30) if name_hash(f'{i}.txt') < HASH_RANGE // 2]
     validation, train = result.splits['validation'], result.splits['train']
     assert (validation.shard.documents, train.shard.documents) == (len(below), 30 - len(below))
@@ -64,21 +64,21 @@ def test_the_counts_are_of_what_is_written(task):
     assert result.duplicates.documents == 0
 
 
-def test_the_bytes_do_not_depend_on_how_it_is_read(task, monkeypatch):
+def test_the_bytes_do_not_depend_on_the_batch_size(task, monkeypatch):
     def shards():
         task.run(lambda *_: None)
         return [task.shard_path(name).read_bytes() for name in ('train', 'validation')]
 
-    whole = shards()
+    expected = shards()
     monkeypatch.setattr(partitions_module, 'BATCH_CHARACTERS', 1)
-    assert shards() == whole
+    assert shards() == expected
     monkeypatch.undo()
     task = dataclasses.replace(task, infill=FimConfig(1.0, 0.5))
-    assert shards() != whole
+    assert shards() != expected
 
 
-def test_a_result_counts_for_the_very_same_task(task):
-    written(task)
+def test_a_result_is_valid_only_for_the_same_task(task):
+    write(task)
     assert task.is_done()
     others = {
         'partition': dataclasses.replace(task.partition, number=0, is_validation=True),
@@ -94,19 +94,19 @@ def test_a_result_counts_for_the_very_same_task(task):
     with task.shard_path('train').open('r+b') as file:
         file.truncate(100)
     assert not task.is_done()
-    written(task)
+    write(task)
     task.shard_path('validation').unlink()
     assert not task.is_done()
 
 
-def test_another_tokenizer_in_its_place_is_noticed(task):
+def test_a_replaced_tokenizer_is_detected(task):
     with pytest.raises(InputError, match=r'tokenizer\.json: removed or changed'):
         dataclasses.replace(task, tokenizer_sha256='x').run(lambda *_: None)
     assert not list(task.output.glob('*.arrayrecord'))
 
 
-def test_counts_of_a_large_vocabulary_stay_small(task):
-    result, _ = written(task)
+def test_token_counts_of_a_large_vocabulary_are_compact(task):
+    result, _ = write(task)
     large = dataclasses.replace(result.splits['train'], token_counts=np.arange(200_000) % 7)
     from maxlm.data.prepare.write_shards import _from_facts, _to_facts
 
@@ -115,8 +115,8 @@ def test_counts_of_a_large_vocabulary_stay_small(task):
     assert np.array_equal(_from_facts(facts).token_counts, large.token_counts)
 
 
-def test_shards_of_earlier_runs(task):
-    result, _ = written(task)
+def test_leftover_shards_of_earlier_runs_are_found(task):
+    result, _ = write(task)
     (task.output / 'train-00009.arrayrecord').write_text('old')
     (task.output / 'mine.arrayrecord').write_text('not ours')
     kept = [split.shard for split in result.splits.values()]

@@ -34,7 +34,7 @@ def splits(count, infill):
     return [split_text(document.name, document.text, infill) for document in documents(count)]
 
 
-def test_the_parts_make_the_text():
+def test_the_parts_concatenate_to_the_text():
     seen = set()
     for text in TEXTS:
         for i in range(300):
@@ -45,7 +45,7 @@ def test_the_parts_make_the_text():
     assert len(seen) > 300
 
 
-def test_both_ends_of_the_hole_are_uniform():
+def test_both_ends_of_the_middle_are_uniform():
     """Both ends are drawn uniformly from the 4 positions of a text with 3 characters.
 
     The start is then k in 7 - 2k of 16 cases, and the end in 2k + 1.
@@ -62,7 +62,7 @@ def test_both_ends_of_the_hole_are_uniform():
 
 
 @pytest.mark.parametrize(('rate', 'spm_share'), [(0.5, 0.5), (0.9, 0.1), (0.05, 1), (1, 0), (0, 0.5)])
-def test_shares(rate, spm_share):
+def test_shares_match_the_rates(rate, spm_share):
     count = 8000
     found = [split for split in splits(count, FimConfig(rate, spm_share)) if split]
     suffix_first = sum(split.suffix_first for split in found)
@@ -70,22 +70,22 @@ def test_shares(rate, spm_share):
     assert abs(suffix_first - len(found) * spm_share) <= 6 * np.sqrt(len(found) * spm_share * (1 - spm_share))
 
 
-def test_more_of_the_same():
-    """A larger rate rearranges additional documents and leaves others unchanged, so that runs are comparable."""
+def test_a_larger_rate_rearranges_additional_documents():
+    """Checks that other documents are unchanged, so that runs with different rates are comparable."""
     few, many = splits(2000, FimConfig(0.3)), splits(2000, FimConfig(0.7))
-    assert all(one == other for one, other in zip(few, many, strict=True) if one)
+    assert all(a == b for a, b in zip(few, many, strict=True) if a)
     assert sum(map(bool, few)) < sum(map(bool, many))
 
 
-def test_the_name_decides():
+def test_the_split_depends_on_the_name():
     split = split_text('a', TEXTS[-1], ALWAYS)
     assert split == split_text('a', TEXTS[-1], FimConfig(rate=1))
     assert split != split_text('b', TEXTS[-1], ALWAYS)
-    # A name with bytes that are not UTF-8.
+    # Names may contain bytes that are not UTF-8.
     assert split_text('\udcff', 'abc', ALWAYS) is not None
 
 
-def test_short_texts_stay_as_they_are():
+def test_short_texts_are_unchanged():
     assert all(split_text(str(i), 'x' * (MIN_CHARACTERS - 1), ALWAYS) is None for i in range(50))
     assert split_text('0', 'x' * MIN_CHARACTERS, ALWAYS) is not None
 
@@ -111,7 +111,7 @@ def test_ids_as_specified(spec, spm_share):
         assert psm != spm
 
 
-def test_bytes_spelled_out():
+def test_order_of_the_parts():
     tokenizer = bytes_tokenizer(infill=True)
     (name,) = [n for n in map(str, range(100)) if _lengths(n) == (2, 1, 3)][:1]
     document = Document(name, 'source', 'abcdef')
@@ -127,18 +127,20 @@ def _lengths(name):
 
 
 @pytest.mark.parametrize('spec', SPECS)
-def test_the_others_are_encoded_as_ever(spec):
+def test_other_documents_are_encoded_as_before(spec):
     tokenizer = make_tokenizer(spec, TEXTS, infill=True)
     some = documents(40)
     plain = encode_documents(tokenizer, some, None)
     half = encode_documents(tokenizer, some, FimConfig())
-    for document, one, other in zip(some, plain, half, strict=True):
-        np.testing.assert_array_equal(one, tokenizer.encode_batch([document.text])[0])
-        assert (one.tolist() == other.tolist()) == (split_text(document.name, document.text, FimConfig()) is None)
-    assert {one.tolist() == other.tolist() for one, other in zip(plain, half, strict=True)} == {True, False}
+    for document, expected, rearranged in zip(some, plain, half, strict=True):
+        np.testing.assert_array_equal(expected, tokenizer.encode_batch([document.text])[0])
+        assert (expected.tolist() == rearranged.tolist()) == (
+            split_text(document.name, document.text, FimConfig()) is None
+        )
+    assert {a.tolist() == b.tolist() for a, b in zip(plain, half, strict=True)} == {True, False}
 
 
-def test_the_same_alone_and_together():
+def test_encoding_does_not_depend_on_the_batch():
     tokenizer = bytes_tokenizer(infill=True)
     some = documents(30)
     together = encode_documents(tokenizer, some, FimConfig())
@@ -148,7 +150,7 @@ def test_the_same_alone_and_together():
 
 
 @pytest.mark.multiprocess
-def test_the_same_in_another_process():
+def test_encoding_is_equal_in_another_process():
     script = (
         'import json; from maxlm.data.documents.document import Document; '
         'from maxlm.data.tokenizer.fim import FimConfig, encode_documents; '
@@ -160,20 +162,20 @@ def test_the_same_in_another_process():
     environment = {'PYTHONHASHSEED': '1', 'PYTHONPATH': ':'.join(filter(None, sys.path))}
     command = [sys.executable, '-c', script]
     output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    again = json.loads(output)
-    here = [ids.tolist() for ids in encode_documents(bytes_tokenizer(infill=True), documents(50), FimConfig())]
-    assert again == here
-    assert here != [
+    actual = json.loads(output)
+    expected = [ids.tolist() for ids in encode_documents(bytes_tokenizer(infill=True), documents(50), FimConfig())]
+    assert actual == expected
+    assert expected != [
         ids.tolist() for ids in encode_documents(bytes_tokenizer(infill=True), documents(50), FimConfig(0.4))
     ]
 
 
-def test_fixed_draws():
-    """The prepared data must not depend on the NumPy version."""
+def test_splits_do_not_change_between_releases():
+    """Checks fixed values, because the prepared data must not depend on the NumPy version."""
     assert [_lengths(f'file-{i}') for i in range(4)] == [(0, 4, 2), (3, 2, 1), (0, 2, 4), (3, 1, 2)]
 
 
-def test_what_is_tokenized_passes_or_is_refused():
+def test_tokenized_documents_pass_or_are_rejected():
     tokens = np.array([5, 256, 7], np.uint32)
     some = [Document('text', 'source', 'abc'), Document('dir/a.npy:3', 'source', tokens=tokens), *documents(1, 'x')]
     first, second, third = encode_documents(bytes_tokenizer(), some, None)
@@ -183,19 +185,19 @@ def test_what_is_tokenized_passes_or_is_refused():
         encode_documents(bytes_tokenizer(infill=True), some, FimConfig())
 
 
-def test_a_tokenizer_without_the_tokens_is_refused():
+def test_a_tokenizer_without_fim_tokens_is_rejected():
     with pytest.raises(InputError, match='no special tokens for fill-in-the-middle'):
         encode_documents(bytes_tokenizer(), documents(1), FimConfig())
 
 
 @pytest.mark.parametrize('shares', [{'rate': -0.1}, {'rate': 1.1}, {'spm_share': 2}, {'rate': float('nan')}])
-def test_what_is_no_share_is_refused(shares):
+def test_invalid_shares_are_rejected(shares):
     with pytest.raises(InputError, match=next(iter(shares))):
         FimConfig(**shares)
 
 
-def test_a_blank_before_texts_stays_before_documents():
-    """SentencePiece adds a space before a text. It must be before the prefix and nowhere else."""
+def test_an_added_space_is_only_before_the_document():
+    """Checks that the space that SentencePiece adds to a text occurs only before the prefix."""
     library = tokenizers.Tokenizer(
         tokenizers.models.BPE({'?': 0, '▁': 1, **{c: i for i, c in enumerate('abcdef', 2)}}, [])
     )

@@ -1,4 +1,4 @@
-"""Maximum number of bytes per token, a lower bound for the tokens of a text."""
+"""Tests the maximum number of bytes per token, which gives a lower bound for the tokens of a text."""
 
 import random
 
@@ -35,7 +35,7 @@ def with_steps(normalizer=None, pre_tokenizer=None, model=None):
     return Tokenizer(library)
 
 
-def test_no_text_has_fewer_tokens():
+def test_the_bound_holds_for_all_texts():
     draw = random.Random(1)
     composed = with_steps(normalizers.NFC())
     for tokenizer in (bytes_tokenizer(), chars_tokenizer(WORDS), train_bpe(WORDS * 20, 300), composed):
@@ -47,7 +47,7 @@ def test_no_text_has_fewer_tokens():
     assert longest_token(composed) == 3 * longest_token(with_steps())
 
 
-def test_tokenizers_that_leave_text_out_have_no_bound():
+def test_tokenizers_that_drop_text_have_no_bound():
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     left_out = [
         with_steps(normalizers.Strip()),

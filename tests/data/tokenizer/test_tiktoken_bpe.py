@@ -63,7 +63,9 @@ def test_characters_where_categories_change(tokenizer):
     """Both libraries must classify the same characters as letters, digits and spaces."""
     everything = characters_between(1, sys.maxunicode + 1)
     categories = [unicodedata.category(character)[0] for character in everything]
-    edges = {i + k for i, (one, two) in enumerate(itertools.pairwise(categories)) if one != two for k in (0, 1)}
+    edges = {
+        i + k for i, (first, second) in enumerate(itertools.pairwise(categories)) if first != second for k in (0, 1)
+    }
     assert_same(tokenizer, [around(everything[i] for i in sorted(edges)), around(characters_between(0, 0x400))])
 
 
@@ -92,15 +94,15 @@ def test_long_runs(tokenizer, text):
     assert_same(tokenizer, [text * n for n in (7, 501, 20000)])
 
 
-def test_what_it_cannot_split_is_left_to_the_library(tokenizer):
+def test_unsplittable_texts_use_the_library(tokenizer):
     texts = ['before', ' ' * 1_000_000, 'after']
     with pytest.raises(ValueError, match='stack'):
         byte_pair_encoder(library_of(tokenizer))(texts[1])
-    for one, other in zip(tokenizer.encode_batch(texts), tokenizer.encode_batch_by_library(texts), strict=True):
-        assert one.tolist() == other.tolist()
+    for first, second in zip(tokenizer.encode_batch(texts), tokenizer.encode_batch_by_library(texts), strict=True):
+        assert first.tolist() == second.tolist()
 
 
-def test_the_tokenizers_that_it_serves(tokenizer):
+def test_supported_tokenizers(tokenizer):
     assert byte_pair_encoder(changed(tokenizer)) is not None
     assert byte_pair_encoder(library_of(make_tokenizer('bpe:400', CORPUS[:3], infill=True))) is not None
     # Without merges, NumPy is faster still, and the pre-tokenization differs.
@@ -135,7 +137,7 @@ TRUNCATION = {'direction': 'Right', 'max_length': 5, 'strategy': 'LongestFirst',
         {'model__byte_fallback': True},
     ],
 )
-def test_other_options_are_left_to_the_library(tokenizer, changes):
+def test_other_options_use_the_library(tokenizer, changes):
     library = changed(tokenizer, **changes)
     assert byte_pair_encoder(library) is None
     if 'model__dropout' not in changes:
@@ -143,7 +145,7 @@ def test_other_options_are_left_to_the_library(tokenizer, changes):
         assert Tokenizer(library).encode_batch(['  Some Text\n'])[0].tolist() == expected
 
 
-def test_a_token_of_the_user_is_left_to_the_library(tokenizer):
+def test_user_tokens_use_the_library(tokenizer):
     library = changed(tokenizer)
     library.add_tokens(['def main'])
     assert byte_pair_encoder(library) is None
@@ -164,7 +166,7 @@ def merges_of(*pairs):
     return library
 
 
-def test_merges_that_tiktoken_would_read_otherwise_are_left_to_the_library():
+def test_merges_that_tiktoken_reads_differently_use_the_library():
     assert byte_pair_encoder(merges_of('ab', ('ab', 'c'), 'de')) is not None
     # Two merges produce the same token.
     assert byte_pair_encoder(merges_of('ab', 'bc', ('ab', 'c'), ('a', 'bc'))) is None

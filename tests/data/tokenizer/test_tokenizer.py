@@ -63,11 +63,11 @@ def test_round_trip(tokenizer):
     assert tokenizer.decode([tokenizer.end_of_document]) == END_OF_DOCUMENT
 
 
-def test_fast_path_equals_the_library(tokenizer):
+def test_the_fast_path_equals_the_library(tokenizer):
     texts = [*NASTY, 'unseen: 漢字 ж']
     fast, slow = tokenizer.encode_batch(texts), tokenizer.encode_batch_by_library(texts)
-    for text, one, other in zip(texts, fast, slow, strict=True):
-        np.testing.assert_array_equal(one, other, err_msg=repr(text))
+    for text, actual, expected in zip(texts, fast, slow, strict=True):
+        np.testing.assert_array_equal(actual, expected, err_msg=repr(text))
     assert fast[1].tolist() != slow[2].tolist()
 
 
@@ -85,8 +85,8 @@ def test_a_loaded_tokenizer_is_the_same(tokenizer, tmp_path):
     tokenizer.save(tmp_path / 'tokenizer.json')
     loaded = Tokenizer.load(tmp_path / 'tokenizer.json')
     assert facts(loaded) == facts(tokenizer)
-    for one, other in zip(loaded.encode_batch(NASTY), tokenizer.encode_batch(NASTY), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(loaded.encode_batch(NASTY), tokenizer.encode_batch(NASTY), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_bytes_are_their_own_ids():
@@ -95,7 +95,7 @@ def test_bytes_are_their_own_ids():
     assert tokenizer.encode_batch(['aé'])[0].tolist() == list('aé'.encode())
 
 
-def test_chars_are_sorted_and_know_the_unknown():
+def test_chars_are_sorted_and_have_an_unknown_token():
     tokenizer = chars_tokenizer(['cab', 'b'])
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.end_of_document) == ('chars', 5, 3)
     assert tokenizer.encode_batch(['abcx\U0010ffff!'])[0].tolist() == [0, 1, 2, 4, 4, 4]
@@ -113,15 +113,15 @@ def test_bpe_learns_and_is_deterministic():
         'import json, sys; from maxlm.data.tokenizer.tokenizer import train_bpe; '
         'print(train_bpe(json.load(sys.stdin), 300).sha256)'
     )
-    again = subprocess.run(
+    process = subprocess.run(
         [sys.executable, '-c', script], input=json.dumps(CORPUS), capture_output=True, text=True, check=True
     )
-    assert again.stdout.strip() == tokenizer.sha256
+    assert process.stdout.strip() == tokenizer.sha256
     assert train_bpe(CORPUS, 290).sha256 != tokenizer.sha256
 
 
 @pytest.mark.parametrize('name', ['</s>', '<|end_of_text|>', '<eos>', '<|eos|>', '<｜end▁of▁sentence｜>', '<|bos|>'])
-def test_a_tokenizer_from_elsewhere(tmp_path, name):
+def test_a_tokenizer_of_another_program(tmp_path, name):
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0, '?': 1}, unk_token='?'))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     library.save(str(tmp_path / 'none.json'))
@@ -139,13 +139,13 @@ def test_a_tokenizer_from_elsewhere(tmp_path, name):
 @pytest.mark.parametrize(
     'spec', ['bpe', 'bpe:', 'bpe:256', 'bpe:-1', 'bpe:1e4', 'bpe:²', 'word', '', 'Bytes', '.', 'id:5']
 )
-def test_bad_specs(spec):
+def test_invalid_specs_are_rejected(spec):
     with pytest.raises(InputError, match=r'bpe:N'):
         make_tokenizer(spec, ['text'])
 
 
 @pytest.mark.parametrize('content', [b'', b'{}', b'[1, 2]', b'\xff', b'{"model": 3}'])
-def test_a_file_that_is_no_tokenizer(tmp_path, content):
+def test_a_file_without_a_tokenizer_is_rejected(tmp_path, content):
     path = tmp_path / 'tokenizer.json'
     path.write_bytes(content)
     with pytest.raises(InputError) as info:
@@ -154,7 +154,7 @@ def test_a_file_that_is_no_tokenizer(tmp_path, content):
     assert '\n' not in str(info.value)
 
 
-def test_what_only_begins_documents_ends_them_last(tmp_path):
+def test_end_tokens_take_precedence_over_start_tokens(tmp_path):
     library = word_level('?')
     library.add_special_tokens(['<|bos|>', '</s>'])
     assert Tokenizer(library).end_of_document == library.token_to_id('</s>') == 2
@@ -174,8 +174,8 @@ def test_infill_tokens_come_after_all_others(spec):
         plain = train_bpe(CORPUS, 297)
     else:
         assert size == plain.vocab_size + 3
-    for one, other in zip(infill.encode_batch(NASTY), plain.encode_batch(NASTY), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(infill.encode_batch(NASTY), plain.encode_batch(NASTY), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize('special', [True, False])
@@ -199,7 +199,7 @@ def test_infill_tokens_of_a_file_are_kept(tmp_path, names, special):
         assert facts(Tokenizer.load(tmp_path / 'again.json')) == facts(tokenizer)
 
 
-def test_a_file_is_given_infill_tokens(tmp_path):
+def test_infill_tokens_are_added_to_a_file(tmp_path):
     library = word_level('?', 'a')
     library.add_special_tokens([END_OF_DOCUMENT])
     path = saved(library, tmp_path / 'plain.json')
@@ -212,7 +212,7 @@ def test_a_file_is_given_infill_tokens(tmp_path):
     )
 
 
-def test_a_file_with_gaps_is_not_given_infill_tokens(tmp_path):
+def test_infill_tokens_are_not_added_to_a_file_with_gaps(tmp_path):
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({'?': 0, END_OF_DOCUMENT: 1, 'a': 9}, unk_token='?'))
     library.add_special_tokens([END_OF_DOCUMENT])
     path = saved(library, tmp_path / 'gaps.json')
@@ -221,7 +221,7 @@ def test_a_file_with_gaps_is_not_given_infill_tokens(tmp_path):
         check_spec(path, infill=True)
 
 
-def test_bpe_needs_room_for_infill():
+def test_the_bpe_vocabulary_must_include_infill_tokens():
     check_spec('bpe:260', infill=True)
     check_spec('bpe:257')
     with pytest.raises(InputError, match=r'N ≥ 260 .*fim_middle'):
@@ -242,7 +242,7 @@ def test_ids_are_written_as_numbers(tmp_path):
 
 
 @pytest.mark.parametrize('spec', ['ids:7:2', 'ids:2', 'ids:12:0'])
-def test_ids_end_where_asked(spec):
+def test_the_end_id_can_be_set(spec):
     tokenizer = make_tokenizer(spec, [])
     size, _, end = spec.removeprefix('ids:').partition(':')
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (int(size), int(end or int(size) - 1))
@@ -252,7 +252,7 @@ def test_ids_end_where_asked(spec):
 
 
 @pytest.mark.parametrize('word', ['x', '6', '7', '-1', '01', '1,2', END_OF_DOCUMENT, '١'])
-def test_what_is_no_id_is_refused(word):
+def test_invalid_ids_are_rejected(word):
     tokenizer = make_tokenizer('ids:7', [])
     with pytest.raises(InputError, match='from 0 to 6 ') as info:
         tokenizer.encode_batch(['1 2', f'3 {word} 4'])
@@ -262,36 +262,36 @@ def test_what_is_no_id_is_refused(word):
 @pytest.mark.parametrize(
     'spec', ['ids', 'ids:', 'ids:1', 'ids:5:5', 'ids:5:-1', 'ids:5:', 'ids:x', 'ids:2000000', 'hf:', 'hf:a b', 'hf:a@']
 )
-def test_bad_specs_name_what_is_right(spec):
+def test_errors_of_invalid_specs_contain_the_syntax(spec):
     for check in (check_spec, lambda spec: make_tokenizer(spec, [])):
         with pytest.raises(InputError) as info:
             check(spec)
         assert f'--tokenizer={spec}: needs ' in str(info.value)
 
 
-def test_ids_have_no_infill():
+def test_ids_tokenizers_have_no_infill_tokens():
     check_spec('ids:9')
     with pytest.raises(InputError, match='pretokenized data'):
         check_spec('ids:9', infill=True)
 
 
 def test_a_tokenizer_from_the_hub(tmp_path, monkeypatch):
-    """The Hub client of the library is replaced by one with a file and by one without network."""
-    wanted = bytes_tokenizer()
-    wanted.save(tmp_path / 'tokenizer.json')
-    asked = []
+    """Replaces the download with a function that has a file for `a/b` and fails for other names."""
+    expected = bytes_tokenizer()
+    expected.save(tmp_path / 'tokenizer.json')
+    requests = []
 
     def download(repo_id, filename, *, revision, **options):
-        asked.append((repo_id, filename, revision))
+        requests.append((repo_id, filename, revision))
         if repo_id == 'a/b':
             return str(tmp_path / 'tokenizer.json')
         raise OSError('no\nnetwork')
 
     monkeypatch.setattr('huggingface_hub.hf_hub_download', download)
     check_spec('hf:a/b')
-    assert make_tokenizer('hf:a/b@v1.0', []).sha256 == wanted.sha256
+    assert make_tokenizer('hf:a/b@v1.0', []).sha256 == expected.sha256
     assert make_tokenizer('hf:a/b', [], infill=True).infill_ids == (257, 258, 259)
-    assert asked == [('a/b', 'tokenizer.json', revision) for revision in ('main', 'v1.0', 'main')]
+    assert requests == [('a/b', 'tokenizer.json', revision) for revision in ('main', 'v1.0', 'main')]
     with pytest.raises(InputError, match=r'^--tokenizer=hf:a/c: .*no network.*$') as info:
         check_spec('hf:a/c')
     assert '\n' not in str(info.value)
@@ -301,8 +301,8 @@ def test_a_tokenizer_from_the_hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('scheme', ['prepend', 'metaspace', 'byte_level'])
-def test_no_blank_inside_a_document(scheme):
-    """The space that a tokenizer adds before a text must not occur between parts of a text."""
+def test_no_space_is_added_inside_a_document(scheme):
+    """Checks that the space that a tokenizer adds before a text does not occur between parts of a text."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE({'▁': 0, 'a': 1, 'Ġ': 2}, [], unk_token='a'))
     if scheme == 'prepend':
         library.normalizer = tokenizers.normalizers.Sequence(
@@ -315,19 +315,19 @@ def test_no_blank_inside_a_document(scheme):
             [tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)]
         )
     library.add_special_tokens(['</s>'])
-    blank = 2 if scheme == 'byte_level' else 0
+    space = 2 if scheme == 'byte_level' else 0
     tokenizer = Tokenizer(library)
-    assert tokenizer.encode_batch(['a a'])[0].tolist() == [blank, 1, blank, 1]
-    assert tokenizer.encode_batch_inside(['a a'])[0].tolist() == [1, blank, 1]
+    assert tokenizer.encode_batch(['a a'])[0].tolist() == [space, 1, space, 1]
+    assert tokenizer.encode_batch_inside(['a a'])[0].tolist() == [1, space, 1]
     assert 3 not in tokenizer.encode_batch_inside(['a</s>'])[0]
 
 
-def test_inside_is_the_same_where_no_blank_is_put(tokenizer):
-    for one, other in zip(tokenizer.encode_batch_inside(NASTY), tokenizer.encode_batch(NASTY), strict=True):
-        np.testing.assert_array_equal(one, other)
+def test_encoding_inside_a_document_is_equal_without_an_added_space(tokenizer):
+    for actual, expected in zip(tokenizer.encode_batch_inside(NASTY), tokenizer.encode_batch(NASTY), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
-def test_a_surrogate_is_no_text():
+def test_a_surrogate_is_rejected():
     for tokenizer in (bytes_tokenizer(), train_bpe(['some text'], 300)):
         with pytest.raises(InputError, match='the text is not valid UTF-8 at character 3'):
             tokenizer.encode_batch(['fine', 'bad\udcff'])
