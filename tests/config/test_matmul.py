@@ -58,7 +58,7 @@ def test_errors_suggest_valid_values(settings, words):
         assert word in str(error.value)
     assert '\n' not in str(error.value)
     if settings.get('model__matmul_precision', 'fp8') == 'fp8':
-        # Control: this key alone is rejected.
+        # Control: the same config without fp8 is accepted.
         assert resolved(**settings, model__matmul_precision='default').model.matmul_precision == 'default'
 
 

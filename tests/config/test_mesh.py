@@ -63,7 +63,7 @@ def numbers_after(message, words):
     ],
 )
 def test_an_axis_must_divide_the_dimensions_that_it_splits(num_devices, settings, words, numbers):
-    # All device counts here divide this batch size.
+    # All device counts of this test divide the batch size.
     settings = {**settings, 'train__global_batch_size': 48}
     message = error_message(num_devices, **settings)
     for word in words:

@@ -1,4 +1,4 @@
-"""Tests that every numeric key has a finite range, and that other values are rejected with one line."""
+"""Tests that every numeric key has a finite range, and that other values are rejected with a one-line error."""
 
 import dataclasses
 import math

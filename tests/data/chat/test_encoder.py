@@ -87,12 +87,12 @@ def test_special_token_strings_in_data_are_encoded_as_text(tokenizer):
 
 def test_ids_and_masks_match_transformers(tokenizer, tmp_path):
     tokenizer.save(tmp_path / 'tokenizer.json')
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / 'tokenizer.json'), chat_template=CHATML)
-    answer = theirs.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
-    ours = encoded(encoder(tokenizer), TURNS).tokens
-    assert token_ids(ours)[:-1].tolist() == answer['input_ids']
-    assert is_target(ours)[:-1].tolist() == [bool(x) for x in answer['assistant_masks']]
-    prompt = theirs.apply_chat_template(TURNS[:3], add_generation_prompt=True)
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / 'tokenizer.json'), chat_template=CHATML)
+    answer = reference.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
+    actual = encoded(encoder(tokenizer), TURNS).tokens
+    assert token_ids(actual)[:-1].tolist() == answer['input_ids']
+    assert is_target(actual)[:-1].tolist() == [bool(x) for x in answer['assistant_masks']]
+    prompt = reference.apply_chat_template(TURNS[:3], add_generation_prompt=True)
     prompt = prompt if isinstance(prompt, list) else prompt['input_ids']
     assert encoder(tokenizer).encode_prompt(TURNS[:3]).tolist() == prompt
 

@@ -70,7 +70,7 @@ def test_workers_ignore_ctrl_c(tmp_path):
     assert [len(task.attempts) for task in tasks] == [1, 1, 1]
     # Negative control: in this process the interrupt ends the run.
     with pytest.raises(KeyboardInterrupt):
-        ScriptedTask(tmp_path, 'here', 'ctrl-c').run(lambda *_: None)
+        ScriptedTask(tmp_path, 'in process', 'ctrl-c').run(lambda *_: None)
 
 
 def test_processes_are_reused_by_the_next_stage(tmp_path):

@@ -93,7 +93,7 @@ def test_different_texts_are_kept_without_a_threshold(find):
     assert find(['a b c d e f', 'A b c d e f'], threshold=1.0) == ([-1, 0], [False, True])
 
 
-def test_a_cluster_across_files_keeps_its_first(find):
+def test_a_cluster_across_files_keeps_its_first_document(find):
     rng = random.Random(0)
     first = random_words(rng, 200)
     second, third = (rewrite(rng, first, place, 2) for place in (50, 120))
@@ -104,7 +104,7 @@ def test_a_cluster_across_files_keeps_its_first(find):
     assert near == [False, False, True, True, False, True]
 
 
-def test_a_chain_is_not_removed_down_to_its_first(find):
+def test_a_chain_is_not_reduced_to_its_first_document(find):
     texts = chain(60, 4)
     assert all(jaccard(a, b) > 0.85 for a, b in itertools.pairwise(texts))
     kept, _ = find(texts[:20], texts[20:])
@@ -163,7 +163,7 @@ def test_progress_reaches_its_total(tmp_path):
 
 
 @pytest.mark.parametrize('threshold', [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99, 1.0])
-def test_bands_reach_their_recall_and_longer_ones_do_not(threshold):
+def test_bands_reach_the_recall_and_longer_bands_do_not(threshold):
     bands, rows = choose_bands(threshold)
     assert bands * rows <= 256
     assert band_recall(threshold, bands, rows) >= 0.99

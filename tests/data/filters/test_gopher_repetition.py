@@ -13,7 +13,7 @@ def distinct_words(num, length=4):
 
 
 def with_repetitions(parts, times, separator='\n'):
-    """Returns the joined parts, followed by `times` repetitions of the first one."""
+    """Returns the joined parts, followed by `times` repetitions of the first part."""
     return separator.join([*parts, *parts[:1] * times])
 
 

@@ -27,7 +27,7 @@ def names(*args, **options):
 
 @pytest.fixture(params=['local', 'remote'])
 def root(request, tmp_path):
-    """Returns a directory on disk, and one in an in-memory bucket."""
+    """Returns a directory on disk or in an in-memory bucket."""
     if request.param == 'local':
         yield str(tmp_path / 'root')
         return

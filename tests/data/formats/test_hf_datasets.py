@@ -177,7 +177,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fake_hub(datasets, table, monkeypatch):
-    """Replaces the Hub by one data set of three shards; yields the list of requests."""
+    """Replaces the Hub with one data set of three shards; yields the list of requests."""
     import huggingface_hub
 
     requests = []

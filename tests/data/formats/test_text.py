@@ -19,7 +19,7 @@ from maxlm.errors import InputError
         (b'a' * 3_000_000, 'a' * 3_000_000),
     ],
 )
-def test_a_file_is_a_document(tmp_path, read, content, text):
+def test_each_file_is_one_document(tmp_path, read, content, text):
     (tmp_path / 'notes.xyz').write_bytes(content)
     assert [(d.name, d.source, d.text) for d in read(tmp_path / 'notes.xyz', target_bytes=1)] == [
         ('notes.xyz', 'notes.xyz', text)
