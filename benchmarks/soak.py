@@ -83,8 +83,8 @@ FAULTS = (
         (
             f'{KILLED}test_one_is_told_to_stop',
             f'{RESUME}test_a_run_that_ended_early_resumes_exactly',
-            f'{STOP}test_a_second_sigterm_lets_the_save_go_on',
-            f'{STOP}test_signals_while_the_process_ends',
+            f'{STOP}test_second_sigterm_does_not_interrupt_the_save',
+            f'{STOP}test_signals_during_exit',
         ),
     ),
     Fault(
@@ -104,7 +104,7 @@ FAULTS = (
         'notice',
         'preemption or maintenance notice of the metadata server, which may itself fail',
         'the run saves its state and ends with 75; errors of the server have no effect',
-        ('tests/runtime/test_maintenance.py', f'{STOP}test_a_notice_reaches_the_other_processes_as_sigterm'),
+        ('tests/runtime/test_maintenance.py', f'{STOP}test_notice_reaches_other_processes_as_sigterm'),
     ),
     Fault(
         'other-mesh',

@@ -25,13 +25,13 @@ def dots(lines):
 
 
 @pytest.mark.parametrize(('width', 'height'), [(80, 12), (20, 3), (200, 50), (11, 2), (40, 6)])
-def test_it_fills_its_place_exactly(width, height):
+def test_plot_has_the_requested_size(width, height):
     for curve in ([], [(1, None)], [(1, 2.0)], [(x, math.sin(x / 9)) for x in range(500)], [(1, 1e9), (2, -1e9)]):
         lines = plot(curve, width=width, height=height, marks=curve[::50])
         assert [line.cell_len for line in lines] == [width] * height
 
 
-def test_a_falling_line_falls():
+def test_falling_curve_falls():
     found = dots(plot([(x, -x) for x in range(100)], width=46, height=11))
     columns = max(x for x, _ in found) + 1
     highest = [min(y for x, y in found if x == column) for column in range(columns)]
@@ -42,13 +42,13 @@ def test_a_falling_line_falls():
     assert rising != found
 
 
-def test_the_steps_are_told_below():
+def test_steps_are_labeled_below():
     lines = texts(plot([(10, 1.0), (12_345, 2.0)], width=30, height=6))
     assert lines[-1].split() == ['10', '12.3k']
     assert lines[-1].endswith('12.3k')
 
 
-def test_values_stand_at_the_left_with_enough_digits():
+def test_values_are_labeled_with_enough_digits():
     def labels(values):
         lines = texts(plot(list(enumerate(values)), width=40, height=9))
         return [line.partition('┤')[0].strip() for line in lines[:-1] if line.partition('┤')[0].strip()]
@@ -58,7 +58,7 @@ def test_values_stand_at_the_left_with_enough_digits():
         assert len(set(shown)) == len(shown) == 3
 
 
-def test_a_spike_of_one_step_in_many_is_seen():
+def test_spike_of_one_step_is_visible():
     flat = [(x, 1.0 + 0.1 * (x % 2)) for x in range(10_000)]
     spiked = [(x, 0.5 if x == 5001 else y) for x, y in flat]
     found = dots(plot(spiked, width=60, height=9))
@@ -67,7 +67,7 @@ def test_a_spike_of_one_step_in_many_is_seen():
     assert len(set(low)) <= 2
 
 
-def test_the_first_losses_do_not_flatten_the_rest():
+def test_first_losses_do_not_flatten_the_curve():
     rng = random.Random(0)
     curve = [(x, 50.0 if x < 3 else 2 + rng.random()) for x in range(1000)]
     found = dots(plot(curve, width=60, height=9))
@@ -76,7 +76,7 @@ def test_the_first_losses_do_not_flatten_the_rest():
     assert max(later) - min(later) > 20
 
 
-def test_what_is_not_finite_is_a_gap():
+def test_nonfinite_values_are_gaps():
     values = [(x, None if 40 <= x < 60 else 1.0) for x in range(100)]
     columns = {x for x, _ in dots(plot(values, width=55, height=5))}
     gap = set(range(min(columns), max(columns))) - columns

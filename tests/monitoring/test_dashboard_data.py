@@ -13,7 +13,7 @@ from tests import workdirs
 from tests.run_lines import NOW, NUM_STEPS, TOKENS_PER_STEP
 
 
-def test_of_a_run_in_its_middle(tmp_path):
+def test_running_run(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     facts = dashboard_data(history, NOW)
     assert (facts.step, facts.num_steps, facts.attempt) == (234, NUM_STEPS, 1)
@@ -31,7 +31,7 @@ def test_of_a_run_in_its_middle(tmp_path):
     assert facts.is_active
 
 
-def test_what_is_left_shrinks_while_it_runs_and_not_while_it_stands_still(tmp_path):
+def test_remaining_time_decreases_only_while_the_run_is_active(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     told = history.metrics[-1]
     left = told['perf/eta_seconds'] - (NOW - told['time'])
@@ -42,7 +42,7 @@ def test_what_is_left_shrinks_while_it_runs_and_not_while_it_stands_still(tmp_pa
     assert dashboard_data(gone, NOW + 20).seconds == dashboard_data(history, NOW).seconds
 
 
-def test_without_being_told_the_pace_says_what_is_left(tmp_path):
+def test_remaining_time_is_estimated_from_throughput(tmp_path):
     history = read_history(workdirs.on_cpu(tmp_path))
     bare = [{k: v for k, v in line.items() if not k.startswith('cost/')} for line in history.metrics]
     facts = dashboard_data(dataclasses.replace(history, metrics=bare), NOW)
@@ -50,7 +50,7 @@ def test_without_being_told_the_pace_says_what_is_left(tmp_path):
     assert facts.seconds_left == pytest.approx((NUM_STEPS - 234) * (0.5 + 0.045), rel=0.03)
 
 
-def test_money(tmp_path):
+def test_cost(tmp_path):
     facts = dashboard_data(read_history(workdirs.two_hosts(tmp_path / 'a')), NOW)
     # Eight devices at $3.50 an hour.
     assert facts.dollars == pytest.approx(facts.seconds / 3600 * 8 * 3.5, rel=1e-3)
@@ -59,7 +59,7 @@ def test_money(tmp_path):
     assert (unpriced.dollars, unpriced.dollars_left) == (None, None)
 
 
-def test_after_its_end_nothing_is_left(tmp_path):
+def test_finished_run_has_no_remaining_time(tmp_path):
     facts = dashboard_data(read_history(workdirs.finished(tmp_path)), NOW + 1e6)
     assert (facts.step, facts.seconds_left, facts.is_active) == (NUM_STEPS, 0.0, False)
     assert not facts.dollars_left
@@ -67,7 +67,7 @@ def test_after_its_end_nothing_is_left(tmp_path):
     assert facts.seconds_by_category['idle'] == pytest.approx(60, abs=0.01)
 
 
-def test_a_rollback_takes_steps_back(tmp_path):
+def test_rollback_reduces_the_step(tmp_path):
     scribe = workdirs.Scribe(tmp_path)
     scribe.start()
     scribe.train(220)
@@ -76,7 +76,7 @@ def test_a_rollback_takes_steps_back(tmp_path):
     assert dashboard_data(read_history(scribe.close()), NOW).step == 200
 
 
-def test_a_life_that_has_not_read_its_checkpoint_stands_where_the_last_one_ended(tmp_path):
+def test_attempt_before_its_restore_shows_the_last_step_of_the_previous_one(tmp_path):
     scribe = workdirs.Scribe(tmp_path)
     scribe.start()
     scribe.train(170)
@@ -96,20 +96,20 @@ def test_a_life_that_has_not_read_its_checkpoint_stands_where_the_last_one_ended
     assert (facts.step, facts.status.state) == (111, RUNNING)
 
 
-def test_a_loss_that_is_not_finite_is_none_and_not_missing(tmp_path):
+def test_nonfinite_loss_is_none(tmp_path):
     facts = dashboard_data(read_history(workdirs.diverged(tmp_path)), NOW)
     assert facts.latest['train/loss'] is None
     assert facts.latest['train/skipped_steps'] == 40
     assert [y for x, y in facts.curves['train/loss'] if x > 200] == [None, None]
 
 
-def test_of_nothing():
+def test_empty_history():
     facts = dashboard_data(RunHistory('nowhere'), NOW)
     assert (facts.step, facts.num_steps, facts.tokens, facts.seconds, facts.dollars) == (0, None, None, None, None)
     assert not facts.is_active
 
 
-def test_a_budget_that_has_not_decided_on_a_length(tmp_path):
+def test_budget_with_undecided_length(tmp_path):
     workdirs.running(tmp_path)
     (tmp_path / 'config.json').write_text(to_json(workdirs.config(num_steps=UNDECIDED_STEPS)))
     facts = dashboard_data(read_history(tmp_path), NOW)

@@ -15,7 +15,7 @@ def made(points, size):
 
 
 @pytest.mark.parametrize('size', [1, 7, 1000, 10_000])
-def test_it_has_few_points_and_no_extreme_is_lost(size):
+def test_few_points_keep_all_extremes(size):
     rng = random.Random(0)
     points = [(step, rng.random()) for step in range(10_000)]
     points[1234] = (1234, 9.0)
@@ -30,13 +30,13 @@ def test_it_has_few_points_and_no_extreme_is_lost(size):
     assert 0.4 < first / len(found) < 0.6
 
 
-def test_a_short_curve_is_kept_whole():
+def test_short_curve_keeps_all_points():
     points = [(10 * step, float(step)) for step in range(100)]
     assert made(points, 1) == made(points, 100) == points
     assert made(points[:50], 1) != points
 
 
-def test_gaps_stay():
+def test_gaps_are_kept():
     points = [(step, None if 3000 <= step < 6000 else 1.0) for step in range(10_000)]
     gaps = [x for x, y in made(points, 500) if y is None]
     assert 20 < len(gaps) < 60
@@ -47,7 +47,7 @@ def lines(steps, loss):
     return [{'step': step, 'train/loss': loss} for step in steps]
 
 
-def test_metrics_that_grow_are_counted_once_and_others_anew(monkeypatch):
+def test_appended_metrics_are_added_and_other_metrics_are_recomputed(monkeypatch):
     curves = Curves(['train/loss', 'eval/loss'])
     metrics = lines(range(10), 1.0)
     assert curves.update(metrics)['train/loss'] == [(step, 1.0) for step in range(10)]

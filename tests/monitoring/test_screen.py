@@ -32,7 +32,7 @@ def numbers(text):
 
 @pytest.mark.parametrize(('width', 'height'), SIZES)
 @pytest.mark.parametrize('name', BUILDERS)
-def test_it_is_as_large_as_the_terminal(runs, name, width, height):
+def test_screen_has_the_size_of_the_terminal(runs, name, width, height):
     lines = screen([runs[name]], 0, width, height, keys='q quit')
     assert [line.cell_len for line in lines] == [width] * height
     assert not any('\n' in text for text in texts(lines))
@@ -40,7 +40,7 @@ def test_it_is_as_large_as_the_terminal(runs, name, width, height):
 
 @pytest.mark.parametrize('width', [*range(40, 130, 7), 150, 200])
 @pytest.mark.parametrize('name', ['running', 'two_hosts', 'crashed'])
-def test_no_number_is_cut(runs, name, width):
+def test_no_number_is_truncated(runs, name, width):
     """All numbers of a narrow screen, except on the plot's axis, are also on the widest screen."""
     everything = numbers(' '.join(texts(page(runs[name], 1000))))
     top = [
@@ -74,7 +74,7 @@ def test_each_row_of_small_curves_has_a_quarter_of_the_height(runs):
 
 
 @pytest.mark.parametrize(('width', 'height'), [(80, 24), (200, 60)])
-def test_what_stands_on_a_screen(runs, width, height):
+def test_contents_of_the_screen(runs, width, height):
     text = '\n'.join(texts(screen([runs['running']], 0, width, height, keys='q quit')))
     for words in (
         *('● running', 'step 234 of 400', '58.5%', 'spent 2 min 19 s', 'left 1 min 3', 'tokens 479k of 819k'),
@@ -85,7 +85,7 @@ def test_what_stands_on_a_screen(runs, width, height):
         assert words in text, words
 
 
-def test_many_devices_are_a_line_each_where_there_is_room_and_one_where_not(runs):
+def test_devices_have_one_line_each_on_large_screens_and_one_per_host_on_small_ones(runs):
     wide = texts(screen([runs['two_hosts']], 0, 200, 60))
     assert sum(bool(re.search(r'host\d:\d', text)) for text in wide) == 8
     assert sum('slowed: power' in text for text in wide) == 2
@@ -95,7 +95,7 @@ def test_many_devices_are_a_line_each_where_there_is_room_and_one_where_not(runs
     ]
 
 
-def test_of_several_hosts_each_says_how_much_of_its_time_went_into_steps(runs):
+def test_each_of_several_hosts_shows_its_share_of_step_time(runs):
     hosts = [text for text in texts(page(runs['two_hosts'], 120)) if text.startswith('host') and 'cpu' in text]
     assert [text.split(' · ')[1] for text in hosts] == ['in steps 80.8%', 'in steps 76.8%']
     assert not any('in steps' in text for text in texts(panels.devices(runs['running'], 120, max_lines=9)))
@@ -112,14 +112,14 @@ def test_of_several_hosts_each_says_how_much_of_its_time_went_into_steps(runs):
         ('empty', 'no run has started in this workdir', 'dim'),
     ],
 )
-def test_the_state_and_why(runs, name, words, style):
+def test_state_and_reason(runs, name, words, style):
     lines = panels.header(runs[name], 80)
     assert words in lines[1].plain
     assert style in str(lines[1].style)
     assert any(str(span.style) == style for span in lines[0].spans)
 
 
-def test_a_long_reason_is_told_on_several_lines(tmp_path):
+def test_long_reason_is_wrapped(tmp_path):
     scribe = workdirs.Scribe(tmp_path)
     scribe.start()
     scribe.end('failed', 'ValueError: ' + 'a word and another one ' * 30, 1)
@@ -128,13 +128,13 @@ def test_a_long_reason_is_told_on_several_lines(tmp_path):
     assert lines[-1].plain.endswith(' …')
 
 
-def test_a_loss_that_is_not_finite_is_said(runs):
+def test_nonfinite_loss_is_shown(runs):
     text = ' '.join(texts(panels.metric_fields(runs['diverged'], 80)))
     assert 'loss not finite' in text
     assert 'left out 40 steps' in text
 
 
-def test_alerts_are_coloured(runs):
+def test_alerts_are_colored(runs):
     lines = panels.events(runs['diverged'], 80, 10)
     styles = {line.plain.split()[1].rstrip(':'): str(line.style) for line in lines}
     assert styles['skipped'] == 'yellow'
@@ -142,7 +142,7 @@ def test_alerts_are_coloured(runs):
     assert styles['saved'] == ''
 
 
-def test_hot_devices_and_errors_are_coloured(tmp_path):
+def test_hot_devices_and_errors_are_colored(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     device = history.devices[0][-1]['devices'][0]
     device.update(temperature_c=91, ecc_errors=3, throttled=['thermal', 'power'])
@@ -152,19 +152,19 @@ def test_hot_devices_and_errors_are_coloured(tmp_path):
     assert {'bold red', 'yellow'} <= {str(span.style) for span in line.spans}
 
 
-def test_old_readings_are_said_to_be(tmp_path):
+def test_old_readings_show_their_age(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     assert ' ago' not in panels.devices(dashboard_data(history, NOW), 100, max_lines=5)[-1].plain
     assert '10 min 00 s ago' in panels.devices(dashboard_data(history, NOW + 600), 100, max_lines=5)[-1].plain
 
 
-def test_torn_files_are_said(runs):
+def test_torn_files_are_shown(runs):
     for size in ((80, 24), (200, 60)):
         assert any('torn' in text for text in texts(screen([runs['torn']], 0, *size)))
     assert sum('skipped the incomplete last line' in text for text in texts(page(runs['torn'], 80))) == 5
 
 
-def test_several_runs_are_a_table_above_the_selected_one(runs):
+def test_several_runs_are_a_table_above_the_selected_run(runs):
     chosen = [runs['running'], runs['finished']]
     lines = texts(screen(chosen, 1, 100, 30))
     assert lines[0].split() == ['run', 'state', 'done', 'loss', 'validation', 'left', 'cost', 'tokens/s']
@@ -174,7 +174,7 @@ def test_several_runs_are_a_table_above_the_selected_one(runs):
     assert len(table(chosen, 0, 40)[1].plain) <= 40
 
 
-def test_goodput_is_told_without_colours(runs):
+def test_goodput_is_readable_without_colors(runs):
     bar, *legend = texts(panels.goodput(runs['running'], 80, bars=False))
     assert len(bar) == 80
     assert legend[0].startswith('█ step 80.8%')
@@ -184,7 +184,7 @@ def test_goodput_is_told_without_colours(runs):
 
 
 @pytest.mark.parametrize('seed', range(8))
-def test_nothing_in_a_workdir_makes_drawing_fail(tmp_path, seed):
+def test_damaged_files_do_not_fail_rendering(tmp_path, seed):
     rng = random.Random(seed)
     for build in (workdirs.two_hosts, workdirs.crashed, workdirs.diverged):
         workdir = build(tmp_path / build.__name__)

@@ -69,7 +69,7 @@ def test_all_states_on_one_page(run_of):
     assert len(found.ids) == len(set(found.ids))
 
 
-def test_what_a_run_wrote_is_never_a_tag(tmp_path):
+def test_texts_of_a_run_are_escaped(tmp_path):
     evil = '</style><script>alert(1)</script><img src=x onerror=alert(1)>'
     workdir = workdirs.finished(tmp_path / 'run')
     for path in workdir.glob('*.jsonl'):
@@ -94,14 +94,14 @@ def poisoned(value, evil):
 @pytest.mark.parametrize(
     'junk', ['{}\n', '[]\n', 'x\n', '{"time": "x", "step": [], "kind": {}, "life": null}\n', '\x00\n']
 )
-def test_files_full_of_junk(tmp_path, junk):
+def test_files_with_invalid_lines(tmp_path, junk):
     workdir = workdirs.finished(tmp_path)
     for path in workdir.glob('*.jsonl'):
         path.write_text(junk * 3)
     parsed(page(make_runs([read_history(workdir)], workdirs.NOW)))
 
 
-def test_a_long_run_is_a_small_page(run_of):
+def test_page_of_a_long_run_is_small(run_of):
     (run,) = run_of('finished')
     base = run.history.metrics[5]
     run.history.metrics[:] = [
@@ -110,7 +110,7 @@ def test_a_long_run_is_a_small_page(run_of):
     assert len(page(make_runs([run.history], workdirs.NOW)).encode()) < 500_000
 
 
-def test_it_is_written_in_one_piece(tmp_path):
+def test_page_is_written_atomically(tmp_path):
     workdir = workdirs.finished(tmp_path / 'run')
     (workdir / NAME).write_text('old')
     write_at_end(workdir)
@@ -123,7 +123,7 @@ def test_it_is_written_in_one_piece(tmp_path):
     assert len((tmp_path / 'again.html').read_text()) == len(text)
 
 
-def test_at_the_end_of_a_run_a_fault_is_a_warning(tmp_path, caplog, monkeypatch):
+def test_error_at_the_end_of_a_run_is_a_warning(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger('maxlm'), 'propagate', True)
     write_at_end(tmp_path / 'none')
     workdir = workdirs.finished(tmp_path / 'run')
@@ -139,7 +139,7 @@ def test_at_the_end_of_a_run_a_fault_is_a_warning(tmp_path, caplog, monkeypatch)
 
 
 @pytest.mark.multiprocess
-def test_it_needs_no_jax():
+def test_report_does_not_import_jax():
     program = (
         'import sys, maxlm.report; print([name for name in ("jax", "tensorflow", "matplotlib") if name in sys.modules])'
     )

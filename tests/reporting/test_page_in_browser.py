@@ -85,7 +85,7 @@ def elsewhere():
     server.server_close()
 
 
-def test_what_is_wrong_would_be_seen(elsewhere, tmp_path):
+def test_measurement_detects_problems(elsewhere, tmp_path):
     url, asked = elsewhere
     chart = '<figure><figcaption>Flat</figcaption><svg class="plot" width="200" height="50">{}</svg></figure>'
     body = f'<img src="{url}/x.png"><div style="width:500px">wide</div>{chart.format("<path data-series=0 d=MNaN>")}'
@@ -100,7 +100,7 @@ def test_what_is_wrong_would_be_seen(elsewhere, tmp_path):
     assert any('missing' in fault for fault in told['faults'])
 
 
-def test_the_policy_keeps_all_requests_back(elsewhere, tmp_path):
+def test_policy_blocks_all_requests(elsewhere, tmp_path):
     url, asked = elsewhere
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     body = f'<img src="{url}/x.png"><script>fetch("{url}/y").catch(() => 0);</script>'

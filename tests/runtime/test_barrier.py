@@ -62,7 +62,7 @@ def barriers(*joints):
         return [end.exception() for end in ends]
 
 
-def test_a_process_that_is_alone_asks_nobody(store, monkeypatch):
+def test_single_process_does_not_communicate(store, monkeypatch):
     alone = member(monkeypatch, 0, 1)
     alone.barrier()
     assert alone.broadcast_from_host0('mine') == 'mine'
@@ -73,7 +73,7 @@ def test_a_process_that_is_alone_asks_nobody(store, monkeypatch):
     assert [key for key in store.values if 'failed' in key] == []
 
 
-def test_all_get_what_the_first_said(store, monkeypatch):
+def test_all_processes_receive_the_value_of_the_first(store, monkeypatch):
     first = member(monkeypatch, 0)
     assert first.broadcast_from_host0('first') == 'first'
     monkeypatch.setattr(ProcessGroup, '_num_barriers', 0)
@@ -84,7 +84,7 @@ def test_all_get_what_the_first_said(store, monkeypatch):
     assert store.values == {}
 
 
-def test_a_new_save_clears_the_one_before(store, monkeypatch):
+def test_new_save_clears_the_previous_one(store, monkeypatch):
     first = member(monkeypatch, 0)
     first.begin_save().fail('full')
     assert list(store.values) == ['maxlm/saves/1/failed/0']
@@ -94,7 +94,7 @@ def test_a_new_save_clears_the_one_before(store, monkeypatch):
     assert store.values == {'maxlm/saves/2/failed/0': 'process 0: full again'}
 
 
-def test_all_wait_for_each_other_twice(store):
+def test_all_processes_wait_at_two_barriers(store):
     joints = [SaveTransaction('save', number, 3) for number in range(3)]
     for phase in (1, 2):
         assert barriers(*joints) == [None] * 3
@@ -104,7 +104,7 @@ def test_all_wait_for_each_other_twice(store):
         joints[0].barrier(key='any', timeout_ms=30)
 
 
-def test_the_failure_of_one_is_that_of_all(store):
+def test_failure_of_one_process_is_raised_in_all(store):
     joints = [SaveTransaction('save', number, 3) for number in range(3)]
     joints[1].fail('No space left')
     for error in barriers(joints[0], joints[2]):

@@ -52,7 +52,7 @@ def compile_something(factor):
     return jax.jit(lambda x: jnp.sin(x) * factor)(jnp.arange(4.0))
 
 
-def test_what_is_not_whole_is_not_there(tmp_path):
+def test_damaged_entry_is_a_miss(tmp_path):
     programs = CompilationCache(tmp_path)
     program = bytes(range(200))
     for position in range(232):
@@ -73,7 +73,7 @@ def test_what_is_not_whole_is_not_there(tmp_path):
     assert programs.get('key') is None
 
 
-def test_a_program_is_of_its_owner_and_of_its_kind_of_machine(tmp_path):
+def test_entry_belongs_to_one_user_and_one_cpu_type(tmp_path):
     programs = CompilationCache(tmp_path, host='-avx2')
     programs.put('key', b'program')
     assert stat.S_IMODE(files(tmp_path)[0].stat().st_mode) == 0o600
@@ -81,7 +81,7 @@ def test_a_program_is_of_its_owner_and_of_its_kind_of_machine(tmp_path):
     assert CompilationCache(tmp_path, host='-avx512').get('key') is None
 
 
-def test_the_ones_used_longest_ago_make_room(tmp_path):
+def test_least_recently_used_entries_are_evicted(tmp_path):
     programs = CompilationCache(tmp_path, capacity=400)
     (tmp_path / 'notes.txt').write_bytes(bytes(1000))
     for number, key in enumerate('abc'):
@@ -106,7 +106,7 @@ def test_the_ones_used_longest_ago_make_room(tmp_path):
     assert [path.name for path in files(tmp_path)] == ['e.program']
 
 
-def test_a_directory_that_goes_away_is_told_once(tmp_path, caplog):
+def test_removed_directory_is_reported_once(tmp_path, caplog):
     directory = tmp_path / 'programs'
     directory.mkdir()
     programs = CompilationCache(directory)
@@ -119,7 +119,7 @@ def test_a_directory_that_goes_away_is_told_once(tmp_path, caplog):
     assert caplog.messages == [f'compilation cache {directory}: writes disabled: No such file or directory']
 
 
-def test_jax_keeps_every_program_there(tmp_path, untold):
+def test_jax_stores_every_executable(tmp_path, untold):
     directory = tmp_path / 'a' / 'b'
     enable_compilation_cache(str(directory))
     assert kept_at() == str(directory)
@@ -138,7 +138,7 @@ def test_jax_keeps_every_program_there(tmp_path, untold):
         (lambda path: path.parent.joinpath('missing').symlink_to('nowhere') or path.symlink_to('missing/x'), 'File'),
     ],
 )
-def test_a_directory_that_others_can_write_to_or_nobody_can(tmp_path, untold, caplog, make, reason):
+def test_unsafe_or_unusable_directory_is_not_used(tmp_path, untold, caplog, make, reason):
     make(tmp_path / 'programs')
     enable_compilation_cache(str(tmp_path / 'programs'))
     assert kept_at() is None
@@ -153,7 +153,7 @@ def test_a_directory_that_others_can_write_to_or_nobody_can(tmp_path, untold, ca
     assert len(caplog.messages) == 1
 
 
-def test_a_parent_that_others_can_write_to(tmp_path, untold, caplog):
+def test_parent_writable_by_others_is_not_used(tmp_path, untold, caplog):
     parent = tmp_path / 'parent'
     (parent / 'programs').mkdir(parents=True, mode=0o700)
     (tmp_path / 'link').symlink_to(parent / 'programs')
@@ -169,14 +169,14 @@ def test_a_parent_that_others_can_write_to(tmp_path, untold, caplog):
     assert kept_at() == str(parent / 'programs')
 
 
-def test_a_directory_of_another_user(tmp_path, untold, caplog, monkeypatch):
+def test_directory_of_another_user_is_not_used(tmp_path, untold, caplog, monkeypatch):
     monkeypatch.setattr('maxlm.runtime.compilation_cache.os.geteuid', lambda: tmp_path.stat().st_uid + 1)
     enable_compilation_cache(str(tmp_path))
     assert kept_at() is None
     assert 'belongs to another user' in caplog.text
 
 
-def test_a_disk_that_cannot_be_written_to(tmp_path, untold, caplog, monkeypatch):
+def test_read_only_disk_is_not_used(tmp_path, untold, caplog, monkeypatch):
     def refuse(**_):
         raise PermissionError(13, 'Read-only file system')
 
@@ -186,7 +186,7 @@ def test_a_disk_that_cannot_be_written_to(tmp_path, untold, caplog, monkeypatch)
     assert 'Read-only file system' in caplog.text
 
 
-def test_a_user_without_a_home(untold, caplog, monkeypatch):
+def test_user_without_a_home_directory(untold, caplog, monkeypatch):
     def nowhere(path):
         raise RuntimeError('Could not determine home directory.')
 
@@ -196,7 +196,7 @@ def test_a_user_without_a_home(untold, caplog, monkeypatch):
     assert 'the user has no home directory' in caplog.text
 
 
-def test_what_the_user_says_counts(tmp_path, untold, caplog):
+def test_settings_of_the_user_take_precedence(tmp_path, untold, caplog):
     enable_compilation_cache('')
     assert kept_at() is None
     # JAX_COMPILATION_CACHE_DIR sets the option in this way; an empty value disables the cache.
@@ -212,14 +212,14 @@ def test_what_the_user_says_counts(tmp_path, untold, caplog):
         enable_compilation_cache('gs://bucket/programs')
 
 
-def test_a_jax_that_asks_elsewhere(tmp_path, untold, caplog, monkeypatch):
+def test_unsupported_jax_version_disables_the_cache(tmp_path, untold, caplog, monkeypatch):
     monkeypatch.delattr(compilation_cache, 'get_file_cache')
     enable_compilation_cache(str(tmp_path))
     assert kept_at() is None
     assert f'jax {jax.__version__} does not support a custom cache' in caplog.text
 
 
-def test_plans_keep_programs_for_this_machine_only(monkeypatch, tmp_path):
+def test_plan_uses_the_cache_for_this_machine_only(monkeypatch, tmp_path):
     class AskedError(Exception):
         pass
 
@@ -239,7 +239,7 @@ def test_plans_keep_programs_for_this_machine_only(monkeypatch, tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_the_next_process_finds_programs_and_makes_damaged_ones_anew(tmp_path):
+def test_next_process_reuses_executables_and_recompiles_damaged_ones(tmp_path):
     directory = tmp_path / 'programs'
     environment = {**dict.fromkeys(name for name in os.environ if name.startswith('JAX_')), 'JAX_PLATFORMS': 'cpu'}
     with forking('tests.runtime.programs_pair:compile_and_print', environment=environment) as parent:
@@ -268,7 +268,7 @@ def test_the_next_process_finds_programs_and_makes_damaged_ones_anew(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.multiprocess
-def test_runs_start_with_the_programs_of_others_or_without(dataset, tmp_path):
+def test_runs_reuse_executables_of_other_runs(dataset, tmp_path):
     home = tmp_path / 'home'
     directory = home / '.cache' / 'maxlm' / 'programs'
 
@@ -314,7 +314,7 @@ def check_runs(train, directory):
 
 
 @pytest.mark.multiprocess
-def test_processes_keep_programs_only_in_common(tmp_path):
+def test_processes_use_the_cache_only_in_a_shared_directory(tmp_path):
     with forking('tests.runtime.programs_pair:main', environment={'JAX_COMPILATION_CACHE_DIR': None}) as parent:
         pair = parent.start_run(2, [tmp_path], tmp_path / 'logs')
         assert [process.wait() for process in pair] == [0, 0], pair[0].stderr + pair[1].stderr

@@ -9,7 +9,7 @@ from maxlm.runtime.heartbeat import Heartbeats, diagnose
 from tests.forking import forking
 
 
-def test_waiting_processes_are_at_fault_only_when_all_wait():
+def test_all_overdue_requires_every_process():
     assert diagnose({0: '7 overdue', 1: '3 overdue'}).all_overdue
     assert not diagnose({0: '7 overdue', 1: '3 busy'}).all_overdue
     # A process without a heartbeat is not overdue.
@@ -18,13 +18,13 @@ def test_waiting_processes_are_at_fault_only_when_all_wait():
 
 
 @pytest.mark.parametrize(('code', 'follows'), [(EXIT_BAD_INPUT, EXIT_BAD_INPUT), (75, EXIT_PREEMPTED), (1, 75)])
-def test_the_reason_of_one_is_told_to_all(code, follows):
+def test_reason_of_one_process_is_reported_to_all(code, follows):
     verdict = diagnose({0: '7 overdue', 1: f'3 left {code} train-00000: damaged', 2: '4 busy'})
     assert verdict.reason == 'process 1: train-00000: damaged'
     assert verdict.code == follows
 
 
-def test_a_process_that_is_alone_is_left_as_it_is():
+def test_single_process_is_unaffected():
     peers = Heartbeats()
     assert peers.all_overdue
     with pytest.raises(ZeroDivisionError), peers:
@@ -41,7 +41,7 @@ def parent():
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('suspended', [-1, 0, 1])
-def test_who_is_lost_when_all_is_done_does_not_spoil_it(parent, suspended, tmp_path):
+def test_process_lost_during_shutdown_keeps_the_exit_code(parent, suspended, tmp_path):
     pair = parent.start_run(2, [suspended, tmp_path], tmp_path)
     for number, process in enumerate(pair):
         if number != suspended:

@@ -16,7 +16,7 @@ def environment(coordinator='localhost:1234', num_processes='4', process_id='3',
     return {f'MAXLM_{name}': value for name, value in values.items() if value}
 
 
-def test_the_place_is_read():
+def test_process_environment_is_parsed():
     assert detect_process_env({}) is None
     assert detect_process_env(environment()) == ProcessEnv('localhost:1234', 4, 3, None)
     assert detect_process_env(environment('[::1]:80', devices='2,3')) == ProcessEnv('[::1]:80', 4, 3, [2, 3])
@@ -38,14 +38,14 @@ def test_the_place_is_read():
         (environment(coordinator=':80'), 'MAXLM_COORDINATOR=:80'),
     ],
 )
-def test_what_cannot_be_is_named(variables, words):
+def test_invalid_variables_are_reported(variables, words):
     with pytest.raises(InputError) as info:
         detect_process_env(variables)
     assert words in str(info.value)
     assert '\n' not in str(info.value)
 
 
-def test_a_process_that_is_alone_opens_no_port(monkeypatch):
+def test_single_process_opens_no_port(monkeypatch):
     def refuse(**_):
         raise AssertionError
 
@@ -60,7 +60,7 @@ def test_a_process_that_is_alone_opens_no_port(monkeypatch):
         )
 
 
-def test_tasks_of_clusters():
+def test_detection_of_clusters():
     slurm = {'SLURM_STEP_NODELIST': 'a[1-4]', 'SLURM_NTASKS': '4', 'SLURM_STEP_NUM_NODES': '4'}
     assert detect_cluster(slurm) == ClusterEnv('the Slurm step', 1)
     assert detect_cluster({**slurm, 'SLURM_NTASKS': '32'}) == ClusterEnv('the Slurm step', 8)
@@ -73,7 +73,7 @@ def test_tasks_of_clusters():
 
 
 @pytest.mark.parametrize(('tasks', 'devices'), [('4', []), ('32', None)])
-def test_a_task_with_a_node_to_itself_gets_all_devices(monkeypatch, tasks, devices):
+def test_single_task_on_a_node_gets_all_devices(monkeypatch, tasks, devices):
     seen = {}
     monkeypatch.setattr('jax.distributed.initialize', lambda **arguments: seen.update(arguments))
     slurm = {'SLURM_STEP_NODELIST': 'a[1-4]', 'SLURM_NTASKS': tasks, 'SLURM_STEP_NUM_NODES': '4'}

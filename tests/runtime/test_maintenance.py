@@ -50,7 +50,7 @@ def upcoming(status):
         ('upcoming-maintenance', upcoming('PENDING'), upcoming('ONGOING'), ('stop', 'has started')),
     ],
 )
-def test_news_are_heard_while_they_are_waited_for(key, quiet, news, heard):
+def test_changed_notice_is_reported_once(key, quiet, news, heard):
     name = key.replace('-', '_')
     with MetadataServer(**{name: quiet}) as server:
         run = Heard(server)
@@ -68,7 +68,7 @@ def test_news_are_heard_while_they_are_waited_for(key, quiet, news, heard):
             assert run.nothing()
 
 
-def test_a_notice_from_before_the_start_only_warns():
+def test_notice_before_startup_only_warns():
     with MetadataServer(maintenance_event=TERMINATE) as server:
         run = Heard(server)
         with run.notices:
@@ -81,7 +81,7 @@ def test_a_notice_from_before_the_start_only_warns():
             assert run.next()[0] == 'stop'
 
 
-def test_a_notice_comes_where_there_was_no_such_key():
+def test_notice_of_a_new_key_is_reported():
     with MetadataServer() as server:
         run = Heard(server)
         with run.notices:
@@ -90,7 +90,7 @@ def test_a_notice_comes_where_there_was_no_such_key():
             assert run.next()[0] == 'stop'
 
 
-def test_cut_off_answers_are_asked_for_again():
+def test_truncated_responses_are_retried():
     with MetadataServer(preempted='FALSE', maintenance_event='NONE', upcoming_maintenance='{}') as server:
         server.fail(10)
         run = Heard(server)
@@ -100,7 +100,7 @@ def test_cut_off_answers_are_asked_for_again():
             assert run.next() == ('stop', 'preemption notice')
 
 
-def test_whoever_else_answers_is_not_believed():
+def test_responses_of_other_servers_are_ignored():
     with MetadataServer(preempted='FALSE') as server:
         server.flavor = 'Portal'
         run = Heard(server)
@@ -129,7 +129,7 @@ def test_no_notice(read, value):
     assert read(value) is None
 
 
-def test_where_the_server_is(tmp_path, monkeypatch):
+def test_metadata_host(tmp_path, monkeypatch):
     product = tmp_path / 'product_name'
     monkeypatch.setattr(maintenance, 'PRODUCT_NAME', product)
     assert metadata_host({}) == ''

@@ -40,7 +40,7 @@ thread.join()
 """
 
 
-def test_what_is_freed_is_used_again():
+def test_freed_memory_is_reused():
     found = {}
     for mode in ('keep', 'leave'):
         environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
@@ -54,7 +54,7 @@ def test_what_is_freed_is_used_again():
     assert found['leave'][1] > 250
 
 
-def test_machines_with_accelerators_are_left_as_they_are(monkeypatch, tmp_path):
+def test_malloc_is_unchanged_on_machines_with_accelerators(monkeypatch, tmp_path):
     monkeypatch.delenv('JAX_PLATFORMS', raising=False)
     (tmp_path / 'dev').mkdir()
     (tmp_path / 'dev' / 'nvidia0').touch()

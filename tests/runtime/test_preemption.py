@@ -17,14 +17,14 @@ def send(number):
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_only_raises_the_flag(number):
+def test_first_signal_only_requests_a_stop(number):
     with StopRequest() as stop:
         assert stop.requested == ''
         send(number)
         assert stop.requested == number.name
 
 
-def test_handlers_are_put_back(monkeypatch):
+def test_handlers_are_restored(monkeypatch):
     received = []
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
@@ -52,21 +52,21 @@ def test_ctrl_c_after_another_signal_interrupts(first):
             send(signal.SIGINT)
 
 
-def test_a_second_sigterm_lets_the_save_go_on():
+def test_second_sigterm_does_not_interrupt_the_save():
     with StopRequest() as stop:
         for _ in range(3):
             send(signal.SIGTERM)
         assert stop.requested == 'SIGTERM'
 
 
-def test_a_process_that_is_alone_stops_after_the_step_it_is_at():
+def test_single_process_stops_after_the_current_step():
     with StopRequest() as stop:
         assert not stop.should_stop()
         send(signal.SIGTERM)
         assert stop.should_stop()
 
 
-def test_several_processes_stop_where_jax_says(monkeypatch):
+def test_several_processes_stop_at_the_sync_point_of_jax(monkeypatch):
     told = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     monkeypatch.setattr('jax.process_count', lambda: 2)
@@ -85,7 +85,7 @@ def test_several_processes_stop_where_jax_says(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_notice_asks_in_words_and_what_came_first_stays():
+def test_first_stop_request_is_kept():
     with StopRequest() as stop:
         stop.request('notice of preemption')
         assert stop.should_stop()
@@ -96,7 +96,7 @@ def test_a_notice_asks_in_words_and_what_came_first_stays():
             send(signal.SIGINT)
 
 
-def test_after_a_notice_the_first_ctrl_c_does_not_interrupt():
+def test_first_ctrl_c_after_a_notice_does_not_interrupt():
     with StopRequest() as stop:
         stop.request('notice of preemption')
         send(signal.SIGINT)
@@ -104,7 +104,7 @@ def test_after_a_notice_the_first_ctrl_c_does_not_interrupt():
             send(signal.SIGINT)
 
 
-def test_a_notice_reaches_the_other_processes_as_sigterm(monkeypatch):
+def test_notice_reaches_other_processes_as_sigterm(monkeypatch):
     told = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     monkeypatch.setattr('jax.process_count', lambda: 2)
@@ -138,7 +138,7 @@ sys.exit(EXIT_PREEMPTED)
 
 
 @pytest.mark.parametrize(('ending', 'code'), [('ignore_sigterm()', EXIT_PREEMPTED), ('', -signal.SIGTERM)])
-def test_signals_while_the_process_ends(ending, code):
+def test_signals_during_exit(ending, code):
     program = PROGRAM.format(ending=ending)
     done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == code

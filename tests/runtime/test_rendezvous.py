@@ -18,31 +18,31 @@ def outcomes(members, seconds=30.0):
         return [end.exception() for end in ends], coordinator
 
 
-def test_all_come_and_the_port_is_free_again():
+def test_complete_group_succeeds_and_frees_the_port():
     ends, coordinator = outcomes([(3, 0), (3, 2), (3, 1)])
     assert ends == [None] * 3
     socket.create_server(('127.0.0.1', int(coordinator.rpartition(':')[2]))).close()
 
 
-def test_who_is_missing_is_told_to_all():
+def test_all_processes_report_missing_ranks():
     ends, coordinator = outcomes([(4, 0), (4, 2)], seconds=1.0)
     for end in ends:
         assert isinstance(end, RendezvousError)
         assert f'2 of 4 processes connected to {coordinator} within 1 s; missing: 1, 3' in str(end)
 
 
-def test_nobody_is_there():
+def test_missing_coordinator_is_an_error():
     coordinator = f'127.0.0.1:{free_port()}'
     with pytest.raises(RendezvousError, match=f'process 0 did not respond at {coordinator}'):
         rendezvous(coordinator, 2, 1, seconds=0.5)
 
 
-def test_a_host_that_is_not_found_is_bad_input():
+def test_unknown_host_is_bad_input():
     with pytest.raises(InputError, match=r'MAXLM_COORDINATOR=nowhere.invalid:80: the host cannot be found'):
         rendezvous('nowhere.invalid:80', 2, 1, seconds=0.5)
 
 
-def test_a_port_in_use_is_bad_input():
+def test_port_in_use_is_bad_input():
     with socket.create_server(('127.0.0.1', 0)) as taken:
         coordinator = f'127.0.0.1:{taken.getsockname()[1]}'
         with pytest.raises(InputError, match=f'{coordinator}: process 0 cannot listen there'):
@@ -56,14 +56,14 @@ def test_a_port_in_use_is_bad_input():
         ([(3, 0), (3, 1), (3, 1)], 'MAXLM_PROCESS_ID=1 is set in two processes'),
     ],
 )
-def test_contradictions_are_told_to_all(members, words):
+def test_contradictions_are_reported_to_all(members, words):
     ends, _ = outcomes(members)
     for end in ends:
         assert isinstance(end, InputError)
         assert words in str(end)
 
 
-def test_others_that_come_to_the_port_are_sent_away():
+def test_other_clients_of_the_port_are_rejected():
     coordinator = f'127.0.0.1:{free_port()}'
     address = ('127.0.0.1', int(coordinator.rpartition(':')[2]))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -52,7 +52,7 @@ def steps(watchdog, peers, seconds):
 
 
 @pytest.mark.parametrize('body', [stands_still, waits])
-def test_a_process_that_stands_still_tells_where_and_ends(tmp_path, capfd, body):
+def test_hanging_process_logs_its_stack_and_exits(tmp_path, capfd, body):
     peers = Peers(all_overdue=True)
     with Watchdog(LIMIT, peers, tmp_path) as watchdog:
         watchdog.start()
@@ -76,7 +76,7 @@ def test_a_process_that_stands_still_tells_where_and_ends(tmp_path, capfd, body)
         (stands_still, {'calls': []}),
     ],
 )
-def test_a_process_that_has_a_reason_is_left_alone(tmp_path, capfd, body, options):
+def test_process_that_does_not_hang_is_not_stopped(tmp_path, capfd, body, options):
     peers = Peers(options.get('all_overdue', True))
     with Watchdog(options.get('limit', LIMIT), peers, tmp_path) as watchdog:
         for name in options.get('calls', ['start']):
@@ -87,7 +87,7 @@ def test_a_process_that_has_a_reason_is_left_alone(tmp_path, capfd, body, option
     assert not (tmp_path / 'run.log').exists()
 
 
-def test_what_a_process_waited_for_has_come_when_it_leaves(tmp_path):
+def test_limit_restarts_after_a_wait(tmp_path):
     """The process has the full limit again after the wait."""
     peers = Peers(all_overdue=False)
     with Watchdog(4 * LIMIT, peers, tmp_path) as watchdog:

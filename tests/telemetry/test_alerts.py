@@ -71,7 +71,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_all_places(tmp_path, hook, log):
+def test_alerts_reach_all_destinations(tmp_path, hook, log):
     config = AlertsConfig(
         file='alerts.jsonl',
         command=f'cat > {tmp_path}/body; printf "%s|%s" "$MAXLM_ALERT_KIND" "$MAXLM_ALERT_MESSAGE" > {tmp_path}/words',
@@ -92,7 +92,7 @@ def test_all_places(tmp_path, hook, log):
     assert list(tmp_path.rglob('planted')) == []
 
 
-def test_without_a_place_and_in_other_processes_only_the_log_is_told(tmp_path, hook, log):
+def test_without_destination_or_in_other_processes_alerts_are_only_logged(tmp_path, hook, log):
     for config, process in ((AlertsConfig(), 0), (AlertsConfig(file='x', webhook_env_var='ALERTS_URL'), 1)):
         with Alerts(config, tmp_path, process=process) as sender:
             sender.send('storage', 'away')
@@ -101,7 +101,7 @@ def test_without_a_place_and_in_other_processes_only_the_log_is_told(tmp_path, h
     assert hook.bodies == []
 
 
-def test_of_one_kind_the_newest_goes_out_when_its_time_has_come(tmp_path, log):
+def test_alerts_of_one_kind_are_rate_limited(tmp_path, log):
     with Alerts(AlertsConfig(file='sent'), tmp_path, interval_seconds=1000) as sender:
         sender.send('loss', '0')
         while not (tmp_path / 'sent').exists():
@@ -121,7 +121,7 @@ def test_of_one_kind_the_newest_goes_out_when_its_time_has_come(tmp_path, log):
     assert len(log.records) == 7
 
 
-def test_the_next_one_goes_out_by_itself(tmp_path):
+def test_delayed_alert_is_sent_after_the_interval(tmp_path):
     with Alerts(AlertsConfig(file='sent'), tmp_path, interval_seconds=0.2) as sender:
         for number in range(3):
             sender.send('loss', str(number))
@@ -132,7 +132,7 @@ def test_the_next_one_goes_out_by_itself(tmp_path):
         assert [line['message'] for line in lines(tmp_path / 'sent')] == ['0', '2']
 
 
-def test_a_place_that_hangs_holds_nobody_up(tmp_path, hook, monkeypatch):
+def test_hanging_webhook_does_not_block_the_run(tmp_path, hook, monkeypatch):
     monkeypatch.setattr(alerts, 'CLOSE_SECONDS', 0.1)
     hook.release.clear()
     with Alerts(AlertsConfig(webhook_env_var='ALERTS_URL'), tmp_path) as sender:
@@ -142,7 +142,7 @@ def test_a_place_that_hangs_holds_nobody_up(tmp_path, hook, monkeypatch):
     assert hook.bodies == []
 
 
-def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch, log):
+def test_hanging_command_is_killed_with_its_children(tmp_path, monkeypatch, log):
     monkeypatch.setattr(alerts, 'SEND_SECONDS', 0.3)
     command = f'(sleep 3; touch {tmp_path}/late) & echo $$ > {tmp_path}/pid; wait'
     with Alerts(AlertsConfig(command=command), tmp_path) as sender:
@@ -154,7 +154,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkey
 
 
 @pytest.mark.parametrize('code', [403, 500, 302])
-def test_a_failing_place_is_told_once_and_tried_again(tmp_path, hook, log, code):
+def test_failing_destination_is_reported_once_and_retried(tmp_path, hook, log, code):
     hook.code = code
     with Alerts(AlertsConfig(webhook_env_var='ALERTS_URL', command='exit 3', file='sent/x'), tmp_path) as sender:
         (tmp_path / 'sent').touch()
@@ -172,7 +172,7 @@ def test_a_failing_place_is_told_once_and_tried_again(tmp_path, hook, log, code)
 @pytest.mark.parametrize(
     'url', [f'http://user:{SECRET}@localhost/x', f'http://127.0.0.1:1/{SECRET}', f'http://[{SECRET}']
 )
-def test_a_fault_does_not_tell_the_url(tmp_path, monkeypatch, log, capfd, url):
+def test_errors_do_not_reveal_the_url(tmp_path, monkeypatch, log, capfd, url):
     monkeypatch.setenv('ALERTS_URL', url)
     with Alerts(AlertsConfig(webhook_env_var='ALERTS_URL'), tmp_path) as sender:
         sender.send('loss', 'x')
@@ -180,7 +180,7 @@ def test_a_fault_does_not_tell_the_url(tmp_path, monkeypatch, log, capfd, url):
     assert SECRET not in log.text + ''.join(capfd.readouterr())
 
 
-def test_a_webhook_is_named_and_not_given(tmp_path, monkeypatch):
+def test_webhook_is_configured_by_variable_name(tmp_path, monkeypatch):
     def config(webhook):
         values = default()
         values.train.num_steps, values.train.global_batch_size = 1, 1

@@ -9,7 +9,7 @@ from maxlm.telemetry.cost import cost_metrics, cost_text, price_of
 from tests.small import small_config
 
 
-def test_the_price_is_the_users_or_that_of_the_table_or_none():
+def test_price_comes_from_config_or_table():
     config = small_config()
     assert price_of(config, 'NVIDIA H100 80GB HBM3') == (3.99, PRICES['h100'].source)
     # This machine cannot be rented, and the table lacks some chips.
@@ -34,7 +34,7 @@ def test_metrics_and_text_with_and_without_a_price():
     assert cost_text(metrics) == '1 min 30 s left'
 
 
-def test_an_end_that_is_not_known_is_not_guessed():
+def test_unknown_remaining_time_is_omitted():
     metrics = cost_metrics(3600.0, 1234.5, dollars_per_hour=12.0, seconds_left=math.nan)
     assert metrics == {'cost/hours': 1.0, 'cost/dollars': 1234.5}
     assert cost_text(metrics) == '$1,234.50'

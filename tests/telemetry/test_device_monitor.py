@@ -29,7 +29,7 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_lines_have_what_is_promised(tmp_path):
+def test_lines_contain_all_documented_fields(tmp_path):
     path = tmp_path / 'devices.jsonl'
     # An attempt was killed while it wrote a line.
     path.write_text('{"time": 1.0}\n{"ti')
@@ -51,14 +51,14 @@ def test_lines_have_what_is_promised(tmp_path):
     assert metrics['device/temperature_c'] == 80
 
 
-def test_other_processes_have_files_of_their_own(tmp_path):
+def test_each_process_writes_its_own_file(tmp_path):
     with DeviceReadings(tmp_path, interval_seconds=0.02, attempt=1, process=2):
         wait_for(lambda: read_lines(tmp_path / 'devices-2.jsonl').lines)
     assert read_lines(tmp_path / 'devices-2.jsonl').lines[0]['process'] == 2
     assert not (tmp_path / 'devices.jsonl').exists()
 
 
-def test_zero_seconds_is_off(tmp_path):
+def test_interval_zero_disables_readings(tmp_path):
     with DeviceReadings(tmp_path, interval_seconds=0.0, attempt=1) as readings:
         assert readings.metrics() == {}
     assert list(tmp_path.iterdir()) == []
@@ -82,7 +82,7 @@ def test_metrics_of_a_reading():
     assert summarize({'devices': []}) == {}
 
 
-def test_a_device_that_fails_costs_only_its_own_reading(tmp_path):
+def test_failing_device_does_not_affect_host_readings(tmp_path):
     def fail():
         raise RuntimeError('the driver has a problem')
 
@@ -92,7 +92,7 @@ def test_a_device_that_fails_costs_only_its_own_reading(tmp_path):
     assert read_lines(tmp_path / 'devices.jsonl').lines[0]['devices'] == []
 
 
-def test_a_device_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
+def test_hanging_device_does_not_delay_close(tmp_path, monkeypatch):
     monkeypatch.setattr('maxlm.telemetry.device_monitor.CLOSE_SECONDS', 0.05)
     asked, never = threading.Event(), threading.Event()
 
@@ -108,7 +108,7 @@ def test_a_device_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
     never.set()
 
 
-def test_a_machine_that_tells_little(tmp_path, monkeypatch):
+def test_host_without_optional_counters(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError
 
@@ -119,7 +119,7 @@ def test_a_machine_that_tells_little(tmp_path, monkeypatch):
     assert not [key for key in reading if key.startswith(('ram', 'net', 'disk_read'))]
 
 
-def test_rates_are_of_the_time_between(tmp_path, monkeypatch):
+def test_rates_are_computed_between_readings(tmp_path, monkeypatch):
     moments = iter([100.0, 104.0])
     monkeypatch.setattr(time, 'monotonic', lambda: next(moments))
     traffic = iter([{'net_sent': 1000, 'net_received': 500}, {'net_sent': 9000, 'net_received': 400}])
@@ -130,7 +130,7 @@ def test_rates_are_of_the_time_between(tmp_path, monkeypatch):
     assert reading['net_received_bytes_per_second'] == 0
 
 
-def test_a_reading_costs_little(tmp_path):
+def test_reading_has_low_overhead(tmp_path):
     host, count = Host(tmp_path), 50
     before = time.process_time()
     for _ in range(count):

@@ -9,7 +9,7 @@ from maxlm.telemetry import environment
 from maxlm.telemetry.environment import checkout, command, devices, versions
 
 
-def test_versions_are_those_of_this_process(tmp_path):
+def test_versions_match_this_process(tmp_path):
     found = versions(tmp_path / 'no driver')
     assert found['python'] == platform.python_version()
     assert found['jax'] == jax.__version__
@@ -25,12 +25,12 @@ def test_versions_are_those_of_this_process(tmp_path):
         ('something else\n', None),
     ],
 )
-def test_the_driver_of_a_gpu(tmp_path, text, version):
+def test_gpu_driver_version(tmp_path, text, version):
     (tmp_path / 'version').write_text(text)
     assert versions(tmp_path / 'version').get('cuda_driver') == version
 
 
-def test_the_command_starts_the_run_again_and_tells_no_secret():
+def test_command_reproduces_the_run_without_secrets():
     words = ['--config=configs/tiny.py', '--config.data.path=https://me:password@example.org/x?signature=secret']
     assert command(words) == [
         'python',
@@ -42,7 +42,7 @@ def test_the_command_starts_the_run_again_and_tells_no_secret():
     assert command()[:3] == ['python', '-m', 'maxlm.train']
 
 
-def test_a_checkout_is_told_with_whether_it_was_changed(tmp_path, monkeypatch):
+def test_checkout_reports_commit_and_dirty_state(tmp_path, monkeypatch):
     # An installed copy is not a checkout, even inside another one.
     assert checkout(tmp_path) is None
     (tmp_path / '.git').mkdir()
@@ -55,5 +55,5 @@ def test_a_checkout_is_told_with_whether_it_was_changed(tmp_path, monkeypatch):
     assert checkout(tmp_path) == {'commit': 'abc123', 'dirty': True}
 
 
-def test_the_devices_of_all_processes():
+def test_devices_of_all_processes():
     assert devices() == {'kind': 'cpu', 'count': jax.device_count(), 'processes': 1, 'platform': 'cpu'}

@@ -8,7 +8,7 @@ from maxlm.telemetry.events import ENDS, Events, read_events
 from maxlm.workdir.files import EVENTS_FILE
 
 
-def test_what_is_added_is_read(tmp_path):
+def test_added_event_is_read_back(tmp_path):
     events = Events(tmp_path, 2, clock=lambda: 1234.56789)
     assert events.newest is None
     events.add('saved', 'blocked\ntraining', step=7, seconds=0.5, loss=math.nan)
@@ -18,7 +18,7 @@ def test_what_is_added_is_read(tmp_path):
 
 
 @pytest.mark.parametrize('kind', ENDS)
-def test_nothing_comes_after_an_end(tmp_path, kind):
+def test_no_event_follows_a_final_event(tmp_path, kind):
     events = Events(tmp_path, 1)
     events.add('machine', 'first')
     events.add(kind, 'over', code=0)
@@ -29,7 +29,7 @@ def test_nothing_comes_after_an_end(tmp_path, kind):
     assert [event['life'] for event in read_events(tmp_path).lines] == [1, 1, 2]
 
 
-def test_a_torn_line_of_a_killed_life_is_told_and_then_cut_off(tmp_path):
+def test_torn_line_of_a_killed_attempt_is_reported_and_removed(tmp_path):
     Events(tmp_path, 1).add('started', 'x')
     with (tmp_path / EVENTS_FILE).open('a') as file:
         file.write('{"time": 1')
@@ -39,7 +39,7 @@ def test_a_torn_line_of_a_killed_life_is_told_and_then_cut_off(tmp_path):
     assert not read_events(tmp_path).torn
 
 
-def test_a_disk_that_cannot_be_written_ends_nothing(tmp_path):
+def test_write_error_does_not_stop_the_run(tmp_path):
     events = Events(tmp_path / 'gone', 1)
     events.add('saved', 'x')
     assert events.newest['message'] == 'x'

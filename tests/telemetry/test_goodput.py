@@ -102,7 +102,7 @@ def totals(run, **options):
     return {name: pytest.approx(seconds) for name, seconds in ledger.totals.items() if seconds}
 
 
-def test_one_life_is_what_its_last_line_says():
+def test_one_attempt_equals_its_last_heartbeat():
     run = Run().start().steps(4).evaluate().save().steps(2).save().end()
     assert totals(run) == {
         'start': 5.0,
@@ -115,7 +115,7 @@ def test_one_life_is_what_its_last_line_says():
 
 
 @pytest.mark.parametrize('beats', [True, False])
-def test_steps_after_the_checkpoint_of_a_killed_life_are_lost(beats):
+def test_steps_after_the_checkpoint_of_a_killed_attempt_are_lost(beats):
     run = Run().start().steps(4, beats=beats).save().steps(3, beats=beats).evaluate().kill()
     run.start(4, pause=60.0).steps(2, beats=beats).save().end()
     assert totals(run) == {
@@ -137,7 +137,7 @@ def test_steps_after_the_checkpoint_of_a_killed_life_are_lost(beats):
     assert naive['evaluation'] == 2.0
 
 
-def test_a_life_that_is_killed_before_its_first_checkpoint_is_lost_but_for_its_start():
+def test_attempt_killed_before_its_first_checkpoint_loses_all_but_startup():
     run = Run().start().steps(4).save().steps(1).kill()
     run.start(4, pause=1.0).steps(3).kill()
     run.start(4, pause=1.0).steps(1).save().end()
@@ -151,7 +151,7 @@ def test_a_life_that_is_killed_before_its_first_checkpoint_is_lost_but_for_its_s
     assert totals(run)['lost'] == 5.0
 
 
-def test_a_step_that_was_only_begun_is_lost_too():
+def test_unfinished_step_is_lost():
     run = Run().start().steps(4).save()
     run.spend('data_wait', 0.25)
     run.spend('step', 0.5)
@@ -160,7 +160,7 @@ def test_a_step_that_was_only_begun_is_lost_too():
     assert totals(run)['lost'] == 0.75
 
 
-def test_going_back_behind_the_beginning_of_a_life_takes_from_both():
+def test_restore_of_an_earlier_checkpoint_loses_steps_of_two_attempts():
     # The checkpoints of this attempt and the latest one of the previous attempt are damaged.
     run = Run().start().steps(2).save().steps(2).save().end()
     run.start(4).steps(2).save().end()
@@ -172,7 +172,7 @@ def test_going_back_behind_the_beginning_of_a_life_takes_from_both():
     assert [life.seconds['lost'] for life in lives] == pytest.approx([2.5, 2.5, 0.0])
 
 
-def test_rollbacks_within_a_life():
+def test_rollbacks_within_an_attempt():
     run = Run().start().steps(4).save().steps(6).roll_back(4).steps(2).save().end()
     found = totals(run)
     assert found['step'] == 6.0
@@ -185,7 +185,7 @@ def test_rollbacks_within_a_life():
     assert totals(run)['step'] == 4.0
 
 
-def test_an_end_of_its_own_loses_nothing():
+def test_regular_end_loses_nothing():
     run = Run().start().steps(4).save()
     # Time between the save and the last heartbeat.
     run.spend('step', 0.01)
@@ -199,7 +199,7 @@ def test_an_end_of_its_own_loses_nothing():
     assert totals(run)['lost'] == 0.01
 
 
-def test_lives_that_never_knew_where_they_stood_lose_nothing():
+def test_attempts_without_a_restored_step_lose_nothing():
     run = Run().start().steps(4).save().steps(2).kill()
     for _ in range(2):
         run.start(known=False, pause=1.0).kill()
@@ -209,21 +209,21 @@ def test_lives_that_never_knew_where_they_stood_lose_nothing():
     assert totals(run)['idle'] == 2.0
 
 
-def test_where_no_line_tells_when_a_step_was_done_it_is_shared_out():
+def test_steps_without_heartbeats_share_time_equally():
     run = Run().start().steps(10, beats=False).kill()
     run.start(4).end()
     assert totals(run)['lost'] == 6 * 1.25
     assert totals(run)['step'] == 4.0
 
 
-def test_a_clock_that_is_behind_makes_no_negative_time():
+def test_clock_skew_gives_no_negative_idle_time():
     run = Run().start().steps(2).save().end()
     run.start(2, pause=-100.0).end()
     assert attempts_of(run.lines)[1].seconds['idle'] == 0.0
 
 
 @pytest.mark.parametrize('again', [False, True])
-def test_a_shorter_file_says_the_same(again):
+def test_compaction_keeps_all_attempts(again):
     run = Run().start().steps(4).evaluate().save().steps(3).roll_back(4).steps(2).save().steps(2).kill()
     run.start(6, pause=3.0).steps(3).kill()
     run.start(6).steps(1).save().end()
@@ -234,12 +234,12 @@ def test_a_shorter_file_says_the_same(again):
     assert attempts_of([line for line in kept if line['why'] != 'saved']) != attempts_of(run.lines)
 
 
-def test_no_run_has_nothing(tmp_path):
+def test_empty_directory_has_no_attempts(tmp_path):
     ledger = read_goodput(tmp_path)
     assert (ledger.attempts, ledger.notes, ledger.seconds, ledger.fraction, ledger.dollars) == ([], [], 0, 0.0, None)
 
 
-def test_a_file_is_read_with_what_is_wrong_with_it(tmp_path):
+def test_reading_reports_incomplete_and_invalid_files(tmp_path):
     run = Run().start().steps(4).save().steps(2).kill()
     text = ''.join(json.dumps(line) + '\n' for line in run.lines)
     (tmp_path / goodput_name(3)).write_text(text + '{"time": 12')
@@ -253,7 +253,7 @@ def test_a_file_is_read_with_what_is_wrong_with_it(tmp_path):
         read_goodput(tmp_path)
 
 
-def test_prices_that_are_not_known_are_no_zero():
+def test_unknown_price_is_not_zero():
     run = Run().start().steps(1).save().end()
     run.start(1).end()
     for line in run.lines:
@@ -263,5 +263,5 @@ def test_prices_that_are_not_known_are_no_zero():
     assert GoodputLog(attempts_of(run.lines), []).dollars == 2.0
 
 
-def test_what_is_lost_is_a_part_of_what_is_counted():
+def test_step_categories_are_activities():
     assert set(STEP_CATEGORIES) < set(ACTIVITIES) < set(CATEGORIES)

@@ -20,11 +20,11 @@ def steps(workdir):
     return [line['step'] for line in read_metrics(workdir)]
 
 
-def test_no_file_no_lines(tmp_path):
+def test_missing_file_has_no_lines(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-def test_lines_are_what_was_written(tmp_path):
+def test_written_lines_are_read_back(tmp_path):
     writer = MetricWriter(tmp_path, after_step=0)
     writer.write(3, 1234.56789, {'train/loss': 2.5, 'perf/mfu': 0.25})
     # Lines can be read before the writer is closed.
@@ -33,7 +33,7 @@ def test_lines_are_what_was_written(tmp_path):
     assert [line['train/loss'] for line in read_metrics(tmp_path)] == [2.5, 2.25]
 
 
-def test_names_must_stand_in_the_table(tmp_path):
+def test_metric_names_must_be_declared(tmp_path):
     writer = MetricWriter(tmp_path, after_step=0)
     with pytest.raises(AssertionError, match='train/los'):
         writer.write(1, 0.0, {'train/loss': 1.0, 'train/los': 1.0})
@@ -42,14 +42,14 @@ def test_names_must_stand_in_the_table(tmp_path):
     assert set(read_metrics(tmp_path)[0]) == {'step', 'time', *METRICS}
 
 
-def test_every_metric_says_what_it_means():
+def test_every_metric_has_a_description():
     for name, metric in METRICS.items():
         # Names have a section, an optional group as in TRL, and a name.
         assert name.removesuffix('/*').count('/') in (1, 2)
         assert metric.meaning
 
 
-def test_a_second_life_appends(tmp_path):
+def test_second_attempt_appends(tmp_path):
     write(tmp_path, [1, 2, 3])
     before = (tmp_path / METRICS_FILE).read_text()
     write(tmp_path, [4, 5], after_step=3)
@@ -57,14 +57,14 @@ def test_a_second_life_appends(tmp_path):
     assert (tmp_path / METRICS_FILE).read_text().startswith(before)
 
 
-def test_the_page_is_that_of_the_table():
+def test_docs_page_is_up_to_date():
     page = (ROOT / 'docs/metrics.md').read_text()
     assert page == metrics_page(), 'regenerate it: python docs/metrics.py'
     # Control: every name is on it.
     assert all(f'| `{name}` |' in page for name in METRICS)
 
 
-def test_samples_are_lines_and_texts_and_go_back_too(tmp_path):
+def test_samples_are_written_and_truncated_on_resume(tmp_path):
     recorder = Recorder()
     writer = MetricWriter(tmp_path, after_step=0, trackers=[recorder])
     writer.write_samples(2, 1000.0, [('Once', ' upon\na time'), ('é', '')])
@@ -80,7 +80,7 @@ def test_samples_are_lines_and_texts_and_go_back_too(tmp_path):
     assert [line['step'] for line in read_lines(tmp_path / SAMPLES_FILE).lines] == [2, 2]
 
 
-def test_trackers_are_told_where_a_leg_begins(tmp_path):
+def test_trackers_receive_the_first_step_of_each_attempt(tmp_path):
     recorder = Recorder()
     for steps, after_step in (([1, 2, 3], 0), ([3], 2)):
         writer = MetricWriter(tmp_path, after_step=after_step, trackers=[recorder])
@@ -90,7 +90,7 @@ def test_trackers_are_told_where_a_leg_begins(tmp_path):
     assert begins == [('begin', 0, 0), ('begin', 2, 3)]
 
 
-def test_a_tracker_that_fails_is_told_nothing_more(tmp_path, caplog):
+def test_failing_tracker_is_disabled(tmp_path, caplog):
     recorder, failing = Recorder(), Recorder(fails=True)
     trackers = [failing, recorder]
     for _ in range(2):
@@ -121,7 +121,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize('after_step', [0, 2, 3])
-def test_lines_behind_the_checkpoint_are_dropped(tmp_path, after_step):
+def test_lines_after_the_checkpoint_are_dropped(tmp_path, after_step):
     write(tmp_path, [1, 2, 2, 3])
     write(tmp_path, [], after_step=after_step)
     assert steps(tmp_path) == [step for step in (1, 2, 2, 3) if step <= after_step]
@@ -143,7 +143,7 @@ def test_a_torn_last_line_is_ignored_and_dropped(tmp_path, kept):
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def test_a_last_line_torn_inside_a_letter_is_ignored(tmp_path):
+def test_last_line_torn_inside_a_character_is_ignored(tmp_path):
     write(tmp_path, [1, 2])
     with (tmp_path / METRICS_FILE).open('ab') as file:
         file.write('{"step": 3, "é'.encode()[:-1])

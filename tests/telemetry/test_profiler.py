@@ -25,7 +25,7 @@ def trace(workdir, work, *, steps=range(1, 8), config=None):
     return traced
 
 
-def test_the_steps_that_are_asked_for(tmp_path, caplog):
+def test_configured_steps_are_traced(tmp_path, caplog):
     @jax.jit
     def step(x):
         return jax.lax.fori_loop(0, 4, lambda _, x: jnp.tanh(x @ x), x)
@@ -62,7 +62,7 @@ def test_the_steps_that_are_asked_for(tmp_path, caplog):
         (ProfileConfig(start_step=3, num_steps=5), range(1, 5), [3]),
     ],
 )
-def test_when_it_traces(tmp_path, monkeypatch, config, steps, traced):
+def test_start_and_stop_of_the_trace(tmp_path, monkeypatch, config, steps, traced):
     calls = []
     monkeypatch.setattr(jax.profiler, 'start_trace', lambda *_, **__: calls.append('start'))
     monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: calls.append('stop'))
@@ -70,7 +70,7 @@ def test_when_it_traces(tmp_path, monkeypatch, config, steps, traced):
     assert calls == (['start', 'stop'] if traced else [])
 
 
-def test_a_failure_is_said_and_ends_nothing(tmp_path, monkeypatch, caplog):
+def test_failure_is_logged_and_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
     def fail(*_, **__):
         raise RuntimeError('another profile\nis under way')
 
@@ -79,7 +79,7 @@ def test_a_failure_is_said_and_ends_nothing(tmp_path, monkeypatch, caplog):
     assert caplog.messages == ['profile.start_step=3: profiling failed (RuntimeError: another profile is under way)']
 
 
-def test_times_without_those_inside():
+def test_self_times_exclude_nested_operations():
     # A loop of 10 with two rounds of 3 and 4; the second contains an operation of 1. An operation of 2 follows.
     events = [('loop', 0, 10), ('a.1', 1, 3), ('a.2', 5, 4), ('b', 6, 1), ('b', 12, 2)]
     assert sorted(self_times(events)) == [('a.1', 3), ('a.2', 3), ('b', 1), ('b', 2), ('loop', 3)]
@@ -96,7 +96,7 @@ def test_times_without_those_inside():
         ('7', '7'),
     ],
 )
-def test_kinds(name, kind):
+def test_kind_of_an_operation(name, kind):
     assert kind_of(name) == kind
 
 
@@ -138,7 +138,7 @@ class Plane:
         ),
     ],
 )
-def test_what_a_trace_of_each_platform_holds(monkeypatch, tmp_path, planes, found):
+def test_operations_of_each_platform(monkeypatch, tmp_path, planes, found):
     data = type('Data', (), {'planes': planes})
     monkeypatch.setattr(jax.profiler.ProfileData, 'from_file', lambda path: data, raising=False)
     assert operations(tmp_path) == found

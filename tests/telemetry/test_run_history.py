@@ -22,7 +22,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_everything_is_there(tmp_path):
+def test_history_contains_all_files(tmp_path):
     workdir = workdirs.finished(tmp_path / 'my run')
     history = read_history(workdir)
     assert (history.name, history.workdir) == ('my run', str(workdir))
@@ -49,7 +49,7 @@ def test_the_builders_are_consistent(tmp_path):
     assert read_history(tmp_path / 'finished').goodput_logs[0].totals['idle'] == pytest.approx(60, abs=0.01)
 
 
-def test_of_several_processes(tmp_path):
+def test_history_of_several_processes(tmp_path):
     history = read_history(workdirs.two_hosts(tmp_path))
     assert list(history.goodput_logs) == list(history.devices) == list(history.heartbeats) == [0, 1]
     assert history.devices[1][0]['host'] == 'host1'
@@ -57,7 +57,7 @@ def test_of_several_processes(tmp_path):
     assert history.goodput_logs[1].totals['data_wait'] > history.goodput_logs[0].totals['data_wait']
 
 
-def test_torn_lines_are_said(tmp_path):
+def test_torn_lines_are_reported(tmp_path):
     whole, torn = read_history(workdirs.running(tmp_path / 'a/run')), read_history(workdirs.torn(tmp_path / 'b/run'))
     names = ('devices', 'goodput', 'metrics', 'events', 'samples')
     assert torn.notes == tuple(f'{name}.jsonl: skipped the incomplete last line' for name in names)
@@ -66,7 +66,7 @@ def test_torn_lines_are_said(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['perf/mfu', 'perf/mfu_full'])
-def test_mfu_above_1_is_left_out_of_all_lines(tmp_path, name):
+def test_mfu_above_1_is_removed_from_all_lines(tmp_path, name):
     workdir = workdirs.finished(tmp_path / 'run')
     path = workdir / 'metrics.jsonl'
     whole = lines(path)
@@ -79,19 +79,19 @@ def test_mfu_above_1_is_left_out_of_all_lines(tmp_path, name):
     assert note.startswith('metrics.jsonl: MFU is hidden because it exceeds 1 in 1 lines')
 
 
-def test_an_empty_directory_is_a_run_to_come(tmp_path):
+def test_empty_directory_has_not_started(tmp_path):
     history = read_history(workdirs.empty(tmp_path))
     assert (history.has_started, history.notes, history.started) == (False, (), {})
     assert read_history(workdirs.fresh(tmp_path / 'a')).has_started
 
 
 @pytest.mark.parametrize('url', ['', 'memory://history_nowhere/run'])
-def test_what_is_not_there(tmp_path, url):
+def test_missing_workdir_is_an_error(tmp_path, url):
     with pytest.raises(InputError, match=r'give a workdir of maxlm\.train'):
         read_history(url or tmp_path / 'nowhere')
 
 
-def test_what_is_no_workdir(tmp_path):
+def test_other_directories_are_errors(tmp_path):
     (tmp_path / 'notes.txt').write_text('x')
     with pytest.raises(InputError, match=r'not a workdir of maxlm\.train'):
         read_history(tmp_path)
@@ -105,7 +105,7 @@ def test_what_is_no_workdir(tmp_path):
     assert read_history(tmp_path).metrics == [{'step': 1}]
 
 
-def test_a_config_that_cannot_be_read_is_said_and_the_rest_is_there(tmp_path):
+def test_invalid_config_is_reported_and_other_files_are_read(tmp_path):
     workdirs.running(tmp_path)
     (tmp_path / CONFIG).write_text('{"model": {"heads_of_tomorrow": 3}}')
     history = read_history(tmp_path)
@@ -118,7 +118,7 @@ def test_a_config_that_cannot_be_read_is_said_and_the_rest_is_there(tmp_path):
     assert read_history(tmp_path).notes == ('config.json: missing',)
 
 
-def test_a_run_of_an_older_version_has_metrics_alone(tmp_path):
+def test_run_of_an_older_version_has_only_metrics(tmp_path):
     workdirs.running(tmp_path)
     for name in ('events', 'goodput', 'devices', 'samples'):
         (tmp_path / f'{name}.jsonl').unlink()
@@ -127,7 +127,7 @@ def test_a_run_of_an_older_version_has_metrics_alone(tmp_path):
     assert history.has_started
 
 
-def test_whether_its_process_lives(tmp_path):
+def test_alive_is_derived_from_the_lock(tmp_path):
     workdirs.running(tmp_path)
     assert read_history(tmp_path).alive is None
     workdirs.lock(tmp_path, here=True)
@@ -141,7 +141,7 @@ def test_whether_its_process_lives(tmp_path):
     assert read_history(tmp_path).alive is False
 
 
-def test_it_is_read_again(tmp_path):
+def test_reader_returns_appended_lines(tmp_path):
     workdirs.running(tmp_path)
     reader = HistoryReader(tmp_path)
     before = reader.read()
@@ -154,7 +154,7 @@ def test_it_is_read_again(tmp_path):
     assert after == read_history(tmp_path)
 
 
-def test_in_a_bucket(tmp_path):
+def test_remote_workdir(tmp_path):
     workdir = workdirs.two_hosts(tmp_path / 'run')
     filesystem = fsspec.filesystem('memory')
     for path in workdir.iterdir():
@@ -184,7 +184,7 @@ def damage(workdir, rng):
 
 
 @pytest.mark.parametrize('seed', range(10))
-def test_nothing_in_a_workdir_makes_reading_it_fail(tmp_path, seed):
+def test_damaged_files_do_not_fail_reading(tmp_path, seed):
     rng = random.Random(seed)
     for build in (workdirs.two_hosts, workdirs.crashed, workdirs.diverged):
         workdir = build(tmp_path / build.__name__)

@@ -60,7 +60,7 @@ def kinds(workdir):
     return [(event['life'], event['kind'], event.get('code')) for event in read_events(workdir).lines]
 
 
-def test_a_life_from_its_beginning_to_its_end(tmp_path):
+def test_attempt_from_start_to_end(tmp_path):
     life = Life(tmp_path, price=90.0)
     with life.diary as diary:
         life.now += 30.0
@@ -85,7 +85,7 @@ def test_a_life_from_its_beginning_to_its_end(tmp_path):
     assert whys == ['beat', 'beat', 'saved', 'end'][-len(whys) :]
 
 
-def test_figures_go_on_over_lives(tmp_path):
+def test_metrics_continue_across_attempts(tmp_path):
     life = Life(tmp_path, price=90.0)
     life.diary.__enter__()
     life.begin(0)
@@ -117,7 +117,7 @@ def test_figures_go_on_over_lives(tmp_path):
     assert read_goodput(tmp_path).fraction == pytest.approx(60 / 145)
 
 
-def test_a_rollback_takes_its_steps_out_of_the_share(tmp_path):
+def test_rollback_reduces_goodput(tmp_path):
     life = Life(tmp_path)
     with life.diary as diary:
         life.begin(0)
@@ -145,7 +145,7 @@ def test_a_rollback_takes_its_steps_out_of_the_share(tmp_path):
     ],
 )
 @pytest.mark.parametrize('alerted', [False, True])
-def test_a_life_that_ends_by_an_error_says_so_once(tmp_path, error, kind, code, message, alerted):
+def test_error_gives_one_final_event(tmp_path, error, kind, code, message, alerted):
     with contextlib.suppress(type(error)), Life(tmp_path).diary as diary:
         if alerted:
             diary.record_alert('failed', 'as an alert has it')
@@ -158,14 +158,14 @@ def test_a_life_that_ends_by_an_error_says_so_once(tmp_path, error, kind, code, 
     assert [one[1] for one in kinds(tmp_path)].count('failed') == 1
 
 
-def test_an_error_after_the_end_is_the_end(tmp_path):
+def test_error_after_the_outcome_is_the_final_event(tmp_path):
     with contextlib.suppress(OSError), Life(tmp_path).diary as diary:
         diary.set_outcome('finished', 'all is done', 0)
         raise OSError('full')
     assert kinds(tmp_path) == [(1, 'failed', EXIT_FAILED)]
 
 
-def test_alerts_are_events_and_one_that_diverges_is_the_last(tmp_path):
+def test_alerts_are_events_and_divergence_is_the_final_one(tmp_path):
     with Life(tmp_path).diary as diary:
         diary.record_alert('diverged', 'steps 3 to 9')
         diary.record_alert('storage', 'the bucket does not answer')
@@ -183,7 +183,7 @@ def test_alerts_are_events_and_one_that_diverges_is_the_last(tmp_path):
         (EXIT_FAILED, ('failed', EXIT_FAILED, 'a collective failed', True)),
     ],
 )
-def test_what_an_error_among_several_processes_came_of_is_told_by_whoever_finds_out(tmp_path, code, wanted):
+def test_cause_of_a_collective_error_is_recorded_at_exit(tmp_path, code, wanted):
     with contextlib.suppress(ValueError), Life(tmp_path, alone=False).diary as diary:
         diary.record_alert('failed', 'a collective failed')
         raise ValueError('a collective failed')
@@ -198,7 +198,7 @@ def test_what_an_error_among_several_processes_came_of_is_told_by_whoever_finds_
 
 
 @pytest.mark.parametrize(('code', 'kind'), [(EXIT_PREEMPTED, 'preempted'), (EXIT_FAILED, 'failed')])
-def test_a_process_that_must_leave_at_once_still_says_so(tmp_path, code, kind):
+def test_immediate_exit_is_recorded(tmp_path, code, kind):
     diary = Life(tmp_path).diary
     diary.__enter__()
     diary.record_exit(code, 'process 3 is gone')
@@ -211,7 +211,7 @@ def test_a_process_that_must_leave_at_once_still_says_so(tmp_path, code, kind):
     assert (tmp_path / 'goodput.jsonl').read_text() == lines
 
 
-def test_other_processes_write_their_own_ledger_and_nothing_else(tmp_path):
+def test_other_processes_write_only_their_goodput_log(tmp_path):
     life = Life(tmp_path, process=3, price=90.0)
     with life.diary as diary:
         life.begin(0)
@@ -223,14 +223,14 @@ def test_other_processes_write_their_own_ledger_and_nothing_else(tmp_path):
     assert (line['process'], line['dollars']) == (3, None)
 
 
-def test_all_processes_have_the_life_of_the_first(tmp_path):
+def test_all_processes_use_the_attempt_of_the_first(tmp_path):
     diary = RunRecorder(
         tmp_path, Timeline(), interval_seconds=0.0, num_devices=1, process=1, agree=lambda life: 7 if life == 1 else 0
     )
     assert diary.attempt == 7
 
 
-def test_a_line_is_written_every_few_seconds_and_the_file_stays_short(tmp_path, monkeypatch):
+def test_heartbeats_are_periodic_and_compacted(tmp_path, monkeypatch):
     monkeypatch.setattr(diary_module, '_MAX_HEARTBEATS', 5)
     life = Life(tmp_path, beat_seconds=0.001)
     with life.diary:
@@ -263,7 +263,7 @@ def told(monkeypatch):
 
 @pytest.mark.parametrize('name', ['goodput.jsonl', 'events.jsonl'])
 @pytest.mark.parametrize('content', ['nonsense\n', '{"a": 1}\n', '{"life": null}\n'])
-def test_a_damaged_file_is_put_aside_and_the_run_goes_on(tmp_path, told, name, content):
+def test_damaged_file_is_renamed_and_the_run_continues(tmp_path, told, name, content):
     (tmp_path / name).write_text(content)
     with RunRecorder(tmp_path, Timeline(), interval_seconds=0.0, num_devices=1) as diary:
         diary.record_event('started', 'x')
@@ -273,7 +273,7 @@ def test_a_damaged_file_is_put_aside_and_the_run_goes_on(tmp_path, told, name, c
     assert [name in line and 'renamed it to' in line for line in told] == [True]
 
 
-def test_a_torn_line_is_left_out_and_told(tmp_path, told):
+def test_torn_line_is_skipped_and_reported(tmp_path, told):
     with Life(tmp_path).diary:
         pass
     with (tmp_path / 'goodput.jsonl').open('a') as file:

@@ -37,22 +37,22 @@ STATES = {
 
 
 @pytest.mark.parametrize('name', workdirs.BUILDERS)
-def test_the_state_of_every_kind_of_workdir(name, tmp_path):
+def test_state_of_each_workdir(name, tmp_path):
     history = read_history(workdirs.BUILDERS[name](tmp_path))
     assert run_status(history, NOW).state == STATES[name]
 
 
-def test_what_has_ended_does_not_stall(tmp_path):
+def test_finished_run_does_not_stall(tmp_path):
     history = read_history(workdirs.finished(tmp_path))
     assert run_status(history, NOW + 1e6) == (FINISHED, 'all steps are done', NOW)
 
 
-def test_the_words_of_a_failure_are_told(tmp_path):
+def test_crash_reason_is_the_error_message(tmp_path):
     found = run_status(read_history(workdirs.crashed(tmp_path)), NOW)
     assert found.reason == 'XlaRuntimeError: RESOURCE_EXHAUSTED: out of memory'
 
 
-def test_a_process_that_is_gone_has_crashed_at_once_and_one_that_cannot_be_asked_has_not(tmp_path):
+def test_exited_process_is_a_crash_and_unknown_process_is_not(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     assert history.alive is None
     assert run_status(history, NOW).state == RUNNING
@@ -60,7 +60,7 @@ def test_a_process_that_is_gone_has_crashed_at_once_and_one_that_cannot_be_asked
     assert (gone.state, 'exited' in gone.reason) == (CRASHED, True)
 
 
-def test_silence_is_a_stall(tmp_path):
+def test_missing_heartbeats_are_a_stall(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     assert last_heartbeat(history) == NOW
     assert run_status(history, NOW + STALL_SECONDS).state == RUNNING
@@ -68,7 +68,7 @@ def test_silence_is_a_stall(tmp_path):
     assert (silent.state, silent.reason) == (STALLED, 'no heartbeat for 61 s')
 
 
-def test_slow_steps_and_rare_lines_are_waited_for(tmp_path):
+def test_slow_steps_and_rare_heartbeats_extend_the_limit(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     slow = {**history.metrics[-1], 'perf/step_time_seconds': 10.0}
     slow_steps = dataclasses.replace(history, metrics=[*history.metrics, slow])
@@ -95,7 +95,7 @@ def later(history, category, seconds):
     [('data_wait', STALLED), ('step', STALLED), ('other', STALLED)]
     + [(name, RUNNING) for name in ('compile', 'evaluation', 'checkpoint', 'restore')],
 )
-def test_a_process_that_lives_but_does_no_step(tmp_path, category, state):
+def test_process_with_heartbeats_but_without_steps(tmp_path, category, state):
     history = later(read_history(workdirs.running(tmp_path)), category, 300)
     found = run_status(history, NOW + 300)
     assert found.state == state
@@ -108,7 +108,7 @@ def test_a_process_that_lives_but_does_no_step(tmp_path, category, state):
         assert run_status(told, NOW + 300).state == then
 
 
-def test_a_new_life_after_an_end_is_running(tmp_path):
+def test_new_attempt_after_an_end_is_running(tmp_path):
     history = read_history(workdirs.finished(tmp_path))
     assert sum(event['kind'] == 'preempted' for event in history.events) == 1
     until = [event for event in history.events if event['kind'] != 'finished']
@@ -121,7 +121,7 @@ def test_a_new_life_after_an_end_is_running(tmp_path):
     assert run_status(first, NOW).state == PREEMPTED
 
 
-def test_what_comes_by_way_of_a_bucket_may_be_late(tmp_path):
+def test_remote_workdir_has_a_longer_limit(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     remote = dataclasses.replace(history, workdir='gs://bucket/run')
     assert run_status(history, NOW + 150).state == STALLED
@@ -129,6 +129,6 @@ def test_what_comes_by_way_of_a_bucket_may_be_late(tmp_path):
     assert run_status(remote, NOW + 200).state == STALLED
 
 
-def test_a_run_that_is_about_to_write_its_first_line():
+def test_run_without_lines():
     assert run_status(RunHistory('x', alive=True), NOW).state == STARTING
     assert run_status(RunHistory('x', alive=False), NOW).state == EMPTY

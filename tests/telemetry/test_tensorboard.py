@@ -22,7 +22,7 @@ def scalars(accumulator, name):
     return [(event.step, float(tf.make_ndarray(event.tensor_proto))) for event in accumulator.Tensors(name)]
 
 
-def test_what_is_done_again_takes_the_place_of_what_was_there(tmp_path):
+def test_repeated_steps_replace_earlier_ones(tmp_path):
     tracker = TensorBoard(tmp_path / 'tensorboard', small_config(model__dim=48))
     writer = MetricWriter(tmp_path, after_step=0, trackers=[tracker])
     for step in range(1, 7):
@@ -44,7 +44,7 @@ def test_what_is_done_again_takes_the_place_of_what_was_there(tmp_path):
     assert b'model.dim' in accumulator.SummaryMetadata('_hparams_/session_start_info').plugin_data.content
 
 
-def test_the_config_as_a_table():
+def test_config_as_hparams():
     values = hparams(small_config(model__dim=48))
     assert values['model.dim'] == 48
     assert values['data.sources'] == '()'

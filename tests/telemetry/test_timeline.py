@@ -33,7 +33,7 @@ def spent(timeline):
     return {name: pytest.approx(seconds) for name, seconds in timeline.read().items() if seconds > 1e-6}
 
 
-def test_phases_return_to_the_one_around_them(clock):
+def test_nested_phases_return_to_the_outer_phase(clock):
     timeline = Timeline(clock=clock)
     clock.pass_(1)
     with timeline.phase('restore'):
@@ -54,7 +54,7 @@ def test_phases_return_to_the_one_around_them(clock):
     assert sum(timeline.read().values()) == pytest.approx(clock.now - timeline.origin)
 
 
-def test_what_was_before_it_was_made_is_the_start(clock):
+def test_time_before_construction_is_startup(clock):
     began = time.time() - 7.0
     timeline = Timeline(began, clock=clock)
     assert timeline.start_time == began
@@ -64,7 +64,7 @@ def test_what_was_before_it_was_made_is_the_start(clock):
     assert Timeline(time.time() + 100, clock=clock).read()['start'] == 0.0
 
 
-def test_seconds_are_moved_and_none_is_made(clock):
+def test_move_keeps_the_total(clock):
     timeline = Timeline(clock=clock)
     with timeline.phase('data_wait'):
         clock.pass_(3)
@@ -76,12 +76,12 @@ def test_seconds_are_moved_and_none_is_made(clock):
     assert spent(timeline) == {'step': 3}
 
 
-def test_a_category_that_is_none_is_refused(clock):
+def test_unknown_category_is_rejected(clock):
     with pytest.raises(AssertionError, match='evalation'), Timeline(clock=clock).phase('evalation'):
         pass
 
 
-def test_what_compiles_is_told_apart_wherever_it_happens():
+def test_compilation_is_tracked_in_every_phase():
     # Compile once first, so that the initialization of the compiler is not measured.
     jax.jit(lambda x: x + 1)(1.0)
     timeline = Timeline()
@@ -101,7 +101,7 @@ def test_what_compiles_is_told_apart_wherever_it_happens():
     assert set(timeline.read()) == set(ACTIVITIES)
 
 
-def test_a_process_began_before_its_imports():
+def test_process_start_time_precedes_imports():
     program = 'import time\nfrom maxlm.telemetry.timeline import process_start_time\nprint(process_start_time())'
     before = time.time()
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)

@@ -79,7 +79,7 @@ def without_nulls(lines):
     return [{name: value for name, value in line.items() if value is not None} for line in lines]
 
 
-def test_an_offline_run_read_back_is_metrics_jsonl(tmp_path):
+def test_offline_run_equals_metrics_jsonl(tmp_path):
     tracker = WeightsAndBiases(tmp_path, config(), close_seconds=60)
     leg(tmp_path, tracker, range(1, 7), after_step=0)
     tracker.close()
@@ -108,7 +108,7 @@ def test_an_offline_run_read_back_is_metrics_jsonl(tmp_path):
     assert scalars != without_nulls([*before, *before[-3:]])
 
 
-def test_a_failing_upload_is_one_warning(tmp_path, monkeypatch, caplog):
+def test_failing_upload_logs_one_warning(tmp_path, monkeypatch, caplog):
     # There is no account. On a terminal W&B would ask for one.
     for name, value in {
         'HOME': str(tmp_path),
@@ -127,7 +127,7 @@ def test_a_failing_upload_is_one_warning(tmp_path, monkeypatch, caplog):
     assert len(read_metrics(tmp_path)) == 11
 
 
-def test_a_child_that_hangs_is_not_waited_for(tmp_path, caplog):
+def test_hanging_child_does_not_delay_close(tmp_path, caplog):
     tracker = WeightsAndBiases(tmp_path, config(), close_seconds=0.1)
     os.kill(tracker._child.pid, signal.SIGSTOP)
     try:
@@ -141,7 +141,7 @@ def test_a_child_that_hangs_is_not_waited_for(tmp_path, caplog):
     assert 'after the run' in caplog.text
 
 
-def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch):
+def test_missing_extra_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(InputError, match=r'maxlm\[wandb\]'):
         WeightsAndBiases(tmp_path, config())

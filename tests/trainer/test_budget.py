@@ -54,7 +54,7 @@ class Run:
         return step, decisions
 
 
-def test_starting_and_all_steps_cost():
+def test_startup_and_all_steps_cost():
     run = Run()
     _, decisions = run.go(100, looks=(40, 100))
     assert decisions.hours == pytest.approx((run.STARTING + 50 + 95) / 3600)
@@ -66,7 +66,7 @@ def test_starting_and_all_steps_cost():
     assert run.go(10, decisions, start=50, looks=(60,))[1].hours == pytest.approx(decisions.hours + 55 / 3600)
 
 
-def test_a_budget_is_met_with_few_looks():
+def test_budget_is_met_with_few_clock_reads():
     run = Run(guard__max_hours=2.0)
     step, decisions = run.go(10_000)
     # Half an hour was spent on starting.
@@ -82,7 +82,7 @@ def test_a_budget_is_met_with_few_looks():
 
 
 @pytest.mark.parametrize('evaluation_share', [0.0, 0.25])
-def test_the_first_length_is_that_of_measured_steps(evaluation_share):
+def test_first_length_is_computed_from_measured_steps(evaluation_share):
     settings = {'train__num_steps': 0, 'train__hours': 2.0, 'eval__interval': 40, 'checkpoint__save_interval_steps': 0}
     run = Run(evaluation_share=evaluation_share, **settings)
     assert run.go(24)[1].num_steps == 0
@@ -151,7 +151,7 @@ class Attempts:
 @pytest.mark.parametrize(
     ('changes', 'killed'), [(30, ()), (1080, ()), (2520, ()), (3420, ()), (1800, (900, 2000)), (1080, (3300,))]
 )
-def test_a_schedule_ends_with_its_budget_whatever_the_speed(changes, killed, factor, noise):
+def test_schedule_ends_with_its_budget_at_any_speed(changes, killed, factor, noise):
     run = Attempts(lambda now: 4.0 if now < changes else 4.0 * factor, noise=noise, killed=killed)
     assert run.ended == f'step {run.step} of {run.decisions.num_steps} is done'
     assert run.shares[run.step] == 1
@@ -164,7 +164,7 @@ def test_a_schedule_ends_with_its_budget_whatever_the_speed(changes, killed, fac
         assert run.asked < 400
 
 
-def test_a_speed_that_changes_all_the_time_and_long_steps():
+def test_varying_speed_and_long_steps():
     run = Attempts(lambda now: 8.0 if int(now / 360) % 2 else 4.0, noise=0.1)
     assert (run.shares[run.step], run.now) == (1, pytest.approx(3564, abs=36))
     run = Attempts(lambda now: 60.0)
@@ -174,7 +174,7 @@ def test_a_speed_that_changes_all_the_time_and_long_steps():
     assert run.step * 8.0 > 1.7 * 3600
 
 
-def test_all_processes_hear_what_the_first_measured():
+def test_all_processes_use_the_measurements_of_the_first():
     heard = []
     first = Run(agree=lambda values: heard.append(values) or values, train__num_steps=0, train__hours=2.0)
     other = Run(agree=lambda values: heard.pop(0), slow=1.5, train__num_steps=0, train__hours=2.0)

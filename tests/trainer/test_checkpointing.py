@@ -105,14 +105,14 @@ def assert_fresh(state, params, **overrides):
     assert not same(jax.device_get(state.params), jax.device_get(fresh.params))
 
 
-def test_a_run_without_a_past_starts_random(start, tmp_path):
+def test_new_run_starts_with_random_parameters(start, tmp_path):
     state, out = start(tmp_path, random=True)
     assert same(state, fresh_state())
     assert out == ''
 
 
 @pytest.mark.parametrize('num_devices', [2, 1])
-def test_a_run_starts_from_the_parameters_of_another(start, tmp_path, origin, trained, num_devices):
+def test_run_starts_from_parameters_of_another_run(start, tmp_path, origin, trained, num_devices):
     state, out = start(tmp_path, num_devices=num_devices, init_from=origin, random=True)
     assert_fresh(jax.device_get(state), trained.params)
     assert out.count('\n') == 1
@@ -120,13 +120,13 @@ def test_a_run_starts_from_the_parameters_of_another(start, tmp_path, origin, tr
     assert 'fresh optimizer' in out
 
 
-def test_the_step_that_is_asked_for(start, tmp_path, origin):
+def test_init_from_a_given_step(start, tmp_path, origin):
     state, out = start(tmp_path, init_from=f'{origin}@3')
     assert_fresh(state, random_state(abstract_on(2), step=3, skipped=0, seed=3).params)
     assert f'{origin}/checkpoints/3/params' in out
 
 
-def test_the_average_of_a_run_is_what_another_starts_from(start, tmp_path, trained):
+def test_init_from_uses_the_ema(start, tmp_path, trained):
     average = random_state(abstract_on(2), step=0, skipped=0, seed=9).params
     save(tmp_path / 'averaged', [trained._replace(ema=average)])
     state, out = start(tmp_path / 'run', init_from=tmp_path / 'averaged')
@@ -136,7 +136,7 @@ def test_the_average_of_a_run_is_what_another_starts_from(start, tmp_path, train
 
 
 @pytest.mark.parametrize('how', ['init_from', 'import'])
-def test_an_average_starts_at_the_parameters_and_in_memory_of_its_own(start, tmp_path, origin, imported, trained, how):
+def test_ema_starts_as_a_copy_of_the_parameters(start, tmp_path, origin, imported, trained, how):
     state, _ = start(imported, **EMA) if how == 'import' else start(tmp_path / 'run', init_from=origin, **EMA)
     assert_fresh(state, trained.params, **EMA)
     assert same(state.ema, trained.params)
@@ -151,7 +151,7 @@ def memory(tree):
     return {shard.unsafe_buffer_pointer() for shard in shards}
 
 
-def test_a_past_wins(start, tmp_path, origin, trained):
+def test_own_checkpoint_takes_precedence(start, tmp_path, origin, trained):
     past = random_state(abstract_on(2), step=4, skipped=1, seed=4)
     save(tmp_path, [past])
     state, out = start(tmp_path, init_from=origin)
@@ -162,7 +162,7 @@ def test_a_past_wins(start, tmp_path, origin, trained):
     assert same(start(tmp_path, init_from=tmp_path / 'gone')[0], past)
 
 
-def test_an_import_is_trained_on(start, imported, trained, origin):
+def test_training_starts_from_an_import(start, imported, trained, origin):
     state, out = start(imported)
     assert_fresh(state, trained.params)
     assert out.count('\n') == 1
@@ -175,7 +175,7 @@ def test_an_import_is_trained_on(start, imported, trained, origin):
     assert same(start(imported)[0], past)
 
 
-def test_parameters_alone_are_no_past_at_another_step(start, tmp_path, trained):
+def test_parameters_without_optimizer_state_are_rejected_after_step_0(start, tmp_path, trained):
     write_step(tmp_path, 5, streamed(flatten(jax.device_get(trained.params))))
     with pytest.raises(InputError, match='optimizer: missing from the checkpoint') as info:
         start(tmp_path)
@@ -186,7 +186,7 @@ def test_parameters_alone_are_no_past_at_another_step(start, tmp_path, trained):
     assert_fresh(state, trained.params)
 
 
-def test_a_step_0_that_training_saved_is_gone_on_from(start, tmp_path):
+def test_run_resumes_from_a_saved_step_0(start, tmp_path):
     past = random_state(abstract_on(2), step=0, skipped=0, seed=4)
     save(tmp_path, [past])
     state, out = start(tmp_path)
@@ -205,7 +205,7 @@ def test_a_step_0_that_training_saved_is_gone_on_from(start, tmp_path):
         ({'model__norm': 'rmsnorm'}, ['.bias', 'missing']),
     ],
 )
-def test_another_model_is_refused_before_anything_is_written(start, tmp_path, origin, overrides, parts):
+def test_other_architecture_is_rejected_before_writing(start, tmp_path, origin, overrides, parts):
     with pytest.raises(InputError) as info:
         start(tmp_path / 'run', init_from=f'{origin}@3', **overrides)
     assert '\n' not in str(info.value)
@@ -214,7 +214,7 @@ def test_another_model_is_refused_before_anything_is_written(start, tmp_path, or
     assert not (tmp_path / 'run').exists()
 
 
-def test_a_damaged_origin_is_named(start, tmp_path, origin):
+def test_damaged_init_from_is_reported(start, tmp_path, origin):
     shutil.copytree(origin, tmp_path / 'origin')
     for file in (tmp_path / 'origin' / CHECKPOINTS_DIR / '7' / 'params').rglob('d/*'):
         file.write_bytes(np.zeros(100).tobytes())
@@ -224,7 +224,7 @@ def test_a_damaged_origin_is_named(start, tmp_path, origin):
     assert not (tmp_path / 'run').exists()
 
 
-def test_what_is_not_there_is_named_before_anything_is_written(start, tmp_path, origin):
+def test_missing_init_from_is_reported_before_writing(start, tmp_path, origin):
     for init_from, words in {tmp_path / 'nothing': 'no checkpoint in', f'{origin}@4': 'steps: 3, 7'}.items():
         with pytest.raises(InputError, match=words) as info:
             start(tmp_path / 'run', init_from=init_from)
@@ -232,7 +232,7 @@ def test_what_is_not_there_is_named_before_anything_is_written(start, tmp_path, 
     assert not (tmp_path / 'run').exists()
 
 
-def test_the_tokenizer_of_an_import_is_not_replaced_by_another(start, imported, data):
+def test_other_tokenizer_than_that_of_an_import_is_rejected(start, imported, data):
     # Different formatting of the JSON does not matter.
     text = json.dumps(json.loads(data.tokenizer_path.read_text()))
     assert text != data.tokenizer_path.read_text()
@@ -246,7 +246,7 @@ def test_the_tokenizer_of_an_import_is_not_replaced_by_another(start, imported, 
     assert f'--config.train.init_from={imported}' in str(info.value)
 
 
-def test_another_tokenizer_at_the_origin_is_a_warning(start, tmp_path, origin, data, trained):
+def test_other_tokenizer_of_init_from_is_a_warning(start, tmp_path, origin, data, trained):
     shutil.copytree(origin, tmp_path / 'origin')
     (tmp_path / 'origin' / TOKENIZER).write_text(data.tokenizer_path.read_text().replace('<|endoftext|>', '<eos>'))
     state, out = start(tmp_path / 'run', init_from=tmp_path / 'origin')

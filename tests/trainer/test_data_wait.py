@@ -72,7 +72,7 @@ def spent(timeline):
     return found['data_wait'], found['step']
 
 
-def test_an_idle_device_waits_all_of_the_time(wait, clock, timeline):
+def test_wait_counts_fully_while_the_device_is_idle(wait, clock, timeline):
     assert wait.next_batch(reading(clock, 3.0), None) == ('batch', 3.0)
     assert spent(timeline) == (3.0, 0.0)
     # The step was dispatched, but finished before the batch was requested.
@@ -83,7 +83,7 @@ def test_an_idle_device_waits_all_of_the_time(wait, clock, timeline):
 
 
 @pytest.mark.parametrize('late_before', [False, True])
-def test_a_device_that_works_longer_than_the_batch_takes_loses_nothing(wait, clock, timeline, late_before):
+def test_wait_does_not_count_while_the_device_is_busy(wait, clock, timeline, late_before):
     if late_before:
         wait.next_batch(reading(clock, 1.0), None)
     step = Step()
@@ -93,7 +93,7 @@ def test_a_device_that_works_longer_than_the_batch_takes_loses_nothing(wait, clo
 
 
 @pytest.mark.parametrize('fails', [False, True])
-def test_while_batches_are_late_it_is_seen_when_the_device_has_nothing_to_do(wait, clock, timeline, fails):
+def test_late_batches_count_from_the_end_of_the_step(wait, clock, timeline, fails):
     wait.next_batch(reading(clock, 1.0), None)
     for number in (1, 2):
         step = Step(fails=fails)
@@ -101,7 +101,7 @@ def test_while_batches_are_late_it_is_seen_when_the_device_has_nothing_to_do(wai
         assert spent(timeline) == (1.0 + number * 4.0, number * 2.0)
 
 
-def test_the_first_batch_that_is_late_finds_a_step_like_those_before(wait, clock, timeline):
+def test_first_late_batch_assumes_the_usual_step_time(wait, clock, timeline):
     for number in range(4):
         step = Step()
         wait.next_batch(reading(clock, 0.0), step)
@@ -123,7 +123,7 @@ def test_the_first_batch_that_is_late_finds_a_step_like_those_before(wait, clock
     assert spent(timeline) == (3.0, 61.0)
 
 
-def test_what_reading_raises_is_raised_and_its_wait_counts(wait, clock, timeline):
+def test_reading_error_is_raised_and_its_wait_counts(wait, clock, timeline):
     def damaged():
         clock.now += 3.0
         raise ValueError('damaged')

@@ -27,7 +27,7 @@ print(json.dumps(ends))
 """
 
 
-def test_a_late_notice_does_not_make_a_crash_of_it():
+def test_late_preemption_notice_keeps_the_exit_code():
     # Negative control: a signal may end a failed run.
     ends = {EXIT_DONE: EXIT_DONE, EXIT_PREEMPTED: EXIT_PREEMPTED, 1: -signal.SIGTERM}
     command = [sys.executable, '-c', PROGRAM, *map(str, ends)]

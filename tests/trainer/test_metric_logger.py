@@ -57,11 +57,11 @@ def skips_in_a_row(reporter, history):
         ([SPIKE, GOOD, SPIKE], 1),
     ],
 )
-def test_overflows_are_no_divergence(reporter, history, in_a_row):
+def test_overflows_do_not_count_as_divergence(reporter, history, in_a_row):
     assert skips_in_a_row(reporter, history) == in_a_row
 
 
-def test_all_that_were_left_out_are_counted_and_told_apart(reporter, monkeypatch):
+def test_skipped_steps_are_counted_and_logged_by_reason(reporter, monkeypatch):
     records = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, 'emit', records.append)
@@ -92,12 +92,12 @@ def test_all_that_were_left_out_are_counted_and_told_apart(reporter, monkeypatch
         ([DIVERGED, GOOD], BadSteps()),
     ],
 )
-def test_it_knows_which_steps_were_bad(reporter, history, wanted):
+def test_bad_steps_are_identified(reporter, history, wanted):
     skips_in_a_row(reporter, history)
     assert reporter.bad_steps == wanted
 
 
-def test_after_a_rollback_it_reports_on_from_there(reporter):
+def test_bad_steps_are_reset_after_a_rollback(reporter):
     for step in (1, 2, 3):
         reporter.submit(step, DIVERGED, data_wait=0.0)
     assert reporter.bad_steps == BadSteps(1, 2, 2)
@@ -120,6 +120,6 @@ def test_after_a_rollback_it_reports_on_from_there(reporter):
         ({'param_norm': math.nan}, False),
     ],
 )
-def test_the_last_step_tells_whether_the_run_is_finite(reporter, last, is_finite):
+def test_is_finite_reflects_the_last_step(reporter, last, is_finite):
     skips_in_a_row(reporter, [{**DIVERGED}, {**GOOD, **last}])
     assert reporter.is_finite is is_finite

@@ -61,7 +61,7 @@ def ready(*overrides, first_step=0):
     return compile_step(config, resolver, num_sources=0, first_step=first_step)
 
 
-def test_what_fits_is_compiled():
+def test_fitting_config_is_compiled():
     found = ready('train.per_device_batch_size=2')
     assert found.forecast.fits
     assert not found.forecast.memory.is_estimate
@@ -76,13 +76,13 @@ def estimated(monkeypatch):
     monkeypatch.setattr(preflight, 'compile_for', lambda config, machine, *_: forecast.estimate(config, machine))
 
 
-def test_the_length_that_a_run_goes_on_with_is_compiled(estimated):
+def test_sequence_length_of_the_first_step_is_compiled(estimated):
     growing = 'data.seq_len_schedule=((32,0.5),)'
     assert ready(growing).forecast.config.data.seq_len == 32
     assert ready(growing, first_step=399).forecast.config.data.seq_len == 64
 
 
-def test_what_does_not_fit_is_refused_and_the_advice_fits(memory):
+def test_error_suggests_a_config_that_fits(memory):
     needed = ready('train.per_device_batch_size=8').forecast.needed
     memory(int(0.6 * needed))
     with pytest.raises(InputError, match=r'more than the available .*MiB; this would fit: --config\.') as info:
@@ -92,13 +92,13 @@ def test_what_does_not_fit_is_refused_and_the_advice_fits(memory):
     assert found.forecast.needed <= 0.6 * needed
 
 
-def test_what_cannot_fit_is_refused_without_advice(memory, estimated):
+def test_error_has_no_suggestion_if_nothing_fits(memory, estimated):
     memory(1000)
     with pytest.raises(InputError, match='none of the layouts tried fits'):
         ready('train.per_device_batch_size=8')
 
 
-def test_auto_takes_as_much_as_fits(memory, estimated):
+def test_auto_chooses_the_largest_batch_that_fits(memory, estimated):
     assert ready('train.per_device_batch_size=auto').config.train.per_device_batch_size == 8
     needed = {size: ready(f'train.per_device_batch_size={size}').forecast.needed for size in (1, 2, 4)}
     for size in needed:
@@ -106,7 +106,7 @@ def test_auto_takes_as_much_as_fits(memory, estimated):
         assert ready('train.per_device_batch_size=auto').config.train.per_device_batch_size == size
 
 
-def test_auto_takes_less_where_the_compiled_step_does_not_fit(memory):
+def test_auto_reduces_the_batch_if_the_compiled_step_does_not_fit(memory):
     memory(int(1.02 * ready('train.per_device_batch_size=2').forecast.needed))
     assert ready('train.per_device_batch_size=auto').config.train.per_device_batch_size in (1, 2)
 
@@ -121,7 +121,7 @@ def test_auto_takes_less_where_the_compiled_step_does_not_fit(memory):
         ('model.num_heads=65536', 'model.head_dim=65536'),
     ],
 )
-def test_sizes_too_large_for_memory_are_refused_by_arithmetic(sizes, monkeypatch):
+def test_oversized_configs_are_rejected_without_tracing(sizes, monkeypatch):
     def traces(*arguments, **options):
         raise AssertionError('traced')
 
@@ -136,7 +136,7 @@ def test_sizes_too_large_for_memory_are_refused_by_arithmetic(sizes, monkeypatch
     preflight.check_size(load(f'{ROOT}/configs/tiny.py', SMALL), resolver)
 
 
-def test_training_starts_with_it_or_leaves_nothing(dataset, tmp_path, memory, capsys):
+def test_training_starts_or_leaves_no_workdir(dataset, tmp_path, memory, capsys):
     workdir = tmp_path / 'run'
     settings = {'train__num_steps': 2, 'train__per_device_batch_size': 'auto'}
     assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_DONE
@@ -152,7 +152,7 @@ def test_training_starts_with_it_or_leaves_nothing(dataset, tmp_path, memory, ca
     assert not refused.exists()
 
 
-def test_what_is_quickly_refused_compiles_nothing(dataset, tmp_path, monkeypatch, capsys):
+def test_invalid_paths_are_rejected_before_compilation(dataset, tmp_path, monkeypatch, capsys):
     def compiles(*arguments, **options):
         raise AssertionError('compiled')
 
@@ -168,7 +168,7 @@ def test_what_is_quickly_refused_compiles_nothing(dataset, tmp_path, monkeypatch
         train.main(arguments(dataset, tmp_path / 'run'))
 
 
-def test_a_kind_of_device_that_is_not_known_has_no_times(monkeypatch):
+def test_peak_is_measured_unless_configured(monkeypatch):
     config = ready('train.per_device_batch_size=2').config
     here = machine.present_machine(config)
     # A configured peak is not measured.

@@ -44,7 +44,7 @@ def drawn(request):
     return config, layout, params, responses, response_batch(config, prompts, responses, rewards)
 
 
-def test_the_step_computes_the_log_probabilities_that_the_sampler_saw(drawn):
+def test_step_recomputes_the_log_probabilities_of_the_sampler(drawn):
     config, layout, params, responses, batch = drawn
     placed = layout.put_batch(batch, 6)
     log_probs = jax.jit(make_log_probs(config, layout))
@@ -61,7 +61,7 @@ def test_the_step_computes_the_log_probabilities_that_the_sampler_saw(drawn):
     assert np.abs(wrong - batch['old_log_probs'])[predicted].max() > 0.1
 
 
-def test_several_responses_in_a_window_have_the_same(drawn):
+def test_packed_responses_have_the_same_log_probabilities(drawn):
     """Responses in one row do not attend to each other, like packed documents."""
     config, layout, params, _, batch = drawn
     lengths = (batch['segments'] > 0).sum(axis=1)
@@ -104,7 +104,7 @@ def test_rows_are_prompts_and_responses(drawn):
         assert (batch['weights'][row] > 0).tolist() == (where & (row not in (2, 3))).tolist()
 
 
-def test_each_process_judges_its_share(monkeypatch):
+def test_each_process_scores_its_share(monkeypatch):
     texts, tasks = [f'{number}' for number in range(5)], [{'answer': str(n % 2)} for n in range(5)]
     with RewardScorer('numeric') as scorer:
         wanted = gather_scores(scorer, texts, tasks, 'numeric')
@@ -122,7 +122,7 @@ def test_each_process_judges_its_share(monkeypatch):
     assert [*shares[0][''], *shares[1]['']][:5] == wanted[''].tolist()
 
 
-def test_a_response_that_was_cut_off_fits():
+def test_truncated_response_fits():
     config = config_of()
     tokens = np.full((2, R), 9, np.int32)
     responses = Responses(tokens, np.full((2, R), -1, np.float32), np.array([R, R]), np.array([False, False]), 0)

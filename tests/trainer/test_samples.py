@@ -61,7 +61,7 @@ def alone(dataset):
     return write(dataset)
 
 
-def test_the_engine_writes_the_same(dataset, alone):
+def test_engine_generates_the_same_samples(dataset, alone):
     config, layout, params, samples = alone
     assert [sample.prompt for sample in samples] == list(PROMPTS)
     path = open_training_data(config.data).first.tokenizer_path
@@ -87,14 +87,14 @@ def test_the_engine_writes_the_same(dataset, alone):
     ],
     ids=str,
 )
-def test_every_mesh_writes_the_same(dataset, alone, mesh):
+def test_samples_are_equal_on_all_meshes(dataset, alone, mesh):
     given = {f'mesh__{axis}': size for axis, size in mesh.items()}
     micro_batch = {'train__per_device_batch_size': 1} if 'stage' in mesh else {}
     _, _, params, samples = alone
     assert write(dataset, params, 8, **given, **micro_batch)[-1] == samples
 
 
-def test_nothing_is_changed_and_the_next_time_is_the_same(dataset, alone):
+def test_sampling_is_repeatable_and_keeps_the_parameters(dataset, alone):
     config, layout, params, samples = alone
     before = jax.tree.map(np.asarray, params)
     again = Samples(config, open_training_data(config.data), layout)
@@ -104,7 +104,7 @@ def test_nothing_is_changed_and_the_next_time_is_the_same(dataset, alone):
     assert again(jax.tree.map(lambda x: 0.5 * x, params)) != samples
 
 
-def test_prompts_are_beginnings_of_validation_documents(dataset):
+def test_prompts_are_starts_of_validation_documents(dataset):
     corpus = open_training_data(make_config(dataset, data__seq_len=256).data)
     tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
     windows = corpus.sources[0].windows('validation', corpus.data)
@@ -123,7 +123,7 @@ def test_prompts_are_beginnings_of_validation_documents(dataset):
     assert 1 <= len(prompts(corpus, 1000)) <= len(windows)
 
 
-def test_a_prompt_that_fills_the_context_is_refused(dataset, alone):
+def test_prompt_that_fills_the_context_is_rejected(dataset, alone):
     config, layout, params, _ = alone
     # An odd length does not divide over devices.
     config = make_config(dataset, data__seq_len=33, eval__sample_prompts=('x' * 32,))

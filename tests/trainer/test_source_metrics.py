@@ -35,7 +35,7 @@ def log(caplog, monkeypatch):
     return caplog
 
 
-def test_shares_and_epochs_are_told_at_the_start(log):
+def test_shares_and_epochs_are_logged_at_the_start(log):
     report().log_start(200)
     assert log.messages[0] == ('source web: share 75.00% requested, 75.00% actual; 300 windows, 0.5 epochs in this run')
     assert log.messages[1] == 'source code: share 25.00% requested, 25.00% actual; 10 windows, 5 epochs in this run'
@@ -43,7 +43,7 @@ def test_shares_and_epochs_are_told_at_the_start(log):
     assert len(log.messages) == 3
 
 
-def test_nothing_is_told_of_what_is_repeated_little_or_has_no_weights(log):
+def test_no_warning_below_the_limit_and_no_lines_without_weights(log):
     report(warn_epochs=5.0).log_start(200)
     assert len(log.messages) == 2
     log.clear()

@@ -47,7 +47,7 @@ def test_tokens_and_seconds(clock):
     assert metrics['perf/data_loading_seconds'] == 0.0625
 
 
-def test_share_of_the_peak(clock):
+def test_mfu(clock):
     pace = make_pace()
     pace.start()
     step(pace, clock, 0.5)
@@ -57,7 +57,7 @@ def test_share_of_the_peak(clock):
     assert metrics['perf/mfu_full'] == pytest.approx(0.375)
 
 
-def test_a_peak_that_is_exceeded_gives_no_share_any_more(clock):
+def test_exceeded_peak_disables_mfu(clock):
     pace = make_pace()
     pace.start()
     step(pace, clock, 0.1)
@@ -67,7 +67,7 @@ def test_a_peak_that_is_exceeded_gives_no_share_any_more(clock):
     assert not {'perf/mfu', 'perf/mfu_full'} & {*pace.read_interval(), *pace.read_total()}
 
 
-def test_without_a_peak_there_is_no_share(clock):
+def test_no_mfu_without_a_peak(clock):
     pace = make_pace(tflops=0.0)
     pace.start()
     step(pace, clock, 0.5)

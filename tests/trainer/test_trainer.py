@@ -128,7 +128,7 @@ def losses(workdir):
     return {line['step']: line['train/loss'] for line in read_metrics(workdir) if 'train/loss' in line}
 
 
-def test_each_step_gets_a_batch_and_a_line(whole):
+def test_each_step_has_a_batch_and_a_metric_line(whole):
     assert whole.codes == [EXIT_DONE]
     assert len(whole.batches) == STEPS
     # Negative control: no batch occurs twice.
@@ -137,7 +137,7 @@ def test_each_step_gets_a_batch_and_a_line(whole):
     assert losses(whole.workdir) == pytest.approx(expected)
 
 
-def test_lines_of_metrics(whole):
+def test_metric_lines(whole):
     lines = [line for line in read_metrics(whole.workdir) if 'train/loss' in line]
     rows, window = whole.batches[0].shape
     for line in lines:
@@ -148,7 +148,7 @@ def test_lines_of_metrics(whole):
         assert line['perf/tokens_per_second'] == pytest.approx(rows * window / line['perf/step_time_seconds'])
 
 
-def test_it_evaluates_and_saves_as_often_as_configured(whole):
+def test_evaluation_and_save_intervals(whole):
     evaluated = {line['step']: line['eval/loss'] for line in read_metrics(whole.workdir) if 'eval/loss' in line}
     assert evaluated == pytest.approx({step: losses(whole.workdir)[step] for step in (4, STEPS)})
     assert [event['step'] for event in events(whole.workdir, 'evaluated')] == [4, STEPS]
@@ -156,7 +156,7 @@ def test_it_evaluates_and_saves_as_often_as_configured(whole):
     assert saved_steps(whole.workdir) == [STEPS]
 
 
-def test_events_of_a_life(whole):
+def test_events_of_an_attempt(whole):
     (started,) = events(whole.workdir, 'started')
     config = read_config(whole.workdir)
     assert started['tokens_per_step'] == config.train.global_batch_size * config.data.seq_len
@@ -167,7 +167,7 @@ def test_events_of_a_life(whole):
     assert [(end['kind'], end['code']) for end in ends] == [('finished', EXIT_DONE)]
 
 
-def test_the_last_lines_of_the_log(whole):
+def test_last_lines_of_the_log(whole):
     *_, over, done, line, loss = [
         line.partition(' INFO ')[2] for line in (whole.workdir / 'run.log').read_text().splitlines() if ' INFO ' in line
     ]
@@ -178,14 +178,14 @@ def test_the_last_lines_of_the_log(whole):
     assert loss.startswith(f'training loss {last:.3f}; validation loss {last:.3f} nats/token; unigram entropy of ')
 
 
-def test_a_run_that_is_over_does_nothing(whole, live, tmp_path):
+def test_finished_run_does_nothing(whole, live, tmp_path):
     workdir = shutil.copytree(whole.workdir, tmp_path / 'run')
     step = Step()
     assert live(workdir, step) == EXIT_DONE
     assert step.batches == []
 
 
-def test_a_resumed_run_is_the_same(whole, runs):
+def test_resumed_run_equals_uninterrupted_run(whole, runs):
     resumed = runs.resumed
     assert resumed.codes == [EXIT_PREEMPTED, EXIT_DONE]
     assert [event['step'] for event in events(resumed.workdir, 'resumed')] == [3]
@@ -194,13 +194,13 @@ def test_a_resumed_run_is_the_same(whole, runs):
     assert curve(resumed.workdir) == curve(whole.workdir)
 
 
-def test_a_run_that_is_told_to_stop_saves(runs):
+def test_stopped_run_saves(runs):
     assert [event['step'] for event in events(runs.resumed.workdir, 'saved')] == [3, 4, STEPS]
     (end,) = events(runs.resumed.workdir, 'preempted')
     assert end['message'] == f'SIGTERM: saved step 3 of {STEPS}; start again to resume'
 
 
-def test_bad_steps_are_left_out_after_a_rollback(whole, runs):
+def test_batches_of_bad_steps_are_skipped_after_a_rollback(whole, runs):
     ours = runs.rolled_back
     assert ours.codes == [EXIT_DONE]
     # The bad steps are detected during step 7. The run returns to the start and skips the batches of steps 1 to 6.
@@ -215,7 +215,7 @@ def test_bad_steps_are_left_out_after_a_rollback(whole, runs):
     assert sorted(losses(ours.workdir)) == list(range(1, STEPS + 1))
 
 
-def test_a_run_that_cannot_go_back_stops(live, tmp_path):
+def test_run_without_rollbacks_stops(live, tmp_path):
     assert (
         live(tmp_path / 'run', Step(bad=(1, 2)), guard__max_consecutive_skips=2, guard__max_rollbacks=0) == EXIT_FAILED
     )

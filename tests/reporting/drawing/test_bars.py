@@ -14,7 +14,7 @@ def widths(figure):
     return [(name, float(left), float(width)) for left, width, name in boxes]
 
 
-def test_widths_are_shares_of_the_longest():
+def test_widths_are_relative_to_the_longest_bar():
     bars = [Bar('total', {'idle': 1.0, 'step': 3.0, 'other': 5.0}), Bar('half', {'step': 4.5})]
     figure = draw_bars(bars, title='Time', labels={**WORDS, 'other': 'other'})
     assert widths(figure) == [
@@ -35,6 +35,6 @@ def test_lost_time_is_striped():
     assert 'class="stripe"' not in draw_bars([Bar('a', {'step': 1.0})], title='', labels=WORDS)
 
 
-def test_nothing_to_draw_is_nothing():
+def test_empty_bars_have_no_figure():
     assert draw_bars([], title='', labels=WORDS) == draw_bars([Bar('a', {'step': 0.0})], title='', labels=WORDS) == ''
     assert 'empty' not in draw_bars([Bar('a', {'step': 1.0}), Bar('empty', {})], title='', labels=WORDS)

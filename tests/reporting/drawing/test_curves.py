@@ -12,7 +12,7 @@ def noisy(count, seed=0):
     return [(float(step), generator.gauss(0, 1)) for step in range(count)]
 
 
-def test_lines_without_the_key_are_no_points_and_null_is_a_gap():
+def test_lines_without_the_key_are_skipped_and_null_is_a_gap():
     lines = [{'step': 1, 'a': 2}, {'step': 2}, {'step': 3, 'a': None}, {'a': 5}, {'step': 'x', 'a': 1}]
     assert curve(lines, 'a') == [(1, 2.0), (3, None)]
     assert finite(curve(lines, 'a')) == [(1, 2.0)]
@@ -20,7 +20,7 @@ def test_lines_without_the_key_are_no_points_and_null_is_a_gap():
 
 
 @pytest.mark.parametrize('count', [0, 1, MAX_POINTS, MAX_POINTS + 1, 12_345, 100_000])
-def test_thinning_keeps_ends_and_extremes(count):
+def test_downsampling_keeps_ends_and_extremes(count):
     points = noisy(count)
     kept = downsample(points)
     assert len(kept) <= MAX_POINTS
@@ -32,20 +32,20 @@ def test_thinning_keeps_ends_and_extremes(count):
             assert extreme(kept, key=lambda point: point[1]) == extreme(points, key=lambda point: point[1])
 
 
-def test_a_spike_of_one_step_stays_and_every_nth_point_would_lose_it():
+def test_downsampling_keeps_a_spike_of_one_step():
     points = [(float(step), 9.0 if step == 4321 else 1.0) for step in range(50_000)]
     assert (4321.0, 9.0) in downsample(points)
     assert (4321.0, 9.0) not in points[:: len(points) // MAX_POINTS]
 
 
-def test_thinning_keeps_gaps():
+def test_downsampling_keeps_gaps():
     points = [(x, None if 3000 <= x < 3010 else y) for x, y in noisy(20_000)]
     kept = downsample(points)
     assert len(kept) <= MAX_POINTS
     assert any(y is None for _, y in kept)
 
 
-def test_smoothing_is_a_mean_and_leaves_a_line_as_it_is():
+def test_smoothing_is_a_mean_and_keeps_straight_lines():
     line = [(float(x), 3.0 * x + 1) for x in range(100)]
     assert [x for x, _ in smooth(line, 11)] == [x for x, _ in line[1:-1]]
     assert [y for _, y in smooth(line, 11)] == pytest.approx([y for _, y in line[1:-1]])
@@ -55,7 +55,7 @@ def test_smoothing_is_a_mean_and_leaves_a_line_as_it_is():
     assert mean[200][1] == pytest.approx(sum(y for _, y in points[183:234]) / 51)
 
 
-def test_smoothing_goes_around_gaps():
+def test_smoothing_skips_gaps():
     points = [(0.0, 1.0), (1.0, None), (2.0, 3.0)]
     assert smooth(points, 3) == [(0.0, 1.0), (1.0, None), (2.0, 3.0)]
     assert smooth([(0.0, 1.0), (1.0, 2.0), (2.0, None)], 3)[1] == (1.0, 1.5)

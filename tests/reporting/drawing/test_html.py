@@ -7,7 +7,7 @@ EVIL = '<script>alert("1")</script>&\'</pre>'
 SAFE = '&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;&amp;&#x27;&lt;/pre&gt;'
 
 
-def test_text_is_escaped_once_and_markup_not_at_all():
+def test_text_is_escaped_once_and_markup_is_not():
     assert escape(EVIL) == SAFE
     assert escape(escape(EVIL)) == SAFE
     assert tag('p', EVIL, title=EVIL) == f'<p title="{SAFE}">{SAFE}</p>'
@@ -17,12 +17,12 @@ def test_text_is_escaped_once_and_markup_not_at_all():
     assert SAFE in code(EVIL)
 
 
-def test_a_copy_of_markup_that_was_changed_is_text_again():
+def test_modified_markup_is_escaped():
     # A str method returns a plain str, so its result is escaped.
     assert escape(Markup('<b>').upper()) == '&lt;B&gt;'
 
 
-def test_what_no_page_can_hold():
+def test_invalid_characters_are_replaced():
     assert escape('a\x00b\x1b[31mc\ud800d\n\te') == 'a\ufffdb\ufffd[31mc\ufffdd\n\te'
     escape('\ud800').encode()
 
@@ -34,18 +34,18 @@ def test_attributes():
     assert tag('svg', viewBox='0 0 1 1') == '<svg viewBox="0 0 1 1"></svg>'
 
 
-def test_a_section_without_content_is_not_there():
+def test_section_without_content_is_omitted():
     assert section('x', 'X', '', Markup('')) == ''
     assert section('x', 'X', '', 'y') == '<section id="x"><h2>X</h2>y</section>'
 
 
-def test_tables_put_texts_left():
+def test_text_columns_are_left_aligned():
     made = table(['name', 'n'], [['a', '1']])
     assert '<th class="t">name</th><th>n</th>' in made
     assert '<td class="t">a</td><td>1</td>' in made
 
 
-def test_fields_have_the_wanted_kind_or_are_absent():
+def test_fields_have_the_expected_type_or_are_absent():
     line = {'a': 1, 'b': 2.5, 'c': True, 'd': 'x', 'e': float('nan'), 'f': 10**400, 'g': {'h': 1}, 'i': [1], 'j': None}
     assert [number(line, key) for key in 'abcdefgijz'] == [1.0, 2.5, *[None] * 8]
     assert [text(line, key) for key in 'adjz'] == ['1', 'x', '', '']

@@ -31,7 +31,7 @@ def place(matrix, point):
     return a * point[0] + c * point[1] + e, b * point[0] + d * point[1] + f
 
 
-def test_a_curve_holds_its_values_and_lies_in_the_frame():
+def test_curve_contains_its_values_and_is_within_the_frame():
     ((matrix, points),) = curves(chart(LINE))
     assert points == LINE
     first, middle, last = (place(matrix, point) for point in points)
@@ -41,7 +41,7 @@ def test_a_curve_holds_its_values_and_lies_in_the_frame():
     assert 1000 > first[1] > middle[1] > last[1] > 0
 
 
-def test_ticks_stand_where_their_values_are():
+def test_ticks_are_at_their_values():
     figure = chart(LINE, scale='zero')
     (matrix, _), *_ = curves(figure)
     up = re.search(r'<div class="y".*?</div>', figure)[0]
@@ -54,7 +54,7 @@ def test_ticks_stand_where_their_values_are():
         assert place(matrix, (float(word), 0))[0] / 10 == pytest.approx(float(left), abs=0.02)
 
 
-def test_a_logarithmic_axis_where_values_differ_much():
+def test_axis_is_logarithmic_for_large_ranges():
     values = [(float(step), 1000.0 if step == 5 else 1.0) for step in range(10)]
     figure = chart(values, scale='auto')
     assert 'data-log="1"' in figure
@@ -65,20 +65,20 @@ def test_a_logarithmic_axis_where_values_differ_much():
     assert 'data-log' not in chart(values)
 
 
-def test_gaps_break_the_curve_and_are_told():
+def test_gaps_break_the_curve_and_are_reported():
     figure = chart([(0.0, 1.0), (1.0, None), (2.0, 3.0)])
     assert 'd="M0 1M2 3"' in figure
     assert '1 value is not finite' in figure
     assert 'not finite' not in chart(LINE)
 
 
-def test_nothing_to_draw_is_nothing():
+def test_empty_chart_has_no_figure():
     assert chart() == chart([]) == chart([(0.0, None)]) == ''
     # A single value is drawn as a dot.
     assert 'h0' in chart([(3.0, 7.0)])
 
 
-def test_many_points_are_thinned_and_smoothed_and_few_are_not():
+def test_only_many_points_are_downsampled_and_smoothed():
     points = [(float(step), math.sin(step)) for step in range(5000)]
     figure = draw(Chart('Loss', '', [Series('a', points, smooth=True)]))
     ((_, shown),) = curves(figure)
@@ -87,14 +87,14 @@ def test_many_points_are_thinned_and_smoothed_and_few_are_not():
     assert 'class="raw' not in draw(Chart('Loss', '', [Series('a', points[:99], smooth=True)]))
 
 
-def test_many_curves_share_the_room():
+def test_many_curves_share_the_point_limit():
     points = [(float(step), math.sin(step)) for step in range(5000)]
     figure = chart(*[points] * 20)
     assert sum(len(shown) for _, shown in curves(figure)) <= 6 * MAX_POINTS
     assert len(figure) < 200_000
 
 
-def test_what_lies_above_the_frame_is_counted():
+def test_values_above_the_frame_are_counted():
     usual = [(float(step), 2 + step % 2 / 10) for step in range(200)]
     assert '1 of 201 values lie above the frame' in chart([(0.0, 50.0), *usual], scale='loss')
     assert 'above the frame' not in chart([(0.0, 50.0), *usual])
@@ -112,7 +112,7 @@ def test_marks_shade_and_best():
     assert (left, left + width) == (500, 1000)
 
 
-def test_names_are_text_and_the_figure_is_told_in_words():
+def test_names_are_escaped_and_the_figure_has_a_description():
     figure = draw(Chart('<i>', '&', [Series('<script>', LINE)]))
     assert '<script>' not in figure
     assert '<i>' not in figure

@@ -76,19 +76,19 @@ def test_contrast(side):
 
 
 @pytest.mark.parametrize('side', SIDES)
-def test_curves_are_told_apart_by_everyone(side):
+def test_curve_colors_are_distinguishable(side):
     assert closest(CURVES, side) > 18
     # Control: red and green of the same lightness are too close.
     assert closest([Color('#c05040', '#c05040'), Color('#777030', '#777030')], side) < 12
 
 
 @pytest.mark.parametrize('side', SIDES)
-def test_neighbours_in_a_bar_are_told_apart_by_everyone(side):
+def test_adjacent_bar_colors_are_distinguishable(side):
     for one, other in itertools.pairwise(TIME.values()):
         assert closest([one, other], side) > 9
 
 
-def test_every_colour_has_both_sides_as_a_variable():
+def test_every_color_has_a_variable_with_both_themes():
     for number, (light, dark) in enumerate(CURVES):
         assert f'--c{number}: light-dark({light}, {dark});' in variables()
     assert [curve_class(number) for number in (0, 5, 6, 18)] == ['c0 d0', 'c5 d0', 'c0 d1', 'c0 d0']

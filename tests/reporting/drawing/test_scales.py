@@ -18,13 +18,13 @@ def test_a_scale_covers_all_values_and_is_never_empty():
     assert covering([]) == (0.0, 1.0, False)
 
 
-def test_from_zero_begins_at_zero():
+def test_from_zero_starts_at_zero():
     assert covering([3.0, 4.0], from_zero=True).low == 0
     assert covering([3.0, 4.0]).low > 2.9
     assert covering([-1.0, 4.0], from_zero=True).low < -1
 
 
-def test_a_logarithmic_scale_leaves_out_what_has_no_logarithm():
+def test_logarithmic_scale_ignores_nonpositive_values():
     scale = covering([0.0, -1.0, 1.0, 100.0], log=True)
     assert scale.log
     assert scale.low > 0
@@ -55,7 +55,7 @@ def test_logarithmic_ticks():
     assert ticks(Scale(1, 3, log=True)) == ticks(Scale(1, 3))
 
 
-def test_ticks_lie_within_and_are_few():
+def test_ticks_are_few_and_within_the_scale():
     generator = random.Random(1)
     for _ in range(300):
         low = generator.uniform(-1, 1) * 10 ** generator.uniform(-6, 9)
@@ -99,7 +99,7 @@ def test_times(seconds, expected):
     assert time_labels(time_ticks(Scale(0.0, seconds))) == expected
 
 
-def test_the_first_losses_do_not_flatten_the_rest():
+def test_first_losses_do_not_flatten_the_curve():
     usual = [2 + math.sin(number) / 10 for number in range(1000)]
     kept = without_outliers([11.0, 10.0, *usual, 30.0])
     assert max(kept) < 3

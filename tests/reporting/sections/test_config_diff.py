@@ -28,14 +28,14 @@ def with_keys(config, section, **keys):
         ([], None),
     ],
 )
-def test_which_file_a_command_names(command, name):
+def test_config_file_of_a_command(command, name):
     found = shipped_config(command)
     assert (found and found[0]) == name
     if name == 'configs/tiny.py':
         assert found[1] == load(TINY)
 
 
-def test_what_a_workdir_names_is_not_run(tmp_path):
+def test_config_file_outside_the_package_is_not_executed(tmp_path):
     planted = tmp_path / 'configs' / 'tiny.py'
     planted.parent.mkdir()
     planted.write_text(f'open({str(tmp_path / "ran")!r}, "w").close()\n')
@@ -48,7 +48,7 @@ def test_what_a_workdir_names_is_not_run(tmp_path):
     assert (tmp_path / 'ran').exists()
 
 
-def test_differences_say_who_set_them():
+def test_differences_show_command_line_overrides():
     shipped = load(TINY)
     run = with_keys(with_keys(shipped, 'train', num_steps=7), 'model', vocab_size=512)
     found = differences(run, shipped, ['x', '--config.train.num_steps=7', '--config.train.log_every', '10'])
@@ -56,7 +56,7 @@ def test_differences_say_who_set_them():
     assert differences(shipped, shipped, []) == []
 
 
-def test_between_runs():
+def test_keys_that_vary_between_runs():
     one = load(TINY)
     other = with_keys(one, 'optimizer', learning_rate=1.0)
     assert varying_keys([one, other, one]) == {'optimizer.learning_rate': [2e-3, 1.0, 2e-3]}

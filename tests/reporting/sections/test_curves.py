@@ -33,13 +33,13 @@ def test_one_run(run_of):
     assert '<td class="t">web</td><td>900k</td><td>70.0%</td>' in text
 
 
-def test_overfitting_is_tinted(run_of):
+def test_overfitting_is_shaded(run_of):
     text = training_curves(overfitted(run_of('finished')[0]))
     assert 'class="shade"' in text
     assert 'Tinted: the stretch' in text
 
 
-def test_several_runs_have_a_curve_each_and_a_chart_for_each_source(run_of):
+def test_several_runs_have_one_curve_each_and_one_chart_per_source(run_of):
     text = training_curves(run_of('finished', 'crashed'))
     assert 'Training loss: web' in titles(text)
     assert 'finished: training' in text
@@ -92,10 +92,10 @@ def test_unknown_data_counts_as_the_same(run_of):
     assert 'Training and validation loss' in titles(text)
 
 
-def test_before_the_first_line_there_is_nothing(run_of):
+def test_no_curves_before_the_first_line(run_of):
     assert training_curves(run_of('fresh')) == training_curves(run_of('empty')) == ''
 
 
-def test_a_diverged_run_says_what_is_not_finite(run_of):
+def test_diverged_run_reports_nonfinite_values(run_of):
     assert 'values are not finite' in training_curves(run_of('diverged'))
     assert 'values are not finite' not in training_curves(run_of('finished'))

@@ -17,19 +17,19 @@ def lines(num_devices, host='a', times=range(0, 300, 30)):
     ]
 
 
-def test_a_curve_for_each_device_over_the_time_since_the_beginning():
+def test_each_device_has_a_curve_over_elapsed_time():
     curves = device_curves({0: lines(2)}, 'use_percent', start_time=1000.0, factor=0.01)
     assert list(curves) == ['device 0', 'device 1']
     assert curves['device 1'][:2] == [(0.0, 0.91), (30.0, 0.91)]
 
 
-def test_devices_of_several_hosts_have_their_names():
+def test_curves_of_several_hosts_have_host_names():
     curves = device_curves({0: lines(1), 1: lines(1, 'b')}, 'use_percent', start_time=1000.0)
     assert list(curves) == ['a (0): device 0', 'b (1): device 0']
     assert list(host_curves({0: lines(1), 1: lines(1, 'b')}, 'cpu_percent', start_time=1000.0)) == ['a (0)', 'b (1)']
 
 
-def test_what_a_machine_does_not_tell_is_no_curve():
+def test_missing_readings_give_no_curve():
     assert device_curves({0: lines(2)}, 'temperature_c', start_time=0.0) == {}
     assert (
         device_curves({0: [{'time': 1.0, 'devices': 'none'}, {'devices': [{}]}]}, 'use_percent', start_time=0.0) == {}
@@ -47,7 +47,7 @@ def test_many_devices_become_three_curves():
     assert list(summarize_curves(dict(list(curves.items())[:MAX_CURVES]))) == list(curves)[:MAX_CURVES]
 
 
-def test_a_pause_between_lives_is_a_gap():
+def test_pause_between_attempts_is_a_gap():
     times = [*range(0, 300, 30), *range(3000, 3300, 30)]
     (points,) = summarize_curves(device_curves({0: lines(1, times=times)}, 'use_percent', start_time=1000.0)).values()
     assert [y for _, y in points].count(None) == 1

@@ -10,14 +10,14 @@ def with_events(run, lines):
     return make_runs([dataclasses.replace(run.history, events=lines)], workdirs.NOW)
 
 
-def test_alerts_stand_out(run_of):
+def test_alerts_are_highlighted(run_of):
     text = events(run_of('diverged'))
     assert '<span class="alarm">rollback</span>' in text
     assert '<span class="alarm">saved</span>' not in text
     assert '>saved<' in text
 
 
-def test_of_many_the_routine_goes_first_and_that_is_said(run_of):
+def test_routine_events_are_omitted_first_and_counted(run_of):
     (run,) = run_of('finished')
     told = [{'time': float(n), 'kind': 'saved', 'message': ''} for n in range(1000)]
     told += [{'time': 2000.0 + n, 'kind': 'rollback', 'message': f'number {n}'} for n in range(400)]
@@ -29,7 +29,7 @@ def test_of_many_the_routine_goes_first_and_that_is_said(run_of):
     assert '1,100 more events' in text
 
 
-def test_foreign_lines_do_no_harm(run_of):
+def test_invalid_lines_are_tolerated(run_of):
     (run,) = run_of('finished')
     text = events(
         with_events(run, [{}, {'time': 'x', 'kind': None, 'message': '<b>' * 500}, {'life': [1], 'step': {}}])
@@ -38,7 +38,7 @@ def test_foreign_lines_do_no_harm(run_of):
     assert '<b>' not in text
 
 
-def test_several_runs_by_time(run_of):
+def test_events_of_several_runs_are_sorted_by_time(run_of):
     text = events(run_of('finished', 'crashed'))
     times = re.findall(r'data-head="time">([^<]*)<', text)
     assert len(times) == sum(len(run.history.events) for run in run_of('finished', 'crashed'))

@@ -5,11 +5,11 @@ from maxlm.reporting.sections.goodput import WORDS, goodput
 from maxlm.telemetry.goodput import CATEGORIES
 
 
-def test_every_category_has_its_words():
+def test_every_category_has_a_label():
     assert sorted(WORDS) == sorted(CATEGORIES)
 
 
-def test_lives_and_their_total(run_of):
+def test_attempts_and_their_total(run_of):
     (run,) = run_of('crashed')
     text = goodput([run])
     assert re.findall(r'class="name">([^<]*)<', text) == ['total', 'attempt 1', 'attempt 2']

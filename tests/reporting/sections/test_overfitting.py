@@ -17,7 +17,7 @@ FALLING = (5.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.2, 1.0)
 RISING_LATE = (5.0, 4.0, 3.2, 3.0, 3.1, 3.3, 3.5, 3.6)
 
 
-def test_it_is_found_and_said():
+def test_overfitting_is_detected_and_described():
     found = find_overfitting(*curves(FALLING, RISING_LATE))
     assert (found.since, found.until) == (400, 800)
     assert found.validation == (3.0, 3.6)
@@ -46,7 +46,7 @@ def test_it_is_found_and_said():
         ((), RISING_LATE),
     ],
 )
-def test_what_is_none(training, validation):
+def test_no_overfitting(training, validation):
     assert find_overfitting(*curves(training, validation)) is None
 
 

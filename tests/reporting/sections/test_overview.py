@@ -24,7 +24,7 @@ def test_the_tiles_of_a_finished_run(run_of):
     assert headline(run) == 'A model of 3.41M parameters trained on web, code.'
 
 
-def test_what_is_not_known_is_a_dash(run_of):
+def test_unknown_values_are_dashes(run_of):
     assert {fact.value for fact in make_tiles(run_of('empty')[0])} == {DASH, 'no run yet'}
     assert headline(run_of('empty')[0]) == 'No run has begun here yet.'
     (run,) = run_of('on_cpu')
@@ -39,7 +39,7 @@ def test_what_is_not_known_is_a_dash(run_of):
         ('torn', 'metrics.jsonl: skipped the incomplete last line'),
     ],
 )
-def test_what_went_wrong_stands_above_the_tiles(run_of, name, words):
+def test_problems_are_shown_above_the_tiles(run_of, name, words):
     text = summary(run_of(name))
     assert words in text[: text.index('class="tiles"')]
     assert words not in summary(run_of('finished'))

@@ -20,14 +20,14 @@ def test_command_config_and_versions(run_of):
     assert '&quot;num_steps&quot;: 400' in text
 
 
-def test_a_command_can_be_typed_again(run_of):
+def test_command_is_quoted_for_the_shell(run_of):
     (run,) = run_of('finished')
     text = reproducibility(with_command(run, 'python', '--config=my runs.py', '$(x)'))
     assert 'python &#x27;--config=my runs.py&#x27; &#x27;$(x)&#x27;' in text
     assert 'names no config file that this maxlm ships' in text
 
 
-def test_several_runs_say_how_they_differ(run_of):
+def test_several_runs_show_their_differences(run_of):
     (run,) = run_of('finished')
     config = dataclasses.replace(run.history.config, train=dataclasses.replace(run.history.config.train, seed=7))
     other = dataclasses.replace(run.history, config=config, workdir='/other')
@@ -36,5 +36,5 @@ def test_several_runs_say_how_they_differ(run_of):
     assert 'are the same' in reproducibility(make_runs([run.history, run.history], workdirs.NOW))
 
 
-def test_without_anything(run_of):
+def test_without_events(run_of):
     assert reproducibility(run_of('empty')) == ''

@@ -27,7 +27,7 @@ def test_alerts_and_rollbacks_are_marks(run_of):
     assert [(mark.x, mark.kind) for mark in run.marks] == [(220, 'alert'), (220, 'restart'), (220, 'alert')]
 
 
-def test_dollars_are_those_of_all_hosts(run_of):
+def test_cost_includes_all_hosts(run_of):
     (run,) = run_of('two_hosts')
     hours = run.ledger.seconds / 3600
     assert run.dollars == pytest.approx(8 * hours * workdirs.PRICE_PER_HOUR, rel=1e-3)
@@ -41,7 +41,7 @@ def test_every_state(run_of, name):
     assert (run.ledger is None) == (name == 'empty')
 
 
-def test_runs_of_the_same_name_go_by_their_paths():
+def test_runs_of_the_same_name_are_named_by_their_paths():
     histories = [RunHistory('/a/run'), RunHistory('/b/run'), RunHistory('/b/other')]
     assert [run.name for run in make_runs(histories, 0.0)] == ['/a/run', '/b/run', 'other']
 

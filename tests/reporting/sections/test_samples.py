@@ -9,7 +9,7 @@ def with_samples(run, lines):
     return make_runs([dataclasses.replace(run.history, samples=lines)], workdirs.NOW)
 
 
-def test_the_newest_is_shown_and_a_tag_in_it_is_text(run_of):
+def test_newest_samples_are_shown_and_escaped(run_of):
     text = samples(run_of('finished'))
     shown, _, folded = text.partition('<details>')
     assert 'step 400' in shown
@@ -18,7 +18,7 @@ def test_the_newest_is_shown_and_a_tag_in_it_is_text(run_of):
     assert '<script' not in text
 
 
-def test_of_many_some_are_shown_and_that_is_said(run_of):
+def test_some_of_many_samples_are_shown_and_all_are_counted(run_of):
     (run,) = run_of('finished')
     lines = [{'step': step, 'prompt': f'p{n}', 'text': 'x' * 9000} for step in range(100) for n in range(10)]
     text = samples(with_samples(run, lines))

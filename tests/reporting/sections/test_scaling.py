@@ -18,11 +18,11 @@ def on_devices(run, count, rate):
     return make_runs([history], workdirs.NOW)[0]
 
 
-def test_one_number_of_devices_is_said(run_of):
+def test_single_device_count_is_reported(run_of):
     assert 'All attempts ran on 1 device, with 4.0' in scaling(run_of('finished'))
 
 
-def test_efficiency_is_that_of_a_device(run_of):
+def test_efficiency_is_per_device(run_of):
     (run,) = run_of('running')
     runs = [on_devices(run, 1, 1000.0), on_devices(run, 4, 3000.0)]
     found = [one for run in runs for one in throughputs(run)]
@@ -33,7 +33,7 @@ def test_efficiency_is_that_of_a_device(run_of):
     assert efficiency(other, [found[0], other]) == 1.0
 
 
-def test_lines_belong_to_the_life_in_which_they_were_written(run_of):
+def test_lines_belong_to_the_attempt_that_wrote_them(run_of):
     (run,) = run_of('finished')
     assert [one.attempt for one in throughputs(run)] == [1, 2]
 
