@@ -1,4 +1,4 @@
-"""Tests plots of braille dots: size, positions of points, spikes, gaps and marks."""
+"""Tests plots made of braille dots: size, positions of points, spikes, gaps and marks."""
 
 import math
 import random
@@ -17,8 +17,8 @@ def dots(lines):
     found = set()
     bits = {(0, 0): 1, (0, 1): 2, (0, 2): 4, (0, 3): 64, (1, 0): 8, (1, 1): 16, (1, 2): 32, (1, 3): 128}
     for row, line in enumerate(texts(lines)[:-1]):
-        for column, letter in enumerate(line.partition('┤')[2]):
-            code = ord(letter) - 0x2800
+        for column, character in enumerate(line.partition('┤')[2]):
+            code = ord(character) - 0x2800
             if 0 <= code < 256:
                 found |= {(2 * column + x, 4 * row + y) for (x, y), bit in bits.items() if code & bit}
     return found

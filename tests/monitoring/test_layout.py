@@ -17,9 +17,9 @@ def test_fields_are_not_split(width):
     lines = flow(fields, width)
     assert all(line.cell_len <= width for line in lines)
     shown = ' · '.join(line.plain for line in lines)
-    if width >= max(one.cell_len for one in fields):
-        assert shown == ' · '.join(one.plain for one in fields)
-    # Each line has as many fields as fit.
+    if width >= max(item.cell_len for item in fields):
+        assert shown == ' · '.join(item.plain for item in fields)
+    # The first field of the next line does not fit in the line.
     for line, after in itertools.pairwise(lines):
         assert line.cell_len + 3 + len(after.plain.split(' · ')[0]) > width
 

@@ -41,8 +41,8 @@ def test_screen_has_the_size_of_the_terminal(runs, name, width, height):
 @pytest.mark.parametrize('width', [*range(40, 130, 7), 150, 200])
 @pytest.mark.parametrize('name', ['running', 'two_hosts', 'crashed'])
 def test_no_number_is_truncated(runs, name, width):
-    """All numbers of a narrow screen, except on the plot's axis, are also on the widest screen."""
-    everything = numbers(' '.join(texts(page(runs[name], 1000))))
+    """Checks that all numbers of a narrow screen, except on the plot's axis, are also on the widest screen."""
+    all_numbers = numbers(' '.join(texts(page(runs[name], 1000))))
     top = [
         *panels.header(runs[name], width),
         *panels.progress(runs[name], width),
@@ -55,7 +55,7 @@ def test_no_number_is_truncated(runs, name, width):
         *panels.events(runs[name], width, 20),
     ]
     assert all(line.cell_len <= width for line in lines)
-    assert numbers(' '.join(texts(lines))) <= everything
+    assert numbers(' '.join(texts(lines))) <= all_numbers
     # No number of the summary is missing.
     assert numbers(' '.join(texts(top))) == numbers(' '.join(texts(page(runs[name], 1000)[: len(top)]))) & numbers(
         ' '.join(texts(top))
@@ -165,13 +165,13 @@ def test_torn_files_are_shown(runs):
 
 
 def test_several_runs_are_a_table_above_the_selected_run(runs):
-    chosen = [runs['running'], runs['finished']]
-    lines = texts(screen(chosen, 1, 100, 30))
+    two_runs = [runs['running'], runs['finished']]
+    lines = texts(screen(two_runs, 1, 100, 30))
     assert lines[0].split() == ['run', 'state', 'done', 'loss', 'validation', 'left', 'cost', 'tokens/s']
     assert lines[1].split()[:3] == ['running', '●', 'running']
     assert lines[2].split()[:4] == ['▸', 'finished', '●', 'finished']
     assert lines[4].startswith('finished  ● finished')
-    assert len(table(chosen, 0, 40)[1].plain) <= 40
+    assert len(table(two_runs, 0, 40)[1].plain) <= 40
 
 
 def test_goodput_is_readable_without_colors(runs):
@@ -189,8 +189,8 @@ def test_damaged_files_do_not_fail_rendering(tmp_path, seed):
     for build in (workdirs.two_hosts, workdirs.crashed, workdirs.diverged):
         workdir = build(tmp_path / build.__name__)
         damage(workdir, rng)
-        facts = dashboard_data(read_history(workdir), NOW)
+        data = dashboard_data(read_history(workdir), NOW)
         for width, height in ((80, 24), (200, 60)):
-            lines = screen([facts, facts], 0, width, height)
+            lines = screen([data, data], 0, width, height)
             assert [line.cell_len for line in lines] == [width] * height
-        assert not any('\x1b' in text for text in texts(page(facts, 90)))
+        assert not any('\x1b' in text for text in texts(page(data, 90)))

@@ -1,6 +1,6 @@
 """Measures a page in a headless Chromium: drawn figures, requested hosts and overflowing elements.
 
-The browser is driven by its command line alone. A script is added to a copy of the page, and its result is read from
+Only the command line of the browser is used. A script is added to a copy of the page, and its result is read from
 the DOM that the browser prints.
 """
 
@@ -21,7 +21,7 @@ addEventListener('error', (event) => faults.push(String(event.message || event.t
 addEventListener('securitypolicyviolation', (event) => faults.push(`policy: ${event.violatedDirective}`));
 </script>"""
 MEASURE = """<script>
-// A moment later, so that what the page is still refused is counted too.
+// Wait, so that later violations of the policy are recorded too.
 addEventListener('load', () => setTimeout(() => {
   const length = (path) => path.getTotalLength();
   const charts = [...document.querySelectorAll('figure')].map((figure) => {
@@ -47,16 +47,16 @@ addEventListener('load', () => setTimeout(() => {
   };
   const right = [...document.querySelectorAll('.frame span, .tile, h1, h2, .legend li')]
     .map((element) => element.getBoundingClientRect().right);
-  const told = document.createElement('pre');
-  const answer = {
+  const output = document.createElement('pre');
+  const result = {
     charts, faults, read: read(0.5),
     viewport: innerWidth, page: document.documentElement.scrollWidth, right: Math.max(0, ...right),
     ground: getComputedStyle(document.documentElement).backgroundColor,
     requests: performance.getEntriesByType('resource').map((entry) => entry.name),
   };
-  told.id = 'measured';
-  told.textContent = JSON.stringify(answer);
-  document.body.replaceChildren(told);
+  output.id = 'measured';
+  output.textContent = JSON.stringify(result);
+  document.body.replaceChildren(output);
 }, 100));
 </script>"""
 
@@ -69,7 +69,7 @@ def find_browser():
     pytest.fail('no Chromium: launch/test.sh installs it; or set MAXLM_BROWSER')
 
 
-def look_at(page, folder, *, width, fragment=''):
+def measure(page, folder, *, width, fragment=''):
     """Returns the measurements of a page in a browser window of `width` pixels.
 
     Besides the script's result they contain `console`, the messages of the console, and `hosts`, the requested URLs.
@@ -87,18 +87,18 @@ def look_at(page, folder, *, width, fragment=''):
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found, f'the page has not told: {done.stderr[-2000:]}'
-    told = json.loads(html.unescape(found[1]))
-    told['console'] = [line for line in done.stderr.splitlines() if ':CONSOLE' in line]
-    told['hosts'] = sorted(set(re.findall(r'"(https?://[^"]+)"', log.read_text())))
-    return told
+    assert found, f'the page returned no measurements: {done.stderr[-2000:]}'
+    result = json.loads(html.unescape(found[1]))
+    result['console'] = [line for line in done.stderr.splitlines() if ':CONSOLE' in line]
+    result['hosts'] = sorted(set(re.findall(r'"(https?://[^"]+)"', log.read_text())))
+    return result
 
 
-def undrawn(told):
+def incomplete_figures(result):
     """Returns the titles of figures that are too small or lack a curve."""
     return [
         chart['title']
-        for chart in told['charts']
+        for chart in result['charts']
         if not (
             chart['width'] > 100
             and chart['height'] > 10

@@ -1,4 +1,4 @@
-"""Tests the report as a file: complete, safe, small, and written whatever the workdir contains."""
+"""Tests the report file, which is valid, safe and small, and is written for any content of the workdir."""
 
 import html.parser
 import json
@@ -82,12 +82,12 @@ def test_texts_of_a_run_are_escaped(tmp_path):
 
 
 def poisoned(value, evil):
-    """Replaces every text except the kinds of lines, and adds a metric with this name."""
+    """Replaces every string except the kinds of lines, and adds a metric whose name contains `evil`."""
     if isinstance(value, dict):
-        kept = {key: one if key in ('kind', 'why') else poisoned(one, evil) for key, one in value.items()}
+        kept = {key: item if key in ('kind', 'why') else poisoned(item, evil) for key, item in value.items()}
         return {**kept, f'train/loss/{evil}': 1.0} if 'train/loss' in value else kept
     if isinstance(value, list):
-        return [poisoned(one, evil) for one in value]
+        return [poisoned(item, evil) for item in value]
     return evil if isinstance(value, str) else value
 
 
@@ -129,9 +129,9 @@ def test_error_at_the_end_of_a_run_is_a_warning(tmp_path, caplog, monkeypatch):
     workdir = workdirs.finished(tmp_path / 'run')
     (workdir / NAME).mkdir()
     write_at_end(workdir)
-    # If propagation is off when the test starts, the logger has the handler as well.
-    told = {(record.levelname, record.getMessage().partition(str(tmp_path))[0]) for record in caplog.records}
-    assert told == {
+    # If propagation is off at the start of the test, the logger also has the handler, so use a set.
+    warnings = {(record.levelname, record.getMessage().partition(str(tmp_path))[0]) for record in caplog.records}
+    assert warnings == {
         ('WARNING', 'report.html could not be written: InputError: '),
         ('WARNING', "report.html could not be written: IsADirectoryError: [Errno 21] Is a directory: '"),
     }

@@ -10,7 +10,7 @@ from maxlm.reporting.page import POLICY, page
 from maxlm.reporting.sections.run_summary import make_runs
 from maxlm.telemetry.run_history import read_history
 from tests import workdirs
-from tests.reporting.browser import look_at, page_of, undrawn
+from tests.reporting.browser import incomplete_figures, measure, page_of
 
 pytestmark = pytest.mark.browser
 
@@ -32,12 +32,12 @@ def make_page(tmp_path_factory):
     return make
 
 
-def check(told, width):
-    assert told['viewport'] == width
-    assert told['page'] <= width
-    assert told['right'] <= width
-    assert undrawn(told) == []
-    assert (told['faults'], told['console'], told['requests'], told['hosts']) == ([], [], [], [])
+def check(result, width):
+    assert result['viewport'] == width
+    assert result['page'] <= width
+    assert result['right'] <= width
+    assert incomplete_figures(result) == []
+    assert (result['faults'], result['console'], result['requests'], result['hosts']) == ([], [], [], [])
 
 
 def color(hexadecimal):
@@ -48,30 +48,30 @@ def color(hexadecimal):
     ('width', 'fragment', 'ground'), [(NARROW, '#dark', GROUND.dark), (WIDE, '#light', GROUND.light)]
 )
 def test_a_run(make_page, tmp_path, width, fragment, ground):
-    told = look_at(make_page('finished'), tmp_path, width=width, fragment=fragment)
-    check(told, width)
-    titles = [chart['title'] for chart in told['charts']]
+    result = measure(make_page('finished'), tmp_path, width=width, fragment=fragment)
+    check(result, width)
+    titles = [chart['title'] for chart in result['charts']]
     assert [title for title in TITLES if title not in titles] == []
-    assert told['ground'] == color(ground)
+    assert result['ground'] == color(ground)
     # Step 200 is at the middle of the axis. When the pointer leaves, the last value is shown again.
-    where, value, after, last = told['read']
+    where, value, after, last = result['read']
     assert where.startswith('step 200')
     assert value == f'{workdirs.train_loss(200):.4g}'
     assert (after, last) == ('', f'{workdirs.train_loss(400):.4g}')
 
 
 def test_several_runs_on_a_phone(make_page, tmp_path):
-    check(look_at(make_page('finished', 'two_hosts', 'diverged'), tmp_path, width=NARROW), NARROW)
+    check(measure(make_page('finished', 'two_hosts', 'diverged'), tmp_path, width=NARROW), NARROW)
 
 
 @pytest.fixture
-def elsewhere():
+def request_server():
     """Starts a server that records requests."""
-    asked = []
+    requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            asked.append(self.path)
+            requests.append(self.path)
             self.send_response(404)
             self.end_headers()
 
@@ -80,33 +80,33 @@ def elsewhere():
 
     server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f'http://127.0.0.1:{server.server_port}', asked
+    yield f'http://127.0.0.1:{server.server_port}', requests
     server.shutdown()
     server.server_close()
 
 
-def test_measurement_detects_problems(elsewhere, tmp_path):
-    url, asked = elsewhere
+def test_measurement_detects_problems(request_server, tmp_path):
+    url, requests = request_server
     chart = '<figure><figcaption>Flat</figcaption><svg class="plot" width="200" height="50">{}</svg></figure>'
     body = f'<img src="{url}/x.png"><div style="width:500px">wide</div>{chart.format("<path data-series=0 d=MNaN>")}'
-    body += '<script>console.error("told"); missing();</script>'
-    told = look_at(page_of(body), tmp_path / 'open', width=NARROW)
-    assert told['page'] > NARROW
-    assert undrawn(told) == ['Flat']
-    assert told['requests'] == [f'{url}/x.png']
-    assert any(host.startswith(url) for host in told['hosts'])
-    assert asked == ['/x.png']
-    assert any('told' in line for line in told['console'])
-    assert any('missing' in fault for fault in told['faults'])
+    body += '<script>console.error("message"); missing();</script>'
+    result = measure(page_of(body), tmp_path / 'open', width=NARROW)
+    assert result['page'] > NARROW
+    assert incomplete_figures(result) == ['Flat']
+    assert result['requests'] == [f'{url}/x.png']
+    assert any(host.startswith(url) for host in result['hosts'])
+    assert requests == ['/x.png']
+    assert any('message' in line for line in result['console'])
+    assert any('missing' in fault for fault in result['faults'])
 
 
-def test_policy_blocks_all_requests(elsewhere, tmp_path):
-    url, asked = elsewhere
+def test_policy_blocks_all_requests(request_server, tmp_path):
+    url, requests = request_server
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     body = f'<img src="{url}/x.png"><script>fetch("{url}/y").catch(() => 0);</script>'
-    told = look_at(page_of(body, policy), tmp_path, width=NARROW)
-    assert asked == []
-    assert {fault for fault in told['faults'] if fault.startswith('policy')} == {
+    result = measure(page_of(body, policy), tmp_path, width=NARROW)
+    assert requests == []
+    assert {fault for fault in result['faults'] if fault.startswith('policy')} == {
         'policy: img-src',
         'policy: connect-src',
     }

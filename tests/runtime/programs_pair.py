@@ -15,7 +15,7 @@ from maxlm.runtime.initialize import initialize
 
 
 def compile_and_print():
-    """Compiles two functions, which the cache in the directory keeps, and prints their results."""
+    """Compiles two functions with the cache in the directory, and prints their results."""
     enable_compilation_cache(sys.argv[1])
     x = jnp.linspace(0.1, 0.9, 64).reshape(8, 8)
     for factor in (2, 3):
@@ -23,24 +23,24 @@ def compile_and_print():
 
 
 def main():
-    """Chooses a common cache directory with another process, and prints the result of each case as JSON at the end."""
+    """Enables the cache with several directories in two processes, and prints the chosen directories as JSON."""
     directory = Path(sys.argv[1])
     initialize()
     process = jax.process_index()
-    (directory / 'of_one').write_text('a file, no directory')
+    (directory / 'file').write_text('not a directory')
     cases = {
         'each its own': directory / f'own_{process}',
-        'not the first': directory / ('of_one' if process == 0 else 'own_1'),
-        'not the second': directory / ('of_one' if process == 1 else 'own_0'),
+        'not the first': directory / ('file' if process == 0 else 'own_1'),
+        'not the second': directory / ('file' if process == 1 else 'own_0'),
         'none': '',
         'the same': directory / 'shared',
     }
-    kept = {}
+    chosen = {}
     with Heartbeats():
-        for name, given in cases.items():
-            enable_compilation_cache(str(given))
-            kept[name] = jax.config.jax_compilation_cache_dir
+        for name, cache_dir in cases.items():
+            enable_compilation_cache(str(cache_dir))
+            chosen[name] = jax.config.jax_compilation_cache_dir
             jax.config.update('jax_compilation_cache_dir', None)
-        jax.config.update('jax_compilation_cache_dir', kept['the same'])
+        jax.config.update('jax_compilation_cache_dir', chosen['the same'])
         jax.jit(lambda x: x * 3 + process)(jnp.ones(5)).block_until_ready()
-    print(json.dumps([kept, sorted(path.name for path in directory.glob(f'*/*{SUFFIX}'))]))
+    print(json.dumps([chosen, sorted(path.name for path in directory.glob(f'*/*{SUFFIX}'))]))

@@ -49,35 +49,35 @@ def store(monkeypatch):
     return store
 
 
-def member(monkeypatch, process, count=2):
+def make_group(monkeypatch, process, count=2):
     monkeypatch.setattr('jax.process_index', lambda: process)
     monkeypatch.setattr('jax.process_count', lambda: count)
     return ProcessGroup()
 
 
-def barriers(*joints):
+def barriers(*transactions):
     """Returns the errors of processes that reach the barrier at the same time."""
-    with concurrent.futures.ThreadPoolExecutor(len(joints)) as pool:
-        ends = [pool.submit(joint.barrier, key='any', timeout_ms=5000) for joint in joints]
-        return [end.exception() for end in ends]
+    with concurrent.futures.ThreadPoolExecutor(len(transactions)) as pool:
+        futures = [pool.submit(transaction.barrier, key='any', timeout_ms=5000) for transaction in transactions]
+        return [future.exception() for future in futures]
 
 
 def test_single_process_does_not_communicate(store, monkeypatch):
-    alone = member(monkeypatch, 0, 1)
-    alone.barrier()
-    assert alone.broadcast_from_host0('mine') == 'mine'
-    joint = alone.begin_save()
-    joint.barrier(key='any', timeout_ms=0)
-    joint.fail('full')
+    group = make_group(monkeypatch, 0, 1)
+    group.barrier()
+    assert group.broadcast_from_host0('mine') == 'mine'
+    transaction = group.begin_save()
+    transaction.barrier(key='any', timeout_ms=0)
+    transaction.fail('full')
     assert store.barriers == []
     assert [key for key in store.values if 'failed' in key] == []
 
 
 def test_all_processes_receive_the_value_of_the_first(store, monkeypatch):
-    first = member(monkeypatch, 0)
+    first = make_group(monkeypatch, 0)
     assert first.broadcast_from_host0('first') == 'first'
     monkeypatch.setattr(ProcessGroup, '_num_barriers', 0)
-    assert member(monkeypatch, 1).broadcast_from_host0('second') == 'first'
+    assert make_group(monkeypatch, 1).broadcast_from_host0('second') == 'first'
     assert store.barriers == ['maxlm/checkpoints/1/met'] * 2
     # A broadcast value is removed once all processes have passed a later barrier.
     first.barrier()
@@ -85,28 +85,28 @@ def test_all_processes_receive_the_value_of_the_first(store, monkeypatch):
 
 
 def test_new_save_clears_the_previous_one(store, monkeypatch):
-    first = member(monkeypatch, 0)
+    first = make_group(monkeypatch, 0)
     first.begin_save().fail('full')
     assert list(store.values) == ['maxlm/saves/1/failed/0']
-    joint = first.begin_save()
+    transaction = first.begin_save()
     assert store.values == {}
-    joint.fail('full again')
+    transaction.fail('full again')
     assert store.values == {'maxlm/saves/2/failed/0': 'process 0: full again'}
 
 
 def test_all_processes_wait_at_two_barriers(store):
-    joints = [SaveTransaction('save', number, 3) for number in range(3)]
+    transactions = [SaveTransaction('save', number, 3) for number in range(3)]
     for phase in (1, 2):
-        assert barriers(*joints) == [None] * 3
+        assert barriers(*transactions) == [None] * 3
         assert f'save/{phase}/all/go' in store.values
     # Control: the barrier times out for one of three processes.
     with pytest.raises(PeerError, match='did not finish in time'):
-        joints[0].barrier(key='any', timeout_ms=30)
+        transactions[0].barrier(key='any', timeout_ms=30)
 
 
 def test_failure_of_one_process_is_raised_in_all(store):
-    joints = [SaveTransaction('save', number, 3) for number in range(3)]
-    joints[1].fail('No space left')
-    for error in barriers(joints[0], joints[2]):
+    transactions = [SaveTransaction('save', number, 3) for number in range(3)]
+    transactions[1].fail('No space left')
+    for error in barriers(transactions[0], transactions[2]):
         assert isinstance(error, PeerError)
         assert str(error) == 'process 1: No space left'

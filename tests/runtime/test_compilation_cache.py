@@ -28,7 +28,7 @@ SETTINGS = (
 
 
 @pytest.fixture
-def untold(monkeypatch):
+def reset_cache_dir(monkeypatch):
     """Resets JAX's cache directory, and restores all settings afterwards."""
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     monkeypatch.setattr(compilation_cache, 'get_file_cache', compilation_cache.get_file_cache)
@@ -40,7 +40,7 @@ def untold(monkeypatch):
     compilation_cache.reset_cache()
 
 
-def kept_at():
+def cache_dir():
     return jax.config.jax_compilation_cache_dir
 
 
@@ -58,11 +58,11 @@ def test_damaged_entry_is_a_miss(tmp_path):
     for position in range(232):
         programs.put('key', program)
         (path,) = files(tmp_path)
-        whole = path.read_bytes()
+        content = path.read_bytes()
         assert programs.get('key') == program
-        changed = bytearray(whole)
+        changed = bytearray(content)
         changed[position] ^= 1
-        for damaged in (bytes(changed), whole[:position], whole + b'\0'):
+        for damaged in (bytes(changed), content[:position], content + b'\0'):
             path.write_bytes(damaged)
             assert programs.get('key') is None
             # The damaged file is deleted, so that the next compilation stores it again.
@@ -119,10 +119,10 @@ def test_removed_directory_is_reported_once(tmp_path, caplog):
     assert caplog.messages == [f'compilation cache {directory}: writes disabled: No such file or directory']
 
 
-def test_jax_stores_every_executable(tmp_path, untold):
+def test_jax_stores_every_executable(tmp_path, reset_cache_dir):
     directory = tmp_path / 'a' / 'b'
     enable_compilation_cache(str(directory))
-    assert kept_at() == str(directory)
+    assert cache_dir() == str(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     compile_something(2)
     # The directory contains no other files, such as XLA's caches.
@@ -138,72 +138,72 @@ def test_jax_stores_every_executable(tmp_path, untold):
         (lambda path: path.parent.joinpath('missing').symlink_to('nowhere') or path.symlink_to('missing/x'), 'File'),
     ],
 )
-def test_unsafe_or_unusable_directory_is_not_used(tmp_path, untold, caplog, make, reason):
+def test_unsafe_or_unusable_directory_is_not_used(tmp_path, reset_cache_dir, caplog, make, reason):
     make(tmp_path / 'programs')
     enable_compilation_cache(str(tmp_path / 'programs'))
-    assert kept_at() is None
+    assert cache_dir() is None
     (line,) = caplog.messages
     assert reason in line
     assert str(tmp_path / 'programs') in line
     assert 'train.compilation_cache_dir' in line
-    # Control: with correct permissions the directory is used. Others may read it.
+    # Control: a directory with correct permissions is used, even if others can read it.
     (tmp_path / 'good').mkdir(mode=0o755)
     enable_compilation_cache(str(tmp_path / 'good'))
-    assert kept_at() == str(tmp_path / 'good')
+    assert cache_dir() == str(tmp_path / 'good')
     assert len(caplog.messages) == 1
 
 
-def test_parent_writable_by_others_is_not_used(tmp_path, untold, caplog):
+def test_parent_writable_by_others_is_not_used(tmp_path, reset_cache_dir, caplog):
     parent = tmp_path / 'parent'
     (parent / 'programs').mkdir(parents=True, mode=0o700)
     (tmp_path / 'link').symlink_to(parent / 'programs')
     parent.chmod(0o777)
     for given in (parent / 'programs', tmp_path / 'link'):
         enable_compilation_cache(str(given))
-        assert kept_at() is None
+        assert cache_dir() is None
     assert all(f'chmod go-w {parent}' in line for line in caplog.messages)
     assert len(caplog.messages) == 2
     # Control: in a sticky directory, users cannot replace directories of others.
     parent.chmod(0o1777)
     enable_compilation_cache(str(parent / 'programs'))
-    assert kept_at() == str(parent / 'programs')
+    assert cache_dir() == str(parent / 'programs')
 
 
-def test_directory_of_another_user_is_not_used(tmp_path, untold, caplog, monkeypatch):
+def test_directory_of_another_user_is_not_used(tmp_path, reset_cache_dir, caplog, monkeypatch):
     monkeypatch.setattr('maxlm.runtime.compilation_cache.os.geteuid', lambda: tmp_path.stat().st_uid + 1)
     enable_compilation_cache(str(tmp_path))
-    assert kept_at() is None
+    assert cache_dir() is None
     assert 'belongs to another user' in caplog.text
 
 
-def test_read_only_disk_is_not_used(tmp_path, untold, caplog, monkeypatch):
+def test_read_only_disk_is_not_used(tmp_path, reset_cache_dir, caplog, monkeypatch):
     def refuse(**_):
         raise PermissionError(13, 'Read-only file system')
 
     monkeypatch.setattr('maxlm.runtime.compilation_cache.tempfile.TemporaryFile', refuse)
     enable_compilation_cache(str(tmp_path))
-    assert kept_at() is None
+    assert cache_dir() is None
     assert 'Read-only file system' in caplog.text
 
 
-def test_user_without_a_home_directory(untold, caplog, monkeypatch):
-    def nowhere(path):
+def test_user_without_a_home_directory(reset_cache_dir, caplog, monkeypatch):
+    def fail(path):
         raise RuntimeError('Could not determine home directory.')
 
-    monkeypatch.setattr('maxlm.runtime.compilation_cache.Path.expanduser', nowhere)
+    monkeypatch.setattr('maxlm.runtime.compilation_cache.Path.expanduser', fail)
     enable_compilation_cache('~/programs')
-    assert kept_at() is None
+    assert cache_dir() is None
     assert 'the user has no home directory' in caplog.text
 
 
-def test_settings_of_the_user_take_precedence(tmp_path, untold, caplog):
+def test_settings_of_the_user_take_precedence(tmp_path, reset_cache_dir, caplog):
     enable_compilation_cache('')
-    assert kept_at() is None
+    assert cache_dir() is None
     # JAX_COMPILATION_CACHE_DIR sets the option in this way; an empty value disables the cache.
-    for told in (str(tmp_path / 'theirs'), ''):
-        jax.config.update('jax_compilation_cache_dir', told)
+    for configured in (str(tmp_path / 'theirs'), ''):
+        jax.config.update('jax_compilation_cache_dir', configured)
         enable_compilation_cache(str(tmp_path / 'ours'))
-        assert kept_at() == told
+        assert cache_dir() == configured
     assert not (tmp_path / 'ours').exists()
     assert caplog.messages == []
     with pytest.raises(
@@ -212,21 +212,21 @@ def test_settings_of_the_user_take_precedence(tmp_path, untold, caplog):
         enable_compilation_cache('gs://bucket/programs')
 
 
-def test_unsupported_jax_version_disables_the_cache(tmp_path, untold, caplog, monkeypatch):
+def test_unsupported_jax_version_disables_the_cache(tmp_path, reset_cache_dir, caplog, monkeypatch):
     monkeypatch.delattr(compilation_cache, 'get_file_cache')
     enable_compilation_cache(str(tmp_path))
-    assert kept_at() is None
+    assert cache_dir() is None
     assert f'jax {jax.__version__} does not support a custom cache' in caplog.text
 
 
 def test_plan_uses_the_cache_for_this_machine_only(monkeypatch, tmp_path):
-    class AskedError(Exception):
+    class CacheEnabledError(Exception):
         pass
 
-    def ask(given):
-        raise AskedError(given)
+    def enable(directory):
+        raise CacheEnabledError(directory)
 
-    monkeypatch.setattr(plan, 'enable_compilation_cache', ask)
+    monkeypatch.setattr(plan, 'enable_compilation_cache', enable)
     command = [
         f'--config={ROOT}/configs/tiny.py',
         f'--config.train.compilation_cache_dir={tmp_path}',
@@ -234,7 +234,7 @@ def test_plan_uses_the_cache_for_this_machine_only(monkeypatch, tmp_path):
     ]
     small = ['--config.model.num_layers=1', '--config.model.dim=16', '--config.data.seq_len=16', '--estimate', '--json']
     assert plan.main([*command, *small, '--target=v4:2x2x1']) == 0
-    with pytest.raises(AskedError, match=str(tmp_path)):
+    with pytest.raises(CacheEnabledError, match=str(tmp_path)):
         plan.main([*command, *small, '--target=cpu:1'])
 
 
@@ -252,16 +252,16 @@ def test_next_process_reuses_executables_and_recompiles_damaged_ones(tmp_path):
         cold = printed('cold')
         # Control: the executables differ.
         assert len(set(cold.splitlines())) == 2
-        made = {path: path.stat().st_ino for path in files(directory)}
-        assert len(made) >= 2
+        inodes = {path: path.stat().st_ino for path in files(directory)}
+        assert len(inodes) >= 2
         assert printed('warm') == cold
         # Each executable was found, and none was written.
-        assert {path: path.stat().st_ino for path in files(directory)} == made
-        for number, path in enumerate(made):
+        assert {path: path.stat().st_ino for path in files(directory)} == inodes
+        for number, path in enumerate(inodes):
             content = path.read_bytes()
             path.write_bytes([bytes([content[0] ^ 1]) + content[1:], content[: len(content) // 2], b''][number % 3])
         assert printed('damaged') == cold
-    for path in made:
+    for path in inodes:
         key, dash, host = path.name.removesuffix(SUFFIX).rpartition('-')
         assert CompilationCache(directory, host=dash + host).get(key)
 
@@ -269,22 +269,24 @@ def test_next_process_reuses_executables_and_recompiles_damaged_ones(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_runs_reuse_executables_of_other_runs(dataset, tmp_path):
-    home = tmp_path / 'home'
-    directory = home / '.cache' / 'maxlm' / 'programs'
+    home_directory = tmp_path / 'home'
+    directory = home_directory / '.cache' / 'maxlm' / 'programs'
 
     def train(parent, name, **overrides):
         settings = {'train__num_steps': 2, 'eval__interval': 2, **overrides}
         process = parent.start(arguments(dataset, tmp_path / name, **settings), tmp_path / 'logs' / name)
         assert process.wait() == 0, process.stderr
-        # A damaged executable causes no message. XLA may complain about slow compilation.
+        # A damaged executable causes no message. XLA may warn about slow compilation.
         assert 'cache' not in process.stderr
         if name == 'warm':
             # There is also no message about an executable from another process.
             assert process.stderr == ''
         return curve(tmp_path / name)
 
-    untold = dict.fromkeys(name for name in os.environ if name.startswith('JAX_'))
-    with forking('maxlm.train:run', environment={**untold, 'HOME': str(home), 'JAX_PLATFORMS': 'cpu'}) as parent:
+    unset = dict.fromkeys(name for name in os.environ if name.startswith('JAX_'))
+    with forking(
+        'maxlm.train:run', environment={**unset, 'HOME': str(home_directory), 'JAX_PLATFORMS': 'cpu'}
+    ) as parent:
         check_runs(partial(train, parent), directory)
 
 
@@ -295,20 +297,20 @@ def check_runs(train, directory):
     cold = train('cold')
     assert cold[2]['train/loss'] != other[2]['train/loss']
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    times = {path: path.stat().st_ino for path in files(directory)}
-    assert {'jit_train_step', 'jit_eval_step', 'jit_init'} <= {path.name.partition('-')[0] for path in times}
+    inodes = {path: path.stat().st_ino for path in files(directory)}
+    assert {'jit_train_step', 'jit_eval_step', 'jit_init'} <= {path.name.partition('-')[0] for path in inodes}
     assert train('warm') == cold
     # Each executable was found, and none was written.
-    assert {path: path.stat().st_ino for path in files(directory)} == times
+    assert {path: path.stat().st_ino for path in files(directory)} == inodes
 
     rng = random.Random(0)
-    for number, path in enumerate(times):
+    for number, path in enumerate(inodes):
         content = bytearray(path.read_bytes())
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         path.write_bytes([content, content[: len(content) // 2], b''][number % 3])
     assert train('damaged') == cold
-    assert {path.name for path in files(directory)} == {path.name for path in times}
-    for path in times:
+    assert {path.name for path in files(directory)} == {path.name for path in inodes}
+    for path in inodes:
         key, dash, host = path.name.removesuffix(SUFFIX).rpartition('-')
         assert CompilationCache(directory, host=dash + host).get(key)
 
@@ -319,8 +321,8 @@ def test_processes_use_the_cache_only_in_a_shared_directory(tmp_path):
         pair = parent.start_run(2, [tmp_path], tmp_path / 'logs')
         assert [process.wait() for process in pair] == [0, 0], pair[0].stderr + pair[1].stderr
     for process in pair:
-        kept, names = json.loads(process.stdout.splitlines()[-1])
-        assert kept == {
+        chosen, names = json.loads(process.stdout.splitlines()[-1])
+        assert chosen == {
             'each its own': None,
             'not the first': None,
             'not the second': None,

@@ -17,11 +17,11 @@ def test_all_overdue_requires_every_process():
     assert diagnose({0: '7 overdue', 1: '3 busy'}).reason == ''
 
 
-@pytest.mark.parametrize(('code', 'follows'), [(EXIT_BAD_INPUT, EXIT_BAD_INPUT), (75, EXIT_PREEMPTED), (1, 75)])
-def test_reason_of_one_process_is_reported_to_all(code, follows):
-    verdict = diagnose({0: '7 overdue', 1: f'3 left {code} train-00000: damaged', 2: '4 busy'})
-    assert verdict.reason == 'process 1: train-00000: damaged'
-    assert verdict.code == follows
+@pytest.mark.parametrize(('code', 'expected_code'), [(EXIT_BAD_INPUT, EXIT_BAD_INPUT), (75, EXIT_PREEMPTED), (1, 75)])
+def test_reason_of_one_process_is_reported_to_all(code, expected_code):
+    diagnosis = diagnose({0: '7 overdue', 1: f'3 left {code} train-00000: damaged', 2: '4 busy'})
+    assert diagnosis.reason == 'process 1: train-00000: damaged'
+    assert diagnosis.code == expected_code
 
 
 def test_single_process_is_unaffected():
@@ -35,7 +35,7 @@ def test_single_process_is_unaffected():
 
 @pytest.fixture(scope='module')
 def parent():
-    with forking('tests.runtime.parting_pair:main') as parent:
+    with forking('tests.runtime.disconnect_pair:main') as parent:
         yield parent
 
 
@@ -46,7 +46,7 @@ def test_process_lost_during_shutdown_keeps_the_exit_code(parent, suspended, tmp
     for number, process in enumerate(pair):
         if number != suspended:
             assert process.wait(60) == 3, process.stderr
-        assert (suspended == -1) == ('took leave' in process.stdout)
+        assert (suspended == -1) == ('disconnected' in process.stdout)
     if suspended != -1:
         pair[suspended].send_signal(signal.SIGCONT)
     assert [process.wait(60) for process in pair] == [3, 3], pair[0].stderr + pair[1].stderr

@@ -23,7 +23,7 @@ def test_process_environment_is_parsed():
 
 
 @pytest.mark.parametrize(
-    ('variables', 'words'),
+    ('variables', 'message'),
     [
         (environment(coordinator=''), 'without MAXLM_COORDINATOR;'),
         (environment(num_processes='', process_id=''), 'without MAXLM_NUM_PROCESSES, MAXLM_PROCESS_ID;'),
@@ -38,10 +38,10 @@ def test_process_environment_is_parsed():
         (environment(coordinator=':80'), 'MAXLM_COORDINATOR=:80'),
     ],
 )
-def test_invalid_variables_are_reported(variables, words):
+def test_invalid_variables_are_reported(variables, message):
     with pytest.raises(InputError) as info:
         detect_process_env(variables)
-    assert words in str(info.value)
+    assert message in str(info.value)
     assert '\n' not in str(info.value)
 
 

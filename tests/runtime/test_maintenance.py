@@ -13,26 +13,26 @@ TERMINATE = 'TERMINATE_ON_HOST_MAINTENANCE'
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def short_retry(monkeypatch):
     monkeypatch.setattr(maintenance, 'RETRY_SECONDS', 0.01)
     monkeypatch.setattr(maintenance, 'MAX_RETRY_SECONDS', 0.02)
 
 
-class Heard:
-    """Records the calls that a run receives, in order."""
+class WatcherCalls:
+    """Records the calls of a `MaintenanceWatcher`, in order."""
 
     def __init__(self, server):
         self._queue = queue.Queue()
-        self.notices = MaintenanceWatcher(
+        self.watcher = MaintenanceWatcher(
             lambda text: self._queue.put(('stop', text)),
-            warn=lambda text: self._queue.put(('told', text)),
+            warn=lambda text: self._queue.put(('warn', text)),
             host=server.host,
         )
 
     def next(self):
         return self._queue.get(timeout=30)
 
-    def nothing(self):
+    def is_empty(self):
         return self._queue.empty()
 
 
@@ -41,76 +41,76 @@ def upcoming(status):
 
 
 @pytest.mark.parametrize(
-    ('key', 'quiet', 'news', 'heard'),
+    ('key', 'initial', 'notice', 'expected'),
     [
         ('preempted', 'FALSE', 'TRUE', ('stop', 'preemption notice')),
         ('maintenance-event', 'NONE', TERMINATE, ('stop', f'maintenance notice ({TERMINATE})')),
-        ('maintenance-event', 'NONE', 'MIGRATE_ON_HOST_MAINTENANCE', ('told', 'live migration notice')),
-        ('upcoming-maintenance', '{}', upcoming('PENDING'), ('told', 'scheduled for 2026-01-02T03:04:05Z')),
+        ('maintenance-event', 'NONE', 'MIGRATE_ON_HOST_MAINTENANCE', ('warn', 'live migration notice')),
+        ('upcoming-maintenance', '{}', upcoming('PENDING'), ('warn', 'scheduled for 2026-01-02T03:04:05Z')),
         ('upcoming-maintenance', upcoming('PENDING'), upcoming('ONGOING'), ('stop', 'has started')),
     ],
 )
-def test_changed_notice_is_reported_once(key, quiet, news, heard):
+def test_changed_notice_is_reported_once(key, initial, notice, expected):
     name = key.replace('-', '_')
-    with MetadataServer(**{name: quiet}) as server:
-        run = Heard(server)
-        with run.notices:
+    with MetadataServer(**{name: initial}) as server:
+        calls = WatcherCalls(server)
+        with calls.watcher:
             server.wait_until_asked(key, waiting=True)
-            if 'PENDING' in quiet:
-                assert run.next()[0] == 'told'
-            assert run.nothing()
-            server.set(**{name: news})
-            kind, text = run.next()
-            assert (kind, heard[1] in text) == (heard[0], True), text
+            if 'PENDING' in initial:
+                assert calls.next()[0] == 'warn'
+            assert calls.is_empty()
+            server.set(**{name: notice})
+            kind, text = calls.next()
+            assert (kind, expected[1] in text) == (expected[0], True), text
             # The event is reported once, although the server is queried again.
             server.set(other='1')
             server.wait_until_asked(key, waiting=True)
-            assert run.nothing()
+            assert calls.is_empty()
 
 
 def test_notice_before_startup_only_warns():
     with MetadataServer(maintenance_event=TERMINATE) as server:
-        run = Heard(server)
-        with run.notices:
-            kind, text = run.next()
-            assert (kind, 'predates this start' in text) == ('told', True)
+        calls = WatcherCalls(server)
+        with calls.watcher:
+            kind, text = calls.next()
+            assert (kind, 'predates this start' in text) == ('warn', True)
             # The next event is reported.
             server.wait_until_asked('maintenance-event', waiting=True)
             server.set(preempted='FALSE', maintenance_event='NONE')
             server.set(maintenance_event='TERMINATE')
-            assert run.next()[0] == 'stop'
+            assert calls.next()[0] == 'stop'
 
 
 def test_notice_of_a_new_key_is_reported():
     with MetadataServer() as server:
-        run = Heard(server)
-        with run.notices:
+        calls = WatcherCalls(server)
+        with calls.watcher:
             server.wait_until_asked('upcoming-maintenance', waiting=False)
             server.set(upcoming_maintenance=upcoming('ONGOING'))
-            assert run.next()[0] == 'stop'
+            assert calls.next()[0] == 'stop'
 
 
 def test_truncated_responses_are_retried():
     with MetadataServer(preempted='FALSE', maintenance_event='NONE', upcoming_maintenance='{}') as server:
         server.fail(10)
-        run = Heard(server)
-        with run.notices:
+        calls = WatcherCalls(server)
+        with calls.watcher:
             server.wait_until_asked('preempted', waiting=True)
             server.set(preempted='TRUE')
-            assert run.next() == ('stop', 'preemption notice')
+            assert calls.next() == ('stop', 'preemption notice')
 
 
 def test_responses_of_other_servers_are_ignored():
     with MetadataServer(preempted='FALSE') as server:
         server.flavor = 'Portal'
-        run = Heard(server)
-        with run.notices:
+        calls = WatcherCalls(server)
+        with calls.watcher:
             server.wait_until_asked('preempted', waiting=False)
             server.set(preempted='TRUE')
             for _ in range(3):
                 server.asked.clear()
                 server.wait_until_asked('preempted', waiting=False)
-            assert run.nothing()
+            assert calls.is_empty()
 
 
 @pytest.mark.parametrize(

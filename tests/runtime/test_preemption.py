@@ -67,15 +67,15 @@ def test_single_process_stops_after_the_current_step():
 
 
 def test_several_processes_stop_at_the_sync_point_of_jax(monkeypatch):
-    told = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     monkeypatch.setattr('jax.process_count', lambda: 2)
     monkeypatch.setattr('jax.experimental.multihost_utils.reached_preemption_sync_point', lambda step: step == 5)
     try:
         with StopRequest() as stop:
-            # SIGTERM stays with JAX's handler, and Ctrl-C is forwarded to it.
+            # JAX handles SIGTERM, and Ctrl-C is forwarded to its handler.
             send(signal.SIGINT)
-            assert told == [signal.SIGTERM]
+            assert received == [signal.SIGTERM]
             assert [step for step in range(1, 8) if stop.should_stop()] == [5]
             assert stop.requested == 'SIGINT'
         with StopRequest() as stop:
@@ -105,14 +105,14 @@ def test_first_ctrl_c_after_a_notice_does_not_interrupt():
 
 
 def test_notice_reaches_other_processes_as_sigterm(monkeypatch):
-    told = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     monkeypatch.setattr('jax.process_count', lambda: 2)
     try:
         with StopRequest() as stop:
             stop.request('notice of preemption')
             stop.request('notice of maintenance')
-        assert (stop.requested, told) == ('notice of preemption', [signal.SIGTERM])
+        assert (stop.requested, received) == ('notice of preemption', [signal.SIGTERM])
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -123,16 +123,16 @@ import atexit, os, signal, sys
 from maxlm.errors import EXIT_PREEMPTED
 from maxlm.runtime.preemption import StopRequest, ignore_sigterm
 
-def tell():
+def send_sigterm():
     os.kill(os.getpid(), signal.SIGTERM)
 
 with StopRequest() as stop:
-    tell()
+    send_sigterm()
     assert stop.should_stop()
-    tell()
+    send_sigterm()
     print('saved')
 {ending}
-atexit.register(tell)
+atexit.register(send_sigterm)
 sys.exit(EXIT_PREEMPTED)
 """
 

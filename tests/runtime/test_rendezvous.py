@@ -14,21 +14,21 @@ def outcomes(members, seconds=30.0):
     """Returns the exceptions of `rendezvous` for each (number of processes, rank), and the coordinator's address."""
     coordinator = f'127.0.0.1:{free_port()}'
     with concurrent.futures.ThreadPoolExecutor(len(members)) as pool:
-        ends = [pool.submit(rendezvous, coordinator, *member, seconds=seconds) for member in members]
-        return [end.exception() for end in ends], coordinator
+        futures = [pool.submit(rendezvous, coordinator, *member, seconds=seconds) for member in members]
+        return [future.exception() for future in futures], coordinator
 
 
 def test_complete_group_succeeds_and_frees_the_port():
-    ends, coordinator = outcomes([(3, 0), (3, 2), (3, 1)])
-    assert ends == [None] * 3
+    errors, coordinator = outcomes([(3, 0), (3, 2), (3, 1)])
+    assert errors == [None] * 3
     socket.create_server(('127.0.0.1', int(coordinator.rpartition(':')[2]))).close()
 
 
 def test_all_processes_report_missing_ranks():
-    ends, coordinator = outcomes([(4, 0), (4, 2)], seconds=1.0)
-    for end in ends:
-        assert isinstance(end, RendezvousError)
-        assert f'2 of 4 processes connected to {coordinator} within 1 s; missing: 1, 3' in str(end)
+    errors, coordinator = outcomes([(4, 0), (4, 2)], seconds=1.0)
+    for error in errors:
+        assert isinstance(error, RendezvousError)
+        assert f'2 of 4 processes connected to {coordinator} within 1 s; missing: 1, 3' in str(error)
 
 
 def test_missing_coordinator_is_an_error():
@@ -50,17 +50,17 @@ def test_port_in_use_is_bad_input():
 
 
 @pytest.mark.parametrize(
-    ('members', 'words'),
+    ('members', 'message'),
     [
         ([(2, 0), (3, 1)], 'MAXLM_NUM_PROCESSES=2 in process 0 but 3 in process 1'),
         ([(3, 0), (3, 1), (3, 1)], 'MAXLM_PROCESS_ID=1 is set in two processes'),
     ],
 )
-def test_contradictions_are_reported_to_all(members, words):
-    ends, _ = outcomes(members)
-    for end in ends:
-        assert isinstance(end, InputError)
-        assert words in str(end)
+def test_contradictions_are_reported_to_all(members, message):
+    errors, _ = outcomes(members)
+    for error in errors:
+        assert isinstance(error, InputError)
+        assert message in str(error)
 
 
 def test_other_clients_of_the_port_are_rejected():
@@ -68,13 +68,13 @@ def test_other_clients_of_the_port_are_rejected():
     address = ('127.0.0.1', int(coordinator.rpartition(':')[2]))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first = pool.submit(rendezvous, coordinator, 2, 0, seconds=30.0)
-        stranger = None
-        while stranger is None:
+        other = None
+        while other is None:
             try:
-                stranger = socket.create_connection(address)
+                other = socket.create_connection(address)
             except ConnectionRefusedError:
                 continue
-        with stranger:
-            stranger.sendall(b'GET / HTTP/1.1\n')
+        with other:
+            other.sendall(b'GET / HTTP/1.1\n')
             second = pool.submit(rendezvous, coordinator, 2, 1, seconds=30.0)
             assert (first.exception(), second.exception()) == (None, None)

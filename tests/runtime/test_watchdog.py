@@ -12,7 +12,7 @@ LIMIT = 0.1
 
 
 class Peers:
-    """Fake heartbeats. `exit_all` only records the code and the reason, so that the test survives."""
+    """Fake heartbeats. `exit_all` only records the code and the reason, so that the test continues."""
 
     def __init__(self, all_overdue):
         self.all_overdue = all_overdue
@@ -27,22 +27,22 @@ class Peers:
         self.left.set()
 
 
-def stand_still(peers, seconds):
+def wait_for_exit(peers, seconds):
     peers.left.wait(seconds)
 
 
-def stands_still(watchdog, peers, seconds):
-    stand_still(peers, seconds)
+def hangs(watchdog, peers, seconds):
+    wait_for_exit(peers, seconds)
 
 
 def waits(watchdog, peers, seconds):
     with watchdog.waiting():
-        stand_still(peers, seconds)
+        wait_for_exit(peers, seconds)
 
 
 def is_in_a_phase(watchdog, peers, seconds):
     with watchdog.phase():
-        stand_still(peers, seconds)
+        wait_for_exit(peers, seconds)
 
 
 def steps(watchdog, peers, seconds):
@@ -51,7 +51,7 @@ def steps(watchdog, peers, seconds):
         watchdog.step_done()
 
 
-@pytest.mark.parametrize('body', [stands_still, waits])
+@pytest.mark.parametrize('body', [hangs, waits])
 def test_hanging_process_logs_its_stack_and_exits(tmp_path, capfd, body):
     peers = Peers(all_overdue=True)
     with Watchdog(LIMIT, peers, tmp_path) as watchdog:
@@ -61,7 +61,7 @@ def test_hanging_process_logs_its_stack_and_exits(tmp_path, capfd, body):
     for text in (capfd.readouterr().err, (tmp_path / 'run.log').read_text()):
         assert peers.reason in text
         assert f'stuck: no step for {LIMIT} s (train.hang_timeout_seconds)' in text
-        assert 'in stand_still' in text
+        assert 'in wait_for_exit' in text
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_hanging_process_logs_its_stack_and_exits(tmp_path, capfd, body):
         # Another process hangs and will exit all processes.
         (waits, {'all_overdue': False}),
         (steps, {'limit': 0.4, 'seconds': 1.0}),
-        (stands_still, {'limit': 0}),
-        (stands_still, {'calls': ['start', 'finish']}),
-        (stands_still, {'calls': []}),
+        (hangs, {'limit': 0}),
+        (hangs, {'calls': ['start', 'finish']}),
+        (hangs, {'calls': []}),
     ],
 )
 def test_process_that_does_not_hang_is_not_stopped(tmp_path, capfd, body, options):
@@ -88,11 +88,11 @@ def test_process_that_does_not_hang_is_not_stopped(tmp_path, capfd, body, option
 
 
 def test_limit_restarts_after_a_wait(tmp_path):
-    """The process has the full limit again after the wait."""
+    """Checks that the full limit applies again after a wait."""
     peers = Peers(all_overdue=False)
     with Watchdog(4 * LIMIT, peers, tmp_path) as watchdog:
         watchdog.start()
         waits(watchdog, peers, 5 * LIMIT)
         peers.all_overdue = True
-        stand_still(peers, 2 * LIMIT)
+        wait_for_exit(peers, 2 * LIMIT)
     assert not peers.left.is_set()

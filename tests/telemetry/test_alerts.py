@@ -81,12 +81,12 @@ def test_alerts_reach_all_destinations(tmp_path, hook, log):
     workdir.mkdir()
     with Alerts(config, workdir) as sender:
         # The text contains a shell command and a newline.
-        sender.send('storage', 'no "room" $(touch planted)\nleft')
-    assert [record.getMessage() for record in log.records] == ['storage: no "room" $(touch planted) left']
+        sender.send('storage', 'no "space" $(touch planted)\nleft')
+    assert [record.getMessage() for record in log.records] == ['storage: no "space" $(touch planted) left']
     (line,) = lines(workdir / 'alerts.jsonl')
-    assert (line['run'], line['kind'], line['message']) == ('my_run', 'storage', 'no "room" $(touch planted) left')
+    assert (line['run'], line['kind'], line['message']) == ('my_run', 'storage', 'no "space" $(touch planted) left')
     assert json.loads((tmp_path / 'body').read_text()) == line
-    text = f'my_run on {line["host"]}: storage: no "room" $(touch planted) left'
+    text = f'my_run on {line["host"]}: storage: no "space" $(touch planted) left'
     assert (tmp_path / 'words').read_text() == f'storage|{text}'
     assert hook.bodies == [{'text': text}]
     assert list(tmp_path.rglob('planted')) == []
@@ -196,5 +196,5 @@ def test_webhook_is_configured_by_variable_name(tmp_path, monkeypatch):
     monkeypatch.delenv('ALERTS_URL', raising=False)
     with pytest.raises(InputError, match=r'alerts\.webhook_env_var=ALERTS_URL'):
         Alerts(config('ALERTS_URL'), tmp_path)
-    # Other processes of a run need not have the variable.
+    # Other processes of a run do not need the variable.
     Alerts(config('ALERTS_URL'), tmp_path, process=1)

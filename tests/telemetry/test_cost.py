@@ -1,4 +1,4 @@
-"""Tests prices with their sources, the cost of a run until its end, and the log line."""
+"""Tests prices and their sources, the projected cost of a run, and the text of the log."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Tests device readings: the file, the metrics, their cost, and that their failures never affect a run."""
+"""Tests device readings: file, metrics, overhead, and failures, which never affect a run."""
 
 import json
 import math
@@ -84,7 +84,7 @@ def test_metrics_of_a_reading():
 
 def test_failing_device_does_not_affect_host_readings(tmp_path):
     def fail():
-        raise RuntimeError('the driver has a problem')
+        raise RuntimeError('driver error')
 
     with DeviceReadings(tmp_path, interval_seconds=0.02, attempt=1, accelerators=fail) as readings:
         wait_for(lambda: len(read_lines(tmp_path / 'devices.jsonl').lines) >= 2)
@@ -94,17 +94,17 @@ def test_failing_device_does_not_affect_host_readings(tmp_path):
 
 def test_hanging_device_does_not_delay_close(tmp_path, monkeypatch):
     monkeypatch.setattr('maxlm.telemetry.device_monitor.CLOSE_SECONDS', 0.05)
-    asked, never = threading.Event(), threading.Event()
+    called, never = threading.Event(), threading.Event()
 
     def hang():
-        asked.set()
+        called.set()
         never.wait()
         return []
 
     with DeviceReadings(tmp_path, interval_seconds=0.01, attempt=1, accelerators=hang) as readings:
-        assert asked.wait(30)
+        assert called.wait(30)
         assert readings.metrics() == {}
-    # The monitor has closed without waiting for the thread, which may exit now.
+    # The monitor closed without waiting for the thread. Let the thread exit.
     never.set()
 
 
@@ -120,8 +120,8 @@ def test_host_without_optional_counters(tmp_path, monkeypatch):
 
 
 def test_rates_are_computed_between_readings(tmp_path, monkeypatch):
-    moments = iter([100.0, 104.0])
-    monkeypatch.setattr(time, 'monotonic', lambda: next(moments))
+    times = iter([100.0, 104.0])
+    monkeypatch.setattr(time, 'monotonic', lambda: next(times))
     traffic = iter([{'net_sent': 1000, 'net_received': 500}, {'net_sent': 9000, 'net_received': 400}])
     monkeypatch.setattr('maxlm.telemetry.device_monitor._traffic', lambda: next(traffic))
     reading = Host(tmp_path).read()
@@ -137,7 +137,7 @@ def test_reading_has_low_overhead(tmp_path):
         json.dumps(host.read())
     seconds = (time.process_time() - before) / count
     share = seconds / 30
-    print(f'{1e3 * seconds:.2f} ms of CPU a reading: {share:.4%} of a core at one in 30 s')
+    print(f'{1e3 * seconds:.2f} ms of CPU time per reading: {share:.4%} of a core at an interval of 30 s')
     # The documented limit. The expected share is a hundredth of it.
     assert share < 0.005
     assert math.isfinite(share)

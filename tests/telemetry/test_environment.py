@@ -48,10 +48,10 @@ def test_checkout_reports_commit_and_dirty_state(tmp_path, monkeypatch):
     (tmp_path / '.git').mkdir()
     # git does not recognize this directory.
     assert checkout(tmp_path) is None
-    answers = {'rev-parse': 'abc123\n', 'status': ''}
-    monkeypatch.setattr(environment, '_git', lambda directory, verb, *words: answers[verb])
+    outputs = {'rev-parse': 'abc123\n', 'status': ''}
+    monkeypatch.setattr(environment, '_git', lambda directory, verb, *words: outputs[verb])
     assert checkout(tmp_path) == {'commit': 'abc123', 'dirty': False}
-    answers['status'] = ' M maxlm/train.py\n'
+    outputs['status'] = ' M maxlm/train.py\n'
     assert checkout(tmp_path) == {'commit': 'abc123', 'dirty': True}
 
 

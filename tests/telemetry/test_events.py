@@ -1,4 +1,4 @@
-"""Tests events.jsonl: one line for each event. The outcome is the last event of an attempt."""
+"""Tests events.jsonl. Each event is one line, and the outcome is the last event of an attempt."""
 
 import math
 
@@ -12,8 +12,8 @@ def test_added_event_is_read_back(tmp_path):
     events = Events(tmp_path, 2, clock=lambda: 1234.56789)
     assert events.newest is None
     events.add('saved', 'blocked\ntraining', step=7, seconds=0.5, loss=math.nan)
-    wanted = {'time': 1234.568, 'life': 2, 'step': 7, 'kind': 'saved', 'message': 'blocked training'}
-    assert read_events(tmp_path) == ([{**wanted, 'seconds': 0.5, 'loss': None}], False)
+    expected = {'time': 1234.568, 'life': 2, 'step': 7, 'kind': 'saved', 'message': 'blocked training'}
+    assert read_events(tmp_path) == ([{**expected, 'seconds': 0.5, 'loss': None}], False)
     assert events.newest['kind'] == 'saved'
 
 
@@ -22,10 +22,10 @@ def test_no_event_follows_a_final_event(tmp_path, kind):
     events = Events(tmp_path, 1)
     events.add('machine', 'first')
     events.add(kind, 'over', code=0)
-    events.add('storage', 'the bucket does not answer')
+    events.add('storage', 'the bucket does not respond')
     assert [event['kind'] for event in read_events(tmp_path).lines] == ['machine', kind]
     # The next attempt adds events.
-    Events(tmp_path, 2).add('started', 'again')
+    Events(tmp_path, 2).add('started', 'restarted')
     assert [event['life'] for event in read_events(tmp_path).lines] == [1, 1, 2]
 
 

@@ -18,15 +18,15 @@ from maxlm.workdir.files import goodput_name
 
 
 class Run:
-    """Writes the heartbeats of a run: a start of 5 s, then steps of 1 s, each after 0.25 s of waiting for data."""
+    """Generates heartbeats of a run. Startup takes 5 s. Each step waits 0.25 s for data and takes 1 s."""
 
     def __init__(self):
         self.lines = []
-        self.now, self.life = 1000.0, 0
+        self.now, self.attempt = 1000.0, 0
 
     def start(self, step=0, *, pause=0.0, known=True):
         self.now += pause
-        self.life += 1
+        self.attempt += 1
         self.began, self.step, self.saved_step = self.now, step, None
         self.start_step = step if known else None
         self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
@@ -66,7 +66,7 @@ class Run:
         return self
 
     def kill(self):
-        """Ends the attempt after a heartbeat, so that all of its time is recorded."""
+        """Ends the attempt right after a heartbeat, so that all of its time is recorded."""
         self.line('beat')
         return self
 
@@ -79,7 +79,7 @@ class Run:
         self.lines.append(
             {
                 'time': self.now,
-                'life': self.life,
+                'life': self.attempt,
                 'process': 0,
                 'host': 'a',
                 'began': self.began,
@@ -97,7 +97,7 @@ def totals(run, **options):
     """Returns the categories whose time is not zero."""
     ledger = GoodputLog(attempts_of(run.lines, **options), [])
     assert set(ledger.totals) == set(CATEGORIES)
-    # All time is accounted for in every case.
+    # The categories account for all time.
     assert ledger.seconds == pytest.approx(run.now - 1000.0)
     return {name: pytest.approx(seconds) for name, seconds in ledger.totals.items() if seconds}
 
@@ -168,8 +168,8 @@ def test_restore_of_an_earlier_checkpoint_loses_steps_of_two_attempts():
     found = totals(run)
     assert found['step'] == 3.0
     assert found['lost'] == 4 * 1.25
-    lives = attempts_of(run.lines)
-    assert [life.seconds['lost'] for life in lives] == pytest.approx([2.5, 2.5, 0.0])
+    attempts = attempts_of(run.lines)
+    assert [attempt.seconds['lost'] for attempt in attempts] == pytest.approx([2.5, 2.5, 0.0])
 
 
 def test_rollbacks_within_an_attempt():
@@ -187,7 +187,7 @@ def test_rollbacks_within_an_attempt():
 
 def test_regular_end_loses_nothing():
     run = Run().start().steps(4).save()
-    # Time between the save and the last heartbeat.
+    # This time is between the save and the last heartbeat.
     run.spend('step', 0.01)
     run.end()
     run.start(4, pause=9.0).end()
@@ -222,15 +222,15 @@ def test_clock_skew_gives_no_negative_idle_time():
     assert attempts_of(run.lines)[1].seconds['idle'] == 0.0
 
 
-@pytest.mark.parametrize('again', [False, True])
-def test_compaction_keeps_all_attempts(again):
+@pytest.mark.parametrize('is_repeated', [False, True])
+def test_compaction_keeps_all_attempts(is_repeated):
     run = Run().start().steps(4).evaluate().save().steps(3).roll_back(4).steps(2).save().steps(2).kill()
     run.start(6, pause=3.0).steps(3).kill()
     run.start(6).steps(1).save().end()
-    kept = compact(compact(run.lines) if again else run.lines)
+    kept = compact(compact(run.lines) if is_repeated else run.lines)
     assert len(kept) < len(run.lines) / 2
     assert attempts_of(kept) == attempts_of(run.lines)
-    # Control: heartbeats of saves are needed.
+    # Control: the result differs without the heartbeats of saves.
     assert attempts_of([line for line in kept if line['why'] != 'saved']) != attempts_of(run.lines)
 
 

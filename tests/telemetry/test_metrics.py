@@ -44,7 +44,7 @@ def test_metric_names_must_be_declared(tmp_path):
 
 def test_every_metric_has_a_description():
     for name, metric in METRICS.items():
-        # Names have a section, an optional group as in TRL, and a name.
+        # A name consists of a section, an optional group (as in TRL) and the metric.
         assert name.removesuffix('/*').count('/') in (1, 2)
         assert metric.meaning
 
@@ -60,7 +60,7 @@ def test_second_attempt_appends(tmp_path):
 def test_docs_page_is_up_to_date():
     page = (ROOT / 'docs/metrics.md').read_text()
     assert page == metrics_page(), 'regenerate it: python docs/metrics.py'
-    # Control: every name is on it.
+    # Control: the page lists every name.
     assert all(f'| `{name}` |' in page for name in METRICS)
 
 
@@ -72,7 +72,7 @@ def test_samples_are_written_and_truncated_on_resume(tmp_path):
     lines = read_lines(tmp_path / SAMPLES_FILE).lines
     assert lines[0] == {'time': 1000.0, 'step': 2, 'prompt': 'Once', 'text': ' upon\na time'}
     assert [line['step'] for line in lines] == [2, 2, 4]
-    assert recorder.told[1:] == [
+    assert recorder.calls[1:] == [
         ('texts', 2, {'samples/0': 'Once▮ upon\na time', 'samples/1': 'é▮'}),
         ('texts', 4, {'samples/0': 'Once▮ more'}),
     ]
@@ -86,7 +86,7 @@ def test_trackers_receive_the_first_step_of_each_attempt(tmp_path):
         writer = MetricWriter(tmp_path, after_step=after_step, trackers=[recorder])
         for step in steps:
             writer.write(step, 1.0, {'train/loss': 1.0})
-    begins = [told for told in recorder.told if told[0] == 'begin']
+    begins = [call for call in recorder.calls if call[0] == 'begin']
     assert begins == [('begin', 0, 0), ('begin', 2, 3)]
 
 
@@ -98,7 +98,7 @@ def test_failing_tracker_is_disabled(tmp_path, caplog):
         writer.write(1, 1.0, {'train/loss': 1.0})
     assert trackers == [recorder]
     assert caplog.messages == ['Recorder failed and is disabled (OSError: no space)']
-    assert ('write', 1, {'train/loss': 1.0}) in recorder.told
+    assert ('write', 1, {'train/loss': 1.0}) in recorder.calls
     assert steps(tmp_path) == [1]
 
 
@@ -106,18 +106,18 @@ class Recorder:
     """A tracker that records its calls."""
 
     def __init__(self, *, fails=False):
-        self.told, self._fails = [], fails
+        self.calls, self._fails = [], fails
 
     def begin(self, after_step, newest_step):
-        self.told.append(('begin', after_step, newest_step))
+        self.calls.append(('begin', after_step, newest_step))
 
     def write(self, step, time, values):
         if self._fails:
             raise OSError('no space')
-        self.told.append(('write', step, values))
+        self.calls.append(('write', step, values))
 
     def write_texts(self, step, texts):
-        self.told.append(('texts', step, texts))
+        self.calls.append(('texts', step, texts))
 
 
 @pytest.mark.parametrize('after_step', [0, 2, 3])
@@ -131,15 +131,15 @@ def test_lines_after_the_checkpoint_are_dropped(tmp_path, after_step):
 @pytest.mark.parametrize('kept', [1, 10, -1])
 def test_a_torn_last_line_is_ignored_and_dropped(tmp_path, kept):
     write(tmp_path, [1, 2])
-    whole = (tmp_path / METRICS_FILE).read_text()
+    complete = (tmp_path / METRICS_FILE).read_text()
     third = json.dumps({'step': 3, 'time': 1.0, 'train/loss': 1.0}) + '\n'
-    (tmp_path / METRICS_FILE).write_text(whole + third[:kept])
+    (tmp_path / METRICS_FILE).write_text(complete + third[:kept])
     assert steps(tmp_path) == [1, 2]
     write(tmp_path, [3], after_step=3)
     assert steps(tmp_path) == [1, 2, 3]
     assert (tmp_path / METRICS_FILE).read_text().count('\n') == 3
     # Control: the line counts once it is complete.
-    (tmp_path / METRICS_FILE).write_text(whole + third)
+    (tmp_path / METRICS_FILE).write_text(complete + third)
     assert steps(tmp_path) == [1, 2, 3]
 
 

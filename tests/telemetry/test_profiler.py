@@ -10,7 +10,7 @@ from maxlm.telemetry.profiler import Operation, Profile, kind_of, newest_trace, 
 
 
 def trace(workdir, work, *, steps=range(1, 8), config=None):
-    """Runs `work` for each step and traces steps 3 and 4, unless `config` gives other steps."""
+    """Runs `work` for each step and traces steps 3 and 4, unless `config` selects other steps."""
     tracer = Profile(config or ProfileConfig(start_step=3, num_steps=2), workdir)
     traced = []
     for step in steps:
@@ -36,7 +36,7 @@ def test_configured_steps_are_traced(tmp_path, caplog):
         assert trace(tmp_path, lambda: step(x).block_until_ready()) == [3, 4]
     found = operations(newest_trace(tmp_path))
     by_name = {operation.name: operation for operation in found}
-    # Two steps of four rounds on one device: the loop and its contents.
+    # Each of two steps runs a loop of four iterations on one device.
     assert by_name['while'].num_runs == 2
     tanh = by_name[next(name for name in by_name if 'tanh' in name)]
     assert tanh.num_runs == 8
@@ -72,15 +72,15 @@ def test_start_and_stop_of_the_trace(tmp_path, monkeypatch, config, steps, trace
 
 def test_failure_is_logged_and_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
     def fail(*_, **__):
-        raise RuntimeError('another profile\nis under way')
+        raise RuntimeError('another profile\nis in progress')
 
     monkeypatch.setattr(jax.profiler, 'start_trace', fail)
     assert trace(tmp_path, lambda: None) == [3]
-    assert caplog.messages == ['profile.start_step=3: profiling failed (RuntimeError: another profile is under way)']
+    assert caplog.messages == ['profile.start_step=3: profiling failed (RuntimeError: another profile is in progress)']
 
 
 def test_self_times_exclude_nested_operations():
-    # A loop of 10 with two rounds of 3 and 4; the second contains an operation of 1. An operation of 2 follows.
+    # A loop of 10 ns contains operations of 3 ns and 4 ns; the second contains one of 1 ns. One of 2 ns follows.
     events = [('loop', 0, 10), ('a.1', 1, 3), ('a.2', 5, 4), ('b', 6, 1), ('b', 12, 2)]
     assert sorted(self_times(events)) == [('a.1', 3), ('a.2', 3), ('b', 1), ('b', 2), ('loop', 3)]
     assert sum(time for _, time in self_times(events)) == 12
@@ -131,7 +131,7 @@ class Plane:
             ],
             [Operation('gemm', 4.0, 2), Operation('nccl', 3.0, 1)],
         ),
-        # On a CPU, events count that belong to an operation.
+        # On a CPU, only events of an HLO operation count.
         (
             [Plane('/host:CPU', Line('t', ('dot.3', 0, 1e9, [('hlo_op', 'dot.3')]), ('python', 0, 9e9, [])))],
             [Operation('dot', 1.0, 1)],

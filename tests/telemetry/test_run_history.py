@@ -1,4 +1,4 @@
-"""Tests `RunHistory`: all files of a local or remote workdir as one value, whatever their state."""
+"""Tests `RunHistory`, which combines all files of a local or remote workdir, including damaged files."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def test_history_contains_all_files(tmp_path):
 
 
 def test_the_builders_are_consistent(tmp_path):
-    """Categories add up to the time from the first start to the last line, in every workdir with heartbeats."""
+    """Checks that the categories add up to the time from the first start to the last line of each workdir."""
     for name, build in BUILDERS.items():
         history = read_history(build(tmp_path / name))
         for process, ledger in history.goodput_logs.items():
@@ -58,23 +58,23 @@ def test_history_of_several_processes(tmp_path):
 
 
 def test_torn_lines_are_reported(tmp_path):
-    whole, torn = read_history(workdirs.running(tmp_path / 'a/run')), read_history(workdirs.torn(tmp_path / 'b/run'))
+    complete, torn = read_history(workdirs.running(tmp_path / 'a/run')), read_history(workdirs.torn(tmp_path / 'b/run'))
     names = ('devices', 'goodput', 'metrics', 'events', 'samples')
     assert torn.notes == tuple(f'{name}.jsonl: skipped the incomplete last line' for name in names)
-    assert whole.notes == ()
-    assert (torn.metrics, torn.events, torn.goodput_logs) == (whole.metrics, whole.events, whole.goodput_logs)
+    assert complete.notes == ()
+    assert (torn.metrics, torn.events, torn.goodput_logs) == (complete.metrics, complete.events, complete.goodput_logs)
 
 
 @pytest.mark.parametrize('name', ['perf/mfu', 'perf/mfu_full'])
 def test_mfu_above_1_is_removed_from_all_lines(tmp_path, name):
     workdir = workdirs.finished(tmp_path / 'run')
     path = workdir / 'metrics.jsonl'
-    whole = lines(path)
-    assert read_history(workdir).metrics == whole
-    whole[5][name] = 1.01
-    path.write_text(''.join(json.dumps(line) + '\n' for line in whole))
+    expected = lines(path)
+    assert read_history(workdir).metrics == expected
+    expected[5][name] = 1.01
+    path.write_text(''.join(json.dumps(line) + '\n' for line in expected))
     history = read_history(workdir)
-    assert history.metrics == [{key: line[key] for key in line if not key.startswith('perf/mfu')} for line in whole]
+    assert history.metrics == [{key: line[key] for key in line if not key.startswith('perf/mfu')} for line in expected]
     (note,) = history.notes
     assert note.startswith('metrics.jsonl: MFU is hidden because it exceeds 1 in 1 lines')
 
@@ -85,10 +85,10 @@ def test_empty_directory_has_not_started(tmp_path):
     assert read_history(workdirs.fresh(tmp_path / 'a')).has_started
 
 
-@pytest.mark.parametrize('url', ['', 'memory://history_nowhere/run'])
+@pytest.mark.parametrize('url', ['', 'memory://missing_bucket/run'])
 def test_missing_workdir_is_an_error(tmp_path, url):
     with pytest.raises(InputError, match=r'give a workdir of maxlm\.train'):
-        read_history(url or tmp_path / 'nowhere')
+        read_history(url or tmp_path / 'missing')
 
 
 def test_other_directories_are_errors(tmp_path):
@@ -107,7 +107,7 @@ def test_other_directories_are_errors(tmp_path):
 
 def test_invalid_config_is_reported_and_other_files_are_read(tmp_path):
     workdirs.running(tmp_path)
-    (tmp_path / CONFIG).write_text('{"model": {"heads_of_tomorrow": 3}}')
+    (tmp_path / CONFIG).write_text('{"model": {"unknown_key": 3}}')
     history = read_history(tmp_path)
     assert history.config is None
     assert history.metrics

@@ -56,16 +56,16 @@ def test_exited_process_is_a_crash_and_unknown_process_is_not(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     assert history.alive is None
     assert run_status(history, NOW).state == RUNNING
-    gone = run_status(dataclasses.replace(history, alive=False), NOW)
-    assert (gone.state, 'exited' in gone.reason) == (CRASHED, True)
+    exited = run_status(dataclasses.replace(history, alive=False), NOW)
+    assert (exited.state, 'exited' in exited.reason) == (CRASHED, True)
 
 
 def test_missing_heartbeats_are_a_stall(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     assert last_heartbeat(history) == NOW
     assert run_status(history, NOW + STALL_SECONDS).state == RUNNING
-    silent = run_status(history, NOW + STALL_SECONDS + 1)
-    assert (silent.state, silent.reason) == (STALLED, 'no heartbeat for 61 s')
+    stalled = run_status(history, NOW + STALL_SECONDS + 1)
+    assert (stalled.state, stalled.reason) == (STALLED, 'no heartbeat for 61 s')
 
 
 def test_slow_steps_and_rare_heartbeats_extend_the_limit(tmp_path):
@@ -81,7 +81,7 @@ def test_slow_steps_and_rare_heartbeats_extend_the_limit(tmp_path):
 
 
 def later(history, category, seconds):
-    """Returns the history with heartbeats every 10 s for `seconds`, during which no step is done."""
+    """Returns the history with heartbeats every 10 s for `seconds`, in which no step finishes."""
     beats = list(history.heartbeats[0])
     for _ in range(seconds // 10):
         last = beats[-1]
@@ -101,21 +101,21 @@ def test_process_with_heartbeats_but_without_steps(tmp_path, category, state):
     assert found.state == state
     if state == STALLED:
         assert f'current phase: {category.replace("_", " ")}' in found.reason
-    # Alerts are no progress, evaluations are.
-    for kind, then in (('storage', state), ('evaluated', RUNNING)):
+    # Alerts do not count as progress; evaluations do.
+    for kind, new_state in (('storage', state), ('evaluated', RUNNING)):
         event = {'time': NOW + 290, 'life': 1, 'kind': kind, 'message': ''}
-        told = dataclasses.replace(history, events=[*history.events, event])
-        assert run_status(told, NOW + 300).state == then
+        updated = dataclasses.replace(history, events=[*history.events, event])
+        assert run_status(updated, NOW + 300).state == new_state
 
 
 def test_new_attempt_after_an_end_is_running(tmp_path):
     history = read_history(workdirs.finished(tmp_path))
     assert sum(event['kind'] == 'preempted' for event in history.events) == 1
-    until = [event for event in history.events if event['kind'] != 'finished']
-    alive = dataclasses.replace(history, events=until, alive=None)
+    events = [event for event in history.events if event['kind'] != 'finished']
+    alive = dataclasses.replace(history, events=events, alive=None)
     assert run_status(alive, NOW).state == RUNNING
     # The first heartbeats of the new attempt precede its first event.
-    ended = dataclasses.replace(history, events=[event for event in until if event['life'] == 1])
+    ended = dataclasses.replace(history, events=[event for event in events if event['life'] == 1])
     assert run_status(dataclasses.replace(ended, alive=None), NOW).state == RUNNING
     first = dataclasses.replace(ended, heartbeats={0: [beat for beat in history.heartbeats[0] if beat['life'] == 1]})
     assert run_status(first, NOW).state == PREEMPTED

@@ -8,7 +8,7 @@ from tests.small import small_config
 
 
 def events_of(directory):
-    """Returns the events as TensorBoard reads them."""
+    """Returns the events that TensorBoard reads."""
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(directory), size_guidance={'tensors': 0})

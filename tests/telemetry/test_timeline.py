@@ -1,4 +1,4 @@
-"""Tests that exactly one category of time is active, on a clock that the test moves, and the start of a process."""
+"""Tests that exactly one time category is active, with a simulated clock, and the start time of a process."""
 
 import contextlib
 import subprocess
@@ -20,7 +20,7 @@ class Clock:
     def __call__(self):
         return self.now
 
-    def pass_(self, seconds):
+    def advance(self, seconds):
         self.now += seconds
 
 
@@ -35,29 +35,29 @@ def spent(timeline):
 
 def test_nested_phases_return_to_the_outer_phase(clock):
     timeline = Timeline(clock=clock)
-    clock.pass_(1)
+    clock.advance(1)
     with timeline.phase('restore'):
-        clock.pass_(2)
-    clock.pass_(4)
+        clock.advance(2)
+    clock.advance(4)
     timeline.started()
     with timeline.phase('step'):
-        clock.pass_(8)
+        clock.advance(8)
         with contextlib.suppress(KeyError), timeline.phase('evaluation'), timeline.phase('compile'):
-            clock.pass_(16)
+            clock.advance(16)
             raise KeyError
-        clock.pass_(32)
+        clock.advance(32)
         # The timeline can be read during a phase.
         assert spent(timeline)['step'] == 40
-        clock.pass_(64)
-    clock.pass_(128)
+        clock.advance(64)
+    clock.advance(128)
     assert spent(timeline) == {'start': 5, 'restore': 2, 'step': 104, 'compile': 16, 'other': 128}
     assert sum(timeline.read().values()) == pytest.approx(clock.now - timeline.origin)
 
 
 def test_time_before_construction_is_startup(clock):
-    began = time.time() - 7.0
-    timeline = Timeline(began, clock=clock)
-    assert timeline.start_time == began
+    start_time = time.time() - 7.0
+    timeline = Timeline(start_time, clock=clock)
+    assert timeline.start_time == start_time
     assert timeline.origin == pytest.approx(93.0, abs=0.1)
     assert timeline.read()['start'] == pytest.approx(7.0, abs=0.1)
     # A start time in the future is ignored.
@@ -67,7 +67,7 @@ def test_time_before_construction_is_startup(clock):
 def test_move_keeps_the_total(clock):
     timeline = Timeline(clock=clock)
     with timeline.phase('data_wait'):
-        clock.pass_(3)
+        clock.advance(3)
     timeline.move(2, 'data_wait', 'step')
     assert spent(timeline) == {'data_wait': 1, 'step': 2}
     timeline.move(5, 'data_wait', 'step')
@@ -88,15 +88,15 @@ def test_compilation_is_tracked_in_every_phase():
     timeline.started()
     with timeline.track_compilation(), timeline.phase('evaluation'):
         jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.ones((8, 8))).block_until_ready()
-        here = timeline.read()
+        tracked = timeline.read()
         # Compilation in another thread does not count.
         thread = threading.Thread(target=lambda: jax.jit(lambda x: jnp.cos(x) @ x)(jnp.ones((9, 9))))
         thread.start()
         thread.join()
-        assert timeline.read()['compile'] == here['compile'] > 0
+        assert timeline.read()['compile'] == tracked['compile'] > 0
     # Control: compilation outside of the block is not recorded.
     jax.jit(lambda x: jnp.tan(x) @ x)(jnp.ones((7, 7)))
-    assert timeline.read()['compile'] == here['compile']
+    assert timeline.read()['compile'] == tracked['compile']
     assert min(timeline.read().values()) >= 0
     assert set(timeline.read()) == set(ACTIVITIES)
 
@@ -106,9 +106,9 @@ def test_process_start_time_precedes_imports():
     before = time.time()
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
     after = time.time()
-    began = float(done.stdout)
+    start_time = float(done.stdout)
     # The kernel's clock has ticks of 10 ms.
-    assert before - 0.05 <= began < after
+    assert before - 0.05 <= start_time < after
     # The process imports JAX, which takes longer than this.
-    assert after - began > 0.2
+    assert after - start_time > 0.2
     assert process_start_time() < before

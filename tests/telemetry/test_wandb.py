@@ -25,23 +25,23 @@ def records(path):
 
     content = path.read_bytes()
     assert content[:4] == b':W&B'
-    place, whole = 7, b''
-    while place + 7 <= len(content):
-        left = BLOCK - place % BLOCK
+    position, fragments = 7, b''
+    while position + 7 <= len(content):
+        left = BLOCK - position % BLOCK
         if left < 7:
-            place += left
+            position += left
             continue
-        _, length, kind = struct.unpack('<IHB', content[place : place + 7])
+        _, length, kind = struct.unpack('<IHB', content[position : position + 7])
         if kind == 0:
             break
-        whole += content[place + 7 : place + 7 + length]
-        place += 7 + length
+        fragments += content[position + 7 : position + 7 + length]
+        position += 7 + length
         # 1: complete record, 4: last fragment.
         if kind in (1, 4):
             record = Record()
-            record.ParseFromString(whole)
+            record.ParseFromString(fragments)
             yield record
-            whole = b''
+            fragments = b''
 
 
 def read_back(workdir):
@@ -62,10 +62,10 @@ def read_back(workdir):
 
 
 def config(**overrides):
-    return small_config(metrics__wandb='offline', metrics__wandb_project='here', **overrides)
+    return small_config(metrics__wandb='offline', metrics__wandb_project='my-project', **overrides)
 
 
-def leg(workdir, tracker, steps, *, after_step, factor=1.0):
+def write_metrics(workdir, tracker, steps, *, after_step, factor=1.0):
     writer = MetricWriter(workdir, after_step=after_step, trackers=[tracker])
     for step in steps:
         values = {'train/loss': factor / step, 'train/loss/web': 2.0, 'perf/mfu': float('nan')}
@@ -81,23 +81,23 @@ def without_nulls(lines):
 
 def test_offline_run_equals_metrics_jsonl(tmp_path):
     tracker = WeightsAndBiases(tmp_path, config(), close_seconds=60)
-    leg(tmp_path, tracker, range(1, 7), after_step=0)
+    write_metrics(tmp_path, tracker, range(1, 7), after_step=0)
     tracker.close()
     # The run is killed after step 6 and resumes from a checkpoint of step 4, with the same numbers.
     tracker = WeightsAndBiases(tmp_path, config(), close_seconds=60)
-    leg(tmp_path, tracker, range(5, 10), after_step=4)
+    write_metrics(tmp_path, tracker, range(5, 10), after_step=4)
     runs, lines = read_back(tmp_path)
     before = read_metrics(tmp_path)
     # The run rolls back to step 7 and skips the batches that caused it.
-    leg(tmp_path, tracker, range(8, 10), after_step=7, factor=3.0)
+    write_metrics(tmp_path, tracker, range(8, 10), after_step=7, factor=3.0)
     tracker.close()
     runs, lines = read_back(tmp_path)
     assert {run_id for run_id, *_ in runs} == {(tmp_path / WANDB_ID_FILE).read_text().strip()}
     assert len({id(run) for run in runs}) >= 2
-    _, project, name, told = runs[0]
-    assert (project, name) == ('here', tmp_path.name)
-    assert told['model']['dim'] == 32
-    assert 'alerts' not in told
+    _, project, name, logged = runs[0]
+    assert (project, name) == ('my-project', tmp_path.name)
+    assert logged['model']['dim'] == 32
+    assert 'alerts' not in logged
     assert [line['step'] for line in lines if 'samples/0/_type' in line] == [4, 8, 8]
     scalars = [line for line in lines if 'time' in line]
     assert [line['step'] for line in scalars] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 8, 8, 9]
@@ -109,7 +109,7 @@ def test_offline_run_equals_metrics_jsonl(tmp_path):
 
 
 def test_failing_upload_logs_one_warning(tmp_path, monkeypatch, caplog):
-    # There is no account. On a terminal W&B would ask for one.
+    # No account is configured. On a terminal, W&B would prompt for one.
     for name, value in {
         'HOME': str(tmp_path),
         'NETRC': str(tmp_path / 'none'),
@@ -118,7 +118,7 @@ def test_failing_upload_logs_one_warning(tmp_path, monkeypatch, caplog):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv('WANDB_API_KEY', raising=False)
     tracker = WeightsAndBiases(tmp_path, small_config(metrics__wandb='online'), close_seconds=60)
-    leg(tmp_path, tracker, range(1, 10), after_step=0)
+    write_metrics(tmp_path, tracker, range(1, 10), after_step=0)
     with caplog.at_level('INFO', logger='maxlm'):
         tracker.close()
     (warning,) = caplog.messages
@@ -132,7 +132,7 @@ def test_hanging_child_does_not_delay_close(tmp_path, caplog):
     os.kill(tracker._child.pid, signal.SIGSTOP)
     try:
         # More data than fits into a pipe.
-        leg(tmp_path, tracker, range(1, 2000), after_step=0)
+        write_metrics(tmp_path, tracker, range(1, 2000), after_step=0)
         with caplog.at_level('INFO', logger='maxlm'):
             tracker.close()
     finally:

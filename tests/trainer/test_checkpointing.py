@@ -1,4 +1,4 @@
-"""Start of a run: random, from another checkpoint, from an import, or from its own checkpoint; and errors."""
+"""Initialization of a run: random, from another run, from an import or from its own checkpoint."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from maxlm.checkpoint.streaming import write_step
 from maxlm.data.dataset.records import load_manifest
 from maxlm.errors import InputError
 from maxlm.log import Console
-from maxlm.trainer import checkpointing as starting
+from maxlm.trainer import checkpointing
 from maxlm.trainer.checkpointing import check_init_from, restore_or_initialize
 from maxlm.training.state import abstract_state, init_state
 from maxlm.workdir.files import TOKENIZER
@@ -58,13 +58,13 @@ def imported(tmp_path, trained):
 
 @pytest.fixture
 def start(data, capsys, monkeypatch):
-    """Returns the state with which a config starts in a workdir, and what was logged.
+    """Returns a function that starts a run in a workdir and returns its state and its output.
 
     The initial state is only computed with `random`, because this takes longer than all other operations.
     """
 
     def start(workdir, *, num_devices=2, init_from='', random=False, **overrides):
-        monkeypatch.setattr(starting, 'init_state', init_state if random else zero_state)
+        monkeypatch.setattr(checkpointing, 'init_state', init_state if random else zero_state)
         config = config_on(num_devices, **overrides)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(init_from)))
         layout = small_layout(config)
@@ -127,17 +127,17 @@ def test_init_from_a_given_step(start, tmp_path, origin):
 
 
 def test_init_from_uses_the_ema(start, tmp_path, trained):
-    average = random_state(abstract_on(2), step=0, skipped=0, seed=9).params
-    save(tmp_path / 'averaged', [trained._replace(ema=average)])
-    state, out = start(tmp_path / 'run', init_from=tmp_path / 'averaged')
-    assert_fresh(state, average)
+    ema = random_state(abstract_on(2), step=0, skipped=0, seed=9).params
+    save(tmp_path / 'with_ema', [trained._replace(ema=ema)])
+    state, out = start(tmp_path / 'run', init_from=tmp_path / 'with_ema')
+    assert_fresh(state, ema)
     assert '/7/ema' in out
     assert state.ema is None
 
 
-@pytest.mark.parametrize('how', ['init_from', 'import'])
-def test_ema_starts_as_a_copy_of_the_parameters(start, tmp_path, origin, imported, trained, how):
-    state, _ = start(imported, **EMA) if how == 'import' else start(tmp_path / 'run', init_from=origin, **EMA)
+@pytest.mark.parametrize('source', ['init_from', 'import'])
+def test_ema_starts_as_a_copy_of_the_parameters(start, tmp_path, origin, imported, trained, source):
+    state, _ = start(imported, **EMA) if source == 'import' else start(tmp_path / 'run', init_from=origin, **EMA)
     assert_fresh(state, trained.params, **EMA)
     assert same(state.ema, trained.params)
     # The step donates its state, and JAX crashes if the same buffer is donated twice.
@@ -152,14 +152,14 @@ def memory(tree):
 
 
 def test_own_checkpoint_takes_precedence(start, tmp_path, origin, trained):
-    past = random_state(abstract_on(2), step=4, skipped=1, seed=4)
-    save(tmp_path, [past])
+    saved = random_state(abstract_on(2), step=4, skipped=1, seed=4)
+    save(tmp_path, [saved])
     state, out = start(tmp_path, init_from=origin)
-    assert same(state, past)
+    assert same(state, saved)
     assert not same(state, trained)
     assert out == 'resuming from step 4\n'
     # The initial checkpoint may have been deleted by then.
-    assert same(start(tmp_path, init_from=tmp_path / 'gone')[0], past)
+    assert same(start(tmp_path, init_from=tmp_path / 'deleted')[0], saved)
 
 
 def test_training_starts_from_an_import(start, imported, trained, origin):
@@ -170,9 +170,9 @@ def test_training_starts_from_an_import(start, imported, trained, origin):
     # An import also counts as an existing checkpoint.
     assert same(start(imported, init_from=f'{origin}@3')[0].params, trained.params)
     # If there is a later checkpoint, the run resumes from it.
-    past = random_state(abstract_on(2), step=4, skipped=1, seed=4)
-    save(imported, [past])
-    assert same(start(imported)[0], past)
+    saved = random_state(abstract_on(2), step=4, skipped=1, seed=4)
+    save(imported, [saved])
+    assert same(start(imported)[0], saved)
 
 
 def test_parameters_without_optimizer_state_are_rejected_after_step_0(start, tmp_path, trained):
@@ -187,10 +187,10 @@ def test_parameters_without_optimizer_state_are_rejected_after_step_0(start, tmp
 
 
 def test_run_resumes_from_a_saved_step_0(start, tmp_path):
-    past = random_state(abstract_on(2), step=0, skipped=0, seed=4)
-    save(tmp_path, [past])
+    saved = random_state(abstract_on(2), step=0, skipped=0, seed=4)
+    save(tmp_path, [saved])
     state, out = start(tmp_path)
-    assert same(state, past)
+    assert same(state, saved)
     assert out == 'resuming from step 0\n'
 
 
@@ -225,8 +225,8 @@ def test_damaged_init_from_is_reported(start, tmp_path, origin):
 
 
 def test_missing_init_from_is_reported_before_writing(start, tmp_path, origin):
-    for init_from, words in {tmp_path / 'nothing': 'no checkpoint in', f'{origin}@4': 'steps: 3, 7'}.items():
-        with pytest.raises(InputError, match=words) as info:
+    for init_from, message in {tmp_path / 'missing': 'no checkpoint in', f'{origin}@4': 'steps: 3, 7'}.items():
+        with pytest.raises(InputError, match=message) as info:
             start(tmp_path / 'run', init_from=init_from)
         assert str(info.value).startswith(f'train.init_from={init_from}: ')
     assert not (tmp_path / 'run').exists()

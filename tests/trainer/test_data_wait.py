@@ -1,4 +1,4 @@
-"""Waits for data count only while the device is idle. The tests simulate device and clock."""
+"""Waits for data count only while the device is idle. Device and clock are simulated."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ class Step:
     def block_until_ready(self):
         self.done.wait()
         if self.fails:
-            raise RuntimeError('the step has failed')
+            raise RuntimeError('the step failed')
         return self
 
 
@@ -50,14 +50,14 @@ def wait(timeline):
         yield wait
 
 
-def reading(clock, seconds, then=lambda: None):
-    """Yields a batch that takes `seconds` and then calls `then`."""
+def read_batch(clock, seconds, callback=lambda: None):
+    """Yields a batch that takes `seconds` and then calls `callback`."""
     clock.now += seconds
-    then()
+    callback()
     yield 'batch'
 
 
-def seen(wait, clock, step, *, before, after):
+def read_during_step(wait, clock, step, *, before, after):
     """Yields a batch; the step finishes during the wait, and the watching thread notices it."""
     clock.now += before
     step.done.set()
@@ -73,53 +73,53 @@ def spent(timeline):
 
 
 def test_wait_counts_fully_while_the_device_is_idle(wait, clock, timeline):
-    assert wait.next_batch(reading(clock, 3.0), None) == ('batch', 3.0)
+    assert wait.next_batch(read_batch(clock, 3.0), None) == ('batch', 3.0)
     assert spent(timeline) == (3.0, 0.0)
     # The step was dispatched, but finished before the batch was requested.
     step = Step()
     step.done.set()
-    assert wait.next_batch(reading(clock, 4.0), step) == ('batch', 4.0)
+    assert wait.next_batch(read_batch(clock, 4.0), step) == ('batch', 4.0)
     assert spent(timeline) == (7.0, 0.0)
 
 
 @pytest.mark.parametrize('late_before', [False, True])
 def test_wait_does_not_count_while_the_device_is_busy(wait, clock, timeline, late_before):
     if late_before:
-        wait.next_batch(reading(clock, 1.0), None)
+        wait.next_batch(read_batch(clock, 1.0), None)
     step = Step()
-    assert wait.next_batch(reading(clock, 3.0), step) == ('batch', 3.0)
+    assert wait.next_batch(read_batch(clock, 3.0), step) == ('batch', 3.0)
     assert spent(timeline) == (float(late_before), 3.0)
     step.done.set()
 
 
 @pytest.mark.parametrize('fails', [False, True])
 def test_late_batches_count_from_the_end_of_the_step(wait, clock, timeline, fails):
-    wait.next_batch(reading(clock, 1.0), None)
+    wait.next_batch(read_batch(clock, 1.0), None)
     for number in (1, 2):
         step = Step(fails=fails)
-        assert wait.next_batch(seen(wait, clock, step, before=2.0, after=4.0), step) == ('batch', 6.0)
+        assert wait.next_batch(read_during_step(wait, clock, step, before=2.0, after=4.0), step) == ('batch', 6.0)
         assert spent(timeline) == (1.0 + number * 4.0, number * 2.0)
 
 
 def test_first_late_batch_assumes_the_usual_step_time(wait, clock, timeline):
     for number in range(4):
         step = Step()
-        wait.next_batch(reading(clock, 0.0), step)
-        # Waits for the previous step, once with an evaluation.
+        wait.next_batch(read_batch(clock, 0.0), step)
+        # The loop waits for the previous step; the first time it also evaluates.
         clock.now += 2.0 if number else 50.0
         step.done.set()
     assert spent(timeline) == (0.0, 56.0)
     step = Step()
-    assert wait.next_batch(reading(clock, 5.0, step.done.set), step) == ('batch', 5.0)
+    assert wait.next_batch(read_batch(clock, 5.0, step.done.set), step) == ('batch', 5.0)
     assert spent(timeline) == (3.0, 58.0)
     # The watching thread was not woken until then.
     assert wait._ready == (None, 0.0)
     # A batch that arrives before the step ends costs no time.
     step = Step()
-    wait.next_batch(seen(wait, clock, step, before=0.0, after=0.0), step)
+    wait.next_batch(read_during_step(wait, clock, step, before=0.0, after=0.0), step)
     clock.now += 2.0
     step = Step()
-    wait.next_batch(reading(clock, 1.0, step.done.set), step)
+    wait.next_batch(read_batch(clock, 1.0, step.done.set), step)
     assert spent(timeline) == (3.0, 61.0)
 
 

@@ -18,18 +18,18 @@ import json, os, signal, sys
 from maxlm.trainer import main
 
 main.disconnect = lambda code: os.kill(os.getpid(), signal.SIGTERM)
-ends = []
+codes = []
 for code in map(int, sys.argv[1:]):
     if not (pid := os.fork()):
         main.start(lambda arguments, began: code)
-    ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-print(json.dumps(ends))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(json.dumps(codes))
 """
 
 
 def test_late_preemption_notice_keeps_the_exit_code():
     # Negative control: a signal may end a failed run.
-    ends = {EXIT_DONE: EXIT_DONE, EXIT_PREEMPTED: EXIT_PREEMPTED, 1: -signal.SIGTERM}
-    command = [sys.executable, '-c', PROGRAM, *map(str, ends)]
+    expected = {EXIT_DONE: EXIT_DONE, EXIT_PREEMPTED: EXIT_PREEMPTED, 1: -signal.SIGTERM}
+    command = [sys.executable, '-c', PROGRAM, *map(str, expected)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == list(ends.values())
+    assert json.loads(done.stdout.splitlines()[-1]) == list(expected.values())

@@ -22,11 +22,13 @@ OVERFLOW = {'loss': 1.0, 'skipped': True, 'overflow': True}
 
 @pytest.fixture
 def reporter():
-    pace = Throughput(tokens_per_step=1, flops=TokenFlops(causal=1, full=1), peak=Peak(1.0, 'by hand'), num_devices=1)
+    throughput = Throughput(
+        tokens_per_step=1, flops=TokenFlops(causal=1, full=1), peak=Peak(1.0, 'by hand'), num_devices=1
+    )
     reporter = Reporter(
-        # log_every is so large that no step is logged.
+        # No step is logged with this interval.
         small_config(train__log_every=1000, train__num_steps=1000),
-        throughput=pace,
+        throughput=throughput,
         bar=tqdm(disable=True),
         windows_per_epoch=1,
         sources=None,
@@ -70,8 +72,8 @@ def test_skipped_steps_are_counted_and_logged_by_reason(reporter, monkeypatch):
     # The logger caches enabled levels.
     logger._cache.clear()
     skips_in_a_row(reporter, [OVERFLOW, GOOD, DIVERGED, SPIKE])
-    told = [(record.levelname, ' '.join(record.getMessage().split())) for record in records]
-    assert told == [
+    messages = [(record.levelname, ' '.join(record.getMessage().split())) for record in records]
+    assert messages == [
         ('INFO', 'step 1 skipped: its gradient overflowed; the loss scale is halved'),
         # The total includes three skipped steps of earlier attempts.
         ('WARNING', 'step 3 skipped: its loss or gradient is not finite (5 skipped so far)'),
@@ -83,7 +85,7 @@ def test_skipped_steps_are_counted_and_logged_by_reason(reporter, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ('history', 'wanted'),
+    ('history', 'expected'),
     [
         ([GOOD], BadSteps()),
         ([GOOD, DIVERGED, SPIKE], BadSteps(2, 3, 2)),
@@ -92,9 +94,9 @@ def test_skipped_steps_are_counted_and_logged_by_reason(reporter, monkeypatch):
         ([DIVERGED, GOOD], BadSteps()),
     ],
 )
-def test_bad_steps_are_identified(reporter, history, wanted):
+def test_bad_steps_are_identified(reporter, history, expected):
     skips_in_a_row(reporter, history)
-    assert reporter.bad_steps == wanted
+    assert reporter.bad_steps == expected
 
 
 def test_bad_steps_are_reset_after_a_rollback(reporter):

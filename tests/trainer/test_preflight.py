@@ -1,4 +1,4 @@
-"""Preflight: compiles a step that fits, refuses one that does not with advice, and chooses a micro-batch."""
+"""Preflight: compiles a step that fits in memory, rejects others with a suggestion, and chooses a micro-batch."""
 
 import dataclasses
 from functools import partial
@@ -12,7 +12,7 @@ from maxlm.config.resolve import resolve
 from maxlm.config.schema import AUTO
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.planning import forecast, machine
-from maxlm.trainer import main as runs
+from maxlm.trainer import main as trainer_main
 from maxlm.trainer import preflight
 from maxlm.trainer.preflight import compile_step
 from maxlm.workdir.files import read_config
@@ -32,13 +32,13 @@ SMALL = (
 @pytest.fixture(scope='module', autouse=True)
 def _compiled_once():
     """Caches the compiled step of each config for the tests of this module."""
-    compile_train_step, kept = forecast.compile_train_step, {}
+    compile_train_step, cache = forecast.compile_train_step, {}
 
     def compile_once(config, layout, *rest):
         key = repr((config, layout.mesh, rest[1:]))
-        if key not in kept:
-            kept[key] = compile_train_step(config, layout, *rest)
-        return kept[key]
+        if key not in cache:
+            cache[key] = compile_train_step(config, layout, *rest)
+        return cache[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forecast, 'compile_train_step', compile_once)
@@ -55,14 +55,14 @@ def memory(monkeypatch):
     return set_memory
 
 
-def ready(*overrides, first_step=0):
+def run_preflight(*overrides, first_step=0):
     config = load(f'{ROOT}/configs/tiny.py', [*SMALL, *overrides])
     resolver = partial(resolve, platform='cpu', num_devices=jax.device_count(), vocab_size=256, windows=100)
     return compile_step(config, resolver, num_sources=0, first_step=first_step)
 
 
 def test_fitting_config_is_compiled():
-    found = ready('train.per_device_batch_size=2')
+    found = run_preflight('train.per_device_batch_size=2')
     assert found.forecast.fits
     assert not found.forecast.memory.is_estimate
     assert found.forecast.compiled is not None
@@ -78,37 +78,37 @@ def estimated(monkeypatch):
 
 def test_sequence_length_of_the_first_step_is_compiled(estimated):
     growing = 'data.seq_len_schedule=((32,0.5),)'
-    assert ready(growing).forecast.config.data.seq_len == 32
-    assert ready(growing, first_step=399).forecast.config.data.seq_len == 64
+    assert run_preflight(growing).forecast.config.data.seq_len == 32
+    assert run_preflight(growing, first_step=399).forecast.config.data.seq_len == 64
 
 
 def test_error_suggests_a_config_that_fits(memory):
-    needed = ready('train.per_device_batch_size=8').forecast.needed
+    needed = run_preflight('train.per_device_batch_size=8').forecast.needed
     memory(int(0.6 * needed))
     with pytest.raises(InputError, match=r'more than the available .*MiB; this would fit: --config\.') as info:
-        ready('train.per_device_batch_size=8')
-    advice = str(info.value).partition('this would fit: ')[2].replace('--config.', '').split()
-    found = ready('train.per_device_batch_size=8', *advice)
+        run_preflight('train.per_device_batch_size=8')
+    suggestion = str(info.value).partition('this would fit: ')[2].replace('--config.', '').split()
+    found = run_preflight('train.per_device_batch_size=8', *suggestion)
     assert found.forecast.needed <= 0.6 * needed
 
 
 def test_error_has_no_suggestion_if_nothing_fits(memory, estimated):
     memory(1000)
     with pytest.raises(InputError, match='none of the layouts tried fits'):
-        ready('train.per_device_batch_size=8')
+        run_preflight('train.per_device_batch_size=8')
 
 
 def test_auto_chooses_the_largest_batch_that_fits(memory, estimated):
-    assert ready('train.per_device_batch_size=auto').config.train.per_device_batch_size == 8
-    needed = {size: ready(f'train.per_device_batch_size={size}').forecast.needed for size in (1, 2, 4)}
+    assert run_preflight('train.per_device_batch_size=auto').config.train.per_device_batch_size == 8
+    needed = {size: run_preflight(f'train.per_device_batch_size={size}').forecast.needed for size in (1, 2, 4)}
     for size in needed:
         memory(int(1.02 * needed[size]))
-        assert ready('train.per_device_batch_size=auto').config.train.per_device_batch_size == size
+        assert run_preflight('train.per_device_batch_size=auto').config.train.per_device_batch_size == size
 
 
 def test_auto_reduces_the_batch_if_the_compiled_step_does_not_fit(memory):
-    memory(int(1.02 * ready('train.per_device_batch_size=2').forecast.needed))
-    assert ready('train.per_device_batch_size=auto').config.train.per_device_batch_size in (1, 2)
+    memory(int(1.02 * run_preflight('train.per_device_batch_size=2').forecast.needed))
+    assert run_preflight('train.per_device_batch_size=auto').config.train.per_device_batch_size in (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -122,17 +122,17 @@ def test_auto_reduces_the_batch_if_the_compiled_step_does_not_fit(memory):
     ],
 )
 def test_oversized_configs_are_rejected_without_tracing(sizes, monkeypatch):
-    def traces(*arguments, **options):
+    def fail(*arguments, **options):
         raise AssertionError('traced')
 
-    monkeypatch.setattr(jax, 'jit', traces)
-    monkeypatch.setattr(jax, 'eval_shape', traces)
+    monkeypatch.setattr(jax, 'jit', fail)
+    monkeypatch.setattr(jax, 'eval_shape', fail)
     config = load(f'{ROOT}/configs/tiny.py', [*SMALL, *sizes])
     resolver = partial(resolve, platform='cpu', num_devices=jax.device_count(), vocab_size=256, windows=100)
     with pytest.raises(InputError, match=r'per device, .* more than the available') as info:
         preflight.check_size(config, resolver)
     assert '\n' not in str(info.value)
-    # Negative control: the config passes without these sizes.
+    # Negative control: the config is accepted without these sizes.
     preflight.check_size(load(f'{ROOT}/configs/tiny.py', SMALL), resolver)
 
 
@@ -153,27 +153,27 @@ def test_training_starts_or_leaves_no_workdir(dataset, tmp_path, memory, capsys)
 
 
 def test_invalid_paths_are_rejected_before_compilation(dataset, tmp_path, monkeypatch, capsys):
-    def compiles(*arguments, **options):
+    def fail(*arguments, **options):
         raise AssertionError('compiled')
 
-    monkeypatch.setattr(runs, 'compile_step', compiles)
+    monkeypatch.setattr(trainer_main, 'compile_step', fail)
     (tmp_path / 'file').write_text('')
-    for workdir, settings, words in (
+    for workdir, settings, message in (
         (tmp_path / 'file', {}, f'--workdir={tmp_path}/file: '),
-        (tmp_path / 'run', {'train__init_from': tmp_path / 'gone'}, f'train.init_from={tmp_path}/gone: '),
+        (tmp_path / 'run', {'train__init_from': tmp_path / 'missing'}, f'train.init_from={tmp_path}/missing: '),
     ):
         assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_BAD_INPUT
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     with pytest.raises(AssertionError, match='compiled'):
         train.main(arguments(dataset, tmp_path / 'run'))
 
 
 def test_peak_is_measured_unless_configured(monkeypatch):
-    config = ready('train.per_device_batch_size=2').config
-    here = machine.present_machine(config)
+    config = run_preflight('train.per_device_batch_size=2').config
+    configured = machine.present_machine(config)
     # A configured peak is not measured.
-    assert here.target.chip.tflops != here.target.chip.tflops
-    assert here.available > 0
+    assert configured.target.chip.tflops != configured.target.chip.tflops
+    assert configured.available > 0
     measured = machine.present_machine(
         dataclasses.replace(config, metrics=dataclasses.replace(config.metrics, peak_tflops=0.0))
     )

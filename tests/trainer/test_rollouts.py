@@ -31,7 +31,7 @@ def config_of(**overrides):
 
 
 @pytest.fixture(scope='module', params=['gpt2', 'llama'])
-def drawn(request):
+def sampled(request):
     """Returns a model, its responses to each prompt, and the rows that contain them."""
     config = config_of(model__family=request.param)
     layout = small_layout(config)
@@ -44,8 +44,8 @@ def drawn(request):
     return config, layout, params, responses, response_batch(config, prompts, responses, rewards)
 
 
-def test_step_recomputes_the_log_probabilities_of_the_sampler(drawn):
-    config, layout, params, responses, batch = drawn
+def test_step_recomputes_the_log_probabilities_of_the_sampler(sampled):
+    config, layout, params, responses, batch = sampled
     placed = layout.put_batch(batch, 6)
     log_probs = jax.jit(make_log_probs(config, layout))
     found = np.asarray(log_probs(params, None, placed, None).log_probs_BT)
@@ -61,17 +61,17 @@ def test_step_recomputes_the_log_probabilities_of_the_sampler(drawn):
     assert np.abs(wrong - batch['old_log_probs'])[predicted].max() > 0.1
 
 
-def test_packed_responses_have_the_same_log_probabilities(drawn):
-    """Responses in one row do not attend to each other, like packed documents."""
-    config, layout, params, _, batch = drawn
+def test_packed_responses_have_the_same_log_probabilities(sampled):
+    """Checks that responses in one row do not attend to each other, like packed documents."""
+    config, layout, params, _, batch = sampled
     lengths = (batch['segments'] > 0).sum(axis=1)
     packed = {name: np.zeros((3, 2 * T), rows.dtype) for name, rows in batch.items()}
     for row in range(6):
         start = 0 if row % 2 == 0 else lengths[row - 1]
-        there = slice(start, start + lengths[row])
+        columns = slice(start, start + lengths[row])
         for name, rows in batch.items():
-            packed[name][row // 2, there] = rows[row, : lengths[row]]
-        packed['segments'][row // 2, there] = 1 + row % 2
+            packed[name][row // 2, columns] = rows[row, : lengths[row]]
+        packed['segments'][row // 2, columns] = 1 + row % 2
     wide = small_config(
         data__seq_len=2 * T, train__global_batch_size=3, model__family=config.model.family, model__max_positions=2 * T
     )
@@ -87,17 +87,17 @@ def test_packed_responses_have_the_same_log_probabilities(drawn):
     assert np.abs(found - packed['old_log_probs'])[predicted].max() > 0.01
 
 
-def test_rows_are_prompts_and_responses(drawn):
-    config, _, _, responses, batch = drawn
-    each = [prompt for prompt in PROMPTS for _ in range(2)]
-    wanted = advantages(np.array([1, 0, 1, 1, 0, 1], np.float32), config.grpo)
-    for row, prompt in enumerate(each):
+def test_rows_are_prompts_and_responses(sampled):
+    config, _, _, responses, batch = sampled
+    repeated = [prompt for prompt in PROMPTS for _ in range(2)]
+    expected = advantages(np.array([1, 0, 1, 1, 0, 1], np.float32), config.grpo)
+    for row, prompt in enumerate(repeated):
         num = responses.num_B[row]
         ids = [*prompt, *responses.tokens_BR[row, :num]]
         assert batch['tokens'][row, : len(ids) - 1].tolist() == ids[:-1]
         where = batch['predicted'][row] > 0
         assert batch['targets'][row, where].tolist() == responses.tokens_BR[row, :num].tolist()
-        assert set(batch['advantages'][row, where]) == {wanted[row]}
+        assert set(batch['advantages'][row, where]) == {expected[row]}
         assert batch['positions'][row, : len(ids) - 1].tolist() == list(range(len(ids) - 1))
         assert not batch['segments'][row, len(ids) - 1 :].any()
         # Responses to the second prompt have equal rewards, so their weights are zero.
@@ -107,8 +107,8 @@ def test_rows_are_prompts_and_responses(drawn):
 def test_each_process_scores_its_share(monkeypatch):
     texts, tasks = [f'{number}' for number in range(5)], [{'answer': str(n % 2)} for n in range(5)]
     with RewardScorer('numeric') as scorer:
-        wanted = gather_scores(scorer, texts, tasks, 'numeric')
-        assert wanted[''].tolist() == [1, 1, 0, 0, 0]
+        expected = gather_scores(scorer, texts, tasks, 'numeric')
+        assert expected[''].tolist() == [1, 1, 0, 0, 0]
         shares = []
         monkeypatch.setattr(jax, 'process_count', lambda: 2)
         for process in range(2):
@@ -119,7 +119,7 @@ def test_each_process_scores_its_share(monkeypatch):
             )
             gather_scores(scorer, texts, tasks, 'numeric')
     assert [len(share['']) for share in shares] == [3, 3]
-    assert [*shares[0][''], *shares[1]['']][:5] == wanted[''].tolist()
+    assert [*shares[0][''], *shares[1]['']][:5] == expected[''].tolist()
 
 
 def test_truncated_response_fits():

@@ -1,4 +1,4 @@
-"""Samples: equal on all meshes and to the engine's output, with starts of documents as prompts."""
+"""Samples are equal on all meshes and to the engine's output. Default prompts are starts of documents."""
 
 import dataclasses
 
@@ -44,8 +44,8 @@ def make_config(dataset, num_devices=1, **overrides):
     return resolve(build(values), platform='cpu', num_devices=num_devices, vocab_size=257, windows=100)
 
 
-def write(dataset, params=None, num_devices=1, **overrides):
-    """Returns samples and their parameters: the given ones on the mesh, or new ones."""
+def make_samples(dataset, params=None, num_devices=1, **overrides):
+    """Returns config, layout, parameters and samples. Without `params`, new parameters are initialized."""
     config = make_config(dataset, num_devices, **overrides)
     layout = small_layout(config)
     if params is None:
@@ -57,12 +57,12 @@ def write(dataset, params=None, num_devices=1, **overrides):
 
 
 @pytest.fixture(scope='module')
-def alone(dataset):
-    return write(dataset)
+def one_device(dataset):
+    return make_samples(dataset)
 
 
-def test_engine_generates_the_same_samples(dataset, alone):
-    config, layout, params, samples = alone
+def test_engine_generates_the_same_samples(dataset, one_device):
+    config, layout, params, samples = one_device
     assert [sample.prompt for sample in samples] == list(PROMPTS)
     path = open_training_data(config.data).first.tokenizer_path
     tokenizer = Tokenizer.load(path)
@@ -87,15 +87,15 @@ def test_engine_generates_the_same_samples(dataset, alone):
     ],
     ids=str,
 )
-def test_samples_are_equal_on_all_meshes(dataset, alone, mesh):
-    given = {f'mesh__{axis}': size for axis, size in mesh.items()}
+def test_samples_are_equal_on_all_meshes(dataset, one_device, mesh):
+    axes = {f'mesh__{axis}': size for axis, size in mesh.items()}
     micro_batch = {'train__per_device_batch_size': 1} if 'stage' in mesh else {}
-    _, _, params, samples = alone
-    assert write(dataset, params, 8, **given, **micro_batch)[-1] == samples
+    _, _, params, samples = one_device
+    assert make_samples(dataset, params, 8, **axes, **micro_batch)[-1] == samples
 
 
-def test_sampling_is_repeatable_and_keeps_the_parameters(dataset, alone):
-    config, layout, params, samples = alone
+def test_sampling_is_repeatable_and_keeps_the_parameters(dataset, one_device):
+    config, layout, params, samples = one_device
     before = jax.tree.map(np.asarray, params)
     again = Samples(config, open_training_data(config.data), layout)
     assert again(params) == again(params) == samples
@@ -111,10 +111,10 @@ def test_prompts_are_starts_of_validation_documents(dataset):
     stream = np.concatenate([windows.stream(number)[:256] for number in range(len(windows))])
     text = tokenizer.decode(stream)
     end = tokenizer.decode([tokenizer.end_of_document])
-    beginnings = [part[:PROMPT_TOKENS] for part in text.split(end)]
+    starts = [part[:PROMPT_TOKENS] for part in text.split(end)]
     chosen = [tokenizer.decode(ids) for ids in prompts(corpus, 2)]
     assert len(chosen) == 2
-    assert all(prompt in beginnings for prompt in chosen)
+    assert all(prompt in starts for prompt in chosen)
     # The prompts are reproducible, and differ with another data seed.
     assert [tokenizer.decode(ids) for ids in prompts(corpus, 2)] == chosen
     seeds = [dataclasses.replace(corpus, data=dataclasses.replace(corpus.data, seed=seed)) for seed in range(1, 9)]
@@ -123,8 +123,8 @@ def test_prompts_are_starts_of_validation_documents(dataset):
     assert 1 <= len(prompts(corpus, 1000)) <= len(windows)
 
 
-def test_prompt_that_fills_the_context_is_rejected(dataset, alone):
-    config, layout, params, _ = alone
+def test_prompt_that_fills_the_context_is_rejected(dataset, one_device):
+    config, layout, params, _ = one_device
     # An odd length does not divide over devices.
     config = make_config(dataset, data__seq_len=33, eval__sample_prompts=('x' * 32,))
     (sample,) = Samples(config, open_training_data(config.data), layout)(params)

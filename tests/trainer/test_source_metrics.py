@@ -18,7 +18,7 @@ class Mixture:
         return np.array([rows * 3 // 4, rows // 4])
 
 
-def report(*, weighted=True, warn_epochs=4.0):
+def make_stats(*, weighted=True, warn_epochs=4.0):
     windows = {'web': 300, 'code': 10}
     sources = [
         SimpleNamespace(name=name, windows=lambda split, data, count=count: range(count))
@@ -36,7 +36,7 @@ def log(caplog, monkeypatch):
 
 
 def test_shares_and_epochs_are_logged_at_the_start(log):
-    report().log_start(200)
+    make_stats().log_start(200)
     assert log.messages[0] == ('source web: share 75.00% requested, 75.00% actual; 300 windows, 0.5 epochs in this run')
     assert log.messages[1] == 'source code: share 25.00% requested, 25.00% actual; 10 windows, 5 epochs in this run'
     assert log.messages[2].startswith('source code is repeated 5.0 times, more than data.warn_epochs=4: ')
@@ -44,16 +44,16 @@ def test_shares_and_epochs_are_logged_at_the_start(log):
 
 
 def test_no_warning_below_the_limit_and_no_lines_without_weights(log):
-    report(warn_epochs=5.0).log_start(200)
+    make_stats(warn_epochs=5.0).log_start(200)
     assert len(log.messages) == 2
     log.clear()
-    report(weighted=False).log_start(200)
+    make_stats(weighted=False).log_start(200)
     assert log.messages == []
 
 
 def test_metrics_of_a_step():
     # Sums of losses and numbers of tokens; the second source has no tokens.
-    metrics = report().training_metrics(40, np.array([6.0, 0.0]), np.array([3, 0]))
+    metrics = make_stats().training_metrics(40, np.array([6.0, 0.0]), np.array([3, 0]))
     assert metrics == {
         'train/loss/web': 2.0,
         'train/tokens/web': 3.0,
@@ -62,7 +62,7 @@ def test_metrics_of_a_step():
         'data/epoch/web': 0.1,
         'data/epoch/code': 1.0,
     }
-    assert set(report(weighted=False).training_metrics(40, np.array([6.0, 2.0]), np.array([3, 1]))) == {
+    assert set(make_stats(weighted=False).training_metrics(40, np.array([6.0, 2.0]), np.array([3, 1]))) == {
         'train/loss/web',
         'train/loss/code',
         'train/tokens/web',
@@ -71,7 +71,10 @@ def test_metrics_of_a_step():
 
 
 def test_metrics_of_an_evaluation():
-    assert report().evaluation_metrics([1.5, float('nan')], [7, 0]) == {'eval/loss/web': 1.5, 'eval/tokens/web': 7.0}
+    assert make_stats().evaluation_metrics([1.5, float('nan')], [7, 0]) == {
+        'eval/loss/web': 1.5,
+        'eval/tokens/web': 7.0,
+    }
     assert (
         NullSourceMetrics().evaluation_metrics([1.5], [7]) == NullSourceMetrics().training_metrics(1, None, None) == {}
     )

@@ -1,4 +1,4 @@
-"""Training loop with a fake step: batches, metrics, saves, resume, rollback and end.
+"""Training loop with a fake step: batches, metrics, checkpoints, resume, rollback and exit.
 
 The fake computes a loss from the step number and the tokens. `tests/test_train.py` tests real steps.
 """
@@ -20,8 +20,7 @@ from maxlm.planning.compiled.compile import CompiledStep
 from maxlm.planning.forecast import estimate
 from maxlm.telemetry.events import ENDS, read_events
 from maxlm.telemetry.metrics import read_metrics
-from maxlm.trainer import batch_source, preflight, step_runner
-from maxlm.trainer import checkpointing as starting
+from maxlm.trainer import batch_source, checkpointing, preflight, step_runner
 from maxlm.workdir.files import read_config
 from tests.checkpoint.test_manager import zero_state
 from tests.test_train import arguments, curve
@@ -38,7 +37,7 @@ SETTINGS = {
 
 
 class Step:
-    """Fake of a compiled step. Named data steps are bad; at `stops_at` the process gets SIGTERM."""
+    """Fake of a compiled step. Steps in `bad` are skipped, and step `stops_at` sends SIGTERM to the process."""
 
     def __init__(self, *, bad=(), stops_at=0):
         self.bad, self.stops_at = bad, stops_at
@@ -79,10 +78,10 @@ class Validation:
 
 
 @pytest.fixture(scope='module')
-def live(dataset):
+def run_attempt(dataset):
     """Returns a function that runs one attempt with a fake step and returns its exit code."""
 
-    def live(workdir, step, **overrides):
+    def run_attempt(workdir, step, **overrides):
         compiled = CompiledStep(step, 0.1)
 
         def compile_for(config, machine, *_):
@@ -91,33 +90,33 @@ def live(dataset):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(preflight, 'compile_for', compile_for)
             patch.setattr(step_runner, 'compile_train_step', lambda *_: compiled)
-            patch.setattr(starting, 'init_state', zero_state)
+            patch.setattr(checkpointing, 'init_state', zero_state)
             patch.setattr(batch_source, 'Validation', Validation)
             return train.main(arguments(dataset, workdir, **SETTINGS, **overrides))
 
-    return live
+    return run_attempt
 
 
 @pytest.fixture(scope='module')
-def runs(live, tmp_path_factory):
+def runs(run_attempt, tmp_path_factory):
     """Returns three runs: uninterrupted, stopped at step 3 and resumed, and with the bad steps 5 and 6."""
     folder = tmp_path_factory.mktemp('loop')
 
     def run(name, *steps, **overrides):
-        codes = [live(folder / name, step, **overrides) for step in steps]
+        codes = [run_attempt(folder / name, step, **overrides) for step in steps]
         batches = [batch for step in steps for batch in step.batches]
         return SimpleNamespace(workdir=folder / name, batches=batches, codes=codes)
 
     return SimpleNamespace(
-        whole=run('whole', Step()),
+        uninterrupted=run('uninterrupted', Step()),
         resumed=run('resumed', Step(stops_at=3), Step()),
         rolled_back=run('rolled_back', Step(bad=(5, 6)), guard__max_consecutive_skips=2),
     )
 
 
 @pytest.fixture
-def whole(runs):
-    return runs.whole
+def uninterrupted(runs):
+    return runs.uninterrupted
 
 
 def events(workdir, kind):
@@ -128,70 +127,72 @@ def losses(workdir):
     return {line['step']: line['train/loss'] for line in read_metrics(workdir) if 'train/loss' in line}
 
 
-def test_each_step_has_a_batch_and_a_metric_line(whole):
-    assert whole.codes == [EXIT_DONE]
-    assert len(whole.batches) == STEPS
+def test_each_step_has_a_batch_and_a_metric_line(uninterrupted):
+    assert uninterrupted.codes == [EXIT_DONE]
+    assert len(uninterrupted.batches) == STEPS
     # Negative control: no batch occurs twice.
-    assert len({batch.tobytes() for batch in whole.batches}) == STEPS
-    expected = {n: 5 / n + batch.mean() / 1000 for n, batch in enumerate(whole.batches, 1)}
-    assert losses(whole.workdir) == pytest.approx(expected)
+    assert len({batch.tobytes() for batch in uninterrupted.batches}) == STEPS
+    expected = {n: 5 / n + batch.mean() / 1000 for n, batch in enumerate(uninterrupted.batches, 1)}
+    assert losses(uninterrupted.workdir) == pytest.approx(expected)
 
 
-def test_metric_lines(whole):
-    lines = [line for line in read_metrics(whole.workdir) if 'train/loss' in line]
-    rows, window = whole.batches[0].shape
+def test_metric_lines(uninterrupted):
+    lines = [line for line in read_metrics(uninterrupted.workdir) if 'train/loss' in line]
+    rows, window = uninterrupted.batches[0].shape
     for line in lines:
         assert line['train/tokens'] == line['step'] * rows * window
-        assert line['train/best_loss'] == min(losses(whole.workdir)[n] for n in range(1, line['step'] + 1))
+        assert line['train/best_loss'] == min(losses(uninterrupted.workdir)[n] for n in range(1, line['step'] + 1))
         assert (line['train/skipped_steps'], line['train/grad_norm'], line['data/seq_len']) == (0, 2.0, window)
         assert line['train/perplexity'] == pytest.approx(np.exp(line['train/loss']))
         assert line['perf/tokens_per_second'] == pytest.approx(rows * window / line['perf/step_time_seconds'])
 
 
-def test_evaluation_and_save_intervals(whole):
-    evaluated = {line['step']: line['eval/loss'] for line in read_metrics(whole.workdir) if 'eval/loss' in line}
-    assert evaluated == pytest.approx({step: losses(whole.workdir)[step] for step in (4, STEPS)})
-    assert [event['step'] for event in events(whole.workdir, 'evaluated')] == [4, STEPS]
-    assert [event['step'] for event in events(whole.workdir, 'saved')] == [4, STEPS]
-    assert saved_steps(whole.workdir) == [STEPS]
+def test_evaluation_and_save_intervals(uninterrupted):
+    evaluated = {line['step']: line['eval/loss'] for line in read_metrics(uninterrupted.workdir) if 'eval/loss' in line}
+    assert evaluated == pytest.approx({step: losses(uninterrupted.workdir)[step] for step in (4, STEPS)})
+    assert [event['step'] for event in events(uninterrupted.workdir, 'evaluated')] == [4, STEPS]
+    assert [event['step'] for event in events(uninterrupted.workdir, 'saved')] == [4, STEPS]
+    assert saved_steps(uninterrupted.workdir) == [STEPS]
 
 
-def test_events_of_an_attempt(whole):
-    (started,) = events(whole.workdir, 'started')
-    config = read_config(whole.workdir)
+def test_events_of_an_attempt(uninterrupted):
+    (started,) = events(uninterrupted.workdir, 'started')
+    config = read_config(uninterrupted.workdir)
     assert started['tokens_per_step'] == config.train.global_batch_size * config.data.seq_len
     assert (started['num_steps'], started['pid'], started['peak_tflops']) == (STEPS, os.getpid(), 1)
     assert f'× cpu (fsdp={jax.device_count()})' in started['message']
     assert started['dataset']['sources'][0]['weight'] == 1
-    ends = [event for event in read_events(whole.workdir).lines if event['kind'] in ENDS]
+    ends = [event for event in read_events(uninterrupted.workdir).lines if event['kind'] in ENDS]
     assert [(end['kind'], end['code']) for end in ends] == [('finished', EXIT_DONE)]
 
 
-def test_last_lines_of_the_log(whole):
+def test_last_lines_of_the_log(uninterrupted):
     *_, over, done, line, loss = [
-        line.partition(' INFO ')[2] for line in (whole.workdir / 'run.log').read_text().splitlines() if ' INFO ' in line
+        line.partition(' INFO ')[2]
+        for line in (uninterrupted.workdir / 'run.log').read_text().splitlines()
+        if ' INFO ' in line
     ]
     assert over == f'run finished: step {STEPS} of {STEPS} is done'
     assert done.startswith(f'done: {STEPS} steps in ')
     assert line.startswith('all attempts of the run: ')
-    last = losses(whole.workdir)[STEPS]
+    last = losses(uninterrupted.workdir)[STEPS]
     assert loss.startswith(f'training loss {last:.3f}; validation loss {last:.3f} nats/token; unigram entropy of ')
 
 
-def test_finished_run_does_nothing(whole, live, tmp_path):
-    workdir = shutil.copytree(whole.workdir, tmp_path / 'run')
+def test_finished_run_does_nothing(uninterrupted, run_attempt, tmp_path):
+    workdir = shutil.copytree(uninterrupted.workdir, tmp_path / 'run')
     step = Step()
-    assert live(workdir, step) == EXIT_DONE
+    assert run_attempt(workdir, step) == EXIT_DONE
     assert step.batches == []
 
 
-def test_resumed_run_equals_uninterrupted_run(whole, runs):
+def test_resumed_run_equals_uninterrupted_run(uninterrupted, runs):
     resumed = runs.resumed
     assert resumed.codes == [EXIT_PREEMPTED, EXIT_DONE]
     assert [event['step'] for event in events(resumed.workdir, 'resumed')] == [3]
-    for one, other in zip(whole.batches, resumed.batches, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert curve(resumed.workdir) == curve(whole.workdir)
+    for batch, expected in zip(resumed.batches, uninterrupted.batches, strict=True):
+        np.testing.assert_array_equal(batch, expected)
+    assert curve(resumed.workdir) == curve(uninterrupted.workdir)
 
 
 def test_stopped_run_saves(runs):
@@ -200,24 +201,25 @@ def test_stopped_run_saves(runs):
     assert end['message'] == f'SIGTERM: saved step 3 of {STEPS}; start again to resume'
 
 
-def test_batches_of_bad_steps_are_skipped_after_a_rollback(whole, runs):
-    ours = runs.rolled_back
-    assert ours.codes == [EXIT_DONE]
+def test_batches_of_bad_steps_are_skipped_after_a_rollback(uninterrupted, runs):
+    run = runs.rolled_back
+    assert run.codes == [EXIT_DONE]
     # The bad steps are detected during step 7. The run returns to the start and skips the batches of steps 1 to 6.
-    before, after = ours.batches[:7], ours.batches[7:]
-    for one, other in zip([*before, after[1]], whole.batches, strict=True):
-        np.testing.assert_array_equal(one, other)
+    before, after = run.batches[:7], run.batches[7:]
+    for batch, expected in zip([*before, after[1]], uninterrupted.batches, strict=True):
+        np.testing.assert_array_equal(batch, expected)
     np.testing.assert_array_equal(before[6], after[0])
-    assert len({batch.tobytes() for batch in ours.batches}) == 6 + STEPS
-    assert [event['step'] for event in events(ours.workdir, 'skipped')] == [5, 6]
-    (rollback,) = events(ours.workdir, 'rollback')
+    assert len({batch.tobytes() for batch in run.batches}) == 6 + STEPS
+    assert [event['step'] for event in events(run.workdir, 'skipped')] == [5, 6]
+    (rollback,) = events(run.workdir, 'rollback')
     assert 'rolling back to step 0 and skipping the batches of steps 1 to 6 (rollback 1 of ' in rollback['message']
-    assert sorted(losses(ours.workdir)) == list(range(1, STEPS + 1))
+    assert sorted(losses(run.workdir)) == list(range(1, STEPS + 1))
 
 
-def test_run_without_rollbacks_stops(live, tmp_path):
+def test_run_without_rollbacks_stops(run_attempt, tmp_path):
     assert (
-        live(tmp_path / 'run', Step(bad=(1, 2)), guard__max_consecutive_skips=2, guard__max_rollbacks=0) == EXIT_FAILED
+        run_attempt(tmp_path / 'run', Step(bad=(1, 2)), guard__max_consecutive_skips=2, guard__max_rollbacks=0)
+        == EXIT_FAILED
     )
     (end,) = events(tmp_path / 'run', 'diverged')
     assert end['message'].startswith('stopped at step 3: steps 1 to 2: 2 consecutive steps had a loss ')

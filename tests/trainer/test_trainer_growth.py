@@ -8,7 +8,7 @@ from benchmarks.growth_devices import main, run_on
 from maxlm.errors import EXIT_DONE
 
 STEPS = 10
-# Few enough to be hidden by a step of one millisecond.
+# This many calls take less time than a step of one millisecond.
 MOST_CALLS = 1500
 
 

@@ -1,4 +1,4 @@
-"""Tests stacked bars: each segment is as wide as its share, in the given order."""
+"""Tests stacked bars. The width of a segment is its share, and segments have a fixed order."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.reporting.drawing.bars import Bar, draw_bars, swatch
 
-WORDS = {'step': 'steps', 'lost': 'lost', 'idle': 'idle'}
+LABELS = {'step': 'steps', 'lost': 'lost', 'idle': 'idle'}
 
 
 def widths(figure):
@@ -16,7 +16,7 @@ def widths(figure):
 
 def test_widths_are_relative_to_the_longest_bar():
     bars = [Bar('total', {'idle': 1.0, 'step': 3.0, 'other': 5.0}), Bar('half', {'step': 4.5})]
-    figure = draw_bars(bars, title='Time', labels={**WORDS, 'other': 'other'})
+    figure = draw_bars(bars, title='Time', labels={**LABELS, 'other': 'other'})
     assert widths(figure) == [
         ('step', 0, pytest.approx(333.33)),
         ('idle', pytest.approx(333.33), pytest.approx(111.11)),
@@ -31,10 +31,10 @@ def test_widths_are_relative_to_the_longest_bar():
 
 
 def test_lost_time_is_striped():
-    assert 'class="stripe"' in draw_bars([Bar('a', {'lost': 1.0})], title='', labels=WORDS)
-    assert 'class="stripe"' not in draw_bars([Bar('a', {'step': 1.0})], title='', labels=WORDS)
+    assert 'class="stripe"' in draw_bars([Bar('a', {'lost': 1.0})], title='', labels=LABELS)
+    assert 'class="stripe"' not in draw_bars([Bar('a', {'step': 1.0})], title='', labels=LABELS)
 
 
 def test_empty_bars_have_no_figure():
-    assert draw_bars([], title='', labels=WORDS) == draw_bars([Bar('a', {'step': 0.0})], title='', labels=WORDS) == ''
-    assert 'empty' not in draw_bars([Bar('a', {'step': 1.0}), Bar('empty', {})], title='', labels=WORDS)
+    assert draw_bars([], title='', labels=LABELS) == draw_bars([Bar('a', {'step': 0.0})], title='', labels=LABELS) == ''
+    assert 'empty' not in draw_bars([Bar('a', {'step': 1.0}), Bar('empty', {})], title='', labels=LABELS)

@@ -28,8 +28,8 @@ def test_invalid_characters_are_replaced():
 
 
 def test_attributes():
-    made = tag('path', d='M0 0', class_='line', data_series=3, stroke_width=None, hidden=True, open=False)
-    assert made == '<path d="M0 0" class="line" data-series="3" hidden/>'
+    markup = tag('path', d='M0 0', class_='line', data_series=3, stroke_width=None, hidden=True, open=False)
+    assert markup == '<path d="M0 0" class="line" data-series="3" hidden/>'
     assert tag('meta', charset='utf-8') == '<meta charset="utf-8">'
     assert tag('svg', viewBox='0 0 1 1') == '<svg viewBox="0 0 1 1"></svg>'
 
@@ -40,9 +40,9 @@ def test_section_without_content_is_omitted():
 
 
 def test_text_columns_are_left_aligned():
-    made = table(['name', 'n'], [['a', '1']])
-    assert '<th class="t">name</th><th>n</th>' in made
-    assert '<td class="t">a</td><td>1</td>' in made
+    markup = table(['name', 'n'], [['a', '1']])
+    assert '<th class="t">name</th><th>n</th>' in markup
+    assert '<td class="t">a</td><td>1</td>' in markup
 
 
 def test_fields_have_the_expected_type_or_are_absent():
@@ -51,5 +51,5 @@ def test_fields_have_the_expected_type_or_are_absent():
     assert [text(line, key) for key in 'adjz'] == ['1', 'x', '', '']
     assert [mapping(line, key) for key in 'gaz'] == [{'h': 1}, {}, {}]
     assert [items(line, key) for key in 'iaz'] == [[1], [], []]
-    assert number('no object', 'a') is None
+    assert number('not an object', 'a') is None
     assert text(None, 'a') == ''

@@ -16,7 +16,7 @@ def chart(*series, **settings):
 
 
 def curves(figure):
-    """Returns (matrix, points) of each curve that the pointer reads. Gaps are between paths."""
+    """Returns (matrix, points) of each curve with data for the pointer. The points of all segments are joined."""
     found = []
     for attributes in re.findall(r'<path ([^>]*data-series[^>]*)/>', figure):
         matrix = [float(number) for number in re.search(r'matrix\(([^)]*)\)', attributes)[1].split()]
@@ -26,7 +26,7 @@ def curves(figure):
     return found
 
 
-def place(matrix, point):
+def transform(matrix, point):
     a, b, c, d, e, f = matrix
     return a * point[0] + c * point[1] + e, b * point[0] + d * point[1] + f
 
@@ -34,7 +34,7 @@ def place(matrix, point):
 def test_curve_contains_its_values_and_is_within_the_frame():
     ((matrix, points),) = curves(chart(LINE))
     assert points == LINE
-    first, middle, last = (place(matrix, point) for point in points)
+    first, middle, last = (transform(matrix, point) for point in points)
     # The curve rises to the right; the y axis of the image points down.
     assert middle[0] == pytest.approx(500)
     assert 0 < first[0] < middle[0] < last[0] < 1000
@@ -44,14 +44,14 @@ def test_curve_contains_its_values_and_is_within_the_frame():
 def test_ticks_are_at_their_values():
     figure = chart(LINE, scale='zero')
     (matrix, _), *_ = curves(figure)
-    up = re.search(r'<div class="y".*?</div>', figure)[0]
-    for top, word in re.findall(r'<span style="top:([\d.]+)%">([^<]+)</span>', up):
-        assert place(matrix, (0, float(word)))[1] / 10 == pytest.approx(float(top), abs=0.02)
-    along = re.search(r'<div class="x".*?</div>', figure)[0]
-    words = re.findall(r'left:([\d.]+)%"[^>]*>([^<]+)<', along)
-    assert len(words) >= 4
-    for left, word in words:
-        assert place(matrix, (float(word), 0))[0] / 10 == pytest.approx(float(left), abs=0.02)
+    y_axis = re.search(r'<div class="y".*?</div>', figure)[0]
+    for top, label in re.findall(r'<span style="top:([\d.]+)%">([^<]+)</span>', y_axis):
+        assert transform(matrix, (0, float(label)))[1] / 10 == pytest.approx(float(top), abs=0.02)
+    x_axis = re.search(r'<div class="x".*?</div>', figure)[0]
+    labels = re.findall(r'left:([\d.]+)%"[^>]*>([^<]+)<', x_axis)
+    assert len(labels) >= 4
+    for left, label in labels:
+        assert transform(matrix, (float(label), 0))[0] / 10 == pytest.approx(float(left), abs=0.02)
 
 
 def test_axis_is_logarithmic_for_large_ranges():
@@ -95,9 +95,9 @@ def test_many_curves_share_the_point_limit():
 
 
 def test_values_above_the_frame_are_counted():
-    usual = [(float(step), 2 + step % 2 / 10) for step in range(200)]
-    assert '1 of 201 values lie above the frame' in chart([(0.0, 50.0), *usual], scale='loss')
-    assert 'above the frame' not in chart([(0.0, 50.0), *usual])
+    typical = [(float(step), 2 + step % 2 / 10) for step in range(200)]
+    assert '1 of 201 values lie above the frame' in chart([(0.0, 50.0), *typical], scale='loss')
+    assert 'above the frame' not in chart([(0.0, 50.0), *typical])
 
 
 def test_marks_shade_and_best():

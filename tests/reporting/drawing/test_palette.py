@@ -19,7 +19,7 @@ from maxlm.reporting.drawing.palette import (
     variables,
 )
 
-SIDES = ('light', 'dark')
+THEMES = ('light', 'dark')
 # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.
 VISION = {
     'full': ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -38,54 +38,56 @@ def dot(weights, values):
     return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
 
-def contrast(one, other):
+def contrast(first, second):
     """Returns the contrast ratio of WCAG 2.1."""
-    dark, light = sorted(dot((0.2126, 0.7152, 0.0722), linear(color)) for color in (one, other))
+    dark, light = sorted(dot((0.2126, 0.7152, 0.0722), linear(color)) for color in (first, second))
     return (light + 0.05) / (dark + 0.05)
 
 
 def lab(rgb):
     matrix = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
     white = (0.9505, 1, 1.089)
-    shares = [dot(row, [max(0, value) for value in rgb]) / whole for row, whole in zip(matrix, white, strict=True)]
+    shares = [
+        dot(row, [max(0, value) for value in rgb]) / white_value for row, white_value in zip(matrix, white, strict=True)
+    ]
     x, y, z = (share ** (1 / 3) if share > 0.008856 else 7.787 * share + 16 / 116 for share in shares)
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
-def distance(one, other, vision):
+def distance(first, second, vision):
     """Returns the CIE 1976 distance of two colors as seen with a color vision deficiency."""
-    seen = [lab([dot(row, linear(color)) for row in VISION[vision]]) for color in (one, other)]
+    seen = [lab([dot(row, linear(color)) for row in VISION[vision]]) for color in (first, second)]
     return sum((a - b) ** 2 for a, b in zip(*seen, strict=True)) ** 0.5
 
 
-def closest(colors, side):
-    pairs = itertools.combinations([getattr(color, side) for color in colors], 2)
+def closest(colors, theme):
+    pairs = itertools.combinations([getattr(color, theme) for color in colors], 2)
     return min(distance(*pair, vision) for pair in pairs for vision in VISION)
 
 
-@pytest.mark.parametrize('side', SIDES)
-def test_contrast(side):
-    ground, panel = getattr(GROUND, side), getattr(PANEL, side)
+@pytest.mark.parametrize('theme', THEMES)
+def test_contrast(theme):
+    ground, panel = getattr(GROUND, theme), getattr(PANEL, theme)
     for color in (INK, QUIET, ALARM, LINK):
-        assert contrast(getattr(color, side), ground) >= 4.5
-        assert contrast(getattr(color, side), panel) >= 4.5
+        assert contrast(getattr(color, theme), ground) >= 4.5
+        assert contrast(getattr(color, theme), panel) >= 4.5
     for color in CURVES:
-        assert contrast(getattr(color, side), ground) >= 3
+        assert contrast(getattr(color, theme), ground) >= 3
     assert contrast('#ffffff', '#000000') == pytest.approx(21)
     assert contrast('#56b4e9', '#ffffff') < 3
 
 
-@pytest.mark.parametrize('side', SIDES)
-def test_curve_colors_are_distinguishable(side):
-    assert closest(CURVES, side) > 18
+@pytest.mark.parametrize('theme', THEMES)
+def test_curve_colors_are_distinguishable(theme):
+    assert closest(CURVES, theme) > 18
     # Control: red and green of the same lightness are too close.
-    assert closest([Color('#c05040', '#c05040'), Color('#777030', '#777030')], side) < 12
+    assert closest([Color('#c05040', '#c05040'), Color('#777030', '#777030')], theme) < 12
 
 
-@pytest.mark.parametrize('side', SIDES)
-def test_adjacent_bar_colors_are_distinguishable(side):
-    for one, other in itertools.pairwise(TIME.values()):
-        assert closest([one, other], side) > 9
+@pytest.mark.parametrize('theme', THEMES)
+def test_adjacent_bar_colors_are_distinguishable(theme):
+    for first, second in itertools.pairwise(TIME.values()):
+        assert closest([first, second], theme) > 9
 
 
 def test_every_color_has_a_variable_with_both_themes():

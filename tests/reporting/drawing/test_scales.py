@@ -100,10 +100,10 @@ def test_times(seconds, expected):
 
 
 def test_first_losses_do_not_flatten_the_curve():
-    usual = [2 + math.sin(number) / 10 for number in range(1000)]
-    kept = without_outliers([11.0, 10.0, *usual, 30.0])
+    typical = [2 + math.sin(number) / 10 for number in range(1000)]
+    kept = without_outliers([11.0, 10.0, *typical, 30.0])
     assert max(kept) < 3
-    assert set(usual) <= set(kept)
+    assert set(typical) <= set(kept)
     # A slowly falling curve has no outliers, and of few values all are kept.
     falling = [10 - number / 100 for number in range(900)]
     assert without_outliers(falling) == falling

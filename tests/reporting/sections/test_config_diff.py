@@ -38,27 +38,30 @@ def test_config_file_of_a_command(command, name):
 def test_config_file_outside_the_package_is_not_executed(tmp_path):
     planted = tmp_path / 'configs' / 'tiny.py'
     planted.parent.mkdir()
-    planted.write_text(f'open({str(tmp_path / "ran")!r}, "w").close()\n')
+    planted.write_text(f'open({str(tmp_path / "executed")!r}, "w").close()\n')
     name, config = shipped_config(['x', f'--config={planted}'])
     assert (name, config) == ('configs/tiny.py', load(TINY))
     assert shipped_config(['x', f'--config={planted.parent}/../configs/planted.py']) is None
-    assert not (tmp_path / 'ran').exists()
-    # Control: the file has this effect if it is run.
+    assert not (tmp_path / 'executed').exists()
+    # Control: the file has this effect if it is executed.
     shipped_config(['x', '--config=configs/tiny.py'], folder=planted.parent)
-    assert (tmp_path / 'ran').exists()
+    assert (tmp_path / 'executed').exists()
 
 
 def test_differences_show_command_line_overrides():
     shipped = load(TINY)
     run = with_keys(with_keys(shipped, 'train', num_steps=7), 'model', vocab_size=512)
     found = differences(run, shipped, ['x', '--config.train.num_steps=7', '--config.train.log_every', '10'])
-    assert [tuple(one) for one in found] == [('train.num_steps', 400, 7, True), ('model.vocab_size', 0, 512, False)]
+    assert [tuple(difference) for difference in found] == [
+        ('train.num_steps', 400, 7, True),
+        ('model.vocab_size', 0, 512, False),
+    ]
     assert differences(shipped, shipped, []) == []
 
 
 def test_keys_that_vary_between_runs():
-    one = load(TINY)
-    other = with_keys(one, 'optimizer', learning_rate=1.0)
-    assert varying_keys([one, other, one]) == {'optimizer.learning_rate': [2e-3, 1.0, 2e-3]}
-    assert varying_keys([one, one]) == {}
-    assert varying_keys([one, None])['model.dim'] == [256, None]
+    tiny = load(TINY)
+    other = with_keys(tiny, 'optimizer', learning_rate=1.0)
+    assert varying_keys([tiny, other, tiny]) == {'optimizer.learning_rate': [2e-3, 1.0, 2e-3]}
+    assert varying_keys([tiny, tiny]) == {}
+    assert varying_keys([tiny, None])['model.dim'] == [256, None]

@@ -78,8 +78,12 @@ def test_losses_that_cannot_be_compared_have_separate_charts(
     text = training_curves(make_runs(histories, workdirs.NOW))
     assert re.findall(r'Losses of runs with different (.*) cannot be compared', text) == [reasons] * bool(reasons)
     found = titles(text)
-    assert [one for one in found if 'and validation' in one] == [f'Training and validation loss{end}' for end in charts]
-    assert [one for one in found if 'ing loss: web' in one] == [f'Training loss: web{end}' for end in charts_of_web]
+    assert [title for title in found if 'and validation' in title] == [
+        f'Training and validation loss{end}' for end in charts
+    ]
+    assert [title for title in found if 'ing loss: web' in title] == [
+        f'Training loss: web{end}' for end in charts_of_web
+    ]
     # Each run is drawn once.
     assert all(text.count(f'{name}: validation <b') == 1 for name in ('base', 'chat', 'more'))
 

@@ -19,9 +19,9 @@ def test_alerts_are_highlighted(run_of):
 
 def test_routine_events_are_omitted_first_and_counted(run_of):
     (run,) = run_of('finished')
-    told = [{'time': float(n), 'kind': 'saved', 'message': ''} for n in range(1000)]
-    told += [{'time': 2000.0 + n, 'kind': 'rollback', 'message': f'number {n}'} for n in range(400)]
-    text = events(with_events(run, told))
+    lines = [{'time': float(n), 'kind': 'saved', 'message': ''} for n in range(1000)]
+    lines += [{'time': 2000.0 + n, 'kind': 'rollback', 'message': f'number {n}'} for n in range(400)]
+    text = events(with_events(run, lines))
     assert text.count('<tr>') == 301
     assert '>saved<' not in text
     assert 'number 0<' in text

@@ -6,7 +6,7 @@ from tests import workdirs
 
 
 def shown(run):
-    return {fact.label: (fact.value, fact.detail) for fact in make_tiles(run)}
+    return {tile.label: (tile.value, tile.detail) for tile in make_tiles(run)}
 
 
 def test_the_tiles_of_a_finished_run(run_of):
@@ -25,7 +25,7 @@ def test_the_tiles_of_a_finished_run(run_of):
 
 
 def test_unknown_values_are_dashes(run_of):
-    assert {fact.value for fact in make_tiles(run_of('empty')[0])} == {DASH, 'no run yet'}
+    assert {tile.value for tile in make_tiles(run_of('empty')[0])} == {DASH, 'no run yet'}
     assert headline(run_of('empty')[0]) == 'No run has begun here yet.'
     (run,) = run_of('on_cpu')
     assert shown(run)['Cost'] == (DASH, 'no price is known')

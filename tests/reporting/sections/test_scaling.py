@@ -25,8 +25,8 @@ def test_single_device_count_is_reported(run_of):
 def test_efficiency_is_per_device(run_of):
     (run,) = run_of('running')
     runs = [on_devices(run, 1, 1000.0), on_devices(run, 4, 3000.0)]
-    found = [one for run in runs for one in throughputs(run)]
-    assert [efficiency(one, found) for one in found] == [1.0, pytest.approx(0.75)]
+    found = [point for run in runs for point in throughputs(run)]
+    assert [efficiency(point, found) for point in found] == [1.0, pytest.approx(0.75)]
     assert '<td>3k</td><td>750</td><td>75.0%</td>' in scaling(runs)
     # A run of another model is not compared.
     other = found[1]._replace(parameters=1.0)
@@ -35,7 +35,7 @@ def test_efficiency_is_per_device(run_of):
 
 def test_lines_belong_to_the_attempt_that_wrote_them(run_of):
     (run,) = run_of('finished')
-    assert [one.attempt for one in throughputs(run)] == [1, 2]
+    assert [point.attempt for point in throughputs(run)] == [1, 2]
 
 
 def test_without_lines(run_of):

@@ -26,10 +26,10 @@ def main() -> None:
         jax.device_count()
     (directory / f'done-{jax.process_index()}').touch()
     if jax.process_index() == suspended:
-        # Until then the other process may need the coordination service of this process.
+        # The other process may need the coordination service of this process until it is done.
         while not (directory / f'done-{1 - suspended}').exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSTOP)
     disconnect(3)
-    print('took leave')
+    print('disconnected')
     sys.exit(3)
