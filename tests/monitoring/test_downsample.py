@@ -60,7 +60,7 @@ def test_appended_metrics_are_added_and_other_metrics_are_recomputed(monkeypatch
     found = curves.update(metrics)
     assert added == [2, 1]
     assert found == Curves(['train/loss', 'eval/loss']).update(metrics)
-    # These are the metrics after a rollback.
+    # A rollback replaces the last lines.
     other = [*metrics[:5], *lines(range(5, 30), 7.0)]
     assert curves.update(other) == Curves(['train/loss', 'eval/loss']).update(other)
     assert curves.update(metrics[:3])['train/loss'] == [(step, 1.0) for step in range(3)]

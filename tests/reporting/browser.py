@@ -62,7 +62,7 @@ addEventListener('load', () => setTimeout(() => {
 
 
 def find_browser():
-    """Returns the path of the browser that MAXLM_BROWSER names, or of an installed one."""
+    """Returns the path of the browser in MAXLM_BROWSER, or of an installed browser."""
     for candidate in filter(None, (os.environ.get('MAXLM_BROWSER'), *CANDIDATES)):
         if path := shutil.which(candidate):
             return path

@@ -1,4 +1,4 @@
-"""Tests the agreement of processes on a save, with a fake of the store of JAX's coordination service."""
+"""Tests barriers and save transactions of processes, with a fake of the store of JAX's coordination service."""
 
 import concurrent.futures
 import threading

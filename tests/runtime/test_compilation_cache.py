@@ -1,4 +1,4 @@
-"""Tests that later processes reuse cached executables bit for bit, and never run damaged or foreign ones."""
+"""Tests that later processes reuse cached executables bit for bit, and never run damaged or untrusted ones."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_least_recently_used_entries_are_evicted(tmp_path):
     os.utime(tmp_path / f'tmp{SUFFIX}.part', (9, 9))
     assert programs.get('a')
     programs.put('d', bytes(68))
-    # b is the least recently read executable. Foreign files are never deleted.
+    # The least recently read executable is b. Other files are never deleted.
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
         'a.program',
         'c.program',

@@ -7,7 +7,7 @@ import sys
 from maxlm.runtime.malloc import disable_malloc_trim
 from tests.conftest import ROOT
 
-# Allocates and frees memory as steps do, from a thread, and prints the number of page faults.
+# Allocates and frees memory like training steps, in a thread, and prints the number of page faults.
 PROGRAM = """
 import ctypes, resource, sys, threading
 from maxlm.runtime.malloc import disable_malloc_trim

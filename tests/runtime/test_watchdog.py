@@ -1,4 +1,4 @@
-"""Tests that the watchdog stops a hanging process, but not one that steps, waits for a peer or is in a phase."""
+"""Tests that the watchdog stops a hanging process, but not one that steps, waits for a peer or runs a phase."""
 
 import threading
 import time

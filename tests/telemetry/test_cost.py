@@ -12,7 +12,7 @@ from tests.small import small_config
 def test_price_comes_from_config_or_table():
     config = small_config()
     assert price_of(config, 'NVIDIA H100 80GB HBM3') == (3.99, PRICES['h100'].source)
-    # This machine cannot be rented, and the table lacks some chips.
+    # The price table contains no CPUs and not every GPU.
     assert price_of(config, 'cpu') is None
     assert price_of(config, 'NVIDIA T400') is None
     config = small_config(train__price_per_hour=1.5)

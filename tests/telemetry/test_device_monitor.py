@@ -126,7 +126,7 @@ def test_rates_are_computed_between_readings(tmp_path, monkeypatch):
     monkeypatch.setattr('maxlm.telemetry.device_monitor._traffic', lambda: next(traffic))
     reading = Host(tmp_path).read()
     assert reading['net_sent_bytes_per_second'] == 2000
-    # A counter that was reset must not give a negative rate.
+    # A reset counter must not give a negative rate.
     assert reading['net_received_bytes_per_second'] == 0
 
 
@@ -138,6 +138,6 @@ def test_reading_has_low_overhead(tmp_path):
     seconds = (time.process_time() - before) / count
     share = seconds / 30
     print(f'{1e3 * seconds:.2f} ms of CPU time per reading: {share:.4%} of a core at an interval of 30 s')
-    # The documented limit. The expected share is a hundredth of it.
+    # This is the documented limit. The typical share is a hundredth of it.
     assert share < 0.005
     assert math.isfinite(share)

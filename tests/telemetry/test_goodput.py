@@ -161,7 +161,7 @@ def test_unfinished_step_is_lost():
 
 
 def test_restore_of_an_earlier_checkpoint_loses_steps_of_two_attempts():
-    # The checkpoints of this attempt and the latest one of the previous attempt are damaged.
+    # The checkpoints of the second attempt and the last checkpoint of the first attempt are damaged.
     run = Run().start().steps(2).save().steps(2).save().end()
     run.start(4).steps(2).save().end()
     run.start(2).steps(1).end()
@@ -194,7 +194,7 @@ def test_regular_end_loses_nothing():
     found = totals(run)
     assert 'lost' not in found
     assert found['idle'] == 9.0
-    # Control: if the attempt were killed here, this time would belong to an unfinished step.
+    # Control: for a killed attempt, this time belongs to an unfinished step.
     run.lines[-3]['why'] = 'beat'
     assert totals(run)['lost'] == 0.01
 

@@ -74,7 +74,7 @@ def test_attempt_from_start_to_end(tmp_path):
         recorder.set_outcome('finished', 'all steps are done', 0)
     ledger = read_goodput(tmp_path)
     assert ledger.seconds == pytest.approx(30 + 60 + 5)
-    # Four devices at 90 dollars an hour cost a dollar every ten seconds.
+    # Four devices at 90 dollars per hour cost one dollar every ten seconds.
     assert ledger.dollars == pytest.approx(ledger.seconds / 10)
     only = ledger.attempts[0]
     assert (only.start_step, only.step, only.saved_step, only.is_closed) == (0, 6, 4, True)
@@ -93,7 +93,7 @@ def test_metrics_continue_across_attempts(tmp_path):
     attempt.save()
     attempt.steps(2)
     attempt.recorder._write('beat')
-    # The attempt is killed here. The next one has lost two steps.
+    # The attempt is killed here, which loses two steps.
     attempt = Attempt(tmp_path, price=90.0, pause=35.0)
     with attempt.recorder as recorder:
         assert recorder.attempt == 2
@@ -191,7 +191,7 @@ def test_cause_of_a_collective_error_is_recorded_at_exit(tmp_path, code, expecte
     recorder.record_exit(code, 'process 1 exited')
     (last,) = read_events(tmp_path).lines
     assert (last['kind'], last['code'], last['message'], last.get('alert')) == expected
-    # Bad input is the process's own failure.
+    # Bad input is an error of this process, so it is recorded at once.
     with contextlib.suppress(InputError), Attempt(tmp_path, alone=False).recorder:
         raise InputError('x.bin: is damaged')
     assert kinds(tmp_path)[1:] == [(2, 'failed', EXIT_BAD_INPUT)]
@@ -204,7 +204,7 @@ def test_immediate_exit_is_recorded(tmp_path, code, kind):
     recorder.record_exit(code, 'process 3 exited')
     assert kinds(tmp_path) == [(1, kind, code)]
     assert read_goodput(tmp_path).attempts[0].is_closed
-    # Code that is still running may add records later, which are ignored.
+    # Later records are ignored.
     lines = (tmp_path / 'goodput.jsonl').read_text()
     recorder.record_save()
     recorder.__exit__(None, None, None)
@@ -219,7 +219,7 @@ def test_other_processes_write_only_their_goodput_log(tmp_path):
         recorder.set_outcome('finished', '', 0)
     assert [entry.name for entry in tmp_path.iterdir()] == ['goodput-3.jsonl']
     line = read_lines(tmp_path / 'goodput-3.jsonl').lines[-1]
-    # The first process counts the cost of all devices.
+    # The first process records the cost of all devices.
     assert (line['process'], line['dollars']) == (3, None)
 
 

@@ -20,7 +20,7 @@ BLOCK = 32768
 
 
 def records(path):
-    """Yields the records of a .wandb file, a LevelDB log: blocks of fragments with checksum, length and kind."""
+    """Yields the records of a .wandb file, a LevelDB log: blocks of fragments with checksum, length and type."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content = path.read_bytes()
@@ -88,7 +88,7 @@ def test_offline_run_equals_metrics_jsonl(tmp_path):
     write_metrics(tmp_path, tracker, range(5, 10), after_step=4)
     runs, lines = read_back(tmp_path)
     before = read_metrics(tmp_path)
-    # The run rolls back to step 7 and skips the batches that caused it.
+    # The run rolls back to step 7 and skips the bad batches.
     write_metrics(tmp_path, tracker, range(8, 10), after_step=7, factor=3.0)
     tracker.close()
     runs, lines = read_back(tmp_path)

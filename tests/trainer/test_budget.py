@@ -1,4 +1,4 @@
-"""Spending of a run, which is measured infrequently, and the number of steps that a budget determines."""
+"""Tests the measurement of time and cost, and the number of steps that a budget determines."""
 
 import itertools
 import math
@@ -62,7 +62,7 @@ def test_startup_and_all_steps_cost():
     assert decisions.step_hours == pytest.approx((50 + 95) / 3600)
     # Without a budget, the clock is only read at the given steps.
     assert run.num_broadcasts == 2
-    # The next segment adds its time once.
+    # A second call adds only its own time.
     assert run.train(10, decisions, start=50, read_at=(60,))[1].hours == pytest.approx(decisions.hours + 55 / 3600)
 
 
@@ -73,7 +73,7 @@ def test_budget_is_met_with_few_clock_reads():
     assert 2.0 <= decisions.hours < 2.0 + 2 / 3600
     assert step == pytest.approx(5400 - 45, abs=2)
     assert 2 < run.num_broadcasts < 60
-    # A decrease of the throughput during the run is detected.
+    # The budget is also met if the steps become slower during the run.
     run = Run(guard__max_dollars=16.0)
     _, decisions = run.train(1000)
     run.slow = 4.0
@@ -88,7 +88,7 @@ def test_first_length_is_computed_from_measured_steps(evaluation_share):
     assert run.train(24)[1].num_steps == 0
     run = Run(evaluation_share=evaluation_share, **settings)
     _, decisions = run.train(25)
-    # 99 % of the budget minus the start, five slow steps and twenty normal steps.
+    # The planned time is 99 % of the budget minus startup, five slow steps and twenty normal steps.
     left = 0.99 * 7200 - 1800 - 50 - 20
     assert decisions.num_steps == pytest.approx(25 + left / (1 + evaluation_share), abs=10)
     assert decisions.planned_step == 25
@@ -155,7 +155,7 @@ def test_schedule_ends_with_its_budget_at_any_speed(changes_at, killed, factor, 
     run = Attempts(lambda now: 4.0 if now < changes_at else 4.0 * factor, noise=noise, killed=killed)
     assert run.ended == f'step {run.step} of {run.decisions.num_steps} is done'
     assert run.progress[run.step] == 1
-    # The time includes the last evaluation, the last checkpoint and the work of killed attempts.
+    # The time includes the last evaluation, the last checkpoint and the time of killed attempts.
     assert 0.98 * 3600 <= run.now <= 3600
     if not killed:
         progress = [*run.progress.values()]

@@ -1,4 +1,4 @@
-"""Initialization of a run: random, from another run, from an import or from its own checkpoint."""
+"""Tests the initialization of a run: random, from another run, from an import or from its own checkpoint."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ def origin(tmp_path_factory, trained):
 
 @pytest.fixture
 def imported(tmp_path, trained):
-    """Returns the workdir of an import, which has parameters as step 0."""
+    """Returns the workdir of an import, which contains only parameters, as step 0."""
     write_step(tmp_path / 'imported', 0, streamed(flatten(jax.device_get(trained.params))))
     return tmp_path / 'imported'
 
@@ -60,7 +60,7 @@ def imported(tmp_path, trained):
 def start(data, capsys, monkeypatch):
     """Returns a function that starts a run in a workdir and returns its state and its output.
 
-    The initial state is only computed with `random`, because this takes longer than all other operations.
+    The initial state is only computed with `random`, because this is slow.
     """
 
     def start(workdir, *, num_devices=2, init_from='', random=False, **overrides):
@@ -158,7 +158,7 @@ def test_own_checkpoint_takes_precedence(start, tmp_path, origin, trained):
     assert same(state, saved)
     assert not same(state, trained)
     assert out == 'resuming from step 4\n'
-    # The initial checkpoint may have been deleted by then.
+    # A resumed run does not read `train.init_from`.
     assert same(start(tmp_path, init_from=tmp_path / 'deleted')[0], saved)
 
 
@@ -167,7 +167,7 @@ def test_training_starts_from_an_import(start, imported, trained, origin):
     assert_fresh(state, trained.params)
     assert out.count('\n') == 1
     assert f'{imported}/checkpoints/0/params and a fresh optimizer' in out
-    # An import also counts as an existing checkpoint.
+    # An import takes precedence over `train.init_from`.
     assert same(start(imported, init_from=f'{origin}@3')[0].params, trained.params)
     # If there is a later checkpoint, the run resumes from it.
     saved = random_state(abstract_on(2), step=4, skipped=1, seed=4)
@@ -181,7 +181,7 @@ def test_parameters_without_optimizer_state_are_rejected_after_step_0(start, tmp
         start(tmp_path)
     assert f'--config.train.init_from={tmp_path}/checkpoints/5' in str(info.value)
     assert '\n' not in str(info.value)
-    # Applies the advice of the message.
+    # The command of the message works.
     state, _ = start(tmp_path / 'new', init_from=tmp_path / CHECKPOINTS_DIR / '5')
     assert_fresh(state, trained.params)
 

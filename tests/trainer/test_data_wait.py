@@ -1,4 +1,4 @@
-"""Waits for data count only while the device is idle. Device and clock are simulated."""
+"""Tests that waits for data count only while the device is idle. Device and clock are simulated."""
 
 import threading
 import time
@@ -58,7 +58,7 @@ def read_batch(clock, seconds, callback=lambda: None):
 
 
 def read_during_step(wait, clock, step, *, before, after):
-    """Yields a batch; the step finishes during the wait, and the watching thread notices it."""
+    """Yields a batch; the step finishes during the wait, and the watching thread detects it."""
     clock.now += before
     step.done.set()
     while wait._ready[0] is not step:
@@ -114,7 +114,7 @@ def test_first_late_batch_assumes_the_usual_step_time(wait, clock, timeline):
     assert spent(timeline) == (3.0, 58.0)
     # The watching thread was not woken until then.
     assert wait._ready == (None, 0.0)
-    # A batch that arrives before the step ends costs no time.
+    # No time counts if the batch arrives before the step ends.
     step = Step()
     wait.next_batch(read_during_step(wait, clock, step, before=0.0, after=0.0), step)
     clock.now += 2.0

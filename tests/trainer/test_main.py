@@ -1,4 +1,4 @@
-"""Exit of a training process."""
+"""Tests the exit of a training process."""
 
 import json
 import signal

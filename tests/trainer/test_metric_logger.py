@@ -1,4 +1,4 @@
-"""Skipped steps, and which of them count as divergence."""
+"""Tests skipped steps, and which of them count as divergence."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Preflight: compiles a step that fits in memory, rejects others with a suggestion, and chooses a micro-batch."""
+"""Tests preflight: compilation, errors with a suggestion if a step does not fit, and the choice of a micro-batch."""
 
 import dataclasses
 from functools import partial

@@ -1,4 +1,4 @@
-"""Conversion of responses to training rows."""
+"""Tests the conversion of responses to training rows."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Samples are equal on all meshes and to the engine's output. Default prompts are starts of documents."""
+"""Tests that samples are equal on all meshes and to the engine's output. Default prompts are starts of documents."""
 
 import dataclasses
 
@@ -74,7 +74,7 @@ def test_engine_generates_the_same_samples(dataset, one_device):
         return [tokenizer.decode(row.ids) for (row,) in engine.complete(requests)]
 
     assert [sample.text for sample in samples] == texts(SEED)
-    # Negative control: another seed gives another text.
+    # Negative control: another seed gives other text.
     assert [sample.text for sample in samples] != texts(SEED + 1)
 
 
@@ -100,7 +100,7 @@ def test_sampling_is_repeatable_and_keeps_the_parameters(dataset, one_device):
     again = Samples(config, open_training_data(config.data), layout)
     assert again(params) == again(params) == samples
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, params))
-    # Negative control: other parameters give another text.
+    # Negative control: other parameters give other text.
     assert again(jax.tree.map(lambda x: 0.5 * x, params)) != samples
 
 
@@ -125,7 +125,7 @@ def test_prompts_are_starts_of_validation_documents(dataset):
 
 def test_prompt_that_fills_the_context_is_rejected(dataset, one_device):
     config, layout, params, _ = one_device
-    # An odd length does not divide over devices.
+    # An odd number of tokens is not divisible by the number of devices.
     config = make_config(dataset, data__seq_len=33, eval__sample_prompts=('x' * 32,))
     (sample,) = Samples(config, open_training_data(config.data), layout)(params)
     assert len(sample.prompt) == 32

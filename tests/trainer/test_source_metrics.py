@@ -1,4 +1,4 @@
-"""Metrics of data sources: shares, epochs and losses."""
+"""Tests metrics of data sources: shares, epochs and losses."""
 
 import logging
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from maxlm.trainer.source_metrics import NullSourceMetrics, SourceStats
 
 
 class Mixture:
-    """Mixture in which three of four rows belong to the first source."""
+    """Fake mixture in which three of four rows belong to the first source."""
 
     shares = (0.75, 0.25)
 
@@ -52,7 +52,7 @@ def test_no_warning_below_the_limit_and_no_lines_without_weights(log):
 
 
 def test_metrics_of_a_step():
-    # Sums of losses and numbers of tokens; the second source has no tokens.
+    # The arguments are sums of losses and numbers of tokens. The second source has no tokens.
     metrics = make_stats().training_metrics(40, np.array([6.0, 0.0]), np.array([3, 0]))
     assert metrics == {
         'train/loss/web': 2.0,

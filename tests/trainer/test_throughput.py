@@ -1,4 +1,4 @@
-"""Throughput with a simulated clock."""
+"""Tests throughput with a simulated clock."""
 
 import types
 

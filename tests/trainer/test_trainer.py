@@ -1,4 +1,4 @@
-"""Training loop with a fake step: batches, metrics, checkpoints, resume, rollback and exit.
+"""Tests the training loop with a fake step: batches, metrics, checkpoints, resume, rollback and exit.
 
 The fake computes a loss from the step number and the tokens. `tests/test_train.py` tests real steps.
 """
@@ -51,7 +51,7 @@ class Step:
         loss = 5 / step + tokens.mean() / 1000
         skipped = step in self.bad
         if skipped and len(self.batches) > step:
-            # The batch after a rollback is a different one.
+            # After a rollback, the step reads another batch, which is not bad.
             skipped = False
 
         def put(like, value):

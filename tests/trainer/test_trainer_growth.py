@@ -1,4 +1,4 @@
-"""Host work of a step: the number of calls does not depend on the number of devices, except for batch partitioning."""
+"""Tests that the number of host calls of a step is independent of the number of devices, except to shard batches."""
 
 import json
 

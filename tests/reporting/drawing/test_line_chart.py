@@ -35,7 +35,7 @@ def test_curve_contains_its_values_and_is_within_the_frame():
     ((matrix, points),) = curves(chart(LINE))
     assert points == LINE
     first, middle, last = (transform(matrix, point) for point in points)
-    # The curve rises to the right; the y axis of the image points down.
+    # The curve rises to the right. The y axis of SVG points down.
     assert middle[0] == pytest.approx(500)
     assert 0 < first[0] < middle[0] < last[0] < 1000
     assert 1000 > first[1] > middle[1] > last[1] > 0

@@ -104,7 +104,7 @@ def test_first_losses_do_not_flatten_the_curve():
     kept = without_outliers([11.0, 10.0, *typical, 30.0])
     assert max(kept) < 3
     assert set(typical) <= set(kept)
-    # A slowly falling curve has no outliers, and of few values all are kept.
+    # A slowly falling curve has no outliers. Outliers are not removed from few values.
     falling = [10 - number / 100 for number in range(900)]
     assert without_outliers(falling) == falling
     assert without_outliers([1.0, 100.0]) == [1.0, 100.0]

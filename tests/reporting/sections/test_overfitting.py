@@ -39,7 +39,7 @@ def test_overfitting_is_detected_and_described():
         (FALLING, (5.0, 4.0, 3.2, 3.000, 3.01, 3.02, 3.005, 3.01)),
         # The last evaluation is the second best.
         (FALLING, (5.0, 4.5, 4.0, 3.5, 3.4, 3.3, 3.1, 3.2)),
-        # No evaluation is better than the first, so there is no progress to lose.
+        # The first evaluation is the best.
         (FALLING, (3.0, 3.1, 3.2, 3.3, 3.4, 3.5, 3.6, 3.7)),
         (FALLING, (5.0, 4.0)),
         (FALLING, ()),
