@@ -33,60 +33,13 @@ from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 from maxlm.workdir.files import CONFIG
 from maxlm.workdir.upload_directory import Upload
 
-CHECKPOINT = 'workdir, WORKDIR@STEP, or a directory of one step'
+CHECKPOINT = 'workdir (newest step), WORKDIR@STEP, or directory of one step'
 UNITS = {'': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30}
 
 
 def main(argv: list[str]) -> int:
     """Imports or exports one model."""
-    parser = ArgumentParser(
-        prog='maxlm.hf',
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest='command', required=True, metavar='import|export|export-adapter|export-gguf')
-    importer = commands.add_parser('import', allow_abbrev=False, help='a directory of Transformers → a workdir')
-    local, checkpoint = PathOption(Kind.DIRECTORY), PathOption(Kind.DIRECTORY, ANY)
-    importer.add_argument('--input', type=local, required=True, help='directory with config.json and safetensors')
-    importer.add_argument('--output', type=local, required=True, help='workdir to make')
-    exporter = commands.add_parser('export', allow_abbrev=False, help='a checkpoint → a directory for Transformers')
-    exporter.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
-    exporter.add_argument(
-        '--output', type=PathOption(Kind.DIRECTORY, BUCKETS), required=True, help='directory to make, or gs://…, s3://…'
-    )
-    exporter.add_argument(
-        '--cache',
-        type=PathOption(Kind.DIRECTORY),
-        default='~/.cache/maxlm',
-        help='where files are written before they are uploaded, if --output is a URL (%(default)s)',
-    )
-    exporter.add_argument('--dtype', choices=list(DTYPES), default='bfloat16', help='of the weights (%(default)s)')
-    exporter.add_argument('--max-shard-size', default='1GB', help='of one file, e.g. 500MB (%(default)s)')
-    adapter = commands.add_parser('export-adapter', allow_abbrev=False, help='adapters of a checkpoint → for PEFT')
-    adapter.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
-    adapter.add_argument('--output', type=local, required=True, help='directory to make')
-    adapter.add_argument(
-        '--base',
-        type=PathOption(may_be_empty=True),
-        default='',
-        help='name or directory, for Transformers, of the model that the run started from, for PEFT to load it by '
-        '(default: none is written, and the parameters of train.init_from are compared)',
-    )
-    for one in (exporter, adapter):
-        one.add_argument(
-            '--architecture',
-            choices=[AUTO, *ARCHITECTURES],
-            default=AUTO,
-            help='what to write the model as (%(default)s: the one of its family, else another that expresses it; '
-            'never nanochat, which Transformers alone can run)',
-        )
-    single = commands.add_parser('export-gguf', allow_abbrev=False, help='a checkpoint → a file for llama.cpp')
-    single.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
-    single.add_argument('--output', type=PathOption(Kind.FILE), required=True, help='file to make')
-    single.add_argument('--dtype', choices=TYPES, default='f16', help='of matrices (%(default)s)')
-    options = parser.parse_args(argv)
-
+    options = _parse(argv)
     with Console():
         if options.command == 'import':
             done = import_model(options.input, options.output, show=True)
@@ -97,18 +50,20 @@ def main(argv: list[str]) -> int:
                 options.checkpoint, options.output, base=options.base, architecture=options.architecture, show=True
             )
             print(
-                f'{written.directory}: adapters of {written.parameters:,} parameters for {written.class_name}, on '
-                f'{", ".join(written.targets)}'
+                f'{written.directory}: adapters of {written.parameters:,} parameters for {written.class_name} '
+                f'({", ".join(written.targets)})'
             )
             return EXIT_DONE
         if options.command == 'export-gguf':
             file = export_gguf(options.checkpoint, options.output, dtype=options.dtype, show=True)
-            left = (
-                f'; {len(file.float16_tensors)} matrices in f16, rows of which are no multiple of {BLOCK}'
+            unquantized = (
+                f'; {len(file.float16_tensors)} matrices in f16, because their row size is not a multiple of {BLOCK}'
                 if file.float16_tensors
                 else ''
             )
-            print(f'{file.path}: {file.kind} of {file.parameters:,} parameters, {format_bytes(file.bytes)}{left}')
+            print(
+                f'{file.path}: {file.kind} of {file.parameters:,} parameters, {format_bytes(file.bytes)}{unquantized}'
+            )
             return EXIT_DONE
         upload = _upload(options)
         exported = export_model(
@@ -121,12 +76,95 @@ def main(argv: list[str]) -> int:
         )
         if upload:
             upload.finish(show=True)
-    place = display_path(options.output) if upload else exported.directory
+    output = display_path(options.output) if upload else exported.directory
     print(
-        f'{place}: {exported.class_name} of {exported.parameters:,} parameters, '
+        f'{output}: {exported.class_name} of {exported.parameters:,} parameters, '
         f'{format_bytes(exported.bytes)} in {options.dtype}'
     )
     return EXIT_DONE
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog='maxlm.hf',
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog='example:\n  maxlm hf import --input=Qwen3-0.6B --output=runs/qwen3',
+    )
+    commands = parser.add_subparsers(dest='command', required=True, metavar='import|export|export-adapter|export-gguf')
+
+    def command(name: str, help: str, example: str) -> ArgumentParser:
+        return commands.add_parser(
+            name,
+            allow_abbrev=False,
+            help=help,
+            description=f'{help[0].upper()}{help[1:]}.',
+            epilog=f'example:\n  maxlm hf {name} {example}',
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    importer = command(
+        'import', 'creates a workdir from a Transformers directory', '--input=Qwen3-0.6B --output=runs/qwen3'
+    )
+    local, checkpoint = PathOption(Kind.DIRECTORY), PathOption(Kind.DIRECTORY, ANY)
+    importer.add_argument(
+        '--input', type=local, required=True, help='Transformers directory with config.json and safetensors'
+    )
+    importer.add_argument('--output', type=local, required=True, help='new workdir')
+    exporter = command(
+        'export',
+        'writes a checkpoint as a Transformers directory',
+        '--checkpoint=runs/qwen3 --output=exported --dtype=bfloat16',
+    )
+    exporter.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
+    exporter.add_argument(
+        '--output',
+        type=PathOption(Kind.DIRECTORY, BUCKETS),
+        required=True,
+        help='new directory or URL (gs://…, s3://…)',
+    )
+    exporter.add_argument(
+        '--cache',
+        type=PathOption(Kind.DIRECTORY),
+        default='~/.cache/maxlm',
+        help='local directory for the files before upload, if --output is a URL (%(default)s)',
+    )
+    exporter.add_argument(
+        '--dtype', choices=list(DTYPES), default='bfloat16', help='dtype of the weights (%(default)s)'
+    )
+    exporter.add_argument('--max-shard-size', default='1GB', help='maximum size of a file, e.g. 500MB (%(default)s)')
+    adapter = command(
+        'export-adapter',
+        'writes the adapters of a checkpoint for PEFT',
+        '--checkpoint=runs/lora --output=adapter --base=Qwen/Qwen3-0.6B',
+    )
+    adapter.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
+    adapter.add_argument('--output', type=local, required=True, help='new directory')
+    adapter.add_argument(
+        '--base',
+        type=PathOption(may_be_empty=True),
+        default='',
+        help='name or directory of the base model, from which PEFT loads it '
+        '(default: not written, and the base model must equal train.init_from)',
+    )
+    for one in (exporter, adapter):
+        one.add_argument(
+            '--architecture',
+            choices=[AUTO, *ARCHITECTURES],
+            default=AUTO,
+            help='Transformers architecture (%(default)s: the one of its family, else one that can express the model; '
+            'never nanochat, which vLLM does not support)',
+        )
+    single = command(
+        'export-gguf',
+        'writes a checkpoint as one GGUF file for llama.cpp',
+        '--checkpoint=runs/qwen3 --output=qwen3.gguf --dtype=q8_0',
+    )
+    single.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
+    single.add_argument('--output', type=PathOption(Kind.FILE), required=True, help='new file')
+    single.add_argument('--dtype', choices=TYPES, default='f16', help='dtype of the matrices (%(default)s)')
+    return parser.parse_args(argv)
 
 
 def _upload(options: argparse.Namespace) -> Upload | None:
@@ -150,7 +188,7 @@ def parse_size(text: str) -> int:
     unit = UNITS.get(match[2].upper()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:
-        raise InputError(f'--max-shard-size={text}: needs a size like 500MB or 1GB')
+        raise InputError(f'--max-shard-size={text}: not a valid size; use e.g. 500MB or 1GB')
     return size
 
 

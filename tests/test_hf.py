@@ -279,7 +279,7 @@ def test_an_import_without_a_tokenizer_says_so(model, tmp_path, capsys):
 
 
 CONFIGS = [
-    ({'model_type': 'mixtral'}, ['mixture of experts']),
+    ({'model_type': 'mixtral'}, ['mixture-of-experts']),
     ({'model_type': 'phi3'}, ['model_type=phi3', 'nanochat']),
     ({'model_type': 'bloom'}, ['ALiBi']),
     ({'num_local_experts': 8}, ['num_local_experts=8']),
@@ -290,8 +290,8 @@ CONFIGS = [
     ({'hidden_act': 'relu'}, ['hidden_act', 'relu']),
     ({'num_hidden_layers': 0}, ['num_hidden_layers=0']),
     # Mismatching files are detected by name before any file is read.
-    ({'num_hidden_layers': 3}, ['model.layers.2.', 'missing', '9 in all']),
-    ({'num_hidden_layers': 1}, ['model.layers.1.', 'is none of LlamaForCausalLM']),
+    ({'num_hidden_layers': 3}, ['model.layers.2.', 'missing', '9 in total']),
+    ({'num_hidden_layers': 1}, ['model.layers.1.', 'does not belong to LlamaForCausalLM']),
     ({'hidden_size': 64}, ['(257, 32)', 'needs (257, 64)']),
     ({'vocab_size': 258}, ['model.embed_tokens.weight', '(257, 32)', 'needs (258, 32)']),
     ({'tie_word_embeddings': True}, ['lm_head.weight', 'differs from the embedding']),
@@ -335,13 +335,13 @@ def test_an_output_that_cannot_be(model, tmp_path, refused, output):
 
 
 TENSORS = [
-    (lambda arrays: arrays.pop('model.norm.weight'), ['model.norm.weight', '(32,)', 'missing', '1 in all']),
-    (lambda arrays: arrays.update({'model.extra': np.ones(3, np.float32)}), ['model.extra', '(3,)', 'none of Llama']),
+    (lambda arrays: arrays.pop('model.norm.weight'), ['model.norm.weight', '(32,)', 'missing', '1 in total']),
+    (lambda arrays: arrays.update({'model.extra': np.ones(3, np.float32)}), ['model.extra', '(3,)', 'not belong']),
     (
         lambda arrays: arrays.update({'model.norm.weight': np.ones(31, np.float32)}),
         ['model.norm.weight', '(31,)', 'needs (32,)'],
     ),
-    (lambda arrays: arrays.update({'norm.weight': np.ones(32, np.float32)}), ['norm.weight', 'twice']),
+    (lambda arrays: arrays.update({'norm.weight': np.ones(32, np.float32)}), ['norm.weight', 'duplicate']),
     (lambda arrays: arrays.update({'model.norm.weight': np.ones(32, np.int8)}), ['model.norm.weight', 'I8', 'BF16']),
     (
         lambda arrays: arrays.update({'model.norm.weight': np.ones(32, np.float64)}),
@@ -381,7 +381,7 @@ def test_damaged_files(model, tmp_path, refused):
     refused(command(tmp_path), model, 'no model.safetensors')
     path.write_bytes(content)
     (model / 'tokenizer.json').write_text('{')
-    refused(command(tmp_path), model / 'tokenizer.json', 'is not a tokenizer.json')
+    refused(command(tmp_path), model / 'tokenizer.json', 'not a valid tokenizer.json')
     (model / 'tokenizer.json').unlink()
     run(*command(tmp_path))
 

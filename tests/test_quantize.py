@@ -48,7 +48,7 @@ def test_without_losses_then_as_one_file(workdir, tmp_path, capsys):
     assert exit_code(hf.main, argv) == EXIT_DONE
     told = capsys.readouterr().out.splitlines()[-1]
     assert told.startswith(f'{file}: llama of ')
-    assert told.endswith(' matrices in f16, rows of which are no multiple of 32')
+    assert told.endswith(' matrices in f16, because their row size is not a multiple of 32')
 
 
 def test_the_table(tmp_path):

@@ -38,23 +38,27 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
     values, source = config.values, config.source
     kind = values.get('model_type')
     if not isinstance(kind, str):
-        raise InputError(f'{source}: no model_type; needs one of {", ".join(supported)}')
+        raise InputError(f'{source}: model_type is missing; set it to one of {", ".join(supported)}')
     if values.get('auto_map'):
-        raise config.error('auto_map', 'the model needs code of its own, which maxlm does not run')
+        raise config.error(
+            'auto_map', 'the model requires custom code, which maxlm does not run; use a model without auto_map'
+        )
     if values.get('quantization_config'):
         raise InputError(
-            f'{source}: quantization_config: quantized weights are not supported; take the original of float type'
+            f'{source}: quantization_config: quantized weights are not supported; use the original float weights'
         )
     for key in _EXPERTS:
         if config.integer(key, 0, null=0):
-            raise config.error(key, 'a mixture of experts is not supported')
+            raise config.error(key, 'mixture-of-experts models are not supported; use a dense model')
     if kind in _EXPERT_TYPES or 'moe' in kind:
-        raise InputError(f'{source}: model_type={kind}: a mixture of experts is not supported')
+        raise InputError(f'{source}: model_type={kind}: mixture-of-experts models are not supported; use a dense model')
     attention = values.get('attn_config')
     if kind == 'bloom' or values.get('alibi') or (isinstance(attention, dict) and attention.get('alibi')):
-        raise InputError(f'{source}: model_type={kind} has ALiBi positions, which maxlm has not')
+        raise InputError(
+            f'{source}: model_type={kind}: ALiBi positions are not supported; use a model with other positions'
+        )
     if kind not in supported:
-        raise InputError(f'{source}: model_type={kind} is not supported; there are {", ".join(supported)}')
+        raise InputError(f'{source}: model_type={kind} is not supported; use one of {", ".join(supported)}')
 
 
 AUTO = 'auto'
@@ -84,7 +88,7 @@ def choose_architecture(model: ModelConfig, architecture: str = AUTO) -> Archite
         missing = unsupported_settings(model, row)
         if missing:
             raise InputError(
-                f'{", ".join(missing)}: {row.class_name} has no such models; leave --architecture at {AUTO}'
+                f'{", ".join(missing)}: {row.class_name} cannot express this model; use --architecture={AUTO}'
             )
         return row
     # Prefer the architecture with the name of the family.
@@ -95,10 +99,10 @@ def choose_architecture(model: ModelConfig, architecture: str = AUTO) -> Archite
         others = ', '.join(served.title for served in DEFAULT_ARCHITECTURES[:-1])
         hint = ''
         if not unsupported_settings(model, NANOCHAT):
-            hint = '; --architecture=nanochat writes it for Transformers 5 and later, which alone can run it'
+            hint = '; use --architecture=nanochat, which only Transformers 5 or later can run'
         raise InputError(
-            f'{", ".join(missing)}: of {others} and {DEFAULT_ARCHITECTURES[-1].title} none has such models, '
-            f'{row.title} is the nearest{hint}'
+            f'{", ".join(missing)}: none of {others} and {DEFAULT_ARCHITECTURES[-1].title} can express this model; '
+            f'{row.title} is the closest{hint}'
         )
     return row
 
@@ -150,22 +154,22 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
             model[key] = read(hf_key, fallback) if null is None else read(hf_key, fallback, null=null)
     for hf_key, value in row.fixed_keys.items():
         if config.get(hf_key, value) != value:
-            raise fields.error(hf_key, f'maxlm has this model with {value} only')
+            raise fields.error(hf_key, f'only {value} is supported for this model')
     name = fields.text(*row.activation)
     if name not in row.activations:
-        raise fields.error(row.activation[0], f'not supported; needs one of {", ".join(row.activations)}')
+        raise fields.error(row.activation[0], f'not supported; use one of {", ".join(row.activations)}')
     model['activation'] = row.activations[name]
     if row is LLAMA and fields.flag('mlp_bias', False) != model['use_bias']:
         raise fields.error(
-            'mlp_bias', f'with attention_bias={model["use_bias"]}; maxlm has biases in both or in neither'
+            'mlp_bias', f'differs from attention_bias={model["use_bias"]}; only equal values are supported'
         )
     if model['position_embedding'] == 'rotary':
         model |= from_rope(fields, row.model_type, model['max_positions'])
         head_dim, fraction = model['dim'] // model['num_heads'], model['partial_rotary_factor']
         if row is GPT_NEOX and not same_rotated_dims(head_dim, fraction):
             raise InputError(
-                f'{source}: rotary_pct={fraction}: that is {head_dim * fraction:g} dims of heads of {head_dim}; needs '
-                f'a whole number of pairs'
+                f'{source}: rotary_pct={fraction}: rotates {head_dim * fraction:g} of {head_dim} head dims; needs an '
+                'even number of dims'
             )
     model |= _attention(fields, row, model['num_layers'])
     # The dtype of the stored parameters; the default of Transformers is float32.
@@ -199,12 +203,14 @@ def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, 
     if types is not None:
         names = ['full_attention', 'sliding_attention']
         if not isinstance(types, list) or len(types) != num_layers or any(name not in names for name in types):
-            raise fields.error('layer_types', f'needs {num_layers} times {" or ".join(names)}')
+            raise fields.error('layer_types', f'needs {num_layers} entries, each {" or ".join(names)}')
         listed = [name == 'sliding_attention' for name in types]
         if any(listed) and not window:
-            raise fields.error('layer_types', 'sliding_attention without a sliding window')
+            raise fields.error('layer_types', 'sliding_attention needs a window; set sliding_window')
         if row is not QWEN3 and listed != sliding:
-            raise fields.error('layer_types', f'{row.model_type} has one kind of layers only')
+            raise fields.error(
+                'layer_types', f'{row.model_type} supports only one type of layer; use one type for all layers'
+            )
         sliding = listed
     if not any(sliding):
         return {'attention_pattern': 'L', 'sliding_window': 0}

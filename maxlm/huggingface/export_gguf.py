@@ -122,16 +122,16 @@ def _library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise InputError("GGUF files need gguf: pip install 'maxlm[gguf]'") from error
+        raise InputError("GGUF export needs the package gguf; run pip install 'maxlm[gguf]'") from error
     return gguf
 
 
 def _check_new_file(output: str) -> Path:
     path = Path(output).expanduser().resolve()
     if path.exists():
-        raise InputError(f'--output={output}: there is something already; choose a file that is new')
+        raise InputError(f'--output={output}: path already exists; choose a new file')
     if not path.parent.is_dir():
-        raise InputError(f'--output={output}: {path.parent} is no directory; make it, or choose another place')
+        raise InputError(f'--output={output}: {path.parent} is not a directory; create it, or choose another path')
     return path
 
 
@@ -142,17 +142,20 @@ def _new_file(path: Path) -> Iterator[Path]:
         with new_file(path) as partial:
             yield partial
     except OSError as error:
-        raise InputError(f'--output={path}: {os_message(error)}; choose a place that can be written to') from error
+        raise InputError(f'--output={path}: {os_message(error)}; choose a writable path') from error
 
 
 def _architecture(model: ModelConfig, source: str) -> str:
     architecture = choose_architecture(model).model_type
     if architecture not in _KINDS:
-        raise InputError(f'{source}: GGUF is written for models as Llama and Qwen3; this one is as {architecture}')
+        raise InputError(
+            f'{source}: GGUF export supports only Llama and Qwen3 models, but this is a {architecture} model; export '
+            'it for Transformers instead'
+        )
     if any(layer_windows(model)):
         raise InputError(
-            f'{source}: model.attention_pattern={model.attention_pattern}: GGUF files of Llama and Qwen3 have no '
-            f'sliding windows; export the model for Transformers instead'
+            f'{source}: model.attention_pattern={model.attention_pattern}: GGUF files of Llama and Qwen3 do not '
+            'support sliding windows; export the model for Transformers instead'
         )
     scaling, plain = model.rope_scaling, ModelConfig()
     changed = [
@@ -163,7 +166,8 @@ def _architecture(model: ModelConfig, source: str) -> str:
     if scaling == 'dynamic' or changed:
         detail = ', '.join(changed) or f'model.rope_scaling={scaling}'
         raise InputError(
-            f'{source}: {detail}: llama.cpp has no such positions; export the model for Transformers instead'
+            f'{source}: {detail}: llama.cpp does not support this position encoding; export the model for Transformers '
+            'instead'
         )
     return architecture
 
@@ -195,7 +199,7 @@ def _add_metadata(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: 
 
 def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str) -> None:
     if TOKENIZER not in text.files:
-        raise InputError(f'{source}: no such file, without which a GGUF file can take no text; put the one there')
+        raise InputError(f'{source}: file not found, but a GGUF file needs a tokenizer; copy its tokenizer.json there')
     vocab = vocabulary(text.files[TOKENIZER].decode(), model.vocab_size, source)
     writer.add_tokenizer_model('gpt2')
     writer.add_tokenizer_pre(vocab.split)
@@ -246,6 +250,6 @@ def _bytes(shape: tuple[int, ...], kind: Any, gguf: Any) -> int:
 def _encode(name: str, values: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
     # The scales of blocks are float16 too.
     if not np.abs(values).max() <= _LARGEST_FLOAT16:
-        raise InputError(f'{name}: a value is not finite, or beyond float16; choose another step')
+        raise InputError(f'{name}: a value is not finite or is outside the range of float16; export another step')
     encoded: np.ndarray = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), kind)
     return encoded

@@ -125,6 +125,6 @@ def check_shapes(
     for path in sorted(stored.keys() | expected.keys()):
         if stored.get(path) != expected.get(path):
             raise InputError(
-                f'{step_directory}: parameter {path} is {stored.get(path, "missing")} there and '
-                f'{expected.get(path, "none")} in {config}; the two belong to different models'
+                f'{step_directory}: parameter {path} has shape {stored.get(path, "none (missing)")}, but '
+                f'{expected.get(path, "none (not in the model)")} by {config}; use the config.json of this checkpoint'
             )

@@ -73,7 +73,9 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
     config = read_config(source)
     model = config.model
     if not model.lora_rank:
-        raise InputError(f'--checkpoint={checkpoint}: model.lora_rank=0 in {source / CONFIG}; give a run with adapters')
+        raise InputError(
+            f'--checkpoint={checkpoint}: model.lora_rank=0 in {source / CONFIG} (no adapters); use a run with adapters'
+        )
     row = choose_architecture(model, architecture)
     reader = ParamsReader(step_directory, params_item(step_directory))
     base_reader = MergedReader(reader, model, str(step_directory))
@@ -202,29 +204,28 @@ def _check_base(config: Config, reader: ParamsReader, paths: Sequence[str], base
     """Raises InputError unless the model without its adapters is available as a base model."""
     if config.optimizer.trainable_params:
         raise InputError(
-            f'optimizer.trainable_params={config.optimizer.trainable_params}: the run trained more than its '
-            'adapters, which alone are '
-            f'not its model; export it whole, with them merged, by `maxlm.hf export`'
+            f'optimizer.trainable_params={config.optimizer.trainable_params}: the run trained more than its adapters, '
+            'so the adapters are not the complete model; merge them with `maxlm hf export`'
         )
     if base:
         return
-    advice = 'give --base, or export the model whole by `maxlm.hf export`'
+    advice = 'set --base, or export the merged model with `maxlm hf export`'
     name = config.train.init_from
     if not name:
-        raise InputError(f"train.init_from='': the run did not start from a model that PEFT could load; {advice}")
-    started = f'train.init_from={name}, which the run started from,'
+        raise InputError(f"train.init_from='': the run did not start from a base model that PEFT can load; {advice}")
+    started = f'train.init_from={name}: the base model of the run'
     try:
         directory = find_local_step(name)
         other = ParamsReader(directory, params_item(directory))
     except InputError as error:
-        raise InputError(f'{started} cannot be read: {error}; {advice}') from None
+        raise InputError(f'{started} cannot be read ({error}); {advice}') from None
     if any(path.endswith((LORA_A, LORA_B)) for path in other.shapes):
-        raise InputError(f'{started} has adapters itself, so its export is not what these stand on; {advice}')
+        raise InputError(f'{started} has adapters, so its export is not the base of these adapters; {advice}')
     # Compare shapes first, because that needs no reading.
     differing = [path for path in paths if other.shapes.get(path) != reader.shapes[path]]
     for path in differing or paths:
         if differing or not _same_values(reader, other, path):
-            raise InputError(f'{started} has another {path} than the run; {advice}')
+            raise InputError(f'{started} and the run differ in {path}; {advice}')
 
 
 def _same_values(reader: ParamsReader, other: ParamsReader, path: str) -> bool:

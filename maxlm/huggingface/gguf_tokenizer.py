@@ -56,16 +56,17 @@ def vocabulary(text: str, vocab_size: int, source: str) -> Vocabulary:
     model = tokenizer['model']
     merges = [merge if isinstance(merge, str) else ' '.join(merge) for merge in model.get('merges') or []]
     if model['type'] != 'BPE' or model.get('byte_fallback'):
-        kind = 'BPE with bytes as a last resort' if model['type'] == 'BPE' else model['type']
+        kind = 'BPE with byte_fallback' if model['type'] == 'BPE' else model['type']
         raise InputError(
-            f'{source}: a tokenizer of kind {kind}; GGUF is written for byte-level BPE (maxlm.prepare '
-            f'--tokenizer=bytes or bpe:N, those of GPT-2, Llama 3 and Qwen); export the model for Transformers instead'
+            f'{source}: the tokenizer type is {kind}, but GGUF export supports only byte-level BPE (maxlm.prepare '
+            '--tokenizer=bytes or bpe:N, and the tokenizers of GPT-2, Llama 3 and Qwen); export the model for '
+            'Transformers instead'
         )
     split = _split(tokenizer['pre_tokenizer'], is_split=bool(merges))
     if not split or not _keeps_text(tokenizer['normalizer']):
         raise InputError(
-            f'{source}: splits text into words in a way that llama.cpp has no name for; GGUF is written for the splits '
-            f'of GPT-2, Llama 3 and Qwen; export the model for Transformers instead'
+            f'{source}: llama.cpp does not support the pre-tokenizer or normalizer; GGUF export supports those of '
+            'GPT-2, Llama 3 and Qwen; export the model for Transformers instead'
         )
     tokens = [f'[PAD{index}]' for index in range(vocab_size)]
     types = [UNUSED] * vocab_size

@@ -51,8 +51,8 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     directory = Path(source).expanduser()
     if not directory.is_dir():
         raise InputError(
-            f'--input={source}: no such directory; a model of the Hugging Face Hub is to be downloaded first, e.g. by '
-            f'`hf download NAME --local-dir DIR`'
+            f'--input={source}: no such directory; download a model of the Hugging Face Hub first, e.g. with '
+            '`hf download NAME --local-dir DIR`'
         )
     path = directory / CONFIG
     check_entries(directory, (CONFIG, TOKENIZER, *EXPORT_FILES))
@@ -107,7 +107,9 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
         full = head if name == 'lm_head.weight' else name
         full = full if full in expected or full == head or full.startswith(prefix) else prefix + full
         if full in matched:
-            raise InputError(f'{files.path(name)}: tensor {name} is there twice, also as {matched[full]}')
+            raise InputError(
+                f'{files.path(name)}: tensor {name} is a duplicate of {matched[full]}; remove one of the two'
+            )
         if full in expected:
             matched[full] = name
         elif full == head:
@@ -115,23 +117,27 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
         elif not any(re.fullmatch(pattern, full) for pattern in BUFFERS[architecture]):
             class_name = ARCHITECTURES[architecture].class_name
             raise InputError(
-                f'{files.path(name)}: tensor {name} {shape} is none of {class_name} as config.json describes it'
+                f'{files.path(name)}: tensor {name} {shape} does not belong to {class_name} as defined by config.json; '
+                'use the config.json of these weights'
             )
     for full, tensor in expected.items():
         if full not in matched:
             missing = len(expected) - len(matched)
-            raise InputError(f'{source}: tensor {full} {tensor.shape} is missing ({missing} in all)')
+            raise InputError(
+                f'{source}: tensor {full} {tensor.shape} is missing ({missing} in total); download it again'
+            )
         shape = files.shapes[matched[full]]
         if shape != tensor.shape:
             raise InputError(
-                f'{files.path(matched[full])}: tensor {matched[full]} is {shape}; needs {tensor.shape} by config.json'
+                f'{files.path(matched[full])}: tensor {matched[full]} has shape {shape}, but config.json needs '
+                f'{tensor.shape}; use the config.json of these weights'
             )
     files.check_dtypes([*matched.values(), *tied])
     for name in tied:
         if not files.equal(name, matched[embedding]):
             raise InputError(
-                f'{files.path(name)}: tensor {name} differs from the embedding, to which tie_word_embeddings ties it; '
-                f'set tie_word_embeddings to false in config.json if the tensor is meant'
+                f'{files.path(name)}: tensor {name} differs from the embedding, but tie_word_embeddings is true; set '
+                'tie_word_embeddings to false in config.json to use the tensor'
             )
     return matched
 
@@ -140,24 +146,24 @@ class _Part(NamedTuple):
     """Source of a parameter of one layer: a tensor of the files, and the index of the parameter among its sources."""
 
     tensor: Tensor
-    place: int
+    index: int
 
 
 def _arrays(
     files: TensorFiles, rows: Sequence[Tensor], names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, StreamedArray]:
     parts: dict[tuple[str, int | None], _Part] = {
-        (path, tensor.layer): _Part(tensor, place) for tensor in rows for place, path in enumerate(tensor.sources)
+        (path, tensor.layer): _Part(tensor, index) for tensor in rows for index, path in enumerate(tensor.sources)
     }
 
     def array(path: str) -> StreamedArray:
         def read(layer: int | None) -> np.ndarray:
-            tensor, place = parts[path, layer]
+            tensor, index = parts[path, layer]
             name = names[tensor.name]
             values = files.read(name)
             if not np.isfinite(values).all():
-                raise InputError(f'{files.path(name)}: tensor {name} has values that are not finite; fetch it again')
-            return tensor.from_hf(values)[place]
+                raise InputError(f'{files.path(name)}: tensor {name} has values that are not finite; download it again')
+            return tensor.from_hf(values)[index]
 
         return StreamedArray(shapes[path], read, is_stacked=(path, None) not in parts)
 

@@ -48,7 +48,7 @@ class Fields:
     def text(self, key: str, default: str) -> str:
         value = self.values.get(key, default)
         if not isinstance(value, str):
-            raise self.error(key, 'needs a text')
+            raise self.error(key, 'needs a string')
         return value
 
     def _checked(self, key: str, null: float | None) -> Any:
@@ -82,7 +82,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
     except ValueError as error:
-        raise InputError(f'{path}: not JSON ({error}); fetch the file again') from error
+        raise InputError(f'{path}: not valid JSON ({error}); download the file again') from error
     if not isinstance(value, dict):
-        raise InputError(f'{path}: holds {type(value).__name__}, needs a JSON object')
+        raise InputError(f'{path}: contains a {type(value).__name__}; needs a JSON object')
     return value

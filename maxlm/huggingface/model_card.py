@@ -41,7 +41,7 @@ def model_card(
         f'for Transformers as `{architecture.class_name}`.\n'
         if step
         else f'A language model of {format_si(parameters)} parameters, exported from maxlm {maxlm.__version__} for '
-        f'Transformers as `{architecture.class_name}`; its workdir holds the model without a run.\n',
+        f'Transformers as `{architecture.class_name}`; its workdir contains no training run.\n',
         '## Use\n',
         _usage(name, architecture, (workdir / TOKENIZER).is_file()),
         '## Model\n',
@@ -50,7 +50,7 @@ def model_card(
     if step:
         parts += ['## Training\n', _table(_training_facts(workdir, step, config))]
     parts += [
-        '<details><summary>The whole configuration</summary>\n',
+        '<details><summary>Full configuration</summary>\n',
         f'```json\n{json.dumps(_without_paths(config), indent=2)}\n```\n',
         '</details>',
     ]
@@ -73,7 +73,7 @@ def _usage(name: str, architecture: Architecture, has_tokenizer: bool) -> str:
         ]
     lines += ['```', '']
     if architecture is NANOCHAT:
-        return '\n'.join([*lines, 'It needs Transformers 5 or later, which alone has this architecture.', ''])
+        return '\n'.join([*lines, 'It requires Transformers 5 or later.', ''])
     return '\n'.join([*lines, 'With vLLM:', '', '```', f'vllm serve {name}', '```', ''])
 
 
@@ -85,23 +85,23 @@ def _model_facts(model: ModelConfig) -> dict[str, str]:
             positions += f', {model.partial_rotary_factor:.0%} of each head'
         if model.rope_scaling != 'none':
             positions += f', {model.rope_scaling} scaling by {model.rope_scaling_factor:g}'
-    attention = 'the whole context'
+    attention = 'full context'
     if 'S' in model.attention_pattern:
         attention = f'the last {model.sliding_window:,} tokens'
     if set(model.attention_pattern) == set('LS'):
-        attention = f'{model.attention_pattern} over the layers: S {attention}, L the whole context'
+        attention = f'{model.attention_pattern} over the layers: S {attention}, L full context'
     return {
         'layers': str(model.num_layers),
-        'width': f'{model.dim:,}',
+        'hidden size': f'{model.dim:,}',
         'query heads': str(model.num_heads),
         'key/value heads': str(model.num_kv_heads),
-        'head width': str(model.head_dim),
+        'head dimension': str(model.head_dim),
         'feed-forward': f'{model.ffn_dim:,}, {model.activation}',
-        'norm': model.norm + (', queries and keys too' if model.qk_norm else ''),
+        'norm': model.norm + (', also on queries and keys' if model.qk_norm else ''),
         'positions': positions,
         'attention': attention,
         'context': f'{model.max_positions:,} tokens',
-        'vocabulary': f'{model.vocab_size:,}' + (', tied to the output' if model.tie_embeddings else ''),
+        'vocabulary': f'{model.vocab_size:,}' + (', tied to the output layer' if model.tie_embeddings else ''),
     }
 
 
@@ -118,7 +118,7 @@ def _training_facts(workdir: Path, step: int, config: Config) -> dict[str, str]:
     for label, key in (('training loss', 'train/loss'), ('validation loss', 'eval/loss')):
         losses = [line[key] for line in lines if line.get(key) is not None]
         if losses:
-            facts[label] = f'{losses[-1]:.4f} nats/token at the end, {min(losses):.4f} at the lowest'
+            facts[label] = f'{losses[-1]:.4f} nats/token (last), {min(losses):.4f} (lowest)'
     return facts
 
 

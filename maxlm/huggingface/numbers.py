@@ -11,20 +11,20 @@ class Number(NamedTuple):
     """Type and range of the values of a key.
 
     Attributes:
-        is_whole: only integers are allowed; floats such as 2.0 are rejected.
+        is_integer: only integers are allowed; floats such as 2.0 are rejected.
         allowed: smallest and largest value.
     """
 
-    is_whole: bool
+    is_integer: bool
     allowed: Range
 
     def __contains__(self, value: object) -> bool:
         """Returns True if a JSON value is a number of this type and range; nan and infinities are not."""
-        types = int if self.is_whole else int | float
+        types = int if self.is_integer else int | float
         return isinstance(value, types) and not isinstance(value, bool) and value in self.allowed
 
     def __str__(self) -> str:
-        return f'a {"whole " if self.is_whole else ""}number of {self.allowed}'
+        return f'{"an integer" if self.is_integer else "a number"} of {self.allowed}'
 
 
 def _integer(key: str) -> Number:

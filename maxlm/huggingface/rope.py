@@ -82,9 +82,11 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
     key = 'rope_scaling' if config.values.get('rope_scaling') else 'rope_parameters'
     values = config.values.get(key) or {}
     if not isinstance(values, dict):
-        raise config.error(key, 'needs an object')
+        raise config.error(key, 'needs a JSON object')
     if any(name in values for name in _LAYER_TYPES):
-        raise config.error(key, 'rotary positions that differ by layer are not supported')
+        raise config.error(
+            key, 'different rotary positions per layer are not supported; use one setting for all layers'
+        )
     rope = Fields(values, f'{config.source}: {key}')
     theta_key, fraction_key, fraction = 'rope_theta', 'partial_rotary_factor', 1.0
     if architecture == NEOX:
@@ -93,7 +95,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
     fraction = rope.number('partial_rotary_factor', config.number(fraction_key, fraction))
     if architecture != NEOX and fraction != 1:
         raise (rope if 'partial_rotary_factor' in values else config).error(
-            'partial_rotary_factor', f'{architecture} rotates whole heads; needs 1.0'
+            'partial_rotary_factor', f'{architecture} rotates all dims of a head; needs 1.0'
         )
     settings: dict[str, Any] = {'rope_theta': theta, 'partial_rotary_factor': fraction}
     kind = rope.text('rope_type', rope.text('type', 'default'))
@@ -101,7 +103,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         return settings
     if kind not in ('linear', 'dynamic', 'yarn', 'llama3'):
         name = 'rope_type' if 'rope_type' in values else 'type'
-        raise rope.error(name, 'this scaling is not supported; there are default, linear, dynamic, yarn and llama3')
+        raise rope.error(name, 'not supported; use default, linear, dynamic, yarn or llama3')
     # Phi has the value at top level, which takes precedence for all architectures in Transformers 5.
     original = rope.integer('original_max_position_embeddings', max_positions, null=max_positions)
     original = config.integer('original_max_position_embeddings', original, null=original)
@@ -109,7 +111,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         factor = max_positions / original
     else:
         if 'factor' not in values:
-            raise rope.error('factor', f'missing; {kind} scaling needs it')
+            raise rope.error('factor', f'missing, but required for {kind} scaling; set it')
         factor = rope.number('factor', 1.0)
     settings |= {'rope_scaling': kind, 'rope_scaling_factor': factor}
     if kind == 'dynamic':
@@ -117,7 +119,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
     elif kind == 'llama3':
         for name in ('low_freq_factor', 'high_freq_factor'):
             if name not in values:
-                raise rope.error(name, 'missing; llama3 scaling needs it')
+                raise rope.error(name, 'missing, but required for llama3 scaling; set it')
         settings['original_max_positions'] = original
         settings['rope_low_freq_factor'] = rope.number('low_freq_factor', 1.0)
         settings['rope_high_freq_factor'] = rope.number('high_freq_factor', 4.0)

@@ -68,13 +68,17 @@ class TensorFiles:
             file = _open(path)
             for name in file.keys():  # noqa: SIM118 - no mapping, it only has such a method
                 if name in self._paths:
-                    raise InputError(f'{path}: tensor {name} is in {self._paths[name].name} too')
+                    raise InputError(
+                        f'{path}: tensor {name} is also in {self._paths[name].name}; remove one of the two files'
+                    )
                 view = file.get_slice(name)
                 self.shapes[name], self.dtypes[name] = tuple(view.get_shape()), view.get_dtype()
                 self._files[name], self._paths[name] = file, path
         for name, file_name in weight_map.items():
             if name not in self._paths or self._paths[name].name != file_name:
-                raise InputError(f'{directory / file_name}: has no tensor {name}, which {INDEX} says is there')
+                raise InputError(
+                    f'{directory / file_name}: no tensor {name}, which {INDEX} lists; download the model again'
+                )
 
     def path(self, name: str) -> Path:
         """Returns the path of the file that contains a tensor."""
@@ -100,7 +104,7 @@ class TensorFiles:
         for name in names:
             if self.dtypes[name] not in _READABLE:
                 raise InputError(
-                    f'{self._paths[name]}: tensor {name} is of type {self.dtypes[name]}; needs {", ".join(_READABLE)}'
+                    f'{self._paths[name]}: tensor {name} has dtype {self.dtypes[name]}; needs {", ".join(_READABLE)}'
                 )
 
     def _read(self, name: str, rows: Any) -> np.ndarray:
@@ -108,7 +112,9 @@ class TensorFiles:
             file = self._files[name]
             return file.get_tensor(name) if rows is ... else file.get_slice(name)[rows]
         except (SafetensorError, OSError) as error:
-            raise InputError(f'{self._paths[name]}: tensor {name} cannot be read ({error})') from error
+            raise InputError(
+                f'{self._paths[name]}: tensor {name} cannot be read ({error}); download it again'
+            ) from error
 
 
 def write_tensors(
@@ -188,14 +194,14 @@ def _write_values(file: BinaryIO, entry: TensorEntry, dtype: str) -> None:
     for rows in _blocks(entry.shape):
         values = array[rows]
         if not np.isfinite(values).all():
-            raise InputError(f'{entry.name}: holds values that are not finite; export another step')
+            raise InputError(f'{entry.name}: contains values that are not finite; export another step')
         with np.errstate(over='ignore'):
             # Convert in memory order and transpose afterwards: twice as fast for a transposed view.
             block = np.ascontiguousarray(values.astype(DTYPES[dtype][1], copy=False))
         if not np.isfinite(block).all():
             largest = float(np.abs(values).max())
             others = ' or '.join(name for name in DTYPES if name != dtype)
-            raise InputError(f'{entry.name}: {largest:g} is beyond the range of {dtype}; choose --dtype={others}')
+            raise InputError(f'{entry.name}: {largest:g} is outside the range of {dtype}; use --dtype={others}')
         file.write(block.view(np.uint8).data)
 
 
@@ -222,19 +228,19 @@ def _weight_map(directory: Path) -> dict[str, str]:
     try:
         weight_map = parse_json(read_bytes(path))['weight_map']
         if not weight_map:
-            raise ValueError('it is empty')
+            raise ValueError('weight_map is empty')
         for name in set(weight_map.values()):
             # An index of unknown origin must not reference files outside of its directory.
             if Path(name).name != name:
-                raise ValueError(f'{name!r} is not the name of a file beside it')
+                raise ValueError(f'{name!r} is not the name of a file in this directory')
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f'{path}: no weight_map of tensors to files ({error}); fetch the file again') from error
+        raise InputError(f'{path}: no valid weight_map ({error}); download the file again') from error
     check_entries(directory, sorted(set(weight_map.values())), limit=None)
     for name in sorted(set(weight_map.values())):
         if not (directory / name).is_file():
-            raise InputError(f'{directory / name}: missing, {INDEX} names it; fetch the model again')
+            raise InputError(f'{directory / name}: missing, but {INDEX} lists it; download the model again')
     return weight_map
 
 
@@ -242,12 +248,12 @@ def _no_tensors(directory: Path) -> InputError:
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if pickles:
         return InputError(
-            f'{directory}: {pickles[0]}: holds pickle files, which can run code, and no {SINGLE}; convert them to '
-            f'safetensors first'
+            f'{directory}: {pickles[0]}: pickle files can run code and are not supported, and {SINGLE} is missing; '
+            'convert them to safetensors first'
         )
     others = sorted(path.name for path in directory.glob('*.safetensors'))
-    hint = f'; there is {others[0]}, but no {INDEX}' if others else ''
-    return InputError(f'{directory}: no {SINGLE} and no {INDEX}{hint}; give a model in the format of Transformers')
+    hint = f' (found {others[0]})' if others else ''
+    return InputError(f'{directory}: no {SINGLE} and no {INDEX}{hint}; use a model in the format of Transformers')
 
 
 def _open(path: Path) -> Any:
@@ -255,4 +261,4 @@ def _open(path: Path) -> Any:
         # Use reads instead of mmap, because pages of a mapped file count as memory until it is closed.
         return safe_open(str(path), framework='np', backend='pread')
     except (SafetensorError, OSError) as error:
-        raise InputError(f'{path}: not a complete safetensors file ({error}); fetch it again') from error
+        raise InputError(f'{path}: not a complete safetensors file ({error}); download it again') from error

@@ -70,7 +70,7 @@ def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
     if not path.is_file():
         found = [name for name in _SOURCES if (directory / name).is_file()]
         has = f'has {found[0]} but no {TOKENIZER}' if found else f'has no {TOKENIZER}'
-        how = '; AutoTokenizer of Transformers makes one of it by save_pretrained' if found else ''
+        how = '; create one with AutoTokenizer.from_pretrained(…).save_pretrained(…) of Transformers' if found else ''
         return files, f'{directory} {has}, which generate and evaluate need{how}'
     _read_tokenizer(path)
     try:
@@ -79,7 +79,7 @@ def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
         files[TOKENIZER] = tokenizer.to_json().encode()
     except InputError as error:
         files[TOKENIZER] = path.read_bytes()
-        return files, f'{error}; generate and evaluate need one that maxlm reads'
+        return files, f'{error}; generate and evaluate need a tokenizer that maxlm can read'
     # A template that cannot be used is copied unchanged.
     with contextlib.suppress(InputError):
         recipe = make_chat_recipe('', tokenizer=str(path), special_tokens=(), window=0)
@@ -118,7 +118,7 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(path.read_text(encoding='utf-8'))
     except Exception as error:  # the library raises bare Exception
-        raise InputError(f'{path} is not a tokenizer.json: {error}') from error
+        raise InputError(f'{path}: not a valid tokenizer.json ({error}); download it again') from error
 
 
 def _make_tokenizer_files(tokenizer: tokenizers.Tokenizer, model: ModelConfig, *, has_chat: bool) -> dict[str, bytes]:

@@ -223,7 +223,7 @@ def test_the_factors_of_llama3_are_those_of_transformers(tmp_path):
 @pytest.mark.parametrize(
     ('overrides', 'words'),
     [
-        (MODELS['gpt2'], ['Llama and Qwen3', 'as gpt2']),
+        (MODELS['gpt2'], ['Llama and Qwen3', 'gpt2']),
         (MODELS['mistral'], ['model.attention_pattern=S', 'sliding windows']),
         (
             {**CASES['llama'], 'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
@@ -258,12 +258,12 @@ def refuse(folder, *words, output='model.gguf'):
 def test_outputs_and_values_that_cannot_be(tmp_path, monkeypatch):
     large = {'final_norm.scale': np.full(64, 1e6, np.float32)}
     make_workdir(tmp_path / 'run', CASES['llama'], changed=large)
-    refuse(tmp_path, 'model.norm.weight', 'beyond float16')
-    refuse(tmp_path, '--output=', 'something already', output='run')
-    refuse(tmp_path, 'no directory', output='nowhere/model.gguf')
+    refuse(tmp_path, 'model.norm.weight', 'outside the range of float16')
+    refuse(tmp_path, '--output=', 'already exists', output='run')
+    refuse(tmp_path, 'not a directory', output='nowhere/model.gguf')
     (tmp_path / 'run' / 'tokenizer.json').write_text(chars_tokenizer(['abc']).to_json())
-    refuse(tmp_path, 'tokenizer of kind WordLevel', 'byte-level BPE')
+    refuse(tmp_path, 'tokenizer type is WordLevel', 'byte-level BPE')
     (tmp_path / 'run' / 'tokenizer.json').unlink()
-    refuse(tmp_path, 'tokenizer.json', 'no such file')
+    refuse(tmp_path, 'tokenizer.json', 'file not found')
     monkeypatch.setitem(sys.modules, 'gguf', None)
     refuse(tmp_path, "pip install 'maxlm[gguf]'")

@@ -164,7 +164,7 @@ def test_the_config_says_what_peft_asks(made, tmp_path):
         ({'train': {'init_from': 'nowhere'}}, ['train.init_from=nowhere', 'cannot be read', '--base']),
         (
             {'optimizer': {'trainable_params': ['embedding']}},
-            ["optimizer.trainable_params=('embedding',)", 'maxlm.hf export'],
+            ["optimizer.trainable_params=('embedding',)", 'maxlm hf export'],
         ),
     ],
     ids=str,
@@ -187,13 +187,13 @@ def test_bases_that_are_not_the_runs(tmp_path, capfd, made, llama_run):
     refused(tmp_path, capfd, base, 'model.lora_rank=0', 'run with adapters')
     base.rename(tmp_path / 'right')
     make_workdir(base, MODELS['llama'], seed=1)
-    refused(tmp_path, capfd, llama_run, f'train.init_from={base}', 'has another ')
+    refused(tmp_path, capfd, llama_run, f'train.init_from={base}', 'differ in ')
     base.rename(tmp_path / 'wrong')
     make_workdir(base, {**MODELS['llama'], 'model__vocab_size': 300})
-    refused(tmp_path, capfd, llama_run, f'train.init_from={base}', 'has another embedding')
+    refused(tmp_path, capfd, llama_run, f'train.init_from={base}', 'differ in embedding')
     base.rename(tmp_path / 'longer')
     shutil.copytree(made('llama') / 'run', base)
-    refused(tmp_path, capfd, llama_run, f'train.init_from={base}', 'has adapters itself')
+    refused(tmp_path, capfd, llama_run, f'train.init_from={base}', 'has adapters, so')
 
 
 def test_an_export_of_adapters_of_another_config(tmp_path, capfd, llama_run):

@@ -51,7 +51,7 @@ def test_splits_that_it_has_not(facts, changed):
         'normalizer': {'normalizer': {'type': 'Lowercase'}},
         'none': {'pre_tokenizer': None},
     }[changed]
-    with pytest.raises(InputError, match='splits text into words'):
+    with pytest.raises(InputError, match='does not support the pre-tokenizer'):
         found(facts, **settings)
 
 
@@ -70,5 +70,5 @@ def test_kinds_of_tokens(facts):
 
 
 def test_bytes_as_a_last_resort_are_none_of_it(facts):
-    with pytest.raises(InputError, match='bytes as a last resort'):
+    with pytest.raises(InputError, match='BPE with byte_fallback'):
         found(facts, model={**facts['model'], 'byte_fallback': True})

@@ -52,8 +52,8 @@ def test_what_it_says_of_a_run(tmp_path):
         '| steps | 30 |',
         # 30 steps of 8 · 16 tokens.
         '| tokens seen | 3,840 |',
-        '| training loss | 4.0000 nats/token at the end, 3.5000 at the lowest |',
-        '| validation loss | 3.7500 nats/token at the end, 3.2500 at the lowest |',
+        '| training loss | 4.0000 nats/token (last), 3.5000 (lowest) |',
+        '| validation loss | 3.7500 nats/token (last), 3.2500 (lowest) |',
         '| started from | older@5 |',
         '"path": "books"',
         '<details>',
@@ -75,7 +75,7 @@ def test_what_it_says_of_a_mixture(tmp_path):
 
 def test_what_it_says_without_a_run(tmp_path):
     text = card(tmp_path, model__family='gpt2')
-    assert 'holds the model without a run' in text
+    assert 'contains no training run' in text
     assert '## Training' not in text
     assert 'AutoTokenizer.from_pretrained' not in text
     assert ', tied to the output' in text
@@ -89,7 +89,7 @@ def test_only_transformers_runs_nanochat(tmp_path):
 
 def test_attention(tmp_path):
     window = {'model__family': 'qwen3', 'model__sliding_window': 8}
-    assert '| attention | the whole context |' in card(tmp_path, model__family='qwen3')
+    assert '| attention | full context |' in card(tmp_path, model__family='qwen3')
     assert '| attention | the last 8 tokens |' in card(tmp_path, model__attention_pattern='S', **window)
     assert 'SL over the layers: S the last 8' in card(tmp_path, model__attention_pattern='SL', **window)
 

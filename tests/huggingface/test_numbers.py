@@ -91,9 +91,9 @@ def test_no_number_is_left_out():
         ({'num_key_value_heads': 3}, ['num_key_value_heads=3', 'does not divide num_attention_heads=4']),
         ({'num_key_value_heads': 8}, ['num_key_value_heads=8', 'does not divide num_attention_heads=4']),
         ({'head_dim': 7}, ['head_dim 7', 'odd']),
-        ({'layer_types': ['full_attention'] * 3}, ['layer_types', 'needs 2 times']),
-        ({'layer_types': ['full_attention'] * 10**5}, ['layer_types', 'needs 2 times']),
-        ({'layer_types': 2}, ['layer_types=2', 'needs 2 times']),
+        ({'layer_types': ['full_attention'] * 3}, ['layer_types', 'needs 2 entries']),
+        ({'layer_types': ['full_attention'] * 10**5}, ['layer_types', 'needs 2 entries']),
+        ({'layer_types': 2}, ['layer_types=2', 'needs 2 entries']),
         (
             {'rope_scaling': {'rope_type': 'llama3', 'factor': 8, 'low_freq_factor': 5, 'high_freq_factor': 4}},
             ['low_freq_factor=5.0 must be below high_freq_factor=4.0'],
@@ -122,4 +122,4 @@ def test_ids_of_a_generation_config(tmp_path, key):
         with pytest.raises(InputError) as info:
             files_for_import(tmp_path)
         assert str(info.value).startswith(f'{path}: {key}={display_value(value)}'.removesuffix('…')[:100])
-        assert 'needs a whole number of at least -1' in str(info.value)
+        assert 'needs an integer of at least -1' in str(info.value)

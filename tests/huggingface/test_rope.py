@@ -140,7 +140,7 @@ def test_yarn_of_deepseek():
         ({'type': 'su'}, ["type='su'", 'not supported']),
         ({'type': 'mrope'}, ["type='mrope'"]),
         ({'rope_type': 'proportional'}, ['proportional']),
-        ({'rope_type': 3}, ['rope_type=3', 'text']),
+        ({'rope_type': 3}, ['rope_type=3', 'string']),
         ({'rope_type': 'linear'}, ['factor: missing']),
         ({'rope_type': 'linear', 'factor': 'two'}, ["factor='two'", 'number']),
         ({'rope_type': 'linear', 'factor': 0.5}, ['factor=0.5', 'at least 1']),
@@ -151,9 +151,9 @@ def test_yarn_of_deepseek():
         ),
         ({'rope_type': 'yarn', 'factor': 2.0, 'attention_factor': -1}, ['attention_factor=-1']),
         ({'rope_type': 'yarn', 'factor': 2.0, 'original_max_position_embeddings': 0}, ['original_max_position']),
-        ({'full_attention': {'rope_type': 'default'}}, ['differ by layer']),
+        ({'full_attention': {'rope_type': 'default'}}, ['rotary positions per layer']),
         ({'rope_type': 'linear', 'factor': 2.0, 'partial_rotary_factor': 0.5}, ['partial_rotary_factor=0.5']),
-        ([2.0], ['rope_scaling=[2.0]', 'object']),
+        ([2.0], ['rope_scaling=[2.0]', 'JSON object']),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(scaling, parts):

@@ -102,10 +102,10 @@ def test_values_beyond_the_range(tmp_path):
 
     # 65 504 is the largest float16 number, and 65 519 still rounds to it.
     assert written(65_519, 'float16') == 65_504
-    with pytest.raises(InputError, match=r'^b: 70000 is beyond .*float16.*--dtype=bfloat16 or float32'):
+    with pytest.raises(InputError, match=r'^b: 70000 is outside .*float16.*--dtype=bfloat16 or float32'):
         written(-70_000, 'float16')
     assert written(-70_000, 'bfloat16') == -70_144
-    with pytest.raises(InputError, match=r'^b: .*beyond .*bfloat16'):
+    with pytest.raises(InputError, match=r'^b: .*outside .*bfloat16'):
         written(3.4e38, 'bfloat16')
     assert written(3.4e38, 'float32') == np.float32(3.4e38)
 
@@ -166,7 +166,7 @@ def test_a_tensor_in_another_shard_than_the_index_says(sharded):
 
 def test_a_tensor_in_two_shards(sharded):
     save_file({'a': ARRAYS['a'], 'c': ARRAYS['c']}, sharded / 'model-00002-of-00003.safetensors')
-    refused(sharded, 'model-00002-of-00003.safetensors', 'tensor a is in model-00001-of-00003.safetensors too')
+    refused(sharded, 'model-00002-of-00003.safetensors', 'tensor a is also in model-00001-of-00003.safetensors')
 
 
 @pytest.mark.parametrize('name', ['../whole/model.safetensors', '/etc/passwd', 'sub/x.safetensors', 3])
@@ -203,7 +203,7 @@ def test_types_of_tensors(tmp_path, dtype):
     save_file({'a': np.ones((2, 2), dtype), 'b': np.ones(2, np.float16)}, tmp_path / 'model.safetensors')
     files = TensorFiles(tmp_path)
     files.check_dtypes(['b'])
-    with pytest.raises(InputError, match=r'model\.safetensors: tensor a is of type .*; needs BF16, F16, F32'):
+    with pytest.raises(InputError, match=r'model\.safetensors: tensor a has dtype .*; needs BF16, F16, F32'):
         files.check_dtypes(['b', 'a'])
 
 
