@@ -49,6 +49,10 @@ from maxlm.trainer.preflight import sample_config
 USUAL_VOCABULARY = 50_257
 # A sweep doubles the number of devices of the target up to this limit.
 LARGEST_SWEEP = 4096
+EXAMPLES = """examples:
+  maxlm plan --config=configs/1b.py --target=h100:8x4
+  maxlm plan --config=configs/1b.py --target=v5p:4x4x4 --search
+  maxlm plan --config=configs/1b.py --target=h100:8 --sweep --dollars=1000 --output=sweep.html"""
 
 
 def main(argv: list[str]) -> int:
@@ -59,7 +63,7 @@ def main(argv: list[str]) -> int:
     terms = _terms(options)
     for name in ('fit_scaling_law', 'output'):
         if getattr(options, name) and options.sweep is None:
-            raise InputError(f'{flag(name)} goes with --sweep; give that too')
+            raise InputError(f'{flag(name)} requires --sweep; add --sweep or remove {flag(name)}')
     if options.install_compiler:
         install_compiler()
         if not options.config:
@@ -110,16 +114,15 @@ def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, optio
 def _advice(shown: Forecast, advice: Candidate | None, *, asked: bool) -> str:
     if advice is None:
         return (
-            f'nothing that was tried fits {shown.target.spec}: other meshes, micro-batches, model.remat_policy, '
-            'state in host '
-            f'memory; take more devices or a smaller model'
+            f'no tried combination of mesh, micro-batch, model.remat_policy and host memory fits {shown.target.spec}; '
+            'use more devices or a smaller model'
         )
     if not advice.changes:
-        return 'the config as it is is the fastest that fits'
-    begin = 'fastest of those that fit' if asked else 'this fits'
+        return 'the config is already the fastest that fits'
+    label = 'fastest layout that fits' if asked else 'layout that fits'
     forecast = advice.forecast
     return (
-        f'{begin}, {format_bytes(forecast.needed)}, {forecast.time.total:.3g} s a step, '
+        f'{label}: {format_bytes(forecast.needed)}, {forecast.time.total:.3g} s per step, '
         f'{forecast.tokens_per_second:,.0f} tokens/s:\n  {suggestions_text(advice.changes)}'
     )
 
@@ -128,17 +131,19 @@ def _sweep(config: Config, target: Target, data: Data, terms: PricingTerms, opti
     budget = options.dollars or options.hours
     chip, price = target.chip, terms.price
     if config.train.per_device_batch_size == AUTO:
-        raise InputError('train.per_device_batch_size=auto: a sweep needs the number of sequences; set it, e.g. to 4')
+        raise InputError(
+            'train.per_device_batch_size=auto: --sweep needs the number of sequences; set a number, e.g. 4'
+        )
     law = BESIROGLU
     notes = [
-        f'Estimates of maxlm.plan for {chip.name}: no program was compiled.',
-        'Strong: the same batch on more devices. Weak: the batch grows with them.',
+        f'Estimates of maxlm plan for {chip.name}, without compilation.',
+        'Strong: fixed batch on more devices. Weak: the batch grows with the devices.',
     ]
     if options.fit_scaling_law:
         fit = refit(read_runs(options.fit_scaling_law))
         law = fit.law
-        held_out = '' if fit.held_out_error is None else f', of runs that were left out {fit.held_out_error:.2%}'
-        notes.append(f'Law of the loss from {fit.runs} runs, error {fit.error:.2%}{held_out}')
+        held_out = '' if fit.held_out_error is None else f', held-out error {fit.held_out_error:.2%}'
+        notes.append(f'Scaling law fitted to {fit.runs} runs, error {fit.error:.2%}{held_out}')
     rows = sweep(config, chip, _counts(options.sweep, target), _predict, data, price=price)
     points = sweep_sizes(config, chip, target.num_devices, _predict, data, price=price)
     plan = None
@@ -153,7 +158,7 @@ def _sweep(config: Config, target: Target, data: Data, terms: PricingTerms, opti
         print(json.dumps({**document, 'budget': plan and tables.as_json(plan)}, indent=1))
         return EXIT_DONE
     print('\n'.join(notes))
-    print(f'\n{tables.scaling_table(rows)}\n\nsizes on {target.spec}\n{tables.scaling_table(sizes)}')
+    print(f'\n{tables.scaling_table(rows)}\n\nmodel sizes on {target.spec}\n{tables.scaling_table(sizes)}')
     if plan:
         print(f'\n{tables.budget_table(plan)}')
     return EXIT_DONE
@@ -164,7 +169,7 @@ def _write(path: Path, title: str, rows: list, sizes: list, plan: BudgetPlan | N
         plots.write_html(path, title, rows=[*rows, *sizes], plan=plan, notes=notes)
     else:
         plots.write_png(plots.scaling_figure(rows, title), path)
-    logger.info(f'{path} is written')
+    logger.info(f'wrote {path}')
 
 
 def _counts(given: str, target: Target) -> list[int]:
@@ -172,7 +177,7 @@ def _counts(given: str, target: Target) -> list[int]:
         try:
             return [int(number) for number in given.split(',')]
         except ValueError:
-            raise InputError(f'--sweep={given}: needs numbers of devices, e.g. --sweep=8,64,512') from None
+            raise InputError(f'--sweep={given}: not a list of numbers of devices; use e.g. --sweep=8,64,512') from None
     doublings = max(1, math.ceil(math.log2(LARGEST_SWEEP / target.num_devices)) + 1)
     return [target.num_devices * 2**doubling for doubling in range(doublings)]
 
@@ -220,9 +225,11 @@ def _data(config: Config, vocab_size: int) -> Data:
         corpus = open_training_data(config.data, with_sources=False)
     except InputError as error:
         if config.train.num_epochs:
-            raise InputError(f'train.num_epochs={config.train.num_epochs:g} needs the data set: {error}') from error
+            raise InputError(
+                f'train.num_epochs={config.train.num_epochs:g}: needs the data set, which cannot be read: {error}'
+            ) from error
         logger.warning(
-            f'no data set yet, so the vocabulary is taken to have {USUAL_VOCABULARY} ids; --vocab-size sets it'
+            f'the data set cannot be read; assuming a vocabulary of {USUAL_VOCABULARY} ids (--vocab-size)'
         )
         return Data(USUAL_VOCABULARY, windows=1)
     return Data(vocab_size or corpus.first.vocab_size, corpus.training_windows)
@@ -246,51 +253,67 @@ def _parser(*, plans: bool) -> ArgumentParser:
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EXAMPLES,
     )
     parser.add_argument(
         '--config',
         type=PathOption(Kind.FILE),
         required=plans,
-        help='configs/x.py, with a variant as configs/x.py:big, or a config.json',
+        help='config of the run: configs/x.py, configs/x.py:big, or a config.json',
     )
-    parser.add_argument('--target', required=plans, help='hardware, e.g. h100:8, h100:8x4 or v4:2x2x4')
+    parser.add_argument('--target', required=plans, help='target hardware, e.g. h100:8, h100:8x4 or v4:2x2x4')
     parser.add_argument(
-        '--search', action='store_true', help='look for the fastest mesh, micro-batch and model.remat_policy that fit'
+        '--search', action='store_true', help='search for the fastest mesh, micro-batch and model.remat_policy that fit'
     )
-    parser.add_argument('--estimate', action='store_true', help='do not compile: faster, and less exact')
+    parser.add_argument(
+        '--estimate', action='store_true', help='estimates without compilation: faster but less accurate'
+    )
     parser.add_argument(
         '--sweep',
         nargs='?',
         const='',
         metavar='8,16,…',
-        help='estimate over numbers of devices and sizes of the model (default: doublings of the target up to 4096)',
+        help='estimates for several numbers of devices and model sizes (default: doublings of the target up to 4096)',
     )
-    parser.add_argument('--dollars', type=float, help='a budget: what it buys; with --sweep, the best size for it')
-    parser.add_argument('--hours', type=float, help='likewise, in hours on the whole target')
+    parser.add_argument(
+        '--dollars',
+        type=float,
+        help='budget in dollars: prints the number of steps, or with --sweep the best model size',
+    )
+    parser.add_argument('--hours', type=float, help='budget in hours on all devices of the target')
     parser.add_argument(
         '--fit-scaling-law',
         nargs='+',
         type=PathOption(Kind.DIRECTORY, as_path=True),
         metavar='WORKDIR',
-        help='--sweep: the law of the loss from own runs',
+        help='with --sweep: finished runs to which to fit the scaling law',
     )
     parser.add_argument(
-        '--price-per-hour', type=float, help="dollars for one device for one hour (default: the table's)"
+        '--price-per-hour', type=float, help='price of a device in dollars per hour (default: from the built-in table)'
     )
-    parser.add_argument('--spot-price-per-hour', type=float, help='likewise of spot devices')
-    parser.add_argument('--spot-share', type=float, default=1.0, help='share of the steps on spot devices (default 1)')
-    parser.add_argument('--vocab-size', type=int, default=0, help="token ids, where the config takes the data set's")
+    parser.add_argument(
+        '--spot-price-per-hour',
+        type=float,
+        help='price of a spot device in dollars per hour (default: from the built-in table)',
+    )
+    parser.add_argument('--spot-share', type=float, default=1.0, help='fraction of steps on spot devices (%(default)s)')
+    parser.add_argument(
+        '--vocab-size',
+        type=int,
+        default=0,
+        help='vocabulary size if the config does not set it (default: from the data set)',
+    )
     parser.add_argument(
         '--output',
         type=PathOption(Kind.FILE, as_path=True),
-        help='--sweep: picture to write, FILE.png or FILE.html',
+        help='with --sweep: plot file to write, FILE.png or FILE.html',
     )
     parser.add_argument(
         OPTION,
         action='store_true',
-        help=f'install the compiler for NVIDIA GPUs into {CACHE}, or the directory that {VARIABLE} names',
+        help=f'install the compiler for NVIDIA GPUs into {CACHE}, or into the directory {VARIABLE}',
     )
-    parser.add_argument('--json', action='store_true', help='print one JSON object')
+    parser.add_argument('--json', action='store_true', help='output as one JSON object')
     return parser
 
 

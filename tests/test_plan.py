@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_told_by_how_much_and_the_advice_fits(run, figures)
     assert code == EXIT_FAILED
     told = figures(*arguments)
     over = (told['memory']['total'] - told['memory']['available']) / 2**30
-    (shown,) = re.findall(r'DOES NOT FIT: ([\d.]+) GiB too much', out)
+    (shown,) = re.findall(r'DOES NOT FIT: ([\d.]+) GiB over the limit', out)
     assert float(shown) == pytest.approx(over, rel=0.01)
     advice = out.splitlines()[-1].split()
     assert advice == told['advice']
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_told_by_how_much_and_the_advice_fits(run, figures)
 def test_where_nothing_fits_it_says_so(run):
     code, out, _ = run('code.py:70b', 'l4:1', '--estimate')
     assert code == EXIT_FAILED
-    assert 'nothing that was tried fits l4:1' in out
+    assert 'fits l4:1; use more devices' in out
 
 
 def test_fit_looks_for_the_fastest(figures):
@@ -121,12 +121,12 @@ def test_auto_micro_batch(run):
 
 def test_a_target_without_its_compiler_is_estimated_and_says_what_to_install(run, figures, monkeypatch):
     def missing(target):
-        raise CompilerMissingError("no compiler for v4 is installed (libtpu): pip install 'maxlm[tpu]'")
+        raise CompilerMissingError("no compiler for v4 (libtpu) is installed; run pip install 'maxlm[tpu]'")
 
     monkeypatch.setattr(plan, 'check_compiler', missing)
     code, out, _ = run('1b.py', 'v4:2x2x4', '--config.model.remat_policy=full')
     assert code == EXIT_DONE
-    assert "estimates: no compiler for v4 is installed (libtpu): pip install 'maxlm[tpu]'" in out
+    assert "estimates: no compiler for v4 (libtpu) is installed; run pip install 'maxlm[tpu]'" in out
     told = figures('1b.py', 'v4:2x2x4', '--config.model.remat_policy=full')
     assert told['is_estimate']
     assert 'maxlm[tpu]' in told['why_estimated']
@@ -144,11 +144,11 @@ def test_the_cpu_that_is_here(figures):
 def test_what_a_budget_buys(run):
     code, out, _ = run('depth.py:24', 'h100:8', '--estimate', '--hours=4')
     assert code == EXIT_DONE
-    (steps,) = re.findall(r'4 h buy .* tokens: --config\.train\.num_steps=(\d+)', out)
+    (steps,) = re.findall(r'budget of 4 h: .* tokens, --config\.train\.num_steps=(\d+)', out)
     _, out, _ = run('depth.py:24', 'h100:8', '--estimate', f'--config.train.num_steps={steps}')
     assert re.search(r': (3 h 5\d|4 h 0\d) min, ', out)
     _, dollars, _ = run('depth.py:24', 'h100:8', '--estimate', '--dollars=64', '--price-per-hour=2')
-    assert '$64 buy' in dollars
+    assert 'budget of $64: ' in dollars
     assert f'num_steps={steps}' in dollars
 
 

@@ -13,7 +13,7 @@ from maxlm.formatting import format_bytes, format_si
 from maxlm.hardware.chips import Chip
 from maxlm.hardware.prices import price_per_hour
 from maxlm.planning.chinchilla import BESIROGLU, FLOPS_PER_PARAMETER_TOKEN, Allocation, Law, compute_optimal
-from maxlm.planning.cost import DEFAULT_TERMS, PricingTerms, find_pace, tokens_for
+from maxlm.planning.cost import DEFAULT_TERMS, PricingTerms, estimate_step_cost, tokens_for
 from maxlm.planning.scaling import SizePoint
 
 # Bytes of a checkpoint per parameter: the float32 parameter and two moments. Affects only the time of a save.
@@ -88,8 +88,10 @@ def plan_budget(
         if row.refusal:
             continue
         state_bytes = row.parameters * CHECKPOINT_BYTES[config.optimizer.moment_dtype]
-        pace = find_pace(config, row.step_seconds, chip, row.num_devices, state_bytes=state_bytes, terms=terms)
-        tokens = tokens_for(config, pace, row.num_devices, dollars=dollars, hours=hours, price=price, spot=spot)
+        step_cost = estimate_step_cost(
+            config, row.step_seconds, chip, row.num_devices, state_bytes=state_bytes, terms=terms
+        )
+        tokens = tokens_for(config, step_cost, row.num_devices, dollars=dollars, hours=hours, price=price, spot=spot)
         rows.append(BudgetRow(row.parameters, tokens, law.loss(row.parameters, tokens), row.mfu, row.fits))
     usable = [row for row in rows if row.fits]
     if not usable:
@@ -102,10 +104,10 @@ def plan_budget(
 def _nothing_fits(points: Sequence[SizePoint], chip: Chip) -> str:
     counted = [row for _, row in points if not row.refusal]
     if not counted:
-        return f'no size has a valid layout: {points[0].row.refusal}' if points else 'no sizes were given'
+        return f'no size has a valid layout: {points[0].row.refusal}' if points else 'no model sizes to compare'
     least = min(counted, key=lambda row: row.memory_bytes)
     return (
-        f'no size fits: the smallest, {format_si(least.parameters)}, needs '
+        f'no size fits: the smallest ({format_si(least.parameters)} parameters) needs '
         f'{format_bytes(least.memory_bytes)} of {format_bytes(chip.memory)} per device; use more devices, a '
         'smaller train.per_device_batch_size or model.remat_policy=full'
     )

@@ -107,7 +107,7 @@ class Fit(NamedTuple):
 def compute_optimal(flops: float, law: Law = BESIROGLU) -> Allocation:
     """Returns the size and length of least loss for `flops` operations (Hoffmann et al. 2022, equation 4)."""
     if not flops > 0:
-        raise InputError(f'compute budget of {flops:g} FLOPs: must be positive; give a number above 0')
+        raise InputError(f'compute budget of {flops:g} FLOPs: must be positive; set a number above 0')
     total = law.alpha + law.beta
     scale = (law.alpha * law.A / (law.beta * law.B)) ** (1 / total)
     product = flops / FLOPS_PER_PARAMETER_TOKEN
@@ -125,7 +125,7 @@ def read_runs(workdirs: Sequence[Path]) -> list[ScalingRun]:
     configs = {path: read_config(path) for path in workdirs}
     for path in workdirs:
         if not any('train/loss' in line for line in lines[path]):
-            raise InputError(f'{path}: no train/loss in its metrics.jsonl; give workdirs of finished runs')
+            raise InputError(f'{path}: metrics.jsonl has no train/loss; use workdirs of finished runs')
         done, num_steps = lines[path][-1]['step'], configs[path].train.num_steps
         if done < num_steps:
             # The learning rate has not decayed, so the loss is higher than that of a run of this length.
@@ -139,7 +139,7 @@ def read_runs(workdirs: Sequence[Path]) -> list[ScalingRun]:
             first, other = workdirs[0], next(path for path in workdirs if values[path] != values[workdirs[0]])
             raise InputError(
                 f'{first} has {key}={values[first]} and {other} has {values[other]}; losses can be compared only on '
-                'the same data and vocabulary; give runs that share both'
+                'the same data and vocabulary; use runs that share both'
             )
     evaluated = all(any(line.get('eval/loss') is not None for line in lines[path]) for path in workdirs)
     runs = []
@@ -189,7 +189,7 @@ def _end(lines: list[dict], num_steps: int) -> float | None:
 
 def _check_spread(runs: Sequence[ScalingRun]) -> None:
     if len(runs) < MIN_RUNS:
-        raise InputError(f'{len(runs)} runs cannot determine five coefficients; give at least {MIN_RUNS}')
+        raise InputError(f'{len(runs)} runs cannot determine five coefficients; use at least {MIN_RUNS} runs')
     for name, values in {
         'parameters': [run.parameters for run in runs],
         'tokens': [run.tokens for run in runs],
@@ -197,7 +197,7 @@ def _check_spread(runs: Sequence[ScalingRun]) -> None:
         span = max(values) / min(values)
         if span < MIN_SPAN or len({round(math.log(value), 1) for value in values}) < 3:
             raise InputError(
-                f'the runs have {min(values):.3g} to {max(values):.3g} {name}; give runs with at least three '
+                f'the runs have {min(values):.3g} to {max(values):.3g} {name}; use runs with at least three '
                 f'different numbers of {name} that span a factor of {MIN_SPAN:g}'
             )
     logs = np.log([[run.parameters, run.tokens] for run in runs])

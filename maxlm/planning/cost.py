@@ -124,15 +124,15 @@ def estimate_cost(
         terms: pricing terms.
     """
     num_steps = config.train.num_steps
-    pace = find_pace(
+    step_cost = estimate_step_cost(
         config, step_seconds, chip, num_devices, state_bytes=state_bytes, num_machines=num_machines, terms=terms
     )
-    hours = num_steps * pace.step / HOUR
+    hours = num_steps * step_cost.step / HOUR
     price = Price(terms.price, 'given') if terms.price is not None else _listed(chip, spot=False)
     spot_price = Price(terms.spot_price, 'given') if terms.spot_price is not None else _listed(chip, spot=True)
     hours_spot = dollars_spot = None
     if spot_price is not None and (price is not None or terms.spot_share == 1):
-        on_spot = terms.spot_share * num_steps * pace.spot_step / HOUR
+        on_spot = terms.spot_share * num_steps * step_cost.spot_step / HOUR
         on_demand = (1 - terms.spot_share) * hours
         hours_spot = on_spot + on_demand
         dollars_spot = num_devices * (on_spot * spot_price.dollars + on_demand * (price.dollars if price else 0.0))
@@ -146,15 +146,15 @@ def estimate_cost(
         hours_spot=hours_spot,
         dollars_spot=dollars_spot,
         spot_price=spot_price,
-        best_every_steps=max(1, round(pace.best_interval / step_seconds)),
+        best_every_steps=max(1, round(step_cost.best_interval / step_seconds)),
         checkpoint_bytes=state_bytes,
-        checkpoint_seconds=pace.write,
+        checkpoint_seconds=step_cost.write,
         checkpoints_kept=kept,
         storage_dollars_per_month=kept * state_bytes / GIB * STORAGE_PER_GIB_MONTH,
     )
 
 
-def find_pace(
+def estimate_step_cost(
     config: Config,
     step_seconds: float,
     chip: Chip,
@@ -223,7 +223,7 @@ def num_saves(config: Config) -> int:
 
 def tokens_for(
     config: Config,
-    pace: StepCost,
+    step_cost: StepCost,
     num_devices: int,
     *,
     dollars: float | None = None,
@@ -235,7 +235,7 @@ def tokens_for(
 
     Args:
         config: resolved config; its length is ignored.
-        pace: seconds per step, from `find_pace`.
+        step_cost: seconds per step, from `estimate_step_cost`.
         num_devices: number of rented devices.
         dollars: budget in dollars. Give either `dollars` or `hours`.
         hours: wall-clock hours, with all devices running at the same time.
@@ -246,18 +246,18 @@ def tokens_for(
         InputError: not exactly one budget is given, or it is not above 0.
     """
     if (dollars is None) == (hours is None):
-        raise InputError('a budget is either dollars or hours; give exactly one of them')
+        raise InputError('a budget is either dollars or hours; set exactly one of --dollars and --hours')
     for name, value in (('dollars', dollars), ('hours', hours)):
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InputError(f'a budget of {value:g} {name} buys nothing; give a number above 0')
+            raise InputError(f'a budget of {value:g} {name} is not positive; set a number above 0')
     if dollars is not None:
         if not price > 0:
             raise InputError(
-                f'a budget of {dollars:g} dollars needs a price; give --price-per-hour, or a budget in hours'
+                f'a budget of {dollars:g} dollars needs a price; set --price-per-hour, or a budget in hours'
             )
         hours = dollars / (price * num_devices)
     assert hours is not None
-    return hours * HOUR / (pace.spot_step if spot else pace.step) * _tokens_per_step(config)
+    return hours * HOUR / (step_cost.spot_step if spot else step_cost.step) * _tokens_per_step(config)
 
 
 def _listed(chip: Chip, *, spot: bool) -> Price | None:

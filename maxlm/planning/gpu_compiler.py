@@ -62,9 +62,7 @@ def add_compiler() -> bool:
         return True
     if os.environ.get(VARIABLE):
         content = f'contains the compiler for jaxlib {found}' if found else 'contains no compiler for GPUs'
-        raise InputError(
-            f'{VARIABLE}={folder}: {content}, and jaxlib {version} is installed; run python -m maxlm.plan {OPTION}'
-        )
+        raise InputError(f'{VARIABLE}={folder}: {content}, but jaxlib {version} is installed; run maxlm plan {OPTION}')
     return False
 
 
@@ -79,17 +77,17 @@ def install_compiler() -> None:
     if machine not in PLATFORMS:
         raise InputError(
             f'{OPTION}: JAX has no compiler for NVIDIA GPUs on {" ".join(machine)}; use Linux on x86_64 or aarch64, or '
-            f'plan with estimates'
+            'use --estimate'
         )
     if folder.parts[0] == '~':
-        raise InputError(f'{OPTION}: this user has no home directory; set {VARIABLE} to a directory')
+        raise InputError(f'{OPTION}: the user has no home directory; set {VARIABLE} to a directory')
     try:
         with _locked(folder.parent) as lock:
             if _installed(folder) == version:
-                _report(f'the compiler for GPUs is installed already: {_size(folder)} in {folder}')
+                _report(f'the compiler for GPUs is already installed: {_size(folder)} in {folder}')
                 return
             if folder.exists() and not _installed(folder) and any(folder.iterdir()):
-                raise InputError(f'{folder}: contains other files; set {VARIABLE} to an empty or a new directory')
+                raise InputError(f'{folder}: contains other files; set {VARIABLE} to a new or empty directory')
             _report(f'installing the compiler for GPUs of jaxlib {version} into {folder} …')
             _install(folder, version, lock)
     except OSError as error:
@@ -158,7 +156,9 @@ def _locked(directory: Path) -> Iterator[int]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f'{OPTION}: another process is installing into {directory}; wait for it') from None
+            raise InputError(
+                f'{OPTION}: another process is installing into {directory}; wait until it has finished'
+            ) from None
         yield descriptor
     finally:
         os.close(descriptor)

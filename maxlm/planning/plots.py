@@ -26,7 +26,7 @@ BLUE, ORANGE, GREY = '#0072B2', '#D55E00', '#767676'
 # stays visible where both coincide.
 CURVES = {
     'weak': (ORANGE, 's', 8.0, 3.2, 'batch grows with devices'),
-    'strong': (BLUE, 'o', 5.0, 1.6, 'the same batch'),
+    'strong': (BLUE, 'o', 5.0, 1.6, 'fixed batch'),
 }
 STYLE: dict[str, Any] = {
     'font.family': 'DejaVu Sans',
@@ -108,11 +108,11 @@ def scaling_figure(rows: Sequence[ScalingRow], title: str) -> Figure:
 
 def budget_figure(plan: BudgetPlan, title: str) -> Figure:
     """Plots loss and tokens over the size of the model, for one budget."""
-    figure, (loss, tokens) = _figure(title, 'predicted loss (nats/token)', 'tokens within the budget')
+    figure, (loss, tokens) = _figure(title, 'predicted loss (nats/token)', 'tokens that the budget allows')
     rows = sorted(plan.rows, key=lambda row: row.parameters)
     sizes, fits = [row.parameters for row in rows], [row.fits for row in rows]
     for axes, values in ((loss, [row.loss for row in rows]), (tokens, [row.tokens for row in rows])):
-        axes.plot(sizes, values, color=BLUE, linewidth=2, label='sizes within this budget')
+        axes.plot(sizes, values, color=BLUE, linewidth=2, label='model sizes')
         _points(axes, sizes, values, fits, BLUE, 'o')
     best = plan.optimum
     # Place labels away from the curves: above the lowest point, and right of the crossing.
@@ -158,13 +158,17 @@ def write_html(
     parts = [f'<p class="note">{html.escape(note)}</p>' for note in notes]
     curves, sizes = [row for row in rows if row.kind in CURVES], [row for row in rows if row.kind not in CURVES]
     if curves:
-        parts += ['<h2>Scaling over devices</h2>', _svg(scaling_figure(curves, ''), 'scaling'), _scaling_table(curves)]
+        parts += [
+            '<h2>Scaling with the number of devices</h2>',
+            _svg(scaling_figure(curves, ''), 'scaling'),
+            _scaling_table(curves),
+        ]
     if sizes:
-        parts += ['<h2>Sizes</h2>', _scaling_table(sizes)]
+        parts += ['<h2>Model sizes</h2>', _scaling_table(sizes)]
     if plan:
         cells = [budget_cells(row, plan) for row in plan.rows]
         parts += [
-            '<h2>Model sizes within the budget</h2>',
+            '<h2>Model sizes for the budget</h2>',
             _svg(budget_figure(plan, ''), 'budget'),
             _table(BUDGET_HEADER, cells),
         ]
@@ -220,11 +224,11 @@ def _percent(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
-def _legend(axes: Axes, some_do_not_fit: bool, place: str) -> None:
+def _legend(axes: Axes, some_do_not_fit: bool, loc: str) -> None:
     if some_do_not_fit:
         axes.plot([], [], linestyle='', marker='o', markersize=6, color=GREY, mfc='white', label='does not fit')
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc=place, frameon=False)
+        axes.legend(loc=loc, frameon=False)
 
 
 def _svg(figure: Figure, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from maxlm.config.schema import UNDECIDED_STEPS, Config, MeshConfig
 from maxlm.formatting import format_bytes, format_duration, format_si
 from maxlm.hardware.prices import has_price, price_per_hour
-from maxlm.planning.cost import DEFAULT_TERMS, HOUR, Cost, PricingTerms, estimate_cost, find_pace, tokens_for
+from maxlm.planning.cost import DEFAULT_TERMS, HOUR, Cost, PricingTerms, estimate_cost, estimate_step_cost, tokens_for
 from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.planning.estimate.roofline import mfu
 from maxlm.planning.estimate.state_bytes import planned_state_bytes
@@ -50,12 +50,12 @@ def budget_text(forecast: Forecast, terms: PricingTerms, *, dollars: float | Non
     per_step = config.train.global_batch_size * config.data.seq_len
     steps = int(tokens // per_step)
     budget = f'${dollars:,.0f}' if dollars else f'{hours:,.3g} h'
-    return f'{budget} buy {format_si(steps * per_step)} tokens: --config.train.num_steps={steps}'
+    return f'budget of {budget}: {format_si(steps * per_step)} tokens, --config.train.num_steps={steps}'
 
 
 def _tokens_for(forecast: Forecast, terms: PricingTerms, *, dollars: float | None, hours: float | None) -> float:
     config, target = forecast.config, forecast.target
-    pace = find_pace(
+    step_cost = estimate_step_cost(
         config,
         forecast.time.total,
         target.chip,
@@ -65,7 +65,7 @@ def _tokens_for(forecast: Forecast, terms: PricingTerms, *, dollars: float | Non
         terms=terms,
     )
     price = terms.price or (price_per_hour(target.chip).dollars if dollars and has_price(target.chip) else 0.0)
-    return tokens_for(config, pace, target.num_devices, dollars=dollars, hours=hours, price=price)
+    return tokens_for(config, step_cost, target.num_devices, dollars=dollars, hours=hours, price=price)
 
 
 def _checkpoint_bytes(config: Config) -> int:
@@ -175,7 +175,7 @@ def _memory(forecast: Forecast) -> list[tuple[str, str]]:
     if forecast.compiled is not None:
         how += f' in {forecast.compiled.seconds:.0f} s'
     over = forecast.needed - forecast.available
-    conclusion = 'fits' if over <= 0 else f'DOES NOT FIT: {format_bytes(over)} too much'
+    conclusion = 'fits' if over <= 0 else f'DOES NOT FIT: {format_bytes(over)} over the limit'
     chip = format_bytes(forecast.target.chip.memory)
     kinds = ', '.join(
         f'{kind} {format_bytes(size)}' for kind in KINDS if (size := getattr(memory, kind)) > 0.002 * memory.total
@@ -189,7 +189,7 @@ def _memory(forecast: Forecast) -> list[tuple[str, str]]:
         ('', kinds),
     ]
     if memory.host:
-        lines.append(('', f'and {format_bytes(memory.host)} of host memory per device'))
+        lines.append(('', f'plus {format_bytes(memory.host)} of host memory per device'))
     return lines
 
 
@@ -197,8 +197,8 @@ def _work(forecast: Forecast) -> list[tuple[str, str]]:
     work = forecast.work
     counted = f'{_operations(work.all_flops)} in matrix products'
     if forecast.program is not None:
-        counted += f' by formula ({_operations(forecast.program.flops)} in the program, without fused kernels)'
-    lines = [('work', f'each device does {counted} per step and moves {format_bytes(work.memory_bytes)} of memory')]
+        counted += f' by formula ({_operations(forecast.program.flops)} in the program, excluding fused kernels)'
+    lines = [('work', f'per step and device: {counted}, {format_bytes(work.memory_bytes)} of memory traffic')]
     sums: dict[tuple[str, tuple[str, ...], bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for transfer in work.transfers:
         total = sums[transfer.kind, transfer.axes, transfer.is_async]

@@ -144,7 +144,7 @@ def sweep(
     """
     counts = sorted(set(counts))
     if not counts or counts[0] < 1:
-        raise InputError(f'cannot sweep over {", ".join(map(str, counts)) or "no"} devices; give numbers of at least 1')
+        raise InputError(f'--sweep={",".join(map(str, counts))}: invalid numbers of devices; use numbers of at least 1')
     batch = global_batch(config)
     rows: list[ScalingRow] = []
     for kind in ('strong', 'weak'):

@@ -118,7 +118,7 @@ def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compi
         needed, there = fitting[-1].forecast.needed, fitting[-1].forecast.available
         raise InputError(
             f'train.per_device_batch_size=auto: one sequence per device needs {format_bytes(needed)}, but '
-            f'{format_bytes(there)} are available; run python -m maxlm.plan --search to find another mesh and '
+            f'{format_bytes(there)} are available; run maxlm plan --search to find another mesh and '
             'model.remat_policy'
         )
     return _with(config, chosen.changes)

@@ -33,7 +33,7 @@ def scaling_cells(row: ScalingRow) -> list[str]:
     start = [row.kind, f'{row.num_devices}', format_si(row.parameters), f'{row.global_batch}']
     if row.refusal:
         return [*start, *'-' * 8]
-    memory = f'{row.memory_bytes / GIB:.1f}' + ('' if row.fits else ' too much')
+    memory = f'{row.memory_bytes / GIB:.1f}' + ('' if row.fits else ' (does not fit)')
     return [
         *start,
         row.mesh,
@@ -54,7 +54,7 @@ def scaling_table(rows: Sequence[ScalingRow]) -> str:
     return '\n'.join(lines)
 
 
-BUDGET_HEADER = ('parameters', 'tokens', 'per parameter', 'MFU', 'loss', '')
+BUDGET_HEADER = ('parameters', 'tokens', 'tokens/parameter', 'MFU', 'loss', '')
 
 
 def budget_cells(row: BudgetRow, plan: BudgetPlan) -> list[str]:
@@ -70,10 +70,11 @@ def budget_table(plan: BudgetPlan) -> str:
     return '\n'.join(
         [
             table(BUDGET_HEADER, [budget_cells(row, plan) for row in plan.rows]),
-            f'best size between these: {format_si(optimum.parameters)} parameters on '
+            f'best interpolated size: {format_si(optimum.parameters)} parameters on '
             f'{format_si(optimum.tokens)} tokens, loss {optimum.loss:.3f}',
-            f'by the law alone, at equal MFU: {format_si(by_law.parameters)} on {format_si(by_law.tokens)}',
-            f'law: {plan.law.source}',
+            f'compute-optimal size at equal MFU: {format_si(by_law.parameters)} parameters on '
+            f'{format_si(by_law.tokens)} tokens',
+            f'scaling law: {plan.law.source}',
         ]
     )
 

@@ -56,8 +56,8 @@ class Target:
 def _cubes(*pod: int) -> tuple[tuple[int, ...], ...]:
     """Returns the 3D slices of a pod: parts of a cube of 4×4×4 chips, or multiples of such cubes."""
     sides = (range(4, side + 1, 4) for side in pod)
-    whole = (shape for shape in itertools.product(*sides) if sorted(shape) == list(shape))
-    return ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *whole)
+    multiples = (shape for shape in itertools.product(*sides) if sorted(shape) == list(shape))
+    return ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *multiples)
 
 
 _RECTANGLES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -106,8 +106,7 @@ def _parse_cpu(spec: str, rest: str) -> Target:
     count = int(rest) if re.fullmatch(r'\d{1,6}', rest, re.ASCII) else 0
     if not 1 <= count <= MAX_DEVICES:
         raise InputError(
-            f'target {spec!r}: needs a number of virtual devices, e.g. cpu:8; cpu alone means all devices of '
-            'this process'
+            f'target {spec!r}: needs a number of virtual devices, e.g. cpu:8; use cpu for all devices of this process'
         )
     chip = Chip('cpu', 'cpu', 'cpu', 0.0, host_memory() // count, 0.0, count, 0.0, 0.0, 0.0)
     return Target(spec, chip, count, 1, (count, 1))
@@ -116,22 +115,22 @@ def _parse_cpu(spec: str, rest: str) -> Target:
 def _parse_gpu(spec: str, chip: Chip, rest: str) -> Target:
     found = re.fullmatch(r'(\d{1,6})(?:x(\d{1,6}))?', rest, re.ASCII)
     count, nodes = (int(found[1]), int(found[2] or 1)) if found else (0, 0)
-    whole = chip.per_node
+    per_node = chip.per_node
     if count * nodes == 0:
         raise InputError(
-            f'target {spec!r}: needs the number of GPUs, e.g. {chip.name}:{whole}, or GPUs per node and nodes, '
-            f'e.g. {chip.name}:{whole}x4'
+            f'target {spec!r}: needs the number of GPUs, e.g. {chip.name}:{per_node}, or GPUs per node and nodes, '
+            f'e.g. {chip.name}:{per_node}x4'
         )
     if count * nodes > MAX_DEVICES:
         raise InputError(
             f'target {spec!r}: {count * nodes} GPUs are too many; use at most {MAX_DEVICES}, '
-            f'{chip.name}:{whole}x{MAX_DEVICES // whole}'
+            f'{chip.name}:{per_node}x{MAX_DEVICES // per_node}'
         )
-    if count > whole:
+    if count > per_node:
         wanted = count * nodes
-        fewer, more = wanted // whole, -(-wanted // whole)
+        fewer, more = wanted // per_node, -(-wanted // per_node)
         closest = ' or '.join(_gpu_spec(chip, number) for number in dict.fromkeys((fewer, more)))
-        raise InputError(f'target {spec!r}: a node has {whole} GPUs; did you mean {closest}?')
+        raise InputError(f'target {spec!r}: a node has {per_node} GPUs; did you mean {closest}?')
     return Target(spec, chip, count * nodes, nodes, (count, nodes))
 
 
@@ -213,7 +212,7 @@ def target_devices(target: Target) -> list[Any]:
         return list(_topology_devices(target))
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().partition('\n')[0] or type(error).__name__
-        raise InputError(f'target {target.spec!r}: its compiler is installed, but failed: {reason}') from error
+        raise InputError(f'target {target.spec!r}: the compiler failed: {reason}; use --estimate') from error
 
 
 def check_compiler(target: Target) -> None:
@@ -226,16 +225,12 @@ def check_compiler(target: Target) -> None:
     name, platform = target.chip.name, target.chip.platform
     # A TPU machine sets this variable if libtpu was not installed by pip.
     if platform == 'tpu' and not os.environ.get('TPU_LIBRARY_PATH') and not _is_installed('libtpu'):
-        raise CompilerMissingError(f"no compiler for {name} is installed (libtpu): pip install 'maxlm[tpu]'")
+        raise CompilerMissingError(f"no compiler for {name} (libtpu) is installed; run pip install 'maxlm[tpu]'")
     if platform == 'gpu':
         if name not in GPU_TARGETS:
-            raise CompilerMissingError(
-                f'the compiler has no description of {name}; supported: {", ".join(GPU_TARGETS)}'
-            )
+            raise CompilerMissingError(f'the GPU compiler does not support {name}; supported: {", ".join(GPU_TARGETS)}')
         if not (_is_installed('jax_cuda12_plugin') or _is_installed('jax_cuda13_plugin') or add_compiler()):
-            raise CompilerMissingError(
-                f'no compiler for {name} is installed; python -m maxlm.plan {OPTION} installs it'
-            )
+            raise CompilerMissingError(f'no compiler for {name} is installed; run maxlm plan {OPTION}')
 
 
 def _is_installed(module: str) -> bool:

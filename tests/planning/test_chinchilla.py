@@ -130,7 +130,7 @@ SIZES, LENGTHS = np.geomspace(1e7, 1e9, 8), np.geomspace(1e9, 1e11, 8)
 @pytest.mark.parametrize(
     ('runs', 'message'),
     [
-        (planted(BESIROGLU, count=4), '4 runs cannot determine five coefficients; give at least 5'),
+        (planted(BESIROGLU, count=4), '4 runs cannot determine five coefficients; use at least 5'),
         (
             runs_of([(1e7, 1e9), (1e7, 1e10), (1e8, 1e9), (1e8, 1e10), (4e7, 4e9)]),
             'several laws fit these runs equally well',
@@ -193,7 +193,7 @@ def test_runs_that_cannot_be_compared(tmp_path):
     with pytest.raises(InputError, match=r'has data=data and .*text has other; losses'):
         read_runs([tmp_path / 'a', tmp_path / 'text'])
     write_run(tmp_path / 'empty', [])
-    with pytest.raises(InputError, match='empty: no train/loss'):
+    with pytest.raises(InputError, match=r'empty: metrics\.jsonl has no train/loss'):
         read_runs([tmp_path / 'empty'])
     with pytest.raises(InputError, match='nothing'):
         read_runs([tmp_path / 'nothing'])

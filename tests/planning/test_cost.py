@@ -12,7 +12,7 @@ from maxlm.planning.cost import (
     DEFAULT_TERMS,
     PricingTerms,
     estimate_cost,
-    find_pace,
+    estimate_step_cost,
     num_saves,
     optimal_save_interval,
     preemption_overhead,
@@ -168,12 +168,12 @@ def test_an_unknown_price_is_none():
 def test_a_budget_of_what_a_run_costs_buys_its_tokens(spot):
     resolved = config(eval__interval=50, eval__num_batches=6)
     run = estimate_cost(resolved, 2.0, V5E, 16, state_bytes=64 * GIB)
-    pace = find_pace(resolved, 2.0, V5E, 16, state_bytes=64 * GIB)
+    step_cost = estimate_step_cost(resolved, 2.0, V5E, 16, state_bytes=64 * GIB)
     price = (run.spot_price if spot else run.price).dollars
     dollars, hours = (run.dollars_spot, run.hours_spot) if spot else (run.dollars, run.hours)
-    assert tokens_for(resolved, pace, 16, dollars=dollars, price=price, spot=spot) == pytest.approx(run.tokens)
-    assert tokens_for(resolved, pace, 16, hours=hours, spot=spot) == pytest.approx(run.tokens)
-    assert tokens_for(resolved, pace, 16, hours=hours, spot=not spot) != pytest.approx(run.tokens, rel=0.001)
+    assert tokens_for(resolved, step_cost, 16, dollars=dollars, price=price, spot=spot) == pytest.approx(run.tokens)
+    assert tokens_for(resolved, step_cost, 16, hours=hours, spot=spot) == pytest.approx(run.tokens)
+    assert tokens_for(resolved, step_cost, 16, hours=hours, spot=not spot) != pytest.approx(run.tokens, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -181,13 +181,13 @@ def test_a_budget_of_what_a_run_costs_buys_its_tokens(spot):
     [
         ({}, 'exactly one'),
         ({'dollars': 1.0, 'hours': 1.0}, 'exactly one'),
-        ({'dollars': 0.0}, 'a budget of 0 dollars buys nothing'),
-        ({'hours': -1.0}, 'a budget of -1 hours buys nothing'),
-        ({'hours': math.nan}, 'a budget of nan hours buys nothing'),
-        ({'dollars': 5.0}, 'needs a price; give --price-per-hour'),
+        ({'dollars': 0.0}, 'a budget of 0 dollars is not positive'),
+        ({'hours': -1.0}, 'a budget of -1 hours is not positive'),
+        ({'hours': math.nan}, 'a budget of nan hours is not positive'),
+        ({'dollars': 5.0}, 'needs a price; set --price-per-hour'),
     ],
 )
 def test_a_budget_that_is_none(budget, message):
-    pace = find_pace(config(), 2.0, V5E, 16, state_bytes=0)
+    step_cost = estimate_step_cost(config(), 2.0, V5E, 16, state_bytes=0)
     with pytest.raises(InputError, match=message):
-        tokens_for(config(), pace, 16, **budget)
+        tokens_for(config(), step_cost, 16, **budget)

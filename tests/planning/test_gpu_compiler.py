@@ -73,7 +73,7 @@ def test_installed_once_and_found(cache, pip, capfd, monkeypatch):
     assert [path.stat().st_mode & 0o777 for path in (cache, cache.parent)] == [0o700, 0o700]
     pip(NO_PIP)
     assert exit_code(plan.main, [OPTION]) == EXIT_DONE
-    assert 'installed already' in capfd.readouterr().err
+    assert 'already installed' in capfd.readouterr().err
     monkeypatch.setattr(sys, 'path', list(sys.path))
     with monkeypatch.context() as patch:
         patch.setattr(gpu_compiler.jax, 'config', types.SimpleNamespace(jax_platforms=None))

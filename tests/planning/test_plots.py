@@ -45,11 +45,11 @@ def test_a_picture_of_scaling(rows, tmp_path):
 def test_what_the_picture_of_scaling_shows(rows):
     speed, share = scaling_figure(rows, '').axes
     labels = [text.get_text() for text in speed.get_legend().get_texts()]
-    assert labels == ['weak: batch grows with devices', 'strong: the same batch', 'ideal']
+    assert labels == ['weak: batch grows with devices', 'strong: fixed batch', 'ideal']
     lines = {line.get_label(): line for line in speed.lines}
     strong = [row for row in rows if row.kind == 'strong' and not row.refusal]
-    assert list(lines['strong: the same batch'].get_xdata()) == [row.num_devices for row in strong] == [8, 16, 32, 64]
-    assert list(lines['strong: the same batch'].get_ydata()) == [row.tokens_per_second for row in strong]
+    assert list(lines['strong: fixed batch'].get_xdata()) == [row.num_devices for row in strong] == [8, 16, 32, 64]
+    assert list(lines['strong: fixed batch'].get_ydata()) == [row.tokens_per_second for row in strong]
     ideal = lines['ideal'].get_ydata()
     assert ideal[1] / ideal[0] == pytest.approx(4096 / 8)
     assert [tick.get_text() for tick in speed.get_xticklabels()] == ['4 096', '64', '32', '16', '8']

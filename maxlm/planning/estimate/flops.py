@@ -49,14 +49,14 @@ def step_flops(config: Config, window: int) -> TokenFlops:
     trained parameter takes 2 more. A reference model adds a forward pass.
     """
     model = config.model
-    whole = training_flops(model, window)
+    base = training_flops(model, window)
     products = [w for w in weights(model) if w.kind in ('matrix', 'head', 'adapter') or w.name == tied_head(model)]
     frozen = sum(weight.size for weight in products if not is_trained(config, weight.name))
     adapters = sum(weight.size for weight in products if weight.kind == 'adapter')
     # An adapter takes three passes.
     dense = 6 * adapters - 2 * frozen
     forward = 1 / 3 if config.has_reference else 0.0
-    return TokenFlops(*(flops * (1 + forward) + dense for flops in whole))
+    return TokenFlops(*(flops * (1 + forward) + dense for flops in base))
 
 
 def tied_head(model: ModelConfig) -> str:

@@ -135,7 +135,9 @@ def efficiency_of(chip: Chip) -> Efficiency:
     """
     name = LIKE.get(chip.name, chip.name)
     if name not in EFFICIENCIES:
-        raise InputError(f'{chip.name}: no efficiency is known; there is one for {", ".join([*EFFICIENCIES, *LIKE])}')
+        raise InputError(
+            f'{chip.name}: no efficiency is known for this chip; use one of {", ".join([*EFFICIENCIES, *LIKE])}'
+        )
     return EFFICIENCIES[name]
 
 

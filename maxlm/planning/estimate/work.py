@@ -242,13 +242,13 @@ def _weight_bytes(config: Config) -> float:
     model, mesh = config.model, config.mesh
     width = jnp.dtype(model.dtype).itemsize
     saved_over = mesh.fsdp * mesh.context
-    whole = model_parameters(model) / (mesh.stage * mesh.tensor)
-    held = whole / saved_over if mesh.zero_stage == 3 else whole
-    summed = whole / saved_over if mesh.zero_stage >= 2 else whole
+    all_weights = model_parameters(model) / (mesh.stage * mesh.tensor)
+    saved = all_weights / saved_over if mesh.zero_stage == 3 else all_weights
+    summed = all_weights / saved_over if mesh.zero_stage >= 2 else all_weights
     # Forward and backward: read in float32, written in the compute dtype, and written completely after a gather.
-    passes = 2 * (held * (4 + width) + whole * width * (saved_over > 1 and mesh.zero_stage == 3))
+    passes = 2 * (saved * (4 + width) + all_weights * width * (saved_over > 1 and mesh.zero_stage == 3))
     # A gradient is written completely, read for its sum over devices, stored in its stack and added to the totals.
-    gradients = whole * 2 * width + summed * (4 + 12)
+    gradients = all_weights * 2 * width + summed * (4 + 12)
     # The gradient of the head is summed in float32 over the chunks of the loss.
     chunks = math.ceil(config.data.seq_len / mesh.context / config.train.loss_chunk_size)
     sums = (chunks - 1) * 8 * model.dim * _vocabulary(config) / mesh.stage
@@ -275,14 +275,14 @@ def _update_bytes(config: Config) -> float:
 
 def _host_bytes(config: Config, tokens: float) -> float:
     model, mesh, optimizer = config.model, config.mesh, config.optimizer
-    held = model_parameters(model) / (mesh.stage * mesh.tensor * mesh.fsdp * mesh.context)
+    saved = model_parameters(model) / (mesh.stage * mesh.tensor * mesh.fsdp * mesh.context)
     total = 0.0
     if mesh.host_offload != 'none':
         # Moments are copied in and out; a moving average is a parameter.
-        total += held * 2 * 2 * MOMENT_BYTES[optimizer.moment_dtype]
+        total += saved * 2 * 2 * MOMENT_BYTES[optimizer.moment_dtype]
     if mesh.host_offload == 'all':
         # Parameters are copied in for forward, backward and update, and copied out after the update.
-        total += held * 4 * (2 * config.accumulation + 2 + (2 if optimizer.ema_decay else 0))
+        total += saved * 4 * (2 * config.accumulation + 2 + (2 if optimizer.ema_decay else 0))
     if model.remat_policy == 'offload':
         total += tokens * model.dim * jnp.dtype(model.dtype).itemsize * 2 * model.num_layers / mesh.stage
     return total
