@@ -30,21 +30,26 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog='examples:\n  maxlm monitor runs/a\n  maxlm monitor runs/a gs://bucket/runs/b --once',
     )
     parser.add_argument(
         'workdirs',
         nargs='+',
         type=PathOption(Kind.DIRECTORY, ANY),
         metavar='WORKDIR',
-        help='directory or URL of a run',
+        help='workdir or URL of a run',
     )
-    parser.add_argument('--once', action='store_true', help='print the runs and end')
+    parser.add_argument('--once', action='store_true', help='print the runs once and exit')
     parser.add_argument(
-        '--interval', type=float, default=2.0, metavar='SECONDS', help='between two looks (%(default)s)'
+        '--interval',
+        type=float,
+        default=2.0,
+        metavar='SECONDS',
+        help='seconds between two reads of the workdirs (%(default)s)',
     )
     options = parser.parse_args(argv)
     if not 0.1 <= options.interval <= 86400:
-        raise InputError(f'--interval={options.interval:g}: give seconds, from 0.1 to 86400')
+        raise InputError(f'--interval={options.interval:g}: needs 0.1 to 86400 seconds')
     console = _console()
     readers = [HistoryReader(workdir) for workdir in options.workdirs]
     if options.once or not console.is_terminal or console.is_dumb_terminal:

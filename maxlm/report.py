@@ -25,20 +25,22 @@ def main(argv: list[str]) -> int:
     """Writes the page and prints its path."""
     options = _parse(argv)
     first = options.workdirs[0]
-    alone = len(options.workdirs) == 1
-    if alone and options.output is None and is_url(first):
-        raise InputError(f'{display_path(first)}: the page cannot be written there; give --output=FILE')
-    path = options.output or (Path(first) / NAME if alone else Path(COMPARISON))
+    is_single = len(options.workdirs) == 1
+    if is_single and options.output is None and is_url(first):
+        raise InputError(f'{display_path(first)}: the page cannot be written to a URL; set --output=FILE')
+    path = options.output or (Path(first) / NAME if is_single else Path(COMPARISON))
     histories = [read_history(workdir) for workdir in options.workdirs]
-    if alone and options.output is None and not histories[0].has_started:
-        print(f'{first}: no run has begun here yet, so there is no page')
+    if is_single and options.output is None and not histories[0].has_started:
+        print(f'{first}: no run has started, so no page was written')
         return EXIT_DONE
     try:
         if is_foreign(path):
-            raise InputError(f'{path}: exists and is not a page of maxlm.report; give another --output=FILE')
+            raise InputError(
+                f'{path}: file already exists and is not a page of maxlm.report; choose another --output=FILE'
+            )
         write_page(path, histories)
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; give --output=FILE that can be written') from error
+        raise InputError(f'{path}: {os_message(error)}; choose a writable --output=FILE') from error
     for history in histories:
         for note in history.notes:
             print(f'{history.workdir}: {note}')
@@ -57,19 +59,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog='examples:\n  maxlm report runs/a\n  maxlm report runs/a gs://bucket/runs/b --output=compare.html',
     )
     parser.add_argument(
         'workdirs',
         nargs='+',
         type=PathOption(Kind.DIRECTORY, ANY),
         metavar='WORKDIR',
-        help='directory or URL of a run',
+        help='workdir or URL of a run; several are compared',
     )
     parser.add_argument(
         '--output',
         type=PathOption(Kind.FILE, as_path=True),
         metavar='FILE',
-        help=f'page to write (default: {NAME} in WORKDIR; {COMPARISON} here for several)',
+        help=f'HTML page to write (default: WORKDIR/{NAME}; ./{COMPARISON} for several runs)',
     )
     return parser.parse_args(argv)
 

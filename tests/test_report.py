@@ -74,10 +74,10 @@ def test_what_is_torn_is_said(run, tmp_path):
 def test_a_directory_in_which_no_run_has_begun(run, tmp_path):
     workdir = workdirs.empty(tmp_path / 'run')
     for _ in range(2):
-        assert run(workdir) == (EXIT_DONE, f'{workdir}: no run has begun here yet, so there is no page\n', '')
+        assert run(workdir) == (EXIT_DONE, f'{workdir}: no run has started, so no page was written\n', '')
     assert list(workdir.iterdir()) == []
     assert run(workdir, '--output', tmp_path / 'page.html')[0] == EXIT_DONE
-    assert 'No run has begun here yet.' in (tmp_path / 'page.html').read_text()
+    assert 'No run has started.' in (tmp_path / 'page.html').read_text()
 
 
 def test_bad_input(run, tmp_path):

@@ -43,7 +43,7 @@ def plot(
     points, finite_marks = finite(curve), finite(marks)
     rows = height - 1
     if not points or rows < 1:
-        return _centred('nothing to draw yet', width, height)
+        return _centred('no values yet', width, height)
     scale = covering([*without_outliers([y for _, y in points]), *(y for _, y in finite_marks)], margin=0.02)
     y_labels = _axis_labels(scale, rows)
     columns = width - max(map(len, y_labels)) - 1

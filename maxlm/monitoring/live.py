@@ -84,7 +84,7 @@ def watch(
     selected, last_drawn, next_draw = 0, None, 0.0
     runs: list[RunSnapshot] = []
     curves = [Curves(PLOTTED_METRICS) for _ in readers]
-    help_line = 'q quit · r read now' + (' · Tab or a number: another run' if len(readers) > 1 else '')
+    help_line = 'q quit · r read now' + (' · Tab or number: select run' if len(readers) > 1 else '')
     try:
         with keys() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:

@@ -135,7 +135,7 @@ def metric_fields(run: RunSnapshot, width: int) -> list[Text]:
     ]
     skipped = run.latest.get('train/skipped_steps')
     if skipped:
-        fields.append(field('left out', f'{skipped:,.0f} steps', 'bold red'))
+        fields.append(field('skipped', f'{skipped:,.0f} steps', 'bold red'))
     return flow([one for one in fields if one], width)
 
 
@@ -264,7 +264,7 @@ def _device_cells(device: Mapping[str, Any]) -> list[Text]:
         Text(_usage(memory, total_memory, 2**30, 'GiB', '.1f')),
         _degrees(degrees),
         Text(_usage(power, limit, 1, 'W', '.0f')),
-        Text(f'slowed: {throttled}' if throttled else '', style='yellow'),
+        Text(f'throttled: {throttled}' if throttled else '', style='yellow'),
         Text(f'{errors:.0f} ECC errors' if errors else '', style='bold red'),
         Text(_usage(clock, max_clock, 1, 'MHz', '.0f')),
     ]
@@ -279,7 +279,7 @@ def _summary(reading: Reading, host_devices: Sequence[Mapping[str, Any]], hosts:
     host_prefix = f'{plain(text(reading.line, "host"))}: ' if hosts > 1 else ''
     fields = [Text(f'{host_prefix}{len(host_devices)} devices')]
     if throttled_devices := [device for device in host_devices if items(device, 'throttled')]:
-        fields.append(Text(f'{len(throttled_devices)} slowed', style='yellow'))
+        fields.append(Text(f'{len(throttled_devices)} throttled', style='yellow'))
     if errors := sum(values('ecc_errors')):
         fields.append(Text(f'{errors:.0f} ECC errors', style='bold red'))
     if utilization := values('use_percent'):
@@ -311,7 +311,7 @@ def _host(reading: Reading, hosts: int) -> list[Text]:
     if ram is not None:
         fields.append(field('ram', _usage(ram, total_ram, 2**30, 'GiB', '.1f')))
     if process_ram is not None:
-        fields.append(field('of it the run', format_bytes(process_ram)))
+        fields.append(field('process ram', format_bytes(process_ram)))
     if disk is not None:
         fields.append(field('disk free', format_bytes(disk)))
     if sent is not None and received is not None:

@@ -86,7 +86,7 @@ def _goodput(run: RunSnapshot, width: int) -> list[Text]:
     total = sum(run.seconds_by_category.values())
     if not total:
         return []
-    title = f'time: {format_percent(run.seconds_by_category.get("step", 0.0) / total)} in steps that count'
+    title = f'time: {format_percent(run.seconds_by_category.get("step", 0.0) / total)} in productive steps'
     return _titled(title, panels.goodput(run, width, bars=True), width)
 
 

@@ -95,9 +95,9 @@ def page(runs: Sequence[ReportedRun]) -> str:
     """Returns the page of at least one run."""
     body = join(*(part(runs) for part in _SECTIONS))
     names = ' and '.join([', '.join(run.name for run in runs[:-1]), runs[-1].name] if len(runs) > 1 else [runs[0].name])
-    lead = headline(runs[0]) if len(runs) == 1 else f'{len(runs)} runs side by side.'
+    lead = headline(runs[0]) if len(runs) == 1 else f'Comparison of {len(runs)} runs.'
     links = [tag('a', words, href=f'#{name}') for name, words in _LINKS.items() if f'<section id="{name}"' in body]
-    footer = f'Made by maxlm {maxlm.__version__} at {format_time(runs[0].now)} from '
+    footer = f'Created by maxlm {maxlm.__version__} at {format_time(runs[0].now)} from '
     head = join(
         tag('meta', charset='utf-8'),
         tag('meta', http_equiv='Content-Security-Policy', content=POLICY),
@@ -107,7 +107,7 @@ def page(runs: Sequence[ReportedRun]) -> str:
         tag('style', Markup(style())),
     )
     content = join(
-        # light and #dark override the color scheme of the reader's system.
+        # #light and #dark override the color scheme of the reader's system.
         tag('i', id='light'),
         tag('i', id='dark'),
         tag('header', tag('h1', names), tag('p', lead, class_='lead'), tag('nav', *links) if links else ''),

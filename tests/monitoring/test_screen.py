@@ -88,10 +88,10 @@ def test_contents_of_the_screen(runs, width, height):
 def test_devices_have_one_line_each_on_large_screens_and_one_per_host_on_small_ones(runs):
     wide = texts(screen([runs['two_hosts']], 0, 200, 60))
     assert sum(bool(re.search(r'host\d:\d', text)) for text in wide) == 8
-    assert sum('slowed: power' in text for text in wide) == 2
+    assert sum('throttled: power' in text for text in wide) == 2
     narrow = texts(screen([runs['two_hosts']], 0, 80, 24))
     assert [text.rstrip() for text in narrow if ' devices ·' in text] == [
-        f'host{host}: 4 devices · 1 slowed · 94–97% · 44.0/80.0 GiB · 64 °C · 2,562 W' for host in (0, 1)
+        f'host{host}: 4 devices · 1 throttled · 94–97% · 44.0/80.0 GiB · 64 °C · 2,562 W' for host in (0, 1)
     ]
 
 
@@ -131,7 +131,7 @@ def test_long_reason_is_wrapped(tmp_path):
 def test_nonfinite_loss_is_shown(runs):
     text = ' '.join(texts(panels.metric_fields(runs['diverged'], 80)))
     assert 'loss not finite' in text
-    assert 'left out 40 steps' in text
+    assert 'skipped 40 steps' in text
 
 
 def test_alerts_are_colored(runs):
@@ -147,7 +147,7 @@ def test_hot_devices_and_errors_are_colored(tmp_path):
     device = history.devices[0][-1]['devices'][0]
     device.update(temperature_c=91, ecc_errors=3, throttled=['thermal', 'power'])
     (line, _) = panels.devices(dashboard_data(history, NOW), 100, max_lines=5)
-    for words in ('91 °C', 'slowed: thermal power', '3 ECC errors'):
+    for words in ('91 °C', 'throttled: thermal power', '3 ECC errors'):
         assert words in line.plain
     assert {'bold red', 'yellow'} <= {str(span.style) for span in line.spans}
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.browser
 NARROW, WIDE = 360, 1280
 TITLES = (
     *('Training and validation loss', 'Training loss by source', 'Validation loss by source'),
-    *('Learning rate', 'Gradient norm', 'Throughput', 'MFU', 'Memory of a device', 'Wait for data'),
-    *('Device use', 'Device memory', 'Temperature', 'Power', 'Clock', 'CPU of the host', 'Memory of the host'),
+    *('Learning rate', 'Gradient norm', 'Throughput', 'MFU', 'Device memory', 'Data loading time'),
+    *('Device utilization', 'Device memory', 'Temperature', 'Power', 'Clock', 'Host CPU', 'Host memory'),
 )
 
 

@@ -81,7 +81,7 @@ figcaption .unit { font-weight: 400; }
 .mark { stroke-width: 1.2; stroke: var(--quiet); stroke-dasharray: 5 4; }
 .mark.alert { stroke: var(--alarm); stroke-dasharray: none; stroke-opacity: 0.75; }
 .mark.change { stroke-dasharray: 1.5 3; }
-/* Over the plot, so that nothing moves while a finger reads. */
+/* On top of the plot, so that the layout does not change while values are shown. */
 .at { position: absolute; top: 0; right: 0; max-width: 85%; padding: 0.05rem 0.4rem; background: var(--panel);
   font-size: 0.85rem; pointer-events: none; }
 .at:empty { display: none; }

@@ -106,7 +106,7 @@ def draw(chart: Chart) -> Markup:
     num_above = sum(value > y.high for value in values)
     unit = ', '.join(word for word in (chart.unit, 'logarithmic' if y.log else '') if word)
     caption = tag('figcaption', chart.title, ' ', tag('span', unit, class_='unit'))
-    footnotes = [tag('small', f'{num_above:,} of {len(values):,} values lie above the frame.')] if num_above else []
+    footnotes = [tag('small', f'{num_above:,} of {len(values):,} values are above the plot.')] if num_above else []
     if gaps := sum(value is None for one in series for _, value in one.points if chart.x == 'step'):
         footnotes.append(
             tag('small', f'{gaps:,} {"value is" if gaps == 1 else "values are"} not finite.', class_='alarm')

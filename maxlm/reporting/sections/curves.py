@@ -28,16 +28,16 @@ _CURVES = (
     _Curve('rollout/reward', 'Reward', 'mean over responses'),
     _Curve('eval/accuracy', 'Accuracy', '% of held-out prompts', factor=100, scale='zero', smooth=False),
     _Curve('eval/rewards/accuracies', 'Accuracy', '% of held-out pairs', factor=100, scale='zero', smooth=False),
-    _Curve('rollout/mean_length', 'Length of responses', 'tokens', scale='zero'),
-    _Curve('train/entropy', 'Entropy', 'nats per drawn token', scale='zero'),
-    _Curve('train/kl', 'Divergence from the start', 'nats per token', scale='zero'),
-    _Curve('train/rewards/margins', 'Margin of preferences', 'reward of the better answer minus the other’s'),
+    _Curve('rollout/mean_length', 'Response length', 'tokens', scale='zero'),
+    _Curve('train/entropy', 'Entropy', 'nats per sampled token', scale='zero'),
+    _Curve('train/kl', 'KL divergence from the initial model', 'nats per token', scale='zero'),
+    _Curve('train/rewards/margins', 'Reward margin', 'chosen minus rejected'),
     _Curve('train/learning_rate', 'Learning rate', '', scale='zero', smooth=False),
     _Curve('train/grad_norm', 'Gradient norm', 'before clipping'),
     _Curve('perf/tokens_per_second', 'Throughput', 'tokens/s', scale='zero'),
     _Curve('perf/mfu', 'MFU', '% of the peak, causal attention', factor=100, scale='zero'),
-    _Curve('memory/peak_gib', 'Memory of a device', 'GiB, the most so far', scale='zero', smooth=False),
-    _Curve('perf/data_loading_seconds', 'Wait for data', 'ms per step', factor=1000, scale='zero'),
+    _Curve('memory/peak_gib', 'Device memory', 'GiB, peak so far', scale='zero', smooth=False),
+    _Curve('perf/data_loading_seconds', 'Data loading time', 'ms per step', factor=1000, scale='zero'),
 )
 # Maximum number of sources in a chart, so that it stays readable. The table contains all sources.
 _MAX_SOURCES = 12
@@ -71,7 +71,7 @@ def _loss(runs: Sequence[ReportedRun], names: str, show_names: bool) -> Chart:
         prefix = f'{run.name}: ' if show_names else ''
         series.append(Series(f'{prefix}training', run.training, run.color, smooth=True))
         best = run.best
-        legend = f'(best {format_loss(best[1])} at step {best[0]:,.0f}, ringed)' if best else ''
+        legend = f'(best {format_loss(best[1])} at step {best[0]:,.0f}, circled)' if best else ''
         series.append(
             Series(
                 f'{prefix}validation',
@@ -85,7 +85,7 @@ def _loss(runs: Sequence[ReportedRun], names: str, show_names: bool) -> Chart:
     overfitting = runs[0].overfitting if is_single else None
     return Chart(
         f'Training and validation loss{names}',
-        'nats/token' if all(run.predicts_tokens for run in runs) else 'what is minimized',
+        'nats/token' if all(run.predicts_tokens for run in runs) else 'training objective',
         series,
         marks=runs[0].marks if is_single else (),
         shade=(overfitting.since, overfitting.until) if overfitting else None,
@@ -98,7 +98,7 @@ def _overfitting(run: ReportedRun, show_name: bool) -> Markup:
     prefix = f'{run.name}: ' if show_name else ''
     if run.overfitting:
         # The summary shows the sentence on overfitting.
-        return Markup('') if show_name else note('Tinted: the stretch in which the run overfits.')
+        return Markup('') if show_name else note('Shaded: the steps in which the run overfits.')
     if run.best is None or len(run.validation) < 4 or not run.predicts_tokens:
         return Markup('')
     step, best = run.best
@@ -170,5 +170,5 @@ def _source_table(run: ReportedRun, show_name: bool) -> Markup:
         for name in names
     ]
     heading = tag('h3', run.name) if show_name else Markup('')
-    header = ['source', 'tokens', 'share of windows', 'epochs', 'last training loss', 'last validation loss']
+    header = ['source', 'tokens', 'fraction of windows', 'epochs', 'last training loss', 'last validation loss']
     return join(heading, table(header, rows))

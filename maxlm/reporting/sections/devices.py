@@ -27,18 +27,18 @@ class _Reading(NamedTuple):
 
 
 _OF_DEVICES = (
-    _Reading('use_percent', 'Device use', '%'),
+    _Reading('use_percent', 'Device utilization', '%'),
     _Reading('memory_bytes', 'Device memory', 'GiB', 1 / GIB),
     _Reading('temperature_c', 'Temperature', '°C'),
     _Reading('power_w', 'Power', 'W'),
     _Reading('clock_mhz', 'Clock', 'MHz'),
 )
 _OF_HOSTS = (
-    _Reading('cpu_percent', 'CPU of the host', '% of all cores'),
-    _Reading('ram_bytes', 'Memory of the host', 'GiB', 1 / GIB),
-    _Reading('disk_free_bytes', 'Free on the disk of the workdir', 'GiB', 1 / GIB),
-    _Reading('disk_write_bytes_per_second', 'Written to disk', 'MB/s', 1e-6),
-    _Reading('net_received_bytes_per_second', 'Received from the network', 'MB/s', 1e-6),
+    _Reading('cpu_percent', 'Host CPU', '% of all cores'),
+    _Reading('ram_bytes', 'Host memory', 'GiB', 1 / GIB),
+    _Reading('disk_free_bytes', 'Free disk space of the workdir', 'GiB', 1 / GIB),
+    _Reading('disk_write_bytes_per_second', 'Disk writes', 'MB/s', 1e-6),
+    _Reading('net_received_bytes_per_second', 'Network received', 'MB/s', 1e-6),
 )
 
 
@@ -49,7 +49,7 @@ def devices_over_time(runs: Sequence[ReportedRun]) -> Markup:
     drawn = [chart for chart in charts if chart]
     grid = tag('div', *drawn, class_='charts') if drawn else Markup('')
     runs_without = [run.name for run in runs if drawn and not _has_devices(run)]
-    words = note(f'No accelerator was read in {", ".join(runs_without)}.') if runs_without else Markup('')
+    words = note(f'No accelerator readings in {", ".join(runs_without)}.') if runs_without else Markup('')
     return section('machines', 'Devices over time', grid, words, *(_table(run, len(runs) > 1) for run in runs))
 
 
@@ -86,8 +86,17 @@ def _table(run: ReportedRun, show_name: bool) -> Markup:
         rows += [[f'{host}: {index}', *_device(device_readings)] for index, device_readings in readings.items()]
     if not rows:
         return Markup('')
-    header = ['device', 'kind', 'mean use', 'most memory', 'hottest', 'mean power', 'throttled', 'ECC errors']
-    more = note(f'{len(rows) - _MAX_ROWS} more devices were read.') if len(rows) > _MAX_ROWS else Markup('')
+    header = [
+        'device',
+        'kind',
+        'mean utilization',
+        'peak memory',
+        'peak temperature',
+        'mean power',
+        'throttled',
+        'ECC errors',
+    ]
+    more = note(f'{len(rows) - _MAX_ROWS} more devices have readings.') if len(rows) > _MAX_ROWS else Markup('')
     heading = tag('h3', run.name) if show_name else Markup('')
     return join(heading, table(header, rows[:_MAX_ROWS], texts=(0, 1, 6)), more)
 

@@ -20,19 +20,19 @@ def events(runs: Sequence[ReportedRun]) -> Markup:
     """Returns a table of all events by time; '' if there are none."""
     found = [(run, event) for run in runs for event in run.history.events]
     found.sort(key=lambda pair: number(pair[1], 'time') or 0.0)
-    shown = _most_telling(found)
-    left_out = len(found) - len(shown)
+    shown = _most_relevant(found)
+    num_omitted = len(found) - len(shown)
     several = len(runs) > 1
     header = [*(['run'] if several else []), 'time', 'attempt', 'step', 'kind', 'message']
     rows = [([run.name] if several else []) + _row(event) for run, event in shown]
     first = int(several)
     parts = [table(header, rows, texts=(0, first, first + 3, first + 4), class_='prose') if rows else Markup('')]
-    if left_out:
-        parts.append(note(f'{left_out:,} more events, routine ones first, are in events.jsonl only.'))
+    if num_omitted:
+        parts.append(note(f'{num_omitted:,} more events, mostly routine, are only in events.jsonl.'))
     return section('events', 'Events', *parts)
 
 
-def _most_telling(found: list[tuple[ReportedRun, dict[str, Any]]]) -> list[tuple[ReportedRun, dict[str, Any]]]:
+def _most_relevant(found: list[tuple[ReportedRun, dict[str, Any]]]) -> list[tuple[ReportedRun, dict[str, Any]]]:
     if len(found) > _MAX_ROWS:
         found = [pair for pair in found if text(pair[1], 'kind') not in _ROUTINE]
     if len(found) > _MAX_ROWS:

@@ -11,20 +11,20 @@ from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.telemetry.goodput import Attempt
 
 WORDS = {
-    'step': 'steps that count',
+    'step': 'productive steps',
     'rollout': 'rollouts',
     'evaluation': 'evaluation',
-    'checkpoint': 'saving',
+    'checkpoint': 'saving checkpoints',
     'data_wait': 'waiting for data',
     'compile': 'compiling',
     'start': 'starting',
-    'restore': 'restoring',
+    'restore': 'restoring checkpoints',
     'other': 'other',
-    'lost': 'lost: done again',
+    'lost': 'lost steps (repeated)',
     'idle': 'idle between attempts',
 }
 # Maximum numbers of attempts (the newest) and hosts with their own bar.
-_MAX_LIVES, _MAX_HOSTS = 12, 16
+_MAX_ATTEMPTS, _MAX_HOSTS = 12, 16
 
 
 def goodput(runs: Sequence[ReportedRun]) -> Markup:
@@ -34,24 +34,24 @@ def goodput(runs: Sequence[ReportedRun]) -> Markup:
         header = ['', *(bar.name for bar in bars)]
         rows = _rows([bar.seconds_by_category for bar in bars])
         parts = [draw_bars(bars, title='All attempts of each run', labels=WORDS), table(header, rows) if bars else '']
-        return section('time', 'Where the time went', *parts)
+        return section('time', 'Time by category', *parts)
     run = runs[0]
     if run.ledger is None or not run.ledger.attempts:
         return Markup('')
-    totals, attempts = run.ledger.totals, run.ledger.attempts[-_MAX_LIVES:]
+    totals, attempts = run.ledger.totals, run.ledger.attempts[-_MAX_ATTEMPTS:]
     words = note(
-        f'{format_percent(run.ledger.fraction)} of {format_duration(run.ledger.seconds)} went into steps that '
-        f'count{_cost_text(run)}.'
+        f'{format_percent(run.ledger.fraction)} of {format_duration(run.ledger.seconds)} was spent on '
+        f'productive steps{_cost_text(run)}.'
     )
     several = len(run.ledger.attempts) > 1
     bars = [Bar('total', totals), *(_attempt_bar(attempt) for attempt in attempts if several)]
-    parts = [words, draw_bars(bars, title='Process 0, which speaks for the run', labels=WORDS)]
+    parts = [words, draw_bars(bars, title='Process 0 (represents the run)', labels=WORDS)]
     if len(run.ledger.attempts) > len(attempts):
-        parts.append(note(f'The {len(run.ledger.attempts) - len(attempts)} attempts before these are in the total.'))
+        parts.append(note(f'The total includes {len(run.ledger.attempts) - len(attempts)} earlier attempts.'))
     header = ['', 'time', 'share', *(f'attempt {attempt.number}' for attempt in attempts if several)]
     parts.append(table(header, _attempt_rows(totals, attempts if several else [])))
     return section(
-        'time', 'Where the time went', *parts, _hosts(run), _steps_of_attempts(run, attempts) if several else ''
+        'time', 'Time by category', *parts, _hosts(run), _steps_of_attempts(run, attempts) if several else ''
     )
 
 
@@ -60,11 +60,11 @@ def _attempt_bar(attempt: Attempt) -> Bar:
 
 
 def _attempt_rows(totals: dict[str, float], attempts: Sequence[Attempt]) -> list[list[Markup | str]]:
-    whole = sum(totals.values()) or 1.0
+    total = sum(totals.values()) or 1.0
     rows = []
     for category, words in WORDS.items():
         name = join(swatch(category), words)
-        shares = [format_duration(totals[category]), format_percent(totals[category] / whole)]
+        shares = [format_duration(totals[category]), format_percent(totals[category] / total)]
         rows.append([name, *shares, *(format_duration(attempt.seconds[category]) for attempt in attempts)])
     sums = [format_duration(sum(attempt.seconds.values())) for attempt in attempts]
     rows.append([tag('b', 'all'), format_duration(sum(totals.values())), format_percent(1.0), *sums])
@@ -89,15 +89,15 @@ def _hosts(run: ReportedRun) -> Markup:
         return Markup('')
     shown = list(ledgers.items())[:_MAX_HOSTS]
     bars = [Bar(f'process {process}, {ledger.attempts[-1].host}', ledger.totals) for process, ledger in shown]
-    more = note(f'{len(ledgers) - len(shown)} more processes have ledgers.') if len(ledgers) > len(shown) else ''
-    return join(draw_bars(bars, title='Each process by itself', labels=WORDS), more)
+    more = note(f'{len(ledgers) - len(shown)} more processes have goodput logs.') if len(ledgers) > len(shown) else ''
+    return join(draw_bars(bars, title='Time of each process', labels=WORDS), more)
 
 
 def _steps_of_attempts(run: ReportedRun, attempts: Sequence[Attempt]) -> Markup:
     rows = []
     for attempt in attempts:
         steps = f'{format_int(attempt.start_step)} to {format_int(attempt.step)}'
-        how = 'ended by itself' if attempt.is_closed else 'no end was written: it was killed, or still runs'
+        how = 'exited' if attempt.is_closed else 'no final record: killed or still running'
         money = format_dollars(attempt.dollars)
         rows.append(
             [
@@ -109,7 +109,7 @@ def _steps_of_attempts(run: ReportedRun, attempts: Sequence[Attempt]) -> Markup:
                 how,
             ]
         )
-    header = ['', 'steps', 'began', 'last sign', 'cost', 'end']
+    header = ['', 'steps', 'start', 'last record', 'cost', 'end']
     return table(header, rows, texts=(0, 2, 3, 5))
 
 

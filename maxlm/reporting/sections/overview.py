@@ -75,7 +75,7 @@ def headline(run: ReportedRun) -> str:
     """Returns one sentence that describes the model and its data."""
     parameters = number(run.started, 'parameters')
     if not run.history.has_started:
-        return 'No run has begun here yet.'
+        return 'No run has started.'
     subject = f'A model of {format_si(parameters)} parameters' if parameters else 'A model'
     sources = [name for name, _, _ in run.dataset if name]
     sources_text = f' trained on {_shortlist(sources)}' if sources else ''
@@ -108,7 +108,7 @@ def _model(run: ReportedRun) -> Tile:
 def _data(run: ReportedRun) -> Tile:
     tokens = [tokens for _, tokens, _ in run.dataset if tokens is not None]
     names = [name for name, _, _ in run.dataset if name]
-    return Tile('Tokens of the data', format_si(sum(tokens)) if tokens else DASH, _shortlist(names))
+    return Tile('Training tokens', format_si(sum(tokens)) if tokens else DASH, _shortlist(names))
 
 
 def _steps(run: ReportedRun) -> Tile:
@@ -135,7 +135,7 @@ def _validation(run: ReportedRun) -> Tile:
 def _training(run: ReportedRun) -> Tile:
     last = run.last('train/loss')
     skipped = run.last('train/skipped_steps') or 0
-    words = [f'{skipped:,.0f} steps left out'] if skipped else []
+    words = [f'{skipped:,.0f} steps skipped'] if skipped else []
     lowest = run.last('train/best_loss')
     if lowest is not None:
         words.insert(0, f'lowest {format_loss(lowest)}')
@@ -152,7 +152,7 @@ def _time(run: ReportedRun) -> Tile:
 def _cost(run: ReportedRun) -> Tile:
     price = number(run.started, 'price_per_hour')
     if price is None:
-        return Tile('Cost', format_dollars(run.dollars), 'no price is known' if run.dollars is None else '')
+        return Tile('Cost', format_dollars(run.dollars), 'price unknown' if run.dollars is None else '')
     source = text(run.started, 'price_source')
     detail = f'{format_dollars(price)} per device-hour' + (f' ({source})' if source else '')
     return Tile('Cost', format_dollars(run.dollars), detail)
@@ -160,9 +160,9 @@ def _cost(run: ReportedRun) -> Tile:
 
 def _goodput(run: ReportedRun) -> Tile:
     return Tile(
-        'Time in steps that count',
+        'Goodput',
         format_percent(run.ledger.fraction if run.ledger else None),
-        'goodput, of the wall time',
+        'of the wall time in productive steps',
     )
 
 
@@ -186,8 +186,8 @@ def _hardware(run: ReportedRun) -> Tile:
 
 def _memory(run: ReportedRun) -> Tile:
     available = number(mapping(run.started, 'plan'), 'memory_available_bytes')
-    detail = f'of {format_bytes(available)} that a program may have' if available and run.memory_bytes else ''
-    return Tile('Most memory of a device', format_bytes(run.memory_bytes), detail)
+    detail = f'of {format_bytes(available)} available to a program' if available and run.memory_bytes else ''
+    return Tile('Peak device memory', format_bytes(run.memory_bytes), detail)
 
 
 def _shortlist(names: list[str]) -> str:

@@ -21,9 +21,9 @@ class _Row(NamedTuple):
 
 
 _ROWS = (
-    _Row('time of a step', 'step_seconds', format_duration, lambda run: run.median('perf/step_time_seconds')),
+    _Row('step time', 'step_seconds', format_duration, lambda run: run.median('perf/step_time_seconds')),
     _Row('tokens per second', 'tokens_per_second', format_si, lambda run: run.median('perf/tokens_per_second')),
-    _Row('memory of a device', 'memory_bytes', format_bytes, lambda run: run.memory_bytes),
+    _Row('device memory', 'memory_bytes', format_bytes, lambda run: run.memory_bytes),
     _Row('wall time', 'hours', lambda hours: format_duration(_seconds(hours)), lambda run: _hours(run.wall_seconds)),
     _Row('cost', 'dollars', format_dollars, lambda run: run.dollars),
 )
@@ -48,13 +48,13 @@ def plan_vs_actual(runs: Sequence[ReportedRun]) -> Markup:
     if not planned:
         return Markup('')
     header = ['', *(['planned', 'actual', 'ratio'] if len(runs) == 1 else [run.name for run in planned])]
-    words = 'Steps and tokens are medians over the log lines; the ratio is actual to planned.'
+    words = 'Step time and throughput are medians over the log lines; the ratio is actual / planned.'
     if len(runs) > 1:
         words = f'Planned → actual (ratio). {words}'
     unfinished = [run for run in planned if run.num_steps and (run.step or 0) < run.num_steps]
     if unfinished:
-        words += ' The plan is of the whole length; what is not finished has its time and cost so far.'
-    return section('plan', 'Plan against reality', table(header, rows), note(words))
+        words += ' The plan covers the full run; time and cost of an unfinished run are those so far.'
+    return section('plan', 'Plan vs. actual', table(header, rows), note(words))
 
 
 def _hours(seconds: float | None) -> float | None:

@@ -27,7 +27,7 @@ def _config_differences(runs: Sequence[ReportedRun]) -> Markup:
     if not rows:
         return note('The configs of these runs are the same.')
     return join(
-        tag('h3', 'Where the configs differ'),
+        tag('h3', 'Config differences'),
         table(['key', *(run.name for run in runs)], rows, texts=tuple(range(len(runs) + 1))),
     )
 
@@ -37,7 +37,7 @@ def _command(run: ReportedRun) -> Markup:
     git = mapping(run.started, 'git')
     remarks = []
     if commit := text(git, 'commit'):
-        dirty = ', with changes that no commit holds' if git.get('dirty') is True else ''
+        dirty = ', with uncommitted changes' if git.get('dirty') is True else ''
         remarks.append(f'maxlm at commit {commit}{dirty}.')
     if host := text(run.started, 'host'):
         remarks.append(f'Started on {host}.')
@@ -53,7 +53,7 @@ def _config(run: ReportedRun) -> Markup:
     shipped = shipped_config(command)
     parts = []
     if shipped is None:
-        parts.append(note('The command names no config file that this maxlm ships; the whole config is below.'))
+        parts.append(note('The command names no config file of this version of maxlm; the full config is below.'))
     else:
         name, values = shipped
         rows = [
@@ -61,11 +61,11 @@ def _config(run: ReportedRun) -> Markup:
             for one in differences(config, values, command)
         ]
         if rows:
-            parts.append(table(['key', name, 'this run', 'by'], rows, texts=(0, 1, 2, 3)))
-            parts.append(note('The rest was worked out at the start, unless the file has changed since.'))
+            parts.append(table(['key', name, 'this run', 'set by'], rows, texts=(0, 1, 2, 3)))
+            parts.append(note('Other differences were resolved at the start, unless the file has changed since.'))
         else:
             parts.append(note(f'The config is {name}, unchanged.'))
-    parts.append(tag('details', tag('summary', 'The whole config'), code(to_json(config))))
+    parts.append(tag('details', tag('summary', 'Full config'), code(to_json(config))))
     return join(*parts)
 
 

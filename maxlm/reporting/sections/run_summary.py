@@ -281,7 +281,7 @@ class Overfitting(NamedTuple):
         return (
             f'Overfitting since step {self.since:,.0f}: the validation loss rose from {self.validation[0]:.3f} to '
             f'{self.validation[1]:.3f} while the training loss fell from {self.training[0]:.3f} to '
-            f'{self.training[1]:.3f}. The best model is that of step {self.since:,.0f}.'
+            f'{self.training[1]:.3f}. The best checkpoint is step {self.since:,.0f}.'
         )
 
 

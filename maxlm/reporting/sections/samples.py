@@ -23,7 +23,7 @@ def samples(runs: Sequence[ReportedRun]) -> Markup:
         prefix = f'{run.name}: ' if len(runs) > 1 else ''
         parts += [_prompt(prefix, prompt, lines) for prompt, lines in list(by_prompt.items())[:_MAX_PROMPTS]]
         if len(by_prompt) > _MAX_PROMPTS:
-            parts.append(note(f'{prefix}{len(by_prompt) - _MAX_PROMPTS} more prompts are in samples.jsonl only.'))
+            parts.append(note(f'{prefix}{len(by_prompt) - _MAX_PROMPTS} more prompts are only in samples.jsonl.'))
     return section('samples', 'Samples', *parts)
 
 

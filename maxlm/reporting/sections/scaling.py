@@ -38,7 +38,7 @@ def scaling(runs: Sequence[ReportedRun]) -> Markup:
         devices = f'{attempts[0].num_devices} {"device" if counts == {1} else "devices"}'
         rate = statistics.median(one.per_device for one in attempts)
         message = f'All attempts ran on {devices}, with {format_si(rate)} tokens/s per device; '
-        return section('scaling', 'Scaling', note(message, 'efficiency needs a second number of devices.'))
+        return section('scaling', 'Scaling', note(message, 'efficiency needs runs on a different number of devices.'))
     header = ['run', 'attempt', 'devices', 'tokens/s', 'per device', 'efficiency']
     rows = [
         [
@@ -52,7 +52,7 @@ def scaling(runs: Sequence[ReportedRun]) -> Markup:
         for one in sorted(attempts, key=lambda one: (one.num_devices, one.run, one.attempt))
     ]
     words = (
-        'Efficiency: tokens/s per device, as a share of that on the fewest devices of the same kind with a model of '
+        'Efficiency: tokens/s per device, relative to the smallest number of devices of the same kind with a model of '
         'the same size.'
     )
     return section('scaling', 'Scaling', table(header, rows, texts=(0, 2)), note(words))

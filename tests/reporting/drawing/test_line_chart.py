@@ -96,8 +96,8 @@ def test_many_curves_share_the_point_limit():
 
 def test_values_above_the_frame_are_counted():
     typical = [(float(step), 2 + step % 2 / 10) for step in range(200)]
-    assert '1 of 201 values lie above the frame' in chart([(0.0, 50.0), *typical], scale='loss')
-    assert 'above the frame' not in chart([(0.0, 50.0), *typical])
+    assert '1 of 201 values are above the plot' in chart([(0.0, 50.0), *typical], scale='loss')
+    assert 'above the plot' not in chart([(0.0, 50.0), *typical])
 
 
 def test_marks_shade_and_best():
@@ -121,6 +121,6 @@ def test_names_are_escaped_and_the_figure_has_a_description():
 
 
 def test_titles_within_a_line():
-    assert [lower_title(title) for title in ('Learning rate', 'MFU', 'CPU of the host', '')] == [
-        *('learning rate', 'MFU', 'CPU of the host', '')
+    assert [lower_title(title) for title in ('Learning rate', 'MFU', 'CPU load', '')] == [
+        *('learning rate', 'MFU', 'CPU load', '')
     ]

@@ -25,7 +25,7 @@ def test_one_run(run_of):
     text = training_curves(run_of('finished'))
     assert titles(text) == [
         *('Training and validation loss', 'Training loss by source', 'Validation loss by source'),
-        *('Learning rate', 'Gradient norm', 'Throughput', 'MFU', 'Memory of a device', 'Wait for data'),
+        *('Learning rate', 'Gradient norm', 'Throughput', 'MFU', 'Device memory', 'Data loading time'),
     ]
     assert 'No overfitting' in text
     assert 'class="shade"' not in text
@@ -36,7 +36,7 @@ def test_one_run(run_of):
 def test_overfitting_is_shaded(run_of):
     text = training_curves(overfitted(run_of('finished')[0]))
     assert 'class="shade"' in text
-    assert 'Tinted: the stretch' in text
+    assert 'Shaded: the steps' in text
 
 
 def test_several_runs_have_one_curve_each_and_one_chart_per_source(run_of):

@@ -6,7 +6,7 @@ from maxlm.reporting.sections.devices import devices_over_time
 def test_devices_of_two_hosts(run_of):
     text = devices_over_time(run_of('two_hosts'))
     assert re.findall(r'<figcaption>([^<]*?) ?<', text)[:5] == [
-        *('Device use', 'Device memory', 'Temperature', 'Power', 'Clock')
+        *('Device utilization', 'Device memory', 'Temperature', 'Power', 'Clock')
     ]
     assert 'host1 (1): device 3' in text
     assert '44.0 GiB of 80.0 GiB</td><td>62 °C</td><td>640 W</td><td class="t">100.0% power</td>' in text
@@ -15,9 +15,9 @@ def test_devices_of_two_hosts(run_of):
 
 def test_a_machine_without_accelerators(run_of):
     text = devices_over_time(run_of('on_cpu'))
-    assert 'No accelerator was read in on_cpu' in text
-    assert 'Device use' not in text
-    assert 'CPU of the host' in text
+    assert 'No accelerator readings in on_cpu' in text
+    assert 'Device utilization' not in text
+    assert 'Host CPU' in text
 
 
 def test_several_runs(run_of):

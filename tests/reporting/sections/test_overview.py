@@ -14,7 +14,7 @@ def test_the_tiles_of_a_finished_run(run_of):
     found = shown(run)
     assert found['State'][0] == 'finished'
     assert found['Parameters'] == ('3.41M', 'llama, 4 layers × 256, vocabulary 512')
-    assert found['Tokens of the data'] == ('1.2M', 'web, code')
+    assert found['Training tokens'] == ('1.2M', 'web, code')
     assert found['Steps'] == ('400', '819k tokens, 0.683 epochs')
     assert found['Best validation loss'][0] == f'{workdirs.validation_loss(400):.4f}'
     assert found['Cost'][1] == '$3.50 per device-hour (train.price_per_hour)'
@@ -26,9 +26,9 @@ def test_the_tiles_of_a_finished_run(run_of):
 
 def test_unknown_values_are_dashes(run_of):
     assert {tile.value for tile in make_tiles(run_of('empty')[0])} == {DASH, 'no run yet'}
-    assert headline(run_of('empty')[0]) == 'No run has begun here yet.'
+    assert headline(run_of('empty')[0]) == 'No run has started.'
     (run,) = run_of('on_cpu')
-    assert shown(run)['Cost'] == (DASH, 'no price is known')
+    assert shown(run)['Cost'] == (DASH, 'price unknown')
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ from maxlm.reporting.sections.plan_vs_actual import plan_vs_actual
 
 def test_planned_actual_and_their_ratio(run_of):
     text = plan_vs_actual(run_of('finished'))
-    assert '<td class="t">time of a step</td><td>0.45 s</td><td>0.50 s</td><td>1.11</td>' in text
-    assert '<td class="t">memory of a device</td><td>41.0 GiB</td><td>44.0 GiB</td><td>1.07</td>' in text
+    assert '<td class="t">step time</td><td>0.45 s</td><td>0.50 s</td><td>1.11</td>' in text
+    assert '<td class="t">device memory</td><td>41.0 GiB</td><td>44.0 GiB</td><td>1.07</td>' in text
     assert 'so far' not in text
     assert 'so far' in plan_vs_actual(run_of('running'))
 

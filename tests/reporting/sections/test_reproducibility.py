@@ -24,7 +24,7 @@ def test_command_is_quoted_for_the_shell(run_of):
     (run,) = run_of('finished')
     text = reproducibility(with_command(run, 'python', '--config=my runs.py', '$(x)'))
     assert 'python &#x27;--config=my runs.py&#x27; &#x27;$(x)&#x27;' in text
-    assert 'names no config file that this maxlm ships' in text
+    assert 'names no config file of this version of maxlm' in text
 
 
 def test_several_runs_show_their_differences(run_of):
