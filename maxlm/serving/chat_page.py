@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent / 'page'
-_SCRIPTS = ('markdown.js', 'settings.js', 'talk.js', 'page.js')
+_SCRIPTS = ('markdown.js', 'settings.js', 'client.js', 'page.js')
 
 
 class Page:

@@ -90,7 +90,7 @@ class Tab:
     def open(self, url):
         """Opens a page and waits until it has loaded the model's name."""
         self.send('Page.navigate', url=url)
-        self.until("document.getElementById('about')?.textContent || document.querySelector('.fault')")
+        self.until("document.getElementById('about')?.textContent || document.querySelector('.error')")
 
     def run(self, script):
         """Returns the value of an expression."""

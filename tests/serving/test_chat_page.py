@@ -83,7 +83,7 @@ def say(tab, text):
 
 
 def finished(tab, count):
-    tab.until(f'!running && document.querySelectorAll(".assistant .told").length === {count}')
+    tab.until(f'!running && document.querySelectorAll(".assistant .stats").length === {count}')
 
 
 def test_a_conversation(tab, engine):
@@ -94,9 +94,9 @@ def test_a_conversation(tab, engine):
     tab.type('count?')
     tab.press('Enter')
     finished(tab, 1)
-    assert tab.texts('.user .said') == ['How do I\ncount?']
+    assert tab.texts('.user .content') == ['How do I\ncount?']
     assert tab.run('prompt.value') == ''
-    said = '.assistant .said '
+    said = '.assistant .content '
     assert tab.texts(f'{said}h3') == ['Counting']
     assert tab.texts(f'{said}strong') == ['once']
     assert tab.texts(f'{said}em') == ['file']
@@ -106,7 +106,7 @@ def test_a_conversation(tab, engine):
     assert len(tab.texts(f'{said}ul li')) == len(tab.texts(f'{said}blockquote')) == 1
     # A response is shown as text, not as HTML.
     assert tab.texts('img') == []
-    (told,) = tab.texts('.assistant .told')
+    (told,) = tab.texts('.assistant .stats')
     assert told.startswith(f'{LENGTH - 1} tokens · ')
     assert 'tokens/s' in told
     assert told.endswith('token limit reached')
@@ -132,13 +132,13 @@ def test_it_streams_and_stops(tab, engine):
     engine.seconds = 0.002
     engine.open.set()
     # Received text is shown while more arrives.
-    tab.until('running && document.querySelector(".assistant .said").textContent.includes("Counting")')
+    tab.until('running && document.querySelector(".assistant .content").textContent.includes("Counting")')
     assert engine.state.running == 1
     tab.press('Escape')
     finished(tab, 1)
     engine.seconds = 0
     assert tab.texts('#send') == ['Send']
-    assert tab.texts('.assistant .told')[0].endswith('stopped')
+    assert tab.texts('.assistant .stats')[0].endswith('stopped')
     shown = tab.run('turns[1].content')
     assert SAID.startswith(shown[:LENGTH])
     # The button does the same.
@@ -156,39 +156,39 @@ def test_retry_and_edit(tab):
     finished(tab, 1)
     say(tab, 'Second')
     finished(tab, 2)
-    (first, second) = tab.texts('.assistant .said')
+    (first, second) = tab.texts('.assistant .content')
     set_up(tab, seed=9)
     tab.run('document.querySelector(".assistant:last-child .tools button:nth-child(2)").focus(), 0')
     tab.press('Enter')
-    tab.until(f'!running && turns.length === 4 && turns[3].told && turns[3].content !== {json.dumps(second)}')
-    assert tab.texts('.assistant .said')[0] == first
+    tab.until(f'!running && turns.length === 4 && turns[3].stats && turns[3].content !== {json.dumps(second)}')
+    assert tab.texts('.assistant .content')[0] == first
     # An edit removes the messages after the edited one.
     tab.run('document.querySelector(".user .tools button").click(), 0')
     tab.run('document.activeElement.select(), 0')
     tab.type('Another')
     tab.press('Escape')
-    assert tab.texts('.user .said') == ['First', 'Second']
+    assert tab.texts('.user .content') == ['First', 'Second']
     tab.run('document.querySelector(".user .tools button").click(), 0')
     tab.run('document.activeElement.select(), 0')
     tab.type('Another')
     tab.press('Enter')
-    tab.until('!running && turns.length === 2 && turns[1].told')
-    assert tab.texts('.user .said') == ['Another']
+    tab.until('!running && turns.length === 2 && turns[1].stats')
+    assert tab.texts('.user .content') == ['Another']
 
 
 def test_errors_can_be_tried_again(tab, server):
     set_up(tab, max_tokens=100_000)
     say(tab, 'Hello')
-    tab.until('document.querySelector(".fault")')
-    assert 'The context length is 3000 tokens' in tab.texts('.fault span')[0]
+    tab.until('document.querySelector(".error")')
+    assert 'The context length is 3000 tokens' in tab.texts('.error span')[0]
     # The browser reports each error response in its console; the page keeps working.
     assert all('400 (Bad Request)' in fault for fault in tab.faults)
     assert len(tab.faults) == 1
     tab.faults.clear()
     set_up(tab, max_tokens=5)
-    tab.click('.fault button')
+    tab.click('.error button')
     finished(tab, 1)
-    assert tab.texts('.fault') == []
+    assert tab.texts('.error') == []
 
 
 def test_who_reads_above_stays_there(tab, engine):
@@ -220,14 +220,14 @@ def test_it_fits(tab, width, dark):
     assert tab.run('document.documentElement.scrollWidth') == width
     assert tab.run('main.scrollWidth === main.clientWidth')
     shown = (
-        '[...document.querySelectorAll("button, textarea, .said, h1, #hint, .code")].filter((one) => one.offsetWidth)'
+        '[...document.querySelectorAll("button, textarea, h1, .content, #hint, .code")].filter((x) => x.offsetWidth)'
     )
     edges = tab.run(f'{shown}.map((one) => one.getBoundingClientRect()).flatMap((box) => [box.left, box.right])')
     assert min(edges) >= 0
     assert max(edges) <= width
     ground = tab.run('getComputedStyle(document.documentElement).backgroundColor')
     assert (sum(map(int, ground[4:-1].split(','))) < 200) == dark
-    assert tab.run(f'{CONTRAST}(".said p", document.documentElement)') > 7
+    assert tab.run(f'{CONTRAST}(".content p", document.documentElement)') > 7
     for selector in ('#about', '.tools', '#hint', '#send'):
         assert tab.run(f'{CONTRAST}("{selector}", document.documentElement)') > 4.5, selector
     # Control: the measurement detects low contrast.
@@ -281,13 +281,13 @@ def test_a_text_that_the_model_goes_on_with(browser, tmp_path):
         browser.click('#undo')
         assert browser.run('text.value') == 'Once: The quick'
         set_up(browser, max_tokens=3)
-        browser.click('#again')
+        browser.click('#retry')
         browser.until('!running && text.value === "Once: The"')
         # More tokens than the context allows.
         set_up(browser, max_tokens=5000)
         browser.click('#send')
-        browser.until('document.querySelector(".fault")')
-        assert 'The context length is 2000 tokens' in browser.texts('.fault span')[0]
+        browser.until('document.querySelector(".error")')
+        assert 'The context length is 2000 tokens' in browser.texts('.error span')[0]
         browser.look(width=360, mobile=True)
         assert browser.run('document.documentElement.scrollWidth') == 360
         # Unsent text is restored.
@@ -301,7 +301,7 @@ def test_a_key_is_asked_for(browser):
         browser.look(width=1280)
         browser.open(server.url)
         browser.until('$("settings").open')
-        assert 'API key' in browser.texts('.fault span')[0]
+        assert 'API key' in browser.texts('.error span')[0]
         browser.click('[name=key]')
         browser.type('secret')
         browser.press('Enter')
@@ -309,7 +309,7 @@ def test_a_key_is_asked_for(browser):
         set_up(browser, max_tokens=3, temperature=0)
         say(browser, 'Hello')
         finished(browser, 1)
-        assert browser.texts('.assistant .said') == ['The']
+        assert browser.texts('.assistant .content') == ['The']
         browser.faults.clear()
 
 
@@ -320,8 +320,8 @@ def test_the_server_goes(browser):
         say(browser, 'Hello')
         finished(browser, 1)
     say(browser, 'Are you there?')
-    browser.until('document.querySelector(".fault")')
-    assert browser.texts('.fault span') == ['The server cannot be reached.']
+    browser.until('document.querySelector(".error")')
+    assert browser.texts('.error span') == ['The server cannot be reached.']
     browser.faults.clear()
 
 

@@ -1,61 +1,61 @@
-// Of Markdown what answers have most: code, lists, headings, emphasis. Text only ever becomes text nodes.
+// A subset of Markdown: code, lists, headings, quotes and emphasis. Text becomes only text nodes, never HTML.
 
 function element(name, className, ...children) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  made.append(...children);
-  return made;
+  const node = document.createElement(name);
+  if (className) node.className = className;
+  node.append(...children);
+  return node;
 }
 
-function button(label, act, className = 'quiet') {
-  const made = element('button', className, label);
-  made.type = 'button';
-  made.addEventListener('click', act);
-  return made;
+function button(label, onClick, className = 'quiet') {
+  const node = element('button', className, label);
+  node.type = 'button';
+  node.addEventListener('click', onClick);
+  return node;
 }
 
-async function copy(text, from) {
+async function copy(text, copyButton) {
   try {
     await navigator.clipboard.writeText(text);
-    from.textContent = 'Copied';
+    copyButton.textContent = 'Copied';
   } catch {
-    from.textContent = 'Not allowed';
+    copyButton.textContent = 'Copy failed';
   }
-  setTimeout(() => { from.textContent = 'Copy'; }, 1500);
+  setTimeout(() => { copyButton.textContent = 'Copy'; }, 1500);
 }
 
 function codeBlock(language, text) {
   const bar = element('div', 'bar', element('span', '', language || 'code'));
-  const press = button('Copy', () => copy(text, press));
-  bar.append(press);
-  const shown = element('pre', '', element('code', '', text));
-  shown.tabIndex = 0;
-  return element('div', 'code', bar, shown);
+  const copyButton = button('Copy', () => copy(text, copyButton));
+  bar.append(copyButton);
+  const block = element('pre', '', element('code', '', text));
+  block.tabIndex = 0;
+  return element('div', 'code', bar, block);
 }
 
 function inline(text) {
-  const made = [];
-  const marks = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*(\S(?:[^\n]*?\S)?)\*\*|\*(\S(?:[^*\n]*?\S)?)\*/g;
-  let place = 0;
-  for (const found of text.matchAll(marks)) {
-    made.push(text.slice(place, found.index));
-    if (found[1]) made.push(element('code', '', found[2]));
-    else if (found[3]) made.push(element('strong', '', found[3]));
-    else made.push(element('em', '', found[4]));
-    place = found.index + found[0].length;
+  const nodes = [];
+  const pattern = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*(\S(?:[^\n]*?\S)?)\*\*|\*(\S(?:[^*\n]*?\S)?)\*/g;
+  let position = 0;
+  for (const match of text.matchAll(pattern)) {
+    nodes.push(text.slice(position, match.index));
+    if (match[1]) nodes.push(element('code', '', match[2]));
+    else if (match[3]) nodes.push(element('strong', '', match[3]));
+    else nodes.push(element('em', '', match[4]));
+    position = match.index + match[0].length;
   }
-  made.push(text.slice(place));
-  return made;
+  nodes.push(text.slice(position));
+  return nodes;
 }
 
 const ITEM = /^\s*(?:([-*+])|(\d{1,9})[.)])\s+(.*)$/;
 
 function markdown(text) {
-  const made = [];
+  const nodes = [];
   const lines = text.split('\n');
   let paragraph = [];
-  const close = () => {
-    if (paragraph.length) made.push(element('p', '', ...inline(paragraph.join('\n'))));
+  const closeParagraph = () => {
+    if (paragraph.length) nodes.push(element('p', '', ...inline(paragraph.join('\n'))));
     paragraph = [];
   };
   for (let i = 0; i < lines.length; i++) {
@@ -64,34 +64,34 @@ function markdown(text) {
     const heading = /^#{1,6}\s+(.*)$/.exec(line);
     const item = ITEM.exec(line);
     if (fence) {
-      close();
-      const inner = [];
-      while (++i < lines.length && !lines[i].trim().startsWith(fence[1])) inner.push(lines[i]);
-      made.push(codeBlock(fence[2], inner.join('\n')));
+      closeParagraph();
+      const codeLines = [];
+      while (++i < lines.length && !lines[i].trim().startsWith(fence[1])) codeLines.push(lines[i]);
+      nodes.push(codeBlock(fence[2], codeLines.join('\n')));
     } else if (heading) {
-      close();
-      made.push(element('h3', '', ...inline(heading[1])));
+      closeParagraph();
+      nodes.push(element('h3', '', ...inline(heading[1])));
     } else if (item) {
-      close();
+      closeParagraph();
       const list = element(item[1] ? 'ul' : 'ol', '');
       if (item[2]) list.start = Number(item[2]);
       for (let next = item; next && Boolean(next[1]) === Boolean(item[1]); next = ITEM.exec(lines[++i] ?? '')) {
         list.append(element('li', '', ...inline(next[3])));
       }
       i--;
-      made.push(list);
+      nodes.push(list);
     } else if (line.startsWith('>')) {
-      close();
-      const said = [];
-      for (; (lines[i] ?? '').startsWith('>'); i++) said.push(lines[i].replace(/^>\s?/, ''));
+      closeParagraph();
+      const quoted = [];
+      for (; (lines[i] ?? '').startsWith('>'); i++) quoted.push(lines[i].replace(/^>\s?/, ''));
       i--;
-      made.push(element('blockquote', '', ...inline(said.join('\n'))));
+      nodes.push(element('blockquote', '', ...inline(quoted.join('\n'))));
     } else if (line.trim()) {
       paragraph.push(line);
     } else {
-      close();
+      closeParagraph();
     }
   }
-  close();
-  return made;
+  closeParagraph();
+  return nodes;
 }

@@ -1,128 +1,128 @@
-// The page: a conversation, or one text that the model goes on with.
+// The chat page: a conversation, or one text that the model continues.
 
 const $ = (id) => document.getElementById(id);
 const main = $('main');
 const log = $('log');
 const prompt = $('prompt');
 const text = $('document');
-// The conversation: { role, content, told, fault }. What is told of an answer: its tokens and their speed.
-let turns = recall('turns', []);
-// The text before each continuation, for undo.
-let before = [];
+// The conversation: { role, content, stats, error }. `stats` describes the number of tokens and the throughput.
+let turns = loadItem('turns', []);
+// Texts before each continuation, for undo.
+let undoStack = [];
 let model = null;
-// Whether the page shows one text.
-let shownText = null;
-// Of the answer that is coming.
+// True if the page shows the text editor, false for a conversation, null before the model is loaded.
+let isTextShown = null;
+// The response that is being streamed: { controller, turn }.
 let running = null;
 
 const isText = () => Boolean(model) && (!model.chat || settings.mode === 'text');
 
-function grow() {
+function resizePrompt() {
   prompt.style.height = 'auto';
   prompt.style.height = `${prompt.scrollHeight + 2}px`;
 }
 
 const isAtEnd = () => main.scrollHeight - main.scrollTop - main.clientHeight < 40;
 
-function toEnd() {
+function scrollToEnd() {
   main.scrollTop = main.scrollHeight;
 }
 
-// Changes what is in sight: whoever reads the end goes on reading there, whoever reads above is left alone.
-function following(change) {
-  const place = main.scrollTop;
+// Applies a change. A page that was scrolled to the end follows the end; otherwise the scroll position is kept.
+function keepScroll(change) {
+  const position = main.scrollTop;
   const follow = isAtEnd();
   change();
-  if (follow) toEnd();
-  else main.scrollTop = place;
+  if (follow) scrollToEnd();
+  else main.scrollTop = position;
 }
 
-function show() {
-  following(() => log.replaceChildren(...turns.map((turn, place) => shownTurn(turn, place))));
+function renderTurns() {
+  keepScroll(() => log.replaceChildren(...turns.map((turn, index) => renderTurn(turn, index))));
 }
 
-function shownTurn(turn, place) {
-  const said = element('div', 'said');
-  if (turn.role === 'user') said.textContent = turn.content;
-  else said.append(...markdown(turn.content));
-  const made = element('article', `turn ${turn.role}`, said);
-  made.setAttribute('aria-label', turn.role === 'user' ? 'You' : 'Response');
+function renderTurn(turn, index) {
+  const content = element('div', 'content');
+  if (turn.role === 'user') content.textContent = turn.content;
+  else content.append(...markdown(turn.content));
+  const article = element('article', `turn ${turn.role}`, content);
+  article.setAttribute('aria-label', turn.role === 'user' ? 'You' : 'Response');
   const isBusy = running?.turn === turn;
-  made.classList.toggle('busy', isBusy);
+  article.classList.toggle('busy', isBusy);
   const tools = element('div', 'tools');
   if (!isBusy && turn.role === 'user') {
-    tools.append(button('Edit', () => edit(place, made)));
+    tools.append(button('Edit', () => edit(index, article)));
   } else if (!isBusy) {
-    const press = button('Copy', () => copy(turn.content, press));
-    tools.append(press, button('Retry', () => retry(place)), element('span', 'told', turn.told ?? ''));
+    const copyButton = button('Copy', () => copy(turn.content, copyButton));
+    tools.append(copyButton, button('Retry', () => retry(index)), element('span', 'stats', turn.stats ?? ''));
   }
-  made.append(tools);
-  if (turn.fault) {
-    const fault = shownFault(turn.fault, () => retry(place));
-    made.replaceChildren(...(turn.content ? [said] : []), fault);
+  article.append(tools);
+  if (turn.error) {
+    const error = renderError(turn.error, () => retry(index));
+    article.replaceChildren(...(turn.content ? [content] : []), error);
   }
-  return made;
+  return article;
 }
 
-function shownFault(message, act) {
-  const made = element('div', 'fault', element('span', '', message), button('Try again', act, ''));
-  made.setAttribute('role', 'alert');
-  return made;
+function renderError(message, onRetry) {
+  const node = element('div', 'error', element('span', '', message), button('Retry', onRetry, ''));
+  node.setAttribute('role', 'alert');
+  return node;
 }
 
-function edit(place, made) {
+function edit(index, article) {
   if (running) return;
   const field = element('textarea', '');
-  field.value = turns[place].content;
+  field.value = turns[index].content;
   field.setAttribute('aria-label', 'Edit the message');
-  const save = () => {
+  const send = () => {
     if (!field.value.trim()) return;
-    turns = [...turns.slice(0, place), { role: 'user', content: field.value.trim() }];
+    turns = [...turns.slice(0, index), { role: 'user', content: field.value.trim() }];
     answer();
   };
   field.addEventListener('keydown', (event) => {
     if (isSend(event)) {
       event.preventDefault();
-      save();
+      send();
     } else if (event.key === 'Escape') {
       event.stopPropagation();
-      show();
+      renderTurns();
     }
   });
-  const tools = element('div', 'tools', button('Cancel', show), button('Send', save, 'strong'));
-  made.classList.add('edit');
-  made.replaceChildren(field, tools);
+  const tools = element('div', 'tools', button('Cancel', renderTurns), button('Send', send, 'strong'));
+  article.classList.add('edit');
+  article.replaceChildren(field, tools);
   field.style.height = `${field.scrollHeight + 4}px`;
   field.focus();
 }
 
-function retry(place) {
+function retry(index) {
   if (running) return;
-  turns = turns.slice(0, place);
+  turns = turns.slice(0, index);
   answer();
 }
 
 const isSend = (event) => event.key === 'Enter' && !event.shiftKey && !event.isComposing;
 
-// Draws into `take` until the end, the stop or a fault; what is then told of it.
-async function draw(path, body, turn, take) {
-  const pace = new Pace();
-  const stopper = new AbortController();
+// Streams a response into `turn` until it ends, is stopped or fails, and calls `render` after changes.
+async function generate(path, body, turn, render) {
+  const stats = new StreamStats();
+  const controller = new AbortController();
   let isDue = false;
-  running = { stopper, turn };
+  running = { controller, turn };
   setBusy();
   const update = () => {
     isDue = false;
-    if (running?.stopper !== stopper) return;
-    take();
-    $('speed').textContent = pace.told;
+    if (running?.controller !== controller) return;
+    render();
+    $('speed').textContent = stats.summary;
   };
   try {
-    for await (const chunk of stream(path, body, stopper.signal)) {
-      pace.take(chunk);
+    for await (const chunk of stream(path, body, controller.signal)) {
+      stats.add(chunk);
       turn.content += chunk.text;
       if (chunk.finish === 'length') turn.ended = 'length';
-      // Long answers take long to show.
+      // Rendering a long response is slow, so it is rendered less often.
       if (!isDue) setTimeout(update, Math.min(16 + turn.content.length / 200, 500));
       isDue = true;
     }
@@ -132,12 +132,12 @@ async function draw(path, body, turn, take) {
       turn.ended = 'stopped';
       $('status').textContent = 'Stopped.';
     } else {
-      turn.fault = error.message;
+      turn.error = error.message;
       if (error.status === 401) dialog.open();
     }
   }
-  const ends = { length: 'token limit reached', stopped: 'stopped' };
-  turn.told = [pace.told, ends[turn.ended]].filter(Boolean).join(' · ');
+  const endReasons = { length: 'token limit reached', stopped: 'stopped' };
+  turn.stats = [stats.summary, endReasons[turn.ended]].filter(Boolean).join(' · ');
   running = null;
   $('speed').textContent = '';
   setBusy();
@@ -147,66 +147,66 @@ async function answer() {
   const turn = { role: 'assistant', content: '' };
   const messages = turns.filter((one) => one.content).map(({ role, content }) => ({ role, content }));
   if (settings.system.trim()) messages.unshift({ role: 'system', content: settings.system });
-  keep('turns', turns);
+  storeItem('turns', turns);
   turns = [...turns, turn];
   running = { turn };
-  show();
-  toEnd();
-  const said = log.lastChild.querySelector('.said');
-  const take = () => following(() => said.replaceChildren(...markdown(turn.content)));
-  await draw('/v1/chat/completions', { model: model?.id, messages, ...sampling() }, turn, take);
-  // Meanwhile the conversation may have been put away.
+  renderTurns();
+  scrollToEnd();
+  const content = log.lastChild.querySelector('.content');
+  const render = () => keepScroll(() => content.replaceChildren(...markdown(turn.content)));
+  await generate('/v1/chat/completions', { model: model?.id, messages, ...sampling() }, turn, render);
+  // The user may have started a new conversation in the meantime.
   if (!turns.includes(turn)) return;
-  keep('turns', turns);
-  show();
+  storeItem('turns', turns);
+  renderTurns();
 }
 
-async function goOn() {
+async function continueText() {
   const start = text.value;
   if (!start || running) return;
-  before.push(start);
+  undoStack.push(start);
   const turn = { content: '' };
   text.readOnly = true;
-  const take = () => {
+  const render = () => {
     const follow = text.scrollHeight - text.scrollTop - text.clientHeight < 60;
     text.value = start + turn.content;
     if (follow) text.scrollTop = text.scrollHeight;
   };
-  await draw('/v1/completions', { model: model?.id, prompt: start, ...sampling() }, turn, take);
-  take();
+  await generate('/v1/completions', { model: model?.id, prompt: start, ...sampling() }, turn, render);
+  render();
   text.readOnly = false;
-  if (!turn.content) before.pop();
-  keep('text', text.value);
-  $('speed').textContent = turn.told;
+  if (!turn.content) undoStack.pop();
+  storeItem('text', text.value);
+  $('speed').textContent = turn.stats;
   log.replaceChildren();
-  if (turn.fault) {
-    log.append(shownFault(turn.fault, goOn));
+  if (turn.error) {
+    log.append(renderError(turn.error, continueText));
   }
   setBusy();
 }
 
 function undo() {
-  if (running || !before.length) return;
-  text.value = before.pop();
-  keep('text', text.value);
+  if (running || !undoStack.length) return;
+  text.value = undoStack.pop();
+  storeItem('text', text.value);
   setBusy();
 }
 
 function stop() {
-  running?.stopper?.abort();
+  running?.controller?.abort();
 }
 
-function startAnew() {
+function startNew() {
   stop();
   if (isText()) {
-    if (text.value) before.push(text.value);
+    if (text.value) undoStack.push(text.value);
     text.value = '';
   } else {
     turns = [];
-    show();
+    renderTurns();
   }
-  keep('turns', turns);
-  keep('text', text.value);
+  storeItem('turns', turns);
+  storeItem('text', text.value);
   setBusy();
   (isText() ? text : prompt).focus();
 }
@@ -216,93 +216,93 @@ function setBusy() {
   send.textContent = running ? 'Stop' : isText() ? 'Continue' : 'Send';
   send.disabled = !running && !(isText() ? text.value : prompt.value.trim());
   log.setAttribute('aria-busy', String(Boolean(running)));
-  $('undo').hidden = $('again').hidden = !isText();
-  $('undo').disabled = $('again').disabled = Boolean(running) || !before.length;
+  $('undo').hidden = $('retry').hidden = !isText();
+  $('undo').disabled = $('retry').disabled = Boolean(running) || !undoStack.length;
 }
 
 function setMode() {
-  const plain = shownText = isText();
+  const plain = isTextShown = isText();
   prompt.hidden = plain;
   $('editor').hidden = !plain;
-  $('ask').classList.toggle('text', plain);
-  log.dataset.empty = plain || !model ? '' : 'Send a message to begin.';
+  $('composer').classList.toggle('text', plain);
+  log.dataset.empty = plain || !model ? '' : 'Send a message to start.';
   $('mode-choice').hidden = !model?.chat;
   const control = /Mac|iPhone|iPad/.test(navigator.platform) ? '⌘' : 'Ctrl+';
   $('keys').textContent = plain ? `${control}Enter continues · Esc stops` : 'Enter sends · Shift+Enter new line · Esc stops';
   if (plain) log.replaceChildren();
-  else show();
+  else renderTurns();
   setBusy();
 }
 
-async function meet() {
+async function loadModel() {
   try {
-    const told = await (await call('/v1/models')).json();
-    model = told.data[0];
+    const models = await (await call('/v1/models')).json();
+    model = models.data[0];
     settings.mode ||= 'chat';
     $('name').textContent = document.title = model.id;
     $('about').textContent = `step ${model.step}`;
     setMode();
   } catch (error) {
-    log.replaceChildren(shownFault(error.message, meet));
+    log.replaceChildren(renderError(error.message, loadModel));
     if (error.status === 401) dialog.open();
   }
 }
 
 const dialog = setUpSettings({
   onChange: () => {
-    if (!model) meet();
-    else if (isText() !== shownText) setMode();
+    if (!model) loadModel();
+    else if (isText() !== isTextShown) setMode();
   },
 });
-$('ask').addEventListener('submit', (event) => {
+$('composer').addEventListener('submit', (event) => {
   event.preventDefault();
   if (running) stop();
-  else if (isText()) goOn();
+  else if (isText()) continueText();
   else if (prompt.value.trim()) {
-    turns = [...turns.filter((turn) => !turn.fault || turn.content), { role: 'user', content: prompt.value.trim() }];
+    turns = [...turns.filter((turn) => !turn.error || turn.content), { role: 'user', content: prompt.value.trim() }];
     prompt.value = '';
-    grow();
+    resizePrompt();
     answer();
   }
 });
 prompt.addEventListener('keydown', (event) => {
   if (!isSend(event)) return;
   event.preventDefault();
-  if (!running) $('ask').requestSubmit();
+  if (!running) $('composer').requestSubmit();
 });
 text.addEventListener('keydown', (event) => {
-  if (event.key === 'Enter' && (event.ctrlKey || event.metaKey)) goOn();
+  if (event.key === 'Enter' && (event.ctrlKey || event.metaKey)) continueText();
 });
 prompt.addEventListener('input', () => {
-  grow();
+  resizePrompt();
   setBusy();
 });
 text.addEventListener('input', () => {
-  keep('text', text.value);
+  storeItem('text', text.value);
   setBusy();
 });
 document.addEventListener('keydown', (event) => {
   if (event.key === 'Escape' && !$('settings').open) stop();
   if (event.key.toLowerCase() === 'o' && event.shiftKey && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
-    startAnew();
+    startNew();
   }
 });
 main.addEventListener('scroll', () => {
   $('down').hidden = isAtEnd() || isText();
 });
-addEventListener('resize', grow);
-$('down').addEventListener('click', toEnd);
-$('new').addEventListener('click', startAnew);
+addEventListener('resize', resizePrompt);
+$('down').addEventListener('click', scrollToEnd);
+$('new').addEventListener('click', startNew);
 $('undo').addEventListener('click', undo);
-$('again').addEventListener('click', () => {
+$('retry').addEventListener('click', () => {
   undo();
-  goOn();
+  continueText();
 });
-text.value = recall('text', '');
-grow();
-show();
-toEnd();
+text.value = loadItem('text', '');
+resizePrompt();
+renderTurns();
+scrollToEnd();
 setBusy();
-meet();
+loadModel();
 prompt.focus();

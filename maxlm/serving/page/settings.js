@@ -1,58 +1,58 @@
-// What the browser keeps: settings and the conversation. Without storage they live as long as the page.
+// Settings and the conversation, stored in localStorage. If storage is unavailable, they are lost when the page closes.
 
 const DEFAULTS = { mode: '', system: '', temperature: '', top_p: '', max_tokens: '', seed: '', key: '' };
-const settings = { ...DEFAULTS, ...recall('settings', {}) };
+const settings = { ...DEFAULTS, ...loadItem('settings', {}) };
 
-function recall(name, otherwise) {
+function loadItem(name, fallback) {
   try {
-    return JSON.parse(localStorage.getItem(`maxlm.${name}`)) ?? otherwise;
+    return JSON.parse(localStorage.getItem(`maxlm.${name}`)) ?? fallback;
   } catch {
-    return otherwise;
+    return fallback;
   }
 }
 
-function keep(name, value) {
+function storeItem(name, value) {
   try {
     localStorage.setItem(`maxlm.${name}`, JSON.stringify(value));
   } catch {
-    // Storage is full or not allowed.
+    // The storage is full or blocked.
   }
 }
 
-// The parameters of a request.
+// Returns the sampling parameters of a request.
 function sampling() {
-  const asked = {};
+  const parameters = {};
   for (const name of ['temperature', 'top_p', 'max_tokens', 'seed']) {
-    if (settings[name] !== '') asked[name] = Number(settings[name]);
+    if (settings[name] !== '') parameters[name] = Number(settings[name]);
   }
-  return asked;
+  return parameters;
 }
 
 function setUpSettings({ onChange }) {
   const dialog = document.getElementById('settings');
   const form = document.getElementById('settings-form');
-  const fill = () => { for (const name in DEFAULTS) form.elements[name].value = settings[name]; };
-  const take = () => {
+  const fillForm = () => { for (const name in DEFAULTS) form.elements[name].value = settings[name]; };
+  const readForm = () => {
     for (const name in DEFAULTS) {
       const field = form.elements[name];
-      // What is no number of the field's range stays as it was.
+      // An invalid number does not replace the stored value.
       if (field instanceof RadioNodeList || field.checkValidity()) settings[name] = field.value;
     }
-    keep('settings', settings);
+    storeItem('settings', settings);
   };
   const open = () => {
-    fill();
+    fillForm();
     if (!dialog.open) dialog.showModal();
   };
   document.getElementById('open-settings').addEventListener('click', open);
   document.getElementById('reset').addEventListener('click', () => {
     Object.assign(settings, DEFAULTS, { mode: settings.mode, key: settings.key });
-    fill();
-    keep('settings', settings);
+    fillForm();
+    storeItem('settings', settings);
   });
-  form.addEventListener('input', take);
+  form.addEventListener('input', readForm);
   dialog.addEventListener('close', onChange);
-  // A click beside it.
+  // A click outside the dialog closes it.
   dialog.addEventListener('click', (event) => { if (event.target === dialog) dialog.close(); });
   return { open };
 }

@@ -1,4 +1,4 @@
-// Asking the server, and reading what it sends while it draws.
+// API client: requests, and reading of streamed responses.
 
 class ServerError extends Error {
   constructor(message, status) {
@@ -7,7 +7,7 @@ class ServerError extends Error {
   }
 }
 
-const sentence = (line) => line[0].toUpperCase() + line.slice(1);
+const capitalized = (message) => message[0].toUpperCase() + message.slice(1);
 
 async function call(path, options = {}) {
   const headers = { ...(options.body && { 'Content-Type': 'application/json' }) };
@@ -22,33 +22,33 @@ async function call(path, options = {}) {
   if (response.ok) return response;
   let message = `The server returned status ${response.status}.`;
   try {
-    message = sentence((await response.json()).error.message);
+    message = capitalized((await response.json()).error.message);
   } catch {
-    // Something between here and the server has answered.
+    // The response does not come from this server, for example from a proxy.
   }
   throw new ServerError(message, response.status);
 }
 
-// Yields { text, finish, tokens } for each chunk; `tokens` is known at the end alone.
+// Yields { text, finish, tokens } for each chunk. Only the last chunk has `tokens`.
 async function* stream(path, body, signal) {
-  const asked = { ...body, stream: true, stream_options: { include_usage: true } };
-  const response = await call(path, { method: 'POST', body: JSON.stringify(asked), signal });
+  const request = { ...body, stream: true, stream_options: { include_usage: true } };
+  const response = await call(path, { method: 'POST', body: JSON.stringify(request), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = '';
+  let buffer = '';
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) throw new ServerError('The connection was lost.', 0);
-      const events = (rest + value).split('\n\n');
-      rest = events.pop();
+      const events = (buffer + value).split('\n\n');
+      buffer = events.pop();
       for (const event of events) {
         if (!event.startsWith('data: ')) continue;
         if (event === 'data: [DONE]') return;
-        const told = JSON.parse(event.slice(6));
-        if (told.error) throw new ServerError(sentence(told.error.message), 200);
-        const choice = told.choices[0];
+        const data = JSON.parse(event.slice(6));
+        if (data.error) throw new ServerError(capitalized(data.error.message), 200);
+        const choice = data.choices[0];
         const text = choice ? choice.delta?.content ?? choice.text ?? '' : '';
-        yield { text, finish: choice?.finish_reason, tokens: told.usage?.completion_tokens };
+        yield { text, finish: choice?.finish_reason, tokens: data.usage?.completion_tokens };
       }
     }
   } catch (error) {
@@ -57,28 +57,28 @@ async function* stream(path, body, signal) {
   }
 }
 
-// Counts while an answer comes, and says how fast it came.
-class Pace {
+// Counts the tokens of a streamed response and measures its throughput.
+class StreamStats {
   constructor() {
     this.chunks = 0;
     this.tokens = 0;
-    this.first = 0;
-    this.last = 0;
+    this.firstTime = 0;
+    this.lastTime = 0;
   }
 
-  take(chunk) {
+  add(chunk) {
     if (chunk.tokens !== undefined) this.tokens = chunk.tokens;
     if (!chunk.text) return;
-    this.last = performance.now();
-    this.first ||= this.last;
+    this.lastTime = performance.now();
+    this.firstTime ||= this.lastTime;
     this.chunks++;
   }
 
-  get told() {
+  get summary() {
     const count = this.tokens || this.chunks;
-    const seconds = (this.last - this.first) / 1000;
+    const seconds = (this.lastTime - this.firstTime) / 1000;
     const speed = (count - 1) / seconds;
-    const told = seconds > 0 && count > 1 ? ` · ${speed.toFixed(speed < 100 ? 1 : 0)} tokens/s` : '';
-    return count ? `${count} token${count === 1 ? '' : 's'}${told}` : '';
+    const rate = seconds > 0 && count > 1 ? ` · ${speed.toFixed(speed < 100 ? 1 : 0)} tokens/s` : '';
+    return count ? `${count} token${count === 1 ? '' : 's'}${rate}` : '';
   }
 }
