@@ -69,7 +69,7 @@ def peers(results: list[dict[str, Any]]) -> Figure:
         for axes in panels[-1]:
             axes.set_xlabel('ms per step')
         figure.suptitle(
-            'A training step on a CPU, float32 (blue: maxlm; orange: the fastest peer)', x=0.01, ha='left', fontsize=12
+            'Training step time on a CPU, float32 (blue: maxlm; orange: fastest peer)', x=0.01, ha='left', fontsize=12
         )
     return figure
 

@@ -42,7 +42,7 @@ AXES: dict[str, Axis] = {
     'planned': Axis('Growth with the devices of a plan', 'devices', growth_devices.measure_planned),
     'windows': Axis('Growth with the size of the data set', 'windows', growth_data.measure_windows),
     'shards': Axis('Growth with the shards of the data set', 'shards', growth_data.measure_shards),
-    'places': Axis('Growth with the place in the data', 'step gone on from', growth_data.measure_places),
+    'places': Axis('Growth with the position in the data', 'resumed step', growth_data.measure_places),
     'sources': Axis('Growth with weighted sources', 'sources', growth_data.measure_sources),
 }
 

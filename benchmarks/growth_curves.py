@@ -31,7 +31,7 @@ class Curve:
         unit: s, B or ''.
         sizes: sizes of the axis, ascending.
         values: value at each size; the median for times.
-        expected: exponent for large sizes, or its upper bound if `why` says so.
+        expected: exponent for large sizes, or its upper bound if `why` starts with `upper bound`.
         why: reason for the expected exponent.
         control: name, sizes and values of an alternative method, shown for comparison.
     """
@@ -162,7 +162,7 @@ def _panel(axes: Axes, curve: Curve, label: str) -> None:
         linewidth=1.6,
         marker='o',
         markersize=5,
-        label=f'exponent {_power(curve.exponent)}, at the end {_power(curve.last_exponent)}',
+        label=f'exponent {_power(curve.exponent)}; last sizes {_power(curve.last_exponent)}',
     )
     if curve.control:
         name, sizes, control = curve.control

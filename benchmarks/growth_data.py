@@ -42,12 +42,12 @@ def measure_windows(rounds: int, sizes: Sequence[int] = WINDOWS) -> list[Curve]:
     with tempfile.TemporaryDirectory() as directory:
         figures = [_of_windows(size, Path(directory) / str(size), rounds) for size in sizes]
     x, (kept, opening, first, place) = tuple(map(float, sizes)), zip(*figures, strict=True)
-    table = 'a table of windows', x, tuple(NUMBER * size for size in x)
+    table = 'table of all windows', x, tuple(NUMBER * size for size in x)
     return [
-        Curve('memory of the index', 'B', x, kept, 0.0, 'shards are listed, windows are computed', table),
-        Curve('time to open', 's', x, opening, 0.0, f'the manifest of {NUM_SHARDS} shards'),
-        Curve('time of the first batch', 's', x, first, 0.0, 'files are opened, whose own index is of records'),
-        Curve('time of a place of the order', 's', x, place, 0.0, 'a cipher computes it'),
+        Curve('index memory', 'B', x, kept, 0.0, 'the index lists shards and computes windows', table),
+        Curve('time to open', 's', x, opening, 0.0, f'reads the manifest of {NUM_SHARDS} shards'),
+        Curve('time to first batch', 's', x, first, 0.0, 'opens files that have a record index'),
+        Curve('time per position lookup', 's', x, place, 0.0, 'computed by a cipher'),
     ]
 
 
@@ -59,10 +59,10 @@ def measure_shards(rounds: int, sizes: Sequence[int] = SHARDS) -> list[Curve]:
     firsts = [partial(_first_place, [WINDOWS_PER_SHARD] * size) for size in sizes]
     x = tuple(map(float, sizes))
     kept, seconds = tuple(map(bytes_kept, firsts)), tuple(_least(rounds, first) for first in firsts)
-    table = 'a table of windows', x, tuple(NUMBER * WINDOWS_PER_SHARD * size for size in x)
+    table = 'table of all windows', x, tuple(NUMBER * WINDOWS_PER_SHARD * size for size in x)
     return [
-        Curve('memory of the index', 'B', x, kept, 1.0, 'a list of shards', table),
-        Curve('time to the first place', 's', x, seconds, 1.0, 'sums over the shards, once in an epoch'),
+        Curve('index memory', 'B', x, kept, 1.0, 'the index lists shards', table),
+        Curve('time to first position', 's', x, seconds, 1.0, 'sums over the shards once per epoch'),
     ]
 
 
@@ -72,7 +72,8 @@ def measure_places(rounds: int, sizes: Sequence[int] = STEPS) -> list[Curve]:
     for num_sources in (1, 4):
         shard_windows = [[WINDOWS_PER_SHARD] * NUM_SHARDS] * num_sources
         seconds = tuple(_least(rounds, partial(_rows_of_step, step, *shard_windows)) for step in sizes)
-        name, why = f'time to its rows, sources: {num_sources}', 'computed from its number, nothing is replayed'
+        name = f'time to find rows, {num_sources} {"source" if num_sources == 1 else "sources"}'
+        why = 'computed from the step number without replay'
         curves.append(Curve(name, 's', tuple(map(float, sizes)), seconds, 0.0, why))
     return curves
 
@@ -81,9 +82,9 @@ def measure_sources(rounds: int, sizes: Sequence[int] = SOURCES) -> list[Curve]:
     """Measures the time per row, the time to arrange a period of rows, and memory, over the number of sources."""
     x, (row, arranging, kept) = tuple(map(float, sizes)), zip(*(_of_sources(s, rounds) for s in sizes), strict=True)
     return [
-        Curve('time of a row', 's', x, row, 0.0, 'it is looked up in its period'),
-        Curve('time to arrange, a row', 's', x, arranging, 0.0, 'one sort of a period'),
-        Curve('memory of the mixture', 'B', x, kept, 0.0, 'a number of rows, or two periods of sources²'),
+        Curve('time per row', 's', x, row, 0.0, 'lookup in the period'),
+        Curve('ordering time per row', 's', x, arranging, 0.0, 'one sort per period'),
+        Curve('mixture memory', 'B', x, kept, 0.0, 'a number of rows, or two periods of sources²'),
     ]
 
 

@@ -183,17 +183,19 @@ def measure(rounds: int, sizes: Sequence[int] = DEVICES) -> list[Curve]:
         values = tuple(statistics.median(result[key] for result in of_size) for of_size in results.values())
         return Curve(name, unit, tuple(map(float, sizes))[first:], values[first:], expected, why)
 
-    place = 'an array of each device; the call for all of them is one'
+    placement = 'upper bound: one array per device, one call for all'
     return [
-        curve('time to place a batch', 's', 'placing_seconds', 1.0, f'at most: {place}'),
-        curve('time of the rest of the loop', 's', 'rest_seconds', 1.0, 'at most: the runtime starts each device'),
-        curve('calls to place a batch', '', 'placing_calls', 1.0, f'at most: {place}'),
-        curve('calls of the rest of the loop', '', 'rest_calls', 0.0, 'arrays of all devices are one object'),
-        curve('time to compile', 's', 'compile_seconds', 0.0, 'one program for all devices'),
+        curve('batch placement time', 's', 'placing_seconds', 1.0, placement),
+        curve('other loop time', 's', 'rest_seconds', 1.0, 'upper bound: the runtime launches each device'),
+        curve('batch placement calls', '', 'placing_calls', 1.0, placement),
+        curve('other loop calls', '', 'rest_calls', 0.0, 'one array object for all devices'),
+        curve('compile time', 's', 'compile_seconds', 0.0, 'one program for all devices'),
         curve('instructions', '', 'instructions', 0.0, 'one program for all devices'),
-        curve('memory of a device', 'B', 'memory_bytes', -1.0, 'its part of the state and of the batch'),
+        curve('device memory', 'B', 'memory_bytes', -1.0, 'shard of the state and of the batch'),
         # A single device sends nothing, so the curve starts at the second size.
-        curve('sent by a device', 'B', 'sent_bytes', 0.0, 'parameters and gradients, less the own part', first=1),
+        curve(
+            'bytes sent per device', 'B', 'sent_bytes', 0.0, 'parameters and gradients except the own shard', first=1
+        ),
     ]
 
 
@@ -201,8 +203,8 @@ def measure_planned(rounds: int, sizes: Sequence[int] = PLANNED) -> list[Curve]:
     """Measures loading a config and estimating its memory and work, over the number of planned devices."""
     seconds = {size: [_planning_seconds(size) for _ in range(rounds + 1)] for size in sizes}
     values = tuple(statistics.median(of_size[1:]) for of_size in seconds.values())
-    why = 'sizes of axes are multiplied, devices are not listed'
-    return [Curve('time to plan', 's', tuple(map(float, sizes)), values, 0.0, why)]
+    why = 'multiplies axis sizes without listing devices'
+    return [Curve('planning time', 's', tuple(map(float, sizes)), values, 0.0, why)]
 
 
 def _planning_seconds(devices: int) -> float:

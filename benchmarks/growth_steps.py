@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
     'optimizer.learning_rate': 1e-3,
 }
 HEAD_DIM = 64
-SAME_PROGRAM = 'shapes differ, instructions do not'
+SAME_PROGRAM = 'same instructions, different shapes'
 
 
 class Axis(NamedTuple):
@@ -65,10 +65,10 @@ AXES: dict[str, Axis] = {
         'layers',
         (1, 2, 4, 8, 16, 32),
         lambda size: {'model.num_layers': size},
-        time=(1.0, 'every layer is the same work'),
-        memory=(1.0, 'state and kept activations of each layer'),
-        program=(0.0, 'one layer is compiled, in a loop'),
-        control=('every layer written out', {'model.scan_layers': False}, (1, 2, 4, 8)),
+        time=(1.0, 'equal work per layer'),
+        memory=(1.0, 'state and saved activations of each layer'),
+        program=(0.0, 'one layer is compiled and looped'),
+        control=('unrolled layers', {'model.scan_layers': False}, (1, 2, 4, 8)),
     ),
     'width': Axis(
         'width',
@@ -78,32 +78,32 @@ AXES: dict[str, Axis] = {
         memory=(2.0, 'matrices and their moments'),
     ),
     'context': Axis(
-        'tokens in a sequence',
+        'sequence length',
         (128, 256, 512, 1024, 2048, 4096),
         lambda size: {'data.seq_len': size, 'train.global_batch_size': 1},
-        time=(2.0, 'every token looks at all before it; below the crossing, products of each token: 1'),
-        memory=(1.0, 'kept activations of each token; scores of all pairs never exist at once'),
+        time=(2.0, 'attention; below the crossover, matrix products dominate (1)'),
+        memory=(1.0, 'saved activations per token; attention scores are never materialized'),
     ),
     'vocabulary': Axis(
         'token ids',
         (1024, 2048, 4096, 8192, 16384, 32768),
         lambda size: {'model.vocab_size': size, 'model.num_layers': 1},
-        time=(1.0, 'a logit for each id'),
+        time=(1.0, 'one logit per id'),
         memory=(1.0, 'embedding, head, their moments, and the logits of one chunk'),
     ),
     'batch': Axis(
-        'sequences in a batch',
+        'batch size (sequences)',
         (1, 2, 4, 8, 16, 32),
         lambda size: {'train.global_batch_size': size},
-        time=(1.0, 'every sequence is the same work'),
-        memory=(1.0, 'kept activations of each sequence'),
+        time=(1.0, 'equal work per sequence'),
+        memory=(1.0, 'saved activations of each sequence'),
     ),
     'accumulation': Axis(
         'micro-batches of 2 sequences',
         (1, 2, 4, 8, 16, 32),
         lambda size: {'train.global_batch_size': 2 * size, 'train.per_device_batch_size': 2},
-        time=(1.0, 'one micro-batch after the other'),
-        memory=(0.0, 'activations of one micro-batch at a time'),
+        time=(1.0, 'micro-batches run one after another'),
+        memory=(0.0, 'activations of one micro-batch'),
     ),
 }
 
@@ -180,7 +180,7 @@ def measure(axis: Axis, rounds: int, sizes: Sequence[int] = ()) -> list[Curve]:
 
     return [
         curve('step time', 's', lambda case: statistics.median(case.seconds), axis.time),
-        curve('memory of the step', 'B', lambda case: float(case.memory), axis.memory),
-        curve('time to compile', 's', lambda case: case.compiled.seconds, axis.program),
+        curve('step memory', 'B', lambda case: float(case.memory), axis.memory),
+        curve('compile time', 's', lambda case: case.compiled.seconds, axis.program),
         curve('instructions', '', lambda case: float(case.instructions), axis.program),
     ]

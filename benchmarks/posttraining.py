@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 # Tokenizer and sequence length of each task's chats, as in its config.
 TASKS = {'arithmetic': ('bytes', 64), 'synth': ('bpe:400', 128)}
 SHOWN = {
-    'accuracy': ('likeliest answer', BLUE),
-    'pass_at_1': ('drawn answers', ORANGE),
-    'pass_at_k': ('best of 4 drawn', GREY),
+    'accuracy': ('greedy answer', BLUE),
+    'pass_at_1': ('sampled answers', ORANGE),
+    'pass_at_k': ('best of 4 samples', GREY),
 }
 
 
@@ -118,9 +118,9 @@ def line_of(task: str, result: dict[str, Any]) -> str:
     """Formats a result in one line."""
     first, last = result['evaluations'][0], result['evaluations'][-1]
     return (
-        f'{task:<11} seed {result["seed"]}  likeliest answer {first["accuracy"]:.3f} → {last["accuracy"]:.3f}  '
-        f'drawn {first["pass_at_1"]:.3f} → {last["pass_at_1"]:.3f}  '
-        f'{result["sft_seconds"]:.0f} s by instruction, {result["rl_seconds"]:.0f} s by reward'
+        f'{task:<11} seed {result["seed"]}  greedy answer {first["accuracy"]:.3f} → {last["accuracy"]:.3f}  '
+        f'sampled {first["pass_at_1"]:.3f} → {last["pass_at_1"]:.3f}  '
+        f'{result["sft_seconds"]:.0f} s of SFT, {result["rl_seconds"]:.0f} s of GRPO'
     )
 
 
@@ -139,7 +139,7 @@ def curves(results: list[dict[str, Any]], task: str) -> Figure:
                 steps = [line['step'] for line in result['evaluations']]
                 values = [line[name] for line in result['evaluations']]
                 axes.plot(steps, values, color=color, marker='o', markersize=3, label=None if number else label)
-        axes.set(xlabel='steps by reward', ylabel='right, held-out problems', ylim=(0, 1), title=task)
+        axes.set(xlabel='GRPO steps', ylabel='accuracy on held-out problems', ylim=(0, 1), title=task)
         axes.legend(loc='lower right', frameon=False)
     return figure
 

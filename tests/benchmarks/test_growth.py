@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import growth, growth_data, growth_steps
 from benchmarks.growth import AXES, main
-from benchmarks.growth_curves import Curve, exponent, from_json, picture, to_json, told
+from benchmarks.growth_curves import Curve, exponent, format_tick, from_json, picture, to_json
 from benchmarks.growth_steps import Case
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from tests.conftest import ROOT
@@ -30,15 +30,20 @@ def test_the_end_of_a_curve_tells_what_large_sizes_do():
 
 
 def test_values_are_told_with_units():
-    assert [told(value, 's') for value in (2.5, 0.0025, 2.5e-6, 2.5e-9)] == ['2.5 s', '2.5 ms', '2.5 µs', '2.5 ns']
-    assert [told(value, 'B') for value in (12, 1.2e4, 1.2e7, 1.2e10)] == ['12 B', '12 kB', '12 MB', '12 GB']
+    assert [format_tick(value, 's') for value in (2.5, 0.0025, 2.5e-6, 2.5e-9)] == [
+        '2.5 s',
+        '2.5 ms',
+        '2.5 µs',
+        '2.5 ns',
+    ]
+    assert [format_tick(value, 'B') for value in (12, 1.2e4, 1.2e7, 1.2e10)] == ['12 B', '12 kB', '12 MB', '12 GB']
 
 
 def test_a_picture_has_a_panel_for_each_curve():
     first, _ = picture('title', 'layers', [CURVE, CURVE]).axes
     lines = {line.get_label(): list(line.get_ydata()) for line in first.lines}
     assert lines['expected: 2'] == [2.0, 8.0, 32.0, 128.0]
-    assert lines[f'exponent {CURVE.exponent:.2f}, at the end 2.00'] == list(CURVE.values)
+    assert lines[f'exponent {CURVE.exponent:.2f}; last sizes 2.00'] == list(CURVE.values)
     assert lines['other'] == [3.0]
     assert [text.get_text() for text in first.get_xticklabels()] == ['1', '2', '4', '8']
     # The axis of a constant curve spans a decade, so that it does not magnify noise.
@@ -66,7 +71,7 @@ def test_axes_are_measured_one_at_a_time_and_kept(tmp_path, monkeypatch, capsys)
     assert memory.sizes == (2.0, 4.0, 8.0)
     assert memory.values[0] < memory.values[-1] < 8 * memory.values[0]
     assert sorted(path.name for path in figures.iterdir()) == ['growth_places.png', 'growth_shards.png']
-    assert 'memory of the index' in capsys.readouterr().out
+    assert 'index memory' in capsys.readouterr().out
 
 
 def test_a_case_is_stepped():

@@ -31,7 +31,7 @@ def test_curves_have_a_line_for_each_seed_and_figure():
     (axes,) = curves([result, {**result, 'seed': 1}], 'arithmetic').axes
     assert len(axes.lines) == 6
     assert axes.lines[0].get_ydata().tolist() == [0.2, 0.4]
-    assert 'likeliest answer 0.200 → 0.400' in line_of('arithmetic', result)
+    assert 'greedy answer 0.200 → 0.400' in line_of('arithmetic', result)
 
 
 @pytest.mark.parametrize('task', TASKS)
