@@ -1,6 +1,7 @@
 """`maxlm VERB`: finding verbs, suggesting the nearest one, and help texts."""
 
 import importlib
+import re
 import subprocess
 import sys
 
@@ -70,6 +71,21 @@ def test_every_verb_has_main_and_run_and_explains_itself(verb, run, capsys):
     assert f'maxlm.{verb}' in out
     # The common command prints the same help.
     assert run(verb, '--help') == (0, out, '')
+
+
+@pytest.mark.parametrize(
+    ('verb', 'words'),
+    [
+        *((verb, []) for verb in ('plan', 'report', 'monitor', 'hf')),
+        *(('hf', [command]) for command in ('import', 'export', 'export-adapter', 'export-gguf')),
+    ],
+)
+def test_help_has_an_example(verb, words, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(f'maxlm.{verb}').main([*words, '--help'])
+    out = capsys.readouterr().out
+    # argparse would join the lines of an example without a raw formatter.
+    assert re.search(rf'^examples?:\n  maxlm {" ".join([verb, *words])} ', out, re.MULTILINE)
 
 
 def test_every_module_at_the_top_that_runs_is_listed():
