@@ -228,9 +228,7 @@ def _data(config: Config, vocab_size: int) -> Data:
             raise InputError(
                 f'train.num_epochs={config.train.num_epochs:g}: needs the data set, which cannot be read: {error}'
             ) from error
-        logger.warning(
-            f'the data set cannot be read; assuming a vocabulary of {USUAL_VOCABULARY} ids (--vocab-size)'
-        )
+        logger.warning(f'the data set cannot be read; assuming a vocabulary of {USUAL_VOCABULARY} ids (--vocab-size)')
         return Data(USUAL_VOCABULARY, windows=1)
     return Data(vocab_size or corpus.first.vocab_size, corpus.training_windows)
 

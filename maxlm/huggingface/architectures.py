@@ -68,7 +68,7 @@ def _divided_width(model: ModelConfig) -> str:
     return stated(model, 'num_heads') if model.dim % model.num_heads else ''
 
 
-def _whole_context(model: ModelConfig) -> str:
+def _full_context(model: ModelConfig) -> str:
     return stated(model, 'attention_pattern') if any(layer_windows(model)) else ''
 
 
@@ -81,7 +81,7 @@ def same_rotated_dims(head_dim: int, fraction: float) -> bool:
     return int(head_dim * fraction) == round(head_dim * fraction)
 
 
-def _whole_rotated_dims(model: ModelConfig) -> str:
+def _same_rotated_dims(model: ModelConfig) -> str:
     return (
         '' if same_rotated_dims(model.head_dim, model.partial_rotary_factor) else stated(model, 'partial_rotary_factor')
     )
@@ -141,7 +141,7 @@ GPT2 = Architecture(
     fixed_settings={'position_embedding': 'learned', **_LAYERNORM, 'parallel_residual': False},
     fixed_keys={'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'add_cross_attention': False},
     extra_keys=lambda model: {'embd_pdrop': model.dropout, 'resid_pdrop': model.dropout, 'attn_pdrop': 0.0},
-    limits=(_plain_heads, _divided_width, _whole_context),
+    limits=(_plain_heads, _divided_width, _full_context),
 )
 GPT_NEOX = Architecture(
     'gpt_neox',
@@ -164,7 +164,7 @@ GPT_NEOX = Architecture(
     fixed_settings={'position_embedding': 'rotary', **_LAYERNORM},
     fixed_keys={'attention_bias': True},
     extra_keys=lambda model: {'hidden_dropout': model.dropout, 'attention_dropout': 0.0},
-    limits=(_plain_heads, _divided_width, _whole_context, _whole_rotated_dims),
+    limits=(_plain_heads, _divided_width, _full_context, _same_rotated_dims),
 )
 LLAMA = Architecture(
     'llama',
@@ -177,7 +177,7 @@ LLAMA = Architecture(
     fixed_settings=_RMSNORM,
     extra_keys=lambda model: {'mlp_bias': model.use_bias},
     # Heads may have any width in maxlm, but Transformers requires that num_heads divides hidden_size.
-    limits=(_divided_width, _whole_context),
+    limits=(_divided_width, _full_context),
 )
 MISTRAL = Architecture(
     'mistral',
@@ -241,7 +241,7 @@ NANOCHAT = Architecture(
         'use_bias': False,
     },
     fixed_keys={'attention_bias': False},
-    limits=(_whole_context,),
+    limits=(_full_context,),
 )
 ARCHITECTURES = {row.model_type: row for row in (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3, NANOCHAT)}
 # Architectures that other programs also support. Only Transformers supports nanochat, so it must be requested.

@@ -146,7 +146,7 @@ class _Part(NamedTuple):
     """Source of a parameter of one layer: a tensor of the files, and the index of the parameter among its sources."""
 
     tensor: Tensor
-    index: int
+    source: int
 
 
 def _arrays(

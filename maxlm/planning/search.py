@@ -115,10 +115,10 @@ def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compi
     fitting = [candidate for candidate in tried if candidate.forecast.fits] or tried[-1:]
     chosen = verify_by_compiling(fitting, compiled)
     if chosen is None:
-        needed, there = fitting[-1].forecast.needed, fitting[-1].forecast.available
+        needed, available = fitting[-1].forecast.needed, fitting[-1].forecast.available
         raise InputError(
             f'train.per_device_batch_size=auto: one sequence per device needs {format_bytes(needed)}, but '
-            f'{format_bytes(there)} are available; run maxlm plan --search to find another mesh and '
+            f'{format_bytes(available)} are available; run maxlm plan --search to find another mesh and '
             'model.remat_policy'
         )
     return _with(config, chosen.changes)

@@ -50,11 +50,11 @@ _LINKS = {
     'curves': 'Curves',
     'time': 'Time',
     'plan': 'Plan',
-    'machines': 'Devices',
+    'devices': 'Devices',
     'events': 'Events',
     'samples': 'Samples',
     'scaling': 'Scaling',
-    'origin': 'Reproduce',
+    'reproduce': 'Reproduce',
 }
 
 

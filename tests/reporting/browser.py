@@ -31,7 +31,7 @@ addEventListener('load', () => setTimeout(() => {
       title: figure.querySelector('figcaption').firstChild.textContent.trim(),
       width: box.width, height: box.height,
       lengths: curves.map(length), shapes: curves.map((path) => path.getBoundingClientRect().width),
-      at: figure.querySelector('.at')?.textContent, labels: figure.querySelectorAll('.x span').length,
+      hover: figure.querySelector('.hover')?.textContent, labels: figure.querySelectorAll('.x span').length,
     };
   });
   const read = (share) => {
@@ -41,9 +41,9 @@ addEventListener('load', () => setTimeout(() => {
     const where = { clientX: box.left + share * box.width, clientY: box.top + 5, bubbles: true };
     plot.dispatchEvent(new PointerEvent('pointermove', where));
     const figure = plot.closest('figure');
-    const seen = [figure.querySelector('.at').textContent, figure.querySelector('.legend b').textContent];
+    const seen = [figure.querySelector('.hover').textContent, figure.querySelector('.legend b').textContent];
     plot.dispatchEvent(new PointerEvent('pointerleave'));
-    return [...seen, figure.querySelector('.at').textContent, figure.querySelector('.legend b').textContent];
+    return [...seen, figure.querySelector('.hover').textContent, figure.querySelector('.legend b').textContent];
   };
   const right = [...document.querySelectorAll('.frame span, .tile, h1, h2, .legend li')]
     .map((element) => element.getBoundingClientRect().right);
@@ -51,7 +51,7 @@ addEventListener('load', () => setTimeout(() => {
   const result = {
     charts, faults, read: read(0.5),
     viewport: innerWidth, page: document.documentElement.scrollWidth, right: Math.max(0, ...right),
-    ground: getComputedStyle(document.documentElement).backgroundColor,
+    background: getComputedStyle(document.documentElement).backgroundColor,
     requests: performance.getEntriesByType('resource').map((entry) => entry.name),
   };
   output.id = 'measured';

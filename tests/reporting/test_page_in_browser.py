@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from maxlm.reporting.drawing.palette import GROUND
+from maxlm.reporting.drawing.palette import BACKGROUND
 from maxlm.reporting.page import POLICY, page
 from maxlm.reporting.sections.run_summary import make_runs
 from maxlm.telemetry.run_history import read_history
@@ -45,14 +45,14 @@ def color(hexadecimal):
 
 
 @pytest.mark.parametrize(
-    ('width', 'fragment', 'ground'), [(NARROW, '#dark', GROUND.dark), (WIDE, '#light', GROUND.light)]
+    ('width', 'fragment', 'background'), [(NARROW, '#dark', BACKGROUND.dark), (WIDE, '#light', BACKGROUND.light)]
 )
-def test_a_run(make_page, tmp_path, width, fragment, ground):
+def test_a_run(make_page, tmp_path, width, fragment, background):
     result = measure(make_page('finished'), tmp_path, width=width, fragment=fragment)
     check(result, width)
     titles = [chart['title'] for chart in result['charts']]
     assert [title for title in TITLES if title not in titles] == []
-    assert result['ground'] == color(ground)
+    assert result['background'] == color(background)
     # Step 200 is at the middle of the axis. When the pointer leaves, the last value is shown again.
     where, value, after, last = result['read']
     assert where.startswith('step 200')

@@ -39,7 +39,7 @@ class Scope(NamedTuple):
 class _Carried(NamedTuple):
     """The value at an index of a loop's tuple at the start of an iteration, plus a constant."""
 
-    index: int
+    element: int
     plus: int = 0
 
 
@@ -67,9 +67,9 @@ def trip_count(module: Module, loop: Instruction, scope: Scope) -> int | None:
         right = _initial_if_kept(module, right, loop, scope, None)
     if not isinstance(left, _Carried) or not isinstance(right, int):
         return None
-    start = _element(module, loop, left.index, scope, None)
-    after = _returned(module, body, left.index, loop)
-    if not isinstance(start, int) or not isinstance(after, _Carried) or after.index != left.index or not after.plus:
+    start = _element(module, loop, left.element, scope, None)
+    after = _returned(module, body, left.element, loop)
+    if not isinstance(start, int) or not isinstance(after, _Carried) or after.element != left.element or not after.plus:
         return None
     return _rounds(holds, start + left.plus, after.plus, right)
 
@@ -114,9 +114,9 @@ def _initial_if_kept(
 ) -> _Value:
     """Returns the value at an index of the loop's tuple that no iteration changes, relative to the loop `outer`."""
     body = Scope(module.computations[loop.called['body']], loop, scope)
-    if _returned(module, body, carried.index, loop) != _Carried(carried.index):
+    if _returned(module, body, carried.element, loop) != _Carried(carried.element):
         return None
-    return _sum(_element(module, loop, carried.index, scope, outer), carried.plus, 1)
+    return _sum(_element(module, loop, carried.element, scope, outer), carried.plus, 1)
 
 
 def _returned(module: Module, body: Scope, index: int, loop: Instruction) -> _Value:

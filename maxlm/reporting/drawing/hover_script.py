@@ -8,7 +8,7 @@ SCRIPT = """
 for (const plot of document.querySelectorAll('.plot')) {
   const figure = plot.closest('figure');
   const [low, high] = plot.dataset.x.split(' ').map(Number);
-  const label = figure.querySelector('.at');
+  const label = figure.querySelector('.hover');
   const curves = [...plot.querySelectorAll('path[data-series]')].map((path) => ({
     value: figure.querySelector(`b[data-series="${path.dataset.series}"]`),
     points: path.getAttribute('d').slice(1).split(/[ML]/).map((pair) => pair.split(' ').map(Number)),

@@ -109,7 +109,7 @@ def draw(chart: Chart) -> Markup:
     footnotes = [tag('small', f'{num_above:,} of {len(values):,} values are above the plot.')] if num_above else []
     if gaps := sum(value is None for one in series for _, value in one.points if chart.x == 'step'):
         footnotes.append(
-            tag('small', f'{gaps:,} {"value is" if gaps == 1 else "values are"} not finite.', class_='alarm')
+            tag('small', f'{gaps:,} {"value is" if gaps == 1 else "values are"} not finite.', class_='error')
         )
     classes = 'chart wide' if chart.wide else 'chart'
     return tag(
@@ -221,7 +221,7 @@ def _frame(chart: Chart, series: Sequence[Series], x: Scale, y: Scale, marks: Se
     width = max(map(len, y_words), default=1)
     left = tag('div', *y_labels, class_='y', aria_hidden='true')
     below = tag('div', *x_labels, class_='x', aria_hidden='true')
-    hover_text = tag('div', class_='at')
+    hover_text = tag('div', class_='hover')
     return tag('div', left, plot, below, hover_text, class_='frame', style=f'--y:{0.5 * width + 1.0:.1f}rem')
 
 

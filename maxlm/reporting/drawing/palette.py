@@ -15,14 +15,14 @@ class Color(NamedTuple):
     dark: str
 
 
-GROUND = Color('#ffffff', '#14171b')
+BACKGROUND = Color('#ffffff', '#14171b')
 # Background of tiles and code.
 PANEL = Color('#f3f5f7', '#1e2329')
-INK = Color('#1a1d21', '#e8eaed')
+TEXT = Color('#1a1d21', '#e8eaed')
 # Color of notes and labels.
-QUIET = Color('#565d66', '#a9b1ba')
+MUTED = Color('#565d66', '#a9b1ba')
 GRID = Color('#e1e5e9', '#2e353d')
-ALARM = Color('#b3261e', '#ff8a80')
+ERROR = Color('#b3261e', '#ff8a80')
 LINK = Color('#00589c', '#7cc4f5')
 
 # Colors of curves, in order of use.
@@ -56,12 +56,12 @@ TIME = {
 def variables() -> str:
     """Returns all colors as CSS variables; `color-scheme` selects the light or dark value."""
     named = {
-        'ground': GROUND,
+        'background': BACKGROUND,
         'panel': PANEL,
-        'ink': INK,
-        'quiet': QUIET,
+        'text': TEXT,
+        'muted': MUTED,
         'grid': GRID,
-        'alarm': ALARM,
+        'error': ERROR,
         'link': LINK,
         **{f'c{number}': color for number, color in enumerate(CURVES)},
         **{f't-{name}': color for name, color in TIME.items()},

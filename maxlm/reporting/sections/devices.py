@@ -50,7 +50,7 @@ def devices_over_time(runs: Sequence[ReportedRun]) -> Markup:
     grid = tag('div', *drawn, class_='charts') if drawn else Markup('')
     runs_without = [run.name for run in runs if drawn and not _has_devices(run)]
     words = note(f'No accelerator readings in {", ".join(runs_without)}.') if runs_without else Markup('')
-    return section('machines', 'Devices over time', grid, words, *(_table(run, len(runs) > 1) for run in runs))
+    return section('devices', 'Devices over time', grid, words, *(_table(run, len(runs) > 1) for run in runs))
 
 
 def _chart(runs: Sequence[ReportedRun], reading: _Reading, curves_of: Callable[..., Curves]) -> Chart:

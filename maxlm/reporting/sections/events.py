@@ -45,7 +45,7 @@ def _row(event: Mapping[str, Any]) -> list[Markup | str]:
     kind, message = text(event, 'kind'), text(event, 'message')
     if len(message) > _LONGEST:
         message = f'{message[:_LONGEST]} …'
-    is_alarm = event.get('alert') is True or kind in ('failed', 'diverged')
-    kind_cell: Markup | str = tag('span', kind, class_='alarm') if is_alarm else kind
+    is_error = event.get('alert') is True or kind in ('failed', 'diverged')
+    kind_cell: Markup | str = tag('span', kind, class_='error') if is_error else kind
     attempt, step = format_int(number(event, 'life')), format_int(number(event, 'step'))
     return [format_time(number(event, 'time')), attempt, step, kind_cell, message]

@@ -19,7 +19,7 @@ def reproducibility(runs: Sequence[ReportedRun]) -> Markup:
         heading = tag('h3', run.name) if len(runs) > 1 else Markup('')
         content = [part for part in (_command(run), _config(run), _versions(run)) if part]
         parts += [heading, *content] if content else []
-    return section('origin', 'How to reproduce', *parts)
+    return section('reproduce', 'How to reproduce', *parts)
 
 
 def _config_differences(runs: Sequence[ReportedRun]) -> Markup:

@@ -6,13 +6,13 @@ import pytest
 
 from maxlm.reporting.drawing import palette
 from maxlm.reporting.drawing.palette import (
-    ALARM,
+    BACKGROUND,
     CURVES,
-    GROUND,
-    INK,
+    ERROR,
     LINK,
+    MUTED,
     PANEL,
-    QUIET,
+    TEXT,
     TIME,
     Color,
     curve_class,
@@ -67,12 +67,12 @@ def closest(colors, theme):
 
 @pytest.mark.parametrize('theme', THEMES)
 def test_contrast(theme):
-    ground, panel = getattr(GROUND, theme), getattr(PANEL, theme)
-    for color in (INK, QUIET, ALARM, LINK):
-        assert contrast(getattr(color, theme), ground) >= 4.5
+    background, panel = getattr(BACKGROUND, theme), getattr(PANEL, theme)
+    for color in (TEXT, MUTED, ERROR, LINK):
+        assert contrast(getattr(color, theme), background) >= 4.5
         assert contrast(getattr(color, theme), panel) >= 4.5
     for color in CURVES:
-        assert contrast(getattr(color, theme), ground) >= 3
+        assert contrast(getattr(color, theme), background) >= 3
     assert contrast('#ffffff', '#000000') == pytest.approx(21)
     assert contrast('#56b4e9', '#ffffff') < 3
 

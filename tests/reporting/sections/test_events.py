@@ -12,8 +12,8 @@ def with_events(run, lines):
 
 def test_alerts_are_highlighted(run_of):
     text = events(run_of('diverged'))
-    assert '<span class="alarm">rollback</span>' in text
-    assert '<span class="alarm">saved</span>' not in text
+    assert '<span class="error">rollback</span>' in text
+    assert '<span class="error">saved</span>' not in text
     assert '>saved<' in text
 
 
