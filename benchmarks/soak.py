@@ -57,7 +57,7 @@ FAULTS = (
         'kill-save',
         'kill -9 during a save to a disk or a bucket',
         'no committed step is lost; every listed step can be restored',
-        ('tests/checkpoint/test_killed.py', f'{BUCKET}test_a_step_that_is_half_deleted_is_not_seen'),
+        ('tests/checkpoint/test_killed.py', f'{BUCKET}test_partially_deleted_step_is_not_listed'),
     ),
     Fault(
         'resume',
@@ -124,7 +124,7 @@ FAULTS = (
         (
             'tests/checkpoint/test_damage.py',
             'tests/checkpoint/test_processes.py',
-            f'{BUCKET}test_a_damaged_step_is_set_aside_and_an_outage_is_no_damage',
+            f'{BUCKET}test_damaged_step_is_set_aside_and_outage_is_not_damage',
         ),
     ),
     Fault(
@@ -132,7 +132,7 @@ FAULTS = (
         '503, 429, dropped connections or delays during a save to a bucket',
         'all steps are committed, and no training step waits',
         (
-            f'{BUCKET}test_faults_that_pass_delay_no_step',
+            f'{BUCKET}test_transient_faults_delay_no_step',
             'tests/workdir/test_run_storage.py',
             'tests/workdir/test_bucket_steps.py',
         ),
@@ -143,10 +143,10 @@ FAULTS = (
         'training continues, with an alert within 60 s; a checkpoint due during the outage is skipped, the next save '
         'works',
         (
-            f'{BUCKET}test_a_bucket_that_does_not_answer_while_it_is_written_is_told',
-            f'{BUCKET}test_what_a_bucket_refuses_is_told_and_the_run_goes_on',
-            f'{MIRROR}test_training_goes_on_through_an_outage',
-            f'{MIRROR}test_silence_is_said',
+            f'{BUCKET}test_unresponsive_bucket_is_reported_during_a_save',
+            f'{BUCKET}test_refused_upload_is_reported_and_training_continues',
+            f'{MIRROR}test_training_continues_during_an_outage',
+            f'{MIRROR}test_stalled_upload_is_reported',
             f'{BUCKETS}test_a_bucket_that_does_not_answer_is_no_new_run',
         ),
     ),
@@ -160,7 +160,7 @@ FAULTS = (
         'full-disk',
         'the disk of one process, or of several in turn, is full',
         'one clear line, older steps unchanged; the next save works when there is space',
-        (f'{FAILURES}test_a_full_disk', f'{FAILURES}test_no_process_waits_for_one_that_failed'),
+        (f'{FAILURES}test_a_full_disk', f'{FAILURES}test_no_process_waits_for_a_failed_process'),
     ),
     Fault(
         'bad-batch',
@@ -231,7 +231,7 @@ FAULTS = (
         'secrets',
         'tokens, keys and credentials in the environment',
         'they are in no log, config.json, checkpoint, metric or error',
-        ('tests/test_secrets.py', 'tests/workdir/test_run_storage.py::test_secrets_are_not_told'),
+        ('tests/test_secrets.py', 'tests/workdir/test_run_storage.py::test_secrets_are_not_logged'),
     ),
 )
 

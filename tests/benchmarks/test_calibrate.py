@@ -46,13 +46,13 @@ def test_error_of_the_fit(points, platform, median, worst):
 
 
 @pytest.mark.parametrize(('platform', 'median', 'worst'), [('gpu', 0.055, 0.25), ('tpu', 0.055, 0.18)])
-def test_error_on_models_that_were_left_out(points, platform, median, worst):
+def test_error_on_held_out_models(points, platform, median, worst):
     held_out = hold_out(points[platform], shapes(points[platform]))
     assert held_out.median < median
     assert held_out.worst < worst
 
 
-def test_error_on_sources_that_were_left_out(points):
+def test_error_on_held_out_sources(points):
     held_out = hold_out(points['gpu'], [point.source for point in points['gpu']])
     assert held_out.median < 0.10
     assert held_out.worst < 0.22
@@ -60,7 +60,7 @@ def test_error_on_sources_that_were_left_out(points):
     assert set(held_out.by_source) == {point.source for point in points['gpu']} - {'llm-foundry'}
 
 
-def test_a_wrong_point_is_seen(points):
+def test_wrong_point_has_a_large_error(points):
     """Control: a held-out point is compared and not fitted."""
     wrong = [
         point._replace(tokens_per_second=3 * point.tokens_per_second) if point.name == 'GPT-2 1.56B' else point
@@ -70,7 +70,7 @@ def test_a_wrong_point_is_seen(points):
     assert held_out.by_source['llm.c'] > 0.8
 
 
-def test_a_prediction_is_that_of_the_model(points):
+def test_prediction_uses_the_constants(points):
     calibration = calibrate(points['tpu'])
     point = points['tpu'][0]
     slower = {chip: of._replace(products=of.products / 2) for chip, of in calibration.efficiencies.items()}

@@ -25,7 +25,7 @@ def test_a_small_run(tmp_path, monkeypatch, capsys):
     assert facts['order']['1e+12']['bytes'] < 2**20
 
 
-def test_the_floor_reads_windows(tmp_path):
+def test_memmap_loader_reads_windows(tmp_path):
     np.arange(10 * WINDOW, dtype=np.uint16).tofile(tmp_path / 'tokens.bin')
     tokens, targets = MemmapLoader(tmp_path / 'tokens.bin').stacked()
     # The same seed gives the same positions.

@@ -21,7 +21,7 @@ ARGUMENTS = [
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_what_is_written(tmp_path, capsys):
+def test_written_results(tmp_path, capsys):
     assert decode.main([*ARGUMENTS, '--batches=1,3', f'--output={tmp_path}/out.json']) == 0
     one, three = json.loads((tmp_path / 'out.json').read_text())['results']
     assert (one['slots'], three['slots']) == (1, 3)
@@ -33,7 +33,7 @@ def test_what_is_written(tmp_path, capsys):
     assert capsys.readouterr().out.startswith('batch 1: ')
 
 
-def test_the_share_is_of_the_bandwidth(monkeypatch):
+def test_bandwidth_of_the_chip_is_used(monkeypatch):
     monkeypatch.setattr(decode, 'find_chip', lambda kind: type('Chip', (), {'memory_bandwidth': 1e9}))
     results = []
     monkeypatch.setattr(decode, 'measure', lambda *a: results.append(a) or {'share': 0.5, 'tokens_per_second': 1.0})
@@ -41,6 +41,6 @@ def test_the_share_is_of_the_bandwidth(monkeypatch):
     assert [a[1:] for a in results] == [(1, 40, 3, False, 1e9), (32, 40, 3, False, 1e9)]
 
 
-def test_a_context_that_the_model_does_not_have():
+def test_invalid_context_length():
     with pytest.raises(InputError, match='--context=100000: must be from 2 to'):
         decode.main([*ARGUMENTS[:-2], '--context=100000'])

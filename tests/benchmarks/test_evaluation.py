@@ -30,7 +30,7 @@ def peer(**answers):
     return Side({1: [9.0] * 4, 8: [0.1, 4.0, 6.0, 5.0], 16: [9.0, 1.0, 7.0, 8.0]}, **answers)
 
 
-def test_the_best_batch_by_its_median_counts():
+def test_batch_size_with_the_best_median_is_compared():
     ours, theirs = Side([100.0, 2.0, 1.0, 30.0]), peer()
     choices, texts = evaluation.measure(ours, theirs, [CHOICES, TEXTS], 3)
     for result in (choices, texts):
@@ -47,7 +47,7 @@ def test_the_best_batch_by_its_median_counts():
     assert evaluation.table([choices])[2:] == ['| choices | 2.00 | 5.00 (batch 8) | 2.50 |']
 
 
-def test_rounding_is_allowed():
+def test_rounding_differences_are_allowed():
     theirs = peer(log_probs=(-2.0005, -3001.0))
     (result,) = evaluation.measure(Side([1.0] * 2), theirs, [CHOICES], 1)
     assert result['difference'] == pytest.approx(1 / 3001)

@@ -4,7 +4,7 @@ from benchmarks.figures import RESULTS, main, peers
 from tests.conftest import ROOT
 
 
-def test_the_pictures_are_of_what_was_measured(tmp_path):
+def test_figures_are_drawn_from_results(tmp_path):
     assert main([f'--output={tmp_path}']) == 0
     drawn = {path.name: path.read_bytes() for path in tmp_path.glob('*.png')}
     assert drawn.keys() == {'peers_cpu.png'}

@@ -34,7 +34,7 @@ def formulas(monkeypatch):
     monkeypatch.setattr(cudnn, 'run_backward', backward)
 
 
-def test_right_kernels_pass_and_leaks_are_seen(formulas):
+def test_correct_kernels_pass_and_leaks_are_detected(formulas):
     checks = check({'documents': documents}, leak, [SHAPE])
     assert {result['packing'] for result in checks} >= {'one', 'one_more', 'single_tokens'}
     assert find_mistakes(checks) == []

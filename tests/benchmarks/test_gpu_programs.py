@@ -34,7 +34,7 @@ def resolved(rung):
 
 
 @pytest.mark.parametrize('rung', RUNGS, ids=lambda rung: f'{rung.name} {rung.target}')
-def test_the_parts_are_the_step(rung):
+def test_parts_add_up_to_the_step(rung):
     target, config = parse_target(rung.target), resolved(rung)
     work = estimate_work(config, target.chip.capability)
     parts = parts_of(config, work, target)
@@ -52,7 +52,7 @@ def test_the_parts_are_the_step(rung):
     assert parts['projections'].least == pytest.approx(parts['projections'].flops / (1 + fp8) / 989.4e12)
 
 
-def test_every_product_is_counted_once():
+def test_every_matmul_is_counted_once():
     text = (PROGRAMS / 'h100_cublas.txt').read_text()
     module = parse_hlo(text)
     counted = library_products(module)
@@ -63,7 +63,7 @@ def test_every_product_is_counted_once():
     assert sum(products.flops for products in counted.values()) == pytest.approx(flops)
 
 
-def test_products_in_loops_and_fusions(monkeypatch):
+def test_matmuls_in_loops_and_fusions(monkeypatch):
     text = (PROGRAMS / 'h100_layers.txt').read_text()
     module = parse_hlo(text)
     sizes = {'replica': 1, 'stage': 1, 'data': 1, 'fsdp': module.num_partitions, 'context': 1, 'tensor': 1}

@@ -55,7 +55,7 @@ def run(tmp_path):
 ALWAYS = 10**6
 
 
-def test_runs_through(run):
+def test_all_measurements_run(run):
     done, calls, files = run(ALWAYS)
     assert done.returncode == 0, done.stderr
     assert 'left out' not in done.stdout
@@ -68,7 +68,7 @@ def test_runs_through(run):
     assert modules == {'gpu_attention', 'peers_gpu', 'step', 'decode'}
 
 
-def test_measures_what_there_is(run):
+def test_configs_and_overrides_are_valid(run):
     """Every config and override of the script is valid on its kind of GPU."""
     for words in run(ALWAYS)[1].values():
         if words[1] != 'benchmarks.step':
@@ -82,7 +82,7 @@ def test_measures_what_there_is(run):
         assert resolved.train.global_batch_size <= 16
 
 
-def test_xla_knows_the_options(run):
+def test_xla_options_are_known(run):
     options = [word.removeprefix('--xla=') for words in run(ALWAYS)[1].values() for word in words if '--xla=' in word]
     assert len(options) > 3
     program = "import jax; jax.devices('cpu')"
@@ -92,7 +92,7 @@ def test_xla_knows_the_options(run):
         assert (done.returncode == 0) == is_known, done.stderr
 
 
-def test_starts_nothing_that_the_time_is_too_short_for(run):
+def test_measurements_beyond_the_time_limit_are_skipped(run):
     done, calls, _ = run(0)
     assert done.returncode == 0, done.stderr
     assert calls == {}
@@ -108,7 +108,7 @@ def test_starts_nothing_that_the_time_is_too_short_for(run):
     assert not set(calls) & set(line.split())
 
 
-def test_a_failure_is_told_and_stops_nothing(run):
+def test_failure_is_reported_and_other_measurements_run(run):
     done, calls, files = run(ALWAYS, failing='1b:1 xlarge:124')
     assert done.returncode == 1
     assert set(calls) - files == {'1b', 'xlarge'}
@@ -117,7 +117,7 @@ def test_a_failure_is_told_and_stops_nothing(run):
     assert done.stderr.splitlines()[-1] == 'error: failed: 1b xlarge'
 
 
-def test_a_limit_that_is_none(run):
+def test_invalid_limit(run):
     done, calls, _ = run('soon')
     assert done.returncode == 2
     assert 'LIMIT=soon' in done.stderr

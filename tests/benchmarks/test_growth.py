@@ -23,13 +23,13 @@ def test_exponents(power):
     assert abs(with_more) < abs(power) or power == 0
 
 
-def test_the_end_of_a_curve_tells_what_large_sizes_do():
+def test_last_exponent():
     assert CURVE.last_exponent == pytest.approx(2)
     assert CURVE.exponent < 1.6
     assert from_json(json.loads(json.dumps(to_json(CURVE)))) == CURVE
 
 
-def test_values_are_told_with_units():
+def test_values_are_formatted_with_units():
     assert [format_tick(value, 's') for value in (2.5, 0.0025, 2.5e-6, 2.5e-9)] == [
         '2.5 s',
         '2.5 ms',
@@ -74,7 +74,7 @@ def test_axes_are_measured_one_at_a_time_and_kept(tmp_path, monkeypatch, capsys)
     assert 'index memory' in capsys.readouterr().out
 
 
-def test_a_case_is_stepped():
+def test_case_runs_a_step():
     case = Case({'model.num_layers': 1, 'model.dim': 64, 'model.num_heads': 1, 'data.seq_len': 16})
     assert case.run() > 0
     assert case.memory > 3 * 4 * 2 * 256 * 64
@@ -84,13 +84,13 @@ def test_a_case_is_stepped():
     )
 
 
-def test_an_axis_that_is_not_there(capsys):
+def test_unknown_axis(capsys):
     assert exit_code(main, ['--only=depth,height']) == EXIT_BAD_INPUT
     assert "no axis 'height'; one of depth, width" in capsys.readouterr().err
     assert exit_code(main, ['--rounds=0']) == EXIT_BAD_INPUT
 
 
-def test_what_was_measured_is_drawn_in_docs():
+def test_results_are_plotted_in_docs():
     results = json.loads((ROOT / 'benchmarks/results/growth_cpu2.json').read_text())['axes']
     assert set(results) == set(AXES)
     pictures = {path.name: path.stat().st_size for path in (ROOT / 'docs/figures').glob('growth_*.png')}

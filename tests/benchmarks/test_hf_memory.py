@@ -30,7 +30,7 @@ def command(tmp_path):
     return ['--num-layers=2', f'--directory={tmp_path}', f'--output={tmp_path}/result.json']
 
 
-def test_its_numbers_hang_together(tmp_path):
+def test_results_are_consistent(tmp_path):
     assert hf_memory.main(command(tmp_path)) == EXIT_DONE
     result = json.loads((tmp_path / 'result.json').read_text())
     # Each layer has 4 attention kernels, 3 feed-forward kernels and 2 norms. The model adds embedding, head and a norm.
@@ -47,7 +47,7 @@ def test_a_peak_beyond_the_bound_fails(tmp_path, monkeypatch):
     assert hf_memory.main(command(tmp_path)) == EXIT_FAILED
 
 
-def test_a_parameter_that_differs_is_found(tmp_path, monkeypatch):
+def test_changed_parameter_is_detected(tmp_path, monkeypatch):
     arrays = hf_memory._array
 
     def changed(path, shape, num_layers):
@@ -73,7 +73,7 @@ print(before, _peak_bytes())
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_the_peak_is_that_of_the_process():
+def test_peak_memory_of_the_process():
     # A new process, since this one may have had a higher peak before.
     done = subprocess.run([sys.executable, '-c', GROW], cwd=ROOT, capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())

@@ -26,7 +26,7 @@ def line(step, time, *, waits=0.0, seconds=0.25, **pauses):
     return {'step': step, 'time': time, **{f'perf/{name}_seconds': value for name, value in values.items()}}
 
 
-def test_what_is_read_from_the_lines_of_a_run():
+def test_figures_from_the_lines_of_a_run():
     lines = [
         # Slow steps of the warm-up, which do not count.
         line(10, 100.0, waits=5.0, seconds=9.0, eval=50.0, checkpoint_blocked=50.0),
@@ -66,7 +66,7 @@ def test_a_run_and_its_bare_step(tmp_path, monkeypatch):
         assert list((tmp_path / 'programs' / kind).glob('jit_train_step*'))
 
 
-def test_without_what_a_run_needs(tmp_path, monkeypatch, capsys):
+def test_missing_packages(tmp_path, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(loop.importlib.util, 'find_spec', lambda name: None if name == 'grain' else find(name))
     # The test above runs bare steps in processes.

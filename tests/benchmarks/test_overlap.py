@@ -53,7 +53,7 @@ def dots(number):
     return [f'%dot{index} = {DOT}' for index in range(number)]
 
 
-def test_a_gather_is_hidden_by_what_runs_until_it_is_waited_for():
+def test_computation_before_the_wait_hides_a_gather():
     enough = int(GATHER / PRODUCT) + 1
     assert enough > 2
     for number in (0, 1, 2, enough):
@@ -70,13 +70,13 @@ def test_a_gather_is_hidden_by_what_runs_until_it_is_waited_for():
         assert overlap(program(*lines))['total'].share == 0
 
 
-def test_one_that_is_not_started_before_is_waited_for():
+def test_synchronous_gather_is_not_hidden():
     text = f'%whole = {MATRIX} all-gather(%w), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}'
     found = overlap(program(*dots(1), text))['all-gather']
     assert (found.share, found.count, found.count_async) == (0, 1, 0)
 
 
-def test_links_carry_one_after_the_other():
+def test_transfers_on_a_link_are_sequential():
     starts = [f'%a = {START}', f'%b = {START}']
     found = overlap(program(*starts, *dots(1), done('whole_a', 'a'), done('whole_b', 'b')))['total']
     assert found.seconds == pytest.approx(2 * GATHER)
@@ -87,7 +87,7 @@ def test_links_carry_one_after_the_other():
     )
 
 
-def test_loops_count_as_often_as_they_run():
+def test_loop_bodies_count_once_per_iteration():
     loop = (
         f'%condition {{\n  %p.1 = (s32[], {MATRIX}, {PART}) parameter(0)\n  %i.1 = s32[] get-tuple-element(%p.1), '
         'index=0\n  %n = s32[] constant(7)\n  ROOT %less = pred[] compare(%i.1, %n), direction=LT\n}\n\n'
@@ -110,7 +110,7 @@ def test_loops_count_as_often_as_they_run():
     assert fewer['all-gather'].count == 5
 
 
-def test_products_that_carry_a_gather_on_hide_it():
+def test_fusions_that_continue_a_gather_hide_it():
     """Uses a step for v5e, where two gathers of a layer continue within fusions of matmuls."""
     text = (ROOT / 'tests/planning/compiled/programs' / 'v5e_layers.txt').read_text()
     read = functools.partial(read_overlap, mesh_sizes=V5E_MESH, chip=find_chip('TPU v5 lite'), num_devices=16)
@@ -121,7 +121,7 @@ def test_products_that_carry_a_gather_on_hide_it():
     assert read(text.replace('chain_id=', 'id='))['all-gather'].hidden == 0
 
 
-def test_products_in_steps_hide_what_goes_round():
+def test_windowed_matmuls_hide_collective_permutes():
     """Uses the gradient of a matrix in a step for v5e, whose shards are summed while they rotate in a ring."""
     text = (ROOT / 'tests/planning/compiled/programs' / 'v5e_windowed_product.txt').read_text()
     read = functools.partial(read_overlap, mesh_sizes=V5E_MESH, chip=find_chip('TPU v5 lite'), num_devices=16)
@@ -132,7 +132,7 @@ def test_products_in_steps_hide_what_goes_round():
     assert read(text.replace(' convolution(', ' add('))['collective-permute'].hidden < 1e-3 * found.hidden
 
 
-def test_an_unscheduled_program_tells_nothing():
+def test_unscheduled_program_is_an_error():
     with pytest.raises(ValueError, match='not scheduled'):
         overlap(program(f'%start = {START}', done('whole', 'start')).replace('is_scheduled=true, ', ''))
 
@@ -162,7 +162,7 @@ def compiled(options):
 # Slow: compiles two programs, each with up to a minute of CPU time.
 @pytest.mark.timeout(600)
 @pytest.mark.nightly
-def test_products_in_steps_hide_sums_of_gradients():
+def test_windowed_matmuls_hide_gradient_reductions():
     ours, whole = compiled({}), compiled(WHOLE_PRODUCTS)
     # The compiled program has 0.92 and 0.46; the device waits for gathers.
     assert ours['collective-permute'].share > 0.8

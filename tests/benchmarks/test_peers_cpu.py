@@ -50,7 +50,7 @@ class Side:
         self.ended.append(self.peer)
 
 
-def test_sides_that_compute_something_else_are_not_compared(monkeypatch):
+def test_sides_with_different_losses_are_not_compared(monkeypatch):
     monkeypatch.setattr(peers_cpu, 'Side', Side)
     monkeypatch.setattr(peers_cpu, 'product_rate', lambda threads: 1.0)
     with pytest.raises(SystemExit, match='torch computes something else'):

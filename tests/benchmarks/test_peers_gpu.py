@@ -44,7 +44,7 @@ def test_mistakes():
     assert [mistake.split()[0] for mistake in mistakes] == ['other', 'broken']
 
 
-def test_pytorch_has_one_program_whose_stream_is_narrow():
+def test_pytorch_compiles_one_graph_with_a_bfloat16_residual_stream():
     config = Task(SIZES['tiny'], 'cpu', True).config
     model, graphs, streams = GPT(config), [], []
     for parameter in model.parameters():
@@ -117,7 +117,7 @@ def test_large_sides_follow_each_other(monkeypatch):
     assert [name for name, what in log if what == 'turn'] == ['maxlm', 'maxlm', 'torch', 'torch']
 
 
-def test_room():
+def test_fits_beside_another():
     assert fits_beside_another({'peak': None, 'held': None, 'limit': None})
     assert fits_beside_another({'peak': 1, 'held': 40, 'limit': 100})
     assert not fits_beside_another({'peak': 1, 'held': 41, 'limit': 100})

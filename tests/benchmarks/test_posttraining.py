@@ -10,14 +10,14 @@ from tests.conftest import ROOT
 RESULTS = ROOT / 'benchmarks/results/posttraining_cpu2.json'
 
 
-def test_tasks_that_are_not_there(capsys):
+def test_unknown_task(capsys):
     assert exit_code(main, ['--tasks=arithmetic,chess']) == EXIT_BAD_INPUT
     assert "no task 'chess'; one of arithmetic, synth" in capsys.readouterr().err
     assert exit_code(main, ['--seeds=0']) == EXIT_BAD_INPUT
 
 
 @pytest.mark.parametrize('task', TASKS)
-def test_chats_are_prepared_as_the_config_says(task):
+def test_config_names_the_preparation_options(task):
     tokenizer, window = TASKS[task]
     header = (ROOT / f'configs/{task}.py').read_text()
     assert f'--tokenizer {tokenizer}' in header
@@ -35,7 +35,7 @@ def test_curves_have_a_line_for_each_seed_and_figure():
 
 
 @pytest.mark.parametrize('task', TASKS)
-def test_what_was_measured_is_what_is_promised(task):
+def test_results_meet_the_documented_improvement(task):
     """Accuracy increases by at least 0.2 over instruction tuning alone, with each of three seeds, in ten minutes."""
     results = json.loads(RESULTS.read_text())['results'][task]
     assert [result['seed'] for result in results] == [0, 1, 2]

@@ -24,7 +24,7 @@ def utilization(point):
     return point.tokens_per_second * flops / (point.num_devices * point.chip.tflops * 1e12)
 
 
-def test_there_are_enough_of_both_kinds(points):
+def test_number_of_published_points(points):
     assert len({point.name for point in points}) == len(points)
     kinds = collections.Counter(point.chip.platform for point in points)
     assert kinds['gpu'] > 80
@@ -79,7 +79,7 @@ def test_utilization(points, name, percent):
     assert 100 * utilization(find(points, name)) == pytest.approx(percent, rel=0.04)
 
 
-def test_all_are_possible(points):
+def test_all_points_are_plausible(points):
     for point in points:
         assert 0.2 < utilization(point) < 0.75, point.name
         assert point.num_devices % point.num_islands == 0

@@ -28,7 +28,7 @@ class Server:
         return {'tokens_per_second': 100.0 * clients, 'first_token_seconds': 0.25}
 
 
-def test_the_best_batch_counts():
+def test_best_batch_size_is_compared():
     peer, server = Peer(), Server()
     *mixed, one, eight = serve.measure(server, peer, [1, 8], 2, vocab=100)
     assert [(found['answers'], found['clients']) for found in (*mixed, one, eight)] == [

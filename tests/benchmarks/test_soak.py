@@ -58,12 +58,12 @@ def test_figures_come_from_the_tests(made_up, tmp_path):
     assert failed.endswith('test_made_up.test_bad')
 
 
-def test_a_fault_that_is_not_there(capsys):
+def test_unknown_fault(capsys):
     assert exit_code(main, ['--faults=flood']) == EXIT_BAD_INPUT
     assert "no 'flood'; one of kill, kill-save, resume" in capsys.readouterr().err
 
 
-def test_the_table_in_docs_is_the_one_that_was_measured():
+def test_table_in_docs_matches_the_results():
     results = json.loads(RESULTS.read_text())
     assert DOCS.read_text() == render(results)
     assert DOCS.read_text() != render({})

@@ -39,7 +39,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_runs_on_a_bare_machine_and_its_numbers_hang_together(tmp_path):
+def test_runs_on_a_bare_machine_with_consistent_results(tmp_path):
     output = tmp_path / 'result.json'
     overrides = ['model.num_layers=1', 'model.dim=32', 'data.seq_len=16', 'metrics.peak_tflops=1']
     environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
@@ -78,7 +78,7 @@ def test_runs_on_a_bare_machine_and_its_numbers_hang_together(tmp_path):
     assert {'device', 'jax', 'flax', 'date'} <= result['machine'].keys()
 
 
-def test_random_batches_are_packed_like_real_ones():
+def test_random_batches_are_packed_like_training_data():
     batch = random_batch(np.random.default_rng(0), 4, 64, 50, 10)
     for row in range(4):
         segments, positions = batch['segments'][row], batch['positions'][row]
@@ -91,7 +91,7 @@ def test_random_batches_are_packed_like_real_ones():
     np.testing.assert_array_equal(batch['tokens'][:, 1:], batch['targets'][:, :-1])
 
 
-def test_text_is_what_stands_in_the_repository():
+def test_text_comes_from_the_repository():
     text = repository_text()
     assert (ROOT / 'README.md').read_bytes() in text.astype(np.uint8).tobytes()
     rows = text_tokens(np.random.default_rng(0), text, 5, 16)
@@ -105,7 +105,7 @@ RESULT = {'name': 'one', 'tokens': 'text', 'global_batch': 8, 'window': 16, 'ste
 
 
 @pytest.mark.parametrize(('by', 'same'), [(0.03, True), (-0.03, True), (0.2, False), (np.nan, False)])
-def test_two_results_side_by_side(by, same):
+def test_compare_results(by, same):
     # Only the last ten losses count.
     other = {**RESULT, 'losses': [9.0] * 5 + [2.0] * 10}
     compared = compare({**RESULT, 'step_seconds': 0.2, 'losses': [8.0] * 5 + [2.0 + by] * 10}, other)
@@ -115,7 +115,7 @@ def test_two_results_side_by_side(by, same):
 
 
 @pytest.mark.parametrize('key', ['tokens', 'global_batch', 'window', 'steps'])
-def test_results_of_other_work_are_not_compared(key):
+def test_results_of_other_settings_are_not_compared(key):
     with pytest.raises(InputError, match=key):
         compare({**RESULT, 'losses': [1.0]}, {**RESULT, key: 'other', 'losses': [1.0]})
 
@@ -130,7 +130,7 @@ def test_options_of_xla(monkeypatch, capsys, tmp_path):
         assert message in capsys.readouterr().err
 
 
-def test_xla_is_told(tmp_path):
+def test_xla_receives_the_options(tmp_path):
     """XLA aborts on an unknown option. The control is the first test, which sets a known option."""
     command = [sys.executable, '-m', 'benchmarks.step', f'--config={ROOT}/configs/tiny.py', '--xla=no_such_option=1']
     environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}

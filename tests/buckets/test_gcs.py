@@ -108,7 +108,7 @@ def test_ranges(gcs, asked, status, content):
     assert content is None or found[1] == content
 
 
-def test_what_is_not_there_is_said(gcs):
+def test_missing_resources(gcs):
     assert call(gcs, 'GET', 'storage/v1/b/nobody')[0] == 404
     assert call(gcs, 'GET', 'storage/v1/b/nobody/o')[0] == 404
     assert call(gcs, 'POST', 'storage/v1/b', b'{"name": "nobody"}')[0] == 200

@@ -55,7 +55,7 @@ def test_a_run_in_a_bucket(tell):
     assert lines == []
 
 
-def test_what_a_bucket_refuses_is_told_and_the_run_goes_on(tell):
+def test_refused_upload_is_reported_and_training_continues(tell):
     found, lines = tell('faults')
     assert found['told'] == [
         'checkpoint of step 3 not saved: the bucket returned status 403; the newest checkpoint is step 2; '
@@ -65,7 +65,7 @@ def test_what_a_bucket_refuses_is_told_and_the_run_goes_on(tell):
     assert lines == []
 
 
-def test_a_bucket_that_does_not_answer_while_it_is_written_is_told(tell, record_property):
+def test_unresponsive_bucket_is_reported_during_a_save(tell, record_property):
     found, lines = tell('outage', how_many(1, 0))
     status = how_many(403, 503)
     assert re.match(f'checkpoint of step 2 not saved( yet)?: the bucket returned status {status}; ', found['told'][0])
@@ -79,7 +79,7 @@ def test_a_bucket_that_does_not_answer_while_it_is_written_is_told(tell, record_
         measured(record_property, 'outage', f'the alarm comes after {found["seconds"]:.0f} s')
 
 
-def test_faults_that_pass_delay_no_step(tell, record_property):
+def test_transient_faults_delay_no_step(tell, record_property):
     rounds, delay = how_many(1, 10), how_many(1, 20)
     found, lines = tell('steady', rounds, delay)
     assert lines == []
@@ -96,7 +96,7 @@ def test_faults_that_pass_delay_no_step(tell, record_property):
     measured(record_property, 'bucket-faults', f'{figure}; {pace}')
 
 
-def test_a_step_that_is_half_deleted_is_not_seen(tell):
+def test_partially_deleted_step_is_not_listed(tell):
     found, lines = tell('half_deleted')
     assert found['visible'] == [1, 2]
     # Of both the marker is gone and the rest is there.
@@ -106,7 +106,7 @@ def test_a_step_that_is_half_deleted_is_not_seen(tell):
     assert all('cannot be deleted yet' in line for line in lines), lines
 
 
-def test_a_damaged_step_is_set_aside_and_an_outage_is_no_damage(tell):
+def test_damaged_step_is_set_aside_and_outage_is_not_damage(tell):
     found, lines = tell('damage')
     assert 'Damaged' not in found['refused']
     assert '403' in found['refused']

@@ -47,14 +47,14 @@ def plain(values):
 
 
 @pytest.mark.parametrize('name', ARRAYS)
-def test_device_and_host_compute_what_is_defined(name):
+def test_device_and_host_match_the_definition(name):
     values = ARRAYS[name]
     assert array_checksum(values) == plain(values)
     assert checksum({'x': jnp.asarray(values)}) == {'x': f'{values.shape} {name} {plain(values):08x}'}
 
 
 @pytest.mark.parametrize('shape', [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (8, 1), (1, 8)])
-def test_it_is_the_same_on_every_mesh(shape):
+def test_checksum_is_equal_on_every_mesh(shape):
     mesh = Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ('a', 'b'))
     values = np.arange(16 * 8 * 3, dtype=np.float32).reshape(16, 8, 3)
     wanted = {'blocks.x': f'(16, 8, 3) float32 {plain(values):08x}', 'y': f'() int32 {plain(np.int32([7])):08x}'}
@@ -64,7 +64,7 @@ def test_it_is_the_same_on_every_mesh(shape):
         assert checksum({'y': y, 'blocks': {'x': placed}}) == wanted
 
 
-def test_it_is_the_same_in_host_memory():
+def test_checksum_is_equal_in_host_memory():
     mesh = Mesh(np.array(jax.devices()), ('a',))
     values = RNG.normal(size=(4, 8, 16)).astype(np.float32)
     for name in ('blocks', 'head'):
@@ -91,7 +91,7 @@ def test_every_bit_counts():
     assert array_checksum(values.copy()) == original
 
 
-def test_what_changes_places_is_found():
+def test_swapped_rows_change_the_checksum():
     # With round numbers and powers of two, weights that only count would miss the change.
     values = np.repeat(np.float32([1, 2, 0.5, 4]), 1024).reshape(4, 1024)
     for first, second in ((0, 1), (0, 2), (1, 3)):
@@ -107,7 +107,7 @@ def test_json():
     assert json_checksum(content) != json_checksum({**content, 'step': 8})
 
 
-def test_a_description_that_was_not_saved_is_damage():
+def test_changed_metadata_is_damage():
     stored = {'params': {'head.kernel': '(2, 3) float32 00000001', 'head.bias': '() int32 00000002'}}
     described = {'head.kernel': '(2, 3) float32', 'head.bias': '() int32'}
     check_descriptions(Path('7/params'), stored, described)

@@ -74,7 +74,7 @@ def steps(workdir):
     return sorted(int(entry.name) for entry in (workdir / CHECKPOINTS_DIR).iterdir() if entry.name.isdigit())
 
 
-def test_an_untouched_one_is_used(copy, states, newest):
+def test_intact_checkpoint_is_restored(copy, states, newest):
     restored, out = newest(copy)
     assert same(restored.state, states[7])
     assert restored.fingerprint == FACTS
@@ -93,7 +93,7 @@ def files_of(step):
 DAMAGES = {'remove': remove, 'flip': flip, 'cut': cut}
 
 
-def test_flips_cuts_and_losses_are_never_restored(copy, states, newest, record_property):
+def test_damaged_files_are_never_restored(copy, states, newest, record_property):
     """Damage of any file is detected, or is in unused bytes; it never affects a restored state."""
     rng = random.Random(0)
     step = copy / CHECKPOINTS_DIR / '7'
@@ -146,7 +146,7 @@ def replaced(item, workdir, states):
 
 
 @pytest.mark.parametrize('item', ['params', 'ema', 'optimizer', 'progress', 'data', 'checksums'])
-def test_the_step_before_takes_the_place_of_a_damaged_one(copy, states, newest, item):
+def test_previous_step_replaces_a_damaged_step(copy, states, newest, item):
     if item == 'data':
         path = copy / CHECKPOINTS_DIR / '7' / 'data' / 'metadata'
         path.write_text(json.dumps({**json.loads(path.read_text()), 'window': 17}))
@@ -172,7 +172,7 @@ def test_the_step_before_takes_the_place_of_a_damaged_one(copy, states, newest, 
     assert find_step(str(copy)).name == '5'
 
 
-def test_a_run_goes_on_past_the_number_of_a_damaged_step(copy, states, newest):
+def test_damaged_step_can_be_saved_again(copy, states, newest):
     replaced('params', copy, states)
     for _ in range(2):
         restored, out = newest(copy)
@@ -183,7 +183,7 @@ def test_a_run_goes_on_past_the_number_of_a_damaged_step(copy, states, newest):
     assert same(newest(copy)[0].state, states[7])
 
 
-def test_several_damaged_ones(copy, states, newest):
+def test_several_damaged_steps(copy, states, newest):
     replaced('params', copy, states)
     shutil.rmtree(copy / CHECKPOINTS_DIR / '5' / 'optimizer')
     restored, out = newest(copy)
@@ -196,7 +196,7 @@ def test_several_damaged_ones(copy, states, newest):
     assert {entry.name for entry in (copy / CHECKPOINTS_DIR / DAMAGED).iterdir()} == {'5', '7'}
 
 
-def test_where_none_is_whole_nothing_is_touched(copy, newest):
+def test_nothing_changes_if_all_steps_are_damaged(copy, newest):
     for step in (3, 5, 7):
         (copy / CHECKPOINTS_DIR / str(step) / 'params' / '_METADATA').write_text('{')
     with pytest.raises(InputError, match='all 3 checkpoints are damaged') as info:
@@ -207,7 +207,7 @@ def test_where_none_is_whole_nothing_is_touched(copy, newest):
     assert not (copy / CHECKPOINTS_DIR / DAMAGED).exists()
 
 
-def test_another_model_is_no_damage(copy, newest):
+def test_another_model_is_not_damage(copy, newest):
     other = abstract_on(2, model__num_layers=3, **EMA)
     with pytest.raises(InputError, match='checkpoint of another model'):
         newest(copy, other)
@@ -222,7 +222,7 @@ def test_another_model_is_no_damage(copy, newest):
     assert f'{copy}/checkpoints/7/params: ' in out
 
 
-def test_a_step_from_before_checksums_is_read_with_a_warning(copy, states, newest):
+def test_step_without_checksums_is_restored_with_a_warning(copy, states, newest):
     step = copy / CHECKPOINTS_DIR / '7'
     shutil.rmtree(step / 'checksums')
     progress = json.loads((step / 'progress' / 'metadata').read_text())
@@ -239,7 +239,7 @@ def test_a_step_from_before_checksums_is_read_with_a_warning(copy, states, newes
     assert corrupt_arrays(step) == ([], 0)
 
 
-def test_parameters_alone_are_checked_too(copy, states):
+def test_params_only_restore_verifies_checksums(copy, states):
     step = copy / CHECKPOINTS_DIR / '7'
     assert same(restore_params(step, abstract().params), states[7].params)
     replaced('params', copy, states)
@@ -249,7 +249,7 @@ def test_parameters_alone_are_checked_too(copy, states):
     assert same(restore_params(step, abstract().params, item='ema'), states[7].ema)
 
 
-def test_best_and_permanent_ones_are_kept(tmp_path):
+def test_best_and_permanent_steps_are_kept(tmp_path):
     rules = {'max_to_keep': 1, 'keep_best': 1, 'keep_period': 4}
     small = abstract_on(1)
     losses = {2: 3.0, 3: 1.0, 4: 2.0, 5: None, 6: 2.5}
@@ -267,12 +267,12 @@ def test_best_and_permanent_ones_are_kept(tmp_path):
     assert find_step(f'{tmp_path}@best').name == '7'
 
 
-def test_there_is_no_best_without_losses(saved):
+def test_best_step_requires_validation_losses(saved):
     with pytest.raises(InputError, match=r'no step was saved with a validation loss .*; available steps: 3, 5, 7'):
         find_step(f'{saved}@best')
 
 
-def test_what_one_process_cannot_read_no_process_uses(monkeypatch, tmp_path):
+def test_checkpoint_unreadable_by_one_process_is_used_by_none(monkeypatch, tmp_path):
     def fail():
         raise CorruptCheckpointError('7/params: cannot be read')
 

@@ -73,7 +73,7 @@ def test_a_full_disk(tmp_path, full_disk, capfd, record_property):
     )
 
 
-def test_the_first_save_may_fail_too(tmp_path):
+def test_first_save_may_fail(tmp_path):
     told = []
     with Checkpoints(tmp_path, max_to_keep=1, on_failure=told.append) as checkpoints:
         assert checkpoints.wait() is None
@@ -89,7 +89,7 @@ def test_the_first_save_may_fail_too(tmp_path):
     ]
 
 
-def test_going_back(tmp_path):
+def test_rollback(tmp_path):
     """After a rollback the steps behind it are gone, and the same numbers are saved anew."""
     with Checkpoints(tmp_path, max_to_keep=3) as checkpoints:
         for step in (1, 2, 3, 4):
@@ -110,7 +110,7 @@ def test_going_back(tmp_path):
         assert restored.history == {}
 
 
-def test_a_step_that_is_there_is_not_written_again(tmp_path):
+def test_existing_step_is_not_overwritten(tmp_path):
     with Checkpoints(tmp_path, max_to_keep=3) as checkpoints:
         checkpoints.save(1, state(1), FACTS)
         checkpoints.save(1, state(2), FACTS)
@@ -127,12 +127,12 @@ def test_a_step_that_is_there_is_not_written_again(tmp_path):
         (RuntimeError('one\ntwo https://x/y?token=hunter2'), 'RuntimeError: one two https://x/y'),
     ],
 )
-def test_the_reason_is_one_line(error, told):
+def test_failure_reason_is_one_line(error, told):
     assert failure_reason(error) == told
 
 
 @pytest.mark.multiprocess
-def test_no_process_waits_for_one_that_failed(tmp_path):
+def test_no_process_waits_for_a_failed_process(tmp_path):
     with forking('tests.checkpoint.failing_pair:main') as parent:
         pair = parent.start_run(2, [tmp_path], tmp_path / 'logs')
         assert [process.wait() for process in pair] == [0, 0], pair[0].stderr + pair[1].stderr

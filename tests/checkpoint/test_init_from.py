@@ -119,7 +119,7 @@ def assert_grown(params, before, *, rows=NEW_ROWS, known=KNOWN):
         (2, {**UNTIED, 'mesh__host_offload': 'all'}),
     ],
 )
-def test_new_tokens_start_at_the_mean_of_the_old(make, start, num_devices, overrides):
+def test_new_token_rows_are_the_mean_of_old_rows(make, start, num_devices, overrides):
     model = {key: value for key, value in overrides.items() if key.startswith('model')}
     origin, before = make(**model)
     random = overrides == {}
@@ -135,7 +135,7 @@ def test_new_tokens_start_at_the_mean_of_the_old(make, start, num_devices, overr
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
 
 
-def test_rows_of_no_token_become_those_of_new_tokens(make, start):
+def test_padding_rows_are_used_for_new_tokens(make, start):
     origin, before = make(model__vocab_size=NEW_ROWS)
     state, out = start(origin, NEW, model__vocab_size=NEW_ROWS)
     assert_grown(state.params, before)
@@ -156,7 +156,7 @@ def test_larger_tables_for_the_same_tokens(make, start):
     assert f'grow from {ROWS} to {NEW_ROWS} rows: new rows are initialized to the mean' in out
 
 
-def test_an_import_grows(make, start, tmp_path):
+def test_vocabulary_of_an_import_grows(make, start, tmp_path):
     _, before = make()
     write_step(tmp_path / 'imported', 0, streamed(before))
     OLD.save(tmp_path / 'imported' / TOKENIZER)
@@ -180,7 +180,7 @@ def refusal(start, origin, *parts, tokenizer=OLD, **overrides):
         assert part in message, message
 
 
-def test_vocabularies_that_are_refused(make, start):
+def test_rejected_vocabularies(make, start):
     origin, _ = make()
     larger = {'model__vocab_size': NEW_ROWS}
     refusal(start, origin, 'vocab_size=72', "no token 'A'", f'--tokenizer {origin}', tokenizer=OTHER, **larger)
@@ -202,7 +202,7 @@ def is_adapter(name):
     return name.endswith(('lora_a', 'lora_b'))
 
 
-def test_adapters_start_anew(make, start):
+def test_adapters_are_initialized(make, start):
     origin, before = make(**UNTIED)
     mesh = {'mesh__tensor': 2, 'mesh__fsdp': 2, 'mesh__stage': 2, 'train__per_device_batch_size': 2}
     options = {'num_devices': 8, 'random': True, 'model__vocab_size': NEW_ROWS}
@@ -220,7 +220,7 @@ def test_adapters_start_anew(make, start):
     assert params['embedding'].shape[0] == NEW_ROWS
 
 
-def test_adapters_are_taken_over(make, start):
+def test_adapters_are_restored(make, start):
     origin, before = make(**UNTIED, **LORA)
     state, _ = start(origin, **UNTIED, **LORA)
     assert same(flatten(state.params), before)
@@ -231,7 +231,7 @@ def test_adapters_are_taken_over(make, start):
     assert params.keys() > before.keys()
 
 
-def test_adapters_that_are_refused(make, start):
+def test_rejected_adapters(make, start):
     origin, _ = make(**UNTIED, **LORA)
     merge = f'`python -m maxlm.checkpoints merge --checkpoint={origin}/checkpoints/7 --output=WORKDIR`'
     refusal(start, origin, merge, 'model.lora_rank=2', **UNTIED)
@@ -240,7 +240,7 @@ def test_adapters_that_are_refused(make, start):
     refusal(start, origin, merge, 'lora_target_modules', **UNTIED, **LORA, model__lora_target_modules=('*.query',))
 
 
-def test_what_is_no_adapter_must_be_there(make, start):
+def test_missing_base_parameters_are_rejected(make, start):
     origin, _ = make(**UNTIED, model__qk_norm=False)
     refusal(start, origin, 'missing in the', 'checkpoint of another model', **UNTIED, **LORA, model__qk_norm=True)
 
@@ -266,7 +266,7 @@ def test_learned_positions_do_not_grow(make, start):
         ({}, ''),
     ],
 )
-def test_the_context_is_told(make, start, overrides, line):
+def test_sequence_length_is_logged(make, start, overrides, line):
     origin, before = make(**UNTIED)
     state, out = start(origin, **UNTIED, **overrides)
     # It is the same parameters that are used in another way.
@@ -275,7 +275,7 @@ def test_the_context_is_told(make, start, overrides, line):
     assert out.count('sequence length: ') == bool(line)
 
 
-def test_a_context_that_nobody_knows(make, start, tmp_path):
+def test_unknown_sequence_length(make, start, tmp_path):
     origin, before = make(**UNTIED)
     write_step(tmp_path / 'bare', 0, streamed(before))
     assert 'sequence length: ' not in start(tmp_path / 'bare', **UNTIED, **YARN)[1]

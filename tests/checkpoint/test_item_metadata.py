@@ -32,7 +32,7 @@ def fails_in_two_tasks(read_array):
     # Negative control: errors of other packages' tasks are still logged.
     [('site-packages/orbax/checkpoint/serialization.py', False), ('site-packages/other/reader.py', True)],
 )
-def test_only_the_first_failure_of_orbax_is_told(tmp_path, caplog, path, told):
+def test_only_the_first_orbax_failure_is_reported(tmp_path, caplog, path, told):
     with pytest.raises(CorruptCheckpointError, match=r'checkpoint cannot be read \(ValueError: OUT_OF_RANGE\)'):
         translate_errors(tmp_path, lambda: fails_in_two_tasks(coroutine_of(path)))
     gc.collect()

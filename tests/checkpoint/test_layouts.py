@@ -103,7 +103,7 @@ def same(tree, other):
 
 
 @pytest.mark.parametrize(('saved', 'wanted'), PAIRS)
-def test_a_checkpoint_goes_on_in_another_layout(runs, saved, wanted):
+def test_training_continues_in_another_layout(runs, saved, wanted):
     (run, workdir), (other, _) = runs[saved], runs[wanted]
     state, facts, _ = restore(workdir, other.abstract)
     assert facts == {'layout': saved}
@@ -119,7 +119,7 @@ def test_a_checkpoint_goes_on_in_another_layout(runs, saved, wanted):
 
 
 @pytest.mark.parametrize(('saved', 'wanted'), [('stages', 'offload'), ('offload', 'context')])
-def test_another_step_is_another_state(runs, saved, wanted):
+def test_other_step_restores_another_state(runs, saved, wanted):
     (run, workdir), (other, _) = runs[saved], runs[wanted]
     state, *_ = restore(workdir, other.abstract, step=1)
     assert same(state, run.states[0])

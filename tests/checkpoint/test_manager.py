@@ -95,7 +95,7 @@ def copy(saved, tmp_path):
     return tmp_path / 'run'
 
 
-def test_a_sharded_state_comes_back_bit_for_bit(saved, eight):
+def test_sharded_state_is_restored_bit_for_bit(saved, eight):
     abstract = abstract_on(8)
     state, facts, _ = restore(saved, abstract)
     assert same(state, eight)
@@ -111,13 +111,13 @@ def test_a_sharded_state_comes_back_bit_for_bit(saved, eight):
 
 
 @pytest.mark.parametrize('num_devices', [1, 4])
-def test_it_comes_back_on_another_mesh(saved, eight, num_devices):
+def test_state_is_restored_on_another_mesh(saved, eight, num_devices):
     state, *_ = restore(saved, abstract_on(num_devices))
     assert same(jax.device_get(state), jax.device_get(eight))
     assert len(state.params['embedding'].devices()) == num_devices
 
 
-def test_parameters_alone(saved, eight, copy):
+def test_params_only_restore(saved, eight, copy):
     # The optimizer state is not needed.
     shutil.rmtree(copy / CHECKPOINTS_DIR / '7' / 'optimizer')
     for num_devices in (8, 1):
@@ -138,7 +138,7 @@ def averaged(tmp_path_factory, eight):
     return workdir, state
 
 
-def test_an_average_is_an_item_of_its_own(saved, eight, averaged):
+def test_ema_is_a_separate_item(saved, eight, averaged):
     workdir, state = averaged
     for num_devices in (8, 2):
         restored, *_ = restore(workdir, abstract_on(num_devices, **EMA))
@@ -154,7 +154,7 @@ def test_an_average_is_an_item_of_its_own(saved, eight, averaged):
     assert not (saved / CHECKPOINTS_DIR / '7' / 'ema').exists()
 
 
-def test_an_average_that_is_switched_on_starts_at_the_parameters(saved, eight, capsys):
+def test_newly_enabled_ema_starts_at_the_parameters(saved, eight, capsys):
     with Console():
         state, *_ = restore(saved, abstract_on(8, **EMA))
     assert same(state, eight._replace(ema=eight.params))
@@ -163,14 +163,14 @@ def test_an_average_that_is_switched_on_starts_at_the_parameters(saved, eight, c
     assert 'step 7 was saved without an EMA' in out
 
 
-def test_an_average_that_is_switched_off_stays_where_it_is(averaged, eight, tmp_path):
+def test_disabled_ema_is_not_restored_or_saved(averaged, eight, tmp_path):
     state, *_ = restore(averaged[0], abstract_on(8))
     assert same(state, eight)
     save(tmp_path, [state])
     assert params_item(tmp_path / CHECKPOINTS_DIR / '7') == 'params'
 
 
-def test_a_damaged_average_is_named(averaged, tmp_path):
+def test_damaged_ema_is_named(averaged, tmp_path):
     shutil.copytree(averaged[0], tmp_path / 'run')
     (tmp_path / 'run' / CHECKPOINTS_DIR / '7' / 'ema' / '_METADATA').write_text('{')
     with pytest.raises(InputError) as info:
@@ -180,7 +180,7 @@ def test_a_damaged_average_is_named(averaged, tmp_path):
     restore(tmp_path / 'run', abstract_on(8))
 
 
-def test_the_newest_are_kept(tmp_path):
+def test_newest_steps_are_kept(tmp_path):
     abstract = abstract_on(1)
     states = [random_state(abstract, step=step, skipped=0, seed=step) for step in (2, 4, 6, 8)]
     save(tmp_path / 'three', states, max_to_keep=3)
@@ -203,7 +203,7 @@ def test_no_checkpoint_yet(tmp_path):
         assert checkpoints.latest_step() is None
 
 
-def test_which_step_is_meant(saved):
+def test_find_step(saved):
     folder = saved / CHECKPOINTS_DIR
     assert find_step(str(saved)) == folder / '7'
     assert find_step(f'{saved}@3') == folder / '3'
@@ -219,18 +219,18 @@ def test_a_workdir_may_have_an_at_sign_in_its_name(saved, tmp_path):
 
 
 @pytest.mark.parametrize('wanted', ['5', 'worst', '-3', '3.0'])
-def test_a_step_that_is_not_there(saved, wanted):
+def test_missing_step(saved, wanted):
     with pytest.raises(InputError, match=rf"step '{wanted}' does not exist; available steps: 3, 7"):
         find_step(f'{saved}@{wanted}')
 
 
-def test_what_asked_for_a_step_is_named(saved):
+def test_config_key_of_a_missing_step_is_named(saved):
     with pytest.raises(InputError, match=rf"^train\.init_from={saved}@5: step '5' does not exist"):
         find_step(f'{saved}@5', key='train.init_from')
 
 
 @pytest.mark.parametrize('make', [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_text('')])
-def test_no_checkpoint_there(tmp_path, make):
+def test_no_checkpoint_in_path(tmp_path, make):
     make(tmp_path / 'run')
     for spelled in ('run', 'run@3', 'run/checkpoints/3'):
         with pytest.raises(InputError, match='no checkpoint in') as info:
@@ -267,7 +267,7 @@ def test_another_optimizer_is_refused(saved):
     assert_one_line(info, str(saved / CHECKPOINTS_DIR / '7' / 'optimizer'))
 
 
-def test_another_type_is_refused_and_not_cast(saved):
+def test_another_dtype_is_refused_and_not_cast(saved):
     abstract = abstract_on(8)
     halved = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding), abstract.params
@@ -310,20 +310,20 @@ def test_garbage_in_progress(copy, content):
 
 
 @pytest.mark.parametrize('content', ['{', '[]', 'null', '\x00\xff'])
-def test_garbage_in_the_facts_about_the_data(copy, content):
+def test_garbage_in_the_data_fingerprint(copy, content):
     (copy / CHECKPOINTS_DIR / '7' / 'data' / 'metadata').write_text(content, encoding='latin-1')
     refused(copy)
 
 
 @pytest.mark.parametrize('item', ['params', 'optimizer'])
-def test_garbage_in_the_description_of_arrays(copy, item):
+def test_garbage_in_the_array_metadata(copy, item):
     for content in ('{', '[]', '{}'):
         (copy / CHECKPOINTS_DIR / '7' / item / '_METADATA').write_text(content)
         refused(copy)
 
 
 @pytest.mark.parametrize('item', ['params', 'progress', 'data'])
-def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
+def test_truncated_file_is_detected_or_unused(copy, eight, item):
     step = copy / CHECKPOINTS_DIR / '7'
     refusals = []
     for path in sorted((step / item).rglob('*')):
@@ -346,12 +346,12 @@ def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
     assert same(restore(copy, abstract_on(1)).state, eight)
 
 
-def test_what_is_damaged_is_named(copy):
+def test_damaged_item_is_named(copy):
     (copy / CHECKPOINTS_DIR / '7' / 'optimizer' / '_METADATA').write_text('{')
     refused(copy, str(copy / CHECKPOINTS_DIR / '7' / 'optimizer'))
 
 
-def test_the_step_before_a_damaged_one_is_used_once_that_is_removed(copy):
+def test_previous_step_is_used_after_removal_of_a_damaged_step(copy):
     shutil.rmtree(copy / CHECKPOINTS_DIR / '7' / 'params')
     refused(copy)
     shutil.rmtree(copy / CHECKPOINTS_DIR / '7')
@@ -361,7 +361,7 @@ def test_the_step_before_a_damaged_one_is_used_once_that_is_removed(copy):
 
 
 @pytest.mark.parametrize('name', ['9.orbax-checkpoint-tmp', '9.orbax-checkpoint-tmp-1700000000'])
-def test_what_a_killed_save_leaves_is_no_checkpoint(copy, eight, name):
+def test_partial_save_is_not_a_checkpoint(copy, eight, name):
     shutil.copytree(copy / CHECKPOINTS_DIR / '7', copy / CHECKPOINTS_DIR / name)
     assert find_step(str(copy)).name == '7'
     with pytest.raises(InputError, match='steps: 3, 7'):

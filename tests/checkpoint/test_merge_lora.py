@@ -88,7 +88,7 @@ def run(checkpoint, output):
     return exit_code(checkpoints.main, ['merge', f'--checkpoint={checkpoint}', f'--output={output}'])
 
 
-def test_the_verb(made, tmp_path, capsys):
+def test_merge_command(made, tmp_path, capsys):
     assert run(f'{made}/run@7', tmp_path / 'new' / 'merged') == EXIT_DONE
     workdir = tmp_path / 'new' / 'merged'
     loaded, original = load_model(str(workdir), num_devices=1), load_model(str(made / 'run'), num_devices=1)
@@ -124,7 +124,7 @@ def test_a_layer_is_read_with_its_adapter(made):
     np.testing.assert_array_equal(merged.read('embedding'), plain.read('embedding'))
 
 
-def test_what_cannot_be_merged(made, tmp_path, capfd, monkeypatch):
+def test_rejected_merges(made, tmp_path, capfd, monkeypatch):
     def refused(checkpoint, output, *parts):
         before = sorted(tmp_path.rglob('*'))
         capfd.readouterr()
@@ -139,7 +139,7 @@ def test_what_cannot_be_merged(made, tmp_path, capfd, monkeypatch):
     refused(made / 'run', tmp_path / 'new', '--output', '9.54 MiB are free')
 
 
-def test_nothing_is_left_of_a_merge_that_fails(made, tmp_path, monkeypatch):
+def test_failed_merge_leaves_no_files(made, tmp_path, monkeypatch):
     def read(self, path, layer=None):
         if 'down' in path:
             raise InputError(f'{path} is damaged')
@@ -161,7 +161,7 @@ def test_adapters_of_another_config(made, change):
         MergedReader(ParamsReader(step), model, 'run')
 
 
-def test_adapters_that_are_missing(made):
+def test_missing_adapters(made):
     (step,) = (made / 'base' / 'checkpoints').iterdir()
     with pytest.raises(InputError, match=r'blocks\.attention\.key\.lora_a is missing in the checkpoint'):
         MergedReader(ParamsReader(step), small_config(**SETTINGS).model, 'base')

@@ -22,7 +22,7 @@ SETTINGS = {
 
 # test_failures.py tests two processes that save without training.
 @pytest.mark.nightly
-def test_two_processes_go_back_together(dataset, tmp_path):
+def test_two_processes_fall_back_to_the_same_step(dataset, tmp_path):
     workdir = tmp_path / 'run'
 
     def train(parent, num_steps):

@@ -44,14 +44,14 @@ def test_every_minute():
     assert by_steps.asked == []
 
 
-def test_a_pace_that_halves_is_seen_in_time():
+def test_halved_throughput_is_detected_in_time():
     run = Run(save_interval_minutes=1.0)
     saved = run.saves(lambda step: 0.25 if step < 100 else 0.5)
     # 25 s of the first minute have passed before.
     assert saved[:2] == [pytest.approx(170, abs=2), pytest.approx(290, abs=3)]
 
 
-def test_processes_whose_clocks_differ_save_the_same_steps():
+def test_processes_with_different_clocks_save_the_same_steps():
     first = Run(save_interval_minutes=1.0)
     saved = first.saves(lambda step: 0.25)
     answers = iter(first.asked)

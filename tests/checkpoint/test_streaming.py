@@ -86,12 +86,12 @@ def assert_reads(workdir, arrays, step=7):
             assert not np.array_equal(read, values[layer - 1]), (path, layer)
 
 
-def test_whole_arrays_and_layers_are_those_that_were_saved(saved, whole, arrays):
+def test_complete_arrays_and_layers_equal_the_saved_arrays(saved, whole, arrays):
     assert_reads(saved, arrays)
     assert_reads(whole, arrays)
 
 
-def test_the_average_is_read_under_its_own_name(tmp_path, state):
+def test_ema_is_read_by_item_name(tmp_path, state):
     other = random_state(abstract_on(8, **WIDE), step=7, skipped=0, seed=5)
     save(tmp_path, [state._replace(ema=other.params)])
     average = ParamsReader(tmp_path / CHECKPOINTS_DIR / '7', 'ema').read(KERNEL, 2)
@@ -99,7 +99,7 @@ def test_the_average_is_read_under_its_own_name(tmp_path, state):
     assert not np.array_equal(average, ParamsReader(tmp_path / CHECKPOINTS_DIR / '7').read(KERNEL, 2))
 
 
-def test_stacked_arrays_are_saved_in_pieces_of_one_layer(saved, state):
+def test_stacked_arrays_are_chunked_by_layer(saved, state):
     for item, tree in {'params': state.params, 'optimizer': state.opt_state}.items():
         pieces = {
             leaf.name: leaf.storage.chunk_shape
@@ -125,7 +125,7 @@ def cost(reader, path, layer):
     return bytes_read() - before
 
 
-def test_what_was_read_is_compared_with_its_checksums(saved, tmp_path, arrays):
+def test_read_arrays_are_verified_with_checksums(saved, tmp_path, arrays):
     shutil.copytree(saved, tmp_path / 'run')
     step = find_step(str(tmp_path / 'run'))
     last = arrays[KERNEL].shape[0] - 1
@@ -152,7 +152,7 @@ def test_what_was_read_is_compared_with_its_checksums(saved, tmp_path, arrays):
     ParamsReader(step).read(next(name for name in arrays if name not in (KERNEL, 'embedding')))
 
 
-def test_a_layer_costs_its_own_size_on_disk(tmp_path):
+def test_reading_a_layer_reads_only_its_bytes(tmp_path):
     values = np.random.default_rng(0).normal(size=(4, 256, 256)).astype(np.float32)
     tree = {STACK: {'kernel': values}}
     write_step(tmp_path, 0, streamed({f'{STACK}.kernel': values}))
@@ -167,7 +167,7 @@ def test_a_layer_costs_its_own_size_on_disk(tmp_path):
     assert cost(readers[2], f'{STACK}.kernel', 2) > 3 * size
 
 
-def test_what_is_written_is_a_step_like_any_other(tmp_path, arrays, state):
+def test_written_step_can_be_restored(tmp_path, arrays, state):
     write_step(tmp_path, 0, streamed(arrays))
     assert find_step(str(tmp_path)) == tmp_path / CHECKPOINTS_DIR / '0'
     assert {entry.name for entry in (tmp_path / CHECKPOINTS_DIR / '0').iterdir() if entry.is_dir()} == {
@@ -192,7 +192,7 @@ def test_what_is_written_is_a_step_like_any_other(tmp_path, arrays, state):
     assert not same(jax.device_get(other), jax.device_get(state.params))
 
 
-def test_arrays_larger_than_a_piece(tmp_path, monkeypatch, arrays, state):
+def test_arrays_larger_than_a_chunk(tmp_path, monkeypatch, arrays, state):
     # With chunks of 7 rows, 64 rows are 9 chunks and a rest, written in blocks of 21 rows.
     row = arrays[KERNEL][0, 0].nbytes
     monkeypatch.setattr(streaming, 'CHUNK_BYTES', 7 * row)
@@ -209,7 +209,7 @@ def test_arrays_larger_than_a_piece(tmp_path, monkeypatch, arrays, state):
 
 
 @pytest.mark.parametrize(('rows', 'piece'), [(1, 1), (64, 7), (5, 5), (100, 1), (30, 40)])
-def test_blocks_cover_an_array_once_and_never_cut_a_piece(monkeypatch, rows, piece):
+def test_blocks_cover_an_array_once_and_never_split_a_chunk(monkeypatch, rows, piece):
     monkeypatch.setattr(streaming, 'MAX_BYTES_IN_FLIGHT', 4 * 3 * 10)
     blocks = list(streaming._row_slices((rows, 3), (piece, 3)))
     assert [row for block in blocks for row in range(rows)[block]] == list(range(rows))
@@ -217,7 +217,7 @@ def test_blocks_cover_an_array_once_and_never_cut_a_piece(monkeypatch, rows, pie
     assert all(block.stop - block.start <= max(10, piece) for block in blocks)
 
 
-def test_no_layer_is_held_longer_than_it_is_written(tmp_path, arrays):
+def test_layers_are_freed_after_they_are_written(tmp_path, arrays):
     alive, most, asked = weakref.WeakSet(), 0, 0
 
     class Layer(np.ndarray):
@@ -239,7 +239,7 @@ def test_no_layer_is_held_longer_than_it_is_written(tmp_path, arrays):
 
 
 @pytest.mark.parametrize('error', [InputError('shard 3 is damaged'), KeyboardInterrupt(), OSError(28, 'No space left')])
-def test_a_write_that_fails_leaves_nothing(tmp_path, arrays, error):
+def test_failed_write_leaves_no_files(tmp_path, arrays, error):
     count = 0
 
     def read(values):
@@ -258,7 +258,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, arrays, error):
     assert_reads(tmp_path, arrays, step=0)
 
 
-def test_a_disk_that_is_full(tmp_path, arrays):
+def test_full_disk(tmp_path, arrays):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 * 1024, before[1]))
     try:
@@ -270,7 +270,7 @@ def test_a_disk_that_is_full(tmp_path, arrays):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_step_that_is_there_stays(saved, arrays):
+def test_existing_step_is_not_overwritten(saved, arrays):
     before = ParamsReader(saved / CHECKPOINTS_DIR / '7').read(KERNEL, 0)
     with pytest.raises(InputError, match='checkpoint already exists') as info:
         write_step(saved, 7, streamed(arrays))
@@ -278,14 +278,14 @@ def test_a_step_that_is_there_stays(saved, arrays):
     assert np.array_equal(ParamsReader(saved / CHECKPOINTS_DIR / '7').read(KERNEL, 0), before)
 
 
-def test_a_place_that_cannot_be_written_to(tmp_path, arrays):
+def test_unwritable_path(tmp_path, arrays):
     (tmp_path / 'file').write_text('mine')
     with pytest.raises(InputError, match=r'Not a directory|File exists'):
         write_step(tmp_path / 'file', 0, streamed(arrays))
     assert (tmp_path / 'file').read_text() == 'mine'
 
 
-def test_what_cannot_be_read_is_named(saved, tmp_path):
+def test_unreadable_item_is_named(saved, tmp_path):
     with pytest.raises(InputError, match='missing from the checkpoint'):
         ParamsReader(saved / CHECKPOINTS_DIR / '8')
     with pytest.raises(InputError, match='missing from the checkpoint') as info:
@@ -302,14 +302,14 @@ def test_what_cannot_be_read_is_named(saved, tmp_path):
     assert '\n' not in str(info.value)
 
 
-def test_another_type_is_refused(tmp_path):
+def test_another_dtype_is_refused(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / CHECKPOINTS_DIR / '0' / 'params', {'embedding': np.ones((3, 2), np.float16)})
     with pytest.raises(InputError, match='embedding has dtype float16'):
         ParamsReader(tmp_path / CHECKPOINTS_DIR / '0')
 
 
-def test_sizes_are_those_of_the_docstring():
+def test_chunk_shapes_match_the_docstring():
     # A chunk contains at least one row of any size, and the empty shape is a scalar.
     assert streaming._chunk_shape((5, 2**26)) == (1, 2**26)
     assert streaming._chunk_shape(()) == ()

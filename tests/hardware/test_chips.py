@@ -46,18 +46,18 @@ def test_datasheets(monkeypatch, kind, tflops):
 
 
 @pytest.mark.parametrize('kind', ['NVIDIA X9', 'NVIDIA H20', 'TPU v99', ''])
-def test_an_unknown_device_has_no_peak_and_says_so(monkeypatch, kind):
+def test_unknown_device_has_no_peak_and_names_the_setting(monkeypatch, kind):
     peak = peak_of(monkeypatch, kind)
     assert peak.tflops == 0
     assert peak.source == f'unknown for {kind}; set metrics.peak_tflops'
 
 
 @pytest.mark.parametrize(('kind', 'look_alike'), [('NVIDIA L40', 121.0), ('TPU v5e', 459.0), ('TPU v4 lite', 275.0)])
-def test_a_device_is_not_taken_for_one_of_a_similar_name(monkeypatch, kind, look_alike):
+def test_devices_with_similar_names_are_distinguished(monkeypatch, kind, look_alike):
     assert peak_of(monkeypatch, kind).tflops != look_alike
 
 
-def test_what_is_configured_counts(monkeypatch):
+def test_configured_peak_takes_precedence(monkeypatch):
     assert peak_of(monkeypatch, 'NVIDIA H100 80GB HBM3', configured=123.0) == (123.0, 'metrics.peak_tflops')
     assert peak_of(monkeypatch, 'NVIDIA X9', configured=123.0).tflops == 123
 

@@ -125,7 +125,7 @@ def gpus(*ordinals):
     return [LocalDevice('gpu', 'NVIDIA H100', ordinal) for ordinal in ordinals]
 
 
-def test_a_gpu_tells_everything(nvml):
+def test_all_readings_of_a_gpu(nvml):
     nvml([Gpu(0), Gpu(1, reasons=POWER | THERMAL | IDLE, ecc=2)])
     first, second = Accelerators(gpus(0, 1)).read()
     assert first == {
@@ -145,7 +145,7 @@ def test_a_gpu_tells_everything(nvml):
     assert (second['throttled'], second['ecc_errors']) == (['power', 'thermal'], 2)
 
 
-def test_what_is_not_supported_is_absent(nvml):
+def test_unsupported_readings_are_absent(nvml):
     missing = ('nvmlDeviceGetTotalEccErrors', 'nvmlDeviceGetPowerUsage', 'nvmlDeviceGetMigMode')
     nvml([Gpu(0)], missing=missing)
     (reading,) = Accelerators(gpus(0)).read()
@@ -170,7 +170,7 @@ def test_only_the_devices_of_this_process(nvml, monkeypatch, visible, ordinals, 
 
 
 @pytest.mark.parametrize('visible', ['MIG-0007', '0', None])
-def test_a_part_of_a_gpu(nvml, monkeypatch, visible):
+def test_mig_instance(nvml, monkeypatch, visible):
     nvml([Gpu(0, reasons=THERMAL, parts=(Gpu(7, whole=True), Gpu(8, whole=True)))])
     if visible:
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
@@ -181,19 +181,19 @@ def test_a_part_of_a_gpu(nvml, monkeypatch, visible):
     assert {'use_percent', 'power_w', 'power_limit_w'}.isdisjoint(reading)
 
 
-def test_without_a_driver_nothing_is_told_and_nobody_asks_again(nvml):
+def test_missing_driver_is_queried_once(nvml):
     fake = nvml([Gpu(0)], missing=('nvmlInit',))
     accelerators = Accelerators(gpus(0))
     assert accelerators.read() == accelerators.read() == []
     assert fake.calls == 1
 
 
-def test_the_library_may_be_absent(monkeypatch):
+def test_missing_library(monkeypatch):
     monkeypatch.setitem(sys.modules, 'pynvml', None)
     assert Accelerators(gpus(0)).read() == []
 
 
-def test_of_a_cpu_nothing_is_told():
+def test_cpu_has_no_readings():
     assert {device.platform for device in local_devices()} == {'cpu'}
     assert Accelerators(local_devices()).read() == []
 

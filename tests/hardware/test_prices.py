@@ -22,12 +22,12 @@ def test_every_row_is_a_chip_with_a_price_and_a_source():
     assert 0 < STORAGE_PER_GIB_MONTH < 1
 
 
-def test_the_date_is_one():
+def test_date_is_valid():
     assert datetime.date.fromisoformat(DATE) > datetime.date(2026, 1, 1)
 
 
 @pytest.mark.parametrize('name', ['h100', 'h200', 'a100', 'b200', 'v4', 'v5e', 'v5p', 'v6e'])
-def test_what_is_usually_rented_has_a_price(name):
+def test_commonly_rented_chips_have_prices(name):
     price = price_per_hour(BY_NAME[name])
     assert price.dollars == PRICES[name].on_demand
     assert (DATE in price.source) == (BY_NAME[name].platform == 'gpu')
@@ -35,7 +35,7 @@ def test_what_is_usually_rented_has_a_price(name):
     assert has_price(BY_NAME[name])
 
 
-def test_spot_where_it_is_known():
+def test_spot_prices():
     assert price_per_hour(BY_NAME['v5e'], spot=True).dollars < price_per_hour(BY_NAME['v5e']).dollars
     assert has_price(BY_NAME['v5e'], spot=True)
     assert not has_price(BY_NAME['h100'], spot=True)
@@ -49,7 +49,7 @@ def test_a_chip_without_a_price_is_named():
         price_per_hour(BY_NAME['v7x'])
 
 
-def test_an_own_machine_costs_nothing():
+def test_local_machine_costs_nothing():
     assert price_per_hour(CPU).dollars == 0
     assert has_price(CPU)
     assert not has_price(CPU, spot=True)

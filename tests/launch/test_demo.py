@@ -82,7 +82,7 @@ def test_commands_take_the_arguments_of_the_steps(demo, tmp_path, monkeypatch, c
     assert 'nowhere' in capsys.readouterr().err
 
 
-def test_options_and_interpreters_that_cannot_be_used(scripts):
+def test_invalid_options_and_interpreters(scripts):
     for command in (['--steps'], ['--step', '3']):
         done = run(scripts, 'launch/demo.sh', *command)
         assert done.returncode == 2
@@ -124,7 +124,7 @@ def run(folder, *command):
 # Slow: installs all packages.
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_demo_from_nothing(clean_copy):
+def test_demo_in_a_new_environment(clean_copy):
     done = run(clean_copy, 'launch/demo.sh', '--steps', '12')
     assert done.returncode == 0, done.stdout + done.stderr
     assert (clean_copy / '.venv/bin/maxlm').exists()

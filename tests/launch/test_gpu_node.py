@@ -74,7 +74,7 @@ def test_gpus_are_counted(programs, tmp_path):
     assert {joined(call)[3] for call in programs.calls('python')} == {'0', '1', '2'}
 
 
-def test_variables_stand_for_options(programs, tmp_path):
+def test_environment_variables_replace_options(programs, tmp_path):
     variables = {'MAXLM_COORDINATOR': 'job-0.job:8476', 'MAXLM_NUM_PROCESSES': '2', 'MAXLM_PROCESS_ID': '1'}
     programs.plan(lives={'1': [{}]})
     assert programs.run(NODE, *arguments(tmp_path), **variables).returncode == 0
@@ -114,7 +114,7 @@ def test_settings(programs, tmp_path):
     assert settings(programs, tmp_path, '--gpus', '2', CUDA_VISIBLE_DEVICES='3,5,7')['CUDA_VISIBLE_DEVICES'] == '3,5'
 
 
-def test_what_the_user_has_set_stays(programs, tmp_path):
+def test_user_settings_are_kept(programs, tmp_path):
     mine = {
         'XLA_PYTHON_CLIENT_MEM_FRACTION': '.5',
         'CUDA_DEVICE_MAX_CONNECTIONS': '8',
@@ -155,7 +155,7 @@ def test_logs(programs, tmp_path):
         ({'code': 75}, {'on_term': 2}, 2),
     ],
 )
-def test_one_dies_and_the_others_are_ended(programs, tmp_path, dying, others, code):
+def test_other_processes_end_after_a_process_dies(programs, tmp_path, dying, others, code):
     # The process dies when the other processes are ready for signals.
     lives = {'0': [{'seconds': 60, **others}], '1': [{'after': 3, **dying}], '2': [{'seconds': 60, **others}]}
     programs.plan(lives=lives)
@@ -167,7 +167,7 @@ def test_one_dies_and_the_others_are_ended(programs, tmp_path, dying, others, co
     assert not any(alive(call['pid']) for call in programs.calls('python'))
 
 
-def test_who_does_not_end_is_killed(programs, tmp_path):
+def test_process_that_ignores_sigterm_is_killed(programs, tmp_path):
     programs.plan(lives={'0': [{'seconds': 60, 'on_term': 'ignore'}], '1': [{'after': 2, 'code': 5}]})
     done = programs.run(NODE, '--once', '--grace', '1', '--per-gpu', '--gpus=2', *arguments(tmp_path))
     assert done.returncode == 5
@@ -176,7 +176,7 @@ def test_who_does_not_end_is_killed(programs, tmp_path):
     assert not any(alive(call['pid']) for call in programs.calls('python'))
 
 
-def test_one_that_is_done_ends_nobody(programs, tmp_path):
+def test_finished_process_ends_no_other_process(programs, tmp_path):
     programs.plan(lives={'0': [{}], '1': [{'seconds': 0.5}]})
     done = programs.run(NODE, '--once', '--grace', '0', '--per-gpu', '--gpus=2', *arguments(tmp_path))
     assert done.returncode == 0
@@ -199,7 +199,7 @@ def test_a_signal_reaches_each_process_once(programs, tmp_path, number, processe
     assert len(programs.lines('python')) == processes
 
 
-def test_the_node_starts_again_as_a_whole(programs, tmp_path):
+def test_all_processes_of_a_node_restart(programs, tmp_path):
     first = {'after': 2, 'code': 75}
     programs.plan(lives={'0': [{'seconds': 60}, {}], '1': [first, {}]})
     done = programs.run(NODE, '--per-gpu', '--gpus=2', *arguments(tmp_path))
@@ -250,7 +250,7 @@ def test_bad_options(programs, tmp_path, options, words):
     assert programs.calls('python') == []
 
 
-def test_a_workdir_is_needed(programs):
+def test_workdir_is_required(programs):
     done = programs.run(NODE, '--', '--config=configs/tiny.py')
     assert done.returncode == 2
     assert '--workdir is missing' in done.stderr

@@ -101,7 +101,7 @@ def test_tpu_jobset(programs, options, topology, machines, chips):
     assert container['args'] == list(TRAIN[1:])
 
 
-def test_the_schemas_refuse(programs):
+def test_schemas_reject_unknown_keys(programs):
     _, job = render(programs, *GPU)
     job['spec']['podFailurePolcy'] = job['spec'].pop('podFailurePolicy')
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -117,7 +117,7 @@ def test_the_schemas_refuse(programs):
 
 
 @pytest.mark.parametrize('kind', [GPU, (*TPU, '--topology=4x4')])
-def test_secrets_and_rights_are_names(programs, kind):
+def test_secrets_and_accounts_are_references(programs, kind):
     *_, document = render(programs, *kind, *ALL_OPTIONS)
     spec = document['spec']
     spec = spec['replicatedJobs'][0]['template']['spec'] if 'replicatedJobs' in spec else spec
@@ -132,7 +132,7 @@ def test_secrets_and_rights_are_names(programs, kind):
     assert not {'envFrom', 'serviceAccountName', 'claimName'} & set(str(document).replace("'", ' ').split())
 
 
-def test_arguments_arrive_as_they_were_given(programs):
+def test_arguments_are_passed_unchanged(programs):
     words = ['--config=x', '--workdir=gs://b/r', '{{nodes}}', 'a "b" \'c\' & \\d', 'two\nlines', '# $HOME', '$(HOME)']
     *_, job = render(programs, *GPU, training=['--', *words])
     validate(job)
@@ -140,7 +140,7 @@ def test_arguments_arrive_as_they_were_given(programs):
     assert job['spec']['template']['spec']['containers'][0]['args'] == [*words[:-1], '$$(HOME)']
 
 
-def test_what_is_sent(programs):
+def test_applied_manifest(programs):
     for _ in range(2):
         done = programs.run(APPLY, *GPU, '--namespace=team', *TRAIN)
         assert done.returncode == 0, done.stderr
@@ -204,7 +204,7 @@ def test_bad_options(programs, command, words):
     assert programs.calls() == []
 
 
-def test_a_workdir_that_would_go_with_its_pod(programs):
+def test_workdir_inside_a_pod_is_rejected(programs):
     done = programs.run(APPLY, *GPU, '--', '--config=configs/1b.py', '--workdir=runs/1b')
     assert done.returncode == 2
     assert '--claim' in done.stderr

@@ -51,12 +51,12 @@ def test_commands(programs, line):
         assert (ROOT / name).is_file()
 
 
-def test_a_wrong_command_is_found(programs):
+def test_invalid_command_is_rejected(programs):
     line = next(line for line in COMMANDS if '--node-rank' in line)
     assert programs.run(*dry(line.replace('--node-rank', '--rank'))).returncode == 2
 
 
-def test_every_script_is_there():
+def test_every_script_is_documented():
     assert LAUNCHES
     commands = '\n'.join(COMMANDS)
     for name in ('gpu_node.sh', 'slurm/train.sbatch', 'k8s/apply.sh', 'tpu_vm.sh'):

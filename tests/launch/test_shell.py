@@ -44,13 +44,13 @@ def test_no_newer_bash():
     assert len(found(TOO_NEW, planted)) == 4
 
 
-def test_nothing_shows_the_environment():
+def test_no_script_prints_the_environment():
     assert {path.name: found(SHOWING, path.read_text()) for path in SCRIPTS if found(SHOWING, path.read_text())} == {}
     planted = 'set -x\nset -eux\nenv\nprintenv | sort\nexport -p\nenv A=1 program\nset -euo pipefail\n'
     assert len(found(SHOWING, planted)) == 5
 
 
-def test_heads():
+def test_script_headers():
     for path in RUN_BY_HAND:
         text = path.read_text()
         assert text.startswith('#!/usr/bin/env bash\n#'), path

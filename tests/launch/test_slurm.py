@@ -29,7 +29,7 @@ def job(programs, folder, *replies, arguments=TRAIN):
     return programs.run('bash', copy, *arguments, cwd='/', SLURM_SUBMIT_DIR=str(folder), SLURM_JOB_ID='41')
 
 
-def test_what_is_asked_for():
+def test_sbatch_options():
     asked = dict(re.findall(r'^#SBATCH --([\w-]+)(?:=(.*))?$', SCRIPT.read_text(), re.MULTILINE))
     assert asked['ntasks-per-node'] == '1'
     assert asked['gpus-per-node'] == '8'
@@ -41,7 +41,7 @@ def test_what_is_asked_for():
     assert text.rindex('#SBATCH') < text.index('set -euo pipefail')
 
 
-def test_done(programs, folder):
+def test_finished_job(programs, folder):
     done = job(programs, folder, {'code': 0})
     assert done.returncode == 0
     assert programs.lines() == [
@@ -50,13 +50,13 @@ def test_done(programs, folder):
 
 
 @pytest.mark.parametrize('code', [75, 137])
-def test_back_into_the_queue(programs, folder, code):
+def test_requeue(programs, folder, code):
     done = job(programs, folder, {'code': code})
     assert done.returncode == 0
     assert programs.lines('scontrol') == ['scontrol requeue 41']
 
 
-def test_bad_input_is_not_queued_again(programs, folder):
+def test_bad_input_is_not_requeued(programs, folder):
     done = job(programs, folder, {'code': 2})
     assert done.returncode == 2
     assert programs.lines('scontrol') == []
@@ -71,7 +71,7 @@ def test_gives_up_without_progress(programs, folder):
     assert 'given up after 3 starts' in results[-1].stderr
 
 
-def test_gives_up_when_there_is_never_a_checkpoint(programs, folder):
+def test_gives_up_without_a_checkpoint(programs, folder):
     codes = [job(programs, folder, {'code': 137}).returncode for _ in range(3)]
     assert codes == [0, 0, 137]
     # Control: a finished job leaves no state.

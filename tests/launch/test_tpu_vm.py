@@ -63,13 +63,13 @@ def arguments(programs, verb):
         ('v6e-64', 'v6e-64', 'v2-alpha-tpuv6e'),
     ],
 )
-def test_machines_of_a_type(programs, tree, type_, accelerator, version):
+def test_accelerator_types(programs, tree, type_, accelerator, version):
     done = tpu(programs, tree, 'create', '--type', type_, '--dry-run')
     made = f'gcloud compute tpus tpu-vm create pod --zone=us-central2-b --quiet --accelerator-type={accelerator}'
     assert done.stdout.splitlines()[-1] == f'would run: {made} --version={version}'
 
 
-def test_create_twice_makes_one(programs, tree):
+def test_create_is_idempotent(programs, tree):
     for _ in range(2):
         done = tpu(programs, tree, 'create', *TYPE, '--spot', '--project', 'mine')
         assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_create_twice_makes_one(programs, tree):
 
 
 @pytest.mark.parametrize('state', ['PREEMPTED', 'TERMINATED', 'SUSPENDED', 'SUSPENDING'])
-def test_create_refuses_machines_that_were_taken_away(programs, tree, state):
+def test_create_refuses_preempted_machines(programs, tree, state):
     programs.plan(machines=state)
     done = tpu(programs, tree, 'create', *TYPE)
     assert done.returncode == 2
@@ -109,7 +109,7 @@ def test_create_in_the_queue(programs, tree):
         ('PERMISSION_DENIED: tpu.nodes.create', 1, 'error: (gcloud) PERMISSION_DENIED'),
     ],
 )
-def test_faults_of_creating(programs, tree, message, code, words):
+def test_creation_failures(programs, tree, message, code, words):
     programs.plan(replies=[{'match': 'tpu-vm create', 'code': 1, 'stderr': message}])
     done = tpu(programs, tree, 'create', *TYPE)
     assert done.returncode == code
@@ -148,7 +148,7 @@ def test_install_once(programs, tree):
     assert len([line for line in programs.lines('python') if 'pip install' in line]) == 4
 
 
-def test_install_takes_what_git_knows(programs, tree):
+def test_install_copies_files_tracked_by_git(programs, tree):
     listing = 'pyproject.toml\nlaunch/commands.sh\nlaunch/venv.sh\nlaunch/worker.sh\n.env\nremoved.py\n'
     programs.plan(
         machines='READY',
@@ -268,7 +268,7 @@ def test_up_waits_for_capacity_and_not_for_quota(programs, tree):
     assert made_and_deleted(programs) == [CREATE] * 4
 
 
-def test_up_with_a_request_that_failed(programs, tree):
+def test_up_with_a_failed_request(programs, tree):
     refused = {'match': 'value(state)', 'code': 0, 'stdout': f'FAILED {QUOTA}', 'times': 2}
     programs.plan(queue='FAILED', replies=[refused])
     done = tpu(programs, tree, 'up', '--queued', *TYPE, *TRAIN)
@@ -279,7 +279,7 @@ def test_up_with_a_request_that_failed(programs, tree):
     assert tpu(programs, tree, 'up', '--queued', *TYPE, *TRAIN).returncode == 0
 
 
-def test_up_gives_up_on_what_does_not_pass(programs, tree):
+def test_up_stops_after_permanent_failures(programs, tree):
     programs.plan(replies=[{'match': 'worker.sh install ', 'code': 1, 'times': -1}])
     done = tpu(programs, tree, 'up', *TYPE, *TRAIN)
     assert done.returncode == 1
@@ -294,7 +294,7 @@ def test_up_gives_up_on_what_does_not_pass(programs, tree):
     assert tpu(programs, tree, 'up', *TYPE, *TRAIN).returncode == 0
 
 
-def test_up_ends_when_another_stops_it(programs, tree):
+def test_up_ends_after_stop(programs, tree):
     programs.plan(lives=[{'seconds': 60}, {'seconds': 60}])
     process = programs.start(tree / 'launch/tpu_vm.sh', 'up', *PLACE, *TYPE, *TRAIN, cwd='/')
     programs.wait_for(2, ready=True)
@@ -335,6 +335,6 @@ def test_bad_options(programs, options, words):
     assert programs.calls() == []
 
 
-def test_a_workdir_that_would_be_lost_is_warned_of(programs, tree):
+def test_local_workdir_is_a_warning(programs, tree):
     assert 'goes when the machines go' in tpu(programs, tree, 'run', *TRAIN[:1], '--workdir=runs/a', '--dry-run').stderr
     assert tpu(programs, tree, 'run', *TRAIN, '--dry-run').stderr == ''

@@ -28,7 +28,7 @@ def install(programs, tmp_path):
     return run
 
 
-def test_a_lock_is_installed_with_its_hashes(install, tmp_path):
+def test_lock_file_is_installed_with_hashes(install, tmp_path):
     locked = [
         f'{INSTALL} --no-deps --require-hashes -r requirements.lock',
         f'{INSTALL} --no-deps --no-build-isolation --editable .',
@@ -42,7 +42,7 @@ def test_a_lock_is_installed_with_its_hashes(install, tmp_path):
     assert install() == (0, [f'{INSTALL} --editable .[dev]'])
 
 
-def test_a_lock_that_cannot_be_installed_ends_the_script(install, tmp_path):
+def test_failed_installation_ends_the_script(install, tmp_path):
     python = tmp_path / '.venv/bin/python'
     python.unlink()
     python.write_text('#!/bin/sh\necho x >>calls\nexit 3\n')

@@ -82,7 +82,7 @@ def axes_that_leave(layout, attribute):
         (4, {'fsdp': 32}, {'fsdp'}),
     ],
 )
-def test_slow_links_between_nodes_are_of_outer_axes(num_nodes, sizes, outside):
+def test_outer_axes_cross_nodes(num_nodes, sizes, outside):
     layout = make_layout(resolved(**sizes), gpu_nodes(num_nodes))
     assert axes_that_leave(layout, 'process_index') == outside
     assert dict(layout.mesh.shape) == resolved(**sizes).sizes
@@ -100,11 +100,11 @@ def test_slow_links_between_nodes_are_of_outer_axes(num_nodes, sizes, outside):
         ({'context': 2, 'tensor': 16}, {'context'}),
     ],
 )
-def test_slow_links_between_slices_are_of_outer_axes(sizes, outside):
+def test_outer_axes_cross_slices(sizes, outside):
     assert axes_that_leave(make_layout(resolved(**sizes), tpu_slices(2)), 'slice_index') == outside
 
 
-def test_hosts_of_one_slice_are_no_border():
+def test_hosts_of_one_slice_are_one_island():
     layout = make_layout(resolved(tensor=16), tpu_slices(1))
     assert axes_that_leave(layout, 'process_index') == {'tensor'}
     # Control: nodes of GPUs are separate islands.
@@ -112,7 +112,7 @@ def test_hosts_of_one_slice_are_no_border():
         make_layout(resolved(tensor=16), gpu_nodes(2))
 
 
-def test_a_process_for_each_gpu_makes_no_islands_of_a_node():
+def test_node_with_a_process_for_each_gpu_is_one_island():
     node = [StandIn(n, n, 'gpu', 'NVIDIA H100', slice_index=0) for n in range(8)]
     assert make_layout(resolved(fsdp=4, tensor=2), node).mesh.shape['tensor'] == 2
 
@@ -140,7 +140,7 @@ def test_a_mesh_without_outer_axes_is_refused_on_islands():
         ((1, 1, 1, 8, 1, 1), 1, (1, 1, 1, 1, 1, 1)),
     ],
 )
-def test_what_goes_over_slow_links(sizes, num_islands, across):
+def test_split_across_islands_by_axis(sizes, num_islands, across):
     named = dict(zip(MESH_AXES, sizes, strict=True))
     assert split_across_islands(named, num_islands) == across
     assert math.prod(across) == num_islands
@@ -185,7 +185,7 @@ def test_zero_splits_moments_then_gradients_then_parameters(zero, split):
     assert bytes_on_a_device(moments) == 2 * 4 * in_parts
 
 
-def test_axes_and_their_parts():
+def test_num_shards_of_axes():
     _, layout = split_by(3, mesh__fsdp=2, mesh__data=1, mesh__context=2, mesh__tensor=2)
     parts = {axis: layout.num_shards(axis) for axis in ('batch', 'rows', 'length', 'embed', 'heads', 'layers', 'norm')}
     assert parts == {'batch': 2, 'rows': 2, 'length': 2, 'embed': 4, 'heads': 2, 'layers': 1, 'norm': 1}
@@ -198,7 +198,7 @@ def test_axes_and_their_parts():
 
 
 @pytest.mark.parametrize(('zero', 'is_split'), [(1, False), (2, True), (3, True)])
-def test_a_gathered_parameter_has_its_gradient_in_parts(zero, is_split):
+def test_gathered_parameter_has_a_sharded_gradient(zero, is_split):
     _, layout = split_by(zero)
     axes = ('embed', 'ffn')
     rng = np.random.default_rng(0)
@@ -224,7 +224,7 @@ def test_a_gathered_parameter_has_its_gradient_in_parts(zero, is_split):
 
 
 @pytest.mark.parametrize(('zero', 'parts'), [(1, (2, 2)), (2, (2, 8)), (3, (8, 8))])
-def test_a_vocabulary_that_does_not_divide_is_padded_in_use_alone(zero, parts):
+def test_indivisible_vocabulary_is_padded_only_in_use(zero, parts):
     config, layout = split_by(zero, mesh__data=1, mesh__tensor=2, model__vocab_size=61)
     abstract = abstract_state(config, layout)
     # The state has the shapes of a single device. Devices of the vocabulary axis split the width.
@@ -258,7 +258,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded_in_use_alone(zero, parts):
     assert layout.pad_vocabulary(padded, axes) is padded
 
 
-def test_a_width_that_the_devices_of_a_vocabulary_do_not_divide_is_whole_on_each():
+def test_indivisible_width_is_replicated_on_vocabulary_devices():
     config, layout = split_by(3, mesh__data=1, mesh__tensor=2, model__vocab_size=61, model__dim=36, model__head_dim=8)
     kernel = abstract_state(config, layout).params['head']['kernel']
     assert kernel.sharding.shard_shape(kernel.shape) == (36 // 4, 61)
@@ -281,7 +281,7 @@ def test_rows_of_a_process(sizes, rows):
         assert layout.local_rows(32) == slice(start, stop)
 
 
-def test_a_batch_on_stages_and_parts_of_the_length():
+def test_batch_with_stages_and_sequence_shards():
     config, layout = split_by(
         3, mesh__fsdp=2, mesh__data=1, mesh__stage=2, mesh__context=2, train__per_device_batch_size=1
     )

@@ -14,7 +14,7 @@ def layout_of(devices):
     return make_layout(MeshConfig(fsdp=devices), jax.devices()[:devices])
 
 
-def test_a_device_gets_its_part_only():
+def test_each_device_receives_only_its_rows():
     for devices in (1, 2, 8):
         layout = layout_of(devices)
         placed = layout.put_batch(BATCH, ROWS)
@@ -28,6 +28,6 @@ def test_a_device_gets_its_part_only():
     assert {shard.data.nbytes for shard in whole.addressable_shards} == {BATCH['tokens'].nbytes}
 
 
-def test_a_batch_is_placed_where_hidden_transfers_are_forbidden():
+def test_placement_needs_no_implicit_transfers():
     with jax.transfer_guard('disallow'):
         layout_of(8).put_batch(BATCH, ROWS)

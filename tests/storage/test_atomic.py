@@ -11,7 +11,7 @@ from maxlm.errors import InputError
 from maxlm.storage.atomic import atomic_write, check_new, check_space, new_directory
 
 
-def test_what_is_there_is_not_touched(tmp_path):
+def test_existing_output_is_rejected(tmp_path):
     (tmp_path / 'file').write_text('mine')
     (tmp_path / 'empty').mkdir()
     for path in (tmp_path, tmp_path / 'file'):
@@ -24,7 +24,7 @@ def test_what_is_there_is_not_touched(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['new', 'deep/er', 'empty', 'link'])
-def test_it_appears_at_the_end(tmp_path, name):
+def test_directory_appears_after_completion(tmp_path, name):
     (tmp_path / 'empty').mkdir()
     (tmp_path / 'link').symlink_to(tmp_path / 'empty')
     directory = check_new('--output', str(tmp_path / name))
@@ -39,7 +39,7 @@ def test_it_appears_at_the_end(tmp_path, name):
 
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, OSError])
-def test_an_error_leaves_nothing(tmp_path, error):
+def test_error_leaves_no_files(tmp_path, error):
     (tmp_path / 'other').mkdir()
 
     def fill():
@@ -52,7 +52,7 @@ def test_an_error_leaves_nothing(tmp_path, error):
     assert os.listdir(tmp_path) == ['other']
 
 
-def test_room_on_the_disk(tmp_path, monkeypatch):
+def test_disk_space_check(tmp_path, monkeypatch):
     asked = []
 
     def disk_usage(path):
@@ -66,7 +66,7 @@ def test_room_on_the_disk(tmp_path, monkeypatch):
         check_space('--output', Path(tmp_path / 'x'), 7 * 10**9)
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / 'deep' / 'a'
     with pytest.raises(InputError, match='deep/a: cannot be written: No such file'):
         atomic_write(path, b'old')

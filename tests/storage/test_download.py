@@ -78,7 +78,7 @@ def start(file):
     return subprocess.Popen([sys.executable, '-c', FETCH, *arguments], cwd=ROOT)
 
 
-def test_a_file_is_fetched_in_parts_and_once(gcs, file):
+def test_file_is_downloaded_once_in_chunks(gcs, file):
     added = []
     fetch_file(file, on_bytes=added.append)
     assert file.path.read_bytes() == CONTENT
@@ -90,7 +90,7 @@ def test_a_file_is_fetched_in_parts_and_once(gcs, file):
     assert len(gcs.requests) == requests
 
 
-def test_a_known_checksum_needs_no_question(gcs, file):
+def test_known_checksum_needs_no_metadata_request(gcs, file):
     fetch_file(RemoteFile(file.url, file.path, file.bytes, sha256(CONTENT)))
     assert {one.kind for one in gcs.requests} == {'media'}
 
@@ -103,7 +103,7 @@ def test_odd_sizes(gcs, tmp_path, size):
 
 
 @pytest.mark.multiprocess
-def test_a_killed_process_is_gone_on_for(gcs, file):
+def test_download_of_a_killed_process_is_resumed(gcs, file):
     """Slow: starts a process and kills it."""
     gcs.fault('nothing', times=2)
     held = gcs.fault('hold', times=1)
@@ -152,7 +152,7 @@ def patient(file, waits):
 
 
 @pytest.mark.parametrize('kind', [500, 503, 429, 'reset', 'truncate'])
-def test_what_passes_is_met_by_asking_again(gcs, file, kind):
+def test_transient_errors_are_retried(gcs, file, kind):
     gcs.fault(kind, times=20)
     waits = []
     fetch_file(file, call=patient(file, waits))
@@ -164,7 +164,7 @@ def test_what_passes_is_met_by_asking_again(gcs, file, kind):
     assert [(one.start, one.stop) for one in good] == CHUNKS
 
 
-def test_a_file_does_not_go_on_without_patience(gcs, file):
+def test_transient_errors_are_raised_without_a_retry_policy(gcs, file):
     gcs.fault(503)
     with pytest.raises(TransientStorageError, match=r'^gs://bucket/x/a.bin: the server returned status 503$'):
         fetch_file(file)
@@ -183,7 +183,7 @@ def test_a_file_does_not_go_on_without_patience(gcs, file):
 
 @pytest.mark.parametrize(('kind', 'reason'), [(403, 'access denied'), (401, 'no valid credentials'), (404, 'No such')])
 @pytest.mark.parametrize('requests', ['media', 'get'])
-def test_what_does_not_pass_ends_it(gcs, file, kind, reason, requests):
+def test_permanent_errors_are_raised(gcs, file, kind, reason, requests):
     if requests == 'get':
         # If the object itself is not accessible, gcsfs looks for it in a listing.
         gcs.fault(kind, requests='list')
@@ -197,7 +197,7 @@ def test_what_does_not_pass_ends_it(gcs, file, kind, reason, requests):
 
 @pytest.mark.parametrize('known', [True, False])
 @pytest.mark.parametrize('composed', [True, False])
-def test_a_flipped_bit_is_found_and_fetched_anew(gcs, file, known, composed):
+def test_flipped_bit_is_detected_and_downloaded_again(gcs, file, known, composed):
     """The bucket's MD5 counts if maxlm has no checksum, or its CRC32C if there is no MD5."""
     gcs.put('bucket', 'x/a.bin', CONTENT, composed=composed)
     file = RemoteFile(file.url, file.path, file.bytes, sha256(CONTENT) if known else '')
@@ -214,7 +214,7 @@ def test_a_flipped_bit_is_found_and_fetched_anew(gcs, file, known, composed):
     assert not file.path.exists()
 
 
-def test_a_partial_file_of_something_else_is_thrown_away(gcs, file):
+def test_partial_file_with_other_content_is_discarded(gcs, file):
     file.path.parent.mkdir()
     for wrong in (bytes(50_000), bytes(200_000), bytes(len(CONTENT))):
         file.partial.write_bytes(wrong)
@@ -249,7 +249,7 @@ def test_s3(s3, tmp_path):
         fetch_file(RemoteFile('s3://other/x/b.bin', tmp_path / 'b.bin', 5))
 
 
-def test_what_has_no_checksum_is_gone_on_with_only_where_it_is_the_same(s3, tmp_path):
+def test_download_without_checksum_is_resumed_only_for_the_same_version(s3, tmp_path):
     """Objects of S3 that were uploaded in parts have no MD5."""
 
     def put(content):
@@ -299,7 +299,7 @@ def test_what_has_no_checksum_is_gone_on_with_only_where_it_is_the_same(s3, tmp_
         fetch_file(file, on_bytes=lambda added: put(next(contents)) if added == CHUNK else None)
 
 
-def test_a_disk_that_cannot_be_written_is_named(gcs, file, monkeypatch):
+def test_unwritable_path_is_named(gcs, file, monkeypatch):
     file.path.parent.mkdir()
 
     def full(descriptor, content, start):
@@ -314,7 +314,7 @@ def test_a_disk_that_cannot_be_written_is_named(gcs, file, monkeypatch):
         fetch_file(RemoteFile(file.url, file.path.parent / 'b' / 'a.bin', 5))
 
 
-def test_a_partial_file_that_is_being_fetched_is_not_removed(gcs, file):
+def test_partial_file_of_a_running_download_is_not_removed(gcs, file):
     held = gcs.fault('hold', times=1)
     thread = threading.Thread(target=fetch_file, args=(file,))
     thread.start()

@@ -82,14 +82,14 @@ def test_s3(s3, tmp_path):
 
 
 @pytest.mark.parametrize('page_size', [1, 2, 1000])
-def test_long_listings_come_in_pages(gcs, tmp_path, page_size):
+def test_paginated_listings(gcs, tmp_path, page_size):
     gcs.page_size = page_size
     assert listed('gs://bucket/corpus', tmp_path) == sorted(NAMES)
     lists = [one for one in gcs.asked('list') if one.name == 'corpus/']
     assert len(lists) >= len(NAMES) // page_size
 
 
-def test_some_of_the_files(gcs, tmp_path):
+def test_include_and_max_files(gcs, tmp_path):
     assert listed('gs://bucket/corpus', tmp_path, include='*.jsonl') == ['a.jsonl', 'books/deep/d.jsonl']
     assert listed('gs://bucket/corpus', tmp_path, include='books/*') == [
         'books/b.txt',
@@ -110,12 +110,12 @@ def test_some_of_the_files(gcs, tmp_path):
         ('gs://nobody/corpus', 'gs://nobody/corpus: bucket nobody does not exist'),
     ],
 )
-def test_nothing_there(gcs, tmp_path, url, reason):
+def test_no_files_found(gcs, tmp_path, url, reason):
     with pytest.raises(InputError, match=f'^{reason}$'):
         list_tree(url, tmp_path)
 
 
-def test_a_listing_that_is_denied(gcs, tmp_path):
+def test_denied_listing(gcs, tmp_path):
     gcs.fault(403, requests='get')
     gcs.fault(403, requests='list')
     with pytest.raises(InputError, match='gs://bucket/corpus: access denied'):
@@ -123,13 +123,13 @@ def test_a_listing_that_is_denied(gcs, tmp_path):
 
 
 @pytest.mark.parametrize('name', ['../out', 'a/../../out', 'a//b', './x'])
-def test_names_that_lead_out_of_the_directory_are_refused(gcs, tmp_path, name):
+def test_names_outside_the_directory_are_refused(gcs, tmp_path, name):
     gcs.put('bucket', f'evil/{name}', b'x')
     with pytest.raises(InputError, match='is not a valid local path'):
         list_tree('gs://bucket/evil', tmp_path)
 
 
-def test_a_tree_is_fetched_with_its_folders_and_only_what_is_missing(gcs, tmp_path):
+def test_only_missing_files_are_downloaded(gcs, tmp_path):
     files = list_tree('gs://bucket/corpus', tmp_path)
     fetched, added = [], []
     fetch_tree(files, threads=4, on_alarm=pytest.fail, on_bytes=added.append, on_file=lambda: fetched.append(1))
@@ -159,7 +159,7 @@ def test_files_are_fetched_in_parallel(gcs, tmp_path):
     assert contents(tmp_path) == CONTENTS
 
 
-def test_a_bucket_that_comes_back(gcs, tmp_path):
+def test_outage_of_a_bucket_is_retried(gcs, tmp_path):
     files = list_tree('gs://bucket/corpus', tmp_path)
     gcs.vanish()
     alarms, waits = [], []
@@ -179,7 +179,7 @@ def test_a_bucket_that_comes_back(gcs, tmp_path):
     ]
 
 
-def test_the_first_file_that_cannot_be_had_ends_it(gcs, tmp_path):
+def test_first_permanent_error_stops_the_download(gcs, tmp_path):
     files = list_tree('gs://bucket/corpus', tmp_path)
     gcs.fault(403, match='*/c.txt')
     gcs.fault(403, match='*/c.txt', requests='get')
@@ -192,7 +192,7 @@ def test_the_first_file_that_cannot_be_had_ends_it(gcs, tmp_path):
     assert contents(tmp_path) == CONTENTS
 
 
-def test_another_programs_dataset_json_is_a_file_like_others(gcs, tmp_path):
+def test_dataset_json_of_another_program_is_an_ordinary_file(gcs, tmp_path):
     gcs.put('bucket', 'corpus/books/dataset.json', b'{"name": "books"}')
     files = with_checksums(list_tree('gs://bucket/corpus', tmp_path))
     assert not any(file.sha256 for file in files)
@@ -200,7 +200,7 @@ def test_another_programs_dataset_json_is_a_file_like_others(gcs, tmp_path):
     assert contents(tmp_path) == {**CONTENTS, 'books/dataset.json': b'{"name": "books"}'}
 
 
-def test_local_directories_are_trees_too(tmp_path):
+def test_local_directories(tmp_path):
     source = tmp_path / 'source'
     for name, content in CONTENTS.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)

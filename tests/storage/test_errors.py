@@ -154,7 +154,7 @@ def test_a_panic_is_a_value_error():
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit, KeyError])
-def test_other_errors_than_panics_pass(error):
+def test_other_errors_pass_through(error):
     with pytest.raises(error), catch_panics('tokenizers'):
         raise error
 

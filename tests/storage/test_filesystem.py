@@ -47,7 +47,7 @@ def root(request, tmp_path, bucket):
     return path
 
 
-def test_files_and_directories_are_told_apart(root):
+def test_files_and_directories_are_distinguished(root):
     file = stat(f'{root}/d/b.txt')
     assert (file.path, file.name, file.size, file.is_directory) == (f'{root}/d/b.txt', 'b.txt', 2, False)
     assert file.version
@@ -63,13 +63,13 @@ def test_a_directory_is_listed_sorted(root):
     ]
 
 
-def test_a_walk_finds_all_but_what_is_skipped(root):
+def test_walk_with_skipped_names(root):
     assert {entry.name: entry.size for entry in walk(root)} == {name: len(text) for name, text in CONTENTS.items()}
     kept = {entry.name: entry.path for entry in walk(f'{root}/', skip=lambda name: name.startswith('.'))}
     assert kept == {name: f'{root}/{name}' for name in CONTENTS if '/.' not in name}
 
 
-def test_files_are_read_at_any_place(root):
+def test_read_and_seek(root):
     fill(root, {'long': bytes(range(256)) * 10_000})
     with open_file(f'{root}/long') as file, open_file(f'{root}/long') as other:
         assert file.read(3) == b'\x00\x01\x02'
@@ -95,14 +95,14 @@ def test_the_version_changes_with_the_file(root):
     assert stat(f'{root}/a.txt').version != before
 
 
-def test_what_is_missing_is_named(root):
+def test_missing_path_is_named(root):
     for use in (stat, open_file, list_directory, lambda path: list(walk(path))):
         if use in (stat, open_file) or not is_url(root):
             with pytest.raises(StorageError, match=rf'^{root}/none: No such file or directory$'):
                 use(f'{root}/none')
 
 
-def test_links_are_not_entered_and_may_lead_nowhere(tmp_path):
+def test_links_are_not_followed_and_may_be_dangling(tmp_path):
     fill(tmp_path, CONTENTS)
     (tmp_path / 'gone').symlink_to(tmp_path / 'nothing')
     (tmp_path / 'again').symlink_to(tmp_path / 'd')
@@ -111,7 +111,7 @@ def test_links_are_not_entered_and_may_lead_nowhere(tmp_path):
     assert found == {**{name: len(text) for name, text in CONTENTS.items()}, 'gone': 0, 'file': 1}
 
 
-def test_remote_facts_that_tell_a_version():
+def test_version_from_remote_metadata():
     def version(**facts):
         return _remote_entry('gs://b/x', 'x', {'type': 'file', 'size': 1, **facts}).version
 
@@ -145,7 +145,7 @@ def test_an_unknown_protocol_is_named():
         stat('nothing://x')
 
 
-def test_a_storage_that_fails_while_it_is_read_is_named(bucket, monkeypatch):
+def test_url_of_a_failed_read_is_named(bucket, monkeypatch):
     fill(bucket, {'x': b'abc'})
     with open_file(f'{bucket}/x') as file:
         monkeypatch.setattr('fsspec.implementations.memory.MemoryFile.read', lambda *_: 1 / 0)

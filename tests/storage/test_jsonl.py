@@ -18,7 +18,7 @@ def path(tmp_path):
     return tmp_path / 'x.jsonl'
 
 
-def test_no_file_is_no_lines(path):
+def test_missing_file_has_no_lines(path):
     assert read_lines(path) == ([], False)
 
 
@@ -34,7 +34,7 @@ def test_no_file_is_no_lines(path):
         (b'{', 0, True),
     ],
 )
-def test_a_last_line_that_is_not_whole_is_left_out_and_told(path, content, count, torn):
+def test_incomplete_last_line_is_skipped_and_reported(path, content, count, torn):
     path.write_bytes(content)
     found = read_lines(path)
     assert (len(found.lines), found.torn) == (count, torn)
@@ -43,13 +43,13 @@ def test_a_last_line_that_is_not_whole_is_left_out_and_told(path, content, count
 
 
 @pytest.mark.parametrize('line', [b'{"a": 1', b'nonsense', b'[1]', b'', b'\xff', b'[' * 100_000])
-def test_another_line_that_is_no_object_is_an_error_that_tells_where(path, line):
+def test_invalid_line_is_an_error_with_its_number(path, line):
     path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
     with pytest.raises(InputError, match=r'x\.jsonl: line 2 '):
         read_lines(path)
 
 
-def test_what_is_written_is_read_and_nan_is_null(path):
+def test_round_trip_with_nan_as_null(path):
     writer = JsonlWriter(path)
     writer.write({'a': math.nan, 'b': {'c': [1.5, math.inf]}, 'd': 'ü\n"', 'e': None})
     writer.write({'a': 2})
@@ -57,13 +57,13 @@ def test_what_is_written_is_read_and_nan_is_null(path):
     assert path.read_text().count('\n') == 2
 
 
-def test_what_a_killed_life_has_left_is_cut_off_before_the_next_line(path):
+def test_incomplete_line_of_a_killed_attempt_is_removed(path):
     path.write_bytes(b'{"a": 1}\n{"a": 2')
     JsonlWriter(path).write({'a': 3})
     assert [line['a'] for line in read_lines(path).lines] == [1, 3]
 
 
-def test_threads_do_not_tear_each_others_lines(path):
+def test_concurrent_writes_do_not_mix_lines(path):
     writer = JsonlWriter(path)
     threads = [
         threading.Thread(target=lambda: [writer.write({'a': number, 'text': 'x' * 500}) for number in range(50)])
@@ -85,7 +85,7 @@ def warnings(monkeypatch):
     return records
 
 
-def test_a_full_disk_is_said_once_and_the_next_line_is_whole(path, warnings, monkeypatch):
+def test_full_disk_is_reported_once_and_the_next_line_is_complete(path, warnings, monkeypatch):
     writer = JsonlWriter(path)
     writer.write({'a': 1})
     write = lines_module.os.write
@@ -102,7 +102,7 @@ def test_a_full_disk_is_said_once_and_the_next_line_is_whole(path, warnings, mon
     assert [line['a'] for line in read_lines(path).lines] == [1, 4]
 
 
-def test_a_directory_that_is_gone_ends_nothing(tmp_path, warnings):
+def test_missing_directory_is_a_warning(tmp_path, warnings):
     writer = JsonlWriter(tmp_path / 'gone' / 'x.jsonl')
     writer.write({'a': 1})
     writer.write({'a': 2})
@@ -114,7 +114,7 @@ def test_a_directory_that_is_gone_ends_nothing(tmp_path, warnings):
     assert read_lines(tmp_path / 'gone' / 'x.jsonl').lines == [{'a': 4}]
 
 
-def test_the_whole_file_is_replaced_at_once(path):
+def test_file_is_replaced_atomically(path):
     writer = JsonlWriter(path)
     for number in range(3):
         writer.write({'a': number})

@@ -61,7 +61,7 @@ def read_bytes(monkeypatch):
     return counts
 
 
-def test_only_what_is_new_is_read(file, read_bytes):
+def test_only_new_bytes_are_read(file, read_bytes):
     first = ''.join(line(step, text='x' * 100) for step in range(1000))
     file.write(first)
     assert file.update()
@@ -72,14 +72,14 @@ def test_only_what_is_new_is_read(file, read_bytes):
     assert read_bytes == [len(first), OVERLAP_BYTES + len(line(1000))]
 
 
-def test_what_has_not_changed_is_not_read(file, read_bytes):
+def test_unchanged_file_is_not_read(file, read_bytes):
     file.write(line(1))
     assert file.update()
     assert not file.update()
     assert len(read_bytes) == 1
 
 
-def test_a_torn_last_line_is_left_out_until_it_is_whole(file):
+def test_incomplete_last_line_is_skipped_until_it_is_complete(file):
     text = line(2, name='ü').encode()
     for cut in range(1, len(text)):
         file.write(line(1).encode() + text[:cut])
@@ -93,7 +93,7 @@ def test_a_torn_last_line_is_left_out_until_it_is_whole(file):
 
 
 @pytest.mark.parametrize('more', [0, 3, 500])
-def test_a_file_that_was_written_anew_is_read_from_its_start(file, more):
+def test_rewritten_file_is_read_from_its_start(file, more):
     file.write(''.join(line(step, time=1) for step in range(100)))
     file.update()
     # As after a rollback, the first lines are unchanged and later lines differ but have the same length.
@@ -103,7 +103,7 @@ def test_a_file_that_was_written_anew_is_read_from_its_start(file, more):
     assert [one['time'] for one in file.tail.lines] == [1] * 50 + [2] * more
 
 
-def test_a_file_that_is_gone_has_no_lines(file):
+def test_deleted_file_has_no_lines(file):
     file.write(line(1))
     file.update()
     file.path.unlink()
@@ -116,7 +116,7 @@ def test_a_file_that_is_gone_has_no_lines(file):
 
 
 @pytest.mark.parametrize('bad', ['{', 'null', '[1]', '', '{"a": 1} {"b": 2}', '\x00', '"', '[' * 100_000])
-def test_what_is_no_object_is_left_out_and_counted(file, bad):
+def test_invalid_lines_are_skipped_and_counted(file, bad):
     file.write(line(1) + bad + '\n' + line(2))
     file.update()
     assert (file.steps, file.tail.bad) == ([1, 2], 1)
@@ -126,13 +126,13 @@ def test_what_is_no_object_is_left_out_and_counted(file, bad):
     assert file.tail.notes('x.jsonl') == ['x.jsonl: skipped 2 lines that are not JSON']
 
 
-def test_bytes_that_are_no_letters_are_a_bad_line(file):
+def test_invalid_utf8_is_an_invalid_line(file):
     file.write(line(1).encode() + b'\xff\xfe\n' + line(2).encode())
     file.update()
     assert (file.steps, file.tail.bad) == ([1, 2], 1)
 
 
-def test_a_file_that_cannot_be_read_leaves_what_was_read(file, monkeypatch):
+def test_read_error_keeps_previous_lines(file, monkeypatch):
     file.write(line(1))
     file.update()
     file.write(line(2), 'a')

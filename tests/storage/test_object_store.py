@@ -49,7 +49,7 @@ def test_threads_share_a_file_system(gcs):
 
 @pytest.mark.multiprocess
 @pytest.mark.filterwarnings('ignore:.*fork:DeprecationWarning', 'ignore:.*fork:RuntimeWarning')
-def test_a_forked_process_has_its_own(gcs):
+def test_forked_process_has_its_own_file_system(gcs):
     assert read_file('gs://bucket/a') == b'content'
     context = multiprocessing.get_context('fork')
     results = context.SimpleQueue()
@@ -60,7 +60,7 @@ def test_a_forked_process_has_its_own(gcs):
     assert results.get() == b'content'
 
 
-def test_what_google_tells_of_content(gcs):
+def test_checksum_from_gcs(gcs):
     md5 = hashlib.md5(b'content').hexdigest()
     assert checksum('gs://bucket/a') == Checksum('md5', md5)
     stored = gcs.put('bucket', 'composed', b'content', composed=True)
@@ -70,7 +70,7 @@ def test_what_google_tells_of_content(gcs):
     assert base64.b64decode(zeros.crc32c).hex() == '8a9136aa'
 
 
-def test_what_amazon_tells_of_content(s3):
+def test_checksum_from_s3(s3):
     md5 = hashlib.md5(b'content').hexdigest()
     s3.put_object(Bucket='bucket', Key='plain', Body=b'content')
     assert checksum('s3://bucket/plain') == Checksum('md5', md5)
@@ -82,7 +82,7 @@ def test_what_amazon_tells_of_content(s3):
     assert checksum('s3://bucket/kms').version
 
 
-def test_what_a_disk_tells_of_content(tmp_path):
+def test_version_of_local_files(tmp_path):
     (tmp_path / 'a').write_bytes(b'content')
     before = checksum(f'file://{tmp_path}/a')
     assert before.kind == ''
@@ -101,14 +101,14 @@ def test_a_missing_extra_and_an_unknown_protocol_are_named(monkeypatch):
         open_filesystem('nonsense://bucket/x')
 
 
-def test_a_bucket_that_is_silent_is_not_waited_for(gcs, monkeypatch):
+def test_request_without_answer_times_out(gcs, monkeypatch):
     monkeypatch.setattr(object_store, 'SILENCE_SECONDS', 0.05)
     gcs.fault('hold')
     with pytest.raises(TransientStorageError, match=r'^gs://bucket/a: no answer \(timed out\)$'):
         read_file('gs://bucket/a')
 
 
-def test_one_line_of_what_libraries_raise():
+def test_library_errors_become_one_line():
     def fail():
         raise RuntimeError('first\nsecond')
 

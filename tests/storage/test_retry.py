@@ -53,7 +53,7 @@ def test_requests_that_fail_together_warn_once():
     assert warnings == ['a fails; failure, retrying in 1 s', 'gs://x/a: the bucket responds again']
 
 
-def test_a_request_that_ends_with_an_error_does_not_say_that_the_bucket_answers():
+def test_failed_request_does_not_report_recovery():
     warnings = []
     errors = iter([TransientStorageError('a fails'), InputError('closed')])
 
@@ -65,7 +65,7 @@ def test_a_request_that_ends_with_an_error_does_not_say_that_the_bucket_answers(
     assert warnings == ['a fails; failure, retrying in 1 s']
 
 
-def test_patience_ends(monkeypatch):
+def test_retries_stop_after_patience_seconds(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr('tenacity.time.monotonic', lambda: clock[0])
     waits = []

@@ -38,7 +38,7 @@ def uploads(gcs):
     return [one.name.removeprefix('runs/one/checkpoints/') for one in gcs.asked('upload') if one.status == 200]
 
 
-def test_a_step_comes_back(bucket, tmp_path):
+def test_uploaded_step_is_downloaded_unchanged(bucket, tmp_path):
     folder = write_step(tmp_path, 3)
     assert complete_steps(bucket) == []
     upload(bucket, 3, folder)
@@ -50,7 +50,7 @@ def test_a_step_comes_back(bucket, tmp_path):
     assert listed_steps(bucket) == {}
 
 
-def test_files_that_are_sent_in_parts(bucket, tmp_path, monkeypatch):
+def test_multipart_uploads(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(bucket_module, 'PART_BYTES', 5 * 2**20)
     folder = write_step(tmp_path, 3)
     for number, size in enumerate((5 * 2**20 - 1, 10 * 2**20, 10 * 2**20 + 1)):
@@ -63,7 +63,7 @@ def test_files_that_are_sent_in_parts(bucket, tmp_path, monkeypatch):
     assert content(tmp_path / 'back') == content(folder)
 
 
-def test_the_marker_comes_last(gcs, tmp_path):
+def test_commit_marker_is_uploaded_last(gcs, tmp_path):
     upload(Bucket('gs://bucket/runs/one'), 3, write_step(tmp_path, 3))
     sent = uploads(gcs)
     assert sent[-2:] == [f'3/{MANIFEST}', f'3/{COMMIT_MARKER}']
@@ -72,7 +72,7 @@ def test_the_marker_comes_last(gcs, tmp_path):
 
 
 @pytest.mark.parametrize('served', range(9))
-def test_an_upload_that_breaks_off_is_invisible_and_goes_on(gcs, tmp_path, served):
+def test_interrupted_upload_is_invisible_and_can_be_resumed(gcs, tmp_path, served):
     bucket, folder = Bucket('gs://bucket/runs/one'), write_step(tmp_path, 3)
     for _ in range(served):
         gcs.wire_faults.append(WireFault(WRITES, times=1))
@@ -92,7 +92,7 @@ def test_an_upload_that_breaks_off_is_invisible_and_goes_on(gcs, tmp_path, serve
     assert content(tmp_path / 'back') == content(folder)
 
 
-def test_what_is_there_is_not_sent_again_and_what_is_other_is(bucket, tmp_path, monkeypatch):
+def test_only_changed_files_are_uploaded_again(bucket, tmp_path, monkeypatch):
     sent = []
     put_file = Bucket.put_file
 
@@ -117,7 +117,7 @@ def test_what_is_there_is_not_sent_again_and_what_is_other_is(bucket, tmp_path, 
     assert content(tmp_path / 'back') == content(folder)
 
 
-def test_another_step_of_the_same_number_replaces_it(bucket, tmp_path):
+def test_step_with_the_same_number_is_replaced(bucket, tmp_path):
     upload(bucket, 3, write_step(tmp_path / 'a', 3))
     bucket.put('checkpoints/3/surplus', b'x')
     other = write_step(tmp_path / 'b', 3, 'another life')
@@ -127,7 +127,7 @@ def test_another_step_of_the_same_number_replaces_it(bucket, tmp_path):
     assert 'checkpoints/3/surplus' not in bucket.list()
 
 
-def test_faults_that_pass_are_none(gcs, tmp_path):
+def test_transient_faults_are_retried(gcs, tmp_path):
     bucket, folder = Bucket('gs://bucket/runs/one'), write_step(tmp_path, 3)
     for facts in ({'status': 503}, {'status': 429}, {'drop': 'before'}, {'drop': 'after'}, {'delay': 0.3}):
         # Together these are fewer faults than the client's retries, since one request may meet all of them.
@@ -140,7 +140,7 @@ def test_faults_that_pass_are_none(gcs, tmp_path):
 
 
 @pytest.mark.parametrize('served', range(1, 6))
-def test_a_deletion_that_breaks_off_leaves_nothing_visible(gcs, tmp_path, served):
+def test_interrupted_deletion_leaves_no_complete_step(gcs, tmp_path, served):
     bucket, folder = Bucket('gs://bucket/runs/one'), write_step(tmp_path, 3)
     upload(bucket, 3, folder)
     for _ in range(served):
@@ -155,7 +155,7 @@ def test_a_deletion_that_breaks_off_leaves_nothing_visible(gcs, tmp_path, served
     assert listed_steps(bucket) == {}
 
 
-def test_damage_in_the_bucket_is_found(bucket, tmp_path):
+def test_damage_in_the_bucket_is_detected(bucket, tmp_path):
     folder = write_step(tmp_path, 3)
     upload(bucket, 3, folder)
     before = (folder / NAMES[3]).read_bytes()
@@ -167,7 +167,7 @@ def test_damage_in_the_bucket_is_found(bucket, tmp_path):
     assert content(tmp_path / 'back') == content(folder)
 
 
-def test_what_an_earlier_try_left_is_checked(bucket, tmp_path):
+def test_files_of_an_earlier_download_are_checked(bucket, tmp_path):
     folder = write_step(tmp_path, 3)
     upload(bucket, 3, folder)
     shutil.copytree(folder, tmp_path / 'back')
@@ -180,7 +180,7 @@ def test_what_an_earlier_try_left_is_checked(bucket, tmp_path):
 @pytest.mark.parametrize(
     'manifest', [b'', b'[]', b'{"files": 3}', b'{"files": {"a": 1}}', b'{"files": {"../../out": [1, "aa"]}}']
 )
-def test_a_manifest_that_is_none(bucket, tmp_path, manifest):
+def test_invalid_manifest(bucket, tmp_path, manifest):
     upload(bucket, 3, write_step(tmp_path, 3))
     facts = json.loads(bucket.read(f'checkpoints/3/{MANIFEST}'))
     assert facts['files'].keys() == {*NAMES}

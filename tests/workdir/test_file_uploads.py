@@ -17,7 +17,7 @@ def write(workdir, *names):
         (workdir / name).write_text(LINE)
 
 
-def test_what_a_run_tells_of_itself_goes_with_it(url, bucket, tmp_path):
+def test_log_files_are_uploaded_and_downloaded(url, bucket, tmp_path):
     others = ['report.html', 'tensorboard/events.1', 'profile/plugins/x/trace.pb', 'wandb/run-1/run.wandb']
     write(tmp_path / 'a', *NAMES, *others, 'goodput-1.jsonl', 'notes.txt')
     (tmp_path / 'a' / 'wandb' / 'latest').symlink_to('run-1/run.wandb')
@@ -32,7 +32,7 @@ def test_what_a_run_tells_of_itself_goes_with_it(url, bucket, tmp_path):
     assert {'events.jsonl', 'goodput.jsonl', 'devices.jsonl', 'samples.jsonl'} < found
 
 
-def test_another_process_brings_what_it_writes_itself(url, bucket, tmp_path):
+def test_other_processes_upload_their_own_files(url, bucket, tmp_path):
     write(tmp_path, 'goodput.jsonl', 'goodput-1.jsonl', 'goodput-3.jsonl', 'devices-3.jsonl', 'run.log')
     with RunStorage(tmp_path, url, process=3, **FAST) as storage:
         pass
@@ -44,7 +44,7 @@ def test_another_process_brings_what_it_writes_itself(url, bucket, tmp_path):
 
 
 @pytest.mark.parametrize('process', [0, 2])
-def test_the_last_lines_come_after_the_end(url, bucket, tmp_path, process):
+def test_last_lines_are_uploaded_after_close(url, bucket, tmp_path, process):
     name = f'goodput-{process}.jsonl' if process else 'goodput.jsonl'
     write(tmp_path, name)
     with RunStorage(tmp_path, url, process=process, **FAST) as storage:
@@ -55,7 +55,7 @@ def test_the_last_lines_come_after_the_end(url, bucket, tmp_path, process):
     assert bucket.read(name).decode() == LINE * 2
 
 
-def test_a_bucket_that_is_gone_at_the_very_end_ends_nothing(gcs, tmp_path, log):
+def test_missing_bucket_at_the_end_causes_no_error(gcs, tmp_path, log):
     write(tmp_path, 'goodput.jsonl')
     with RunStorage(tmp_path, 'gs://bucket/runs/one', **FAST) as storage:
         pass

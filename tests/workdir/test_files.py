@@ -36,7 +36,7 @@ def refusal(workdir, config, tokenizer, *parts):
         assert part in message, message
 
 
-def test_the_config_comes_back(tmp_path, tokenizer):
+def test_config_round_trip(tmp_path, tokenizer):
     config = small_config(num_devices=8, mesh__tensor=2, model__vocab_size=64, optimizer__learning_rate=1 / 3)
     start(tmp_path / 'a' / 'b', config, tokenizer)
     assert read_config(tmp_path / 'a' / 'b') == config
@@ -45,13 +45,13 @@ def test_the_config_comes_back(tmp_path, tokenizer):
     assert {entry.name for entry in (tmp_path / 'a' / 'b').iterdir()} == {CONFIG, TOKENIZER}
 
 
-def test_the_chat_template_comes_with_the_tokenizer(tmp_path, tokenizer):
+def test_chat_template_is_copied_with_the_tokenizer(tmp_path, tokenizer):
     (tmp_path / 'chat_template.jinja').write_text('{{ messages }}')
     start(tmp_path / 'run', small_config(), tokenizer)
     assert (tmp_path / 'run' / 'chat_template.jinja').read_text() == '{{ messages }}'
 
 
-def test_what_may_change_between_two_lives_is_written_anew(tmp_path, tokenizer):
+def test_changeable_settings_are_overwritten_by_the_next_attempt(tmp_path, tokenizer):
     start(tmp_path / 'run', small_config(), tokenizer)
     config = small_config(model__dropout=0.5, model__remat_policy='full', model__dtype='bfloat16', train__num_steps=99)
     start(tmp_path / 'run', config, tokenizer)
@@ -81,7 +81,7 @@ def test_another_model_is_refused_and_nothing_changes(tmp_path, tokenizer, key, 
 
 
 @pytest.mark.parametrize('below', ['file', 'file/run', 'file/a/b'])
-def test_a_regular_file_is_in_the_way(tmp_path, tokenizer, below):
+def test_regular_file_in_place_of_the_workdir(tmp_path, tokenizer, below):
     (tmp_path / 'file').write_text('mine')
     refusal(tmp_path / below, small_config(), tokenizer)
     assert (tmp_path / 'file').read_text() == 'mine'
@@ -145,7 +145,7 @@ def test_no_permission_to_read_the_config(open_folder):
         b'[' * 100_000,
     ],
 )
-def test_a_garbled_config_is_named(tmp_path, tokenizer, content):
+def test_invalid_config_is_named(tmp_path, tokenizer, content):
     path = tmp_path / 'run' / CONFIG
     path.parent.mkdir()
     path.write_bytes(content)

@@ -58,7 +58,7 @@ def left(workdir):
     return sorted(entry.name for entry in workdir.iterdir())
 
 
-def test_a_second_run_is_refused_and_told_whose_it_is(tmp_path, record_property):
+def test_second_run_is_refused_and_the_holder_is_named(tmp_path, record_property):
     tries = how_many(2, 20)
     first = start(tmp_path)
     assert first.stdout.readline() == 'held\n'
@@ -79,7 +79,7 @@ def test_a_second_run_is_refused_and_told_whose_it_is(tmp_path, record_property)
 
 
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
-def test_of_a_killed_process_it_is_free_and_of_a_stopped_one_not(tmp_path, log, number):
+def test_lock_of_a_killed_process_is_free_but_not_of_a_stopped_process(tmp_path, log, number):
     holder = start(tmp_path)
     assert holder.stdout.readline() == 'held\n'
     holder.send_signal(number)
@@ -100,7 +100,7 @@ def test_of_a_killed_process_it_is_free_and_of_a_stopped_one_not(tmp_path, log, 
         holder.communicate()
 
 
-def test_one_of_many_takes_over(tmp_path):
+def test_one_of_several_processes_takes_over(tmp_path):
     plant(tmp_path, pid=2**22 + 1, born='1')
     everybody = [start(tmp_path) for _ in range(6)]
     try:
@@ -116,7 +116,7 @@ def test_one_of_many_takes_over(tmp_path):
     assert left(tmp_path) == []
 
 
-def test_another_machine_that_shows_life_is_left_alone(tmp_path):
+def test_lock_with_heartbeats_of_another_machine_is_respected(tmp_path):
     plant(tmp_path, host='elsewhere', kernel='another')
     ended = threading.Event()
 
@@ -137,7 +137,7 @@ def test_another_machine_that_shows_life_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize('content', [None, '', '{"host": "x"}'])
-def test_an_old_lock_of_another_machine_or_of_nobody_is_taken_over(tmp_path, log, content):
+def test_stale_lock_of_another_machine_or_unknown_run_is_taken_over(tmp_path, log, content):
     plant(tmp_path, host='elsewhere', kernel='another')
     if content is not None:
         (tmp_path / LOCK).write_text(content)
@@ -153,7 +153,7 @@ def test_an_old_lock_of_another_machine_or_of_nobody_is_taken_over(tmp_path, log
 @pytest.mark.parametrize(
     'content', [b'', b'garbage', b'\xff\xfe\0', b'[1]', b'{"host": "x"}', b'{"token": "x"', b'[' * 10**5]
 )
-def test_a_fresh_file_that_is_no_lock_is_refused_at_once(tmp_path, content):
+def test_fresh_file_that_is_not_a_lock_is_refused_immediately(tmp_path, content):
     (tmp_path / LOCK).write_bytes(content)
     # The error comes at once: waiting for these intervals would exceed the timeout of the test.
     with (
@@ -175,7 +175,7 @@ def test_a_lock_of_another_version_is_watched(tmp_path):
         assert time.monotonic() - before >= QUICK['stale_seconds'] / 2
 
 
-def test_where_hard_links_cannot_be_made(tmp_path, monkeypatch):
+def test_file_system_without_hard_links(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError
 
@@ -187,7 +187,7 @@ def test_where_hard_links_cannot_be_made(tmp_path, monkeypatch):
     assert left(tmp_path) == []
 
 
-def test_a_lost_lock_is_noticed_and_left_to_the_other(tmp_path):
+def test_lost_lock_is_reported_and_not_retaken(tmp_path):
     told, heard = [], threading.Event()
 
     def on_lost(reason):
@@ -208,7 +208,7 @@ def test_a_lost_lock_is_noticed_and_left_to_the_other(tmp_path):
     assert json.loads((tmp_path / LOCK).read_text())['token'] == 'planted'
 
 
-def test_a_directory_that_cannot_be_written(tmp_path):
+def test_unwritable_directory(tmp_path):
     (tmp_path / 'file').touch()
     with (
         pytest.raises(InputError, match=r'run\.lock cannot be written: Not a directory'),
@@ -217,7 +217,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         pass
 
 
-def test_who_is_alive():
+def test_is_alive():
     me = this_process()
     assert is_alive(me) is True
     # Another process now has the same number.

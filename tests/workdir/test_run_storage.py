@@ -38,7 +38,7 @@ def lines(workdir):
     return [json.loads(line)['step'] for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
 
 
-def test_a_run_goes_on_on_an_empty_machine(url, tmp_path):
+def test_run_resumes_on_an_empty_machine(url, tmp_path):
     live(tmp_path / 'a', url, 1, 2)
     storage = RunStorage(tmp_path / 'b', url)
     storage.fetch()
@@ -57,7 +57,7 @@ def test_a_run_goes_on_on_an_empty_machine(url, tmp_path):
     assert storage.remote_steps() == [1, 2, 3, 4]
 
 
-def test_a_run_that_is_killed_keeps_what_it_has_here(url, tmp_path):
+def test_killed_run_keeps_local_files(url, tmp_path):
     live(tmp_path, url, 1)
     # This step is not uploaded yet.
     write_step(tmp_path, 2)
@@ -73,7 +73,7 @@ def test_a_run_that_is_killed_keeps_what_it_has_here(url, tmp_path):
     assert storage.remote_steps() == [1, 2, 3]
 
 
-def test_files_that_another_machine_wrote_are_not_lost_here(url, tmp_path):
+def test_replaced_local_files_are_kept(url, tmp_path):
     live(tmp_path / 'a', url, 1)
     (tmp_path / 'b').mkdir()
     (tmp_path / 'b' / 'metrics.jsonl').write_text('{"step": 99}\n')
@@ -82,7 +82,7 @@ def test_files_that_another_machine_wrote_are_not_lost_here(url, tmp_path):
     assert (tmp_path / 'b' / 'metrics.jsonl.replaced').read_text() == '{"step": 99}\n'
 
 
-def test_steps_that_vanished_from_the_bucket_are_uploaded_again(bucket, url, tmp_path):
+def test_steps_missing_from_the_bucket_are_uploaded_again(bucket, url, tmp_path):
     live(tmp_path, url, 1, 2)
     bucket.delete(['checkpoints/1/commit_success.txt'])
     assert complete_steps(bucket) == [2]
@@ -90,7 +90,7 @@ def test_steps_that_vanished_from_the_bucket_are_uploaded_again(bucket, url, tmp
     assert complete_steps(bucket) == [1, 2, 3]
 
 
-def test_a_damaged_step_is_fetched(bucket, url, tmp_path):
+def test_damaged_step_is_downloaded_again(bucket, url, tmp_path):
     storage = live(tmp_path, url, 1)
     folder = tmp_path / 'checkpoints' / '1'
     expected = content(folder)
@@ -100,7 +100,7 @@ def test_a_damaged_step_is_fetched(bucket, url, tmp_path):
     assert storage.is_uploaded(1)
 
 
-def test_an_outage_at_the_start_is_not_taken_for_a_new_run(gcs, tmp_path, log):
+def test_outage_at_the_start_does_not_start_a_new_run(gcs, tmp_path, log):
     live(tmp_path / 'a', URL, 1)
     gcs.vanish()
     with pytest.raises(
@@ -116,14 +116,14 @@ def test_an_outage_at_the_start_is_not_taken_for_a_new_run(gcs, tmp_path, log):
     assert [line for line in log() if 'retrying in' in line]
 
 
-def test_a_refusal_at_the_start_is_told_at_once(gcs, tmp_path):
+def test_refused_access_at_the_start_is_reported_immediately(gcs, tmp_path):
     gcs.wire_faults.append(WireFault(status=403))
     with pytest.raises(InputError, match=r'refused .*check the bucket name and the credentials'):
         RunStorage(tmp_path, URL).fetch()
 
 
 @pytest.mark.parametrize('kind', ['gs', 's3'])
-def test_a_bucket_that_is_not_there(kind, tmp_path, request, monkeypatch):
+def test_missing_bucket(kind, tmp_path, request, monkeypatch):
     from tests.buckets import s3
 
     if kind == 'gs':
@@ -139,7 +139,7 @@ def test_a_bucket_that_is_not_there(kind, tmp_path, request, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_flags_mean(tmp_path, gcs):
+def test_flags(tmp_path, gcs):
     cache = str(tmp_path / 'cache')
     plain = open_run_storage(str(tmp_path / 'run'))
     assert (plain.workdir, str(plain.checkpoint_directory)) == (tmp_path / 'run', str(tmp_path / 'run' / 'checkpoints'))
@@ -162,7 +162,7 @@ def test_what_the_flags_mean(tmp_path, gcs):
 @pytest.mark.parametrize(
     'url', ['gs://', 'gs://B/run', 's3://user:hunter2@bucket/run', 'gs://bucket/run?token=hunter2', 'http://bucket/run']
 )
-def test_urls_that_cannot_be_used(url, tmp_path):
+def test_invalid_urls(url, tmp_path):
     for workdir, mirror in ((url, ''), (str(tmp_path), url)):
         with pytest.raises(InputError, match='must have the form gs://bucket/run or s3://bucket/run') as info:
             open_run_storage(workdir, mirror=mirror)
@@ -182,7 +182,7 @@ def test_only_the_first_process_uploads(gcs, tmp_path):
 
 
 @pytest.mark.parametrize('status', [401, 403, 503])
-def test_secrets_are_not_told(gcs, tmp_path, log, monkeypatch, status):
+def test_secrets_are_not_logged(gcs, tmp_path, log, monkeypatch, status):
     secrets = {'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'planted-token', 'AWS_SECRET_ACCESS_KEY': 'planted-secret'}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)

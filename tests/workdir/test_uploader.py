@@ -50,7 +50,7 @@ def remove(workdir, *steps):
         shutil.rmtree(workdir / 'checkpoints' / str(step))
 
 
-def test_the_bucket_follows_what_the_run_keeps(bucket, tmp_path):
+def test_bucket_mirrors_local_steps(bucket, tmp_path):
     mirror = mirror_of(tmp_path, bucket)
     assert not mirror.work()
     for step in (1, 2, 3):
@@ -85,7 +85,7 @@ def test_the_last_copy_is_not_deleted(bucket, tmp_path):
     assert complete_steps(bucket) == [2, 3]
 
 
-def test_nothing_is_deleted_before_what_is_newer_is_complete(gcs, tmp_path):
+def test_old_step_is_deleted_after_a_newer_step_is_complete(gcs, tmp_path):
     bucket = Bucket(URL)
     write_step(tmp_path, 1)
     mirror = mirror_of(tmp_path, bucket)
@@ -102,7 +102,7 @@ def test_nothing_is_deleted_before_what_is_newer_is_complete(gcs, tmp_path):
     assert complete_steps(bucket) == [2]
 
 
-def test_a_step_of_a_number_that_was_there_before_is_uploaded(bucket, tmp_path):
+def test_new_step_with_an_old_number_is_uploaded(bucket, tmp_path):
     write_step(tmp_path, 1)
     work_off(mirror_of(tmp_path, bucket))
     remove(tmp_path, 1)
@@ -135,7 +135,7 @@ def test_steps_of_other_machines(bucket, tmp_path):
     assert complete_steps(bucket) == [2, 5, 7]
 
 
-def test_a_step_that_the_run_deletes_while_it_is_sent(gcs, tmp_path):
+def test_step_deleted_during_its_upload(gcs, tmp_path):
     write_step(tmp_path, 1)
     hold = gcs.fault('hold', '*/0a1b', requests='upload')
     mirror = mirror_of(tmp_path, Bucket(URL))
@@ -151,7 +151,7 @@ def test_a_step_that_the_run_deletes_while_it_is_sent(gcs, tmp_path):
     assert content(tmp_path / 'back') == expected
 
 
-def test_without_links_the_step_itself_is_read(gcs, tmp_path, monkeypatch):
+def test_upload_without_hard_links(gcs, tmp_path, monkeypatch):
     def no_links(*_, **__):
         raise OSError(95, 'Operation not supported')
 
@@ -163,7 +163,7 @@ def test_without_links_the_step_itself_is_read(gcs, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('fault', ['outage', '403', '503'])
-def test_training_goes_on_through_an_outage(gcs, tmp_path, log, fault):
+def test_training_continues_during_an_outage(gcs, tmp_path, log, fault):
     with RunStorage(tmp_path, URL, **FAST) as storage:
         write_step(tmp_path, 1)
         until(lambda: storage.is_uploaded(1))
@@ -183,7 +183,7 @@ def test_training_goes_on_through_an_outage(gcs, tmp_path, log, fault):
     assert [line for line in log() if 'responds again' in line]
 
 
-def test_silence_is_said(gcs, tmp_path, log):
+def test_stalled_upload_is_reported(gcs, tmp_path, log):
     hold = gcs.fault('hold', '*/0a1b', requests='upload')
     with RunStorage(tmp_path, URL, stall_seconds=0.2, **FAST):
         write_step(tmp_path, 1)
@@ -192,7 +192,7 @@ def test_silence_is_said(gcs, tmp_path, log):
     assert complete_steps(Bucket(URL)) == [1]
 
 
-def test_no_silence_no_warning(gcs, tmp_path, log):
+def test_no_warning_without_a_stall(gcs, tmp_path, log):
     with RunStorage(tmp_path, URL, **FAST) as storage:
         write_step(tmp_path, 1)
         until(lambda: storage.is_uploaded(1))
@@ -200,7 +200,7 @@ def test_no_silence_no_warning(gcs, tmp_path, log):
     assert mirror_module.STALL_SECONDS < 60
 
 
-def test_the_end_does_not_wait_for_ever(gcs, tmp_path, log, monkeypatch):
+def test_close_has_a_timeout(gcs, tmp_path, log, monkeypatch):
     # Failed attempts are no progress.
     monkeypatch.setattr(mirror_module, 'MAX_WAIT_AT_END', 0.01)
     storage = RunStorage(tmp_path, URL, **FAST)
