@@ -44,7 +44,7 @@ def ends(*codes):
     ],
 )
 def test_exit_codes_and_restarts(programs, tmp_path, monkeypatch, capfd, lives, code, starts):
-    programs.plan(lives=lives)
+    programs.plan(attempts=lives)
     words = ('--backoff', '0', '--', *TRAIN, f'--workdir={tmp_path}/run')
     ended, messages = in_this_process(programs, monkeypatch, capfd, *words)
     assert (ended, len(programs.lines('python'))) == (code, starts), messages
@@ -54,7 +54,7 @@ def test_exit_codes_and_restarts(programs, tmp_path, monkeypatch, capfd, lives, 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(('number', 'code'), [(signal.SIGTERM, EXIT_PREEMPTED), (signal.SIGINT, 9)])
 def test_a_signal_is_forwarded_once_and_ends_the_loop(programs, tmp_path, number, code):
-    programs.plan(lives=[{'seconds': 30, 'saving': 0.5, 'on_term': code}, {}, {}])
+    programs.plan(attempts=[{'seconds': 30, 'saving': 0.5, 'on_term': code}, {}, {}])
     process = programs.start(*SUPERVISE, '--', *TRAIN, f'--workdir={tmp_path}')
     programs.wait_for(1, ready=True)
     process.send_signal(number)
@@ -70,7 +70,7 @@ def test_a_signal_is_forwarded_once_and_ends_the_loop(programs, tmp_path, number
 
 @pytest.mark.multiprocess
 def test_a_signal_during_the_pause_starts_nothing(programs, tmp_path):
-    programs.plan(lives=ends(1))
+    programs.plan(attempts=ends(1))
     process = programs.start(*SUPERVISE, '--backoff', '60', '--', *TRAIN, f'--workdir={tmp_path}')
     assert 'restarting in 60 s' in process.stderr.readline()
     process.terminate()

@@ -9,7 +9,7 @@ from benchmarks.data_peers import BATCH, WINDOW, MemmapLoader
 
 
 def test_a_small_run(tmp_path, monkeypatch, capsys):
-    # One public loader and one that is not installed.
+    # A public loader and a package that is not installed.
     monkeypatch.setattr(data, 'PEERS', ('torch', 'nothing'))
     result = tmp_path / 'result.json'
     arguments = ['--tokens=1e6', '--shards=2', '--rounds=1', '--batches=2', f'--output={result}']
@@ -29,8 +29,8 @@ def test_memmap_loader_reads_windows(tmp_path):
     np.arange(10 * WINDOW, dtype=np.uint16).tofile(tmp_path / 'tokens.bin')
     tokens, targets = MemmapLoader(tmp_path / 'tokens.bin').stacked()
     # The same seed gives the same positions.
-    for one, other in zip(MemmapLoader(tmp_path / 'tokens.bin').filled(), (tokens, targets), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for filled, stacked in zip(MemmapLoader(tmp_path / 'tokens.bin').filled(), (tokens, targets), strict=True):
+        np.testing.assert_array_equal(filled, stacked)
     assert tokens.shape == targets.shape == (BATCH, WINDOW)
     np.testing.assert_array_equal(tokens + 1, targets)
     assert set((tokens[:, 0] % WINDOW).tolist()) == {0}

@@ -54,7 +54,7 @@ def test_rounding_differences_are_allowed():
 
 
 @pytest.mark.parametrize(
-    ('answers', 'said'),
+    ('answers', 'message'),
     [
         ({'log_probs': (-2.01, -3000.0)}, 'differ by 5.0e-03'),
         ({'log_probs': (-2.0, math.nan)}, 'differ by nan'),
@@ -62,8 +62,8 @@ def test_rounding_differences_are_allowed():
         ({'greedy': (False, False)}, 'other tokens are the likeliest'),
     ],
 )
-def test_another_model_is_not_compared(answers, said):
-    with pytest.raises(SystemExit, match=said):
+def test_another_model_is_not_compared(answers, message):
+    with pytest.raises(SystemExit, match=message):
         evaluation.measure(Side([1.0] * 2), peer(**answers), [CHOICES], 1)
 
 

@@ -15,7 +15,7 @@ def test_a_panel_has_a_bar_for_each_side():
     results = json.loads((RESULTS / 'peers_cpu2.json').read_text())['results']
     figure = peers(results)
     assert len(figure.axes) == len(results)
-    for axes, result in zip(figure.axes, sorted(results, key=lambda one: one['threads']), strict=True):
+    for axes, result in zip(figure.axes, sorted(results, key=lambda result: result['threads']), strict=True):
         widths = sorted(bar.get_width() for bar in axes.patches)
         assert widths == sorted(seconds * 1e3 for seconds in result['seconds'].values())
     # Control: another result gives another image.

@@ -19,7 +19,7 @@ def leak(q, k, v, segments, window):
 
 @pytest.fixture
 def formulas(monkeypatch):
-    # Kernels accumulate in float32, whatever the dtype of their operands.
+    # Kernels accumulate in float32 for operands of any dtype.
     def run(function):
         return lambda *arrays, window: function(*map(jnp.float32, arrays[:-1]), arrays[-1], window=window)
 

@@ -74,7 +74,7 @@ print(before, _peak_bytes())
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_peak_memory_of_the_process():
-    # A new process, since this one may have had a higher peak before.
+    # This process may have had a higher peak before, so the test starts a new process.
     done = subprocess.run([sys.executable, '-c', GROW], cwd=ROOT, capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert 50 * 2**20 < before < after - 250 * 2**20

@@ -1,4 +1,4 @@
-"""Tests the communication that computation hides, by hand in small programs and in steps compiled for TPUs.
+"""Tests the time of communication that computation hides, in small programs and in steps compiled for TPUs.
 
 The nightly test compiles two programs for TPU v5p, which takes up to a minute of CPU time for each.
 """
@@ -57,32 +57,32 @@ def test_computation_before_the_wait_hides_a_gather():
     enough = int(GATHER / PRODUCT) + 1
     assert enough > 2
     for number in (0, 1, 2, enough):
-        found = overlap(program(f'%start = {START}', *dots(number), done('whole', 'start')))
+        found = overlap(program(f'%start = {START}', *dots(number), done('gathered', 'start')))
         assert found['total'] == found['all-gather']
         assert found['all-gather'].seconds == pytest.approx(GATHER)
         assert found['all-gather'].hidden == pytest.approx(min(GATHER, number * PRODUCT))
         assert (found['all-gather'].count, found['all-gather'].count_async) == (1, 1)
     # Control: the same matmuls before or after the gather.
     for lines in (
-        [*dots(enough), f'%start = {START}', done('whole', 'start')],
-        [f'%start = {START}', done('whole', 'start'), *dots(enough)],
+        [*dots(enough), f'%start = {START}', done('gathered', 'start')],
+        [f'%start = {START}', done('gathered', 'start'), *dots(enough)],
     ):
         assert overlap(program(*lines))['total'].share == 0
 
 
 def test_synchronous_gather_is_not_hidden():
-    text = f'%whole = {MATRIX} all-gather(%w), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}'
+    text = f'%gathered = {MATRIX} all-gather(%w), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}'
     found = overlap(program(*dots(1), text))['all-gather']
     assert (found.share, found.count, found.count_async) == (0, 1, 0)
 
 
 def test_transfers_on_a_link_are_sequential():
     starts = [f'%a = {START}', f'%b = {START}']
-    found = overlap(program(*starts, *dots(1), done('whole_a', 'a'), done('whole_b', 'b')))['total']
+    found = overlap(program(*starts, *dots(1), done('gathered_a', 'a'), done('gathered_b', 'b')))['total']
     assert found.seconds == pytest.approx(2 * GATHER)
     assert found.hidden == pytest.approx(PRODUCT)
     # If the second gather is awaited first, that wait includes the first gather.
-    assert overlap(program(*starts, *dots(1), done('whole_b', 'b'), done('whole_a', 'a')))['total'].hidden == (
+    assert overlap(program(*starts, *dots(1), done('gathered_b', 'b'), done('gathered_a', 'a')))['total'].hidden == (
         pytest.approx(PRODUCT)
     )
 
@@ -93,8 +93,8 @@ def test_loop_bodies_count_once_per_iteration():
         'index=0\n  %n = s32[] constant(7)\n  ROOT %less = pred[] compare(%i.1, %n), direction=LT\n}\n\n'
         f'%body {{\n  %p = (s32[], {MATRIX}, {PART}) parameter(0)\n  %i = s32[] get-tuple-element(%p), index=0\n'
         f'  %x = {MATRIX} get-tuple-element(%p), index=1\n  %w = {PART} get-tuple-element(%p), index=2\n'
-        f'  %start = {START}\n  %dot = {DOT}\n  {done("whole", "start")}\n  %one = s32[] constant(1)\n'
-        f'  %next = s32[] add(%i, %one)\n  ROOT %out = (s32[], {MATRIX}, {PART}) tuple(%next, %whole, %w)\n}}\n'
+        f'  %start = {START}\n  %dot = {DOT}\n  {done("gathered", "start")}\n  %one = s32[] constant(1)\n'
+        f'  %next = s32[] add(%i, %one)\n  ROOT %out = (s32[], {MATRIX}, {PART}) tuple(%next, %gathered, %w)\n}}\n'
     )
     tuple_type = f'(s32[], {MATRIX}, {PART})'
     lines = [
@@ -134,7 +134,7 @@ def test_windowed_matmuls_hide_collective_permutes():
 
 def test_unscheduled_program_is_an_error():
     with pytest.raises(ValueError, match='not scheduled'):
-        overlap(program(f'%start = {START}', done('whole', 'start')).replace('is_scheduled=true, ', ''))
+        overlap(program(f'%start = {START}', done('gathered', 'start')).replace('is_scheduled=true, ', ''))
 
 
 def compiled(options):
@@ -163,11 +163,11 @@ def compiled(options):
 @pytest.mark.timeout(600)
 @pytest.mark.nightly
 def test_windowed_matmuls_hide_gradient_reductions():
-    ours, whole = compiled({}), compiled(WHOLE_PRODUCTS)
+    ours, undivided = compiled({}), compiled(WHOLE_PRODUCTS)
     # The compiled program has 0.92 and 0.46; the device waits for gathers.
     assert ours['collective-permute'].share > 0.8
     assert ours['total'].share > 0.4
     # Control: with undivided matmuls, the device waits for the sums.
-    assert 'collective-permute' not in whole
-    assert whole['total'].share < 0.1
-    assert whole['all-reduce'].seconds > 2 * ours['all-reduce'].seconds
+    assert 'collective-permute' not in undivided
+    assert undivided['total'].share < 0.1
+    assert undivided['all-reduce'].seconds > 2 * ours['all-reduce'].seconds

@@ -71,7 +71,7 @@ def test_pytorch_compiles_one_graph_with_a_bfloat16_residual_stream():
     assert [stream.dtype for stream in streams] == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
-class StandIn:
+class FakeSide:
     """Fake side that records its calls."""
 
     def __init__(self, held, log):
@@ -80,7 +80,7 @@ class StandIn:
         self.seconds, self.steps, self.log = [], 1, log
 
     def __call__(self, name, task):
-        side = StandIn(self.memory['held'], self.log)
+        side = FakeSide(self.memory['held'], self.log)
         side.name = name
         return side
 
@@ -95,26 +95,26 @@ class StandIn:
         self.log.append((self.name, 'end'))
 
 
-def worked(held, monkeypatch):
+def run_measurement(held, monkeypatch):
     log = []
-    monkeypatch.setattr(peers_gpu, 'Side', StandIn(held, log))
+    monkeypatch.setattr(peers_gpu, 'Side', FakeSide(held, log))
     result = measure(['maxlm', 'torch'], Task(SIZES['tiny'], 'gpu', True), rounds=2)
     assert result['ratio'] == pytest.approx(1.2)
     return result, log
 
 
 def test_small_sides_take_turns(monkeypatch):
-    result, log = worked(30, monkeypatch)
+    result, log = run_measurement(30, monkeypatch)
     assert result['together']
     assert log[:2] == [('maxlm', 'start'), ('torch', 'start')]
-    assert [name for name, what in log if what == 'turn'] == ['torch', 'maxlm', 'maxlm', 'torch']
+    assert [name for name, call in log if call == 'turn'] == ['torch', 'maxlm', 'maxlm', 'torch']
 
 
 def test_large_sides_follow_each_other(monkeypatch):
-    result, log = worked(50, monkeypatch)
+    result, log = run_measurement(50, monkeypatch)
     assert not result['together']
     assert log.index(('maxlm', 'end')) < log.index(('torch', 'start'))
-    assert [name for name, what in log if what == 'turn'] == ['maxlm', 'maxlm', 'torch', 'torch']
+    assert [name for name, call in log if call == 'turn'] == ['maxlm', 'maxlm', 'torch', 'torch']
 
 
 def test_fits_beside_another():

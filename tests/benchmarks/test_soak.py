@@ -25,7 +25,7 @@ def test_bad():
 
 @pytest.fixture
 def made_up(tmp_path, monkeypatch):
-    """Replaces the table by one fault, whose test fails once a file beside it exists."""
+    """Replaces the table by a fault whose test fails once a file exists in the same directory."""
     path = tmp_path / 'test_made_up.py'
     path.write_text(TESTS)
     fault = Fault('made-up', 'a fault', 'a promise', (str(path),))

@@ -119,9 +119,10 @@ class GcsServer:
             return stored
 
     def asked(self, kind='media', match='*'):
-        """Returns the previous requests of a kind."""
+        """Returns the previous requests of a kind for objects with matching names."""
         with self.lock:
-            return [one for one in self.requests if one.kind == kind and fnmatch.fnmatch(one.name, match)]
+            requests = [request for request in self.requests if request.kind == kind]
+            return [request for request in requests if fnmatch.fnmatch(request.name, match)]
 
     def fault(self, kind, match='*', **facts):
         fault = Fault(kind, match, **facts)
@@ -130,7 +131,7 @@ class GcsServer:
         return fault
 
     def vanish(self):
-        """Stops listening and breaks open connections."""
+        """Stops listening and resets open connections."""
         if self._http is None:
             return
         http, self._http = self._http, None

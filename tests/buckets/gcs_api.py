@@ -72,11 +72,11 @@ class Handler(BaseHTTPRequestHandler):
         # Clients percent-encode slashes in names.
         parts = [urllib.parse.unquote(part) for part in url.path.strip('/').split('/')]
         body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
-        self.told = Request(self.command, '', '', 200)
+        self.recorded = Request(self.command, '', '', 200)
         try:
             self.route(parts, body)
         except ApiError as error:
-            self.told = dataclasses.replace(self.told, status=error.status)
+            self.recorded = dataclasses.replace(self.recorded, status=error.status)
             facts = {'error': {'code': error.status, 'message': str(error), 'errors': []}}
             self.send(error.status, json.dumps(facts).encode())
 
@@ -100,8 +100,8 @@ class Handler(BaseHTTPRequestHandler):
                 raise ApiError(501, f'{self.command} {self.path} is not emulated')
 
     def note(self, kind, name):
-        """Records a request and raises planned faults. Returns faults that concern the media."""
-        self.told = dataclasses.replace(self.told, kind=kind, name=name)
+        """Records a request and raises planned errors. Returns the kind of a fault that changes the response body."""
+        self.recorded = dataclasses.replace(self.recorded, kind=kind, name=name)
         with self.store.lock:
             for fault in self.store.faults:
                 if fault.times > 0 and fault.requests == kind and fnmatch.fnmatch(name, fault.match):
@@ -181,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_json(stored.resource)
             return
         start, stop = self.range(len(stored.content))
-        self.told = dataclasses.replace(self.told, start=start, stop=stop)
+        self.recorded = dataclasses.replace(self.recorded, start=start, stop=stop)
         headers = {
             'X-Goog-Generation': str(stored.generation),
             'X-Goog-Hash': f'crc32c={stored.crc32c}' + ('' if stored.composed else f',md5={stored.md5}'),
@@ -223,8 +223,8 @@ class Handler(BaseHTTPRequestHandler):
             facts = {**json.loads(body or b'{}'), **({'name': self.query['name']} if 'name' in self.query else {})}
             upload_id = f'upload-{next(self.store.generations)}'
             self.store.uploads[upload_id] = {'facts': facts, 'content': b'', 'query': self.query}
-            place = f'{self.store.url}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={upload_id}'
-            self.send(200, b'', {'Location': place})
+            url = f'{self.store.url}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={upload_id}'
+            self.send(200, b'', {'Location': url})
         else:
             self.upload_part(bucket, body)
 
@@ -264,7 +264,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def send(self, status, content, headers=types.MappingProxyType({}), fault=None):
         with self.store.lock:
-            self.store.requests.append(dataclasses.replace(self.told, status=status))
+            self.store.requests.append(dataclasses.replace(self.recorded, status=status))
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)

@@ -1,4 +1,4 @@
-"""Storage emulator on loopback against the API, by two clients and raw requests."""
+"""Storage emulator on loopback, tested with two clients and raw requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ first = store.read('a/b').result()
 assert first.value == b'one'
 store.write('a/b', b'two', if_equal=first.stamp.generation).result()
 assert store.read('a/b').result().value == b'two'
-# Not the generation any more: it is not written.
+# The generation is outdated, so nothing is written.
 store.write('a/b', b'three', if_equal=first.stamp.generation).result()
 store.write('a/c', b'0123456789').result()
 from tensorstore import KvStore
@@ -75,13 +75,13 @@ def test_tensorstore_writes_and_reads(gcs, monkeypatch):
 
 
 def test_generations_and_preconditions(gcs):
-    place = 'upload/storage/v1/b/bucket/o?uploadType=media&name=a'
-    status, first = call(gcs, 'POST', f'{place}&ifGenerationMatch=0', b'one')
+    url = 'upload/storage/v1/b/bucket/o?uploadType=media&name=a'
+    status, first = call(gcs, 'POST', f'{url}&ifGenerationMatch=0', b'one')
     assert status == 200
     generation = json.loads(first)['generation']
-    assert call(gcs, 'POST', f'{place}&ifGenerationMatch=0', b'two')[0] == 412
+    assert call(gcs, 'POST', f'{url}&ifGenerationMatch=0', b'two')[0] == 412
     assert call(gcs, 'GET', 'storage/v1/b/bucket/o/a?alt=media') == (200, b'one')
-    status, second = call(gcs, 'POST', f'{place}&ifGenerationMatch={generation}', b'two')
+    status, second = call(gcs, 'POST', f'{url}&ifGenerationMatch={generation}', b'two')
     assert status == 200
     assert json.loads(second)['generation'] > generation
     assert call(gcs, 'GET', f'storage/v1/b/bucket/o/a?alt=media&generation={generation}')[0] == 404
@@ -92,7 +92,7 @@ def test_generations_and_preconditions(gcs):
 
 
 @pytest.mark.parametrize(
-    ('asked', 'status', 'content'),
+    ('byte_range', 'status', 'content'),
     [
         ('bytes=2-4', 206, b'234'),
         ('bytes=7-', 206, b'789'),
@@ -101,9 +101,9 @@ def test_generations_and_preconditions(gcs):
         ('bytes=10-12', 416, None),
     ],
 )
-def test_ranges(gcs, asked, status, content):
+def test_ranges(gcs, byte_range, status, content):
     gcs.put('bucket', 'a', b'0123456789')
-    found = call(gcs, 'GET', 'storage/v1/b/bucket/o/a?alt=media', Range=asked)
+    found = call(gcs, 'GET', 'storage/v1/b/bucket/o/a?alt=media', Range=byte_range)
     assert found[0] == status
     assert content is None or found[1] == content
 

@@ -60,20 +60,20 @@ def objects(step):
 def deleted(step):
     """Returns the names of deleted objects of a step, in the order of deletion."""
     folder = f'{URL.partition("bucket/")[2]}/checkpoints/{step}/'
-    names = [one['name'] for one in emulator.log if one['kind'] == 'delete']
+    names = [request['name'] for request in emulator.log if request['kind'] == 'delete']
     return [name.partition(folder)[2] for name in names if folder in name]
 
 
-def whole_run():
+def complete_run():
     """Saves, retains, lists and restores checkpoints."""
     with Checkpoints(URL, max_to_keep=1, keep_best=1) as checkpoints:
         assert checkpoints.wait() is None
         save(checkpoints, 1, 2, 3)
         assert checkpoints.steps() == [2, 3] == saved_steps(URL)
-        # Orbax also deletes objects while it saves.
+        # Orbax also deletes temporary objects while it saves.
         layout = {name.partition('checkpoints/3/')[2] for name in objects(3)}
-        for_good = {name: index for index, name in enumerate(deleted(1)) if name in layout}
-        first_deleted = min(for_good, key=for_good.get)
+        final = {name: index for index, name in enumerate(deleted(1)) if name in layout}
+        first_deleted = min(final, key=final.get)
         assert not objects(1)
         save(checkpoints, 4)
         checkpoints.remove_after(3)
@@ -104,25 +104,25 @@ def whole_run():
 
 def faults():
     """Injects temporary and permanent failures of requests."""
-    told = []
+    messages = []
     upload = r'^POST /upload'
-    with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
+    with Checkpoints(URL, max_to_keep=1, on_failure=messages.append) as checkpoints:
         save(checkpoints, 1)
         checkpoints.wait()
         for status in (503, 429):
             emulator.fault(match=upload, times=2, status=status)
         save(checkpoints, 2)
-        assert (checkpoints.wait(), told) == (2, [])
+        assert (checkpoints.wait(), messages) == (2, [])
         emulator.fault(match=upload, status=403)
         save(checkpoints, 3)
         newest = checkpoints.wait()
-        assert (newest, len(told)) == (2, 1), (newest, told)
+        assert (newest, len(messages)) == (2, 1), (newest, messages)
         emulator.clear()
         # The save can be repeated, and the previous checkpoint remains although max_to_keep is 1.
         save(checkpoints, 3)
-        assert (checkpoints.wait(), len(told)) == (3, 1)
+        assert (checkpoints.wait(), len(messages)) == (3, 1)
         assert same(checkpoints.restore_newest(abstract()).state, state(3))
-    return {'told': told, 'steps': saved_steps(URL)}
+    return {'messages': messages, 'steps': saved_steps(URL)}
 
 
 def steady(rounds, delay):
@@ -137,10 +137,10 @@ def steady(rounds, delay):
     }
     compute = jax.jit(lambda x: x @ x / jnp.linalg.norm(x))
     x = compute(jnp.ones((200, 200)))
-    told, number = [], 0
+    messages, number = [], 0
     steps = {kind: [] for kind in kinds}
     saves = {kind: [] for kind in kinds}
-    with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
+    with Checkpoints(URL, max_to_keep=1, on_failure=messages.append) as checkpoints:
         # The first save compiles.
         save(checkpoints, number)
         assert checkpoints.wait() == number
@@ -150,7 +150,7 @@ def steady(rounds, delay):
             began = time.monotonic()
             number += 1
             save(checkpoints, number)
-            while checkpoints.latest_step() != number and not told:
+            while checkpoints.latest_step() != number and not messages:
                 before = time.monotonic()
                 x = compute(x).block_until_ready()
                 steps[kind].append(time.monotonic() - before)
@@ -158,7 +158,7 @@ def steady(rounds, delay):
                 time.sleep(0.002)
             saves[kind].append(time.monotonic() - began)
             emulator.clear()
-            assert (checkpoints.wait(), told) == (number, []), kind
+            assert (checkpoints.wait(), messages) == (number, []), kind
             assert same(checkpoints.restore(number, abstract()).state, state(number))
     return {
         'steps': {k: len(v) for k, v in steps.items()},
@@ -169,10 +169,10 @@ def steady(rounds, delay):
 
 def outage(patience):
     """Refuses uploads of a checkpoint; `patience` is the time until the first probe, 0 keeps the default."""
-    told = []
+    messages = []
     manager.PROBE_SECONDS = patience or manager.PROBE_SECONDS
     manager.BUSY_TIMEOUT_SECONDS = 0.1
-    with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
+    with Checkpoints(URL, max_to_keep=1, on_failure=messages.append) as checkpoints:
         save(checkpoints, 1)
         checkpoints.wait()
         # TensorStore uploads the data and retries; gcsfs sends the probe.
@@ -180,7 +180,7 @@ def outage(patience):
         emulator.fault(match=r'^POST /upload', status=503 if not patience else 403)
         began = time.monotonic()
         save(checkpoints, 2)
-        while not told:
+        while not messages:
             time.sleep(0.01)
         seconds = time.monotonic() - began
         newest = checkpoints.latest_step()
@@ -194,11 +194,11 @@ def outage(patience):
         assert checkpoints.wait() == 2
         assert same(checkpoints.restore_newest(abstract()).state, state(2))
     # Negative control: without faults, a save finishes before the first probe.
-    told_then = [*told]
-    with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
+    reported = [*messages]
+    with Checkpoints(URL, max_to_keep=1, on_failure=messages.append) as checkpoints:
         save(checkpoints, 3)
-        assert (checkpoints.wait(), told) == (3, told_then)
-    return {'told': told, 'seconds': seconds, 'newest': newest}
+        assert (checkpoints.wait(), messages) == (3, reported)
+    return {'messages': messages, 'seconds': seconds, 'newest': newest}
 
 
 def half_deleted():

@@ -37,14 +37,14 @@ def main():
 
         return jax.tree.map(fill, abstract)
 
-    def equal(one, other):
-        pairs = zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True)
+    def equal(state, other):
+        pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True)
         return all(np.array_equal(a.addressable_data(0), b.addressable_data(0)) for a, b in pairs)
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    told, newest, seconds, alike = [], [], [], []
-    with Checkpoints(workdir, max_to_keep=2, on_failure=told.append) as checkpoints:
+    messages, newest, seconds, equal_states = [], [], [], []
+    with Checkpoints(workdir, max_to_keep=2, on_failure=messages.append) as checkpoints:
         for step, full in ((1, None), (2, 1), (3, 0), (4, None)):
             if full == jax.process_index():
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
@@ -53,12 +53,12 @@ def main():
             newest.append(checkpoints.wait())
             seconds.append(time.monotonic() - began)
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-        alike.append(equal(checkpoints.restore_newest(abstract).state, make(4)))
+        equal_states.append(equal(checkpoints.restore_newest(abstract).state, make(4)))
         checkpoints.remove_after(3)
         newest.append(checkpoints.wait())
         checkpoints.save(4, make(5), {})
         newest.append(checkpoints.wait())
-        alike.append(equal(checkpoints.restore_newest(abstract).state, make(5)))
+        equal_states.append(equal(checkpoints.restore_newest(abstract).state, make(5)))
         # The save is slow on the first process only; its result applies to both.
         checkpoints.save(5, make(6), {})
         saving = checkpoints._save
@@ -70,4 +70,4 @@ def main():
         newest.append(checkpoints.wait())
         checkpoints.save(6, make(7), {}, wait_for_previous=False)
         newest.append(checkpoints.wait())
-    print(json.dumps({'told': told, 'newest': newest, 'seconds': seconds, 'same': alike}))
+    print(json.dumps({'messages': messages, 'newest': newest, 'seconds': seconds, 'same': equal_states}))

@@ -54,7 +54,7 @@ class MetadataServer:
         self._faults = times
 
     def wait_until_asked(self, key: str, *, waiting: bool) -> None:
-        """Waits until a client has requested a key, or waits for its change."""
+        """Waits until a client has requested a key or, with `waiting`, a change of the key."""
         with self._changed:
             assert self._changed.wait_for(lambda: (key, waiting) in self.asked, timeout=30), self.asked
 

@@ -1,4 +1,4 @@
-"""Checkpoints that Orbax writes into a bucket: the same promises as on a disk, where nothing can be renamed."""
+"""Checkpoints that Orbax writes to a bucket: the same guarantees as on a disk, although a bucket has no rename."""
 
 import json
 import re
@@ -25,24 +25,24 @@ def parent(emulator):
 
 
 @pytest.fixture
-def tell(parent, emulator, tmp_path):
-    """Runs a scenario of `bucket_checkpoints`; returns what it found, and the lines that a person saw before."""
+def run_scenario(parent, emulator, tmp_path):
+    """Yields a function that runs a scenario of `bucket_checkpoints`. It returns the result and the printed lines."""
 
-    def tell(name, *numbers):
+    def run_scenario(name, *numbers):
         process = parent.start([name, *numbers], tmp_path / 'output')
         assert process.wait() == 0, process.stdout + process.stderr
         *lines, last = process.stdout.splitlines()
-        # In these cases gcsfs itself logs its retries.
+        # In these scenarios gcsfs logs its own retries.
         assert name in ('damage', 'outage') or 'Traceback' not in process.stderr, process.stderr
         return json.loads(last), lines
 
-    yield tell
+    yield run_scenario
     emulator.clear()
 
 
-def test_a_run_in_a_bucket(tell):
-    found, lines = tell('whole_run')
-    folder = 'gs://bucket/runs/whole_run/checkpoints'
+def test_a_run_in_a_bucket(run_scenario):
+    found, lines = run_scenario('complete_run')
+    folder = 'gs://bucket/runs/complete_run/checkpoints'
     assert found['found'] == {
         '': f'{folder}/5',
         '@2': f'{folder}/2',
@@ -50,14 +50,14 @@ def test_a_run_in_a_bucket(tell):
         '/checkpoints/2': f'{folder}/2',
     }
     assert "step '1' does not exist; available steps: 2, 5" in found['missing']
-    # A kill after that leaves nothing visible that cannot be restored.
+    # The step is not listed after a kill at this point, so all listed steps can be restored.
     assert found['first_deleted'] == 'commit_success.txt'
     assert lines == []
 
 
-def test_refused_upload_is_reported_and_training_continues(tell):
-    found, lines = tell('faults')
-    assert found['told'] == [
+def test_refused_upload_is_reported_and_training_continues(run_scenario):
+    found, lines = run_scenario('faults')
+    assert found['messages'] == [
         'checkpoint of step 3 not saved: the bucket returned status 403; the newest checkpoint is step 2; '
         'training continues'
     ]
@@ -65,49 +65,51 @@ def test_refused_upload_is_reported_and_training_continues(tell):
     assert lines == []
 
 
-def test_unresponsive_bucket_is_reported_during_a_save(tell, record_property):
-    found, lines = tell('outage', how_many(1, 0))
+def test_unresponsive_bucket_is_reported_during_a_save(run_scenario, record_property):
+    found, lines = run_scenario('outage', how_many(1, 0))
     status = how_many(403, 503)
-    assert re.match(f'checkpoint of step 2 not saved( yet)?: the bucket returned status {status}; ', found['told'][0])
+    assert re.match(
+        f'checkpoint of step 2 not saved( yet)?: the bucket returned status {status}; ', found['messages'][0]
+    )
     assert found['newest'] == 1
-    assert how_many(0, 1) or found['told'][1:] == [
+    assert how_many(0, 1) or found['messages'][1:] == [
         'checkpoint of step 3 skipped: the previous checkpoint is still being written; training continues'
     ]
     assert lines == []
     if how_many(0, 1):
-        # As long as it takes when nothing is made shorter.
-        measured(record_property, 'outage', f'the alarm comes after {found["seconds"]:.0f} s')
+        # The default intervals are in use.
+        measured(record_property, 'outage', f'alert after {found["seconds"]:.0f} s')
 
 
-def test_transient_faults_delay_no_step(tell, record_property):
+def test_transient_faults_delay_no_step(run_scenario, record_property):
     rounds, delay = how_many(1, 10), how_many(1, 20)
-    found, lines = tell('steady', rounds, delay)
+    found, lines = run_scenario('steady', rounds, delay)
     assert lines == []
     for kind, saves in found['saves'].items():
         assert len(saves) == rounds
-        # Steps were done while it was saved.
+        # Training steps ran during the saves.
         assert found['steps'][kind] > 10 * rounds
-    # The faults were met.
+    # Requests were affected by the faults.
     assert min(found['saves']['delay']) > delay
-    calm, slow = found['median'].pop('none'), max(found['median'].values())
+    normal, slow = found['median'].pop('none'), max(found['median'].values())
     faults = f'503, 429, dropped connections, delays of {delay} s'
     figure = f'{4 * rounds} saves through {faults}: all committed'
-    pace = f'median step {1000 * slow:.1f} ms, without faults {1000 * calm:.1f} ms'
-    measured(record_property, 'bucket-faults', f'{figure}; {pace}')
+    step_times = f'median step {1000 * slow:.1f} ms, without faults {1000 * normal:.1f} ms'
+    measured(record_property, 'bucket-faults', f'{figure}; {step_times}')
 
 
-def test_partially_deleted_step_is_not_listed(tell):
-    found, lines = tell('half_deleted')
+def test_partially_deleted_step_is_not_listed(run_scenario):
+    found, lines = run_scenario('half_deleted')
     assert found['visible'] == [1, 2]
-    # Of both the marker is gone and the rest is there.
+    # Steps 1 and 2 have no commit marker, but their other objects remain.
     assert found['half'] == [3]
     assert min(found['left'].values()) > 3
     assert [count > 0 for count in found['after']] == [False, False, True]
     assert all('cannot be deleted yet' in line for line in lines), lines
 
 
-def test_damaged_step_is_set_aside_and_outage_is_not_damage(tell):
-    found, lines = tell('damage')
+def test_damaged_step_is_set_aside_and_outage_is_not_damage(run_scenario):
+    found, lines = run_scenario('damage')
     assert 'Damaged' not in found['refused']
     assert '403' in found['refused']
     assert found['aside'] == ['2']

@@ -133,8 +133,10 @@ def test_damaged_files_are_never_restored(copy, states, newest, record_property)
     assert out == ''
     assert min(found.values()) > 0, found
     kinds = f'{found["flip"]} bit flips, {found["cut"]} truncations, {found["remove"]} deleted files'
-    rest = f'{idle} were in bytes, {len(unread)} in files, that nobody reads'
-    measured(record_property, 'damage', f'{wanted} found, the step before used: {kinds}; {rest}; restored wrongly: 0')
+    rest = f'{idle} in unused bytes, {len(unread)} in unused files'
+    measured(
+        record_property, 'damage', f'{wanted} detected, previous step restored: {kinds}; {rest}; incorrect restores: 0'
+    )
 
 
 def replaced(item, workdir, states):
@@ -226,7 +228,7 @@ def test_step_without_checksums_is_restored_with_a_warning(copy, states, newest)
     step = copy / CHECKPOINTS_DIR / '7'
     shutil.rmtree(step / 'checksums')
     progress = json.loads((step / 'progress' / 'metadata').read_text())
-    # A checkpoint that had checksums has lost them.
+    # The metadata lists checksums, but they are missing.
     restored, out = newest(copy)
     assert int(restored.state.step) == 5
     assert 'checksums: missing' in out
@@ -284,14 +286,14 @@ def test_checkpoint_unreadable_by_one_process_is_used_by_none(monkeypatch, tmp_p
         ([False, True], lambda: 'state', 'cannot be read by process 1'),
         ([True, False], fail, '7/params: cannot be read'),
     ):
-        told = []
+        sent = []
         monkeypatch.setattr(
-            restore.multihost_utils, 'process_allgather', lambda x, f=failed, t=told: t.append(x) or np.array(f)
+            restore.multihost_utils, 'process_allgather', lambda x, f=failed, s=sent: s.append(x) or np.array(f)
         )
         if message is None:
             assert _agree_on_errors(tmp_path, read) == 'state'
         else:
             with pytest.raises(CorruptCheckpointError, match=message):
                 _agree_on_errors(tmp_path, read)
-        # Each process reports its result to the other ones.
-        assert [bool(x) for x in told] == [read is fail]
+        # Each process sends its result to all processes.
+        assert [bool(x) for x in sent] == [read is fail]

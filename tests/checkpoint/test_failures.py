@@ -1,4 +1,4 @@
-"""A save that fails costs that save: the run goes on, older steps stay, the next save is there."""
+"""Failed saves: training continues, older steps remain, and the next save succeeds."""
 
 import json
 import resource
@@ -25,15 +25,15 @@ def state(step):
 
 @pytest.fixture
 def full_disk():
-    """Limits files to a few KiB, as on a full disk, from the call on, until it is called with True."""
+    """Yields a function that limits files to a few KiB, as on a full disk, or removes the limit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    def fill(room=False):
-        resource.setrlimit(resource.RLIMIT_FSIZE, before if room else (4096, before[1]))
+    def fill(is_full=True):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]) if is_full else before)
 
     yield fill
-    fill(room=True)
+    fill(is_full=False)
     signal.signal(signal.SIGXFSZ, handler)
 
 
@@ -43,8 +43,8 @@ def entries(workdir):
 
 def test_a_full_disk(tmp_path, full_disk, capfd, record_property):
     steps = range(2, 2 + how_many(2, 50))
-    told = []
-    with Checkpoints(tmp_path, max_to_keep=1, on_failure=told.append) as checkpoints:
+    messages = []
+    with Checkpoints(tmp_path, max_to_keep=1, on_failure=messages.append) as checkpoints:
         checkpoints.save(1, state(1), FACTS)
         assert checkpoints.wait() == 1
         full_disk()
@@ -53,14 +53,14 @@ def test_a_full_disk(tmp_path, full_disk, capfd, record_property):
             assert checkpoints.wait() == 1
         # Unfinished saves are deleted, so that they do not use space.
         assert [name for name in entries(tmp_path) if UNFINISHED in name] == []
-        full_disk(room=True)
+        full_disk(is_full=False)
         assert same(checkpoints.restore(1, ABSTRACT).state, state(1))
-        # Nor is it lost for good: the step that failed can be saved.
+        # The failed step can be saved again.
         last = steps[-1]
         checkpoints.save(last, state(last), FACTS)
         assert checkpoints.wait() == last
         assert same(checkpoints.restore_newest(ABSTRACT).state, state(last))
-    assert told == [
+    assert messages == [
         f'checkpoint of step {step} not saved: File too large; the newest checkpoint is step 1; training continues'
         for step in steps
     ]
@@ -69,28 +69,28 @@ def test_a_full_disk(tmp_path, full_disk, capfd, record_property):
     measured(
         record_property,
         'full-disk',
-        f'{len(steps)} of {len(steps)} saves told in one line, the step before bit for bit',
+        f'{len(steps)} of {len(steps)} failed saves reported in one line; previous step bit-identical',
     )
 
 
 def test_first_save_may_fail(tmp_path):
-    told = []
-    with Checkpoints(tmp_path, max_to_keep=1, on_failure=told.append) as checkpoints:
+    messages = []
+    with Checkpoints(tmp_path, max_to_keep=1, on_failure=messages.append) as checkpoints:
         assert checkpoints.wait() is None
-        # A file where the folder of checkpoints was.
+        # A regular file replaces the checkpoint directory.
         (tmp_path / CHECKPOINTS_DIR).write_text('')
         checkpoints.save(1, state(1), FACTS)
         assert checkpoints.wait() is None
         (tmp_path / CHECKPOINTS_DIR).unlink()
         checkpoints.save(2, state(2), FACTS)
         assert checkpoints.wait() == 2
-    assert told == [
+    assert messages == [
         'checkpoint of step 1 not saved: Not a directory; there is no earlier checkpoint; training continues'
     ]
 
 
 def test_rollback(tmp_path):
-    """After a rollback the steps behind it are gone, and the same numbers are saved anew."""
+    """A rollback deletes later steps, and steps with the same numbers can be saved again."""
     with Checkpoints(tmp_path, max_to_keep=3) as checkpoints:
         for step in (1, 2, 3, 4):
             checkpoints.save(step, state(step), FACTS, validation_loss=1 / step)
@@ -106,7 +106,7 @@ def test_rollback(tmp_path):
         restored = checkpoints.restore_newest(ABSTRACT)
         assert same(restored.state, other)
         assert not same(restored.state, state(3))
-        # It was saved without one.
+        # The step was saved without a history.
         assert restored.history == {}
 
 
@@ -118,7 +118,7 @@ def test_existing_step_is_not_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('error', 'told'),
+    ('error', 'reason'),
     [
         (OSError(28, 'No space left on device', '/disk/x'), 'No space left on device'),
         (ValueError("OUT_OF_RANGE: Error writing: Failed [os_error_code='28'] [x='y']"), 'No space left on device'),
@@ -127,8 +127,8 @@ def test_existing_step_is_not_overwritten(tmp_path):
         (RuntimeError('one\ntwo https://x/y?token=hunter2'), 'RuntimeError: one two https://x/y'),
     ],
 )
-def test_failure_reason_is_one_line(error, told):
-    assert failure_reason(error) == told
+def test_failure_reason_is_one_line(error, reason):
+    assert failure_reason(error) == reason
 
 
 @pytest.mark.multiprocess
@@ -136,20 +136,20 @@ def test_no_process_waits_for_a_failed_process(tmp_path):
     with forking('tests.checkpoint.failing_pair:main') as parent:
         pair = parent.start_run(2, [tmp_path], tmp_path / 'logs')
         assert [process.wait() for process in pair] == [0, 0], pair[0].stderr + pair[1].stderr
-    found = [json.loads(process.stdout.splitlines()[-1]) for process in pair]
-    # At step 2 process 1 meets a full disk, at step 3 process 0 does; the other one hears of it at once.
+    results = [json.loads(process.stdout.splitlines()[-1]) for process in pair]
+    # The disk is full for process 1 at step 2 and for process 0 at step 3. Both processes report it immediately.
     end = 'File too large; the newest checkpoint is step 1; training continues'
     busy = 'checkpoint of step 6 skipped: the previous checkpoint is still being written; training continues'
-    assert [one['told'] for one in found] == [
+    assert [result['messages'] for result in results] == [
         [f'checkpoint of step 2 not saved: process 1: {end}', f'checkpoint of step 3 not saved: {end}', busy],
         [f'checkpoint of step 2 not saved: {end}', f'checkpoint of step 3 not saved: {end}', busy],
     ]
-    for one in found:
-        assert one['newest'] == [1, 1, 1, 4, 1, 4, 5, 6]
-        assert one['same'] == [True, True]
+    for result in results:
+        assert result['newest'] == [1, 1, 1, 4, 1, 4, 5, 6]
+        assert result['same'] == [True, True]
         # Orbax alone would wait for 20 minutes.
-        assert max(one['seconds']) < 20
-    # The checksums of both are those of what one reads.
+        assert max(result['seconds']) < 20
+    # The checksums of two processes match the arrays that one process reads.
     found, compared = corrupt_arrays(tmp_path / CHECKPOINTS_DIR / '6')
     assert found == []
     assert compared > 40

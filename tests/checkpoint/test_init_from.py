@@ -1,4 +1,4 @@
-"""A run that starts from the checkpoint of another: larger vocabularies, adapters, positions; and refusals."""
+"""Initialization from the checkpoint of another run: larger vocabularies, adapters, positions, and rejected configs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.checkpoint.test_manager import config_on, random_state, same, save, z
 from tests.checkpoint.test_streaming import flatten, streamed
 from tests.small import small_layout
 
-# Rows of the tables of the checkpoint, of which the last is of no token, and of the run. The former do not divide over
-# devices.
+# Embedding rows in the checkpoint, its number of tokens, and embedding rows in the run. The last row of the checkpoint
+# is padding. Devices do not divide its number of rows.
 ROWS, KNOWN, NEW_ROWS = 61, 60, 72
 OLD = chars_tokenizer([''.join(map(chr, range(ord('A'), ord('A') + KNOWN - 2)))])
 NEW = OLD.with_special_tokens(['<|im_start|>', '<|im_end|>'])
@@ -35,7 +35,7 @@ YARN = {'model__rope_scaling': 'yarn', 'model__rope_scaling_factor': 4.0, 'data_
 
 @pytest.fixture(scope='module')
 def make(tmp_path_factory):
-    """A workdir with a step 7 of random parameters, its config and its tokenizer, if it has one; once for each."""
+    """Returns a function that makes a workdir with random parameters at step 7, and caches it by its arguments."""
     made = {}
 
     def make(tokenizer=OLD, **overrides):
@@ -56,9 +56,9 @@ def make(tmp_path_factory):
 
 @pytest.fixture
 def start(tmp_path, capsys, monkeypatch):
-    """Returns the first state of a config that starts from a workdir, and what was logged.
+    """Returns a function that initializes a run from a workdir and returns the initial state and the log.
 
-    Only with `random` the state before is really made, which takes longer than all the rest.
+    Only with `random` are parameters first initialized at random, which takes most of the time.
     """
 
     def start(origin, tokenizer=OLD, *, num_devices=2, random=False, **overrides):
@@ -91,7 +91,7 @@ def fresh(**overrides):
 
 
 def assert_grown(params, before, *, rows=NEW_ROWS, known=KNOWN):
-    """Rows below `known` are those of `before`, the others their mean, and nothing else differs."""
+    """Asserts that rows below `known` equal `before`, later rows are their mean, and other parameters are unchanged."""
     params = flatten(params)
     assert params.keys() == before.keys()
     for name, values in params.items():
@@ -103,7 +103,7 @@ def assert_grown(params, before, *, rows=NEW_ROWS, known=KNOWN):
         assert np.array_equal(table[:known], old[:known])
         mean = old[:known].mean(axis=0, dtype=np.float64)
         np.testing.assert_allclose(table[known:], np.broadcast_to(mean, table[known:].shape), atol=1e-6)
-        # Control: the row that is of no token would have shown in the mean.
+        # Negative control: the padding row would change the mean.
         assert np.abs(old[: known + 1].mean(axis=0) - mean).max() > 1e-3
 
 
@@ -115,7 +115,7 @@ def assert_grown(params, before, *, rows=NEW_ROWS, known=KNOWN):
         (8, {'mesh__tensor': 8, 'mesh__fsdp': 1, 'model__num_heads': 8}),
         (1, UNTIED),
         (2, {**UNTIED, 'mesh__zero_stage': 1, 'optimizer__ema_decay': 0.9}),
-        # In the memory of the host.
+        # With parameters in host memory.
         (2, {**UNTIED, 'mesh__host_offload': 'all'}),
     ],
 )
@@ -131,7 +131,7 @@ def test_new_token_rows_are_the_mean_of_old_rows(make, start, num_devices, overr
     )
     if state.ema is not None:
         assert same(state.ema, state.params)
-    # The moments are those of a run that has not begun.
+    # Moments are zero, as at the start of a run.
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
 
 
@@ -140,10 +140,10 @@ def test_padding_rows_are_used_for_new_tokens(make, start):
     state, out = start(origin, NEW, model__vocab_size=NEW_ROWS)
     assert_grown(state.params, before)
     assert 'vocabulary grows from 60 to 62 tokens' in out
-    # Control: with the same tokenizer, or one that differs in what makes no ids, they stay.
-    facts = json.loads(OLD.to_json())
-    facts['post_processor'] = {'type': 'ByteLevel', 'add_prefix_space': True, 'trim_offsets': True, 'use_regex': True}
-    for tokenizer in (OLD, Tokenizer.from_json(json.dumps(facts), name='')):
+    # Negative control: rows are unchanged if the tokenizer gives the same ids.
+    content = json.loads(OLD.to_json())
+    content['post_processor'] = {'type': 'ByteLevel', 'add_prefix_space': True, 'trim_offsets': True, 'use_regex': True}
+    for tokenizer in (OLD, Tokenizer.from_json(json.dumps(content), name='')):
         state, out = start(origin, tokenizer, model__vocab_size=NEW_ROWS)
         assert same(flatten(state.params), before)
         assert out.count('\n') == 1
@@ -214,7 +214,7 @@ def test_adapters_are_initialized(make, start):
         np.testing.assert_allclose(params[name], random[name], atol=1e-6)
         assert np.any(params[name]) == name.endswith('lora_a')
     kernel = 'blocks.attention.query.kernel'
-    # Control.
+    # Negative control: random initialization gives other kernels.
     assert not np.array_equal(before[kernel], random[kernel])
     assert np.array_equal(before[kernel], params[kernel])
     assert params['embedding'].shape[0] == NEW_ROWS
@@ -224,7 +224,7 @@ def test_adapters_are_restored(make, start):
     origin, before = make(**UNTIED, **LORA)
     state, _ = start(origin, **UNTIED, **LORA)
     assert same(flatten(state.params), before)
-    # Fewer of them: the others start anew.
+    # If the checkpoint has fewer adapters, the remaining adapters are initialized.
     fewer, before = make(**UNTIED, **LORA, model__lora_target_modules=('*.query',))
     params = flatten(start(fewer, **UNTIED, **LORA)[0].params)
     assert all(np.array_equal(params[name], before[name]) for name in before)
@@ -250,7 +250,7 @@ def test_learned_positions_do_not_grow(make, start):
     refusal(start, origin, 'learned positions for 16 tokens', 'the config has 64', 'max_positions=16', data__seq_len=64)
     longer, _ = make(data__seq_len=64)
     refusal(start, longer, 'learned positions for 64 tokens', 'the config has 16', 'max_positions=64')
-    # What the message says.
+    # The suggested setting is valid.
     start(longer, model__max_positions=64)
 
 
@@ -269,7 +269,7 @@ def test_learned_positions_do_not_grow(make, start):
 def test_sequence_length_is_logged(make, start, overrides, line):
     origin, before = make(**UNTIED)
     state, out = start(origin, **UNTIED, **overrides)
-    # It is the same parameters that are used in another way.
+    # The setting does not change parameters.
     assert same(flatten(state.params), before)
     assert line in out
     assert out.count('sequence length: ') == bool(line)
@@ -283,7 +283,7 @@ def test_unknown_sequence_length(make, start, tmp_path):
     out = start(tmp_path / 'bare', **UNTIED, **YARN)[1]
     assert 'config.json' in out
     assert 'sequence length: ' not in out
-    # Of an import the context is the model's.
+    # The sequence length of an import is that of its model.
     config = json.loads((origin / CONFIG).read_text())
     config['train']['num_steps'], config['model']['max_positions'] = 0, 32
     (tmp_path / 'bare' / CONFIG).write_text(json.dumps(config))

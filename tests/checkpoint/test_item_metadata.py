@@ -11,7 +11,7 @@ from maxlm.checkpoint.item_metadata import CorruptCheckpointError, translate_err
 
 def coroutine_of(path):
     """Returns a coroutine from a file with the given path that fails like TensorStore."""
-    module = types.ModuleType('defined_there')
+    module = types.ModuleType('failing_reader')
     exec(compile('async def read_array():\n    raise ValueError("OUT_OF_RANGE")\n', path, 'exec'), module.__dict__)
     return module.read_array
 
@@ -28,12 +28,12 @@ def fails_in_two_tasks(read_array):
 
 
 @pytest.mark.parametrize(
-    ('path', 'told'),
+    ('path', 'is_logged'),
     # Negative control: errors of other packages' tasks are still logged.
     [('site-packages/orbax/checkpoint/serialization.py', False), ('site-packages/other/reader.py', True)],
 )
-def test_only_the_first_orbax_failure_is_reported(tmp_path, caplog, path, told):
+def test_only_the_first_orbax_failure_is_reported(tmp_path, caplog, path, is_logged):
     with pytest.raises(CorruptCheckpointError, match=r'checkpoint cannot be read \(ValueError: OUT_OF_RANGE\)'):
         translate_errors(tmp_path, lambda: fails_in_two_tasks(coroutine_of(path)))
     gc.collect()
-    assert ('Task exception was never retrieved' in caplog.text) == told
+    assert ('Task exception was never retrieved' in caplog.text) == is_logged

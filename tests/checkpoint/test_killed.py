@@ -26,9 +26,9 @@ def test_kills_while_saving(parent, tmp_path, record_property, place):
     report = json.loads(process.stdout.splitlines()[-1])
     assert (report['lost'], report['bad']) == ([], [])
     assert sum(report['met'].values()) == kills
-    # Kills between two saves would prove nothing.
+    # Kills between two saves do not test anything.
     assert report['met'].get('between', 0) < kills
     assert report['committed'] > 4
-    met = ', '.join(f'{count} while {what}' for what, count in sorted(report['met'].items()) if what != 'between')
+    met = ', '.join(f'{count} while {phase}' for phase, count in sorted(report['met'].items()) if phase != 'between')
     where = 'on a disk' if place == 'disk' else "in the emulator's bucket"
-    measured(record_property, 'kill-save', f'{kills} kills {where} ({met}): committed steps lost: 0; damaged ones: 0')
+    measured(record_property, 'kill-save', f'{kills} kills {where} ({met}): committed steps lost: 0; damaged steps: 0')

@@ -212,7 +212,7 @@ def test_find_step(saved):
 
 
 def test_a_workdir_may_have_an_at_sign_in_its_name(saved, tmp_path):
-    workdir = tmp_path / 'me@home'
+    workdir = tmp_path / 'me@host'
     shutil.copytree(saved, workdir)
     assert find_step(str(workdir)) == workdir / CHECKPOINTS_DIR / '7'
     assert find_step(f'{workdir}@3') == workdir / CHECKPOINTS_DIR / '3'

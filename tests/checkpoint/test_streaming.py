@@ -65,9 +65,9 @@ def saved(tmp_path_factory, state):
 
 
 @pytest.fixture(scope='module')
-def whole(tmp_path_factory, state):
+def unchunked(tmp_path_factory, state):
     """Returns a checkpoint of the same parameters in the older format without chunks per layer."""
-    directory = tmp_path_factory.mktemp('whole') / CHECKPOINTS_DIR / '7'
+    directory = tmp_path_factory.mktemp('unchunked') / CHECKPOINTS_DIR / '7'
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / 'params', jax.device_get(state.params))
     return directory.parent.parent
@@ -86,9 +86,9 @@ def assert_reads(workdir, arrays, step=7):
             assert not np.array_equal(read, values[layer - 1]), (path, layer)
 
 
-def test_complete_arrays_and_layers_equal_the_saved_arrays(saved, whole, arrays):
+def test_complete_arrays_and_layers_equal_the_saved_arrays(saved, unchunked, arrays):
     assert_reads(saved, arrays)
-    assert_reads(whole, arrays)
+    assert_reads(unchunked, arrays)
 
 
 def test_ema_is_read_by_item_name(tmp_path, state):
@@ -101,17 +101,17 @@ def test_ema_is_read_by_item_name(tmp_path, state):
 
 def test_stacked_arrays_are_chunked_by_layer(saved, state):
     for item, tree in {'params': state.params, 'optimizer': state.opt_state}.items():
-        pieces = {
+        chunks = {
             leaf.name: leaf.storage.chunk_shape
             for leaf in jax.tree.leaves(item_metadata(saved / CHECKPOINTS_DIR / '7' / item))
         }
-        assert len(pieces) == len(jax.tree.leaves(tree))
-        of_layers = {name for name in pieces if STACK in name.split('.')}
-        assert {pieces[name][0] for name in of_layers} == {1}
+        assert len(chunks) == len(jax.tree.leaves(tree))
+        layer_arrays = {name for name in chunks if STACK in name.split('.')}
+        assert {chunks[name][0] for name in layer_arrays} == {1}
         # Negative control: other arrays are only chunked over devices.
-        others = {name: piece for name, piece in pieces.items() if name not in of_layers and piece}
-        assert {piece[0] for name, piece in others.items() if name.endswith('embedding')} >= {61}
-    assert pieces['0.mu.blocks.attention.query.kernel'] == (1, 8, 4, 16)
+        others = {name: chunk for name, chunk in chunks.items() if name not in layer_arrays and chunk}
+        assert {chunk[0] for name, chunk in others.items() if name.endswith('embedding')} >= {61}
+    assert chunks['0.mu.blocks.attention.query.kernel'] == (1, 8, 4, 16)
 
 
 def bytes_read():
@@ -193,7 +193,7 @@ def test_written_step_can_be_restored(tmp_path, arrays, state):
 
 
 def test_arrays_larger_than_a_chunk(tmp_path, monkeypatch, arrays, state):
-    # With chunks of 7 rows, 64 rows are 9 chunks and a rest, written in blocks of 21 rows.
+    # With chunks of 7 rows, 64 rows are 9 chunks and 1 row. They are written in blocks of 21 rows.
     row = arrays[KERNEL][0, 0].nbytes
     monkeypatch.setattr(streaming, 'CHUNK_BYTES', 7 * row)
     monkeypatch.setattr(streaming, 'MAX_BYTES_IN_FLIGHT', 21 * row + 100)
@@ -208,17 +208,17 @@ def test_arrays_larger_than_a_chunk(tmp_path, monkeypatch, arrays, state):
     assert same(jax.device_get(params), jax.device_get(state.params))
 
 
-@pytest.mark.parametrize(('rows', 'piece'), [(1, 1), (64, 7), (5, 5), (100, 1), (30, 40)])
-def test_blocks_cover_an_array_once_and_never_split_a_chunk(monkeypatch, rows, piece):
+@pytest.mark.parametrize(('rows', 'chunk'), [(1, 1), (64, 7), (5, 5), (100, 1), (30, 40)])
+def test_blocks_cover_an_array_once_and_never_split_a_chunk(monkeypatch, rows, chunk):
     monkeypatch.setattr(streaming, 'MAX_BYTES_IN_FLIGHT', 4 * 3 * 10)
-    blocks = list(streaming._row_slices((rows, 3), (piece, 3)))
+    blocks = list(streaming._row_slices((rows, 3), (chunk, 3)))
     assert [row for block in blocks for row in range(rows)[block]] == list(range(rows))
-    assert all(block.start % piece == 0 for block in blocks)
-    assert all(block.stop - block.start <= max(10, piece) for block in blocks)
+    assert all(block.start % chunk == 0 for block in blocks)
+    assert all(block.stop - block.start <= max(10, chunk) for block in blocks)
 
 
 def test_layers_are_freed_after_they_are_written(tmp_path, arrays):
-    alive, most, asked = weakref.WeakSet(), 0, 0
+    alive, max_alive, num_reads = weakref.WeakSet(), 0, 0
 
     class Layer(np.ndarray):
         """Array type whose instances can be counted."""
@@ -226,16 +226,16 @@ def test_layers_are_freed_after_they_are_written(tmp_path, arrays):
         __hash__ = object.__hash__
 
     def read(values):
-        nonlocal most, asked
-        most, asked = max(most, len(alive)), asked + 1
+        nonlocal max_alive, num_reads
+        max_alive, num_reads = max(max_alive, len(alive)), num_reads + 1
         layer = values.copy().view(Layer)
         alive.add(layer)
         return layer
 
     write_step(tmp_path, 0, streamed(arrays, read))
-    assert asked == sum(len(values) if stacked(path) else 1 for path, values in arrays.items())
+    assert num_reads == sum(len(values) if stacked(path) else 1 for path, values in arrays.items())
     # The previous array may not be freed yet.
-    assert most <= 1
+    assert max_alive <= 1
 
 
 @pytest.mark.parametrize('error', [InputError('shard 3 is damaged'), KeyboardInterrupt(), OSError(28, 'No space left')])

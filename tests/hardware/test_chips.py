@@ -83,7 +83,7 @@ def test_compute_capability():
     assert {name: known[name].capability for name in GPU_TARGETS} == {
         n: gpu.capability for n, gpu in GPU_TARGETS.items()
     }
-    # Ada and later have fp8, which is twice as fast. NVIDIA's datasheet of the H100 says 1979.
+    # Ada and later have fp8, which is twice as fast. NVIDIA's datasheet of the H100 lists 1979 TFLOP/s.
     assert known['h100'].fp8_tflops == pytest.approx(1979, rel=1e-3)
     assert known['a100'].fp8_tflops == known['a100'].tflops
     assert {chip.capability is None for chip in chips.CHIPS if chip.platform == 'tpu'} == {True}

@@ -17,11 +17,11 @@ Memory = namedtuple('Memory', 'total free used')
 class Gpu:
     """A GPU or a MIG instance."""
 
-    def __init__(self, number, *, reasons=0, ecc=0, parts=(), whole=None):
-        self.number, self.reasons, self.ecc, self.parts, self.whole = number, reasons, ecc, parts, whole
-        self.uuid = f'GPU-{number:04x}-aaaa' if whole is None else f'MIG-{number:04x}'
-        for part in parts:
-            part.whole = self
+    def __init__(self, number, *, reasons=0, ecc=0, instances=(), parent=None):
+        self.number, self.reasons, self.ecc, self.instances, self.parent = number, reasons, ecc, instances, parent
+        self.uuid = f'GPU-{number:04x}-aaaa' if parent is None else f'MIG-{number:04x}'
+        for instance in instances:
+            instance.parent = self
 
 
 class FakeNvml(types.ModuleType):
@@ -63,23 +63,23 @@ class FakeNvml(types.ModuleType):
         return gpu.uuid
 
     def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
-        (found,) = (part for gpu in self.gpus for part in (gpu, *gpu.parts) if part.uuid == uuid)
+        (found,) = (instance for gpu in self.gpus for instance in (gpu, *gpu.instances) if instance.uuid == uuid)
         return found
 
     def nvmlDeviceIsMigDeviceHandle(self, gpu):  # noqa: N802
-        return gpu.whole is not None
+        return gpu.parent is not None
 
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, part):  # noqa: N802
-        return part.whole
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, instance):  # noqa: N802
+        return instance.parent
 
     def nvmlDeviceGetMigMode(self, gpu):  # noqa: N802
-        return [int(bool(gpu.parts)), 0]
+        return [int(bool(gpu.instances)), 0]
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu, index):  # noqa: N802
-        return gpu.parts[index]
+        return gpu.instances[index]
 
     def nvmlDeviceGetUtilizationRates(self, gpu):  # noqa: N802
-        if gpu.whole:
+        if gpu.parent:
             raise self.NVMLError('Not Supported')
         return Use(90 + gpu.number, 10)
 
@@ -171,7 +171,7 @@ def test_only_the_devices_of_this_process(nvml, monkeypatch, visible, ordinals, 
 
 @pytest.mark.parametrize('visible', ['MIG-0007', '0', None])
 def test_mig_instance(nvml, monkeypatch, visible):
-    nvml([Gpu(0, reasons=THERMAL, parts=(Gpu(7, whole=True), Gpu(8, whole=True)))])
+    nvml([Gpu(0, reasons=THERMAL, instances=(Gpu(7, parent=True), Gpu(8, parent=True)))])
     if visible:
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
     (reading,) = Accelerators(gpus(0)).read()
@@ -217,8 +217,8 @@ def test_tpus(monkeypatch):
         {'index': 1, 'kind': 'TPU v3', 'use_percent': 30.0, 'memory_bytes': 2048.0},
     ]
     # There are no values before the runtime starts.
-    told = dict(values)
+    saved = dict(values)
     values.clear()
     assert accelerators.read() == []
-    values.update(told)
+    values.update(saved)
     assert len(accelerators.read()) == 2

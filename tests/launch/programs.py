@@ -65,12 +65,12 @@ class Programs:
             'HF_TOKEN': SECRET,
         }
 
-    def plan(self, *, lives=None, replies=(), machines=None, queue=None, python_is_new=True):
+    def plan(self, *, attempts=None, replies=(), machines=None, queue=None, python_is_new=True):
         """Sets the behavior of the programs from now on; see `stand_ins`."""
-        lives = lives if isinstance(lives, dict) else {'': list(lives or [])}
+        attempts = attempts if isinstance(attempts, dict) else {'': list(attempts or [])}
         # git reports that the directory is not a repository.
         replies = [*replies, {'match': 'git ', 'code': 128, 'times': -1}]
-        plan = {'lives': lives, 'replies': replies, 'machines': machines, 'queue': queue}
+        plan = {'attempts': attempts, 'replies': replies, 'machines': machines, 'queue': queue}
         (self.folder / 'plan.json').write_text(json.dumps({**plan, 'python_is_new': python_is_new}))
 
     def start(self, *command, cwd=ROOT, **environment):
@@ -122,7 +122,7 @@ class Programs:
         ]
 
     def forget(self):
-        """Discards the calls so far."""
+        """Deletes the recorded calls."""
         (self.folder / 'calls.jsonl').write_text('')
 
     def wait_for(self, number, program='python', **fields):
@@ -132,4 +132,4 @@ class Programs:
             if len(found) >= number:
                 return found
             time.sleep(0.02)
-        raise AssertionError(f'{number} calls of {program} with {fields} have not come: {self.calls()}')
+        raise AssertionError(f'timed out waiting for {number} calls of {program} with {fields}: {self.calls()}')

@@ -76,7 +76,7 @@ def test_gpus_are_counted(programs, tmp_path):
 
 def test_environment_variables_replace_options(programs, tmp_path):
     variables = {'MAXLM_COORDINATOR': 'job-0.job:8476', 'MAXLM_NUM_PROCESSES': '2', 'MAXLM_PROCESS_ID': '1'}
-    programs.plan(lives={'1': [{}]})
+    programs.plan(attempts={'1': [{}]})
     assert programs.run(NODE, *arguments(tmp_path), **variables).returncode == 0
     assert joined(programs.calls('python')[0]) == ('job-0.job:8476', '2', '1', None)
     # The only pod of a job joins no group.
@@ -144,11 +144,11 @@ def test_logs(programs, tmp_path):
 @pytest.mark.parametrize(
     ('dying', 'others', 'code'),
     [
-        # The exit code is that of the process that died, whatever the other processes return on SIGTERM.
+        # The exit code is that of the failed process, independent of the codes of other processes on SIGTERM.
         ({'code': 1}, {'on_term': 75}, 1),
         ({'code': 75}, {'on_term': 75}, 75),
         ({'code': 2}, {'on_term': 75}, 2),
-        # The process is killed, as by the kernel when memory runs out. Code 75 of another process requests a restart.
+        # The process is killed, as by the kernel if memory is exhausted. Code 75 of another process requests a restart.
         ({'signal': signal.SIGKILL}, {'on_term': 75}, 75),
         ({'signal': signal.SIGKILL}, {'on_term': 0}, 137),
         # Only a later process detects bad input.
@@ -156,19 +156,19 @@ def test_logs(programs, tmp_path):
     ],
 )
 def test_other_processes_end_after_a_process_dies(programs, tmp_path, dying, others, code):
-    # The process dies when the other processes are ready for signals.
-    lives = {'0': [{'seconds': 60, **others}], '1': [{'after': 3, **dying}], '2': [{'seconds': 60, **others}]}
-    programs.plan(lives=lives)
+    # The process exits when the other processes are ready for signals.
+    attempts = {'0': [{'seconds': 60, **others}], '1': [{'after': 3, **dying}], '2': [{'seconds': 60, **others}]}
+    programs.plan(attempts=attempts)
     done = programs.run(NODE, '--once', '--per-gpu', '--gpus=3', *arguments(tmp_path))
     assert done.returncode == code, done.stderr
     assert 'process 1 ended with exit code' in done.stderr
-    told = programs.calls('python', signal='SIGTERM')
-    assert {call['environment']['MAXLM_PROCESS_ID'] for call in told} == {'0', '2'}
+    terminated = programs.calls('python', signal='SIGTERM')
+    assert {call['environment']['MAXLM_PROCESS_ID'] for call in terminated} == {'0', '2'}
     assert not any(alive(call['pid']) for call in programs.calls('python'))
 
 
 def test_process_that_ignores_sigterm_is_killed(programs, tmp_path):
-    programs.plan(lives={'0': [{'seconds': 60, 'on_term': 'ignore'}], '1': [{'after': 2, 'code': 5}]})
+    programs.plan(attempts={'0': [{'seconds': 60, 'on_term': 'ignore'}], '1': [{'after': 2, 'code': 5}]})
     done = programs.run(NODE, '--once', '--grace', '1', '--per-gpu', '--gpus=2', *arguments(tmp_path))
     assert done.returncode == 5
     assert 'still running 1 s after SIGTERM: killed' in done.stderr
@@ -177,7 +177,7 @@ def test_process_that_ignores_sigterm_is_killed(programs, tmp_path):
 
 
 def test_finished_process_ends_no_other_process(programs, tmp_path):
-    programs.plan(lives={'0': [{}], '1': [{'seconds': 0.5}]})
+    programs.plan(attempts={'0': [{}], '1': [{'seconds': 0.5}]})
     done = programs.run(NODE, '--once', '--grace', '0', '--per-gpu', '--gpus=2', *arguments(tmp_path))
     assert done.returncode == 0
     assert programs.calls('python', signal='SIGTERM') == []
@@ -186,7 +186,7 @@ def test_finished_process_ends_no_other_process(programs, tmp_path):
 @pytest.mark.parametrize(('number', 'processes'), [(signal.SIGTERM, 1), (signal.SIGTERM, 2), (signal.SIGINT, 2)])
 def test_a_signal_reaches_each_process_once(programs, tmp_path, number, processes):
     # The save takes longer than the grace period, which applies only after a process has died.
-    programs.plan(lives={name: [{'seconds': 60, 'saving': 0.5}] for name in ('', '0', '1')})
+    programs.plan(attempts={name: [{'seconds': 60, 'saving': 0.5}] for name in ('', '0', '1')})
     options = ('--grace', '0', '--per-gpu', f'--gpus={processes}')
     process = programs.start(NODE, *options, *arguments(tmp_path))
     programs.wait_for(processes, ready=True)
@@ -201,14 +201,14 @@ def test_a_signal_reaches_each_process_once(programs, tmp_path, number, processe
 
 def test_all_processes_of_a_node_restart(programs, tmp_path):
     first = {'after': 2, 'code': 75}
-    programs.plan(lives={'0': [{'seconds': 60}, {}], '1': [first, {}]})
+    programs.plan(attempts={'0': [{'seconds': 60}, {}], '1': [first, {}]})
     done = programs.run(NODE, '--per-gpu', '--gpus=2', *arguments(tmp_path))
     assert done.returncode == 0, done.stderr
     assert len(programs.lines('python')) == 4
     assert 'supervise: preempted' in done.stderr
     # Control: without restarts, the exit code is returned.
     programs.forget()
-    programs.plan(lives={'0': [{'seconds': 60}, {}], '1': [first, {}]})
+    programs.plan(attempts={'0': [{'seconds': 60}, {}], '1': [first, {}]})
     assert programs.run(NODE, '--once', '--per-gpu', '--gpus=2', *arguments(tmp_path)).returncode == 75
     assert len(programs.lines('python')) == 2
 

@@ -107,10 +107,10 @@ def test_schemas_reject_unknown_keys(programs):
     with pytest.raises(kubernetes_validate.ValidationError):
         validate(job)
     [jobset] = render(programs, *TPU, '--topology=4x4')
-    misspelt = copy.deepcopy(jobset)
-    misspelt['spec']['failurePolicy']['maxRestart'] = 3
+    misspelled = copy.deepcopy(jobset)
+    misspelled['spec']['failurePolicy']['maxRestart'] = 3
     with pytest.raises(AssertionError):
-        validate_jobset(misspelt)
+        validate_jobset(misspelled)
     jobset['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']['restart'] = 'Never'
     with pytest.raises((AssertionError, kubernetes_validate.ValidationError)):
         validate_jobset(jobset)

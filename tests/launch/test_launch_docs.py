@@ -25,12 +25,12 @@ COMMANDS = list(dict.fromkeys([*command_lines(TEXT), *LAUNCHES]))
 
 
 def dry(line):
-    """The words of a command with --dry-run where its script looks for options."""
+    """Returns the words of a command, with --dry-run where its script expects options."""
     words = shlex.split(line)
     if words[0] == 'sbatch':
         script = next(number for number, word in enumerate(words) if word.endswith('.sbatch'))
         return ['bash', words[script], '--dry-run', *words[script + 1 :]]
-    # After the module or the verb, if there is one.
+    # Options follow the module or the subcommand, if any.
     options = 3 if words[1] == '-m' else 1 if words[1].startswith('-') else 2
     return [*words[:options], '--dry-run', *words[options:]]
 
@@ -41,10 +41,10 @@ def test_commands(programs, line):
     assert done.returncode == 0, done.stderr
     assert 'would run: ' in done.stdout
     assert done.stderr == ''
-    # git is asked which files there are.
+    # git only lists files.
     assert {call['program'] for call in programs.calls()} <= {'git'}
     assert SECRET not in done.stdout
-    # Each workdir and config arrives at training.
+    # Each workdir and config is passed to training.
     for word in re.findall(r'--(?:workdir|config)[= ](\S+)', line):
         assert word in done.stdout
     for name in re.findall(r'--config[= ]([\w/]+\.py)', line):

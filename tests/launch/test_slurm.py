@@ -15,10 +15,10 @@ TRAIN = ('--config=configs/1b.py', '--workdir=run')
 @pytest.fixture
 def folder(tmp_path):
     """Returns the directory from which a job is submitted, with the scripts as in a repository."""
-    place = tmp_path / 'submitted'
-    place.mkdir()
-    (place / 'launch').symlink_to(ROOT / 'launch')
-    return place
+    directory = tmp_path / 'submitted'
+    directory.mkdir()
+    (directory / 'launch').symlink_to(ROOT / 'launch')
+    return directory
 
 
 def job(programs, folder, *replies, arguments=TRAIN):
@@ -30,12 +30,12 @@ def job(programs, folder, *replies, arguments=TRAIN):
 
 
 def test_sbatch_options():
-    asked = dict(re.findall(r'^#SBATCH --([\w-]+)(?:=(.*))?$', SCRIPT.read_text(), re.MULTILINE))
-    assert asked['ntasks-per-node'] == '1'
-    assert asked['gpus-per-node'] == '8'
+    options = dict(re.findall(r'^#SBATCH --([\w-]+)(?:=(.*))?$', SCRIPT.read_text(), re.MULTILINE))
+    assert options['ntasks-per-node'] == '1'
+    assert options['gpus-per-node'] == '8'
     # Without B:, Slurm signals the processes and not srun.
-    assert asked['signal'] == 'TERM@120'
-    assert asked.keys() >= {'requeue', 'nodes', 'time'}
+    assert options['signal'] == 'TERM@120'
+    assert options.keys() >= {'requeue', 'nodes', 'time'}
     # Slurm stops reading options at the first command.
     text = SCRIPT.read_text()
     assert text.rindex('#SBATCH') < text.index('set -euo pipefail')

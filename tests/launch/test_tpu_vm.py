@@ -10,7 +10,7 @@ from tests.launch.programs import SECRET
 
 pytestmark = pytest.mark.multiprocess
 
-PLACE = ('--name', 'pod', '--zone=us-central2-b', '--poll', '0', '--backoff', '0')
+MACHINES = ('--name', 'pod', '--zone=us-central2-b', '--poll', '0', '--backoff', '0')
 TYPE = ('--type', 'v4-16')
 TRAIN = ('--config=configs/tiny.py', '--workdir=/mnt/runs/run')
 CAPACITY = 'There is no more capacity in the zone "us-central2-b"; you can try in another zone'
@@ -19,7 +19,7 @@ QUOTA = "RESOURCE_EXHAUSTED: Quota limit 'TPUV4PodPerProjectPerZoneForTPUAPI' ha
 
 @pytest.fixture
 def tree(tmp_path):
-    """Returns a small copy of the repository, with files that must not leave this machine."""
+    """Returns a small copy of the repository, with files that must not be copied to workers."""
     root = tmp_path / 'repository'
     (root / 'configs').mkdir(parents=True)
     for name in ('pyproject.toml', 'configs/tiny.py'):
@@ -34,7 +34,7 @@ def tree(tmp_path):
 
 
 def tpu(programs, tree, command, *options, **environment):
-    return programs.run(tree / 'launch/tpu_vm.sh', command, *PLACE, *options, cwd='/', **environment)
+    return programs.run(tree / 'launch/tpu_vm.sh', command, *MACHINES, *options, cwd='/', **environment)
 
 
 def verbs(programs):
@@ -44,7 +44,7 @@ def verbs(programs):
     return [pair for pair in pairs if pair[1] != 'describe']
 
 
-def homes(programs):
+def worker_directories(programs):
     return sorted((programs.folder / 'workers').iterdir())
 
 
@@ -113,9 +113,9 @@ def test_creation_failures(programs, tree, message, code, words):
     programs.plan(replies=[{'match': 'tpu-vm create', 'code': 1, 'stderr': message}])
     done = tpu(programs, tree, 'create', *TYPE)
     assert done.returncode == code
-    said = [line for line in (done.stdout + done.stderr).splitlines() if 'creating' not in line]
-    assert len(said) == 1
-    assert words in said[0]
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if 'creating' not in line]
+    assert len(lines) == 1
+    assert words in lines[0]
 
 
 def test_install_once(programs, tree):
@@ -129,18 +129,20 @@ def test_install_once(programs, tree):
     # Each worker installs the extras for TPUs and buckets.
     assert len(installs) == 2
     assert all(line.endswith('--editable .[tpu,gcs]') for line in installs)
-    for home in homes(programs):
-        with tarfile.open(home / 'maxlm.tar.gz') as package:
+    for directory in worker_directories(programs):
+        with tarfile.open(directory / 'maxlm.tar.gz') as package:
             names = {name.removeprefix('./') for name in package.getnames()}
         assert names >= {'pyproject.toml', 'configs/tiny.py', 'launch/worker.sh'}
-        assert not any(SECRET.encode() in path.read_bytes() for path in (home / 'maxlm').rglob('*') if path.is_file())
+        assert not any(
+            SECRET.encode() in path.read_bytes() for path in (directory / 'maxlm').rglob('*') if path.is_file()
+        )
 
     # Changed files are copied, and removed files are deleted.
     (tree / 'configs/tiny.py').rename(tree / 'configs/small.py')
     assert tpu(programs, tree, 'install').returncode == 0
     assert verbs(programs).count(('tpu-vm', 'scp')) == 2
-    for home in homes(programs):
-        assert [path.name for path in (home / 'maxlm/configs').iterdir()] == ['small.py']
+    for directory in worker_directories(programs):
+        assert [path.name for path in (directory / 'maxlm/configs').iterdir()] == ['small.py']
     # The change installs no packages.
     assert [line for line in programs.lines('python') if 'pip install' in line] == installs
     # Another extra installs packages.
@@ -157,7 +159,7 @@ def test_install_copies_files_tracked_by_git(programs, tree):
     for number in range(2):
         (programs.folder / 'workers' / str(number)).mkdir(parents=True)
     assert tpu(programs, tree, 'install').returncode == 0
-    with tarfile.open(homes(programs)[0] / 'maxlm.tar.gz') as package:
+    with tarfile.open(worker_directories(programs)[0] / 'maxlm.tar.gz') as package:
         assert sorted(package.getnames()) == sorted(listing.splitlines()[:4])
 
 
@@ -174,14 +176,14 @@ def test_install_with_an_old_python(programs, tree):
 def test_run_logs_stop(programs, tree):
     tpu(programs, tree, 'create', *TYPE)
     tpu(programs, tree, 'install')
-    programs.plan(machines='READY', lives=[{'seconds': 60}, {'seconds': 60}])
+    programs.plan(machines='READY', attempts=[{'seconds': 60}, {'seconds': 60}])
     override = "--config.data.sources=(('a b', 0.5), ('c', 0.5))"
     for _ in range(2):
         done = tpu(programs, tree, 'run', *TRAIN, override, '--config.train.num_steps=3')
         assert done.returncode == 0, done.stderr
     assert done.stdout.count('already running') == 2
     trainings = programs.wait_for(2, ready=True)
-    # Arguments arrive unchanged.
+    # Arguments are passed unchanged.
     expected = ['-m', 'maxlm.train', *TRAIN, override, '--config.train.num_steps=3']
     assert [call['arguments'] for call in trainings] == [expected] * 2
     done = tpu(programs, tree, 'stop')
@@ -214,7 +216,7 @@ def made_and_deleted(programs):
 
 @pytest.mark.parametrize('codes', [(0, 0), (0, 2)])
 def test_up_until_training_ends(programs, tree, codes):
-    programs.plan(lives=[{'code': code} for code in codes])
+    programs.plan(attempts=[{'code': code} for code in codes])
     done = tpu(programs, tree, 'up', *TYPE, *TRAIN)
     assert done.returncode == max(codes), done.stdout + done.stderr
     assert made_and_deleted(programs) == [CREATE]
@@ -236,7 +238,7 @@ def test_up_after_a_preemption(programs, tree):
     assert done.returncode == 0, done.stdout + done.stderr
     assert made_and_deleted(programs) == [CREATE, DELETE, CREATE]
     assert verbs(programs).count(('tpu-vm', 'scp')) == 2
-    # Control: only the connection is lost. Machines are not created again, and the running training is not restarted.
+    # Control: only the connection is lost. Machines are not created again, and running training is not restarted.
     programs.forget()
     programs.plan(machines='READY', replies=[{'match': 'worker.sh follow', 'code': 255, 'times': 2}])
     assert tpu(programs, tree, 'up', *TYPE, *TRAIN, '--spot').returncode == 0
@@ -295,8 +297,8 @@ def test_up_stops_after_permanent_failures(programs, tree):
 
 
 def test_up_ends_after_stop(programs, tree):
-    programs.plan(lives=[{'seconds': 60}, {'seconds': 60}])
-    process = programs.start(tree / 'launch/tpu_vm.sh', 'up', *PLACE, *TYPE, *TRAIN, cwd='/')
+    programs.plan(attempts=[{'seconds': 60}, {'seconds': 60}])
+    process = programs.start(tree / 'launch/tpu_vm.sh', 'up', *MACHINES, *TYPE, *TRAIN, cwd='/')
     programs.wait_for(2, ready=True)
     assert tpu(programs, tree, 'stop').returncode == 0
     assert programs.finish(process).returncode == 75

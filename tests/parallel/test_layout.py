@@ -31,7 +31,7 @@ HERE = Client(0)
 
 
 @dataclasses.dataclass(frozen=True)
-class StandIn:
+class FakeDevice:
     """A fake device with the attributes that a mesh reads."""
 
     id: int
@@ -46,14 +46,14 @@ class StandIn:
 
 def gpu_nodes(num, *, here=0):
     """Returns nodes of 8 GPUs, with one process each."""
-    return [StandIn(n, n // 8, 'gpu', 'NVIDIA H100', client=Client(here)) for n in range(8 * num)]
+    return [FakeDevice(n, n // 8, 'gpu', 'NVIDIA H100', client=Client(here)) for n in range(8 * num)]
 
 
 def tpu_slices(num):
     """Returns slices of 4 × 4 chips, with 4 hosts each."""
     chips = [(x, y, 0) for y in range(4) for x in range(4)]
     return [
-        StandIn(16 * index + n, 4 * index + n // 4, 'tpu', 'TPU v5 lite', slice_index=index, coords=coords)
+        FakeDevice(16 * index + n, 4 * index + n // 4, 'tpu', 'TPU v5 lite', slice_index=index, coords=coords)
         for index in range(num)
         for n, coords in enumerate(chips)
     ]
@@ -63,7 +63,7 @@ def resolved(**sizes):
     return MeshConfig(**{'fsdp': 1, **sizes})
 
 
-def axes_that_leave(layout, attribute):
+def axes_across(layout, attribute):
     """Returns the mesh axes along which islands differ."""
     islands = np.vectorize(lambda device: getattr(device, attribute))(layout.mesh.devices)
     return {name for axis, name in enumerate(MESH_AXES) if (islands != islands.take([0], axis=axis)).any()}
@@ -84,7 +84,7 @@ def axes_that_leave(layout, attribute):
 )
 def test_outer_axes_cross_nodes(num_nodes, sizes, outside):
     layout = make_layout(resolved(**sizes), gpu_nodes(num_nodes))
-    assert axes_that_leave(layout, 'process_index') == outside
+    assert axes_across(layout, 'process_index') == outside
     assert dict(layout.mesh.shape) == resolved(**sizes).sizes
     assert len(set(layout.mesh.devices.flat)) == 8 * num_nodes
     # Mesh order leaves each node only once.
@@ -101,19 +101,19 @@ def test_outer_axes_cross_nodes(num_nodes, sizes, outside):
     ],
 )
 def test_outer_axes_cross_slices(sizes, outside):
-    assert axes_that_leave(make_layout(resolved(**sizes), tpu_slices(2)), 'slice_index') == outside
+    assert axes_across(make_layout(resolved(**sizes), tpu_slices(2)), 'slice_index') == outside
 
 
 def test_hosts_of_one_slice_are_one_island():
     layout = make_layout(resolved(tensor=16), tpu_slices(1))
-    assert axes_that_leave(layout, 'process_index') == {'tensor'}
+    assert axes_across(layout, 'process_index') == {'tensor'}
     # Control: nodes of GPUs are separate islands.
     with pytest.raises(InputError, match='2 nodes or slices'):
         make_layout(resolved(tensor=16), gpu_nodes(2))
 
 
 def test_node_with_a_process_for_each_gpu_is_one_island():
-    node = [StandIn(n, n, 'gpu', 'NVIDIA H100', slice_index=0) for n in range(8)]
+    node = [FakeDevice(n, n, 'gpu', 'NVIDIA H100', slice_index=0) for n in range(8)]
     assert make_layout(resolved(fsdp=4, tensor=2), node).mesh.shape['tensor'] == 2
 
 
@@ -127,7 +127,7 @@ def test_a_mesh_without_outer_axes_is_refused_on_islands():
     )
     for axis in ('replica', 'data'):
         layout = make_layout(resolved(**{axis: 4, 'tensor': 16}), tpu_slices(4))
-        assert axes_that_leave(layout, 'slice_index') == {axis}
+        assert axes_across(layout, 'slice_index') == {axis}
 
 
 @pytest.mark.parametrize(
@@ -163,26 +163,26 @@ def test_zero_splits_moments_then_gradients_then_parameters(zero, split):
     config, layout = split_by(zero)
     layouts = (layout, layout.of_gradients, layout.of_moments)
     abstract = abstract_state(config, layout)
-    whole = sum(param.size for param in jax.tree.leaves(abstract.params))
+    total = sum(param.size for param in jax.tree.leaves(abstract.params))
     # Norm scales are replicated. All other parameters have an axis with the model width.
     named = jax.tree_util.tree_leaves_with_path(abstract.params)
     scales = sum(param.size for path, param in named if path[-1].key == 'scale')
     assert scales == (2 * 2 + 1) * 32
-    in_parts = scales + (whole - scales) // 4
+    sharded = scales + (total - scales) // 4
     for is_split, at in zip(split, layouts, strict=True):
         placed = jax.tree.map(
             lambda param, sharding: jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=sharding),
             abstract.params,
             param_shardings(config, at),
         )
-        assert bytes_on_a_device(placed) == 4 * (in_parts if is_split else whole)
+        assert bytes_on_a_device(placed) == 4 * (sharded if is_split else total)
         assert at.num_shards('embed') == (4 if is_split else 1)
         embed = ('fsdp', 'context') if is_split else None
         assert at.spec(('layers', 'embed', 'ffn')) == PartitionSpec('stage', embed, 'tensor')
-    # The shardings of the actual state.
-    assert bytes_on_a_device(abstract.params) == 4 * (in_parts if split[0] else whole)
+    # The state has these shardings.
+    assert bytes_on_a_device(abstract.params) == 4 * (sharded if split[0] else total)
     moments = [optax.tree.get(abstract.opt_state, name) for name in ('mu', 'nu')]
-    assert bytes_on_a_device(moments) == 2 * 4 * in_parts
+    assert bytes_on_a_device(moments) == 2 * 4 * sharded
 
 
 def test_num_shards_of_axes():
@@ -215,8 +215,8 @@ def test_gathered_parameter_has_a_sharded_gradient(zero, is_split):
         shapes = {shard.data.shape for shard in gradient.addressable_shards}
         assert shapes == ({(8, 16)} if is_split else {(32, 16)})
     # The parameter is complete where it is used, whether it is stored in shards or not.
-    whole = jax.jit(lambda w_DF: layout.gathered(w_DF, axes))(w_DF)
-    assert {shard.data.shape for shard in whole.addressable_shards} == {(32, 16)}
+    gathered_DF = jax.jit(lambda w_DF: layout.gathered(w_DF, axes))(w_DF)
+    assert {shard.data.shape for shard in gathered_DF.addressable_shards} == {(32, 16)}
     assert w_DF.addressable_shards[0].data.shape == ((8, 16) if zero == 3 else (32, 16))
     # Control: arrays that no mesh axis shards are returned unchanged.
     assert layout.gathered(w_DF, ('ffn', 'norm')) is w_DF

@@ -24,8 +24,8 @@ def test_each_device_receives_only_its_rows():
             assert {shard.data.nbytes for shard in shards} == {rows.nbytes // devices}
             np.testing.assert_array_equal(np.concatenate([np.asarray(shard.data) for shard in shards]), rows)
     # Control: if replicated, every device has all rows.
-    whole = jax.device_put(BATCH['tokens'], layout.named())
-    assert {shard.data.nbytes for shard in whole.addressable_shards} == {BATCH['tokens'].nbytes}
+    replicated = jax.device_put(BATCH['tokens'], layout.named())
+    assert {shard.data.nbytes for shard in replicated.addressable_shards} == {BATCH['tokens'].nbytes}
 
 
 def test_placement_needs_no_implicit_transfers():

@@ -33,7 +33,7 @@ def test_directory_appears_after_completion(tmp_path, name):
         assert not (directory / 'x').exists()
     assert (tmp_path / name / 'x').read_text() == '1'
     assert not list(tmp_path.rglob('*.partial'))
-    # Permissions are those of an ordinary directory, not those of a private one.
+    # Permissions are those of an ordinary directory, not of a private directory.
     (tmp_path / 'control').mkdir()
     assert directory.stat().st_mode == (tmp_path / 'control').stat().st_mode
 
@@ -53,15 +53,15 @@ def test_error_leaves_no_files(tmp_path, error):
 
 
 def test_disk_space_check(tmp_path, monkeypatch):
-    asked = []
+    paths = []
 
     def disk_usage(path):
-        asked.append(path)
+        paths.append(path)
         return SimpleNamespace(free=5 * 10**9)
 
     monkeypatch.setattr(shutil, 'disk_usage', disk_usage)
     check_space('--output', tmp_path / 'not' / 'there', 4 * 10**9)
-    assert asked == [tmp_path]
+    assert paths == [tmp_path]
     with pytest.raises(InputError, match=r'--output=.*needs 6\.\d\d GiB of disk space, but only 4\.66 GiB are free'):
         check_space('--output', Path(tmp_path / 'x'), 7 * 10**9)
 

@@ -1,4 +1,4 @@
-"""Tests the download of one file from servers on loopback that fail in all the ways of buckets."""
+"""Tests the download of one file from servers on loopback, with injected faults."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def names(file):
 
 
 def ranges(gcs):
-    return [(one.start, one.stop) for one in gcs.asked() if one.status == 206]
+    return [(request.start, request.stop) for request in gcs.asked() if request.status == 206]
 
 
 def start(file):
@@ -92,7 +92,7 @@ def test_file_is_downloaded_once_in_chunks(gcs, file):
 
 def test_known_checksum_needs_no_metadata_request(gcs, file):
     fetch_file(RemoteFile(file.url, file.path, file.bytes, sha256(CONTENT)))
-    assert {one.kind for one in gcs.requests} == {'media'}
+    assert {request.kind for request in gcs.requests} == {'media'}
 
 
 @pytest.mark.parametrize('size', [0, 1, CHUNK, CHUNK + 1])
@@ -147,7 +147,7 @@ def test_threads_of_a_process_fetch_a_file_once(gcs, file, monkeypatch):
     assert ranges(gcs) == CHUNKS
 
 
-def patient(file, waits):
+def retrying(file, waits):
     return functools.partial(RetryPolicy(lambda line: None, waits.append).call, file.url)
 
 
@@ -155,13 +155,13 @@ def patient(file, waits):
 def test_transient_errors_are_retried(gcs, file, kind):
     gcs.fault(kind, times=20)
     waits = []
-    fetch_file(file, call=patient(file, waits))
+    fetch_file(file, call=retrying(file, waits))
     assert file.path.read_bytes() == CONTENT
     # gcsfs itself makes six attempts per request.
     assert waits == [1, 2, 4]
     # Received chunks are not requested again.
-    good = [one for one in gcs.asked()[20:] if one.status == 206]
-    assert [(one.start, one.stop) for one in good] == CHUNKS
+    successful = [request for request in gcs.asked()[20:] if request.status == 206]
+    assert [(request.start, request.stop) for request in successful] == CHUNKS
 
 
 def test_transient_errors_are_raised_without_a_retry_policy(gcs, file):
@@ -189,7 +189,7 @@ def test_permanent_errors_are_raised(gcs, file, kind, reason, requests):
         gcs.fault(kind, requests='list')
     gcs.fault(kind, requests=requests)
     with pytest.raises(InputError, match=f'gs://bucket/x/a.bin: {reason}') as raised:
-        fetch_file(file, call=patient(file, waits := []))
+        fetch_file(file, call=retrying(file, waits := []))
     assert waits == []
     assert not isinstance(raised.value, TransientStorageError)
     assert not file.path.exists()
@@ -250,7 +250,7 @@ def test_s3(s3, tmp_path):
 
 
 def test_download_without_checksum_is_resumed_only_for_the_same_version(s3, tmp_path):
-    """Objects of S3 that were uploaded in parts have no MD5."""
+    """S3 objects of multipart uploads have no MD5."""
 
     def put(content):
         upload = s3.create_multipart_upload(Bucket='bucket', Key='a.bin')['UploadId']

@@ -85,7 +85,7 @@ def test_s3(s3, tmp_path):
 def test_paginated_listings(gcs, tmp_path, page_size):
     gcs.page_size = page_size
     assert listed('gs://bucket/corpus', tmp_path) == sorted(NAMES)
-    lists = [one for one in gcs.asked('list') if one.name == 'corpus/']
+    lists = [request for request in gcs.asked('list') if request.name == 'corpus/']
     assert len(lists) >= len(NAMES) // page_size
 
 
@@ -141,7 +141,7 @@ def test_only_missing_files_are_downloaded(gcs, tmp_path):
     assert gcs.requests == []
     (tmp_path / 'code' / 'e.py').unlink()
     fetch_tree(files, threads=4, on_alarm=pytest.fail)
-    assert {one.name for one in gcs.requests if one.kind != 'list'} == {'corpus/code/e.py'}
+    assert {request.name for request in gcs.requests if request.kind != 'list'} == {'corpus/code/e.py'}
 
 
 def test_files_are_fetched_in_parallel(gcs, tmp_path):

@@ -142,7 +142,7 @@ def test_no_message_has_a_secret(error_class, text):
 
 
 class PanicException(BaseException):
-    """Stand-in for PyO3's class, which cannot be imported."""
+    """Fake of PyO3's class, which cannot be imported."""
 
 
 def test_a_panic_is_a_value_error():

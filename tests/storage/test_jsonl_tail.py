@@ -33,7 +33,7 @@ class File:
 
     @property
     def steps(self):
-        return [one['step'] for one in self.tail.lines]
+        return [values['step'] for values in self.tail.lines]
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def read_bytes(monkeypatch):
             return content
 
     def opened(path):
-        with original(path) as one:
-            return Counting(one.read())
+        with original(path) as file:
+            return Counting(file.read())
 
     monkeypatch.setattr(module, 'open_file', opened)
     return counts
@@ -100,7 +100,7 @@ def test_rewritten_file_is_read_from_its_start(file, more):
     file.write(''.join(line(step, time=1 if step < 50 else 2) for step in range(50 + more)))
     file.update()
     assert file.steps == list(range(50 + more))
-    assert [one['time'] for one in file.tail.lines] == [1] * 50 + [2] * more
+    assert [values['time'] for values in file.tail.lines] == [1] * 50 + [2] * more
 
 
 def test_deleted_file_has_no_lines(file):
@@ -138,7 +138,7 @@ def test_read_error_keeps_previous_lines(file, monkeypatch):
     file.write(line(2), 'a')
 
     def fail(path):
-        raise StorageError(f'{path}: away')
+        raise StorageError(f'{path}: unavailable')
 
     with monkeypatch.context() as patch:
         patch.setattr(module, 'open_file', fail)
@@ -161,6 +161,6 @@ def test_in_a_bucket():
 
     assert update(line(1))
     assert update(line(1) + line(2) + '{')
-    assert ([one['step'] for one in tail.lines], tail.torn) == ([1, 2], True)
+    assert ([values['step'] for values in tail.lines], tail.torn) == ([1, 2], True)
     assert update(line(3))
-    assert ([one['step'] for one in tail.lines], tail.torn) == ([3], False)
+    assert ([values['step'] for values in tail.lines], tail.torn) == ([3], False)

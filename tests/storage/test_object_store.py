@@ -93,7 +93,7 @@ def test_version_of_local_files(tmp_path):
 
 def test_a_missing_extra_and_an_unknown_protocol_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 's3fs', None)
-    # An earlier import must be forgotten.
+    # Removes the class that an earlier test imported.
     monkeypatch.delitem(importlib.import_module('fsspec.registry')._registry, 's3', raising=False)
     with pytest.raises(InputError, match=r"s3:// requires s3fs: pip install 'maxlm\[s3\]'"):
         open_filesystem('s3://bucket/x')

@@ -8,14 +8,14 @@ from pathlib import Path
 NAMES = ('_CHECKPOINT_METADATA', 'params/_METADATA', 'params/d/0a1b', 'params/d/ff', 'progress/metadata')
 
 
-def write_step(workdir: Path, step: int, life: str = '') -> Path:
-    """Writes a checkpoint that appears atomically, as Orbax's do."""
+def write_step(workdir: Path, step: int, attempt: str = '') -> Path:
+    """Writes a checkpoint and renames it atomically, as Orbax does."""
     folder = workdir / 'checkpoints' / str(step)
     unfinished = folder.with_name(f'{step}.orbax-checkpoint-tmp')
     for number, name in enumerate(NAMES):
         path = unfinished / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(f'{step} {life} {name} '.encode() * (number * 500))
+        path.write_bytes(f'{step} {attempt} {name} '.encode() * (number * 500))
     os.rename(unfinished, folder)
     return folder
 

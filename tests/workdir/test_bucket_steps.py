@@ -35,7 +35,8 @@ def upload(bucket, step, folder):
 
 
 def uploads(gcs):
-    return [one.name.removeprefix('runs/one/checkpoints/') for one in gcs.asked('upload') if one.status == 200]
+    uploaded = [request.name for request in gcs.asked('upload') if request.status == 200]
+    return [name.removeprefix('runs/one/checkpoints/') for name in uploaded]
 
 
 def test_uploaded_step_is_downloaded_unchanged(bucket, tmp_path):
@@ -96,11 +97,11 @@ def test_only_changed_files_are_uploaded_again(bucket, tmp_path, monkeypatch):
     sent = []
     put_file = Bucket.put_file
 
-    def noting(self, name, path, on_bytes):
+    def recording_put(self, name, path, on_bytes):
         sent.append(name.removeprefix('checkpoints/3/'))
         put_file(self, name, path, on_bytes)
 
-    monkeypatch.setattr(Bucket, 'put_file', noting)
+    monkeypatch.setattr(Bucket, 'put_file', recording_put)
     folder = write_step(tmp_path, 3)
     upload(bucket, 3, folder)
     assert sorted(sent) == sorted(NAMES)
@@ -120,7 +121,7 @@ def test_only_changed_files_are_uploaded_again(bucket, tmp_path, monkeypatch):
 def test_step_with_the_same_number_is_replaced(bucket, tmp_path):
     upload(bucket, 3, write_step(tmp_path / 'a', 3))
     bucket.put('checkpoints/3/surplus', b'x')
-    other = write_step(tmp_path / 'b', 3, 'another life')
+    other = write_step(tmp_path / 'b', 3, 'another attempt')
     upload(bucket, 3, other)
     download_step(bucket, 3, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(other)
@@ -130,7 +131,7 @@ def test_step_with_the_same_number_is_replaced(bucket, tmp_path):
 def test_transient_faults_are_retried(gcs, tmp_path):
     bucket, folder = Bucket('gs://bucket/runs/one'), write_step(tmp_path, 3)
     for facts in ({'status': 503}, {'status': 429}, {'drop': 'before'}, {'drop': 'after'}, {'delay': 0.3}):
-        # Together these are fewer faults than the client's retries, since one request may meet all of them.
+        # A single request may have all of these faults, so their number must not exceed the client's retries.
         gcs.wire_faults.append(WireFault(WRITES, times=1, **facts))
     upload(bucket, 3, folder)
     assert complete_steps(bucket) == [3]

@@ -23,7 +23,7 @@ def test_log_files_are_uploaded_and_downloaded(url, bucket, tmp_path):
     (tmp_path / 'a' / 'wandb' / 'latest').symlink_to('run-1/run.wandb')
     with RunStorage(tmp_path / 'a', url, **FAST):
         pass
-    # Foreign files and files that another process uploads are left out.
+    # Unknown files and files that another process uploads are not uploaded.
     assert set(bucket.list()) == {*NAMES, *others}
     storage = RunStorage(tmp_path / 'b', url)
     storage.fetch()

@@ -54,28 +54,28 @@ def plant(workdir, **facts):
     return owner
 
 
-def left(workdir):
+def names(workdir):
     return sorted(entry.name for entry in workdir.iterdir())
 
 
 def test_second_run_is_refused_and_the_holder_is_named(tmp_path, record_property):
-    tries = how_many(2, 20)
+    attempts = how_many(2, 20)
     first = start(tmp_path)
     assert first.stdout.readline() == 'held\n'
-    for _ in range(tries):
+    for _ in range(attempts):
         _, err = (second := start(tmp_path)).communicate(timeout=60)
         assert second.returncode == EXIT_BAD_INPUT
         assert err.startswith(f'error: --workdir={tmp_path}: in use by process {first.pid} of ')
         assert err.count('\n') == 1
-    assert left(tmp_path) == [LOCK]
+    assert names(tmp_path) == [LOCK]
     first.communicate(timeout=60)
     assert first.returncode == 0
-    assert left(tmp_path) == []
+    assert names(tmp_path) == []
     # Control: the lock is free now.
     again = start(tmp_path)
     assert again.stdout.readline() == 'held\n'
     again.communicate(timeout=60)
-    measured(record_property, 'two-runs', f'{tries} of {tries} refused, exit code 2')
+    measured(record_property, 'two-runs', f'{attempts} of {attempts} refused, exit code 2')
 
 
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
@@ -94,7 +94,7 @@ def test_lock_of_a_killed_process_is_free_but_not_of_a_stopped_process(tmp_path,
             os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
             with WorkdirLock(tmp_path, **QUICK):
                 assert f'taken over from process {holder.pid} of' in log.text
-                assert left(tmp_path) == [LOCK]
+                assert names(tmp_path) == [LOCK]
     finally:
         holder.kill()
         holder.communicate()
@@ -102,18 +102,18 @@ def test_lock_of_a_killed_process_is_free_but_not_of_a_stopped_process(tmp_path,
 
 def test_one_of_several_processes_takes_over(tmp_path):
     plant(tmp_path, pid=2**22 + 1, born='1')
-    everybody = [start(tmp_path) for _ in range(6)]
+    processes = [start(tmp_path) for _ in range(6)]
     try:
-        told = [process.stdout.readline() for process in everybody]
-        assert sorted(told) == [''] * 5 + ['held\n']
-        codes = [process.wait(60) for process, line in zip(everybody, told, strict=True) if not line]
+        lines = [process.stdout.readline() for process in processes]
+        assert sorted(lines) == [''] * 5 + ['held\n']
+        codes = [process.wait(60) for process, line in zip(processes, lines, strict=True) if not line]
         assert codes == [EXIT_BAD_INPUT] * 5
-        (winner,) = (process for process, line in zip(everybody, told, strict=True) if line)
+        (winner,) = (process for process, line in zip(processes, lines, strict=True) if line)
         assert json.loads((tmp_path / LOCK).read_text())['pid'] == winner.pid
     finally:
-        for process in everybody:
+        for process in processes:
             process.communicate()
-    assert left(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 def test_lock_with_heartbeats_of_another_machine_is_respected(tmp_path):
@@ -143,11 +143,11 @@ def test_stale_lock_of_another_machine_or_unknown_run_is_taken_over(tmp_path, lo
         (tmp_path / LOCK).write_text(content)
     before = time.time() - 1000
     os.utime(tmp_path / LOCK, (before, before))
-    # The lock is taken over at once: waiting for these intervals would exceed the timeout of the test.
+    # The lock is taken over immediately: waiting for these intervals would exceed the timeout of the test.
     with WorkdirLock(tmp_path, heartbeat_seconds=60, stale_seconds=900):
-        whose = ' on elsewhere' if content is None else 'an unknown run'
+        owner = ' on elsewhere' if content is None else 'an unknown run'
         assert f'{LOCK}: taken over from' in log.text
-        assert whose in log.text
+        assert owner in log.text
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_stale_lock_of_another_machine_or_unknown_run_is_taken_over(tmp_path, lo
 )
 def test_fresh_file_that_is_not_a_lock_is_refused_immediately(tmp_path, content):
     (tmp_path / LOCK).write_bytes(content)
-    # The error comes at once: waiting for these intervals would exceed the timeout of the test.
+    # The error is raised immediately: waiting for these intervals would exceed the timeout of the test.
     with (
         pytest.raises(InputError, match=r'run\.lock was not written by maxlm; delete it if no run uses the dir'),
         WorkdirLock(tmp_path, heartbeat_seconds=600, stale_seconds=900),
@@ -163,7 +163,7 @@ def test_fresh_file_that_is_not_a_lock_is_refused_immediately(tmp_path, content)
         pass
     # A run may be about to write this file.
     assert (tmp_path / LOCK).read_bytes() == content
-    assert left(tmp_path) == [LOCK]
+    assert names(tmp_path) == [LOCK]
 
 
 def test_a_lock_of_another_version_is_watched(tmp_path):
@@ -181,18 +181,18 @@ def test_file_system_without_hard_links(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lock.os, 'link', refuse)
     with WorkdirLock(tmp_path, **QUICK):
-        assert left(tmp_path) == [LOCK]
+        assert names(tmp_path) == [LOCK]
         with pytest.raises(InputError, match=f'process {os.getpid()} '), WorkdirLock(tmp_path, **QUICK):
             pass
-    assert left(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 def test_lost_lock_is_reported_and_not_retaken(tmp_path):
-    told, heard = [], threading.Event()
+    reasons, is_reported = [], threading.Event()
 
     def on_lost(reason):
-        told.append(reason)
-        heard.set()
+        reasons.append(reason)
+        is_reported.set()
 
     with WorkdirLock(tmp_path, on_lost=on_lost, heartbeat_seconds=0.05):
         owner = json.loads((tmp_path / LOCK).read_text())
@@ -201,10 +201,10 @@ def test_lost_lock_is_reported_and_not_retaken(tmp_path):
         while not (tmp_path / LOCK).exists():
             time.sleep(0.01)
         assert json.loads((tmp_path / LOCK).read_text()) == owner
-        assert told == []
+        assert reasons == []
         plant(tmp_path, host='elsewhere')
-        assert heard.wait(30)
-    assert 'on elsewhere' in told[0]
+        assert is_reported.wait(30)
+    assert 'on elsewhere' in reasons[0]
     assert json.loads((tmp_path / LOCK).read_text())['token'] == 'planted'
 
 

@@ -20,7 +20,7 @@ URL = 'gs://bucket/runs/one'
 FAST = {'poll_seconds': 0.01, 'files_seconds': 0.0}
 
 
-def live(workdir, url, *steps, line=''):
+def run_attempt(workdir, url, *steps, line=''):
     """Runs an attempt: it downloads, writes checkpoints, and writes a line for each."""
     storage = RunStorage(workdir, url, **FAST)
     storage.fetch()
@@ -39,7 +39,7 @@ def lines(workdir):
 
 
 def test_run_resumes_on_an_empty_machine(url, tmp_path):
-    live(tmp_path / 'a', url, 1, 2)
+    run_attempt(tmp_path / 'a', url, 1, 2)
     storage = RunStorage(tmp_path / 'b', url)
     storage.fetch()
     assert {*os.listdir(tmp_path / 'b' / 'checkpoints')} == {'2'}
@@ -47,18 +47,18 @@ def test_run_resumes_on_an_empty_machine(url, tmp_path):
     assert lines(tmp_path / 'b') == [1, 2]
     # The step came from the bucket, so no upload is needed.
     assert storage.is_uploaded(2)
-    live(tmp_path / 'b', url, 3)
+    run_attempt(tmp_path / 'b', url, 3)
     assert lines(tmp_path / 'b') == [1, 2, 3]
     assert storage.remote_steps() == [1, 2, 3]
     # Back on the first machine, local files are outdated.
-    live(tmp_path / 'a', url, 4)
+    run_attempt(tmp_path / 'a', url, 4)
     assert lines(tmp_path / 'a') == [1, 2, 3, 4]
     assert {*os.listdir(tmp_path / 'a' / 'checkpoints')} == {'1', '2', '3', '4'}
     assert storage.remote_steps() == [1, 2, 3, 4]
 
 
 def test_killed_run_keeps_local_files(url, tmp_path):
-    live(tmp_path, url, 1)
+    run_attempt(tmp_path, url, 1)
     # This step is not uploaded yet.
     write_step(tmp_path, 2)
     with (tmp_path / 'metrics.jsonl').open('a') as file:
@@ -69,12 +69,12 @@ def test_killed_run_keeps_local_files(url, tmp_path):
     assert not (tmp_path / 'metrics.jsonl.replaced').exists()
     assert {*os.listdir(tmp_path / 'checkpoints')} == {'1', '2'}
     assert not storage.is_uploaded(2)
-    live(tmp_path, url, 3)
+    run_attempt(tmp_path, url, 3)
     assert storage.remote_steps() == [1, 2, 3]
 
 
 def test_replaced_local_files_are_kept(url, tmp_path):
-    live(tmp_path / 'a', url, 1)
+    run_attempt(tmp_path / 'a', url, 1)
     (tmp_path / 'b').mkdir()
     (tmp_path / 'b' / 'metrics.jsonl').write_text('{"step": 99}\n')
     RunStorage(tmp_path / 'b', url).fetch()
@@ -83,15 +83,15 @@ def test_replaced_local_files_are_kept(url, tmp_path):
 
 
 def test_steps_missing_from_the_bucket_are_uploaded_again(bucket, url, tmp_path):
-    live(tmp_path, url, 1, 2)
+    run_attempt(tmp_path, url, 1, 2)
     bucket.delete(['checkpoints/1/commit_success.txt'])
     assert complete_steps(bucket) == [2]
-    live(tmp_path, url, 3)
+    run_attempt(tmp_path, url, 3)
     assert complete_steps(bucket) == [1, 2, 3]
 
 
 def test_damaged_step_is_downloaded_again(bucket, url, tmp_path):
-    storage = live(tmp_path, url, 1)
+    storage = run_attempt(tmp_path, url, 1)
     folder = tmp_path / 'checkpoints' / '1'
     expected = content(folder)
     (folder / 'progress' / 'metadata').write_bytes(b'garbled')
@@ -101,7 +101,7 @@ def test_damaged_step_is_downloaded_again(bucket, url, tmp_path):
 
 
 def test_outage_at_the_start_does_not_start_a_new_run(gcs, tmp_path, log):
-    live(tmp_path / 'a', URL, 1)
+    run_attempt(tmp_path / 'a', URL, 1)
     gcs.vanish()
     with pytest.raises(
         InputError,
@@ -193,9 +193,9 @@ def test_secrets_are_not_logged(gcs, tmp_path, log, monkeypatch, status):
     storage = RunStorage(tmp_path, URL, **FAST)
     storage.start()
     storage.close(timeout_seconds=0.5)
-    told = '\n'.join([str(info.value), *log(), *(path.read_text() for path in tmp_path.rglob('*.json'))])
-    assert URL in told
-    assert not [value for value in secrets.values() if value in told]
+    text = '\n'.join([str(info.value), *log(), *(path.read_text() for path in tmp_path.rglob('*.json'))])
+    assert URL in text
+    assert not [value for value in secrets.values() if value in text]
 
 
 # TensorStore reads its environment once per process.
@@ -213,7 +213,7 @@ storage = open_run_storage('gs://bucket/runs/one', cache=cache, files_seconds=0.
 storage.fetch()
 storage.workdir.mkdir(parents=True, exist_ok=True)
 (storage.workdir / 'metrics.jsonl').write_text('{"step": 1}')
-told = []
+results = []
 def trees(kind, step):
     return kind({'w': jnp.full(2000, float(step))})
 def checkpointer():
@@ -225,11 +225,11 @@ with storage:
             emulator.fault(**fault)
         try:
             writer.save(storage.checkpoint_directory / str(step), args=trees(ocp.args.StandardSave, step))
-            # Raises when all is over: what is answered again afterwards does not complete a step that has failed.
+            # Raises only after all requests of the save have ended, so a later recovery cannot complete a failed step.
             writer.wait_until_finished()
         except Exception as error:
-            told.append(f'{step} failed')
-            # The old one remembers the failure, and raises it again at every restore.
+            results.append(f'{step} failed')
+            # The previous checkpointer raises its stored error again at every restore.
             writer = checkpointer()
         emulator.clear()
         newest = storage.remote_steps()[-1]
@@ -237,8 +237,8 @@ with storage:
             storage.checkpoint_directory / str(newest), args=trees(ocp.args.StandardRestore, 0)
         )['w']
         assert (values == newest).all()
-        told.append([step, newest, storage.is_uploaded(step)])
-print(json.dumps(told))
+        results.append([step, newest, storage.is_uploaded(step)])
+print(json.dumps(results))
 """
 
 
@@ -258,7 +258,7 @@ def test_orbax_saves_into_the_bucket_through_faults(tmp_path):
             command, cwd=ROOT, env={**os.environ, **emulator.environment}, capture_output=True, text=True
         )
         assert result.returncode == 0, result.stderr
-        told = json.loads(result.stdout.splitlines()[-1])
-        assert told == [[1, 1, True], [2, 2, True], '3 failed', [3, 2, False], [4, 4, True]]
+        results = json.loads(result.stdout.splitlines()[-1])
+        assert results == [[1, 1, True], [2, 2, True], '3 failed', [3, 2, False], [4, 4, True]]
         assert 'bucket/runs/one/metrics.jsonl' in emulator.objects
-        assert len([one for one in emulator.log if one['kind'] == 'upload']) > 10
+        assert len([request for request in emulator.log if request['kind'] == 'upload']) > 10

@@ -32,7 +32,7 @@ def mirror_of(workdir, bucket, **options):
     return StepMirror(bucket, UploadState(workdir, bucket.url), progress=UploadProgress(bucket.url), **options)
 
 
-def work_off(mirror):
+def run_until_idle(mirror):
     while mirror.work():
         pass
 
@@ -41,7 +41,7 @@ def until(condition, seconds=30.0):
     """Waits for a background event. The timeout only ends a failing test."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, 'it does not happen'
+        assert time.monotonic() < end, f'timed out after {seconds} s'
         time.sleep(0.01)
 
 
@@ -59,12 +59,12 @@ def test_bucket_mirrors_local_steps(bucket, tmp_path):
     # The latest checkpoint is uploaded first.
     assert mirror.work()
     assert complete_steps(bucket) == [3]
-    work_off(mirror)
+    run_until_idle(mirror)
     assert complete_steps(bucket) == [1, 2, 3]
     remove(tmp_path, 1, 3)
     write_step(tmp_path, 4)
     # Another mirror, as in a later attempt, has the same state.
-    work_off(mirror_of(tmp_path, bucket))
+    run_until_idle(mirror_of(tmp_path, bucket))
     assert complete_steps(bucket) == [2, 4]
     assert mirror_of(tmp_path, bucket).pending() == []
     assert {path.name for path in (tmp_path / MIRROR).iterdir()} == {'record.json'}
@@ -73,15 +73,15 @@ def test_bucket_mirrors_local_steps(bucket, tmp_path):
 def test_the_last_copy_is_not_deleted(bucket, tmp_path):
     write_step(tmp_path, 1)
     write_step(tmp_path, 2)
-    work_off(mirror_of(tmp_path, bucket))
+    run_until_idle(mirror_of(tmp_path, bucket))
     remove(tmp_path, 1, 2)
-    work_off(mirror_of(tmp_path, bucket))
+    run_until_idle(mirror_of(tmp_path, bucket))
     assert complete_steps(bucket) == [1, 2]
     # The local step was set aside as damaged, so the bucket may have the last intact copy.
     (tmp_path / 'checkpoints' / DAMAGED / '2').mkdir(parents=True)
     (tmp_path / 'checkpoints' / DAMAGED / '11').mkdir()
     write_step(tmp_path, 3)
-    work_off(mirror_of(tmp_path, bucket))
+    run_until_idle(mirror_of(tmp_path, bucket))
     assert complete_steps(bucket) == [2, 3]
 
 
@@ -89,7 +89,7 @@ def test_old_step_is_deleted_after_a_newer_step_is_complete(gcs, tmp_path):
     bucket = Bucket(URL)
     write_step(tmp_path, 1)
     mirror = mirror_of(tmp_path, bucket)
-    work_off(mirror)
+    run_until_idle(mirror)
     remove(tmp_path, 1)
     write_step(tmp_path, 2)
     gcs.wire_faults.append(WireFault(WRITES, status=403))
@@ -98,16 +98,16 @@ def test_old_step_is_deleted_after_a_newer_step_is_complete(gcs, tmp_path):
             mirror.work()
     assert complete_steps(bucket) == [1]
     gcs.wire_faults.clear()
-    work_off(mirror)
+    run_until_idle(mirror)
     assert complete_steps(bucket) == [2]
 
 
 def test_new_step_with_an_old_number_is_uploaded(bucket, tmp_path):
     write_step(tmp_path, 1)
-    work_off(mirror_of(tmp_path, bucket))
+    run_until_idle(mirror_of(tmp_path, bucket))
     remove(tmp_path, 1)
-    other = write_step(tmp_path, 1, 'another life')
-    work_off(mirror_of(tmp_path, bucket))
+    other = write_step(tmp_path, 1, 'another attempt')
+    run_until_idle(mirror_of(tmp_path, bucket))
     download_step(bucket, 1, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(other)
 
@@ -115,22 +115,22 @@ def test_new_step_with_an_old_number_is_uploaded(bucket, tmp_path):
 def test_steps_of_other_machines(bucket, tmp_path):
     for step in (1, 2, 3):
         write_step(tmp_path / 'a', step)
-    work_off(mirror_of(tmp_path / 'a', bucket))
-    bucket.put('checkpoints/4/left', b'half of a step')
-    bucket.put('checkpoints/6/left', b'half of a newer one')
+    run_until_idle(mirror_of(tmp_path / 'a', bucket))
+    bucket.put('checkpoints/4/left', b'partial step')
+    bucket.put('checkpoints/6/left', b'partial newer step')
     write_step(tmp_path / 'b', 5)
-    work_off(mirror_of(tmp_path / 'b', bucket))
+    run_until_idle(mirror_of(tmp_path / 'b', bucket))
     assert complete_steps(bucket) == [1, 2, 3, 5]
     assert listed_steps(bucket).keys() == {1, 2, 3, 5, 6}
-    asked = []
+    listed = []
 
     def surplus(steps):
-        asked.append(steps)
+        listed.append(steps)
         return {1, 3, 5, 7}
 
     write_step(tmp_path / 'b', 7)
-    work_off(mirror_of(tmp_path / 'b', bucket, surplus=surplus))
-    assert asked == [[1, 2, 3, 5, 7]]
+    run_until_idle(mirror_of(tmp_path / 'b', bucket, surplus=surplus))
+    assert listed == [[1, 2, 3, 5, 7]]
     # Checkpoints that the directory contains are not deleted.
     assert complete_steps(bucket) == [2, 5, 7]
 
@@ -157,7 +157,7 @@ def test_upload_without_hard_links(gcs, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, 'link', no_links)
     write_step(tmp_path, 1)
-    work_off(mirror_of(tmp_path, Bucket(URL)))
+    run_until_idle(mirror_of(tmp_path, Bucket(URL)))
     assert complete_steps(Bucket(URL)) == [1]
     assert content(tmp_path / MIRROR).keys() == {'record.json'}
 
@@ -201,7 +201,7 @@ def test_no_warning_without_a_stall(gcs, tmp_path, log):
 
 
 def test_close_has_a_timeout(gcs, tmp_path, log, monkeypatch):
-    # Failed attempts are no progress.
+    # Failed requests do not count as progress.
     monkeypatch.setattr(mirror_module, 'MAX_WAIT_AT_END', 0.01)
     storage = RunStorage(tmp_path, URL, **FAST)
     storage.start()
@@ -234,7 +234,8 @@ def test_a_killed_upload_is_resumed(tmp_path, monkeypatch):
         files = {f'runs/one/checkpoints/2/{name}' for name in NAMES}
 
         def sent():
-            return [one['name'] for one in emulator.log if one['kind'] == 'upload' and one['name'] in files]
+            uploaded = [request['name'] for request in emulator.log if request['kind'] == 'upload']
+            return [name for name in uploaded if name in files]
 
         # Two uploads succeed, and the remaining uploads hang.
         emulator.fault(WRITES, times=2)

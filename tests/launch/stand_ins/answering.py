@@ -1,4 +1,4 @@
-"""Fake kubectl, srun, scontrol, git and nvidia-smi: replies as plan.json says, or exits with 0 and no output."""
+"""Fake kubectl, srun, scontrol, git and nvidia-smi: replies as plan.json specifies, or exits with 0 and no output."""
 
 import os
 import sys

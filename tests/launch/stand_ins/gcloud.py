@@ -22,8 +22,8 @@ def fail(message, code=1):
 
 def make_machines(plan):
     plan['machines'] = 'READY'
-    for home in WORKERS:
-        os.makedirs(home)
+    for directory in WORKERS:
+        os.makedirs(directory)
 
 
 def remove_machines(plan):
@@ -72,11 +72,11 @@ if verb in ('ssh', 'scp'):
     import subprocess
 
     chosen = WORKERS if options['worker'] == 'all' else [WORKERS[int(options['worker'])]]
-    for home in chosen:
+    for directory in chosen:
         if verb == 'scp':
-            shutil.copy(words[4], f'{home}/{words[5].split(":")[1]}')
+            shutil.copy(words[4], f'{directory}/{words[5].split(":")[1]}')
             continue
-        environment = {**os.environ, 'HOME': home}
-        done = subprocess.run(['bash', '-c', options['command']], cwd=home, env=environment)
+        environment = {**os.environ, 'HOME': directory}
+        done = subprocess.run(['bash', '-c', options['command']], cwd=directory, env=environment)
         if done.returncode:
             sys.exit(done.returncode)

@@ -1,8 +1,8 @@
-"""Fake Python: creates environments, installs nothing, supervises, and trains as plan.json says.
+"""Fake Python: creates environments, installs nothing, supervises, and trains as plan.json specifies.
 
 An attempt of training is `{'step': N, 'seconds': S, 'code': C, 'on_term': C}`: it writes checkpoint N, runs for S
 seconds and exits with code C. On SIGTERM it exits with `on_term`, or continues if that is 'ignore'. With `after`, it
-runs until this number of trainings, itself included, are ready for signals.
+runs until this number of training processes, including itself, are ready for signals.
 """
 
 import os
@@ -18,7 +18,7 @@ if arguments[:2] == ['-m', 'maxlm.supervise'] or (arguments[:1] == ['-c'] and 'm
 record()
 if arguments[:1] == ['-c']:
     with Plan() as plan:
-        # The script asks for the version.
+        # The script checks the version.
         sys.exit(0 if plan['python_is_new'] else 1)
 if arguments[:2] in (['-m', 'venv'], ['-m', 'uv']):
     os.makedirs(f'{arguments[-1]}/bin')
@@ -28,28 +28,28 @@ if arguments[:2] != ['-m', 'maxlm.train']:
 
 with Plan() as plan:
     # One list of attempts for each process, or one list for all processes.
-    lives = plan['lives'].get(os.environ.get('MAXLM_PROCESS_ID', ''), plan['lives'].get('', []))
-    life = lives.pop(0) if lives else {}
+    attempts = plan['attempts'].get(os.environ.get('MAXLM_PROCESS_ID', ''), plan['attempts'].get('', []))
+    attempt = attempts.pop(0) if attempts else {}
 
 
 def stop(number, frame):
     record(signal=signal.Signals(number).name)
-    if life.get('on_term') != 'ignore':
-        time.sleep(life.get('saving', 0))
-        sys.exit(life.get('on_term', 75))
+    if attempt.get('on_term') != 'ignore':
+        time.sleep(attempt.get('saving', 0))
+        sys.exit(attempt.get('on_term', 75))
 
 
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
 print('training', *arguments[2:], flush=True)
-if 'step' in life:
+if 'step' in attempt:
     workdir = next(word.removeprefix('--workdir=') for word in arguments if word.startswith('--workdir='))
-    os.makedirs(f'{workdir}/checkpoints/{life["step"]}', exist_ok=True)
+    os.makedirs(f'{workdir}/checkpoints/{attempt["step"]}', exist_ok=True)
 record(ready=True)
-end = time.monotonic() + life.get('seconds', 0)
-while time.monotonic() < end or count_ready() < life.get('after', 0):
+end = time.monotonic() + attempt.get('seconds', 0)
+while time.monotonic() < end or count_ready() < attempt.get('after', 0):
     time.sleep(0.02)
-if 'signal' in life:
-    os.kill(os.getpid(), life['signal'])
+if 'signal' in attempt:
+    os.kill(os.getpid(), attempt['signal'])
     time.sleep(5)
-sys.exit(life.get('code', 0))
+sys.exit(attempt.get('code', 0))

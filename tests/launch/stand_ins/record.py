@@ -27,7 +27,7 @@ def record(**more):
 
 
 def count_ready():
-    """Returns the number of trainings that reported readiness."""
+    """Returns the number of training processes that reported readiness."""
     with open(f'{FOLDER}/calls.jsonl') as file:
         return file.read().count('"ready"')
 
