@@ -66,22 +66,22 @@ FAULTS = (
         (
             f'{RESUME}test_resume_from_each_step_is_exact',
             f'{RESUME}test_a_run_that_ended_early_resumes_exactly',
-            f'{BUCKETS}test_a_run_in_a_bucket_goes_on_elsewhere',
-            f'{BUCKETS}test_a_run_with_a_copy_goes_on_elsewhere',
+            f'{BUCKETS}test_a_run_in_a_bucket_resumes_on_another_machine',
+            f'{BUCKETS}test_a_run_with_a_mirror_resumes_on_another_machine',
         ),
     ),
     Fault(
         'kill-one',
         'kill -9 of one of two processes',
         'the other process ends with 75 within 15 s; the run resumes bit for bit',
-        (f'{KILLED}test_one_is_killed', f'{PROCESSES}test_the_others_follow_a_killed_process'),
+        (f'{KILLED}test_one_is_killed', f'{PROCESSES}test_the_other_process_exits_after_a_kill'),
     ),
     Fault(
         'sigterm',
         'SIGTERM to one of two processes, and again to any of them during the save',
         'all processes save the same step and end with 75 within 5 s; the run resumes bit for bit',
         (
-            f'{KILLED}test_one_is_told_to_stop',
+            f'{KILLED}test_one_gets_sigterm',
             f'{RESUME}test_a_run_that_ended_early_resumes_exactly',
             f'{STOP}test_second_sigterm_does_not_interrupt_the_save',
             f'{STOP}test_signals_during_exit',
@@ -91,14 +91,14 @@ FAULTS = (
         'stopped',
         'SIGSTOP of one of two processes',
         'the other process ends with 75 within 15 s, and so does the stopped process after SIGCONT',
-        (f'{KILLED}test_one_is_stopped',),
+        (f'{KILLED}test_one_is_suspended',),
     ),
     Fault(
         'stuck',
         'a process hangs, in its data loader or elsewhere',
         'it ends with 75 within 2 s after train.hang_timeout_seconds, with all stacks in the log; the other '
         'processes end too',
-        ('tests/runtime/test_watchdog.py', f'{PROCESSES}test_a_stuck_process_tells_where_and_all_end'),
+        ('tests/runtime/test_watchdog.py', f'{PROCESSES}test_a_stuck_process_logs_its_stacks_and_all_exit'),
     ),
     Fault(
         'notice',
@@ -112,7 +112,7 @@ FAULTS = (
         'the state and the data order are the same bit for bit, the next loss within 1e-6 (processes × devices: '
         'difference)',
         (
-            f'{PROCESSES}test_a_checkpoint_of_two_processes_is_restored_in_other_numbers',
+            f'{PROCESSES}test_a_checkpoint_of_two_processes_is_restored_with_other_counts',
             f'{PROCESSES}test_a_checkpoint_of_one_process_is_restored_in_two',
             'tests/checkpoint/test_layouts.py',
         ),
@@ -147,7 +147,7 @@ FAULTS = (
             f'{BUCKET}test_refused_upload_is_reported_and_training_continues',
             f'{MIRROR}test_training_continues_during_an_outage',
             f'{MIRROR}test_stalled_upload_is_reported',
-            f'{BUCKETS}test_a_bucket_that_does_not_answer_is_no_new_run',
+            f'{BUCKETS}test_an_unreachable_bucket_starts_no_new_run',
         ),
     ),
     Fault(
@@ -173,8 +173,8 @@ FAULTS = (
         'several bad batches in a row',
         'the run rolls back and ends like a run without these batches; it stops after several rollbacks',
         (
-            f'{ENDINGS}test_a_rollback_ends_as_if_the_window_had_never_been_there',
-            f'{ENDINGS}test_a_run_that_diverges_gives_up_and_keeps_what_it_had',
+            f'{ENDINGS}test_a_rollback_equals_a_run_without_the_skipped_batches',
+            f'{ENDINGS}test_a_diverging_run_stops_and_keeps_its_checkpoint',
         ),
     ),
     Fault(
@@ -183,8 +183,8 @@ FAULTS = (
         'the shard is named and not trained on; the previous state is saved',
         (
             'tests/data/loader/test_damaged_shards.py',
-            f'{ENDINGS}test_what_was_done_before_damaged_data_is_saved',
-            f'{PROCESSES}test_bad_input_of_one_process_ends_all',
+            f'{ENDINGS}test_the_state_before_damaged_data_is_saved',
+            f'{PROCESSES}test_bad_input_of_one_process_stops_all',
         ),
     ),
     Fault(

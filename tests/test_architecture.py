@@ -81,7 +81,7 @@ def upward(package, source):
     }
 
 
-def test_every_package_is_a_layer_that_is_described_as_it_describes_itself():
+def test_descriptions_of_layers_equal_the_docstrings_of_packages():
     # `data` only contains other packages.
     packages = {package_of(name) for name in MODULES if '.' in name}
     described = {name: (PACKAGE / name.replace('.', '/') / '__init__.py').read_text() for name in packages}
@@ -170,7 +170,7 @@ def nameless(paths):
     return [path for path in paths if NAMELESS & {*path.parts[:-1], path.stem}]
 
 
-def test_every_file_is_named_for_what_it_holds():
+def test_no_file_has_a_generic_name():
     assert nameless(path.relative_to(ROOT) for path in FILES) == []
     planted = [Path('maxlm/utils.py'), Path('maxlm/data/common.py'), Path('maxlm/misc/x.py'), Path('maxlm/commons.py')]
     assert nameless(planted) == planted[:3]
@@ -196,7 +196,7 @@ def heavy_imports(modules, heavy=HEAVY):
     return result.stdout.split()
 
 
-def test_importing_any_of_it_does_not_import_tensorflow_or_torch():
+def test_no_module_imports_tensorflow_or_torch():
     modules = [f'maxlm.{name}' for name in MODULES]
     assert 'maxlm.train' in modules
     # Negative control in the same process: imports are detected.

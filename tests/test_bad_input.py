@@ -138,7 +138,7 @@ def test_no_tokenizer(data, workdir, refused):
     assert not workdir.exists()
 
 
-def test_what_a_refused_run_leaves_is_in_nobodys_way(data, workdir, refused):
+def test_files_of_refused_runs_do_not_disturb_later_runs(data, workdir, refused):
     """Makes three mistakes that are detected after the workdir exists, and then none."""
     workdir.mkdir()
     (workdir / 'config.json').write_text('{')

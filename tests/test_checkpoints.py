@@ -98,7 +98,7 @@ def test_the_list(saved, verb):
     assert json.loads(verb('list', f'{saved}@2', '--json', '--max-to-keep=4')[1])['kept'] == 'last'
 
 
-def test_whole_ones_verify(saved, verb):
+def test_intact_checkpoints_verify(saved, verb):
     code, out, err = verb('verify', saved)
     assert (code, err) == (EXIT_DONE, '')
     assert [line.split()[:2] for line in out.splitlines()] == [['intact', f'{saved}@{step}:'] for step in LOSSES]
@@ -112,7 +112,7 @@ def test_a_relative_path_verifies(saved, verb, monkeypatch):
 
 
 @pytest.mark.parametrize('item', ['params', 'optimizer'])
-def test_a_damaged_one_is_named(copy, verb, item):
+def test_a_damaged_checkpoint_is_named(copy, verb, item):
     flip(copy / CHECKPOINTS_DIR / '6', item)
     code, out, _ = verb('verify', copy)
     assert code == EXIT_FAILED
@@ -144,7 +144,7 @@ def test_pruning(copy, verb):
     assert steps(copy) == [6, 8]
 
 
-def test_nothing_is_pruned_under_a_run(copy, verb):
+def test_prune_is_refused_during_a_run(copy, verb):
     with WorkdirLock(copy):
         code, _, err = verb('prune', copy)
         assert code == EXIT_BAD_INPUT
@@ -211,7 +211,7 @@ def test_fetching_parameters_alone(saved, states, tmp_path, verb):
     assert verb('verify', tmp_path)[0] == EXIT_FAILED
 
 
-def test_an_interrupted_fetch_goes_on(saved, states, tmp_path, verb):
+def test_an_interrupted_fetch_resumes(saved, states, tmp_path, verb):
     unfinished = tmp_path / CHECKPOINTS_DIR / '_fetching' / '8'
     shutil.copytree(saved / CHECKPOINTS_DIR / '8', unfinished)
     files = sorted(path for path in unfinished.rglob('d/*'))

@@ -86,7 +86,7 @@ def test_every_entry_has_hashes_and_no_address():
 
 
 @pytest.mark.parametrize('workflow', WORKFLOWS, ids=lambda workflow: workflow['name'])
-def test_workflows_pin_what_they_run_and_may_only_read(workflow):
+def test_workflows_pin_actions_and_have_read_permission(workflow):
     jobs = workflow['jobs'].values()
     assert workflow['permissions'] == {'contents': 'read'}
     assert not any('permissions' in job for job in jobs)

@@ -75,7 +75,7 @@ def test_every_check_is_in_the_help_and_on_the_page(capsys):
         assert f'\n| `{name}` |' in page
 
 
-def test_of_several_processes_the_others_say_only_what_is_wrong(run, monkeypatch, tmp_path):
+def test_other_processes_print_only_failures(run, monkeypatch, tmp_path):
     for name, value in (('COORDINATOR', 'a:1'), ('NUM_PROCESSES', '2'), ('PROCESS_ID', '1')):
         monkeypatch.setenv(f'MAXLM_{name}', value)
     config = (f'--config={TINY}', f'--config.data.path={tmp_path}/none')
@@ -112,7 +112,7 @@ print(exit_code(doctor.main, ['--config=x.py']))
 
 
 @pytest.mark.multiprocess
-def test_where_nothing_is_installed_it_still_speaks():
+def test_it_reports_without_installed_packages():
     done = subprocess.run([sys.executable, '-S', '-c', BARE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert 'files ' in done.stdout
@@ -122,7 +122,7 @@ def test_where_nothing_is_installed_it_still_speaks():
 
 
 @pytest.mark.multiprocess
-def test_two_processes_are_looked_at_together(tmp_path):
+def test_two_processes_are_checked_together(tmp_path):
     words = ['--only=python,processes,devices,links', '--json']
     with Processes(2, 2, words, logs=tmp_path / 'logs', module='maxlm.doctor') as processes:
         codes = processes.wait()

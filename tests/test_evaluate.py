@@ -96,7 +96,7 @@ def losses_of_the_run(workdir):
     return {line['step']: line['eval/loss'] for line in read_metrics(workdir) if 'eval/loss' in line}
 
 
-def test_the_loss_is_the_one_that_training_measured(whole, compared, workdir):
+def test_the_loss_equals_that_of_training(whole, compared, workdir):
     losses = losses_of_the_run(workdir)
     assert sorted(losses) == [2, 4]
     assert whole['loss'] == pytest.approx(losses[4], rel=1e-5)
@@ -134,7 +134,7 @@ def test_a_part_of_the_split(measure, whole):
     assert measure('--num-batches=100000') == whole
 
 
-def test_lines_for_people(lines, whole):
+def test_text_output(lines, whole):
     loss, confidence, positions = lines.splitlines()
     assert loss.startswith(f'step 4: loss {whole["loss"]:.4f} nats/token')
     assert 'bits/byte' in loss
@@ -194,7 +194,7 @@ def test_another_tokenizer_is_refused(run, tmp_path, workdir):
     assert f'--tokenizer {workdir / "tokenizer.json"}' in err
 
 
-def test_what_is_not_there_is_named(run, tmp_path, workdir):
+def test_missing_inputs_are_named(run, tmp_path, workdir):
     assert f'no checkpoint in {tmp_path}' in refused(run, checkpoint=tmp_path)
     assert 'steps: 2, 4' in refused(run, checkpoint=f'{workdir}@3')
     assert str(tmp_path / 'nothing') in refused(run, f'--data={tmp_path / "nothing"}')
@@ -227,7 +227,7 @@ def test_several_checkpoints_in_one_table(compared, whole):
     assert (folder / 'positions.png').stat().st_size > 5000
 
 
-def test_hidden_facts(run, measure, tmp_path, workdir, monkeypatch):
+def test_needle_tasks(run, measure, tmp_path, workdir, monkeypatch):
     # Its context is 16 tokens: too few for any fact.
     assert '--needle-lengths: 512 exceeds the context length of the model, 16' in refused(
         run, '--tasks=needle', '--needle-lengths=512'
@@ -281,7 +281,7 @@ def test_benchmarks_and_the_loss_in_one_table(run, whole, dataset, tmp_path, mon
     assert results['results']['local_letters']['acc,none'] == one['tasks']['local_letters/acc']['value']
 
 
-def test_what_tasks_need_is_said(run, tmp_path, monkeypatch, workdir):
+def test_bad_task_options(run, tmp_path, monkeypatch, workdir):
     assert '--tasks=a,,b: must be comma-separated names' in refused(run, '--tasks=a,,b')
     assert 'No such file' in refused(run, f'--tasks=mbpp:{tmp_path / "none.jsonl"}')
     assert '--limit=0' in refused(run, '--limit=0')

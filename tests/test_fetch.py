@@ -57,7 +57,7 @@ def contents(directory):
     }
 
 
-def test_a_prepared_data_set_is_fetched_and_checked_by_its_own_sums(remote_dataset, gcs, tmp_path, capsys):
+def test_a_prepared_data_set_is_verified_by_its_manifest(remote_dataset, gcs, tmp_path, capsys):
     output = tmp_path / 'data'
     assert run('--input', 'gs://bucket/data', '--output', output) == 0
     assert contents(output) == contents(remote_dataset)
@@ -132,7 +132,7 @@ def test_bad_input_is_one_line(gcs, tmp_path, capsys, arguments, message):
     assert not (tmp_path / 'out').exists()
 
 
-def test_alarms_are_printed(gcs, tmp_path, capsys, monkeypatch):
+def test_alerts_are_printed(gcs, tmp_path, capsys, monkeypatch):
     gcs.put('bucket', 'x/a', b'content')
     gcs.fault(503, times=12)
     monkeypatch.setattr('maxlm.storage.retry.EXPONENTIAL_BACKOFF', tenacity.wait_none())
@@ -146,7 +146,7 @@ def test_alarms_are_printed(gcs, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(('number', 'code'), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_an_interrupted_run_goes_on_where_it_was(gcs, tmp_path, number, code):
+def test_an_interrupted_run_resumes(gcs, tmp_path, number, code):
     content = os.urandom(5500)
     gcs.put('bucket', 'x/a', content)
     gcs.fault('nothing', times=3)
@@ -165,7 +165,7 @@ def test_an_interrupted_run_goes_on_where_it_was(gcs, tmp_path, number, code):
     assert [(one.start, one.stop) for one in gcs.asked()] == [(3000, 4000), (4000, 5000), (5000, 5500)]
 
 
-def test_it_is_a_verb(capsys):
+def test_help(capsys):
     with pytest.raises(SystemExit) as ended:
         fetch.main(['--help'])
     assert ended.value.code == 0

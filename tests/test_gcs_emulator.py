@@ -42,7 +42,7 @@ def write(emulator, name, content=b'content'):
             return error.code
 
 
-def test_it_keeps_and_tells(emulator):
+def test_objects_and_log(emulator):
     assert write(emulator, 'kept') == 200
     assert emulator.objects['bucket/kept'] == len(b'content')
     assert [one for one in emulator.log if one['name'] == 'kept'] == [
@@ -81,6 +81,6 @@ def test_delays(emulator):
     assert time.monotonic() - started >= 0.2
 
 
-def test_what_the_environment_says(emulator):
+def test_environment(emulator):
     assert emulator.environment['STORAGE_EMULATOR_HOST'] == emulator.environment['TENSORSTORE_GCS_HTTP_URL']
     assert json.loads(emulator.environment['FSSPEC_GCS'])['use_listings_cache'] is False

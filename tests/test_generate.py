@@ -94,12 +94,12 @@ def test_the_prompt_is_continued(greedy):
     assert len(greedy) > len(PROMPT) + 1
 
 
-def test_the_likeliest_text_is_always_the_same(run, greedy, drawn):
+def test_greedy_sampling_is_deterministic(run, greedy, drawn):
     assert run(*GREEDY, '--seed=5') == (EXIT_DONE, greedy, '')
     assert drawn != greedy
 
 
-def test_the_seed_decides(run, greedy, drawn):
+def test_sampling_depends_on_the_seed(run, greedy, drawn):
     assert run('--max-tokens=20', '--temperature=1', '--seed=3')[1] == drawn
     assert run('--max-tokens=20', '--temperature=1', '--seed=4')[1] != drawn
     # With top_k=1, sampling is greedy at any temperature.
@@ -117,7 +117,7 @@ def test_several_prompts_and_samples(run):
     assert run('--prompt=Work', '--max-tokens=8', '--temperature=1')[1] == texts[0]
 
 
-def test_which_step_is_continued(run, workdir, greedy):
+def test_selection_of_the_checkpoint(run, workdir, greedy):
     assert run(*GREEDY, checkpoint=workdir / 'checkpoints' / '5') == (EXIT_DONE, greedy, '')
     code, older, _ = run(*GREEDY, checkpoint=f'{workdir}@4')
     assert code == EXIT_DONE
@@ -148,7 +148,7 @@ def test_bad_input_is_one_line(run, options, words):
     assert words in err
 
 
-def test_a_step_that_is_not_there(run, workdir):
+def test_a_missing_step(run, workdir):
     code, out, err = run(checkpoint=f'{workdir}@3')
     assert (code, out) == (EXIT_BAD_INPUT, '')
     assert 'steps: 4, 5' in err
@@ -181,7 +181,7 @@ def test_a_file_of_prompts(run, two, tmp_path):
     assert not (tmp_path / 'other.jsonl').exists()
 
 
-def test_a_text_ends_where_it_is_told(run, greedy):
+def test_a_text_ends_before_a_stop_string(run, greedy):
     text = greedy.removeprefix(PROMPT).rstrip('\n')
     stop = text[3:5]
     assert run(*GREEDY, f'--stop={stop}')[1] == PROMPT + text[: text.index(stop)] + '\n'

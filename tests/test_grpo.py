@@ -31,7 +31,7 @@ def whole(start, tmp_path_factory):
     return workdir
 
 
-def test_it_learns_what_is_rewarded(whole):
+def test_the_reward_increases(whole):
     lines = curve(whole)
     assert sorted(lines) == list(range(9))
     rewards = {step: line['rollout/reward'] for step, line in lines.items() if 'rollout/reward' in line}
@@ -51,7 +51,7 @@ def test_it_learns_what_is_rewarded(whole):
     assert (whole / 'report.html').stat().st_size > 1000
 
 
-def test_what_moves_is_the_advantage(start, tmp_path):
+def test_equal_rewards_change_no_parameters(start, tmp_path):
     """Negative control: without reward differences within groups, parameters do not change."""
     assert run(start, tmp_path, grpo__reward='0*length', eval__interval=0) == EXIT_DONE
     lines = curve(tmp_path)
@@ -59,7 +59,7 @@ def test_what_moves_is_the_advantage(start, tmp_path):
     assert [lines[step]['train/grad_norm'] for step in (1, 2)] == [0, 0]
 
 
-def test_the_reference_is_what_the_run_started_from(start, tmp_path):
+def test_the_reference_is_the_initial_model(start, tmp_path):
     settings = {'grpo__kl_coef': 0.5, 'eval__interval': 0}
     assert run(start, tmp_path / 'once', **settings) == EXIT_DONE
     lines = curve(tmp_path / 'once')
@@ -127,7 +127,7 @@ def test_two_processes_write_and_learn_the_same(start, whole, tmp_path):
         ({'mesh__stage': 2}, 'mesh.stage'),
     ],
 )
-def test_bad_input_is_told_in_a_line(start, tmp_path, capsys, overrides, words):
+def test_bad_input_is_one_line(start, tmp_path, capsys, overrides, words):
     assert run(start, tmp_path / 'run', **overrides) == EXIT_BAD_INPUT
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith('error: ')
@@ -135,6 +135,6 @@ def test_bad_input_is_told_in_a_line(start, tmp_path, capsys, overrides, words):
     assert not (tmp_path / 'run/checkpoints').exists()
 
 
-def test_train_says_which_verb_it_is(start, tmp_path, capsys):
+def test_train_names_the_right_verb(start, tmp_path, capsys):
     assert exit_code(train.main, [*grpo_arguments(start), f'--workdir={tmp_path}']) == EXIT_BAD_INPUT
     assert 'use `python -m maxlm.grpo`' in capsys.readouterr().err

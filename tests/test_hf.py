@@ -131,7 +131,7 @@ def test_sizes():
             hf.parse_size(text)
 
 
-def test_a_model_that_no_architecture_has(tmp_path, refused):
+def test_a_model_without_a_matching_architecture(tmp_path, refused):
     make_workdir(tmp_path / 'run', MODELS['nanochat'])
     argv = ['export', f'--checkpoint={tmp_path}/run', f'--output={tmp_path}/new']
     refused(argv, 'model.activation=relu2', 'model.norm_use_scale=False', '--architecture=nanochat')
@@ -154,7 +154,7 @@ def kernel(value):
         (70_000, 'float16', ['model.layers.1.mlp.up_proj.weight', '70000', 'float16', '--dtype=']),
     ],
 )
-def test_values_that_the_type_does_not_hold(tmp_path, refused, value, dtype, parts):
+def test_values_outside_the_range_of_the_dtype(tmp_path, refused, value, dtype, parts):
     make_workdir(tmp_path / 'run', MODELS['llama'], changed=kernel(value))
     argv = ['export', f'--checkpoint={tmp_path}/run', f'--output={tmp_path}/deep/new', f'--dtype={dtype}']
     refused(argv, *parts)
@@ -162,7 +162,7 @@ def test_values_that_the_type_does_not_hold(tmp_path, refused, value, dtype, par
         run(*argv[:-1], '--dtype=bfloat16')
 
 
-def test_no_room_for_an_export(workdir, tmp_path, refused, monkeypatch):
+def test_no_disk_space_for_an_export(workdir, tmp_path, refused, monkeypatch):
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: SimpleNamespace(free=10**7))
     argv = ['export', f'--checkpoint={workdir}', f'--output={tmp_path}/new']
     refused(argv, '--output', 'needs ', ' MiB of disk space, but only 9.54 MiB are free')
@@ -268,7 +268,7 @@ def test_import(model, dataset, tmp_path, capsys):
     assert abs(evaluated['loss'] - math.log(257)) > 0.1
 
 
-def test_an_import_without_a_tokenizer_says_so(model, tmp_path, capsys):
+def test_an_import_without_a_tokenizer_is_reported(model, tmp_path, capsys):
     (model / 'tokenizer.json').unlink()
     (model / 'tokenizer.model').write_text('x')
     run(*command(tmp_path))
@@ -329,7 +329,7 @@ def test_an_input_that_is_no_directory(tmp_path, refused, source, parts):
 
 
 @pytest.mark.parametrize('output', ['gs://bucket/x', '{tmp}', '{tmp}/model/config.json'])
-def test_an_output_that_cannot_be(model, tmp_path, refused, output):
+def test_an_invalid_output(model, tmp_path, refused, output):
     output = output.format(tmp=tmp_path)
     refused(['import', f'--input={model}', f'--output={output}'], f'--output={output}')
 
@@ -401,11 +401,11 @@ def test_a_missing_shard(model, tmp_path, refused):
     run(*command(tmp_path))
 
 
-def test_no_room_for_an_import(model, tmp_path, refused, monkeypatch):
+def test_no_disk_space_for_an_import(model, tmp_path, refused, monkeypatch):
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: SimpleNamespace(free=10**7))
     refused(command(tmp_path), '--output', 'needs ', ' MiB of disk space, but only 9.54 MiB are free')
 
 
 @pytest.mark.parametrize('argv', [[], ['convert'], ['export'], ['import', '--input=x'], ['export', '--checkpoint=x']])
-def test_what_is_missing(tmp_path, refused, argv):
+def test_missing_options(tmp_path, refused, argv):
     refused(argv, '--help')

@@ -23,7 +23,7 @@ def draw(monkeypatch, stream, *, show):
     return stream.getvalue()
 
 
-def test_the_bar_is_for_terminals(monkeypatch):
+def test_the_progress_bar_needs_a_terminal(monkeypatch):
     assert draw(monkeypatch, io.StringIO(), show=True) == ''
     assert draw(monkeypatch, Terminal(), show=False) == ''
     shown = draw(monkeypatch, Terminal(), show=True)
@@ -58,7 +58,7 @@ def test_without_a_workdir_there_is_no_file(tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_handlers_go_after_an_error_too(tmp_path):
+def test_handlers_are_removed_after_an_error(tmp_path):
     before = list(logger.handlers)
     with pytest.raises(RuntimeError), Console(tmp_path):
         raise RuntimeError

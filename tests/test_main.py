@@ -50,18 +50,18 @@ def test_a_mistyped_verb_names_the_nearest(run, typed, meant):
     )
 
 
-def test_a_verb_like_no_other_gets_the_list(run):
+def test_an_unknown_verb_lists_the_verbs(run):
     assert run('xyz') == (EXIT_BAD_INPUT, '', f"error: unknown command 'xyz'; available: {', '.join(VERBS)}\n")
 
 
-def test_the_rest_of_the_line_goes_to_the_verb(run):
+def test_arguments_are_passed_to_the_verb(run):
     code, out, err = run('generate', '--checkpoint=nowhere', '--prompt=x')
     assert (code, out) == (EXIT_BAD_INPUT, '')
     assert err.startswith('error: --checkpoint=nowhere: no checkpoint')
 
 
 @pytest.mark.parametrize('verb', VERBS)
-def test_every_verb_has_main_and_run_and_explains_itself(verb, run, capsys):
+def test_every_verb_has_main_run_and_help(verb, run, capsys):
     module = importlib.import_module(f'maxlm.{verb}')
     assert callable(module.run)
     with pytest.raises(SystemExit) as info:
@@ -88,7 +88,7 @@ def test_help_has_an_example(verb, words, capsys):
     assert re.search(rf'^examples?:\n  maxlm {" ".join([verb, *words])} ', out, re.MULTILINE)
 
 
-def test_every_module_at_the_top_that_runs_is_listed():
+def test_every_command_module_is_listed():
     modules = {path.stem for path in (ROOT / 'maxlm').glob('*.py') if '\ndef run(' in path.read_text()}
     assert modules == set(VERBS)
 

@@ -37,7 +37,7 @@ def test_every_workdir_is_printed_as_plain_text(name, columns, tmp_path, capsys,
     assert max(map(len, out.splitlines())) <= int(columns)
 
 
-def test_where_the_output_is_no_terminal_it_prints_once(tmp_path, capsys):
+def test_without_a_terminal_it_prints_once(tmp_path, capsys):
     workdirs.finished(tmp_path)
     assert monitor.main([str(tmp_path)]) == 0
     assert 'all steps are done' in capsys.readouterr().out
@@ -149,7 +149,7 @@ ENDS = {
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('how', ENDS)
-def test_the_terminal_is_as_before_however_it_ends(how, tmp_path):
+def test_the_terminal_is_restored(how, tmp_path):
     workdirs.running(tmp_path, time.time())
     with Terminal(str(tmp_path)) as terminal:
         terminal.wait_for('q quit')
@@ -183,7 +183,7 @@ def test_it_follows_the_run_and_the_size_of_the_terminal(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_another_run_is_shown_on_a_key(tmp_path):
+def test_keys_select_the_run(tmp_path):
     names = [str(workdirs.finished(tmp_path / 'a')), str(workdirs.crashed(tmp_path / 'b'))]
     with Terminal(*names) as terminal:
         terminal.wait_for('all steps are done')

@@ -138,7 +138,7 @@ def test_every_key_that_takes_a_path_has_the_type():
     assert set(PATHS) <= sections
 
 
-def test_what_is_given():
+def test_valid_paths():
     paths = PathOption(), PathOption(Kind.FILE, may_be_empty=True), PathOption(Kind.DIRECTORY, BUCKETS)
     for option in paths:
         assert option(r'C:\x\y') == r'C:\x\y'
@@ -172,7 +172,7 @@ def test_what_is_given():
         (PathList(PathOption()), 'humaneval:gs://b/x.jsonl', 'gs://b/x.jsonl: URLs are not supported'),
     ],
 )
-def test_what_is_refused(option, text, words):
+def test_invalid_paths(option, text, words):
     with pytest.raises(argparse.ArgumentTypeError) as info:
         option(text)
     assert words in str(info.value)
@@ -247,7 +247,7 @@ def url_rows():
     return [f'| {words} | {named(options, urls)} | {named(keys, urls)} |' for urls, words in protocols.items()]
 
 
-def test_the_docs_list_what_takes_urls():
+def test_the_docs_list_options_with_urls():
     page = (ROOT / 'docs/data.md').read_text()
     table = re.search(r'^## URLs\n.*?\n\|---\|---\|---\|\n(.*?)\n\n', page, re.MULTILINE | re.DOTALL)[1]
     assert table.splitlines() == url_rows()
@@ -278,7 +278,7 @@ def assert_refused(capsys, code, words):
 
 
 @pytest.mark.parametrize(('command', 'name', 'kind'), OPTIONS, ids=NAMES)
-def test_a_url_that_does_not_work_is_refused_before_anything_is_made(here, capsys, command, name, kind):
+def test_unsupported_urls_are_refused_before_files_are_written(here, capsys, command, name, kind):
     option = kind.option if isinstance(kind, PathList) else kind
     for url in refused_urls(option):
         assert_refused(capsys, run_with(command, name, url), [shown_as(name), url])
@@ -286,7 +286,7 @@ def test_a_url_that_does_not_work_is_refused_before_anything_is_made(here, capsy
 
 
 @pytest.mark.parametrize('key', [*PATHS, 'data.sources', 'eval.tasks'])
-def test_a_url_that_does_not_work_for_a_key_is_refused(here, key):
+def test_unsupported_urls_of_keys_are_refused(here, key):
     option = PATHS.get(key, PathOption(urls=ANY if key == 'data.sources' else ()))
     for url in refused_urls(option):
         value = {'data.sources': f'(({url!r}, 1.0),)', 'eval.tasks': f'({url!r},)'}.get(key, url)
@@ -296,7 +296,7 @@ def test_a_url_that_does_not_work_for_a_key_is_refused(here, key):
     assert not list(here.iterdir())
 
 
-def test_a_key_that_is_right_is_kept():
+def test_valid_keys():
     given = ['data.path=gs://b/x', 'train.init_from=gs://b/x@7', 'data.cache_dir=~/c']
     config = load(f'{ROOT}/configs/tiny.py', given)
     assert (config.data.path, config.train.init_from, config.data.cache_dir) == ('gs://b/x', 'gs://b/x@7', '~/c')

@@ -39,7 +39,7 @@ def figures(run):
     return figures
 
 
-def test_a_page_for_a_person(run):
+def test_text_output(run):
     code, out, err = run('1b.py', 'h100:8', '--estimate')
     assert code == EXIT_DONE
     assert err == ''
@@ -60,7 +60,7 @@ def test_a_page_for_a_person(run):
     assert '--config.' not in out
 
 
-def test_figures_for_a_script(figures):
+def test_json_output(figures):
     told = figures('1b.py', 'h100:8', '--estimate')
     assert told['fits']
     assert told['is_estimate']
@@ -81,7 +81,7 @@ def test_figures_for_a_script(figures):
     assert half['dollars'] == pytest.approx(half['hours'] * 8)
 
 
-def test_what_does_not_fit_is_told_by_how_much_and_the_advice_fits(run, figures):
+def test_memory_excess_and_advice_that_fits(run, figures):
     arguments = ('depth.py:64', 'h100:8', '--estimate', '--config.model.remat_policy=none', '--vocab-size=32')
     code, out, _ = run(*arguments)
     assert code == EXIT_FAILED
@@ -97,13 +97,13 @@ def test_what_does_not_fit_is_told_by_how_much_and_the_advice_fits(run, figures)
     assert 'fits: ' in out
 
 
-def test_where_nothing_fits_it_says_so(run):
+def test_no_configuration_fits(run):
     code, out, _ = run('code.py:70b', 'l4:1', '--estimate')
     assert code == EXIT_FAILED
     assert 'fits l4:1; use more devices' in out
 
 
-def test_fit_looks_for_the_fastest(figures):
+def test_search_finds_a_faster_configuration(figures):
     plain = figures('code.py:7b', 'h100:8', '--estimate')
     fitted = figures('code.py:7b', 'h100:8', '--estimate', '--search')
     assert fitted['fits']
@@ -119,7 +119,7 @@ def test_auto_micro_batch(run):
     assert ' micro-batch(es) of 8 per device' in out
 
 
-def test_a_target_without_its_compiler_is_estimated_and_says_what_to_install(run, figures, monkeypatch):
+def test_a_target_without_a_compiler_is_estimated(run, figures, monkeypatch):
     def missing(target):
         raise CompilerMissingError("no compiler for v4 (libtpu) is installed; run pip install 'maxlm[tpu]'")
 
@@ -132,7 +132,7 @@ def test_a_target_without_its_compiler_is_estimated_and_says_what_to_install(run
     assert 'maxlm[tpu]' in told['why_estimated']
 
 
-def test_the_cpu_that_is_here(figures):
+def test_cpu(figures):
     told = figures('tiny.py', 'cpu:2', '--vocab-size=512', '--config.model.num_layers=2', '--config.data.seq_len=64')
     assert told['fits']
     assert not told['is_estimate']
@@ -141,7 +141,7 @@ def test_the_cpu_that_is_here(figures):
     assert told['dollars'] == 0
 
 
-def test_what_a_budget_buys(run):
+def test_steps_of_a_budget(run):
     code, out, _ = run('depth.py:24', 'h100:8', '--estimate', '--hours=4')
     assert code == EXIT_DONE
     (steps,) = re.findall(r'budget of 4 h: .* tokens, --config\.train\.num_steps=(\d+)', out)

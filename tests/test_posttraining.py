@@ -96,7 +96,7 @@ def evaluations(workdir):
     return {line['step']: line for line in read_metrics(workdir) if 'eval/accuracy' in line}
 
 
-def test_reward_follows_instruction(lessons, shared_steps, tmp_path):
+def test_grpo_after_sft(lessons, shared_steps, tmp_path):
     tiny = {'model__num_layers': 1, 'model__dim': 16, 'optimizer__warmup_steps': 0}
     sft, rl = tmp_path / 'sft', tmp_path / 'rl'
     settings = {**sft_settings(lessons), **tiny, 'train__num_steps': 2, 'train__global_batch_size': 8}
@@ -116,7 +116,7 @@ def test_reward_follows_instruction(lessons, shared_steps, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
-def test_reward_makes_it_better_than_its_teacher(lessons, tmp_path):
+def test_grpo_improves_the_sft_model(lessons, tmp_path):
     run('train', 'sft', tmp_path / 'sft', **sft_settings(lessons))
     run('grpo', 'rl', tmp_path / 'rl', **rl_settings(lessons, tmp_path / 'sft'))
     found = evaluations(tmp_path / 'rl')

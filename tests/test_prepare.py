@@ -31,7 +31,7 @@ def small_groups(monkeypatch):
 
 
 @pytest.mark.parametrize('spec', ['bytes', 'chars', 'bpe:300'])
-def test_all_text_comes_back(texts, tmp_path, spec, small_groups):
+def test_records_contain_all_text(texts, tmp_path, spec, small_groups):
     arguments = ['--input', texts, '--tokenizer', spec, '--validation-fraction', 0.2, '--workers', 1]
     assert run(*arguments, '--output', tmp_path / 'data') == 0
     dataset = load_manifest(tmp_path / 'data')
@@ -71,7 +71,7 @@ def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, small_group
 
 
 @pytest.mark.parametrize('done', [0, 1, 4])
-def test_an_interrupted_run_goes_on(texts, tmp_path, small_groups, monkeypatch, done):
+def test_an_interrupted_run_resumes(texts, tmp_path, small_groups, monkeypatch, done):
     arguments = ['--input', texts, '--tokenizer', 'bpe:300', '--workers', 1, '--quiet']
     assert run(*arguments, '--output', tmp_path / 'whole') == 0
     written = []
@@ -116,7 +116,7 @@ def test_an_interrupted_run_of_other_text_is_not_reused(texts, tmp_path, small_g
     assert set(contents(tmp_path / 'data')) == named | {'dataset.json', 'tokenizer.json'}
 
 
-def test_a_finished_data_set_is_left_alone(texts, tmp_path, capsys):
+def test_a_finished_data_set_is_unchanged(texts, tmp_path, capsys):
     arguments = ['--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes']
     assert run(*arguments) == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / 'data').iterdir()}
@@ -143,7 +143,7 @@ def test_validation_paths(texts, tmp_path):
     assert dataset.splits['train'].documents == 50
 
 
-def test_skip_bad_leaves_out_and_lists(texts, tmp_path, capsys):
+def test_skip_bad_records_skips_and_lists(texts, tmp_path, capsys):
     (texts / 'bad.txt').write_bytes(b'\xff')
     (texts / 'web.jsonl').write_text('{"text": "fine"}\n{"text": \n')
     arguments = ['--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bpe:300']
@@ -156,7 +156,7 @@ def test_skip_bad_leaves_out_and_lists(texts, tmp_path, capsys):
     assert sum(split.documents for split in dataset.splits.values()) == 41
 
 
-def test_a_text_that_the_tokenizer_panics_on_is_named_or_left_out(texts, tmp_path, monkeypatch, capsys):
+def test_a_text_with_a_tokenizer_panic_is_named_or_skipped(texts, tmp_path, monkeypatch, capsys):
     class PanicException(BaseException):
         """Exception with the name of PyO3's."""
 
@@ -184,7 +184,7 @@ def test_a_text_that_the_tokenizer_panics_on_is_named_or_left_out(texts, tmp_pat
 
 
 @pytest.mark.parametrize('count', [1, 2, 3])
-def test_a_handful_of_documents(tmp_path, capsys, count):
+def test_one_to_three_documents(tmp_path, capsys, count):
     (tmp_path / 'texts').mkdir()
     for i in range(count):
         (tmp_path / 'texts' / f'{i}.txt').write_text(f'text {i}')
@@ -217,7 +217,7 @@ LINES = ''.join(f'line {number} of the text\n' for number in range(100))
         (['one line'], 0.01, None),
     ],
 )
-def test_of_few_documents_the_end_of_one_is_validated_on(tmp_path, capsys, texts, share, expected):
+def test_few_documents_are_split_within_one(tmp_path, capsys, texts, share, expected):
     (tmp_path / 'texts').mkdir()
     for number, text in enumerate(texts):
         (tmp_path / 'texts' / f'{number}.txt').write_text(text)
@@ -244,7 +244,7 @@ def test_of_few_documents_the_end_of_one_is_validated_on(tmp_path, capsys, texts
 
 
 @pytest.mark.parametrize(('name', 'tokens'), [('x.npz', 500), ('x.bin', 500), ('x.npy', 40)])
-def test_the_end_of_a_token_document_is_validated_on(tmp_path, capsys, name, tokens):
+def test_a_token_document_is_split(tmp_path, capsys, name, tokens):
     ids = np.arange(tokens, dtype=np.uint16)
     path = tmp_path / name
     {'x.npz': np.savez, 'x.bin': lambda at, array: array.tofile(at), 'x.npy': np.save}[name](path, ids)
@@ -259,7 +259,7 @@ def test_the_end_of_a_token_document_is_validated_on(tmp_path, capsys, name, tok
         assert (train, validation) == ([ids[:-32].tolist()], [ids[-32:].tolist()])
 
 
-def test_a_cut_document_is_the_same_after_an_interruption(tmp_path, monkeypatch):
+def test_a_split_document_is_the_same_after_an_interruption(tmp_path, monkeypatch):
     (tmp_path / 'x.txt').write_text(LINES)
     arguments = ['--input', tmp_path / 'x.txt', '--tokenizer', 'bpe:300', '--quiet', '--output']
     assert run(*arguments, tmp_path / 'whole') == 0
@@ -329,7 +329,7 @@ BAD = {
 
 
 @pytest.mark.parametrize('case', BAD)
-def test_bad_input_is_one_line_and_no_obstacle(tmp_path, capsys, case):
+def test_bad_input_is_one_line_and_can_be_corrected(tmp_path, capsys, case):
     make, arguments, parts = BAD[case]
     at = tmp_path / 'at'
     at.mkdir()

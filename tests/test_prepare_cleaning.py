@@ -55,7 +55,7 @@ def prepare(tmp_path, corpus, *more, output='data', expected=0):
     return load_manifest(tmp_path / output) if expected == 0 else None
 
 
-def test_duplicates_are_removed_and_told(tmp_path, corpus, small_groups, capsys):
+def test_duplicates_are_removed_and_reported(tmp_path, corpus, small_groups, capsys):
     everything = prepare(tmp_path, corpus, output='all')
     assert sum(split.documents for split in everything.splits.values()) == 20
     assert 'cleaning.json' not in contents(tmp_path / 'all')
@@ -105,7 +105,7 @@ def test_filters_remove_and_shorten(tmp_path, corpus, small_groups):
     assert sum('Lorem' in text or 'menu' in text for text in texts) == 2
 
 
-def test_the_tokenizer_learns_nothing_from_what_is_removed(tmp_path, corpus, small_groups):
+def test_the_tokenizer_is_not_trained_on_removed_text(tmp_path, corpus, small_groups):
     (corpus / '05.txt').write_text((corpus / '05.txt').read_text() + '\nLorem ipsum ЖЖЖ.')
     (corpus / '06.txt').write_text('Ω without an end\n' + (corpus / '06.txt').read_text())
     arguments = ['--tokenizer', 'chars', '--validation-fraction', 0]
@@ -119,7 +119,7 @@ def test_the_tokenizer_learns_nothing_from_what_is_removed(tmp_path, corpus, sma
     assert 'e' in letters
 
 
-def test_what_is_validated_on_is_not_trained_on(tmp_path, corpus, small_groups):
+def test_training_excludes_validation_documents(tmp_path, corpus, small_groups):
     held_out = tmp_path / 'held_out'
     held_out.mkdir()
     # The validation document is kept although it is the last by name.
@@ -136,7 +136,7 @@ def test_what_is_validated_on_is_not_trained_on(tmp_path, corpus, small_groups):
     }
 
 
-def test_infill_rearranges_a_share_of_the_documents(tmp_path, corpus, small_groups):
+def test_fim_rearranges_a_fraction_of_the_documents(tmp_path, corpus, small_groups):
     dataset = prepare(tmp_path, corpus, '--fim-rate', 0.5)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     prefix, middle, suffix = tokenizer.infill_ids

@@ -59,7 +59,7 @@ def fail(monkeypatch):
 ARGUMENTS = ('--tokenizer', 'bytes', '--workers', 1, '--validation-fraction', 0, '--quiet')
 
 
-def test_a_storage_that_answers_later_costs_nothing(texts, tmp_path, fail):
+def test_a_temporary_storage_failure_skips_nothing(texts, tmp_path, fail):
     assert run('--input', texts, *ARGUMENTS, '--output', tmp_path / 'whole') == 0
     fail('25.txt', 2)
     assert run('--input', texts, *ARGUMENTS, '--skip-bad-records', '--output', tmp_path / 'data') == 0
@@ -70,7 +70,7 @@ def test_a_storage_that_answers_later_costs_nothing(texts, tmp_path, fail):
 
 
 @pytest.mark.parametrize('more', [(), ('--deduplicate', 'exact')], ids=['shards', 'survey'])
-def test_a_group_that_fails_to_the_end(texts, tmp_path, fail, capsys, more):
+def test_a_partition_that_always_fails(texts, tmp_path, fail, capsys, more):
     command = ['--input', texts, *ARGUMENTS, *more, '--output', tmp_path / 'data']
     fail('25.txt', 10**6)
     assert run(*command, '--retries', 1) == 2
@@ -99,7 +99,7 @@ def test_a_group_that_fails_to_the_end(texts, tmp_path, fail, capsys, more):
     assert 'lacks 1 partitions that failed' in capsys.readouterr().err
 
 
-def test_what_is_done_is_not_done_again_after_a_failure(texts, tmp_path, fail, monkeypatch):
+def test_finished_partitions_are_not_repeated_after_a_failure(texts, tmp_path, fail, monkeypatch):
     command = ['--input', texts, *ARGUMENTS, '--output', tmp_path / 'data']
     assert run(*command[:-1], tmp_path / 'whole') == 0
     with monkeypatch.context() as patch:
@@ -205,7 +205,7 @@ def test_a_disk_that_fills(tmp_path, capfd, workers):
 
 
 @pytest.mark.parametrize('change', ['longer', 'gone'])
-def test_a_file_that_changes_between_two_readings(texts, tmp_path, monkeypatch, capsys, change):
+def test_a_file_that_changes_between_two_reads(texts, tmp_path, monkeypatch, capsys, change):
     judge = scan.deduplicate
 
     def change_and_judge(*arguments):
@@ -238,7 +238,7 @@ def first_of(directory):
     return (directory / 'train-00000.arrayrecord').read_bytes()
 
 
-def test_an_old_result_does_not_stand_for_new_shards(texts, tmp_path, monkeypatch):
+def test_results_of_other_options_are_not_reused(texts, tmp_path, monkeypatch):
     """Two configurations with shards of equal size: results of the interrupted first run must not be reused."""
     command = ['--input', texts, *ARGUMENTS, '--fim-rate', 1, '--output', tmp_path / 'data']
     other = [*command, '--fim-spm-rate', 0]
@@ -260,7 +260,7 @@ def test_an_old_result_does_not_stand_for_new_shards(texts, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize('lost', ['train-00001.arrayrecord', 'tokenizer.json', f'{WORK_DIRECTORY}/group-00001.json'])
-def test_what_is_lost_in_between_is_made_again(texts, tmp_path, monkeypatch, lost):
+def test_lost_files_are_written_again(texts, tmp_path, monkeypatch, lost):
     command = ['--input', texts, *ARGUMENTS, '--output', tmp_path / 'data']
     assert run(*command[:-1], tmp_path / 'whole') == 0
     with monkeypatch.context() as patch:

@@ -37,7 +37,7 @@ def test_sizes_and_losses(workdir, tmp_path, capsys):
     assert abs(difference) < 1
 
 
-def test_without_losses_then_as_one_file(workdir, tmp_path, capsys):
+def test_no_eval_and_gguf_export(workdir, tmp_path, capsys):
     output = tmp_path / 'new'
     options = (f'--checkpoint={workdir}@7', '--format=int4', '--group=16', '--no-eval')
     assert run(*options, f'--output={output}', '--data=nowhere') == EXIT_DONE
@@ -75,7 +75,7 @@ def test_the_table(tmp_path):
         ('--data=nowhere', ['nowhere']),
     ],
 )
-def test_mistakes(workdir, tmp_path, capfd, option, parts):
+def test_bad_input(workdir, tmp_path, capfd, option, parts):
     given = [f'--checkpoint={workdir}', '--format=int8', f'--output={tmp_path}/new']
     assert run(*given, option.format(workdir=workdir)) == EXIT_BAD_INPUT
     assert_one_line(capfd.readouterr().err, *parts)

@@ -84,7 +84,7 @@ def dead_links(text):
     return {target for target in targets if not (ROOT / 'docs' / target).exists()}
 
 
-def test_files_that_are_named_are_there():
+def test_named_files_exist():
     names = set(re.findall(r'\]\(([^)]+)\)', README)) | set(
         re.findall(r'`((?:configs|launch|benchmarks|maxlm)/[\w./]+)`', DOCS)
     )
@@ -115,7 +115,7 @@ def exists(key):
     return True
 
 
-def test_keys_that_are_named_exist():
+def test_named_keys_exist():
     named = set(re.findall(r'`((?:model|data|train|eval|optimizer|mesh|checkpoint)\.(?!safetensors)[a-z_]+)`', DOCS))
     assert len(named) >= 5
     assert {key for key in named if not exists(key)} == set()
@@ -135,7 +135,7 @@ def runs(tmp_path_factory, dataset):
     return folder
 
 
-def test_the_commands_that_use_a_model_do(runs, monkeypatch, capsys):
+def test_commands_with_a_model_run(runs, monkeypatch, capsys):
     block = (ROOT / 'docs/inference.md').read_text().split('## Commands\n')[1].split('```')[1]
     lines = block.strip().splitlines()
     assert 5 <= len(lines) <= 8
@@ -168,7 +168,7 @@ def test_the_commands_that_use_a_model_do(runs, monkeypatch, capsys):
     assert 'first-int8' in capsys.readouterr().err
 
 
-def test_the_example_in_python_runs(runs, monkeypatch, capsys):
+def test_the_python_example_runs(runs, monkeypatch, capsys):
     (block,) = (block for block in BLOCKS if 'engine.complete' in block)
     monkeypatch.chdir(runs)
     exec(block, {})

@@ -59,7 +59,7 @@ def test_a_command_line_can_use_a_former_key(capsys):
     assert load(TINY, ['train.global_batch_tokens=1024']).train.global_batch_size == 0
 
 
-def test_a_former_config_json_is_read_without_a_word(capsys):
+def test_a_former_config_json_is_read_without_warnings(capsys):
     former = {'model': {'num_layers': 1, 'dim': 8, 'num_heads': 2}}
     for old, new in KEYS.items():
         section, _, name = old.partition('.')
@@ -94,7 +94,7 @@ def test_options_can_have_underscores_and_former_names(option, capsys):
     assert capsys.readouterr().err == (warned if 'near' in option else '')
 
 
-def test_what_is_no_option_is_left_alone(capsys):
+def test_other_arguments_are_unchanged(capsys):
     assert parsed(['--', '--near_threshold']).rest == ['--near_threshold']
     with pytest.raises(Exception, match='--near-threshold'):
         parsed(['--near-threshold=1'], prog='maxlm.plan')
@@ -109,7 +109,7 @@ def test_former_options_are_known_to_their_commands(capsys):
     assert {'prepare', 'serve', 'plan'} <= {*OPTIONS}
 
 
-def test_a_run_of_release_0_1_goes_on(dataset, tmp_path, capsys):
+def test_a_run_of_release_0_1_resumes(dataset, tmp_path, capsys):
     """The last commit with the former names wrote this workdir with the data set of the fixture."""
     with tarfile.open(ROOT / 'tests/golden/workdir_0_1.tar.xz') as archive:
         archive.extractall(tmp_path / 'run', filter='data')

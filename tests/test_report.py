@@ -19,7 +19,7 @@ def run(capfd):
     return run
 
 
-def test_the_page_of_a_workdir_lies_in_it(run, tmp_path):
+def test_the_page_is_written_to_the_workdir(run, tmp_path):
     workdir = workdirs.finished(tmp_path / 'run')
     code, out, err = run(workdir)
     assert (code, err) == (EXIT_DONE, '')
@@ -35,7 +35,7 @@ def test_several_workdirs_on_one_page(run, tmp_path):
     assert not (names[0] / 'report.html').exists()
 
 
-def test_a_comparison_leaves_the_reports_of_its_runs(run, tmp_path, monkeypatch):
+def test_a_comparison_does_not_change_the_reports_of_its_runs(run, tmp_path, monkeypatch):
     names = [workdirs.finished(tmp_path / 'a'), workdirs.crashed(tmp_path / 'b')]
     assert run(names[0])[0] == EXIT_DONE
     before = (names[0] / 'report.html').read_bytes()
@@ -65,13 +65,13 @@ def test_a_file_of_someone_else_is_not_overwritten(run, tmp_path, monkeypatch, c
         assert path.read_bytes() == content
 
 
-def test_what_is_torn_is_said(run, tmp_path):
+def test_truncated_lines_are_reported(run, tmp_path):
     code, out, _ = run(workdirs.torn(tmp_path))
     assert code == EXIT_DONE
     assert f'{tmp_path}: metrics.jsonl: skipped the incomplete last line\n' in out
 
 
-def test_a_directory_in_which_no_run_has_begun(run, tmp_path):
+def test_a_directory_without_a_run(run, tmp_path):
     workdir = workdirs.empty(tmp_path / 'run')
     for _ in range(2):
         assert run(workdir) == (EXIT_DONE, f'{workdir}: no run has started, so no page was written\n', '')

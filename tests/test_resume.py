@@ -180,7 +180,7 @@ def test_resume_from_each_step_is_exact(dataset, every_step, assert_same_runs, t
     assert_same_runs(workdir, every_step, ('params', 'ema'))
 
 
-def test_another_order_of_the_data_is_told_apart(dataset, every_step, last_params, tmp_path):
+def test_another_data_order_is_detected(dataset, every_step, last_params, tmp_path):
     """Negative control: another data order changes curves and parameters."""
     assert run(dataset, tmp_path, **{**EVERY_STEP, 'checkpoint__save_interval_steps': 0}, data__seed=1) == EXIT_DONE
     assert curve(tmp_path)[1]['train/loss'] != curve(every_step)[1]['train/loss']

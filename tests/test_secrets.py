@@ -69,7 +69,7 @@ def leaks(directory):
 
 
 @pytest.mark.multiprocess
-def test_nothing_that_a_run_leaves_holds_a_secret(dataset, tmp_path, secrets, monkeypatch, capfd, record_property):
+def test_files_and_output_contain_no_secret(dataset, tmp_path, secrets, monkeypatch, capfd, record_property):
     workdir = tmp_path / 'run'
     settings = {
         'alerts__webhook_env_var': 'ALERTS_URL',

@@ -113,7 +113,7 @@ def near(a, b):
     return a == pytest.approx(b, abs=1e-4)
 
 
-def test_completions_are_what_the_engine_draws(complete, alone, model):
+def test_completions_equal_those_of_the_engine(complete, alone, model):
     greedy = alone(b'Once', temperature=0)[0]
     choice = complete('Once', temperature=0, logprobs=2).choices[0]
     assert (choice.text, choice.finish_reason) == (greedy.text, 'length')
@@ -140,7 +140,7 @@ def test_a_stop_ends_a_text_before_it(complete, alone):
     assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], 'stop')
 
 
-def test_chat_is_the_completion_of_what_the_template_spells(client, alone, model):
+def test_chat_equals_the_completion_of_the_rendered_template(client, alone, model):
     ids = model.chat.encode_prompt(HELLO).tolist()
     expected = alone(ids, temperature=0)[0]
     given = {'model': 'tiny', 'messages': HELLO, 'temperature': 0, 'max_tokens': 12, 'extra_body': {'ignore_eos': True}}
@@ -153,13 +153,13 @@ def test_chat_is_the_completion_of_what_the_template_spells(client, alone, model
     assert ''.join(pieces) == expected.text
 
 
-def test_a_hole_is_refused_by_a_model_that_fills_none(complete):
+def test_suffix_requires_fim_tokens(complete):
     with pytest.raises(openai.BadRequestError, match='the tokenizer has no fill-in-the-middle tokens') as info:
         complete('def f(', suffix='return 1')
     assert info.value.param == 'suffix'
 
 
-def test_fifty_at_once(complete, alone, engine):
+def test_fifty_concurrent_requests(complete, alone, engine):
     prompts = [f'{number}: {"x" * (number % 7)}' for number in range(50)]
 
     def one(number):
@@ -175,7 +175,7 @@ def test_fifty_at_once(complete, alone, engine):
 
 
 @pytest.mark.parametrize('stream', [False, True])
-def test_a_client_that_goes_frees_its_slot(server, engine, stream):
+def test_a_disconnected_client_frees_its_slots(server, engine, stream):
     drawn = engine.state.generated_tokens
     asked = {'prompt': 'a', 'max_tokens': CONTEXT - 1, 'n': 64, 'stream': stream, 'ignore_eos': True}
     with server.connect() as connection:
@@ -185,7 +185,7 @@ def test_a_client_that_goes_frees_its_slot(server, engine, stream):
     assert engine.state.generated_tokens - drawn < 64 * (CONTEXT - 1)
 
 
-def test_values_at_their_limits_break_no_engine(server, engine):
+def test_values_at_their_limits_are_accepted(server, engine):
     """Values at the limits of the schema do not affect requests in the same batch."""
     edges = {
         'temperature': (0, 1e-3, 100),
@@ -206,7 +206,7 @@ def test_values_at_their_limits_break_no_engine(server, engine):
                 assert answer.status_code == 200, (number, one, answer.text)
 
 
-def test_hostile_requests_leave_the_engine_whole(server, complete, engine):
+def test_hostile_requests_do_not_affect_the_engine(server, complete, engine):
     before = complete('Once', temperature=0).choices[0].text
     wire = Wire(server.port)
     for hostile in itertools.islice(Generator(3), NUM_HOSTILE):
@@ -326,7 +326,7 @@ def test_without_the_extra(workdir, capfd, monkeypatch):
     assert "maxlm.serve requires uvicorn: pip install 'maxlm[serve]'" in capfd.readouterr().err
 
 
-def test_an_open_port_without_a_key_is_warned_of(capfd, monkeypatch):
+def test_an_open_port_without_a_key_causes_a_warning(capfd, monkeypatch):
     monkeypatch.delenv(serve.API_KEY, raising=False)
     open_to_all = ['--checkpoint=nowhere', '--host=0.0.0.0', '--port=0']
     assert exit_code(serve.main, open_to_all) == EXIT_BAD_INPUT

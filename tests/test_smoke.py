@@ -60,7 +60,7 @@ def test_resumed_parameters_are_exact(resumed, whole):
     assert same(params_of(resumed, 4), params_of(whole, 4))
 
 
-def test_parameters_move(resumed):
+def test_parameters_change(resumed):
     """Negative control: training changes the parameters."""
     assert not same(params_of(resumed, 2), params_of(resumed, 4))
 
@@ -71,13 +71,13 @@ def test_each_step_and_evaluation_has_a_line(resumed):
     assert [line['step'] for line in lines if 'eval/loss' in line] == [2, 4]
 
 
-def test_losses_begin_at_chance(resumed):
+def test_losses_start_at_chance_level(resumed):
     losses = [line['train/loss'] for line in read_metrics(resumed) if 'train/loss' in line]
     assert losses == pytest.approx([np.log(257)] * 4, rel=0.03)
     assert len(set(losses)) == 4
 
 
-def test_tokens_are_counted_over_lives(resumed):
+def test_tokens_are_counted_across_attempts(resumed):
     tokens = [line['train/tokens'] for line in read_metrics(resumed) if 'train/loss' in line]
     assert tokens == [128, 256, 384, 512]
 
@@ -94,7 +94,7 @@ def test_the_config_is_resolved_and_written(resumed):
     assert (config.model.vocab_size, config.model.head_dim, config.model.max_positions) == (257, 8, 16)
 
 
-def test_both_lives_finish(resumed):
+def test_both_attempts_finish(resumed):
     assert ends(resumed) == [(1, 'finished', EXIT_DONE), (2, 'finished', EXIT_DONE)]
     assert [event['from_step'] for event in read_events(resumed).lines if event['kind'] == 'resumed'] == [2]
 
@@ -103,7 +103,7 @@ def test_saves_are_events(resumed):
     assert [event['step'] for event in read_events(resumed).lines if event['kind'] == 'saved'] == [2, 4]
 
 
-def test_the_ledger_has_both_lives(resumed):
+def test_the_ledger_has_both_attempts(resumed):
     ledger = read_goodput(resumed)
     assert [(life.number, life.start_step, life.step, life.is_closed) for life in ledger.attempts] == [
         *((1, 0, 2, True), (2, 2, 4, True)),
@@ -112,7 +112,7 @@ def test_the_ledger_has_both_lives(resumed):
     assert ledger.totals['step'] > 0
 
 
-def test_the_log_has_both_lives(resumed):
+def test_the_log_has_both_attempts(resumed):
     log = (resumed / 'run.log').read_text()
     assert log.count('done: ') == 2
     assert 'resuming from step 2' in log
@@ -124,7 +124,7 @@ def test_the_log_has_both_lives(resumed):
     'words',
     ['parameters on 8 × cpu', 'memory      fits: ', 'step       2  loss', 'validation loss', 'MFU', 'unigram'],
 )
-def test_the_log_tells(resumed, words):
+def test_the_log_contains(resumed, words):
     assert words in (resumed / 'run.log').read_text()
 
 

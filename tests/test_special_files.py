@@ -139,7 +139,7 @@ def test_special_files_are_one_line(here, in_time, words):
         assert not (here / 'new').exists()
 
 
-def test_the_files_are_right_as_they_are(here):
+def test_unmodified_files_are_read(here):
     """Negative control: each reader reads all unmodified files."""
     import_model(f'{here}/one', f'{here}/new', show=False)
     shutil.rmtree(here / 'new')

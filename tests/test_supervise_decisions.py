@@ -34,7 +34,7 @@ def lives(*ends, newest=-1):
         ([(1, 20), (1, 10), (1, 20), (1, 20)], 1),
     ],
 )
-def test_when_it_ends(ends, code):
+def test_decisions(ends, code):
     *before, last = lives(*ends)
     assert [decision.code for decision in before] == [None] * len(before)
     assert last.code == code

@@ -38,7 +38,7 @@ def whole(dataset, tmp_path_factory):
 @pytest.mark.multiprocess
 @pytest.mark.network_emulator
 @pytest.mark.nightly
-def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
+def test_a_run_in_a_bucket_resumes_on_another_machine(dataset, tmp_path, whole):
     """Starts a process for each attempt, because TensorStore reads its environment once."""
     url = 'gs://bucket/runs/one'
     with running('bucket') as emulator:
@@ -80,7 +80,7 @@ def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
 
 @pytest.mark.multiprocess
 @pytest.mark.network_emulator
-def test_processes_that_share_nothing_but_a_bucket(dataset, tmp_path, whole, monkeypatch):
+def test_processes_that_share_only_a_bucket(dataset, tmp_path, whole, monkeypatch):
     """Each process has a separate directory, as on the machines of a TPU pod."""
     url = 'gs://bucket/runs/two'
     with running('bucket') as emulator:
@@ -113,7 +113,7 @@ def s3(monkeypatch):
 
 
 @pytest.mark.parametrize('as_workdir', [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, capsys, as_workdir):
+def test_a_run_with_a_mirror_resumes_on_another_machine(dataset, tmp_path, whole, s3, capsys, as_workdir):
     url = f's3://bucket/{as_workdir}'
 
     def life(machine, num_steps, **more):
@@ -147,7 +147,7 @@ def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, capsy
 
 @pytest.mark.multiprocess
 @pytest.mark.nightly
-def test_processes_that_share_a_bucket_of_s3_and_its_cache(dataset, tmp_path, whole, s3):
+def test_processes_that_share_an_s3_bucket_and_its_cache(dataset, tmp_path, whole, s3):
     def life(machine, num_steps):
         words = arguments(
             dataset, 's3://bucket/two', **SETTINGS, data__cache_dir=tmp_path / machine, train__num_steps=num_steps
@@ -166,7 +166,7 @@ def test_processes_that_share_a_bucket_of_s3_and_its_cache(dataset, tmp_path, wh
         assert math.isclose(found[step]['train/loss'], wanted[step]['train/loss'], rel_tol=1e-6)
 
 
-def test_a_bucket_that_does_not_answer_is_no_new_run(dataset, tmp_path, s3, monkeypatch, capsys):
+def test_an_unreachable_bucket_starts_no_new_run(dataset, tmp_path, s3, monkeypatch, capsys):
     monkeypatch.setitem(RunStorage.fetch.__kwdefaults__, 'timeout_seconds', 0.0)
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:9')
     assert run(dataset, tmp_path / 'run', checkpoint__remote_dir='s3://bucket/run') == EXIT_PREEMPTED
@@ -186,7 +186,7 @@ def test_a_bucket_that_does_not_answer_is_no_new_run(dataset, tmp_path, s3, monk
         ('gs://bucket/run', {'checkpoint__remote_dir': 's3://bucket/run'}, 'is already in a bucket'),
     ],
 )
-def test_places_that_cannot_be(dataset, tmp_path, monkeypatch, capsys, workdir, settings, words):
+def test_invalid_workdirs(dataset, tmp_path, monkeypatch, capsys, workdir, settings, words):
     monkeypatch.chdir(tmp_path)
     assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
@@ -195,7 +195,7 @@ def test_places_that_cannot_be(dataset, tmp_path, monkeypatch, capsys, workdir, 
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_resumed(dataset, tmp_path, whole, capsys):
+def test_invalid_checkpoints_to_resume_from(dataset, tmp_path, whole, capsys):
     def resumed(name, origin):
         command = arguments(dataset, tmp_path / name, **SETTINGS, train__num_steps=8)
         return exit_code(train.main, [*command, f'--resume={origin}'])

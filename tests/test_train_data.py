@@ -48,7 +48,7 @@ def sources(two, numbers, letters):
     return f"(('{two}/numbers', {numbers}), ('{two}/letters', {letters}))"
 
 
-def test_a_weighted_mixture_is_told_by_source(two, tmp_path, capsys):
+def test_a_weighted_mixture_is_reported_by_source(two, tmp_path, capsys):
     settings = {
         'train__num_steps': 40,
         'eval__interval': 20,
@@ -130,7 +130,7 @@ SCHEDULE = '((4, 0.3), (8, 0.7))'
 
 
 @pytest.mark.nightly
-def test_sequences_that_become_longer(dataset, tmp_path, capsys):
+def test_sequence_length_schedule(dataset, tmp_path, capsys):
     """Ten steps with 16 tokens per row; the first 3 steps have 4 tokens and the next 4 have 8."""
     settings = {'train__num_steps': 10, 'checkpoint__save_interval_steps': 1, 'checkpoint__max_to_keep': 10}
     whole = tmp_path / 'whole'
@@ -193,7 +193,7 @@ def cached(cache):
 
 
 @pytest.mark.parametrize('workers', [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, capsys, workers):
+def test_training_from_a_bucket_equals_that_from_a_directory(bucket, tmp_path, capsys, workers):
     settings = {'data__shuffle_shards': 2, 'checkpoint__save_interval_steps': 10}
     here = tmp_path / 'here'
     assert run(bucket.path, here, **settings) == EXIT_DONE
@@ -253,7 +253,7 @@ def test_evaluation_on_data_in_a_bucket(bucket, tmp_path, capsys):
     assert set(cached(tmp_path / 'cache')) == {'validation-00000.arrayrecord'}
 
 
-def test_training_goes_on_while_the_bucket_is_gone(bucket, tmp_path, capsys, monkeypatch):
+def test_training_continues_during_a_bucket_outage(bucket, tmp_path, capsys, monkeypatch):
     """The server is down after two pools are downloaded, and returns after training has requested a third."""
     settings = {'data__shuffle_shards': 2, 'data__prefetch_buffer_size': 1, 'data__num_threads': 1, 'eval__interval': 0}
     here = tmp_path / 'here'

@@ -79,7 +79,7 @@ def misses(found, wanted):
     }
 
 
-def test_every_category_is_what_was_measured(held_up):
+def test_every_category_equals_the_measurement(held_up):
     ledger = read_goodput(held_up / 'slow')
     assert [(life.number, life.start_step, life.is_closed) for life in ledger.attempts] == [
         (1, 0, False),
@@ -96,7 +96,7 @@ def test_every_category_is_what_was_measured(held_up):
     assert sum(naive.totals.values()) == pytest.approx(ledger.seconds)
 
 
-def test_the_sum_is_the_wall_time_and_so_is_the_bill(held_up):
+def test_the_sum_and_the_cost_match_the_wall_time(held_up):
     ledger = read_goodput(held_up / 'slow')
     assert set(ledger.totals) == set(CATEGORIES)
     assert min(ledger.totals.values()) >= 0
@@ -107,7 +107,7 @@ def test_the_sum_is_the_wall_time_and_so_is_the_bill(held_up):
     assert ledger.dollars == pytest.approx((ledger.seconds - ledger.totals['idle']) / 1000, rel=1e-3)
 
 
-def test_the_metrics_and_events_tell_the_same(held_up):
+def test_metrics_and_events_agree_with_the_ledger(held_up):
     ledger = read_goodput(held_up / 'slow')
     lines = [json.loads(line) for line in (held_up / 'slow' / 'metrics.jsonl').read_text().splitlines()]
     last = [line for line in lines if 'cost/hours' in line][-1]

@@ -37,7 +37,7 @@ def steps_in(workdir):
     return sorted(int(path.name) for path in (workdir / 'checkpoints').iterdir() if path.name.isdigit())
 
 
-def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path, change_batches, capsys):
+def test_a_rollback_equals_a_run_without_the_skipped_batches(dataset, tmp_path, change_batches, capsys):
     # Batches 9, 10 and 11 belong to steps 10 to 12. With the margin of two, batches 7 to 11 are skipped.
     change_batches(poisoned={9, 10, 11})
     alerts = tmp_path / 'alerts.jsonl'
@@ -67,7 +67,7 @@ def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path
     assert curve(tmp_path / 'run')[18]['train/skipped_steps'] == 0
 
 
-def test_a_run_that_diverges_gives_up_and_keeps_what_it_had(dataset, tmp_path, change_batches, capsys):
+def test_a_diverging_run_stops_and_keeps_its_checkpoint(dataset, tmp_path, change_batches, capsys):
     workdir = tmp_path / 'run'
     change_batches(poisoned=range(9, 10_000))
     assert run(dataset, workdir, **SETTINGS, guard__max_rollbacks=1) == EXIT_FAILED
@@ -146,7 +146,7 @@ def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, capsys
     assert f'nothing to do: step {num_steps} of {num_steps} is done' in capsys.readouterr().out
 
 
-def test_a_length_that_is_decided_anew_is_resumed_bit_for_bit(dataset, tmp_path, monkeypatch, capsys):
+def test_a_revised_length_is_resumed_bit_for_bit(dataset, tmp_path, monkeypatch, capsys):
     """Steps take one minute, and two minutes from step 33 on."""
 
     def seconds(steps):
@@ -191,7 +191,7 @@ def test_a_length_that_is_decided_anew_is_resumed_bit_for_bit(dataset, tmp_path,
     assert same(params_of(tmp_path / 'again', lengths[-1]), params_of(tmp_path / 'run', lengths[-1]))
 
 
-def test_what_was_done_before_damaged_data_is_saved(dataset, tmp_path, monkeypatch, capsys):
+def test_the_state_before_damaged_data_is_saved(dataset, tmp_path, monkeypatch, capsys):
     original = Batches.__getitem__
 
     def damaged(self, step):

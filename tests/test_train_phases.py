@@ -96,7 +96,7 @@ def assert_grown(before, after):
         assert np.abs(old[: BYTES - 1].mean(axis=0) - new[-1]).max() > 1e-5
 
 
-def test_windows_that_become_longer_are_a_phase(dataset, base, longer, tmp_path):
+def test_a_phase_with_longer_sequences(dataset, base, longer, tmp_path):
     workdir, settings = longer
     log = log_of(workdir)
     assert f'starting with the parameters of {base}/checkpoints/30/params and a fresh optimizer' in log
@@ -118,7 +118,7 @@ def test_windows_that_become_longer_are_a_phase(dataset, base, longer, tmp_path)
     assert same(params_of(resumed, 10), params_of(workdir, 10))
 
 
-def test_learned_positions_are_refused_for_longer_windows(dataset, tmp_path, capsys):
+def test_learned_positions_are_refused_for_longer_sequences(dataset, tmp_path, capsys):
     learned = {'model__family': 'gpt2', 'eval__interval': 0, 'train__num_steps': 1}
     make_start(tmp_path / 'first', dataset / 'tokenizer.json', model__family='gpt2')
     longer = {**learned, 'data__seq_len': 64, 'train__init_from': tmp_path / 'first'}
@@ -130,7 +130,7 @@ def test_learned_positions_are_refused_for_longer_windows(dataset, tmp_path, cap
     assert not (tmp_path / 'second' / 'config.json').exists()
 
 
-def test_conversations_bring_new_tokens(longer, chats, answering, tmp_path, capsys):
+def test_conversations_add_tokens(longer, chats, answering, tmp_path, capsys):
     log = log_of(answering)
     assert (
         f'vocabulary grows from {BYTES} to {TOKENS} tokens: new rows are initialized to the mean of the old rows' in log
@@ -152,7 +152,7 @@ def test_conversations_bring_new_tokens(longer, chats, answering, tmp_path, caps
     assert f"no token '<eos>'); prepare the data with --tokenizer {tokenizer}" in capsys.readouterr().err
 
 
-def test_the_template_travels(chats, answering, tmp_path, capsys):
+def test_the_chat_template_is_copied(chats, answering, tmp_path, capsys):
     template = (chats / 'chat_template.jinja').read_text()
     assert (answering / 'chat_template.jinja').read_text() == template
     command = [f'--checkpoint={answering}', '--prompt=What is 7?', '--max-tokens=20', '--temperature=1']
@@ -176,7 +176,7 @@ def test_the_template_travels(chats, answering, tmp_path, capsys):
     assert capsys.readouterr().out == answered
 
 
-def test_a_model_without_a_template_answers_nothing(base, capsys):
+def test_chat_requires_a_template(base, capsys):
     command = [f'--checkpoint={base}', '--prompt=What?', '--chat', '--max-tokens=4']
     assert exit_code(generate.main, command) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
@@ -184,7 +184,7 @@ def test_a_model_without_a_template_answers_nothing(base, capsys):
     assert f'--chat: {base} has no usable chat_template.jinja' in error
 
 
-def test_adapters_are_a_phase(answering, chats, tmp_path, capsys):
+def test_a_phase_with_adapters(answering, chats, tmp_path, capsys):
     lora = {**CHAT, 'model__lora_rank': 2}
     assert run(chats, tmp_path / 'lora', **lora, train__init_from=answering) == EXIT_DONE
     before, after = (ParamsReader(workdir / 'checkpoints' / '6') for workdir in (answering, tmp_path / 'lora'))
@@ -202,7 +202,7 @@ def test_adapters_are_a_phase(answering, chats, tmp_path, capsys):
     assert 'maxlm.checkpoints merge' in capsys.readouterr().err
 
 
-def test_a_model_of_transformers_grows(chats, base, tmp_path):
+def test_the_vocabulary_of_a_transformers_model_grows(chats, base, tmp_path):
     case = CASES['llama']
     make_model(case._replace(settings={**case.settings, 'vocab_size': BYTES})).save_pretrained(tmp_path / 'model')
     shutil.copy(base / 'tokenizer.json', tmp_path / 'model')
@@ -221,7 +221,7 @@ def test_a_model_of_transformers_grows(chats, base, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.multiprocess
-def test_two_processes_start_with_the_same(longer, chats, tmp_path):
+def test_two_processes_start_with_equal_parameters(longer, chats, tmp_path):
     settings = {**CHAT, **STILL, 'mesh__tensor': 2, 'train__init_from': longer[0]}
     words = arguments(chats, tmp_path / 'two', **settings)
     with Processes(2, 4, words, logs=tmp_path / 'logs') as processes:

@@ -36,7 +36,7 @@ def whole(start, tmp_path_factory):
     return workdir
 
 
-def test_it_learns_what_is_preferred(whole):
+def test_the_reward_margin_increases(whole):
     lines = curve(whole)
     # Initially the model equals its reference and has no preference.
     assert lines[1]['train/loss'] == pytest.approx(math.log(2), abs=1e-6)
@@ -64,7 +64,7 @@ def test_another_reference_is_refused(start, whole, tmp_path, capsys):
     assert "train.init_from is ''" in capsys.readouterr().err
 
 
-def test_with_adapters_there_is_no_second_copy(start, tmp_path, whole):
+def test_adapters_need_no_reference_copy(start, tmp_path, whole):
     settings = {'model__lora_rank': 4, 'model__lora_alpha': 64}
     assert run(start, tmp_path / 'run', **settings) == EXIT_DONE
     lines = curve(tmp_path / 'run')

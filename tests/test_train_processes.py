@@ -110,7 +110,7 @@ def alone(dataset, tmp_path_factory):
     return one, other
 
 
-def test_two_processes_compute_what_one_does(whole, alone):
+def test_two_processes_equal_one(whole, alone):
     (workdir, _), (one, other) = whole, alone
     expected = losses(one)
     assert sorted(expected) == [1, 2, 3, 4, 5, 6, 7]
@@ -126,7 +126,7 @@ def test_two_processes_compute_what_one_does(whole, alone):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_two_processes_compute_the_benchmarks_of_one(dataset, tmp_path):
+def test_two_processes_evaluate_benchmarks_like_one(dataset, tmp_path):
     pytest.importorskip('lm_eval', reason='needs the extra eval: pip install maxlm[eval]')
     tasks = write_tasks(tmp_path / 'tasks', documents(4), ['rolling'])
     settings = {**SETTINGS, 'train__num_steps': 1, 'eval__interval': 0}
@@ -142,7 +142,7 @@ def test_two_processes_compute_the_benchmarks_of_one(dataset, tmp_path):
     assert found != pytest.approx(other, rel=1e-6)
 
 
-def test_the_first_process_speaks_for_all(whole):
+def test_only_the_first_process_writes_shared_files(whole):
     workdir, processes = whole
     assert [line['step'] for line in read_metrics(workdir)] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 7]
     names = {entry.name for entry in workdir.iterdir()}
@@ -155,7 +155,7 @@ def test_the_first_process_speaks_for_all(whole):
         assert words not in processes.output(1)
 
 
-def test_each_process_tells_where_its_time_went(whole):
+def test_each_process_writes_a_ledger(whole):
     workdir, _ = whole
     ledgers = [read_goodput(workdir, process) for process in (0, 1)]
     for ledger in ledgers:
@@ -169,7 +169,7 @@ def test_each_process_tells_where_its_time_went(whole):
 
 
 @pytest.mark.parametrize(('count', 'devices'), [pytest.param(1, 1, marks=pytest.mark.nightly), (2, 2)])
-def test_a_checkpoint_of_two_processes_is_restored_in_other_numbers(
+def test_a_checkpoint_of_two_processes_is_restored_with_other_counts(
     start, whole, tmp_path, record_property, count, devices
 ):
     workdir, _ = whole
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_one_process_is_restored_in_two(dataset, start, whole, t
 
 
 @pytest.mark.nightly
-def test_processes_that_hold_the_same_rows(start, tmp_path):
+def test_processes_that_read_the_same_rows(start, tmp_path):
     # Each sequence is split over both processes, so both read all rows.
     mesh = {'mesh__fsdp': 1, 'mesh__context': 2, 'train__num_steps': 3}
     train_together(start, 2, 1, 'run', **mesh)
@@ -208,7 +208,7 @@ def test_processes_that_hold_the_same_rows(start, tmp_path):
 
 
 @pytest.mark.parametrize('victim', [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_the_others_follow_a_killed_process(start, tmp_path, victim):
+def test_the_other_process_exits_after_a_kill(start, tmp_path, victim):
     with start(2, 4, 'run', ENDLESS) as processes:
         wait_for_lines(processes, tmp_path / 'run', 3)
         processes.all[victim].kill()
@@ -219,7 +219,7 @@ def test_the_others_follow_a_killed_process(start, tmp_path, victim):
         assert f'lost contact with process {victim}; restart the run' in processes.output(survivor)
 
 
-def test_a_stuck_process_tells_where_and_all_end(start, tmp_path, record_property):
+def test_a_stuck_process_logs_its_stacks_and_all_exit(start, tmp_path, record_property):
     with start(2, 4, 'run', ENDLESS, fault='hang', train__hang_timeout_seconds=5) as processes:
         wait_for_lines(processes, tmp_path / 'run', 1)
         while 'hangs' not in processes.output(1):
@@ -245,7 +245,7 @@ def test_a_stuck_process_tells_where_and_all_end(start, tmp_path, record_propert
     measured(record_property, 'stuck', f'a loader that hangs, with a deadline of 5 s: {times}')
 
 
-def test_bad_input_of_one_process_ends_all(start, tmp_path):
+def test_bad_input_of_one_process_stops_all(start, tmp_path):
     with start(2, 4, 'run', ENDLESS, fault='bad_input') as processes:
         assert processes.wait() == [EXIT_BAD_INPUT] * 2
         assert 'error: train-00000: damaged' in processes.output(1)
@@ -260,7 +260,7 @@ def test_bad_input_of_one_process_ends_all(start, tmp_path):
         ({'COORDINATOR': 'localhost:1234', 'NUM_PROCESSES': 'two', 'PROCESS_ID': '0'}, 'MAXLM_NUM_PROCESSES=two'),
     ],
 )
-def test_variables_that_cannot_be(dataset, tmp_path, monkeypatch, capsys, variables, words):
+def test_invalid_variables(dataset, tmp_path, monkeypatch, capsys, variables, words):
     for name, value in variables.items():
         monkeypatch.setenv(f'MAXLM_{name}', value)
     assert exit_code(main, arguments(dataset, tmp_path / 'run')) == EXIT_BAD_INPUT
@@ -272,7 +272,7 @@ def test_variables_that_cannot_be(dataset, tmp_path, monkeypatch, capsys, variab
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-def test_the_launcher_of_a_node_starts_them(dataset, whole, tmp_path):
+def test_the_launcher_of_a_node_starts_processes(dataset, whole, tmp_path):
     words = arguments(dataset, tmp_path / 'run', **SETTINGS, train__num_steps=7)
     environment = {
         **os.environ,

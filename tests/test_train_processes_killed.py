@@ -100,12 +100,12 @@ def test_one_is_killed(found, record_property):
     measured(record_property, 'kill-one', f'{times} kills: {figure}; {runs}')
 
 
-def test_one_is_told_to_stop(found, record_property):
+def test_one_gets_sigterm(found, record_property):
     times, longest, runs = found('SIGTERM', 20)
     measured(record_property, 'sigterm', f'{times} of {times}: both end with 75 within {longest["all"]:.1f} s; {runs}')
 
 
-def test_one_is_stopped(found, record_property):
+def test_one_is_suspended(found, record_property):
     times, longest, runs = found('SIGSTOP', 6)
     others, itself = longest['others'], longest['itself']
     figure = f'the other ends with 75 within {others:.1f} s, the one that was stopped {itself:.1f} s after it goes on'

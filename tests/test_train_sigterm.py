@@ -40,7 +40,7 @@ sys.meta_path.insert(0, Finder())
     ],
     ids=['train', 'grpo', 'maxlm', 'control'],
 )
-def test_while_jax_is_imported(tmp_path, command, code, told):
+def test_sigterm_while_jax_is_imported(tmp_path, command, code, told):
     (tmp_path / 'site').mkdir()
     (tmp_path / 'site/sitecustomize.py').write_text(SITE)
     environment = os.environ | {'PYTHONPATH': os.pathsep.join([str(tmp_path / 'site'), str(ROOT)])}
@@ -52,7 +52,7 @@ def test_while_jax_is_imported(tmp_path, command, code, told):
 
 
 @pytest.mark.parametrize('moment', ['load', 'compile_step'])
-def test_while_a_run_prepares(dataset, tmp_path, capsys, monkeypatch, moment):
+def test_sigterm_during_setup(dataset, tmp_path, capsys, monkeypatch, moment):
     def told(*_, **__):
         try:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -63,7 +63,7 @@ def written(server):
     return [request.name for request in server.asked('upload')]
 
 
-def test_a_data_set_in_gcs_is_the_one_that_a_directory_gets(gcs, texts, tmp_path, capsys):
+def test_a_data_set_in_gcs_equals_one_in_a_directory(gcs, texts, tmp_path, capsys):
     assert make(texts, 'local', '--filter=gopher_repetition') == EXIT_DONE
     assert make(texts, 'gs://bucket/some/data', '--filter=gopher_repetition') == EXIT_DONE
     assert 'wrote gs://bucket/some/data: vocabulary' in capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_a_data_set_in_gcs_is_the_one_that_a_directory_gets(gcs, texts, tmp_path
     assert not list((tmp_path / 'cache' / 'uploads').iterdir())
 
 
-def test_a_data_set_in_s3_is_the_one_that_a_directory_gets(s3, texts, tmp_path):
+def test_a_data_set_in_s3_equals_one_in_a_directory(s3, texts, tmp_path):
     assert make(texts, 'local') == EXIT_DONE
     assert make(texts, 's3://bucket/data') == EXIT_DONE
     names = [one['Key'] for one in s3.list_objects_v2(Bucket='bucket')['Contents']]
@@ -82,7 +82,7 @@ def test_a_data_set_in_s3_is_the_one_that_a_directory_gets(s3, texts, tmp_path):
     assert there == {f'data/{name}': content for name, content in local_files(tmp_path / 'local').items()}
 
 
-def test_a_data_set_that_is_there_is_not_made_again(gcs, texts, capsys):
+def test_an_existing_data_set_is_not_prepared_again(gcs, texts, capsys):
     assert make(texts, 'gs://bucket/data') == EXIT_DONE
     before = written(gcs)
     assert make(texts, 'gs://bucket/data/') == EXIT_DONE
@@ -94,7 +94,7 @@ def test_a_data_set_that_is_there_is_not_made_again(gcs, texts, capsys):
     assert written(gcs) == before
 
 
-def test_an_interrupted_upload_goes_on(gcs, texts, tmp_path, capsys):
+def test_an_interrupted_upload_resumes(gcs, texts, tmp_path, capsys):
     gcs.fault(403, 'data/validation*', requests='upload')
     assert make(texts, 'gs://bucket/data') == EXIT_BAD_INPUT
     assert capsys.readouterr().err.count('\n') == 1
@@ -119,7 +119,7 @@ def test_other_inputs_after_an_interrupted_upload(gcs, texts, tmp_path):
     assert remote_files(gcs, 'data/') == local_files(tmp_path / 'local')
 
 
-def test_what_arrives_damaged_is_no_data_set(gcs, texts, monkeypatch, capsys):
+def test_a_damaged_upload_is_not_committed(gcs, texts, monkeypatch, capsys):
     put_file = Bucket.put_file
 
     def damage(self, name, path, on_bytes):
@@ -154,7 +154,7 @@ def export(workdir, output):
     return exit_code(hf.main, ['export', f'--checkpoint={workdir}', f'--output={output}', '--cache=cache'])
 
 
-def test_a_model_in_gcs_is_the_one_that_a_directory_gets(gcs, workdir, tmp_path, capsys):
+def test_a_model_in_gcs_equals_one_in_a_directory(gcs, workdir, tmp_path, capsys):
     assert export(workdir, 'model') == EXIT_DONE
     gcs.fault(403, 'some/model/model*.safetensors', requests='upload')
     assert export(workdir, 'gs://bucket/some/model') == EXIT_BAD_INPUT
@@ -173,7 +173,7 @@ def test_a_model_in_gcs_is_the_one_that_a_directory_gets(gcs, workdir, tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ['cache', 'model']
 
 
-def test_a_model_in_s3_is_the_one_that_a_directory_gets(s3, workdir, tmp_path):
+def test_a_model_in_s3_equals_one_in_a_directory(s3, workdir, tmp_path):
     assert export(workdir, 's3://bucket/model') == EXIT_DONE
     there = json.loads(s3.get_object(Bucket='bucket', Key='model/config.json')['Body'].read())
     assert there['model_type'] == 'llama'
