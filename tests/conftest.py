@@ -41,9 +41,9 @@ pytest_plugins = ['tests.shared_steps', 'tests.time_report']
 ROOT = Path(__file__).parent.parent
 # Fixtures that start a browser or a bucket emulator on loopback.
 MARK_OF_FIXTURE = {'browser': 'browser', 'gcs': 'network_emulator', 's3': 'network_emulator'}
-# A worker whose memory exceeds this drops JAX's traces and programs after the current module.
+# A worker that uses more memory clears JAX's caches after the current module.
 CLEAR_CACHES_BYTES = 1.25 * 2**30
-# Hypothesis tests run the same few examples in each session; `launch/test.sh --nightly` runs many new ones.
+# Hypothesis tests run the same few examples in each session; `launch/test.sh --nightly` runs many random examples.
 FEW_EXAMPLES = settings(
     max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )

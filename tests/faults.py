@@ -14,5 +14,5 @@ def how_many(sample: int, full: int) -> int:
 
 
 def measured(record_property: Callable[[str, object], None], fault: str, figure: str) -> None:
-    """Records a measured value for a fault of `benchmarks.soak.FAULTS`. Tests call it after their assertions."""
+    """Records a measured value for a fault of `benchmarks.soak.FAULTS`; to be called after all assertions."""
     record_property(f'fault:{fault}', figure)

@@ -29,7 +29,7 @@ from tests.cpu import cpu_flags
 
 # tests.conftest is not imported, because it sets the number of devices.
 ROOT = Path(__file__).parent.parent
-# The server imports modules without these variables, so that a process without one gets the default.
+# The server imports modules without these variables, so that a process without a variable gets its default.
 READ_BY_IMPORTS = ('JAX_', 'FSSPEC_')
 
 
@@ -43,17 +43,17 @@ class Server:
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
         self._numbers = itertools.count()
 
-    def ask(self, **request: Any) -> Any:
+    def request(self, **fields: Any) -> Any:
         """Sends a request and returns the response."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         number = next(self._numbers)
-        print(json.dumps([number, request]), file=self._process.stdin, flush=True)
+        print(json.dumps([number, fields]), file=self._process.stdin, flush=True)
         # A test that timed out may have left a response unread.
         answered = -1
         while answered != number:
-            answered, answer = json.loads(self._process.stdout.readline())
-        return answer
+            answered, response = json.loads(self._process.stdout.readline())
+        return response
 
     def close(self) -> None:
         """Stops the server, which kills all remaining processes."""
@@ -80,7 +80,7 @@ class Forked:
     def poll(self) -> int | None:
         """Returns the exit code (negative after a signal), or None while the process runs."""
         if self.returncode is None:
-            self.returncode = server().ask(poll=self.pid)
+            self.returncode = server().request(poll=self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -132,7 +132,7 @@ class Parent:
         # When the server responds, the process may not have opened the files yet.
         for path in (output, Path(f'{output}.err')):
             path.write_bytes(b'')
-        pid = server().ask(
+        pid = server().request(
             target=self._target,
             arguments=list(map(str, arguments)),
             output=str(output),
@@ -198,7 +198,7 @@ def main() -> None:
     importlib.import_module('jax')
     children: set[int] = set()
     # Separate descriptors, so that children inherit no buffered data.
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), 'w')
+    requests, responses = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), 'w')
     # Output of imports must not go to the stream of responses.
     os.dup2(2, 1)
     while line := requests.readline():
@@ -206,7 +206,7 @@ def main() -> None:
         if 'poll' in request:
             pid, status = os.waitpid(request['poll'], os.WNOHANG)
             children.discard(pid)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
+            response = os.waitstatus_to_exitcode(status) if pid else None
         else:
             # The forked process raises the error again and shows it in its output.
             with contextlib.suppress(Exception):
@@ -214,14 +214,14 @@ def main() -> None:
             with warnings.catch_warnings():
                 # Python 3.12 warns about forking because NumPy's BLAS has a thread.
                 warnings.simplefilter('ignore', DeprecationWarning)
-                answer = os.fork()
-            if answer == 0:
+                response = os.fork()
+            if response == 0:
                 requests.close()
-                answers.close()
+                responses.close()
                 become(**request)
                 return
-            children.add(answer)
-        print(json.dumps([number, answer]), file=answers, flush=True)
+            children.add(response)
+        print(json.dumps([number, response]), file=responses, flush=True)
     for pid in children:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -1,8 +1,8 @@
-"""Google Cloud Storage emulator as a separate process, with faults that tests plan over HTTP.
+"""Google Cloud Storage emulator as a separate process, with faults that tests inject over HTTP.
 
     python -m tests.gcs_emulator BUCKET…      prints its port and serves until it is stopped
 
-POST /_fault plans a fault with the fields of `WireFault`; DELETE /_fault removes all faults. GET /_objects returns the
+POST /_fault adds a fault with the fields of `WireFault`; DELETE /_fault removes all faults. GET /_objects returns the
 sizes of stored objects by bucket/name, GET /_log the requests. Tests use the client class `Emulator`.
 """
 
@@ -57,7 +57,7 @@ class FaultyHandler(Handler):
         if fault.drop == 'before':
             self.hang_up()
         elif fault.status:
-            raise ApiError(fault.status, f'planned: {fault.status}')
+            raise ApiError(fault.status, f'injected: {fault.status}')
         else:
             self.silent = fault.drop == 'after'
             super().route(parts, body)
@@ -85,9 +85,9 @@ class FaultyHandler(Handler):
                     return fault
         return None
 
-    def control(self, what, body):
+    def control(self, name, body):
         with self.store.lock:
-            match self.command, what:
+            match self.command, name:
                 case 'POST', '_fault':
                     self.store.wire_faults.append(WireFault(**json.loads(body)))
                     facts = {}
@@ -97,9 +97,9 @@ class FaultyHandler(Handler):
                 case 'GET', '_objects':
                     facts = {f'{bucket}/{name}': len(s.content) for (bucket, name), s in self.store.objects.items()}
                 case 'GET', '_log':
-                    facts = [dataclasses.asdict(one) for one in self.store.requests if one.kind]
+                    facts = [dataclasses.asdict(request) for request in self.store.requests if request.kind]
                 case _:
-                    raise ApiError(404, f'{self.command} /{what} is no control')
+                    raise ApiError(404, f'{self.command} /{name}: unknown endpoint')
         self.send_json(facts)
 
 
@@ -125,7 +125,7 @@ class Emulator:
             'FSSPEC_GCS': '{"token": "anon", "use_listings_cache": false}',
         }
 
-    def take_for_googles(self, monkeypatch):
+    def patch_environment(self, monkeypatch):
         """Makes this process and its children use the emulator instead of Google's servers."""
         import fsspec.config
 
@@ -159,10 +159,10 @@ class Emulator:
         self._process.wait()
         self._process.stdout.close()
 
-    def _call(self, method, what, facts=None):
+    def _call(self, method, path, facts=None):
         body = None if facts is None else json.dumps(facts).encode()
-        with urllib.request.urlopen(urllib.request.Request(f'{self.url}/{what}', body, method=method)) as answer:
-            return json.loads(answer.read())
+        with urllib.request.urlopen(urllib.request.Request(f'{self.url}/{path}', body, method=method)) as response:
+            return json.loads(response.read())
 
 
 @contextlib.contextmanager

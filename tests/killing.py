@@ -1,7 +1,7 @@
 """Repeatedly kills `maxlm.prepare` and compares the results: `python -m tests.killing DIR SEED [KILLS]`.
 
 Without KILLS, each stage is killed once; otherwise kills occur at random times. Runs are forked from a process that has
-imported all modules, because a new process spends most of its time on imports, which are not of interest here.
+imported all modules, because a new process spends most of its time on imports, which are not tested here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def finish(pid: int) -> None:
     assert os.waitstatus_to_exitcode(status) == 0, f'status {status}'
 
 
-def has_ended(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     """Returns True if a run has exited, and asserts that it succeeded."""
     found, status = os.waitpid(pid, os.WNOHANG)
     assert not found or os.waitstatus_to_exitcode(status) == 0, f'status {status}'
@@ -85,11 +85,11 @@ def stage(output: Path) -> str:
     return next((name for name, pattern in STAGES.items() if any(work.glob(pattern))), 'start')
 
 
-def killed(pid: int, output: Path, *, at_stage: str | None, seconds: float) -> bool:
-    """Kills a run when it reaches a stage, or after some seconds; returns False if it exited before."""
+def kill_at(pid: int, output: Path, *, at_stage: str | None, seconds: float) -> bool:
+    """Kills a run when it reaches a stage, or after `seconds`; returns False if it exited earlier."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline if at_stage is None else stage(output) != at_stage:
-        if has_ended(pid):
+        if has_exited(pid):
             return False
         time.sleep(0.002)
     os.killpg(pid, signal.SIGKILL)
@@ -98,34 +98,34 @@ def killed(pid: int, output: Path, *, at_stage: str | None, seconds: float) -> b
 
 
 def main(directory: Path, seed: int, kills: int) -> None:
-    """Prints the results as JSON."""
+    """Kills runs and prints the results as JSON."""
     # A small minimum creates many partitions from little text.
     partitions.MIN_GROUP_BYTES = 20_000
     rng = random.Random(seed)
     texts, output = directory / 'texts', directory / 'data'
     write_corpus(texts, seed)
     began = time.monotonic()
-    finish(start(texts, directory / 'whole', 2))
+    finish(start(texts, directory / 'uninterrupted', 2))
     duration = time.monotonic() - began
     finish(start(texts, directory / 'other', 1, '--fim-spm-rate', '0.4'))
-    whole = contents(directory / 'whole')
+    expected = contents(directory / 'uninterrupted')
     stages: Counter[str] = Counter()
     same = []
     for name in [None] * kills or reversed(STAGES):
-        while not killed(
+        while not kill_at(
             start(texts, output, rng.choice((1, 2, 3))), output, at_stage=name, seconds=rng.uniform(0, duration)
         ):
-            same.append(contents(output) == whole)
+            same.append(contents(output) == expected)
             shutil.rmtree(output)
         stages[stage(output)] += 1
     finish(start(texts, output, 2))
-    same.append(contents(output) == whole)
+    same.append(contents(output) == expected)
     report = {
-        'groups': len(list((directory / 'whole').glob('train-*'))),
+        'groups': len(list((directory / 'uninterrupted').glob('train-*'))),
         'seconds': duration,
         'stages': stages,
         'same': same,
-        'other_is_same': contents(directory / 'other') == whole,
+        'other_is_same': contents(directory / 'other') == expected,
     }
     print(json.dumps(report))
 

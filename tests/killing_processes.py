@@ -2,9 +2,10 @@
 
     python -m tests.killing_processes DIR SEED SIGNAL,… ARGUMENTS…
 
-SIGKILL kills a process. SIGSTOP suspends it until the other one has exited. SIGTERM stops it; a second SIGTERM to any
-process follows while they save. Writes the uninterrupted run to DIR/whole, and interrupted runs to DIR/0, 1, ….
-ARGUMENTS are those of `maxlm.train` without --workdir. Processes are forked, as in `killing_training`.
+SIGKILL kills a process. SIGSTOP suspends it until the other process has exited. SIGTERM stops both processes; a second
+SIGTERM to a random process follows while they save. Writes the uninterrupted run to DIR/uninterrupted, and interrupted
+runs to DIR/0, 1, …. ARGUMENTS are those of `maxlm.train` without --workdir. Processes are forked, as in
+`killing_training`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from tests.forking import free_port
 from tests.killing_training import written
 
 COUNT = 2
-# Timeouts in seconds, so that a failing test ends.
-LONGEST_LIFE, LONGEST_END = 300.0, 90.0
+# Timeouts in seconds, so that a failing test does not hang.
+MAX_ATTEMPT_SECONDS, MAX_EXIT_SECONDS = 300.0, 90.0
 # Maximum delay of the second SIGTERM in seconds, about the duration of a save.
 SAVE_SECONDS = 0.5
 
@@ -60,9 +61,9 @@ class Run:
                 train.run()
             self.pids.append(pid)
 
-    def send(self, number: int, what: signal.Signals) -> None:
+    def send(self, number: int, signal_number: signal.Signals) -> None:
         if number not in self.codes:
-            os.kill(self.pids[number], what)
+            os.kill(self.pids[number], signal_number)
 
     def wait(self, until: Callable[[], object], seconds: float) -> None:
         """Waits until `until()` is true, and records the processes that exit meanwhile."""
@@ -74,14 +75,14 @@ class Run:
                     if found:
                         self.codes[number], self.ended[number] = os.waitstatus_to_exitcode(status), time.monotonic()
             if time.monotonic() > deadline:
-                told = ''.join(log.read_text() for log in self.logs)
+                output = ''.join(log.read_text() for log in self.logs)
                 for number in range(COUNT):
                     self.send(number, signal.SIGKILL)
-                raise AssertionError(f'after {seconds:g} s: exit codes {self.codes}; {told}')
+                raise AssertionError(f'after {seconds:g} s: exit codes {self.codes}; {output}')
             time.sleep(0.01)
 
     def wait_for_end(self, *numbers: int) -> None:
-        self.wait(lambda: all(number in self.codes for number in numbers), LONGEST_END)
+        self.wait(lambda: all(number in self.codes for number in numbers), MAX_EXIT_SECONDS)
 
     def has_saved(self) -> bool:
         """Returns True if this attempt has saved a checkpoint."""
@@ -91,34 +92,34 @@ class Run:
         """Returns True if all processes have finished the run."""
         return self.codes == {0: EXIT_DONE, 1: EXIT_DONE}
 
-    def told(self, number: int) -> str:
+    def output(self, number: int) -> str:
         return self.logs[number].read_text()
 
 
-def whole(workdir: Path, arguments: list[str]) -> float:
+def run_uninterrupted(workdir: Path, arguments: list[str]) -> float:
     """Runs without a fault and returns the seconds from the first save to the end."""
     run = Run(workdir, arguments)
-    run.wait(run.has_saved, LONGEST_LIFE)
+    run.wait(run.has_saved, MAX_ATTEMPT_SECONDS)
     began = time.monotonic()
     run.wait_for_end(0, 1)
-    assert run.is_done(), run.told(0) + run.told(1)
+    assert run.is_done(), run.output(0) + run.output(1)
     return max(run.ended.values()) - began
 
 
-def meet(run: Run, victim: int, number: signal.Signals, rng: random.Random) -> dict[str, float]:
+def inject(run: Run, victim: int, number: signal.Signals, rng: random.Random) -> dict[str, float]:
     """Injects one fault and returns the seconds until the other processes, or all, exit. Exit codes must be 75."""
     other = 1 - victim
     began = time.monotonic()
     run.send(victim, number)
     if number == signal.SIGTERM:
         delay = rng.uniform(0, SAVE_SECONDS)
-        run.wait(lambda: time.monotonic() > began + delay, LONGEST_END)
+        run.wait(lambda: time.monotonic() > began + delay, MAX_EXIT_SECONDS)
         run.send(rng.randrange(COUNT), signal.SIGTERM)
         run.wait_for_end(victim, other)
         if run.is_done():
             return {}
-        assert run.codes == {0: EXIT_PREEMPTED, 1: EXIT_PREEMPTED}, run.told(0) + run.told(1)
-        (step,) = re.findall(r': step (\d+) of \d+ is saved', run.told(0))
+        assert run.codes == {0: EXIT_PREEMPTED, 1: EXIT_PREEMPTED}, run.output(0) + run.output(1)
+        (step,) = re.findall(r': step (\d+) of \d+ is saved', run.output(0))
         assert int(step) == max(saved_steps(run.workdir)) == read_metrics(run.workdir)[-1]['step']
         return {'all': max(run.ended.values()) - began}
     run.wait_for_end(other)
@@ -126,46 +127,46 @@ def meet(run: Run, victim: int, number: signal.Signals, rng: random.Random) -> d
         run.send(victim, signal.SIGKILL)
         run.wait_for_end(victim)
         return {}
-    assert run.codes[other] == EXIT_PREEMPTED, run.told(other)
-    assert number == signal.SIGSTOP or f'lost contact with process {victim}; restart the run' in run.told(other)
+    assert run.codes[other] == EXIT_PREEMPTED, run.output(other)
+    assert number == signal.SIGSTOP or f'lost contact with process {victim}; restart the run' in run.output(other)
     seconds = {'others': run.ended[other] - began}
     began = time.monotonic()
     if number == signal.SIGSTOP:
         run.send(victim, signal.SIGCONT)
     run.wait_for_end(victim)
     if number == signal.SIGSTOP:
-        assert run.codes[victim] == EXIT_PREEMPTED, (run.codes, run.told(victim))
+        assert run.codes[victim] == EXIT_PREEMPTED, (run.codes, run.output(victim))
         seconds['itself'] = run.ended[victim] - began
     return seconds
 
 
 def main(directory: Path, seed: int, numbers: list[signal.Signals], arguments: list[str]) -> None:
-    """Prints the longest times and the lost steps as JSON on the last line."""
+    """Injects faults, and prints the longest times and the lost steps as JSON on the last line."""
     rng = random.Random(seed)
-    duration = whole(directory / 'whole', arguments)
+    duration = run_uninterrupted(directory / 'uninterrupted', arguments)
     longest: dict[str, dict[str, float]] = {number.name: {} for number in numbers}
-    met = finished = 0
+    injected = finished = 0
     lost = []
-    while met < len(numbers) or (directory / str(finished)).exists():
+    while injected < len(numbers) or (directory / str(finished)).exists():
         workdir = directory / str(finished)
         before = max(saved_steps(workdir), default=0)
         run = Run(workdir, arguments)
-        # Before its first save, an attempt is still starting.
-        run.wait(lambda run=run: run.has_saved() or run.codes, LONGEST_LIFE)
-        if met == len(numbers) or run.codes:
+        # An attempt is still starting before its first save.
+        run.wait(lambda run=run: run.has_saved() or run.codes, MAX_ATTEMPT_SECONDS)
+        if injected == len(numbers) or run.codes:
             run.wait_for_end(0, 1)
-            assert run.is_done(), run.told(0) + run.told(1)
+            assert run.is_done(), run.output(0) + run.output(1)
             finished += 1
             continue
         deadline = time.monotonic() + rng.uniform(0, 0.4 * duration)
-        run.wait(lambda end=deadline: time.monotonic() > end, LONGEST_LIFE)
-        seconds = meet(run, met % COUNT, numbers[met], rng)
-        before_now = longest[numbers[met].name]
-        before_now |= {what: max(taken, before_now.get(what, 0)) for what, taken in seconds.items()}
-        met += bool(seconds)
+        run.wait(lambda end=deadline: time.monotonic() > end, MAX_ATTEMPT_SECONDS)
+        seconds = inject(run, injected % COUNT, numbers[injected], rng)
+        longest_of_signal = longest[numbers[injected].name]
+        longest_of_signal |= {name: max(value, longest_of_signal.get(name, 0)) for name, value in seconds.items()}
+        injected += bool(seconds)
         if max(saved_steps(workdir), default=0) < before:
             lost.append(before)
-    print(json.dumps({'met': met, 'finished': finished, 'lost': lost, 'longest': longest}))
+    print(json.dumps({'injected': injected, 'finished': finished, 'lost': lost, 'longest': longest}))
 
 
 if __name__ == '__main__':

@@ -31,69 +31,70 @@ SAVES_TO_MEASURE = 4
 SHARE_WHILE_STARTING = 0.2
 
 
-class Life(NamedTuple):
+class Attempt(NamedTuple):
     """A process and the read end of its pipe of progress messages."""
 
     pid: int
-    told: Any
+    messages: Any
 
 
-def start(workdir: str) -> Life:
+def start(workdir: str) -> Attempt:
     """Forks a process that saves checkpoints until it is killed."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
         with os.fdopen(writing, 'w') as pipe:
-            live(workdir, lambda **facts: print(json.dumps(facts), file=pipe, flush=True))
+            run_attempt(workdir, lambda **facts: print(json.dumps(facts), file=pipe, flush=True))
         os._exit(0)
     os.close(writing)
-    return Life(pid, os.fdopen(reading))
+    return Attempt(pid, os.fdopen(reading))
 
 
-def live(workdir: str, tell: Any) -> None:
+def run_attempt(workdir: str, send: Any) -> None:
     """Restores the existing checkpoints and saves the next steps."""
     abstract = abstract_on(1)
 
     def state(step: int) -> Any:
         return random_state(abstract, step=step, skipped=0, seed=step)
 
-    tell(opens=True)
+    send(opens=True)
     with Checkpoints(workdir, max_to_keep=KEPT) as checkpoints:
         steps, bad = checkpoints.steps(), []
         for step in steps:
             try:
                 restored = checkpoints.restore(step, abstract).state
                 # Negative control: the state of another step differs.
-                whole = same(restored, state(step)) and not same(restored, state(step + 1))
+                is_intact = same(restored, state(step)) and not same(restored, state(step + 1))
             except CorruptCheckpointError:
-                whole = False
-            if not whole:
+                is_intact = False
+            if not is_intact:
                 bad.append(step)
-        tell(steps=steps, bad=bad)
+        send(steps=steps, bad=bad)
         for step in itertools.count(max(steps, default=0) + 1):
             checkpoints.save(step, state(step), FACTS)
-            tell(begun=step)
-            tell(committed=checkpoints.wait(), wanted=step)
+            send(begun=step)
+            send(committed=checkpoints.wait(), wanted=step)
 
 
-def hear(life: Life) -> dict[str, Any]:
-    line = life.told.readline()
-    assert line, 'a life has ended by itself'
+def receive(attempt: Attempt) -> dict[str, Any]:
+    """Waits for the next message of an attempt."""
+    line = attempt.messages.readline()
+    assert line, 'the attempt exited without a kill'
     facts: dict[str, Any] = json.loads(line)
     return facts
 
 
-def kill(life: Life) -> list[dict[str, Any]]:
+def kill(attempt: Attempt) -> list[dict[str, Any]]:
     """Kills an attempt and returns its unread messages."""
-    os.kill(life.pid, signal.SIGKILL)
-    os.waitpid(life.pid, 0)
-    rest = [json.loads(line) for line in life.told if line.endswith('\n')]
-    life.told.close()
+    os.kill(attempt.pid, signal.SIGKILL)
+    os.waitpid(attempt.pid, 0)
+    rest = [json.loads(line) for line in attempt.messages if line.endswith('\n')]
+    attempt.messages.close()
     return rest
 
 
-def met(workdir: str) -> str:
+def interrupted_operation(workdir: str) -> str:
     """Returns the operation that a kill interrupted."""
     if not workdir.startswith('gs://'):
         folder = to_path(workdir) / CHECKPOINTS_DIR
@@ -114,38 +115,38 @@ def met(workdir: str) -> str:
 
 
 def main() -> None:
-    """Prints the results as JSON on the last line."""
+    """Kills attempts and prints the results as JSON on the last line."""
     workdir, kills = sys.argv[1], int(sys.argv[3])
     rng = random.Random(int(sys.argv[2]))
-    life = start(workdir)
+    attempt = start(workdir)
     began = None
     for _ in range(2 + 2 * SAVES_TO_MEASURE):
-        facts = hear(life)
+        facts = receive(attempt)
         # The first attempt compiles.
         if facts.get('begun') == 2:
             began = time.monotonic()
     assert began
     duration = (time.monotonic() - began) / (SAVES_TO_MEASURE - 1)
-    committed = max(fact.get('committed') or 0 for fact in [facts, *kill(life)])
-    found: Counter[str] = Counter()
+    committed = max(fact.get('committed') or 0 for fact in [facts, *kill(attempt)])
+    interrupted: Counter[str] = Counter()
     lost, bad = [], []
     while True:
-        life = start(workdir)
-        hear(life)
-        if found.total() < kills and rng.random() < SHARE_WHILE_STARTING:
+        attempt = start(workdir)
+        receive(attempt)
+        if interrupted.total() < kills and rng.random() < SHARE_WHILE_STARTING:
             # During its start, an attempt removes partial files of the previous one.
             time.sleep(rng.uniform(0, duration))
-            heard = kill(life)
+            messages = kill(attempt)
         else:
-            heard = [hear(life)]
-            if found.total() < kills:
-                hear(life)
+            messages = [receive(attempt)]
+            if interrupted.total() < kills:
+                receive(attempt)
                 time.sleep(rng.uniform(0, 2 * duration))
             else:
                 # Partial files of killed attempts must not disturb saves.
-                heard += [hear(life), hear(life)]
-            heard += kill(life)
-        for facts in heard:
+                messages += [receive(attempt), receive(attempt)]
+            messages += kill(attempt)
+        for facts in messages:
             if 'steps' in facts:
                 bad += facts['bad']
                 if max(facts['steps'], default=0) < committed:
@@ -153,7 +154,9 @@ def main() -> None:
             committed = max(committed, facts.get('committed') or 0)
             assert facts.get('committed') == facts.get('wanted'), facts
         # The attempt after the last kill is not killed.
-        if found.total() == kills:
+        if interrupted.total() == kills:
             break
-        found[met(workdir)] += 1
-    print(json.dumps({'met': found, 'lost': lost, 'bad': bad, 'committed': committed, 'seconds': duration}))
+        interrupted[interrupted_operation(workdir)] += 1
+    print(
+        json.dumps({'interrupted': interrupted, 'lost': lost, 'bad': bad, 'committed': committed, 'seconds': duration})
+    )

@@ -1,8 +1,9 @@
 """Repeatedly kills a run until it is done: `python -m tests.killing_training DIR SEED KILLS VERB ARGUMENTS…`.
 
-After the kills, one more attempt gets SIGTERM twice and must save. Writes the uninterrupted run to DIR/whole and killed
-runs to DIR/0, 1, …. VERB is train or grpo, with its ARGUMENTS except --workdir. Runs are forked from a process that has
-imported all modules without initializing JAX, because a new process spends most of its time on imports.
+After the kills, one more attempt gets SIGTERM twice and must save. Writes the uninterrupted run to
+DIR/uninterrupted and killed runs to DIR/0, 1, …. VERB is train or grpo, with its ARGUMENTS except --workdir. Runs are
+forked from a process that has imported all modules without initializing JAX, because a new process spends most of its
+time on imports.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def start(workdir: Path, command: list[str]) -> int:
     return pid
 
 
-def live(workdir: Path, arguments: list[str], seconds: float, number: int = signal.SIGKILL) -> float | None:
+def run_attempt(workdir: Path, arguments: list[str], seconds: float, number: int = signal.SIGKILL) -> float | None:
     """Runs one attempt, which gets a signal `seconds` after its first save.
 
     Returns:
@@ -63,9 +64,9 @@ def live(workdir: Path, arguments: list[str], seconds: float, number: int = sign
     if code == EXIT_DONE:
         return time.monotonic() - began
     assert code == EXIT_PREEMPTED, f'exit code {code}'
-    told = [line for line in read_events(workdir).lines if line['kind'] == 'preempted'][-1]['message']
-    (step,) = re.findall(r'^SIGTERM: step (\d+) of \d+ is saved', told)
-    assert int(step) == max(saved_steps(workdir)), told
+    message = [line for line in read_events(workdir).lines if line['kind'] == 'preempted'][-1]['message']
+    (step,) = re.findall(r'^SIGTERM: step (\d+) of \d+ is saved', message)
+    assert int(step) == max(saved_steps(workdir)), message
     return None
 
 
@@ -74,7 +75,7 @@ def written(workdir: Path) -> list[str]:
     return sorted(path.name for path in (workdir / 'checkpoints').glob('[0-9]*'))
 
 
-def stage(workdir: Path) -> str:
+def interrupted_operation(workdir: Path) -> str:
     """Returns the operation that a kill interrupted."""
     names = [path.name for path in (workdir / 'checkpoints').glob('*')]
     if any('tmp' in name for name in names):
@@ -83,27 +84,27 @@ def stage(workdir: Path) -> str:
 
 
 def main(directory: Path, seed: int, kills: int, arguments: list[str]) -> None:
-    """Prints the interrupted operations as JSON on the last line."""
+    """Kills runs and prints the interrupted operations as JSON on the last line."""
     rng = random.Random(seed)
-    duration = live(directory / 'whole', arguments, 600)
+    duration = run_attempt(directory / 'uninterrupted', arguments, 600)
     assert duration
     numbers = [*[signal.SIGKILL] * kills, signal.SIGTERM]
-    met: Counter[str] = Counter()
+    interrupted: Counter[str] = Counter()
     finished = 0
     lost = []
-    while met.total() < len(numbers) or (directory / str(finished)).exists():
+    while interrupted.total() < len(numbers) or (directory / str(finished)).exists():
         workdir = directory / str(finished)
         before = max(saved_steps(workdir), default=0)
         # The last run finishes.
-        is_last = met.total() == len(numbers)
-        number = signal.SIGKILL if is_last else numbers[met.total()]
-        if live(workdir, arguments, 600 if is_last else rng.uniform(0, 0.8 * duration), number) is not None:
+        is_last = interrupted.total() == len(numbers)
+        number = signal.SIGKILL if is_last else numbers[interrupted.total()]
+        if run_attempt(workdir, arguments, 600 if is_last else rng.uniform(0, 0.8 * duration), number) is not None:
             finished += 1
             continue
-        met['preempted' if number == signal.SIGTERM else stage(workdir)] += 1
+        interrupted['preempted' if number == signal.SIGTERM else interrupted_operation(workdir)] += 1
         if max(saved_steps(workdir), default=0) < before:
             lost.append(before)
-    print(json.dumps({'met': met, 'finished': finished, 'lost': lost}))
+    print(json.dumps({'interrupted': interrupted, 'finished': finished, 'lost': lost}))
 
 
 if __name__ == '__main__':

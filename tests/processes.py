@@ -1,4 +1,4 @@
-"""Processes of one run on this machine, each with separate virtual CPU devices.
+"""Processes of one run on this machine; each has its own virtual CPU devices.
 
 `python -m tests.processes FAULT ARGUMENTS…` runs `maxlm.train`, where process 1 fails when it reads batch 3.
 """

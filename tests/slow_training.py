@@ -43,11 +43,11 @@ PAUSES = (2.0, 1.0)
 
 
 class Faults:
-    """Patches functions of this process to be slow, and records the durations of the parts of the loop."""
+    """Patches functions of this process to be slow, and records durations of the training loop's parts."""
 
-    def __init__(self, notes: Path, workdir: Path, life: int):
-        self._notes, self._workdir, self._life = notes, workdir, life
-        self._kill_at = KILLS[life] if life < len(KILLS) else None
+    def __init__(self, notes: Path, workdir: Path, attempt: int):
+        self._notes, self._workdir, self._attempt = notes, workdir, attempt
+        self._kill_at = KILLS[attempt] if attempt < len(KILLS) else None
         # End of the last step, and seconds since then of separately recorded parts and of other compilation.
         self._mark = self._noted = self._compiled = 0.0
 
@@ -68,7 +68,7 @@ class Faults:
 
     def _patch(self, owner: Any, name: str, wrap: Callable[..., Any]) -> None:
         original = getattr(owner, name)
-        setattr(owner, name, lambda *words, **more: wrap(original, *words, **more))
+        setattr(owner, name, lambda *args, **kwargs: wrap(original, *args, **kwargs))
 
     def _listen(self, event: str, seconds: float, **_: object) -> None:
         if event.endswith(('jaxpr_to_mlir_module_duration', 'backend_compile_duration')):
@@ -79,13 +79,13 @@ class Faults:
             time.sleep(BATCH_SECONDS)
         return original(batches, index)
 
-    def _slowly(self, seconds: float, original: Callable[..., Any], *words: Any) -> Any:
+    def _slowly(self, seconds: float, original: Callable[..., Any], *args: Any) -> Any:
         time.sleep(seconds)
-        return original(*words)
+        return original(*args)
 
-    def _measured(self, category: str, original: Callable[..., Any], *words: Any, **more: Any) -> Any:
+    def _measured(self, category: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         began, compiled = time.monotonic(), self._compiled
-        result = original(*words, **more)
+        result = original(*args, **kwargs)
         seconds = time.monotonic() - began
         self._noted += seconds
         self._note(category, seconds - (self._compiled - compiled))
@@ -93,15 +93,15 @@ class Faults:
         return result
 
     @contextlib.contextmanager
-    def _open(self, original: Callable[..., Any], *words: Any, **more: Any) -> Iterator[Iterator[Any]]:
-        with original(*words, **more) as batches:
+    def _open(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Iterator[Any]]:
+        with original(*args, **kwargs) as batches:
             yield iter(partial(self._measured, 'data_wait', next, batches), None)
 
-    def _begin(self, original: Callable[..., Any], *words: Any, **more: Any) -> None:
-        original(*words, **more)
+    def _begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
         self._mark, self._noted, self._compiled = time.monotonic(), 0.0, 0.0
 
-    def _submit(self, original: Callable[..., Any], reporter: Reporter, step: int, *words: Any) -> None:
+    def _submit(self, original: Callable[..., Any], reporter: Reporter, step: int, *args: Any) -> None:
         if step in SLOW_STEPS:
             time.sleep(STEP_SECONDS)
         if step == self._kill_at:
@@ -109,23 +109,23 @@ class Faults:
             _wait_for((self._workdir / 'checkpoints' / '20').exists)
             # Time that a killed attempt has not reported counts as idle.
             ledger = self._workdir / goodput_name(0)
-            told = ledger.stat().st_size
-            _wait_for(lambda: ledger.stat().st_size > told)
-            told_at = ledger.stat().st_mtime
+            reported_bytes = ledger.stat().st_size
+            _wait_for(lambda: ledger.stat().st_size > reported_bytes)
+            reported_at = ledger.stat().st_mtime
             # Steps before this one are done, but this one is not.
-            self._end_step(step, untold=time.time() - told_at)
-            self._note('killed', told_at)
+            self._end_step(step, unreported=time.time() - reported_at)
+            self._note('killed', reported_at)
             os.kill(os.getpid(), signal.SIGKILL)
-        original(reporter, step, *words)
+        original(reporter, step, *args)
         self._end_step(step)
 
-    def _end_step(self, step: int, *, untold: float = 0.0) -> None:
-        now = time.monotonic() - untold
+    def _end_step(self, step: int, *, unreported: float = 0.0) -> None:
+        now = time.monotonic() - unreported
         self._note('step', now - self._mark - self._noted - self._compiled, step)
         self._mark, self._noted, self._compiled = now, 0.0, 0.0
 
     def _note(self, category: str, seconds: float, step: int = 0) -> None:
-        note = {'life': self._life + 1, 'category': category, 'seconds': seconds, 'step': step}
+        note = {'attempt': self._attempt + 1, 'category': category, 'seconds': seconds, 'step': step}
         with self._notes.open('a') as file:
             file.write(json.dumps(note) + '\n')
 
@@ -135,7 +135,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def live(arguments: list[str], workdir: Path, faults: Faults) -> int:
+def run_attempt(arguments: list[str], workdir: Path, faults: Faults) -> int:
     """Runs one attempt and returns its exit code, negative for a signal."""
     pid = os.fork()
     if pid == 0:
@@ -147,11 +147,14 @@ def live(arguments: list[str], workdir: Path, faults: Faults) -> int:
 
 
 def main(directory: Path, arguments: list[str]) -> None:
-    for life in range(len(KILLS) + 1):
-        code = live(arguments, directory / 'slow', Faults(directory / 'truth.jsonl', directory / 'slow', life))
-        assert code == (-signal.SIGKILL if life < len(KILLS) else EXIT_DONE), (life, code)
-        if life < len(KILLS):
-            time.sleep(PAUSES[life])
+    """Runs all attempts."""
+    for attempt in range(len(KILLS) + 1):
+        code = run_attempt(
+            arguments, directory / 'slow', Faults(directory / 'truth.jsonl', directory / 'slow', attempt)
+        )
+        assert code == (-signal.SIGKILL if attempt < len(KILLS) else EXIT_DONE), (attempt, code)
+        if attempt < len(KILLS):
+            time.sleep(PAUSES[attempt])
 
 
 if __name__ == '__main__':

@@ -77,7 +77,8 @@ def upward(package, source):
     return {
         name
         for name in used
-        if RANK.get(name, len(LAYERS)) > RANK[package] or any(f'{name}.'.startswith(f'{one}.') for one in forbidden)
+        if RANK.get(name, len(LAYERS)) > RANK[package]
+        or any(f'{name}.'.startswith(f'{prefix}.') for prefix in forbidden)
     }
 
 

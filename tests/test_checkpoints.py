@@ -187,7 +187,9 @@ def test_a_bucket(saved, states, tmp_path, verb):
     code, out, _ = verb('list', url, '--json')
     assert code == EXIT_DONE
     found = [json.loads(line) for line in out.splitlines()]
-    assert [(one['name'], one['validation_loss']) for one in found] == [(f'{url}@{n}', LOSSES[n]) for n in (2, 4, 6)]
+    assert [(entry['name'], entry['validation_loss']) for entry in found] == [
+        (f'{url}@{n}', LOSSES[n]) for n in (2, 4, 6)
+    ]
     assert verb('fetch', f'{url}@best', '--output', tmp_path)[0] == EXIT_DONE
     assert same(restore(tmp_path, abstract_on(1), step=4).state, states[4])
     code, _, err = verb('verify', url)

@@ -40,7 +40,7 @@ def malformed(entries):
         str(requirement)
         for requirement, hashes in entries
         if not hashes
-        or not all(re.fullmatch('sha256:[0-9a-f]{64}', one) for one in hashes)
+        or not all(re.fullmatch('sha256:[0-9a-f]{64}', value) for value in hashes)
         or not re.fullmatch(r'==[^*,]+', str(requirement.specifier))
     ]
 

@@ -126,12 +126,12 @@ def test_two_processes_are_checked_together(tmp_path):
     words = ['--only=python,processes,devices,links', '--json']
     with Processes(2, 2, words, logs=tmp_path / 'logs', module='maxlm.doctor') as processes:
         codes = processes.wait()
-        said = [processes.output(number) for number in range(2)]
-    assert codes == [EXIT_DONE] * 2, said
-    for text in said:
+        outputs = [processes.output(number) for number in range(2)]
+    assert codes == [EXIT_DONE] * 2, outputs
+    for text in outputs:
         # JAX may print messages before and after the JSON.
-        told, _ = json.JSONDecoder().raw_decode(text, text.index('{'))
-        found = {check['name']: check['found'] for check in told['checks']}
+        report, _ = json.JSONDecoder().raw_decode(text, text.index('{'))
+        found = {check['name']: check['found'] for check in report['checks']}
         assert '2 processes are connected, their clocks within' in found['processes']
         assert found['devices'] == '4 × cpu in 2 processes'
         assert found['links'].startswith('fsdp=4: ')

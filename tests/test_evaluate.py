@@ -1,4 +1,4 @@
-"""`maxlm.evaluate` on a run of a few steps: the run's own numbers, on any number of devices."""
+"""`maxlm.evaluate` on a run of a few steps: it reproduces the losses of the run on any number of devices."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ from tests.test_train import arguments
 @pytest.fixture(scope='module')
 def workdir(dataset, tmp_path_factory):
     workdir = tmp_path_factory.mktemp('evaluate') / 'run'
-    # The whole validation split, at both checkpoints.
+    # Evaluates the complete validation split at both checkpoints.
     settings = {
         'train__num_steps': 4,
         'checkpoint__save_interval_steps': 2,
@@ -40,7 +40,7 @@ def workdir(dataset, tmp_path_factory):
 
 
 def printed(*options):
-    """Returns what the verb prints, for fixtures of the module."""
+    """Returns the output of the verb, for fixtures of the module."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         assert exit_code(evaluate.main, list(options)) == EXIT_DONE
     assert err.getvalue() == ''
@@ -48,20 +48,20 @@ def printed(*options):
 
 
 @pytest.fixture(scope='module')
-def whole(workdir):
-    """The JSON of the newest step and the whole split."""
+def evaluation(workdir):
+    """Returns the JSON output for the newest step and the complete split."""
     return json.loads(printed(f'--checkpoint={workdir}', '--json'))
 
 
 @pytest.fixture(scope='module')
 def lines(workdir):
-    """The lines for people of the newest step."""
+    """Returns the text output for the newest step."""
     return printed(f'--checkpoint={workdir}')
 
 
 @pytest.fixture(scope='module')
 def compared(workdir, tmp_path_factory):
-    """The table of both checkpoints, and the folder of the files."""
+    """Returns the table of both checkpoints and the output directory."""
     folder = tmp_path_factory.mktemp('compared') / 'out'
     checkpoints = (f'--checkpoint={workdir}', f'--checkpoint={workdir}@2')
     return printed(*checkpoints, f'--output={folder}'), folder
@@ -69,7 +69,7 @@ def compared(workdir, tmp_path_factory):
 
 @pytest.fixture
 def run(workdir, capfd):
-    """Runs the verb; returns exit code, stdout and stderr."""
+    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
 
     def run(*options, checkpoint=workdir):
         capfd.readouterr()
@@ -81,7 +81,7 @@ def run(workdir, capfd):
 
 @pytest.fixture
 def measure(run):
-    """Returns what `--json` prints."""
+    """Returns a function that runs the verb with `--json` and returns the parsed output."""
 
     def measure(*options, **given):
         code, out, err = run('--json', *options, **given)
@@ -96,50 +96,50 @@ def losses_of_the_run(workdir):
     return {line['step']: line['eval/loss'] for line in read_metrics(workdir) if 'eval/loss' in line}
 
 
-def test_the_loss_equals_that_of_training(whole, compared, workdir):
+def test_the_loss_equals_that_of_training(evaluation, compared, workdir):
     losses = losses_of_the_run(workdir)
     assert sorted(losses) == [2, 4]
-    assert whole['loss'] == pytest.approx(losses[4], rel=1e-5)
+    assert evaluation['loss'] == pytest.approx(losses[4], rel=1e-5)
     _, first = json.loads((compared[1] / 'evaluation.json').read_text())['checkpoints']
     assert first['loss'] == pytest.approx(losses[2], rel=1e-5)
-    # Control: the difference of the two steps exceeds the tolerance.
+    # Negative control: the difference of the two steps exceeds the tolerance.
     assert losses[2] != pytest.approx(losses[4], rel=1e-3)
 
 
 def test_the_number_of_devices_does_not_matter(measure, workdir, monkeypatch):
-    # The others use all eight.
+    # Other tests use all eight devices.
     monkeypatch.setattr(jax, 'device_count', lambda: 1)
     assert measure()['loss'] == pytest.approx(losses_of_the_run(workdir)[4], rel=1e-5)
 
 
-def test_fields(whole, dataset):
+def test_fields(evaluation, dataset):
     split = load_manifest(dataset).splits['validation']
-    assert set(whole) == {'step', 'loss', 'perplexity', 'bits_per_byte', 'unigram_entropy', 'tokens'}
-    assert whole['step'] == 4
-    assert whole['perplexity'] == pytest.approx(math.exp(whole['loss']))
-    assert whole['unigram_entropy'] == split.unigram_entropy
-    # All are predicted but the first of each window, document or shard; with 16 positions a window, nearly all.
-    assert 0.85 * split.tokens < whole['tokens'] < split.tokens
-    # Nats per token → bits per token → bits per byte. With the bytes tokenizer, a token is a byte or an end.
-    assert whole['bits_per_byte'] == pytest.approx(
-        whole['loss'] / math.log(2) * (split.text_bytes + split.documents) / split.text_bytes
+    assert set(evaluation) == {'step', 'loss', 'perplexity', 'bits_per_byte', 'unigram_entropy', 'tokens'}
+    assert evaluation['step'] == 4
+    assert evaluation['perplexity'] == pytest.approx(math.exp(evaluation['loss']))
+    assert evaluation['unigram_entropy'] == split.unigram_entropy
+    # The first token of each window, document and shard is not predicted.
+    assert 0.85 * split.tokens < evaluation['tokens'] < split.tokens
+    # Nats per token → bits per token → bits per byte. A token is a byte or the end of a document.
+    assert evaluation['bits_per_byte'] == pytest.approx(
+        evaluation['loss'] / math.log(2) * (split.text_bytes + split.documents) / split.text_bytes
     )
 
 
-def test_a_part_of_the_split(measure, whole):
+def test_a_part_of_the_split(measure, evaluation):
     part = measure('--num-batches=1')
-    assert part['tokens'] < whole['tokens']
+    assert part['tokens'] < evaluation['tokens']
     assert part['tokens'] <= 8 * 16
-    assert part['loss'] != whole['loss']
-    assert measure('--num-batches=100000') == whole
+    assert part['loss'] != evaluation['loss']
+    assert measure('--num-batches=100000') == evaluation
 
 
-def test_text_output(lines, whole):
+def test_text_output(lines, evaluation):
     loss, confidence, positions = lines.splitlines()
-    assert loss.startswith(f'step 4: loss {whole["loss"]:.4f} nats/token')
+    assert loss.startswith(f'step 4: loss {evaluation["loss"]:.4f} nats/token')
     assert 'bits/byte' in loss
     low, high = (float(part) for part in confidence.removeprefix('  95 % confidence interval: loss ').split(' to '))
-    assert low < whole['loss'] < high
+    assert low < evaluation['loss'] < high
     assert positions.startswith('  by context tokens, from: 1: ')
     assert ' 32: ' not in positions
     assert ' 16: ' in positions
@@ -161,13 +161,13 @@ def other_data(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def on_other_data(other_data, workdir):
-    """The JSON of the newest step on `other_data`."""
+    """Returns the JSON output for the newest step on `other_data`."""
     return json.loads(printed(f'--checkpoint={workdir}', f'--data={other_data}', '--json'))
 
 
-def test_other_data(other_data, on_other_data, whole):
+def test_other_data(other_data, on_other_data, evaluation):
     assert on_other_data['unigram_entropy'] == load_manifest(other_data).splits['validation'].unigram_entropy
-    assert on_other_data['loss'] != whole['loss']
+    assert on_other_data['loss'] != evaluation['loss']
 
 
 def test_the_same_tokenizer_written_in_another_way(measure, other_data, on_other_data, tmp_path):
@@ -204,16 +204,16 @@ def test_a_negative_number_of_batches_is_refused(run):
     assert '--num-batches' in refused(run, '--num-batches=-1')
 
 
-def test_several_checkpoints_in_one_table(compared, whole):
+def test_several_checkpoints_in_one_table(compared, evaluation):
     table, folder = compared
     values = json.loads((folder / 'evaluation.json').read_text())
     last, first = values['checkpoints']
     assert (last['name'], first['name']) == ('run@4', 'run@2')
-    assert last['loss'] == whole['loss']
+    assert last['loss'] == evaluation['loss']
     loss, *_ = values['table']
     assert loss['name'] == 'loss'
     assert loss['checkpoints'][1]['difference'] == pytest.approx(first['loss'] - last['loss'])
-    # Of the same windows the difference is known better than either.
+    # On the same windows, the interval of the difference is smaller than that of each loss.
     (low, high), (lower, higher) = loss['checkpoints'][1]['difference_interval'], last['loss_interval']
     assert 0 < low < high
     assert high - low < higher - lower
@@ -228,7 +228,7 @@ def test_several_checkpoints_in_one_table(compared, whole):
 
 
 def test_needle_tasks(run, measure, tmp_path, workdir, monkeypatch):
-    # Its context is 16 tokens: too few for any fact.
+    # A context of 16 tokens is too short for the task.
     assert '--needle-lengths: 512 exceeds the context length of the model, 16' in refused(
         run, '--tasks=needle', '--needle-lengths=512'
     )
@@ -237,13 +237,13 @@ def test_needle_tasks(run, measure, tmp_path, workdir, monkeypatch):
     )
     monkeypatch.setattr(LogprobScorer, 'score', lambda self, spans, show: [Likelihood(-1.0, True) for _ in spans])
     values = measure('--tasks=needle', '--needle-trials=1', f'--output={tmp_path}')
-    (one,) = values['checkpoints']
+    (checkpoint,) = values['checkpoints']
     # An untrained model does not find the number.
-    assert one['tasks']['needle/256/choice']['value'] == 0
-    assert set(one['tasks']) == {f'needle/{n}/{kind}' for n in (256, 300) for kind in ('choice', 'retrieved')}
+    assert checkpoint['tasks']['needle/256/choice']['value'] == 0
+    assert set(checkpoint['tasks']) == {f'needle/{n}/{kind}' for n in (256, 300) for kind in ('choice', 'retrieved')}
     assert json.loads((tmp_path / 'evaluation.json').read_text()) == values
-    # The loss was not asked for.
-    assert 'loss' not in one
+    # The loss is not computed unless requested.
+    assert 'loss' not in checkpoint
     assert (tmp_path / 'run@4/needle_4.png').stat().st_size > 5000
 
 
@@ -254,31 +254,31 @@ def test_programs(run, measure, tmp_path, monkeypatch):
     answers = {prompt: ['    return 1', '    return 2']}
     monkeypatch.setattr(runner, 'Engine', lambda model, **_: RecitingEngine(model.tokenizer, answers))
     values = measure(f'--tasks=humaneval:{tmp_path / "p.jsonl"}', '--samples=10', f'--output={tmp_path / "out"}')
-    (one,) = values['checkpoints']
-    assert {name: part['value'] for name, part in one['tasks'].items()} == {
+    (checkpoint,) = values['checkpoints']
+    assert {name: part['value'] for name, part in checkpoint['tasks'].items()} == {
         'humaneval/pass@1': 0.5,
         'humaneval/pass@10': 1.0,
     }
     lines = (tmp_path / 'out/run@4/samples_humaneval_4.jsonl').read_text().splitlines()
     assert [json.loads(line)['passed'] for line in lines] == [True, False] * 5
-    # Of a run on texts.
+    # The model was not trained on conversations.
     tasks = f'--tasks=humaneval:{tmp_path / "p.jsonl"}'
     assert 'the checkpoint has no chat template' in refused(run, tasks, '--apply-chat-template')
 
 
-def test_benchmarks_and_the_loss_in_one_table(run, whole, dataset, tmp_path, monkeypatch):
+def test_benchmarks_and_the_loss_in_one_table(run, evaluation, dataset, tmp_path, monkeypatch):
     pytest.importorskip('lm_eval', reason="needs the extra 'eval': pip install 'maxlm[eval]'")
     tasks = write_tasks(tmp_path / 'tasks', documents(4), ['letters', 'rolling'])
-    # Outside of a repository git says so on stderr.
+    # Outside a repository, git prints an error to stderr.
     monkeypatch.chdir(tmp_path)
     code, out, err = run(f'--tasks={tasks}', f'--data={dataset}', f'--output={tmp_path / "out"}', '--json')
     assert code == EXIT_DONE, err
     assert 'git' not in err
-    (one,) = json.loads(out)['checkpoints']
-    assert one['loss'] == whole['loss']
-    assert {name.partition('/')[0] for name in one['tasks']} == {'local_letters', 'local_rolling'}
+    (checkpoint,) = json.loads(out)['checkpoints']
+    assert checkpoint['loss'] == evaluation['loss']
+    assert {name.partition('/')[0] for name in checkpoint['tasks']} == {'local_letters', 'local_rolling'}
     results = json.loads((tmp_path / 'out/run@4/results_4.json').read_text())
-    assert results['results']['local_letters']['acc,none'] == one['tasks']['local_letters/acc']['value']
+    assert results['results']['local_letters']['acc,none'] == checkpoint['tasks']['local_letters/acc']['value']
 
 
 def test_bad_task_options(run, tmp_path, monkeypatch, workdir):

@@ -1,4 +1,4 @@
-"""`maxlm.fetch`, with a bucket on loopback."""
+"""`maxlm.fetch` with emulated buckets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from maxlm.storage import download, download_tree
 from tests.buckets import gcs as gcs_buckets
 from tests.conftest import ROOT
 
-# The shell that starts the tests in the background has its children ignore SIGINT.
+# A shell starts background processes with SIGINT ignored.
 FETCH = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -64,11 +64,11 @@ def test_a_prepared_data_set_is_verified_by_its_manifest(remote_dataset, gcs, tm
     verify(load_manifest(output))
     files, size = len(contents(output)), sum(map(len, contents(output).values()))
     assert capsys.readouterr().out == f'{output}: {files} files, {size:,} bytes; {files} fetched, 0 already present\n'
-    # The manifest came last: until then it is no data set.
+    # The manifest is fetched last, because it marks the data set as complete.
     assert gcs.asked()[-1].name == 'data/dataset.json'
-    # Nothing of it needed the bucket's checksums, but the manifest itself.
+    # Only the manifest is verified with the bucket's checksum.
     shards = {f'data/{name}' for name in contents(output)} - {'data/dataset.json'}
-    assert not shards & {one.name for one in gcs.asked('get')}
+    assert not shards & {request.name for request in gcs.asked('get')}
 
     assert run('--input', 'gs://bucket/data', '--output', output) == 0
     assert f'0 fetched, {files} already present' in capsys.readouterr().out
@@ -162,7 +162,7 @@ def test_an_interrupted_run_resumes(gcs, tmp_path, number, code):
     gcs.requests.clear()
     assert run(*arguments, '--quiet') == 0
     assert contents(tmp_path / 'out') == {'a': content}
-    assert [(one.start, one.stop) for one in gcs.asked()] == [(3000, 4000), (4000, 5000), (5000, 5500)]
+    assert [(request.start, request.stop) for request in gcs.asked()] == [(3000, 4000), (4000, 5000), (5000, 5500)]
 
 
 def test_help(capsys):

@@ -1,4 +1,4 @@
-"""Untrusted input is only parsed by functions that refuse input that would break the parser."""
+"""Untrusted JSON is only parsed by a function that limits size and depth."""
 
 import ast
 

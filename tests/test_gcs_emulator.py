@@ -14,7 +14,7 @@ from tests.gcs_emulator import running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.network_emulator]
 
-PLACE = 'upload/storage/v1/b/bucket/o?uploadType=media&name='
+UPLOAD_PATH = 'upload/storage/v1/b/bucket/o?uploadType=media&name='
 # Errors that a broken connection may cause.
 BROKEN = (ConnectionError, http.client.HTTPException, urllib.error.URLError)
 
@@ -35,8 +35,8 @@ def emulator(process):
 def write(emulator, name, content=b'content'):
     """Writes an object and returns the status of the response."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(f'{emulator.url}/{PLACE}{name}', content)) as answer:
-            return answer.status
+        with urllib.request.urlopen(urllib.request.Request(f'{emulator.url}/{UPLOAD_PATH}{name}', content)) as response:
+            return response.status
     except urllib.error.HTTPError as error:
         with error:
             return error.code
@@ -45,7 +45,7 @@ def write(emulator, name, content=b'content'):
 def test_objects_and_log(emulator):
     assert write(emulator, 'kept') == 200
     assert emulator.objects['bucket/kept'] == len(b'content')
-    assert [one for one in emulator.log if one['name'] == 'kept'] == [
+    assert [request for request in emulator.log if request['name'] == 'kept'] == [
         {'method': 'POST', 'kind': 'upload', 'name': 'kept', 'status': 200, 'start': 0, 'stop': 0}
     ]
     assert write(emulator, 'x', b'') == 200
@@ -65,11 +65,11 @@ def test_statuses(emulator, status):
 
 
 def test_connections_that_break_before_and_after(emulator):
-    for when, is_there in (('before', False), ('after', True)):
+    for when, is_stored in (('before', False), ('after', True)):
         emulator.fault('^POST', times=1, drop=when)
         with pytest.raises(BROKEN):
             write(emulator, when)
-        assert (f'bucket/{when}' in emulator.objects) == is_there
+        assert (f'bucket/{when}' in emulator.objects) == is_stored
         assert write(emulator, when) == 200
 
 

@@ -61,7 +61,7 @@ def greedy(workdir):
 
 
 @pytest.fixture(scope='module')
-def drawn(workdir):
+def sampled(workdir):
     """Returns a sampled continuation of `PROMPT` with seed 3."""
     return printed(workdir, f'--prompt={PROMPT}', '--max-tokens=20', '--temperature=1', '--seed=3')
 
@@ -94,14 +94,14 @@ def test_the_prompt_is_continued(greedy):
     assert len(greedy) > len(PROMPT) + 1
 
 
-def test_greedy_sampling_is_deterministic(run, greedy, drawn):
+def test_greedy_sampling_is_deterministic(run, greedy, sampled):
     assert run(*GREEDY, '--seed=5') == (EXIT_DONE, greedy, '')
-    assert drawn != greedy
+    assert sampled != greedy
 
 
-def test_sampling_depends_on_the_seed(run, greedy, drawn):
-    assert run('--max-tokens=20', '--temperature=1', '--seed=3')[1] == drawn
-    assert run('--max-tokens=20', '--temperature=1', '--seed=4')[1] != drawn
+def test_sampling_depends_on_the_seed(run, greedy, sampled):
+    assert run('--max-tokens=20', '--temperature=1', '--seed=3')[1] == sampled
+    assert run('--max-tokens=20', '--temperature=1', '--seed=4')[1] != sampled
     # With top_k=1, sampling is greedy at any temperature.
     assert run('--max-tokens=20', '--temperature=1', '--top-k=1')[1] == greedy
 

@@ -25,14 +25,14 @@ def run(start, workdir, **overrides):
 
 
 @pytest.fixture(scope='module')
-def whole(start, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp('whole') / 'run'
+def finished(start, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp('finished') / 'run'
     assert run(start, workdir) == EXIT_DONE
     return workdir
 
 
-def test_the_reward_increases(whole):
-    lines = curve(whole)
+def test_the_reward_increases(finished):
+    lines = curve(finished)
     assert sorted(lines) == list(range(9))
     rewards = {step: line['rollout/reward'] for step, line in lines.items() if 'rollout/reward' in line}
     # Two steps train on each rollout.
@@ -45,10 +45,10 @@ def test_the_reward_increases(whole):
     wanted = {'eval/accuracy', 'eval/pass_at_1', 'eval/pass_at_k', 'eval/length', 'eval/loss'}
     assert [wanted <= lines[step].keys() for step in (0, 2, 4, 6, 8)] == [True, False, True, False, True]
     assert lines[8]['eval/loss'] == 1 - lines[8]['eval/accuracy']
-    log = (whole / 'run.log').read_text()
+    log = (finished / 'run.log').read_text()
     assert '32 responses to 4 prompts: reward' in log
     assert 'sample: abx ▮' in log
-    assert (whole / 'report.html').stat().st_size > 1000
+    assert (finished / 'report.html').stat().st_size > 1000
 
 
 def test_equal_rewards_change_no_parameters(start, tmp_path):
@@ -76,10 +76,10 @@ def test_the_reference_is_the_initial_model(start, tmp_path):
     assert not [path for path in (tmp_path / 'run/checkpoints/8').iterdir() if 'reference' in path.name]
 
 
-def test_another_mesh_learns_the_same(start, whole, tmp_path):
+def test_another_mesh_learns_the_same(start, finished, tmp_path):
     settings = {'mesh__fsdp': 2, 'mesh__data': 4}
     assert run(start, tmp_path, train__num_steps=4, **settings) == EXIT_DONE
-    lines, wanted = curve(tmp_path), curve(whole)
+    lines, wanted = curve(tmp_path), curve(finished)
     for step in (1, 2):
         for name in ('train/loss', 'train/grad_norm', 'train/entropy'):
             assert lines[step][name] == pytest.approx(wanted[step][name], rel=1e-3, abs=1e-6), (step, name)
@@ -88,12 +88,12 @@ def test_another_mesh_learns_the_same(start, whole, tmp_path):
 
 @pytest.mark.multiprocess
 @pytest.mark.nightly
-def test_two_processes_write_and_learn_the_same(start, whole, tmp_path):
+def test_two_processes_write_and_learn_the_same(start, finished, tmp_path):
     words = [*grpo_arguments(start), f'--workdir={tmp_path / "run"}']
     with Processes(2, 4, words, logs=tmp_path, module='maxlm.grpo') as processes:
         codes = processes.wait()
         assert codes == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
-    lines, wanted = curve(tmp_path / 'run'), curve(whole)
+    lines, wanted = curve(tmp_path / 'run'), curve(finished)
     assert lines.keys() == wanted.keys()
     for step, line in wanted.items():
         for name in ('train/loss', 'train/grad_norm', 'rollout/reward', 'rollout/mean_length', 'eval/accuracy'):

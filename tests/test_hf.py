@@ -73,8 +73,8 @@ def test_export(made, tmp_path, capsys, checkpoint):
         'tokenizer_config.json',
     ]
     parameters = sum(array.size for path in output.glob('*.safetensors') for array in load_file(path).values())
-    told = f'{output}: LlamaForCausalLM of {parameters:,} parameters, {format_bytes(2 * parameters)} in bfloat16\n'
-    assert capsys.readouterr().out == told
+    expected = f'{output}: LlamaForCausalLM of {parameters:,} parameters, {format_bytes(2 * parameters)} in bfloat16\n'
+    assert capsys.readouterr().out == expected
     assert json.loads((output / 'config.json').read_text())['dtype'] == 'bfloat16'
 
 
@@ -140,6 +140,7 @@ def test_a_model_without_a_matching_architecture(tmp_path, refused):
 
 
 def kernel(value):
+    """Returns a changed parameter with one nonzero value."""
     shape = (2, 32, 40)
     array = np.zeros(shape, np.float32)
     array[1, 3, 5] = value
@@ -272,9 +273,9 @@ def test_an_import_without_a_tokenizer_is_reported(model, tmp_path, capsys):
     (model / 'tokenizer.json').unlink()
     (model / 'tokenizer.model').write_text('x')
     run(*command(tmp_path))
-    remark, told = capsys.readouterr().out.splitlines()
-    assert f'{model} has tokenizer.model but no tokenizer.json' in remark
-    assert 'LlamaForCausalLM' in told
+    warning, summary = capsys.readouterr().out.splitlines()
+    assert f'{model} has tokenizer.model but no tokenizer.json' in warning
+    assert 'LlamaForCausalLM' in summary
     assert not (tmp_path / 'new' / 'tokenizer.json').exists()
 
 

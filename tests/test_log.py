@@ -35,18 +35,18 @@ def test_lines_go_to_stdout_and_into_the_log(tmp_path, capsys):
     with Console(tmp_path):
         logger.info('first line')
         logger.warning('take care')
-        logger.debug('not for people')
+        logger.debug('not shown')
     logger.info('after the run')
     with Console(tmp_path):
-        logger.info('second life')
+        logger.info('second attempt')
     out, err = capsys.readouterr()
-    assert out.splitlines() == ['first line', 'take care', 'second life']
+    assert out.splitlines() == ['first line', 'take care', 'second attempt']
     assert err == ''
     lines = (tmp_path / 'run.log').read_text().splitlines()
     assert [line.split(' ', 2)[2] for line in lines] == [
         'INFO first line',
         'WARNING take care',
-        'INFO second life',
+        'INFO second attempt',
     ]
 
 

@@ -119,7 +119,7 @@ class Terminal:
                 self.raw += self._decoder.decode(os.read(self.master, 65536))
                 self.text = STYLE.sub('', self.raw)
 
-    def end(self):
+    def finish(self):
         """Reads the remaining output and returns the exit code."""
         self.wait_for(SHOW_CURSOR)
         code = self.process.wait(DEADLINE)
@@ -155,7 +155,7 @@ def test_the_terminal_is_restored(how, tmp_path):
         terminal.wait_for('q quit')
         assert termios.tcgetattr(terminal.slave) != terminal.before
         ENDS[how](terminal)
-        assert terminal.end() == 0
+        assert terminal.finish() == 0
     assert 'Traceback' not in terminal.text
     assert terminal.text.index(ENTER_SCREEN) < terminal.text.index('step 234 of 400')
     assert terminal.text.index('step 234 of 400') < terminal.text.rindex(LEAVE_SCREEN)
@@ -179,7 +179,7 @@ def test_it_follows_the_run_and_the_size_of_the_terminal(tmp_path):
         terminal.wait_for('cannot be read', since=seen)
         tmp_path.with_name('away').rename(tmp_path)
         press('q')(terminal)
-        assert terminal.end() == 0
+        assert terminal.finish() == 0
 
 
 @pytest.mark.multiprocess
@@ -194,17 +194,17 @@ def test_keys_select_the_run(tmp_path):
         press('1')(terminal)
         terminal.wait_for('all steps are done', since=seen)
         press('q')(terminal)
-        assert terminal.end() == 0
+        assert terminal.finish() == 0
 
 
 @pytest.mark.multiprocess
 def test_no_color(tmp_path):
     """NO_COLOR disables colors with any value; see https://no-color.org."""
     workdirs.crashed(tmp_path)
-    coloured = re.compile(r'\x1b\[[\d;]*3[0-7]m')
+    colored = re.compile(r'\x1b\[[\d;]*3[0-7]m')
     for environment, found in (({}, True), ({'NO_COLOR': '1'}, False)):
         with Terminal(str(tmp_path), **environment) as terminal:
             terminal.wait_for('q quit')
             press('q')(terminal)
-            terminal.end()
-        assert bool(coloured.search(terminal.raw)) == found
+            terminal.finish()
+        assert bool(colored.search(terminal.raw)) == found

@@ -26,7 +26,7 @@ from maxlm.storage.paths import ANY, BUCKETS, Kind, PathList, PathOption
 from maxlm.workdir.lock import LOCK, WorkdirLock
 from tests.conftest import ROOT
 
-# Options and keys with one of these words in name, metavar or help take a path, or are listed below.
+# Options and keys with one of these words in their name, metavar or help take a path, except those listed below.
 WORDS = re.compile(
     r'(?i)\b(path|file|dir|directory|folder|workdir|checkpoint|ckpt|url|gs://)s?\b|_file\b|_path\b|\bpaths\b'
 )
@@ -263,7 +263,7 @@ def refused_urls(option):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def workspace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -278,22 +278,22 @@ def assert_refused(capsys, code, words):
 
 
 @pytest.mark.parametrize(('command', 'name', 'kind'), OPTIONS, ids=NAMES)
-def test_unsupported_urls_are_refused_before_files_are_written(here, capsys, command, name, kind):
+def test_unsupported_urls_are_refused_before_files_are_written(workspace, capsys, command, name, kind):
     option = kind.option if isinstance(kind, PathList) else kind
     for url in refused_urls(option):
         assert_refused(capsys, run_with(command, name, url), [shown_as(name), url])
-        assert not list(here.iterdir())
+        assert not list(workspace.iterdir())
 
 
 @pytest.mark.parametrize('key', [*PATHS, 'data.sources', 'eval.tasks'])
-def test_unsupported_urls_of_keys_are_refused(here, key):
+def test_unsupported_urls_of_keys_are_refused(workspace, key):
     option = PATHS.get(key, PathOption(urls=ANY if key == 'data.sources' else ()))
     for url in refused_urls(option):
         value = {'data.sources': f'(({url!r}, 1.0),)', 'eval.tasks': f'({url!r},)'}.get(key, url)
         more = ['eval.tasks_interval=1', 'eval.interval=1'] if key == 'eval.tasks' else []
         with pytest.raises(InputError, match=f'^{re.escape(f"{key}={url}")}'):
             load(f'{ROOT}/configs/tiny.py', [f'{key}={value}', *more])
-    assert not list(here.iterdir())
+    assert not list(workspace.iterdir())
 
 
 def test_valid_keys():
@@ -314,34 +314,34 @@ def make_special(folder):
 
 
 @pytest.mark.parametrize(('command', 'name', 'kind'), OPTIONS, ids=NAMES)
-def test_special_files_are_refused(here, capsys, in_time, command, name, kind):
-    special = make_special(here)
-    before = sorted(here.iterdir())
+def test_special_files_are_refused(workspace, capsys, in_time, command, name, kind):
+    special = make_special(workspace)
+    before = sorted(workspace.iterdir())
     for path in special:
         assert_refused(capsys, run_with(command, name, path), [shown_as(name), str(path), 'not a'])
-    assert sorted(here.iterdir()) == before
+    assert sorted(workspace.iterdir()) == before
 
 
-def test_readers_do_not_wait_for_special_files(here, in_time):
+def test_readers_do_not_wait_for_special_files(workspace, in_time):
     """Tests files below a given directory, and files that are not named by an option."""
-    for path in make_special(here):
+    for path in make_special(workspace):
         for read in (filesystem.stat, filesystem.read_bytes, Tokenizer.load, load_template, read_lines):
             with pytest.raises(InputError, match=r'is a (FIFO|socket|character device)'):
                 read(path if read is read_lines else str(path))
     # Special files in a directory are skipped.
-    (here / 'text.txt').write_text('x')
-    assert {entry.name for entry in filesystem.walk(str(here))} == {'text.txt', 'link'}
+    (workspace / 'text.txt').write_text('x')
+    assert {entry.name for entry in filesystem.walk(str(workspace))} == {'text.txt', 'link'}
 
 
-def test_a_lock_that_is_a_fifo(here, in_time):
-    os.mkfifo(here / LOCK)
-    with pytest.raises(InputError, match=f'{LOCK}: is a FIFO, not a regular file'), WorkdirLock(here):
+def test_a_lock_that_is_a_fifo(workspace, in_time):
+    os.mkfifo(workspace / LOCK)
+    with pytest.raises(InputError, match=f'{LOCK}: is a FIFO, not a regular file'), WorkdirLock(workspace):
         pass
 
 
-def test_a_program_that_is_a_fifo(here, in_time):
-    programs = CompilationCache(here)
-    os.mkfifo(here / f'key{SUFFIX}')
+def test_a_program_that_is_a_fifo(workspace, in_time):
+    programs = CompilationCache(workspace)
+    os.mkfifo(workspace / f'key{SUFFIX}')
     assert programs.get('key') is None
     programs.put('other', b'program')
     assert programs.get('other') == b'program'

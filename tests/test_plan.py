@@ -32,9 +32,9 @@ def figures(run):
 
     def figures(*arguments):
         code, out, _ = run(*arguments, '--json')
-        told = json.loads(out)
-        assert code == (EXIT_DONE if told['fits'] else EXIT_FAILED)
-        return told
+        report = json.loads(out)
+        assert code == (EXIT_DONE if report['fits'] else EXIT_FAILED)
+        return report
 
     return figures
 
@@ -61,23 +61,23 @@ def test_text_output(run):
 
 
 def test_json_output(figures):
-    told = figures('1b.py', 'h100:8', '--estimate')
-    assert told['fits']
-    assert told['is_estimate']
-    memory = told['memory']
+    report = figures('1b.py', 'h100:8', '--estimate')
+    assert report['fits']
+    assert report['is_estimate']
+    memory = report['memory']
     kinds = ('parameters', 'moments', 'average', 'gradients', 'activations', 'temporary', 'batch')
     assert sum(memory[kind] for kind in kinds) == memory['total'] <= memory['available'] < memory['chip']
     # Twelve bytes per parameter, sharded over eight devices.
     assert memory['parameters'] + memory['moments'] == pytest.approx(12 * 759_905_280 / 8, rel=0.01)
-    assert told['tokens_per_second'] == pytest.approx(512 * 2048 / told['step_seconds'])
-    assert told['hours'] == pytest.approx(100_000 * told['step_seconds'] / 3600, rel=0.05)
-    assert told['dollars'] == pytest.approx(told['hours'] * 8 * told['cost']['price']['dollars'])
-    assert 0.2 < told['mfu'] < told['mfu_full'] < 0.8
-    assert told['advice'] is None
+    assert report['tokens_per_second'] == pytest.approx(512 * 2048 / report['step_seconds'])
+    assert report['hours'] == pytest.approx(100_000 * report['step_seconds'] / 3600, rel=0.05)
+    assert report['dollars'] == pytest.approx(report['hours'] * 8 * report['cost']['price']['dollars'])
+    assert 0.2 < report['mfu'] < report['mfu_full'] < 0.8
+    assert report['advice'] is None
     # Negative controls: another chip, a shorter run, another price.
-    assert figures('1b.py', 'a100:8', '--estimate')['step_seconds'] > told['step_seconds']
+    assert figures('1b.py', 'a100:8', '--estimate')['step_seconds'] > report['step_seconds']
     half = figures('1b.py', 'h100:8', '--estimate', '--config.train.num_steps=50000', '--price-per-hour=1')
-    assert half['hours'] == pytest.approx(told['hours'] / 2, rel=0.01)
+    assert half['hours'] == pytest.approx(report['hours'] / 2, rel=0.01)
     assert half['dollars'] == pytest.approx(half['hours'] * 8)
 
 
@@ -85,12 +85,12 @@ def test_memory_excess_and_advice_that_fits(run, figures):
     arguments = ('depth.py:64', 'h100:8', '--estimate', '--config.model.remat_policy=none', '--vocab-size=32')
     code, out, _ = run(*arguments)
     assert code == EXIT_FAILED
-    told = figures(*arguments)
-    over = (told['memory']['total'] - told['memory']['available']) / 2**30
+    report = figures(*arguments)
+    over = (report['memory']['total'] - report['memory']['available']) / 2**30
     (shown,) = re.findall(r'DOES NOT FIT: ([\d.]+) GiB over the limit', out)
     assert float(shown) == pytest.approx(over, rel=0.01)
     advice = out.splitlines()[-1].split()
-    assert advice == told['advice']
+    assert advice == report['advice']
     assert any('model.remat_policy' in override or 'micro_batch' in override for override in advice)
     code, out, _ = run(*arguments, *advice)
     assert code == EXIT_DONE
@@ -127,18 +127,18 @@ def test_a_target_without_a_compiler_is_estimated(run, figures, monkeypatch):
     code, out, _ = run('1b.py', 'v4:2x2x4', '--config.model.remat_policy=full')
     assert code == EXIT_DONE
     assert "estimates: no compiler for v4 (libtpu) is installed; run pip install 'maxlm[tpu]'" in out
-    told = figures('1b.py', 'v4:2x2x4', '--config.model.remat_policy=full')
-    assert told['is_estimate']
-    assert 'maxlm[tpu]' in told['why_estimated']
+    report = figures('1b.py', 'v4:2x2x4', '--config.model.remat_policy=full')
+    assert report['is_estimate']
+    assert 'maxlm[tpu]' in report['why_estimated']
 
 
 def test_cpu(figures):
-    told = figures('tiny.py', 'cpu:2', '--vocab-size=512', '--config.model.num_layers=2', '--config.data.seq_len=64')
-    assert told['fits']
-    assert not told['is_estimate']
-    assert told['why_estimated'] is None
-    assert told['step_seconds'] > 0
-    assert told['dollars'] == 0
+    report = figures('tiny.py', 'cpu:2', '--vocab-size=512', '--config.model.num_layers=2', '--config.data.seq_len=64')
+    assert report['fits']
+    assert not report['is_estimate']
+    assert report['why_estimated'] is None
+    assert report['step_seconds'] > 0
+    assert report['dollars'] == 0
 
 
 def test_steps_of_a_budget(run):
@@ -174,13 +174,13 @@ def test_sweep(run, tmp_path):
     assert code == EXIT_DONE, err
     page = (tmp_path / 'sweep.html').read_text()
     assert '<svg' in page
-    told = json.loads(out)
-    rows = told['scaling']
+    report = json.loads(out)
+    rows = report['scaling']
     strong = {row['num_devices']: row for row in rows if row['kind'] == 'strong' and not row['refusal']}
     assert set(strong) == {8, 64, 512}
     assert strong[8]['tokens_per_second'] < strong[64]['tokens_per_second'] < 8 * strong[8]['tokens_per_second']
-    assert len(told['sizes']) > 5
-    assert told['budget']['best']['parameters'] > 1e8
+    assert len(report['sizes']) > 5
+    assert report['budget']['best']['parameters'] > 1e8
 
 
 @pytest.mark.parametrize(

@@ -54,43 +54,45 @@ def words_of(config, target, *options):
 def figures(capfd, config, target, *options):
     capfd.readouterr()
     code = exit_code(plan.main, words_of(config, target, *options))
-    told = json.loads(capfd.readouterr().out)
-    assert code == (EXIT_DONE if told['fits'] else EXIT_FAILED)
-    return told
+    report = json.loads(capfd.readouterr().out)
+    assert code == (EXIT_DONE if report['fits'] else EXIT_FAILED)
+    return report
 
 
-def figures_by_gpu_compiler(home, config, target, *options):
+def figures_by_gpu_compiler(directory, config, target, *options):
     """Returns the output of a process with the GPU compiler that launch/test.sh installs."""
-    folder = home / CACHE.removeprefix('~/') / f'{version("jaxlib")}-{sys.implementation.cache_tag}'
+    folder = directory / CACHE.removeprefix('~/') / f'{version("jaxlib")}-{sys.implementation.cache_tag}'
     folder.parent.mkdir(parents=True)
     folder.symlink_to(FOLDER)
-    done = run_python('-m', 'maxlm.plan', *words_of(config, target, *options), HOME=str(home), MAXLM_GPU_COMPILER='')
+    done = run_python(
+        '-m', 'maxlm.plan', *words_of(config, target, *options), HOME=str(directory), MAXLM_GPU_COMPILER=''
+    )
     # JAX would report a missing GPU here. XLA warns about a step that does not fit.
     assert [line for line in done.stderr.splitlines() if 'hlo_rematerialization' not in line] == []
     assert done.returncode in (EXIT_DONE, EXIT_FAILED)
     return json.loads(done.stdout)
 
 
-def check(told, estimated, fits):
-    assert not told['is_estimate']
-    assert told['why_estimated'] is None
-    assert told['fits'] == estimated['fits'] == fits
+def check(report, estimated, fits):
+    assert not report['is_estimate']
+    assert report['why_estimated'] is None
+    assert report['fits'] == estimated['fits'] == fits
     assert estimated['is_estimate']
     # For a small program, the memory that compilers reserve exceeds a tenth.
-    assert estimated['memory']['total'] == pytest.approx(told['memory']['total'], rel=0.1, abs=0.25 * 2**30)
+    assert estimated['memory']['total'] == pytest.approx(report['memory']['total'], rel=0.1, abs=0.25 * 2**30)
 
 
 @pytest.mark.parametrize(
     ('config', 'target', 'options', 'fits'), ON_TPU + [pytest.param(*case, marks=LONG) for case in ON_TPU_LARGE]
 )
 def test_tpu(capfd, config, target, options, fits):
-    told, estimated = (figures(capfd, config, target, *options, *more) for more in ((), ('--estimate',)))
-    check(told, estimated, fits)
+    report, estimated = (figures(capfd, config, target, *options, *more) for more in ((), ('--estimate',)))
+    check(report, estimated, fits)
     # The devices communicate, and the program has the products of the formula except those of attention, which is a
     # separate kernel.
-    assert told['transfers']
+    assert report['transfers']
     products = estimated['flops']['executed'] - estimated['flops']['attention']
-    assert told['flops']['compiled'] == pytest.approx(products, rel=0.1)
+    assert report['flops']['compiled'] == pytest.approx(products, rel=0.1)
     assert estimated['flops']['attention'] > 0
 
 
@@ -101,12 +103,12 @@ def test_tpu(capfd, config, target, options, fits):
     ('config', 'target', 'options', 'fits'), ON_GPU + [pytest.param(*case, marks=LONG) for case in ON_GPU_MORE]
 )
 def test_gpu(capfd, tmp_path, config, target, options, fits):
-    told = figures_by_gpu_compiler(tmp_path, config, target, *options)
+    report = figures_by_gpu_compiler(tmp_path, config, target, *options)
     estimated = figures(capfd, config, target, *options, '--estimate')
-    check(told, estimated, fits)
+    check(report, estimated, fits)
     if fits:
-        assert told['flops']['compiled'] < estimated['flops']['executed'], 'attention is in a kernel of its own'
+        assert report['flops']['compiled'] < estimated['flops']['executed'], 'attention must be a separate kernel'
     else:
         # XLA rematerialized values to save memory, but the step still does not fit.
-        assert told['memory']['total'] - told['memory']['available'] > 2**30
-        assert told['advice']
+        assert report['memory']['total'] - report['memory']['available'] > 2**30
+        assert report['advice']

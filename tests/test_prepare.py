@@ -25,13 +25,13 @@ def texts(tmp_path):
 
 
 @pytest.fixture
-def small_groups(monkeypatch):
+def small_partitions(monkeypatch):
     """Splits a few kilobytes into at least ten partitions."""
     monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 1000)
 
 
 @pytest.mark.parametrize('spec', ['bytes', 'chars', 'bpe:300'])
-def test_records_contain_all_text(texts, tmp_path, spec, small_groups):
+def test_records_contain_all_text(texts, tmp_path, spec, small_partitions):
     arguments = ['--input', texts, '--tokenizer', spec, '--validation-fraction', 0.2, '--workers', 1]
     assert run(*arguments, '--output', tmp_path / 'data') == 0
     dataset = load_manifest(tmp_path / 'data')
@@ -59,7 +59,7 @@ def test_records_contain_all_text(texts, tmp_path, spec, small_groups):
 
 
 @pytest.mark.multiprocess
-def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, small_groups):
+def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, small_partitions):
     arguments = ['--input', texts, '--tokenizer', 'bpe:300']
     assert run(*arguments, '--workers', 1, '--output', tmp_path / 'one') == 0
     assert run(*arguments, '--workers', 2, '--output', tmp_path / 'two') == 0
@@ -71,38 +71,38 @@ def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, small_group
 
 
 @pytest.mark.parametrize('done', [0, 1, 4])
-def test_an_interrupted_run_resumes(texts, tmp_path, small_groups, monkeypatch, done):
+def test_an_interrupted_run_resumes(texts, tmp_path, small_partitions, monkeypatch, done):
     arguments = ['--input', texts, '--tokenizer', 'bpe:300', '--workers', 1, '--quiet']
-    assert run(*arguments, '--output', tmp_path / 'whole') == 0
+    assert run(*arguments, '--output', tmp_path / 'expected') == 0
     written = []
     write = WriteShards.run
 
-    def die_after(task, report):
+    def interrupt_after(task, report):
         if len(written) == done:
             (task.output / '.train-00099.arrayrecord.partial').write_text('half')
             raise KeyboardInterrupt
         written.append(task.partition.number)
         write(task, report)
 
-    monkeypatch.setattr(WriteShards, 'run', die_after)
+    monkeypatch.setattr(WriteShards, 'run', interrupt_after)
     assert run(*arguments, '--output', tmp_path / 'data') == 130
     assert not list((tmp_path / 'data').glob('.*.partial'))
     with pytest.raises(InputError, match='contains no data set'):
         load_manifest(tmp_path / 'data')
 
-    def note(task, report):
+    def record(task, report):
         written.append(task.partition.number)
         write(task, report)
 
-    monkeypatch.setattr(WriteShards, 'run', note)
+    monkeypatch.setattr(WriteShards, 'run', record)
     # The tokenizer is trained only once.
-    monkeypatch.setattr(pipeline, 'make_tokenizer', lambda *_, **__: pytest.fail('the tokenizer is there'))
+    monkeypatch.setattr(pipeline, 'make_tokenizer', lambda *_, **__: pytest.fail('the tokenizer exists'))
     assert run(*arguments, '--output', tmp_path / 'data') == 0
     assert written == list(range(len(written)))  # no shard was written twice
-    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'expected')
 
 
-def test_an_interrupted_run_of_other_text_is_not_reused(texts, tmp_path, small_groups, monkeypatch):
+def test_an_interrupted_run_of_other_text_is_not_reused(texts, tmp_path, small_partitions, monkeypatch):
     arguments = ['--input', texts, '--tokenizer', 'bytes', '--workers', 1, '--output', tmp_path / 'data']
     monkeypatch.setattr(pipeline, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run(*arguments) == 130
@@ -262,13 +262,13 @@ def test_a_token_document_is_split(tmp_path, capsys, name, tokens):
 def test_a_split_document_is_the_same_after_an_interruption(tmp_path, monkeypatch):
     (tmp_path / 'x.txt').write_text(LINES)
     arguments = ['--input', tmp_path / 'x.txt', '--tokenizer', 'bpe:300', '--quiet', '--output']
-    assert run(*arguments, tmp_path / 'whole') == 0
+    assert run(*arguments, tmp_path / 'expected') == 0
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(*arguments, tmp_path / 'data') == 130
-    monkeypatch.setattr(pipeline, 'choose_validation', lambda *_: pytest.fail('the choice is there'))
+    monkeypatch.setattr(pipeline, 'choose_validation', lambda *_: pytest.fail('the choice exists'))
     assert run(*arguments, tmp_path / 'data') == 0
-    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'expected')
 
 
 BAD = {
@@ -347,7 +347,7 @@ def test_bad_input_is_one_line_and_can_be_corrected(tmp_path, capsys, case):
 
 
 @pytest.mark.multiprocess
-def test_bad_files_in_worker_processes(texts, tmp_path, capsys, small_groups):
+def test_bad_files_in_worker_processes(texts, tmp_path, capsys, small_partitions):
     (texts / '7.txt').write_bytes(b'\xff')
     # The byte tokenizer needs no training text, so a worker reads the bad file.
     assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes', '--workers', 2) == 2

@@ -24,17 +24,17 @@ def prose(seed, count=120):
 
 
 @pytest.fixture
-def small_groups(monkeypatch):
+def small_partitions(monkeypatch):
     monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 3000)
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Writes twenty texts: 3 equals 1 except for line ends, 4 resembles 2, C4 removes one and trims one."""
+    """Writes twenty texts: 3 equals 1 except for line ends, 4 resembles 2, C4 removes text 10 and trims text 11."""
     texts = {f'{i:02}': f'{prose(i)} end of it.' for i in range(20)}
     # Enough complete sentences for C4.
     texts = {
-        name: '\n'.join([text] * 1 + [f'Line {j} of {name} goes on.' for j in range(6)]) for name, text in texts.items()
+        name: '\n'.join([text] + [f'Line {j} of {name} goes on.' for j in range(6)]) for name, text in texts.items()
     }
     texts['03'] = texts['01'] + '\r\n'
     texts['04'] = texts['02'] + '\nOne more line that ends.'
@@ -55,7 +55,7 @@ def prepare(tmp_path, corpus, *more, output='data', expected=0):
     return load_manifest(tmp_path / output) if expected == 0 else None
 
 
-def test_duplicates_are_removed_and_reported(tmp_path, corpus, small_groups, capsys):
+def test_duplicates_are_removed_and_reported(tmp_path, corpus, small_partitions, capsys):
     everything = prepare(tmp_path, corpus, output='all')
     assert sum(split.documents for split in everything.splits.values()) == 20
     assert 'cleaning.json' not in contents(tmp_path / 'all')
@@ -89,7 +89,7 @@ def test_duplicates_are_removed_and_reported(tmp_path, corpus, small_groups, cap
     assert sum(split.documents for split in strict.splits.values()) == 19
 
 
-def test_filters_remove_and_shorten(tmp_path, corpus, small_groups):
+def test_filters_remove_and_shorten(tmp_path, corpus, small_partitions):
     dataset = prepare(tmp_path, corpus, '--filter', 'c4', '--deduplicate', 'exact')
     texts = documents_of(dataset, 'train') + documents_of(dataset, 'validation')
     assert len(texts) == 18
@@ -105,7 +105,7 @@ def test_filters_remove_and_shorten(tmp_path, corpus, small_groups):
     assert sum('Lorem' in text or 'menu' in text for text in texts) == 2
 
 
-def test_the_tokenizer_is_not_trained_on_removed_text(tmp_path, corpus, small_groups):
+def test_the_tokenizer_is_not_trained_on_removed_text(tmp_path, corpus, small_partitions):
     (corpus / '05.txt').write_text((corpus / '05.txt').read_text() + '\nLorem ipsum ЖЖЖ.')
     (corpus / '06.txt').write_text('Ω without an end\n' + (corpus / '06.txt').read_text())
     arguments = ['--tokenizer', 'chars', '--validation-fraction', 0]
@@ -119,7 +119,7 @@ def test_the_tokenizer_is_not_trained_on_removed_text(tmp_path, corpus, small_gr
     assert 'e' in letters
 
 
-def test_training_excludes_validation_documents(tmp_path, corpus, small_groups):
+def test_training_excludes_validation_documents(tmp_path, corpus, small_partitions):
     held_out = tmp_path / 'held_out'
     held_out.mkdir()
     # The validation document is kept although it is the last by name.
@@ -136,7 +136,7 @@ def test_training_excludes_validation_documents(tmp_path, corpus, small_groups):
     }
 
 
-def test_fim_rearranges_a_fraction_of_the_documents(tmp_path, corpus, small_groups):
+def test_fim_rearranges_a_fraction_of_the_documents(tmp_path, corpus, small_partitions):
     dataset = prepare(tmp_path, corpus, '--fim-rate', 0.5)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     prefix, middle, suffix = tokenizer.infill_ids
@@ -146,17 +146,17 @@ def test_fim_rearranges_a_fraction_of_the_documents(tmp_path, corpus, small_grou
     for ids in cut:
         assert sum(np.isin(ids, [prefix, middle, suffix])) == 3
     assert dataset.vocab_size == bytes_tokenizer().vocab_size + 3
-    whole = prepare(tmp_path, corpus, '--fim-rate', 0, output='whole')
-    assert whole.vocab_size == 257
+    without_fim = prepare(tmp_path, corpus, '--fim-rate', 0, output='plain')
+    assert without_fim.vocab_size == 257
     # The amount of text is equal to that without FIM.
-    assert sum(split.text_bytes for split in whole.splits.values()) == sum(
+    assert sum(split.text_bytes for split in without_fim.splits.values()) == sum(
         split.text_bytes for split in dataset.splits.values()
     )
     first = prepare(tmp_path, corpus, '--fim-rate', 1, '--fim-spm-rate', 1, output='first')
     assert all(ids[0] == prefix and ids[1] == suffix for ids in ids_of(first, 'train'))
 
 
-def test_token_files(tmp_path, small_groups, capsys):
+def test_token_files(tmp_path, small_partitions, capsys):
     rng = np.random.default_rng(3)
     parts = [rng.integers(0, 99, rng.integers(1, 300)) for _ in range(60)]
     stream = np.concatenate([np.append(part, 99) for part in parts]).astype(np.uint16)
@@ -168,7 +168,7 @@ def test_token_files(tmp_path, small_groups, capsys):
     assert dataset.end_of_document == 99
     assert dataset.splits['train'].text_bytes == 0
     assert 'bytes per token' not in capsys.readouterr().out
-    # A tokenizer.json with a different end token.
+    # This tokenizer.json has a different end token.
     ids_tokenizer(120, 5).save(tmp_path / 'tokenizer.json')
     other = ['--tokenizer', tmp_path / 'tokenizer.json', '--eod-token', 99]
     dataset = prepare(tmp_path, tmp_path / 'tokens.npy', *other, output='other')
@@ -182,7 +182,7 @@ def test_token_files(tmp_path, small_groups, capsys):
     assert sum(split.documents for split in twice.splits.values()) == len({tuple(part.tolist()) for part in parts})
 
 
-def test_text_and_tokens_in_one_data_set(tmp_path, small_groups):
+def test_text_and_tokens_in_one_data_set(tmp_path, small_partitions):
     (tmp_path / 'a.txt').write_text('1 2 3')
     np.save(tmp_path / 'b.npy', np.array([4, 5, 9], np.uint16))
     arguments = ['--input', tmp_path / 'a.txt', tmp_path / 'b.npy', '--tokenizer', 'ids:10', '--validation-fraction', 0]

@@ -29,7 +29,7 @@ def texts(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def many_groups(monkeypatch):
+def small_partitions(monkeypatch):
     """Creates partitions of about 1000 bytes, and removes pauses between attempts."""
     monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 1000)
     monkeypatch.setattr(
@@ -60,13 +60,13 @@ ARGUMENTS = ('--tokenizer', 'bytes', '--workers', 1, '--validation-fraction', 0,
 
 
 def test_a_temporary_storage_failure_skips_nothing(texts, tmp_path, fail):
-    assert run('--input', texts, *ARGUMENTS, '--output', tmp_path / 'whole') == 0
+    assert run('--input', texts, *ARGUMENTS, '--output', tmp_path / 'expected') == 0
     fail('25.txt', 2)
     assert run('--input', texts, *ARGUMENTS, '--skip-bad-records', '--output', tmp_path / 'data') == 0
     # Even with --skip-bad-records, no document is skipped.
     dataset = load_manifest(tmp_path / 'data')
     assert dataset.left_out == ()
-    assert dataset.fingerprint == load_manifest(tmp_path / 'whole').fingerprint
+    assert dataset.fingerprint == load_manifest(tmp_path / 'expected').fingerprint
 
 
 @pytest.mark.parametrize('more', [(), ('--deduplicate', 'exact')], ids=['shards', 'survey'])
@@ -101,7 +101,7 @@ def test_a_partition_that_always_fails(texts, tmp_path, fail, capsys, more):
 
 def test_finished_partitions_are_not_repeated_after_a_failure(texts, tmp_path, fail, monkeypatch):
     command = ['--input', texts, *ARGUMENTS, '--output', tmp_path / 'data']
-    assert run(*command[:-1], tmp_path / 'whole') == 0
+    assert run(*command[:-1], tmp_path / 'expected') == 0
     with monkeypatch.context() as patch:
         read = text.filesystem.read_bytes
         fail('25.txt', 10**6)
@@ -112,7 +112,7 @@ def test_finished_partitions_are_not_repeated_after_a_failure(texts, tmp_path, f
         patch.setattr(WriteShards, 'run', lambda task, report: [written.append(task), write(task, report)])
         assert run(*command) == 0
     assert len(written) == 1
-    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'expected')
 
 
 def objects(kind):
@@ -137,7 +137,7 @@ def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
         for name, content in objects(kind):
             server.put('bucket', f'x/{name}', content)
         command = ['--input', 'gs://bucket/x', *ARGUMENTS, '--skip-bad-records', '--output']
-        assert run(*command, tmp_path / 'whole') == 0
+        assert run(*command, tmp_path / 'expected') == 0
         write = WriteShards.run
 
         def break_and_write(task, report):
@@ -163,7 +163,7 @@ def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
         assert dataset.splits['train'].documents == 2
     else:
         assert pauses == [1.0]
-        assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
+        assert contents(tmp_path / 'data') == contents(tmp_path / 'expected')
 
 
 @contextlib.contextmanager
@@ -185,7 +185,7 @@ def test_a_disk_that_fills(tmp_path, capfd, workers):
     (texts / 'a.txt').write_text('small ' * 2**14)
     (texts / 'b.txt').write_text('large ' * 2**15)
     command = ['--input', texts, '--tokenizer', 'bytes', '--validation-fraction', 0]
-    assert run(*command, '--workers', 1, '--output', tmp_path / 'whole') == 0
+    assert run(*command, '--workers', 1, '--output', tmp_path / 'expected') == 0
     command += ['--output', tmp_path / 'data']
     capfd.readouterr()
     with largest_file(400_000):
@@ -201,21 +201,21 @@ def test_a_disk_that_fills(tmp_path, capfd, workers):
         assert run(*command, '--workers', workers) == 2
     assert run(*command, '--workers', workers) == 0
     assert kept.stat().st_mtime_ns == before
-    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'expected')
 
 
 @pytest.mark.parametrize('change', ['longer', 'gone'])
 def test_a_file_that_changes_between_two_reads(texts, tmp_path, monkeypatch, capsys, change):
-    judge = scan.deduplicate
+    deduplicate = scan.deduplicate
 
-    def change_and_judge(*arguments):
+    def change_and_deduplicate(*arguments):
         if change == 'longer':
-            (texts / '25.txt').write_text('something else altogether')
+            (texts / '25.txt').write_text('another text of another length')
         else:
             (texts / '25.txt').unlink()
-        return judge(*arguments)
+        return deduplicate(*arguments)
 
-    monkeypatch.setattr(pipeline, 'deduplicate', change_and_judge)
+    monkeypatch.setattr(pipeline, 'deduplicate', change_and_deduplicate)
     command = [
         '--input',
         texts,
@@ -243,7 +243,7 @@ def test_results_of_other_options_are_not_reused(texts, tmp_path, monkeypatch):
     command = ['--input', texts, *ARGUMENTS, '--fim-rate', 1, '--output', tmp_path / 'data']
     other = [*command, '--fim-spm-rate', 0]
     command += ['--fim-spm-rate', 1]
-    assert run(*command, '--output', tmp_path / 'whole') == 0
+    assert run(*command, '--output', tmp_path / 'expected') == 0
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(*command) == 130
@@ -252,20 +252,20 @@ def test_results_of_other_options_are_not_reused(texts, tmp_path, monkeypatch):
         patch.setattr(write_shards, 'save_result', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(*other) == 130
     # Negative control: the first shard differs and has the same size.
-    first, expected = first_of(tmp_path / 'data'), first_of(tmp_path / 'whole')
+    first, expected = first_of(tmp_path / 'data'), first_of(tmp_path / 'expected')
     assert first != expected
     assert len(first) == len(expected)
     assert run(*command) == 0
-    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'expected')
 
 
 @pytest.mark.parametrize('lost', ['train-00001.arrayrecord', 'tokenizer.json', f'{WORK_DIRECTORY}/group-00001.json'])
 def test_lost_files_are_written_again(texts, tmp_path, monkeypatch, lost):
     command = ['--input', texts, *ARGUMENTS, '--output', tmp_path / 'data']
-    assert run(*command[:-1], tmp_path / 'whole') == 0
+    assert run(*command[:-1], tmp_path / 'expected') == 0
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(*command) == 130
     (tmp_path / 'data' / lost).unlink()
     assert run(*command) == 0
-    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'expected')

@@ -25,7 +25,7 @@ def kill(directory, *kills):
     assert all(report['same'])
     # Negative controls: other options change the result, and cleaning removes documents.
     assert not report['other_is_same']
-    removed = json.loads(contents(directory / 'whole')['cleaning.json'])['removed']
+    removed = json.loads(contents(directory / 'uninterrupted')['cleaning.json'])['removed']
     assert removed.keys() >= {'c4: lorem ipsum', 'duplicate: exact', 'duplicate: near'}, removed.keys()
     return report
 

@@ -46,9 +46,9 @@ def test_no_eval_and_gguf_export(workdir, tmp_path, capsys):
     file = tmp_path / 'model.gguf'
     argv = ['export-gguf', f'--checkpoint={output}', f'--output={file}', '--dtype=q8_0']
     assert exit_code(hf.main, argv) == EXIT_DONE
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert told.startswith(f'{file}: llama of ')
-    assert told.endswith(' matrices in f16, because their row size is not a multiple of 32')
+    summary = capsys.readouterr().out.splitlines()[-1]
+    assert summary.startswith(f'{file}: llama of ')
+    assert summary.endswith(' matrices in f16, because their row size is not a multiple of 32')
 
 
 def test_the_table(tmp_path):

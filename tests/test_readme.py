@@ -1,4 +1,4 @@
-"""README and docs are true: files are there, commands parse, keys exist."""
+"""README and docs: named files and keys exist, commands parse, and commands with a model run."""
 
 import importlib
 import io
@@ -31,14 +31,14 @@ BLOCKS = blocks(DOCS)
 
 
 def commands():
-    """The commands of the code blocks and of the running text that start with a word of ours."""
+    """Returns the commands of maxlm and of its scripts in code blocks and text, split into words."""
     lines = [line for block in BLOCKS for line in block.replace('\\\n', ' ').splitlines()]
     lines += re.findall(r'`((?:python -m|bash|\./launch)[^`]*)`', DOCS)
     return [shlex.split(line, comments=True) for line in lines if re.match(r'(python -m|bash|\./launch)', line)]
 
 
 class _ParsedError(Exception):
-    """Ends a verb after its command line was read."""
+    """Stops a verb after it has parsed its command line."""
 
 
 def test_commands_parse(monkeypatch):
@@ -61,7 +61,7 @@ def test_commands_parse(monkeypatch):
         argv = words[3:]
         imported = importlib.import_module(module)
         if hasattr(imported, '__path__'):
-            # What `python -m` runs of a package.
+            # `python -m` runs this module of a package.
             imported = importlib.import_module(f'{module}.__main__')
         with pytest.raises(_ParsedError):
             imported.main(argv)
@@ -73,13 +73,13 @@ def test_commands_parse(monkeypatch):
     verbs = {'train', 'evaluate', 'generate', 'hf', 'prepare', 'fetch', 'plan', 'checkpoints', 'supervise'}
     verbs |= {'doctor', 'monitor', 'report', 'grpo', 'serve', 'quantize'}
     assert seen >= {f'maxlm.{verb}' for verb in verbs} | {'benchmarks.step'}
-    # Control: an option that is not there does not pass.
+    # Negative control: an unknown option is refused.
     with pytest.raises(InputError, match='temprature'):
         importlib.import_module('maxlm.generate').main(['--checkpoint=x', '--prompt=y', '--temprature=1'])
 
 
 def dead_links(text):
-    """Targets of links in a text of docs/ that are not there, but for addresses."""
+    """Returns the targets of links in a text of docs/ that do not exist; URLs are not checked."""
     targets = {target.split('#')[0] for target in re.findall(r'\]\(([^)]+)\)', text) if '://' not in target}
     return {target for target in targets if not (ROOT / 'docs' / target).exists()}
 
@@ -96,7 +96,7 @@ def test_named_files_exist():
     assert dead_links('[a](performance.md) [b](performanc.md#part)') == {'performanc.md'}
     docs = sorted((ROOT / 'docs').glob('*.md'))
     assert {path.name: dead for path in docs if (dead := dead_links(path.read_text()))} == {}
-    # README leads to every document.
+    # README links to every page.
     assert {f'docs/{path.name}' for path in docs} <= set(re.findall(r'\]\(([^)]+)\)', README))
     tree = next(block for block in blocks((ROOT / 'docs/structure.md').read_text()) if block.startswith('configs/'))
     for folder in re.findall(r'^  (\w+)/', tree, re.MULTILINE):
@@ -111,7 +111,7 @@ def exists(key):
         load(str(ROOT / 'configs/tiny.py'), [f'{key}=§'])
     except InputError as error:
         return 'does not exist' not in str(error)
-    # A key for text takes any.
+    # A key of type str accepts any text.
     return True
 
 
@@ -141,28 +141,28 @@ def test_commands_with_a_model_run(runs, monkeypatch, capsys):
     assert 5 <= len(lines) <= 8
     monkeypatch.chdir(runs)
     monkeypatch.setattr('sys.stdin', io.StringIO('Hello\n/quit\n'))
-    # All but the loop of the server, and the compilation of all its programs, which tests/test_serve.py runs.
-    monkeypatch.setattr(Engine, 'warm_up', lambda self, tell: None)
+    # tests/test_serve.py runs the loop of the server and compiles all programs.
+    monkeypatch.setattr(Engine, 'warm_up', lambda self, on_program: None)
     served = []
     monkeypatch.setattr('maxlm.serving.server.serve_until_stopped', lambda running: served.append(running) or EXIT_DONE)
-    told = []
+    outputs = []
     for line in lines:
         module, *argv = shlex.split(line)[2:]
         if module == 'maxlm.serve':
             argv.append('--port=0')
         assert exit_code(importlib.import_module(module).main, argv) == EXIT_DONE, line
-        told.append(capsys.readouterr().out)
-    assert told[0].count('Once upon') == 4
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0].count('Once upon') == 4
     (row,) = map(json.loads, (runs / 'continued.jsonl').read_text().splitlines())
     assert (row['id'], len(row['completions'])) == (7, 1)
-    assert '/quit' in told[2]
+    assert '/quit' in outputs[2]
     assert len(served) == 1
-    assert 'int8' in told[4]
+    assert 'int8' in outputs[4]
     assert (runs / 'runs' / 'first-int8' / 'config.json').is_file()
-    assert 'first-int8' in told[5]
+    assert 'first-int8' in outputs[5]
     assert (runs / 'results' / 'evaluation.json').is_file()
     assert (runs / 'first.gguf').read_bytes()[:4] == b'GGUF'
-    # Control: a command that cannot be done does not pass.
+    # Negative control: a command that fails has another exit code.
     module, *argv = shlex.split(lines[4])[2:]
     assert exit_code(importlib.import_module(module).main, argv) == EXIT_BAD_INPUT
     assert 'first-int8' in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_former_options_are_known_to_their_commands(capsys):
 
 
 def test_a_run_of_release_0_1_resumes(dataset, tmp_path, capsys):
-    """The last commit with the former names wrote this workdir with the data set of the fixture."""
+    """The last commit with the former names wrote this workdir with the data set of the fixture `dataset`."""
     with tarfile.open(ROOT / 'tests/golden/workdir_0_1.tar.xz') as archive:
         archive.extractall(tmp_path / 'run', filter='data')
     assert 'window' in json.loads((tmp_path / 'run' / CONFIG).read_text())['data']

@@ -85,7 +85,7 @@ def test_bad_input(run, tmp_path):
     foreign = tmp_path / 'foreign'
     foreign.mkdir()
     (foreign / 'letter.txt').write_text('hello')
-    for words, told in (
+    for words, message in (
         ([tmp_path / 'none'], 'none'),
         ([foreign], 'not a workdir'),
         (['gs://bucket/run'], '--output'),
@@ -95,7 +95,7 @@ def test_bad_input(run, tmp_path):
     ):
         code, out, err = run(*words)
         assert (code, out) == (EXIT_BAD_INPUT, '')
-        assert told in err
+        assert message in err
         assert err.count('\n') == 1
         assert 'secret' not in err
 

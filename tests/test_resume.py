@@ -36,7 +36,7 @@ SETTINGS = {
     'eval__interval': 2,
     'eval__num_samples': 0,
 }
-# Texts and conversations use the same model, so that they share programs.
+# Texts and conversations use the same model, so that their runs share programs.
 NEXT_TOKEN = {**SETTINGS, 'optimizer__ema_decay': 0.9, 'model__vocab_size': 264, 'data__seq_len': WINDOW}
 # With a constant rate after the warm-up, runs of different lengths share the same step.
 NEXT_TOKEN |= {'optimizer__schedule': 'constant'}
@@ -94,32 +94,32 @@ def commands(dataset, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def wholes(commands, tmp_path_factory):
+def uninterrupted(commands, tmp_path_factory):
     """Returns a cached function that runs an objective without interruption."""
     made = {}
 
-    def whole(objective):
+    def uninterrupted(objective):
         if objective not in made:
-            made[objective] = tmp_path_factory.mktemp('whole') / objective
+            made[objective] = tmp_path_factory.mktemp('uninterrupted') / objective
             main, words = commands[objective]
             assert exit_code(main, [*words, f'--workdir={made[objective]}']) == EXIT_DONE
         return made[objective]
 
-    return whole
+    return uninterrupted
 
 
 @pytest.fixture(scope='module')
 def last_params():
     """Returns a cached function that reads the last parameters of an uninterrupted run."""
-    return functools.cache(lambda whole, item: params_of(whole, max(saved_steps(whole)), item))
+    return functools.cache(lambda workdir, item: params_of(workdir, max(saved_steps(workdir)), item))
 
 
 @pytest.fixture
 def assert_same_runs(last_params):
-    def assert_same_runs(workdir, whole, items=('params',)):
-        assert curve(workdir) == curve(whole)
+    def assert_same_runs(workdir, expected, items=('params',)):
+        assert curve(workdir) == curve(expected)
         for item in items:
-            assert same(params_of(workdir, max(saved_steps(workdir)), item), last_params(whole, item))
+            assert same(params_of(workdir, max(saved_steps(workdir)), item), last_params(expected, item))
 
     return assert_same_runs
 
@@ -133,7 +133,7 @@ def assert_same_runs(last_params):
     ],
 )
 def test_a_run_that_ended_early_resumes_exactly(
-    commands, wholes, end_at, assert_same_runs, tmp_path, monkeypatch, objective, how
+    commands, uninterrupted, end_at, assert_same_runs, tmp_path, monkeypatch, objective, how
 ):
     main, words = commands[objective]
     command = [*words, f'--workdir={tmp_path}']
@@ -150,7 +150,9 @@ def test_a_run_that_ended_early_resumes_exactly(
     assert max(saved_steps(tmp_path)) == expected
     monkeypatch.undo()
     assert exit_code(main, command) == EXIT_DONE
-    assert_same_runs(tmp_path, wholes(objective), ('params',) if objective in ('dpo', 'grpo') else ('params', 'ema'))
+    assert_same_runs(
+        tmp_path, uninterrupted(objective), ('params',) if objective in ('dpo', 'grpo') else ('params', 'ema')
+    )
     first = (1, 'preempted', EXIT_PREEMPTED) if how == 'stopped' else (1, 'failed', EXIT_FAILED)
     assert ends(tmp_path) == [first, (2, 'finished', EXIT_DONE)]
     resumed = [event['from_step'] for event in read_events(tmp_path).lines if event['kind'] == 'resumed']

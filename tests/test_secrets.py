@@ -98,7 +98,9 @@ def test_files_and_output_contain_no_secret(dataset, tmp_path, secrets, monkeypa
     files[1].write_text(FILES['NETRC'])
     assert leaks(workdir) == ['checkpoints/planted', 'plain']
     planted = len(VARIABLES) + len(FILES)
-    measured(record_property, 'secrets', f'{planted} planted: 0 found in {searched} files and what two lives printed')
+    measured(
+        record_property, 'secrets', f'{planted} planted: 0 found in {searched} files and the output of two attempts'
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`maxlm.serve` with a model answers what the engine draws; what it prints, and what it refuses."""
+"""`maxlm.serve` with a model: responses equal those of the engine; output and errors of the command."""
 
 import concurrent.futures
 import itertools
@@ -14,7 +14,7 @@ import jax
 import openai
 import pytest
 
-pytest.importorskip('fastapi', reason='the extra serve')
+pytest.importorskip('fastapi', reason="needs the extra 'serve': pip install 'maxlm[serve]'")
 
 from maxlm import serve
 from maxlm.data.chat.template import CHATML
@@ -63,8 +63,8 @@ def engine(model):
 
 @pytest.fixture(scope='module')
 def alone(model):
-    """Draws without a server."""
-    # As many slots as the server's, whose programs are compiled.
+    """Returns a function that samples without a server."""
+    # With the number of slots of the server, the compiled programs are shared.
     engine = Engine(model, num_slots=SLOTS)
     lock = threading.Lock()
 
@@ -121,13 +121,15 @@ def test_completions_equal_those_of_the_engine(complete, alone, model):
     assert len(choice.logprobs.top_logprobs[0]) == 2
     warm = {'temperature': 1.5, 'top_p': 0.95}
     drawn = complete('Once', n=3, seed=5, **warm)
-    assert [one.text for one in drawn.choices] == [one.text for one in alone(b'Once', num_samples=3, seed=5, **warm)]
+    assert [choice.text for choice in drawn.choices] == [
+        sample.text for sample in alone(b'Once', num_samples=3, seed=5, **warm)
+    ]
     assert complete('Once', n=3, seed=6, **warm).choices[0].text != drawn.choices[0].text
     streamed = complete('Once', n=3, seed=5, stream=True, **warm)
     texts = ['', '', '']
     for chunk in streamed:
         texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [one.text for one in drawn.choices]
+    assert texts == [choice.text for choice in drawn.choices]
     limited = complete('Once', temperature=1.5, seed=5, extra_body={'top_k': 1}).choices[0].text
     assert limited == greedy.text
     assert complete([*b'Once'], temperature=0).choices[0].text == greedy.text
@@ -147,8 +149,8 @@ def test_chat_equals_the_completion_of_the_rendered_template(client, alone, mode
     answer = client.chat.completions.create(**given, logprobs=True, top_logprobs=1)
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens == len(ids)
-    told = [token.logprob for token in answer.choices[0].logprobs.content]
-    assert near(told, [token.log_prob for token in expected.tokens])
+    log_probs = [token.logprob for token in answer.choices[0].logprobs.content]
+    assert near(log_probs, [token.log_prob for token in expected.tokens])
     pieces = [chunk.choices[0].delta.content or '' for chunk in client.chat.completions.create(**given, stream=True)]
     assert ''.join(pieces) == expected.text
 
@@ -162,11 +164,11 @@ def test_suffix_requires_fim_tokens(complete):
 def test_fifty_concurrent_requests(complete, alone, engine):
     prompts = [f'{number}: {"x" * (number % 7)}' for number in range(50)]
 
-    def one(number):
+    def send(number):
         return complete(prompts[number], seed=number, max_tokens=5 + number % 9, temperature=1.3).choices[0].text
 
     with concurrent.futures.ThreadPoolExecutor(50) as pool:
-        texts = list(pool.map(one, range(50)))
+        texts = list(pool.map(send, range(50)))
     for number in range(0, 50, 7):
         settings = {'seed': number, 'temperature': 1.3}
         assert texts[number] == alone(prompts[number].encode(), 5 + number % 9, **settings)[0].text
@@ -176,13 +178,13 @@ def test_fifty_concurrent_requests(complete, alone, engine):
 
 @pytest.mark.parametrize('stream', [False, True])
 def test_a_disconnected_client_frees_its_slots(server, engine, stream):
-    drawn = engine.state.generated_tokens
-    asked = {'prompt': 'a', 'max_tokens': CONTEXT - 1, 'n': 64, 'stream': stream, 'ignore_eos': True}
+    before = engine.state.generated_tokens
+    body = {'prompt': 'a', 'max_tokens': CONTEXT - 1, 'n': 64, 'stream': stream, 'ignore_eos': True}
     with server.connect() as connection:
-        connection.sendall(request_bytes('/v1/completions', asked))
+        connection.sendall(request_bytes('/v1/completions', body))
         until(lambda: engine.state.running == SLOTS)
     until(lambda: (engine.state.running, engine.state.waiting) == (0, 0))
-    assert engine.state.generated_tokens - drawn < 64 * (CONTEXT - 1)
+    assert engine.state.generated_tokens - before < 64 * (CONTEXT - 1)
 
 
 def test_values_at_their_limits_are_accepted(server, engine):
@@ -201,9 +203,9 @@ def test_values_at_their_limits_are_accepted(server, engine):
     with httpx.Client(base_url=server.url, timeout=60) as http:
         for number, values in enumerate(itertools.zip_longest(*edges.values())):
             settings = {name: value for name, value in zip(edges, values, strict=True) if value is not None}
-            for one in (settings, *({name: value} for name, value in settings.items())):
-                answer = http.post('/v1/completions', json={'prompt': 'ab', 'max_tokens': 4, 'n': 2} | one)
-                assert answer.status_code == 200, (number, one, answer.text)
+            for parameters in (settings, *({name: value} for name, value in settings.items())):
+                answer = http.post('/v1/completions', json={'prompt': 'ab', 'max_tokens': 4, 'n': 2} | parameters)
+                assert answer.status_code == 200, (number, parameters, answer.text)
 
 
 def test_hostile_requests_do_not_affect_the_engine(server, complete, engine):
@@ -244,7 +246,7 @@ def test_the_command(workdir, tmp_path):
         else:
             pytest.fail(''.join(lines))
         assert 'no step has a validation loss; serving the newest, step 5' in ''.join(lines)
-        # It is ready when it says so.
+        # The server is ready when it prints this line.
         assert httpx.get(f'{found[1]}/health').json() == {'status': 'ok'}
         with openai.OpenAI(base_url=f'{found[1]}/v1', api_key='secret', max_retries=0) as client:
             (model,) = client.models.list().data
@@ -254,10 +256,10 @@ def test_the_command(workdir, tmp_path):
             with pytest.raises(openai.BadRequestError, match='at most 20'):
                 client.chat.completions.create(model='mine', messages=HELLO, max_tokens=21)
         process.send_signal(signal.SIGTERM)
-        told = process.stdout.read()
+        output = process.stdout.read()
         assert process.wait(60) == EXIT_DONE
-        assert 'SIGTERM: finishing running requests' in told
-        assert 'Traceback' not in told
+        assert 'SIGTERM: finishing running requests' in output
+        assert 'Traceback' not in output
 
 
 @pytest.mark.parametrize(
@@ -304,10 +306,10 @@ def test_the_model_is_in_memory_once(workdir, model, monkeypatch):
         return sum(array.shape == shape for array in jax.live_arrays())
 
     def start():
-        """Arrays of a run's parameters that are there while the command serves, beside those before."""
+        """Returns the number of additional parameter arrays while the command serves."""
         before, found = stacked(), []
-        # Compiling all programs takes long, and changes no array.
-        monkeypatch.setattr(Engine, 'warm_up', lambda self, tell: None)
+        # Compiling all programs takes long and does not change arrays.
+        monkeypatch.setattr(Engine, 'warm_up', lambda self, on_program: None)
         monkeypatch.setattr(
             'maxlm.serving.server.serve_until_stopped', lambda _: found.append(stacked() - before) or EXIT_DONE
         )
@@ -315,7 +317,7 @@ def test_the_model_is_in_memory_once(workdir, model, monkeypatch):
         return found
 
     assert start() == [0]
-    # Control: they are found.
+    # Negative control: the arrays are found.
     monkeypatch.setattr(LoadedModel, 'without_params', lambda self: self)
     assert start() == [1]
 
@@ -333,7 +335,7 @@ def test_an_open_port_without_a_key_causes_a_warning(capfd, monkeypatch):
     assert 'anyone who can reach this machine can use the model' in capfd.readouterr().out
     monkeypatch.setenv(serve.API_KEY, 'secret')
     assert exit_code(serve.main, open_to_all) == EXIT_BAD_INPUT
-    assert 'whoever' not in capfd.readouterr().out
+    assert 'anyone who' not in capfd.readouterr().out
     monkeypatch.setenv(serve.API_KEY, 'two words')
     assert exit_code(serve.main, open_to_all) == EXIT_BAD_INPUT
     assert f'{serve.API_KEY}: the API key must' in capfd.readouterr().err

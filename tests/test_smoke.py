@@ -27,19 +27,19 @@ SETTINGS = {
 
 @pytest.fixture(scope='module')
 def smoke(dataset, tmp_path_factory):
-    """Runs two steps and two more after a restart, four steps at once, and generates with the result.
+    """Runs two steps and two more after a restart, four steps without a restart, and generates text.
 
     All tests share this fixture to save time.
     """
     directory = tmp_path_factory.mktemp('smoke')
-    resumed, whole = directory / 'resumed', directory / 'whole'
+    resumed, uninterrupted = directory / 'resumed', directory / 'uninterrupted'
     assert run(dataset, resumed, **SETTINGS, train__num_steps=2) == EXIT_DONE
     assert run(dataset, resumed, **SETTINGS, train__num_steps=4) == EXIT_DONE
-    assert run(dataset, whole, **SETTINGS, train__num_steps=4) == EXIT_DONE
+    assert run(dataset, uninterrupted, **SETTINGS, train__num_steps=4) == EXIT_DONE
     command = [f'--checkpoint={resumed}', '--prompt=Lic', '--max-tokens=6', '--temperature=0', '--num-samples=2']
     with contextlib.redirect_stdout(io.StringIO()) as written:
         assert exit_code(generate.main, command) == EXIT_DONE
-    return resumed, whole, written.getvalue()
+    return resumed, uninterrupted, written.getvalue()
 
 
 @pytest.fixture
@@ -48,16 +48,16 @@ def resumed(smoke):
 
 
 @pytest.fixture
-def whole(smoke):
+def uninterrupted(smoke):
     return smoke[1]
 
 
-def test_resumed_losses_are_exact(resumed, whole):
-    assert curve(resumed) == curve(whole)
+def test_resumed_losses_are_exact(resumed, uninterrupted):
+    assert curve(resumed) == curve(uninterrupted)
 
 
-def test_resumed_parameters_are_exact(resumed, whole):
-    assert same(params_of(resumed, 4), params_of(whole, 4))
+def test_resumed_parameters_are_exact(resumed, uninterrupted):
+    assert same(params_of(resumed, 4), params_of(uninterrupted, 4))
 
 
 def test_parameters_change(resumed):
@@ -105,7 +105,7 @@ def test_saves_are_events(resumed):
 
 def test_the_ledger_has_both_attempts(resumed):
     ledger = read_goodput(resumed)
-    assert [(life.number, life.start_step, life.step, life.is_closed) for life in ledger.attempts] == [
+    assert [(attempt.number, attempt.start_step, attempt.step, attempt.is_closed) for attempt in ledger.attempts] == [
         *((1, 0, 2, True), (2, 2, 4, True)),
     ]
     assert ledger.totals['lost'] == 0

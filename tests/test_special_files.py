@@ -1,4 +1,4 @@
-"""Special files in untrusted directories: each reader exits with one line for each file that it opens."""
+"""Special files in untrusted directories: each file that is read causes an error of one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOBODY = 65534
 
 
 @pytest.fixture(scope='module')
-def here():
+def models():
     """Returns a directory with a workdir `run`, and its Transformers export in one file and in shards."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -54,11 +54,11 @@ def verify(step):
         raise InputError(lines[0])
 
 
-def open_all(here):
+def open_all(models):
     """Returns (file, function that opens it) for each file of a model that is read."""
     texts = ('config.json', 'tokenizer.json', 'chat_template.jinja')
     kept = ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json')
-    params = here / STEP / 'params'
+    params = models / STEP / 'params'
     files = (
         (params / 'd').iterdir(),
         params.rglob('*METADATA*'),
@@ -67,14 +67,14 @@ def open_all(here):
     )
     # Orbax writes these and does not read them.
     unread = ('_CHECKPOINT_METADATA', 'commit_success.txt')
-    arrays = [path.relative_to(here) for found in files for path in found if path.name not in unread]
+    arrays = [path.relative_to(models) for found in files for path in found if path.name not in unread]
     for name in (*texts, *kept, 'model.safetensors'):
-        yield f'one/{name}', lambda: import_model(f'{here}/one', f'{here}/new', show=False)
+        yield f'one/{name}', lambda: import_model(f'{models}/one', f'{models}/new', show=False)
     for name in ('model.safetensors.index.json', 'model-1.safetensors'):
-        yield f'shards/{name}', lambda: import_model(f'{here}/shards', f'{here}/new', show=False)
+        yield f'shards/{name}', lambda: import_model(f'{models}/shards', f'{models}/new', show=False)
     for name in (*(f'run/{name}' for name in texts), *map(str, arrays)):
-        yield name, lambda: load_model(f'{here}/run', num_devices=1)
-    yield f'{STEP}/progress/metadata', lambda: verify(to_path(here / STEP))
+        yield name, lambda: load_model(f'{models}/run', num_devices=1)
+    yield f'{STEP}/progress/metadata', lambda: verify(to_path(models / STEP))
 
 
 def make_socket(path):
@@ -117,9 +117,9 @@ def without_privileges():
 
 
 @pytest.mark.parametrize('words', SPECIAL)
-def test_special_files_are_one_line(here, in_time, words):
-    for name, read in open_all(here):
-        path, aside = here / name, here / 'aside'
+def test_special_files_are_one_line(models, in_time, words):
+    for name, read in open_all(models):
+        path, aside = models / name, models / 'aside'
         path.rename(aside)
         try:
             SPECIAL[words](path)
@@ -135,18 +135,18 @@ def test_special_files_are_one_line(here, in_time, words):
             'bytes': name.endswith('.safetensors') or '/d/' in name,
             'directory': name.startswith(STEP),
         }.get(words, False)
-        assert f'{here}/' in message if in_library else (f'{path}: ' in message and words in message), message
-        assert not (here / 'new').exists()
+        assert f'{models}/' in message if in_library else (f'{path}: ' in message and words in message), message
+        assert not (models / 'new').exists()
 
 
-def test_unmodified_files_are_read(here):
+def test_unmodified_files_are_read(models):
     """Negative control: each reader reads all unmodified files."""
-    import_model(f'{here}/one', f'{here}/new', show=False)
-    shutil.rmtree(here / 'new')
-    import_model(f'{here}/shards', f'{here}/new', show=False)
-    shutil.rmtree(here / 'new')
-    assert load_model(f'{here}/run', num_devices=1).step == 0
-    verify(to_path(here / STEP))
+    import_model(f'{models}/one', f'{models}/new', show=False)
+    shutil.rmtree(models / 'new')
+    import_model(f'{models}/shards', f'{models}/new', show=False)
+    shutil.rmtree(models / 'new')
+    assert load_model(f'{models}/run', num_devices=1).step == 0
+    verify(to_path(models / STEP))
 
 
 def test_links_inside_of_a_directory_and_of_the_hubs_cache(tmp_path):

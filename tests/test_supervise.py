@@ -32,7 +32,7 @@ def ends(*codes):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ('lives', 'code', 'starts'),
+    ('attempts', 'code', 'starts'),
     [
         (ends(1, 75, 2), EXIT_BAD_INPUT, 3),
         (ends(1, 1, 0), EXIT_DONE, 3),
@@ -43,8 +43,8 @@ def ends(*codes):
         ([{'signal': signal.SIGKILL}] * 3 + ends(0), 128 + signal.SIGKILL, 3),
     ],
 )
-def test_exit_codes_and_restarts(programs, tmp_path, monkeypatch, capfd, lives, code, starts):
-    programs.plan(attempts=lives)
+def test_exit_codes_and_restarts(programs, tmp_path, monkeypatch, capfd, attempts, code, starts):
+    programs.plan(attempts=attempts)
     words = ('--backoff', '0', '--', *TRAIN, f'--workdir={tmp_path}/run')
     ended, messages = in_this_process(programs, monkeypatch, capfd, *words)
     assert (ended, len(programs.lines('python'))) == (code, starts), messages

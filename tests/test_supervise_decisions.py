@@ -8,7 +8,7 @@ from maxlm.supervise import Policy, RestartHistory, find_workdir, newest_step, n
 POLICY = Policy(max_failures=3, backoff=10.0)
 
 
-def lives(*ends, newest=-1):
+def decisions_after(*ends, newest=-1):
     """Returns the decision after the attempts with the given (code, newest step)."""
     history, decisions = RestartHistory(newest, 0, POLICY.backoff), []
     for code, step in ends:
@@ -35,7 +35,7 @@ def lives(*ends, newest=-1):
     ],
 )
 def test_decisions(ends, code):
-    *before, last = lives(*ends)
+    *before, last = decisions_after(*ends)
     assert [decision.code for decision in before] == [None] * len(before)
     assert last.code == code
 

@@ -154,13 +154,13 @@ def test_a_finished_run_has_nothing_to_do_and_can_be_extended(dataset, tmp_path,
     assert (workdir / 'checkpoints' / '5').is_dir()
     # Each start is an attempt with a start and an end event.
     assert ends(workdir) == [(1, 'finished', EXIT_DONE), (2, 'finished', EXIT_DONE), (3, 'finished', EXIT_DONE)]
-    lives = read_goodput(workdir).attempts
-    assert [(life.number, life.start_step, life.step, life.is_closed) for life in lives] == [
+    attempts = read_goodput(workdir).attempts
+    assert [(attempt.number, attempt.start_step, attempt.step, attempt.is_closed) for attempt in attempts] == [
         (1, 0, 3, True),
         (2, None, None, True),
         (3, 3, 5, True),
     ]
-    assert lives[1].seconds['step'] == sum(life.seconds['lost'] for life in lives) == 0
+    assert attempts[1].seconds['step'] == sum(attempt.seconds['lost'] for attempt in attempts) == 0
 
 
 def test_a_run_starts_with_the_config_and_the_parameters_of_another(dataset, tmp_path, capsys):

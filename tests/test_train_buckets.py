@@ -1,4 +1,4 @@
-"""Runs in a bucket or with a mirror there: moved between machines, with failing requests."""
+"""Runs in a bucket or with a mirror in a bucket: restarts on other machines, and failing requests."""
 
 import json
 import math
@@ -28,9 +28,9 @@ SETTINGS = {
 
 
 @pytest.fixture(scope='module')
-def whole(dataset, tmp_path_factory):
+def uninterrupted(dataset, tmp_path_factory):
     """Returns an uninterrupted run of eight steps in a directory."""
-    workdir = tmp_path_factory.mktemp('whole') / 'run'
+    workdir = tmp_path_factory.mktemp('uninterrupted') / 'run'
     assert run(dataset, workdir, **SETTINGS, train__num_steps=8) == EXIT_DONE
     return workdir
 
@@ -38,7 +38,7 @@ def whole(dataset, tmp_path_factory):
 @pytest.mark.multiprocess
 @pytest.mark.network_emulator
 @pytest.mark.nightly
-def test_a_run_in_a_bucket_resumes_on_another_machine(dataset, tmp_path, whole):
+def test_a_run_in_a_bucket_resumes_on_another_machine(dataset, tmp_path, uninterrupted):
     """Starts a process for each attempt, because TensorStore reads its environment once."""
     url = 'gs://bucket/runs/one'
     with running('bucket') as emulator:
@@ -50,15 +50,15 @@ def test_a_run_in_a_bucket_resumes_on_another_machine(dataset, tmp_path, whole):
                 assert process.wait(100) == EXIT_DONE, process.stdout + process.stderr
                 return process.stdout + process.stderr
 
-        def life(machine, num_steps, **settings):
+        def run_attempt(machine, num_steps, **settings):
             settings = {**SETTINGS, 'data__cache_dir': tmp_path / machine, 'train__num_steps': num_steps, **settings}
             return maxlm('train', *arguments(dataset, url, **settings))
 
-        life('first', 4)
+        run_attempt('first', 4)
         shutil.rmtree(tmp_path / 'first')
         # The upload of step 6 is refused, without other consequences.
         emulator.fault('checkpoints/6', status=403)
-        assert 'resuming from step 4' in life('second', 8, alerts__file=tmp_path / 'alerts.jsonl')
+        assert 'resuming from step 4' in run_attempt('second', 8, alerts__file=tmp_path / 'alerts.jsonl')
         (alert,) = map(json.loads, (tmp_path / 'alerts.jsonl').read_text().splitlines())
         assert re.search(
             'checkpoint of step 6 not saved: the bucket returned status 403; .*training continues', alert['message']
@@ -68,26 +68,26 @@ def test_a_run_in_a_bucket_resumes_on_another_machine(dataset, tmp_path, whole):
         assert {'2', '4', '8'} <= steps
         assert '6' not in steps
 
-        (there,) = (tmp_path / 'second' / 'runs').iterdir()
-        assert curve(there) == curve(whole)
+        (local,) = (tmp_path / 'second' / 'runs').iterdir()
+        assert curve(local) == curve(uninterrupted)
         assert 'step 8: loss' in maxlm('evaluate', f'--checkpoint={url}@best', f'--data={dataset}')
         # Another run resumes from it with the complete state.
         (tmp_path / 'new').mkdir()
         maxlm('train', *arguments(dataset, tmp_path / 'new', **SETTINGS, train__num_steps=8), f'--resume={url}@4')
-        assert curve(tmp_path / 'new') == curve(whole)
-        assert same(params_of(tmp_path / 'new', 8), params_of(whole, 8))
+        assert curve(tmp_path / 'new') == curve(uninterrupted)
+        assert same(params_of(tmp_path / 'new', 8), params_of(uninterrupted, 8))
 
 
 @pytest.mark.multiprocess
 @pytest.mark.network_emulator
-def test_processes_that_share_only_a_bucket(dataset, tmp_path, whole, monkeypatch):
+def test_processes_that_share_only_a_bucket(dataset, tmp_path, uninterrupted, monkeypatch):
     """Each process has a separate directory, as on the machines of a TPU pod."""
     url = 'gs://bucket/runs/two'
     with running('bucket') as emulator:
         for name, value in emulator.environment.items():
             monkeypatch.setenv(name, value)
 
-        def life(machine, num_steps):
+        def run_attempt(machine, num_steps):
             words = arguments(dataset, url, **SETTINGS, data__cache_dir=tmp_path / machine, train__num_steps=num_steps)
             with Processes(2, 4, words, logs=tmp_path / f'{machine}-logs') as both:
                 assert both.wait(100) == [EXIT_DONE] * 2, both.output(0) + both.output(1)
@@ -95,11 +95,11 @@ def test_processes_that_share_only_a_bucket(dataset, tmp_path, whole, monkeypatc
 
         # The first save is refused for all processes.
         emulator.fault('checkpoints/_probe', status=403, times=1)
-        assert 'checkpoint of step 2 not saved' in life('first', 4)
+        assert 'checkpoint of step 2 not saved' in run_attempt('first', 4)
         shutil.rmtree(tmp_path / 'first')
-        assert 'resuming from step 4' in life('second', 8)
-        (there,) = (tmp_path / 'second' / 'runs').iterdir()
-        found, wanted = curve(there), curve(whole)
+        assert 'resuming from step 4' in run_attempt('second', 8)
+        (local,) = (tmp_path / 'second' / 'runs').iterdir()
+        found, wanted = curve(local), curve(uninterrupted)
         assert sorted(found) == sorted(wanted)
         for step in wanted:
             assert math.isclose(found[step]['train/loss'], wanted[step]['train/loss'], rel_tol=1e-6)
@@ -113,42 +113,42 @@ def s3(monkeypatch):
 
 
 @pytest.mark.parametrize('as_workdir', [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_run_with_a_mirror_resumes_on_another_machine(dataset, tmp_path, whole, s3, capsys, as_workdir):
+def test_a_run_with_a_mirror_resumes_on_another_machine(dataset, tmp_path, uninterrupted, s3, capsys, as_workdir):
     url = f's3://bucket/{as_workdir}'
 
-    def life(machine, num_steps, **more):
+    def run_attempt(machine, num_steps, **more):
         settings = SETTINGS | {'train__num_steps': num_steps} | more
         if as_workdir:
             return run(dataset, url, **settings, data__cache_dir=tmp_path / machine)
         return run(dataset, tmp_path / machine, **settings, checkpoint__remote_dir=url)
 
-    assert life('first', 4) == EXIT_DONE
-    names = {one['Key'] for one in s3.list_objects_v2(Bucket='bucket', Prefix=str(as_workdir))['Contents']}
+    assert run_attempt('first', 4) == EXIT_DONE
+    names = {entry['Key'] for entry in s3.list_objects_v2(Bucket='bucket', Prefix=str(as_workdir))['Contents']}
     assert {f'{as_workdir}/{name}' for name in ('config.json', 'metrics.jsonl', 'checkpoints/4/mirror.json')} <= names
     shutil.rmtree(tmp_path / 'first')
-    assert life('second', 8) == EXIT_DONE
+    assert run_attempt('second', 8) == EXIT_DONE
     assert 'resuming from step 4' in capsys.readouterr().out
-    there = next((tmp_path / 'second' / 'runs').iterdir()) if as_workdir else tmp_path / 'second'
-    assert curve(there) == curve(whole)
+    local = next((tmp_path / 'second' / 'runs').iterdir()) if as_workdir else tmp_path / 'second'
+    assert curve(local) == curve(uninterrupted)
 
     def complete():
         names = [
-            one['Key'].split('/') for one in s3.list_objects_v2(Bucket='bucket', Prefix=str(as_workdir))['Contents']
+            entry['Key'].split('/') for entry in s3.list_objects_v2(Bucket='bucket', Prefix=str(as_workdir))['Contents']
         ]
         return {int(name[2]) for name in names if name[1] == 'checkpoints' and name[3:] == ['commit_success.txt']}
 
     assert complete() == {2, 4, 6, 8}
     # The retention rules also apply to checkpoints of attempts on other machines.
-    assert life('third', 10, checkpoint__max_to_keep=1) == EXIT_DONE
-    losses = {line['step']: line['eval/loss'] for line in read_metrics(there) if 'eval/loss' in line}
+    assert run_attempt('third', 10, checkpoint__max_to_keep=1) == EXIT_DONE
+    losses = {line['step']: line['eval/loss'] for line in read_metrics(local) if 'eval/loss' in line}
     assert complete() <= {10, min(losses, key=losses.get)}
     assert 10 in complete()
 
 
 @pytest.mark.multiprocess
 @pytest.mark.nightly
-def test_processes_that_share_an_s3_bucket_and_its_cache(dataset, tmp_path, whole, s3):
-    def life(machine, num_steps):
+def test_processes_that_share_an_s3_bucket_and_its_cache(dataset, tmp_path, uninterrupted, s3):
+    def run_attempt(machine, num_steps):
         words = arguments(
             dataset, 's3://bucket/two', **SETTINGS, data__cache_dir=tmp_path / machine, train__num_steps=num_steps
         )
@@ -156,11 +156,11 @@ def test_processes_that_share_an_s3_bucket_and_its_cache(dataset, tmp_path, whol
             assert both.wait(100) == [EXIT_DONE] * 2, both.output(0) + both.output(1)
             return both.output(0)
 
-    life('first', 4)
+    run_attempt('first', 4)
     shutil.rmtree(tmp_path / 'first')
-    assert 'resuming from step 4' in life('second', 6)
-    (there,) = (tmp_path / 'second' / 'runs').iterdir()
-    found, wanted = curve(there), curve(whole)
+    assert 'resuming from step 4' in run_attempt('second', 6)
+    (local,) = (tmp_path / 'second' / 'runs').iterdir()
+    found, wanted = curve(local), curve(uninterrupted)
     assert sorted(found) == sorted(wanted)[:6]
     for step in found:
         assert math.isclose(found[step]['train/loss'], wanted[step]['train/loss'], rel_tol=1e-6)
@@ -195,18 +195,18 @@ def test_invalid_workdirs(dataset, tmp_path, monkeypatch, capsys, workdir, setti
     assert not list(tmp_path.iterdir())
 
 
-def test_invalid_checkpoints_to_resume_from(dataset, tmp_path, whole, capsys):
+def test_invalid_checkpoints_to_resume_from(dataset, tmp_path, uninterrupted, capsys):
     def resumed(name, origin):
         command = arguments(dataset, tmp_path / name, **SETTINGS, train__num_steps=8)
         return exit_code(train.main, [*command, f'--resume={origin}'])
 
     assert resumed('a', tmp_path / 'nowhere') == EXIT_BAD_INPUT
     assert f'{tmp_path}/nowhere: no checkpoint' in capsys.readouterr().err
-    assert resumed('b', f'{whole}@5') == EXIT_BAD_INPUT
+    assert resumed('b', f'{uninterrupted}@5') == EXIT_BAD_INPUT
     assert 'steps: ' in capsys.readouterr().err
     assert not list(tmp_path.glob('*/checkpoints/*'))
     # Checkpoints of the workdir have priority, because the same command is restarted repeatedly.
-    assert resumed('c', f'{whole}@4') == EXIT_DONE
-    assert resumed('c', f'{whole}@2') == EXIT_DONE
+    assert resumed('c', f'{uninterrupted}@4') == EXIT_DONE
+    assert resumed('c', f'{uninterrupted}@2') == EXIT_DONE
     assert 'already has checkpoints' in capsys.readouterr().out
-    assert curve(tmp_path / 'c') == curve(whole)
+    assert curve(tmp_path / 'c') == curve(uninterrupted)

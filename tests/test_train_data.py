@@ -59,10 +59,10 @@ def test_a_weighted_mixture_is_reported_by_source(two, tmp_path, capsys):
     }
     mixed = tmp_path / 'mixed'
     assert run('unused', mixed, data__sources=sources(two, 0.25, 0.75), **settings) == EXIT_DONE
-    told = ''.join(capsys.readouterr())
-    assert 'source numbers: share 25.00% requested' in told
-    assert 'source numbers is repeated' in told
-    assert 'source letters is repeated' not in told
+    output = ''.join(capsys.readouterr())
+    assert 'source numbers: share 25.00% requested' in output
+    assert 'source numbers is repeated' in output
+    assert 'source letters is repeated' not in output
     lines = curve(mixed)
     last = lines[40]
     assert last['data/fraction/numbers'] == pytest.approx(0.25, abs=0.1)
@@ -133,29 +133,30 @@ SCHEDULE = '((4, 0.3), (8, 0.7))'
 def test_sequence_length_schedule(dataset, tmp_path, capsys):
     """Ten steps with 16 tokens per row; the first 3 steps have 4 tokens and the next 4 have 8."""
     settings = {'train__num_steps': 10, 'checkpoint__save_interval_steps': 1, 'checkpoint__max_to_keep': 10}
-    whole = tmp_path / 'whole'
-    assert run(dataset, whole, data__seq_len_schedule=SCHEDULE, **settings) == EXIT_DONE
-    told = capsys.readouterr().out
-    assert 'step       4  the sequence length is now 8 tokens' in told
-    assert 'step       8  the sequence length is now 16 tokens' in told
-    lines = curve(whole)
+    uninterrupted = tmp_path / 'uninterrupted'
+    assert run(dataset, uninterrupted, data__seq_len_schedule=SCHEDULE, **settings) == EXIT_DONE
+    output = capsys.readouterr().out
+    assert 'step       4  the sequence length is now 8 tokens' in output
+    assert 'step       8  the sequence length is now 16 tokens' in output
+    lines = curve(uninterrupted)
     assert [lines[step]['data/seq_len'] for step in (3, 4, 7, 8, 10)] == [4, 8, 8, 16, 16]
     tokens = [lines[step]['train/tokens'] for step in range(1, 11)]
     assert [b - a for a, b in itertools.pairwise(tokens)] == [tokens[0]] * 9
     # The counted operations of a step increase with the sequence length.
-    flops = [line['perf/mfu'] * line['perf/step_time_seconds'] for line in read_metrics(whole) if 'perf/mfu' in line]
+    metrics = [line for line in read_metrics(uninterrupted) if 'perf/mfu' in line]
+    flops = [line['perf/mfu'] * line['perf/step_time_seconds'] for line in metrics]
     assert flops[2] < flops[3] < flops[7]
     assert flops[0] == pytest.approx(flops[2], rel=1e-6)
     # Resumes at and after a change of the length.
     settings['checkpoint__save_interval_steps'] = 0
     for step in (3, 4):
         resumed = tmp_path / f'from_{step}'
-        shutil.copytree(whole, resumed)
+        shutil.copytree(uninterrupted, resumed)
         for later in range(step + 1, 11):
             shutil.rmtree(resumed / 'checkpoints' / str(later))
         assert run(dataset, resumed, data__seq_len_schedule=SCHEDULE, **settings) == EXIT_DONE
         assert curve(resumed) == lines, step
-        assert same(params_of(resumed, 10), params_of(whole, 10)), step
+        assert same(params_of(resumed, 10), params_of(uninterrupted, 10)), step
     plain = tmp_path / 'plain'
     assert run(dataset, plain, train__num_steps=10) == EXIT_DONE
     # Negative control: short sequences give another result on the same tokens.
@@ -195,8 +196,8 @@ def cached(cache):
 @pytest.mark.parametrize('workers', [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_training_from_a_bucket_equals_that_from_a_directory(bucket, tmp_path, capsys, workers):
     settings = {'data__shuffle_shards': 2, 'checkpoint__save_interval_steps': 10}
-    here = tmp_path / 'here'
-    assert run(bucket.path, here, **settings) == EXIT_DONE
+    local_run = tmp_path / 'local'
+    assert run(bucket.path, local_run, **settings) == EXIT_DONE
     sizes = {shard.name: shard.bytes for split in bucket.splits.values() for shard in split.shards}
     largest = max(sizes.values())
     # The limit suffices for the validation shard and two pools of two shards, but not for all shards.
@@ -210,23 +211,23 @@ def test_training_from_a_bucket_equals_that_from_a_directory(bucket, tmp_path, c
         'data__cache_limit_gib': gib,
         'data__download_threads': 2,
     }
-    there = tmp_path / 'there'
+    remote_run = tmp_path / 'remote'
     url = f'file://{bucket.path}'
-    assert run(url, there, **remote) == EXIT_DONE
-    assert curve(there) == curve(here)
+    assert run(url, remote_run, **remote) == EXIT_DONE
+    assert curve(remote_run) == curve(local_run)
     assert 'validation-00000.arrayrecord' in cached(cache)
     assert sum(cached(cache).values()) <= gib * 2**30
     if workers:
         # The following part does not depend on reader processes.
         return
     # Resuming needs shards that have been evicted.
-    shutil.rmtree(there / 'checkpoints' / '20')
-    assert run(url, there, **remote) == EXIT_DONE
-    assert curve(there) == curve(here)
+    shutil.rmtree(remote_run / 'checkpoints' / '20')
+    assert run(url, remote_run, **remote) == EXIT_DONE
+    assert curve(remote_run) == curve(local_run)
     # Negative control: pools change the order.
     plain = tmp_path / 'plain'
     assert run(bucket.path, plain) == EXIT_DONE
-    assert curve(plain)[1]['train/loss'] != curve(here)[1]['train/loss']
+    assert curve(plain)[1]['train/loss'] != curve(local_run)[1]['train/loss']
     capsys.readouterr()
     assert run(url, tmp_path / 'small', **{**remote, 'data__cache_limit_gib': largest / 2**30}) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
@@ -256,15 +257,15 @@ def test_evaluation_on_data_in_a_bucket(bucket, tmp_path, capsys):
 def test_training_continues_during_a_bucket_outage(bucket, tmp_path, capsys, monkeypatch):
     """The server is down after two pools are downloaded, and returns after training has requested a third."""
     settings = {'data__shuffle_shards': 2, 'data__prefetch_buffer_size': 1, 'data__num_threads': 1, 'eval__interval': 0}
-    here = tmp_path / 'here'
-    assert run(bucket.path, here, **settings) == EXIT_DONE
+    local_run = tmp_path / 'local'
+    assert run(bucket.path, local_run, **settings) == EXIT_DONE
     with gcs.running(monkeypatch) as server:
         for path in bucket.path.iterdir():
             server.put('bucket', f'corpus/{path.name}', path.read_bytes())
         fetch_one = shard_cache.fetch_patiently
         fetched = []
 
-        def fetch_some(file, *arguments, **options):
+        def fetch_and_stop(file, *arguments, **options):
             fetched.append(file.path.name)
             if len(fetched) == 5:
                 server.vanish()
@@ -272,12 +273,12 @@ def test_training_continues_during_a_bucket_outage(bucket, tmp_path, capsys, mon
                 threading.Timer(0.5, server.appear).start()
             return fetch_one(file, *arguments, **options)
 
-        monkeypatch.setattr(shard_cache, 'fetch_patiently', fetch_some)
+        monkeypatch.setattr(shard_cache, 'fetch_patiently', fetch_and_stop)
         remote = {**settings, 'data__cache_dir': tmp_path / 'cache', 'data__download_threads': 1}
-        there = tmp_path / 'there'
-        assert run('gs://bucket/corpus', there, **remote) == EXIT_DONE
-    assert curve(there) == curve(here)
-    told = ''.join(capsys.readouterr())
-    assert 'no answer' in told
-    assert 'the bucket responds again' in told
+        remote_run = tmp_path / 'remote'
+        assert run('gs://bucket/corpus', remote_run, **remote) == EXIT_DONE
+    assert curve(remote_run) == curve(local_run)
+    output = ''.join(capsys.readouterr())
+    assert 'no answer' in output
+    assert 'the bucket responds again' in output
     assert len(fetched) > 5

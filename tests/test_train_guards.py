@@ -45,10 +45,10 @@ def test_a_rollback_equals_a_run_without_the_skipped_batches(dataset, tmp_path, 
     out = capsys.readouterr().out
     # Checkpoint 8 has already trained on batch 7.
     assert 'rolling back to step 4 and skipping the batches of steps 8 to 12' in out
-    told = [json.loads(line) for line in alerts.read_text().splitlines()]
-    assert [one['kind'] for one in told if one['kind'] != 'skipped'] == ['rollback']
+    sent = [json.loads(line) for line in alerts.read_text().splitlines()]
+    assert [alert['kind'] for alert in sent if alert['kind'] != 'skipped'] == ['rollback']
     # At most one alert of a kind is sent per minute; the last one includes the number of suppressed ones.
-    assert sum(1 + one['held_back'] for one in told if one['kind'] == 'skipped') == 3
+    assert sum(1 + alert['held_back'] for alert in sent if alert['kind'] == 'skipped') == 3
     # The run's files contain all alerts, and that steps after the fourth were lost.
     kinds = [event['kind'] for event in read_events(tmp_path / 'run').lines if event.get('alert')]
     assert kinds == ['skipped', 'skipped', 'skipped', 'rollback']
@@ -207,5 +207,5 @@ def test_the_state_before_damaged_data_is_saved(dataset, tmp_path, monkeypatch, 
     assert steps_in(tmp_path / 'run') == [4, 6]
     monkeypatch.setattr(Batches, '__getitem__', original)
     assert run(dataset, tmp_path / 'run', **SETTINGS) == EXIT_DONE
-    assert run(dataset, tmp_path / 'whole', **SETTINGS) == EXIT_DONE
-    assert curve(tmp_path / 'run') == curve(tmp_path / 'whole')
+    assert run(dataset, tmp_path / 'uninterrupted', **SETTINGS) == EXIT_DONE
+    assert curve(tmp_path / 'run') == curve(tmp_path / 'uninterrupted')

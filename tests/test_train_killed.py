@@ -42,22 +42,26 @@ def test_kills_at_random_moments(dataset, tmp_path, record_property):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report['met'].pop('preempted') == 1
-    assert sum(report['met'].values()) == kills
+    assert report['interrupted'].pop('preempted') == 1
+    assert sum(report['interrupted'].values()) == kills
     # Kills before the first save would prove nothing.
-    assert report['met'].get('start', 0) < kills
+    assert report['interrupted'].get('start', 0) < kills
     assert report['lost'] == []
     assert report['finished'] >= 1
-    wanted_curve, wanted_params = curve(tmp_path / 'whole'), params_of(tmp_path / 'whole', LAST)
+    wanted_curve, wanted_params = curve(tmp_path / 'uninterrupted'), params_of(tmp_path / 'uninterrupted', LAST)
     assert sorted(wanted_curve) == list(range(1, LAST + 1))
     for number in range(report['finished']):
         assert curve(tmp_path / str(number)) == wanted_curve
         for item in ('params', 'ema'):
-            assert same(params_of(tmp_path / str(number), LAST, item), params_of(tmp_path / 'whole', LAST, item))
+            assert same(
+                params_of(tmp_path / str(number), LAST, item), params_of(tmp_path / 'uninterrupted', LAST, item)
+            )
     # Negative control: steps differ. `test_resume.py` covers other seeds.
     assert wanted_curve[LAST]['train/loss'] != wanted_curve[LAST - 2]['train/loss']
-    assert not same(params_of(tmp_path / 'whole', LAST - 2), wanted_params)
-    met = ', '.join(f'{count} during {stage}' for stage, count in sorted(report['met'].items()))
+    assert not same(params_of(tmp_path / 'uninterrupted', LAST - 2), wanted_params)
+    operations = ', '.join(f'{count} during {name}' for name, count in sorted(report['interrupted'].items()))
     measured(
-        record_property, 'kill', f'{kills} kills ({met}); runs that differ: 0 of {report["finished"]}; no step lost'
+        record_property,
+        'kill',
+        f'{kills} kills ({operations}); runs that differ: 0 of {report["finished"]}; no step lost',
     )

@@ -1,4 +1,4 @@
-"""Phases of a model, each a run that starts from the one before: longer context, conversations, adapters."""
+"""Training phases, each a run that starts from the previous model: longer context, conversations, adapters."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ LONGER = {
     'model__rope_scaling_factor': 4,
     'train__num_steps': 10,
 }
-# The first step of a warm-up has no rate: what is saved is what the run started with.
-STILL = {'train__num_steps': 1}
+# The first step of a warm-up has learning rate zero, so the saved parameters equal the initial ones.
+NO_UPDATE = {'train__num_steps': 1}
 BYTES, TOKENS, ROWS = 257, 259, 264
 CHAT = {**LONGER, 'data__seq_len_schedule': '()', 'model__vocab_size': ROWS, 'train__num_steps': 6}
 
 
 @pytest.fixture(scope='module')
 def base(dataset, tmp_path_factory):
-    """A model of short windows."""
+    """Returns the workdir of a model with short sequences."""
     workdir = tmp_path_factory.mktemp('base') / 'run'
     assert run(dataset, workdir, **MODEL, train__num_steps=30) == EXIT_DONE
     return workdir
@@ -46,7 +46,7 @@ def base(dataset, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def longer(dataset, base, tmp_path_factory):
-    """The same at windows four times as long, and what was logged."""
+    """Returns the workdir of `base` trained with sequences four times as long, and its settings."""
     workdir = tmp_path_factory.mktemp('longer') / 'run'
     settings = {**LONGER, 'train__init_from': base, 'checkpoint__save_interval_steps': 1, 'checkpoint__max_to_keep': 10}
     assert run(dataset, workdir, **settings) == EXIT_DONE
@@ -55,7 +55,7 @@ def longer(dataset, base, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def chats(base, tmp_path_factory):
-    """Conversations, prepared with the tokenizer of the base."""
+    """Returns a data set of conversations, prepared with the tokenizer of `base`."""
     folder = tmp_path_factory.mktemp('chats')
     rows = []
     for number in range(60):
@@ -70,9 +70,9 @@ def chats(base, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def answering(longer, chats, tmp_path_factory):
-    """A model that has seen conversations."""
-    workdir = tmp_path_factory.mktemp('answering') / 'run'
+def chat_model(longer, chats, tmp_path_factory):
+    """Returns the workdir of a model trained on conversations."""
+    workdir = tmp_path_factory.mktemp('chat_model') / 'run'
     assert run(chats, workdir, **CHAT, train__init_from=longer[0]) == EXIT_DONE
     return workdir
 
@@ -82,17 +82,17 @@ def log_of(workdir):
 
 
 def tables(workdir, step):
-    """The rows of the vocabulary's tables: [V, D] each."""
+    """Returns the embedding and the transposed output head, each of shape [V, D]."""
     reader = ParamsReader(workdir / 'checkpoints' / str(step))
     return reader.read('embedding'), reader.read('head.kernel').T
 
 
-def assert_grown(before, after):
+def assert_new_rows_are_means(before, after):
     for old, new in zip(before, after, strict=True):
         assert len(new) == ROWS
         np.testing.assert_array_equal(new[:BYTES], old[:BYTES])
         np.testing.assert_allclose(new[BYTES:], np.broadcast_to(old[:BYTES].mean(axis=0), new[BYTES:].shape), atol=1e-6)
-        # Control: another mean would be seen.
+        # Negative control: another mean is detected.
         assert np.abs(old[: BYTES - 1].mean(axis=0) - new[-1]).max() > 1e-5
 
 
@@ -104,16 +104,16 @@ def test_a_phase_with_longer_sequences(dataset, base, longer, tmp_path):
     assert 'step       4  the sequence length is now 32 tokens' in log
     assert 'step       7  the sequence length is now 64 tokens' in log
     assert read_config(workdir).model.original_max_positions == 16
-    # It goes on, and does not begin anew.
+    # Training continues from the parameters of the base instead of random ones.
     assert run(dataset, tmp_path / 'fresh', **LONGER) == EXIT_DONE
     assert curve(workdir)[1]['train/loss'] < curve(tmp_path / 'fresh')[1]['train/loss'] - 0.3
     assert 'sequence length: ' not in log_of(tmp_path / 'fresh')
-    # Resumed within the phase it is the same, whatever has become of the base.
+    # A run resumed within the phase is equal, even if the base no longer exists.
     resumed = tmp_path / 'resumed'
     shutil.copytree(workdir, resumed)
     for step in range(6, 11):
         shutil.rmtree(resumed / 'checkpoints' / str(step))
-    assert run(dataset, resumed, **{**settings, 'train__init_from': tmp_path / 'gone'}) == EXIT_DONE
+    assert run(dataset, resumed, **{**settings, 'train__init_from': tmp_path / 'deleted'}) == EXIT_DONE
     assert curve(resumed) == curve(workdir)
     assert same(params_of(resumed, 10), params_of(workdir, 10))
 
@@ -130,15 +130,15 @@ def test_learned_positions_are_refused_for_longer_sequences(dataset, tmp_path, c
     assert not (tmp_path / 'second' / 'config.json').exists()
 
 
-def test_conversations_add_tokens(longer, chats, answering, tmp_path, capsys):
-    log = log_of(answering)
+def test_conversations_add_tokens(longer, chats, chat_model, tmp_path, capsys):
+    log = log_of(chat_model)
     assert (
         f'vocabulary grows from {BYTES} to {TOKENS} tokens: new rows are initialized to the mean of the old rows' in log
     )
-    still = tmp_path / 'still'
-    assert run(chats, still, **{**CHAT, **STILL}, train__init_from=longer[0], mesh__tensor=2) == EXIT_DONE
-    assert_grown(tables(longer[0], 10), tables(still, 1))
-    losses = curve(answering)
+    unchanged = tmp_path / 'unchanged'
+    assert run(chats, unchanged, **{**CHAT, **NO_UPDATE}, train__init_from=longer[0], mesh__tensor=2) == EXIT_DONE
+    assert_new_rows_are_means(tables(longer[0], 10), tables(unchanged, 1))
+    losses = curve(chat_model)
     assert losses[6]['train/loss'] < losses[1]['train/loss']
     # A vocabulary that is too small, or other tokens, are refused.
     capsys.readouterr()
@@ -152,17 +152,17 @@ def test_conversations_add_tokens(longer, chats, answering, tmp_path, capsys):
     assert f"no token '<eos>'); prepare the data with --tokenizer {tokenizer}" in capsys.readouterr().err
 
 
-def test_the_chat_template_is_copied(chats, answering, tmp_path, capsys):
+def test_the_chat_template_is_copied(chats, chat_model, tmp_path, capsys):
     template = (chats / 'chat_template.jinja').read_text()
-    assert (answering / 'chat_template.jinja').read_text() == template
-    command = [f'--checkpoint={answering}', '--prompt=What is 7?', '--max-tokens=20', '--temperature=1']
+    assert (chat_model / 'chat_template.jinja').read_text() == template
+    command = [f'--checkpoint={chat_model}', '--prompt=What is 7?', '--max-tokens=20', '--temperature=1']
     assert exit_code(generate.main, [*command, '--chat']) == EXIT_DONE
     answered = capsys.readouterr().out
     assert answered.startswith('What is 7?\n\n')
     assert exit_code(generate.main, command) == EXIT_DONE
-    # Control: the same words as a text are another prompt.
+    # Negative control: without the template, the prompt is different.
     assert capsys.readouterr().out.removeprefix('What is 7?') != answered.removeprefix('What is 7?\n\n')
-    argv = ['export', f'--checkpoint={answering}', f'--output={tmp_path}/exported', '--dtype=float32']
+    argv = ['export', f'--checkpoint={chat_model}', f'--output={tmp_path}/exported', '--dtype=float32']
     assert exit_code(hf.main, argv) == EXIT_DONE
     generation = json.loads((tmp_path / 'exported' / 'generation_config.json').read_text())
     assert generation['eos_token_id'] == [256, TOKENS - 1]
@@ -184,17 +184,17 @@ def test_chat_requires_a_template(base, capsys):
     assert f'--chat: {base} has no usable chat_template.jinja' in error
 
 
-def test_a_phase_with_adapters(answering, chats, tmp_path, capsys):
+def test_a_phase_with_adapters(chat_model, chats, tmp_path, capsys):
     lora = {**CHAT, 'model__lora_rank': 2}
-    assert run(chats, tmp_path / 'lora', **lora, train__init_from=answering) == EXIT_DONE
-    before, after = (ParamsReader(workdir / 'checkpoints' / '6') for workdir in (answering, tmp_path / 'lora'))
+    assert run(chats, tmp_path / 'lora', **lora, train__init_from=chat_model) == EXIT_DONE
+    before, after = (ParamsReader(workdir / 'checkpoints' / '6') for workdir in (chat_model, tmp_path / 'lora'))
     for name in before.shapes:
         np.testing.assert_array_equal(after.read(name), before.read(name), err_msg=name)
     adapters = after.shapes.keys() - before.shapes.keys()
     assert {name.rpartition('.')[2] for name in adapters} == {'lora_a', 'lora_b'}
     assert all(np.any(after.read(name)) for name in adapters)
-    # They are taken over by the next phase, and lost by none.
-    assert run(chats, tmp_path / 'more', **{**lora, **STILL}, train__init_from=tmp_path / 'lora') == EXIT_DONE
+    # The next phase starts with the adapters; a phase without adapters is refused.
+    assert run(chats, tmp_path / 'more', **{**lora, **NO_UPDATE}, train__init_from=tmp_path / 'lora') == EXIT_DONE
     more = ParamsReader(tmp_path / 'more' / 'checkpoints' / '1')
     assert all(np.array_equal(more.read(name), after.read(name)) for name in after.shapes)
     capsys.readouterr()
@@ -211,19 +211,19 @@ def test_the_vocabulary_of_a_transformers_model_grows(chats, base, tmp_path):
     sizes = {'num_layers': 2, 'dim': 32, 'num_heads': 4, 'num_kv_heads': 2, 'ffn_dim': 56, 'norm_epsilon': 1e-6}
     settings = {**MODEL, **{f'model__{name}': value for name, value in sizes.items()}, 'data__seq_len': 64}
     settings |= {'model__vocab_size': ROWS, 'train__init_from': tmp_path / 'imported'}
-    assert run(chats, tmp_path / 'still', **{**settings, **STILL}) == EXIT_DONE
-    assert_grown(tables(tmp_path / 'imported', 0), tables(tmp_path / 'still', 1))
-    # Control: a step with a rate moves what it has seen.
-    assert run(chats, tmp_path / 'moved', **settings, train__num_steps=2) == EXIT_DONE
+    assert run(chats, tmp_path / 'unchanged', **{**settings, **NO_UPDATE}) == EXIT_DONE
+    assert_new_rows_are_means(tables(tmp_path / 'imported', 0), tables(tmp_path / 'unchanged', 1))
+    # Negative control: a step with a nonzero learning rate changes the rows of its tokens.
+    assert run(chats, tmp_path / 'changed', **settings, train__num_steps=2) == EXIT_DONE
     with pytest.raises(AssertionError):
-        assert_grown(tables(tmp_path / 'imported', 0), tables(tmp_path / 'moved', 2))
+        assert_new_rows_are_means(tables(tmp_path / 'imported', 0), tables(tmp_path / 'changed', 2))
 
 
 @pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_two_processes_start_with_equal_parameters(longer, chats, tmp_path):
-    settings = {**CHAT, **STILL, 'mesh__tensor': 2, 'train__init_from': longer[0]}
+    settings = {**CHAT, **NO_UPDATE, 'mesh__tensor': 2, 'train__init_from': longer[0]}
     words = arguments(chats, tmp_path / 'two', **settings)
     with Processes(2, 4, words, logs=tmp_path / 'logs') as processes:
         assert processes.wait(100) == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
-    assert_grown(tables(longer[0], 10), tables(tmp_path / 'two', 1))
+    assert_new_rows_are_means(tables(longer[0], 10), tables(tmp_path / 'two', 1))

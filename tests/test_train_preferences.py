@@ -30,14 +30,14 @@ def run(start, workdir, **overrides):
 
 
 @pytest.fixture(scope='module')
-def whole(start, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp('whole') / 'run'
+def finished(start, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp('finished') / 'run'
     assert run(start, workdir) == EXIT_DONE
     return workdir
 
 
-def test_the_reward_margin_increases(whole):
-    lines = curve(whole)
+def test_the_reward_margin_increases(finished):
+    lines = curve(finished)
     # Initially the model equals its reference and has no preference.
     assert lines[1]['train/loss'] == pytest.approx(math.log(2), abs=1e-6)
     assert abs(lines[1]['train/rewards/margins']) < 1e-6
@@ -49,11 +49,11 @@ def test_the_reward_margin_increases(whole):
     # The accuracy is on unseen pairs; before the first update it is low.
     assert lines[12]['eval/rewards/accuracies'] > 0.9 > lines[1]['train/rewards/accuracies']
     assert 'train/perplexity' not in lines[12]
-    assert 'validation loss 0.4' in (whole / 'run.log').read_text()
+    assert 'validation loss 0.4' in (finished / 'run.log').read_text()
 
 
-def test_another_reference_is_refused(start, whole, tmp_path, capsys):
-    shutil.copytree(whole, tmp_path / 'run')
+def test_another_reference_is_refused(start, finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path / 'run')
     make_start(tmp_path / 'other', start / 'data/tokenizer.json', seed=1)
     settings = {'train__init_from': tmp_path / 'other', 'eval__interval': 0}
     assert run(start, tmp_path / 'run', **settings) == EXIT_BAD_INPUT
@@ -64,7 +64,7 @@ def test_another_reference_is_refused(start, whole, tmp_path, capsys):
     assert "train.init_from is ''" in capsys.readouterr().err
 
 
-def test_adapters_need_no_reference_copy(start, tmp_path, whole):
+def test_adapters_need_no_reference_copy(start, tmp_path, finished):
     settings = {'model__lora_rank': 4, 'model__lora_alpha': 64}
     assert run(start, tmp_path / 'run', **settings) == EXIT_DONE
     lines = curve(tmp_path / 'run')
@@ -73,7 +73,7 @@ def test_adapters_need_no_reference_copy(start, tmp_path, whole):
     config = read_config(tmp_path / 'run')
     assert abstract_state(config, small_layout(config)).reference is None
     # Negative control: without adapters, there is a reference.
-    config = read_config(whole)
+    config = read_config(finished)
     assert abstract_state(config, small_layout(config)).reference is not None
     before, after = (params_of(tmp_path / 'run', step) for step in (6, 12))
     origin = params_of(start / 'sft', 5)
@@ -84,12 +84,12 @@ def test_adapters_need_no_reference_copy(start, tmp_path, whole):
 
 
 @pytest.mark.nightly
-def test_another_layout_learns_the_same(start, whole, tmp_path):
+def test_another_layout_learns_the_same(start, finished, tmp_path):
     # Combines accumulation, context parallelism over two devices, and data parallelism.
     settings = {'train__per_device_batch_size': 1, 'mesh__context': 2, 'mesh__data': 2}
     assert run(start, tmp_path, eval__interval=0, **settings) == EXIT_DONE
     assert read_config(tmp_path).mesh.fsdp == 2
-    lines, wanted = curve(tmp_path), curve(whole)
+    lines, wanted = curve(tmp_path), curve(finished)
     for step in (1, 2, 4):
         for name in ('train/loss', 'train/rewards/margins', 'train/logps/chosen', 'train/grad_norm'):
             assert lines[step][name] == pytest.approx(wanted[step][name], rel=2e-4, abs=2e-6), (step, name)

@@ -1,4 +1,4 @@
-"""Runs of several processes: the same numbers as one process, and all end together, whatever happens to one of them."""
+"""Runs of several processes: results equal those of one process, and all processes exit if one fails."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ from tests.test_train import arguments, curve, params_of, run, same
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures('shared_steps')]
 
-# A constant rate, so that a step is the same in runs of all lengths.
+# With a constant rate, runs of different lengths share the same step.
 SETTINGS = {
     'optimizer__schedule': 'constant',
     'checkpoint__save_interval_steps': 3,
@@ -34,10 +34,10 @@ SETTINGS = {
     'train__hang_timeout_seconds': 60,
 }
 ENDLESS = {**SETTINGS, 'train__num_steps': 1_000_000, 'checkpoint__save_interval_steps': 0, 'eval__interval': 0}
-# Seven steps, with a sample at each evaluation.
+# Seven steps with a sample at each evaluation.
 WANTED = {**SETTINGS, 'train__num_steps': 7, 'eval__num_samples': 1, 'eval__sample_max_tokens': 8}
-# With hardly a rate step 7 changes nothing: what it saves is what was restored.
-STILL = {
+# The learning rate is negligible, so step 7 saves the restored parameters unchanged.
+NO_UPDATE = {
     **SETTINGS,
     'optimizer__learning_rate': 1e-30,
     'optimizer__min_learning_rate': 0,
@@ -45,13 +45,13 @@ STILL = {
     'train__num_steps': 7,
     'eval__interval': 0,
 }
-# Seconds in which the others must have ended. Linger, heartbeat and polls make about 10.
+# Seconds within which other processes must exit. Linger time, heartbeat and polling take about 10.
 END_SECONDS = 15
 
 
 @pytest.fixture
 def start(dataset, tmp_path):
-    """Starts processes on a workdir of the test's directory: (count, devices each, name of the workdir, settings)."""
+    """Returns a function that starts `count` processes with `devices` each on the workdir `name` in tmp_path."""
 
     def start(count, devices, name, settings=SETTINGS, **more):
         words = arguments(dataset, tmp_path / name, **{**settings, **{k: v for k, v in more.items() if '__' in k}})
@@ -91,8 +91,8 @@ def samples(workdir):
 
 
 @pytest.fixture(scope='module')
-def whole(dataset, tmp_path_factory):
-    """Seven steps of two processes with four devices each."""
+def two_processes(dataset, tmp_path_factory):
+    """Returns a run of seven steps with two processes of four devices each, and its processes."""
     directory = tmp_path_factory.mktemp('whole')
     words = arguments(dataset, directory / 'run', **WANTED)
     with Processes(2, 4, words, logs=directory / 'logs') as processes:
@@ -103,23 +103,23 @@ def whole(dataset, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def alone(dataset, tmp_path_factory):
-    """The same seven steps in one process, and seven of another model as a control."""
+    """Returns the same run with one process, and a run with another initialization as negative control."""
     one, other = (tmp_path_factory.mktemp('alone') / name for name in ('one', 'other'))
     assert run(dataset, one, **WANTED) == EXIT_DONE
     assert run(dataset, other, **WANTED, train__seed=1, model__init_std=0.5) == EXIT_DONE
     return one, other
 
 
-def test_two_processes_equal_one(whole, alone):
-    (workdir, _), (one, other) = whole, alone
+def test_two_processes_equal_one(two_processes, alone):
+    (workdir, _), (one, other) = two_processes, alone
     expected = losses(one)
     assert sorted(expected) == [1, 2, 3, 4, 5, 6, 7]
     assert losses(workdir) == pytest.approx(expected, rel=1e-6)
     assert losses(other) != pytest.approx(expected, rel=1e-6)
-    # Every process reads the sums of an evaluation.
+    # Evaluations sum over all processes.
     for step in (3, 6, 7):
         assert curve(workdir)[step]['eval/loss'] == pytest.approx(curve(one)[step]['eval/loss'], rel=1e-6)
-    # All have a part in samples.
+    # All processes take part in sampling.
     assert samples(workdir) == samples(one)
     assert samples(workdir) != samples(other)
 
@@ -142,12 +142,12 @@ def test_two_processes_evaluate_benchmarks_like_one(dataset, tmp_path):
     assert found != pytest.approx(other, rel=1e-6)
 
 
-def test_only_the_first_process_writes_shared_files(whole):
-    workdir, processes = whole
+def test_only_the_first_process_writes_shared_files(two_processes):
+    workdir, processes = two_processes
     assert [line['step'] for line in read_metrics(workdir)] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 7]
     names = {entry.name for entry in workdir.iterdir()}
     small = {'config.json', 'events.jsonl', 'goodput.jsonl', 'metrics.jsonl', 'run.log', SAMPLES_FILE, 'tokenizer.json'}
-    # Each process has a ledger of its own.
+    # Each process has a separate ledger.
     assert names == {'checkpoints', 'goodput-1.jsonl', 'report.html', *small}
     assert (workdir / 'run.log').read_text().count('done: 7 steps') == 1
     assert 'done: 7 steps' in processes.output(0)
@@ -155,27 +155,27 @@ def test_only_the_first_process_writes_shared_files(whole):
         assert words not in processes.output(1)
 
 
-def test_each_process_writes_a_ledger(whole):
-    workdir, _ = whole
+def test_each_process_writes_a_ledger(two_processes):
+    workdir, _ = two_processes
     ledgers = [read_goodput(workdir, process) for process in (0, 1)]
     for ledger in ledgers:
-        assert [(life.number, life.start_step, life.step, life.is_closed) for life in ledger.attempts] == [
+        assert [(each.number, each.start_step, each.step, each.is_closed) for each in ledger.attempts] == [
             (1, 0, 7, True)
         ]
         assert min(ledger.totals[name] for name in ('start', 'compile', 'step', 'evaluation', 'checkpoint')) > 0
-    # Each has measured for itself.
+    # Each process measures separately.
     assert ledgers[0].totals != ledgers[1].totals
     assert {event['life'] for event in read_events(workdir).lines} == {1}
 
 
 @pytest.mark.parametrize(('count', 'devices'), [pytest.param(1, 1, marks=pytest.mark.nightly), (2, 2)])
 def test_a_checkpoint_of_two_processes_is_restored_with_other_counts(
-    start, whole, tmp_path, record_property, count, devices
+    start, two_processes, tmp_path, record_property, count, devices
 ):
-    workdir, _ = whole
+    workdir, _ = two_processes
     shutil.copytree(workdir, tmp_path / 'run')
     shutil.rmtree(tmp_path / 'run/checkpoints/7')
-    train_together(start, count, devices, 'run', settings=STILL)
+    train_together(start, count, devices, 'run', settings=NO_UPDATE)
     assert same(params_of(tmp_path / 'run', 7), params_of(workdir, 6))
     assert not same(params_of(workdir, 7), params_of(workdir, 6))
     assert losses(tmp_path / 'run')[7] == pytest.approx(losses(workdir)[7], rel=1e-6)
@@ -185,13 +185,13 @@ def test_a_checkpoint_of_two_processes_is_restored_with_other_counts(
 
 
 @pytest.mark.nightly
-def test_a_checkpoint_of_one_process_is_restored_in_two(dataset, start, whole, tmp_path, record_property):
+def test_a_checkpoint_of_one_process_is_restored_in_two(dataset, start, two_processes, tmp_path, record_property):
     assert run(dataset, tmp_path / 'run', **SETTINGS, train__num_steps=6) == EXIT_DONE
     before = params_of(tmp_path / 'run', 6)
-    train_together(start, 2, 4, 'run', settings=STILL)
+    train_together(start, 2, 4, 'run', settings=NO_UPDATE)
     assert same(params_of(tmp_path / 'run', 7), before)
-    assert losses(tmp_path / 'run')[7] == pytest.approx(losses(whole[0])[7], rel=1e-6)
-    difference = abs(losses(tmp_path / 'run')[7] / losses(whole[0])[7] - 1)
+    assert losses(tmp_path / 'run')[7] == pytest.approx(losses(two_processes[0])[7], rel=1e-6)
+    difference = abs(losses(tmp_path / 'run')[7] / losses(two_processes[0])[7] - 1)
     measured(record_property, 'other-mesh', f'1 × 8 → 2 × 4: loss {difference:.0e}')
 
 
@@ -203,7 +203,7 @@ def test_processes_that_read_the_same_rows(start, tmp_path):
     train_together(start, 1, 2, 'one', **mesh)
     found, expected = losses(tmp_path / 'run'), losses(tmp_path / 'one')
     assert found == pytest.approx(expected, rel=1e-6)
-    # Control: the difference of two steps exceeds the tolerance.
+    # Negative control: the difference of two steps exceeds the tolerance.
     assert found[2] != pytest.approx(expected[3], rel=1e-6)
 
 
@@ -233,7 +233,7 @@ def test_a_stuck_process_logs_its_stacks_and_all_exit(start, tmp_path, record_pr
         culprit, other = processes.output(1), processes.output(0)
     assert 'stuck: no step for 5 s (train.hang_timeout_seconds)' in culprit
     assert 'in faulty' in culprit
-    # The one that only waited for it was left alone until then.
+    # The waiting process is not reported as stuck.
     assert 'exiting with the other processes: process 1: stuck' in other
     assert 'Current thread' not in other
     # A process that exits immediately still records its last event and its time.
@@ -241,7 +241,7 @@ def test_a_stuck_process_logs_its_stacks_and_all_exit(start, tmp_path, record_pr
     assert (last['kind'], last['code']) == ('preempted', EXIT_PREEMPTED)
     assert 'process 1: stuck' in last['message']
     assert all(read_goodput(tmp_path / 'run', process).attempts[0].is_closed for process in (0, 1))
-    times = f'it ended after {itself:.1f} s, the other after {everyone:.1f} s'
+    times = f'it exited after {itself:.1f} s, the other after {everyone:.1f} s'
     measured(record_property, 'stuck', f'a loader that hangs, with a deadline of 5 s: {times}')
 
 
@@ -272,11 +272,11 @@ def test_invalid_variables(dataset, tmp_path, monkeypatch, capsys, variables, wo
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-def test_the_launcher_of_a_node_starts_processes(dataset, whole, tmp_path):
+def test_the_launcher_of_a_node_starts_processes(dataset, two_processes, tmp_path):
     words = arguments(dataset, tmp_path / 'run', **SETTINGS, train__num_steps=7)
     environment = {
         **os.environ,
-        # The launcher adds how many devices.
+        # The launcher adds the number of devices.
         'XLA_FLAGS': CHEAP_COMPILER,
         'PYTHON': sys.executable,
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
@@ -292,6 +292,6 @@ def test_the_launcher_of_a_node_starts_processes(dataset, whole, tmp_path):
         timeout=300,
     )
     assert done.returncode == EXIT_DONE, done.stdout + done.stderr
-    workdir, _ = whole
+    workdir, _ = two_processes
     assert losses(tmp_path / 'run') == losses(workdir)
     assert (tmp_path / 'run' / 'logs' / 'process-1.log').exists()

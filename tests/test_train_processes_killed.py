@@ -1,4 +1,4 @@
-"""Two processes, one of which is killed, suspended or stopped at random times: both exit soon and resume exactly.
+"""Two processes, one of which gets SIGKILL, SIGSTOP or SIGTERM at random times: both exit and resume exactly.
 
 Nightly, because attempts run in sequence. `test_train_processes.py` kills one process and suspends another once.
 """
@@ -34,7 +34,7 @@ SIGNALS = ('SIGTERM', 'SIGKILL', 'SIGSTOP')
 
 @pytest.fixture(scope='module')
 def end_one(dataset, tmp_path_factory):
-    """Interrupts one process by each signal in turn; returns the longest times and a description of the runs."""
+    """Returns a function that sends each signal to one process, and returns the longest times and a result text."""
 
     def end_one(*names):
         directory = tmp_path_factory.mktemp('runs')
@@ -58,16 +58,16 @@ def end_one(dataset, tmp_path_factory):
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         report = json.loads(done.stdout.splitlines()[-1])
-        assert (report['met'], report['lost']) == (len(names), [])
+        assert (report['injected'], report['lost']) == (len(names), [])
         assert report['finished'] >= 1
-        wanted_curve, wanted_params = curve(directory / 'whole'), params_of(directory / 'whole', LAST)
+        wanted_curve, wanted_params = curve(directory / 'uninterrupted'), params_of(directory / 'uninterrupted', LAST)
         assert sorted(wanted_curve) == list(range(1, LAST + 1))
         for number in range(report['finished']):
             assert curve(directory / str(number)) == wanted_curve
             assert same(params_of(directory / str(number), LAST), wanted_params)
         # Negative control: steps differ.
         assert wanted_curve[LAST]['train/loss'] != wanted_curve[LAST - 3]['train/loss']
-        assert not same(params_of(directory / 'whole', LAST - 3), wanted_params)
+        assert not same(params_of(directory / 'uninterrupted', LAST - 3), wanted_params)
         return report['longest'], f'runs that differ: 0 of {report["finished"]}'
 
     return end_one
@@ -96,17 +96,17 @@ def found(request):
 
 def test_one_is_killed(found, record_property):
     times, longest, runs = found('SIGKILL', 50)
-    figure = f'the other ends with 75 within {longest["others"]:.1f} s'
+    figure = f'the other exits with 75 within {longest["others"]:.1f} s'
     measured(record_property, 'kill-one', f'{times} kills: {figure}; {runs}')
 
 
 def test_one_gets_sigterm(found, record_property):
     times, longest, runs = found('SIGTERM', 20)
-    measured(record_property, 'sigterm', f'{times} of {times}: both end with 75 within {longest["all"]:.1f} s; {runs}')
+    measured(record_property, 'sigterm', f'{times} of {times}: both exit with 75 within {longest["all"]:.1f} s; {runs}')
 
 
 def test_one_is_suspended(found, record_property):
     times, longest, runs = found('SIGSTOP', 6)
     others, itself = longest['others'], longest['itself']
-    figure = f'the other ends with 75 within {others:.1f} s, the one that was stopped {itself:.1f} s after it goes on'
+    figure = f'the other exits with 75 within {others:.1f} s, the suspended one within {itself:.1f} s after SIGCONT'
     measured(record_property, 'stopped', f'{times} times: {figure}; {runs}')

@@ -1,4 +1,4 @@
-"""SIGTERM while a run is not training: while it imports modules, and while it prepares."""
+"""SIGTERM before training: during imports and during setup."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.test_train import arguments
 
 LINE = 'SIGTERM received outside of training; run the same command again to resume\n'
-# Sends the signal when jax is about to be imported.
+# Sends the signal immediately before JAX is imported.
 SITE = """
 import os, signal, sys
 
@@ -30,38 +30,38 @@ sys.meta_path.insert(0, Finder())
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ('command', 'code', 'told'),
+    ('command', 'code', 'stderr'),
     [
         (['-m', 'maxlm.train', '--workdir=run'], EXIT_PREEMPTED, LINE),
         (['-m', 'maxlm.grpo', '--workdir=run'], EXIT_PREEMPTED, LINE),
         (['-m', 'maxlm', 'train', '--workdir=run'], EXIT_PREEMPTED, LINE),
-        # Control: an import alone changes no handler.
+        # Negative control: an import alone does not change the signal handler.
         (['-c', 'import maxlm.train'], -signal.SIGTERM, ''),
     ],
     ids=['train', 'grpo', 'maxlm', 'control'],
 )
-def test_sigterm_while_jax_is_imported(tmp_path, command, code, told):
+def test_sigterm_while_jax_is_imported(tmp_path, command, code, stderr):
     (tmp_path / 'site').mkdir()
     (tmp_path / 'site/sitecustomize.py').write_text(SITE)
     environment = os.environ | {'PYTHONPATH': os.pathsep.join([str(tmp_path / 'site'), str(ROOT)])}
     cwd = tmp_path / 'empty'
     cwd.mkdir()
     done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (code, '', told)
+    assert (done.returncode, done.stdout, done.stderr) == (code, '', stderr)
     assert list(cwd.iterdir()) == []
 
 
 @pytest.mark.parametrize('moment', ['load', 'compile_step'])
 def test_sigterm_during_setup(dataset, tmp_path, capsys, monkeypatch, moment):
-    def told(*_, **__):
+    def interrupted(*_, **__):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
-            # A second one does not interrupt what closes.
+            # A second signal does not interrupt the cleanup.
             os.kill(os.getpid(), signal.SIGTERM)
 
     workdir = tmp_path / 'run'
-    monkeypatch.setattr(runs, moment, told)
+    monkeypatch.setattr(runs, moment, interrupted)
     monkeypatch.setattr(sys, 'argv', ['maxlm.train', *arguments(dataset, workdir)])
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -1,4 +1,4 @@
-"""Data sets and exported models that are written to a bucket: the same files as in a directory, the last one last."""
+"""Data sets and exported models in buckets: files equal those in a directory; the marker file is uploaded last."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def local_files(folder):
 
 
 def remote_files(server, prefix):
-    return {name.removeprefix(prefix): one.content for (_, name), one in server.objects.items()}
+    return {name.removeprefix(prefix): stored.content for (_, name), stored in server.objects.items()}
 
 
 def written(server):
-    """Names of the objects in the order in which they were written, also those that were written more than once."""
+    """Returns the names of uploaded objects in order, including repeated uploads."""
     return [request.name for request in server.asked('upload')]
 
 
@@ -69,7 +69,7 @@ def test_a_data_set_in_gcs_equals_one_in_a_directory(gcs, texts, tmp_path, capsy
     assert 'wrote gs://bucket/some/data: vocabulary' in capsys.readouterr().out
     assert remote_files(gcs, 'some/data/') == local_files(tmp_path / 'local')
     assert written(gcs)[-1] == f'some/data/{MANIFEST_NAME}'
-    # The copy in the cache is gone, and nothing else was made.
+    # The copy in the cache is deleted, and there are no other files.
     assert sorted(path.name for path in tmp_path.iterdir()) == ['cache', 'local', 'texts']
     assert not list((tmp_path / 'cache' / 'uploads').iterdir())
 
@@ -77,9 +77,9 @@ def test_a_data_set_in_gcs_equals_one_in_a_directory(gcs, texts, tmp_path, capsy
 def test_a_data_set_in_s3_equals_one_in_a_directory(s3, texts, tmp_path):
     assert make(texts, 'local') == EXIT_DONE
     assert make(texts, 's3://bucket/data') == EXIT_DONE
-    names = [one['Key'] for one in s3.list_objects_v2(Bucket='bucket')['Contents']]
-    there = {name: s3.get_object(Bucket='bucket', Key=name)['Body'].read() for name in names}
-    assert there == {f'data/{name}': content for name, content in local_files(tmp_path / 'local').items()}
+    names = [entry['Key'] for entry in s3.list_objects_v2(Bucket='bucket')['Contents']]
+    contents = {name: s3.get_object(Bucket='bucket', Key=name)['Body'].read() for name in names}
+    assert contents == {f'data/{name}': content for name, content in local_files(tmp_path / 'local').items()}
 
 
 def test_an_existing_data_set_is_not_prepared_again(gcs, texts, capsys):
@@ -101,11 +101,11 @@ def test_an_interrupted_upload_resumes(gcs, texts, tmp_path, capsys):
     assert f'data/{MANIFEST_NAME}' not in {name for _, name in gcs.objects}
     assert 'data/tokenizer.json' in {name for _, name in gcs.objects}
     gcs.faults.clear()
-    arrived, before = {name for _, name in gcs.objects}, len(written(gcs))
+    uploaded, before = {name for _, name in gcs.objects}, len(written(gcs))
     assert make(texts, 'gs://bucket/data') == EXIT_DONE
-    # What had arrived, other uploads at the same time among it, was not sent again.
-    assert {name for _, name in gcs.objects} == arrived | set(written(gcs)[before:])
-    assert not arrived & set(written(gcs)[before:])
+    # Completed uploads, including concurrent ones, are not repeated.
+    assert {name for _, name in gcs.objects} == uploaded | set(written(gcs)[before:])
+    assert not uploaded & set(written(gcs)[before:])
     assert make(texts, 'local') == EXIT_DONE
     assert remote_files(gcs, 'data/') == local_files(tmp_path / 'local')
 
@@ -137,10 +137,10 @@ def test_a_damaged_upload_is_not_committed(gcs, texts, monkeypatch, capsys):
 
 def test_without_a_checksum_of_the_bucket_files_are_read_back(s3, tmp_path, monkeypatch):
     monkeypatch.setattr('maxlm.storage.bucket.PART_BYTES', 10)
-    there = Bucket('s3://bucket/x')
-    there.put('file', b'0123456789' * 3 + b'end')
-    assert there.sha256('file', 33) == hashlib.sha256(b'0123456789' * 3 + b'end').hexdigest()
-    assert there.sha256('file', 32) != hashlib.sha256(b'0123456789' * 3 + b'end').hexdigest()
+    bucket = Bucket('s3://bucket/x')
+    bucket.put('file', b'0123456789' * 3 + b'end')
+    assert bucket.sha256('file', 33) == hashlib.sha256(b'0123456789' * 3 + b'end').hexdigest()
+    assert bucket.sha256('file', 32) != hashlib.sha256(b'0123456789' * 3 + b'end').hexdigest()
 
 
 @pytest.fixture(scope='module')
@@ -167,7 +167,7 @@ def test_a_model_in_gcs_equals_one_in_a_directory(gcs, workdir, tmp_path, capsys
     assert written(gcs)[-1] == 'some/model/config.json'
     assert export(workdir, 'gs://bucket/some/model') == EXIT_BAD_INPUT
     assert 'already exists' in capsys.readouterr().err
-    # Nor is anything written beside what others have there.
+    # The export is refused if the prefix contains other objects.
     gcs.put('bucket', 'mine/notes.txt', b'x')
     assert export(workdir, 'gs://bucket/mine') == EXIT_BAD_INPUT
     assert sorted(path.name for path in tmp_path.iterdir()) == ['cache', 'model']
@@ -175,5 +175,5 @@ def test_a_model_in_gcs_equals_one_in_a_directory(gcs, workdir, tmp_path, capsys
 
 def test_a_model_in_s3_equals_one_in_a_directory(s3, workdir, tmp_path):
     assert export(workdir, 's3://bucket/model') == EXIT_DONE
-    there = json.loads(s3.get_object(Bucket='bucket', Key='model/config.json')['Body'].read())
-    assert there['model_type'] == 'llama'
+    config = json.loads(s3.get_object(Bucket='bucket', Key='model/config.json')['Body'].read())
+    assert config['model_type'] == 'llama'

@@ -39,13 +39,13 @@ from tests.run_lines import (
 )
 
 
-class Scribe:
+class RunWriter:
     """Writes the files of a run. Its clock starts at 0 and is shifted to end at `now`."""
 
     def __init__(self, workdir, *, processes=1, devices=1, kind='NVIDIA H100 80GB HBM3', price=PRICE_PER_HOUR):
         workdir.mkdir(parents=True, exist_ok=True)
         self.workdir, self.processes, self.devices, self.kind, self.price = workdir, processes, devices, kind, price
-        self.clock, self.life, self.began, self.step = 0.0, 0, 0.0, 0
+        self.clock, self.attempt, self.began, self.step = 0.0, 0, 0.0, 0
         self.seconds, self.saved_step, self.start_step = {}, None, 0
         self.spent = 0.0
         self.lines = {'metrics.jsonl': [], 'events.jsonl': [], 'samples.jsonl': []}
@@ -57,18 +57,18 @@ class Scribe:
     def start(self, *, from_step=0, idle=0.0):
         """Starts an attempt that resumes from `from_step` after `idle` seconds."""
         self.clock += idle
-        self.life += 1
+        self.attempt += 1
         self.began, self.step, self.start_step = self.clock, from_step, from_step
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self.saved_step = from_step or None
         self._pass('start', START)
         total = self.processes * self.devices
-        message = f'life {self.life}: 3,411,200 parameters on {total} × {self.kind}'
+        message = f'3,411,200 parameters on {total} × {self.kind}'
         command = ['python', '-m', 'maxlm.train', '--config=configs/tiny.py', f'--workdir={self.workdir.name}']
         self.event('started', message, command=command, **machine(self.kind, total, self.processes, self.price))
         if from_step:
             self._pass('restore', RESTORE)
-            self.event('resumed', f'goes on from step {from_step}', from_step=from_step)
+            self.event('resumed', f'resuming from step {from_step}', from_step=from_step)
         self._beat('beat')
 
     def compile(self):
@@ -107,7 +107,7 @@ class Scribe:
     def roll_back(self, to):
         message = f'steps up to {self.step} spiked or were not finite: rolling back to step {to}'
         self.event('rollback', message, alert=True)
-        # The previous line of the ledger has the last step before the rollback; this one has the resumed step.
+        # The ledger contains a line with the last step before the rollback and a line with the resumed step.
         self._beat('beat')
         self.lines['metrics.jsonl'] = [line for line in self.lines['metrics.jsonl'] if line['step'] <= to]
         self._pass('restore', RESTORE)
@@ -119,7 +119,7 @@ class Scribe:
         self.event(kind, message, code=code)
 
     def event(self, kind, message, **extra):
-        line = {'life': self.life, 'step': self.step or None, 'kind': kind, 'message': message, **extra}
+        line = {'life': self.attempt, 'step': self.step or None, 'kind': kind, 'message': message, **extra}
         self._line('events.jsonl', line)
 
     def close(self, now=NOW):
@@ -144,6 +144,7 @@ class Scribe:
         self.lines[name].append({'time': self.clock, **line})
 
     def _pass(self, category, seconds):
+        """Advances the clock and writes the periodic lines."""
         before = self.clock
         self.clock += seconds
         self.seconds[category] += seconds
@@ -169,7 +170,7 @@ class Scribe:
             self._line(
                 name,
                 {
-                    'life': self.life,
+                    'life': self.attempt,
                     'process': process,
                     'host': f'host{process}',
                     'began': self.began,
@@ -193,7 +194,7 @@ class Scribe:
 
     def _readings(self):
         for process in range(self.processes):
-            own = {'life': self.life, 'process': process, 'host': f'host{process}'}
+            own = {'life': self.attempt, 'process': process, 'host': f'host{process}'}
             self._line(self._file('devices', process), {**own, **reading(self.kind, self.devices)})
 
 
@@ -205,10 +206,10 @@ def empty(workdir, now=NOW):
 
 def fresh(workdir, now=NOW):
     """Writes a new run during its first compilation."""
-    scribe = Scribe(workdir)
-    scribe.start()
+    writer = RunWriter(workdir)
+    writer.start()
     lock(workdir)
-    return scribe.close(now)
+    return writer.close(now)
 
 
 def lock(workdir, *, here=False):
@@ -221,25 +222,25 @@ def lock(workdir, *, here=False):
 
 def running(workdir, now=NOW, *, devices=1, processes=1):
     """Writes a run in progress."""
-    scribe = Scribe(workdir, devices=devices, processes=processes)
-    scribe.start()
-    scribe.compile()
-    scribe.train(234)
-    scribe._beat('beat')
-    scribe._readings()
+    writer = RunWriter(workdir, devices=devices, processes=processes)
+    writer.start()
+    writer.compile()
+    writer.train(234)
+    writer._beat('beat')
+    writer._readings()
     lock(workdir)
-    return scribe.close(now)
+    return writer.close(now)
 
 
 def on_cpu(workdir, now=NOW):
     """Writes a run in progress on a machine without accelerator and without price."""
-    scribe = Scribe(workdir, kind='cpu', price=None)
-    scribe.start()
-    scribe.compile()
-    scribe.train(234)
-    scribe._beat('beat')
+    writer = RunWriter(workdir, kind='cpu', price=None)
+    writer.start()
+    writer.compile()
+    writer.train(234)
+    writer._beat('beat')
     lock(workdir)
-    return scribe.close(now)
+    return writer.close(now)
 
 
 def two_hosts(workdir, now=NOW):
@@ -249,70 +250,70 @@ def two_hosts(workdir, now=NOW):
 
 def killed(workdir, now=NOW):
     """Writes a run that was killed between two checkpoints."""
-    scribe = Scribe(workdir)
-    scribe.start()
-    scribe.compile()
-    scribe.train(170)
-    scribe._beat('beat')
-    return scribe.close(now)
+    writer = RunWriter(workdir)
+    writer.start()
+    writer.compile()
+    writer.train(170)
+    writer._beat('beat')
+    return writer.close(now)
 
 
 def crashed(workdir, now=NOW):
     """Writes a run whose first attempt was killed and whose second failed with an error."""
-    scribe = Scribe(workdir)
-    scribe.start()
-    scribe.compile()
-    scribe.train(170)
-    scribe._beat('beat')
-    scribe.lines['metrics.jsonl'] = [line for line in scribe.lines['metrics.jsonl'] if line['step'] <= SAVE_EVERY]
-    scribe.start(from_step=SAVE_EVERY, idle=60.0)
-    scribe.compile()
-    scribe.train(260)
-    scribe.end('failed', 'XlaRuntimeError: RESOURCE_EXHAUSTED: out of memory', 1)
-    return scribe.close(now)
+    writer = RunWriter(workdir)
+    writer.start()
+    writer.compile()
+    writer.train(170)
+    writer._beat('beat')
+    writer.lines['metrics.jsonl'] = [line for line in writer.lines['metrics.jsonl'] if line['step'] <= SAVE_EVERY]
+    writer.start(from_step=SAVE_EVERY, idle=60.0)
+    writer.compile()
+    writer.train(260)
+    writer.end('failed', 'XlaRuntimeError: RESOURCE_EXHAUSTED: out of memory', 1)
+    return writer.close(now)
 
 
 def preempted(workdir, now=NOW):
     """Writes a run that was preempted and saved its state."""
-    scribe = Scribe(workdir)
-    scribe.start()
-    scribe.compile()
-    scribe.train(150)
-    scribe.save()
-    scribe.end('preempted', 'SIGTERM: step 150 of 400 is saved', 75)
-    return scribe.close(now)
+    writer = RunWriter(workdir)
+    writer.start()
+    writer.compile()
+    writer.train(150)
+    writer.save()
+    writer.end('preempted', 'SIGTERM: step 150 of 400 is saved', 75)
+    return writer.close(now)
 
 
 def diverged(workdir, now=NOW):
     """Writes a run that diverged at step 201, rolled back once and diverged again."""
-    scribe = Scribe(workdir)
-    scribe.start()
-    scribe.compile()
+    writer = RunWriter(workdir)
+    writer.start()
+    writer.compile()
 
     def loss(step):
         return train_loss(step) if step <= 200 else None
 
-    scribe.train(220, loss=loss, skipped=20)
-    scribe.event('skipped', 'step 201 skipped: its loss or gradient is not finite (1 skipped so far)', alert=True)
-    scribe.roll_back(to=200)
-    scribe.train(220, loss=loss, skipped=40)
-    scribe.end('diverged', 'stopped at step 220: the loss is not finite; the newest checkpoint is from step 200', 1)
-    return scribe.close(now)
+    writer.train(220, loss=loss, skipped=20)
+    writer.event('skipped', 'step 201 skipped: its loss or gradient is not finite (1 skipped so far)', alert=True)
+    writer.roll_back(to=200)
+    writer.train(220, loss=loss, skipped=40)
+    writer.end('diverged', 'stopped at step 220: the loss is not finite; the newest checkpoint is from step 200', 1)
+    return writer.close(now)
 
 
 def finished(workdir, now=NOW):
     """Writes a finished run of two attempts with a pause of a minute."""
-    scribe = Scribe(workdir)
-    scribe.start()
-    scribe.compile()
-    scribe.train(150)
-    scribe.save()
-    scribe.end('preempted', 'SIGTERM: step 150 of 400 is saved', 75)
-    scribe.start(from_step=150, idle=60.0)
-    scribe.compile()
-    scribe.train(NUM_STEPS)
-    scribe.end('finished', 'all steps are done', 0)
-    return scribe.close(now)
+    writer = RunWriter(workdir)
+    writer.start()
+    writer.compile()
+    writer.train(150)
+    writer.save()
+    writer.end('preempted', 'SIGTERM: step 150 of 400 is saved', 75)
+    writer.start(from_step=150, idle=60.0)
+    writer.compile()
+    writer.train(NUM_STEPS)
+    writer.end('finished', 'all steps are done', 0)
+    return writer.close(now)
 
 
 def torn(workdir, now=NOW):

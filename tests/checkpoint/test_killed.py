@@ -25,10 +25,14 @@ def test_kills_while_saving(parent, tmp_path, record_property, place):
     assert process.wait() == 0, process.stdout[-3000:] + process.stderr[-3000:]
     report = json.loads(process.stdout.splitlines()[-1])
     assert (report['lost'], report['bad']) == ([], [])
-    assert sum(report['met'].values()) == kills
+    assert sum(report['interrupted'].values()) == kills
     # Kills between two saves do not test anything.
-    assert report['met'].get('between', 0) < kills
+    assert report['interrupted'].get('between', 0) < kills
     assert report['committed'] > 4
-    met = ', '.join(f'{count} while {phase}' for phase, count in sorted(report['met'].items()) if phase != 'between')
+    operations = ', '.join(
+        f'{count} while {name}' for name, count in sorted(report['interrupted'].items()) if name != 'between'
+    )
     where = 'on a disk' if place == 'disk' else "in the emulator's bucket"
-    measured(record_property, 'kill-save', f'{kills} kills {where} ({met}): committed steps lost: 0; damaged steps: 0')
+    measured(
+        record_property, 'kill-save', f'{kills} kills {where} ({operations}): committed steps lost: 0; damaged steps: 0'
+    )

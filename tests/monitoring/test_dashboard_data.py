@@ -68,7 +68,7 @@ def test_finished_run_has_no_remaining_time(tmp_path):
 
 
 def test_rollback_reduces_the_step(tmp_path):
-    scribe = workdirs.Scribe(tmp_path)
+    scribe = workdirs.RunWriter(tmp_path)
     scribe.start()
     scribe.train(220)
     scribe.roll_back(to=200)
@@ -77,7 +77,7 @@ def test_rollback_reduces_the_step(tmp_path):
 
 
 def test_attempt_before_its_restore_shows_the_last_step_of_the_previous_one(tmp_path):
-    scribe = workdirs.Scribe(tmp_path)
+    scribe = workdirs.RunWriter(tmp_path)
     scribe.start()
     scribe.train(170)
     scribe._beat('beat')

@@ -120,7 +120,7 @@ def test_state_and_reason(runs, name, words, style):
 
 
 def test_long_reason_is_wrapped(tmp_path):
-    scribe = workdirs.Scribe(tmp_path)
+    scribe = workdirs.RunWriter(tmp_path)
     scribe.start()
     scribe.end('failed', 'ValueError: ' + 'a word and another one ' * 30, 1)
     lines = panels.header(dashboard_data(read_history(scribe.close()), NOW), 80)

@@ -228,7 +228,7 @@ with RunStorage(Path(sys.argv[1]), 'gs://bucket/runs/one', poll_seconds=0.01):
 def test_a_killed_upload_is_resumed(tmp_path, monkeypatch):
     """Slow: starts processes."""
     with running('bucket') as emulator:
-        emulator.take_for_googles(monkeypatch)
+        emulator.patch_environment(monkeypatch)
         write_step(tmp_path, 1)
         folder = write_step(tmp_path, 2)
         files = {f'runs/one/checkpoints/2/{name}' for name in NAMES}

@@ -23,7 +23,7 @@ def process():
 @pytest.fixture
 def emulator(process, monkeypatch):
     process.clear()
-    process.take_for_googles(monkeypatch)
+    process.patch_environment(monkeypatch)
     yield process
     process.clear()
 

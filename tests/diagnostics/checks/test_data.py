@@ -55,7 +55,7 @@ def test_one_without_anything_to_train_on(dataset, monkeypatch):
 
 def test_one_in_a_bucket(dataset, monkeypatch, tmp_path):
     with running('bucket') as emulator:
-        emulator.take_for_googles(monkeypatch)
+        emulator.patch_environment(monkeypatch)
         from maxlm.storage.bucket import Bucket
 
         bucket = Bucket('gs://bucket/data')
