@@ -57,7 +57,7 @@ def imports(source):
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, 'relative imports hide what is imported'
+            assert node.level == 0, 'relative imports are not allowed'
             names = [node.module, *(f'{node.module}.{alias.name}' for alias in node.names)]
         for name in names:
             top, _, rest = name.partition('.')

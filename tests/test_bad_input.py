@@ -231,10 +231,10 @@ def test_no_workdir_is_given(dataset, finished, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     argv = [word for word in command(dataset, finished) if not word.startswith('--workdir=')]
     assert exit_code(train.main, argv) == EXIT_DONE
-    first, *others = capfd.readouterr().out.splitlines()
+    first, *rest = capfd.readouterr().out.splitlines()
     assert first == 'workdir: runs/tiny (choose another with --workdir)'
     # It resumes the run in that workdir.
-    assert any('nothing to do' in line for line in others)
+    assert any('nothing to do' in line for line in rest)
 
 
 def test_no_config_file(dataset, workdir, refused):

@@ -162,18 +162,18 @@ def test_prune_is_refused_during_a_run(copy, verb):
 
 
 def test_fetching_a_step(saved, states, tmp_path, verb):
-    code, out, err = verb('fetch', saved, '--output', tmp_path / 'here')
+    code, out, err = verb('fetch', saved, '--output', tmp_path / 'local')
     assert (code, err) == (EXIT_DONE, '')
-    assert steps(tmp_path / 'here') == [8]
-    assert f'{tmp_path}/here/checkpoints/8' in out
-    assert same(restore(tmp_path / 'here', abstract_on(1), step=8).state, states[8])
-    assert (tmp_path / 'here' / CONFIG).read_text() == (saved / CONFIG).read_text()
+    assert steps(tmp_path / 'local') == [8]
+    assert f'{tmp_path}/local/checkpoints/8' in out
+    assert same(restore(tmp_path / 'local', abstract_on(1), step=8).state, states[8])
+    assert (tmp_path / 'local' / CONFIG).read_text() == (saved / CONFIG).read_text()
     # A resumed run appends to this file.
-    assert (tmp_path / 'here' / METRICS).read_text() == (saved / METRICS).read_text()
+    assert (tmp_path / 'local' / METRICS).read_text() == (saved / METRICS).read_text()
     # Another checkpoint is added.
-    assert verb('fetch', f'{saved}@2', '--output', tmp_path / 'here')[0] == EXIT_DONE
-    assert steps(tmp_path / 'here') == [2, 8]
-    code, _, err = verb('fetch', saved, '--output', tmp_path / 'here')
+    assert verb('fetch', f'{saved}@2', '--output', tmp_path / 'local')[0] == EXIT_DONE
+    assert steps(tmp_path / 'local') == [2, 8]
+    code, _, err = verb('fetch', saved, '--output', tmp_path / 'local')
     assert code == EXIT_BAD_INPUT
     assert 'checkpoint already exists' in err
 
@@ -229,11 +229,11 @@ def test_an_interrupted_fetch_resumes(saved, states, tmp_path, verb):
 
 def test_a_damaged_step_is_not_fetched(copy, tmp_path, verb):
     flip(copy / CHECKPOINTS_DIR / '8')
-    code, out, _ = verb('fetch', copy, '--output', tmp_path / 'here')
+    code, out, _ = verb('fetch', copy, '--output', tmp_path / 'local')
     assert code == EXIT_FAILED
     assert f'{copy}/checkpoints/8/params' in out
-    assert steps(tmp_path / 'here') == []
-    assert verb('fetch', f'{copy}@6', '--output', tmp_path / 'here')[0] == EXIT_DONE
+    assert steps(tmp_path / 'local') == []
+    assert verb('fetch', f'{copy}@6', '--output', tmp_path / 'local')[0] == EXIT_DONE
 
 
 @pytest.mark.parametrize(

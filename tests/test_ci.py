@@ -22,10 +22,15 @@ PINNED = r'[\w-]+/[\w-]+@[0-9a-f]{40}'
 
 def is_for(requirement, python):
     """Returns True if the requirement applies to CI machines with this version of Python."""
-    here = {'python_version': python, 'python_full_version': f'{python}.1', 'extra': ''}
-    here |= {'os_name': 'posix', 'sys_platform': 'linux', 'platform_system': 'Linux', 'platform_machine': 'x86_64'}
-    here |= {'implementation_name': 'cpython', 'platform_python_implementation': 'CPython'}
-    return requirement.marker is None or requirement.marker.evaluate(here)
+    environment = {'python_version': python, 'python_full_version': f'{python}.1', 'extra': ''}
+    environment |= {
+        'os_name': 'posix',
+        'sys_platform': 'linux',
+        'platform_system': 'Linux',
+        'platform_machine': 'x86_64',
+    }
+    environment |= {'implementation_name': 'cpython', 'platform_python_implementation': 'CPython'}
+    return requirement.marker is None or requirement.marker.evaluate(environment)
 
 
 def read_lock(text):

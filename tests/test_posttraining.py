@@ -1,4 +1,4 @@
-"""SFT on answers with mistakes, then GRPO to a model without mistakes.
+"""SFT on partly wrong answers, then GRPO, which removes the mistakes.
 
 Nightly tests train for half a minute; otherwise both phases take a few steps. benchmarks/posttraining.py measures the
 tasks of configs/arithmetic.py and configs/synth.py, which take minutes.
@@ -38,9 +38,9 @@ def run(verb, variant, workdir, **settings):
 
 
 @pytest.fixture(scope='module')
-def lessons(tmp_path_factory):
+def data_directory(tmp_path_factory):
     """Writes prompts, and chats in which a letter is answered by yes, or by no in seven of ten cases."""
-    directory = tmp_path_factory.mktemp('lessons')
+    directory = tmp_path_factory.mktemp('data')
     rng = random.Random(0)
     letters = 'abcdefghijklmnopqrstuvwxyz'
     chats = []
@@ -58,9 +58,9 @@ def lessons(tmp_path_factory):
     return directory
 
 
-def sft_settings(lessons):
+def sft_settings(data_directory):
     return {
-        'data__path': lessons / 'data',
+        'data__path': data_directory / 'data',
         'data__seq_len': WINDOW,
         'train__num_steps': 80,
         'optimizer__warmup_steps': 10,
@@ -71,12 +71,12 @@ def sft_settings(lessons):
     }
 
 
-def rl_settings(lessons, sft):
+def rl_settings(data_directory, sft):
     return {
         'data__seq_len': WINDOW,
         'train__init_from': sft,
-        'grpo__prompts': lessons / 'prompts.jsonl',
-        'grpo__eval_prompts': lessons / 'held_out.jsonl',
+        'grpo__prompts': data_directory / 'prompts.jsonl',
+        'grpo__eval_prompts': data_directory / 'held_out.jsonl',
         'grpo__reward': 'exact',
         'grpo__max_completion_length': WINDOW - PROMPT,
         'grpo__num_generations': 8,
@@ -96,14 +96,14 @@ def evaluations(workdir):
     return {line['step']: line for line in read_metrics(workdir) if 'eval/accuracy' in line}
 
 
-def test_grpo_after_sft(lessons, shared_steps, tmp_path):
+def test_grpo_after_sft(data_directory, shared_steps, tmp_path):
     tiny = {'model__num_layers': 1, 'model__dim': 16, 'optimizer__warmup_steps': 0}
     sft, rl = tmp_path / 'sft', tmp_path / 'rl'
-    settings = {**sft_settings(lessons), **tiny, 'train__num_steps': 2, 'train__global_batch_size': 8}
+    settings = {**sft_settings(data_directory), **tiny, 'train__num_steps': 2, 'train__global_batch_size': 8}
     assert train.main(arguments('sft', sft, **settings)) == EXIT_DONE
     few = {'train__num_steps': 2, 'train__log_every': 1, 'eval__interval': 2, 'train__global_batch_size': 16}
     few |= {'grpo__num_generations': 4, 'grpo__prompts_per_rollout': 4, 'grpo__eval_num_generations': 2}
-    assert grpo.main(arguments('rl', rl, **{**rl_settings(lessons, sft), **tiny, **few})) == EXIT_DONE
+    assert grpo.main(arguments('rl', rl, **{**rl_settings(data_directory, sft), **tiny, **few})) == EXIT_DONE
     assert read_config(rl).model == read_config(sft).model
     assert f'starting with the parameters of {sft}/checkpoints/2/params' in (rl / 'run.log').read_text()
     assert (rl / 'chat_template.jinja').read_text() == (sft / 'chat_template.jinja').read_text()
@@ -116,9 +116,9 @@ def test_grpo_after_sft(lessons, shared_steps, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
-def test_grpo_improves_the_sft_model(lessons, tmp_path):
-    run('train', 'sft', tmp_path / 'sft', **sft_settings(lessons))
-    run('grpo', 'rl', tmp_path / 'rl', **rl_settings(lessons, tmp_path / 'sft'))
+def test_grpo_improves_the_sft_model(data_directory, tmp_path):
+    run('train', 'sft', tmp_path / 'sft', **sft_settings(data_directory))
+    run('grpo', 'rl', tmp_path / 'rl', **rl_settings(data_directory, tmp_path / 'sft'))
     found = evaluations(tmp_path / 'rl')
     before, after = found[0]['eval/pass_at_1'], found[12]['eval/pass_at_1']
     assert 0.1 < before < 0.5

@@ -63,11 +63,11 @@ def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, small_parti
     arguments = ['--input', texts, '--tokenizer', 'bpe:300']
     assert run(*arguments, '--workers', 1, '--output', tmp_path / 'one') == 0
     assert run(*arguments, '--workers', 2, '--output', tmp_path / 'two') == 0
-    one = contents(tmp_path / 'one')
-    assert len([name for name in one if name.startswith('train-')]) > 3
-    assert one == contents(tmp_path / 'two')
+    expected = contents(tmp_path / 'one')
+    assert len([name for name in expected if name.startswith('train-')]) > 3
+    assert expected == contents(tmp_path / 'two')
     assert run(*arguments, '--workers', 1, '--block', 64, '--output', tmp_path / 'other') == 0
-    assert one != contents(tmp_path / 'other')
+    assert expected != contents(tmp_path / 'other')
 
 
 @pytest.mark.parametrize('done', [0, 1, 4])

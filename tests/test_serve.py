@@ -62,13 +62,13 @@ def engine(model):
 
 
 @pytest.fixture(scope='module')
-def alone(model):
+def generate(model):
     """Returns a function that samples without a server."""
     # With the number of slots of the server, the compiled programs are shared.
     engine = Engine(model, num_slots=SLOTS)
     lock = threading.Lock()
 
-    def alone(prompt, max_tokens=12, *, stops=(), num_samples=1, seed=0, **sampling):
+    def generate(prompt, max_tokens=12, *, stops=(), num_samples=1, seed=0, **sampling):
         request = Request(
             tuple(prompt),
             max_tokens,
@@ -82,7 +82,7 @@ def alone(model):
         with lock:
             return engine.complete([request])[0]
 
-    return alone
+    return generate
 
 
 @pytest.fixture(scope='module')
@@ -113,8 +113,8 @@ def near(a, b):
     return a == pytest.approx(b, abs=1e-4)
 
 
-def test_completions_equal_those_of_the_engine(complete, alone, model):
-    greedy = alone(b'Once', temperature=0)[0]
+def test_completions_equal_those_of_the_engine(complete, generate, model):
+    greedy = generate(b'Once', temperature=0)[0]
     choice = complete('Once', temperature=0, logprobs=2).choices[0]
     assert (choice.text, choice.finish_reason) == (greedy.text, 'length')
     assert near(choice.logprobs.token_logprobs, [token.log_prob for token in greedy.tokens])
@@ -122,7 +122,7 @@ def test_completions_equal_those_of_the_engine(complete, alone, model):
     warm = {'temperature': 1.5, 'top_p': 0.95}
     drawn = complete('Once', n=3, seed=5, **warm)
     assert [choice.text for choice in drawn.choices] == [
-        sample.text for sample in alone(b'Once', num_samples=3, seed=5, **warm)
+        sample.text for sample in generate(b'Once', num_samples=3, seed=5, **warm)
     ]
     assert complete('Once', n=3, seed=6, **warm).choices[0].text != drawn.choices[0].text
     streamed = complete('Once', n=3, seed=5, stream=True, **warm)
@@ -135,16 +135,16 @@ def test_completions_equal_those_of_the_engine(complete, alone, model):
     assert complete([*b'Once'], temperature=0).choices[0].text == greedy.text
 
 
-def test_a_stop_ends_a_text_before_it(complete, alone):
-    text = alone(b'Once', 40, temperature=0)[0].text
+def test_a_stop_ends_a_text_before_it(complete, generate):
+    text = generate(b'Once', 40, temperature=0)[0].text
     stop = text[10:13]
     choice = complete('Once', max_tokens=40, temperature=0, stop=[stop]).choices[0]
     assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], 'stop')
 
 
-def test_chat_equals_the_completion_of_the_rendered_template(client, alone, model):
+def test_chat_equals_the_completion_of_the_rendered_template(client, generate, model):
     ids = model.chat.encode_prompt(HELLO).tolist()
-    expected = alone(ids, temperature=0)[0]
+    expected = generate(ids, temperature=0)[0]
     given = {'model': 'tiny', 'messages': HELLO, 'temperature': 0, 'max_tokens': 12, 'extra_body': {'ignore_eos': True}}
     answer = client.chat.completions.create(**given, logprobs=True, top_logprobs=1)
     assert answer.choices[0].message.content == expected.text
@@ -161,7 +161,7 @@ def test_suffix_requires_fim_tokens(complete):
     assert info.value.param == 'suffix'
 
 
-def test_fifty_concurrent_requests(complete, alone, engine):
+def test_fifty_concurrent_requests(complete, generate, engine):
     prompts = [f'{number}: {"x" * (number % 7)}' for number in range(50)]
 
     def send(number):
@@ -171,7 +171,7 @@ def test_fifty_concurrent_requests(complete, alone, engine):
         texts = list(pool.map(send, range(50)))
     for number in range(0, 50, 7):
         settings = {'seed': number, 'temperature': 1.3}
-        assert texts[number] == alone(prompts[number].encode(), 5 + number % 9, **settings)[0].text
+        assert texts[number] == generate(prompts[number].encode(), 5 + number % 9, **settings)[0].text
     assert len(set(texts)) > 40
     assert (engine.state.running, engine.state.waiting) == (0, 0)
 

@@ -55,10 +55,10 @@ def start(dataset, tmp_path):
 
     def start(count, devices, name, settings=SETTINGS, **more):
         words = arguments(dataset, tmp_path / name, **{**settings, **{k: v for k, v in more.items() if '__' in k}})
-        others = {k: v for k, v in more.items() if '__' not in k}
-        if 'fault' in others:
-            words, others = [others['fault'], *words], {'module': 'tests.processes'}
-        return Processes(count, devices, words, logs=tmp_path / f'logs_{name}', **others)
+        options = {k: v for k, v in more.items() if '__' not in k}
+        if 'fault' in options:
+            words, options = [options['fault'], *words], {'module': 'tests.processes'}
+        return Processes(count, devices, words, logs=tmp_path / f'logs_{name}', **options)
 
     return start
 
@@ -93,7 +93,7 @@ def samples(workdir):
 @pytest.fixture(scope='module')
 def two_processes(dataset, tmp_path_factory):
     """Returns a run of seven steps with two processes of four devices each, and its processes."""
-    directory = tmp_path_factory.mktemp('whole')
+    directory = tmp_path_factory.mktemp('two_processes')
     words = arguments(dataset, directory / 'run', **WANTED)
     with Processes(2, 4, words, logs=directory / 'logs') as processes:
         codes = processes.wait()
@@ -226,22 +226,22 @@ def test_a_stuck_process_logs_its_stacks_and_all_exit(start, tmp_path, record_pr
             time.sleep(0.05)
         stuck = time.monotonic()
         assert processes.all[1].wait(5 + END_SECONDS) == EXIT_PREEMPTED
-        itself = time.monotonic() - stuck
+        stuck_seconds = time.monotonic() - stuck
         assert processes.wait(END_SECONDS) == [EXIT_PREEMPTED] * 2
-        everyone = time.monotonic() - stuck
-        assert everyone < 5 + END_SECONDS
-        culprit, other = processes.output(1), processes.output(0)
-    assert 'stuck: no step for 5 s (train.hang_timeout_seconds)' in culprit
-    assert 'in faulty' in culprit
+        all_seconds = time.monotonic() - stuck
+        assert all_seconds < 5 + END_SECONDS
+        stuck_output, other_output = processes.output(1), processes.output(0)
+    assert 'stuck: no step for 5 s (train.hang_timeout_seconds)' in stuck_output
+    assert 'in faulty' in stuck_output
     # The waiting process is not reported as stuck.
-    assert 'exiting with the other processes: process 1: stuck' in other
-    assert 'Current thread' not in other
+    assert 'exiting with the other processes: process 1: stuck' in other_output
+    assert 'Current thread' not in other_output
     # A process that exits immediately still records its last event and its time.
     last = read_events(tmp_path / 'run').lines[-1]
     assert (last['kind'], last['code']) == ('preempted', EXIT_PREEMPTED)
     assert 'process 1: stuck' in last['message']
     assert all(read_goodput(tmp_path / 'run', process).attempts[0].is_closed for process in (0, 1))
-    times = f'it exited after {itself:.1f} s, the other after {everyone:.1f} s'
+    times = f'it exited after {stuck_seconds:.1f} s, the other after {all_seconds:.1f} s'
     measured(record_property, 'stuck', f'a loader that hangs, with a deadline of 5 s: {times}')
 
 

@@ -201,7 +201,7 @@ def _rounded(costs: dict[str, float]) -> dict[str, float]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption('--time-report', type=Path, metavar='FILE', help='write where the time of the tests went to FILE')
+    parser.addoption('--time-report', type=Path, metavar='FILE', help='write the durations of the tests to FILE')
 
 
 def pytest_configure(config: pytest.Config) -> None:
