@@ -218,7 +218,7 @@ def main() -> None:
             if response == 0:
                 requests.close()
                 responses.close()
-                become(**request)
+                run_target(**request)
                 return
             children.add(response)
         print(json.dumps([number, response]), file=responses, flush=True)
@@ -227,7 +227,7 @@ def main() -> None:
         os.waitpid(pid, 0)
 
 
-def become(target: str, arguments: list[str], output: str, environment: dict[str, str]) -> None:
+def run_target(target: str, arguments: list[str], output: str, environment: dict[str, str]) -> None:
     """Runs a module or a function in this forked process."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     for descriptor, path in enumerate((os.devnull, output, f'{output}.err')):

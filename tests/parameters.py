@@ -41,11 +41,11 @@ def random_params(config: Config, layout: Layout | None = None, *, std: float = 
     """
     rng = np.random.default_rng(seed)
 
-    def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    def sample(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         center = 1 if path[-1].key == 'scale' else 0
         return (center + std * rng.standard_normal(leaf.shape, np.float32)).astype(leaf.dtype)
 
-    params: Params = jax.tree_util.tree_map_with_path(draw, abstract_params(config))
+    params: Params = jax.tree_util.tree_map_with_path(sample, abstract_params(config))
     if layout is None:
         return params
     memory = HOST if config.mesh.host_offload == 'all' else 'device'

@@ -67,7 +67,7 @@ def sampled(workdir):
 
 
 @pytest.fixture(scope='module')
-def two(workdir):
+def greedy_pair(workdir):
     """Returns the greedy continuations of two prompts."""
     out = printed(workdir, '--prompt=You may', '--prompt=Work', '--max-tokens=8', '--temperature=0')
     return [piece.split('\n', 1)[1].removesuffix('\n') for piece in out.split('--- ')[1:]]
@@ -154,23 +154,23 @@ def test_a_missing_step(run, workdir):
     assert 'steps: 4, 5' in err
 
 
-def test_prompts_from_files_and_a_terminal(run, two, tmp_path, monkeypatch):
+def test_prompts_from_files_and_a_terminal(run, greedy_pair, tmp_path, monkeypatch):
     (tmp_path / 'prompt.txt').write_text('You may')
-    assert run(f'--prompt-file={tmp_path}/prompt.txt', '--max-tokens=8', '--temperature=0')[1] == f'{two[0]}\n'
+    assert run(f'--prompt-file={tmp_path}/prompt.txt', '--max-tokens=8', '--temperature=0')[1] == f'{greedy_pair[0]}\n'
     monkeypatch.setattr('sys.stdin', io.StringIO('You may\n'))
     code, out, err = run('--interactive', '--max-tokens=8', '--temperature=0')
     assert (code, err) == (EXIT_DONE, '')
-    assert two[0].removeprefix('You may') in out
+    assert greedy_pair[0].removeprefix('You may') in out
 
 
-def test_a_file_of_prompts(run, two, tmp_path):
+def test_a_file_of_prompts(run, greedy_pair, tmp_path):
     source, output = tmp_path / 'in.jsonl', tmp_path / 'out.jsonl'
     source.write_text(''.join(json.dumps({'prompt': text, 'id': text[0]}) + '\n' for text in ('You may', 'Work')))
     options = [f'--input={source}', f'--output={output}', '--max-tokens=8', '--temperature=0']
     assert run(*options) == (EXIT_DONE, '', '')
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row['id'] for row in rows] == ['Y', 'W']
-    assert [row['prompt'] + row['completions'][0]['text'] for row in rows] == two
+    assert [row['prompt'] + row['completions'][0]['text'] for row in rows] == greedy_pair
     # The error names the conflict, and no file is overwritten.
     code, _, err = run(*options)
     assert (code, 'file already exists' in err) == (EXIT_BAD_INPUT, True)

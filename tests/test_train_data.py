@@ -23,9 +23,9 @@ NAMES = ('numbers', 'letters')
 
 
 @pytest.fixture(scope='module')
-def two(tmp_path_factory):
+def datasets(tmp_path_factory):
     """Returns prepared data sets of numbers and of letters; the numbers are few."""
-    at = tmp_path_factory.mktemp('two')
+    at = tmp_path_factory.mktemp('datasets')
     texts = {
         'numbers': [f'{i} plus {i} is {2 * i}. ' for i in range(12)],
         'letters': [f'letter {chr(97 + i % 26)} after {chr(97 + (i - 1) % 26)}, {"la " * (i % 7)}' for i in range(400)],
@@ -44,11 +44,11 @@ def sum_of_sources(line, part):
     return sum(count * loss for count, loss in zip(tokens, losses, strict=True)) / sum(tokens)
 
 
-def sources(two, numbers, letters):
-    return f"(('{two}/numbers', {numbers}), ('{two}/letters', {letters}))"
+def sources(datasets, numbers, letters):
+    return f"(('{datasets}/numbers', {numbers}), ('{datasets}/letters', {letters}))"
 
 
-def test_a_weighted_mixture_is_reported_by_source(two, tmp_path, capsys):
+def test_a_weighted_mixture_is_reported_by_source(datasets, tmp_path, capsys):
     settings = {
         'train__num_steps': 40,
         'eval__interval': 20,
@@ -58,7 +58,7 @@ def test_a_weighted_mixture_is_reported_by_source(two, tmp_path, capsys):
         'checkpoint__max_to_keep': 5,
     }
     mixed = tmp_path / 'mixed'
-    assert run('unused', mixed, data__sources=sources(two, 0.25, 0.75), **settings) == EXIT_DONE
+    assert run('unused', mixed, data__sources=sources(datasets, 0.25, 0.75), **settings) == EXIT_DONE
     output = ''.join(capsys.readouterr())
     assert 'source numbers: share 25.00% requested' in output
     assert 'source numbers is repeated' in output
@@ -78,20 +78,20 @@ def test_a_weighted_mixture_is_reported_by_source(two, tmp_path, capsys):
         assert sum_of_sources(other, part) != pytest.approx(last[f'{part}/loss'], rel=1e-3)
     # The rare source has a higher loss than in a run where it is most of the data.
     other = tmp_path / 'other'
-    assert run('unused', other, data__sources=sources(two, 0.9, 0.1), **settings) == EXIT_DONE
+    assert run('unused', other, data__sources=sources(datasets, 0.9, 0.1), **settings) == EXIT_DONE
     assert curve(other)[40]['eval/loss/letters'] > last['eval/loss/letters']
 
     # A resumed run is equal. Other weights are refused by name, unless they are forced.
     shutil.rmtree(mixed / 'checkpoints' / '40')
-    assert run('unused', mixed, data__sources=sources(two, 0.3, 0.75), **settings) == EXIT_BAD_INPUT
+    assert run('unused', mixed, data__sources=sources(datasets, 0.3, 0.75), **settings) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert error.count('\n') == 1
     assert 'weight numbers was 0.25 and is 0.3' in error
     assert 'data.allow_dataset_change' in error
-    assert run('unused', mixed, data__sources=sources(two, 0.25, 0.75), **settings) == EXIT_DONE
+    assert run('unused', mixed, data__sources=sources(datasets, 0.25, 0.75), **settings) == EXIT_DONE
     assert curve(mixed) == lines
     forced = {**settings, 'train__num_steps': 41, 'data__allow_dataset_change': 'true'}
-    assert run('unused', mixed, data__sources=sources(two, 0.3, 0.75), **forced) == EXIT_DONE
+    assert run('unused', mixed, data__sources=sources(datasets, 0.3, 0.75), **forced) == EXIT_DONE
     assert 'resuming with different data' in ''.join(capsys.readouterr())
     assert 41 in curve(mixed)
 
@@ -100,27 +100,27 @@ def test_a_weighted_mixture_is_reported_by_source(two, tmp_path, capsys):
     assert values['by_source'] == pytest.approx(
         {name: lines[20][f'eval/loss/{name}'] for name in ('numbers', 'letters')}, rel=1e-4
     )
-    assert exit_code(evaluate.main, [f'--checkpoint={mixed}@20', f'--data={two}/letters']) == EXIT_DONE
+    assert exit_code(evaluate.main, [f'--checkpoint={mixed}@20', f'--data={datasets}/letters']) == EXIT_DONE
     assert 'bits/byte' in capsys.readouterr().out
 
 
-def test_bad_sources_are_refused_in_one_line(two, tmp_path, capsys):
+def test_bad_sources_are_refused_in_one_line(datasets, tmp_path, capsys):
     for value, part in {
         "(('a', 0),)": 'above 0',
         "('a', 1)": 'not a pair of a directory and a weight',
         "(('a', 1), ('a', 2))": 'listed twice',
         '[1]': 'a tuple',
         "(('nowhere', 1),)": 'nowhere contains no data set',
-        f"(('{two}/numbers#words', 1),)": "no source 'words'",
+        f"(('{datasets}/numbers#words', 1),)": "no source 'words'",
     }.items():
         assert run('unused', tmp_path / 'run', data__sources=value) == EXIT_BAD_INPUT
         error = capsys.readouterr().err
         assert error.count('\n') == 1
         assert part in error, value
     other = tmp_path / 'other'
-    arguments = ['--input', two / 'numbers.jsonl', '--output', other, '--tokenizer', 'chars', '--quiet']
+    arguments = ['--input', datasets / 'numbers.jsonl', '--output', other, '--tokenizer', 'chars', '--quiet']
     assert prepare.main([*map(str, arguments)]) == 0
-    mixed = f"(('{two}/numbers', 1), ('{other}', 1))"
+    mixed = f"(('{datasets}/numbers', 1), ('{other}', 1))"
     assert run('unused', tmp_path / 'run', data__sources=mixed) == EXIT_BAD_INPUT
     assert 'different tokenizers' in capsys.readouterr().err
     assert not (tmp_path / 'run').exists()
