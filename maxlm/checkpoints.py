@@ -8,10 +8,8 @@
 
 WORKDIR@STEP selects one step, and WORKDIR@best the step with the lowest validation loss. The default is all steps, or
 the newest step for fetch and merge. list, fetch and merge also accept URLs (gs://…, s3://…). merge creates a workdir
-with the LoRA adapters (model.lora_rank) merged into the model. Exit codes: 0 done; 1 a
-checkpoint is corrupt; 2 bad input.
-
-Example: `python -m maxlm.checkpoints verify runs/first@best`
+with the LoRA adapters (model.lora_rank) merged into the model. Exit codes: 0 done; 1 a checkpoint is corrupt; 2 bad
+input.
 """
 
 from __future__ import annotations
@@ -71,6 +69,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         prog='maxlm.checkpoints',
         allow_abbrev=False,
         description=__doc__,
+        epilog='example: python -m maxlm.checkpoints verify runs/first@best',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest='command', required=True, metavar='list|verify|prune|fetch|merge')

@@ -68,7 +68,7 @@ def _parser() -> ArgumentParser:
         prog='maxlm.doctor',
         allow_abbrev=False,
         description=__doc__,
-        epilog=f'checks:\n{listed}',
+        epilog=f'checks:\n{listed}\n\nexample: python -m maxlm.doctor --config=configs/tiny.py --workdir=runs/first',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

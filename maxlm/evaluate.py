@@ -72,7 +72,12 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = ArgumentParser(prog='maxlm.evaluate', allow_abbrev=False, description=__doc__)
+    parser = ArgumentParser(
+        prog='maxlm.evaluate',
+        allow_abbrev=False,
+        description=__doc__,
+        epilog='example: python -m maxlm.evaluate --checkpoint=runs/first --tasks=arc_easy',
+    )
     add = parser.add_argument
     add(
         '--checkpoint',
@@ -271,7 +276,7 @@ def _write(folder: Path, found: list[Evaluated]) -> None:
         if curves:
             draw_positions(curves, 'Loss by number of context tokens').savefig(folder / 'positions.png', dpi=150)
     except OSError as error:
-        raise InputError(f'--output={folder}: {os_message(error)}') from error
+        raise InputError(f'--output={folder}: {os_message(error)}; choose a writable directory') from error
 
 
 def run() -> None:

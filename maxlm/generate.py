@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     if options.input:
         lines = read_lines(options.input, model)
         if not lines:
-            raise InputError(f'{options.input}: the file contains no prompts')
+            raise InputError(f'{options.input}: the file contains no prompts; add lines with "prompt" or "messages"')
         engine, model = _with_engine(model, options, len(lines) * options.num_samples)
         _complete_lines(engine, lines, options.output, request)
         return EXIT_DONE
@@ -84,7 +84,12 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog='maxlm.generate', allow_abbrev=False, description=__doc__)
+    parser = ArgumentParser(
+        prog='maxlm.generate',
+        allow_abbrev=False,
+        description=__doc__,
+        epilog='example: python -m maxlm.generate --checkpoint=runs/first --prompt="Once upon"',
+    )
     file = PathOption(Kind.FILE, as_path=True)
     parser.add_argument(
         '--checkpoint',
@@ -152,7 +157,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.input and (options.chat or options.suffix is not None):
         raise InputError('--input cannot be combined with --chat or --suffix; use "messages" or "suffix" in its lines')
     if options.suffix is not None and (options.chat or options.interactive):
-        raise InputError('--suffix cannot be combined with --chat or --interactive')
+        raise InputError('--suffix cannot be combined with --chat or --interactive; remove one of them')
     if options.num_samples < 1:
         raise InputError(f'--num-samples={options.num_samples}: must be at least 1')
     if options.interactive and options.num_samples > 1:
@@ -167,9 +172,9 @@ def _read(path: Path) -> str:
     try:
         return read_text(path)
     except OSError as error:
-        raise InputError(f'--prompt-file={path}: {os_message(error)}') from error
+        raise InputError(f'--prompt-file={path}: {os_message(error)}; give a readable file') from error
     except UnicodeDecodeError as error:
-        raise InputError(f'--prompt-file={path}: byte {error.start} is not UTF-8') from error
+        raise InputError(f'--prompt-file={path}: byte {error.start} is not UTF-8; save the file as UTF-8') from error
 
 
 def _prompt(model: LoadedModel, text: str, options: argparse.Namespace) -> list[int]:

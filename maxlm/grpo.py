@@ -29,7 +29,14 @@ from maxlm.workdir.files import TOKENIZER
 
 def main(argv: list[str], *, began: float | None = None) -> int:
     """Trains with GRPO; `began` as in `runs.main`."""
-    return runs.main(argv, open_feed, prog='maxlm.grpo', description=__doc__, began=began)
+    return runs.main(
+        argv,
+        open_feed,
+        prog='maxlm.grpo',
+        description=__doc__,
+        example='--config=configs/arithmetic.py:rl',
+        began=began,
+    )
 
 
 def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:

@@ -54,6 +54,7 @@ def _parser() -> ArgumentParser:
         prog='maxlm.quantize',
         allow_abbrev=False,
         description=__doc__,
+        epilog='example: python -m maxlm.quantize --checkpoint=runs/first --format=int8 --output=runs/first-int8',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = ', '.join(f'{kind}: {group}' for kind, group in DEFAULT_GROUPS.items())

@@ -90,7 +90,12 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog='maxlm.serve', allow_abbrev=False, description=__doc__)
+    parser = ArgumentParser(
+        prog='maxlm.serve',
+        allow_abbrev=False,
+        description=__doc__,
+        epilog='example: python -m maxlm.serve --checkpoint=runs/first --port=8000',
+    )
     parser.add_argument(
         '--checkpoint',
         type=PathOption(Kind.DIRECTORY, ANY),
@@ -182,7 +187,7 @@ def _api_key(path: str) -> str:
             key = read_text(path).strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = os_message(error) if isinstance(error, OSError) else 'not UTF-8'
-            raise InputError(f'{source}: {reason}') from error
+            raise InputError(f'{source}: {reason}; give a readable text file') from error
         if not key:
             raise InputError(f'{source}: the file is empty; write the API key to it')
     if not (key.isascii() and key.isprintable() and ' ' not in key):

@@ -5,8 +5,6 @@ way. After 75 (preempted) the command restarts immediately; after any other code
 gives up after K failures in a row without a new checkpoint in the command's --workdir. It then returns the exit code of
 the command, or 1 instead of 75. SIGTERM and Ctrl-C are forwarded once, as SIGTERM; the loop then waits for the command
 and returns its exit code.
-
-Example: `python -m maxlm.supervise -- python -m maxlm.train --config=configs/tiny.py --workdir=runs/first`
 """
 
 from __future__ import annotations
@@ -175,7 +173,9 @@ class Supervisor:
         try:
             self._pid = os.posix_spawnp(self._command[0], self._command, os.environ, setsigdef=default)
         except OSError as error:
-            raise InputError(f'{shlex.join(self._command)}: cannot be started: {error.strerror}') from error
+            raise InputError(
+                f'{shlex.join(self._command)}: cannot be started: {error.strerror}; check the command'
+            ) from error
         if self._signal:
             # The signal arrived before the process ID was known.
             self._terminate()
@@ -209,7 +209,11 @@ def main(argv: list[str]) -> int:
     """Parses the options and supervises the command after `--`."""
     mark = argv.index('--') if '--' in argv else len(argv)
     parser = ArgumentParser(
-        prog='maxlm.supervise', allow_abbrev=False, description=__doc__, usage='%(prog)s [OPTIONS] -- COMMAND …'
+        prog='maxlm.supervise',
+        allow_abbrev=False,
+        description=__doc__,
+        usage='%(prog)s [OPTIONS] -- COMMAND …',
+        epilog='example: python -m maxlm.supervise -- python -m maxlm.train --config=configs/tiny.py',
     )
     parser.add_argument(
         '--max-failures',

@@ -7,8 +7,6 @@ s3://…). --resume=WORKDIR[@STEP] continues from a checkpoint of another workdi
 Exit codes: 0 done; 1 the loss or the gradients are not finite, or spike, despite rollbacks; 2 bad input; 75 preempted
 (SIGTERM, Ctrl-C or a maintenance event), or a bucket does not respond: run the same command again. If one of several
 processes (see `maxlm.runtime.initialize`) is lost or hangs, all processes exit with 75.
-
-Example: `python -m maxlm.train --config=configs/tiny.py --workdir=runs/first --config.train.num_steps=100`
 """
 
 from __future__ import annotations
@@ -29,7 +27,14 @@ from maxlm.trainer.batch_source import TextBatches
 
 def main(argv: list[str], *, began: float | None = None) -> int:
     """Trains on prepared data; `began` as in `runs.main`."""
-    return runs.main(argv, open_feed, prog='maxlm.train', description=__doc__, began=began)
+    return runs.main(
+        argv,
+        open_feed,
+        prog='maxlm.train',
+        description=__doc__,
+        example='--config=configs/tiny.py --workdir=runs/first',
+        began=began,
+    )
 
 
 def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches, int]:

@@ -229,7 +229,7 @@ def test_several_checkpoints_in_one_table(compared, evaluation):
 
 def test_needle_tasks(run, measure, tmp_path, workdir, monkeypatch):
     # A context of 16 tokens is too short for the task.
-    assert '--needle-lengths: 512 exceeds the context length of the model, 16' in refused(
+    assert '--needle-lengths: 512 exceeds the context length of the model; use at most 16' in refused(
         run, '--tasks=needle', '--needle-lengths=512'
     )
     monkeypatch.setattr(

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from maxlm import __main__
 from maxlm.__main__ import VERBS
-from maxlm.errors import EXIT_BAD_INPUT
+from maxlm.errors import EXIT_BAD_INPUT, ArgumentParser, InputError
 from tests.conftest import ROOT
 
 
@@ -86,6 +87,35 @@ def test_help_has_an_example(verb, words, capsys):
     out = capsys.readouterr().out
     # argparse would join the lines of an example without a raw formatter.
     assert re.search(rf'^examples?:\n  maxlm {" ".join([verb, *words])} ', out, re.MULTILINE)
+
+
+class ParsedError(Exception):
+    """Stops a command after it has parsed its arguments."""
+
+
+@pytest.mark.parametrize('verb', VERBS)
+def test_help_has_an_example_that_parses(verb, capsys, monkeypatch):
+    module = importlib.import_module(f'maxlm.{verb}')
+    with pytest.raises(SystemExit):
+        module.main(['--help'])
+    # argparse may wrap the line.
+    text = ' '.join(capsys.readouterr().out.split())
+    _, *examples = re.split(r'\b[Ee]xamples?:', text)
+    commands = [command for part in examples for command in re.split(rf'(?:python -m )?maxlm[. ]{verb} ', part)[1:]]
+    assert commands, 'no example'
+    parse = ArgumentParser.parse_args
+
+    def parse_and_stop(self, args=None, namespace=None):
+        parse(self, args, namespace)
+        raise ParsedError
+
+    monkeypatch.setattr(ArgumentParser, 'parse_args', parse_and_stop)
+    for command in commands:
+        with pytest.raises(ParsedError):
+            module.main(shlex.split(command.partition('`')[0]))
+        # Control: the same command with an unknown option.
+        with pytest.raises(InputError, match='unrecognized arguments'):
+            module.main(['--nonsense', *shlex.split(command.partition('`')[0])])
 
 
 def test_every_command_module_is_listed():

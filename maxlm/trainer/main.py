@@ -51,7 +51,15 @@ class OpenSource(Protocol):
         """
 
 
-def main(argv: list[str], open_source: OpenSource, *, prog: str, description: str | None, began: float | None) -> int:
+def main(
+    argv: list[str],
+    open_source: OpenSource,
+    *,
+    prog: str,
+    description: str | None,
+    example: str,
+    began: float | None,
+) -> int:
     """Parses the command line, checks the config, data and memory, and trains. Returns the exit code.
 
     Args:
@@ -59,11 +67,17 @@ def main(argv: list[str], open_source: OpenSource, *, prog: str, description: st
         open_source: opens the batch source.
         prog: name of the command.
         description: description of the command for `--help`.
+        example: arguments of an example for `--help`.
         began: start time of the process in seconds since 1970, because startup time also costs money; None means now.
     """
     timeline = Timeline(began)
     overrides, rest = split_overrides(argv)
-    parser = ArgumentParser(prog=prog, allow_abbrev=False, description=description)
+    parser = ArgumentParser(
+        prog=prog,
+        allow_abbrev=False,
+        description=description,
+        epilog=f'example: python -m {prog} {example}',
+    )
     parser.add_argument(
         '--config',
         type=PathOption(Kind.FILE),
