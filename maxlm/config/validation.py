@@ -63,7 +63,9 @@ def check_choice(config: Config, key: str) -> None:
     value, options = _value(config, key), CHOICES[key]
     if value not in options:
         names = [str(option) or "''" for option in options]
-        raise InputError(f'{key}={value!r}: {nearest(str(value), names)} (one of {", ".join(names)})')
+        close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+        hint = f'; did you mean {close[0]!r}?' if close else ''
+        raise InputError(f'{key}={value!r}: must be one of {", ".join(names)}{hint}')
 
 
 def validate(config: Config) -> None:
@@ -198,7 +200,8 @@ def _check_context_schedule(data: DataConfig) -> None:
         window, share = entry
         if not 2 <= window < data.seq_len or data.seq_len % window:
             raise InputError(
-                f'data.seq_len_schedule: {window} does not divide data.seq_len={data.seq_len} into 2 or more sequences'
+                f'data.seq_len_schedule: {window} does not divide data.seq_len={data.seq_len} into 2 or more '
+                f'sequences; use a smaller divisor of {data.seq_len}'
             )
         if not last_share < share < 1:
             raise InputError(

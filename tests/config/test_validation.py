@@ -46,6 +46,19 @@ def test_invalid_settings_are_rejected(settings, words):
 
 
 @pytest.mark.parametrize(
+    ('value', 'message'),
+    [
+        ('layernom', "model.norm='layernom': must be one of layernorm, rmsnorm; did you mean 'layernorm'?"),
+        ('xyz', "model.norm='xyz': must be one of layernorm, rmsnorm"),
+    ],
+)
+def test_the_choices_are_listed_once(value, message):
+    with pytest.raises(InputError) as error:
+        model_config(norm=value)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
     'settings',
     [
         {},
