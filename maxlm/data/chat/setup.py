@@ -116,11 +116,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}') from error
+        raise InputError(f'{path}: {os_message(error)}; check the file') from error
     except ValueError as error:
-        raise InputError(f'{path} is not JSON ({error})') from error
+        raise InputError(f'{path} is not JSON ({error}); fix or replace the file') from error
     if not isinstance(config, dict):
-        raise InputError(f'{path} is not a JSON object')
+        raise InputError(f'{path} is not a JSON object; fix or replace the file')
     return config
 
 

@@ -109,7 +109,7 @@ class ChatTemplate:
         try:
             self._template = JinjaTemplate(source) if known else RemoteTemplate(source, limits)
         except ChatError as error:
-            raise InputError(f'{name}: {error}') from error
+            raise InputError(f'{name}: {error}; fix the template') from error
         facts = self._template.facts
         self.texts, self.has_generation = facts.texts, facts.has_generation
         self.tokens = tuple(dict.fromkeys(token for text in self.texts for token in _SPECIAL.findall(text)))

@@ -208,14 +208,18 @@ class ShardWriter:
             checksum, size = _sync_and_hash(self._partial)
             os.replace(self._partial, self._path)
         except (RuntimeError, OSError) as error:
-            raise InputError(f'{self._path}: cannot be written: {reason_of(error)}') from error
+            raise InputError(
+                f'{self._path}: cannot be written: {reason_of(error)}; check permissions and disk space'
+            ) from error
         return Shard(self._path.name, self._source, self._tokens, self._documents, size, checksum)
 
     def _write_record(self, tokens: np.ndarray) -> None:
         try:
             self._writer.write(tokens.tobytes())
         except RuntimeError as error:
-            raise InputError(f'{self._path}: cannot be written: {reason_of(error)}') from error
+            raise InputError(
+                f'{self._path}: cannot be written: {reason_of(error)}; check permissions and disk space'
+            ) from error
 
 
 def save_manifest(dataset: Dataset) -> None:
@@ -243,7 +247,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dat
             f'`python -m maxlm.prepare --input … --output {path}`'
         ) from None
     except OSError as error:
-        raise InputError(f'{manifest}: {os_message(error)}') from error
+        raise InputError(f'{manifest}: {os_message(error)}; {remedy(path)}') from error
     except ValueError as error:
         raise InputError(f'{manifest} is not JSON ({error}); {remedy(path)}') from error
     try:

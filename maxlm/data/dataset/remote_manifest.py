@@ -100,13 +100,13 @@ def remove_stale(manifest: RemoteManifest, directory: Path) -> None:
         # Shards of an unreadable manifest are considered stale.
         before = RemoteManifest('', b'', {}, dict.fromkeys(manifest.shards, (0, '')))
     except OSError as error:
-        raise InputError(f'{directory / MANIFEST_NAME}: {os_message(error)}') from error
+        raise InputError(f'{directory / MANIFEST_NAME}: {os_message(error)}; check the file') from error
     for file in manifest.files(directory):
         if file.path.name in before.shards and before.shards[file.path.name][1] != file.sha256:
             try:
                 file.path.unlink(missing_ok=True)
             except OSError as error:
-                raise InputError(f'{file.path}: {os_message(error)}') from error
+                raise InputError(f'{file.path}: {os_message(error)}; check its permissions') from error
             remove_partial(file)
 
 

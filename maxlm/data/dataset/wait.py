@@ -33,7 +33,7 @@ def wait_for_file(path: Path, *, sleep: Callable[[float], object] = time.sleep) 
             pass
         # The file may have arrived just before the fetcher stopped.
         if not _is_fetched(path.parent) and not path.exists():
-            raise InputError(f'{path} is missing, and no process is fetching it')
+            raise InputError(f'{path} is missing, and no process is fetching it; run the same command again')
         sleep(POLL_SECONDS)
 
 

@@ -96,7 +96,7 @@ def parse_completion(entry: Mapping[str, Any]) -> tuple[str, str]:
     """
     _refuse_label(entry)
     if not entry['completion']:
-        raise ValueError("'completion' is empty")
+        raise ValueError("'completion' is empty; it must contain text")
     return entry['prompt'], entry['completion']
 
 
@@ -111,16 +111,16 @@ def make_conversation(messages: Sequence[Message], entry: Mapping[str, Any], *, 
         for place, message in enumerate(messages)
     )
     if not any(learned):
-        raise ValueError('no assistant message to train on')
+        raise ValueError('no assistant message to train on; add one, or set its weight to 1')
     tools = entry.get('tools') or []
     if not isinstance(tools, list):
-        raise ValueError(f"'tools' contains {type(tools).__name__}, not a list")
+        raise ValueError(f"'tools' must be a list, not {type(tools).__name__}")
     shown = tuple({key: value for key, value in message.items() if key != 'weight'} for message in messages)
     conversation = Conversation(shown, learned, tuple(tools))
     try:
         conversation.text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError('contains an unpaired surrogate, which is not valid text') from error
+        raise ValueError('contains an unpaired surrogate, which is not valid text; remove it') from error
     return conversation
 
 
@@ -145,7 +145,7 @@ def _openai(entry: Mapping[str, Any], key: str = 'messages') -> list[dict[str, A
         role = message.get('role')
         role = 'tool' if role == 'function' else role
         if role not in ROLES:
-            raise ValueError(f'{label} has the role {repr(role)[:200]}; known are {", ".join(ROLES)}')
+            raise ValueError(f'{label} has the role {repr(role)[:200]}; use one of {", ".join(ROLES)}')
         content = message.get('content')
         if content is None and (message.get('tool_calls') or message.get('function_call')):
             content = ''
@@ -161,7 +161,7 @@ def _sharegpt(entry: Mapping[str, Any], key: str = 'conversations') -> list[dict
         label = f'message {place} of {key!r}'
         speaker = message.get('from')
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
-            raise ValueError(f"{label} is 'from' {repr(speaker)[:200]}; known are {', '.join(SPEAKERS)}")
+            raise ValueError(f"{label} is 'from' {repr(speaker)[:200]}; use one of {', '.join(SPEAKERS)}")
         messages.append({'role': SPEAKERS[speaker], 'content': _text(message.get('value'), f"the 'value' of {label}")})
     return messages
 
@@ -177,7 +177,7 @@ def _prompt_completion(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     _refuse_label(entry)
     prompt, completion = _said(entry, 'prompt', 'user'), _said(entry, 'completion', 'assistant')
     if not completion or completion[0]['role'] != 'assistant':
-        raise ValueError("'completion' does not begin with a message of the assistant")
+        raise ValueError("'completion' must begin with a message of the assistant")
     return [*prompt, *completion]
 
 
@@ -208,7 +208,7 @@ _PARSERS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[dic
 def _list(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     messages = entry[key]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f'{key!r} is not a list of objects')
+        raise ValueError(f'{key!r} must be a list of objects')
     return messages
 
 
@@ -219,8 +219,10 @@ def _text(content: Any, label: str) -> str:
             part.get('text') if isinstance(part, dict) and part.get('type') == 'text' else None for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
-            raise ValueError(f'{label} has parts that are not text')
+            raise ValueError(f'{label} has parts that are not text; remove them')
         return ''.join(part for part in parts if part is not None)
     if not isinstance(content, str):
-        raise ValueError(f'{label} is {"missing" if content is None else type(content).__name__}, not text')
+        raise ValueError(
+            f'{label} is missing; add it' if content is None else f'{label} must be text, not {type(content).__name__}'
+        )
     return content

@@ -77,7 +77,7 @@ def _refuse_surrogates(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError('contains an unpaired surrogate, which is not valid text') from error
+        raise ValueError('contains an unpaired surrogate, which is not valid text; remove it') from error
 
 
 def _has_text(entry: Any, text_key: str) -> bool:

@@ -78,15 +78,23 @@ def parse_preference(entry: Any) -> Preference | None:
     whole = [answer[0]['role'] != 'assistant' for answer in answers]
     if any(whole):
         if not all(whole):
-            raise ValueError("one of 'chosen' and 'rejected' begins with the prompt, and the other with an answer")
+            raise ValueError(
+                "one of 'chosen' and 'rejected' begins with the prompt, and the other with an answer; "
+                'put the prompt into both or neither'
+            )
         common = _common(*answers)
         if prompt and not _holds(answers[0][:common], prompt[-1]):
-            raise ValueError("'chosen' and 'rejected' contain a prompt that differs from the prompt of the record")
+            raise ValueError(
+                "'chosen' and 'rejected' contain a prompt that differs from the prompt of the record; "
+                'remove one of the prompts'
+            )
         prompt, answers = answers[0][:common], [answer[common:] for answer in answers]
     if not prompt:
         raise ValueError(f"no prompt; add one of {', '.join(PROMPTS)}, or a prompt in 'chosen' and 'rejected'")
     if prompt[-1]['role'] == 'assistant':
-        raise ValueError('the prompt ends with an assistant message, so there is nothing to answer')
+        raise ValueError(
+            'the prompt ends with an assistant message, so there is nothing to answer; remove that message'
+        )
     if prompt[0]['role'] != 'system':
         prompt = [*system_of(entry), *prompt]
     chosen, rejected = (_conversation(entry, key, prompt, answer) for key, answer in zip(ANSWERS, answers, strict=True))
@@ -123,7 +131,7 @@ def _answer(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
         return _dialogue(answer) or [{'role': 'assistant', 'content': answer}]
     messages = parse_messages({key: [answer] if isinstance(answer, dict) else answer}, key)
     if not messages:
-        raise ValueError(f'{key!r} contains no messages')
+        raise ValueError(f'{key!r} contains no messages; add one')
     return messages
 
 

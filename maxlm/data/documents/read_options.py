@@ -43,5 +43,5 @@ class ReadOptions:
 
     @property
     def limit_text(self) -> str:
-        """Text for messages: the limit of records, and the option that changes it."""
-        return f'{self.max_record_bytes / 2**20:g} MiB, the limit for a record; raise --max-record-mib'
+        """Text for messages: the limit of records."""
+        return f'{self.max_record_bytes / 2**20:g} MiB, the limit for a record'

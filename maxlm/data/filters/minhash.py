@@ -86,7 +86,9 @@ class Signatures:
                 for array in (head_bytes, self.exact, slots, self.name_bytes, self.name_ends):
                     np.lib.format.write_array(file, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
         except OSError as error:
-            raise InputError(f'{path}: cannot be written: {os_message(error)}') from error
+            raise InputError(
+                f'{path}: cannot be written: {os_message(error)}; check permissions and disk space'
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> Signatures:
@@ -100,10 +102,10 @@ class Signatures:
                 head = parse_json(_map_array(file).tobytes())
                 exact, slots, name_bytes, name_ends = (_map_array(file) for _ in range(4))
             if head['format'] != _format():
-                raise ValueError(f'format {head["format"]} instead of {_format()}')
+                raise ValueError(f'its format is {head["format"]}, but must be {_format()}')
             return cls(exact, slots if head['near'] else None, name_bytes, name_ends, head['identity'])
         except OSError as error:
-            raise InputError(f'{path}: {os_message(error)}') from error
+            raise InputError(f'{path}: {os_message(error)}; delete it and run maxlm.prepare again') from error
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f'{path} contains no valid signatures ({error}); delete it and run maxlm.prepare again'
@@ -239,7 +241,7 @@ def _map_array(file: BinaryIO) -> np.ndarray:
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     start, size = file.tell(), int(np.prod(shape)) * dtype.itemsize
     if os.fstat(file.fileno()).st_size < start + size:
-        raise ValueError('truncated')
+        raise ValueError(f'truncated: it must have at least {start + size} bytes')
     # An empty range cannot be mapped.
     array = np.asarray(np.memmap(file, dtype, 'r', start, shape)) if size else np.empty(shape, dtype)
     file.seek(start + size)

@@ -38,7 +38,9 @@ def make_cleaner(names: Sequence[str]) -> Filter:
 
     def clean(document: Document) -> Document | FilterResult:
         if names and document.tokens is not None:
-            raise InputError(f'{document.name} is already tokenized: {", ".join(names)} can filter only text')
+            raise InputError(
+                f'{document.name} is already tokenized: {", ".join(names)} can filter only text; remove --filter'
+            )
         for name in names:
             result = FILTERS[name](document)
             if isinstance(result, FilterResult):

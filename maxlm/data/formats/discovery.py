@@ -100,9 +100,9 @@ def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_sk
             return [_input_file(entry, source, kind_of(entry.name) or 'text')]
         files = _select_files(list(_walk(given, exclude)), source, on_skipped)
     except StorageError as error:
-        raise InputError(f'{error}; --input takes files, directories, globs and data sets') from error
+        raise InputError(f'{error}; give a file, a directory, a glob or a data set') from error
     if not files:
-        raise InputError(f'{display_path(given)} contains no text: {_searched()}')
+        raise InputError(f'{display_path(given)} contains no text: {_searched()}; give other files by name')
     _refuse_mixed(given, files)
     return files
 
@@ -128,7 +128,7 @@ def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnSkipped) -> list
     files = _select_files([found[name] for name in sorted(found)], source, on_skipped, is_named=is_named)
     if not files:
         what = f'no readable file: {_searched()}' if found else 'nothing'
-        raise InputError(f'{display_path(glob)} matches {what}')
+        raise InputError(f'{display_path(glob)} matches {what}; check the pattern')
     _refuse_mixed(glob, files)
     return files
 

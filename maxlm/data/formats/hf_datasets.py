@@ -155,7 +155,7 @@ def _open(given: str, version: str) -> Any:
         if (directory / 'dataset_dict.json').exists():
             splits = datasets.load_from_disk(spec.directory)
             if split not in splits:
-                raise ValueError(f'no split {split!r}; it has {", ".join(splits)}')
+                raise ValueError(f'no split {split!r}; available: {", ".join(splits)}')
             return splits[split]
         return datasets.load_dataset(spec.directory, split=split, streaming=True)
     except (ValueError, FileNotFoundError) as error:

@@ -99,4 +99,6 @@ class _Lines(io.RawIOBase):
 
     def _check(self, size: int, what: str) -> None:
         if size > self._options.max_record_bytes:
-            raise StorageError(f'{display_path(self._path)}: {what} longer than {self._options.limit_text}')
+            raise StorageError(
+                f'{display_path(self._path)}: {what} longer than {self._options.limit_text}; raise --max-record-mib'
+            )

@@ -49,7 +49,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
                 if content.strip() or not is_whole:
                     try:
                         if not is_whole:
-                            raise ValueError(f'the line is longer than {options.limit_text}')
+                            raise ValueError(f'the line is longer than {options.limit_text}; raise --max-record-mib')
                         entry = parse(content, options, offset + len(line) - len(content))
                         yield entry_document(f'{file.name}:{offset}', file.source, entry, options)
                     except ValueError as error:
@@ -71,7 +71,7 @@ def parse(line: bytes, options: ReadOptions, offset: int) -> Any:
     try:
         return parse_json(line.decode('utf-8'))
     except UnicodeDecodeError as error:
-        raise ValueError(f'byte {offset + error.start} of the file is not UTF-8') from error
+        raise ValueError(f'byte {offset + error.start} of the file is not UTF-8; save the file as UTF-8') from error
     except ValueError as error:
         wanted = {'chat': 'with a conversation', 'preference': 'with a pair of answers'}
         expected = wanted.get(options.format, f'like {{"{options.text_key}": "…"}}')
@@ -141,18 +141,18 @@ def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
             lines = iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), b'')
             for number, line in enumerate(lines, start=1):
                 if len(line) > MAX_RECORD_BYTES:
-                    raise InputError(f'{name}:{number}: the line is longer than {MAX_RECORD_BYTES // 2**20} MiB')
+                    raise InputError(f'{name}:{number}: the line must have at most {MAX_RECORD_BYTES // 2**20} MiB')
                 try:
                     entry = parse_json(line.decode('utf-8-sig')) if line.strip() else None
                 except UnicodeDecodeError as error:
-                    raise InputError(f'{name}:{number}: not UTF-8') from error
+                    raise InputError(f'{name}:{number}: not UTF-8; save the file as UTF-8') from error
                 except ValueError as error:
                     raise InputError(f'{name}:{number}: not JSON ({error}); each line must be an object') from error
                 if line.strip() and not isinstance(entry, dict):
                     raise InputError(
-                        f'{name}:{number}: {type(entry).__name__}, not an object with "prompt" or "messages"'
+                        f'{name}:{number}: must be an object with "prompt" or "messages", not {type(entry).__name__}'
                     )
                 if entry is not None:
                     yield number, entry
     except (EOFError, zlib.error, OSError) as error:
-        raise InputError(f'{name}: damaged or truncated ({error})') from error
+        raise InputError(f'{name}: damaged or truncated ({error}); fetch or compress it again') from error

@@ -94,15 +94,15 @@ def text_of(value: Any) -> str:
             value.encode()
             return value
     except UnicodeDecodeError as error:
-        raise ValueError(f'byte {error.start} of the text is not UTF-8') from error
+        raise ValueError(f'byte {error.start} of the text is not UTF-8; convert the column to UTF-8') from error
     except UnicodeEncodeError as error:
-        raise ValueError('contains an unpaired surrogate, which is not valid text') from error
+        raise ValueError('contains an unpaired surrogate, which is not valid text; remove it') from error
     raise ValueError(f'contains {type(value).__name__}, not text; set --text-field to the text column')
 
 
 def _refuse_long(text: str, options: ReadOptions) -> None:
     if len(text) > options.max_record_bytes:
-        raise ValueError(f'the text is longer than {options.limit_text}')
+        raise ValueError(f'the text is longer than {options.limit_text}; raise --max-record-mib')
 
 
 def plain(value: Any) -> Any:

@@ -42,7 +42,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
         on_bad(file.name, f'{path}: damaged or truncated ({error}); fetch or compress it again')
         return
     if is_compressed(file.name) and len(content) > options.max_record_bytes:
-        on_bad(file.name, f'{path}: longer than {options.limit_text}')
+        on_bad(file.name, f'{path}: longer than {options.limit_text}; raise --max-record-mib')
         return
     try:
         text = content.decode('utf-8')

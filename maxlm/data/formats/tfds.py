@@ -37,7 +37,7 @@ def find(given: str) -> InputFile:
     builder, split = _open(given), _split(given)
     if split not in builder.info.splits:
         splits = ', '.join(builder.info.splits) or 'none: the data set is not prepared there'
-        raise InputError(f'{given}: no split {split!r} in {builder.data_dir}; it has {splits}')
+        raise InputError(f'{given}: no split {split!r} in {builder.data_dir}; available: {splits}')
     files = sorted(builder.data_path.iterdir())
     facts = [(file.name, stat.length, stat.mtime) for file in files for stat in (file.stat(),)]
     version = hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -54,7 +54,7 @@ def check_alike(a: Dataset, b: Dataset) -> None:
         preferences, other = (a, b) if a.preferences else (b, a)
         raise InputError(
             f'data.sources: {preferences.path} contains preferences, and {other.path} does not; no objective '
-            'trains on both'
+            'trains on both; use one kind of data'
         )
 
 
@@ -359,7 +359,7 @@ def _check_source(source: Source) -> None:
     there = {shard.source for shard in source.dataset.splits['train'].shards}
     if source.only and source.only not in there:
         raise InputError(
-            f'data.sources: {source.dataset.path} has no source {source.only!r}; it has: {", ".join(sorted(there))}'
+            f'data.sources: {source.dataset.path} has no source {source.only!r}; available: {", ".join(sorted(there))}'
         )
 
 

@@ -81,7 +81,9 @@ def locked(output: Path) -> Iterator[None]:
         try:
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(f'--output={output}: another maxlm.prepare is writing to it') from error
+            raise InputError(
+                f'--output={output}: another maxlm.prepare is writing to it; wait for it, or choose another directory'
+            ) from error
         yield
     finally:
         os.close(directory)

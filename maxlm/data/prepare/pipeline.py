@@ -151,7 +151,7 @@ def prepare(recipe: PrepareConfig, partitions: Sequence[Partition], output: Path
     try:
         stages.work.mkdir(exist_ok=True)
     except OSError as error:
-        raise InputError(f'{stages.work}: {os_message(error)}') from error
+        raise InputError(f'{stages.work}: {os_message(error)}; use a writable directory') from error
     partitions, decisions, filtered = stages.clean(partitions)
     tokenizer, validation = stages.begin(partitions, decisions)
     tasks = stages.write(partitions, decisions, tokenizer, validation)
@@ -220,7 +220,9 @@ class _Stages:
         tasks = [ScanTask(self.work, partition, self._recipe.reading, cleaning) for partition in partitions]
         scans = self._run('scan', tasks)
         if not scans:
-            raise InputError('every partition failed, so there is no data set to write')
+            raise InputError(
+                'every partition failed, so there is no data set to write; fix the failures reported above'
+            )
         decisions: list[DecisionFile | None] = []
         shown = self._means.show_progress and cleaning.duplicates != 'none'
         with StageBar('duplicates', total=0, show=shown) as bar:

@@ -51,4 +51,4 @@ def unpack(text: str) -> np.ndarray:
     try:
         return np.load(io.BytesIO(zlib.decompress(base64.b64decode(text))), allow_pickle=False)
     except (zlib.error, EOFError) as error:
-        raise ValueError(f'not a packed array ({error})') from error
+        raise ValueError(f'must be a packed array ({error})') from error

@@ -45,7 +45,7 @@ def validation_threshold(names: Iterable[str], share: float) -> int:
         if threshold == 0 or smallest < threshold <= largest:
             return threshold
     if largest < 0:
-        raise InputError('--input contains no text: every document is empty or was skipped')
+        raise InputError('--input contains no text: every document is empty or was skipped; provide other files')
     if smallest == largest:
         return 0
     return smallest + 1 if threshold <= smallest else largest

@@ -92,7 +92,9 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], infill
         return [next(encoded) if document.tokens is None else document.tokens for document in documents]
     ids = tokenizer.infill_ids
     if ids is None:
-        raise InputError('the tokenizer has no special tokens for fill-in-the-middle')
+        raise InputError(
+            'the tokenizer has no special tokens for fill-in-the-middle; use another tokenizer, or remove --fim-rate'
+        )
     for document in documents:
         if document.tokens is not None:
             raise InputError(

@@ -99,7 +99,8 @@ def add_special_tokens(library: tokenizers.Tokenizer, names: Sequence[str]) -> N
     library.add_special_tokens(list(names))
     if [library.token_to_id(name) for name in new] != list(range(size, size + len(new))):
         raise InputError(
-            f'cannot add {" ".join(new)} to the tokenizer: its {len(vocab):,} ids below {size:,} have gaps'
+            f'cannot add {" ".join(new)} to the tokenizer: its {len(vocab):,} ids below {size:,} have gaps; '
+            'number its tokens without gaps'
         )
 
 
@@ -117,5 +118,5 @@ def add_infill_tokens(library: tokenizers.Tokenizer) -> None:
     if find_infill_ids(library) != InfillIds(size, size + 1, size + 2):
         raise InputError(
             f'cannot add {" ".join(INFILL)} to the tokenizer: its {len(before):,} ids below {size:,} '
-            'have gaps, or one of the names exists'
+            'have gaps, or one of the names exists; rename that token, or number the tokens without gaps'
         )

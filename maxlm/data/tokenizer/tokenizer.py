@@ -78,7 +78,9 @@ class Tokenizer:
         except OSError as error:
             raise InputError(f'{path}: {os_message(error)}; give the path of a tokenizer.json') from error
         except UnicodeDecodeError as error:
-            raise InputError(f'{path} is not a tokenizer.json: byte {error.start} is not UTF-8') from error
+            raise InputError(
+                f'{path} is not a tokenizer.json: byte {error.start} is not UTF-8; give another file'
+            ) from error
         return cls.from_json(text, name=str(path), infill=infill)
 
     @classmethod
@@ -93,7 +95,7 @@ class Tokenizer:
         except InputError as error:
             raise InputError(f'{name}: {error}') from error
         except Exception as error:  # the library raises bare Exception
-            raise InputError(f'{name} is not a tokenizer.json: {str(error)[:300]}') from error
+            raise InputError(f'{name} is not a tokenizer.json: {str(error)[:300]}; give another file') from error
         try:
             return _finished(library, infill)
         except InputError as error:
@@ -106,7 +108,9 @@ class Tokenizer:
             InputError: the new ids cannot be the last, or the kind of this tokenizer is `ids`.
         """
         if self.kind == 'ids':
-            raise InputError('an ids tokenizer encodes only numbers, so it cannot have special tokens')
+            raise InputError(
+                'an ids tokenizer encodes only numbers, so it cannot have special tokens; use a tokenizer.json'
+            )
         library = tokenizers.Tokenizer.from_str(self._library.to_str())
         add_special_tokens(library, names)
         return Tokenizer(library)
@@ -267,7 +271,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, infill: bool = False) ->
         with catch_panics('tokenizers'):
             library.train_from_iterator(sample, trainer)
     except Exception as error:  # the library raises bare Exception
-        raise InputError(f'--tokenizer=bpe:{vocab_size}: cannot train a tokenizer on this text: {error}') from error
+        raise InputError(
+            f'--tokenizer=bpe:{vocab_size}: cannot train a tokenizer on this text: {error}; use another tokenizer'
+        ) from error
     return _finished(library, infill)
 
 
@@ -284,8 +290,8 @@ def _encode_batch(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[n
     except Exception as error:  # the library raises bare Exception
         for text in texts:
             if (place := surrogate_in(text)) >= 0:
-                raise InputError(f'the text is not valid UTF-8 at character {place}') from error
-        raise InputError(f'the tokenizer cannot encode a text: {error}') from error
+                raise InputError(f'the text is not valid UTF-8 at character {place}; remove the character') from error
+        raise InputError(f'the tokenizer cannot encode a text: {error}; use another tokenizer') from error
     return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
 

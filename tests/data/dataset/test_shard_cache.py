@@ -239,7 +239,9 @@ def test_readers_in_other_processes_wait(gcs, files, warnings):
         process = start_reader(missing)
         assert process.poll() is None
         fetcher.close()
-        assert output_of(process) == f'{missing} is missing, and no process is fetching it\n'
+        assert (
+            output_of(process) == f'{missing} is missing, and no process is fetching it; run the same command again\n'
+        )
 
 
 def test_closing_the_fetcher_wakes_waiting_threads(gcs, files, warnings):
@@ -257,7 +259,7 @@ def test_closing_the_fetcher_wakes_waiting_threads(gcs, files, warnings):
         thread = threading.Thread(target=reader)
         thread.start()
     thread.join()
-    assert raised.get() == f'{files[0].path} is missing, and no process is fetching it'
+    assert raised.get() == f'{files[0].path} is missing, and no process is fetching it; run the same command again'
     # Closing the fetcher is not reported as a recovery of the bucket.
     assert not any('responds again' in warning for warning in warnings)
 

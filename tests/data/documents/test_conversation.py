@@ -52,8 +52,8 @@ def test_records_without_a_conversation(record):
 @pytest.mark.parametrize(
     ('record', 'reason'),
     [
-        ({'messages': 'Hello'}, "'messages' is not a list of objects"),
-        ({'messages': ['Hello']}, "'messages' is not a list of objects"),
+        ({'messages': 'Hello'}, "'messages' must be a list of objects"),
+        ({'messages': ['Hello']}, "'messages' must be a list of objects"),
         ({'messages': []}, 'no assistant message to train on'),
         ({'messages': HELLO[:1]}, 'no assistant message to train on'),
         ({'messages': [{**HELLO[1], 'weight': 0}]}, 'no assistant message to train on'),
@@ -62,9 +62,9 @@ def test_records_without_a_conversation(record):
         ({'messages': [HELLO[0], {'role': 'assistant'}]}, "the 'content' of message 1 of 'messages' is missing"),
         ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 'has parts that are not text'),
         ({'messages': [HELLO[0], {'role': 'assistant', 'content': '\ud800'}]}, 'unpaired surrogate'),
-        ({'messages': HELLO, 'tools': 'f'}, "'tools' contains str, not a list"),
+        ({'messages': HELLO, 'tools': 'f'}, "'tools' must be a list, not str"),
         ({'conversations': [{'from': 'me', 'value': 'Hi'}]}, "message 0 of 'conversations' is 'from' 'me'"),
-        ({'conversations': [{'from': 'gpt', 'value': 3}]}, "the 'value' of message 0 .* is int, not text"),
+        ({'conversations': [{'from': 'gpt', 'value': 3}]}, "the 'value' of message 0 .* must be text, not int"),
         ({'instruction': 'a', 'output': None}, "'output' is missing"),
     ],
 )

@@ -100,9 +100,9 @@ def test_records_without_a_preference(record):
     [
         ({'chosen': 'a', 'rejected': 'b'}, 'no prompt; add one of prompt'),
         ({'prompt': None, 'chosen': 'a', 'rejected': 'b'}, 'no prompt; add'),
-        ({'prompt': 3, 'chosen': 'a', 'rejected': 'b'}, "'prompt' is not a list of objects"),
-        ({'prompt': 'p', 'chosen': 3, 'rejected': 'b'}, "'chosen' is not a list of objects"),
-        ({'prompt': 'p', 'chosen': 'a', 'rejected': None}, "'rejected' is not a list of objects"),
+        ({'prompt': 3, 'chosen': 'a', 'rejected': 'b'}, "'prompt' must be a list of objects"),
+        ({'prompt': 'p', 'chosen': 3, 'rejected': 'b'}, "'chosen' must be a list of objects"),
+        ({'prompt': 'p', 'chosen': 'a', 'rejected': None}, "'rejected' must be a list of objects"),
         ({'prompt': 'p', 'chosen': [], 'rejected': 'b'}, "'chosen' contains no messages"),
         ({'prompt': 'p', 'chosen': [{'role': 'robot', 'content': 'a'}], 'rejected': 'b'}, "message 0 of 'chosen' has"),
         ({'prompt': 'p', 'chosen': [{'from': 'robot', 'value': 'a'}], 'rejected': 'b'}, "message 0 of 'chosen' is"),
@@ -114,7 +114,7 @@ def test_records_without_a_preference(record):
         ({'chosen': GOOD[:1], 'rejected': BAD}, 'differ before an assistant answer'),
         ({'prompt': 'p', 'chosen': [assistant('a', weight=0)], 'rejected': 'b'}, "'chosen': no assistant message"),
         ({'prompt': 'p', 'chosen': 'a', 'rejected': '\ud800'}, "'rejected': contains an unpaired surrogate"),
-        ({'prompt': 'p', 'chosen': 'a', 'rejected': 'b', 'tools': 'x'}, "'tools' contains str"),
+        ({'prompt': 'p', 'chosen': 'a', 'rejected': 'b', 'tools': 'x'}, "'tools' must be a list, not str"),
     ],
 )
 def test_errors_give_the_reason(record, reason):

@@ -111,8 +111,8 @@ def test_errors_of_a_missing_field_list_the_fields_found(write, bad_records, rec
     [
         ({'prompt': 'q', 'completion': ''}, "'completion' is empty"),
         ({'prompt': 'q', 'completion': 'a', 'label': False}, "'label' marks completions as good or bad"),
-        ({'prompt': 'q', 'completion': [QUESTION]}, 'does not begin with a message of the assistant'),
-        ({'prompt': 3, 'completion': [ANSWER]}, "'prompt' is not a list of objects"),
+        ({'prompt': 'q', 'completion': [QUESTION]}, 'must begin with a message of the assistant'),
+        ({'prompt': 3, 'completion': [ANSWER]}, "'prompt' must be a list of objects"),
         ({'prompt': 'q', 'completion': 'a\ud800'}, 'surrogate'),
     ],
 )

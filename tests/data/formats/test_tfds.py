@@ -108,7 +108,7 @@ def test_the_version_changes_with_the_files(tmp_path, prepare):
     [
         ('tfds:no_such_data', r'tfds:no_such_data: Dataset no_such_data not found'),
         ('tfds:tiny:9.9.9', r'tfds:tiny:9\.9\.9: '),
-        ('tfds:tiny#nope', r"no split 'nope' in .*; it has train, test"),
+        ('tfds:tiny#nope', r"no split 'nope' in .*; available: train, test"),
         ('tfds:', r'give tfds:NAME'),
         ('tfds:#train', r'give tfds:NAME'),
     ],

@@ -152,7 +152,7 @@ def test_validation_bytes_are_known_only_if_all_sources_have_them(datasets, make
 
 def test_bad_sources_are_named(datasets, make_dataset):
     web = str(datasets['web'].path)
-    with pytest.raises(InputError, match=r"no source 'cod'; it has: texts"):
+    with pytest.raises(InputError, match=r"no source 'cod'; available: texts"):
         open_training_data(DataConfig(sources=((f'{web}#cod', 1.0),), seq_len=WINDOW))
     with pytest.raises(InputError, match='contains no data set'):
         open_training_data(DataConfig(sources=((web, 1.0), (f'{web}x', 1.0)), seq_len=WINDOW))
