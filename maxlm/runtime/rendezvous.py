@@ -110,8 +110,8 @@ def _accept(connection: socket.socket, num_processes: int, connections: dict[int
     if wrong:
         message = (
             f'{wrong}; set the same MAXLM_NUM_PROCESSES in all processes, and in each a different MAXLM_PROCESS_ID '
+            'below it'
         )
-        'below it'
         _answer({**connections, -1: connection}, f'no {message}')
         raise InputError(message)
     return number
