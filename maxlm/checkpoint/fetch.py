@@ -128,7 +128,7 @@ def find_local_step(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
         logger.info(f'fetching {display_path(workdir)}@{step} to {output}')
         found = fetch_checkpoint(f'{workdir}@{step}', output, weights_only=True, threads=THREADS, show=True)
         if found.errors:
-            raise InputError(found.errors[0])
+            raise InputError(f'{found.errors[0]}; choose another step')
     return find_step(f'{output}@{step}')
 
 

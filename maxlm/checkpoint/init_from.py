@@ -317,9 +317,7 @@ def _compare_vocabularies(
         )
         if rows == rows_before:
             return None, other
-        raise InputError(
-            f'model.vocab_size={rows} is larger than the {rows_before} embedding rows of {path}, but {other}'
-        )
+        raise InputError(f'model.vocab_size={rows} is larger than the {rows_before} embedding rows of {path}; {other}')
     if (new.vocab_size, rows) == (old.vocab_size, rows_before):
         return None, ''
     return VocabResize(min(old.vocab_size, rows_before), new.vocab_size, rows_before, rows), ''

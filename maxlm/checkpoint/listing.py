@@ -101,7 +101,10 @@ def checkpoint_config(workdir: str) -> CheckpointConfig:
     try:
         return from_json(read_bytes(path, limit=MAX_TEXT_BYTES).decode()).checkpoint
     except ValueError as error:
-        raise InputError(f'{display_path(path)}: not a valid config of this version of maxlm ({error})') from error
+        raise InputError(
+            f'{display_path(path)}: not a valid config of this version of maxlm ({error}); '
+            'use the version that wrote it'
+        ) from error
 
 
 def _entries(workdir: str) -> list[str]:

@@ -227,7 +227,7 @@ async def _write(stored: tensorstore.TensorStore, values: np.ndarray) -> None:
             await stored[rows].write(values[rows], can_reference_source_data_indefinitely=True)
         except ValueError as error:
             reason = str(error).splitlines()[0]
-            raise InputError(f'the checkpoint cannot be written: {reason}') from error
+            raise InputError(f'the checkpoint cannot be written: {reason}; check permissions and disk space') from error
 
 
 def _chunk_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -203,7 +203,7 @@ def _read_json_file(path: Path, variant: str) -> ConfigDict:
     try:
         values = _parse_json(read_text(path))
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}') from error
+        raise InputError(f'{path}: {os_message(error)}; choose a readable config file') from error
     except (ValueError, InputError) as error:
         raise InputError(f'{path}: {error}') from error
     values.model.attention = 'auto'
@@ -270,15 +270,15 @@ def _run_config_file(path: Path, variant: str) -> ConfigDict:
     except (InputError, KeyboardInterrupt):
         raise
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}') from error
+        raise InputError(f'{path}: {os_message(error)}; choose a readable config file') from error
     except BaseException as error:
         # BaseException includes SystemExit, which would end the command without a message. A config file is user input,
         # so report the line of its error and no traceback of maxlm.
         lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == str(path)]  # type: ignore[arg-type]
         where = f'{path}:{lines[-1]}' if lines else str(path)
-        raise InputError(f'{where}: {type(error).__name__}: {error}') from error
+        raise InputError(f'{where}: {type(error).__name__}: {error}; fix the config file') from error
     if not isinstance(values, ConfigDict):
-        raise InputError(f'{path}: get_config returned {type(values).__name__}, not a ConfigDict')
+        raise InputError(f'{path}: get_config must return a ConfigDict, not {type(values).__name__}')
     return values
 
 

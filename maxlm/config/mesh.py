@@ -110,7 +110,7 @@ def _check_stages(config: Config) -> None:
         needs = f', each a multiple of the {period} of model.attention_pattern' if period > 1 else ''
         raise InputError(
             f'mesh.stage={mesh.stage} × mesh.num_pipeline_repeats={mesh.num_pipeline_repeats} does not split '
-            f'model.num_layers={layers} into equal parts{needs}; values that do: {", ".join(working[:12]) or "1 × 1"}'
+            f'model.num_layers={layers} into equal parts{needs}; use one of: {", ".join(working[:12]) or "1 × 1"}'
         )
     if config.accumulation % mesh.stage:
         global_batch, shards = config.train.global_batch_size, config.batch_shards

@@ -54,7 +54,7 @@ def combine(findings: Iterable[CheckResult]) -> CheckResult:
     """
     ordered = sorted(findings, key=lambda finding: ORDER.index(finding.status), reverse=True)
     if not ordered:
-        raise ValueError('a check that found nothing')
+        raise ValueError('a check must have at least one result')
     bad = [finding for finding in ordered if finding.remedy] or ordered
     remedies = dict.fromkeys(finding.remedy for finding in bad if finding.remedy)
     return CheckResult(ordered[0].status, '; '.join(finding.message for finding in bad), '; '.join(remedies))

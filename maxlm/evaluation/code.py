@@ -101,12 +101,14 @@ def open_suite(kind: str, path: str, *, limit: int | None = None) -> Suite:
             problem = parse(row)
         except (KeyError, TypeError, ValueError) as error:
             reason = f'has no {error}' if isinstance(error, KeyError) else str(error)
-            raise InputError(f'--tasks={kind}:{path}: line {number} {reason}; found keys: {", ".join(row)}') from error
+            raise InputError(
+                f'--tasks={kind}:{path}: line {number} {reason}; found keys: {", ".join(row)}; use a {kind} file'
+            ) from error
         if problem is not None:
             problems.append(problem)
     if not problems:
         detail = f' with task_id {MBPP_TEST[0]} to {MBPP_TEST[-1]} (the test split)' if kind == 'mbpp' else ''
-        raise InputError(f'--tasks={kind}:{path}: no problems found{detail}')
+        raise InputError(f'--tasks={kind}:{path}: no problems found{detail}; add at least one')
     return Suite(kind, problems[:limit], stops)
 
 
@@ -159,7 +161,7 @@ def _prompts(problems: Sequence[Problem], tokenizer: Tokenizer, chat: ChatEncode
     try:
         chat_prompts = [chat.encode_prompt([{'role': 'user', 'content': problem.chat_prompt}]) for problem in problems]
     except ChatError as error:
-        raise InputError(f'--apply-chat-template: {error}') from error
+        raise InputError(f'--apply-chat-template: {error}; fix the chat template, or omit the option') from error
     response_prefixes = tokenizer.encode_batch_inside([problem.response_prefix for problem in problems])
     return [np.concatenate(pair) for pair in zip(chat_prompts, response_prefixes, strict=True)]
 
@@ -199,9 +201,9 @@ def _read_rows(path: str) -> list[dict[str, Any]]:
         rows = [parse_json(line) for line in text.splitlines() if line.strip()]
     except (OSError, EOFError) as error:
         reason = os_message(error) if isinstance(error, OSError) else 'unexpected end of file'
-        raise InputError(f'{path}: {reason}') from error
+        raise InputError(f'{path}: {reason}; choose a readable file') from error
     except ValueError as error:
-        raise InputError(f'{path}: invalid JSON Lines: {error}') from error
+        raise InputError(f'{path}: invalid JSON Lines: {error}; fix the file') from error
     if not all(isinstance(row, dict) for row in rows):
         raise InputError(f'{path}: every line must be a JSON object')
     return rows

@@ -73,7 +73,7 @@ class Benchmarks:
         except ImportError as error:
             raise InputError(INSTALL_HINT) from error
         if folder and not Path(folder).is_dir():
-            raise InputError(f'--tasks-path={folder}: no such folder')
+            raise InputError(f'--tasks-path={folder}: no such folder; choose an existing folder')
         # lm-eval logs its progress as warnings.
         logging.getLogger('lm_eval').setLevel(logging.ERROR)
         self._settings = {'num_fewshot': num_fewshot, 'limit': limit, 'apply_chat_template': chat}
@@ -88,7 +88,7 @@ class Benchmarks:
                 names += found
             elif task.endswith(YAML):
                 if not Path(task).is_file():
-                    raise InputError(f'{key}={task}: no such file')
+                    raise InputError(f'{key}={task}: no such file; choose an existing file')
                 names.append(task)
             else:
                 names.append(task)
@@ -98,7 +98,7 @@ class Benchmarks:
             if any(name not in self._manager.all_tasks and not name.endswith(YAML) for name in names):
                 self._manager = TaskManager(include_path=folders or None)
         except Exception as error:  # raised by YAML or code of a task file
-            raise InputError(f'task files in {", ".join(folders)}: {_one_line(error)}') from error
+            raise InputError(f'task files in {", ".join(folders)}: {_one_line(error)}; fix the task file') from error
         known_tasks = set(self._manager.all_tasks)
         aliases = {name: names_of_alias for name, names_of_alias in ALIASES.items() if name not in known_tasks}
         names = [found for name in names for found in aliases.get(name, (name,))]
@@ -106,7 +106,9 @@ class Benchmarks:
             if name not in known_tasks and not name.endswith(YAML):
                 similar = [candidate for candidate in sorted(known_tasks) if name.split('_')[0] in candidate][:5]
                 hint = f'; similar: {", ".join(similar)}' if similar else ''
-                raise InputError(f'{key}={name}: not an lm-eval task, a task file or a folder of task files{hint}')
+                raise InputError(
+                    f'{key}={name}: not an lm-eval task, a task file or a folder of task files; check the name{hint}'
+                )
         self._names, self._key = names, key
 
     def output_types(self) -> dict[str, str]:
@@ -119,7 +121,8 @@ class Benchmarks:
             loaded = self._manager.load(list(self._names))['tasks']
         except Exception as error:  # raised by data sets, the Hub or a task file
             raise InputError(
-                f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_one_line(error)}'
+                f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_one_line(error)}; '
+                'check the task and its data'
             ) from error
         return {name: task.get_config('output_type') for name, task in loaded.items()}
 
@@ -149,7 +152,8 @@ class Benchmarks:
             raise
         except Exception as error:  # raised by data sets, the Hub or a task file
             raise InputError(
-                f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_one_line(error)}'
+                f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_one_line(error)}; '
+                'check the task and its data'
             ) from error
         return dict(results)
 
@@ -223,7 +227,7 @@ def write_results(results: Mapping[str, Any], folder: Path, *, step: int) -> Non
             lines = (json.dumps(sample, default=_to_json, ensure_ascii=False) + '\n' for sample in samples)
             (folder / f'samples_{task}_{step}.jsonl').write_text(''.join(lines), encoding='utf-8')
     except OSError as error:
-        raise InputError(f'--output={folder}: {os_message(error)}') from error
+        raise InputError(f'--output={folder}: {os_message(error)}; choose a writable directory') from error
 
 
 def _to_json(value: Any) -> Any:

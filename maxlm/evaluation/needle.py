@@ -94,7 +94,9 @@ def find_needles(
     """
     for length in config.lengths:
         if length > scorer.max_length:
-            raise InputError(f'--needle-lengths: {length} exceeds the context length of the model, {scorer.max_length}')
+            raise InputError(
+                f'--needle-lengths: {length} exceeds the context length of the model; use at most {scorer.max_length}'
+            )
     N, D = len(config.lengths), len(config.depths)
     requests = list(_requests(tokenizer, config))
     found = scorer.score(requests, show=show)

@@ -100,7 +100,7 @@ class EvalResult(NamedTuple):
                     folder / f'needle_{step}.png', dpi=150
                 )
         except OSError as error:
-            raise InputError(f'--output={folder}: {os_message(error)}') from error
+            raise InputError(f'--output={folder}: {os_message(error)}; choose a writable directory') from error
 
 
 class EvalRun:

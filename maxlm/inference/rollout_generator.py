@@ -102,7 +102,8 @@ class Sampler:
         if max_prompt + max_tokens > context:
             raise InputError(
                 f'max_tokens={max_tokens}: prompts have up to {max_prompt} tokens and the context length of the model '
-                f'is {context}; {max(0, context - max_prompt)} tokens remain for the response'
+                f'is {context}; {max(0, context - max_prompt)} tokens remain for the response; '
+                'reduce max_tokens or shorten the prompts'
             )
         self._config, self._layout = config, layout
         self._ends = tuple(ends)

@@ -198,11 +198,13 @@ class LogprobScorer:
         by_tokens: dict[tuple[int, ...], list[int]] = {}
         for number, (context, continuation) in enumerate(requests):
             if not len(context) or not len(continuation):
-                raise InputError(f'request {number}: its {"continuation" if len(context) else "context"} is empty')
+                raise InputError(
+                    f'request {number}: its {"continuation" if len(context) else "context"} must not be empty'
+                )
             if len(continuation) > self.max_length:
                 raise InputError(
-                    f'request {number}: its continuation has {len(continuation)} tokens; the context length of the '
-                    f'model is {self.max_length}'
+                    f'request {number}: its continuation has {len(continuation)} tokens; it must have at most '
+                    f'{self.max_length}, the context length of the model'
                 )
             text = (*context, *continuation)[-(self.max_length + 1) :]
             by_tokens.setdefault(text[:-1], []).append(number)

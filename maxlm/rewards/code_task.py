@@ -45,7 +45,7 @@ def sandbox_jobs(response: str, task: Mapping[str, Any], limits: SandboxLimits |
     Each job runs the program of `response` between the prefix and suffix of the task.
     """
     if not any(task.get(key) for key in KEYS):
-        raise InputError(f'the task has neither {" nor ".join(KEYS)}; found keys: {", ".join(task) or "none"}')
+        raise InputError(f'the task must have {" or ".join(KEYS)}; found keys: {", ".join(task) or "none"}')
     sections = task.get('prefix', ''), extract_code(response), task.get('suffix', '')
     text = '\n'.join(section for section in sections if section)
     jobs = []

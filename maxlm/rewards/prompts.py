@@ -146,11 +146,11 @@ def _encode(entry: Mapping[str, Any], encoder: ChatEncoder | Tokenizer) -> np.nd
     text = entry[key]
     if key == 'prompt' and isinstance(text, str):
         if not text:
-            raise ValueError('"prompt" is empty')
+            raise ValueError('"prompt" is empty; it must contain text')
         if isinstance(encoder, Tokenizer):
             (ids,) = encoder.encode_batch([text])
             if not len(ids):
-                raise ValueError('the prompt has no tokens')
+                raise ValueError('the prompt has no tokens; it must contain text')
             return ids
         messages = [{'role': 'user', 'content': text}]
     else:

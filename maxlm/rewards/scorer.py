@@ -141,7 +141,7 @@ def _check_python_task(task: Task) -> None:
         try:
             count = count_tests(ast.parse('\n'.join(texts)))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise InputError(f"'tests' cannot be parsed: {error}") from error
+            raise InputError(f"'tests' cannot be parsed: {error}; fix the code") from error
         if not count:
             raise InputError("'tests' contains no test; add one, e.g. a line with assert")
 

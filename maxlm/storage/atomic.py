@@ -20,7 +20,7 @@ def atomic_write(path: Path, content: bytes | str, *, make_parents: bool = False
             path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
     except OSError as error:
-        raise InputError(f'{path}: cannot be written: {os_message(error)}') from error
+        raise InputError(f'{path}: cannot be written: {os_message(error)}; check permissions and disk space') from error
 
 
 def replace_file(path: Path, content: bytes | str) -> None:

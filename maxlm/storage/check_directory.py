@@ -36,7 +36,7 @@ def check_entries(
             if os.path.lexists(path):
                 _check_entry(path, allowed, limit)
         except OSError as error:
-            raise InputError(f'{path}: {os_message(error)}') from error
+            raise InputError(f'{path}: {os_message(error)}; replace it with a readable regular file') from error
 
 
 def _check_entry(path: str, allowed: tuple[str, ...], limit: int | None) -> None:
@@ -46,9 +46,7 @@ def _check_entry(path: str, allowed: tuple[str, ...], limit: int | None) -> None
         raise NotRegularError(errno.EINVAL, f'is a link to {target}, which is not a file', path)
     check_regular(path)
     if os.path.islink(path) and not target.startswith(allowed):
-        raise NotRegularError(
-            errno.EINVAL, f'is a link to {target}, outside its directory; replace it with a copy of the file', path
-        )
+        raise NotRegularError(errno.EINVAL, f'is a link to {target}, outside its directory', path)
     if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     if limit is not None:

@@ -100,7 +100,9 @@ def fetch_file(
             if partial is not None:
                 _fetch(file, partial, on_bytes, call)
     except OSError as error:
-        raise InputError(f'{file.path}: cannot be written: {os_message(error)}') from error
+        raise InputError(
+            f'{file.path}: cannot be written: {os_message(error)}; check permissions and disk space'
+        ) from error
 
 
 def fetch_patiently(
@@ -204,7 +206,8 @@ def _fetch(file: RemoteFile, partial: int, on_bytes: Callable[[int], None], call
             if len(content) != stop - start:
                 raise InputError(
                     f'{redact(file.url)}: requested bytes {start} to {stop} but received {len(content)} bytes; the '
-                    f'file does not have {file.bytes} bytes, or the server does not support range requests'
+                    f'file does not have {file.bytes} bytes, or the server does not support range requests; '
+                    'use another server'
                 )
             _write_at(partial, content, start)
             start = stop
@@ -222,7 +225,8 @@ def _fetch(file: RemoteFile, partial: int, on_bytes: Callable[[int], None], call
         if last_try:
             found = f'is {actual}, not {checksum.value}' if actual != checksum.value else 'changes during the download'
             raise InputError(
-                f'{redact(file.url)}: download damaged in two attempts: its {checksum.kind or "version"} {found}'
+                f'{redact(file.url)}: download damaged in two attempts: its {checksum.kind or "version"} {found}; '
+                'run the same command again'
             )
 
 

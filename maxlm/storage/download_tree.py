@@ -49,7 +49,7 @@ def list_tree(url: str, directory: Path, *, include: str = '', max_files: int = 
         if facts[full_name]['type'] != 'file' or not name or name.endswith('/'):
             continue
         if {'', '.', '..'} & set(name.split('/')):
-            raise InputError(f'{redact(url)}: file name {name!r} is not a valid local path')
+            raise InputError(f'{redact(url)}: file name {name!r} is not a valid local path; rename the file')
         if include and not (fnmatch.fnmatch(name, include) or fnmatch.fnmatch(PurePosixPath(name).name, include)):
             continue
         there = full_name if full_name.startswith(prefix) else prefix + full_name

@@ -41,7 +41,7 @@ def read_lines(path: Path) -> JsonlFile:
     except FileNotFoundError:
         return JsonlFile([], False)
     except NotRegularError as error:
-        raise InputError(f'{path}: {os_message(error)}') from error
+        raise InputError(f'{path}: {os_message(error)}; move it elsewhere') from error
     # A complete file ends with a newline, so the last part is empty or truncated. It may end inside a UTF-8 character.
     *complete, rest = content.split(b'\n')
     return JsonlFile([_parse(path, number, line) for number, line in enumerate(complete, start=1)], bool(rest))
@@ -54,7 +54,7 @@ def drop_partial_line(path: Path) -> None:
     except FileNotFoundError:
         return
     except NotRegularError as error:
-        raise InputError(f'{path}: {os_message(error)}') from error
+        raise InputError(f'{path}: {os_message(error)}; move it elsewhere') from error
     complete = content.rfind(b'\n') + 1
     if complete < len(content):
         with path.open('r+b') as file:

@@ -109,7 +109,7 @@ class PathOption:
                 raise ValueError(f'{path}: is a directory; give a file')
         elif kind := kind_of(mode):
             wanted = 'directory' if self.kind is Kind.DIRECTORY else 'regular file'
-            raise ValueError(f'{path}: is {kind}, not a {wanted}')
+            raise ValueError(f'{path}: is {kind}, not a {wanted}; give another path')
         elif self.kind is Kind.DIRECTORY:
             raise ValueError(f'{path}: is a file; give a directory')
 

@@ -234,5 +234,5 @@ def _resume(name: str, checkpoints: Any, workdir: Path, config: Config) -> None:
     check_resume(name, config)
     found = fetch_checkpoint(name, workdir, weights_only=False, threads=THREADS, show=True)
     if found.errors:
-        raise InputError(f'--resume={name}: {found.errors[0]}')
+        raise InputError(f'--resume={name}: {found.errors[0]}; choose another step')
     logger.info(f'fetched {name}: {found.num_checksums} checksums compared')

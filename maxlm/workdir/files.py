@@ -107,7 +107,9 @@ def read_config(workdir: Path) -> Config:
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}; choose a workdir of maxlm.train') from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f'{path}: not a valid config of this version of maxlm ({error})') from error
+        raise InputError(
+            f'{path}: not a valid config of this version of maxlm ({error}); use the version that wrote it'
+        ) from error
 
 
 def _workdir_error(workdir: Path, error: OSError) -> InputError:

@@ -152,7 +152,9 @@ class WorkdirLock:
         except NotRegularError as error:
             raise InputError(f'{self._path}: {os_message(error)}; move it elsewhere') from error
         except OSError as error:
-            raise InputError(f'--workdir={self._workdir}: {LOCK} cannot be written: {os_message(error)}') from error
+            raise InputError(
+                f'--workdir={self._workdir}: {LOCK} cannot be written: {os_message(error)}; choose a writable directory'
+            ) from error
         self._thread.start()
         return self
 

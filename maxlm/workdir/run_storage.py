@@ -141,7 +141,7 @@ class RunStorage:
             InputError: there is no copy, or the step cannot be read.
         """
         if self._bucket is None or self._direct:
-            raise InputError(f'step {step}: no remote copy exists')
+            raise InputError(f'step {step}: no remote copy exists; choose another step')
         unfinished = self._upload_state.folder / 'fetching' / str(step)
         place = self.workdir / CHECKPOINTS_DIR / str(step)
         download_step(self._bucket, step, unfinished)

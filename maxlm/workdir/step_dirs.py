@@ -171,7 +171,9 @@ class StepDirectory:
             if self._in_bucket:
                 raise classify_error(str(self.path), error) from error
             if isinstance(error, OSError):
-                raise InputError(f'{error.filename or self.path}: {os_message(error)}') from error
+                raise InputError(
+                    f'{error.filename or self.path}: {os_message(error)}; check permissions and disk space'
+                ) from error
             raise
 
 

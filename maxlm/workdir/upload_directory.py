@@ -89,7 +89,7 @@ class Upload:
         try:
             files = {name: self._bucket.describe(path) for name, path in paths.items() if path.is_file()}
         except OSError as error:
-            raise InputError(f'{error.filename}: {os_message(error)}') from error
+            raise InputError(f'{error.filename}: {os_message(error)}; check its permissions') from error
         self._started_marker.touch()
         lock = threading.Lock()
         with progress_bar(total=sum(file.size for file in files.values()), initial=0, unit='B', show=show) as bar:

@@ -138,7 +138,7 @@ def test_stages_must_divide_the_layers(settings, words, numbers):
     message = error_message(8, **settings)
     for word in (*words, 'into equal parts'):
         assert word in message
-    _, suggested = message.split('values that do: ')
+    _, suggested = message.split('use one of: ')
     assert [tuple(map(int, pair.split(' × '))) for pair in suggested.split(', ')] == numbers
     for stage, repeats in numbers:
         mesh = config_on(8, **{**settings, 'mesh__stage': stage, 'mesh__num_pipeline_repeats': repeats}).mesh

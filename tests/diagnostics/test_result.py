@@ -19,5 +19,5 @@ def test_the_same_remedy_is_told_once():
 
 
 def test_nothing_is_no_finding():
-    with pytest.raises(ValueError, match='found nothing'):
+    with pytest.raises(ValueError, match='at least one result'):
         combine([])

@@ -84,7 +84,7 @@ def test_lengths():
     assert default_lengths(1000) == (256, 512, 1000)
     assert default_lengths(200) == (200,)
     for lengths, message in (
-        ((8192,), '8192 exceeds the context length of the model, 4096'),
+        ((8192,), '8192 exceeds the context length of the model; use at most 4096'),
         ((50,), 'use at least 7[0-9]'),
     ):
         with pytest.raises(InputError, match=message):

@@ -252,11 +252,11 @@ def test_windows_are_those_of_lm_eval(length):
 
 def test_what_cannot_be_scored(found):
     for span, message in (
-        (ScoringRequest([], [1]), 'request 1: its context is empty'),
-        (ScoringRequest([1], []), 'request 1: its continuation is empty'),
+        (ScoringRequest([], [1]), 'request 1: its context must not be empty'),
+        (ScoringRequest([1], []), 'request 1: its continuation must not be empty'),
         (
             ScoringRequest([1], [2] * (CONTEXT + 1)),
-            f'has {CONTEXT + 1} tokens; the context length of the model is {CONTEXT}',
+            f'has {CONTEXT + 1} tokens; it must have at most {CONTEXT}, the context length of the model',
         ),
     ):
         with pytest.raises(InputError, match=message):

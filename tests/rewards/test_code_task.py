@@ -34,7 +34,7 @@ def test_the_programs_of_a_task():
     assert tested == ('import math\nx = 1\n\nmain()', '', 'assert 1\nassert 2', limits)
     assert first == tested._replace(stdin='1', tests='')
     assert second.stdin == ''
-    with pytest.raises(InputError, match='neither tests nor cases; found keys: answer'):
+    with pytest.raises(InputError, match='must have tests or cases; found keys: answer'):
         sandbox_jobs('x', {'answer': 1})
     with pytest.raises(InputError, match="has no 'stdout'"):
         sandbox_jobs('x', {'cases': [{'stdin': '1'}]})

@@ -99,17 +99,17 @@ def test_long_prompts_are_skipped(tmp_path, caplog):
     ('line', 'message'),
     [
         ('{"prompt": "x"', 'not JSON'),
-        ('["x"]', 'list, not an object'),
-        ('null', 'NoneType, not an object'),
+        ('["x"]', 'must be an object with "prompt" or "messages", not list'),
+        ('null', 'must be an object with "prompt" or "messages", not NoneType'),
         ({'text': 'x'}, 'must have either "prompt" or "messages"; found text'),
         ({'prompt': 'x', 'messages': [user('x')]}, 'found prompt, messages'),
         ({'prompt': ''}, '"prompt" is empty'),
-        ({'prompt': 5}, "'prompt' is not a list"),
-        ({'messages': 'x'}, "'messages' is not a list"),
+        ({'prompt': 5}, "'prompt' must be a list"),
+        ({'messages': 'x'}, "'messages' must be a list"),
         ({'messages': []}, "'messages' must end with a message for the assistant to answer"),
         ({'messages': [user('x'), {'role': 'assistant', 'content': 'y'}]}, 'must end with'),
         ({'messages': [{'role': 'nobody', 'content': 'x'}]}, "the role 'nobody'"),
-        ({'messages': [user(None)]}, 'is missing, not text'),
+        ({'messages': [user(None)]}, 'is missing; add it'),
         ({'prompt': 'x', 'tools': 'y'}, '"tools" must be a list, not str'),
     ],
 )
@@ -137,7 +137,7 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_a_line_that_is_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(jsonl, 'MAX_RECORD_BYTES', 100)
     path = write(tmp_path / 'x.jsonl', {'prompt': 'x' * 50}, {'prompt': 'x' * 150})
-    with pytest.raises(InputError, match=r'x\.jsonl:2: the line is longer than '):
+    with pytest.raises(InputError, match=r'x\.jsonl:2: the line must have at most '):
         read_prompts(str(path), CHAT, 1000)
 
 

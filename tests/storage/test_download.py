@@ -209,7 +209,10 @@ def test_flipped_bit_is_detected_and_downloaded_again(gcs, file, known, composed
     assert sum(added) == len(CONTENT)
     file.path.unlink()
     gcs.fault('flip')
-    with pytest.raises(InputError, match=r'damaged in two attempts: its (sha256|md5|crc32c) is \S+, not \S+$'):
+    with pytest.raises(
+        InputError,
+        match=r'damaged in two attempts: its (sha256|md5|crc32c) is \S+, not \S+; run the same command again$',
+    ):
         fetch_file(file)
     assert not file.path.exists()
 
@@ -306,7 +309,9 @@ def test_unwritable_path_is_named(gcs, file, monkeypatch):
         raise OSError(28, 'No space left on device')
 
     monkeypatch.setattr(os, 'pwrite', full)
-    with pytest.raises(InputError, match=r'a.bin: cannot be written: No space left on device$'):
+    with pytest.raises(
+        InputError, match=r'a.bin: cannot be written: No space left on device; check permissions and disk space$'
+    ):
         fetch_file(file)
     monkeypatch.undo()
     file.path.parent.joinpath('b').write_text('a file')

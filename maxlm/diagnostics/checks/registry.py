@@ -50,5 +50,7 @@ def choose(only: Sequence[str], skip: Sequence[str]) -> list[Check]:
                 raise InputError(f'{option}={name}: unknown check; {nearest(name, NAMES)}')
     chosen = [check for check in CHECKS if (check.name in only or not only) and check.name not in skip]
     if not chosen:
-        raise InputError(f'--only={",".join(only)} --skip={",".join(skip)}: no check is left')
+        raise InputError(
+            f'--only={",".join(only)} --skip={",".join(skip)}: no check is left; remove a name from --skip'
+        )
     return chosen

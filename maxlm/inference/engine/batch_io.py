@@ -84,7 +84,7 @@ def write_completions(
         with new_file(path) as partial, partial.open('w', encoding='utf-8') as file:
             file.writelines(_output_lines(lines, complete()))
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}') from error
+        raise InputError(f'{path}: {os_message(error)}; choose a writable path') from error
 
 
 def _output_lines(lines: Sequence[Line], rows: Sequence[Sequence[Completion]]) -> Iterator[str]:

@@ -45,7 +45,7 @@ def zigzag(length: int, devices: int) -> np.ndarray:
         ValueError: the length does not divide into two chunks for each device.
     """
     if length % (2 * devices):
-        raise ValueError(f'length={length} is not a multiple of {2 * devices} (two chunks per device)')
+        raise ValueError(f'length={length} must be a multiple of {2 * devices} (two chunks per device)')
     chunks = np.arange(length).reshape(2 * devices, -1)
     return np.stack([chunks[:devices], chunks[devices:][::-1]], axis=1).reshape(-1)
 

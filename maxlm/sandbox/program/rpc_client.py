@@ -121,7 +121,7 @@ class RpcClient:
         if tag == 'e':
             return self.error_class(reference, rest)
         if tag != 'r' or type(reference) is not int:
-            raise ValueError(f'unknown tag {tag!r}')
+            raise ValueError(f'unknown tag {tag!r}: must be m, u, e or r')
         if reference not in self.objects:
             kind, *content = rest
             self.objects[reference] = RemoteObject(

@@ -75,7 +75,7 @@ class Channel:
         """
         data = json.dumps(message).encode()
         if len(data) > MAX_MESSAGE_BYTES:
-            raise ValueError(f'message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes')
+            raise ValueError(f'message of {len(data)} bytes: must be at most {MAX_MESSAGE_BYTES} bytes')
         view = memoryview(LENGTH.pack(len(data)) + data)
         try:
             while view:

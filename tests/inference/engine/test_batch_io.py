@@ -60,7 +60,7 @@ def test_nothing_stays_of_a_file_that_does_not_become_whole(tmp_path):
     [
         ('{', 'not JSON'),
         ('[' * 100_000, 'not JSON'),
-        ('[1]', 'list, not an object with "prompt" or "messages"'),
+        ('[1]', 'must be an object with "prompt" or "messages", not list'),
         ({'text': 'x'}, 'must be an object with either "prompt" or "messages"'),
         ({'prompt': 'x', 'messages': []}, 'must be an object'),
         ({'prompt': 1}, '"prompt" and "suffix" must be strings'),

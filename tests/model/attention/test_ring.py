@@ -187,7 +187,7 @@ def test_zigzag_gives_each_device_the_same_work(devices):
 
 
 def test_zigzag_names_the_length_that_does_not_divide():
-    with pytest.raises(ValueError, match='length=60 is not a multiple of 16'):
+    with pytest.raises(ValueError, match='length=60 must be a multiple of 16'):
         zigzag(60, 8)
 
 
