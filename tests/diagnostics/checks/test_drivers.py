@@ -145,7 +145,7 @@ def test_cards_on_the_bus_are_seen_without_a_driver(tmp_path, nvml, monkeypatch)
     assert (there.nvidia_cards, there.tpu_chips, there.platform) == (1, 0, 'gpu')
     assert there.problem == 'Driver Not Loaded'
     chips = read_hardware(bus(tmp_path / 'b', *[('0x1ae0', '0x0063', '0x120000')] * 4))
-    assert (chips.platform, chips.told) == ('tpu', '4 TPU chips')
+    assert (chips.platform, chips.description) == ('tpu', '4 TPU chips')
     assert read_hardware(tmp_path / 'none').platform == 'cpu'
 
 
@@ -153,4 +153,4 @@ def test_the_driver_knows_more_than_the_bus(tmp_path, nvml, monkeypatch):
     monkeypatch.setattr(detect.glob, 'glob', lambda pattern: [])
     nvml()
     there = read_hardware(tmp_path)
-    assert (there.platform, there.told) == ('gpu', '1 × NVIDIA H100 80GB HBM3')
+    assert (there.platform, there.description) == ('gpu', '1 × NVIDIA H100 80GB HBM3')
