@@ -2,8 +2,9 @@
 
     python -m tools.check_prose [PATH …]
 
-It reports docstrings that start with a question word, sentences of more than 35 words, and banned words. Without paths
-it reads all tracked Python and Markdown files. The exit code is 1 if there are findings.
+It reports docstrings that start with a question word, sentences of more than 35 words, banned words, and error messages
+of maxlm/ without a remedy. Without paths it reads all tracked Python and Markdown files. The exit code is 1 if there
+are findings.
 """
 
 from __future__ import annotations
@@ -36,6 +37,52 @@ CODE = re.compile(
 )
 SENTENCE_END = re.compile(r'(?<=[.!?:;])\s+|\n\s*\n|\n\s*[-*] |\n\s*\w+: ')
 
+# Verbs of remedies, in the imperative.
+VERBS = (
+    'add|allow|change|check|choose|convert|copy|correct|create|define|delete|enable|export|fetch|finish|fix|free|give|'
+    'grant|increase|install|leave|list|lower|make|merge|move|name|number|omit|override|pass|pip install|prepare|'
+    'provide|prune|put|raise|reduce|remove|rename|replace|restart|restore|run|save|see|select|set|shorten|skip|split|'
+    'start|stop|use|wait|write'
+)
+# A remedy is an imperative at the start of a clause, a constraint, the valid values, a clause that is only a value, or
+# the message of an error that has a remedy itself.
+REMEDY = re.compile(
+    rf'(?:[;:,.] |\(|\b(?:or|and) |^)(?:{VERBS})\b|'
+    r'\b(?:must|requires?|needs?|can be|at least|at most|did you mean|expected|nearest|closest)\b|'
+    r'\b(?:usage|supported|(?:available|known|valid)(?: \w+)?):|; \{\}(?=;|$)|(?<!\()\{error\}'
+)
+# Errors whose messages have a remedy.
+WITH_REMEDY = {'InputError', 'ValueError'}
+
+
+def message_of(expression: ast.expr, caught: frozenset[str]) -> str:
+    """Returns the text of a message, with `{}` for values and `{error}` for the errors named in `caught`."""
+    match expression:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return ''.join(message_of(part, caught) for part in parts)
+        case ast.FormattedValue(value=ast.IfExp(body=body, orelse=orelse)) | ast.IfExp(body=body, orelse=orelse):
+            return f'{message_of(body, caught)} {message_of(orelse, caught)}'
+        case ast.FormattedValue(value=ast.Name(id=name)) if name in caught:
+            return '{error}'
+    return '{}'
+
+
+def errors_without_remedy(tree: ast.AST, caught: frozenset[str] = frozenset()) -> Iterator[tuple[int, str]]:
+    """Yields line number and message of each InputError and ValueError that does not explain what to do."""
+    for node in ast.iter_child_nodes(tree):
+        names = caught
+        match node:
+            case ast.ExceptHandler(name=str(name), type=ast.expr() as kind):
+                kinds = {ast.unparse(each) for each in (kind.elts if isinstance(kind, ast.Tuple) else [kind])}
+                names = caught | {name} if kinds <= WITH_REMEDY else caught - {name}
+            case ast.Raise(exc=ast.Call(func=ast.Name(id='InputError' | 'ValueError'), args=[first, *_])):
+                # A message that is only a value was composed elsewhere.
+                if (text := message_of(first, caught)) != '{}' and not REMEDY.search(text):
+                    yield node.lineno, text
+        yield from errors_without_remedy(node, names)
+
 
 def prose_of(path: Path) -> Iterator[tuple[int, str, bool]]:
     """Yields line number, text and whether it is a docstring, of every docstring and comment, or of a complete page."""
@@ -55,6 +102,9 @@ def prose_of(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 def findings(path: Path) -> Iterator[str]:
     """Yields one line for each finding in a file."""
+    if path.suffix == '.py' and 'maxlm' in path.parts:
+        for line, text in errors_without_remedy(ast.parse(path.read_text())):
+            yield f'{path}:{line}: the error {text!r} has no remedy; add what to do, or the valid values'
     for line, text, is_docstring in prose_of(path):
         if is_docstring and FIRST_WORDS.match(text):
             yield f'{path}:{line}: starts with {text.split()[0]!r}; start with a verb or a noun phrase'
