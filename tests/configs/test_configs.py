@@ -50,12 +50,12 @@ def our_parameters(config):
 
 
 @pytest.mark.parametrize('model', MODELS, ids=lambda model: model.config)
-def test_parameters_are_those_that_transformers_counts(model):
+def test_parameters_equal_transformers(model):
     config = resolved(model)
     assert our_parameters(config) == transformers_parameters(config)
 
 
-def test_another_width_would_be_seen():
+def test_another_width_is_detected():
     wider = load('configs/mix.py:tiny', ['model.ffn_dim=1153'])
     wider = resolve(wider, platform='cpu', num_devices=1, vocab_size=0, windows=1)
     assert our_parameters(wider) != transformers_parameters(resolved(Model('configs/mix.py:tiny', '')))
@@ -118,7 +118,7 @@ def test_batch_fits_eight_devices(spec):
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda path: path.name)
-def test_docstring_says_what_a_run_takes(path):
+def test_docstring_states_the_requirements_of_a_run(path):
     module_text = path.read_text()
     docstring = module_text.split('"""')[1]
     for fact in ('Command:', 'Hardware:', 'Time:', 'Expected:'):
@@ -154,7 +154,7 @@ def test_without_a_variant_the_file_chooses(name):
     assert load(f'configs/{name}.py').model.num_layers > 0
 
 
-def test_depth_is_the_one_dial():
+def test_depth_determines_the_model():
     for depth in (1, 5, 24):
         config = load(f'configs/depth.py:{depth}')
         assert (config.model.num_layers, config.model.dim, config.model.head_dim) == (depth, 64 * depth, 128)
@@ -168,7 +168,7 @@ def test_the_table_is_printed(capsys):
     assert row(MODELS[0]) in capsys.readouterr().out.splitlines()
 
 
-def test_a_phase_is_of_the_model_before_it():
+def test_a_phase_uses_the_model_of_the_previous_phase():
     """Settings of the initial checkpoint must match, except context, positions and vocabulary."""
     before, long, chat, lora = (load(spec) for spec in ('configs/code.py:7b', *PHASES))
     may_differ = {'rope_theta', 'max_positions', 'vocab_size', 'lora_rank'}

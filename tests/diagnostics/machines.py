@@ -29,7 +29,7 @@ def case_on(hardware, start=None, **facts):
 
 
 class NVMLError(Exception):
-    """Stand-in for NVML's error."""
+    """Fake of NVML's error."""
 
 
 def fake_nvml(**changes):

@@ -35,9 +35,9 @@ def test_without_rich_there_are_lines(monkeypatch, capsys):
 
 
 def test_for_a_script():
-    told = as_json(RESULTS)
-    assert told['status'] == 'failure'
-    assert told['checks'][1] == {
+    output = as_json(RESULTS)
+    assert output['status'] == 'failure'
+    assert output['checks'][1] == {
         'name': 'shm',
         'status': 'warning',
         'found': '64.0 MiB free of 64.0 MiB',
@@ -57,6 +57,6 @@ def test_summary():
 
 
 def test_progress_is_for_terminals(capsys):
-    with progress(is_shown=True) as tell:
-        tell('looking')
+    with progress(is_shown=True) as show:
+        show('looking')
     assert capsys.readouterr() == ('', '')

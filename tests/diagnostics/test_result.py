@@ -6,18 +6,18 @@ from maxlm.diagnostics.result import CheckStatus, combine, failure, ok, skipped,
 
 
 def test_the_worst_comes_first_and_decides():
-    found = combine([ok('fine'), warning('odd', 'mend it'), failure('broken', 'replace it'), skipped('unknown')])
-    assert (found.status, found.message, found.remedy) == (CheckStatus.FAILURE, 'broken; odd', 'replace it; mend it')
+    found = combine([ok('fine'), warning('odd', 'fix it'), failure('broken', 'replace it'), skipped('unknown')])
+    assert (found.status, found.message, found.remedy) == (CheckStatus.FAILURE, 'broken; odd', 'replace it; fix it')
 
 
-def test_good_ones_are_told_if_all_are():
+def test_successes_are_reported_if_all_succeed():
     assert combine([ok('a'), ok('b')]) == ok('a; b')
 
 
-def test_the_same_remedy_is_told_once():
-    assert combine([warning('a', 'mend it'), warning('b', 'mend it')]).remedy == 'mend it'
+def test_the_same_remedy_is_reported_once():
+    assert combine([warning('a', 'fix it'), warning('b', 'fix it')]).remedy == 'fix it'
 
 
-def test_nothing_is_no_finding():
+def test_an_empty_list_is_an_error():
     with pytest.raises(ValueError, match='at least one result'):
         combine([])

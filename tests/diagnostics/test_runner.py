@@ -1,4 +1,4 @@
-"""Tests that checks run in order, whatever one of them does."""
+"""Tests that checks run in order, even if one of them fails."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def statuses(results):
     return {result.name: result.finding.status.value for result in results}
 
 
-def test_one_that_raises_is_a_failure_with_its_name_and_the_next_is_made(checks):
+def test_a_check_that_raises_fails_and_the_next_one_runs(checks):
     made = checks(bad=broken(ZeroDivisionError('by nought')), missing=broken(ImportError('No module x')), good=fine)
     results = list(run_checks(made, case_on(CPU)))
     assert statuses(results) == {'bad': 'failure', 'missing': 'failure', 'good': 'ok'}
@@ -53,50 +53,50 @@ def test_one_that_raises_is_a_failure_with_its_name_and_the_next_is_made(checks)
     assert results[1].finding.message == 'cannot run: No module x'
 
 
-def test_what_ends_a_process_ends_no_check_but_its_own(checks):
+def test_system_exit_ends_only_its_check(checks):
     results = list(run_checks(checks(bad=broken(SystemExit(3)), good=fine), case_on(CPU)))
     assert statuses(results) == {'bad': 'failure', 'good': 'ok'}
 
 
-def test_a_refusal_is_told_as_it_is(checks):
+def test_an_input_error_is_reported_unchanged(checks):
     (result,) = run_checks(checks(bad=broken(InputError('mesh.data=3 is\nwrong'))), case_on(CPU))
     assert result.finding.message == 'mesh.data=3 is wrong'
 
 
-def test_one_that_hangs_is_a_failure_and_the_next_is_made(checks):
-    released = threading.Event()
-    made = [*checks(hangs=lambda case: released.wait(30), seconds=0.05), *checks(good=fine)]
+def test_a_check_that_hangs_fails_and_the_next_one_runs(checks):
+    release = threading.Event()
+    made = [*checks(hangs=lambda case: release.wait(30), seconds=0.05), *checks(good=fine)]
     results = list(run_checks(made, case_on(CPU)))
-    released.set()
+    release.set()
     assert statuses(results) == {'hangs': 'failure', 'good': 'ok'}
     assert results[0].finding.message == 'no answer after 0.05 s: what hangs is'
     assert '--skip=hangs' in results[0].finding.remedy
 
 
-def test_after_one_that_hangs_with_the_devices_the_others_that_use_them_are_not_tried(checks):
-    released = threading.Event()
+def test_device_checks_are_skipped_after_one_hangs(checks):
+    release = threading.Event()
     made = [
-        *checks(hangs=lambda case: released.wait(30), uses_devices=True, seconds=0.05),
+        *checks(hangs=lambda case: release.wait(30), uses_devices=True, seconds=0.05),
         *checks(after=fine, uses_devices=True),
         *checks(other=fine),
     ]
     results = list(run_checks(made, case_on(CPU)))
-    released.set()
+    release.set()
     assert statuses(results) == {'hangs': 'failure', 'after': 'skipped', 'other': 'ok'}
     assert "'hangs' hangs" in results[1].finding.message
 
 
-def test_where_jax_does_not_start_it_is_not_started_here(checks):
+def test_device_checks_are_skipped_if_jax_does_not_start(checks):
     case = case_on(CPU, JaxStart('Unknown flags'))
     results = list(run_checks([*checks(uses=fine, uses_devices=True), *checks(other=fine)], case))
     assert statuses(results) == {'uses': 'skipped', 'other': 'ok'}
     assert results[0].finding.message == 'not run: Unknown flags'
 
 
-def test_what_is_about_to_be_made_is_told(checks):
-    told = []
-    list(run_checks(checks(one=fine, two=fine), case_on(CPU), on_begin=lambda check: told.append(check.name)))
-    assert told == ['one', 'two']
+def test_each_check_is_announced(checks):
+    names = []
+    list(run_checks(checks(one=fine, two=fine), case_on(CPU), on_begin=lambda check: names.append(check.name)))
+    assert names == ['one', 'two']
 
 
 @pytest.mark.parametrize('hangs', [False, True])
@@ -106,13 +106,13 @@ def test_a_hanging_thread_does_not_keep_the_process(monkeypatch, hangs):
     monkeypatch.setattr(runner, 'CLEANUP_SECONDS', 0.05)
     # Other children of this process belong to other tests.
     monkeypatch.setattr(runner, '_end_children', lambda: None)
-    released = threading.Event()
+    release = threading.Event()
     name = f'{runner.THREAD_PREFIX}x' if hangs else 'another'
-    thread = threading.Thread(target=released.wait, name=name, daemon=True)
+    thread = threading.Thread(target=release.wait, name=name, daemon=True)
     thread.start()
     with pytest.raises(SystemExit):
         runner.exit_process(1)
-    released.set()
+    release.set()
     thread.join()
     assert ended == ([1] if hangs else [])
 
@@ -131,12 +131,12 @@ exit_process(130)
 
 
 @pytest.mark.multiprocess
-def test_a_check_that_is_broken_off_tidies_up():
+def test_an_interrupted_check_cleans_up():
     done = subprocess.run([sys.executable, '-c', BROKEN_OFF], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, 'tidied up\n', '')
 
 
-def test_every_check_is_there():
+def test_every_check_is_registered():
     for check in CHECKS:
         module, _, function = check.function_path.partition(':')
         assert callable(getattr(__import__(f'maxlm.diagnostics.checks.{module}', fromlist=[function]), function))
@@ -155,7 +155,7 @@ def test_choosing():
         choose(['disk'], ['disk'])
 
 
-def test_a_cpu_is_settled_on_once_it_is_known(monkeypatch):
+def test_the_platform_is_fixed_to_cpu_once_it_is_known(monkeypatch):
     updates = []
     monkeypatch.setattr('jax.config.update', lambda *setting: updates.append(setting))
     jax_subprocess.disable_accelerator_search(JaxStart(platform='gpu'))

@@ -89,7 +89,7 @@ def test_canonical_solutions_pass_and_others_fail(humaneval):
     assert wrong.records[1] == {'task_id': 'HumanEval/1', 'completion': '    return x + x\n', 'passed': False}
 
 
-def test_of_several_samples_pass_at_k_is_estimated(humaneval):
+def test_pass_at_k_is_estimated_from_several_samples(humaneval):
     right, wrong = '    return a + b\n', '    return a - b\n'
     answers = {ADD: [right, *[wrong] * 9], TWICE: ['    raise ValueError', '    return [2 * y for y in x]']}
     found, requests = results(humaneval, answers, num_samples=10)
@@ -115,34 +115,36 @@ def test_mbpp(mbpp):
     assert half.rewards.tolist() == [[0.0], [1.0]]
 
 
-def test_in_conversations(humaneval, mbpp):
+def test_problems_as_conversations(humaneval, mbpp):
     chat = ChatEncoder(CHAT_TOKENIZER, ChatTemplate(CHATML, name='chatml'))
 
-    def spelled(question, opening):
+    def encode(question, opening):
         return f'<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{opening}'
 
     # The response continues a program that the prompt has begun.
-    asked = {
-        ADD: spelled(f'Complete the function `add` in Python:\n\n```python\n{ADD}```', f'```python\n{ADD}'),
-        TWICE: spelled(f'Complete the function `twice` in Python:\n\n```python\n{TWICE}```', f'```python\n{TWICE}'),
+    prompts = {
+        ADD: encode(f'Complete the function `add` in Python:\n\n```python\n{ADD}```', f'```python\n{ADD}'),
+        TWICE: encode(f'Complete the function `twice` in Python:\n\n```python\n{TWICE}```', f'```python\n{TWICE}'),
     }
-    right = {asked[row['prompt']]: [row['canonical_solution']] for row in HUMANEVAL}
+    right = {prompts[row['prompt']]: [row['canonical_solution']] for row in HUMANEVAL}
     found, requests = results(humaneval, right, tokenizer=CHAT_TOKENIZER, chat=chat)
     assert found.rewards.tolist() == [[1.0], [1.0]]
     # The chat template writes special tokens.
     assert [id for id in requests[0].prompt if id > 255] == [257, 258, 257]
-    wrong, _ = results(humaneval, {**right, asked[TWICE]: ['    return x + x\n']}, tokenizer=CHAT_TOKENIZER, chat=chat)
+    wrong, _ = results(
+        humaneval, {**right, prompts[TWICE]: ['    return x + x\n']}, tokenizer=CHAT_TOKENIZER, chat=chat
+    )
     assert wrong.rewards.tolist() == [[1.0], [0.0]]
 
     programs = {}
     for row, text in zip(MBPP[:2], (MBPP[0]['text'], MBPP[1]['prompt']), strict=True):
         test = row['test_list'][0]
         question = f'{text}\n\nWrite it in Python, such that this holds:\n\n```python\n{test}\n```'
-        programs[spelled(question, '```python\n')] = [row['code']]
+        programs[encode(question, '```python\n')] = [row['code']]
     assert results(mbpp, programs, tokenizer=CHAT_TOKENIZER, chat=chat)[0].rewards.tolist() == [[1.0], [1.0]]
 
 
-def test_a_template_that_takes_no_questions(humaneval):
+def test_a_template_that_rejects_questions(humaneval):
     source = "{% for m in messages %}{% if m.content | length > 9 %}{{ raise_exception('too long') }}{% endif %}"
     source += '<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}'
     chat = ChatEncoder(CHAT_TOKENIZER, ChatTemplate(source, name='short'))
@@ -155,7 +157,7 @@ def test_a_limit(tmp_path):
     assert [problem.name for problem in open_suite('humaneval', path, limit=1).problems] == ['HumanEval/0']
 
 
-def test_what_is_no_such_file_is_named(tmp_path):
+def test_invalid_files_are_named(tmp_path):
     for kind, rows, message in (
         ('humaneval', MBPP, r'--tasks=humaneval:.*x\.jsonl: line 1 has no .prompt.; found keys: task_id, text'),
         ('mbpp', HUMANEVAL, 'line 1 invalid literal'),

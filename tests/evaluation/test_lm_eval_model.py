@@ -25,7 +25,7 @@ def make(tokenizer=None, chat=None, answers=None):
     return LmEvalModel(model, SimpleNamespace(max_length=CONTEXT), engine), engine
 
 
-def asked(prompt, **settings):
+def request_of(prompt, **settings):
     """Returns the request that the engine receives."""
     answers, engine = make(answers={prompt[-CONTEXT:]: ['x']})
     engine._answers = type('Any', (), {'__getitem__': lambda self, key: ['x']})()
@@ -35,32 +35,32 @@ def asked(prompt, **settings):
 
 
 def test_settings_of_a_task_reach_the_engine():
-    request = asked('abc', until=['\n'], max_gen_toks=7)
+    request = request_of('abc', until=['\n'], max_gen_toks=7)
     assert (request.prompt, request.max_tokens, request.stops) == (tuple(b'abc'), 7, ('\n',))
     assert request.sampling.temperature == 0
-    assert asked('abc', until='.').stops == ('.',)
-    assert asked('abc').max_tokens == MAX_TOKENS
-    assert asked('abc', max_new_tokens=5).max_tokens == 5
-    drawn = asked('abc', do_sample=True, temperature=0.7, top_p=0.9, top_k=5)
+    assert request_of('abc', until='.').stops == ('.',)
+    assert request_of('abc').max_tokens == MAX_TOKENS
+    assert request_of('abc', max_new_tokens=5).max_tokens == 5
+    drawn = request_of('abc', do_sample=True, temperature=0.7, top_p=0.9, top_k=5)
     assert (drawn.sampling.temperature, drawn.sampling.top_p, drawn.sampling.top_k) == (0.7, 0.9, 5)
     # lm-eval interprets these settings in the same way.
-    assert asked('abc', do_sample=False, temperature=0.7).sampling.temperature == 0
-    assert asked('abc', temperature=0.7).sampling.temperature == 0.7
+    assert request_of('abc', do_sample=False, temperature=0.7).sampling.temperature == 0
+    assert request_of('abc', temperature=0.7).sampling.temperature == 0.7
     with pytest.raises(InputError, match='generation_kwargs of a task: num_beams not supported'):
-        asked('abc', num_beams=4)
+        request_of('abc', num_beams=4)
     with pytest.raises(
         InputError, match=f'requests {CONTEXT} tokens, but the context length of the model is {CONTEXT}'
     ):
-        asked('abc', max_gen_toks=CONTEXT)
+        request_of('abc', max_gen_toks=CONTEXT)
 
 
 def test_a_long_prompt_loses_its_beginning():
     prompt = ''.join(chr(97 + n % 26) for n in range(500))
-    assert asked(prompt, max_gen_toks=100).prompt == tuple(prompt[-200:].encode())
-    assert asked('', max_gen_toks=100).prompt == (256,)
+    assert request_of(prompt, max_gen_toks=100).prompt == tuple(prompt[-200:].encode())
+    assert request_of('', max_gen_toks=100).prompt == (256,)
 
 
-def test_an_answer_ends_before_any_stop_however_many_there_are():
+def test_an_answer_ends_before_any_of_many_stops():
     stops = [f'<{number}>' for number in range(40)]
     answers, engine = make(answers={'q': ['one <30> two <5> three']})
     request = SimpleNamespace(args=('q', {'until': stops}))
@@ -75,7 +75,7 @@ def test_without_an_engine_nothing_is_generated():
         alone.generate_until([])
 
 
-def test_what_stands_before_a_text():
+def test_tokens_before_a_text():
     answers, _ = make()
     assert (answers.prefix_token_id, answers.eot_token_id) == (256, 256)
     assert answers.tok_encode('ab') == [97, 98]
@@ -90,22 +90,22 @@ def test_what_stands_before_a_text():
     assert other.tok_encode('ab', add_special_tokens=False) == [97, 98]
 
 
-def test_conversations_are_spelled_by_the_template():
+def test_the_template_encodes_conversations():
     chat = ChatEncoder(CHAT_TOKENIZER, ChatTemplate(CHATML, name='chatml'))
     answers, _ = make(CHAT_TOKENIZER, chat)
     messages = [{'role': 'user', 'content': 'a'}]
     text = answers.apply_chat_template(messages)
     assert text == '<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n'
     assert answers.tok_encode(text) == chat.encode_prompt(messages).tolist()
-    begun = [*messages, {'role': 'assistant', 'content': 'It is'}]
-    assert answers.apply_chat_template(begun, add_generation_prompt=False) == f'{text}It is'
+    with_prefix = [*messages, {'role': 'assistant', 'content': 'It is'}]
+    assert answers.apply_chat_template(with_prefix, add_generation_prompt=False) == f'{text}It is'
     assert answers.chat_template(True) == CHATML
     plain, _ = make(CHAT_TOKENIZER)
     # Without a chat template, the text of a special token is encoded as plain text.
     assert len(plain.tok_encode('<|im_end|>')) == 10
 
 
-def test_it_is_one_of_lm_evals_models():
+def test_the_class_is_an_lm_eval_model():
     model = pytest.importorskip('lm_eval.api.model', reason='the extra eval')
     answers, _ = make()
     made = harness_model(answers)

@@ -102,7 +102,7 @@ def responses(results, task):
     return [sample['resps'][0][0] for sample in results['samples'][task]]
 
 
-def test_scores_are_those_of_the_exported_model(ours, theirs):
+def test_scores_equal_the_exported_model(ours, theirs):
     assert scores(ours).keys() == scores(theirs).keys()
     assert {task for task, _ in scores(ours)} == {f'local_{kind}' for kind in KINDS}
     for name, value in scores(ours).items():
@@ -113,16 +113,21 @@ def test_scores_are_those_of_the_exported_model(ours, theirs):
 
 
 @pytest.mark.parametrize('task', [f'local_{kind}' for kind in KINDS])
-def test_every_single_answer_is(ours, theirs, task):
-    mine, yours = ([sample['resps'] for sample in results['samples'][task]] for results in (ours, theirs))
-    assert len(mine) == len(yours) > 5
+def test_every_answer_equals_the_exported_model(ours, theirs, task):
+    our_responses, their_responses = (
+        [sample['resps'] for sample in results['samples'][task]] for results in (ours, theirs)
+    )
+    assert len(our_responses) == len(their_responses) > 5
     if task == 'local_generate':
-        assert mine == yours
-        assert len({text for ((text,),) in mine}) > 5
+        assert our_responses == their_responses
+        assert len({text for ((text,),) in our_responses}) > 5
     elif task == 'local_rolling':
-        assert np.array(mine) == pytest.approx(np.array(yours), rel=1e-4)
+        assert np.array(our_responses) == pytest.approx(np.array(their_responses), rel=1e-4)
     else:
-        found, expected = (np.array([[choice[0] for choice in doc] for doc in side], float) for side in (mine, yours))
+        found, expected = (
+            np.array([[choice[0] for choice in doc] for doc in side], float)
+            for side in (our_responses, their_responses)
+        )
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
@@ -130,12 +135,12 @@ def test_a_planted_error_is_found(model, tasks, theirs, monkeypatch):
     # Positions are shifted by one token.
     monkeypatch.setattr(scoring, 'scored_indices', lambda length, num: range(length - num - 1, length - 1))
     planted = Benchmarks([str(tasks / 'last_word.yaml'), str(tasks / 'letters.yaml')]).run(answers_of(model[0]))
-    apart = [
+    different = [
         name
         for name, value in scores(planted).items()
         if value != pytest.approx(scores(theirs)[name], rel=TOLERANCE, abs=TOLERANCE)
     ]
-    assert ('local_last_word', 'perplexity,none') in apart
+    assert ('local_last_word', 'perplexity,none') in different
     monkeypatch.undo()
     # Windows that start one token later miss a token.
     monkeypatch.setattr('maxlm.evaluation.lm_eval_model.windows', lambda *given: scoring.windows(*given)[1:])
@@ -150,8 +155,8 @@ def test_measures_have_errors_over_documents(ours, theirs):
     for (task, name), value in scores(ours).items():
         assert found[f'{task}/{name.removesuffix(",none")}'].value == pytest.approx(value, rel=1e-6)
     accuracy = found['local_choice/acc']
-    told = ours['results']['local_choice']['acc_stderr,none']
-    assert accuracy.error == pytest.approx(told)
+    stderr = ours['results']['local_choice']['acc_stderr,none']
+    assert accuracy.error == pytest.approx(stderr)
     assert len(accuracy.values) == 12
     # lm-eval reports no standard error for these.
     assert theirs['results']['local_rolling']['bits_per_byte_stderr,none'] == 'N/A'
@@ -179,7 +184,7 @@ def test_settings_reach_the_tasks(model, tasks):
     assert '\n\n' in prompt
 
 
-def test_what_cannot_be_run_is_named(model, tasks, tmp_path, monkeypatch):
+def test_invalid_tasks_are_named(model, tasks, tmp_path, monkeypatch):
     # Scanning lm-eval's own thousands of task files is slow.
     original = lm_eval.tasks.TaskManager
     monkeypatch.setattr(lm_eval.tasks, 'TaskManager', lambda **given: original(**{**given, 'include_defaults': False}))
@@ -205,7 +210,7 @@ def test_what_cannot_be_run_is_named(model, tasks, tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_usual_names_stand_for_tasks_of_lm_eval(monkeypatch):
+def test_aliases_refer_to_tasks_of_lm_eval(monkeypatch):
     asked = []
     monkeypatch.setattr('lm_eval.tasks.TaskManager.load', lambda self, names: asked.append(names) or {'tasks': {}})
     # lm-eval raises if it does not know a name. Aliases that are names of its own would not be replaced.

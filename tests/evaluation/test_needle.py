@@ -42,7 +42,7 @@ def find(reach, **settings):
     return find_needles(reader, TOKENIZER, NeedleConfig(**{'lengths': (512, 1024), 'trials': 3, **settings})), reader
 
 
-def test_texts_have_the_fact_at_its_depth_and_the_length_that_was_asked_for():
+def test_texts_have_the_requested_depth_and_length():
     _, reader = find(10**6)
     assert len(reader.texts) == 2 * len(DEPTHS) * 3 * CHOICES
     cells = np.array(reader.texts, object).reshape(2, len(DEPTHS), 3, CHOICES, 2)
@@ -60,14 +60,14 @@ def test_texts_have_the_fact_at_its_depth_and_the_length_that_was_asked_for():
     assert (cells[:, 0, :, :, 1] == cells[:, -1, :, :, 1]).all()
 
 
-def test_a_model_that_forgets_finds_what_is_near():
+def test_a_model_with_short_context_finds_near_needles():
     near, _ = find(400)
     # The reader sees the last 400 of 1024 tokens.
     assert near.choice_ND[1].tolist() == [0, 0, 0, 1, 1]
     assert near.retrieved_ND.tolist() == near.choice_ND.tolist()
-    everywhere, _ = find(10**6)
-    assert everywhere.choice_ND.min() == 1
-    assert [measure.name for measure in everywhere.measures] == [
+    full_context, _ = find(10**6)
+    assert full_context.choice_ND.min() == 1
+    assert [measure.name for measure in full_context.measures] == [
         f'needle/{length}/{kind}' for length in (512, 1024) for kind in ('choice', 'retrieved')
     ]
     # A reader that considers all numbers equally likely finds none.
@@ -91,7 +91,7 @@ def test_lengths():
             find(9, lengths=lengths)
 
 
-def test_the_picture(tmp_path):
+def test_the_figure(tmp_path):
     results, _ = find(400, lengths=(256, 512, 1024))
     figure = draw_needles(results, 'run@20')
     texts = [text.get_text() for text in figure.axes[0].texts]

@@ -19,7 +19,7 @@ needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, 
 
 
 @needs_lm_eval
-def test_a_run_tells_of_its_tasks(dataset, tmp_path, capfd):
+def test_a_run_reports_its_tasks(dataset, tmp_path, capfd):
     tasks = write_tasks(tmp_path / 'tasks', documents(4), ['letters', 'rolling'])
     settings = {
         'train__num_steps': 5,
@@ -45,7 +45,7 @@ def test_a_run_tells_of_its_tasks(dataset, tmp_path, capfd):
 
 
 @needs_lm_eval
-def test_tasks_that_write_text_are_refused_at_the_start(dataset, tmp_path, capfd):
+def test_generation_tasks_are_refused_at_the_start(dataset, tmp_path, capfd):
     tasks = write_tasks(tmp_path / 'tasks', documents(4), ['generate'])
     settings = {'eval__tasks': f"('{tasks}',)", 'eval__tasks_interval': 3}
     assert exit_code(train.main, arguments(dataset, tmp_path / 'run', **settings)) == EXIT_BAD_INPUT
@@ -61,10 +61,10 @@ def test_tasks_that_write_text_are_refused_at_the_start(dataset, tmp_path, capfd
         (['eval.tasks_interval=-1'], r'eval\.tasks_interval=-1'),
     ],
 )
-def test_keys_that_make_no_sense(overrides, message):
+def test_invalid_keys(overrides, message):
     with pytest.raises(InputError, match=message):
         load(str(ROOT / 'configs/tiny.py'), overrides)
 
 
-def test_the_line_of_the_log():
+def test_the_log_line():
     assert task_text({'eval/tasks/a/acc': 0.5, 'eval/tasks/b/acc': 0.25}) == 'tasks a/acc 0.5000  b/acc 0.2500'

@@ -54,8 +54,8 @@ def test_sums_over_windows_sources_and_positions():
     np.testing.assert_array_equal(found.source_W, np.concatenate([batch['sources'] for batch in given]))
     assert found.window == config.data.seq_len
     for k, (loss, tokens) in enumerate(zip(found.class_loss_K, found.class_tokens_K, strict=True)):
-        mine = (positions + 1 >= 2**k) & (positions + 1 < 2 ** (k + 1))
-        assert (loss, tokens) == ((targets * weights)[mine].sum(), weights[mine].sum())
+        in_bin = (positions + 1 >= 2**k) & (positions + 1 < 2 ** (k + 1))
+        assert (loss, tokens) == ((targets * weights)[in_bin].sum(), weights[in_bin].sum())
     assert found.loss().value == pytest.approx((targets * weights).sum() / weights.sum())
 
 
@@ -100,14 +100,14 @@ def test_positions_are_counted_within_documents(results):
         assert tokens == weights[(positions + 1 >= first) & (positions + 1 <= last)].sum()
 
 
-def test_what_follows_from_the_loss():
+def test_metrics_derived_from_the_loss():
     loss = mean_of('loss', np.array([1.0, 2.0, 3.0]))
     bits = bits_per_byte(loss, 0.25)
     assert (bits.value, bits.error) == pytest.approx((2 * 0.25 / np.log(2), loss.error * 0.25 / np.log(2)))
     assert bits.values.mean() == pytest.approx(bits.value)
 
 
-def test_the_picture(results):
+def test_the_figure(results):
     curves = {name: found.by_position() for name, (found, _) in results.items()}
     figure = draw_positions(curves, 'Loss')
     (axes,) = figure.axes

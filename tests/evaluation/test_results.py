@@ -27,7 +27,7 @@ RESULTS = {
 }
 
 
-def test_measures_are_of_documents_where_these_are_known():
+def test_metrics_use_documents_if_available():
     found = {measure.name: measure for measure in measures(RESULTS)}
     assert list(found) == ['choice/acc', 'choice/acc,strict', 'rolling/bits_per_byte', 'rolling/word_perplexity']
     accuracy = mean_of('', np.array([1.0, 1.0, 0.0, 1.0]))
@@ -44,13 +44,13 @@ def test_measures_are_of_documents_where_these_are_known():
     assert found['rolling/word_perplexity'].error == pytest.approx(math.exp(18 / 7) * nats.error)
 
 
-def test_a_mean_that_is_not_that_of_the_documents_keeps_its_own_error():
+def test_a_mean_that_differs_from_the_documents_keeps_its_error():
     results = {**RESULTS, 'results': {'choice': {'acc,none': 0.6, 'acc_stderr,none': 0.1}}}
     (measure,) = measures(results)
     assert (measure.value, measure.error, measure.values) == (0.6, 0.1, None)
 
 
-def test_files_are_those_of_lm_eval(tmp_path):
+def test_files_equal_those_of_lm_eval(tmp_path):
     write_results({**RESULTS, 'date': np.float64(3), 'of': set}, tmp_path / 'out', step=7)
     written = json.loads((tmp_path / 'out' / 'results_7.json').read_text())
     assert written == {'results': RESULTS['results'], 'date': 3.0, 'of': "<class 'set'>"}

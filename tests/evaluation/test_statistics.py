@@ -6,7 +6,7 @@ import pytest
 from maxlm.evaluation.statistics import Z_95, Measure, difference, exponential_of, mean_of
 
 
-def test_without_weights_the_error_is_that_of_a_mean():
+def test_without_weights_the_error_equals_that_of_a_mean():
     values = np.random.default_rng(0).normal(3, 2, 50)
     measure = mean_of('x', values)
     assert measure.value == pytest.approx(values.mean())
@@ -15,16 +15,16 @@ def test_without_weights_the_error_is_that_of_a_mean():
     assert (high - low) / 2 == pytest.approx(1.96 * measure.error, rel=1e-3)
 
 
-def test_of_unequal_weights_the_interval_holds_the_truth_as_often_as_it_says():
+def test_coverage_of_intervals_with_unequal_weights():
     rng = np.random.default_rng(1)
     hits = 0
     for _ in range(600):
         weights = rng.integers(1, 30, 60).astype(float)
         # Values depend on the weights, so the weighted mean differs from the mean over units.
         values = 1 + 0.02 * weights + rng.normal(0, 0.5, 60)
-        truth = 1 + 0.02 * (29 * 59 / 6) / 15
+        true_mean = 1 + 0.02 * (29 * 59 / 6) / 15
         low, high = mean_of('x', values, weights).interval
-        hits += low < truth < high
+        hits += low < true_mean < high
     assert 0.90 < hits / 600 < 0.985
 
 
@@ -37,7 +37,7 @@ def test_units_without_weight_do_not_count():
     assert mean_of('x', np.zeros(30)).interval is None
 
 
-def test_on_the_same_units_a_difference_is_seen_that_is_smaller_than_the_errors():
+def test_paired_differences_may_be_smaller_than_the_errors():
     rng = np.random.default_rng(2)
     hard = rng.normal(0, 1, 200)
     first, second = mean_of('x', hard), mean_of('x', hard + 0.05 + rng.normal(0, 0.01, 200))
@@ -46,14 +46,14 @@ def test_on_the_same_units_a_difference_is_seen_that_is_smaller_than_the_errors(
     assert change.interval[0] > 0
     assert change.error < first.error / 20
     # Control: for different units only the errors are known.
-    apart = difference(first._replace(values=None), second)
-    assert apart.error == pytest.approx(np.hypot(first.error, second.error))
-    assert apart.interval[0] < 0
+    unpaired = difference(first._replace(values=None), second)
+    assert unpaired.error == pytest.approx(np.hypot(first.error, second.error))
+    assert unpaired.interval[0] < 0
     # Units with different weights are different units.
     assert difference(first, mean_of('x', hard, np.arange(1.0, 201))).error > first.error
 
 
-def test_what_has_no_error_has_a_difference_without_one():
+def test_values_without_errors_have_differences_without_errors():
     assert difference(Measure('x', 1.0, None), Measure('x', 3.0, 0.1)) == Measure('x', 2.0, None)
     assert difference(Measure('x', 1.0, None), Measure('x', float('nan'), None)) is None
     assert Measure('x', 1.0, None).interval is None
@@ -71,7 +71,7 @@ def test_the_exponential_of_a_mean():
     assert exponential_of('perplexity', Measure('loss', 2.0, None)).error is None
 
 
-def test_perplexities_on_the_same_units_differ_as_their_losses_do():
+def test_paired_perplexities_differ_as_their_losses_do():
     rng = np.random.default_rng(3)
     hard, weights = rng.normal(4, 1, 400), rng.integers(1, 30, 400).astype(float)
     losses = [mean_of('loss', values, weights) for values in (hard, hard - 0.001 + rng.normal(0, 0.004, 400))]
@@ -85,7 +85,7 @@ def test_perplexities_on_the_same_units_differ_as_their_losses_do():
     assert difference(first._replace(values=None), second).error > 100 * of_perplexities.error
 
 
-def test_the_interval_of_a_perplexity_difference_holds_the_truth_as_often_as_it_says():
+def test_coverage_of_intervals_of_perplexity_differences():
     rng = np.random.default_rng(4)
     hits = 0
     for _ in range(600):

@@ -17,15 +17,15 @@ def test_text():
     header, loss, acc, other, legend = table_text(COLUMNS).splitlines()
     assert '95 %' in legend
     assert header.split() == ['a@1', 'b@2', 'b@2', '−', 'a@1']
-    told = 'loss 2.5000 ± 1.2652 2.0000 ± 1.2422 -0.5000 [-0.5800, -0.4200]*'
-    assert loss.split() == told.split()
+    expected = 'loss 2.5000 ± 1.2652 2.0000 ± 1.2422 -0.5000 [-0.5800, -0.4200]*'
+    assert loss.split() == expected.split()
     assert acc.split() == ['acc', '0.5000', '±', '0.1960', '–', '–']
     assert other.split() == ['other', '–', '1.0000', '–']
     # Columns are aligned.
     assert header.index('a@1') + 3 == loss.index('2.5000 ± 1.2652') + len('2.5000 ± 1.2652')
 
 
-def test_a_difference_that_may_be_none_has_no_star():
+def test_an_insignificant_difference_has_no_star():
     near = [COLUMNS[0], Column('c@1', [Measure('acc', 0.6, 0.1)])]
     assert '*' not in table_text(near).replace(LEGEND, '')
     far = [COLUMNS[0], Column('c@1', [Measure('acc', 0.9, 0.1)])]
@@ -37,16 +37,16 @@ def test_large_numbers_are_short():
 
 
 @pytest.mark.parametrize(
-    ('change', 'told'),
+    ('change', 'expected'),
     [
         (Measure('x', -0.00005, 0.00002), '-0.000050 [-0.000089, -0.000011]*'),
         (Measure('x', 3e-12, 1e-12), '+3.000e-12 [+1.040e-12, +4.960e-12]*'),
         (Measure('x', 0.25, 0.02), '+0.2500 [+0.2108, +0.2892]*'),
     ],
 )
-def test_small_differences_have_digits(change, told):
+def test_small_differences_have_digits(change, expected):
     columns = [Column('a', [Measure('x', 0.0, 0.0)]), Column('b', [change])]
-    assert table_text(columns).splitlines()[1].endswith(f'  {told}')
+    assert table_text(columns).splitlines()[1].endswith(f'  {expected}')
 
 
 def test_no_number_is_written_as_a_negative_zero():

@@ -35,7 +35,7 @@ def questions(path):
     return [entry['messages'][0]['content'] for entry in entries(path)]
 
 
-def test_arithmetic_is_right_but_for_its_mistakes():
+def test_arithmetic_is_correct_except_for_intended_mistakes():
     problems = arithmetic.make_problems(0)
     assert len(problems) == 4815
     for problem in problems:
@@ -51,7 +51,7 @@ def test_arithmetic_is_right_but_for_its_mistakes():
     assert arithmetic.make_problems(1) != problems
 
 
-def test_a_sum_is_the_same_problem_either_way_round():
+def test_a_sum_with_swapped_terms_is_the_same_problem():
     for make_problems in (arithmetic.make_problems, synth.make_problems):
         same = [frozenset(re.split(r'([+*])', problem.question)) for problem in make_problems(3)]
         assert len(set(same)) == len(same)
@@ -66,7 +66,7 @@ def passes(program, tests):
     return True
 
 
-def test_programs_are_right_but_for_their_mistakes():
+def test_programs_are_correct_except_for_intended_mistakes():
     problems = synth.make_problems(0)
     assert len(problems) > 1000
     for problem in problems:
@@ -118,8 +118,10 @@ def test_the_teacher_errs_as_often_as_asked(tmp_path):
     for share in (0, 0.4, 1):
         make(tmp_path, 'arithmetic', '--wrong-share', share)
         chats = [[message['content'] for message in entry['messages']] for entry in entries(tmp_path / 'chats.jsonl')]
-        carrying = [answer == by_question[question].wrong for question, answer in chats if by_question[question].wrong]
-        shares.append(np.mean(carrying))
+        with_mistake = [
+            answer == by_question[question].wrong for question, answer in chats if by_question[question].wrong
+        ]
+        shares.append(np.mean(with_mistake))
     assert (shares[0], shares[2]) == (0, 1)
     assert abs(shares[1] - 0.4) < 0.05
 
@@ -141,14 +143,14 @@ def test_refusals(tmp_path, capsys, arguments, message):
     assert not (tmp_path / 'x').exists()
 
 
-def test_a_file_in_the_way(tmp_path, capsys):
+def test_an_existing_file(tmp_path, capsys):
     (tmp_path / 'x').touch()
     assert make(tmp_path / 'x', 'arithmetic') == EXIT_BAD_INPUT
     assert '--output=' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_only_answers_are_learned(kind, tmp_path):
+def test_only_answers_are_trained_on(kind, tmp_path):
     assert make(tmp_path, kind, '--problems', 60, '--held-out', 10) == EXIT_DONE
     source, output = tmp_path / 'chats.jsonl', tmp_path / 'data'
     arguments = ['--input', source, '--format', 'chat', '--chat-template', 'chatml', '--tokenizer', 'bytes']
@@ -169,5 +171,5 @@ def test_only_answers_are_learned(kind, tmp_path):
         assert prompts.num_dropped == 0
         check_tasks(prompts, REWARDS[kind])
         for ids, entry in zip(prompts.ids, entries(tmp_path / name), strict=True):
-            asked = entry['messages'][0]['content']
-            assert encoder.tokenizer.decode(ids) == f'<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n'
+            question = entry['messages'][0]['content']
+            assert encoder.tokenizer.decode(ids) == f'<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n'

@@ -77,7 +77,7 @@ def test_sums_over_virtual_devices(small):
     assert 'fsdp=2: ' in found.message
 
 
-def test_a_wrong_sum_is_seen(small, monkeypatch):
+def test_a_wrong_sum_is_detected(small, monkeypatch):
     mesh = make_layout(MeshConfig(fsdp=8)).mesh
     assert measure_sum(mesh, 'fsdp')[1]
     right = jax.lax.psum
@@ -104,7 +104,7 @@ def test_across_nodes_the_network_is_shared():
 
     assert expected_bandwidth(chip, mesh(2, 8), 'fsdp') == chip.link_bandwidth
     assert expected_bandwidth(chip, mesh(2, 8), 'data') == chip.network_bandwidth
-    whole = types.SimpleNamespace(
+    full = types.SimpleNamespace(
         devices=mesh(2, 8).devices.reshape(1, 16), axis_names=('data', 'fsdp'), shape={'data': 1, 'fsdp': 16}
     )
-    assert expected_bandwidth(chip, whole, 'fsdp') == min(chip.link_bandwidth, 8 * chip.network_bandwidth)
+    assert expected_bandwidth(chip, full, 'fsdp') == min(chip.link_bandwidth, 8 * chip.network_bandwidth)

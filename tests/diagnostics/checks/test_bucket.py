@@ -28,7 +28,7 @@ def emulator(process, monkeypatch):
     process.clear()
 
 
-def test_a_bucket_in_which_all_is_allowed_is_left_as_it_was(emulator):
+def test_a_permitted_bucket_is_unchanged(emulator):
     found = check_bucket(case_on(CPU, workdir=URL))
     assert found.status is CheckStatus.OK, found
     assert 'can write, list, read and delete' in found.message
@@ -39,7 +39,7 @@ def test_a_bucket_in_which_all_is_allowed_is_left_as_it_was(emulator):
     ('match', 'step'),
     [('^POST', 'write'), (r'^GET .*prefix=', 'list'), ('^GET .*alt=media', 'read'), ('^DELETE', 'delete')],
 )
-def test_what_is_refused_is_named(emulator, match, step):
+def test_denied_operations_are_named(emulator, match, step):
     emulator.fault(match, status=403)
     found = try_bucket(URL)
     assert found.status is CheckStatus.FAILURE
@@ -56,13 +56,13 @@ def test_what_is_refused_is_named(emulator, match, step):
         Bucket(f'gs://{name.rpartition("/")[0]}').delete([name.rpartition('/')[2]])
 
 
-def test_a_bucket_that_is_not_there(emulator):
+def test_a_missing_bucket(emulator):
     found = try_bucket('gs://elsewhere/run')
     assert found.status is CheckStatus.FAILURE
     assert 'cannot write' in found.message
 
 
-def test_amazons(monkeypatch):
+def test_s3(monkeypatch):
     with s3_buckets.running(monkeypatch) as client:
         # A separate bucket, since objects of other tests stay in the server's memory.
         client.create_bucket(Bucket='doctored')
@@ -72,11 +72,11 @@ def test_amazons(monkeypatch):
         assert try_bucket('s3://none/run').status is CheckStatus.FAILURE
 
 
-def test_without_a_bucket_there_is_nothing_to_try():
+def test_runs_without_a_bucket_are_skipped():
     assert check_bucket(case_on(CPU, workdir='runs/x')).status is CheckStatus.SKIPPED
 
 
-def test_a_protocol_that_nobody_knows_and_no_secret_is_told():
+def test_an_unknown_protocol_is_reported_without_secrets():
     found = try_bucket('ftq://me:secret@host/x')
     assert found.status is CheckStatus.FAILURE
     assert 'unknown protocol ftq://' in found.message

@@ -22,10 +22,10 @@ def server():
 
         def do_HEAD(self):
             self.send_response_only(403)
-            told = (
+            date_header = (
                 self.date if self.date is not None else email.utils.formatdate(time.time() - self.behind, usegmt=True)
             )
-            self.send_header('Date', told)
+            self.send_header('Date', date_header)
             self.send_header('Content-Length', '0')
             self.end_headers()
 
@@ -35,7 +35,7 @@ def server():
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
         thread.start()
-        server.told = Handler
+        server.handler = Handler
         server.url = f'http://127.0.0.1:{server.server_port}'
         yield server
         server.shutdown()
@@ -43,35 +43,35 @@ def server():
 
 
 @pytest.mark.parametrize(('behind', 'status'), [(0, 'ok'), (60, 'warning'), (-60, 'warning'), (3600, 'failure')])
-def test_against_a_buckets_clock(server, monkeypatch, behind, status):
-    server.told.behind = behind
+def test_offset_to_the_clock_of_a_bucket(server, monkeypatch, behind, status):
+    server.handler.behind = behind
     monkeypatch.setattr(clock, 'is_synchronized', lambda: True)
     case = case_on(CPU, workdir='gs://bucket/run', environment={'STORAGE_EMULATOR_HOST': server.url})
     assert check_clock(case).status == status
 
 
-def test_which_way_it_is_off():
+def test_direction_of_the_offset():
     assert '60 s ahead of x' in evaluate_offset(60, 'x').message
     assert '60 s behind x' in evaluate_offset(-60, 'x').message
 
 
-def test_a_date_that_is_none(server):
-    server.told.date = 'yesterday'
+def test_an_invalid_date(server):
+    server.handler.date = 'yesterday'
     assert read_offset(server.url) is None
 
 
-def test_a_server_that_does_not_answer_is_the_matter_of_another_check():
+def test_a_server_that_does_not_respond_has_no_offset():
     assert read_offset('http://127.0.0.1:9') is None
 
 
-@pytest.mark.parametrize(('told', 'status'), [(True, 'ok'), (False, 'warning'), (None, 'skipped')])
-def test_what_the_kernel_knows(monkeypatch, told, status):
-    monkeypatch.setattr(clock, 'is_synchronized', lambda: told)
+@pytest.mark.parametrize(('is_synchronized', 'status'), [(True, 'ok'), (False, 'warning'), (None, 'skipped')])
+def test_synchronization_reported_by_the_kernel(monkeypatch, is_synchronized, status):
+    monkeypatch.setattr(clock, 'is_synchronized', lambda: is_synchronized)
     assert check_clock(case_on(CPU)).status == status
 
 
-@pytest.mark.parametrize(('returned', 'told'), [(0, True), (5, False), (-1, None)])
-def test_how_the_kernel_is_asked(monkeypatch, returned, told):
+@pytest.mark.parametrize(('returned', 'expected'), [(0, True), (5, False), (-1, None)])
+def test_the_kernel_call(monkeypatch, returned, expected):
     class Libc:
         def adjtimex(self, buffer):
             assert buffer.raw == bytes(clock.TIMEX_BYTES), 'anything else would set the clock'
@@ -79,12 +79,12 @@ def test_how_the_kernel_is_asked(monkeypatch, returned, told):
 
     monkeypatch.setattr(clock.ctypes, 'CDLL', lambda name, use_errno: Libc())
     monkeypatch.setattr(clock.sys, 'platform', 'linux')
-    assert clock.is_synchronized() is told
+    assert clock.is_synchronized() is expected
     monkeypatch.setattr(clock.sys, 'platform', 'darwin')
     assert clock.is_synchronized() is None
 
 
-def test_where_buckets_answer():
+def test_endpoints_of_buckets():
     assert endpoint_of('gs://b/x', {}) == 'https://storage.googleapis.com'
     assert endpoint_of('s3://b/x', {'AWS_REGION': 'eu-west-1'}) == 'https://s3.eu-west-1.amazonaws.com'
     assert endpoint_of('s3://b/x', {'AWS_ENDPOINT_URL': 'http://minio'}) == 'http://minio'

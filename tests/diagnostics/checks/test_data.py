@@ -18,25 +18,25 @@ def config_of(path, **keys):
     return dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(path), **keys))
 
 
-def test_a_data_set_that_is_there(dataset):
+def test_a_valid_data_set(dataset):
     found = check_data(case_on(CPU, config=config_of(dataset)))
     assert found.status is CheckStatus.OK, found
     assert f'{dataset}: ' in found.message
     assert 'training tokens in 1 source' in found.message
 
 
-def test_none_is_asked_for():
+def test_no_data_set():
     assert check_data(case_on(CPU)).status is CheckStatus.SKIPPED
 
 
-def test_one_that_is_not_there(tmp_path):
+def test_a_missing_data_set(tmp_path):
     found = check_data(case_on(CPU, config=config_of(tmp_path / 'none')))
     assert found.status is CheckStatus.FAILURE
     assert 'maxlm.prepare' in found.remedy
 
 
 @pytest.mark.parametrize('damage', ['truncated', 'garbled'])
-def test_one_that_is_damaged(dataset, tmp_path, damage):
+def test_a_damaged_data_set(dataset, tmp_path, damage):
     copy = shutil.copytree(dataset, tmp_path / 'copy')
     (shard,) = sorted(copy.glob('*train*'))[:1]
     content = shard.read_bytes()
@@ -46,14 +46,14 @@ def test_one_that_is_damaged(dataset, tmp_path, damage):
     assert shard.name in found.message
 
 
-def test_one_without_anything_to_train_on(dataset, monkeypatch):
+def test_a_data_set_without_training_tokens(dataset, monkeypatch):
     monkeypatch.setattr(Source, 'shards', lambda source, split: [])
     found = check_data(case_on(CPU, config=config_of(dataset)))
     assert found.status is CheckStatus.FAILURE
     assert 'the train split is empty' in found.message
 
 
-def test_one_in_a_bucket(dataset, monkeypatch, tmp_path):
+def test_a_data_set_in_a_bucket(dataset, monkeypatch, tmp_path):
     with running('bucket') as emulator:
         emulator.patch_environment(monkeypatch)
         from maxlm.storage.bucket import Bucket

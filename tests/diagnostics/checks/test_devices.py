@@ -71,7 +71,7 @@ def test_memory_of_several(monkeypatch):
     assert 'device 0' not in found.message
 
 
-def test_the_memory_of_a_cpu_is_not_told():
+def test_the_memory_of_a_cpu_is_not_reported():
     assert check_memory(case_on(CPU)).status is CheckStatus.SKIPPED
 
 
@@ -82,11 +82,11 @@ def test_clocks():
     assert 'the clock of process 1 is 59.9 s off' in found.message
 
 
-def test_a_process_that_is_alone():
+def test_a_single_process():
     assert check_processes(case_on(CPU)).status is CheckStatus.SKIPPED
 
 
-def test_a_process_that_nobody_joins(monkeypatch):
+def test_missing_peer_processes(monkeypatch):
     from maxlm.runtime import initialize
     from maxlm.runtime.rendezvous import RendezvousError
 

@@ -24,7 +24,7 @@ from tests.small import small_config
         ({'speed': 5e6}, 'warning', 'writes 5.00 MB/s'),
     ],
 )
-def test_judgement(tmp_path, facts, status, words):
+def test_evaluation_of_facts(tmp_path, facts, status, words):
     sound = {'free': 100 * GIB, 'inodes': 10**6, 'speed': 5e8, 'checkpoint': 5 * GIB, 'num_kept': 7}
     found = evaluate_disk(tmp_path, **{**sound, **facts})
     assert found.status == status, found
@@ -37,7 +37,7 @@ def little(monkeypatch):
     monkeypatch.setattr(disk, 'CHUNK_BYTES', 2**16)
 
 
-def test_nothing_stays(tmp_path, little):
+def test_no_files_remain(tmp_path, little):
     assert measure_write_speed(tmp_path) > 0
     assert list(tmp_path.iterdir()) == []
     assert check_disk(case_on(CPU, workdir=str(tmp_path / 'runs/new'))).message.startswith(f'{tmp_path}: ')
@@ -61,7 +61,7 @@ def test_checkpoints_that_will_not_fit(tmp_path, little, monkeypatch):
     assert check_disk(case_on(CPU, config=config, workdir='gs://bucket/run')).status is not CheckStatus.FAILURE
 
 
-def test_where_a_run_writes(tmp_path, monkeypatch):
+def test_the_directory_that_a_run_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert nearest_directory(case_on(CPU)) == tmp_path
     assert nearest_directory(case_on(CPU, workdir='some/where')) == tmp_path

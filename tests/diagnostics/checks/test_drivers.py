@@ -64,12 +64,12 @@ def test_gpus(gpu, status, words):
     ('visible', 'status'),
     [(None, 'warning'), ('0', 'ok'), ('0,1', 'warning'), ('GPU-1', 'ok'), ('GPU-2', 'warning'), ('MIG-7', 'warning')],
 )
-def test_only_gpus_that_the_run_will_see_count(visible, status):
+def test_only_visible_gpus_count(visible, status):
     busy = H100._replace(uuid='GPU-2', processes=(17,))
     assert evaluate_gpus(Nvidia((580,), (13, 0), (H100, busy)), visible).status == status
 
 
-def test_gpus_without_a_driver_are_the_matter_of_another_check():
+def test_gpus_without_a_driver_are_skipped():
     assert check_gpus(case_on(DRIVERLESS)).status is CheckStatus.SKIPPED
     assert check_gpus(case_on(gpus())).status is CheckStatus.OK
     # None is shown.
@@ -81,7 +81,7 @@ def nvml(monkeypatch):
     return lambda **changes: monkeypatch.setitem(sys.modules, 'pynvml', fake_nvml(**changes))
 
 
-def test_what_the_driver_tells_is_read(nvml):
+def test_driver_reports_are_read(nvml):
     closed = []
     nvml(
         nvmlShutdown=lambda: closed.append(True),
@@ -91,16 +91,16 @@ def test_what_the_driver_tells_is_read(nvml):
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x01 | 0x04 | 0x40,
         nvmlDeviceGetComputeRunningProcesses=lambda gpu: [types.SimpleNamespace(pid=7)],
     )
-    told = read_nvidia()
-    assert (told.driver, told.cuda) == ((570, 124, 6), (12, 8))
-    (gpu,) = told.gpus
+    description = read_nvidia()
+    assert (description.driver, description.cuda) == ((570, 124, 6), (12, 8))
+    (gpu,) = description.gpus
     assert gpu == H100._replace(
         used=GIB, ecc_errors=2, remap_pending=True, remap_failed=False, throttled=('hardware thermal',), processes=(7,)
     )
     assert closed == [True]
 
 
-def test_what_it_does_not_tell_is_absent(nvml):
+def test_fields_that_the_driver_does_not_report_are_none(nvml):
     nvml(
         **dict.fromkeys(
             (
@@ -121,7 +121,7 @@ def broken():
     raise NVMLError('Driver Not Loaded')
 
 
-def test_a_driver_that_does_not_answer(nvml):
+def test_a_driver_that_does_not_respond(nvml):
     nvml(nvmlInit=broken)
     with pytest.raises(NvidiaError, match='Driver Not Loaded'):
         read_nvidia()
@@ -136,21 +136,21 @@ def bus(folder, *devices):
     return folder
 
 
-def test_cards_on_the_bus_are_seen_without_a_driver(tmp_path, nvml, monkeypatch):
+def test_cards_on_the_bus_are_found_without_a_driver(tmp_path, nvml, monkeypatch):
     nvml(nvmlInit=broken)
     monkeypatch.setattr(detect.glob, 'glob', lambda pattern: [])
     sound_card = ('0x10de', '0x22a3', '0x040300')
     cards = bus(tmp_path / 'a', ('0x10de', '0x2330', '0x030200'), sound_card, ('0x1ae0', '0x001f', '0x010000'))
-    there = read_hardware(cards)
-    assert (there.nvidia_cards, there.tpu_chips, there.platform) == (1, 0, 'gpu')
-    assert there.problem == 'Driver Not Loaded'
+    hardware = read_hardware(cards)
+    assert (hardware.nvidia_cards, hardware.tpu_chips, hardware.platform) == (1, 0, 'gpu')
+    assert hardware.problem == 'Driver Not Loaded'
     chips = read_hardware(bus(tmp_path / 'b', *[('0x1ae0', '0x0063', '0x120000')] * 4))
     assert (chips.platform, chips.description) == ('tpu', '4 TPU chips')
     assert read_hardware(tmp_path / 'none').platform == 'cpu'
 
 
-def test_the_driver_knows_more_than_the_bus(tmp_path, nvml, monkeypatch):
+def test_driver_reports_replace_the_bus_listing(tmp_path, nvml, monkeypatch):
     monkeypatch.setattr(detect.glob, 'glob', lambda pattern: [])
     nvml()
-    there = read_hardware(tmp_path)
-    assert (there.platform, there.description) == ('gpu', '1 × NVIDIA H100 80GB HBM3')
+    hardware = read_hardware(tmp_path)
+    assert (hardware.platform, hardware.description) == ('gpu', '1 × NVIDIA H100 80GB HBM3')

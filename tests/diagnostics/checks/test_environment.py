@@ -36,13 +36,13 @@ GPU = gpus()
         ({'MAXLM_COORDINATOR': 'a:1'}, CPU, 'failure'),
     ],
 )
-def test_traps(variables, machine, status):
+def test_risky_variables(variables, machine, status):
     found = evaluate_environment(variables, machine)
     assert found.status == status, found
     assert bool(found.remedy) == (status != 'ok')
 
 
-def test_every_trap_can_be_stepped_into_and_named():
+def test_every_risky_variable_is_detected_and_named():
     for trap in RISKY_VARIABLES:
         machine = GPU if trap.platform == 'gpu' else CPU
         value = next(value for value in ('1', '0', '', 'platform') if trap.is_bad(value))
@@ -58,6 +58,6 @@ def test_other_libraries_of_cuda(tmp_path):
     assert evaluate_environment({'LD_LIBRARY_PATH': str(tmp_path)}, CPU).status is CheckStatus.OK
 
 
-def test_names_are_told_and_values_are_not():
+def test_names_are_reported_and_values_are_not():
     found = check_environment(case_on(CPU, environment={'JAX_SECRET': 'hush', 'HOME': '/x'}))
     assert found.message == 'no problem with JAX_SECRET'

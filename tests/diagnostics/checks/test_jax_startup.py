@@ -35,8 +35,8 @@ def test_cache():
     assert evaluate_cache(ONE, True, None).message == 'kept in /home/me/programs'
     assert evaluate_cache(ONE, False, None).status is CheckStatus.OK
     assert evaluate_cache(ONE, True, '').message == 'by JAX_COMPILATION_CACHE_DIR: /home/me/programs'
-    complaining = evaluate_cache(ONE._replace(cache_warning='not kept: Read-only file system'), True, None)
-    assert (complaining.status, complaining.message) == (CheckStatus.WARNING, 'not kept: Read-only file system')
+    result = evaluate_cache(ONE._replace(cache_warning='not kept: Read-only file system'), True, None)
+    assert (result.status, result.message) == (CheckStatus.WARNING, 'not kept: Read-only file system')
     assert evaluate_cache(JaxStart('no'), True, None).status is CheckStatus.SKIPPED
 
 
@@ -47,7 +47,7 @@ def environment(**changes):
 
 @pytest.mark.multiprocess
 def test_a_real_start_with_a_cache_that_others_can_write_to(tmp_path):
-    """Slow: starts JAX."""
+    """Starts JAX, which is slow."""
     tmp_path.chmod(0o777)
     start = start_jax(str(tmp_path), environment(XLA_FLAGS='--xla_force_host_platform_device_count=3'))
     assert (start.error, start.platform, start.kinds) == ('', 'cpu', ('cpu', 'cpu', 'cpu'))
@@ -56,8 +56,8 @@ def test_a_real_start_with_a_cache_that_others_can_write_to(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_a_real_start_with_a_flag_that_there_is_not():
-    """Slow: starts JAX, which aborts its process on an unknown flag."""
+def test_a_real_start_with_an_unknown_flag():
+    """Starts JAX, which is slow and aborts its process on an unknown flag."""
     start = start_jax('', environment(XLA_FLAGS='--xla_no_such_flag=1'))
     assert start.error.startswith('Unknown flag')
     assert '--xla_no_such_flag=1' in start.error
@@ -67,7 +67,7 @@ def test_a_start_that_hangs():
     assert 'has not found its devices after 0.01 s' in start_jax('', environment(), seconds=0.01).error
 
 
-def test_why_a_process_ended():
+def test_reasons_of_a_process_exit():
     trace = 'Traceback (most recent call last):\n  File "x.py", line 1\nRuntimeError: no   device\n'
     assert exit_reason(trace, 1) == 'RuntimeError: no device'
     assert exit_reason('error: mesh.data=3 is wrong\n', 2) == 'mesh.data=3 is wrong'

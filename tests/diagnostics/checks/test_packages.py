@@ -28,13 +28,13 @@ def test_python(version, status):
     assert evaluate_python(WANTED, version).status == status
 
 
-def test_all_is_there():
+def test_all_packages_are_installed():
     found = evaluate_packages(WANTED, {}, version_of(jax_cuda12_plugin=None, jax_cuda13_plugin=None))
     assert found.status is CheckStatus.OK
     assert 'jax 0.10.2' in found.message
 
 
-def test_what_is_missing_or_old_is_named():
+def test_missing_and_old_packages_are_named():
     plain = {'jax_cuda12_plugin': None, 'jax_cuda13_plugin': None}
     found = evaluate_packages(WANTED, {}, version_of(grain=None, jax='0.4.30', **plain))
     assert found.status is CheckStatus.FAILURE
@@ -77,7 +77,7 @@ def test_a_plugin_of_another_version_than_jaxlib():
     assert (found.status, found.message) == (CheckStatus.FAILURE, 'jax-cuda12-plugin 0.9.1 beside jaxlib 0.10.2')
 
 
-def test_without_a_checkout_the_metadata_tells(tmp_path, monkeypatch):
+def test_without_a_checkout_the_metadata_is_read(tmp_path, monkeypatch):
     lines = """\
 Metadata-Version: 2.4
 Name: maxlm
@@ -90,8 +90,8 @@ Provides-Extra: gcs
     folder = tmp_path / 'maxlm-1.dist-info'
     folder.mkdir()
     (folder / 'METADATA').write_text(lines)
-    there = importlib.metadata.PathDistribution(folder)
-    monkeypatch.setattr(importlib.metadata, 'metadata', lambda name: there.metadata)
+    distribution = importlib.metadata.PathDistribution(folder)
+    monkeypatch.setattr(importlib.metadata, 'metadata', lambda name: distribution.metadata)
     wanted = read_requirements(tmp_path / 'none.toml')
     assert wanted.python == '>=3.11'
     assert wanted.tested_versions == ('3.11',)
@@ -100,7 +100,7 @@ Provides-Extra: gcs
     assert 'gcsfs 2020.1, but >=2026.4 is needed' in found.message
 
 
-def test_with_neither_it_says_so(tmp_path, monkeypatch):
+def test_a_missing_package_is_an_error(tmp_path, monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 

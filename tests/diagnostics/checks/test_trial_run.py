@@ -35,14 +35,14 @@ def lines(**changes):
         (Trial('ValueError: no', [], {}, 3.0), 'failure', 'training does not reach step 2: ValueError: no'),
     ],
 )
-def test_judgement(trial, status, words):
+def test_evaluation_of_facts(trial, status, words):
     found = evaluate_trial(trial)
     assert found.status == status, found
     assert words in found.message
 
 
 @pytest.fixture
-def stand_in(tmp_path):
+def fake_run(tmp_path):
     """Runs a program in place of training. Its workdir is in the variable `workdir`."""
     workdir = tmp_path / 'run'
 
@@ -62,30 +62,30 @@ with (workdir / 'metrics.jsonl').open('a') as file:
 """
 
 
-def test_it_is_ended_after_its_second_step_and_saves_nothing(stand_in, tmp_path):
-    trial = stand_in(f'{WRITE}\ntime.sleep(60)\n(workdir / "saved").touch()')
+def test_a_trial_stops_after_its_second_step_and_saves_nothing(fake_run, tmp_path):
+    trial = fake_run(f'{WRITE}\ntime.sleep(60)\n(workdir / "saved").touch()')
     assert (trial.trouble, trial.lines, trial.plan) == ('', lines(), PLAN)
     assert evaluate_trial(trial).status is CheckStatus.OK
     assert not (tmp_path / 'run/saved').exists()
 
 
-def test_a_run_that_ends_by_itself_is_told_with_its_reason(stand_in):
-    trial = stand_in('print("error: mesh.data=3 is wrong", file=sys.stderr); sys.exit(2)')
+def test_a_run_that_exits_is_reported_with_its_reason(fake_run):
+    trial = fake_run('print("error: mesh.data=3 is wrong", file=sys.stderr); sys.exit(2)')
     assert trial.trouble == 'mesh.data=3 is wrong'
 
 
-def test_a_run_of_one_step_is_a_run(stand_in):
-    trial = stand_in(WRITE.replace(repr(lines()), repr(lines()[:1])))
+def test_a_run_of_one_step_is_accepted(fake_run):
+    trial = fake_run(WRITE.replace(repr(lines()), repr(lines()[:1])))
     assert trial.trouble == ''
     assert evaluate_trial(trial).status is CheckStatus.OK
 
 
-def test_a_run_that_does_not_get_there_is_ended(stand_in):
-    trial = stand_in('time.sleep(60)', seconds=0.3)
+def test_a_run_that_does_not_reach_its_second_step_is_stopped(fake_run):
+    trial = fake_run('time.sleep(60)', seconds=0.3)
     assert trial.trouble == 'fewer than 2 steps after 0.3 s'
 
 
-def test_the_run_is_quiet_and_what_the_user_changed_stays(tmp_path):
+def test_a_trial_is_quiet_and_keeps_user_settings(tmp_path):
     overrides = ['train.num_steps=7', 'checkpoint.remote_dir=gs://bucket/run']
     command = trial_command(case_on(CPU, spec=TINY, overrides=overrides), tmp_path / 'run')
     words = [word.removeprefix('--config.') for word in command if word.startswith('--config.')]
@@ -99,7 +99,7 @@ def test_the_run_is_quiet_and_what_the_user_changed_stays(tmp_path):
     assert {word.partition('=')[0] for word in words} >= set(QUIET)
 
 
-def test_what_cannot_be_tried():
+def test_runs_that_cannot_be_tried():
     assert check_trial(case_on(CPU)).status is CheckStatus.SKIPPED
     several = {'MAXLM_COORDINATOR': 'a:1', 'MAXLM_NUM_PROCESSES': '2', 'MAXLM_PROCESS_ID': '0'}
     assert check_trial(case_on(CPU, config=small_config(), environment=several)).status is CheckStatus.SKIPPED
