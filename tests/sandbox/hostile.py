@@ -1,4 +1,4 @@
-"""Hostile programs, the statuses with which each must end, and values of the test machine as `@NAME@`.
+"""Hostile programs and the statuses with which they must end. `@NAME@` is replaced by a value of the test machine.
 
 A program that tries to access something prints ESCAPED on success, which must never appear. `needs` is the
 guarantee that stops the program if no other does.
@@ -274,7 +274,7 @@ EXHAUSTION = [
         TIME,
         STOPPED,
     ),
-    Hostile('matches for ever', 'import re\nre.match(r"(a+)+$", "a" * 64 + "b")', TIME, STOPPED),
+    Hostile('matches forever', 'import re\nre.match(r"(a+)+$", "a" * 64 + "b")', TIME, STOPPED),
     Hostile('computes a giant number', 'x = 9 ** (9 ** 9)', ('timeout', 'memory'), STOPPED),
     Hostile('multiplies giant numbers', 'x = 3\nwhile True: x *= x', ('timeout', 'memory'), STOPPED),
     Hostile('prints a giant number', 'print(10 ** 5000)', ('error',)),
@@ -285,12 +285,12 @@ EXHAUSTION = [
         STOPPED,
     ),
     Hostile(
-        'sorts for ever',
+        'sorts forever',
         'class K:\n    def __lt__(self, o):\n        while True: pass\nsorted([K(), K()])',
         TIME,
         STOPPED,
     ),
-    Hostile('imports itself for ever', 'import importlib, sys\nwhile True: importlib.reload(sys)', TIME, STOPPED),
+    Hostile('imports itself forever', 'import importlib, sys\nwhile True: importlib.reload(sys)', TIME, STOPPED),
     Hostile('takes memory', 'x = bytearray(1 << 33)', ('memory',)),
     Hostile('takes memory bit by bit', 'x = []\nwhile True: x.append(bytearray(1 << 20))', ('memory',)),
     Hostile('takes memory in a list', 'x = [0] * (1 << 40)', ('memory',)),
@@ -317,9 +317,9 @@ EXHAUSTION = [
         'from multiprocessing import shared_memory as s\nx = []\nwhile True:\n    x.append(s.SharedMemory(create=True, size=8 << 20))\n    x[-1].buf[:] = b"x" * (8 << 20)',
         ('error', 'killed'),
     ),
-    Hostile('prints for ever', 'while True: print("x" * 1000)', ('output',)),
-    Hostile('prints errors for ever', 'import sys\nwhile True: sys.stderr.write("x" * 1000)', ('output',)),
-    Hostile('prints for ever from children', 'import os\nos.fork()\nwhile True: os.write(1, b"x" * 4096)', ('output',)),
+    Hostile('prints forever', 'while True: print("x" * 1000)', ('output',)),
+    Hostile('prints errors forever', 'import sys\nwhile True: sys.stderr.write("x" * 1000)', ('output',)),
+    Hostile('prints forever from children', 'import os\nos.fork()\nwhile True: os.write(1, b"x" * 4096)', ('output',)),
     Hostile(
         'prints garbage',
         'import os, sys\nsys.stdout.buffer.write(bytes(range(256)) * 100); os.write(2, b"\\xff\\xfe\\x00" * 100)',
@@ -340,12 +340,12 @@ EXHAUSTION = [
         ('error', 'killed'),
     ),
     Hostile(
-        'makes folders for ever', 'import os\nwhile True:\n    os.mkdir("d")\n    os.chdir("d")', ('error', 'killed')
+        'makes folders forever', 'import os\nwhile True:\n    os.mkdir("d")\n    os.chdir("d")', ('error', 'killed')
     ),
-    Hostile('opens files for ever', 'x = []\nwhile True: x.append(open("f", "w"))', ('error',)),
-    Hostile('opens pipes for ever', 'import os\nwhile True: os.pipe()', ('error',)),
+    Hostile('opens files forever', 'x = []\nwhile True: x.append(open("f", "w"))', ('error',)),
+    Hostile('opens pipes forever', 'import os\nwhile True: os.pipe()', ('error',)),
     Hostile(
-        'forks for ever',
+        'forks forever',
         'import os\nwhile True:\n    try: os.fork()\n    except OSError: pass',
         TIME,
         STOPPED,
@@ -364,7 +364,7 @@ EXHAUSTION = [
         needs='processes',
     ),
     Hostile(
-        'starts threads for ever',
+        'starts threads forever',
         'import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()',
         ('error',),
         needs='processes',
@@ -408,7 +408,7 @@ CRASHES = [
     Hostile('is deeper than the parser', '(' * 10000 + ')' * 10000, ('error',)),
     Hostile('is deeper than the compiler', 'x = ' + '-' * 100000 + '1', ('error', 'memory')),
     Hostile('is a long chain', 'x = ' + '+'.join(['1'] * 50000), ('error', 'passed', 'memory')),
-    Hostile('is no Python', 'this is no Python\x00\udcff', ('error',)),
+    Hostile('is invalid Python', 'this is no Python\x00\udcff', ('error',)),
     Hostile('is a huge text', 'x = 1\n' * 200000, ('passed', 'memory')),
     Hostile('kills itself', 'import os\nos.kill(os.getpid(), 9)', ('killed', 'error')),
     Hostile('ends by an unknown code', 'import os\nos._exit(77)', ('error',)),
@@ -436,10 +436,10 @@ LOOPS = (
     'loops in __del__',
     'traps every exception',
     'sets itself alarms',
-    'matches for ever',
+    'matches forever',
     'computes a giant number',
 )
-LOOPS += ('multiplies giant numbers', 'hashes colliding keys', 'sorts for ever', 'imports itself for ever', 'sleeps')
+LOOPS += ('multiplies giant numbers', 'hashes colliding keys', 'sorts forever', 'imports itself forever', 'sleeps')
 LOOPS += ('waits for input', 'sleeps in atexit', 'waits for a thread', 'takes memory bit by bit')
 ANYWHERE = frozenset({*LOOPS, *(program.name for program in CRASHES)})
 

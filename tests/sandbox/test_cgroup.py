@@ -29,7 +29,7 @@ def test_a_group_that_can_be_divided_is_found(tmp_path):
         find_parent(tmp_path, own)
 
 
-def test_a_group_is_limited_entered_and_ended(tmp_path):
+def test_a_group_is_limited_entered_and_removed(tmp_path):
     _, parent = fake_groups(tmp_path)
     descriptor = os.open(parent, os.O_RDONLY)
     group = Group(descriptor, 'one')
@@ -45,9 +45,9 @@ def test_a_group_is_limited_entered_and_ended(tmp_path):
     for name in files:
         (parent / 'one' / name).write_text('')
     group.limit(SandboxLimits(memory_bytes=100, disk_bytes=20, processes=7))
-    entrance = group.open_procs()
-    os.write(entrance, b'0')
-    os.close(entrance)
+    procs_file = group.open_procs()
+    os.write(procs_file, b'0')
+    os.close(procs_file)
     (parent / 'one' / 'memory.events').write_text('low 0\noom_kill 0\n')
     assert not group.out_of_memory()
     (parent / 'one' / 'memory.events').write_text('low 0\noom_kill 2\n')

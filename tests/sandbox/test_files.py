@@ -7,7 +7,7 @@ from maxlm.sandbox.files import exceeds_limits, remove
 from maxlm.sandbox.limits import SandboxLimits
 
 
-def test_a_folder_is_removed_whatever_is_in_it(tmp_path):
+def test_any_directory_is_removed(tmp_path):
     kept = tmp_path / 'kept'
     kept.write_text('x')
     folder = tmp_path / 'folder'
@@ -31,7 +31,7 @@ def test_a_folder_is_removed_whatever_is_in_it(tmp_path):
     remove(str(folder))
 
 
-def test_what_a_folder_holds(tmp_path):
+def test_limits_of_a_directory(tmp_path):
     limits = SandboxLimits(files=10, disk_bytes=1 << 20)
     (tmp_path / 'a').mkdir()
     (tmp_path / 'a' / 'b').write_bytes(b'x' * (1 << 19))

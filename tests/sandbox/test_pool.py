@@ -25,19 +25,19 @@ GOOD = {
     'prints': ('print(6 * 7)', '', '42\n'),
     'reads': ('print(sum(map(int, input().split())))', '1 2 3\n', '6\n'),
     'reads much': ('import sys\nprint(len(sys.stdin.read()))', 'ab\n' * 500_000, '1500000\n'),
-    'reads nothing of much': ('print(1)', 'x' * 1_000_000, '1\n'),
+    'ignores a large input': ('print(1)', 'x' * 1_000_000, '1\n'),
     'prints much': ('print("x" * 900_000)', '', 'x' * 900_000 + '\n'),
-    'speaks other languages': ('print(input()[::-1])', 'añ→😀', '😀→ña\n'),
-    'is long': ('x = 1\n' * 20_000 + 'print(x)', '', '1\n'),
+    'processes Unicode': ('print(input()[::-1])', 'añ→😀', '😀→ña\n'),
+    'is a long program': ('x = 1\n' * 20_000 + 'print(x)', '', '1\n'),
     'uses files': ('open("a", "w").write("x")\nimport os, tempfile\ntempfile.mkdtemp()\nprint(os.path.getsize("a"))', '', '1\n'),
-    'starts afresh': ('import os\nprint(os.listdir("."), os.path.exists("/tmp/a"))', '', '[] False\n'),
+    'starts with an empty directory': ('import os\nprint(os.listdir("."), os.path.exists("/tmp/a"))', '', '[] False\n'),
     'uses threads': ('from concurrent.futures import ThreadPoolExecutor as T\nprint(list(T(4).map(abs, [-1, 2])))', '', '[1, 2]\n'),
     'uses processes': ('import os\nif os.fork() == 0:\n    print(1, flush=True)\n    os._exit(0)\nos.wait()\nprint(2)', '', '1\n2\n'),
     'uses multiprocessing': ('import multiprocessing as m\nif __name__ == "__main__":\n    with m.get_context("fork").Pool(2) as p: print(p.map(abs, [-1, -2]))', '', '[1, 2]\n'),
     'uses asyncio': ('import asyncio\nasync def f():\n    await asyncio.sleep(0.01)\n    return 5\nprint(asyncio.run(f()))', '', '5\n'),
     'uses the library': ('import sqlite3, ctypes, hashlib, zlib, lzma, decimal, csv, statistics\nprint(hashlib.sha256(b"").hexdigest()[:4], sqlite3.connect(":memory:").execute("select 1").fetchone())', '', 'e3b0 (1,)\n'),
     'is a dataclass': ('from dataclasses import dataclass\nimport pickle\n@dataclass\nclass A: x: int\nprint(pickle.loads(pickle.dumps(A(1))))', '', 'A(x=1)\n'),
-    'ends well': ('import sys, atexit\natexit.register(print, "end")\nsys.exit(0)', '', 'end\n'),
+    'exits normally': ('import sys, atexit\natexit.register(print, "end")\nsys.exit(0)', '', 'end\n'),
     'calls exit': ('print(1)\nexit()', '', '1\n'),
     'has random numbers': ('import random\nrandom.seed(0)\nprint(random.random())', '', '0.8444218515250481\n'),
     'has sets in one order': ('print({"a", "b", "c", "d", "e"} == set("abcde"), hash("a") == hash("a"))', '', 'True True\n'),
@@ -51,19 +51,19 @@ def pool():
 
 
 @pytest.mark.parametrize('without', [(), ('root',), ('mount namespace', 'network namespace', 'process namespace')])
-def test_good_programs_pass(without):
+def test_correct_programs_pass(without):
     # Locks of multiprocessing are files in /dev/shm, which a program shares if it has no mount namespace.
     good = {name: facts for name, facts in GOOD.items() if not without[1:] or name != 'uses multiprocessing'}
     programs = {name: SandboxJob(text, stdin) for name, (text, stdin, _) in good.items()}
     with SandboxPool(2, limits=LIMITS, without=without, required=()) as pool:
-        verdicts = dict(zip(programs, pool.run_many(list(programs.values())), strict=True))
-    found = {name: (verdict.status, verdict.stdout, verdict.exit_code) for name, verdict in verdicts.items()}
-    assert found == {name: ('passed', stdout, 0) for name, (_, _, stdout) in good.items()}, verdicts
+        results = dict(zip(programs, pool.run_many(list(programs.values())), strict=True))
+    found = {name: (result.status, result.stdout, result.exit_code) for name, result in results.items()}
+    assert found == {name: ('passed', stdout, 0) for name, (_, _, stdout) in good.items()}, results
 
 
-def test_verdicts_come_in_order(pool):
+def test_results_are_in_order(pool):
     programs = [SandboxJob(f'import time\ntime.sleep({0.2 if i % 5 == 0 else 0})\nprint({i})') for i in range(20)]
-    assert [verdict.stdout for verdict in pool.run_many(programs)] == [f'{i}\n' for i in range(20)]
+    assert [result.stdout for result in pool.run_many(programs)] == [f'{i}\n' for i in range(20)]
     assert pool.run_many([]) == []
 
 
@@ -84,32 +84,32 @@ def test_threads_may_share_a_pool(pool):
 def test_sets_have_the_same_order_in_every_worker():
     program = SandboxJob('print(list({"a", "b", "c", "d", "e", "f"}), hash("x"))')
     with SandboxPool(2, limits=LIMITS) as first, SandboxPool(1, limits=LIMITS) as second:
-        assert len({verdict.stdout for verdict in (*first.run_many([program] * 6), second.run(program))}) == 1
+        assert len({result.stdout for result in (*first.run_many([program] * 6), second.run(program))}) == 1
 
 
-def test_a_program_says_how_it_failed(pool):
-    verdict = pool.run(SandboxJob('def f():\n    return 1 / 0\nf()'))
-    assert verdict[:2] == ('error', '')
-    assert verdict.exit_code == 1
-    assert verdict.stderr.startswith('Traceback')
-    assert 'return 1 / 0' in verdict.stderr
-    assert verdict.stderr.endswith('ZeroDivisionError: division by zero\n')
-    assert 'maxlm' not in verdict.stderr
+def test_a_failure_is_reported(pool):
+    result = pool.run(SandboxJob('def f():\n    return 1 / 0\nf()'))
+    assert result[:2] == ('error', '')
+    assert result.exit_code == 1
+    assert result.stderr.startswith('Traceback')
+    assert 'return 1 / 0' in result.stderr
+    assert result.stderr.endswith('ZeroDivisionError: division by zero\n')
+    assert 'maxlm' not in result.stderr
     assert pool.run(SandboxJob('import sys\nsys.exit("no")'))[::4] == ('error', 1)
     assert pool.run(SandboxJob('import sys\nsys.exit(7)')).exit_code == 7
     assert pool.run(SandboxJob('print(len(input()))', stdin='\ud800')).status == 'passed'
 
 
-def test_limits_are_a_programs_own(pool):
+def test_limits_apply_to_one_program(pool):
     text = 'x = bytearray(100 << 20)\nprint(len(x))'
     small = LIMITS._replace(memory_bytes=100 * MIB)
-    assert [verdict.status for verdict in pool.run_many([SandboxJob(text), SandboxJob(text, limits=small)])] == [
+    assert [result.status for result in pool.run_many([SandboxJob(text), SandboxJob(text, limits=small)])] == [
         'passed',
         'memory',
     ]
-    talk = SandboxJob('print("x" * 2000)')
-    assert pool.run(talk._replace(limits=LIMITS._replace(output_bytes=1000)))[:2] == ('output', 'x' * 1000)
-    assert pool.run(talk).status == 'passed'
+    job = SandboxJob('print("x" * 2000)')
+    assert pool.run(job._replace(limits=LIMITS._replace(output_bytes=1000)))[:2] == ('output', 'x' * 1000)
+    assert pool.run(job).status == 'passed'
 
 
 @pytest.mark.parametrize('field', SandboxLimits._fields)
@@ -119,7 +119,7 @@ def test_a_limit_is_a_positive_number(field, value):
         SandboxLimits(**{field: value}).checked()
 
 
-def test_wrong_settings_are_told():
+def test_wrong_settings_are_reported():
     with pytest.raises(InputError, match='workers=0: a sandbox requires at least 1'):
         SandboxPool(0)
     with pytest.raises(InputError, match=r"unknown sandbox mechanism 'selinux'; use one of: root, mount"):
@@ -128,12 +128,12 @@ def test_wrong_settings_are_told():
         SandboxPool(1, required=['safety'])
 
 
-def test_what_this_machine_cannot_enforce_is_told():
-    nothing = Sandbox((), {})
-    assert nothing.missing == tuple(GUARANTEES)
-    assert nothing.enforced == ALWAYS_ENFORCED
+def test_guarantees_that_are_not_enforced_are_reported():
+    unprotected = Sandbox((), {})
+    assert unprotected.missing == tuple(GUARANTEES)
+    assert unprotected.enforced == ALWAYS_ENFORCED
     assert Sandbox(MECHANISMS, {}).missing == ()
-    assert str(nothing) == f'sandbox with limits only; not enforced: {", ".join(GUARANTEES)}'
+    assert str(unprotected) == f'sandbox with limits only; not enforced: {", ".join(GUARANTEES)}'
     assert 'not enforced' not in str(Sandbox(MECHANISMS, {}))
     for name, ways in GUARANTEES.items():
         for way in ways:
@@ -149,7 +149,7 @@ def test_each_mechanism_can_be_left_out(mechanism):
         assert pool.run(SandboxJob('import os\ndef f(): return 1', tests='assert f() == 1')).status == 'passed'
 
 
-def test_it_refuses_to_start_without_what_is_required():
+def test_a_sandbox_without_required_guarantees_does_not_start():
     without = ('mount namespace', 'landlock')
     with pytest.raises(InputError, match=r'cannot enforce files .*landlock: disabled'):
         SandboxPool(1, without=without)
@@ -174,13 +174,13 @@ def test_a_worker_that_dies_is_replaced():
         killer = threading.Thread(target=kill)
         killer.start()
         program = SandboxJob('import time\ntime.sleep(0.4)\nprint(1)')
-        assert [verdict.status for verdict in pool.run_many([program] * 4)] == ['passed'] * 4
+        assert [result.status for result in pool.run_many([program] * 4)] == ['passed'] * 4
         killer.join()
         assert not set(workers) & {worker.process.pid for worker in pool.workers}
     assert not any(psutil.pid_exists(worker) for worker in workers)
 
 
-def test_a_program_that_takes_its_workers_with_it_is_given_up(monkeypatch):
+def test_a_program_that_kills_its_workers_is_abandoned(monkeypatch):
     with SandboxPool(1, limits=LIMITS) as pool:
 
         def fail(worker):
@@ -206,7 +206,7 @@ def test_a_pool_that_was_interrupted_is_closed(monkeypatch):
             pool.run(SandboxJob('print(2)'))
 
 
-def test_a_machine_that_pauses_stops_no_program():
+def test_a_suspended_machine_stops_no_program():
     limits = LIMITS._replace(wall_seconds=1.0)
     with SandboxPool(1, limits=limits) as pool:
         worker = psutil.Process(pool.workers[0].process.pid).children()[0]
@@ -214,10 +214,10 @@ def test_a_machine_that_pauses_stops_no_program():
         def pause():
             while not worker.children():
                 time.sleep(0.01)
-            judge = worker.children()[0]
-            judge.suspend()
+            monitor = worker.children()[0]
+            monitor.suspend()
             time.sleep(1.0)
-            judge.resume()
+            monitor.resume()
 
         pauser = threading.Thread(target=pause)
         pauser.start()
@@ -225,7 +225,7 @@ def test_a_machine_that_pauses_stops_no_program():
         pauser.join()
 
 
-def test_closing_stops_what_runs():
+def test_closing_stops_running_programs():
     pool = SandboxPool(1, limits=LIMITS)
     below = psutil.Process(pool.workers[0].process.pid)
     pool.workers[0].send(SandboxJob('import os, time\nos.fork()\ntime.sleep(60)'), LIMITS)
@@ -238,7 +238,7 @@ def test_closing_stops_what_runs():
 
 
 @pytest.mark.parametrize('without', [(), ('mount namespace', 'process namespace')])
-def test_workers_end_with_a_parent_that_is_killed(without, tmp_path):
+def test_workers_exit_if_their_parent_is_killed(without, tmp_path):
     program = (
         'import os, sys, tempfile\n'
         'from maxlm.sandbox.pool import *\n'
@@ -262,15 +262,15 @@ def test_workers_end_with_a_parent_that_is_killed(without, tmp_path):
 def test_nothing_is_left_behind(tmp_path, monkeypatch):
     monkeypatch.setenv('TMPDIR', str(tmp_path))
     monkeypatch.setattr('tempfile.tempdir', None)
-    me = psutil.Process()
-    before = me.num_fds(), threading.active_count(), me.children()
+    process = psutil.Process()
+    before = process.num_fds(), threading.active_count(), process.children()
     with SandboxPool(2, limits=LIMITS, without=['mount namespace'], required=()) as pool:
         pool.run_many([SandboxJob('open("a", "w")\nimport os\nos.mkdir("b", 0)')] * 4)
-    assert (me.num_fds(), threading.active_count(), me.children()) == before
+    assert (process.num_fds(), threading.active_count(), process.children()) == before
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pool_that_is_forgotten_is_closed():
+def test_an_unreferenced_pool_is_closed():
     pool = SandboxPool(1)
     worker = psutil.Process(pool.workers[0].process.pid)
     del pool

@@ -46,7 +46,7 @@ else:
 
 
 @pytest.mark.parametrize('way', ['kill_all', 'look'])
-def test_who_changes_parents_between_two_reads(way):
+def test_processes_that_change_parents_are_killed(way):
     number, *seen = run(PROGRAM, way).split()
     if way == 'kill_all':
         assert not psutil.pid_exists(int(number))
@@ -57,7 +57,7 @@ def test_who_changes_parents_between_two_reads(way):
         os.kill(int(number), signal.SIGKILL)
 
 
-def test_one_is_spared():
+def test_an_excluded_process_is_not_killed():
     program = """
 import os, subprocess
 from maxlm.sandbox.process_tree import ProcessTree

@@ -29,7 +29,7 @@ HARMLESS = ('reads the canary of the parent', 'lists the folder of the parent', 
 HARMLESS += ('connects to a UNIX socket', 'connects to an abstract socket', 'lists the processes', 'starts a shell')
 
 
-def tried(way):
+def programs_of(way):
     """Returns the names of the programs that run in a kind of sandbox."""
     return [name for name in NAMES if way == 'everything' or name not in ANYWHERE]
 
@@ -78,7 +78,7 @@ def filled(text, machine):
     return text
 
 
-def stops(program, sandbox):
+def is_contained(program, sandbox):
     """Returns True if the sandbox promises to contain the program."""
     if program.needs == 'own user':
         return bool({'own user', 'user namespace'} & set(sandbox.mechanisms))
@@ -91,7 +91,7 @@ def facts(path):
     return stat.st_mode, stat.st_uid, stat.st_gid, stat.st_nlink, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def below(process, others):
+def descendants(process, others):
     """Returns the descendants of a process, except `others`."""
     return [child.pid for child in process.children(recursive=True) if child.pid not in others]
 
@@ -99,10 +99,10 @@ def below(process, others):
 def settled(process, others):
     """Returns the descendants after the last process monitors have had time to exit; they respond before they exit."""
     for _ in range(200):
-        if len(below(process, others)) <= 2 * WORKERS:
+        if len(descendants(process, others)) <= 2 * WORKERS:
             break
         time.sleep(0.02)
-    return below(process, others)
+    return descendants(process, others)
 
 
 @pytest.fixture(scope='module', params=WAYS)
@@ -110,32 +110,32 @@ def outcome(request, machine):
     """Runs all programs concurrently, and returns their results and the state of the machine before and after."""
     caught = []
     before = signal.signal(signal.SIGTERM, lambda *_: caught.append('SIGTERM'))
-    me = psutil.Process()
-    files, threads = me.num_fds(), threading.active_count()
+    process = psutil.Process()
+    files, threads = process.num_fds(), threading.active_count()
     # Descendants that the tests started: the bystander, and remainders of earlier tests.
-    others = below(me, [])
+    others = descendants(process, [])
     with SandboxPool(WORKERS, without=WAYS[request.param], required=()) as pool:
-        chosen = [program for program in PROGRAMS if program.name in tried(request.param)]
-        chosen = [program for program in chosen if stops(program, pool.sandbox)]
+        chosen = [program for program in PROGRAMS if program.name in programs_of(request.param)]
+        chosen = [program for program in chosen if is_contained(program, pool.sandbox)]
         programs = [SandboxJob(filled(program.text, machine), limits=program.limits) for program in chosen]
-        verdicts = dict(zip([program.name for program in chosen], pool.run_many(programs), strict=True))
+        results = dict(zip([program.name for program in chosen], pool.run_many(programs), strict=True))
         again = pool.run(SandboxJob('print(6 * 7)', limits=AMPLE))
         sandbox = pool.sandbox
-        left = settled(me, others)
+        left = settled(process, others)
         held = sum(psutil.Process(number).memory_info().rss for number in left)
     after = {
         'caught': caught,
-        'own process': (me.num_fds(), threading.active_count()),
-        'children': below(me, others),
+        'own process': (process.num_fds(), threading.active_count()),
+        'children': descendants(process, others),
         'workers': len(left),
         'memory of a worker': held / WORKERS,
         'again': (again.status, again.stdout),
     }
     signal.signal(signal.SIGTERM, before)
-    return {'verdicts': verdicts, 'after': after, 'before': (files, threads), 'sandbox': sandbox}
+    return {'results': results, 'after': after, 'before': (files, threads), 'sandbox': sandbox}
 
 
-def test_there_are_many_of_different_names():
+def test_names_of_programs_are_unique():
     assert len(set(NAMES)) == len(NAMES) >= 130
     assert set(NAMES) > ANYWHERE
 
@@ -143,21 +143,21 @@ def test_there_are_many_of_different_names():
 @pytest.mark.parametrize('name', NAMES)
 def test_a_hostile_program_is_contained(name, outcome):
     program = PROGRAMS[NAMES.index(name)]
-    if name not in outcome['verdicts']:
+    if name not in outcome['results']:
         # The program behaves the same everywhere, or the sandbox reports the missing mechanism.
         if name in ANYWHERE:
             return
         missing = outcome['sandbox'].missing
         assert program.needs in missing or program.needs == 'own user' not in outcome['sandbox'].mechanisms
         return
-    verdict = outcome['verdicts'][name]
-    assert verdict.status in program.statuses, verdict
-    assert 'ESCAPED' not in verdict.stdout, verdict.stdout
-    assert 'secret canary' not in verdict.stdout + verdict.stderr
-    assert len(verdict.stdout) <= program.limits.output_bytes
-    assert len(verdict.stderr) < 10_000
+    result = outcome['results'][name]
+    assert result.status in program.statuses, result
+    assert 'ESCAPED' not in result.stdout, result.stdout
+    assert 'secret canary' not in result.stdout + result.stderr
+    assert len(result.stdout) <= program.limits.output_bytes
+    assert len(result.stderr) < 10_000
     if ATTEMPT in program.text:
-        assert 'contained' in verdict.stdout + verdict.stderr, verdict
+        assert 'contained' in result.stdout + result.stderr, result
 
 
 def test_the_parent_is_unharmed(outcome, machine):
@@ -179,7 +179,7 @@ def test_the_parent_is_unharmed(outcome, machine):
 
 
 @pytest.mark.parametrize('name', HARMLESS)
-def test_outside_of_the_sandbox_they_would_escape(name, machine):
+def test_programs_escape_without_the_sandbox(name, machine):
     text = filled(PROGRAMS[NAMES.index(name)].text, machine)
     result = subprocess.run([sys.executable, '-S', '-c', text], capture_output=True, text=True, timeout=60)
     assert 'ESCAPED' in result.stdout

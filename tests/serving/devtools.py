@@ -1,4 +1,4 @@
-"""Controls a headless Chromium by its DevTools protocol."""
+"""Controls a headless Chromium through the DevTools protocol."""
 
 import base64
 import contextlib
@@ -43,7 +43,7 @@ class Tab:
         self._ids = itertools.count(1)
         self._session = None
         self.faults, self.requests = [], []
-        target = next(one for one in self.send('Target.getTargets')['targetInfos'] if one['type'] == 'page')
+        target = next(target for target in self.send('Target.getTargets')['targetInfos'] if target['type'] == 'page')
         given = {'targetId': target['targetId'], 'flatten': True}
         self._session = self.send('Target.attachToTarget', **given)['sessionId']
         for domain in ('Page', 'Runtime', 'Network', 'Log'):
@@ -64,21 +64,21 @@ class Tab:
         session = {'sessionId': self._session} if self._session else {}
         self._socket.send(json.dumps({'id': number, 'method': method, 'params': parameters, **session}))
         while True:
-            told = json.loads(self._socket.recv(timeout=60))
-            if told.get('id') == number:
-                assert 'error' not in told, told
-                return told['result']
-            self._note(told.get('method'), told.get('params', {}))
+            message = json.loads(self._socket.recv(timeout=60))
+            if message.get('id') == number:
+                assert 'error' not in message, message
+                return message['result']
+            self._note(message.get('method'), message.get('params', {}))
 
-    def _note(self, method, told):
+    def _note(self, method, params):
         if method == 'Runtime.exceptionThrown':
-            self.faults.append(told['exceptionDetails'].get('exception', {}).get('description', 'exception'))
-        elif method == 'Runtime.consoleAPICalled' and told['type'] in ('error', 'warning', 'assert'):
-            self.faults.append(str(told['args']))
-        elif method == 'Log.entryAdded' and told['entry']['level'] in ('error', 'warning'):
-            self.faults.append(f'{told["entry"]["text"]} {told["entry"].get("url", "")}')
+            self.faults.append(params['exceptionDetails'].get('exception', {}).get('description', 'exception'))
+        elif method == 'Runtime.consoleAPICalled' and params['type'] in ('error', 'warning', 'assert'):
+            self.faults.append(str(params['args']))
+        elif method == 'Log.entryAdded' and params['entry']['level'] in ('error', 'warning'):
+            self.faults.append(f'{params["entry"]["text"]} {params["entry"].get("url", "")}')
         elif method == 'Network.requestWillBeSent':
-            self.requests.append(told['request']['url'])
+            self.requests.append(params['request']['url'])
 
     def look(self, *, width, height=800, dark=False, mobile=False):
         """Sets the window size and the color scheme of the system."""
@@ -94,9 +94,9 @@ class Tab:
 
     def run(self, script):
         """Returns the value of an expression."""
-        told = self.send('Runtime.evaluate', expression=script, awaitPromise=True, returnByValue=True)
-        assert 'exceptionDetails' not in told, told
-        return told['result'].get('value')
+        message = self.send('Runtime.evaluate', expression=script, awaitPromise=True, returnByValue=True)
+        assert 'exceptionDetails' not in message, message
+        return message['result'].get('value')
 
     def until(self, script, seconds=20):
         """Waits until an expression is true, or raises after a generous timeout."""

@@ -12,7 +12,7 @@ from maxlm.errors import InputError
 from maxlm.inference.engine.requests import Delta, EngineState, GeneratedToken, QueueFullError
 from maxlm.serving.request_parsing import ServedModel
 
-SAID = 'The quick brown fox jumps over the lazy dog, and “über” is one word. '
+REPLY = 'The quick brown fox jumps over the lazy dog, and “über” is one word. '
 
 
 class FakeTicket:
@@ -24,10 +24,10 @@ class FakeTicket:
 
 
 class _Sample:
-    def __init__(self, request, number, listener, ticket, said):
+    def __init__(self, request, number, listener, ticket, reply):
         self.request, self.number, self.listener, self.ticket = request, number, listener, ticket
-        shift = (request.seed + number) % len(said) if request.sampling.temperature else 0
-        self.bytes = itertools.cycle((said[shift:] + said[:shift]).encode())
+        shift = (request.seed + number) % len(reply) if request.sampling.temperature else 0
+        self.bytes = itertools.cycle((reply[shift:] + reply[:shift]).encode())
         self.drawn = bytearray()
         self.shown = 0
 
@@ -53,15 +53,15 @@ class _Sample:
 class FakeEngine:
     """Fake with the interface of `maxlm.inference.engine.engine.Engine`."""
 
-    def __init__(self, *, num_slots=8, max_context=512, max_queue_size=64, said=SAID, seconds=0.0):
+    def __init__(self, *, num_slots=8, max_context=512, max_queue_size=64, reply=REPLY, seconds=0.0):
         self.max_context, self.num_slots, self.max_queue_size = max_context, num_slots, max_queue_size
-        self.said, self.seconds = said, seconds
+        self.reply, self.seconds = reply, seconds
         # Steps produce tokens while `open` is set. The next step raises `broken`.
         self.open = threading.Event()
         self.open.set()
         self.broken = None
         # The latest request.
-        self.asked = None
+        self.last_request = None
         self._new = threading.Condition()
         self._waiting, self._running = collections.deque(), []
         self._prompt_tokens = self._drawn_tokens = self._runner = 0
@@ -72,12 +72,12 @@ class FakeEngine:
 
     def submit(self, request, listener):
         self.check(request)
-        self.asked = request
+        self.last_request = request
         with self._new:
             if len(self._waiting) + request.num_samples > self.max_queue_size > 0:
                 raise QueueFullError
             ticket = FakeTicket()
-            samples = (_Sample(request, i, listener, ticket, self.said) for i in range(request.num_samples))
+            samples = (_Sample(request, i, listener, ticket, self.reply) for i in range(request.num_samples))
             self._waiting.extend(samples)
             self._prompt_tokens += len(request.prompt)
             self._new.notify()

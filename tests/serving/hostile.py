@@ -231,10 +231,10 @@ class Generator:
         return Hostile('no http', self._random.choice(NO_HTTP), answer=False)
 
     def half(self):
-        whole = request(self._path(), json.dumps(valid(PATHS[0]) | {'stream': True, 'max_tokens': 200}).encode())
+        complete = request(self._path(), json.dumps(valid(PATHS[0]) | {'stream': True, 'max_tokens': 200}).encode())
         # The client may also send the complete request and disconnect before the response.
-        size = self._random.choice([len(whole), self._random.randrange(1, len(whole))])
-        return Hostile('half', whole[:size], answer=False, cut=True)
+        size = self._random.choice([len(complete), self._random.randrange(1, len(complete))])
+        return Hostile('half', complete[:size], answer=False, cut=True)
 
 
 class Wire:

@@ -71,5 +71,5 @@ def until(condition, seconds=20):
     """Waits until a condition is true, or raises after a generous timeout."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, 'it does not come'
+        assert time.monotonic() < end, 'the condition was never true'
         time.sleep(0.005)

@@ -13,7 +13,7 @@ import pytest
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.limits import ServerLimits
-from tests.serving.fake_engine import SAID, FakeEngine, served_by
+from tests.serving.fake_engine import REPLY, FakeEngine, served_by
 from tests.serving.serving_thread import ServerThread, request_bytes, until
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
@@ -81,7 +81,7 @@ def refused(kind, status, call):
 @pytest.mark.parametrize('kind', ['chat', 'completion'])
 def test_an_answer(ask, kind):
     answer = ask(kind)
-    assert text_of(answer.choices[0]) == SAID[:30]
+    assert text_of(answer.choices[0]) == REPLY[:30]
     assert answer.choices[0].finish_reason == 'length'
     assert (answer.model, answer.system_fingerprint) == ('tiny', 'step-7')
     assert answer.usage.completion_tokens == 30
@@ -92,12 +92,12 @@ def test_an_answer(ask, kind):
 
 @pytest.mark.parametrize('kind', ['chat', 'completion'])
 @pytest.mark.parametrize('settings', [{}, {'n': 3, 'temperature': 1, 'seed': 5}, {'stop': ['fox', 'jumps']}])
-def test_a_stream_is_the_answer_in_pieces(ask, kind, settings):
-    whole = ask(kind, **settings)
+def test_a_stream_equals_the_complete_answer(ask, kind, settings):
+    complete = ask(kind, **settings)
     texts, ends, usage = streamed(ask(kind, stream=True, stream_options={'include_usage': True}, **settings))
-    assert [texts[choice.index] for choice in whole.choices] == [text_of(choice) for choice in whole.choices]
-    assert [ends[choice.index] for choice in whole.choices] == [choice.finish_reason for choice in whole.choices]
-    assert usage == whole.usage
+    assert [texts[choice.index] for choice in complete.choices] == [text_of(choice) for choice in complete.choices]
+    assert [ends[choice.index] for choice in complete.choices] == [choice.finish_reason for choice in complete.choices]
+    assert usage == complete.usage
     # Control: other parameters give another text.
     assert text_of(ask(kind, temperature=1, seed=9).choices[0]) not in texts.values()
     assert streamed(ask(kind, stream=True))[2] is None
@@ -107,7 +107,7 @@ def test_a_stream_is_the_answer_in_pieces(ask, kind, settings):
 def test_stop(ask, kind):
     for stop in ('fox', ['none', 'fox']):
         answer = ask(kind, stop=stop)
-        assert text_of(answer.choices[0]) == SAID.partition('fox')[0]
+        assert text_of(answer.choices[0]) == REPLY.partition('fox')[0]
         assert answer.choices[0].finish_reason == 'stop'
 
 
@@ -137,29 +137,29 @@ def test_several_prompts(client):
 
 
 def test_log_probabilities(ask):
-    told = ask('completion', logprobs=2, max_tokens=4).choices[0].logprobs
-    assert told.tokens == ['T', 'h', 'e', ' ']
-    assert told.token_logprobs == [-0.5] * 4
-    assert told.top_logprobs[0] == {'T': -0.5, 'U': -1.5}
-    assert told.text_offset == [0, 1, 2, 3]
+    logprobs = ask('completion', logprobs=2, max_tokens=4).choices[0].logprobs
+    assert logprobs.tokens == ['T', 'h', 'e', ' ']
+    assert logprobs.token_logprobs == [-0.5] * 4
+    assert logprobs.top_logprobs[0] == {'T': -0.5, 'U': -1.5}
+    assert logprobs.text_offset == [0, 1, 2, 3]
     assert ask('completion').choices[0].logprobs is None
     content = ask('chat', logprobs=True, top_logprobs=2, max_tokens=4).choices[0].logprobs.content
-    told = [(token.token, token.bytes, token.logprob) for token in content[:2]]
-    assert told == [('T', [84], -0.5), ('h', [104], -0.5)]
+    logprobs = [(token.token, token.bytes, token.logprob) for token in content[:2]]
+    assert logprobs == [('T', [84], -0.5), ('h', [104], -0.5)]
     assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [('T', -0.5), ('U', -1.5)]
     chunks = [chunk.choices[0] for chunk in ask('completion', logprobs=2, max_tokens=4, stream=True)]
     assert [token for chunk in chunks for token in chunk.logprobs.tokens] == ['T', 'h', 'e', ' ']
     assert [offset for chunk in chunks for offset in chunk.logprobs.text_offset] == [0, 1, 2, 3]
 
 
-def test_a_part_of_a_character_is_told_by_its_byte(ask):
-    place = SAID.index('“')
+def test_a_partial_character_is_reported_as_bytes(ask):
+    place = REPLY.index('“')
     content = ask('chat', logprobs=True, max_tokens=place + 3).choices[0].logprobs.content
-    assert bytes(byte for token in content for byte in token.bytes).decode() == SAID[: place + 1]
+    assert bytes(byte for token in content for byte in token.bytes).decode() == REPLY[: place + 1]
     assert content[-1].token == '\ufffd'
 
 
-def test_the_longest_answer_by_default_is_what_is_left(client, engine):
+def test_the_default_limit_is_the_remaining_context(client, engine):
     answer = client.chat.completions.create(model='tiny', messages=HELLO, temperature=0)
     assert answer.usage.total_tokens == engine.max_context
 
@@ -171,26 +171,26 @@ def test_content_in_parts_and_all_roles(ask):
     assert ask('chat', messages=[{'role': 'user', 'content': parts}]).usage == ask('chat').usage
 
 
-def test_a_hole_is_filled(ask):
+def test_fill_in_the_middle(ask):
     engine = FakeEngine()
     tokenizer = bytes_tokenizer(infill=True)
     with (
         ServerThread(served_by(engine, chat=False)._replace(tokenizer=tokenizer)) as server,
         client_of(server) as client,
     ):
-        asked = {'model': 'tiny', 'prompt': 'def f(', 'max_tokens': 3, 'temperature': 0}
-        assert client.completions.create(**asked, suffix='return 1', echo=True).choices[0].text == 'def f(The'
+        body = {'model': 'tiny', 'prompt': 'def f(', 'max_tokens': 3, 'temperature': 0}
+        assert client.completions.create(**body, suffix='return 1', echo=True).choices[0].text == 'def f(The'
         prefix, middle, suffix = tokenizer.infill_ids
-        assert engine.asked.prompt == (prefix, *b'def f(', suffix, *b'return 1', middle)
-        client.completions.create(**asked)
-        assert engine.asked.prompt == tuple(b'def f(')
-        call = partial(client.completions.create, **asked | {'prompt': [1]}, suffix='x')
+        assert engine.last_request.prompt == (prefix, *b'def f(', suffix, *b'return 1', middle)
+        client.completions.create(**body)
+        assert engine.last_request.prompt == tuple(b'def f(')
+        call = partial(client.completions.create, **body | {'prompt': [1]}, suffix='x')
         assert refused(openai.BadRequestError, 400, call).param == 'suffix'
     error = refused(openai.BadRequestError, 400, lambda: ask('completion', suffix='x'))
     assert 'the tokenizer has no fill-in-the-middle tokens' in error.body['message']
 
 
-def test_what_is_asked_of_the_engine(ask, engine):
+def test_parameters_reach_the_engine(ask, engine):
     """Every parameter reaches the engine."""
     sampling = {
         'temperature': 0.5,
@@ -205,15 +205,15 @@ def test_what_is_asked_of_the_engine(ask, engine):
     plain = {name: value for name, value in sampling.items() if name not in extra}
     for kind in ('chat', 'completion'):
         ask(kind, **plain, seed=11, n=2, stop='x', max_tokens=4, extra_body={**extra, 'ignore_eos': True})
-        asked = engine.asked
-        assert asked.sampling == Sampling(**sampling)
-        assert (asked.seed, asked.num_samples, asked.stops, asked.max_tokens) == (11, 2, ('x',), 4)
-        assert asked.ignore_eos
+        request = engine.last_request
+        assert request.sampling == Sampling(**sampling)
+        assert (request.seed, request.num_samples, request.stops, request.max_tokens) == (11, 2, ('x',), 4)
+        assert request.ignore_eos
         ask(kind, temperature=1)
-        assert engine.asked.sampling == Sampling()
-        assert (engine.asked.stops, engine.asked.ignore_eos) == ((), False)
+        assert engine.last_request.sampling == Sampling()
+        assert (engine.last_request.stops, engine.last_request.ignore_eos) == ((), False)
     ask('chat', max_tokens=None, max_completion_tokens=9)
-    assert engine.asked.max_tokens == 9
+    assert engine.last_request.max_tokens == 9
 
 
 def test_models(client):
@@ -266,14 +266,14 @@ def test_bad_requests(ask, kind, settings, param, words):
     assert words in error.body['message']
 
 
-def test_what_changes_nothing_is_taken(ask):
+def test_parameters_without_effect_are_accepted(ask):
     settings = {'user': 'somebody', 'tools': [], 'logit_bias': {}, 'response_format': {'type': 'text'}, 'store': False}
-    assert text_of(ask('chat', **settings).choices[0]) == SAID[:30]
+    assert text_of(ask('chat', **settings).choices[0]) == REPLY[:30]
     extra = {'top_k': 5, 'min_p': 0.1, 'repetition_penalty': 1.1, 'ignore_eos': True, 'unknown': 1}
-    assert text_of(ask('chat', extra_body=extra).choices[0]) == SAID[:30]
+    assert text_of(ask('chat', extra_body=extra).choices[0]) == REPLY[:30]
 
 
-def test_errors_that_are_not_of_the_body(server, ask):
+def test_errors_outside_of_the_body(server, ask):
     with httpx.Client(base_url=server.url) as http:
         for method, path, status in [
             ('GET', '/nowhere', 404),
@@ -302,17 +302,17 @@ def test_a_model_without_a_chat_template():
 def test_fifty_at_once(ask, engine):
     prompts = [f'{number} ' * (number % 5 + 1) for number in range(50)]
 
-    def one(number):
+    def generate(number):
         settings = {'prompt': prompts[number], 'seed': number, 'temperature': 1, 'max_tokens': 10 + number}
         if number % 2:
             return streamed(ask('completion', stream=True, **settings))[0][0]
         return text_of(ask('completion', **settings).choices[0])
 
     with concurrent.futures.ThreadPoolExecutor(50) as pool:
-        texts = list(pool.map(one, range(50)))
+        texts = list(pool.map(generate, range(50)))
     # Each request gets its own text, without incomplete characters.
-    said = [SAID[number:] + SAID[:number] for number in range(50)]
-    assert texts == [said[number].encode()[: 10 + number].decode(errors='ignore') for number in range(50)]
+    replies = [REPLY[number:] + REPLY[:number] for number in range(50)]
+    assert texts == [replies[number].encode()[: 10 + number].decode(errors='ignore') for number in range(50)]
     assert (engine.state.running, engine.state.waiting) == (0, 0)
 
 
@@ -330,7 +330,7 @@ def test_the_api_key():
             assert http.post('/v1/completions', json={'prompt': 'a'}).status_code == 401
 
 
-def test_pages_from_elsewhere_are_refused(server):
+def test_other_origins_are_refused(server):
     local = server.url.removeprefix('http://')
     port = local.rpartition(':')[2]
     with httpx.Client(base_url=server.url) as http:
@@ -354,14 +354,14 @@ def test_pages_from_elsewhere_are_refused(server):
             assert 'access-control-allow-origin' not in answer.headers
 
 
-def test_pages_that_are_let():
+def test_allowed_origins():
     origin = 'https://chat.example.org'
     with (
         ServerThread(served_by(FakeEngine()), origins=[origin], api_key='secret') as server,
         httpx.Client(base_url=server.url) as http,
     ):
-        asked = {'Origin': origin, 'Access-Control-Request-Method': 'POST'}
-        assert http.options('/v1/completions', headers=asked).headers['access-control-allow-origin'] == origin
+        headers = {'Origin': origin, 'Access-Control-Request-Method': 'POST'}
+        assert http.options('/v1/completions', headers=headers).headers['access-control-allow-origin'] == origin
         # Errors carry CORS headers too.
         for key, status in {'wrong': 401, 'secret': 200}.items():
             headers = {'Origin': origin, 'Host': 'chat.example.org', 'Authorization': f'Bearer {key}'}
@@ -403,7 +403,7 @@ def test_a_full_queue():
 
 
 @pytest.mark.parametrize('stream', [False, True])
-def test_a_client_that_goes_frees_its_slot(stream):
+def test_a_client_that_disconnects_frees_its_slot(stream):
     engine = FakeEngine(num_slots=1)
     engine.open.clear()
     with ServerThread(served_by(engine)) as server:
@@ -427,7 +427,7 @@ def test_an_abort_of_the_client(server, ask, engine):
         until(lambda: engine.state.running == 1)
     until(lambda: engine.state.running == 0)
     engine.seconds = 0
-    assert text_of(ask('chat').choices[0]) == SAID[:30]
+    assert text_of(ask('chat').choices[0]) == REPLY[:30]
 
 
 def test_a_client_that_does_not_read_frees_its_slot():
@@ -444,7 +444,7 @@ def test_a_client_that_does_not_read_frees_its_slot():
         assert engine.state.generated_tokens < 900_000
 
 
-def test_the_time_of_a_request():
+def test_the_timeout_of_a_request():
     engine = FakeEngine()
     engine.open.clear()
     limits = ServerLimits(request_timeout=0.5, drain_seconds=1)
@@ -483,13 +483,13 @@ def test_metrics(server, ask):
     assert (after['maxlm_slots'], after['maxlm_running'], after['maxlm_waiting']) == (8, 0, 0)
 
 
-def test_events_are_whole_lines_of_json(server):
-    asked = {'prompt': 'a', 'max_tokens': 70, 'stream': True, 'temperature': 0}
-    with httpx.stream('POST', f'{server.url}/v1/completions', json=asked) as answer:
+def test_events_are_complete_lines_of_json(server):
+    body = {'prompt': 'a', 'max_tokens': 70, 'stream': True, 'temperature': 0}
+    with httpx.stream('POST', f'{server.url}/v1/completions', json=body) as answer:
         assert answer.headers['content-type'] == 'text/event-stream; charset=utf-8'
         events = b''.join(answer.iter_raw()).split(b'\n\n')
     assert events[-2:] == [b'data: [DONE]', b'']
     chunks = [json.loads(event.removeprefix(b'data: ')) for event in events[:-2]]
     assert len({chunk['id'] for chunk in chunks}) == 1
     # The stream contains complete characters only.
-    assert ''.join(chunk['choices'][0]['text'] for chunk in chunks) == SAID.encode()[:70].decode(errors='ignore')
+    assert ''.join(chunk['choices'][0]['text'] for chunk in chunks) == REPLY.encode()[:70].decode(errors='ignore')

@@ -9,7 +9,7 @@ from tests.serving.devtools import CONTROL, SHIFT, Tab
 from tests.serving.fake_engine import FakeEngine, served_by
 from tests.serving.serving_thread import ServerThread
 
-SAID = """# Counting
+REPLY = """# Counting
 
 Do it **once**, with `Counter`:
 
@@ -24,12 +24,12 @@ def count(path): return a_name_that_is_so_long_that_no_line_of_a_phone_has_room_
 > so they say
 
 """
-LENGTH = len(SAID.encode())
+LENGTH = len(REPLY.encode())
 
 
 @pytest.fixture(scope='module')
 def engine():
-    return FakeEngine(said=SAID, max_context=3000)
+    return FakeEngine(reply=REPLY, max_context=3000)
 
 
 @pytest.fixture(scope='module')
@@ -76,7 +76,7 @@ def set_up(tab, **values):
     tab.until('!$("settings").open')
 
 
-def say(tab, text):
+def send(tab, text):
     tab.click('#prompt')
     tab.type(text)
     tab.press('Enter')
@@ -96,21 +96,21 @@ def test_a_conversation(tab, engine):
     finished(tab, 1)
     assert tab.texts('.user .content') == ['How do I\ncount?']
     assert tab.run('prompt.value') == ''
-    said = '.assistant .content '
-    assert tab.texts(f'{said}h3') == ['Counting']
-    assert tab.texts(f'{said}strong') == ['once']
-    assert tab.texts(f'{said}em') == ['file']
-    assert tab.texts(f'{said}p code') == ['Counter']
-    assert tab.texts(f'{said}ol li') == ['Open the file.', 'Count <img src=x onerror=alert(1)>.']
-    assert tab.texts(f'{said}pre')[0].startswith('def count(path)')
-    assert len(tab.texts(f'{said}ul li')) == len(tab.texts(f'{said}blockquote')) == 1
+    text = '.assistant .content '
+    assert tab.texts(f'{text}h3') == ['Counting']
+    assert tab.texts(f'{text}strong') == ['once']
+    assert tab.texts(f'{text}em') == ['file']
+    assert tab.texts(f'{text}p code') == ['Counter']
+    assert tab.texts(f'{text}ol li') == ['Open the file.', 'Count <img src=x onerror=alert(1)>.']
+    assert tab.texts(f'{text}pre')[0].startswith('def count(path)')
+    assert len(tab.texts(f'{text}ul li')) == len(tab.texts(f'{text}blockquote')) == 1
     # A response is shown as text, not as HTML.
     assert tab.texts('img') == []
-    (told,) = tab.texts('.assistant .stats')
-    assert told.startswith(f'{LENGTH - 1} tokens · ')
-    assert 'tokens/s' in told
-    assert told.endswith('token limit reached')
-    say(tab, 'Again')
+    (status,) = tab.texts('.assistant .stats')
+    assert status.startswith(f'{LENGTH - 1} tokens · ')
+    assert 'tokens/s' in status
+    assert status.endswith('token limit reached')
+    send(tab, 'Again')
     finished(tab, 2)
     # The complete conversation was sent: 3 special tokens for each turn, and the prefix of the response.
     roles = len('user\n' * 2 + 'assistant\n' * 2 + '\n' * 3)
@@ -123,10 +123,10 @@ def test_a_conversation(tab, engine):
     assert tab.texts('.turn') == []
 
 
-def test_it_streams_and_stops(tab, engine):
+def test_an_answer_streams_and_stops(tab, engine):
     set_up(tab, temperature=0)
     engine.open.clear()
-    say(tab, 'Hello')
+    send(tab, 'Hello')
     tab.until('running')
     assert tab.texts('#send') == ['Stop']
     engine.seconds = 0.002
@@ -140,10 +140,10 @@ def test_it_streams_and_stops(tab, engine):
     assert tab.texts('#send') == ['Send']
     assert tab.texts('.assistant .stats')[0].endswith('stopped')
     shown = tab.run('turns[1].content')
-    assert SAID.startswith(shown[:LENGTH])
+    assert REPLY.startswith(shown[:LENGTH])
     # The button does the same.
     engine.open.clear()
-    say(tab, 'Once more')
+    send(tab, 'Once more')
     tab.until('running')
     tab.click('#send')
     finished(tab, 2)
@@ -152,9 +152,9 @@ def test_it_streams_and_stops(tab, engine):
 
 def test_retry_and_edit(tab):
     set_up(tab, max_tokens=5, temperature=1, seed=3)
-    say(tab, 'First')
+    send(tab, 'First')
     finished(tab, 1)
-    say(tab, 'Second')
+    send(tab, 'Second')
     finished(tab, 2)
     (first, second) = tab.texts('.assistant .content')
     set_up(tab, seed=9)
@@ -176,9 +176,9 @@ def test_retry_and_edit(tab):
     assert tab.texts('.user .content') == ['Another']
 
 
-def test_errors_can_be_tried_again(tab, server):
+def test_errors_can_be_retried(tab, server):
     set_up(tab, max_tokens=100_000)
-    say(tab, 'Hello')
+    send(tab, 'Hello')
     tab.until('document.querySelector(".error")')
     assert 'The context length is 3000 tokens' in tab.texts('.error span')[0]
     # The browser reports each error response in its console; the page keeps working.
@@ -191,10 +191,10 @@ def test_errors_can_be_tried_again(tab, server):
     assert tab.texts('.error') == []
 
 
-def test_who_reads_above_stays_there(tab, engine):
+def test_the_scroll_position_stays_while_text_arrives(tab, engine):
     set_up(tab, temperature=0, max_tokens=2000)
     engine.seconds = 0.001
-    say(tab, 'Hello')
+    send(tab, 'Hello')
     tab.until('main.scrollHeight > main.clientHeight + 400')
     assert tab.run('main.scrollHeight - main.scrollTop - main.clientHeight') < 100
     tab.run('main.scrollTop = 0, 0')
@@ -211,9 +211,9 @@ def test_who_reads_above_stays_there(tab, engine):
 
 @pytest.mark.parametrize('dark', [False, True])
 @pytest.mark.parametrize('width', [360, 1280])
-def test_it_fits(tab, width, dark):
+def test_the_page_fits_the_screen(tab, width, dark):
     set_up(tab, temperature=0, max_tokens=LENGTH)
-    say(tab, 'A_word_that_is_so_long_that_no_line_of_a_phone_has_room_for_it_and_must_be_broken' * 3)
+    send(tab, 'A_word_that_is_so_long_that_no_line_of_a_phone_has_room_for_it_and_must_be_broken' * 3)
     finished(tab, 1)
     tab.look(width=width, dark=dark, mobile=width < 500)
     assert tab.run('innerWidth') == width
@@ -225,8 +225,8 @@ def test_it_fits(tab, width, dark):
     edges = tab.run(f'{shown}.map((one) => one.getBoundingClientRect()).flatMap((box) => [box.left, box.right])')
     assert min(edges) >= 0
     assert max(edges) <= width
-    ground = tab.run('getComputedStyle(document.documentElement).backgroundColor')
-    assert (sum(map(int, ground[4:-1].split(','))) < 200) == dark
+    background = tab.run('getComputedStyle(document.documentElement).backgroundColor')
+    assert (sum(map(int, background[4:-1].split(','))) < 200) == dark
     assert tab.run(f'{CONTRAST}(".content p", document.documentElement)') > 7
     for selector in ('#about', '.tools', '#hint', '#send'):
         assert tab.run(f'{CONTRAST}("{selector}", document.documentElement)') > 4.5, selector
@@ -241,7 +241,7 @@ def test_it_fits(tab, width, dark):
 
 # Contrast of a text's color against its background, as defined in WCAG 2.
 CONTRAST = """((selector, page) => {
-  const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((value) => value / 255)
+  const light = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((value) => value / 255)
     .map((value) => (value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4))
     .reduce((sum, value, i) => sum + value * [0.2126, 0.7152, 0.0722][i], 0);
   const element = document.querySelector(selector);
@@ -253,18 +253,18 @@ CONTRAST = """((selector, page) => {
 })"""
 
 
-def test_everything_has_a_name(tab):
-    say(tab, 'Hello')
+def test_every_control_has_an_accessible_name(tab):
+    send(tab, 'Hello')
     finished(tab, 1)
     tree = tab.send('Accessibility.getFullAXTree')['nodes']
     wanted = {'button', 'textbox', 'spinbutton', 'radio', 'dialog', 'log'}
     found = [(node['role']['value'], node.get('name', {}).get('value', '')) for node in tree if not node['ignored']]
-    names = [one for one in found if one[0] in wanted]
+    names = [entry for entry in found if entry[0] in wanted]
     assert {'button', 'textbox', 'log'} <= {role for role, _ in names}
-    assert [one for one in names if not one[1]] == []
+    assert [entry for entry in names if not entry[1]] == []
 
 
-def test_a_text_that_the_model_goes_on_with(browser, tmp_path):
+def test_the_model_continues_a_text(browser, tmp_path):
     engine = FakeEngine(max_context=2000)
     with ServerThread(served_by(engine, chat=False)) as server:
         with_page(browser, server.url)
@@ -296,7 +296,7 @@ def test_a_text_that_the_model_goes_on_with(browser, tmp_path):
         browser.faults.clear()
 
 
-def test_a_key_is_asked_for(browser):
+def test_the_page_asks_for_a_key(browser):
     with ServerThread(served_by(FakeEngine()), api_key='secret') as server:
         browser.look(width=1280)
         browser.open(server.url)
@@ -307,25 +307,25 @@ def test_a_key_is_asked_for(browser):
         browser.press('Enter')
         browser.until('model')
         set_up(browser, max_tokens=3, temperature=0)
-        say(browser, 'Hello')
+        send(browser, 'Hello')
         finished(browser, 1)
         assert browser.texts('.assistant .content') == ['The']
         browser.faults.clear()
 
 
-def test_the_server_goes(browser):
+def test_the_server_becomes_unavailable(browser):
     engine = FakeEngine()
     with ServerThread(served_by(engine)) as server:
         with_page(browser, server.url)
-        say(browser, 'Hello')
+        send(browser, 'Hello')
         finished(browser, 1)
-    say(browser, 'Are you there?')
+    send(browser, 'Are you there?')
     browser.until('document.querySelector(".error")')
     assert browser.texts('.error span') == ['The server cannot be reached.']
     browser.faults.clear()
 
 
-def test_the_page_asks_for_nothing_from_elsewhere():
+def test_the_page_loads_nothing_external():
     page = Page()
     assert 'http' not in page.text.replace('http://www.w3.org/2000/svg', '')
     assert "default-src 'none'" in page.policy

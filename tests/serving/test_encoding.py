@@ -144,7 +144,7 @@ def test_a_queue_that_is_full(start):
 
 
 @pytest.mark.parametrize(('path', 'body'), [(COMPLETIONS, SMALL), (CHAT, TALK)])
-def test_the_time_of_a_request_holds_while_it_is_encoded(start, path, body):
+def test_the_timeout_applies_during_encoding(start, path, body):
     server, _ = start(request_timeout=0.1)
     answer = post(server, body, path)
     assert (answer.status_code, answer.json()['error']['code']) == (504, 'timeout')
@@ -167,7 +167,7 @@ def test_the_time_of_a_request_holds_while_it_is_encoded(start, path, body):
     ],
     ids=range(11),
 )
-def test_what_cannot_fit_is_refused_before_it_is_encoded(start, path, body, code):
+def test_oversized_requests_are_refused_before_encoding(start, path, body, code):
     server, gate = start(max_context=128)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = httpx.post(server.url + path, content=data, headers={'content-type': 'application/json'}, timeout=30)
@@ -175,7 +175,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(start, path, body, code
     assert gate.reached == []
 
 
-def test_what_fills_the_context_is_encoded(start):
+def test_a_request_that_fills_the_context_is_encoded(start):
     server, gate = start(lambda given: False, max_context=128)
     assert post(server, {'prompt': ' ' * 127, 'max_tokens': 1}).status_code == 200
     assert post(server, {'prompt': [[65] * 127], 'max_tokens': 1}).status_code == 200
@@ -190,7 +190,7 @@ class PanicException(BaseException):
 
 
 @pytest.mark.parametrize('error', [PanicException('index out of range'), GeneratorExit(), ValueError(1), MemoryError()])
-def test_what_a_tokenizer_raises_is_an_error_of_the_api(start, caplog, error):
+def test_tokenizer_errors_are_api_errors(start, caplog, error):
     server, _ = start(lambda given: False)
 
     def fail(given):
@@ -219,7 +219,7 @@ def test_a_template_without_an_end(start):
     assert post(server, TALK, CHAT).status_code == 200
 
 
-def test_a_stuck_encoder_does_not_keep_the_server(start):
+def test_a_stuck_encoder_does_not_block_shutdown(start):
     server, gate = start()
     connection = send(server, SMALL)
     until(lambda: gate.reached)

@@ -60,7 +60,7 @@ def check(hostile, answer):
 @pytest.mark.parametrize(
     ('num_requests', 'warm_up'), [(1500, 500), pytest.param(10_000, 2000, marks=pytest.mark.nightly)]
 )
-def test_none_breaks_it(server, engine, caplog, num_requests, warm_up):
+def test_no_request_breaks_the_server(server, engine, caplog, num_requests, warm_up):
     wire = Wire(server.port)
     statuses = collections.Counter()
     before = 0
@@ -83,7 +83,7 @@ def test_none_breaks_it(server, engine, caplog, num_requests, warm_up):
     assert not server.running.service.pending
 
 
-def test_what_is_kept_would_be_seen():
+def test_a_memory_leak_is_detected():
     before = resident()
     kept = b'x' * (2 * MAX_GROWTH)
     assert resident() - before > MAX_GROWTH
@@ -91,12 +91,12 @@ def test_what_is_kept_would_be_seen():
 
 
 def test_the_generator_is_seeded():
-    first, again, other = ([one.content for one in itertools.islice(Generator(seed), 50)] for seed in (1, 1, 2))
+    first, again, other = ([request.content for request in itertools.islice(Generator(seed), 50)] for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
 
-def test_an_answer_that_should_not_be_is_seen():
+def test_an_invalid_response_is_detected():
     body = json.dumps({'error': {'message': 'x', 'type': 'x', 'param': None, 'code': None}}).encode()
     check(GOOD, (400, body))
     for answer in [(500, body), (400, b'{"error": {}}'), (400, body.replace(b'"x"', b'"Traceback"')), None]:
@@ -113,14 +113,14 @@ def impatient():
 
 @pytest.mark.parametrize('sent', [0, 10, 200, 280])
 def test_a_client_that_is_too_slow_is_cut_off(impatient, sent):
-    whole = request('/v1/completions', b' ' * 200)
+    complete = request('/v1/completions', b' ' * 200)
     with impatient.connect() as connection:
-        connection.sendall(whole[:sent])
-        told = b''
+        connection.sendall(complete[:sent])
+        response = b''
         while found := connection.recv(4096):
-            told += found
+            response += found
     # Without a complete head, the server closes the connection without a response.
-    assert told.startswith(b'HTTP/1.1 408') == (sent > whole.index(b'\r\n\r\n'))
+    assert response.startswith(b'HTTP/1.1 408') == (sent > complete.index(b'\r\n\r\n'))
 
 
 def test_a_body_without_an_end(server):

@@ -17,17 +17,17 @@ from maxlm.serving.engine_thread import EngineThread
 from maxlm.serving.limits import ServerLimits
 from maxlm.serving.server import bind, is_loopback, server_url
 from tests.conftest import ROOT
-from tests.serving.fake_engine import SAID, FakeEngine, served_by
+from tests.serving.fake_engine import REPLY, FakeEngine, served_by
 from tests.serving.serving_thread import ServerThread, request_bytes, until
 
-ASKED = {'prompt': 'a', 'max_tokens': 30, 'temperature': 0}
+BODY = {'prompt': 'a', 'max_tokens': 30, 'temperature': 0}
 
 
 def ask(server, answers, **settings):
     """Sends a request in a thread, which appends the response to `answers`."""
 
     def run():
-        answers.append(httpx.post(f'{server.url}/v1/completions', json=ASKED | settings, timeout=30))
+        answers.append(httpx.post(f'{server.url}/v1/completions', json=BODY | settings, timeout=30))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -35,7 +35,7 @@ def ask(server, answers, **settings):
 
 
 @pytest.mark.parametrize('stream', [False, True])
-def test_what_runs_is_finished_and_new_requests_are_refused(stream):
+def test_running_requests_finish_and_new_requests_are_refused(stream):
     engine, answers = FakeEngine(), []
     engine.open.clear()
     with ServerThread(served_by(engine), limits=ServerLimits(drain_seconds=30)) as server:
@@ -43,7 +43,7 @@ def test_what_runs_is_finished_and_new_requests_are_refused(stream):
         until(lambda: engine.state.running == 1)
         server.stop()
         until(lambda: httpx.get(f'{server.url}/health').status_code == 503)
-        refused = httpx.post(f'{server.url}/v1/completions', json=ASKED)
+        refused = httpx.post(f'{server.url}/v1/completions', json=BODY)
         assert (refused.status_code, refused.json()['error']['code']) == (503, 'draining')
         assert int(refused.headers['retry-after']) > 0
         assert httpx.get(f'{server.url}/v1/models').status_code == 200
@@ -54,14 +54,14 @@ def test_what_runs_is_finished_and_new_requests_are_refused(stream):
     if stream:
         assert answers[0].text.endswith('data: [DONE]\n\n')
     else:
-        assert answers[0].json()['choices'][0]['text'] == SAID[:30]
+        assert answers[0].json()['choices'][0]['text'] == REPLY[:30]
     assert server.exit_code == EXIT_DONE
     with pytest.raises(httpx.ConnectError):
         httpx.get(server.url)
 
 
 @pytest.mark.parametrize('stream', [False, True])
-def test_what_does_not_finish_in_time_is_cut_off(stream):
+def test_requests_that_exceed_the_shutdown_timeout_are_cut_off(stream):
     engine, answers = FakeEngine(), []
     engine.open.clear()
     with ServerThread(served_by(engine), limits=ServerLimits(drain_seconds=0.2)) as server:
@@ -76,7 +76,7 @@ def test_what_does_not_finish_in_time_is_cut_off(stream):
 
 
 @pytest.mark.parametrize('stream', [False, True])
-def test_an_engine_that_breaks_down_ends_the_server(stream, caplog):
+def test_an_engine_failure_stops_the_server(stream, caplog):
     engine, answers = FakeEngine(), []
     engine.open.clear()
     with ServerThread(served_by(engine)) as server:
@@ -93,58 +93,58 @@ def test_an_engine_that_breaks_down_ends_the_server(stream, caplog):
     assert server.exit_code == EXIT_FAILED
 
 
-def test_who_asks_an_engine_that_has_broken_down_does_not_wait():
+def test_requests_to_a_failed_engine_do_not_wait():
     async def ask_late():
         loop = asyncio.get_running_loop()
-        engine, failed, told = FakeEngine(), asyncio.Event(), loop.create_future()
+        engine, failed, future = FakeEngine(), asyncio.Event(), loop.create_future()
         engine.broken = RuntimeError('the device is lost')
         pump = EngineThread(engine, failed.set)
         pump.start()
         await failed.wait()
-        pump.submit(Request((1,), 2), told.set_result)
+        pump.submit(Request((1,), 2), future.set_result)
         try:
-            return (await asyncio.wait_for(told, 20)).finish_reason
+            return (await asyncio.wait_for(future, 20)).finish_reason
         finally:
             assert pump.stop()
 
     assert asyncio.run(ask_late()) == 'failed'
 
 
-def test_a_fault_of_the_server_is_not_told(caplog, monkeypatch):
+def test_internal_errors_are_not_disclosed(caplog, monkeypatch):
     engine = FakeEngine()
     with ServerThread(served_by(engine)) as server:
         monkeypatch.setattr(engine, 'check', lambda request: 1 / 0)
-        answer = httpx.post(f'{server.url}/v1/completions', json=ASKED)
+        answer = httpx.post(f'{server.url}/v1/completions', json=BODY)
         assert (answer.status_code, answer.json()['error']['code']) == (500, 'internal_error')
         assert 'ZeroDivisionError' not in answer.text
         # The log is written after the response.
         until(lambda: 'ZeroDivisionError' in caplog.text)
         monkeypatch.undo()
-        assert httpx.post(f'{server.url}/v1/completions', json=ASKED).status_code == 200
+        assert httpx.post(f'{server.url}/v1/completions', json=BODY).status_code == 200
 
 
-def test_the_pump_tells_in_the_loop_what_a_step_drew():
+def test_the_pump_calls_listeners_in_the_event_loop():
     async def run():
-        engine, told, threads = FakeEngine(), [], set()
+        engine, deltas, threads = FakeEngine(), [], set()
 
         def listen(delta):
-            told.append(delta)
+            deltas.append(delta)
             threads.add(threading.current_thread())
 
         pump = EngineThread(engine, lambda: None)
         pump.start()
         pump.submit(Request((1,), 4), listen)
-        while not (told and told[-1].finish_reason):
+        while not (deltas and deltas[-1].finish_reason):
             await asyncio.sleep(0.001)
         assert pump.stop()
-        return told, threads
+        return deltas, threads
 
-    told, threads = asyncio.run(run())
-    assert len(told) == 4
+    deltas, threads = asyncio.run(run())
+    assert len(deltas) == 4
     assert threads == {threading.main_thread()}
 
 
-def test_where_it_listens():
+def test_listening_addresses():
     with bind('127.0.0.1', 0) as first:
         port = first.getsockname()[1]
         assert is_loopback(first)
@@ -194,10 +194,10 @@ def start():
 
 
 @pytest.mark.multiprocess
-def test_a_second_signal_ends_it_at_once():
+def test_a_second_signal_stops_the_server_at_once():
     process, url = start()
     with process, socket.create_connection(('127.0.0.1', int(url.rpartition(':')[2]))) as connection:
-        connection.sendall(request_bytes('/v1/completions', ASKED))
+        connection.sendall(request_bytes('/v1/completions', BODY))
         until(lambda: 'maxlm_running 1.0' in httpx.get(f'{url}/metrics').text)
         process.send_signal(signal.SIGTERM)
         until(lambda: httpx.get(f'{url}/health').status_code == 503)

@@ -28,7 +28,7 @@ def test_values_travel_unchanged(value):
         [['l']],
     ],
 )
-def test_what_makes_no_sense_is_no_value(data):
+def test_malformed_values_are_refused(data):
     def restore(data):
         raise ValueError(data)
 
@@ -36,7 +36,7 @@ def test_what_makes_no_sense_is_no_value(data):
         decode(data, restore)
 
 
-def test_the_content_of_derived_data_is_its_own():
+def test_plain_content_ignores_overridden_methods():
     class Liar(int):
         def __eq__(self, other):
             return True

@@ -65,42 +65,42 @@ LOOKS_DEEPER = (
 FORGERS = {
     'is wrong': 'def f(x): return x + 1',
     'defines nothing': 'g = 1',
-    'ends before its tests': 'import os\nos._exit(0)',
+    'calls os._exit before its tests': 'import os\nos._exit(0)',
     'exits before its tests': 'import sys\nsys.exit(0)',
     'ends in its tests': 'import os\ndef f(x): os._exit(0)',
     'exits in its tests': 'import sys\ndef f(x): sys.exit(0)',
     'ends by a thread': 'import os, threading\nthreading.Timer(0.1, os._exit, (0,)).start()\ndef f(x):\n    import time; time.sleep(9)',
-    'says that it passed': 'print("passed 2 of 2")\nprint(\'{"status": "passed", "tests": 2, "tests_passed": 2}\')\ndef f(x): return 0',
+    'prints that it passed': 'print("passed 2 of 2")\nprint(\'{"status": "passed", "tests": 2, "tests_passed": 2}\')\ndef f(x): return 0',
     'writes reports to every descriptor': 'import os\ndef f(x):\n    for fd in range(1, 64):\n        try: os.write(fd, b\'["total", 2]\\n["pass"]\\n["pass"]\\n\')\n        except OSError: pass\n    return 0',
     'equals everything': 'class A:\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n    def __bool__(s): return True\ndef f(x): return A()',
     'equals everything and is a number': 'class A(int):\n    def __eq__(s, o): return True\n    def __hash__(s): return 9\ndef f(x): return A(1)',
     'pretends its class': 'class A:\n    __class__ = int\n    def __eq__(s, o): return True\ndef f(x): return A()',
-    'takes the builtins away': 'import builtins\nbuiltins.AssertionError = Exception\nbuiltins.isinstance = lambda *a: True\nbuiltins.__dict__["abs"] = lambda x: 0\ndef f(x): return 0',
+    'replaces the builtins': 'import builtins\nbuiltins.AssertionError = Exception\nbuiltins.isinstance = lambda *a: True\nbuiltins.__dict__["abs"] = lambda x: 0\ndef f(x): return 0',
     'patches unittest': 'import unittest\nfor n in dir(unittest.TestCase):\n    if n.startswith("assert"): setattr(unittest.TestCase, n, lambda *a, **k: None)\ndef f(x): return 0',
     'patches operator and json': 'import operator, json\noperator.eq = lambda a, b: True\njson.dumps = lambda *a, **k: "[]"\ndef f(x): return 0',
     'traces': 'import sys\ndef t(f, e, a):\n    if e == "exception": import os; os._exit(0)\n    return t\nsys.settrace(t)\ndef f(x): return 0',
     'hooks exceptions': 'import sys, os\nsys.excepthook = lambda *a: os._exit(0)\nsys.unraisablehook = sys.excepthook\ndef f(x): raise ValueError',
-    'hooks the end': 'import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0',
+    'registers an exit hook': 'import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0',
     'hooks imports': 'import sys\nclass F:\n    def find_spec(s, *a): import os; os._exit(0)\nsys.meta_path.insert(0, F())\ndef f(x): return 0',
     'hooks audits': 'import sys, os\nsys.addaudithook(lambda e, a: os._exit(0) if e == "exec" else None)\ndef f(x): return 0',
     'raises a skip': 'import unittest\ndef f(x): raise unittest.SkipTest("skip")',
-    'raises what is no error': 'def f(x): raise GeneratorExit',
-    'looks for what is expected': LOOKS,
-    'looks through its memory': LOOKS_DEEPER,
-    'answers in place of the interpreter': 'import os, struct, json\ndef say(m):\n    d = json.dumps(m).encode(); os.write(3, struct.pack(">I", len(d)) + d)\nsay(["names", {"f": ["r", 0]}])\nfor _ in range(50): say(["value", True, []])\ndef f(x): return 0',
-    'answers with what makes no sense': 'import os\nos.write(3, b"\\0\\0\\0\\5hello" * 99)\ndef f(x): return 0',
-    'announces too much': 'import os\nos.write(3, b"\\xff" * 4)\ndef f(x): return 0',
+    'raises a non-error exception': 'def f(x): raise GeneratorExit',
+    'searches for the expected values': LOOKS,
+    'searches its memory': LOOKS_DEEPER,
+    'responds in place of the interpreter': 'import os, struct, json\ndef say(m):\n    d = json.dumps(m).encode(); os.write(3, struct.pack(">I", len(d)) + d)\nsay(["names", {"f": ["r", 0]}])\nfor _ in range(50): say(["value", True, []])\ndef f(x): return 0',
+    'responds with malformed data': 'import os\nos.write(3, b"\\0\\0\\0\\5hello" * 99)\ndef f(x): return 0',
+    'announces an oversized message': 'import os\nos.write(3, b"\\xff" * 4)\ndef f(x): return 0',
     'plants names in the tests': 'import os, struct, json\ndef say(m):\n    d = json.dumps(m).encode(); os.write(3, struct.pack(">I", len(d)) + d)\nsay(["names", {"__builtins__": ["d", []], "__name__": "x", "f": ["u", "bool"], "AssertionError": ["u", "ValueError"]}])\ndef f(x): return 0',
-    'calls functions that nobody handed over': 'import os, struct, json\ndef say(m):\n    d = json.dumps(m).encode(); os.write(3, struct.pack(">I", len(d)) + d)\ndef f(x):\n    for i in (-1, 0, 1, "f", None): say(["do", i, [], {}])\n    return 0',
-    'returns a module that ends what imports it': 'import os, struct, json\ndef say(m):\n    d = json.dumps(m).encode(); os.write(3, struct.pack(">I", len(d)) + d)\ndef f(x):\n    say(["value", ["m", "unittest.__main__"], []])\n    return 0',
+    'calls functions that it was not given': 'import os, struct, json\ndef say(m):\n    d = json.dumps(m).encode(); os.write(3, struct.pack(">I", len(d)) + d)\ndef f(x):\n    for i in (-1, 0, 1, "f", None): say(["do", i, [], {}])\n    return 0',
+    'returns a module that exits on import': 'import os, struct, json\ndef say(m):\n    d = json.dumps(m).encode(); os.write(3, struct.pack(">I", len(d)) + d)\ndef f(x):\n    say(["value", ["m", "unittest.__main__"], []])\n    return 0',
     'sends depths': 'import os, struct\ndef f(x):\n    d = b"[" * 10**6 + b"]" * 10**6\n    os.write(3, struct.pack(">I", len(d)) + d)',
     'closes the channel': 'import os\ndef f(x): os.close(3)',
-    'kills its family': 'import os, signal\ndef f(x):\n    for p in (1, os.getppid(), 0, -1):\n        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):\n            try: os.kill(p, s)\n            except OSError: pass\n    return 0',
+    'kills its process tree': 'import os, signal\ndef f(x):\n    for p in (1, os.getppid(), 0, -1):\n        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):\n            try: os.kill(p, s)\n            except OSError: pass\n    return 0',
     'crashes in its tests': 'import ctypes\ndef f(x): ctypes.string_at(0)',
     'returns a giant': 'def f(x): return "x" * (1 << 26)',
     'returns a number without end': 'def f(x): return 1 << (1 << 28)',
     'holds itself': 'a = []\na.append(a)\ndef f(x): return a',
-    'is no Python': 'def f(x: return',
+    'is invalid Python': 'def f(x: return',
     'is empty': '',
 }  # fmt: skip
 # Cheats against other kinds of comparison: program, tests.
@@ -113,21 +113,21 @@ OTHER_FORGERS = {
     'is in everything': ('class A:\n    def __eq__(s, o): return True\n    def __hash__(s): return hash(9)\ndef f(x): return A()', 'assert f(3) in [9, 10]\nassert f(3) in {9}'),
     'fools unittest': ('class A(list):\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\ndef f(x): return A()', 'import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), [9])\n    def test_list(self): self.assertListEqual(f(3), [9])'),
     'skips': ('import unittest\ndef f(x): raise unittest.SkipTest', 'import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 9)'),
-    'ends when it is shown': ('import os\nclass A:\n    def __str__(s): os._exit(0)\n    __repr__ = __str__\ndef f(x): return A()', 'assert f(3) == 9, f(3)'),
+    'exits in its repr': ('import os\nclass A:\n    def __str__(s): os._exit(0)\n    __repr__ = __str__\ndef f(x): return A()', 'assert f(3) == 9, f(3)'),
     'has no tests': ('def f(x): return 9', 'x = f(3)'),
-    'has tests that are no Python': ('def f(x): return 9', 'assert f(3) =='),
+    'has tests with invalid Python': ('def f(x): return 9', 'assert f(3) =='),
     'has tests that cannot be prepared': ('def f(x): return 9', 'import nothing_of_the_kind\nassert f(3) == 9'),
     'changes an argument that is compared': ('class L(list):\n    def __eq__(s, o): return True\ndef f(a): a[:] = [L()]', 'a = [1]\nf(a)\nassert a[0] == [9]'),
 }  # fmt: skip
 NEVER_END = {
     'loops in its tests': 'def f(x):\n    while True: pass',
-    'yields for ever': 'class A:\n    def __iter__(s): return s\n    def __next__(s): return 0\nf = lambda x: 9 in A()\n_a = A()',
-    'leaves the tests waiting': 'import time\ndef f(x): time.sleep(999)',
+    'yields forever': 'class A:\n    def __iter__(s): return s\n    def __next__(s): return 0\nf = lambda x: 9 in A()\n_a = A()',
+    'blocks the tests': 'import time\ndef f(x): time.sleep(999)',
 }  # fmt: skip
 
 
 @pytest.fixture(scope='module')
-def verdicts():
+def results():
     programs = {name: SandboxJob(text, tests=tests, limits=LIMITS) for name, text, tests, _ in GOOD}
     programs |= {name: SandboxJob(text, tests=SQUARE, limits=LIMITS) for name, text in FORGERS.items()}
     programs |= {name: SandboxJob(text, tests=tests, limits=LIMITS) for name, (text, tests) in OTHER_FORGERS.items()}
@@ -139,27 +139,27 @@ def verdicts():
 
 
 @pytest.mark.parametrize(('name', 'number'), [(name, number) for name, _, _, number in GOOD])
-def test_a_right_program_passes(name, number, verdicts):
-    verdict = verdicts[name]
-    assert (verdict.status, verdict.tests, verdict.tests_passed) == ('passed', number, number), verdict
+def test_a_correct_program_passes(name, number, results):
+    result = results[name]
+    assert (result.status, result.tests, result.tests_passed) == ('passed', number, number), result
 
 
 @pytest.mark.parametrize('name', [*FORGERS, *OTHER_FORGERS])
-def test_no_trick_makes_a_wrong_program_pass(name, verdicts):
-    verdict = verdicts[name]
-    assert verdict.status in ('failed', 'error', 'killed', 'memory'), verdict
-    assert verdict.tests_passed == 0
-    assert verdict.tests == 2 or name in OTHER_FORGERS
+def test_no_trick_makes_a_wrong_program_pass(name, results):
+    result = results[name]
+    assert result.status in ('failed', 'error', 'killed', 'memory'), result
+    assert result.tests_passed == 0
+    assert result.tests == 2 or name in OTHER_FORGERS
 
 
 @pytest.mark.parametrize('name', NEVER_END)
-def test_a_program_whose_tests_do_not_end_is_stopped(name, verdicts):
-    assert verdicts[name].status in ('timeout', 'failed')
-    assert verdicts[name].tests_passed == 0
+def test_a_program_whose_tests_do_not_end_is_stopped(name, results):
+    assert results[name].status in ('timeout', 'failed')
+    assert results[name].tests_passed == 0
 
 
 @pytest.mark.parametrize('text', [LOOKS, LOOKS_DEEPER])
-def test_what_looks_for_the_tests_would_find_them(text):
+def test_programs_that_search_for_the_tests_can_find_them(text):
     planted = 'class A: pass\nhidden = [("asse" + "rt f(3) == " + str(i), A()) for i in range(9, 500)]\n'
     planted += 'one = "".join(["asse", "rt f(3) == 9"])\nnames = {i: h[0] for i, h in enumerate(hidden)}\nprint(f(3))'
     with SandboxPool(1, limits=LIMITS) as pool:
@@ -182,18 +182,18 @@ def cheated():
 @pytest.mark.parametrize('name', CHEATS)
 def test_no_object_takes_part_in_a_comparison(name, cheated):
     assert cheated['right'].tests_passed == 1
-    verdict = cheated[name]
-    assert (verdict.status, verdict.tests_passed) == ('failed', 0), verdict
-    assert verdict.tests >= len(CHEATED) - 1
+    result = cheated[name]
+    assert (result.status, result.tests_passed) == ('failed', 0), result
+    assert result.tests >= len(CHEATED) - 1
     # No part of a test reached the program.
-    assert '31' not in verdict.stdout, verdict.stdout
+    assert '31' not in result.stdout, result.stdout
 
 
-def test_what_passed_before_the_end_counts(verdicts):
-    assert verdicts['tests loop'][0] == 'timeout'
-    assert verdicts['tests loop'].tests_passed == 1
-    assert verdicts['half'][-2:] == (2, 1)
-    assert 'line 2: assert f(-4) == 16' in verdicts['half'].stderr
+def test_tests_that_passed_before_the_timeout_count(results):
+    assert results['tests loop'][0] == 'timeout'
+    assert results['tests loop'].tests_passed == 1
+    assert results['half'][-2:] == (2, 1)
+    assert 'line 2: assert f(-4) == 16' in results['half'].stderr
 
 
 @pytest.mark.parametrize(
@@ -207,5 +207,5 @@ def test_what_passed_before_the_end_counts(verdicts):
         ('', 0),
     ],
 )
-def test_what_counts_as_a_test(text, number):
+def test_number_of_tests_in_a_text(text, number):
     assert count_tests(ast.parse(text)) == number
