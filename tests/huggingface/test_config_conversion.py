@@ -84,7 +84,7 @@ def in_transformers(config):
 
 
 @pytest.mark.parametrize('name', MODELS)
-def test_there_and_back(name):
+def test_round_trip(name):
     model = model_of(name)
     config = json.loads(json.dumps(to_config(model, architecture_of(name))))
     assert config['model_type'] == name.replace(',', ' ').split()[0]
@@ -92,7 +92,7 @@ def test_there_and_back(name):
 
 
 @pytest.mark.parametrize('name', MODELS)
-def test_there_and_back_through_transformers(name):
+def test_round_trip_through_transformers(name):
     model = model_of(name)
     theirs = in_transformers(to_config(model, architecture_of(name)))
     assert essentials(from_config(theirs, 'config.json')) == essentials(model)
@@ -104,22 +104,22 @@ def test_there_and_back_through_transformers(name):
 
 @pytest.mark.parametrize('kind', ARCHITECTURES)
 def test_absent_keys_are_the_defaults_of_transformers(kind):
-    bare = from_config({'model_type': kind}, 'config.json')
+    defaults_only = from_config({'model_type': kind}, 'config.json')
     theirs = in_transformers({'model_type': kind})
     assert theirs['model_type'] == kind
-    assert bare == from_config(theirs, 'config.json')
+    assert defaults_only == from_config(theirs, 'config.json')
 
 
 @pytest.mark.parametrize('kind', ARCHITECTURES)
 def test_every_parameter_of_the_table_is_read(kind):
     # A misspelled key in the table would always give its default.
-    row, bare = ARCHITECTURES[kind], in_transformers({'model_type': kind})
+    row, defaults_only = ARCHITECTURES[kind], in_transformers({'model_type': kind})
     for ours, (theirs, _) in row.keys.items():
-        assert theirs in bare or (kind, theirs) == ('nanochat', 'head_dim'), theirs
+        assert theirs in defaults_only or (kind, theirs) == ('nanochat', 'head_dim'), theirs
         assert hasattr(ModelConfig, ours)
 
 
-def test_the_type_of_the_parameters_is_that_of_the_computation():
+def test_the_parameter_dtype_is_the_compute_dtype():
     def dtype(**keys):
         return from_config({'model_type': 'llama', **keys}, 'config.json').dtype
 
@@ -177,7 +177,7 @@ def test_mistral_without_a_window():
         ({'model__family': 'llama', 'model__dim': 30, 'model__head_dim': 8}, 'mistral'),
     ],
 )
-def test_the_architecture_goes_by_the_switches(overrides, chosen):
+def test_the_settings_determine_the_architecture(overrides, chosen):
     assert choose_architecture(small_config(**overrides).model).model_type == chosen
 
 
@@ -213,7 +213,7 @@ def test_the_architecture_goes_by_the_switches(overrides, chosen):
         ({'model__family': 'qwen3', 'model__use_bias': True}, ['model.use_bias=True']),
     ],
 )  # fmt: skip
-def test_no_architecture_is_told_by_keys_and_values(overrides, parts):
+def test_unsupported_models_are_reported_by_key_and_value(overrides, parts):
     with pytest.raises(InputError) as error:
         to_config(small_config(**overrides).model)
     for part in parts:
@@ -221,7 +221,7 @@ def test_no_architecture_is_told_by_keys_and_values(overrides, parts):
     assert ('--architecture=nanochat' in str(error.value)) == (overrides['model__family'] == 'nanochat')
 
 
-def test_an_architecture_that_was_asked_for_is_not_replaced():
+def test_a_requested_architecture_is_not_replaced():
     model = small_config(model__family='llama').model
     assert choose_architecture(model, 'mistral').model_type == 'mistral'
     with pytest.raises(InputError, match=r'model\.qk_norm=False.*Qwen3ForCausalLM.*--architecture'):
@@ -282,7 +282,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(('config', 'parts'), REFUSED, ids=[', '.join(parts[:1]) for _, parts in REFUSED])
-def test_what_maxlm_does_not_have_is_refused_by_name(config, parts):
+def test_unsupported_values_are_refused_by_name(config, parts):
     with pytest.raises(InputError) as error:
         from_config(config, 'DIR/config.json')
     for part in ['DIR/config.json', *parts]:

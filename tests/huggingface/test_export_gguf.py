@@ -78,7 +78,7 @@ def their_logits(path):
 
 
 @pytest.mark.parametrize('name', CASES)
-def test_transformers_computes_what_maxlm_computes(workdirs, tmp_path, name):
+def test_transformers_and_maxlm_compute_the_same(workdirs, tmp_path, name):
     done = export_gguf(str(workdirs / name), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
     assert (done.kind, done.float16_tensors, done.bytes) == (name, (), done.path.stat().st_size)
     assert [path.name for path in tmp_path.iterdir()] == ['model.gguf']
@@ -87,7 +87,7 @@ def test_transformers_computes_what_maxlm_computes(workdirs, tmp_path, name):
     assert ours.std() > 0.5
 
 
-def test_heads_that_are_not_changed_would_be_found(workdirs, tmp_path, monkeypatch):
+def test_unpermuted_heads_are_detected(workdirs, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, 'interleave_rotary', lambda name, values, model: values)
     path = tmp_path / 'model.gguf'
     export_gguf(str(workdirs / 'llama'), str(path), dtype='f16', show=False)
@@ -105,7 +105,7 @@ def read(path):
 
 
 @pytest.mark.parametrize(('dtype', 'tolerance'), [('f16', 0), ('q8_0', 0.01)])
-def test_each_tensor_is_that_of_the_export(workdirs, tmp_path, dtype, tolerance):
+def test_each_tensor_equals_the_export(workdirs, tmp_path, dtype, tolerance):
     workdir = workdirs / 'llama'
     export_model(
         str(workdir), str(tmp_path / 'hf'), architecture='auto', dtype='float32', max_shard_size=10**9, show=False
@@ -137,7 +137,7 @@ def test_each_tensor_is_that_of_the_export(workdirs, tmp_path, dtype, tolerance)
         assert np.abs(values - theirs).max() > 0.1
 
 
-def test_rows_that_are_no_whole_blocks_stay(tmp_path):
+def test_rows_of_incomplete_blocks_are_not_quantized(tmp_path):
     make_workdir(tmp_path / 'run', {**CASES['llama'], 'model__ffn_dim': 40})
     done = export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='q8_0', show=False)
     assert done.float16_tensors == tuple(f'model.layers.{layer}.mlp.down_proj.weight' for layer in range(2))
@@ -197,7 +197,7 @@ def test_scaled_positions(tmp_path, overrides, found):
     assert {name: keys[f'llama.rope.scaling.{name}'] for name in found} == found
 
 
-def test_the_factors_of_llama3_are_those_of_transformers(tmp_path):
+def test_the_factors_of_llama3_equal_transformers(tmp_path):
     scaling = {'model__rope_scaling': 'llama3', 'model__rope_scaling_factor': 8.0, 'model__original_max_positions': 32}
     make_workdir(tmp_path / 'run', {**CASES['llama'], **scaling})
     export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
@@ -240,7 +240,7 @@ def test_the_factors_of_llama3_are_those_of_transformers(tmp_path):
         ),
     ],
 )
-def test_models_that_the_format_has_not(tmp_path, overrides, words):
+def test_unsupported_models(tmp_path, overrides, words):
     make_workdir(tmp_path / 'run', overrides)
     refuse(tmp_path, *words)
 
@@ -255,7 +255,7 @@ def refuse(folder, *words, output='model.gguf'):
     assert sorted(folder.iterdir()) == before
 
 
-def test_outputs_and_values_that_cannot_be(tmp_path, monkeypatch):
+def test_invalid_outputs_and_values(tmp_path, monkeypatch):
     large = {'final_norm.scale': np.full(64, 1e6, np.float32)}
     make_workdir(tmp_path / 'run', CASES['llama'], changed=large)
     refuse(tmp_path, 'model.norm.weight', 'outside the range of float16')

@@ -73,7 +73,7 @@ def their_logits(model):
 # PEFT still uses an attribute that version 6 of Transformers removes.
 @pytest.mark.filterwarnings('ignore:`is_gradient_checkpointing` is deprecated:FutureWarning')
 @pytest.mark.parametrize(('family', 'targets'), CASES, ids=str)
-def test_peft_computes_what_maxlm_computes(tmp_path, family, targets, capsys):
+def test_peft_and_maxlm_compute_the_same(tmp_path, family, targets, capsys):
     workdir = make_run(tmp_path, family, targets)
     architecture = 'nanochat' if family == 'nanochat' else 'auto'
     base, adapter, merged = (tmp_path / name for name in ('base_out', 'adapter', 'merged'))
@@ -144,7 +144,7 @@ def test_adapters_are_the_difference_of_two_exports(made, tmp_path, family):
         np.testing.assert_allclose(base[name], array, atol=1e-5, err_msg=name)
 
 
-def test_the_config_says_what_peft_asks(made, tmp_path):
+def test_the_config_has_the_fields_of_peft(made, tmp_path):
     options = [f'--checkpoint={made("gpt2") / "run"}@5', f'--output={tmp_path / "adapter"}', '--base=someone/model']
     assert run('export-adapter', *options) == EXIT_DONE
     config = json.loads((tmp_path / 'adapter' / 'adapter_config.json').read_text())
@@ -169,7 +169,7 @@ def test_the_config_says_what_peft_asks(made, tmp_path):
     ],
     ids=str,
 )
-def test_adapters_that_are_not_all_of_the_model(tmp_path, capfd, llama_run, changes, parts):
+def test_runs_with_more_than_adapters(tmp_path, capfd, llama_run, changes, parts):
     change_config(llama_run, **changes)
     refused(tmp_path, capfd, llama_run, *parts)
 
@@ -182,7 +182,7 @@ def refused(folder, capfd, workdir, *parts):
     assert sorted(folder.rglob('*')) == before
 
 
-def test_bases_that_are_not_the_runs(tmp_path, capfd, made, llama_run):
+def test_wrong_bases(tmp_path, capfd, made, llama_run):
     base = tmp_path / 'base'
     refused(tmp_path, capfd, base, 'model.lora_rank=0', 'run with adapters')
     base.rename(tmp_path / 'right')

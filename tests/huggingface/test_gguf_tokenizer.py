@@ -31,7 +31,7 @@ def split_by(facts, pattern, **changed):
     return {'pre_tokenizer': {'type': 'Sequence', 'pretokenizers': steps}}
 
 
-def test_splits_that_llama_cpp_has(facts):
+def test_supported_splits(facts):
     assert found(facts).split == 'gpt-2'
     assert found(facts, **split_by(facts, LLAMA3)).split == 'llama-bpe'
     qwen = split_by(facts, LLAMA3.replace('{1,3}', ''))
@@ -42,7 +42,7 @@ def test_splits_that_llama_cpp_has(facts):
 
 
 @pytest.mark.parametrize('changed', ['pattern', 'behavior', 'words', 'blank', 'normalizer', 'none'])
-def test_splits_that_it_has_not(facts, changed):
+def test_unsupported_splits(facts, changed):
     settings = {
         'pattern': split_by(facts, LLAMA3.replace('{1,3}', '{1,2}')),
         'behavior': split_by(facts, LLAMA3, behavior='Removed'),
@@ -55,7 +55,7 @@ def test_splits_that_it_has_not(facts, changed):
         found(facts, **settings)
 
 
-def test_what_begins_texts(facts):
+def test_tokens_that_start_a_text(facts):
     template = {'type': 'TemplateProcessing', 'single': [BEGIN, TEXT]}
     assert found(facts, post_processor={'type': 'Sequence', 'processors': [{'type': 'ByteLevel'}, template]}).add_bos
     assert not found(facts, post_processor={**template, 'single': [TEXT]}).add_bos
@@ -69,6 +69,6 @@ def test_kinds_of_tokens(facts):
     assert (vocabulary_of.tokens[260], vocabulary_of.tokens[261]) == ('<tool>', '[PAD261]')
 
 
-def test_bytes_as_a_last_resort_are_none_of_it(facts):
+def test_byte_fallback_is_refused(facts):
     with pytest.raises(InputError, match='BPE with byte_fallback'):
         found(facts, model={**facts['model'], 'byte_fallback': True})

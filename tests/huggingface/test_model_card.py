@@ -19,7 +19,7 @@ def card(workdir, *, step=0, architecture='auto', **overrides):
     )
 
 
-def test_what_it_says_of_a_run(tmp_path):
+def test_a_card_of_a_run(tmp_path):
     lines = [
         {'step': 10, 'train/loss': 5.0},
         {'step': 20, 'train/loss': 3.5, 'eval/loss': 3.25},
@@ -65,7 +65,7 @@ def test_what_it_says_of_a_run(tmp_path):
     assert json.loads(text.partition('```json\n')[2].partition('```')[0])['model']['family'] == 'llama'
 
 
-def test_what_it_says_of_a_mixture(tmp_path):
+def test_a_card_of_a_mixture(tmp_path):
     (tmp_path / 'metrics.jsonl').write_text('{"step": 10, "train/loss": 5.0}\n')
     sources = (('/home/someone/web', 3.0), ('/home/someone/code#python', 1.0))
     text = card(tmp_path, step=10, data__sources=sources, data__cache_dir='/home/someone/cache')
@@ -73,7 +73,7 @@ def test_what_it_says_of_a_mixture(tmp_path):
     assert '/home/someone' not in text
 
 
-def test_what_it_says_without_a_run(tmp_path):
+def test_a_card_without_a_run(tmp_path):
     text = card(tmp_path, model__family='gpt2')
     assert 'contains no training run' in text
     assert '## Training' not in text
@@ -94,7 +94,7 @@ def test_attention(tmp_path):
     assert 'SL over the layers: S the last 8' in card(tmp_path, model__attention_pattern='SL', **window)
 
 
-def test_the_tokens_of_the_data_set_that_is_there(dataset, tmp_path):
+def test_the_tokens_of_an_available_data_set(dataset, tmp_path):
     (tmp_path / 'tokenizer.json').write_bytes((dataset / 'tokenizer.json').read_bytes())
     tokens = json.loads((dataset / 'dataset.json').read_text())['splits']['train']['tokens']
     text = card(tmp_path, step=1, data__path=str(dataset))
@@ -105,7 +105,7 @@ def test_the_tokens_of_the_data_set_that_is_there(dataset, tmp_path):
     assert '| data | license |' in card(tmp_path, step=1, data__path=str(dataset))
 
 
-def test_it_does_not_depend_on_the_place_or_the_day(tmp_path):
+def test_a_card_does_not_depend_on_directory_or_date(tmp_path):
     for name in ('a', 'b'):
         (tmp_path / name).mkdir()
     assert card(tmp_path / 'a', step=1) == card(tmp_path / 'b', step=1)

@@ -79,7 +79,7 @@ def test_numbers_of_rotary_positions(kind):
             check({**config, 'rope_parameters': {**config['rope_parameters'], key: value}}, key, value)
 
 
-def test_no_number_is_left_out():
+def test_no_number_is_omitted():
     tried = {key for kind in ARCHITECTURES for key in defaults(kind)} | {key for rope in ROPE.values() for key in rope}
     assert NUMBERS.keys() - tried == set(IDS)
 
@@ -100,7 +100,7 @@ def test_no_number_is_left_out():
         ),
     ],
 )
-def test_numbers_that_do_not_go_together(keys, parts):
+def test_inconsistent_numbers(keys, parts):
     sizes = {'model_type': 'llama', 'hidden_size': 32, 'num_attention_heads': 4, 'num_hidden_layers': 2}
     from_config(sizes, 'DIR/config.json')
     with pytest.raises(InputError) as info:

@@ -47,7 +47,7 @@ def scaled_model(family, scaling):
 
 @pytest.mark.parametrize('scaling', SCALINGS)
 @pytest.mark.parametrize('family', FAMILIES)
-def test_there_and_back(family, scaling):
+def test_round_trip(family, scaling):
     model = scaled_model(family, scaling)
     config = json.loads(json.dumps(to_config(model)))
     assert essentials(from_config(config, 'config.json')) == essentials(model)
@@ -56,7 +56,7 @@ def test_there_and_back(family, scaling):
 
 @pytest.mark.parametrize('scaling', SCALINGS)
 @pytest.mark.parametrize('family', FAMILIES)
-def test_each_of_the_two_forms_is_enough(family, scaling):
+def test_either_form_is_sufficient(family, scaling):
     model = scaled_model(family, scaling)
     config = to_config(model)
     old = {key: value for key, value in config.items() if key != 'rope_parameters'}
@@ -89,7 +89,7 @@ def angles_in_transformers(config, length):
 @pytest.mark.parametrize(
     ('family', 'scaling'), [*(('llama', name) for name in SCALINGS), ('gpt_neox', 'yarn, all of it'), ('qwen3', 'none')]
 )
-def test_angles_are_those_of_transformers(family, scaling):
+def test_angles_equal_transformers(family, scaling):
     length, model = 40, scaled_model(family, scaling)
     config = {**to_config(model), 'num_hidden_layers': 1, 'layer_types': None, 'vocab_size': 4}
     cos, sin = angles_in_transformers(config, length)
@@ -109,13 +109,13 @@ def read(scaling, **keys):
     return from_config({**LLAMA, **keys, 'rope_scaling': scaling}, 'config.json')
 
 
-def test_dynamic_scaling_starts_where_the_positions_of_the_file_end():
+def test_dynamic_scaling_starts_beyond_the_positions_of_the_file():
     model = read({'type': 'dynamic', 'factor': 2.5})
     assert (model.original_max_positions, model.max_positions) == (4096, 10_240)
     assert to_config(model)['max_position_embeddings'] == 4096
 
 
-def test_the_original_context_is_the_whole_one_unless_it_is_said():
+def test_the_original_context_defaults_to_the_full_context():
     yarn = {'rope_type': 'yarn', 'factor': 4.0}
     assert read(yarn).original_max_positions == 4096
     assert read({**yarn, 'original_max_position_embeddings': 1024}).original_max_positions == 1024
@@ -156,7 +156,7 @@ def test_yarn_of_deepseek():
         ([2.0], ['rope_scaling=[2.0]', 'JSON object']),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(scaling, parts):
+def test_invalid_scalings_are_refused_by_name(scaling, parts):
     with pytest.raises(InputError) as error:
         read(scaling)
     for part in ['config.json', *parts]:

@@ -135,7 +135,7 @@ def tokenizer():
 @pytest.mark.parametrize(
     'name', [name if name in SHORT else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
 )
-def test_transformers_writes_the_text_that_maxlm_writes(tmp_path, tokenizer, name):
+def test_transformers_and_maxlm_generate_the_same_text(tmp_path, tokenizer, name):
     # All ids have text: Transformers could generate ids that only pad the vocabulary.
     overrides = {**MODELS[name], 'model__vocab_size': tokenizer.vocab_size}
     make_workdir(tmp_path / 'ours', overrides, tokenizer=tokenizer)
@@ -152,19 +152,19 @@ def test_transformers_writes_the_text_that_maxlm_writes(tmp_path, tokenizer, nam
 def test_shards_load_in_transformers(tmp_path):
     make_workdir(tmp_path / 'ours', MODELS['gpt_neox'])
     sharded = export(tmp_path / 'ours', tmp_path / 'sharded', max_shard_size=10_000)
-    whole = export(tmp_path / 'ours', tmp_path / 'whole')
+    single = export(tmp_path / 'ours', tmp_path / 'single')
     assert (sharded / 'model.safetensors.index.json').exists()
-    assert [path.name for path in whole.glob('*safetensors*')] == ['model.safetensors']
+    assert [path.name for path in single.glob('*safetensors*')] == ['model.safetensors']
     states = []
-    for directory in (sharded, whole):
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-        assert not any(told[key] for key in ('missing_keys', 'unexpected_keys', 'mismatched_keys'))
+    for directory in (sharded, single):
+        model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+        assert not any(loading_info[key] for key in ('missing_keys', 'unexpected_keys', 'mismatched_keys'))
         states.append(model.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
-    assert_same(arrays_of(sharded), arrays_of(whole))
+    assert_same(arrays_of(sharded), arrays_of(single))
 
 
-def test_an_export_is_the_same_again(tmp_path):
+def test_exports_are_reproducible(tmp_path):
     make_workdir(tmp_path / 'ours', MODELS['llama'])
     one, two = (export(tmp_path / 'ours', tmp_path / name / 'model', dtype='bfloat16') for name in ('one', 'two'))
     files = sorted(path.name for path in one.iterdir())
@@ -172,7 +172,7 @@ def test_an_export_is_the_same_again(tmp_path):
     assert [(one / name).read_bytes() for name in files] == [(two / name).read_bytes() for name in files]
 
 
-def test_the_type_stands_in_the_config(tmp_path):
+def test_the_config_contains_the_dtype(tmp_path):
     make_workdir(tmp_path / 'ours', MODELS['llama'])
     config = json.loads((export(tmp_path / 'ours', tmp_path / 'theirs', dtype='float16') / 'config.json').read_text())
     assert config['dtype'] == config['torch_dtype'] == 'float16'
@@ -180,7 +180,7 @@ def test_the_type_stands_in_the_config(tmp_path):
     assert model.dtype == torch.float16
 
 
-def test_a_moving_average_is_what_is_exported(tmp_path):
+def test_a_moving_average_is_exported(tmp_path):
     make_workdir(tmp_path / 'ours', MODELS['llama'])
     make_workdir(tmp_path / 'average', MODELS['llama'], seed=1)
     plain = arrays_of(export(tmp_path / 'ours', tmp_path / 'plain'))
@@ -245,7 +245,7 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize('name', BUFFERS)
-def test_buffers_of_old_versions_are_passed_by(tmp_path, saved, name):
+def test_buffers_of_old_versions_are_ignored(tmp_path, saved, name):
     saved(name).copy_to(tmp_path)
     wanted = saved(name).wanted
     # No parameter may have this dtype.
@@ -258,7 +258,7 @@ def test_buffers_of_old_versions_are_passed_by(tmp_path, saved, name):
         import_(tmp_path / 'theirs', tmp_path / 'refused')
 
 
-def test_a_head_of_neox_under_the_name_that_others_have(tmp_path, saved):
+def test_a_neox_head_under_the_common_name(tmp_path, saved):
     saved('neox').copy_to(tmp_path)
     model, wanted = saved('neox').model, saved('neox').wanted
     assert name_in_file('lm_head.weight', model) == 'embed_out.weight'
@@ -266,7 +266,7 @@ def test_a_head_of_neox_under_the_name_that_others_have(tmp_path, saved):
     assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), wanted)
 
 
-def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path):
+def test_a_tied_head_may_be_present_if_it_equals_the_embedding(tmp_path):
     save('llama one key head, tied', tmp_path / 'theirs')
     assert 'lm_head.weight' not in arrays_of(tmp_path / 'theirs')
     wanted = parameters_of(import_(tmp_path / 'theirs', tmp_path / 'wanted'))

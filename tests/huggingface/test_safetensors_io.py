@@ -35,7 +35,7 @@ def write(path, arrays, dtype='float32', max_shard_size=10**9):
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_torch_reads_what_is_written(tmp_path, dtype):
+def test_torch_reads_written_files(tmp_path, dtype):
     write(tmp_path, ARRAYS, dtype)
     theirs = load_file(tmp_path / 'model.safetensors')
     assert list(theirs) == list(ARRAYS)
@@ -46,7 +46,7 @@ def test_torch_reads_what_is_written(tmp_path, dtype):
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_what_is_written_is_read(tmp_path, dtype, monkeypatch):
+def test_written_files_are_read(tmp_path, dtype, monkeypatch):
     files = TensorFiles(write(tmp_path, ARRAYS, dtype))
     assert files.shapes == {name: array.shape for name, array in ARRAYS.items()}
     assert set(files.dtypes.values()) == {DTYPES[dtype][0]}
@@ -59,13 +59,13 @@ def test_what_is_written_is_read(tmp_path, dtype, monkeypatch):
             np.testing.assert_array_equal(read, array.astype(DTYPES[dtype][1]).astype(np.float32))
 
 
-def test_blocks_do_not_change_what_is_written(tmp_path, monkeypatch):
+def test_blocks_do_not_change_the_file(tmp_path, monkeypatch):
     # The layouts give views with swapped axes.
     arrays = {name: array.T for name, array in ARRAYS.items()}
-    whole = (write(tmp_path / 'whole', arrays, 'bfloat16') / 'model.safetensors').read_bytes()
+    single = (write(tmp_path / 'single', arrays, 'bfloat16') / 'model.safetensors').read_bytes()
     monkeypatch.setattr(module, '_BLOCK', 30)
-    assert (write(tmp_path / 'parts', arrays, 'bfloat16') / 'model.safetensors').read_bytes() == whole
-    assert (write(tmp_path / 'other', ARRAYS, 'bfloat16') / 'model.safetensors').read_bytes() != whole
+    assert (write(tmp_path / 'parts', arrays, 'bfloat16') / 'model.safetensors').read_bytes() == single
+    assert (write(tmp_path / 'other', ARRAYS, 'bfloat16') / 'model.safetensors').read_bytes() != single
 
 
 def test_shards_and_their_index(tmp_path):
@@ -121,8 +121,8 @@ def refused(path, *parts):
 
 
 @pytest.fixture
-def whole(tmp_path):
-    return write(tmp_path / 'whole', ARRAYS)
+def single(tmp_path):
+    return write(tmp_path / 'single', ARRAYS)
 
 
 @pytest.fixture
@@ -138,15 +138,15 @@ def change_index(path, change):
 
 
 @pytest.mark.parametrize('size', [0, 4, 30, -1])
-def test_a_file_cut_short(whole, size):
-    path = whole / 'model.safetensors'
+def test_a_truncated_file(single, size):
+    path = single / 'model.safetensors'
     path.write_bytes(path.read_bytes()[:size])
-    refused(whole, str(path), 'not a complete safetensors file')
+    refused(single, str(path), 'not a complete safetensors file')
 
 
-def test_a_file_of_something_else(whole):
-    (whole / 'model.safetensors').write_text('version https://git-lfs.github.com/spec/v1 oid sha256:0 size 1')
-    refused(whole, str(whole / 'model.safetensors'), 'not a complete safetensors file')
+def test_a_file_of_another_format(single):
+    (single / 'model.safetensors').write_text('version https://git-lfs.github.com/spec/v1 oid sha256:0 size 1')
+    refused(single, str(single / 'model.safetensors'), 'not a complete safetensors file')
 
 
 def test_a_missing_shard(sharded):
@@ -154,12 +154,12 @@ def test_a_missing_shard(sharded):
     refused(sharded, 'model-00002-of-00003.safetensors', 'missing')
 
 
-def test_a_tensor_that_only_the_index_knows(sharded):
+def test_a_tensor_only_in_the_index(sharded):
     change_index(sharded, lambda index: index['weight_map'].update(e='model-00001-of-00003.safetensors'))
     refused(sharded, 'model-00001-of-00003.safetensors', 'no tensor e')
 
 
-def test_a_tensor_in_another_shard_than_the_index_says(sharded):
+def test_a_tensor_in_the_wrong_shard(sharded):
     change_index(sharded, lambda index: index['weight_map'].update(a='model-00002-of-00003.safetensors'))
     refused(sharded, 'model-00002-of-00003.safetensors', 'no tensor a')
 
@@ -169,8 +169,8 @@ def test_a_tensor_in_two_shards(sharded):
     refused(sharded, 'model-00002-of-00003.safetensors', 'tensor a is also in model-00001-of-00003.safetensors')
 
 
-@pytest.mark.parametrize('name', ['../whole/model.safetensors', '/etc/passwd', 'sub/x.safetensors', 3])
-def test_an_index_that_leads_elsewhere(sharded, whole, name):
+@pytest.mark.parametrize('name', ['../single/model.safetensors', '/etc/passwd', 'sub/x.safetensors', 3])
+def test_an_index_with_paths_outside_of_the_directory(sharded, single, name):
     change_index(sharded, lambda index: index['weight_map'].update(a=name))
     refused(sharded, 'model.safetensors.index.json', 'weight_map')
 
@@ -187,9 +187,9 @@ def test_pickles(tmp_path, name):
     refused(tmp_path, str(tmp_path), name, 'pickle', 'safetensors')
 
 
-def test_pickles_beside_safetensors_are_not_looked_at(whole):
-    (whole / 'pytorch_model.bin').write_bytes(b'\x80\x04.')
-    assert TensorFiles(whole).shapes
+def test_pickles_beside_safetensors_are_ignored(single):
+    (single / 'pytorch_model.bin').write_bytes(b'\x80\x04.')
+    assert TensorFiles(single).shapes
 
 
 def test_nothing_to_read(tmp_path):

@@ -58,7 +58,7 @@ def shapes_in_transformers(config):
 
 @pytest.mark.parametrize('seed', range(3))
 @pytest.mark.parametrize('name', SWITCHES)
-def test_names_and_shapes_are_those_of_transformers(name, seed):
+def test_names_and_shapes_equal_transformers(name, seed):
     model = random_model(name, seed)
     config = to_config(model, model_type(name) if name == 'nanochat' else 'auto')
     assert config['model_type'] == model_type(name)
@@ -73,7 +73,7 @@ def test_names_and_shapes_are_those_of_transformers(name, seed):
 # Odd seeds give grouped key heads.
 @pytest.mark.parametrize('seed', range(2))
 @pytest.mark.parametrize('name', SWITCHES)
-def test_parameters_are_those_of_the_decoder(name, seed):
+def test_parameters_equal_those_of_the_decoder(name, seed):
     model = random_model(name, seed)
     state = nnx.state(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
     ours = {'.'.join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}
@@ -81,7 +81,7 @@ def test_parameters_are_those_of_the_decoder(name, seed):
 
 
 @pytest.mark.parametrize('name', SWITCHES)
-def test_there_and_back(name):
+def test_round_trip(name):
     rng = np.random.default_rng(0)
     for tensor in tensors(model_type(name), random_model(name, 1)):
         sources = [rng.standard_normal(shape, np.float32) for shape in tensor.source_shapes]
@@ -89,8 +89,8 @@ def test_there_and_back(name):
         assert array.shape == tensor.shape, tensor.name
         back = tensor.from_hf(array)
         assert len(back) == len(sources)
-        for one, other in zip(back, sources, strict=True):
-            np.testing.assert_array_equal(one, other, err_msg=tensor.name)
+        for repeated, other in zip(back, sources, strict=True):
+            np.testing.assert_array_equal(repeated, other, err_msg=tensor.name)
         # The inverse also holds: no value of the file is lost.
         np.testing.assert_array_equal(tensor.to_hf(tensor.from_hf(array)), array)
 
@@ -99,7 +99,7 @@ def find(architecture, model, name):
     return next(tensor for tensor in tensors(architecture, model) if tensor.name == name)
 
 
-def test_the_rows_of_neox_go_by_head():
+def test_neox_rows_are_ordered_by_head():
     model = random_model('gpt_neox', 0)
     tensor = find('gpt_neox', model, 'gpt_neox.layers.0.attention.query_key_value.weight')
     D, N, H = model.dim, model.num_heads, model.head_dim
@@ -108,7 +108,7 @@ def test_the_rows_of_neox_go_by_head():
     assert column.tolist() == ([1.0] * H + [2.0] * H + [3.0] * H) * N
 
 
-def test_the_columns_of_gpt2_go_by_kind():
+def test_gpt2_columns_are_ordered_by_kind():
     model = random_model('gpt2', 0)
     tensor = find('gpt2', model, 'transformer.h.0.attn.c_attn.weight')
     D, N, H = model.dim, model.num_heads, model.head_dim

@@ -56,7 +56,7 @@ def exported(tmp_path, tokenizer, kind='llama', **files):
 
 @pytest.mark.parametrize('kind', ARCHITECTURES)
 @pytest.mark.parametrize('name', TOKENIZERS)
-def test_the_ids_of_transformers_are_ours(tmp_path, name, kind):
+def test_ids_equal_transformers(tmp_path, name, kind):
     tokenizer = TOKENIZERS[name]
     theirs = transformers.AutoTokenizer.from_pretrained(exported(tmp_path, tokenizer, kind))
     ours = [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)]
@@ -78,7 +78,7 @@ def test_the_ids_of_transformers_are_ours(tmp_path, name, kind):
     assert plain(TEXTS)['input_ids'] != ours
 
 
-def test_where_texts_end(tmp_path):
+def test_end_ids_of_texts(tmp_path):
     output = exported(tmp_path, TOKENIZERS['bpe'])
     end = TOKENIZERS['bpe'].end_of_document
     generation = transformers.GenerationConfig.from_pretrained(output)
@@ -96,7 +96,7 @@ def test_without_a_tokenizer_there_are_no_ids(tmp_path):
     assert transformers.AutoConfig.for_model(**to_config(MODEL), **text.ids).eos_token_id is None
 
 
-def test_kept_files_are_written_as_they_are(tmp_path):
+def test_kept_files_are_written_unchanged(tmp_path):
     kept = {
         'tokenizer_config__json': {'eos_token': {'content': 'the'}, 'pad_token': END_OF_DOCUMENT, 'mine': 1},
         'generation_config__json': {'eos_token_id': [3, 4], 'temperature': 0.5},
@@ -158,7 +158,7 @@ def test_files_of_an_import(model_directory):
         (['vocab.json', 'merges.txt'], ['has vocab.json but no tokenizer.json', 'save_pretrained']),
     ],
 )
-def test_without_a_tokenizer_json_there_is_a_remark(model_directory, found, parts):
+def test_a_missing_tokenizer_json_gives_a_remark(model_directory, found, parts):
     (model_directory / 'tokenizer.json').unlink()
     for name in found:
         (model_directory / name).write_text('x')
@@ -189,7 +189,7 @@ def test_a_damaged_file(model_directory, name):
         files_for_import(model_directory)
 
 
-def test_a_tokenizer_of_its_own_keeps_its_rules(model_directory, tmp_path):
+def test_an_imported_tokenizer_keeps_its_rules(model_directory, tmp_path):
     # This tokenizer prepends a token to each text, as Llama's does. Its config keeps this rule, and its ids stay the
     # same.
     library = tokenizers.Tokenizer.from_file(str(model_directory / 'tokenizer.json'))
@@ -210,11 +210,11 @@ def test_a_tokenizer_of_its_own_keeps_its_rules(model_directory, tmp_path):
     assert again('x')['input_ids'][0] == 0
 
 
-def test_the_models_of_this_file_are_what_they_seem():
+def test_the_models_of_this_file_are_llama():
     assert choose_architecture(MODEL).model_type == 'llama'
 
 
-def test_conversations_are_spelled_with_special_tokens(tmp_path):
+def test_conversations_are_encoded_with_special_tokens(tmp_path):
     tokenizer = TOKENIZERS['bpe'].with_special_tokens(['<|im_start|>', '<|im_end|>'])
     messages = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
     output = exported(tmp_path, tokenizer)
@@ -303,7 +303,7 @@ def test_an_import_keeps_a_template_with_its_variables(model_directory, tmp_path
     assert again.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == wanted
 
 
-def test_a_template_that_cannot_be_used_is_kept_as_it_came(model_directory):
+def test_an_unusable_template_is_kept_unchanged(model_directory):
     (model_directory / 'chat_template.jinja').write_text('{% if %}')
     files, remark = files_for_import(model_directory)
     assert (files['chat_template.jinja'], remark) == (b'{% if %}', '')

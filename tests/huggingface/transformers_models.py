@@ -53,7 +53,7 @@ CASES = {
     'neox': Case('gpt_neox', _neox()),
     'neox half rotary': Case('gpt_neox', _neox(hidden_size=48, rotary_pct=0.5, num_attention_heads=3)),
     'neox one after the other': Case('gpt_neox', _neox(use_parallel_residual=False, num_hidden_layers=3)),
-    'neox tied, whole rotary, tanh': Case(
+    'neox tied, full rotary, tanh': Case(
         'gpt_neox', _neox(rotary_pct=1.0, tie_word_embeddings=True, hidden_act='gelu_new', rotary_emb_base=100)
     ),
     'neox linear scaling': Case('gpt_neox', _neox(**_rope('linear', factor=2.0, partial_rotary_factor=0.5))),
@@ -77,7 +77,7 @@ CASES = {
     'llama yarn, mscale': Case('llama', _llama(**_rope('yarn', **_YARN, mscale=0.7, mscale_all_dim=1.3))),
     'llama llama3': Case('llama', _llama(head_dim=32, **_rope('llama3', **_LLAMA3))),
     'mistral sliding': Case('mistral', _llama(sliding_window=5)),
-    'mistral whole context': Case('mistral', _llama(sliding_window=None, head_dim=12)),
+    'mistral full context': Case('mistral', _llama(sliding_window=None, head_dim=12)),
     'qwen3': Case('qwen3', _llama(head_dim=16)),
     'qwen3 tied, narrow heads': Case('qwen3', _llama(head_dim=6, num_key_value_heads=1, tie_word_embeddings=True)),
     'qwen3 sliding from layer 1': Case(
@@ -145,12 +145,12 @@ def to_maxlm(model: transformers.PreTrainedModel) -> tuple[ModelConfig, dict[str
             layers.setdefault(path, {})[tensor.layer] = array
     params: dict[str, Any] = {}
     for path, arrays in layers.items():
-        whole = arrays[None] if None in arrays else np.stack([arrays[i] for i in range(config.num_layers)])
+        stacked = arrays[None] if None in arrays else np.stack([arrays[i] for i in range(config.num_layers)])
         *parents, leaf = path.split('.')
         node = params
         for name in parents:
             node = node.setdefault(name, {})
-        node[leaf] = np.ascontiguousarray(whole, np.float32)
+        node[leaf] = np.ascontiguousarray(stacked, np.float32)
     return config, params
 
 

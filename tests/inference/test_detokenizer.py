@@ -60,19 +60,19 @@ def test_bytes_of_characters_wait_for_each_other(tokenizer):
 
 
 @pytest.mark.parametrize('tokenizer', ['bytes', 'bpe'], indirect=True)
-def test_what_is_shown_is_what_decoding_at_once_gives(tokenizer):
+def test_incremental_text_equals_decoding_at_once(tokenizer):
     """Tests random ids, whose bytes may not be valid UTF-8."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, tokenizer.vocab_size, 3000).tolist()
-    whole = ''.join(shown(tokenizer, ids)[0])
-    assert whole == tokenizer.decode(ids)
-    assert '�' in whole
+    text = ''.join(shown(tokenizer, ids)[0])
+    assert text == tokenizer.decode(ids)
+    assert '�' in text
     # A finished prefix of any length gives the same text as well.
     for length in range(1, 40):
         assert ''.join(shown(tokenizer, ids[:length])[0]) == tokenizer.decode(ids[:length])
 
 
-def test_a_continuation_keeps_its_first_blank():
+def test_a_continuation_keeps_its_leading_space():
     tokenizer = sentencepiece()
     ids = tokenizer.encode_batch(['some words here'])[0].tolist()
     pieces, _ = shown(tokenizer, ids[5:], prompt=ids[:5])
@@ -99,7 +99,7 @@ def test_a_stop_string_ends_it(tokenizer, stops, expected):
     assert (''.join(pieces), stopped) == (expected, True)
 
 
-def test_what_may_become_a_stop_string_is_held_back():
+def test_a_possible_stop_string_is_held_back():
     tokenizer = bytes_tokenizer()
     stream = TextStream(tokenizer, [], ['ababc'])
     assert [stream.add(token) for token in b'xababx'] == ['x', '', '', '', '', 'ababx']

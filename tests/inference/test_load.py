@@ -45,7 +45,7 @@ def make(saved, tmp_path):
 
 
 @pytest.mark.parametrize('num_devices', [1, 2])
-def test_the_average_is_what_is_used(make, num_devices):
+def test_the_average_is_loaded(make, num_devices):
     workdir, params, average = make(averaged=True)
     model = load_model(str(workdir), num_devices=num_devices)
     assert same(jax.device_get(model.params), average)
@@ -53,7 +53,7 @@ def test_the_average_is_what_is_used(make, num_devices):
     assert model.step == 7
 
 
-def test_without_one_the_parameters_are(make):
+def test_without_an_average_the_parameters_are_loaded(make):
     workdir, params, average = make(averaged=False)
     model = load_model(f'{workdir}@7', num_devices=1)
     assert same(jax.device_get(model.params), params)

@@ -9,7 +9,7 @@ from maxlm.inference.prefix_tree import Tree, common_prefix, flatten, insert
 START = list(range(100, 110))
 
 
-def test_texts_that_begin_alike_are_one_tree():
+def test_texts_with_a_common_prefix_form_one_tree():
     texts = [[*START, 3], [1, 2], [*START, 2, 2], [*START[:8], 5], START, [*START[:7], 5]]
     found = insert(texts)
     # Texts are sorted by their tokens; a prefix of seven tokens is too short to share.
@@ -17,7 +17,7 @@ def test_texts_that_begin_alike_are_one_tree():
     assert insert(texts, max_tokens=0) == [Tree([number], len(texts[number])) for number in (1, 5, 3, 4, 2, 0)]
 
 
-def test_a_tree_has_an_end():
+def test_the_length_of_a_tree_is_limited():
     texts = [[*START, number] for number in range(10)]
     assert [tree.size for tree in insert(texts, max_tokens=14)] == [14, 14, 12]
     # A text longer than a tree gets its own.
@@ -30,7 +30,7 @@ def seen(laid, index):
 
 
 @pytest.mark.parametrize('seed', range(5))
-def test_tokens_see_their_own_text_only(seed, monkeypatch):
+def test_tokens_attend_to_their_own_text_only(seed, monkeypatch):
     monkeypatch.setattr(prefix_tree, 'MIN_SHARED_TOKENS', 1)
     rng = np.random.default_rng(seed)
     texts = [[7, *rng.integers(0, 3, rng.integers(0, 9)).tolist()] for _ in range(20)]
@@ -47,7 +47,7 @@ def test_tokens_see_their_own_text_only(seed, monkeypatch):
             assert seen(laid, index) == path[: depth + 1].tolist()
 
 
-def test_what_is_common():
+def test_common_prefix():
     assert [
         common_prefix(np.array(first), np.array([1, 2, 3])) for first in ([1, 2, 3], [1, 2], [1, 3, 3], [2], [])
     ] == [

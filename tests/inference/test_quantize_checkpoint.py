@@ -143,7 +143,7 @@ def with_moved_codes(model):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_what_a_trained_model_loses(trained, tmp_path):
+def test_loss_increase_of_a_trained_model(trained, tmp_path):
     workdir, text = trained
     before = loss(load_model(str(workdir), num_devices=1), text)
     # The model has learned: a uniform distribution over bytes has a loss of 5.5.
@@ -195,7 +195,7 @@ def same(first, second):
 
 
 @pytest.mark.parametrize('kind', LIMITS)
-def test_on_the_disk_and_in_memory_it_is_the_same(plain, loaded, quantized, stored, kind):
+def test_quantization_on_disk_equals_quantization_in_memory(plain, loaded, quantized, stored, kind):
     done, found = quantized[kind], stored[kind]
     made = load_model(str(plain), num_devices=1, quantize=kind)
     assert found.config == made.config
@@ -214,13 +214,13 @@ def test_on_the_disk_and_in_memory_it_is_the_same(plain, loaded, quantized, stor
     assert same({name: arrays[name] for name in rest}, rest)
 
 
-def test_over_two_devices_it_is_the_same(quantized, stored):
+def test_two_devices_give_the_same(quantized, stored):
     two = load_model(str(quantized['int4'].workdir), num_devices=2)
     assert same(leaves(two.params), leaves(stored['int4'].params))
     assert not same(leaves(two.params), leaves(stored['int8'].params))
 
 
-def test_an_export_has_the_kernels_that_codes_mean(quantized, stored, tmp_path):
+def test_an_export_contains_the_dequantized_kernels(quantized, stored, tmp_path):
     from safetensors.numpy import load_file
 
     done = quantized['int4']
@@ -239,7 +239,7 @@ def test_an_export_has_the_kernels_that_codes_mean(quantized, stored, tmp_path):
     assert not np.array_equal(exported['model.layers.0.mlp.up_proj.weight'].T, wanted)
 
 
-def test_what_belongs_to_the_run_comes_along(plain, tmp_path):
+def test_files_of_the_run_are_copied(plain, tmp_path):
     shutil.copytree(plain, tmp_path / 'run')
     (tmp_path / 'run' / CHAT_TEMPLATE).write_text('{{ messages }}')
     done = quantize_checkpoint(str(tmp_path / 'run'), str(tmp_path / 'new'), Weights('int8', 32), show=False)
@@ -286,7 +286,7 @@ def test_refusals(plain, quantized, tmp_path):
     refuse(['model.lora_rank=2', 'maxlm.checkpoints merge'], lambda: run(adapted))
 
 
-def test_a_kernel_that_is_not_finite_is_told(plain, tmp_path):
+def test_a_nonfinite_kernel_is_reported(plain, tmp_path):
     reader = ParamsReader(plain / 'checkpoints' / str(STEPS))
     arrays = {path: reader.read(path) for path in reader.shapes}
     arrays['blocks.attention.out.kernel'][1, 0, 0, 0] = np.inf
@@ -305,7 +305,7 @@ def test_a_kernel_that_is_not_finite_is_told(plain, tmp_path):
     assert not (tmp_path / 'new').exists()
 
 
-def test_codes_of_another_kind_are_told(quantized, tmp_path):
+def test_codes_of_another_kind_are_reported(quantized, tmp_path):
     shutil.copytree(quantized['int8'].workdir, tmp_path / 'run')
     config = read_config(tmp_path / 'run')
     other = dataclasses.replace(config.model, weight_quantization='fp8')

@@ -72,8 +72,8 @@ def test_a_directory_of_transformers(made, tmp_path, capsys):
         model = load_model(checkpoint, num_devices=1)
         imported = checkpoint
     assert 'LlamaForCausalLM' in capsys.readouterr().out
-    there = load_model(f'{made}/run@2', num_devices=1)
-    equal = jax.tree.map(np.array_equal, jax.device_get(model.params), jax.device_get(there.params))
+    original = load_model(f'{made}/run@2', num_devices=1)
+    equal = jax.tree.map(np.array_equal, jax.device_get(model.params), jax.device_get(original.params))
     assert all(jax.tree.leaves(equal))
     # The temporary import is deleted on exit.
     with pytest.raises(InputError):
@@ -81,7 +81,7 @@ def test_a_directory_of_transformers(made, tmp_path, capsys):
     assert default_model_name(str(tmp_path / 'exported')) == 'exported'
 
 
-def test_what_is_no_model(made, tmp_path):
+def test_paths_without_a_model(made, tmp_path):
     shutil.copytree(made / 'run', tmp_path / 'damaged')
     shutil.rmtree(tmp_path / 'damaged' / CHECKPOINTS_DIR)
     (tmp_path / 'damaged' / 'model.safetensors').write_bytes(b'x')

@@ -115,10 +115,10 @@ class Compared(NamedTuple):
     """Responses at temperatures 1 and 0, and the log-probabilities of a training pass over each."""
 
     name: str
-    warm: object
-    cold: object
-    of_warm: list
-    of_cold: list
+    sampled: object
+    greedy: object
+    of_sampled: list
+    of_greedy: list
 
     @property
     def tolerance(self):
@@ -126,8 +126,10 @@ class Compared(NamedTuple):
 
 
 def compare(name):
-    warm, cold = (draw(name, temperature=temperature) for temperature in (1.0, 0.0))
-    return Compared(name, warm, cold, *(in_training(name, [[text] for text in texts_of(row)]) for row in (warm, cold)))
+    sampled, greedy = (draw(name, temperature=temperature) for temperature in (1.0, 0.0))
+    return Compared(
+        name, sampled, greedy, *(in_training(name, [[text] for text in texts_of(row)]) for row in (sampled, greedy))
+    )
 
 
 @pytest.fixture(scope='module')
@@ -143,49 +145,49 @@ def error_of_log_probs(responses, found, shift=0):
     return max(errors)
 
 
-def assert_log_probabilities_are_those_of_training(compared):
-    assert error_of_log_probs(compared.warm, compared.of_warm) < compared.tolerance
+def assert_log_probabilities_equal_training(compared):
+    assert error_of_log_probs(compared.sampled, compared.of_sampled) < compared.tolerance
     # Control: positions shifted by one.
-    assert error_of_log_probs(compared.warm, compared.of_warm, shift=1) > 0.5
+    assert error_of_log_probs(compared.sampled, compared.of_sampled, shift=1) > 0.5
 
 
-def assert_log_probabilities_are_those_of_packed_texts(compared):
-    texts = texts_of(compared.warm)
+def assert_log_probabilities_equal_packed_texts(compared):
+    texts = texts_of(compared.sampled)
     windows = [texts[:2], texts[2:4], texts[4:]]
-    assert error_of_log_probs(compared.warm, in_training(compared.name, windows)) < compared.tolerance
+    assert error_of_log_probs(compared.sampled, in_training(compared.name, windows)) < compared.tolerance
     # Control: texts that attend to each other.
-    assert error_of_log_probs(compared.warm, in_training(compared.name, windows, isolated=False)) > 0.5
+    assert error_of_log_probs(compared.sampled, in_training(compared.name, windows, isolated=False)) > 0.5
 
 
-def assert_each_token_is_the_likeliest_at_temperature_0(compared):
-    for prompt, row, logs in zip(ROWS, compared.cold.tokens_BR, compared.of_cold, strict=True):
+def assert_tokens_at_temperature_0_are_greedy(compared):
+    for prompt, row, logs in zip(ROWS, compared.greedy.tokens_BR, compared.of_greedy, strict=True):
         np.testing.assert_array_equal(logs.argmax(-1)[len(prompt) - 1 : -1], row)
     # Control: responses at the two temperatures differ.
-    assert not np.array_equal(compared.warm.tokens_BR, compared.cold.tokens_BR)
+    assert not np.array_equal(compared.sampled.tokens_BR, compared.greedy.tokens_BR)
 
 
-def test_log_probabilities_are_those_of_training(llama):
-    assert_log_probabilities_are_those_of_training(llama)
+def test_log_probabilities_equal_training(llama):
+    assert_log_probabilities_equal_training(llama)
 
 
-def test_log_probabilities_are_those_of_packed_texts(llama):
-    assert_log_probabilities_are_those_of_packed_texts(llama)
+def test_log_probabilities_equal_packed_texts(llama):
+    assert_log_probabilities_equal_packed_texts(llama)
 
 
-def test_at_temperature_0_each_token_is_the_likeliest(llama):
-    assert_each_token_is_the_likeliest_at_temperature_0(llama)
+def test_tokens_at_temperature_0_are_greedy(llama):
+    assert_tokens_at_temperature_0_are_greedy(llama)
 
 
 @pytest.mark.parametrize('name', OTHERS)
-def test_every_family_is_as_in_training(name):
+def test_every_family_equals_training(name):
     compared = compare(name)
-    assert_log_probabilities_are_those_of_training(compared)
-    assert_log_probabilities_are_those_of_packed_texts(compared)
+    assert_log_probabilities_equal_training(compared)
+    assert_log_probabilities_equal_packed_texts(compared)
     if 'bfloat16' not in name:
-        assert_each_token_is_the_likeliest_at_temperature_0(compared)
+        assert_tokens_at_temperature_0_are_greedy(compared)
 
 
-def test_tokens_are_the_engines():
+def test_tokens_equal_those_of_the_engine():
     name = 'llama, dynamic'
     model = make(name)
     tokenizer = types.SimpleNamespace(vocab_size=VOCAB, end_of_document=-1, decode=lambda ids: '')
@@ -204,7 +206,7 @@ def test_tokens_are_the_engines():
     assert len(np.unique(draw(name, temperature=0.0).tokens_BR, axis=0)) == len(PROMPTS)
 
 
-def test_tokens_are_drawn_as_the_softmax_says(llama):
+def test_tokens_are_sampled_from_the_softmax(llama):
     num, model = 4096, make(std=0.15)
     sampler = Sampler(model.config, model.layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=1)
     prompt = PROMPTS[1]
@@ -236,10 +238,10 @@ def test_tokens_are_drawn_as_the_softmax_says(llama):
     ],
     ids=str,
 )
-def test_every_mesh_draws_the_same(mesh, gather_once, llama):
+def test_every_mesh_samples_the_same(mesh, gather_once, llama):
     num_devices = math.prod(size for size in mesh.values() if isinstance(size, int))
-    alone, model = llama.warm, make(num_devices=num_devices, **mesh)
-    there = Sampler(
+    alone, model = llama.sampled, make(num_devices=num_devices, **mesh)
+    sampler_on_mesh = Sampler(
         model.config,
         model.layout,
         ends=(),
@@ -247,14 +249,14 @@ def test_every_mesh_draws_the_same(mesh, gather_once, llama):
         max_tokens=MAX_TOKENS,
         gather_once=gather_once,
     )
-    responses = there(model.params, PROMPTS, seed=0, num_samples=NUM_SAMPLES)
+    responses = sampler_on_mesh(model.params, PROMPTS, seed=0, num_samples=NUM_SAMPLES)
     np.testing.assert_array_equal(responses.tokens_BR, alone.tokens_BR)
     np.testing.assert_allclose(responses.log_probs_BR, alone.log_probs_BR, atol=1e-5)
     np.testing.assert_array_equal(responses.num_B, alone.num_B)
 
 
 @pytest.mark.multiprocess
-def test_two_processes_draw_the_same_and_have_all(tmp_path):
+def test_two_processes_sample_the_same_and_have_all(tmp_path):
     with Processes(2, 1, [], logs=tmp_path / 'logs', module='tests.inference.rollout_pair') as processes:
         assert processes.wait() == [0, 0], processes.output(0) + processes.output(1)
         first, second = (json.loads(process.stdout.splitlines()[-1]) for process in processes.all)
@@ -264,8 +266,8 @@ def test_two_processes_draw_the_same_and_have_all(tmp_path):
     np.testing.assert_allclose(first['log_probs'], alone.log_probs_BR, atol=1e-5)
 
 
-def test_batch_mates_do_not_matter(llama):
-    together = llama.warm
+def test_other_rows_of_the_batch_do_not_matter(llama):
+    together = llama.sampled
     # Results of the same compiled shape are identical bit by bit.
     others = draw(prompts=[PROMPTS[2], PROMPTS[1], [60]])
     own = slice(NUM_SAMPLES, 2 * NUM_SAMPLES)
@@ -276,7 +278,7 @@ def test_batch_mates_do_not_matter(llama):
 
 def test_the_number_of_rows_at_a_time_does_not_matter(llama):
     """Processing one row at a time, or one prompt alone, changes results only by rounding."""
-    together, own = llama.warm, slice(NUM_SAMPLES, 2 * NUM_SAMPLES)
+    together, own = llama.sampled, slice(NUM_SAMPLES, 2 * NUM_SAMPLES)
     parts = draw(rows_per_run=1)
     np.testing.assert_array_equal(parts.tokens_BR, together.tokens_BR)
     np.testing.assert_allclose(parts.log_probs_BR, together.log_probs_BR, atol=1e-5)
@@ -288,8 +290,8 @@ def test_the_number_of_rows_at_a_time_does_not_matter(llama):
     assert not np.array_equal(draw(prompts=PROMPTS[1:2], rows_per_run=1).tokens_BR, alone.tokens_BR)
 
 
-def test_a_response_ends_and_with_the_last_the_loop(llama):
-    free = llama.cold
+def test_the_loop_ends_with_the_last_response(llama):
+    free = llama.greedy
     first = free.tokens_BR[0].tolist()
     end = first[2]
     assert free.passes == MAX_TOKENS - 1
@@ -297,11 +299,11 @@ def test_a_response_ends_and_with_the_last_the_loop(llama):
     # An end id that never occurs has no effect.
     never = next(id for id in range(VOCAB) if id not in free.tokens_BR)
     ended = draw(ends=(never, end), temperature=0.0)
-    for row, whole in enumerate(free.tokens_BR.tolist()):
-        num = whole.index(end) + 1 if end in whole else MAX_TOKENS
+    for row, tokens in enumerate(free.tokens_BR.tolist()):
+        num = tokens.index(end) + 1 if end in tokens else MAX_TOKENS
         assert ended.num_B[row] == num
-        assert ended.ended_B[row] == (end in whole)
-        assert ended.tokens_BR[row].tolist() == whole[:num] + [0] * (MAX_TOKENS - num)
+        assert ended.ended_B[row] == (end in tokens)
+        assert ended.tokens_BR[row].tolist() == tokens[:num] + [0] * (MAX_TOKENS - num)
         np.testing.assert_array_equal(ended.log_probs_BR[row, :num], free.log_probs_BR[row, :num])
         assert np.all(ended.log_probs_BR[row, num:] == 0)
     assert ended.drawn == ended.num_B.sum() < free.drawn
@@ -312,7 +314,7 @@ def test_a_response_ends_and_with_the_last_the_loop(llama):
     assert alike.passes == first.index(end) == alike.num_B[0] - 1 < MAX_TOKENS - 1
 
 
-def test_runs_hold_what_they_may_and_divide_over_devices():
+def test_runs_respect_their_limit_and_divide_over_devices():
     lengths = (8, 8)
     assert plan_runs(8, 4, 0, shards=4, lengths=lengths) == (4, 8)
     # One prompt on eight devices: each device generates some of its samples.
@@ -337,7 +339,7 @@ def refusal(act):
     return str(info.value)
 
 
-def test_what_does_not_fit_is_refused(llama):
+def test_requests_that_do_not_fit_are_refused(llama):
     model = make()
 
     def build(config=model.config, layout=model.layout, max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS):
@@ -368,6 +370,6 @@ def test_what_does_not_fit_is_refused(llama):
     assert 'num_samples=0: must be' in refusal(lambda: draw(num_samples=0))
     assert 'rows_per_run=-1: must be' in refusal(lambda: draw(rows_per_run=-1))
     spread = make(num_devices=4, fsdp=4)
-    there = Sampler(spread.config, spread.layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)
-    message = refusal(lambda: there(spread.params, PROMPTS, seed=0, rows_per_run=3))
+    sampler_on_mesh = Sampler(spread.config, spread.layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)
+    message = refusal(lambda: sampler_on_mesh(spread.params, PROMPTS, seed=0, rows_per_run=3))
     assert 'rows_per_run=3: must be 0 or at least 4' in message

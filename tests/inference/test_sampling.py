@@ -89,8 +89,8 @@ def test_greedy():
 
 def test_limits_of_the_temperature():
     logits = random_logits(1, 6)[0]
-    cold = draws(logits, Sampling(temperature=1e-4))
-    assert cold[logits.argmax()] == cold.sum()
+    counts = draws(logits, Sampling(temperature=1e-4))
+    assert counts[logits.argmax()] == counts.sum()
     # The 0.999 quantile of chi-square with 5 degrees of freedom is 20.5.
     hot = draws(logits, Sampling(temperature=1e6))
     assert chi_square(hot, np.full(6, 1 / 6)) < 20.5
@@ -98,7 +98,7 @@ def test_limits_of_the_temperature():
 
 
 @pytest.mark.parametrize('temperature', [0.5, 1.0, 2.0])
-def test_draws_have_the_probabilities(temperature):
+def test_samples_follow_the_probabilities(temperature):
     logits = 0.4 * random_logits(1, 6, seed=3)[0]
     counts = draws(logits, Sampling(temperature=temperature))
     assert chi_square(counts, softmax(logits / temperature)) < 20.5
@@ -106,7 +106,7 @@ def test_draws_have_the_probabilities(temperature):
     assert chi_square(counts, softmax(logits / temperature / 1.1)) > 20.5
 
 
-def test_draws_among_the_kept_have_their_relative_probabilities():
+def test_samples_of_kept_tokens_follow_relative_probabilities():
     logits = np.log(np.array([0.1, 0.4, 0.05, 0.3, 0.15], np.float32))
     counts = draws(logits, Sampling(top_k=3))
     assert counts[[0, 2]].tolist() == [0, 0]
@@ -120,7 +120,7 @@ def test_draws_among_the_kept_have_their_relative_probabilities():
 
 @pytest.mark.parametrize('top_k', [0, 1, 2, 7, 30, 100])
 @pytest.mark.parametrize('top_p', [1e-6, 0.1, 0.5, 0.9, 0.999, 1.0])
-def test_what_can_be_drawn(top_k, top_p):
+def test_tokens_that_can_be_sampled(top_k, top_p):
     logits = random_logits(20, 30, seed=top_k)
     rows = stack_settings([Sampling(top_k=top_k, top_p=top_p)] * 20)
     result = np.asarray(_keep_likeliest(logits, top_k_B=rows.top_k_B, top_p_B=rows.top_p_B, min_p_B=rows.min_p_B))
@@ -140,7 +140,7 @@ def test_temperature_comes_before_top_p():
 
 
 @pytest.mark.parametrize('sampling', [Sampling(), Sampling(temperature=0.7, top_k=5), Sampling(top_p=0.8)])
-def test_batch_mates_do_not_matter(sampling):
+def test_other_rows_of_the_batch_do_not_matter(sampling):
     logits, row_keys = random_logits(8, 40), keys(8)
     together = sample_with(logits, row_keys, sampling)
     alone = [int(sample_with(logits[row : row + 1], row_keys[row : row + 1], sampling)[0]) for row in range(8)]
@@ -179,7 +179,7 @@ def test_values_out_of_range(values, words):
         Sampling(**values)
 
 
-def test_min_p_goes_by_the_likeliest():
+def test_min_p_is_relative_to_the_likeliest():
     logits = np.log(np.array([0.5, 0.3, 0.04, 0.16], np.float32))
     for min_p, kept in ((0.0, [0, 1, 2, 3]), (0.2, [0, 1, 3]), (0.5, [0, 1]), (1.0, [0])):
         assert np.flatnonzero(draws(logits, Sampling(min_p=min_p))).tolist() == kept
@@ -187,7 +187,7 @@ def test_min_p_goes_by_the_likeliest():
     assert np.flatnonzero(draws(logits, Sampling(min_p=0.2, top_k=2))).tolist() == [0, 1]
 
 
-def test_rows_have_settings_of_their_own():
+def test_rows_have_separate_settings():
     logits, row_keys = random_logits(5, 40), keys(5)
     settings = [
         Sampling(temperature=0),
@@ -203,7 +203,7 @@ def test_rows_have_settings_of_their_own():
     assert _draw_rows(logits, row_keys, stack_settings(settings[::-1])).tolist() != alone
 
 
-def test_one_temperature_for_all_is_that_of_each():
+def test_a_shared_temperature_equals_one_per_row():
     logits, row_keys = random_logits(16, 40), keys(16)
     for temperature in (0.0, 0.7):
         found = _draw(logits, row_keys, temperature).tolist()
@@ -211,7 +211,7 @@ def test_one_temperature_for_all_is_that_of_each():
         assert found != sample_with(logits, keys(16, seed=1), Sampling(temperature=3)).tolist()
 
 
-def test_a_key_is_of_seed_sample_and_position():
+def test_a_key_depends_on_seed_sample_and_position():
     numbers = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]], np.uint32)
     data = jax.random.key_data(sampling_keys(*(jnp.asarray(column) for column in numbers.T))).tolist()
     assert len({tuple(row) for row in data}) == 4

@@ -121,12 +121,12 @@ def found():
     return scorer().score(spans())
 
 
-def test_each_span_is_scored_as_alone(expected, found):
+def test_each_span_is_scored_as_if_alone(expected, found):
     agree(found, expected)
     assert {score.is_greedy for score in expected} == {False, True}
 
 
-def test_learned_positions_are_those_of_each_text():
+def test_learned_positions_start_with_each_text():
     agree(scorer('gpt2').score(spans()), [naive('gpt2', span) for span in spans()])
 
 
@@ -135,7 +135,7 @@ def test_neither_batches_nor_the_order_matter(expected):
     agree(LogprobScorer(load(), batch_tokens=MIN_ROW_TOKENS).score(spans()[::-1])[::-1], expected)
 
 
-def test_where_the_rotation_depends_on_the_length_texts_are_alone():
+def test_length_dependent_rotations_score_texts_separately():
     few = spans()[:3] + spans()[-2:]
     rows = [row for rows, _ in scorer('dynamic')._batches([10, 20, 30]) for row in rows]
     assert rows == [[2], [1], [0]]
@@ -145,15 +145,15 @@ def test_where_the_rotation_depends_on_the_length_texts_are_alone():
     assert len({score.log_prob for score in found}) == 5
 
 
-def test_a_span_that_is_off_by_one_would_be_found(expected, found, monkeypatch):
+def test_off_by_one_spans_are_detected(expected, found, monkeypatch):
     monkeypatch.setattr(scoring, 'scored_indices', lambda length, num: range(length - num - 1, length - 1))
-    usual = [number for number, span in enumerate(spans()) if len(span.context) > 1]
-    wrong = scorer().score([spans()[number] for number in usual])
+    with_context = [number for number, span in enumerate(spans()) if len(span.context) > 1]
+    wrong = scorer().score([spans()[number] for number in with_context])
     with pytest.raises(AssertionError):
-        agree(wrong, [expected[number] for number in usual])
+        agree(wrong, [expected[number] for number in with_context])
 
 
-def test_texts_in_one_row_do_not_see_each_other(expected, found, monkeypatch):
+def test_texts_in_one_row_do_not_attend_to_each_other(expected, found, monkeypatch):
     original = scoring._batch_arrays
 
     def one_segment(rows, B, T):
@@ -175,7 +175,7 @@ def test_the_mesh_does_not_matter(mesh, found):
     agree(scorer('llama', mesh).score(spans()), found)
 
 
-def test_texts_that_are_read_alike_are_read_once(found, monkeypatch):
+def test_identical_texts_are_read_once(found, monkeypatch):
     read = []
     original = scoring._batch_arrays
     monkeypatch.setattr(scoring, '_batch_arrays', lambda rows, B, T: read.append(rows) or original(rows, B, T))
@@ -186,38 +186,38 @@ def test_texts_that_are_read_alike_are_read_once(found, monkeypatch):
 
 
 @pytest.mark.parametrize('family', ['llama', 'windows'])
-def test_what_texts_begin_with_is_read_once(family, monkeypatch):
+def test_common_prefixes_are_read_once(family, monkeypatch):
     """Few-shot examples precede all questions, and a question precedes its answers.
 
     Some texts are prefixes of others.
     """
     rng = np.random.default_rng(3)
     examples = rng.integers(0, VOCAB, 40).tolist()
-    asked = []
+    requests = []
     for _ in range(3):
         question = [*examples, *rng.integers(0, VOCAB, 12).tolist()]
         answers = [rng.integers(0, VOCAB, length).tolist() for length in (1, 3, 7)]
-        asked += [ScoringRequest(question, answer) for answer in (*answers, [*answers[2], 9])]
-    asked = [asked[number] for number in rng.permutation(len(asked))]
-    expected = [naive(family, span) for span in asked]
+        requests += [ScoringRequest(question, answer) for answer in (*answers, [*answers[2], 9])]
+    requests = [requests[number] for number in rng.permutation(len(requests))]
+    expected = [naive(family, span) for span in requests]
     read = []
     original = scoring._batch_arrays
     monkeypatch.setattr(scoring, '_batch_arrays', lambda rows, B, T: read.append(rows) or original(rows, B, T))
-    found = scorer(family).score(asked)
+    found = scorer(family).score(requests)
     agree(found, expected)
     ((row,),) = read
     # The tokens are the examples, three questions, and the answers of each without their last tokens.
-    texts = [[*span.context, *span.continuation[:-1]] for span in asked]
+    texts = [[*span.context, *span.continuation[:-1]] for span in requests]
     beginnings = {tuple(text[:end]) for text in texts for end in range(1, len(text) + 1)}
     assert [len(tree.tokens) for tree in row] == [len(beginnings)]
     assert len(beginnings) <= 40 + 3 * (12 + 2 + 7)
     # Control: without sharing, the texts are read as separate documents.
     monkeypatch.setattr(scoring, 'insert', lambda texts, max_tokens: insert(texts, max_tokens=0))
-    agree(scorer(family).score(asked), expected)
+    agree(scorer(family).score(requests), expected)
     assert sum(len(tree.tokens) for rows in read[1:] for row in rows for tree in row) > 4 * len(row[0].tokens)
 
 
-def test_shapes_are_few():
+def test_batches_have_few_shapes():
     small = LogprobScorer(load(), batch_tokens=2 * MIN_ROW_TOKENS)
     lengths = [1000, 900, 400, *[100] * 60, 90]
     batches = list(small._batches(lengths))
@@ -235,13 +235,13 @@ def test_rows_are_filled():
     assert [sum(lengths[number] for number in row) for row in rows] == [100, 100, 90]
 
 
-def test_which_slots_are_scored():
+def test_slots_that_are_scored():
     assert list(scored_indices(5, 2)) == [3, 4]
     assert list(scored_indices(1, 1)) == [0]
 
 
 @pytest.mark.parametrize('length', [0, 1, 7, 8, 9, 16, 17, 30])
-def test_windows_are_those_of_lm_eval(length):
+def test_windows_equal_those_of_lm_eval(length):
     utils = pytest.importorskip('lm_eval.utils')
     tokens = list(range(100, 100 + length))
     theirs = utils.get_rolling_token_windows(tokens, prefix_token=0, max_seq_len=8, context_len=1)
@@ -250,7 +250,7 @@ def test_windows_are_those_of_lm_eval(length):
     assert [token for span in windows(tokens, 0, 8) for token in span.continuation] == tokens
 
 
-def test_what_cannot_be_scored(found):
+def test_spans_that_cannot_be_scored(found):
     for span, message in (
         (ScoringRequest([], [1]), 'request 1: its context must not be empty'),
         (ScoringRequest([1], []), 'request 1: its continuation must not be empty'),

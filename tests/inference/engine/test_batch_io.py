@@ -40,10 +40,10 @@ def test_lines_keep_their_fields(tmp_path):
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ['out.jsonl', 'prompts.jsonl']
     with pytest.raises(InputError, match='file already exists'):
-        write_completions(output, [first], lambda: pytest.fail('it was not asked'))
+        write_completions(output, [first], lambda: pytest.fail('the model was called'))
 
 
-def test_nothing_stays_of_a_file_that_does_not_become_whole(tmp_path):
+def test_incomplete_files_are_removed(tmp_path):
     def fail():
         raise KeyboardInterrupt
 
@@ -52,7 +52,7 @@ def test_nothing_stays_of_a_file_that_does_not_become_whole(tmp_path):
     assert list(tmp_path.iterdir()) == []
     # The path is checked before the model is called.
     with pytest.raises(InputError, match='nowhere'):
-        write_completions(tmp_path / 'nowhere' / 'out.jsonl', [], lambda: pytest.fail('it was not asked'))
+        write_completions(tmp_path / 'nowhere' / 'out.jsonl', [], lambda: pytest.fail('the model was called'))
 
 
 @pytest.mark.parametrize(

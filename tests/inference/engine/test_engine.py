@@ -64,7 +64,7 @@ def test_cached_equals_uncached(shared):
         pytest.param('dynamic', marks=pytest.mark.nightly),
     ],
 )
-def test_every_family_is_as_without_a_cache(family):
+def test_every_family_equals_uncached(family):
     rows = generate(new_engine(load(family), share=False, all_rows=True), PROMPTS)
     assert rows == [likeliest(family, prompt, row) for prompt, row in zip(PROMPTS, rows, strict=True)]
     # An untrained model may repeat a token, but not in every row.
@@ -90,29 +90,29 @@ def test_everything_is_compiled_before_it_is_needed():
 @pytest.mark.parametrize('draw', ['one', 'most', 'any'])
 def test_the_number_of_tokens_of_a_call_does_not_matter(shared, draw, monkeypatch):
     """Results do not depend on the token of a call at which a text ends."""
-    warm = {'sampling': Sampling(temperature=2.0), 'seed': 5, 'max_tokens': 25}
-    expected = generate(shared, PROMPTS), generate(shared, PROMPTS, **warm)
+    sampled = {'sampling': Sampling(temperature=2.0), 'seed': 5, 'max_tokens': 25}
+    expected = generate(shared, PROMPTS), generate(shared, PROMPTS, **sampled)
     rng = np.random.default_rng(0)
     number = {'one': lambda: 1, 'most': lambda: 8, 'any': lambda: int(rng.integers(1, 9))}[draw]
     monkeypatch.setattr(DecodeBurst, 'num_passes', lambda self, remaining, has_prefill: min(number(), max(remaining)))
-    assert (generate(shared, PROMPTS), generate(shared, PROMPTS, **warm)) == expected
+    assert (generate(shared, PROMPTS), generate(shared, PROMPTS, **sampled)) == expected
     # If a sample ends within a call, later tokens are discarded and the slot serves the next request.
     with monkeypatch.context() as patch:
         patch.setattr(shared, '_stop_token_ids', frozenset({expected[1][1][9]}))
-        ended = shared.complete(requests_of(PROMPTS, **warm))
+        ended = shared.complete(requests_of(PROMPTS, **sampled))
     assert ended[1][0].ids == expected[1][1][: expected[1][1].index(expected[1][1][9])]
     assert ended[1][0].finish_reason == 'stop'
     assert generate(shared, PROMPTS) == expected[0]
 
 
-def test_requests_that_come_and_go_are_as_if_alone(fresh):
+def test_overlapping_requests_equal_separate_requests(fresh):
     rng, num = np.random.default_rng(0), 32
     lengths, wanted = rng.integers(1, 60, num), rng.integers(1, 30, num)
     prompts = [rng.integers(0, NUM_IDS, length).tolist() for length in lengths]
     # Every second prompt starts with the same prefix.
-    beginning = rng.integers(0, NUM_IDS, 30).tolist()
+    prefix = rng.integers(0, NUM_IDS, 30).tolist()
     for prompt in prompts[::2]:
-        prompt[:30] = beginning[: len(prompt)]
+        prompt[:30] = prefix[: len(prompt)]
     requests = [Request(tuple(p), int(n), GREEDY) for p, n in zip(prompts, wanted, strict=True)]
     found = {}
 
@@ -165,10 +165,10 @@ def test_samples_of_a_prompt_share_it_and_differ(fresh):
 
 
 def test_the_seed_decides(shared):
-    warm = {'sampling': Sampling(temperature=3.0), 'num_samples': 2}
+    sampled = {'sampling': Sampling(temperature=3.0), 'num_samples': 2}
 
     def draw(seed, prompts=PROMPTS, **settings):
-        rows = shared.complete(requests_of(prompts, seed=seed, **warm, **settings))
+        rows = shared.complete(requests_of(prompts, seed=seed, **sampled, **settings))
         return [[sample.ids for sample in samples] for samples in rows]
 
     first = draw(0)
@@ -181,7 +181,7 @@ def test_the_seed_decides(shared):
     assert max(max(row) for rows in first + other for row in rows) < NUM_IDS
 
 
-def test_ids_that_the_tokenizer_does_not_have_never_come(shared):
+def test_ids_unknown_to_the_tokenizer_are_never_generated(shared):
     assert max(max(row) for row in generate(shared, PROMPTS)) < NUM_IDS
     # Control: without the restriction the model generates such ids.
     assert max(naive(FAMILY, PROMPTS[1], num_ids=1024)) >= NUM_IDS
@@ -199,10 +199,10 @@ def test_log_probabilities(shared):
         Request(tuple(PROMPTS[1]), 6, sampling, top_log_probs=0),
         Request(tuple(PROMPTS[1]), 6, sampling),
     ]
-    (told,), (chosen,), (none,) = shared.complete(requests)
-    assert told.ids == chosen.ids == none.ids
+    (with_top,), (chosen,), (none,) = shared.complete(requests)
+    assert with_top.ids == chosen.ids == none.ids
     text = list(PROMPTS[1])
-    for token, other in zip(told.tokens, chosen.tokens, strict=True):
+    for token, other in zip(with_top.tokens, chosen.tokens, strict=True):
         expected = log_softmax(naive_logits(FAMILY, text)[-1])
         top = np.argsort(-expected)[:3]
         assert [i for i, _ in token.top] == top.tolist()
@@ -213,7 +213,7 @@ def test_log_probabilities(shared):
     assert all(math.isnan(token.log_prob) for token in none.tokens)
     # Control: log-probabilities differ from those at the sampling temperature.
     cooler = log_softmax(naive_logits(FAMILY, PROMPTS[1])[-1] / 2)
-    assert abs(told.tokens[0].log_prob - cooler[told.ids[0]]) > 1e-2
+    assert abs(with_top.tokens[0].log_prob - cooler[with_top.ids[0]]) > 1e-2
 
 
 def test_penalties(shared):
@@ -246,9 +246,9 @@ def test_a_text_stops_at_its_end(shared):
     end, end_of_turn = (next(id for id in row[3:] if id not in rows[2]) for row in rows[:2])
     ending = with_end(end, types.SimpleNamespace(end_of_turn=end_of_turn))
     completions = [samples[0] for samples in ending.complete(requests_of(PROMPTS))]
-    for completion, whole in zip(completions, rows, strict=True):
-        stop = min(whole.index(one) if one in whole else len(whole) for one in (end, end_of_turn))
-        assert completion.ids == whole[:stop]
+    for completion, row in zip(completions, rows, strict=True):
+        stop = min(row.index(token) if token in row else len(row) for token in (end, end_of_turn))
+        assert completion.ids == row[:stop]
         assert completion.finish_reason == ('length' if stop == MAX_TOKENS else 'stop')
     assert {completion.finish_reason for completion in completions} == {'stop', 'length'}
     # Control: `ignore_eos` continues past the end tokens.
@@ -259,9 +259,9 @@ def test_a_text_stops_at_its_end(shared):
 
 def test_a_text_stops_at_stop_strings(shared):
     request = Request(tuple(PROMPTS[1]), 40, GREEDY)
-    ((whole,),) = shared.complete([request])
-    decoded = bytes_tokenizer().decode(whole.ids)
-    assert whole.text == decoded
+    ((completion,),) = shared.complete([request])
+    decoded = bytes_tokenizer().decode(completion.ids)
+    assert completion.text == decoded
     stop = decoded[10:12]
     ((cut,),) = shared.complete([Request(tuple(PROMPTS[1]), 40, GREEDY, stops=('not there', stop))])
     assert (cut.text, cut.finish_reason) == (decoded[: decoded.index(stop)], 'stop')
@@ -292,7 +292,7 @@ def test_cancelled_samples_free_their_slots(fresh):
     assert len([delta for delta in deltas['running'] if delta.finish_reason]) == 3
 
 
-def test_the_queue_has_an_end(shared):
+def test_the_queue_is_limited(shared):
     some = new_engine(load(FAMILY), max_queue_size=1)
     request = Request((1,), 2, GREEDY)
     for _ in range(4):
@@ -308,7 +308,7 @@ def test_the_queue_has_an_end(shared):
     assert [delta.finish_reason for delta in deltas] == ['failed'] * 3
 
 
-def test_who_waits_is_woken(fresh):
+def test_a_waiting_thread_wakes_up(fresh):
     woken = threading.Event()
 
     def wait():
@@ -331,7 +331,7 @@ def refusal(call):
     return str(info.value)
 
 
-def test_what_does_not_fit_is_refused(shared):
+def test_requests_that_do_not_fit_are_refused(shared):
     def check(prompt, max_tokens):
         return refusal(lambda: shared.complete([Request((1,), 3, GREEDY), Request(tuple(prompt), max_tokens, GREEDY)]))
 

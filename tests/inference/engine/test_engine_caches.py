@@ -41,7 +41,7 @@ def int8():
     return some, generate(some, PROMPTS, max_tokens=TOKENS)
 
 
-def test_layers_have_arrays_of_their_own(plain):
+def test_layers_have_separate_arrays(plain):
     kernel_LFD = load(FAMILY).params['blocks']['feedforward']['down']['kernel']
     assert isinstance(plain._state.caches, list)
     assert kernel_LFD.shape[1] != kernel_LFD.shape[2]
@@ -86,7 +86,7 @@ def test_the_last_slots_in_use_matter(expected, monkeypatch):
 
 
 @pytest.mark.parametrize('cache', ['model', pytest.param('int8', marks=pytest.mark.nightly)])
-def test_caches_have_room_for_what_is_in_them(cache, expected, int8, monkeypatch):
+def test_caches_grow_and_shrink_with_their_contents(cache, expected, int8, monkeypatch):
     """Tests scanned layers, as on GPUs and TPUs, where every pass reads the complete caches."""
     rows = expected if cache == 'model' else int8[1]
     monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
@@ -94,24 +94,24 @@ def test_caches_have_room_for_what_is_in_them(cache, expected, int8, monkeypatch
     monkeypatch.setattr(slots, 'SHRINK_AFTER_PASSES', 30)
     some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
 
-    def room():
+    def cache_length():
         return some._state.caches[0].num_slots
 
     assert some._compiled.cache_lengths == [25, 100]
-    assert room() == 25
+    assert cache_length() == 25
     assert generate(some, PROMPTS[:2], max_tokens=12) == [row[:12] for row in rows[:2]]
-    assert room() == 25
+    assert cache_length() == 25
     # The second prompt outgrows the cache length and keeps its contents.
     assert generate(some, PROMPTS[1:2], max_tokens=25) == rows[1:2]
-    assert room() == 100
+    assert cache_length() == 100
     assert some._state.caches[5].num_slots == 64
     assert generate(some, PROMPTS, max_tokens=25) == rows
     # The cache shrinks after some time, which also truncates the contents of idle slots.
     assert max(len(slot.content) for slot in some._slots) == 70 + 24
     assert generate(some, PROMPTS[:1] * 3, max_tokens=20) == [rows[0][:20]] * 3
-    assert room() == 100
+    assert cache_length() == 100
     assert generate(some, PROMPTS[:1], max_tokens=20) == [rows[0][:20]]
-    assert room() == 25
+    assert cache_length() == 25
     assert max(len(slot.content) for slot in some._slots) <= 25
     # Control: a cache that does not grow loses tokens.
     monkeypatch.setattr(slots.CacheLength, 'fit', lambda self, length, passes=0: 25)
@@ -120,7 +120,7 @@ def test_caches_have_room_for_what_is_in_them(cache, expected, int8, monkeypatch
 
 
 @pytest.mark.parametrize('cache', ['model', 'int8'])
-def test_a_cache_keeps_what_it_has_when_its_room_changes(cache, monkeypatch):
+def test_a_cache_keeps_its_contents_when_its_length_changes(cache, monkeypatch):
     monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
     monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
     model = load(FAMILY)
@@ -141,11 +141,11 @@ def test_a_cache_keeps_what_it_has_when_its_room_changes(cache, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, again, before)
 
 
-def test_rings_are_smaller_and_go_round(plain):
-    whole = new_engine(load(FAMILY), share=False, chunk=100)
+def test_ring_caches_are_smaller_and_wrap_around(plain):
+    without_ring = new_engine(load(FAMILY), share=False, chunk=100)
     assert plain._compiled.ring_slots() == {5: 64}
-    assert whole._compiled.ring_slots() == {}
-    assert plain.cache_bytes < 0.9 * whole.cache_bytes
+    assert without_ring._compiled.ring_slots() == {}
+    assert plain.cache_bytes < 0.9 * without_ring.cache_bytes
     ring = new_engine(load(FAMILY), all_rows=True)
     prompt = PROMPTS[1]
     (row,) = generate(ring, [prompt], max_tokens=90)
@@ -164,10 +164,10 @@ def test_int8_halves_the_cache_and_changes_little(plain, int8):
     for prompt in (PROMPTS[2], [*PROMPTS[2], 3, 4, 5]):
         request = Request(tuple(prompt), 1, GREEDY, top_log_probs=5)
         ((found,),), ((wanted,),) = small.complete([request]), plain.complete([request])
-        got, want = dict(found.tokens[0].top), dict(wanted.tokens[0].top)
-        common = got.keys() & want.keys()
+        found_top, expected_top = dict(found.tokens[0].top), dict(wanted.tokens[0].top)
+        common = found_top.keys() & expected_top.keys()
         assert len(common) >= 4
-        differences = [abs(got[i] - want[i]) for i in common]
+        differences = [abs(found_top[i] - expected_top[i]) for i in common]
         assert 0 < max(differences) < 0.3
 
 

@@ -33,12 +33,12 @@ def engine(model):
     return Engine(model, num_slots=1)
 
 
-def said(model, engine, *lines, chat, max_tokens=5):
+def interact(model, engine, *lines, chat, max_tokens=5):
     """Returns the output text and the prompts that the engine received."""
     prompts, given, output = [], iter(lines), io.StringIO()
 
-    def read(invitation):
-        assert invitation == '> '
+    def read(prompt_text):
+        assert prompt_text == '> '
         line = next(given, None)
         if line is None:
             raise EOFError
@@ -55,7 +55,7 @@ def said(model, engine, *lines, chat, max_tokens=5):
 
 
 def test_a_conversation_is_remembered(model, engine):
-    answers, prompts = said(model, engine, 'Hi', '  ', 'And?', '/new', 'Hi', chat=True)
+    answers, prompts = interact(model, engine, 'Hi', '  ', 'And?', '/new', 'Hi', chat=True)
     assert prompts[0] == prompts[2] == '<|user|>Hi<|assistant|>'
     first = answers[: answers.index('\n')] if answers.count('\n') == 4 else None
     assert prompts[1].startswith('<|user|>Hi<|assistant|>')
@@ -64,13 +64,13 @@ def test_a_conversation_is_remembered(model, engine):
         assert first in prompts[1]
 
 
-def test_texts_are_each_for_itself(model, engine):
-    _, prompts = said(model, engine, 'abc', 'abc', '/quit', 'never', chat=False)
+def test_texts_are_independent(model, engine):
+    _, prompts = interact(model, engine, 'abc', 'abc', '/quit', 'never', chat=False)
     assert prompts == ['abc', 'abc']
 
 
-def test_what_cannot_be_taken_is_told(model, engine):
-    answers, prompts = said(model, engine, 'x' * 200, 'ok', chat=False)
+def test_refused_prompts_are_reported(model, engine):
+    answers, prompts = interact(model, engine, 'x' * 200, 'ok', chat=False)
     assert 'max_tokens=5: the prompt has 200 tokens' in answers
     assert prompts == ['x' * 200, 'ok']
 
@@ -85,6 +85,6 @@ def test_an_answer_can_be_stopped(model, engine, monkeypatch):
         return step()
 
     monkeypatch.setattr(engine, 'step', interrupted)
-    said(model, engine, 'abc', chat=False, max_tokens=90)
+    interact(model, engine, 'abc', chat=False, max_tokens=90)
     assert len(calls) < 15
     assert engine.state.running == 0

@@ -26,6 +26,6 @@ def test_values_out_of_range(settings, words):
         Request(**{'prompt': (1,), 'max_tokens': 5, **settings})
 
 
-def test_what_is_in_range():
+def test_values_in_range():
     request = Request((1,), 1, seed=2**32 - 1, num_samples=128, stops=('x',) * 16, top_log_probs=20)
     assert request.top_log_probs == 20

@@ -17,18 +17,18 @@ def slot(number, content, *, busy=False, used=0, written=None):
     return made
 
 
-def choose(slots, prompt=PROMPT, room=math.inf, counts=(4,)):
-    target, source, shared = choose_slot(slots, prompt, slack=room, row_counts=counts)
+def choose(slots, prompt=PROMPT, slack=math.inf, counts=(4,)):
+    target, source, shared = choose_slot(slots, prompt, slack=slack, row_counts=counts)
     return target.number, source.number, shared
 
 
-def test_what_is_held():
+def test_shared_tokens_of_a_slot():
     assert slot(0, [100, 101, 5]).num_shared(PROMPT) == 2
     assert slot(0, range(100, 200)).num_shared(PROMPT) == 40
     assert slot(0, []).num_shared(PROMPT) == 0
 
 
-def test_the_longest_beginning_is_taken_over():
+def test_the_longest_prefix_is_reused():
     slots = [slot(0, range(100, 120)), slot(1, range(100, 130), busy=True), slot(2, [], used=3)]
     # The prefix is copied from a busy slot into the least recently used idle slot.
     assert choose(slots) == (0, 1, 30)
@@ -44,7 +44,7 @@ def test_the_last_token_always_goes_through_the_model():
     assert choose([slot(0, range(100, 140))]) == (0, 0, 39)
 
 
-def test_little_is_not_worth_it():
+def test_short_prefixes_are_not_reused():
     assert choose([slot(0, range(100, 100 + MIN_SHARED_TOKENS))]) == (0, 0, MIN_SHARED_TOKENS)
     assert choose([slot(0, range(100, 99 + MIN_SHARED_TOKENS))]) == (0, 0, 0)
     # The least recently used free slot is chosen.
@@ -62,20 +62,20 @@ def test_few_slots_are_served_together():
     assert choose(slots, counts=(4, 6)) == (5, 5, 30)
 
 
-def test_a_ring_that_went_on_has_lost_it():
+def test_a_ring_that_wrapped_around_has_lost_the_prefix():
     slots = [slot(0, range(100, 120), written=50)]
-    assert choose(slots, room=30) == (0, 0, 20)
-    assert choose(slots, room=29) == (0, 0, 0)
+    assert choose(slots, slack=30) == (0, 0, 20)
+    assert choose(slots, slack=29) == (0, 0, 0)
 
 
-def test_room_grows_at_once_and_shrinks_late():
-    room = CacheLength([16, 64, 256])
-    assert room.size == 16
+def test_cache_length_grows_at_once_and_shrinks_late():
+    cache_length = CacheLength([16, 64, 256])
+    assert cache_length.size == 16
     for length, size in ((16, 16), (17, 64), (200, 256)):
-        room.size = room.fit(length, 8)
-        assert room.size == size
-    assert room.fit(10, SHRINK_AFTER_PASSES) == 256
+        cache_length.size = cache_length.fit(length, 8)
+        assert cache_length.size == size
+    assert cache_length.fit(10, SHRINK_AFTER_PASSES) == 256
     # A longer text resets the countdown to shrinking.
-    assert room.fit(65, 1) == 256
-    assert room.fit(64, SHRINK_AFTER_PASSES) == 256
-    assert room.fit(17, 1) == 64
+    assert cache_length.fit(65, 1) == 256
+    assert cache_length.fit(64, SHRINK_AFTER_PASSES) == 256
+    assert cache_length.fit(17, 1) == 64
