@@ -25,7 +25,7 @@ def assert_same(found, wanted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[1], wanted[1])
 
 
-def test_layers_in_a_loop_are_as_one_after_another():
+def test_scanned_layers_equal_unrolled_layers():
     # Two periods of two layers, and one remaining layer.
     config = small_config(model__num_layers=5, model__attention_pattern='SL', model__sliding_window=3)
     params = random_params(config)
@@ -51,7 +51,7 @@ def test_remat_changes_nothing(remat, plain):
 
 
 @pytest.mark.nightly
-def test_remat_changes_nothing_of_layers_one_after_another(plain):
+def test_remat_changes_nothing_of_unrolled_layers(plain):
     config, params, wanted = plain
     assert_same(loss_and_gradients(config, remat_policy='full', scan_layers=False)(params), wanted)
 

@@ -132,11 +132,11 @@ def allowed_pairs(results):
     return allowed & (segments[:, None] == segments[None, :])
 
 
-def test_no_token_sees_a_later_one_or_another_document(results):
+def test_no_token_depends_on_later_tokens_or_other_documents(results):
     assert np.all(results.influence[~allowed_pairs(results)] == 0)
 
 
-def test_every_token_sees_its_document_up_to_itself(results):
+def test_every_token_depends_on_its_document_up_to_itself(results):
     assert np.all(results.influence[allowed_pairs(results)] > 0)
 
 
@@ -150,7 +150,7 @@ def test_cached_steps_equal_the_full_pass(results):
         np.testing.assert_allclose(step, results.full[np.arange(2), LENGTHS + offset], atol=3e-5)
 
 
-def test_the_same_token_at_another_position_gives_something_else(results):
+def test_the_same_token_at_another_position_gives_other_logits(results):
     """Negative control of the previous test."""
     assert not np.allclose(results.moved, results.steps[-1], atol=1e-2)
 
@@ -172,7 +172,7 @@ def of_documents():
     return segments[0], *jax.device_get(run(params))
 
 
-def test_without_isolation_documents_do_see_each_other(of_documents):
+def test_without_isolation_documents_attend_to_each_other(of_documents):
     _, seen, *_ = of_documents
     causal = np.tril(np.ones(seen.shape, bool))
     assert np.all(seen[causal] > 0)
@@ -188,7 +188,7 @@ def test_a_document_gives_the_same_logits_alone_and_packed(of_documents):
     assert not np.allclose(packed[:, first[:shorter]], alone[:, :shorter], atol=1e-2)
 
 
-def test_windows_follow_the_pattern_and_are_seen():
+def test_windows_follow_the_pattern_and_change_logits():
     settings = {'model__num_layers': 3, 'model__family': 'llama', 'model__sliding_window': 3}
     config, graph, params = make(**settings, model__attention_pattern='SSL')
     five = dataclasses.replace(config.model, num_layers=5)
@@ -202,10 +202,10 @@ def test_windows_follow_the_pattern_and_are_seen():
     assert not np.allclose(found, full, atol=1e-2)
 
 
-def test_logits_are_bent_into_their_cap():
+def test_logits_are_soft_capped():
     config, graph, params = make(model__logit_softcap=2.0, model__num_layers=1)
     plain_graph = decoder_graph(dataclasses.replace(config.model, logit_softcap=0.0))
     tokens = small_batch(config)['tokens'][:1]
-    found, plain = jax.jit(lambda params: [logits(one, params, tokens) for one in (graph, plain_graph)])(params)
+    found, plain = jax.jit(lambda params: [logits(variant, params, tokens) for variant in (graph, plain_graph)])(params)
     assert np.abs(plain).max() > 2
     np.testing.assert_allclose(found, 2 * np.tanh(plain / 2), atol=1e-5)

@@ -93,9 +93,11 @@ class Case:
 
     def pipelined_gradients(self, **overrides):
         """Computes gradients with parameters whose layers are sharded over stages."""
-        by_layer, whole = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in (['stage'], []))
+        by_layer, replicated = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in (['stage'], []))
         function = functools.partial(self.pipelined, **overrides)
-        return self.gradients(function, in_shardings=(by_layer, whole), out_shardings=(whole, (by_layer, whole)))
+        return self.gradients(
+            function, in_shardings=(by_layer, replicated), out_shardings=(replicated, (by_layer, replicated))
+        )
 
     def program(self, **overrides):
         return self.pipelined_gradients(**overrides).lower(self.params, self.x).compile()
@@ -120,7 +122,7 @@ SCHEDULES = [
     ('stages', 'repeats', 'micro_batches'),
     [(2, 2, 2), (4, 1, 8), (8, 1, 3), (8, 2, 16), (2, 4, 3), (4, 3, 6)],
 )
-def test_values_and_gradients_are_those_of_the_plain_loop(stages, repeats, micro_batches):
+def test_values_and_gradients_equal_the_plain_loop(stages, repeats, micro_batches):
     case = Case(stages, repeats, micro_batches, layers_per_chunk=2 if stages == 2 else 1)
     expected = jax.device_get(case.gradients(case.plain)(case.params, case.x))
     found = jax.device_get(case.pipelined_gradients()(case.params, case.x))
@@ -130,7 +132,7 @@ def test_values_and_gradients_are_those_of_the_plain_loop(stages, repeats, micro
         assert largest_difference(np.roll(leaf, 1, axis=0), same) > 0.1
 
 
-def test_chunks_go_round_the_stages():
+def test_chunks_are_assigned_round_robin_to_stages():
     case = Case(2, 4, 5, layers_per_chunk=2)
     R, S, P = 4, 2, 2
 
@@ -151,7 +153,7 @@ def pair():
     return case, pipelined, plain, np.asarray(pipelined(case.params, case.x, case.side))
 
 
-def test_values_are_those_of_the_plain_loop(pair):
+def test_values_equal_the_plain_loop(pair):
     case, _, plain, y = pair
     assert largest_difference(y, plain(case.params, case.x, case.side)) <= 2e-6
     # Negative control: the order of micro-batches matters.
@@ -159,7 +161,7 @@ def test_values_are_those_of_the_plain_loop(pair):
 
 
 @pytest.mark.parametrize('name', ['segments', 'dropout'])
-def test_every_micro_batch_brings_its_own_along(name, pair):
+def test_every_micro_batch_uses_its_own_side_inputs(name, pair):
     case, pipelined, plain, before = pair
     other = {**case.side, name: case.side[name].copy()}
     other[name][3] += 1
@@ -170,7 +172,7 @@ def test_every_micro_batch_brings_its_own_along(name, pair):
     assert largest_difference(after, plain(case.params, case.x, other)) <= 2e-6
 
 
-def test_dropout_is_that_of_the_keys():
+def test_dropout_depends_on_the_keys():
     case = Case(2, 2, 3)
     case.side = jax.random.split(jax.random.key(1), 3)
 
@@ -188,7 +190,7 @@ def test_dropout_is_that_of_the_keys():
     assert not np.array_equal(y, pipelined(case.params, case.x, case.side[::-1]))
 
 
-def test_the_layers_have_their_numbers():
+def test_layers_receive_their_numbers():
     case = Case(4, 2, 5)
 
     def run(params_P, x_BTD, side, first_layer):
@@ -204,7 +206,7 @@ def test_the_layers_have_their_numbers():
     assert not np.array_equal(result(numbers_L[::-1]), np.broadcast_to(numbers_L, case.x.shape))
 
 
-def test_the_result_keeps_its_type():
+def test_the_result_keeps_its_dtype():
     case = Case(2, 1, 2)
     case.params, case.x = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), (case.params, case.x))
     y = case.values(case.pipelined)
@@ -231,7 +233,7 @@ def kinds(found):
 
 
 @pytest.mark.parametrize('repeats', [1, 2])
-def test_a_loop_only_hands_on(repeats):
+def test_a_loop_only_permutes_activations(repeats):
     case = Case(4, repeats, 8, data=1)
     within, outside = collectives(case.program())
     # One exchange in the forward pass and one in the backward pass.
@@ -246,7 +248,7 @@ def test_a_loop_only_hands_on(repeats):
     )
 
 
-def test_parameters_in_another_place_would_travel_in_the_loop():
+def test_other_shardings_move_parameters_in_the_loop():
     case = Case(4, 2, 8, data=1)
 
     def by_width(params_RSP):
@@ -256,15 +258,15 @@ def test_parameters_in_another_place_would_travel_in_the_loop():
     assert set(kinds(within)) > {'collective-permute'}
 
 
-def test_what_devices_do_by_themselves_within_a_layer_stays_on_its_stage():
+def test_shard_map_within_a_layer_stays_on_its_stage():
     case = Case(4, 1, 4, data=2)
-    rows, whole = PartitionSpec('data'), PartitionSpec()
+    rows, replicated = PartitionSpec('data'), PartitionSpec()
 
     def feed_forward(x_BTD, params):
         return jnp.tanh(x_BTD @ params['up']) @ params['down']
 
     def run_layer(x_BTD, inputs, side):
-        per_device = jax.shard_map(feed_forward, mesh=case.mesh, in_specs=(rows, whole), out_specs=rows)
+        per_device = jax.shard_map(feed_forward, mesh=case.mesh, in_specs=(rows, replicated), out_specs=rows)
         return x_BTD + per_device(x_BTD, inputs[0]), None
 
     case.run_layer = run_layer
@@ -288,12 +290,12 @@ def kept_per_micro_batch(repeats, micro_batches):
 
 
 @pytest.mark.parametrize(('repeats', 'micro_batches'), [(1, 8), (2, 32)])
-def test_an_iteration_keeps_its_input_alone(repeats, micro_batches):
+def test_an_iteration_keeps_only_its_input(repeats, micro_batches):
     # There is also a slot for each micro-batch. If each iteration kept all slots, the growth would increase.
     assert kept_per_micro_batch(repeats, micro_batches) == pytest.approx(repeats + 1, abs=0.1)
 
 
-def test_without_checkpoints_it_would_keep_more(monkeypatch):
+def test_without_remat_an_iteration_keeps_more(monkeypatch):
     monkeypatch.setattr(pipeline.jax, 'checkpoint', lambda function, **_: function)
     assert kept_per_micro_batch(1, 8) > 10
 
@@ -317,7 +319,7 @@ def test_the_share_of_idle_time(stages, repeats, micro_batches):
     assert bubble_fraction(stages + 1, repeats, micro_batches) > share
 
 
-def test_the_loop_is_as_long_as_that():
+def test_number_of_iterations():
     case = Case(4, 2, 5)
     program = str(jax.make_jaxpr(case.pipelined)(case.params, case.x, case.side))
     lengths = {int(length) for length in re.findall(r'length=(\d+)', program)}
@@ -326,11 +328,11 @@ def test_the_loop_is_as_long_as_that():
 
 
 @pytest.mark.parametrize(
-    ('stages', 'repeats', 'micro_batches', 'complaint'),
+    ('stages', 'repeats', 'micro_batches', 'message'),
     [(4, 2, 3, '3 micro-batches leave'), (4, 3, 4, '8 layers are not 3 repeats of 4 stages')],
 )
-def test_schedules_that_cannot_be(stages, repeats, micro_batches, complaint):
+def test_invalid_schedules(stages, repeats, micro_batches, message):
     case = Case(4, 2, micro_batches)
     case.repeats = repeats
-    with pytest.raises(AssertionError, match=complaint):
+    with pytest.raises(AssertionError, match=message):
         case.pipelined(case.params, case.x, case.side)

@@ -31,7 +31,7 @@ def points(predict):
     return sweep_sizes(config(checkpoint__save_interval_steps=0), H100, 64, predict, DATA)
 
 
-def test_at_equal_speed_it_is_the_law():
+def test_equal_speed_gives_the_optimum_of_the_law():
     plan = plan_budget(points(machine()), H100, hours=100)
     law = compute_optimal(0.5 * PEAK * 100 * 3600)
     assert plan.optimum.parameters == pytest.approx(law.parameters, rel=0.02)
@@ -42,11 +42,11 @@ def test_at_equal_speed_it_is_the_law():
     assert plan.by_law.parameters == pytest.approx(law.parameters, rel=0.02)
 
 
-def test_machines_that_run_large_models_better_call_for_larger_ones():
+def test_machines_that_favor_large_models_get_larger_ones():
     even = plan_budget(points(machine()), H100, hours=100).optimum
-    favoured = plan_budget(points(machine(lambda N: min(0.5, 0.5 * (N / 6e10) ** 0.3))), H100, hours=100).optimum
-    assert favoured.parameters > 1.2 * even.parameters
-    assert favoured.loss > even.loss
+    favored = plan_budget(points(machine(lambda N: min(0.5, 0.5 * (N / 6e10) ** 0.3))), H100, hours=100).optimum
+    assert favored.parameters > 1.2 * even.parameters
+    assert favored.loss > even.loss
 
 
 def test_dollars_are_hours_at_a_price():
@@ -78,14 +78,14 @@ def test_sizes_that_do_not_fit_are_not_chosen():
         plan_budget(points(machine(limit=0)), H100, hours=100)
 
 
-def test_another_law_chooses_otherwise():
+def test_another_law_chooses_another_size():
     sizes = points(machine())
     assert plan_budget(sizes, H100, hours=1000, law=HOFFMANN).optimum.parameters < (
         0.9 * plan_budget(sizes, H100, hours=1000).optimum.parameters
     )
 
 
-def test_budgets_that_are_none():
+def test_invalid_budgets():
     with pytest.raises(InputError, match='exactly one'):
         plan_budget(points(machine()), H100)
     with pytest.raises(InputError, match='is not positive'):

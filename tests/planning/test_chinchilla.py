@@ -81,8 +81,8 @@ def test_a_planted_law_is_found_in_noise(law, seed):
     assert fit.runs == 24
     assert fit.error == pytest.approx(0.001, rel=0.5)
     assert fit.error < fit.held_out_error < 0.003
-    truth = law.beta / (law.alpha + law.beta)
-    assert abs(fit.size_exponent - truth) < 4 * fit.size_exponent_error < 0.2
+    true_exponent = law.beta / (law.alpha + law.beta)
+    assert abs(fit.size_exponent - true_exponent) < 4 * fit.size_exponent_error < 0.2
     # Control: the other law is not close.
     other = OTHER if law is BESIROGLU else BESIROGLU
     assert abs(fit.law.loss(1e10, 2e11) / other.loss(1e10, 2e11) - 1) > 0.05
@@ -105,7 +105,7 @@ def test_no_law_nearby_has_less_huber_loss():
             assert huber(moved, runs) > least, (name, factor)
 
 
-def test_one_run_gone_wrong_does_not_move_the_law():
+def test_an_outlier_does_not_change_the_fit():
     runs = planted(BESIROGLU)
     wrong = [runs[0]._replace(loss=1.2 * runs[0].loss), *runs[1:]]
     law = refit(wrong).law
@@ -143,7 +143,7 @@ SIZES, LENGTHS = np.geomspace(1e7, 1e9, 8), np.geomspace(1e9, 1e11, 8)
     ],
     ids=['few', 'crossed', 'one size', 'one length', 'no span', 'one line', 'no trend'],
 )
-def test_runs_that_say_too_little(runs, message):
+def test_insufficient_runs(runs, message):
     with pytest.raises(InputError, match=message):
         refit(runs)
 
@@ -162,7 +162,7 @@ LINES = [
 ]
 
 
-def test_what_runs_say_of_themselves(tmp_path):
+def test_runs_are_read_from_their_workdirs(tmp_path):
     small = write_run(tmp_path / 'a', LINES)
     large = write_run(tmp_path / 'b', [*LINES[:1], {'step': 40, 'eval/loss': 2.5}], model__dim=64, train__num_steps=40)
     runs = read_runs([tmp_path / 'a', tmp_path / 'b'])
@@ -171,7 +171,7 @@ def test_what_runs_say_of_themselves(tmp_path):
     assert [run.parameters for run in runs] == [count_parameters(small.model), count_parameters(large.model)]
 
 
-def test_losses_of_training_where_one_was_not_evaluated(tmp_path):
+def test_training_losses_if_a_run_was_not_evaluated(tmp_path):
     write_run(tmp_path / 'a', LINES)
     late = [
         {'step': step, 'train/loss': loss} for step, loss in [(10, 9.0), (94, 5.0), (97, 3.0), (98, None), (100, 2.0)]

@@ -68,7 +68,7 @@ def test_a_checkpoint_by_hand():
     )
 
 
-def test_writing_that_takes_longer_than_the_work_between_stops_the_run():
+def test_writes_longer_than_the_save_interval_block_the_run():
     slow = cost(state_bytes=64 * GIB, terms=PricingTerms(write_bandwidth=1e7))
     # Ten writes of the 16 GiB of a host at 10 MB/s, concurrent with training, and the copies.
     assert slow.hours == pytest.approx(10 * (16 * GIB / 1e7 + 4 * GIB / 16e9) / 3600)
@@ -105,7 +105,7 @@ def simulate(work, stop, between, restart, *, cycles, seed):
 @pytest.mark.parametrize(
     ('work', 'stop', 'between', 'restart'), [(600, 20, 3600, 300), (3600, 60, 3600, 600), (300, 100, 2000, 0)]
 )
-def test_slowdown_is_that_of_simulated_interruptions(work, stop, between, restart):
+def test_slowdown_equals_simulated_interruptions(work, stop, between, restart):
     expected = simulate(work, stop, between, restart, cycles=20_000, seed=1)
     assert preemption_overhead(work, stop, between, restart) == pytest.approx(expected, rel=0.02)
     # Controls: each term changes the result.
@@ -113,7 +113,7 @@ def test_slowdown_is_that_of_simulated_interruptions(work, stop, between, restar
     assert (work + stop) / work < 0.97 * expected
 
 
-def test_without_interruptions_only_the_stops_cost():
+def test_without_interruptions_only_saves_cost_time():
     assert preemption_overhead(100, 5, math.inf, 600) == 1.05
     assert preemption_overhead(100, 5, 1e9, 600) == pytest.approx(1.05, rel=1e-5)
 
@@ -148,7 +148,7 @@ def test_a_share_on_spot_devices():
     assert parts[2].dollars_spot < parts[1].dollars_spot
 
 
-def test_nodes_of_gpus_are_taken_away_one_by_one():
+def test_gpu_nodes_are_preempted_separately():
     terms = PricingTerms(spot_price=1.0, preemption_hours=4.0)
     node, nodes = (cost(chip=H100, num_devices=count, terms=terms) for count in (8, 64))
     assert nodes.hours_spot / nodes.hours > node.hours_spot / node.hours
@@ -165,7 +165,7 @@ def test_an_unknown_price_is_none():
 
 
 @pytest.mark.parametrize('spot', [False, True])
-def test_a_budget_of_what_a_run_costs_buys_its_tokens(spot):
+def test_a_budget_equal_to_the_cost_of_a_run_buys_its_tokens(spot):
     resolved = config(eval__interval=50, eval__num_batches=6)
     run = estimate_cost(resolved, 2.0, V5E, 16, state_bytes=64 * GIB)
     step_cost = estimate_step_cost(resolved, 2.0, V5E, 16, state_bytes=64 * GIB)
@@ -187,7 +187,7 @@ def test_a_budget_of_what_a_run_costs_buys_its_tokens(spot):
         ({'dollars': 5.0}, 'needs a price; set --price-per-hour'),
     ],
 )
-def test_a_budget_that_is_none(budget, message):
+def test_an_invalid_budget(budget, message):
     step_cost = estimate_step_cost(config(), 2.0, V5E, 16, state_bytes=0)
     with pytest.raises(InputError, match=message):
         tokens_for(config(), step_cost, 16, **budget)

@@ -27,16 +27,16 @@ def resolved(spec, on, *overrides):
 
 def test_a_program_of_this_machine():
     config = small_config(num_devices=8, metrics__peak_tflops=1.0)
-    here = present_machine(config)
-    found = compile_for(config, here, small_layout(config))
+    this_machine = present_machine(config)
+    found = compile_for(config, this_machine, small_layout(config))
     assert found.fits
     assert found.compiled is not None
     assert found.needed == found.compiled.total_bytes()
     # Control: the estimate differs and is marked as an estimate.
-    guessed = estimate(config, here)
-    assert guessed.memory.is_estimate
+    estimated = estimate(config, this_machine)
+    assert estimated.memory.is_estimate
     assert not found.memory.is_estimate
-    assert guessed.memory.parameters == found.memory.parameters
+    assert estimated.memory.parameters == found.memory.parameters
 
 
 OVERFLOW = (
@@ -45,26 +45,26 @@ OVERFLOW = (
 )
 
 
-def test_what_a_compiler_refuses_for_its_memory(monkeypatch):
+def test_a_program_that_exceeds_the_memory(monkeypatch):
     def refuse(*_):
         raise jax.errors.JaxRuntimeError(OVERFLOW)
 
     config = small_config(num_devices=8, metrics__peak_tflops=1.0)
-    here = present_machine(config)
+    this_machine = present_machine(config)
     monkeypatch.setattr(forecast, 'compile_train_step', refuse)
-    found = compile_for(config, here, small_layout(config))
+    found = compile_for(config, this_machine, small_layout(config))
     assert not found.fits
     assert found.compiled is None
     assert found.needed == pytest.approx(81.26 * 2**30)
     assert found.available <= 30.75 * 2**30
-    assert found.memory.parameters == estimate(config, here).memory.parameters
+    assert found.memory.parameters == estimate(config, this_machine).memory.parameters
 
     def fail(*_):
         raise jax.errors.JaxRuntimeError('INTERNAL: no such thing\nand more')
 
     monkeypatch.setattr(forecast, 'compile_train_step', fail)
     with pytest.raises(InputError, match=r'rejected the step: INTERNAL: no such thing$'):
-        compile_for(config, here, small_layout(config))
+        compile_for(config, this_machine, small_layout(config))
 
 
 def test_the_host_memory_of_gpus_is_estimated(monkeypatch):
@@ -81,7 +81,7 @@ def test_the_host_memory_of_gpus_is_estimated(monkeypatch):
         compile_ahead(resolved('1b.py', gpus), gpus)
 
 
-def test_more_of_everything_is_slower():
+def test_larger_settings_are_slower():
     eight, nodes = machine('h100:8'), machine('h100:8x4')
     base = estimate(resolved('code.py:7b', eight), eight)
     assert estimate(resolved('code.py:13b', eight), eight).time.total > base.time.total

@@ -94,7 +94,7 @@ def test_installed_before_the_plan(cache, pip, capfd):
 
 
 @pytest.mark.parametrize(
-    ('ending', 'code', 'said'),
+    ('ending', 'code', 'message'),
     [
         (NETWORK, EXIT_BAD_INPUT, ": 'Name resolution': /simple/jax/\n"),
         (NO_SUCH_VERSION, EXIT_BAD_INPUT, ': Could not find a version (from versions: 0.4)\n'),
@@ -104,7 +104,9 @@ def test_installed_before_the_plan(cache, pip, capfd):
     ],
     ids=['network', 'version', 'no_pip', 'interrupted', 'control'],
 )
-def test_an_older_one_stays_until_the_new_one_is_complete(tmp_path, monkeypatch, capfd, pip, ending, code, said):
+def test_an_older_compiler_stays_until_the_new_one_is_complete(
+    tmp_path, monkeypatch, capfd, pip, ending, code, message
+):
     folder = tmp_path / 'compilers/own'
     folder.mkdir(parents=True)
     (folder / 'installed').write_text('0.1\n')
@@ -114,7 +116,7 @@ def test_an_older_one_stays_until_the_new_one_is_complete(tmp_path, monkeypatch,
     pip(ending)
     assert exit_code(plan.main, [OPTION]) == code
     # The output of pip, followed by one line.
-    assert said in capfd.readouterr().err.removeprefix('installing').partition('Downloading\n')[2]
+    assert message in capfd.readouterr().err.removeprefix('installing').partition('Downloading\n')[2]
     assert contents(folder.parent) == {'own', 'own/installed'} | (set() if code else {'own/new'})
     assert ((folder / 'installed').read_text() == '0.1\n') == bool(code)
 

@@ -31,7 +31,7 @@ def size(png):
     return struct.unpack('>II', png[16:24])
 
 
-def test_a_picture_of_scaling(rows, tmp_path):
+def test_a_figure_of_scaling(rows, tmp_path):
     for name, shown in {'a': rows, 'again': rows, 'other': rows[:3]}.items():
         write_png(scaling_figure(shown, 'a title'), tmp_path / f'{name}.png')
     first, again, other = ((tmp_path / f'{name}.png').read_bytes() for name in ('a', 'again', 'other'))
@@ -42,7 +42,7 @@ def test_a_picture_of_scaling(rows, tmp_path):
     assert hash(first) != hash(other)
 
 
-def test_what_the_picture_of_scaling_shows(rows):
+def test_the_contents_of_the_scaling_figure(rows):
     speed, share = scaling_figure(rows, '').axes
     labels = [text.get_text() for text in speed.get_legend().get_texts()]
     assert labels == ['weak: batch grows with devices', 'strong: fixed batch', 'ideal']
@@ -58,7 +58,7 @@ def test_what_the_picture_of_scaling_shows(rows):
     assert all(axes.get_title(loc='left') and axes.get_xlabel() for axes in (speed, share))
 
 
-def test_what_does_not_fit_is_hollow(rows):
+def test_layouts_that_do_not_fit_have_hollow_markers(rows):
     def words(shown):
         return [text.get_text() for text in scaling_figure(shown, '').axes[0].get_legend().get_texts()]
 
@@ -66,12 +66,12 @@ def test_what_does_not_fit_is_hollow(rows):
     assert 'does not fit' in words([row._replace(fits=row.num_devices > 8) for row in rows])
 
 
-def test_what_the_picture_of_a_budget_shows(plan):
+def test_the_contents_of_the_budget_figure(plan):
     loss, tokens = budget_figure(plan, 'a title').axes
     assert list(loss.lines[0].get_ydata()) == [row.loss for row in plan.rows]
     assert list(tokens.lines[0].get_ydata()) == [row.tokens for row in plan.rows]
-    star = next(line for line in loss.lines if line.get_label() == 'best')
-    assert (star.get_xdata()[0], star.get_ydata()[0]) == (plan.optimum.parameters, plan.optimum.loss)
+    best = next(line for line in loss.lines if line.get_label() == 'best')
+    assert (best.get_xdata()[0], best.get_ydata()[0]) == (plan.optimum.parameters, plan.optimum.loss)
     assert 'does not fit' in [text.get_text() for text in loss.get_legend().get_texts()]
 
 
@@ -79,7 +79,7 @@ def test_no_figures_no_error():
     assert len(scaling_figure([], '').axes) == 2
 
 
-def test_a_page_stands_alone(rows, plan, tmp_path):
+def test_a_page_is_self_contained(rows, plan, tmp_path):
     path = tmp_path / 'page.html'
     write_html(path, 'Plan <of> a run', rows=rows, plan=plan, notes=['an estimate & no more'])
     page = path.read_text()
@@ -98,14 +98,14 @@ def test_a_page_stands_alone(rows, plan, tmp_path):
     assert hash((tmp_path / 'again.html').read_text()) == hash(page)
 
 
-def test_two_pictures_on_a_page_share_no_names(rows, plan, tmp_path):
+def test_two_figures_on_a_page_share_no_ids(rows, plan, tmp_path):
     write_html(tmp_path / 'page.html', 'both', rows=rows, plan=plan)
     names = re.findall(r'\bid="([^"]+)"', (tmp_path / 'page.html').read_text())
     assert names
     assert len(names) == len(set(names))
 
 
-def test_a_page_of_one_thing(rows, tmp_path):
+def test_a_page_with_one_figure(rows, tmp_path):
     write_html(tmp_path / 'page.html', 'rows', rows=rows)
     assert (tmp_path / 'page.html').read_text().count('<svg') == 1
 
@@ -118,7 +118,7 @@ def test_a_file_that_cannot_be_written(rows, tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_neither_matplotlib_nor_scipy_comes_with_the_import():
+def test_neither_matplotlib_nor_scipy_is_imported_at_import():
     program = (
         'import sys, maxlm.planning.plots as plots, maxlm.planning.chinchilla\n'
         "print('matplotlib' in sys.modules, 'scipy.optimize' in sys.modules)\n"

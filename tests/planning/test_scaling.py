@@ -99,7 +99,7 @@ def test_more_devices_than_sequences():
     assert 'strong on 1024: train.global_batch_size=16' in scaling_table(rows)
 
 
-def test_what_the_config_fixes_stays():
+def test_configured_values_are_kept():
     resolved = spread(config(mesh__tensor=2, mesh__data=-1, mesh__fsdp=4), H100, 32, DATA)
     assert (resolved.mesh.tensor, resolved.mesh.data, resolved.mesh.fsdp) == (2, 4, 4)
     # All mesh axes are given, so the larger batch axis grows.
@@ -107,7 +107,7 @@ def test_what_the_config_fixes_stays():
     assert (resolved.mesh.tensor, resolved.mesh.fsdp) == (2, 16)
 
 
-def test_micro_batches_shrink_with_what_a_device_has():
+def test_micro_batches_shrink_with_the_sequences_per_device():
     assert spread(config(), H100, 8, DATA).train.per_device_batch_size == 4
     assert spread(config(), H100, 32, DATA).train.per_device_batch_size == 2
     assert spread(config(train__global_batch_size=72), H100, 8, DATA).train.per_device_batch_size == 3
@@ -124,7 +124,7 @@ def test_efficiency_is_against_the_first_that_fits():
 
 
 @pytest.mark.parametrize('counts', [[], [0, 8], [-8]])
-def test_numbers_of_devices_that_are_none(counts):
+def test_invalid_numbers_of_devices(counts):
     with pytest.raises(InputError, match='use numbers of at least 1'):
         sweep(config(), H100, counts, perfect, DATA)
 
@@ -136,7 +136,7 @@ def test_prices_of_a_sweep():
     assert sweep(config(), v7x, [8], perfect, DATA)[0].dollars is None
 
 
-def test_sizes_are_what_their_names_say():
+def test_sizes_match_their_names():
     points = sweep_sizes(config(), H100, 8, perfect, DATA)
     assert len(points) == len(SHAPES)
     for name, (resolved, row) in zip(SHAPES, points, strict=True):
@@ -173,7 +173,7 @@ def test_groups_of_heads_keep_their_proportion(heads, kv_heads, dim, expected):
     assert resized.num_kv_heads == expected
 
 
-def test_a_size_that_cannot_be_laid_out_says_so():
+def test_a_size_without_layout_is_reported():
     points = sweep_sizes(config(mesh__tensor=8), H100, 8, perfect, DATA, shapes=[Shape(12, 768), Shape(24, 1024)])
     assert 'mesh.tensor=8 does not divide model.num_heads=12' in points[0].row.refusal
     assert points[1].row.usable
@@ -187,7 +187,7 @@ def test_rows_are_json():
     assert read[1]['refusal']
 
 
-def test_the_table_shows_what_does_not_fit():
+def test_the_table_marks_rows_that_do_not_fit():
     rows = sweep(config(), H100, [8], perfect, DATA)
     fits, too_much = scaling_table(rows), scaling_table([row._replace(fits=False) for row in rows])
     assert 'does not fit' in too_much

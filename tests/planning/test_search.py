@@ -40,7 +40,7 @@ def with_changes(config, changes):
     return config
 
 
-def test_what_is_found_fits_and_the_fastest_comes_first():
+def test_layouts_fit_and_are_sorted_by_speed():
     machine = machine_of('h100:8')
     config = config_of()
     found = search_layouts(config, machine, resolver(machine))
@@ -60,14 +60,14 @@ def test_what_is_found_fits_and_the_fastest_comes_first():
     assert any(change.key == 'model.remat_policy' for change in found[0].changes)
 
 
-def test_less_memory_leaves_slower_ways():
-    config, roomy, tight = config_of(), machine_of('h100:8'), machine_of('h100:8', share=0.25)
-    fastest = [search_layouts(config, machine, resolver(machine))[0].forecast for machine in (roomy, tight)]
-    assert fastest[1].needed <= tight.available < fastest[0].needed
+def test_less_memory_leaves_slower_layouts():
+    config, large, small = config_of(), machine_of('h100:8'), machine_of('h100:8', share=0.25)
+    fastest = [search_layouts(config, machine, resolver(machine))[0].forecast for machine in (large, small)]
+    assert fastest[1].needed <= small.available < fastest[0].needed
     assert fastest[1].time.total > fastest[0].time.total
 
 
-def test_a_run_is_changed_only_where_nothing_else_fits():
+def test_a_run_is_changed_only_if_nothing_else_fits():
     changing = {'optimizer.moment_dtype', 'mesh.host_offload'}
     config, machine = config_of(), machine_of('h200:1', share=0.95)
     # 6.7 billion parameters take 108 GB with moments and a gradient, and accumulating gradients needs another 27 GB.
@@ -111,18 +111,18 @@ class Compiler:
         return forecast._replace(memory=memory)
 
 
-def test_the_compiler_has_the_last_word():
+def test_the_compiler_decides():
     machine = machine_of('h100:8')
     found = search_layouts(config_of(), machine, resolver(machine))
-    honest, pessimist = Compiler(machine, 1.0), Compiler(machine, 1.3)
-    assert verify_by_compiling(found, honest).changes == found[0].changes
-    assert honest.calls == 1
-    second = verify_by_compiling(found, pessimist)
+    exact, overestimating = Compiler(machine, 1.0), Compiler(machine, 1.3)
+    assert verify_by_compiling(found, exact).changes == found[0].changes
+    assert exact.calls == 1
+    second = verify_by_compiling(found, overestimating)
     assert second.forecast.fits
     assert not second.forecast.memory.is_estimate
     assert second.changes != found[0].changes
     # Candidates as large as a rejected one are not compiled.
-    assert pessimist.calls <= 5
+    assert overestimating.calls <= 5
     assert verify_by_compiling(found, Compiler(machine, 100.0)) is None
 
 
@@ -153,7 +153,7 @@ def test_the_largest_micro_batch():
         choose_micro_batch(auto, none, resolver(none), Compiler(none, 1.0))
 
 
-def test_auto_tells_what_is_wrong_with_the_config_itself():
+def test_auto_reports_errors_of_the_config():
     machine = machine_of('h100:8')
     odd = config_of('1b.py', 'train.per_device_batch_size=auto', 'train.global_batch_size=12')
     with pytest.raises(InputError, match=r'train\.global_batch_size=12 cannot be split over 8'):

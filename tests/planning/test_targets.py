@@ -74,7 +74,7 @@ def test_a_name_is_read(spec, chip, islands, shape):
     assert target != dataclasses.replace(target, num_devices=target.num_devices + 1)
 
 
-def test_cpu_is_all_that_is_there():
+def test_cpu_uses_all_local_devices():
     target = parse_target('cpu')
     assert target.num_devices == len(jax.devices()) == 8
     assert target_devices(target) == jax.devices()
@@ -94,8 +94,8 @@ def test_every_chip_has_a_name():
 
 def alternatives(message, spec):
     """Returns the names that an error message suggests."""
-    told = message.replace(repr(spec), '')
-    return re.findall(r'\b(?:[a-z]+[a-z0-9-]*:[0-9x*]+|cpu(?=\?))', told)
+    text = message.replace(repr(spec), '')
+    return re.findall(r'\b(?:[a-z]+[a-z0-9-]*:[0-9x*]+|cpu(?=\?))', text)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def alternatives(message, spec):
         ('cpu:999999', ['cpu:8']),
     ],
 )
-def test_a_refusal_names_what_there_is(spec, named):
+def test_errors_list_alternatives(spec, named):
     with pytest.raises(InputError) as caught:
         parse_target(spec)
     message = str(caught.value)
@@ -173,7 +173,7 @@ def test_a_refusal_names_what_there_is(spec, named):
 
 
 @pytest.mark.parametrize('name', SLICES)
-def test_each_slice_is_one_to_libtpu(name):
+def test_libtpu_accepts_each_slice(name):
     largest = max(SLICES[name], key=math.prod)
     for shape in {*[shape for shape in SLICES[name] if math.prod(shape) <= 512], largest}:
         target = parse_target(f'{name}:{"x".join(map(str, shape))}')
@@ -184,10 +184,10 @@ def test_each_slice_is_one_to_libtpu(name):
         assert target.chip.kind in devices[0].device_kind
 
 
-def test_libtpu_refuses_are_inputs_at_fault():
-    slice_that_is_none = Target('v5e:3x3', parse_target('v5e:4x4').chip, 9, 1, (3, 3))
+def test_topologies_that_libtpu_rejects_are_input_errors():
+    invalid_slice = Target('v5e:3x3', parse_target('v5e:4x4').chip, 9, 1, (3, 3))
     with pytest.raises(InputError, match=r"^target 'v5e:3x3': the compiler failed: .*3x3"):
-        target_devices(slice_that_is_none)
+        target_devices(invalid_slice)
 
 
 def test_slices_are_islands():
@@ -239,7 +239,7 @@ def ids(layout):
         (6, {'data': 4, 'fsdp': 12}),
     ],
 )
-def test_a_mesh_lies_over_nodes_as_on_real_ones(monkeypatch, num_nodes, sizes):
+def test_a_mesh_covers_nodes_as_on_real_gpus(monkeypatch, num_nodes, sizes):
     monkeypatch.setattr(targets, 'target_devices', lambda target: gpus(num_nodes, real=False))
     planned = target_layout(parse_target(f'h100:8x{num_nodes}'), mesh(**sizes))
     real = make_layout(mesh(**sizes), gpus(num_nodes, real=True))
@@ -283,7 +283,7 @@ def test_a_compiler_that_is_not_installed(monkeypatch, spec, modules, message):
         check_compiler(parse_target(spec))
 
 
-def test_chips_that_the_compiler_is_not_told_of():
+def test_chips_without_compiler_description():
     with pytest.raises(
         CompilerMissingError, match=r'^the GPU compiler does not support l4; supported: a100-40, a100, h'
     ):
@@ -291,10 +291,10 @@ def test_chips_that_the_compiler_is_not_told_of():
 
 
 @pytest.mark.parametrize('spec', [f'{name}:2x2' for name in GPU_TARGETS])
-def test_gpus_that_are_not_there(spec):
+def test_absent_gpus(spec):
     """Compiles for GPUs that are not attached, if the CUDA plugin is installed.
 
-    Otherwise the error says what to install.
+    Otherwise the error names the package to install.
     """
     target = parse_target(spec)
     if not HAS_CUDA:
@@ -325,7 +325,7 @@ def test_a_description_has_the_figures_of_the_chip(name):
 
 
 @pytest.mark.parametrize(('spec', 'at_least_hopper'), [('a100:8', False), ('h100:8', True), ('b200:8', True)])
-def test_cudnn_is_asked_of_the_target(spec, at_least_hopper):
+def test_cudnn_uses_the_capability_of_the_target(spec, at_least_hopper):
     own = [cudnn_attention.check_compute_capability, cudnn_attention.check_cudnn_version]
     query = jax.ShapeDtypeStruct((1, 64, 2, 192), jnp.bfloat16)
 

@@ -29,7 +29,7 @@ def reference(q, k, v, mask):
 
 
 @pytest.mark.parametrize('kv_heads', [1, 2, 4])
-def test_attention_is_the_formula(kv_heads):
+def test_attention_equals_the_formula(kv_heads):
     rng = np.random.default_rng(0)
     q = rng.normal(size=(2, 6, 4, 8))
     k, v = rng.normal(size=(2, 2, 6, kv_heads, 8))
@@ -69,7 +69,7 @@ def test_blocks_of_queries_change_nothing(queries, monkeypatch):
     np.testing.assert_allclose(out, reference(q, k, v, mask), atol=1e-4)
 
 
-def test_a_row_that_sees_nothing_stays_finite():
+def test_a_fully_masked_row_is_finite():
     x = np.ones((1, 3, 1, 4), np.float32)
     nothing = np.zeros((1, 3, 3), bool)
     grad = jax.jit(jax.grad(lambda x: masked_attention(x, x, x, nothing).sum()))(x)

@@ -86,7 +86,7 @@ def difference(found, wanted):
         (1, 256, 2, 1, 5, 44),
     ],
 )
-def test_outputs_and_gradients_are_those_of_all_scores(B, T, N, K, documents, window, small):
+def test_outputs_and_gradients_equal_dense_attention(B, T, N, K, documents, window, small):
     qkv, segments, g = inputs(B, T, N, K, documents)
     found = of_blocks(qkv, segments, g, window)
     assert difference(found, of_all_scores(qkv, segments, g, window)) < 2e-5
@@ -125,7 +125,7 @@ def test_no_array_of_all_scores_exists(monkeypatch):
     assert largest() == 4096 * 4096
 
 
-def test_most_of_what_no_query_may_see_is_not_computed():
+def test_most_masked_scores_are_not_computed():
     def share(attend, window):
         """Returns the fraction of the dense products."""
         T = 1024

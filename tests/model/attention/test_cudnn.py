@@ -86,7 +86,7 @@ def largest_error(ours, theirs):
 
 
 @pytest.mark.parametrize(('window', 'kv_heads'), [(0, N), (5, 2)])
-def test_documents_are_the_mask(formulas, window, kv_heads):
+def test_document_lists_equal_the_mask(formulas, window, kv_heads):
     arrays = inputs(kv_heads)
     ours = value_and_gradients(by_documents(window))
     by_packing = {packing: ours(*arrays, segments) for packing, segments in PACKINGS.items()}
@@ -168,7 +168,7 @@ def kernel_calls(function, *arrays):
     return calls
 
 
-def test_calls_are_those_of_jax(hopper):
+def test_calls_equal_those_of_jax(hopper):
     q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     lengths, offsets = jax.ShapeDtypeStruct((2, 4), jnp.int32), jax.ShapeDtypeStruct((2, 5), jnp.int32)
 
@@ -193,13 +193,13 @@ def test_calls_are_those_of_jax(hopper):
     def ours(q, k, v, do, segments):
         return jax.vjp(lambda q, k, v: by_documents(100)(q, k, v, segments), q, k, v)[1](do)
 
-    told = kernel_calls(ours, q, q, q, q, jax.ShapeDtypeStruct((2, 256), jnp.int32))
-    meant = kernel_calls(theirs, q, q, q, q, lengths, offsets)
-    assert set(told) == set(meant) == {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'}
-    for target, calls in told.items():
+    found_calls = kernel_calls(ours, q, q, q, q, jax.ShapeDtypeStruct((2, 256), jnp.int32))
+    expected_calls = kernel_calls(theirs, q, q, q, q, lengths, offsets)
+    assert set(found_calls) == set(expected_calls) == {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'}
+    for target, calls in found_calls.items():
         # There is one call for the first list and one for the following lists.
-        assert calls == 2 * meant[target]
-    config = told['__cudnn$fmhaSoftmax'][0][0]['cudnn_fmha_backend_config']
+        assert calls == 2 * expected_calls[target]
+    config = found_calls['__cudnn$fmhaSoftmax'][0][0]['cudnn_fmha_backend_config']
     assert (config['mask_type'], config['max_seg_per_batch']) == ('PADDING_CAUSAL', 4)
     assert config['sliding_window_length'] == 100
 
@@ -209,7 +209,7 @@ def on_gpu(config):
 
 
 @pytest.mark.parametrize('sizes', [{'fsdp': 2, 'data': 2, 'tensor': 2}, {'fsdp': 8}], ids=['heads', 'rows'])
-def test_devices_work_alone(formulas, sizes):
+def test_devices_do_not_communicate(formulas, sizes):
     overrides = {f'mesh__{axis}': size for axis, size in sizes.items()}
     layout = small_layout(small_config(num_devices=8, model__vocab_size=64, **overrides))
     axes = ('batch', 'length', 'heads', 'head_dim')
@@ -231,7 +231,7 @@ def test_devices_work_alone(formulas, sizes):
 
 
 @pytest.mark.parametrize(('remat', 'runs'), [('dots', 1), ('dots_no_batch', 1), ('full', 2)])
-def test_remat_keeps_what_the_kernel_gives(formulas, remat, runs):
+def test_remat_keeps_the_results_of_the_kernel(formulas, remat, runs):
     config = on_gpu(small_config(model__num_layers=4, model__remat_policy=remat))
     layout = small_layout(config)
     batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
@@ -240,7 +240,7 @@ def test_remat_keeps_what_the_kernel_gives(formulas, remat, runs):
     assert str(program).count('documents_dot_product_attention_fwd[') == runs
 
 
-def test_where_documents_are_told(hopper, monkeypatch):
+def test_cases_that_support_documents(hopper, monkeypatch):
     q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     assert cudnn.supports_documents(q, SINGLE_DEVICE)
     # The starts of documents are int32.

@@ -22,11 +22,11 @@ from maxlm.planning.compiled.program import read_program
 from maxlm.planning.targets import compiling_for, parse_target, target_layout
 from maxlm.training.state import abstract_state
 
-spec, target, told, *overrides = sys.argv[1:]
+spec, target, variant, *overrides = sys.argv[1:]
 target = parse_target(target)
 config = load(spec, overrides)
 config = resolve(config, platform='gpu', num_devices=target.num_devices, vocab_size=32_000, windows=100)
-if told == 'masked':
+if variant == 'masked':
     kernels.supports_documents = lambda *_: False
 layout = target_layout(target, config.mesh)
 with compiling_for(target):
@@ -63,9 +63,9 @@ SLIDING = ('model.attention_pattern=SL', 'model.sliding_window=512')
 
 
 @functools.cache
-def compiled(target, told, *overrides):
+def compiled(target, variant, *overrides):
     """Compiles in a process with the GPU compiler that launch/test.sh installs."""
-    done = run_python('-c', PROGRAM, f'{ROOT}/configs/1b.py', target, told, *SHORT, *LONG_WINDOW, *overrides)
+    done = run_python('-c', PROGRAM, f'{ROOT}/configs/1b.py', target, variant, *SHORT, *LONG_WINDOW, *overrides)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -76,7 +76,7 @@ def compiled(target, told, *overrides):
     ids=['heads_split', 'grouped_and_sliding'],
 )
 def test_no_mask_is_left(overrides, windows):
-    found = compiled('h100:8', 'told', *overrides)
+    found = compiled('h100:8', 'documents', *overrides)
     # Recomputation in the backward pass would double the number of forward kernels.
     assert found['kernels'] == {FORWARD: found['layers'], BACKWARD: found['layers']}
     assert found['masks'] == []
@@ -85,10 +85,10 @@ def test_no_mask_is_left(overrides, windows):
 
 
 @pytest.mark.nightly
-def test_what_a_mask_takes():
+def test_memory_of_a_mask():
     """Negative control of the previous test."""
-    told, masked = (compiled('h100:8', path, *HEADS_SPLIT) for path in ('told', 'masked'))
+    documents, masked = (compiled('h100:8', variant, *HEADS_SPLIT) for variant in ('documents', 'masked'))
     assert not {FORWARD, BACKWARD} & set(masked['kernels'])
     assert masked['masks']
     # The mask has 2 bytes for each pair of tokens; its inputs may be freed before.
-    assert masked['temporary'] - told['temporary'] > 2 * 4096**2
+    assert masked['temporary'] - documents['temporary'] > 2 * 4096**2

@@ -19,7 +19,7 @@ def model_config():
 @pytest.mark.parametrize(
     ('int8', 'T', 'first_row', 'num'), [(False, 1, 0, 3), (True, 1, 0, 3), (True, 5, 1, 1), (False, 5, 0, 2)]
 )
-def test_parts_are_as_all_slots(int8, T, first_row, num):
+def test_blocks_equal_all_slots(int8, T, first_row, num):
     config, rng = model_config(), np.random.default_rng(0)
     k, v = rng.standard_normal((2, ROWS, S, K, H), np.float32)
     q_BTNH = rng.standard_normal((num, T, N, H), np.float32)
@@ -42,15 +42,15 @@ def test_parts_are_as_all_slots(int8, T, first_row, num):
             found.append(attend_cached(q_BTNH, filled, indices, jnp.asarray(mask_BTS)))
         return found
 
-    whole, found = attend(q_BTNH, 170)
-    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+    dense, found = attend(q_BTNH, 170)
+    np.testing.assert_allclose(found, dense, rtol=1e-5, atol=1e-6)
     # Negative control: omitting a used block changes the result.
-    assert np.abs(attend(q_BTNH, 128)[1] - whole).max() > 1e-2
+    assert np.abs(attend(q_BTNH, 128)[1] - dense).max() > 1e-2
     # If no slot is in use, the output is zero.
     assert not np.any(attend(q_BTNH, 0)[1])
 
 
-def test_parts_that_are_not_in_use_are_not_read():
+def test_unused_blocks_are_not_read():
     """NaN values in unused blocks must not affect the result."""
     (blocks,) = init_caches(model_config(), ROWS, S, unstacked=True)
     poisoned = [part._replace(value_LBKSH=np.full(part.value_LBKSH.shape, np.nan, np.float32)) for part in blocks]

@@ -105,7 +105,7 @@ def largest_error(ours, theirs):
     # The fixture `two_devices` covers (2, 2, True, 0).
     [(2, N, False, 11), (4, 2, False, 11), (4, N, True, 0), (8, 2, True, 11), (8, N, False, 0)],
 )
-def test_a_ring_is_one_device(devices, num_kv_heads, isolated, window):
+def test_a_ring_equals_one_device(devices, num_kv_heads, isolated, window):
     arrays, segments = inputs(num_kv_heads)
     segments = segments if isolated else None
     ours = compiled_ring(devices, window)(*arrays, segments)
@@ -142,7 +142,7 @@ def test_documents_matter_to_a_ring_of_two(two_devices):
         assert largest_error([found], [other]) > 1e-4
 
 
-def test_the_batch_is_spread_too():
+def test_the_batch_is_sharded_too():
     arrays, segments = inputs(2)
     ours = value_and_gradients(around(4, 0, parts=2))(*arrays, segments)
     assert largest_error(ours, on_one_device(0, arrays, segments)) <= 2e-6
@@ -167,7 +167,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
     assert largest_error(ours, on_one_device(5, arrays, segments)) > 1e-4
 
 
-def test_sequence_order_is_not_what_a_ring_takes():
+def test_a_ring_in_sequence_order_gives_another_result():
     arrays, _ = inputs(2)
     ours = value_and_gradients(around(4, 0, order=np.arange(T)))(*arrays, None)
     assert largest_error(ours, on_one_device(0, arrays, None)) > 1e-2
@@ -186,7 +186,7 @@ def test_zigzag_gives_each_device_the_same_work(devices):
     assert len(visible_pairs(np.arange(T))) == devices
 
 
-def test_zigzag_names_the_length_that_does_not_divide():
+def test_zigzag_names_an_indivisible_length():
     with pytest.raises(ValueError, match='length=60 must be a multiple of 16'):
         zigzag(60, 8)
 
@@ -210,7 +210,7 @@ def counted(jaxpr, times=1):
 
 
 @pytest.mark.parametrize('devices', [2, 4, 8])
-def test_only_neighbours_talk_and_masked_pairs_are_not_computed(devices):
+def test_only_neighbors_communicate_and_masked_pairs_are_not_computed(devices):
     (q, k, v, do), _ = inputs(2)
 
     forward = laid_out(devices)
@@ -258,7 +258,7 @@ def test_no_more_memory_for_more_devices():
     assert temporary(8) < 1.05 * temporary(4)
 
 
-def test_a_row_that_sees_nothing_in_a_pair_stays_finite():
+def test_a_row_that_is_fully_masked_in_a_pair_is_finite():
     # Each token is a document, so it only attends to itself, and the output is the value.
     (q, k, v, do), _ = inputs(N)
     alone = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))

@@ -72,7 +72,7 @@ def largest_error(ours, theirs):
     [(0, 2, SEGMENTS), (1, N, SEGMENTS), (100, 1, None), (90, 2, SEGMENTS)],
     ids=['grouped documents', 'window of one', 'one head of keys', 'all'],
 )
-def test_splash_is_attention(window, kv_heads, segments, monkeypatch):
+def test_splash_equals_attention(window, kv_heads, segments, monkeypatch):
     # Small blocks split a short row into several blocks.
     monkeypatch.setattr('maxlm.model.attention.splash.BLOCK', 128)
     arrays = inputs(kv_heads)
@@ -103,7 +103,7 @@ def test_blocks_divide_the_length(length, size):
 
 
 @pytest.mark.parametrize(('length', 'window'), [(2048, 0), (2048, 1), (2048, 2), (2048, 513), (2048, 514), (768, 100)])
-def test_blocks_in_sight_are_those_that_the_mask_touches(length, window):
+def test_visible_blocks_are_those_that_the_mask_touches(length, window):
     query, key = np.arange(length)[:, None], np.arange(length)
     seen = (key <= query) & ((query - key < window) | (window == 0))
     size = block_size(length)
@@ -115,7 +115,7 @@ def with_splash(config):
     return dataclasses.replace(config, model=dataclasses.replace(config.model, attention='splash'))
 
 
-def test_rows_that_the_kernel_cannot_cut_take_another(monkeypatch):
+def test_unsupported_row_lengths_use_another_kernel(monkeypatch):
     """Prompts may have any length; in training, `maxlm.config.resolve` ensures a valid length of rows."""
     config = with_splash(small_config(data__seq_len=T, model__max_positions=T))
     graph, params = decoder_graph(config.model), abstract_params(config)
@@ -127,7 +127,7 @@ def test_rows_that_the_kernel_cannot_cut_take_another(monkeypatch):
     assert set(lengths) == {T // 2}
 
 
-def test_whole_blocks_are_counted_as_work():
+def test_work_counts_complete_blocks():
     config = with_splash(small_config(data__seq_len=2048, data__document_mask=False, model__num_heads=2))
     per_pair = 2 * 2 * config.model.num_heads * config.model.head_dim
     # Blocks of 512² up to the diagonal have 2 products forward, and 3 and 4 in the two kernels of the backward pass.

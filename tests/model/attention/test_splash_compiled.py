@@ -52,11 +52,11 @@ def kernels(spec, remat):
         pytest.param('v5p:2x2x1', marks=pytest.mark.nightly),
     ],
 )
-def test_the_forward_kernel_runs_once_where_its_results_are_kept(spec):
+def test_the_forward_kernel_runs_once_if_its_results_are_kept(spec):
     backward = {'dq_segmented_no_residuals': RUNS, 'dkv_segmented_no_residuals': RUNS}
     assert kernels(spec, 'dots') == {'fwd_segmented_residuals': RUNS, **backward}
 
 
 @pytest.mark.nightly
-def test_the_forward_kernel_runs_again_where_nothing_is_kept():
+def test_the_forward_kernel_runs_again_if_nothing_is_kept():
     assert kernels('v4:2x2x1', 'full')['fwd_segmented_residuals'] == 2 * RUNS

@@ -15,7 +15,7 @@ H = 8
 
 @pytest.mark.parametrize('window', [0, 4])
 @pytest.mark.parametrize('ranges', [1, 5])
-def test_a_text_is_as_if_alone(window, ranges, monkeypatch):
+def test_a_text_in_a_tree_equals_the_text_alone(window, ranges, monkeypatch):
     monkeypatch.setattr(chunked, 'RANGES', ranges)
     monkeypatch.setattr(chunked, 'MIN_RANGE', 1)
     texts = [[1, 2, 3, 4], [1, 2, 3, 5, 6, 7, 8, 9], [1, 2, 9, 9], [2, 2]]
@@ -33,10 +33,10 @@ def test_a_text_is_as_if_alone(window, ranges, monkeypatch):
         alone = [attend_blockwise(q[:, path], k[:, path], v[:, path], None, window=window) for path in laid.paths]
         return found, alone, attend_blockwise(q, k, v, None, window=window)
 
-    found, alone, whole = jax.device_get(run(q, k, v))
+    found, alone, causal = jax.device_get(run(q, k, v))
     for path, wanted in zip(laid.paths, alone, strict=True):
         np.testing.assert_allclose(found[:, path], wanted, rtol=1e-5, atol=1e-5)
     # Padding attends to itself.
     np.testing.assert_allclose(found[0, -1], np.repeat(v[0, -1], 2, axis=0), rtol=1e-5)
     # Negative control: plain causal attention over the row differs.
-    assert np.abs(whole - found).max() > 0.1
+    assert np.abs(causal - found).max() > 0.1

@@ -63,7 +63,7 @@ def difference(got, right):
 
 
 @pytest.mark.parametrize(('kind', 'rows'), [(jnp.bfloat16, (64,)), (jnp.float32, (64,)), (jnp.float32, (4, 16))])
-def test_a_product_is_that_of_the_rounded_numbers(kind, rows):
+def test_a_product_equals_that_of_the_rounded_numbers(kind, rows):
     """Rows have one axis, or two as with a length that is sharded over devices."""
     arrays = operands(kind, rows)
     # The sum is accumulated in float32 and rounded once.
@@ -79,7 +79,7 @@ def test_a_product_is_that_of_the_rounded_numbers(kind, rows):
         assert difference(got, wrong) > 0.01
 
 
-def test_a_scale_that_is_too_small_is_seen(monkeypatch):
+def test_a_scale_that_is_too_small_is_detected(monkeypatch):
     def too_small(largest, top):
         return right(largest, top) / 2
 
@@ -116,7 +116,7 @@ def test_zeros_give_zeros(kind, zeros):
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize('place', [0, 1, 2])
-def test_what_is_not_finite_stays_so(value, place):
+def test_nonfinite_values_propagate(value, place):
     arrays = list(operands(jnp.bfloat16))
     # Negative control: without this value, all results are finite.
     assert all(np.isfinite(array).all() for array in products(*arrays))
@@ -138,7 +138,7 @@ def test_small_and_large_arrays():
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_the_backward_pass_keeps_bytes(kind):
+def test_the_backward_pass_stores_fp8_residuals(kind):
     x, kernel_IO, _ = operands(kind)
 
     def kept(multiply):
@@ -187,13 +187,13 @@ def test_remat_changes_nothing(remat, plain):
 
 
 @pytest.mark.parametrize('remat', ['dots', 'dots_no_batch', 'full'])
-def test_remat_finds_no_scale_again(remat, plain):
+def test_remat_does_not_recompute_scales(remat, plain):
     # Inputs, kernels and gradients of seven projections have a scale in the body of the loop. XLA merges the scales of
     # the shared inputs of query, key and value, and of gate and up.
     assert num_scales(traced(model__remat_policy=remat)) == num_scales(plain[0]) == 21
 
 
-def test_scales_that_no_rule_keeps_are_found_again(monkeypatch):
+def test_scales_are_recomputed_without_the_rule(monkeypatch):
     """Negative control of the previous test."""
     monkeypatch.setattr(blocks, 'SCALE', 'another')
     assert num_scales(traced.__wrapped__(model__remat_policy='full')) > 21

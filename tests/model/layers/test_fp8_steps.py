@@ -84,7 +84,7 @@ def test_a_model_learns_as_well():
 
 
 @pytest.mark.nightly
-def test_with_other_scales_a_model_does_not(monkeypatch):
+def test_a_model_with_other_scales_does_not_learn(monkeypatch):
     """Negative control of the previous test: large scales leave only the lowest bits of the range."""
     right = fp8._scale
     monkeypatch.setattr(fp8, '_scale', lambda largest, top: right(largest, top) * 2.0**16)
@@ -108,7 +108,7 @@ def difference(measured, expected):
 
 
 @pytest.mark.parametrize('layout', LAYOUTS, ids=str)
-def test_every_layout_computes_what_one_device_computes(layout):
+def test_every_layout_equals_one_device(layout):
     expected = first_steps(**FP8)
     assert (difference(first_steps(num_devices=8, **FP8, **layout), expected) < TOLERANCE).all()
     # Negative control: other products give other results.
@@ -151,8 +151,8 @@ def compiled_for_h100(*overrides):
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not FOLDER, reason='needs the compiler for GPUs: run launch/test.sh, or set MAXLM_GPU_COMPILER')
 def test_gpus_run_products_of_8_bits_and_send_bytes():
-    told = compiled_for_h100('matmul=fp8')
-    products = {name: flops for name, (_, flops) in told['products'].items()}
+    output = compiled_for_h100('matmul=fp8')
+    products = {name: flops for name, (_, flops) in output['products'].items()}
     tokens = 32 * 512 / 8
     # A block has four matrices for attention and three for feed-forward, with three products each. With
     # model.remat_policy=full, all products except the last are repeated.
@@ -160,7 +160,7 @@ def test_gpus_run_products_of_8_bits_and_send_bytes():
     in_blocks = 2 * 2 * tokens * (4 * attention + (4 + 4 + 3) * feed_forward)
     head = 6 * tokens * 256 * 4096
     assert products == {'__cublas$lt$matmul$f8': in_blocks, '__cublas$lt$matmul': head}
-    text = told['text']
+    text = output['text']
     gathers = [line for line in text.splitlines() if ' all-gather-start(' in line or ' all-gather(' in line]
     narrow = [line for line in gathers if 'u8[256,' in line]
     # These are the collectives of a layer, forward and backward; none has another dtype.

@@ -18,7 +18,7 @@ from maxlm.model.layers.kv_cache import (
 from tests.small import small_config
 
 
-def test_layers_share_a_cache_with_those_that_see_as_far():
+def test_layers_with_equal_windows_share_a_cache():
     config = small_config(model__num_layers=5, model__sliding_window=3, model__attention_pattern='SSL').model
     caches = init_caches(config, 2, 200, chunk=10)
     # A window needs slots for the window and ten new tokens, rounded up; layers without window have all positions.
@@ -28,7 +28,7 @@ def test_layers_share_a_cache_with_those_that_see_as_far():
 
 
 @pytest.mark.parametrize('window', [0, 5])
-def test_a_ring_has_what_the_window_sees(window):
+def test_a_ring_contains_the_window(window):
     """Compares with a list of positions that are written in sequence, in chunks with various padding."""
     S = 64 if window else 200
     config = small_config(model__sliding_window=window, model__attention_pattern='S' if window else 'L').model
@@ -51,7 +51,7 @@ def test_a_ring_has_what_the_window_sees(window):
     assert start > S or not window
 
 
-def test_no_more_is_looked_at_than_there_is():
+def test_only_written_slots_are_visible():
     run = jax.jit(functools.partial(cache_indices_and_mask, 16, window=0))
     _, mask = run(np.array([[3], [9]]), np.array([4, 10]))
     assert mask.shape == (2, 1, 16)
@@ -60,7 +60,7 @@ def test_no_more_is_looked_at_than_there_is():
     assert not run(np.zeros((2, 1), int), np.zeros(2, int))[1].any()
 
 
-def test_8_bits_keep_what_is_written():
+def test_8_bit_caches_store_written_values():
     config = small_config(model__num_kv_heads=2).model
     rng = np.random.default_rng(0)
     k, v = 3 * rng.standard_normal((2, 1, 4, 2, 8), np.float32)
@@ -109,7 +109,7 @@ def test_fewer_rows_are_the_first(unstacked):
     assert np.count_nonzero(all_slots.key_BKSH) == 16
 
 
-def test_parts_have_all_slots():
+def test_blocks_contain_all_slots():
     assert block_sizes(100) == [100]
     assert block_sizes(1000) == [128, 128, 256, 488]
     assert block_sizes(8192) == [128, 128, 256, 512, 1024, 2048, 2048, 2048]
@@ -120,7 +120,7 @@ def test_parts_have_all_slots():
 
 
 @pytest.mark.parametrize(('first_row', 'num'), [(0, 3), (0, 2), (1, 1)])
-def test_each_part_gets_what_belongs_to_it(first_row, num):
+def test_each_block_stores_its_own_slots(first_row, num):
     config = small_config(model__num_kv_heads=2).model
     # Slots at the boundaries of blocks; 300 is after the last slot.
     slots = np.array([[0, 127, 128, 255, 256, 299, 300]] * num)
@@ -128,9 +128,9 @@ def test_each_part_gets_what_belongs_to_it(first_row, num):
 
     @jax.jit
     def run(k):
-        (blocks, _), (whole,) = init_caches(config, 3, 300, unstacked=True), init_caches(config, 3, 300).values()
+        (blocks, _), (stacked,) = init_caches(config, 3, 300, unstacked=True), init_caches(config, 3, 300).values()
         indices = CacheIndices(jnp.asarray(slots), jnp.array(300), jnp.array(first_row) if first_row else 0)
-        return [LayerCache(x, 0).write(indices, k, 2 * k).blocks for x in (blocks, [whole])]
+        return [LayerCache(x, 0).write(indices, k, 2 * k).blocks for x in (blocks, [stacked])]
 
     split, together = jax.device_get(run(k))
     for name in ('key_LBKSH', 'value_LBKSH'):

@@ -74,7 +74,7 @@ def outputs_and_gradients(apply, partitioning, x):
 @pytest.mark.parametrize(
     ('partitioning', 'rows', 'products'), [(SINGLE_DEVICE, (2, 5), 1), (SINGLE_DEVICE, (9, 1), 3), (Split(), (2, 5), 3)]
 )
-def test_together_is_as_one_by_one(partitioning, rows, products, monkeypatch):
+def test_fused_projections_equal_separate_ones(partitioning, rows, products, monkeypatch):
     monkeypatch.setattr(linear, 'MIN_FUSED_ROWS', 10)
     x = np.random.default_rng(0).standard_normal((*rows, D), np.float32)
     together, num_together, program = outputs_and_gradients(fused_apply, partitioning, x)
@@ -97,7 +97,7 @@ def transposed(module):
 
 # One token, few tokens, and more tokens than are multiplied from the right.
 @pytest.mark.parametrize('rows', [(1, 1), (3, 1), (2, 5)])
-def test_a_turned_kernel_gives_the_same(rows, monkeypatch):
+def test_a_transposed_kernel_gives_the_same(rows, monkeypatch):
     monkeypatch.setattr(linear, 'MAX_TRANSPOSED_ROWS', 4)
     monkeypatch.setattr(linear, 'MIN_FUSED_ROWS', 1)
 
@@ -139,7 +139,7 @@ def test_few_rows_are_multiplied_from_the_left(monkeypatch):
     assert product(linear.MAX_TRANSPOSED_ROWS) == (linear.MAX_TRANSPOSED_ROWS, 24)
 
 
-def test_what_is_worth_turning(monkeypatch):
+def test_kernels_that_are_transposed(monkeypatch):
     assert not any(module.should_be_transposed for module in make(SINGLE_DEVICE))
     monkeypatch.setattr(linear, 'MIN_TRANSPOSED_INPUTS', D)
     plain, quantized, scaled = make(SINGLE_DEVICE)

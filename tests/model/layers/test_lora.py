@@ -65,7 +65,7 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 16), dtype=np.int32)
 
 
 @pytest.mark.parametrize('family', ['gpt2', 'llama', 'nanochat'])
-def test_the_names_are_those_of_the_modules(family):
+def test_names_match_the_modules(family):
     def linears(**settings):
         config = small_config(model__family=family, model__lora_rank=3, **settings)
         block = nnx.eval_shape(lambda: Block(config.model, partitioning=SINGLE_DEVICE, rngs=nnx.Rngs(0)))
@@ -88,7 +88,7 @@ def test_the_scale():
     assert adapter_of(model, 'attention.query') is None
 
 
-def test_how_they_start(drawn):
+def test_initial_values(drawn):
     config, params = drawn
     shapes = {path.removeprefix('blocks.'): array.shape for path, array in params.items() if 'lora' in path}
     assert shapes['attention.key.lora_a'] == (2, 64, 3)
@@ -104,7 +104,7 @@ def test_how_they_start(drawn):
         assert not np.any(params[f'blocks.{name}.lora_b'])
 
 
-def test_everything_else_starts_as_without_them(drawn):
+def test_other_parameters_start_as_without_adapters(drawn):
     _, params = drawn
     config = small_config(**SIZES)
     base = dict(dotted(jax.device_get(jax.jit(partial(started, config))())))
@@ -135,7 +135,7 @@ def test_new_adapters_change_nothing(settings):
     assert np.abs(np.float32(changed) - np.float32(wanted)).mean() > 0.02
 
 
-def test_without_them_the_program_is_the_same():
+def test_the_program_without_adapters_is_unchanged():
     def program(**settings):
         config = small_config(model__family='llama', **settings)
         params = jax.eval_shape(lambda: started(config))
@@ -146,7 +146,7 @@ def test_without_them_the_program_is_the_same():
     assert program(model__lora_rank=1, model__lora_target_modules=('attention.query',)) != plain
 
 
-def test_stacked_and_unrolled_layers_and_what_is_kept_are_the_same():
+def test_scan_and_remat_change_nothing():
     def results(**settings):
         config = small_config(model__family='llama', **settings, **RANK)
         params = with_arrays(params_of(config), adapter_arrays(config.model))
@@ -193,7 +193,7 @@ def test_the_formula(in_shape, out_shape):
     assert np.abs(added).mean() > 0.1
 
 
-def test_together_is_as_one_by_one_with_the_kernels_joined(monkeypatch):
+def test_fused_projections_equal_separate_ones_with_joined_kernels(monkeypatch):
     monkeypatch.setattr(linear_module, 'MIN_FUSED_ROWS', 10)
     adapters = (Adapter(2, 0.5), None, Adapter(3, 2.0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)

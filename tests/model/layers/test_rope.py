@@ -17,7 +17,7 @@ def rotary_config(**settings):
 
 
 @pytest.mark.parametrize('fraction', [1.0, 0.5])
-def test_rotary_is_the_formula(fraction):
+def test_rotary_equals_the_formula(fraction):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1, 5, 2, 8)).astype(np.float32)
     positions = np.array([[0, 1, 2, 0, 7]])
@@ -58,13 +58,13 @@ def cosines(config, positions, length=None):
     return np.asarray(rotary.cos_BT1P)[:, :, 0]
 
 
-def test_linear_scaling_squeezes_positions():
+def test_linear_scaling_divides_positions():
     plain, scaled = rotary_config(), rotary_config(rope_scaling='linear', rope_scaling_factor=4.0)
     np.testing.assert_allclose(cosines(scaled, [[4, 40, 100]]), cosines(plain, [[1, 10, 25]]), atol=1e-5)
     assert not np.allclose(cosines(scaled, [[4]]), cosines(plain, [[4]]), atol=1e-2)
 
 
-def test_dynamic_scaling_starts_behind_the_original_context():
+def test_dynamic_scaling_starts_beyond_the_original_context():
     plain = rotary_config()
     dynamic = rotary_config(rope_scaling='dynamic', rope_scaling_factor=2.0, original_max_positions=16)
     np.testing.assert_allclose(cosines(dynamic, [[3, 15]]), cosines(plain, [[3, 15]]), atol=1e-6)

@@ -53,7 +53,7 @@ def both_ways(values, num_in, weights):
 
 
 @pytest.mark.parametrize(('num_in', 'weights'), CASES, ids=str)
-def test_there_and_back(num_in, weights):
+def test_round_trip(num_in, weights):
     values = kernel()
     stored, again = both_ways(values, num_in, weights)
     assert (stored.codes.shape, stored.scales.shape) == code_shapes(values.shape, num_in, weights)
@@ -168,7 +168,7 @@ def hidden(config, params, layout=None):
 
 
 @pytest.mark.parametrize(('kind', 'group', 'scan'), [('int8', 0, True), ('int4', 16, True), ('fp8', 0, False)])
-def test_a_model_computes_with_the_kernels_that_codes_mean(kind, group, scan):
+def test_a_model_uses_the_dequantized_kernels(kind, group, scan):
     config = small_config(**MODEL, model__scan_layers=scan)
     quantized = with_weights(config, kind, group)
     params = random_params(config)

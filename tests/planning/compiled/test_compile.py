@@ -52,7 +52,7 @@ def test_memory_of_a_program(platform, sizes, memory, total):
     assert compiled.total_bytes() == total
 
 
-def test_the_compiler_is_given_the_options_of_the_device_and_ours(monkeypatch):
+def test_the_compiler_receives_device_options_and_ours(monkeypatch):
     given = {}
 
     class Jitted:
@@ -102,13 +102,13 @@ def test_memory_of_state_and_batch(compiled_on_eight):
     assert memory['state'] == pytest.approx(state + batch, rel=0.02)
     assert memory['temporary'] > 0
     # Control: the figure differs from the state on a single device and from the state without moments.
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
     params = sum(map(bytes_on_a_device, jax.tree.leaves(abstract.params)))
-    assert memory['state'] < 0.5 * whole
+    assert memory['state'] < 0.5 * total
     assert memory['state'] > 2 * params
 
 
-def test_it_runs_on_real_arrays(compiled_on_eight):
+def test_the_program_runs_on_real_arrays(compiled_on_eight):
     config, layout, abstract, compiled = compiled_on_eight
     assert compiled.seconds > 0
     host_batch = small_batch(config)

@@ -74,7 +74,7 @@ def test_operations(name):
     assert product_flops(Instruction('x', line, is_root=False), operands) == 2 * products
 
 
-def test_another_window_counts_otherwise():
+def test_another_window_has_another_count():
     line, dims, products = PRODUCTS['scores']
     closer = line.replace('lhs_dilate=2x4', 'lhs_dilate=2x1')
     assert closer != line

@@ -97,7 +97,7 @@ def test_rounds_of_a_loop():
     assert longer.flops == expected.flops * 9 / 5
 
 
-def test_a_loop_of_unknown_length_is_told():
+def test_a_loop_of_unknown_length_is_reported():
     def until_small(x_BD, w_DD):
         return jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x @ w_DD, x_BD)
 
@@ -175,8 +175,7 @@ def test_zero_3_gathers_for_each_micro_batch_forward_and_backward():
     program = read_program(step.as_text(), config.mesh.sizes)
     blocks, tables, _ = sizes_of(abstract)
     # The CPU backend does not send bfloat16. The embeddings are outside the loop over layers, so they are gathered once
-    # for
-    # all micro-batches. The token embedding is also the head, which is gathered for each.
+    # for all micro-batches. The token embedding is also the head, which is gathered for each.
     head = config.model.vocab_size * config.model.dim
     assert sent(program, 'all-gather') == 4 * (config.accumulation * 2 * blocks + tables + head)
     assert axes_of(program, 'all-gather') == axes_of(program, 'all-reduce') == {('fsdp',)}
@@ -206,11 +205,11 @@ def test_axes_of_a_mixed_layout():
 
 def test_operations_of_the_model():
     width = {'model__dim': 128, 'model__num_heads': 2, 'data__seq_len': 64, 'model__vocab_size': 256}
-    programs, told = {}, {}
+    programs, counted_flops = {}, {}
     for scan_layers in (False, True):
         config, _, step = compiled_step(1, **width, model__scan_layers=scan_layers)
         programs[scan_layers] = read_program(step.as_text(), config.mesh.sizes)
-        told[scan_layers] = step.cost_analysis()['flops']
+        counted_flops[scan_layers] = step.cost_analysis()['flops']
     tokens = config.train.global_batch_size * config.data.seq_len
     expected = tokens * training_flops(config.model, config.data.seq_len).full
     assert programs[False].flops == pytest.approx(expected, rel=0.001)
@@ -218,8 +217,8 @@ def test_operations_of_the_model():
     scores = tokens * config.model.num_layers * 2 * config.data.seq_len * config.model.dim
     assert programs[True].flops == pytest.approx(expected + scores, rel=0.001)
     # XLA also counts elementwise work (norms, softmax, gelu, AdamW), here 3 %, but counts the body of a loop once.
-    assert told[False] == pytest.approx(expected, rel=0.05)
-    assert told[True] < 0.7 * expected
+    assert counted_flops[False] == pytest.approx(expected, rel=0.05)
+    assert counted_flops[True] < 0.7 * expected
     assert not programs[True].transfers
 
 

@@ -46,7 +46,7 @@ def test_rounds(name):
     assert products(start, step, goes_on) == (expected, [])
 
 
-def test_loops_that_tell_nothing():
+def test_loops_of_unknown_length():
     # The first counter never equals the bound; the condition of the second is not a plain comparison.
     assert products(0, 3, lambda i: i != 8)[1]
     assert products(0, 1, lambda i: i * i < 50)[1]

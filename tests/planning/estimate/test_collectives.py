@@ -88,17 +88,17 @@ def test_axes_and_groups():
     assert all(transfer.is_async == (transfer.axes in (('fsdp',), ('replica',))) for transfer in transfers)
 
 
-def test_kernels_travel_in_8_bits_and_their_gradients_do_not():
+def test_kernels_are_sent_in_8_bits_and_their_gradients_are_not():
     sizes = {'num_devices': 8, 'model__dim': 64, 'model__dtype': 'bfloat16', 'model__remat_policy': 'full'}
-    usual, in_8_bits = (
+    in_16_bits, in_8_bits = (
         estimate_transfers(small_config(model__matmul_precision=matmul, **sizes)) for matmul in ('default', 'fp8')
     )
-    gathers, of_codes = ([t for t in all if t.kind == 'all-gather'] for all in (usual, in_8_bits))
+    gathers, of_codes = ([t for t in all if t.kind == 'all-gather'] for all in (in_16_bits, in_8_bits))
     assert [t.size for t in of_codes] == [gathers[0].size / 2, gathers[1].size]
-    scatters, others = ([t for t in all if t.kind == 'reduce-scatter'] for all in (usual, in_8_bits))
+    scatters, others = ([t for t in all if t.kind == 'reduce-scatter'] for all in (in_16_bits, in_8_bits))
     assert scatters == others
     # A scale is one number, and all devices wait for it.
-    (scales,) = set(in_8_bits) - set(usual) - set(of_codes)
+    (scales,) = set(in_8_bits) - set(in_16_bits) - set(of_codes)
     assert (scales.size, scales.group, scales.is_async) == (4, 8, False)
 
 
@@ -106,7 +106,7 @@ def test_one_device_sends_nothing():
     assert estimate_transfers(small_config()) == []
 
 
-def test_a_pipeline_hands_on_the_stream():
+def test_a_pipeline_sends_the_stream():
     config = small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__per_device_batch_size=2)
     stream = 2 * config.data.seq_len * config.model.dim * 4
     sizes = {(t.kind, t.count): t.size for t in estimate_transfers(config) if t.axes == ('stage',) and t.size > 4}

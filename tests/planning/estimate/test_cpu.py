@@ -35,7 +35,7 @@ def steady(monkeypatch):
     return sizes
 
 
-def test_products_take_what_they_took_alone(steady):
+def test_products_take_their_measured_time(steady):
     config = small_config(model__family='llama')
     machine = calibrate_cpu(config)
     # Seven kernels in each of two layers and the logits take a millisecond each, and longer within a program.

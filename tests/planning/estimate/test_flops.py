@@ -32,7 +32,7 @@ def parameters(config):
 
 
 @pytest.mark.parametrize('model', MODELS)
-def test_parameters_that_are_multiplied_with(model):
+def test_parameters_in_matmuls(model):
     config = small_config(**MODELS[model])
     sizes = parameters(config)
     looked_up = 0 if config.model.tie_embeddings else sizes['embedding']
@@ -71,7 +71,7 @@ def test_causal_is_the_mean_over_the_window():
     assert training_flops(model, 1).causal == training_flops(model, 1).full
 
 
-def test_sliding_layers_count_what_they_reach():
+def test_sliding_layers_count_their_window():
     sliding = {'model__sliding_window': 3, 'model__num_layers': 3}
     mixed, full = small_config(**sliding, model__attention_pattern='SL').model, small_config(model__num_layers=3).model
     per_position = 12 * mixed.num_heads * mixed.head_dim
@@ -84,17 +84,17 @@ def test_sliding_layers_count_what_they_reach():
     assert training_flops(mixed, 2) == training_flops(full, 2)
 
 
-def test_what_is_frozen_has_no_gradient_and_a_reference_has_a_forward_pass():
+def test_frozen_parameters_have_no_gradient_and_a_reference_has_a_forward_pass():
     plain = small_config(model__family='llama')
-    whole = training_flops(plain.model, 16)
-    assert step_flops(plain, 16) == whole
+    base = training_flops(plain.model, 16)
+    assert step_flops(plain, 16) == base
     blocks = sum(size for name, size in parameters(plain).items() if 'blocks' in name and 'norm' not in name)
     frozen = small_config(model__family='llama', optimizer__frozen_params=('blocks',))
-    assert step_flops(frozen, 16).causal == pytest.approx(whole.causal - 2 * blocks)
+    assert step_flops(frozen, 16).causal == pytest.approx(base.causal - 2 * blocks)
     # With rank 2 the adapters have 2 · (inputs + outputs) elements for each matrix.
     adapted = small_config(model__family='llama', model__lora_rank=2)
     adapters = sum(size for name, size in parameters(adapted).items() if 'lora' in name)
     matrices = matmul_parameters(plain.model)
-    assert step_flops(adapted, 16).causal == pytest.approx(whole.causal - 2 * matrices + 6 * adapters)
+    assert step_flops(adapted, 16).causal == pytest.approx(base.causal - 2 * matrices + 6 * adapters)
     dpo = small_config(model__family='llama', train__objective='dpo', train__init_from='runs/sft')
-    assert step_flops(dpo, 16).full == pytest.approx(whole.full * 4 / 3)
+    assert step_flops(dpo, 16).full == pytest.approx(base.full * 4 / 3)

@@ -99,10 +99,10 @@ def bound(entry):
 
 
 @pytest.mark.parametrize('entry', ANALYSES, ids=name_of)
-def test_estimates_of_what_compilers_told(entry):
+def test_estimates_match_the_compilers(entry):
     config, memory = estimate_of(entry)
-    told = entry.get('overflow') or entry['total']
-    assert memory.total == pytest.approx(told, rel=bound(entry))
+    reported = entry.get('overflow') or entry['total']
+    assert memory.total == pytest.approx(reported, rel=bound(entry))
     assert memory.is_estimate
     if 'state' in entry and entry['platform'] == 'gpu':
         held = memory.parameters + memory.moments + memory.average + memory.batch
@@ -111,10 +111,10 @@ def test_estimates_of_what_compilers_told(entry):
     # Control: the estimate for another remat policy is far off.
     other = 'full' if config.model.remat_policy != 'full' else 'none'
     _, wrong = estimate_of(entry, f'model.remat_policy={other}')
-    assert abs(wrong.total / told - 1) > 2 * abs(memory.total / told - 1)
+    assert abs(wrong.total / reported - 1) > 2 * abs(memory.total / reported - 1)
 
 
-def test_errors_are_small_on_the_whole():
+def test_the_median_error_is_small():
     """Limits the median error. The bounds for single programs alone would allow all estimates to get worse."""
     errors = {'gpu': [], 'tpu': []}
     for entry in ANALYSES:
@@ -150,19 +150,19 @@ def test_against_the_compiler_for_cpus(program):
     layout = small_layout(config)
     abstract = abstract_state(config, layout)
     compiled = compile_train_step(config, layout, abstract)
-    told, estimate = memory_of(compiled, config, abstract), estimate_memory(config, 'cpu')
+    reported, estimate = memory_of(compiled, config, abstract), estimate_memory(config, 'cpu')
     analysis = compiled.step.memory_analysis()
-    assert told.total == analysis.argument_size_in_bytes + analysis.temp_size_in_bytes == compiled.total_bytes()
-    assert estimate.total == pytest.approx(told.total, rel=error)
-    assert (told.is_estimate, estimate.is_estimate) == (False, True)
-    assert told.parameters == state_bytes(abstract).parameters
-    assert all(size >= 0 for size in told)
+    assert reported.total == analysis.argument_size_in_bytes + analysis.temp_size_in_bytes == compiled.total_bytes()
+    assert estimate.total == pytest.approx(reported.total, rel=error)
+    assert (reported.is_estimate, estimate.is_estimate) == (False, True)
+    assert reported.parameters == state_bytes(abstract).parameters
+    assert all(size >= 0 for size in reported)
     # Control: sequences a quarter as long. The bound for pipelines is too wide to distinguish half the length.
     short = small_config(num_devices=8, **{**sizes, **batch, **overrides, 'data__seq_len': 64})
-    assert estimate_memory(short, 'cpu').total != pytest.approx(told.total, rel=error)
+    assert estimate_memory(short, 'cpu').total != pytest.approx(reported.total, rel=error)
 
 
-def test_state_on_the_host_is_told_apart():
+def test_state_on_the_host_is_reported_separately():
     overrides = {'model__dim': 128, 'train__per_device_batch_size': 1}
     config = small_config(num_devices=8, mesh__host_offload='all', **overrides)
     abstract = abstract_state(config, small_layout(config))
@@ -173,7 +173,7 @@ def test_state_on_the_host_is_told_apart():
     assert estimate_memory(config, 'gpu').host == pytest.approx(on_host.host, abs=COUNTERS)
 
 
-def test_more_of_anything_takes_more():
+def test_larger_settings_need_more_memory():
     entry = next(entry for entry in ANALYSES if entry['config'] == 'configs/code.py:7b' and not entry['overrides'])
     _, memory = estimate_of(entry)
     larger = {

@@ -28,7 +28,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize('model', MODELS)
-def test_they_are_the_parameters_of_the_model(model):
+def test_counts_equal_the_parameters_of_the_model(model):
     config = small_config(**MODELS[model])
     layout = small_layout(config)
     _, variables = nnx.split(abstract_model(config, layout))

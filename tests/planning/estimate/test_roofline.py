@@ -52,10 +52,10 @@ def timed(config, chip=H100, *, devices=8, islands=1, efficiency=None):
 def test_more_of_a_resource_is_never_slower(resource):
     config = planned('mesh.replica=2', 'mesh.host_offload=optimizer', devices=16)
     faster = dataclasses.replace(H100, **{resource: 2 * getattr(H100, resource)})
-    usual = timed(config, devices=16, islands=2).total
-    assert timed(config, faster, devices=16, islands=2).total < usual
+    base = timed(config, devices=16, islands=2).total
+    assert timed(config, faster, devices=16, islands=2).total < base
     slower = dataclasses.replace(H100, **{resource: 0.5 * getattr(H100, resource)})
-    assert timed(config, slower, devices=16, islands=2).total > usual
+    assert timed(config, slower, devices=16, islands=2).total > base
 
 
 @pytest.mark.parametrize('field', ['products', 'attention', 'memory', 'links', 'network', 'overlap'])
@@ -75,11 +75,11 @@ def test_products_of_8_bits_take_half_of_the_time():
         sizes = {axis: 1 for axis in planned().mesh.sizes}
         return step_time(work, chip, num_devices=1, num_islands=1, mesh_sizes=sizes, efficiency=IDEAL).compute
 
-    whole = work._replace(fp8_flops=work.flops)
-    assert compute(whole, H100) == compute(work, H100) / 2
+    in_fp8 = work._replace(fp8_flops=work.flops)
+    assert compute(in_fp8, H100) == compute(work, H100) / 2
     assert compute(work._replace(fp8_flops=work.flops / 2), H100) == pytest.approx(compute(work, H100) * 0.75)
     # A GPU without fp8 uses 16-bit matmuls.
-    assert compute(whole, CHIP['a100']) == compute(work, CHIP['a100'])
+    assert compute(in_fp8, CHIP['a100']) == compute(work, CHIP['a100'])
 
 
 def test_twice_the_chips_take_about_half_of_the_time_at_best():
@@ -110,7 +110,7 @@ def test_parts_add_up():
     assert timed(planned('mesh.host_offload=all')).host > 0
 
 
-def test_what_limits_a_step():
+def test_the_limiting_resource_of_a_step():
     assert timed(planned()).bound == 'compute'
     assert timed(planned(), dataclasses.replace(H100, memory_bandwidth=1e11)).bound == 'memory'
     assert timed(planned(), dataclasses.replace(H100, link_bandwidth=1e9)).bound == 'communication'
@@ -118,56 +118,58 @@ def test_what_limits_a_step():
     assert StepTime(1.0, 0.5, 0.0, 0.0, 0.0, 2.0, 0.0).bound == 'idle'
 
 
-def one(kind, axes, group, size=1e9):
+def transfer(kind, axes, group, size=1e9):
     return Transfer(kind, axes, group, size)
 
 
 def test_transfers_within_a_node_by_hand():
     # 7/8 of 1 GB at 450 GB/s; an all-reduce takes twice as long.
-    assert transfer_time(one('all-gather', ('fsdp',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(0.875 / 450)
-    assert transfer_time(one('reduce-scatter', ('fsdp',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(0.875 / 450)
-    assert transfer_time(one('all-reduce', ('tensor',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(2 * 0.875 / 450)
-    assert transfer_time(one('all-to-all', ('fsdp',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(0.875 / 450)
-    assert transfer_time(one('collective-permute', ('fsdp',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(1 / 450)
+    assert transfer_time(transfer('all-gather', ('fsdp',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(0.875 / 450)
+    assert transfer_time(transfer('reduce-scatter', ('fsdp',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(0.875 / 450)
+    assert transfer_time(transfer('all-reduce', ('tensor',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(
+        2 * 0.875 / 450
+    )
+    assert transfer_time(transfer('all-to-all', ('fsdp',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(0.875 / 450)
+    assert transfer_time(transfer('collective-permute', ('fsdp',), 8), H100, IDEAL, WITHIN, 8) == pytest.approx(1 / 450)
     late = IDEAL._replace(latency=1e-3)
-    twice = one('all-gather', ('fsdp',), 8)._replace(count=2)
+    twice = transfer('all-gather', ('fsdp',), 8)._replace(count=2)
     assert transfer_time(twice, H100, late, WITHIN, 8) == pytest.approx(2 * (0.875 / 450 + 1e-3))
 
 
 def test_transfers_across_nodes_by_hand():
     across = {**WITHIN, 'replica': 4, 'fsdp': 2}
     # With 16 devices in 2 nodes, each interface receives 1/8 of the other node's half.
-    gather = one('all-gather', ('fsdp',), 16)
+    gather = transfer('all-gather', ('fsdp',), 16)
     assert transfer_time(gather, H100, IDEAL, across, 8) == pytest.approx(max(1 / 2 / 8 / 50, 0.875 / 450))
     # A device that is alone in its node needs all of the data itself.
-    alone = one('all-reduce', ('replica',), 4)
+    alone = transfer('all-reduce', ('replica',), 4)
     assert transfer_time(alone, H100, IDEAL, across, 8) == pytest.approx(2 * 0.75 / 50)
-    ring = one('collective-permute', ('replica',), 4)
+    ring = transfer('collective-permute', ('replica',), 4)
     assert transfer_time(ring, H100, IDEAL, across, 8) == pytest.approx(1 / 50)
 
 
 @pytest.mark.parametrize('kind', ['all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective-permute'])
 @pytest.mark.parametrize('chip', ['h100', 'a100', 'v4', 'v5e'])
 def test_a_network_is_slower_than_links(chip, kind):
-    transfer = one(kind, ('data',), 8)
-    slow = transfer_time(transfer, CHIP[chip], IDEAL, {**WITHIN, 'data': 8}, 64)
-    assert slow > 2 * transfer_time(transfer, CHIP[chip], IDEAL, WITHIN, 64)
+    slow_transfer = transfer(kind, ('data',), 8)
+    slow = transfer_time(slow_transfer, CHIP[chip], IDEAL, {**WITHIN, 'data': 8}, 64)
+    assert slow > 2 * transfer_time(slow_transfer, CHIP[chip], IDEAL, WITHIN, 64)
 
 
 def test_a_torus_by_hand():
     # In a pod of 16 × 16, an axis of 16 is one ring of 90 GB/s, and all 256 chips are two rings.
-    gather = one('all-gather', ('tensor',), 16)
+    gather = transfer('all-gather', ('tensor',), 16)
     assert transfer_time(gather, V5E, IDEAL, WITHIN, 256) == pytest.approx(15 / 16 / 90)
-    whole = one('all-gather', ('fsdp',), 256)
-    assert transfer_time(whole, V5E, IDEAL, WITHIN, 256) == pytest.approx(255 / 256 / 180)
+    full_pod = transfer('all-gather', ('fsdp',), 256)
+    assert transfer_time(full_pod, V5E, IDEAL, WITHIN, 256) == pytest.approx(255 / 256 / 180)
     # A slice of a pod has no wrap-around links.
-    assert transfer_time(one('all-gather', ('fsdp',), 64), V5E, IDEAL, WITHIN, 64) == pytest.approx(63 / 64 / 90)
+    assert transfer_time(transfer('all-gather', ('fsdp',), 64), V5E, IDEAL, WITHIN, 64) == pytest.approx(63 / 64 / 90)
     # Data moves a quarter of the ring on average.
-    moved = one('all-to-all', ('tensor',), 16, 1e6)
+    moved = transfer('all-to-all', ('tensor',), 16, 1e6)
     assert transfer_time(moved, V5E, IDEAL, WITHIN, 256) == pytest.approx(16e6 / 4 / 90e9)
 
 
-def test_a_mesh_that_cannot_cross_islands():
+def test_a_mesh_that_cannot_span_islands():
     with pytest.raises(InputError, match='tensor'):
         timed(planned('mesh.tensor=4', 'mesh.fsdp=1', devices=4), devices=4, islands=4)
 

@@ -65,7 +65,7 @@ def product_flops(jaxpr):
         ('gpt_neox', 'none', 32),
     ],
 )
-def test_products_are_those_of_the_trace(family, remat, window):
+def test_products_equal_the_trace(family, remat, window):
     config = small_config(model__family=family, model__remat_policy=remat, data__seq_len=window, **SHAPE)
     assert estimate_work(config).all_flops == traced_flops(config)
     # Control: another policy has other matmuls.
@@ -103,17 +103,17 @@ def test_products_of_a_fused_kernel_by_hand():
     assert estimate_work(config).attention_flops == 7 * per_pair * tokens * 32
 
 
-def test_documents_take_a_mask_where_the_kernel_cannot_be_told_of_them():
+def test_documents_need_a_mask_if_the_kernel_does_not_support_them():
     config = small_config(data__seq_len=32, **SHAPE)
     fused = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='cudnn'))
-    whole = dataclasses.replace(fused, data=dataclasses.replace(fused.data, document_mask=False))
-    causal, all_scores = (estimate_work(whole), estimate_work(fused))
+    unmasked = dataclasses.replace(fused, data=dataclasses.replace(fused.data, document_mask=False))
+    causal, all_scores = (estimate_work(unmasked), estimate_work(fused))
     # A mask makes the kernel compute all scores, and is read from memory. Ampere and unknown GPUs need it.
     assert all_scores.attention_flops == causal.attention_flops * 64 / 33
     assert all_scores.memory_bytes > causal.memory_bytes
     assert estimate_work(fused, (8, 0)) == all_scores
     # Kernels on Hopper support document starts, but not in a pipeline.
-    assert estimate_work(fused, (9, 0)) == estimate_work(whole, (9, 0)) == causal
+    assert estimate_work(fused, (9, 0)) == estimate_work(unmasked, (9, 0)) == causal
     staged = dataclasses.replace(fused, mesh=dataclasses.replace(fused.mesh, stage=2))
     assert estimate_work(staged, (9, 0)) == estimate_work(staged)
 
@@ -132,12 +132,12 @@ def test_ranges_of_queries_by_hand():
 def test_products_of_8_bits_are_those_of_the_blocks():
     config, plain = one_billion(), one_billion()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, matmul_precision='fp8'))
-    work, usual = estimate_work(config, (9, 0)), estimate_work(plain, (9, 0))
+    work, base = estimate_work(config, (9, 0)), estimate_work(plain, (9, 0))
     tokens = config.train.global_batch_size * config.data.seq_len / 8
     assert work.fp8_flops == work.flops - 6 * tokens * config.model.dim * config.model.vocab_size
-    assert (work.flops, usual.fp8_flops) == (usual.flops, 0)
+    assert (work.flops, base.fp8_flops) == (base.flops, 0)
     # Quantization reads arrays twice more.
-    assert work.memory_bytes > usual.memory_bytes
+    assert work.memory_bytes > base.memory_bytes
 
 
 def test_a_ring_shares_the_causal_part():
@@ -179,19 +179,19 @@ def test_host_memory():
     )
 
 
-def test_bytes_follow_what_is_stored():
+def test_bytes_follow_the_stored_dtypes():
     def moved(**overrides):
         return estimate_work(small_config(**{**SHAPE, **overrides})).memory_bytes
 
-    usual = moved()
+    base = moved()
     parameters = model_parameters(small_config(**SHAPE).model)
-    assert usual - moved(optimizer__moment_dtype='bfloat16') == pytest.approx(parameters * 8)
-    assert moved(optimizer__ema_decay=0.9) - usual == pytest.approx(parameters * 8)
-    assert moved(model__remat_policy='full') > usual
-    assert moved(train__global_batch_size=32) > 1.5 * usual
+    assert base - moved(optimizer__moment_dtype='bfloat16') == pytest.approx(parameters * 8)
+    assert moved(optimizer__ema_decay=0.9) - base == pytest.approx(parameters * 8)
+    assert moved(model__remat_policy='full') > base
+    assert moved(train__global_batch_size=32) > 1.5 * base
 
 
-def test_parameters_are_the_real_ones_but_for_scales_and_biases():
+def test_parameters_equal_the_model_except_scales_and_biases():
     config = small_config(model__family='llama', model__num_kv_heads=2)
     leaves = jax.tree.leaves(abstract_state(config, small_layout(config)).params)
     scales = (2 * config.model.num_layers + 1) * config.model.dim
