@@ -29,7 +29,7 @@ def test_the_short_golden_curve_goes_down(short):
 
 
 @pytest.mark.parametrize('overrides', [{'data__seed': 1}])
-def test_the_tolerance_tells_runs_apart(shared_steps, dataset, tmp_path, short, overrides):
+def test_the_tolerance_distinguishes_runs(shared_steps, dataset, tmp_path, short, overrides):
     """Negative control: other data changes each step of the curve."""
     other = golden_run(SHORT, dataset, tmp_path, **overrides)
     wanted = read(SHORT)

@@ -82,7 +82,7 @@ def gathers(program):
     return read_overlap(program.text, program.mesh_sizes, chip, num_devices=CHIPS)['all-gather']
 
 
-def test_gathers_are_started_before_they_are_waited_for(sharded):
+def test_gathers_are_asynchronous(sharded):
     found = gathers(sharded)
     assert found.count_async == found.count
     # With such small batches, computation hides little communication.
@@ -90,21 +90,21 @@ def test_gathers_are_started_before_they_are_waited_for(sharded):
 
 
 @pytest.mark.nightly
-def test_without_the_options_of_the_device_gathers_are_waited_for(monkeypatch):
+def test_gathers_block_without_the_device_options(monkeypatch):
     """Negative control of the previous test."""
     monkeypatch.delitem(DEVICE_OPTIONS, 'TPU v4')
     plain = gathers(Program(model__remat_policy='full'))
     assert (plain.count_async, plain.share) == (0, 0)
 
 
-def test_zero_3_keeps_no_whole_parameters(sharded):
+def test_zero_3_stores_no_complete_parameters(sharded):
     assert sharded.memory['state'] == pytest.approx(size(sharded.state) / CHIPS + BATCH, rel=0.02)
     # Temporary buffers are less than a quarter of the parameters in bfloat16.
     assert sharded.memory['temporary'] < 0.25 * size(sharded.state.params) / 2
 
 
 @pytest.mark.nightly
-def test_zero_1_shards_the_optimizer_alone(sharded):
+def test_zero_1_shards_only_the_optimizer(sharded):
     program = Program(model__remat_policy='full', mesh__zero_stage=1)
     params, moments = size(program.state.params), size(program.state.opt_state)
     assert program.memory['state'] == pytest.approx(params + moments / CHIPS + BATCH, rel=0.02)
@@ -114,7 +114,7 @@ def test_zero_1_shards_the_optimizer_alone(sharded):
 
 
 @pytest.mark.nightly
-def test_tensor_parallel_blocks_have_two_sums_each_way():
+def test_tensor_parallel_blocks_have_two_all_reduces_per_pass():
     program = Program(mesh__tensor=4, mesh__data=4, mesh__fsdp=1)
     rows = GLOBAL_BATCH // 4
     stream = f'bf16[{rows},{WINDOW},{DIM}]'

@@ -129,7 +129,7 @@ def train(config):
         *(pytest.param(layout, id=name_of(layout), marks=pytest.mark.nightly) for layout in NIGHTLY_LAYOUTS),
     ],
 )
-def test_every_layout_computes_what_one_device_computes(layout):
+def test_every_layout_equals_one_device(layout):
     model = {
         key: value
         for key, value in layout.items()
@@ -147,7 +147,7 @@ def test_every_layout_computes_what_one_device_computes(layout):
     assert history[-1, 0] < 0.95 * history[0, 0]
 
 
-def test_a_ring_in_the_order_of_the_sequence_computes_something_else(monkeypatch):
+def test_a_ring_in_sequence_order_gives_another_result(monkeypatch):
     monkeypatch.setattr('maxlm.training.step.zigzag', lambda length, devices: np.arange(length))
     _, history = on_one_device(tuple(LLAMA.items()))
     _, other_history = train(small_config(num_devices=2, **COMMON, **LLAMA, mesh__context=2))

@@ -70,7 +70,7 @@ def learned():
     return train(config, params, 100, 32)
 
 
-def test_divided_positions_reach_further_at_once(learned):
+def test_linear_scaling_extends_the_context_without_training(learned):
     uniform = math.log(SYMBOLS)
     assert evaluate(config_at(SHORT), learned) < 0.3 * uniform
     # Negative control: at an unseen distance, the model is worse than random predictions.
@@ -80,7 +80,7 @@ def test_divided_positions_reach_further_at_once(learned):
 
 
 @pytest.mark.nightly
-def test_scaled_positions_and_a_few_steps_reach_further(learned):
+def test_scaling_and_a_few_steps_extend_the_context(learned):
     yarn = config_at(LONG, **YARN)
     # YaRN does not scale the fastest pair, which must be relearned.
     assert evaluate(yarn, train(yarn, learned, 80, 8)) < 0.4 * math.log(SYMBOLS)

@@ -72,7 +72,7 @@ def on_one_device():
 
 
 @pytest.mark.parametrize('layout', LAYOUTS, ids=str)
-def test_every_layout_computes_what_one_device_computes(layout):
+def test_every_layout_equals_one_device(layout):
     wanted, wanted_gradients = on_one_device()
     found, gradients = results(**layout)
     np.testing.assert_allclose(found, wanted, atol=2e-5)
@@ -84,7 +84,7 @@ def test_every_layout_computes_what_one_device_computes(layout):
         assert np.abs(gradient).max() > 1e-2 or path[0].key == 'head', path
 
 
-def test_what_lies_where():
+def test_shardings_of_adapters():
     config = small_config(num_devices=4, **COMMON, **LAYOUTS[0])
     blocks = param_shardings(config, small_layout(config))['blocks']
     assert tuple(blocks['attention']['query']['lora_a'].spec) == ('stage', ('fsdp', 'context'), None)

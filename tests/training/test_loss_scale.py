@@ -98,7 +98,7 @@ def test_an_overflow_changes_nothing_but_the_scale(half):
     assert not np.array_equal(then.params['embedding'], after.params['embedding'])
 
 
-def test_overflows_end_by_themselves(half):
+def test_overflows_stop_after_the_scale_is_reduced(half):
     state, overflows = half.with_scale(2.0**30), []
     for _ in range(STEPS):
         state, metrics = half.step(state, half.batch)
@@ -129,15 +129,15 @@ def test_a_loss_that_is_not_finite_is_no_overflow(half):
 
 def test_a_gradient_that_is_not_finite_without_a_scale_is_no_overflow(half):
     # The mean loss is unchanged, but its gradient exceeds float16.
-    heavy = {**half.batch, 'weights': half.batch['weights'] * 1e30}
+    large_weights = {**half.batch, 'weights': half.batch['weights'] * 1e30}
     for scale, overflow in ((1, False), (2, True)):
-        after, metrics = half.step(half.with_scale(scale), heavy)
+        after, metrics = half.step(half.with_scale(scale), large_weights)
         assert (bool(metrics['skipped']), bool(metrics['overflow'])) == (True, overflow)
         assert np.isfinite(metrics['loss'])
         assert float(after.loss_scale.scale) == 1
 
 
-def test_the_gradient_is_that_of_float32_unless_the_scale_is_too_low(half, single):
+def test_the_gradient_equals_float32_unless_the_scale_is_too_low(half, single):
     wanted = single.gradient()
     size = np.linalg.norm(wanted)
     error = {scale: np.linalg.norm(half.gradient(scale) - wanted) / size for scale in (2.0**4, 2.0**10, 2.0**-10)}

@@ -103,7 +103,7 @@ def test_losses_by_source(found):
     assert len(set(map(float, sums.source_loss))) == NUM_SOURCES
 
 
-def test_a_loss_that_is_not_finite_stays_with_its_source(run):
+def test_a_nonfinite_loss_affects_only_its_source(run):
     batch = batch_of_responses()
     batch['weights'] = batch['weights'].copy()
     batch['weights'][2, 0] = np.nan

@@ -25,7 +25,7 @@ ADAPTERS = {'model__family': 'llama', 'model__lora_rank': 2}
         (ADAPTERS, False),
     ],
 )
-def test_a_state_holds_a_reference_where_the_model_cannot_be_its_own(settings, holds):
+def test_a_state_contains_a_reference_unless_the_model_is_its_own(settings, holds):
     assert has_reference_params(small_config(**settings)) is holds
 
 
@@ -36,7 +36,7 @@ def test_rewards_need_a_reference_only_for_its_divergence():
     assert has_reference_params(dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, kl_coef=0.1)))
 
 
-def test_each_kind_is_kept_in_the_type_that_the_model_takes():
+def test_each_kind_is_stored_in_its_compute_dtype():
     config = small_config(**DPO)
     in_8_bits = dataclasses.replace(config, model=dataclasses.replace(config.model, matmul_precision='fp8'))
     kinds = ('table', 'head', 'matrix', 'vector')
@@ -58,7 +58,7 @@ def test_a_reference_is_a_copy():
     assert pointers[0] != pointers[1]
 
 
-def test_adapters_that_are_off_add_nothing():
+def test_disabled_adapters_add_nothing():
     ones = np.ones(3, np.float32)
     params = {'query': {'kernel': ones, 'lora_a': ones, 'lora_b': ones}, 'norm': {'scale': ones}}
     off = without_adapters(params)

@@ -24,7 +24,7 @@ NEVER = {'num_steps': 100, 'save_interval_steps': 0, 'keep_period': 0, 'seconds'
         (21, {'save_interval_steps': 10, 'save_interval_minutes': 1.0, 'seconds': 61.0}, True),
     ],
 )
-def test_when_a_step_is_saved(step, changes, due):
+def test_steps_that_are_saved(step, changes, due):
     assert should_save(step, **{**NEVER, **changes}) is due
 
 
@@ -32,7 +32,7 @@ def test_when_a_step_is_saved(step, changes, due):
     ('seconds_left', 'step_seconds', 'look'),
     [(100.0, 1.0, 57), (3.0, 1.0, 8), (1.0, 1.0, 8), (-5.0, 1.0, 8), (100.0, 0.0, 8)],
 )
-def test_when_the_clock_is_looked_at_again(seconds_left, step_seconds, look):
+def test_next_step_that_reads_the_clock(seconds_left, step_seconds, look):
     assert next_check(7, seconds_left=seconds_left, step_seconds=step_seconds) == look
 
 
@@ -53,7 +53,7 @@ SAVED = [SavedStep(step, loss) for step, loss in LOSSES.items()]
         ((99, 0, 0), {step: ('last',) for step in LOSSES}),
     ],
 )
-def test_what_is_kept(rules, kept):
+def test_steps_that_are_kept(rules, kept):
     max_to_keep, keep_best, keep_period = rules
     reasons = retention_reasons(reversed(SAVED), max_to_keep=max_to_keep, keep_best=keep_best, keep_period=keep_period)
     assert list(reasons) == list(LOSSES)

@@ -51,7 +51,7 @@ GUARDED = {'guard__max_consecutive_skips': MOST, 'guard__rollback_skip_steps': 5
         (BadSteps(1, 3, 3), [0], Rollback(0, 0, 3)),
     ],
 )
-def test_bad_steps_lead_back_to_a_good_checkpoint(bad, saved, wanted):
+def test_bad_steps_roll_back_to_a_good_checkpoint(bad, saved, wanted):
     assert on_bad_steps(RunControl(), bad, saved, small_config(**GUARDED)) == wanted
     # The order of the checkpoints does not matter.
     assert on_bad_steps(RunControl(), bad, saved[::-1], small_config(**GUARDED)) == wanted
@@ -69,7 +69,7 @@ def test_bad_steps_lead_back_to_a_good_checkpoint(bad, saved, wanted):
         (RunControl(), [], ['there is no older checkpoint', 'optimizer.learning_rate', 'guard.spike_threshold']),
     ],
 )
-def test_where_there_is_no_way_back_the_run_stops_and_says_why(decisions, saved, words):
+def test_a_run_that_cannot_roll_back_stops_with_a_reason(decisions, saved, words):
     stop = on_bad_steps(decisions, BadSteps(31, 33, 3), saved, small_config(**GUARDED))
     assert isinstance(stop, Stop)
     assert '\n' not in stop.reason
@@ -99,7 +99,7 @@ def test_after_a_rollback():
     assert rolled_back(now, restored, (), small_config().guard).rate_factor == 0.5
 
 
-def test_the_config_with_what_was_decided():
+def test_the_config_includes_decisions():
     rates = {'optimizer__min_learning_rate': 1e-3, 'optimizer__embedding_learning_rate': 0.1}
     config = small_config(optimizer__name='muon', train__num_steps=0, train__hours=1.0, **rates)
     assert apply_control(config, RunControl()) == config
@@ -176,7 +176,7 @@ def test_without_a_budget_there_is_none():
     assert budget_spent(RunControl(hours=1e6, dollars=1e6), small_config()) is None
 
 
-def test_the_time_until_an_alert_or_an_end():
+def test_the_time_until_an_alert_or_the_limit():
     assert seconds_left(RunControl(hours=9.0), small_config(), 4) is None
     config = small_config(guard__max_hours=10.0, guard__max_dollars=100.0, **PRICED)
     # Four devices cost ten dollars per hour; both limits alert after eight hours.
@@ -187,7 +187,7 @@ def test_the_time_until_an_alert_or_an_end():
     assert seconds_left(RunControl(hours=11.0, dollars=170.0), config, 4) == 0
 
 
-def test_whether_a_run_is_over():
+def test_completed_runs():
     config = small_config(train__num_steps=9, guard__max_hours=2.0, guard__early_stopping_patience=2, eval__interval=1)
     assert ended(config, RunControl(), 8) == ''
     assert ended(config, RunControl(), 9) == 'step 9 of 9 is done'
@@ -198,7 +198,7 @@ def test_whether_a_run_is_over():
     assert 'guard.early_stopping_patience' in ended(config, RunControl(evaluations_without_progress=2), 1)
 
 
-def test_decisions_come_back_from_json():
+def test_decisions_round_trip_through_json():
     for decisions in (
         RunControl(),
         RunControl(((3, 5), (9, 12)), 2, 0.25, 700, 1.5, 7.25, 1.25, 3.125, 4, 55, 0.5, 0.1, 3.0, 0.3),
@@ -225,8 +225,8 @@ class Loop:
             batch['weights'][:] = np.nan
         return self.layout.put_batch(batch, self.config.train.global_batch_size)
 
-    def run(self, start, decisions, *, guarded=True, lives=99):
-        """Runs from a saved (state, JSON) to the end with all rollbacks, or for at most `lives` attempts."""
+    def run(self, start, decisions, *, guarded=True, max_attempts=99):
+        """Runs from a saved (state, JSON) to the end with all rollbacks, or for at most `max_attempts` attempts."""
         saved, losses = {int(start.step): (start, json.dumps(to_json(decisions)))}, {}
         state, bad = start, BadSteps()
         while int(state.step) < self.config.train.num_steps:
@@ -241,8 +241,8 @@ class Loop:
                 saved = {step: kept for step, kept in saved.items() if step <= plan.step}
                 skips = skip_steps(decisions.skips, plan.skip_from, plan.skip_to)
                 decisions, bad = rolled_back(decisions, restored, skips, self.config.guard), BadSteps()
-                lives -= 1
-                if not lives:
+                max_attempts -= 1
+                if not max_attempts:
                     # The attempt is killed before it saves a checkpoint.
                     return saved[plan.step]
             elif int(state.step) % self.EVERY == 0 and not bad.in_a_row:
@@ -250,7 +250,7 @@ class Loop:
         return state, decisions, losses
 
 
-def test_a_rollback_ends_as_a_run_that_never_saw_the_window():
+def test_a_rollback_equals_a_run_without_the_skipped_steps():
     loop = Loop()
     first = small_state(loop.config, loop.layout)
     state, decisions, losses = loop.run(first, RunControl())
@@ -263,7 +263,7 @@ def test_a_rollback_ends_as_a_run_that_never_saw_the_window():
     jax.tree.map(np.testing.assert_array_equal, state, never)
     np.testing.assert_array_equal([*losses.values()], [*wanted.values()])
     # If the run is killed right after the rollback, it makes the same decisions again.
-    kept, text = loop.run(first, RunControl(), lives=1)
+    kept, text = loop.run(first, RunControl(), max_attempts=1)
     again, same, _ = loop.run(kept, from_json(json.loads(text)))
     assert same == decisions
     jax.tree.map(np.testing.assert_array_equal, again, state)

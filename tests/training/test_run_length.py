@@ -50,7 +50,7 @@ def test_budgets_in_seconds():
     assert budget_left(RunControl(dollars=10.0), dollars, 8) == pytest.approx(27_000)
 
 
-def test_the_length_is_what_fits_into_what_is_left():
+def test_the_length_fits_the_remaining_budget():
     config = hours()
     # A quarter of an hour is spent. Steps of half a second fill the remaining 2700 s minus 1 % of the budget.
     chosen = decide_length(RunControl(hours=0.25), step=25, costs=Costs(0.5), num_devices=8, config=config)
@@ -132,7 +132,7 @@ def test_rates_never_jump_and_end_at_the_minimum(name, at, length):
         np.testing.assert_allclose(rise[10:], wanted[10:], rtol=1e-4)
 
 
-def test_one_program_serves_all_lengths():
+def test_all_lengths_share_one_program():
     config = hours(model__num_layers=1, optimizer__warmup_steps=0)
     layout = small_layout(config)
     state = small_state(config, layout)
@@ -163,7 +163,7 @@ def test_measured_steps_and_times_of_decisions():
     assert found[4] > 1000
 
 
-def test_another_budget_lays_the_schedule_over_it():
+def test_another_budget_rescales_the_schedule():
     saved = RunControl(num_steps=100, planned_step=40, planned_share=0.3, warmup_share=0.05, hours=0.9, budget=1.0)
     assert at_start(saved, hours(1.0), 90) == saved
     # The state is from an older version, or new.

@@ -18,13 +18,13 @@ from tests.small import small_batch, small_config, small_layout, small_state
 
 W = 16
 GUARD = GuardConfig(spike_window=W)
-judge = jax.jit(spike_guard.check_spike, static_argnames='config')
+check = jax.jit(spike_guard.check_spike, static_argnames='config')
 
 
 def filled_window(losses, norms, config=GUARD):
     window = first_window(config)
     for loss, norm in zip(losses, norms, strict=True):
-        ok, window = judge(window, jnp.float32(loss), jnp.float32(norm), config)
+        ok, window = check(window, jnp.float32(loss), jnp.float32(norm), config)
         assert ok
     return window
 
@@ -55,7 +55,7 @@ def usual():
     ],
 )
 def test_only_good_steps_enter_the_window(usual, loss, norm, good):
-    ok, after = judge(usual, jnp.float32(loss), jnp.float32(norm), GUARD)
+    ok, after = check(usual, jnp.float32(loss), jnp.float32(norm), GUARD)
     assert bool(ok) == good
     assert np.isfinite(after.good_QW).all()
     assert int(after.filled) == W
@@ -69,43 +69,43 @@ def test_only_good_steps_enter_the_window(usual, loss, norm, good):
 def test_nothing_is_a_spike_before_the_window_is_full():
     window = filled_window([3.0] * (W - 1), [1.0] * (W - 1))
     assert int(window.filled) == W - 1
-    ok, _ = judge(window, jnp.float32(99), jnp.float32(99), GUARD)
+    ok, _ = check(window, jnp.float32(99), jnp.float32(99), GUARD)
     assert ok
-    assert not judge(window, jnp.float32(np.nan), jnp.float32(1), GUARD)[0]
+    assert not check(window, jnp.float32(np.nan), jnp.float32(1), GUARD)[0]
     # Negative control: after one more step, the value is a spike.
-    _, window = judge(window, jnp.float32(3), jnp.float32(1), GUARD)
-    assert not judge(window, jnp.float32(99), jnp.float32(1), GUARD)[0]
+    _, window = check(window, jnp.float32(3), jnp.float32(1), GUARD)
+    assert not check(window, jnp.float32(99), jnp.float32(1), GUARD)[0]
 
 
-def test_without_a_window_only_what_is_not_finite_is_left_out():
+def test_without_a_window_only_nonfinite_steps_are_skipped():
     off = GuardConfig(spike_window=0)
     assert first_window(off) is None
-    ok, window = judge(None, jnp.float32(1e30), jnp.float32(1e30), off)
+    ok, window = check(None, jnp.float32(1e30), jnp.float32(1e30), off)
     assert ok
     assert window is None
-    assert not judge(None, jnp.float32(1), jnp.float32(np.nan), off)[0]
+    assert not check(None, jnp.float32(1), jnp.float32(np.nan), off)[0]
 
 
-def test_the_limit_is_as_the_config_says(usual):
+def test_the_limit_follows_the_config(usual):
     found = [
-        bool(judge(usual, jnp.float32(3.6), jnp.float32(1), dataclasses.replace(GUARD, spike_threshold=number))[0])
+        bool(check(usual, jnp.float32(3.6), jnp.float32(1), dataclasses.replace(GUARD, spike_threshold=number))[0])
         for number in (2.0, 100.0)
     ]
     assert found == [False, True]
 
 
-def test_a_level_that_does_not_vary_has_a_limit_too():
+def test_a_constant_level_has_a_limit_too():
     window = filled_window([3.0] * W, [1.0] * W)
     for loss, norm, good in ((3.2, 1.0, True), (3.0, 2.0, True), (3.5, 1.0, False), (3.0, 3.0, False)):
-        assert bool(judge(window, jnp.float32(loss), jnp.float32(norm), GUARD)[0]) == good
+        assert bool(check(window, jnp.float32(loss), jnp.float32(norm), GUARD)[0]) == good
 
 
 @pytest.mark.parametrize('steps', [0, 5, W, W + 3])
-def test_the_window_comes_back_from_json_bit_for_bit(steps):
+def test_the_window_round_trips_through_json_bit_for_bit(steps):
     rng = np.random.default_rng(steps)
     window = first_window(GUARD)
     for loss, norm in rng.uniform(2.9, 3.1, (steps, 2)):
-        _, window = judge(window, jnp.float32(loss), jnp.float32(norm), GUARD)
+        _, window = check(window, jnp.float32(loss), jnp.float32(norm), GUARD)
     text = json.dumps(window_to_json(window))
     again = window_from_json(json.loads(text), GUARD)
     jax.tree.map(np.testing.assert_array_equal, again, window)
@@ -137,10 +137,10 @@ def curves(num_runs, steps, seed=0):
 
 
 @functools.partial(jax.jit, static_argnames='config')
-def judgements(losses, norms, config):
+def check_curves(losses, norms, config):
     def run(losses, norms):
         def step(window, values):
-            ok, window = judge(window, *values, config)
+            ok, window = check(window, *values, config)
             return window, ok
 
         return jax.lax.scan(step, first_window(config), (losses, norms))[1]
@@ -162,7 +162,7 @@ def test_usual_curves_raise_no_false_alarm(num_runs, steps, window):
     spiked = losses + 2.0 * by_loss, norms * np.where(planted & ~by_loss, 100, 1).astype(np.float32)
     assert planted.sum() > 0.0128 * num_runs * (steps - 200)
     both = [np.concatenate(pair) for pair in zip((losses, norms), spiked, strict=True)]
-    found = judgements(*both, GuardConfig(spike_window=window))
+    found = check_curves(*both, GuardConfig(spike_window=window))
     usual, with_spikes = np.asarray(found).reshape(2, num_runs, steps)
     assert usual.all()
     np.testing.assert_array_equal(with_spikes, ~planted)
@@ -229,11 +229,11 @@ def test_a_bad_batch_leaves_no_trace(learned, kind, spike):
     assert int(wanted.loss_scale.good_steps) == int(learned.state.loss_scale.good_steps) + 1
 
 
-def test_the_exploding_batch_would_be_taken_before_the_window_is_full(learned):
+def test_the_exploding_batch_is_accepted_before_the_window_is_full(learned):
     window = learned.state.window
     filled = jax.device_put(np.asarray(window.filled) - 1, window.filled.sharding)
-    young = learned.state._replace(window=window._replace(filled=filled))
-    after, metrics = learned.step(young, learned.exploding)
+    early_state = learned.state._replace(window=window._replace(filled=filled))
+    after, metrics = learned.step(early_state, learned.exploding)
     assert (bool(metrics['skipped']), bool(metrics['spike'])) == (False, False)
     assert not np.array_equal(after.params['embedding'], learned.state.params['embedding'])
 

@@ -50,22 +50,22 @@ class Runs(NamedTuple):
     Attributes:
         step: step with micro-batches, clipping and moving average.
         states: states after each of 40 steps.
-        whole: step of one micro-batch without clipping and moving average.
+        plain: step of one micro-batch without clipping and moving average.
     """
 
     step: Step
     states: list
     history: list
-    whole: Step
-    whole_state: TrainState
-    whole_metrics: dict
+    plain: Step
+    plain_state: TrainState
+    plain_metrics: dict
 
 
 @pytest.fixture(scope='module')
 def runs():
-    step, whole = Step(**SETTINGS), Step(optimizer__max_grad_norm=0.0)
-    (state,), (metrics,) = whole.states(1)
-    return Runs(step, *step.states(40), whole, state, metrics)
+    step, plain = Step(**SETTINGS), Step(optimizer__max_grad_norm=0.0)
+    (state,), (metrics,) = plain.states(1)
+    return Runs(step, *step.states(40), plain, state, metrics)
 
 
 def mean_gradient(state):
@@ -87,23 +87,23 @@ def test_accumulation_is_exact_with_uneven_token_counts(runs):
     assert runs.step.config.accumulation == 4
     counts = [runs.step.rows['weights'][index::4].sum() for index in range(4)]
     assert len(set(map(float, counts))) > 1, 'micro-batches must differ, or a mean of means would pass'
-    metrics, wanted = runs.history[0], runs.whole_metrics
+    metrics, wanted = runs.history[0], runs.plain_metrics
     np.testing.assert_allclose(metrics['loss'], wanted['loss'], rtol=1e-6)
     np.testing.assert_allclose(metrics['grad_norm'], wanted['grad_norm'], rtol=1e-6)
 
 
-def test_the_mean_of_means_is_another_number(runs):
+def test_the_mean_of_means_differs(runs):
     """Negative control of the previous test: averages the means of each quarter of the rows."""
-    whole, rows = runs.whole, np.arange(8)[:, None]
-    quarters = [whole.with_weights(whole.rows['weights'] * np.float32(rows % 4 == quarter)) for quarter in range(4)]
-    losses = [float(whole.run(whole.first, quarter)[1]['loss']) for quarter in quarters]
-    assert abs(np.mean(losses) - runs.whole_metrics['loss']) > 1e-5
+    plain, rows = runs.plain, np.arange(8)[:, None]
+    quarters = [plain.with_weights(plain.rows['weights'] * np.float32(rows % 4 == quarter)) for quarter in range(4)]
+    losses = [float(plain.run(plain.first, quarter)[1]['loss']) for quarter in quarters]
+    assert abs(np.mean(losses) - runs.plain_metrics['loss']) > 1e-5
 
 
 def test_clipping_bounds_the_norm_and_keeps_the_direction(runs):
-    grad_norm = float(runs.whole_metrics['grad_norm'])
+    grad_norm = float(runs.plain_metrics['grad_norm'])
     assert grad_norm > 2 * CLIP_NORM
-    clipped, free = mean_gradient(runs.states[0]), mean_gradient(runs.whole_state)
+    clipped, free = mean_gradient(runs.states[0]), mean_gradient(runs.plain_state)
     np.testing.assert_allclose(norm(clipped), CLIP_NORM, rtol=1e-5)
     assert_close(clipped, jax.tree.map(lambda g: g * CLIP_NORM / grad_norm, free), 1e-5)
     np.testing.assert_allclose(norm(free), grad_norm, rtol=1e-5)
@@ -116,11 +116,11 @@ def test_small_gradients_are_not_clipped(runs):
     state, metrics = step.run(step.first, step.with_weights(light))
     share = float(light.sum())
     assert 0 < float(metrics['grad_norm']) < CLIP_NORM
-    np.testing.assert_allclose(metrics['grad_norm'], share * runs.whole_metrics['grad_norm'], rtol=1e-5)
-    assert_close(mean_gradient(state), jax.tree.map(lambda g: g * share, mean_gradient(runs.whole_state)), 1e-5)
+    np.testing.assert_allclose(metrics['grad_norm'], share * runs.plain_metrics['grad_norm'], rtol=1e-5)
+    assert_close(mean_gradient(state), jax.tree.map(lambda g: g * share, mean_gradient(runs.plain_state)), 1e-5)
 
 
-def test_metrics_are_those_of_the_batch(runs):
+def test_metrics_describe_the_batch(runs):
     first, metrics = runs.states[0], runs.history[0]
     assert metrics['tokens'] == runs.step.rows['weights'].sum()
     assert abs(metrics['loss'] - np.log(61)) < 0.2
@@ -138,7 +138,7 @@ def test_the_first_update_of_the_warmup_has_rate_0(runs):
     assert not np.array_equal(second.params['embedding'], first.params['embedding'])
 
 
-def test_the_moving_average_begins_short(runs):
+def test_the_moving_average_starts_with_a_low_decay(runs):
     wanted = jax.device_get(runs.step.first.params)
     # The decay is (1 + n) / (10 + n) for n = 1, 2, 3, limited by the configured decay.
     for state, decay in zip(runs.states[:3], [2 / 11, 0.22, 0.22], strict=True):
@@ -149,8 +149,8 @@ def test_the_moving_average_begins_short(runs):
     assert np.abs(state.ema['embedding'] - state.params['embedding']).max() > 1e-4
 
 
-def test_the_moving_average_is_what_is_evaluated(runs):
-    averaged, plain = runs.step.first, runs.whole.first
+def test_evaluation_uses_the_moving_average(runs):
+    averaged, plain = runs.step.first, runs.plain.first
     assert evaluated_params(averaged) is averaged.ema
     assert plain.ema is None
     assert evaluated_params(plain) is plain.params
@@ -186,7 +186,7 @@ def test_training_with_muon_learns():
 
 
 def test_z_loss_is_differentiated_but_not_counted_as_loss(runs):
-    without = runs.whole_metrics
+    without = runs.plain_metrics
     _, (metrics,) = Step(train__z_loss=0.1, train__per_device_batch_size=2, optimizer__max_grad_norm=0.0).states(1)
     np.testing.assert_allclose(metrics['loss'], without['loss'], rtol=1e-6)
     assert abs(metrics['grad_norm'] - without['grad_norm']) > 0.01
@@ -201,7 +201,7 @@ def eval_program(**settings):
     return str(jax.make_jaxpr(make_eval_step(config, layout))(params, None, small_batch(config)))
 
 
-def test_evaluation_knows_neither_z_loss_nor_dropout():
+def test_evaluation_has_neither_z_loss_nor_dropout():
     plain = eval_program()
     assert eval_program(train__z_loss=0.1, model__dropout=0.3) == plain
     # Negative control: micro-batches change the program.
@@ -220,7 +220,7 @@ def test_dropout_differs_by_step_only():
 
 
 @pytest.mark.parametrize('name', ['adamw', 'muon'])
-def test_the_initial_state_is_the_abstract_one(name):
+def test_the_initial_state_matches_the_abstract_state(name):
     settings = {
         'optimizer__moment_dtype': 'int8',
         'optimizer__ema_decay': 0.9,
@@ -262,7 +262,7 @@ def test_parameters_moments_and_their_average_are_sharded():
     assert shardings[0] == shardings[1] == shardings[2]
 
 
-def test_a_parameter_that_does_not_divide_is_named():
+def test_an_indivisible_parameter_is_named():
     config = small_config(num_devices=8, mesh__tensor=2, model__dim=34, model__head_dim=8)
     with pytest.raises(InputError, match=r"context=4 .*'embed' axis of blocks.*, which has size 34.* 32, 36"):
         abstract_state(config, small_layout(config))

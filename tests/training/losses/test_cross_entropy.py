@@ -58,7 +58,7 @@ def test_value_and_gradients_equal_the_plain_formula(chunk):
 
 
 @pytest.mark.parametrize('chunk', [5, 12])
-def test_z_loss_is_a_sum_of_its_own(chunk):
+def test_z_loss_is_a_separate_sum(chunk):
     found, grads = chunked(chunk, z_loss=0.1)
     loss_B, z_B, wanted = plain(*inputs(), z_loss=0.1)
     np.testing.assert_allclose(found.loss_B.sum(), loss_B.sum(), rtol=1e-6)

@@ -100,7 +100,7 @@ def rows_of(pairs):
 
 
 @pytest.mark.parametrize('dpo', LOSSES.values(), ids=LOSSES)
-def test_terms_are_those_of_numpy(dpo):
+def test_terms_equal_the_numpy_formula(dpo):
     pairs = make_pairs(7)
     found = preference_terms(*as_jax(pack(rows_of(pairs), 64)), dpo)
     reference, _ = expected(pairs, dpo)
@@ -112,7 +112,7 @@ def test_terms_are_those_of_numpy(dpo):
 
 
 @pytest.mark.parametrize('dpo', LOSSES.values(), ids=LOSSES)
-def test_gradients_are_those_of_paper_and_pencil(dpo):
+def test_gradients_equal_the_derived_formula(dpo):
     pairs = make_pairs(7, seed=3)
     batch = pack(rows_of(pairs), 64)
     _, gradient = objective_and_gradient(*as_jax(batch), dpo)
@@ -144,7 +144,7 @@ def test_packing_and_padding_do_not_matter(name):
 
 
 @pytest.mark.parametrize('dpo', LOSSES.values(), ids=LOSSES)
-def test_mistakes_show(dpo):
+def test_wrong_inputs_change_the_terms(dpo):
     pairs = make_pairs(7)
     right = expected(pairs, dpo)[0]
     swapped = preference_terms(*as_jax(pack(rows_of([pair[::-1] for pair in pairs]), 64)), dpo)
@@ -157,7 +157,7 @@ def test_mistakes_show(dpo):
     assert abs(exchanged.objective - right.objective) > 0.05
 
 
-def test_without_a_partner_there_is_no_pair():
+def test_a_response_without_partner_is_no_pair():
     pairs = make_pairs(2)
     log_probs, reference, weights, segments = pack([pairs], 64)
     alone = [np.where(segments == 4, 0, weights), weights * 0]
@@ -168,14 +168,14 @@ def test_without_a_partner_there_is_no_pair():
     assert not gradient.any()
 
 
-def test_a_model_that_is_its_reference():
+def test_a_model_equal_to_its_reference():
     batch = pack(rows_of(make_pairs(7)), 64)
     found = preference_terms(*as_jax((batch[0], batch[0], *batch[2:])), DpoConfig())
     np.testing.assert_allclose(found.objective, 7 * np.log(2), rtol=1e-6)
     assert found.accuracy == found.margin == found.chosen_reward == 0
 
 
-def test_extremes_are_finite_and_what_is_not_finite_shows():
+def test_extreme_values_are_finite_and_nan_propagates():
     log_probs, reference, weights, segments = pack([make_pairs(1)], 64)
     slopes = []
     for scale in (1e4, -1e4):
@@ -190,14 +190,14 @@ def test_extremes_are_finite_and_what_is_not_finite_shows():
     def objective(*batch):
         return preference_terms(*as_jax(batch), DpoConfig()).objective
 
-    spoilt = np.where(weights == 0, np.nan, log_probs)
-    assert np.isfinite(objective(spoilt, spoilt, weights, segments))
-    spoilt[tuple(np.argwhere(weights)[0])] = np.nan
-    assert np.isnan(objective(spoilt, reference, weights, segments))
+    with_nan = np.where(weights == 0, np.nan, log_probs)
+    assert np.isfinite(objective(with_nan, with_nan, weights, segments))
+    with_nan[tuple(np.argwhere(weights)[0])] = np.nan
+    assert np.isnan(objective(with_nan, reference, weights, segments))
     assert np.isnan(objective(log_probs, reference, weights * np.nan, segments))
 
 
-def test_only_sums_go_over_devices():
+def test_only_sums_are_reduced_across_devices():
     rows = [[pair] for pair in make_pairs(8)]
     batch = as_jax(pack(rows, 32))
     mesh = jax.make_mesh((8,), ('data',))

@@ -63,7 +63,7 @@ def by_hand(new, *, config, predicted, old, reference, advantage, weights):
 
 @pytest.mark.parametrize('loss_type', ['grpo', 'dapo', 'dr_grpo'])
 @pytest.mark.parametrize('kl_coef', [0.0, 0.3])
-def test_loss_and_gradient_are_those_of_the_formula(loss_type, kl_coef):
+def test_loss_and_gradient_equal_the_formula(loss_type, kl_coef):
     config = dataclasses.replace(CONFIG, loss_type=loss_type, kl_coef=kl_coef, epsilon_high=0.28)
     predicted, old, new, reference = batch()
     advantage = advantages(REWARDS, config)
@@ -90,7 +90,7 @@ def test_loss_and_gradient_are_those_of_the_formula(loss_type, kl_coef):
     assert np.abs(by_hand(new, **free)[1] - wanted_gradient).max() > 1e-3
 
 
-def test_without_a_step_in_between_it_is_the_policy_gradient():
+def test_first_epoch_gives_the_policy_gradient():
     """In one epoch without clipping, the gradient is that of -Σ A · log p."""
     predicted, old, _, _ = batch(1)
     advantage = advantages(REWARDS, CONFIG)
@@ -114,7 +114,7 @@ def test_advantages_are_relative_to_the_group():
     assert not thirds.any()
 
 
-def test_what_a_token_counts():
+def test_token_weights_by_loss_type():
     predicted = np.zeros((2, 6), np.float32)
     predicted[0, :2], predicted[1, :4] = 1, 1
     each = {
@@ -127,15 +127,15 @@ def test_what_a_token_counts():
     assert not token_weights(predicted, np.zeros(2), CONFIG).any()
 
 
-def test_what_stands_where_nothing_is_predicted_does_not_matter():
+def test_values_at_unpredicted_positions_are_ignored():
     predicted, old, new, _ = batch(2)
     advantage = advantages(REWARDS, CONFIG)
     weights = token_weights(predicted, np.ones(B), CONFIG)
     given = {'config': CONFIG, 'predicted': predicted, 'reference': None, 'advantage': advantage, 'weights': weights}
     wanted = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=old)
-    wild = np.where(predicted > 0, old, -1e30).astype(np.float32)
-    found = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=wild)
+    changed = np.where(predicted > 0, old, -1e30).astype(np.float32)
+    found = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=changed)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     # Negative control: a token of a response changes the loss.
-    wild = np.where(predicted > 0, old - 1, old).astype(np.float32)
-    assert jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=wild)[0][0] != wanted[0][0]
+    changed = np.where(predicted > 0, old - 1, old).astype(np.float32)
+    assert jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=changed)[0][0] != wanted[0][0]

@@ -30,7 +30,7 @@ def plain(hidden, kernel, targets, cap=0.0):
 
 
 @pytest.mark.parametrize(('chunk', 'cap'), [(3, 0.0), (5, 4.0), (64, 0.0)])
-def test_values_and_gradients_are_those_of_log_softmax(inputs, chunk, cap):
+def test_values_and_gradients_equal_log_softmax(inputs, chunk, cap):
     hidden, kernel, targets, cotangent = inputs
 
     def ours(hidden, kernel):
@@ -61,7 +61,7 @@ def test_entropies(inputs):
     assert not gradient.any()
 
 
-def test_their_sum_is_the_cross_entropy(inputs):
+def test_sum_is_the_cross_entropy(inputs):
     hidden, kernel, targets, _ = inputs
 
     @jax.jit
@@ -100,5 +100,5 @@ def on_one_device():
 
 # With `mesh.tensor` the vocabulary is padded.
 @pytest.mark.parametrize('mesh', [{'mesh__fsdp': 2, 'mesh__tensor': 2}, {'mesh__fsdp': 2, 'mesh__context': 2}])
-def test_on_a_mesh_they_are_those_of_one_device(on_one_device, mesh):
+def test_every_mesh_equals_one_device(on_one_device, mesh):
     np.testing.assert_allclose(log_probs_of(4, **mesh), on_one_device, atol=2e-5)

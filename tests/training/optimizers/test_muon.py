@@ -78,18 +78,18 @@ def distance(tree, other):
 
 
 @pytest.mark.parametrize('warmup_steps', [0, 4])
-def test_directions_are_those_of_the_formula(warmup_steps):
+def test_directions_equal_the_formula(warmup_steps):
     muon = make_muon(layout_of(), warmup_steps=warmup_steps)
     grads = [random_kernels(seed) for seed in range(6)]
-    rising = [0.85, 0.875, 0.9, 0.925, 0.95, 0.95]
-    momentums = rising if warmup_steps else [0.95] * 6
+    increasing = [0.85, 0.875, 0.9, 0.925, 0.95, 0.95]
+    momentums = increasing if warmup_steps else [0.95] * 6
     state = jax.jit(muon.init)(grads[0])
     update = jax.jit(muon.update)
-    others = reference(grads, [0.95] * 6 if warmup_steps else rising)
+    others = reference(grads, [0.95] * 6 if warmup_steps else increasing)
     # A wrong split treats only one axis of `out` as inputs, instead of two.
-    misread = reference(grads, momentums, split={'out': (N, H * D)})
+    wrong_split = reference(grads, momentums, split={'out': (N, H * D)})
     for step, (grad, wanted, other, wrong) in enumerate(
-        zip(grads, reference(grads, momentums), others, misread, strict=True)
+        zip(grads, reference(grads, momentums), others, wrong_split, strict=True)
     ):
         directions, state = update(grad, state)
         assert distance(directions, wanted) < 1e-4
@@ -126,7 +126,7 @@ def test_a_momentum_in_fewer_bits_gives_nearly_the_same_directions(moments, erro
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('shape', [(4, 24, 96), (4, 96, 24)])
-def test_rows_or_columns_are_brought_near_orthonormal(shape, dtype):
+def test_rows_or_columns_become_nearly_orthonormal(shape, dtype):
     matrices = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x = jax.jit(newton_schulz)(matrices.astype(dtype))
     assert x.dtype == dtype
@@ -151,7 +151,7 @@ def updated_on_one_device(grads):
     return muon.update(grads, muon.init(grads))[0]
 
 
-def test_a_layer_without_gradient_stays_where_it_is():
+def test_a_layer_without_gradient_is_unchanged():
     grads = random_kernels(0)
     grads['blocks']['up'][1] = 0
     up = np.asarray(updated_on_one_device(grads)['blocks']['up'])
@@ -159,7 +159,7 @@ def test_a_layer_without_gradient_stays_where_it_is():
     assert up[0].all()
 
 
-def test_inputs_are_told_by_the_names_of_axes():
+def test_axis_names_determine_the_inputs():
     assert {name: num_inputs(axes) for name, (_, axes, _) in KERNELS.items()} == {
         'query': 1,
         'out': 2,
@@ -186,7 +186,7 @@ def sharded(layout, tree):
 @pytest.mark.parametrize(
     'sizes', [*MESHES, *(pytest.param(sizes, marks=pytest.mark.nightly) for sizes in NIGHTLY_MESHES)], ids=str
 )
-def test_every_mesh_computes_what_one_device_computes(sizes):
+def test_every_mesh_equals_one_device(sizes):
     # Three layers do not divide over any mesh, eight divide over all.
     for layers in (3, 8):
         grads, others = random_kernels(0, layers), random_kernels(1, layers)
@@ -228,7 +228,7 @@ def test_no_device_gathers_all_layers(sizes, monkeypatch):
     assert 'all-gather' in collectives(layout)
 
 
-def test_layers_are_spread_over_what_holds_a_parameter():
+def test_layers_are_sharded_over_the_replicas_of_a_parameter():
     layout = layout_of(replica=2, fsdp=2, tensor=2)
     placements, parts = layout.spread_layers(AXES['blocks', 'out'])
     assert parts == 4

@@ -54,7 +54,7 @@ def trained(request):
     return config, layout, before, after
 
 
-def test_every_array_lies_where_the_config_says(trained):
+def test_every_array_is_in_the_configured_memory(trained):
     config, layout, before, after = trained
     wanted = wanted_kinds(config.mesh.host_offload)
     for state in (abstract_state(config, layout), before, after):
@@ -70,7 +70,7 @@ def test_every_array_lies_where_the_config_says(trained):
     assert {shard.data.sharding.memory_kind for shard in kernel.addressable_shards} == wanted['params']
 
 
-def test_a_step_changes_all_that_it_should(trained):
+def test_a_step_updates_every_part(trained):
     _, _, before, after = trained
     assert int(after.step) == 1
     counts = [leaf for leaf in jax.tree.leaves(after.opt_state) if leaf.shape == ()]
@@ -86,7 +86,7 @@ def test_a_step_changes_all_that_it_should(trained):
 
 
 @pytest.mark.parametrize('trained', ['all'], indirect=True)
-def test_what_is_on_the_host_is_evaluated(trained):
+def test_parameters_on_the_host_are_evaluated(trained):
     config, layout, before, _ = trained
     batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     sums = jax.jit(make_eval_step(config, layout))(before.params, None, batch)
@@ -128,19 +128,19 @@ def test_layer_by_layer_is_the_same_update(kind):
     # Negative control: the result differs from the input.
     assert not np.allclose(results[0]['blocks']['kernel'], params['blocks']['kernel'])
     where = jax.tree.map(on_host, results)
-    one = {'blocks': {'kernel': kind == HOST}, 'embedding': kind == HOST}
-    assert where == (one, (False, one))
+    expected = {'blocks': {'kernel': kind == HOST}, 'embedding': kind == HOST}
+    assert where == (expected, (False, expected))
 
 
 @pytest.mark.parametrize('kind', [HOST, 'device'])
-def test_norm_of_what_is_on_the_host(kind):
+def test_norm_of_arrays_on_the_host(kind):
     params, _ = example(kind)
     wanted = np.sqrt(sum(np.square(np.asarray(leaf)).sum() for leaf in jax.tree.leaves(params)))
     np.testing.assert_allclose(jax.jit(global_norm)(params), wanted, rtol=1e-6)
     assert jax.jit(global_norm)({}) == 0
 
 
-def test_the_gradient_of_what_is_fetched_is_that_of_its_slot():
+def test_the_gradient_of_a_fetched_array_is_that_of_its_slot():
     params, _ = example(HOST)
     slots = jax.tree.map(jnp.zeros_like, example('device')[0])
 
@@ -156,7 +156,7 @@ def test_the_gradient_of_what_is_fetched_is_that_of_its_slot():
     assert not any(map(on_host, jax.tree.leaves(jax.jit(lambda params: fetch(params, None))(params))))
 
 
-def test_what_takes_the_place_of_host_arrays_goes_to_the_host():
+def test_replacements_of_host_arrays_are_on_the_host():
     on_hosts, _ = example(HOST)
     on_device, _ = example('device')
     mixed = {**on_device, 'embedding': on_hosts['embedding']}

@@ -75,7 +75,7 @@ def test_kinds():
         kind_of(tuple(map(jax.tree_util.DictKey, ('blocks', 'gain'))))
 
 
-def test_adamw_is_the_formula():
+def test_adamw_equals_the_formula():
     settings = {'learning_rate': 0.1, 'weight_decay': 0.5, 'epsilon': 1e-8, 'beta1': 0.9, 'beta2': 0.95}
     before, after = run(steps=3, **settings)
     wanted, after = {path: np.array(value) for path, value in by_path(before).items()}, by_path(after)
@@ -91,7 +91,7 @@ def test_adamw_is_the_formula():
         np.testing.assert_allclose(after[path], value, rtol=1e-5, atol=1e-6)
 
 
-def test_adamw_is_that_of_optax_bit_for_bit():
+def test_adamw_equals_optax_bit_for_bit():
     _, params = run(steps=3, weight_decay=0.2)
     mask = map_kinds(lambda kind, _: kind != 'vector')
     optimizer = optax.adamw(0.5, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.2, mask=mask)
@@ -116,7 +116,7 @@ def test_adamw_is_that_of_optax_bit_for_bit():
         ('all', {'table', 'head', 'matrix', 'vector'}),
     ],
 )
-def test_decay_falls_on_what_the_mask_names_at_the_parameters_own_rate(name, mask, decayed):
+def test_decay_applies_to_masked_parameters_at_their_rate(name, mask, decayed):
     rates = {'learning_rate': 0.5, 'embedding_learning_rate': 0.25}
     without = moves(name=name, weight_decay=0.0, **rates)
     with_decay = moves(name=name, weight_decay=0.1, weight_decay_mask=mask, **rates)
@@ -140,16 +140,16 @@ def test_decay_falls_on_what_the_mask_names_at_the_parameters_own_rate(name, mas
         ),
     ],
 )
-def test_every_kind_has_its_peak(settings, ratios):
-    alike = moves(name=settings['name'], learning_rate=0.5, weight_decay=0.1)
+def test_every_kind_has_its_peak_learning_rate(settings, ratios):
+    same_rate = moves(name=settings['name'], learning_rate=0.5, weight_decay=0.1)
     for path, move in moves(learning_rate=0.5, weight_decay=0.1, **settings).items():
-        np.testing.assert_allclose(move, ratios[KINDS[path]] * alike[path], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(move, ratios[KINDS[path]] * same_rate[path], rtol=1e-5, atol=1e-6)
 
 
 def test_other_peaks_follow_the_schedule():
     settings = {'schedule': 'linear', 'warmup_steps': 4, 'weight_decay': 0.0, 'steps': 3}
-    alike, apart = run(**settings), run(embedding_learning_rate=1.5, **settings)
-    (before, one), (_, three) = map(by_path, alike), map(by_path, apart)
+    same_rate, other_rate = run(**settings), run(embedding_learning_rate=1.5, **settings)
+    (before, one), (_, three) = map(by_path, same_rate), map(by_path, other_rate)
     # Both move by 0 + 1/4 + 2/4 of the peak.
     np.testing.assert_allclose(
         three['embedding',] - before['embedding',], 3 * (one['embedding',] - before['embedding',]), rtol=1e-4
@@ -157,8 +157,8 @@ def test_other_peaks_follow_the_schedule():
     assert np.abs(one['embedding',] - before['embedding',]).max() > 0.1
 
 
-def test_muon_moves_the_matrices_of_blocks_and_adamw_the_rest():
+def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest():
     adamw, muon = moves(name='adamw', weight_decay=0.0), moves(name='muon', weight_decay=0.0)
     for path, kind in KINDS.items():
-        alike = np.allclose(adamw[path], muon[path], rtol=1e-5)
-        assert alike == (kind != 'matrix'), path
+        same_rate = np.allclose(adamw[path], muon[path], rtol=1e-5)
+        assert same_rate == (kind != 'matrix'), path

@@ -113,17 +113,17 @@ def test_a_linear_code_and_one_scale_break_the_bound():
     linear = np.round(values / scale * 127) / 127 * scale
     assert (np.abs(linear - values) > signed_bound(values, scale)).any()
     assert (linear[values > 0] == 0).any()
-    whole = load(store(values.reshape(1, -1)[:, :9215])).reshape(-1)
+    flat = load(store(values.reshape(1, -1)[:, :9215])).reshape(-1)
     one = np.square(np.round(np.sqrt(values / values.max()) * 127) / 127) * values.max()
     assert (np.abs(one - values) > signed_bound(values, scale)).any()
     assert (
-        np.abs(whole - values.reshape(-1)[:9215]) <= signed_bound(values, np.float32(values.max())).reshape(-1)[:9215]
+        np.abs(flat - values.reshape(-1)[:9215]) <= signed_bound(values, np.float32(values.max())).reshape(-1)[:9215]
     ).all()
 
 
 @pytest.mark.parametrize('stored', STORED)
 @pytest.mark.parametrize('signed', [True, False])
-def test_rounding_is_right_in_the_mean(stored, signed):
+def test_rounding_is_unbiased(stored, signed):
     row = difficult('normal', (1, 256), 0)
     row = row if signed else np.abs(row) + 0.05
     # Rows have equal values and different noise.
@@ -340,11 +340,11 @@ def test_every_mesh_stores_the_same_bits(sizes, stored):
 @pytest.mark.parametrize('stages', [1, 2])
 def test_layer_by_layer_is_the_same(stages, monkeypatch):
     shape, layout = (4, 64, 128), small_layout(small_config())
-    _, wanted = whole = run(adam('int8'), shape)
+    _, wanted = expected = run(adam('int8'), shape)
     monkeypatch.setattr(quantized_moments, 'STREAMED', 1)
     monkeypatch.setattr(type(layout), 'num_shards', lambda self, axis: stages if axis == 'layers' else 1)
     streamed = run(adam('int8'), shape)
-    jax.tree.map(np.testing.assert_array_equal, streamed, whole)
+    jax.tree.map(np.testing.assert_array_equal, streamed, expected)
     # Negative controls: the update was streamed, and layers have different noise.
     optimizer = adam('int8')
     state = jax.eval_shape(optimizer.init, gradients(shape, 0))

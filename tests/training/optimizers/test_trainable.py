@@ -56,17 +56,17 @@ def test_frozen_parameters_have_no_moments(name):
     assert not any("'attention'" in path or "'embedding'" in path for path in moments)
 
 
-def test_the_others_move_as_they_would_with_all(partly_frozen):
+def test_trainable_parameters_move_as_in_full_training(partly_frozen):
     _, _, some, part = partly_frozen
-    _, everything, whole = step_of(small_config(**PLAIN))
+    _, everything, full_metrics = step_of(small_config(**PLAIN))
     for name, moved in flat(some.params).items():
         if name != 'embedding' and not name.startswith('blocks.attention.'):
             np.testing.assert_allclose(moved, flat(everything.params)[name], atol=1e-6)
     # The gradient norm covers only trainable parameters.
-    assert 0 < part['grad_norm'] < whole['grad_norm']
+    assert 0 < part['grad_norm'] < full_metrics['grad_norm']
 
 
-def test_trained_wins_over_frozen_and_the_average_moves_with_it():
+def test_trainable_overrides_frozen_also_for_the_average():
     settings = {
         'optimizer__frozen_params': ('*',),
         'optimizer__trainable_params': ('final_norm',),
@@ -80,14 +80,14 @@ def test_trained_wins_over_frozen_and_the_average_moves_with_it():
     assert averaged == moved
 
 
-def test_patterns_that_name_nothing_are_refused():
+def test_patterns_without_match_are_refused():
     for key, patterns, words in (
         (
             'frozen_params',
             ('blocks.attnetion.*',),
             r"optimizer\.frozen_params: 'blocks\.attnetion\.\*' matches no parameter; choose from: ",
         ),
-        ('trainable_params', ('had',), r"optimizer\.trainable_params: 'had' matches no parameter"),
+        ('trainable_params', ('absent',), r"optimizer\.trainable_params: 'absent' matches no parameter"),
         ('frozen_params', ('*',), 'freezes all parameters'),
     ):
         config = small_config(**{f'optimizer__{key}': patterns})
@@ -101,7 +101,7 @@ def test_patterns_that_name_nothing_are_refused():
         small_config(optimizer__frozen_params=('embedding',), mesh__host_offload='all')
 
 
-def test_parts_are_put_together_again():
+def test_trainable_parameters_are_merged():
     tree = {'embedding': 1, 'blocks': {'attention': {'query': 2, 'key': 3}, 'norm': 4}}
     config = small_config(optimizer__frozen_params=('blocks.attention.query', '*.norm'))
     part = trainable(config, tree)
@@ -112,7 +112,7 @@ def test_parts_are_put_together_again():
     assert trainable(small_config(), tree) is tree
 
 
-def test_moments_of_what_is_trained_lie_where_the_parameters_do():
+def test_moments_are_sharded_as_their_parameters():
     config = small_config(
         num_devices=8,
         mesh__tensor=2,
