@@ -43,6 +43,7 @@ NO_PATHS = {
     'fetch --threads': 'a number',
     'evaluate --limit': 'a number',
     'serve --served-model-name': 'a name',
+    'monitor --interval': 'a number',
     'hf export --max-shard-size': 'a number',
     'supervise --max-failures': 'a number',
     'checkpoints fetch --threads': 'a number',

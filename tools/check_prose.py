@@ -39,9 +39,9 @@ SENTENCE_END = re.compile(r'(?<=[.!?:;])\s+|\n\s*\n|\n\s*[-*] |\n\s*\w+: ')
 
 # Verbs of remedies, in the imperative.
 VERBS = (
-    'add|allow|change|check|choose|convert|copy|correct|create|define|delete|enable|export|fetch|finish|fix|free|give|'
+    'add|allow|change|check|choose|convert|copy|correct|create|define|delete|download|enable|export|fetch|finish|fix|free|give|'
     'grant|increase|install|leave|list|lower|make|merge|move|name|number|omit|override|pass|pip install|prepare|'
-    'provide|prune|put|raise|reduce|remove|rename|replace|restart|restore|run|save|see|select|set|shorten|skip|split|'
+    'provide|prune|put|raise|reduce|remove|rename|replace|report|restart|restore|run|save|see|select|set|shorten|skip|split|'
     'start|stop|use|wait|write'
 )
 # A remedy is an imperative at the start of a clause, a constraint, the valid values, a clause that is only a value, or
@@ -78,8 +78,9 @@ def errors_without_remedy(tree: ast.AST, caught: frozenset[str] = frozenset()) -
                 kinds = {ast.unparse(each) for each in (kind.elts if isinstance(kind, ast.Tuple) else [kind])}
                 names = caught | {name} if kinds <= WITH_REMEDY else caught - {name}
             case ast.Raise(exc=ast.Call(func=ast.Name(id='InputError' | 'ValueError'), args=[first, *_])):
-                # A message that is only a value was composed elsewhere.
-                if (text := message_of(first, caught)) != '{}' and not REMEDY.search(text):
+                # A message that consists of values was composed elsewhere.
+                text = message_of(first, caught)
+                if re.search(r'\w', text) and not REMEDY.search(text):
                     yield node.lineno, text
         yield from errors_without_remedy(node, names)
 

@@ -228,11 +228,11 @@ def _weight_map(directory: Path) -> dict[str, str]:
     try:
         weight_map = parse_json(read_bytes(path))['weight_map']
         if not weight_map:
-            raise ValueError('weight_map is empty')
+            raise ValueError('weight_map must not be empty')
         for name in set(weight_map.values()):
             # An index of unknown origin must not reference files outside of its directory.
             if Path(name).name != name:
-                raise ValueError(f'{name!r} is not the name of a file in this directory')
+                raise ValueError(f'{name!r} must be the name of a file in this directory')
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

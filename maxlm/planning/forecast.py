@@ -99,7 +99,9 @@ def compile_for(config: Config, machine: Machine, layout: Layout, num_sources: i
         overflow = overflow_of(error)
         if overflow is None:
             reason = str(error).strip().partition('\n')[0]
-            raise InputError(f'the compiler for {machine.target.spec} rejected the step: {reason}') from error
+            raise InputError(
+                f'the compiler for {machine.target.spec} rejected the step; change the config or the target: {reason}'
+            ) from error
         return _overflowing(estimated, overflow.needed, overflow.available)
     program = None
     work = estimated.work

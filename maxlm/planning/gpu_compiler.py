@@ -116,7 +116,10 @@ def _install(folder: Path, version: str, lock: int) -> None:
             errors='replace',
         )
         if done.returncode:
-            raise InputError(f'{OPTION}: pip cannot install {packages[0]}: {_reason(done.stderr)}')
+            raise InputError(
+                f'{OPTION}: pip cannot install {packages[0]}; check the network and the package index: '
+                f'{_reason(done.stderr)}'
+            )
         (part / MARKER).write_text(f'{version}\n')
         if folder.exists():
             folder.rename(old)

@@ -97,7 +97,7 @@ def parse_target(spec: str) -> Target:
     if name == 'cpu':
         return _parse_cpu(spec, rest if colon else str(len(jax.devices('cpu'))))
     if name not in _NAMES:
-        raise InputError(f'target {spec!r}: {_closest_chip(name, rest)} (chips: {", ".join([*_NAMES, "cpu"])})')
+        raise InputError(f'target {spec!r}: {_closest_chip(name, rest)} (valid chips: {", ".join([*_NAMES, "cpu"])})')
     chip = _NAMES[name]
     return _parse_gpu(spec, chip, rest) if chip.platform == 'gpu' else _parse_tpu(spec, chip, rest)
 

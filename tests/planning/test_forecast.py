@@ -63,7 +63,9 @@ def test_a_program_that_exceeds_the_memory(monkeypatch):
         raise jax.errors.JaxRuntimeError('INTERNAL: no such thing\nand more')
 
     monkeypatch.setattr(forecast, 'compile_train_step', fail)
-    with pytest.raises(InputError, match=r'rejected the step: INTERNAL: no such thing$'):
+    with pytest.raises(
+        InputError, match=r'rejected the step; change the config or the target: INTERNAL: no such thing$'
+    ):
         compile_for(config, this_machine, small_layout(config))
 
 

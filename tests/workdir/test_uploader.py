@@ -94,7 +94,7 @@ def test_old_step_is_deleted_after_a_newer_step_is_complete(gcs, tmp_path):
     write_step(tmp_path, 2)
     gcs.wire_faults.append(WireFault(WRITES, status=403))
     for _ in range(3):
-        with pytest.raises(Exception, match='planned: 403'):
+        with pytest.raises(Exception, match='injected: 403'):
             mirror.work()
     assert complete_steps(bucket) == [1]
     gcs.wire_faults.clear()

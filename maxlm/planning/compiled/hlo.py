@@ -146,7 +146,7 @@ def parse_hlo(text: str) -> Module:
         else:
             match = _INSTRUCTION.match(line)
             if match is None:
-                raise ValueError(f'cannot parse a line of the compiled program: {line[:200]!r}')
+                raise ValueError(f'cannot parse a line of the compiled program; report it: {line[:200]!r}')
             current[match.group(2)] = Instruction(match.group(2), line[match.end() :], bool(match.group(1)))
     if entry is None:
         raise ValueError(
@@ -163,4 +163,4 @@ def _closing(text: str, start: int) -> int:
         depth += 1 if found.group() == '(' else -1
         if not depth:
             return found.end()
-    raise ValueError(f'unclosed parenthesis in the compiled program: {text[:200]!r}')
+    raise ValueError(f'unclosed parenthesis in the compiled program; report it: {text[:200]!r}')

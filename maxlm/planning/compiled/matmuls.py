@@ -53,7 +53,8 @@ def _contraction(instruction: Instruction, lhs: Array, pattern: str) -> float:
     dims = instruction.attribute(pattern)
     if dims is None:
         raise ValueError(
-            f'cannot determine the dimensions of matrix product {instruction.name}: {instruction.attributes[:300]!r}'
+            f'cannot determine the dimensions of a matrix product; report it: '
+            f'{instruction.name}: {instruction.attributes[:300]!r}'
         )
     depth = math.prod(lhs.dims[int(dim)] for dim in re.findall(r'\d+', dims))
     return 2.0 * instruction.arrays[0].size * depth
@@ -63,7 +64,8 @@ def _convolution(instruction: Instruction, operands: list[Array]) -> float:
     labels = _LABELS.search(instruction.attributes)
     if labels is None:
         raise ValueError(
-            f'cannot determine the dimensions of convolution {instruction.name}: {instruction.attributes[:300]!r}'
+            f'cannot determine the dimensions of a convolution; report it: '
+            f'{instruction.name}: {instruction.attributes[:300]!r}'
         )
     lhs_labels, _, out_labels = labels.groups()
     lhs, out = operands[0].dims, instruction.arrays[0].dims

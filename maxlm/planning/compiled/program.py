@@ -79,7 +79,10 @@ def read_program(text: str, mesh_sizes: Mapping[str, int]) -> Program:
     """
     module = parse_hlo(text)
     if module.num_partitions != math.prod(mesh_sizes.values()):
-        raise ValueError(f'the program is for {module.num_partitions} devices, but the mesh is {dict(mesh_sizes)}')
+        raise ValueError(
+            f'the program is for {module.num_partitions} devices, but the mesh is {dict(mesh_sizes)}; '
+            'pass the mesh that it was compiled for'
+        )
     return _Reader(module, tuple(mesh_sizes.items())).count(Scope(module.entry))
 
 

@@ -77,9 +77,12 @@ def _read_groups(text: str, num_devices: int) -> np.ndarray:
         rows = text[2 : text.index('}}')].split('},{')
         groups = np.array([[int(device) for device in row.split(',')] for row in rows])
     else:
-        raise ValueError(f'cannot parse replica groups: {text[:100]!r}')
+        raise ValueError(f'cannot parse replica groups; report them: {text[:100]!r}')
     if not np.array_equal(np.sort(groups, axis=None), np.arange(num_devices)):
-        raise ValueError(f'replica groups do not match the {num_devices} devices of the mesh: {text[:100]!r}')
+        raise ValueError(
+            f'replica groups do not match the {num_devices} devices of the mesh; '
+            f'pass the mesh that the program was compiled for: {text[:100]!r}'
+        )
     return groups
 
 
