@@ -372,10 +372,8 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
     tokens = next((file for file in files if file.kind == 'tokens'), None)
     if tokens is None:
         for name in ('token_dtype', 'eod_token'):
-            if getattr(options, name) not in ('', None):
-                raise InputError(
-                    f'{flag(name)}={getattr(options, name)} is for token files, but --input has none; remove it'
-                )
+            if (value := getattr(options, name)) not in ('', None):
+                raise InputError(f'{flag(name)}={value} is for token files, but --input has none; remove it')
         return
     path = display_path(tokens.path)
     if options.tokenizer.partition(':')[0] in (*LEARNED, 'bytes'):

@@ -78,9 +78,8 @@ def errors_without_remedy(tree: ast.AST, caught: frozenset[str] = frozenset()) -
                 kinds = {ast.unparse(each) for each in (kind.elts if isinstance(kind, ast.Tuple) else [kind])}
                 names = caught | {name} if kinds <= WITH_REMEDY else caught - {name}
             case ast.Raise(exc=ast.Call(func=ast.Name(id='InputError' | 'ValueError'), args=[first, *_])):
-                # A message that consists of values was composed elsewhere.
-                text = message_of(first, caught)
-                if re.search(r'\w', text) and not REMEDY.search(text):
+                # A message that is only a value was composed elsewhere.
+                if (text := message_of(first, caught)) != '{}' and not REMEDY.search(text):
                     yield node.lineno, text
         yield from errors_without_remedy(node, names)
 

@@ -80,7 +80,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}') from error
+        raise InputError(f'{path}: {os_message(error)}; check the directory of the model') from error
     except ValueError as error:
         raise InputError(f'{path}: not valid JSON ({error}); download the file again') from error
     if not isinstance(value, dict):

@@ -234,7 +234,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
             if Path(name).name != name:
                 raise ValueError(f'{name!r} must be the name of a file in this directory')
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}') from error
+        raise InputError(f'{path}: {os_message(error)}; check the directory of the model') from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f'{path}: no valid weight_map ({error}); download the file again') from error
     check_entries(directory, sorted(set(weight_map.values())), limit=None)

@@ -153,8 +153,7 @@ class Engine:
         if prompt_length + request.max_tokens > context:
             raise InputError(
                 f'max_tokens={request.max_tokens}: the prompt has {prompt_length} tokens and the context length is '
-                f'{context}; {max(0, context - prompt_length)} tokens remain for the response; '
-                'reduce max_tokens or shorten the prompt'
+                f'{context}; use at most {max(0, context - prompt_length)} tokens, or shorten the prompt'
             )
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._num_ids:
             raise InputError(f'token ids of the prompt must be from 0 to {self._num_ids - 1}')
