@@ -103,7 +103,7 @@ measure 1b_moments_int8 40 configs/1b.py "${few[@]}" "${short[@]}" --config.opti
 measure 1b_offload_optimizer 40 configs/1b.py "${few[@]}" "${short[@]}" --config.mesh.host_offload=optimizer
 measure 1b_offload_all 40 configs/1b.py "${few[@]}" "${short[@]}" --config.mesh.host_offload=all
 measure 1b_float16 40 configs/1b.py "${few[@]}" "${short[@]}" --config.model.dtype=float16
-measure 1b_loss_chunk_2048 40 configs/1b.py "${few[@]}" "${short[@]}" --config.train.loss_chunk_size=2048
+measure 1b_loss_chunk_8192 40 configs/1b.py "${few[@]}" "${short[@]}" --config.train.loss_chunk_tokens=8192
 
 # What XLA can be told: products by cuBLAS alone, no CUDA graphs, all tilings of Triton tried out.
 measure 1b_xla_no_triton 40 configs/1b.py "${few[@]}" "${short[@]}" --xla=xla_gpu_enable_triton_gemm=false

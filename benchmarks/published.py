@@ -78,7 +78,7 @@ def make_config(
     values.data.seq_len = window
     values.data.document_mask = False
     values.train.num_steps = 1
-    values.train.loss_chunk_size = window
+    values.train.loss_chunk_tokens = window * micro_batch
     values.train.per_device_batch_size = micro_batch
     values.train.global_batch_size = micro_batch * accumulation * shards
     config = resolve(

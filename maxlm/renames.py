@@ -15,7 +15,8 @@ KEYS = {
     'train.global_batch': 'train.global_batch_size',
     'train.global_batch_tokens': 'train.global_batch_size_tokens',
     'train.micro_batch': 'train.per_device_batch_size',
-    'train.loss_chunk': 'train.loss_chunk_size',
+    'train.loss_chunk': 'train.loss_chunk_tokens',
+    'train.loss_chunk_size': 'train.loss_chunk_tokens',
     'train.loss_scale': 'train.initial_loss_scale',
     'train.loss_scale_steps': 'train.loss_scale_growth_interval',
     'train.compile_cache': 'train.compilation_cache_dir',
@@ -97,6 +98,8 @@ KEYS = {
 }
 # New key → former value → new value, for keys that were renamed together with their values.
 VALUES: dict[str, dict[Any, Any]] = {'grpo.loss_type': {'sequence': 'grpo', 'token': 'dapo', 'budget': 'dr_grpo'}}
+# Lower limits of values of renamed keys. train.loss_chunk counted the positions of each row.
+LEAST_VALUES = {'train.loss_chunk_tokens': 4096}
 METRICS = {
     'perf/step_seconds': 'perf/step_time_seconds',
     'perf/data_wait_seconds': 'perf/data_loading_seconds',
@@ -167,7 +170,12 @@ def current_key(key: str, value: Any = None) -> tuple[str, Any]:
     """Returns the current name and value of a config key `section.key` that may be a former one."""
     if key not in KEYS:
         return key, value
-    return KEYS[key], VALUES.get(KEYS[key], {}).get(value, value) if isinstance(value, str) else value
+    new = KEYS[key]
+    if isinstance(value, str):
+        value = VALUES.get(new, {}).get(value, value)
+    elif isinstance(value, int) and new in LEAST_VALUES:
+        value = max(value, LEAST_VALUES[new])
+    return new, value
 
 
 def current_config(sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ RANGES: dict[str, Range] = {
     'train.per_device_batch_size': Range(AUTO, 10**8),
     'train.log_every': STEPS_FROM_1,
     'train.seed': SEED,
-    'train.loss_chunk_size': Range(1, INT32),
+    'train.loss_chunk_tokens': Range(1, INT32),
     'train.z_loss': WEIGHT,
     'train.initial_loss_scale': Range(1, 2**30),
     'train.loss_scale_growth_interval': STEPS_FROM_1,

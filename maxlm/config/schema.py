@@ -175,8 +175,8 @@ class TrainConfig:
     log_every: int = 10
     # Seed of the initial parameters and of dropout.
     seed: int = 0
-    # Number of positions of each sequence whose logits are in memory at the same time.
-    loss_chunk_size: int = 256
+    # Tokens of a device whose logits are in memory at the same time. Small chunks write the gradient of the head often.
+    loss_chunk_tokens: int = 4096
     # Weight of the z-loss, the square of log Σ exp(logits), which prevents drifting logits (PaLM: 1e-4); 0 = off.
     z_loss: float = 0.0
     # Training objective: next_token (cross-entropy) | dpo (pairs of answers: section dpo) | grpo (rewards of responses:
@@ -376,6 +376,11 @@ class Config:
     def accumulation(self) -> int:
         """Returns the number of micro-batches per optimizer step (resolved configs only)."""
         return self.train.global_batch_size // (self.train.per_device_batch_size * self.batch_shards)
+
+    @property
+    def loss_chunk(self) -> int:
+        """Returns the number of positions of each row in a chunk of the loss (resolved configs only)."""
+        return max(1, min(self.data.seq_len, self.train.loss_chunk_tokens // self.train.per_device_batch_size))
 
     @property
     def rounds(self) -> int:

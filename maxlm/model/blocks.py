@@ -78,16 +78,18 @@ class Block(nnx.Module):
         `window` is the number of last tokens to which a query attends; 0 means all.
         """
         attention_key, feedforward_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        attended_BTD, new_cache = self.attention(
-            self.attention_norm(x_BTD),
-            mask_BTS=context.masks[window],
-            segments_BT=context.segments_BT,
-            tree=context.tree,
-            cache_indices=context.cache_indices[window],
-            rotary=context.rotary,
-            window=window,
-            cache=cache,
-        )
+        normed_BTD = self.attention_norm(x_BTD)
+        with jax.named_scope('attention'):
+            attended_BTD, new_cache = self.attention(
+                normed_BTD,
+                mask_BTS=context.masks[window],
+                segments_BT=context.segments_BT,
+                tree=context.tree,
+                cache_indices=context.cache_indices[window],
+                rotary=context.rotary,
+                window=window,
+                cache=cache,
+            )
         attended_BTD = dropout(attended_BTD, self.dropout, attention_key)
         stream_BTD = x_BTD if self.parallel_residual else x_BTD + attended_BTD
         fed_BTD = dropout(self.feedforward(self.feedforward_norm(stream_BTD)), self.dropout, feedforward_key)

@@ -77,6 +77,12 @@ class Layout:
         """Returns the layout of optimizer state."""
         return dataclasses.replace(self, zero=3)
 
+    @property
+    def platform(self) -> str:
+        """Returns the platform of the devices."""
+        platform: str = self.mesh.devices.flat[0].platform
+        return platform
+
     def num_shards(self, axis: str) -> int:
         """Returns the number of devices over which a logical axis is sharded."""
         return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self._mesh_axes(axis))

@@ -18,10 +18,14 @@ class Partitioning(Protocol):
 
     Attributes:
         repeats: number of times that the layers pass through the stages of a pipeline.
+        platform: platform of the devices: cpu, gpu or tpu.
     """
 
     @property
     def repeats(self) -> int: ...
+
+    @property
+    def platform(self) -> str: ...
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         """Constrains the sharding of an intermediate value."""
@@ -57,6 +61,10 @@ class SingleDevice:
     """Partitioning of a model that runs without a mesh."""
 
     repeats = 1
+
+    @property
+    def platform(self) -> str:
+        return jax.default_backend()
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         del axes

@@ -121,7 +121,7 @@ def make_next_token(config: Config, layout: Layout, num_sources: int = 0, *, z_l
             targets_BT,
             weights_BT,
             partitioning=layout,
-            chunk=config.train.loss_chunk_size,
+            chunk=config.train.loss_chunk_tokens,
             z_loss=z_loss,
             logit_softcap=config.model.logit_softcap,
             # Each group has the rows of one micro-batch; the pipeline stages share them.
@@ -156,7 +156,7 @@ def make_log_probs(
             model.output_kernel(),
             layout.constrain(batch['targets'], ('rows', 'length')),
             partitioning=layout,
-            chunk=config.train.loss_chunk_size,
+            chunk=config.train.loss_chunk_tokens,
             logit_softcap=config.model.logit_softcap,
             row_groups=max(1, pipelined // layout.num_shards('layers')),
         )

@@ -22,7 +22,7 @@ from maxlm.training.optimizers.trainable import trainable
 from maxlm.training.reference import reference_params
 from maxlm.training.spike_guard import check_spike
 from maxlm.training.state import Metrics, Params, TrainState, param_shardings
-from maxlm.training.update import differentiable, make_update, mean_and_clip, merge_differentiable
+from maxlm.training.update import cast_kernels, differentiable, make_update, mean_and_clip, merge_differentiable
 
 
 def make_train_step(
@@ -41,8 +41,8 @@ def make_train_step(
     def loss_fn(
         diff_params: Params, state: TrainState, batch: Batch, dropout_key: jax.Array | None, factor: jax.Array | None
     ) -> tuple[jax.Array, LossSums]:
-        params, slots = merge_differentiable(config, state.params, diff_params)
         reference = reference_params(config, state.params, state.reference)
+        params, slots = merge_differentiable(config, state.params, diff_params)
         loss, sums = objective(params, reference, slots, batch, dropout_key)
         return (loss if factor is None else factor * loss), sums
 
@@ -52,14 +52,16 @@ def make_train_step(
         factor = loss_factor(state.loss_scale, A / batch['tokens'].size)
         zero_grads = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), trainable(config, state.params))
         zero_grads = jax.lax.with_sharding_constraint(zero_grads, gradient_shardings)
-        diff_params = differentiable(config, state.params, zero_grads)
+        cast_state = state._replace(params=cast_kernels(config, state.params))
+        diff_params = differentiable(config, cast_state.params, zero_grads)
 
         def accumulate(totals: Any, inputs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             index, micro_batch = inputs
             grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-            (_, sums), grads = grad_fn(diff_params, state, micro_batch, jax.random.fold_in(key, index), factor)
+            (_, sums), grads = grad_fn(diff_params, cast_state, micro_batch, jax.random.fold_in(key, index), factor)
             grads = jax.lax.with_sharding_constraint(grads, gradient_shardings)
-            return jax.tree.map(jnp.add, totals, (sums, grads)), None
+            with jax.named_scope('gradient_sum'):
+                return jax.tree.map(jnp.add, totals, (sums, grads)), None
 
         zeros = (zero_sums(config, num_sources), zero_grads)
         micro_batches = split_micro_batches(batch, A, layout)
@@ -78,7 +80,7 @@ def make_train_step(
             'loss': loss,
             'tokens': sums.tokens,
             'grad_norm': grad_norm,
-            'param_norm': global_norm(params),
+            'param_norm': jax.named_scope('optimizer')(global_norm)(params),
             'learning_rate': learning_rate,
             'skipped': ~ok,
             'spike': is_finite & ~ok,

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from maxlm.config.schema import Config
+from maxlm.model.blocks import BLOCKS
+from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.offload import layer_by_layer
 from maxlm.training.optimizers.schedule import make_schedule, rate_at
@@ -36,6 +38,24 @@ def merge_differentiable(config: Config, params: Params, diff_params: Params) ->
     return merge_trainable(params, diff_params), None
 
 
+def cast_kernels(config: Config, params: Params) -> Params:
+    """Casts the kernels of the blocks to `model.dtype` once, instead of in every micro-batch.
+
+    Their gradients are then in this dtype as well, with the values that the cast within the model gives. Kernels in
+    host memory and those that FP8 quantizes from float32 are unchanged, and so are all other parameters.
+    """
+    if config.mesh.host_offload == 'all' or config.model.matmul_precision == 'fp8':
+        return params
+    dtype = jnp.dtype(config.model.dtype)
+
+    def cast(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
+        is_kernel = path[0].key == BLOCKS and path[-1].key == KERNEL
+        return param.astype(dtype) if is_kernel else param
+
+    with jax.named_scope('cast'):
+        return jax.tree_util.tree_map_with_path(cast, params)
+
+
 def mean_and_clip(
     grads: Params, count: jax.Array, factor: jax.Array | None, max_grad_norm: float
 ) -> tuple[Params, jax.Array]:
@@ -50,11 +70,12 @@ def mean_and_clip(
     Returns:
         The gradients and their global norm before clipping.
     """
-    scale = 1 / (count if factor is None else count * factor)
-    grad_norm = scale * optax.tree.norm(grads)
-    if max_grad_norm:
-        scale *= jnp.minimum(1, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
-    return jax.tree.map(lambda g: g * scale, grads), grad_norm
+    with jax.named_scope('optimizer'):
+        scale = 1 / (count if factor is None else count * factor)
+        grad_norm = scale * optax.tree.norm(grads)
+        if max_grad_norm:
+            scale *= jnp.minimum(1, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
+        return jax.tree.map(lambda g: g * scale, grads), grad_norm
 
 
 def make_update(config: Config, layout: Layout) -> Update:
@@ -84,7 +105,7 @@ def make_update(config: Config, layout: Layout) -> Update:
             ema = merge_trainable(state.ema, ema)
         return merge_trainable(state.params, params), opt_state, ema, schedule(num_updates)
 
-    return update
+    return jax.named_scope('optimizer')(update)
 
 
 def update_ema(ema: Params | None, params: Params, *, decay: float, num_updates: jax.Array) -> Params | None:

@@ -153,7 +153,9 @@ class Linear(nnx.Module):
 
     def _gathered(self, param: nnx.Param, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
         # Conversion to the compute dtype before the gather halves the communication.
-        return self.partitioning.gathered(param[...].astype(dtype), axes)
+        with jax.named_scope('cast'):
+            cast = param[...].astype(dtype)
+        return self.partitioning.gathered(cast, axes)
 
     def _gathered_lora_a(self, dtype: jnp.dtype) -> jax.Array | None:
         axes = (*self.axes[: self.num_in], RANK)
@@ -176,7 +178,10 @@ class Linear(nnx.Module):
         if self.bias is None:
             return y
         bias = self.bias[...].astype(y.dtype)
-        return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
+        if not self._is_matrix:
+            return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
+        # Added to a matrix, which cuBLAS does within the product.
+        return (y.reshape(-1, bias.size) + bias.reshape(1, -1)).reshape(y.shape)
 
     @property
     def _is_whole(self) -> bool:
@@ -214,12 +219,13 @@ def transposed_matmul(x_MI: jax.Array, kernel_OI: jax.Array, dtype: jax.typing.D
 
 
 def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
-    """Applies several projections to the last axis of x, as one product if nothing is sharded.
+    """Applies several projections to the last axis of x, on a CPU as one product if nothing is sharded.
 
-    One wide product and its gradient are faster than several products on a CPU. Compilers for other devices may fuse
-    the products themselves.
+    One wide product and its gradient are faster than several products on a CPU. On an accelerator, the concatenation of
+    the kernels and of the gradients would move more bytes than the separate products.
     """
-    if x.size < MIN_FUSED_ROWS * x.shape[-1] or not all(linear._is_whole for linear in linears):
+    is_fused = linears[0].partitioning.platform == 'cpu' and all(linear._is_whole for linear in linears)
+    if x.size < MIN_FUSED_ROWS * x.shape[-1] or not is_fused:
         return [linear(x) for linear in linears]
     products = _fused_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
     lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]

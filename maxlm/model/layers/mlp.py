@@ -7,6 +7,9 @@ Shapes: B batch, T length, D dim, F ffn_dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -41,17 +44,54 @@ class FeedForward(nnx.Module):
         self.gate = linear('gate', *into, init.projection) if config.activation == 'swiglu' else None
         self.up = linear('up', *into, init.projection)
         self.down = linear('down', *back, init.residual)
-        self.activation = config.activation
+        self.activation = recomputed(ACTIVATIONS[config.activation], in_loop=config.scan_layers)
         self.partitioning = partitioning
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        if self.gate is not None:
-            gate_BTF, up_BTF = fused_apply((self.gate, self.up), x_BTD)
-            h_BTF = jax.nn.silu(gate_BTF) * up_BTF
-            return self.down(self.partitioning.constrain(h_BTF, ('batch', 'length', 'ffn')))
-        h_BTF = self.up(x_BTD)
-        if self.activation == 'relu2':
-            h_BTF = jnp.square(jax.nn.relu(h_BTF))
-        else:
-            h_BTF = jax.nn.gelu(h_BTF, approximate=self.activation == 'gelu_tanh')
+        inputs = [self.up(x_BTD)] if self.gate is None else fused_apply((self.gate, self.up), x_BTD)
+        with jax.named_scope('activation'):
+            h_BTF = self.activation(*inputs)
         return self.down(self.partitioning.constrain(h_BTF, ('batch', 'length', 'ffn')))
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns silu(gate) · up (Shazeer 2020)."""
+    return jax.nn.silu(gate) * up
+
+
+def squared_relu(x: jax.Array) -> jax.Array:
+    """Returns max(x, 0)² (So et al. 2021, "Primer")."""
+    return jnp.square(jax.nn.relu(x))
+
+
+# Values of model.activation. `swiglu` takes the outputs of two projections.
+ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
+    'gelu': partial(jax.nn.gelu, approximate=False),
+    'gelu_tanh': partial(jax.nn.gelu, approximate=True),
+    'relu2': squared_relu,
+    'swiglu': swiglu,
+}
+
+
+def recomputed(function: Callable[..., jax.Array], *, in_loop: bool) -> Callable[..., jax.Array]:
+    """Returns an elementwise function whose backward pass keeps only its inputs and computes in float32.
+
+    The backward pass that JAX derives keeps several intermediate arrays of the size of the input.
+
+    Args:
+        function: elementwise function of one or more arrays of equal shape and dtype.
+        in_loop: see `maxlm.model.layers.norm.NormKind`.
+    """
+    wrapped = jax.custom_vjp(function)
+
+    def forward(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        return function(*inputs), inputs
+
+    def backward(inputs: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, ...]:
+        if not in_loop:
+            inputs, gradient = jax.lax.optimization_barrier((inputs, gradient))
+        _, pull_back = jax.vjp(function, *(x.astype(jnp.float32) for x in inputs))
+        return tuple(g.astype(gradient.dtype) for g in pull_back(gradient.astype(jnp.float32)))
+
+    wrapped.defvjp(forward, backward)
+    return wrapped

@@ -67,7 +67,7 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     kernels = list(block_kernels(model).values()) * model.num_layers
     sizes = [(tokens, *kernel) for kernel in kernels]
     sizes.append(
-        (config.train.per_device_batch_size * min(config.train.loss_chunk_size, window), model.dim, model.vocab_size)
+        (config.train.per_device_batch_size * config.loss_chunk, model.dim, model.vocab_size)
     )
     repeats = [1.0] * len(kernels) + [tokens / sizes[-1][0]]
     measured: dict[tuple[int, ...], float] = {}
@@ -172,7 +172,7 @@ def _elementwise_seconds(config: Config, rounds: int) -> float:
     """Returns the seconds of norms, activations, loss and update, forward and backward."""
     model, window, micro_batch = config.model, config.data.seq_len, config.train.per_device_batch_size
     dtype, tokens = jnp.dtype(model.dtype), micro_batch * window
-    chunk = min(config.train.loss_chunk_size, window)
+    chunk = config.loss_chunk
     stream = _gradient_seconds(_normalize_and_add, (tokens, model.dim), dtype, rounds)
     activation = _gradient_seconds(_ACTIVATIONS[model.activation], (tokens, model.ffn_dim), dtype, rounds)
     loss = _gradient_seconds(_loss, (micro_batch * chunk, model.vocab_size), jnp.dtype(jnp.float32), rounds)

@@ -314,7 +314,7 @@ def _vocabulary(config: Config, sizes: _Sizes, backend: Backend) -> _Vocabulary:
     elements = sizes.V * sizes.D
     tied = sizes.width if config.model.tie_embeddings else 0
     table = elements * (backend.table + tied)
-    chunk = min(config.train.loss_chunk_size, sizes.T)
+    chunk = min(config.loss_chunk, sizes.T)
     logits = 4 * sizes.B * chunk * sizes.V
     stream = sizes.B * sizes.T * sizes.D * sizes.width
     # The gradient of the head is summed in float32. The reduced number of copies was read off the programs of

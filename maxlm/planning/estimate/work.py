@@ -250,7 +250,7 @@ def _weight_bytes(config: Config) -> float:
     # A gradient is written completely, read for its sum over devices, stored in its stack and added to the totals.
     gradients = all_weights * 2 * width + summed * (4 + 12)
     # The gradient of the head is summed in float32 over the chunks of the loss.
-    chunks = math.ceil(config.data.seq_len / mesh.context / config.train.loss_chunk_size)
+    chunks = math.ceil(config.data.seq_len / mesh.context / config.loss_chunk)
     sums = (chunks - 1) * 8 * model.dim * _vocabulary(config) / mesh.stage
     return config.accumulation * (passes + gradients + sums)
 

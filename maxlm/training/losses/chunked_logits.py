@@ -25,15 +25,17 @@ class LogitChunks:
         Args:
             hidden_BTD: hidden states to split; only shape and dtype are used.
             partitioning: partitioning of the model.
-            chunk: number of positions of each row whose logits exist at the same time.
+            chunk: number of tokens on each device whose logits exist at the same time, at least one of each row.
             row_groups: number of groups into which the rows are split. Row r is in group r mod row_groups, so no row
                 moves to another device.
         """
         B, T, _ = hidden_BTD.shape
         R, P = (partitioning.num_shards(axis) for axis in _PARTS)
-        C = min(chunk, T // P)
-        self._chunks = -(-T // (P * C))
-        self._shape = (R, B // (R * row_groups), row_groups, P, self._chunks, C)
+        rows = B // (R * row_groups)
+        chunks = -(-(T // P) // max(1, chunk // rows))
+        # Chunks of equal size need the least padding.
+        C = -(-(T // P) // chunks)
+        self._shape = (R, rows, row_groups, P, chunks, C)
         self._length = T
         self._partitioning = partitioning
         self.dtype = hidden_BTD.dtype

@@ -49,7 +49,7 @@ def cross_entropy(
 ) -> Losses:
     """Computes the loss, differentiable with respect to hidden states and kernel.
 
-    Float32 logits exist for one chunk at a time: `chunk` positions of each row of a group on each device. Each device
+    Float32 logits exist for one chunk of about `chunk` tokens on each device at a time. Each device
     accumulates the kernel's gradient of its part of the batch in float32. The gradients are summed over devices once.
 
     Args:
@@ -107,5 +107,6 @@ def cross_entropy(
         return (hidden_gradient * cotangent.objective).astype(hidden_BTD.dtype), kernel_gradient * cotangent.objective
 
     run.defvjp(forward, backward)
-    found = run(hidden_BTD, kernel_DV)
+    with jax.named_scope('loss'):
+        found = run(hidden_BTD, kernel_DV)
     return Losses(found.objective, *map(jax.lax.stop_gradient, found[1:]))
