@@ -34,6 +34,7 @@ from maxlm.planning import plots, tables
 from maxlm.planning.budget import BudgetPlan, plan_budget
 from maxlm.planning.chinchilla import BESIROGLU, read_runs, refit
 from maxlm.planning.cost import PricingTerms
+from maxlm.planning.explain import explain
 from maxlm.planning.forecast import Forecast, compile_ahead, estimate
 from maxlm.planning.gpu_compiler import CACHE, OPTION, VARIABLE, install_compiler
 from maxlm.planning.machine import Machine, machine_of, usable_memory
@@ -64,6 +65,8 @@ def main(argv: list[str]) -> int:
     for name in ('fit_scaling_law', 'output'):
         if getattr(options, name) and options.sweep is None:
             raise InputError(f'{flag(name)} requires --sweep; add --sweep or remove {flag(name)}')
+    if options.explain and (options.sweep is not None or options.estimate or options.json):
+        raise InputError('--explain prints tables of one compiled program; remove --sweep, --estimate and --json')
     if options.install_compiler:
         install_compiler()
         if not options.config:
@@ -86,6 +89,9 @@ def main(argv: list[str]) -> int:
 def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, options: argparse.Namespace) -> int:
     resolver = partial(_resolve, target=target, data=data)
     missing = _missing_compiler(target, options)
+    if options.explain and (missing or target.chip.platform != 'gpu'):
+        reason = missing or f'{target.spec} is not a GPU; use a target such as --target=h100:1'
+        raise InputError(f'--explain requires a compiled GPU program: {reason}')
     machine = _machine(config, target, resolver)
     forecaster = partial(estimate if missing else compile_ahead, machine=machine)
     if config.train.per_device_batch_size == AUTO:
@@ -104,6 +110,8 @@ def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, optio
     if missing:
         print(f'All figures are estimates: {missing}')
     print(as_text(shown, cost))
+    if options.explain:
+        print(f'\n{explain(shown, machine.efficiency)}')
     if options.dollars or options.hours:
         print(budget_text(shown, terms, dollars=options.dollars, hours=options.hours))
     if options.search or not shown.fits:
@@ -265,6 +273,11 @@ def _parser(*, plans: bool) -> ArgumentParser:
     )
     parser.add_argument(
         '--estimate', action='store_true', help='estimates without compilation: faster but less accurate'
+    )
+    parser.add_argument(
+        '--explain',
+        action='store_true',
+        help='print a table of the time of a GPU step by cause, and the kernels with the most memory traffic',
     )
     parser.add_argument(
         '--sweep',

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -68,10 +68,16 @@ class SharedSteps:
         return self._made[key]
 
     def compile_train_step(
-        self, config: Config, layout: Layout, abstract: TrainState, num_sources: int = 0
+        self,
+        config: Config,
+        layout: Layout,
+        abstract: TrainState,
+        num_sources: int = 0,
+        *,
+        options: Mapping[str, Any] | None = None,
     ) -> CompiledStep:
-        key = ('train', computed_by(config), layout, num_sources)
-        return self._once(key, lambda: compile_train_step(config, layout, abstract, num_sources))
+        key = ('train', computed_by(config), layout, num_sources, repr(options))
+        return self._once(key, lambda: compile_train_step(config, layout, abstract, num_sources, options=options))
 
     def make_eval_step(self, config: Config, layout: Layout, num_sources: int = 0) -> Callable[..., Any]:
         """Returns the same function for equal configs, so that `jax.jit` finds the compiled program."""

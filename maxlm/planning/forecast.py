@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.parallel.layout import Layout
-from maxlm.planning.compiled.compile import CompiledStep, compile_train_step
+from maxlm.planning.compiled.compile import AHEAD_OPTIONS, CompiledStep, compile_train_step
 from maxlm.planning.compiled.memory import memory_of, overflow_of
 from maxlm.planning.compiled.program import Program, read_program
+from maxlm.planning.compiled.traffic import elementwise_bytes
 from maxlm.planning.estimate.memory import Memory, estimate_memory
 from maxlm.planning.estimate.roofline import StepTime, step_time
 from maxlm.planning.estimate.work import Work, estimate_work
 from maxlm.planning.machine import Machine
 from maxlm.planning.targets import Target, compiling_for, target_layout
 from maxlm.training.state import abstract_state
+
+# Values of model.attention whose products are in a fused kernel.
+FUSED_ATTENTION = ('cudnn', 'splash')
 
 
 class Forecast(NamedTuple):
@@ -33,6 +38,7 @@ class Forecast(NamedTuple):
         time: seconds of a step by kind.
         program: contents of the compiled program. None for CPUs, whose devices share one memory, and for estimates.
         compiled: the compiled step. None for estimates.
+        formula: work by formula, to compare it with the program. None for estimates.
     """
 
     config: Config
@@ -43,6 +49,7 @@ class Forecast(NamedTuple):
     time: StepTime
     program: Program | None = None
     compiled: CompiledStep | None = None
+    formula: Work | None = None
 
     @property
     def needed(self) -> int:
@@ -79,11 +86,22 @@ def compile_ahead(config: Config, machine: Machine) -> Forecast:
         return estimate(config, machine)
     layout = target_layout(machine.target, config.mesh)
     with compiling_for(machine.target):
-        return compile_for(config, machine, layout)
+        return compile_for(config, machine, layout, options=AHEAD_OPTIONS.get(machine.target.chip.platform))
 
 
-def compile_for(config: Config, machine: Machine, layout: Layout, num_sources: int = 0) -> Forecast:
-    """Compiles the step and returns its memory and transfers; its operations are counted by formula.
+def compile_for(
+    config: Config,
+    machine: Machine,
+    layout: Layout,
+    num_sources: int = 0,
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> Forecast:
+    """Compiles the step and returns its memory, operations, memory traffic and transfers.
+
+    The memory traffic of a TPU's program and the operations of attention kernels are counted by formula.
+
+    `options` are XLA options, as in `compile_train_step`.
 
     If the compiler rejects the program for lack of memory, the result has the total that the compiler reports, and
     estimates for the rest.
@@ -94,7 +112,7 @@ def compile_for(config: Config, machine: Machine, layout: Layout, num_sources: i
     abstract = abstract_state(config, layout)
     estimated = estimate(config, machine)
     try:
-        compiled = compile_train_step(config, layout, abstract, num_sources)
+        compiled = compile_train_step(config, layout, abstract, num_sources, options=options)
     except jax.errors.JaxRuntimeError as error:
         overflow = overflow_of(error)
         if overflow is None:
@@ -106,18 +124,37 @@ def compile_for(config: Config, machine: Machine, layout: Layout, num_sources: i
     program = None
     work = estimated.work
     if machine.target.chip.platform != 'cpu':
-        program = read_program(compiled.step.as_text() or '', config.mesh.sizes)
+        platform = machine.target.chip.platform
+        program = read_program(compiled.step.as_text() or '', config.mesh.sizes, platform=platform)
         if program.unknown_loops:
             warnings.warn(
                 f'loops with an unknown trip count are counted as one iteration: {program.unknown_loops}', stacklevel=2
             )
-        work = work._replace(transfers=program.transfers)
+        work = compiled_work(config, work, program)
     return estimated._replace(
         memory=memory_of(compiled, config, abstract, machine.target.chip.capability),
         work=work,
         time=_time(config, machine, work),
         program=program,
         compiled=compiled,
+        formula=estimated.work,
+    )
+
+
+def compiled_work(config: Config, formula: Work, program: Program) -> Work:
+    """Returns the work of a compiled program. The parts that cannot be counted in its text are those of the formula."""
+    flops = program.flops
+    if config.model.attention not in FUSED_ATTENTION or config.mesh.context > 1:
+        # The products of attention are ordinary products of the program.
+        flops = max(0.0, flops - formula.attention_flops)
+    memory_bytes = elementwise_bytes(program.traffic)
+    # The program of a pipeline contains the idle iterations, which `Work` excludes.
+    busy = 1 - formula.idle
+    return formula._replace(
+        flops=flops * busy,
+        fp8_flops=min(formula.fp8_flops, flops * busy),
+        memory_bytes=memory_bytes * busy if program.traffic else formula.memory_bytes,
+        transfers=program.transfers,
     )
 
 

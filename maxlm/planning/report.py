@@ -11,10 +11,12 @@ from typing import Any
 from maxlm.config.schema import UNDECIDED_STEPS, Config, MeshConfig
 from maxlm.formatting import format_bytes, format_duration, format_si
 from maxlm.hardware.prices import has_price, price_per_hour
+from maxlm.planning.compiled.traffic import bytes_by_cause
 from maxlm.planning.cost import DEFAULT_TERMS, HOUR, Cost, PricingTerms, estimate_cost, estimate_step_cost, tokens_for
 from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.planning.estimate.roofline import mfu
 from maxlm.planning.estimate.state_bytes import planned_state_bytes
+from maxlm.planning.explain import program_warnings
 from maxlm.planning.forecast import Forecast
 from maxlm.planning.search import Override
 
@@ -110,6 +112,9 @@ def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -
             'attention': forecast.work.attention_flops,
             **({'compiled': forecast.program.flops} if forecast.program else {}),
         },
+        'traffic': forecast.work.memory_bytes,
+        **({'traffic_by_cause': bytes_by_cause(forecast.program.traffic)} if forecast.program else {}),
+        'warnings': program_warnings(forecast),
         'transfers': [transfer._asdict() for transfer in forecast.work.transfers],
         'tokens_per_second': forecast.tokens_per_second,
         'mfu': causal,
@@ -128,6 +133,7 @@ def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -
 def as_text(forecast: Forecast, cost: Cost) -> str:
     """Returns paragraphs on the run, its memory, work, time and cost."""
     lines = [*_run(forecast), *_memory(forecast), *_work(forecast), *_time(forecast), *_cost(cost)]
+    lines += [('warning', text) for text in program_warnings(forecast)]
     width = max(len(label) for label, _ in lines)
     return '\n'.join(f'{label:<{width}}  {text}' for label, text in lines)
 
@@ -195,10 +201,13 @@ def _memory(forecast: Forecast) -> list[tuple[str, str]]:
 
 def _work(forecast: Forecast) -> list[tuple[str, str]]:
     work = forecast.work
-    counted = f'{_operations(work.all_flops)} in matrix products'
-    if forecast.program is not None:
-        counted += f' by formula ({_operations(forecast.program.flops)} in the program, excluding fused kernels)'
-    lines = [('work', f'per step and device: {counted}, {format_bytes(work.memory_bytes)} of memory traffic')]
+    source = 'by formula' if forecast.program is None else 'in the program'
+    counted = f'{_operations(work.all_flops)} in matrix products {source}'
+    formula = forecast.formula
+    traffic = f'{format_bytes(work.memory_bytes)} of memory traffic'
+    if forecast.program is not None and forecast.program.traffic and formula is not None:
+        traffic += f' (by formula {format_bytes(formula.memory_bytes)})'
+    lines = [('work', f'per step and device: {counted}, {traffic}')]
     sums: dict[tuple[str, tuple[str, ...], bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for transfer in work.transfers:
         total = sums[transfer.kind, transfer.axes, transfer.is_async]

@@ -46,7 +46,7 @@ OVERFLOW = (
 
 
 def test_a_program_that_exceeds_the_memory(monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError(OVERFLOW)
 
     config = small_config(num_devices=8, metrics__peak_tflops=1.0)
@@ -59,7 +59,7 @@ def test_a_program_that_exceeds_the_memory(monkeypatch):
     assert found.available <= 30.75 * 2**30
     assert found.memory.parameters == estimate(config, this_machine).memory.parameters
 
-    def fail(*_):
+    def fail(*_, **__):
         raise jax.errors.JaxRuntimeError('INTERNAL: no such thing\nand more')
 
     monkeypatch.setattr(forecast, 'compile_train_step', fail)

@@ -34,10 +34,10 @@ def _compiled_once():
     """Caches the compiled step of each config for the tests of this module."""
     compile_train_step, cache = forecast.compile_train_step, {}
 
-    def compile_once(config, layout, *rest):
+    def compile_once(config, layout, *rest, options):
         key = repr((config, layout.mesh, rest[1:]))
         if key not in cache:
-            cache[key] = compile_train_step(config, layout, *rest)
+            cache[key] = compile_train_step(config, layout, *rest, options=options)
         return cache[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -44,6 +44,10 @@ DEVICE_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
+# XLA options by platform for compiling without the devices. XLA for GPUs measures whether Triton or cuBLAS computes a
+# product faster. Without a GPU it cannot measure, and uses Triton for all of them, whose fusions hide memory traffic.
+AHEAD_OPTIONS: dict[str, dict[str, Any]] = {'gpu': {'xla_gpu_enable_triton_gemm': False}}
+
 
 class CompiledStep(NamedTuple):
     """The compiled step: `step(state, batch) → (state, metrics)`. The input state is donated."""

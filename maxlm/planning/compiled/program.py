@@ -15,6 +15,7 @@ from maxlm.model.attention.cudnn import MORE_LISTS
 from maxlm.planning.compiled.hlo import Array, Computation, Instruction, Module, parse_hlo
 from maxlm.planning.compiled.matmuls import is_library_product, product_flops
 from maxlm.planning.compiled.replica_groups import find_groups, find_pairs
+from maxlm.planning.compiled.traffic import Traffic, read_traffic
 from maxlm.planning.compiled.trip_counts import Scope, trip_count
 from maxlm.planning.estimate.transfers import KINDS, Transfer
 
@@ -46,12 +47,16 @@ class Program:
         flops: operations of matrix products, two per multiply-add, including recomputation in the backward pass.
         kernels: number of custom calls by target: kernels of cuDNN or Pallas, whose products are not in `flops`.
         unknown_loops: loops with counted work whose trip count cannot be determined; they count as one iteration.
+        traffic: memory traffic by kernel, for a GPU only. In a TPU's program, many arrays are in on-chip memory.
+        rematerialized: number of instructions that XLA duplicated to save memory, which compute a value twice.
     """
 
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
     flops: float = 0.0
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)
     unknown_loops: list[str] = dataclasses.field(default_factory=list)
+    traffic: list[Traffic] = dataclasses.field(default_factory=list)
+    rematerialized: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -67,12 +72,13 @@ class Program:
         self.unknown_loops += other.unknown_loops
 
 
-def read_program(text: str, mesh_sizes: Mapping[str, int]) -> Program:
+def read_program(text: str, mesh_sizes: Mapping[str, int], *, platform: str = '') -> Program:
     """Counts the work of one execution of a compiled program on each device.
 
     Args:
         text: `compiled.as_text()` of the CPU, GPU or TPU backend.
         mesh_sizes: devices along each axis of the mesh that the program was compiled for, in the order of the axes.
+        platform: platform of the program. `gpu` counts the memory traffic too.
 
     Raises:
         ValueError: the text is not an XLA program, or its number of devices differs from the mesh's.
@@ -83,7 +89,14 @@ def read_program(text: str, mesh_sizes: Mapping[str, int]) -> Program:
             f'the program is for {module.num_partitions} devices, but the mesh is {dict(mesh_sizes)}; '
             'pass the mesh that it was compiled for'
         )
-    return _Reader(module, tuple(mesh_sizes.items())).count(Scope(module.entry))
+    program = _Reader(module, tuple(mesh_sizes.items())).count(Scope(module.entry))
+    # XLA appends this to the names of instructions that it duplicates.
+    program.rematerialized = sum(
+        '.remat' in name for computation in module.computations.values() for name in computation
+    )
+    if platform == 'gpu':
+        program.traffic = read_traffic(module)
+    return program
 
 
 class _Reader:

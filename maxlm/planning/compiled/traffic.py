@@ -52,21 +52,21 @@ class Traffic(NamedTuple):
     """Memory traffic of one kernel of a program.
 
     Attributes:
-        kernel: name of the instruction.
+        name: name of the instruction.
         cause: a value of `SCOPES`, or a constant such as `PRODUCTS`.
         bytes: bytes read and written by one execution.
-        count: executions.
+        executions: executions per step.
     """
 
-    kernel: str
+    name: str
     cause: str
     bytes: float
-    count: float
+    executions: float
 
     @property
     def total(self) -> float:
         """Returns the bytes of all executions."""
-        return self.bytes * self.count
+        return self.bytes * self.executions
 
 
 def read_traffic(module: Module) -> list[Traffic]:

@@ -66,9 +66,7 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     seconds = flops = 0.0
     kernels = list(block_kernels(model).values()) * model.num_layers
     sizes = [(tokens, *kernel) for kernel in kernels]
-    sizes.append(
-        (config.train.per_device_batch_size * config.loss_chunk, model.dim, model.vocab_size)
-    )
+    sizes.append((config.train.per_device_batch_size * config.loss_chunk, model.dim, model.vocab_size))
     repeats = [1.0] * len(kernels) + [tokens / sizes[-1][0]]
     measured: dict[tuple[int, ...], float] = {}
     for size, count in zip(sizes, repeats, strict=True):
