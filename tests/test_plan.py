@@ -203,6 +203,8 @@ def test_sweep(run, tmp_path):
         ('1b.py', 'h100:8', ('--config.train.dollars=5',), ['train.dollars', 'train.price_per_hour']),
         ('1b.py', 'h100:8', ('--fit-scaling-law', 'run'), ['--fit-scaling-law', '--sweep']),
         ('1b.py', 'h100:8', ('--output=sweep.png',), ['--output', '--sweep']),
+        ('1b.py', 'h100:8', ('--explain', '--estimate'), ['--explain', 'remove', '--estimate']),
+        ('1b.py', 'cpu:1', ('--explain', '--vocab-size=50'), ['--explain', 'cpu:1 is not a GPU', 'h100:1']),
         ('code.py:7b', 'h100:8x4', ('--config.mesh.tensor=32', '--config.mesh.fsdp=1'), ['4 nodes', 'mesh.tensor']),
     ],
 )

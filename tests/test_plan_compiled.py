@@ -14,7 +14,7 @@ from maxlm import plan
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.planning.gpu_compiler import CACHE
 from tests.conftest import ROOT
-from tests.gpu_compiler import FOLDER, run_python
+from tests.gpu_compiler import FOLDER, needs_gpu_compiler, run_python
 
 FULL = '--config.model.remat_policy=full'
 LONG = (pytest.mark.nightly, pytest.mark.timeout(900))
@@ -45,6 +45,9 @@ ON_GPU_MORE = [
     ('code.py:7b', 'h100:8', (), True),
     ('code.py:70b', 'h100:8x16', ('--config.mesh.replica=2',), True),
 ]
+
+# Gigabytes outside of products and attention that a step of 32,768 tokens of configs/1b.py moves on an H100.
+TRAFFIC_OF_1B = 188.0
 
 
 def words_of(config, target, *options):
@@ -96,9 +99,34 @@ def test_tpu(capfd, config, target, options, fits):
     assert estimated['flops']['attention'] > 0
 
 
-@pytest.mark.gpu
-@pytest.mark.multiprocess
-@pytest.mark.skipif(not FOLDER, reason='launch/test.sh sets MAXLM_GPU_COMPILER: the compiler for NVIDIA GPUs')
+@needs_gpu_compiler
+def test_explain():
+    words = [word for word in words_of('tiny.py', 'h100:1', '--vocab-size=512', *TINY) if word != '--json']
+    done = run_python('-m', 'maxlm.plan', *words, '--explain')
+    assert done.returncode == EXIT_DONE, done.stderr
+    causes, kernels = done.stdout.split('| cause | amount | ms | share |')[1].split('| kernel | cause |')
+    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in causes.splitlines() if '%' in line]
+    milliseconds = {row[0]: float(row[2].replace(',', '')) for row in rows}
+    total = milliseconds.pop('**step**')
+    # Each number has three digits.
+    assert sum(milliseconds.values()) == pytest.approx(total, rel=0.01)
+    assert {'norm', 'activation', 'loss', 'optimizer', 'matrix products', 'attention kernels'} <= set(milliseconds)
+    assert len(kernels.splitlines()) == 2 + 10
+
+
+@needs_gpu_compiler
+@pytest.mark.timeout(300)
+def test_the_step_of_1b_moves_no_more_bytes_than_recorded(tmp_path):
+    report = figures_by_gpu_compiler(tmp_path, '1b.py', 'h100:1', '--config.train.global_batch_size=16')
+    assert report['warnings'] == []
+    assert report['traffic'] / 1e9 == pytest.approx(TRAFFIC_OF_1B, rel=0.1)
+    # Neither rematerialization nor the slices of a loop compute a product again.
+    assert report['flops']['compiled'] == pytest.approx(
+        report['flops']['executed'] - report['flops']['attention'], rel=0.01
+    )
+
+
+@needs_gpu_compiler
 @pytest.mark.parametrize(
     ('config', 'target', 'options', 'fits'), ON_GPU + [pytest.param(*case, marks=LONG) for case in ON_GPU_MORE]
 )

@@ -51,21 +51,21 @@ def explain(forecast: Forecast, efficiency: Efficiency | None = None) -> str:
     time, work = forecast.time, forecast.work
     attention = work.attention_flops / (chip.tflops * 1e12 * efficiency.attention)
     rows = [
-        Row(cause, f'{size / 1e9:,.1f} GB', size / bandwidth)
+        Row(cause, f'{_number(size / 1e9)} GB', size / bandwidth)
         for cause, size in bytes_by_cause(program.traffic).items()
         if cause not in (PRODUCTS, ATTENTION, COMMUNICATION)
     ]
     rows += [
-        Row(PRODUCTS, f'{work.flops / 1e12:,.1f} TFLOP', time.compute - attention),
-        Row(ATTENTION, f'{work.attention_flops / 1e12:,.1f} TFLOP', attention),
+        Row(PRODUCTS, f'{_number(work.flops / 1e12)} TFLOP', time.compute - attention),
+        Row(ATTENTION, f'{_number(work.attention_flops / 1e12)} TFLOP', attention),
         Row('exposed communication', '', time.communication - time.hidden),
         Row('host, pipeline and fixed costs', '', time.host + time.idle + time.fixed),
     ]
     lines = ['| cause | amount | ms | share |', '|---|---:|---:|---:|']
     lines += [
-        f'| {row.name} | {row.amount} | {1e3 * row.seconds:,.1f} | {row.seconds / time.total:.1%} |' for row in rows
+        f'| {row.name} | {row.amount} | {_number(1e3 * row.seconds)} | {row.seconds / time.total:.1%} |' for row in rows
     ]
-    lines += [f'| **step** | | {1e3 * time.total:,.1f} | 100.0% |', '']
+    lines += [f'| **step** | | {_number(1e3 * time.total)} | 100.0% |', '']
     return '\n'.join([*lines, *_largest(program, bandwidth)])
 
 
@@ -74,10 +74,14 @@ def _largest(program: Program, bandwidth: float) -> list[str]:
     largest = sorted(elementwise, key=lambda kernel: -kernel.total)[:LARGEST]
     lines = ['| kernel | cause | executions | GB | ms |', '|---|---|---:|---:|---:|']
     return lines + [
-        f'| {kernel.name} | {kernel.cause} | {kernel.executions:,.0f} | {kernel.total / 1e9:,.1f} | '
-        f'{1e3 * kernel.total / bandwidth:,.1f} |'
+        f'| {kernel.name} | {kernel.cause} | {kernel.executions:,.0f} | {_number(kernel.total / 1e9)} | '
+        f'{_number(1e3 * kernel.total / bandwidth)} |'
         for kernel in largest
     ]
+
+
+def _number(value: float) -> str:
+    return f'{value:,.1f}' if value >= 10 else f'{value:.3g}'
 
 
 def program_warnings(forecast: Forecast) -> list[str]:

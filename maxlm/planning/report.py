@@ -143,6 +143,7 @@ def startup_text(forecast: Forecast) -> list[str]:
     lines = _memory(forecast)
     if math.isfinite(forecast.time.total):
         lines += [*_time(forecast), *_cost(cost_of(forecast, DEFAULT_TERMS))]
+    lines += [('warning', text) for text in program_warnings(forecast)]
     return [f'{label:<{len("checkpoint")}}  {text}' for label, text in lines]
 
 

@@ -41,8 +41,8 @@ def make_train_step(
     def loss_fn(
         diff_params: Params, state: TrainState, batch: Batch, dropout_key: jax.Array | None, factor: jax.Array | None
     ) -> tuple[jax.Array, LossSums]:
-        reference = reference_params(config, state.params, state.reference)
         params, slots = merge_differentiable(config, state.params, diff_params)
+        reference = reference_params(config, state.params, state.reference)
         loss, sums = objective(params, reference, slots, batch, dropout_key)
         return (loss if factor is None else factor * loss), sums
 

@@ -36,6 +36,11 @@ def test_the_tolerance_distinguishes_runs(shared_steps, dataset, tmp_path, short
     assert sum(loss != pytest.approx(wanted[name], rel=TOLERANCE) for name, loss in other.items()) >= 3
 
 
+def test_unrolled_layers_have_the_short_golden_curve(shared_steps, dataset, tmp_path, short):
+    unrolled = golden_run(SHORT, dataset, tmp_path, model__scan_layers=False)
+    assert unrolled == pytest.approx(short, rel=1e-4)
+
+
 @pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)

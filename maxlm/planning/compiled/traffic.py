@@ -30,8 +30,6 @@ SCOPES = {
     'cast': 'casts',
     'gradient_sum': 'gradient sums',
     'attention': 'attention inputs and outputs',
-    'residual': 'residual stream and bias',
-    'embedding': 'embedding',
 }
 _SCOPE = re.compile(rf'(?:^|[/(])({"|".join(SCOPES)})(?=[/)]|$)')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')

@@ -49,8 +49,8 @@ def cross_entropy(
 ) -> Losses:
     """Computes the loss, differentiable with respect to hidden states and kernel.
 
-    Float32 logits exist for one chunk of about `chunk` tokens on each device at a time. Each device
-    accumulates the kernel's gradient of its part of the batch in float32. The gradients are summed over devices once.
+    Float32 logits exist for one chunk of about `chunk` tokens on each device at a time. Each device accumulates the
+    kernel's gradient of its part of the batch in float32. The gradients are summed over devices once.
 
     Args:
         hidden_BTD: last hidden states of the model, in the compute dtype.
