@@ -58,8 +58,8 @@ class Layout:
 
     Attributes:
         mesh: mesh with the axes MESH_AXES.
-        zero: ZeRO stage, the state sharded over the memory-saving axes: 1 = optimizer state,
-            2 = also gradients, 3 = also parameters.
+        zero: ZeRO stage, the arrays of a step sharded over the memory-saving axes: 1 = optimizer state and float32
+            parameters, 2 = also gradients, 3 = also the parameters that the micro-batches use.
         repeats: number of times that the layers pass through the stages of a pipeline.
     """
 
@@ -73,8 +73,8 @@ class Layout:
         return dataclasses.replace(self, zero=3 if self.zero >= 2 else self.zero)
 
     @property
-    def of_moments(self) -> Layout:
-        """Returns the layout of optimizer state."""
+    def of_state(self) -> Layout:
+        """Returns the layout of optimizer state and of the float32 parameters that it updates."""
         return dataclasses.replace(self, zero=3)
 
     @property
@@ -105,7 +105,7 @@ class Layout:
 
     def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
         """See `Partitioning`. The gradient is reduce-scattered over the devices."""
-        if not any(axis in SAVING and self.of_moments.num_shards(axis) > 1 for axis in axes):
+        if not any(axis in SAVING and self.of_state.num_shards(axis) > 1 for axis in axes):
             return x
         whole = tuple('activation' if axis in SAVING else axis for axis in axes)
 
@@ -180,7 +180,7 @@ class Layout:
             InputError: the size of an axis other than the vocabulary is not divisible by its number of devices.
         """
         for axis, size in zip(axes, shape, strict=True):
-            parts = self.of_moments.num_shards(axis)
+            parts = self.of_state.num_shards(axis)
             if size % parts and axis != 'vocab':
                 mesh_names = '·'.join(f'mesh.{mesh_axis}' for mesh_axis in TABLE[axis])
                 raise InputError(
@@ -234,7 +234,7 @@ class Layout:
         return {name: put(rows) for name, rows in batch.items()}
 
     def _parameter_sharding(self, shape: tuple[int, ...], axes: Sequence[str]) -> NamedSharding:
-        return NamedSharding(self.mesh, self._spec(splitting_axes(shape, axes, self.of_moments.num_shards)))
+        return NamedSharding(self.mesh, self._spec(splitting_axes(shape, axes, self.of_state.num_shards)))
 
     def _spec(self, axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
         """Returns the spec of an array. `axes` are the logical axes that shard each dimension."""

@@ -107,7 +107,7 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     params = jax.tree.map(
         lambda shape, sharding: placed(shape, sharding.with_memory_kind(memory)),
         shapes,
-        param_shardings(config, layout),
+        param_shardings(config, layout.of_state),
     )
     optimizer = optimizer_of(config, layout)
 
@@ -124,7 +124,7 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
         optimizer,
         place,
         jax.eval_shape(optimizer.init, trainable(config, params)),
-        trainable(config, param_shardings(config, layout.of_moments)),
+        trainable(config, param_shardings(config, layout.of_state)),
         transform_non_params=lambda x: placed(x, layout.named()),
         is_leaf=lambda x: isinstance(x, (optax.MaskedNode, Blocks)),
     )
@@ -184,4 +184,4 @@ def optimizer_of(
     """Returns the optimizer of a config's model; see `make_optimizer`."""
     _, variables = nnx.split(abstract_model(config, layout))
     axes = {tuple(map(str, path)): variable.axes for path, variable in nnx.to_flat_state(variables)}
-    return make_optimizer(config, axes, layout.of_moments, schedule)
+    return make_optimizer(config, axes, layout.of_state, schedule)

@@ -22,7 +22,7 @@ from maxlm.training.optimizers.trainable import trainable
 from maxlm.training.reference import reference_params
 from maxlm.training.spike_guard import check_spike
 from maxlm.training.state import Metrics, Params, TrainState, param_shardings
-from maxlm.training.update import cast_kernels, differentiable, make_update, mean_and_clip, merge_differentiable
+from maxlm.training.update import differentiable, make_update, mean_and_clip, merge_differentiable, working_params
 
 
 def make_train_step(
@@ -35,7 +35,7 @@ def make_train_step(
     objective = make_objective(config, layout, num_sources)
     update = make_update(config, layout)
     gradient_shardings = trainable(config, param_shardings(config, layout.of_gradients))
-    moment_shardings = trainable(config, param_shardings(config, layout.of_moments))
+    state_shardings = trainable(config, param_shardings(config, layout.of_state))
     A = config.rounds
 
     def loss_fn(
@@ -52,13 +52,13 @@ def make_train_step(
         factor = loss_factor(state.loss_scale, A / batch['tokens'].size)
         zero_grads = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), trainable(config, state.params))
         zero_grads = jax.lax.with_sharding_constraint(zero_grads, gradient_shardings)
-        cast_state = state._replace(params=cast_kernels(config, state.params))
-        diff_params = differentiable(config, cast_state.params, zero_grads)
+        working = state._replace(params=working_params(config, layout, state.params))
+        diff_params = differentiable(config, working.params, zero_grads)
 
         def accumulate(totals: Any, inputs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             index, micro_batch = inputs
             grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-            (_, sums), grads = grad_fn(diff_params, cast_state, micro_batch, jax.random.fold_in(key, index), factor)
+            (_, sums), grads = grad_fn(diff_params, working, micro_batch, jax.random.fold_in(key, index), factor)
             grads = jax.lax.with_sharding_constraint(grads, gradient_shardings)
             with jax.named_scope('gradient_sum'):
                 return jax.tree.map(jnp.add, totals, (sums, grads)), None
@@ -70,7 +70,7 @@ def make_train_step(
         # Micro-batches contribute sums, so each token has the same weight in the mean.
         count = jnp.maximum(sums.weight, 1)
         loss = sums.loss / count
-        grads = jax.lax.with_sharding_constraint(grads, moment_shardings)
+        grads = jax.lax.with_sharding_constraint(grads, state_shardings)
         grads, grad_norm = mean_and_clip(grads, count, factor, config.optimizer.max_grad_norm)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         ok, window = check_spike(state.window, loss, grad_norm, config.guard)

@@ -16,7 +16,7 @@ from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.offload import layer_by_layer
 from maxlm.training.optimizers.schedule import make_schedule, rate_at
 from maxlm.training.optimizers.trainable import merge_trainable, trainable
-from maxlm.training.state import Params, TrainState, optimizer_of
+from maxlm.training.state import Params, TrainState, optimizer_of, param_shardings
 
 # (state, gradients, ok) → parameters, optimizer state, moving average and learning rate.
 Update = Callable[[TrainState, Params, jax.Array], tuple[Params, Any, Params | None, jax.Array]]
@@ -38,13 +38,15 @@ def merge_differentiable(config: Config, params: Params, diff_params: Params) ->
     return merge_trainable(params, diff_params), None
 
 
-def cast_kernels(config: Config, params: Params) -> Params:
-    """Casts the kernels of the blocks to `model.dtype` once, instead of in every micro-batch.
+def working_params(config: Config, layout: Layout, params: Params) -> Params:
+    """Returns the parameters that the micro-batches use.
 
-    Their gradients are then in this dtype as well, with the values that the cast within the model gives. Kernels in
-    host memory and those that FP8 quantizes from float32 are unchanged, and so are all other parameters.
+    The kernels of the blocks are cast to `model.dtype` once, instead of in every micro-batch. Their gradients are then
+    in this dtype as well, with the values that the cast within the model gives. Kernels that FP8 quantizes from float32
+    are not cast. Below ZeRO stage 3, the parameters are also gathered once, as in ZeRO-1 and ZeRO-2 with mixed
+    precision (Rajbhandari et al. 2020). Parameters in host memory are returned as they are.
     """
-    if config.mesh.host_offload == 'all' or config.model.matmul_precision == 'fp8':
+    if config.mesh.host_offload == 'all':
         return params
     dtype = jnp.dtype(config.model.dtype)
 
@@ -52,8 +54,12 @@ def cast_kernels(config: Config, params: Params) -> Params:
         is_kernel = path[0].key == BLOCKS and path[-1].key == KERNEL
         return param.astype(dtype) if is_kernel else param
 
-    with jax.named_scope('cast'):
-        return jax.tree_util.tree_map_with_path(cast, params)
+    if config.model.matmul_precision != 'fp8':
+        with jax.named_scope('cast'):
+            params = jax.tree_util.tree_map_with_path(cast, params)
+    if layout.zero == 3:
+        return params
+    return jax.lax.with_sharding_constraint(params, param_shardings(config, layout))
 
 
 def mean_and_clip(

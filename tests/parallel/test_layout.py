@@ -159,9 +159,9 @@ def bytes_on_a_device(tree):
 @pytest.mark.parametrize(
     ('zero', 'split'), [(1, (False, False, True)), (2, (False, True, True)), (3, (True, True, True))]
 )
-def test_zero_splits_moments_then_gradients_then_parameters(zero, split):
+def test_zero_shards_the_state_then_gradients_then_parameters_in_use(zero, split):
     config, layout = split_by(zero)
-    layouts = (layout, layout.of_gradients, layout.of_moments)
+    layouts = (layout, layout.of_gradients, layout.of_state)
     abstract = abstract_state(config, layout)
     total = sum(param.size for param in jax.tree.leaves(abstract.params))
     # Norm scales are replicated. All other parameters have an axis with the model width.
@@ -179,8 +179,8 @@ def test_zero_splits_moments_then_gradients_then_parameters(zero, split):
         assert at.num_shards('embed') == (4 if is_split else 1)
         embed = ('fsdp', 'context') if is_split else None
         assert at.spec(('layers', 'embed', 'ffn')) == PartitionSpec('stage', embed, 'tensor')
-    # The state has these shardings.
-    assert bytes_on_a_device(abstract.params) == 4 * (sharded if split[0] else total)
+    # The state is sharded at every stage.
+    assert bytes_on_a_device(abstract.params) == 4 * sharded
     moments = [optax.tree.get(abstract.opt_state, name) for name in ('mu', 'nu')]
     assert bytes_on_a_device(moments) == 2 * 4 * sharded
 
@@ -223,8 +223,8 @@ def test_gathered_parameter_has_a_sharded_gradient(zero, is_split):
     assert split_by(zero, mesh__fsdp=1, mesh__data=8)[1].gathered(w_DF, axes) is w_DF
 
 
-@pytest.mark.parametrize(('zero', 'parts'), [(1, (2, 2)), (2, (2, 8)), (3, (8, 8))])
-def test_indivisible_vocabulary_is_padded_only_in_use(zero, parts):
+@pytest.mark.parametrize(('zero', 'gradient_parts'), [(1, 2), (2, 8), (3, 8)])
+def test_indivisible_vocabulary_is_padded_only_in_use(zero, gradient_parts):
     config, layout = split_by(zero, mesh__data=1, mesh__tensor=2, model__vocab_size=61)
     abstract = abstract_state(config, layout)
     # The state has the shapes of a single device. Devices of the vocabulary axis split the width.
@@ -235,7 +235,7 @@ def test_indivisible_vocabulary_is_padded_only_in_use(zero, parts):
     )
     assert shapes == wanted
     kernel, axes = abstract.params['head']['kernel'], ('embed', 'vocab')
-    assert kernel.sharding.shard_shape(kernel.shape) == (32 // parts[0], 61)
+    assert kernel.sharding.shard_shape(kernel.shape) == (32 // 8, 61)
     rng = np.random.default_rng(0)
     table_DV, factors_DV = rng.normal(size=(2, 32, 61)).astype(np.float32)
     table_DV = jax.device_put(table_DV, kernel.sharding)
@@ -253,7 +253,7 @@ def test_indivisible_vocabulary_is_padded_only_in_use(zero, parts):
     np.testing.assert_array_equal(padded, np.pad(table_DV, [(0, 0), (0, 256 - 61)]))
     assert value == pytest.approx(float((table_DV * factors_DV).sum()) + 32 * (256 - 61), rel=1e-5)
     np.testing.assert_array_equal(gradient, factors_DV)
-    assert {shard.data.shape for shard in gradient.addressable_shards} == {(32 // parts[1], 61)}
+    assert {shard.data.shape for shard in gradient.addressable_shards} == {(32 // gradient_parts, 61)}
     # A table that is padded or divisible is returned unchanged.
     assert layout.pad_vocabulary(padded, axes) is padded
 

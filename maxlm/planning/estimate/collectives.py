@@ -76,11 +76,13 @@ def _stream_bytes(config: Config) -> float:
 
 
 def _gathers(config: Config) -> list[Transfer]:
-    """Returns gathers of parameters before use, or after the update if only the moments are sharded."""
+    """Returns gathers of parameters before use; below ZeRO stage 3, once per step."""
     model, mesh, width = config.model, config.mesh, _width(config)
-    if mesh.zero_stage < 3:
-        # The devices that hold the moments send the new parameters.
-        size = FLOAT32 * model_parameters(model) / (mesh.tensor * mesh.stage)
+    if mesh.zero_stage < 3 and mesh.host_offload != 'all':
+        matrices = model.num_layers * block_parameters(model)
+        per_matrix = FLOAT32 if model.matmul_precision == 'fp8' else width
+        rest = model_parameters(model) - matrices
+        size = (per_matrix * matrices + FLOAT32 * rest) / (mesh.tensor * mesh.stage)
         return [_transfer(config, 'all-gather', SAVING_AXES, size, 1, is_async=False)]
     # Without rematerialization, XLA keeps a block's parameters from the forward to the backward pass.
     directions = 1 if model.remat_policy == 'none' and mesh.stage == 1 else 2

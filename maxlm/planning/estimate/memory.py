@@ -76,7 +76,6 @@ class Backend:
         table: bytes per element of the embedding during the layers: once gathered for the lookup's gradient.
         logits: float32 logits [B, chunk, V] and their gradients.
         lanes: the last axis of an array is padded to a multiple of this number of elements.
-        casts_before_loop: dtypes are converted for all layers before the loop, so the loop copies converted weights.
         turns_stacks: stacks that are sharded along their last axis are transposed before they are gathered.
     """
 
@@ -90,17 +89,16 @@ class Backend:
     table: float
     logits: float
     lanes: int
-    casts_before_loop: bool
     turns_stacks: bool
 
 
 SUBLANES = 8
-# Fitted to some programs of tests/planning/estimate/memory_analyses.json; for CPUs, to a few small programs.
+# Fitted to some programs of tests/planning/estimate/programs.json; for CPUs, to a few small programs.
 BACKENDS = {
     # The embedding is gathered, and its gradient is summed, in float32.
-    'gpu': Backend(4.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False, True),
-    'tpu': Backend(5.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 128, True, False),
-    'cpu': Backend(4.0, 9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False, False),
+    'gpu': Backend(4.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, True),
+    'tpu': Backend(5.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 128, False),
+    'cpu': Backend(4.0, 9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False),
 }
 
 
@@ -205,8 +203,7 @@ def _gradient_and_filler(config: Config, backend: Backend) -> tuple[int, int]:
         trained = is_trained(config, weight.name)
         if trained:
             gradient += 4 * shard_size(config, weight, zero=zero) * _tiled(config, weight, zero, backend)
-        held = 4 * shard_size(config, weight, zero=config.mesh.zero_stage)
-        filler += held * (_tiled(config, weight, config.mesh.zero_stage, backend) - 1)
+        filler += 4 * shard_size(config, weight, zero=3) * (_tiled(config, weight, 3, backend) - 1)
         filler += trained * moment_bytes(config, weight) * (_tiled(config, weight, 3, backend) - 1)
     return int(gradient), int(filler)
 
@@ -289,11 +286,17 @@ def _gathers(config: Config) -> bool:
 
 
 def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
-    """Returns the bytes of parameters of blocks that exist a second time in another layout or dtype."""
-    stacks = [weight for weight in weights(config.model) if weight.kind == 'matrix']
-    copies = 0
-    if backend.casts_before_loop and sizes.width < 4:
-        copies += sizes.width * sum(shard_size(config, weight, zero=config.mesh.zero_stage) for weight in stacks)
+    """Returns the bytes of parameters that exist a second time in another layout or dtype.
+
+    These are the kernels of blocks in the compute dtype and, below ZeRO stage 3, all gathered parameters.
+    """
+    zero, copies = config.mesh.zero_stage, 0
+    if config.mesh.host_offload != 'all':
+        is_gathered = zero < 3 and config.mesh.fsdp * config.mesh.context > 1
+        for weight in weights(config.model):
+            is_cast = weight.kind == 'matrix' and sizes.width < 4 and config.model.matmul_precision != 'fp8'
+            if is_cast or is_gathered:
+                copies += (sizes.width if is_cast else 4) * shard_size(config, weight, zero=zero)
     if backend.turns_stacks and _gathers(config):
         split_last = (weight for weight in weights(config.model) if _is_split_last(weight))
         copies += 4 * sum(shard_size(config, weight, zero=3) for weight in split_last)

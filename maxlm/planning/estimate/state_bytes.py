@@ -58,7 +58,7 @@ def planned_state_bytes(config: Config) -> StateBytes:
     """Returns the bytes of a resolved config's state from its shapes, without counters (a few bytes)."""
     params = moments = reference = 0
     for weight in weights(config.model):
-        size = shard_size(config, weight, zero=config.mesh.zero_stage)
+        size = shard_size(config, weight, zero=3)
         params += 4 * size
         if has_reference_params(config):
             reference += size * stored_dtype(config, weight.kind).itemsize

@@ -1,7 +1,7 @@
 """Tests the memory of a step: the exact state, the estimate against compilers, and out-of-memory messages.
 
-`memory_analyses.json` has the memory that compilers for H100 and TPU v4 reported for our configs.
-`python -m benchmarks.plan_memory` writes it.
+`programs.json` has the memory that compilers for H100 and TPU v4 reported for our configs.
+`python -m benchmarks.plan_programs` writes it.
 """
 
 import json
@@ -22,7 +22,7 @@ from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.small import small_config, small_layout
 
-ANALYSES = json.loads((ROOT / 'tests/planning/estimate/memory_analyses.json').read_text())
+ANALYSES = json.loads((ROOT / 'tests/planning/estimate/programs.json').read_text())
 # Bytes of the counters: steps, skipped steps, and updates of each optimizer.
 COUNTERS = 64
 # Maximum relative errors of estimates.

@@ -1,0 +1,127 @@
+"""Compiles training steps for absent hardware and records memory, traffic, operations and expected time.
+
+    python -m benchmarks.plan_programs --target=h100:8 [--add='configs/code.py:7b train.per_device_batch_size=2']
+    [--add-only] [--output=FILE]
+
+Recompiles all programs of the target in the file and adds those of --add. With --add-only, it compiles only those of
+--add that are not in the file. tests/planning/estimate/test_programs.py compares the estimates with the file, and the
+settings of the shipped configs are the fastest ones in it. Needs the target's compiler: `pip install 'maxlm[tpu]'` or
+`'maxlm[cuda12]'`. State in host memory (`mesh.host_offload`) cannot be compiled for an absent GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxlm.config.loading import load
+from maxlm.config.resolve import resolve
+from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.planning.compiled.traffic import bytes_by_cause
+from maxlm.planning.estimate.roofline import mfu
+from maxlm.planning.forecast import Forecast, compile_ahead, estimate
+from maxlm.planning.machine import Machine, usable_memory
+from maxlm.planning.targets import Target, parse_target
+
+PROGRAMS = Path('tests/planning/estimate/programs.json')
+# Vocabulary size for configs that take it from the data set.
+VOCAB_SIZE = 32
+
+
+def main(argv: list[str]) -> int:
+    """Compiles the programs and rewrites the file after each."""
+    parser = ArgumentParser(prog='benchmarks.plan_programs', allow_abbrev=False, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument('--target', required=True, help='as in maxlm.plan, e.g. h100:8 or v4:2x2x4')
+    parser.add_argument('--add', action='append', default=[], help='a config and its overrides, with spaces between')
+    parser.add_argument('--add-only', action='store_true', help='do not recompile the programs in the file')
+    parser.add_argument('--output', type=Path, default=PROGRAMS, help=f'JSON file to write (default {PROGRAMS})')
+    options = parser.parse_args(argv)
+    jax.config.update('jax_platforms', 'cpu')
+    target = parse_target(options.target)
+    recorded = json.loads(options.output.read_text()) if options.output.exists() else []
+    entries = {_key(entry): entry for entry in recorded}
+    cases = [] if options.add_only else [key[1:] for key in entries if key[0] == target.spec]
+    added = [tuple(words.split()) for words in options.add]
+    cases += [case for case in added if not (options.add_only and (target.spec, *case) in entries)]
+    for config, *overrides in cases:
+        entry = _compile(target, config, overrides)
+        # Other processes may have added programs meanwhile.
+        recorded = json.loads(options.output.read_text()) if options.output.exists() else []
+        entries = {_key(entry): entry for entry in (*recorded, entry)}
+        ordered = sorted(entries.values(), key=_key)
+        options.output.write_text('[\n' + ',\n'.join(map(json.dumps, ordered)) + '\n]\n')
+    return EXIT_DONE
+
+
+def _compile(target: Target, config: str, overrides: list[str]) -> dict[str, Any]:
+    loaded = load(config, overrides)
+    vocab_size = loaded.model.vocab_size or VOCAB_SIZE
+    resolved = resolve(
+        loaded,
+        platform=target.chip.platform,
+        num_devices=target.num_devices,
+        vocab_size=vocab_size,
+        windows=10**7,
+        capability=target.chip.capability,
+    )
+    machine = Machine(target, usable_memory(target.chip))
+    compiled, estimated = compile_ahead(resolved, machine), estimate(resolved, machine)
+    print(
+        f'{config} {" ".join(overrides)}: {compiled.needed / 2**30:.2f} GiB (estimate {estimated.needed / 2**30:.2f}), '
+        f'{compiled.work.memory_bytes / 1e9:.0f} GB of traffic (estimate {estimated.work.memory_bytes / 1e9:.0f}), '
+        f'{compiled.time.total:.4g} s (estimate {estimated.time.total:.4g}), MFU {_mfu(compiled):.1%}',
+        flush=True,
+    )
+    return {
+        'target': target.spec,
+        'config': config,
+        'overrides': overrides,
+        'platform': target.chip.platform,
+        'num_devices': target.num_devices,
+        'vocab_size': vocab_size,
+        **_figures(compiled),
+    }
+
+
+def _figures(compiled: Forecast) -> dict[str, Any]:
+    if compiled.compiled is None or compiled.program is None:
+        return {'overflow': compiled.needed}
+    traffic: dict[str, Any] = {}
+    if compiled.program.traffic:
+        causes = bytes_by_cause(compiled.program.traffic)
+        traffic = {'traffic': compiled.work.memory_bytes, 'causes': {name: int(size) for name, size in causes.items()}}
+    return {
+        'total': compiled.compiled.total_bytes(),
+        **(compiled.compiled.memory_bytes() or {}),
+        **traffic,
+        'flops': compiled.work.flops,
+        'sent': sum(transfer.sent for transfer in compiled.program.transfers),
+        'seconds': compiled.time.total,
+        'mfu': _mfu(compiled),
+        'compile_seconds': round(compiled.compiled.seconds, 1),
+    }
+
+
+def _mfu(forecast: Forecast) -> float:
+    config, target = forecast.config, forecast.target
+    return mfu(
+        config,
+        config.data.seq_len,
+        tokens_per_second=forecast.tokens_per_second,
+        num_devices=target.num_devices,
+        tflops=target.chip.tflops,
+    ).causal
+
+
+def _key(entry: dict[str, Any]) -> tuple[str, ...]:
+    return entry['target'], entry['config'], *entry['overrides']
+
+
+if __name__ == '__main__':
+    sys.exit(exit_code(main, sys.argv[1:]))
