@@ -12,6 +12,7 @@ the bytes of this repository, so that their losses are meaningful.
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import math
 import os
@@ -52,15 +53,16 @@ def main(argv: list[str]) -> int:
     overrides, rest = split_overrides(argv)
     parser = ArgumentParser(prog='benchmarks.step', allow_abbrev=False, description=__doc__)
     parser.add_argument('--config', required=True, help='config file, with a variant after a colon')
-    parser.add_argument('--name', help='what to call the result (default: the config)')
-    parser.add_argument('--steps', type=int, default=20, help='steps that count (default 20)')
-    parser.add_argument('--warmup', type=int, default=3, help='steps before them (default 3)')
+    parser.add_argument('--name', help='name of the result (default: the config)')
+    parser.add_argument('--steps', type=int, default=20, help='timed steps (default 20)')
+    parser.add_argument('--warmup', type=int, default=3, help='steps before the timed ones (default 3)')
     parser.add_argument('--vocab-size', type=int, default=50_257, help='for configs that take it from the data set')
     parser.add_argument('--document', type=int, default=1000, help='mean tokens of a document (default 1000)')
     parser.add_argument('--tokens', choices=('random', 'text'), default='random', help='text: of this repository')
     parser.add_argument(
         '--xla', action='append', default=[], metavar='NAME=VALUE', help="an option of XLA's; repeatable"
     )
+    parser.add_argument('--profile', type=Path, help='directory for a trace of two steps and the compiled program')
     parser.add_argument('--beside', type=Path, help='JSON file of another call, to compare speed and loss with')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(rest)
@@ -80,7 +82,14 @@ def main(argv: list[str]) -> int:
         'overrides': overrides,
         'xla': options.xla,
         'tokens': options.tokens,
-        **measure(config, steps=options.steps, warmup=options.warmup, document=options.document, tokens=options.tokens),
+        **measure(
+            config,
+            steps=options.steps,
+            warmup=options.warmup,
+            document=options.document,
+            tokens=options.tokens,
+            profile=options.profile,
+        ),
         'machine': machine(),
     }
     if other:
@@ -92,8 +101,13 @@ def main(argv: list[str]) -> int:
     return EXIT_FAILED if other and not result['beside']['same_loss'] else EXIT_DONE
 
 
-def measure(config: Config, *, steps: int, warmup: int, document: int, tokens: str) -> dict[str, Any]:
-    """Returns the median step time of a resolved config and derived values."""
+def measure(
+    config: Config, *, steps: int, warmup: int, document: int, tokens: str, profile: Path | None = None
+) -> dict[str, Any]:
+    """Returns the median step time of a resolved config and derived values.
+
+    With `profile`, two more steps are traced into this directory, and the text of the program is written there.
+    """
     layout = make_layout(config.mesh)
     abstract = abstract_state(config, layout)
     forecast = compile_for(config, present_machine(config), layout)
@@ -118,6 +132,14 @@ def measure(config: Config, *, steps: int, warmup: int, document: int, tokens: s
         seconds.append(time.perf_counter() - start)
         losses.append(float(metrics['loss']))
     assert np.isfinite(losses[-1]), 'a step without a finite loss may have been faster than a real one'
+
+    if profile:
+        profile.mkdir(parents=True, exist_ok=True)
+        (profile / 'step.hlo.gz').write_bytes(gzip.compress((compiled.step.as_text() or '').encode()))
+        with jax.profiler.trace(str(profile)):
+            for index in range(2):
+                state, metrics = compiled.step(state, batches[index % len(batches)])
+            jax.block_until_ready((state, metrics))
 
     counted = seconds[warmup:]
     median = statistics.median(counted)

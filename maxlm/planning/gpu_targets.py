@@ -1,7 +1,7 @@
 """Descriptions of GPUs for XLA's compiler, for machines without these GPUs.
 
 Sources: the device descriptions that OpenXLA publishes (xla/backends/gpu/target_config/specs), which agree with
-    NVIDIA's tuning guides for Ampere, Hopper and Blackwell (processors, shared memory, L2) and with the datasheets
+    NVIDIA's tuning guides for Ampere, Ada, Hopper and Blackwell (processors, shared memory, L2) and with the datasheets
     (clock). Memory and its bandwidth come from `maxlm.hardware.chips`.
 """
 
@@ -31,6 +31,7 @@ class GpuTarget:
         shared_per_core: bytes of shared memory of one multiprocessor.
         shared_per_block: bytes of shared memory that one block may request.
         links: number of NVLinks.
+        threads_per_core: maximum number of threads of one multiprocessor.
     """
 
     name: str
@@ -42,6 +43,7 @@ class GpuTarget:
     shared_per_core: int
     shared_per_block: int
     links: int
+    threads_per_core: int = 2048
 
 
 def _ampere(name: str) -> GpuTarget:
@@ -52,6 +54,11 @@ def _hopper(name: str) -> GpuTarget:
     return GpuTarget(name, (9, 0), 132, 128, 1.98, 50 * 2**20, 228 * 2**10, 227 * 2**10, 18)
 
 
+def _without_nvlink(name: str, capability: tuple[int, int], cores: int, clock_ghz: float, l2_mib: int) -> GpuTarget:
+    shared = 100 * 2**10
+    return GpuTarget(name, capability, cores, 128, clock_ghz, l2_mib * 2**20, shared, shared - 2**10, 0, 1536)
+
+
 # Targets by the name of the chip.
 GPU_TARGETS: dict[str, GpuTarget] = {
     'a100-40': _ampere('NVIDIA A100-SXM4-40GB'),
@@ -59,6 +66,10 @@ GPU_TARGETS: dict[str, GpuTarget] = {
     'h100': _hopper('NVIDIA H100 80GB HBM3'),
     'h200': _hopper('NVIDIA H200'),
     'b200': GpuTarget('NVIDIA B200', (10, 0), 148, 128, 1.965, 132644864, 228 * 2**10, 227 * 2**10, 18),
+    'l40s': _without_nvlink('NVIDIA L40S', (8, 9), 142, 2.52, 96),
+    'rtx4090': _without_nvlink('NVIDIA GeForce RTX 4090', (8, 9), 128, 2.52, 72),
+    'rtx3090': _without_nvlink('NVIDIA GeForce RTX 3090', (8, 6), 82, 1.695, 6),
+    'rtx3080': _without_nvlink('NVIDIA GeForce RTX 3080', (8, 6), 68, 1.71, 5),
 }
 
 
@@ -87,7 +98,7 @@ gpu_device_info {{
   shared_memory_per_block_optin: {gpu.shared_per_block}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {gpu.threads_per_core}
   threads_per_block_limit: 1024
   threads_per_warp: 32
   thread_dim_limit_x: 1024

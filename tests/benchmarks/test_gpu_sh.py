@@ -58,11 +58,25 @@ ALWAYS = 10**6
 def test_all_measurements_run(run):
     done, calls, files = run(ALWAYS)
     assert done.returncode == 0, done.stderr
-    assert 'left out' not in done.stdout
+    assert 'skipped' not in done.stdout
     names = list(calls)
     assert set(names) == files
     # The most informative measurements come first.
-    assert names[:7] == ['attention', '1b', 'peers', '1b_fp8', 'decode_1b', 'decode_1b_int8', 'neox']
+    assert names[:9] == [
+        'attention',
+        '1b',
+        '1b_slice_fusion',
+        '1b_scan',
+        '1b_scan_slice_fusion',
+        'peers',
+        '1b_fp8',
+        'decode_1b',
+        'decode_1b_int8',
+    ]
+    # A second call skips the measurements that have a file.
+    again, calls_again, _ = run(ALWAYS + 1)
+    assert again.returncode == 0
+    assert calls_again == {}
     assert f'--beside={os.path.dirname(calls["1b"][2].removeprefix("--output="))}/1b.json' in calls['1b_fp8']
     modules = {words[1].removeprefix('benchmarks.') for words in calls.values()}
     assert modules == {'gpu_attention', 'peers_gpu', 'step', 'decode'}
@@ -96,15 +110,15 @@ def test_measurements_beyond_the_time_limit_are_skipped(run):
     done, calls, _ = run(0)
     assert done.returncode == 0, done.stderr
     assert calls == {}
-    (line,) = (line for line in done.stdout.splitlines() if 'left out' in line)
-    assert ' attention 1b peers 1b_fp8 decode_1b decode_1b_int8 neox ' in line
+    (line,) = (line for line in done.stdout.splitlines() if 'skipped' in line)
+    assert ' attention 1b 1b_slice_fusion 1b_scan 1b_scan_slice_fusion peers 1b_fp8 decode_1b ' in line
     # Measurements that need more than the limit are skipped, and all others run.
     done, calls, files = run(110)
     assert done.returncode == 0, done.stderr
     assert 'attention' in files
-    assert not {'peers', '1b_unrolled', 'peers_cudnn'} & set(calls)
-    (line,) = (line for line in done.stdout.splitlines() if 'left out' in line)
-    assert {'peers', '1b_unrolled', 'peers_cudnn'} <= set(line.split())
+    assert not {'peers', 'peers_cudnn'} & set(calls)
+    (line,) = (line for line in done.stdout.splitlines() if 'skipped' in line)
+    assert {'peers', 'peers_cudnn'} <= set(line.split())
     assert not set(calls) & set(line.split())
 
 

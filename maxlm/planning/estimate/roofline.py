@@ -111,7 +111,7 @@ class TransferTime(NamedTuple):
 # Chips that use the constants of a similar chip, because too few figures are published for them.
 LIKE = {
     **dict.fromkeys(('h100-pcie', 'h100-nvl', 'gh200', 'h200', 'b200', 'l40s', 'l40', 'l4', 'rtx4090'), 'h100'),
-    **dict.fromkeys(('a100-40', 'a10g', 'v100'), 'a100'),
+    **dict.fromkeys(('a100-40', 'a10g', 'rtx3090', 'rtx3080', 'v100'), 'a100'),
     **dict.fromkeys(('v2', 'v3', 'v4lite'), 'v4'),
     **dict.fromkeys(('v6e', 'v7x'), 'v5p'),
 }

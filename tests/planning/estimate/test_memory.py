@@ -181,7 +181,7 @@ def test_larger_settings_need_more_memory():
         'model.remat_policy=dots_no_batch': ('activations',),
         'model.remat_policy=dots': ('activations',),
         'model.remat_policy=none': ('activations',),
-        'mesh.zero_stage=1': ('parameters', 'gradients'),
+        'mesh.zero_stage=1': ('gradients', 'temporary'),
         'optimizer.ema_decay=0.99': ('average',),
         'mesh.host_offload=optimizer': ('host',),
         'model.remat_policy=offload': ('host',),
