@@ -2,11 +2,14 @@
 
     python -m benchmarks.plan_programs --target=h100:8 [--add='configs/code.py:7b train.per_device_batch_size=2']
     [--add-only] [--output=FILE]
+    python -m benchmarks.plan_programs --fit
 
 Recompiles all programs of the target in the file and adds those of --add. With --add-only, it compiles only those of
---add that are not in the file. tests/planning/estimate/test_programs.py compares the estimates with the file, and the
-settings of the shipped configs are the fastest ones in it. Needs the target's compiler: `pip install 'maxlm[tpu]'` or
-`'maxlm[cuda12]'`. State in host memory (`mesh.host_offload`) cannot be compiled for an absent GPU.
+--add that are not in the file. The tests of `maxlm.planning.estimate` compare the estimates with the file, and the
+settings of the shipped configs are the fastest ones in it. --fit fits the coefficients of
+`maxlm.planning.estimate.gpu_traffic` to the programs for GPUs and prints the errors. Needs the target's compiler:
+`pip install 'maxlm[tpu]'` or `'maxlm[cuda12]'`. State in host memory (`mesh.host_offload`) cannot be compiled for an
+absent GPU.
 """
 
 from __future__ import annotations
@@ -14,16 +17,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import scipy.optimize
 
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.config.schema import Config
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.planning.compiled.traffic import bytes_by_cause
+from maxlm.planning.estimate.gpu_traffic import (
+    SAVED,
+    estimate_gpu_traffic,
+    features,
+    fixed_bytes,
+    tokens_per_device,
+)
 from maxlm.planning.estimate.roofline import mfu
+from maxlm.planning.estimate.work import needs_mask
 from maxlm.planning.forecast import Forecast, compile_ahead, estimate
 from maxlm.planning.machine import Machine, usable_memory
 from maxlm.planning.targets import Target, parse_target
@@ -37,12 +53,18 @@ def main(argv: list[str]) -> int:
     """Compiles the programs and rewrites the file after each."""
     parser = ArgumentParser(prog='benchmarks.plan_programs', allow_abbrev=False, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument('--target', required=True, help='as in maxlm.plan, e.g. h100:8 or v4:2x2x4')
+    parser.add_argument('--target', help='as in maxlm.plan, e.g. h100:8 or v4:2x2x4')
     parser.add_argument('--add', action='append', default=[], help='a config and its overrides, with spaces between')
     parser.add_argument('--add-only', action='store_true', help='do not recompile the programs in the file')
     parser.add_argument('--output', type=Path, default=PROGRAMS, help=f'JSON file to write (default {PROGRAMS})')
+    parser.add_argument('--fit', action='store_true', help='fit the traffic of GPUs instead of compiling')
     options = parser.parse_args(argv)
+    if bool(options.target) == options.fit:
+        raise InputError('give either --target or --fit')
     jax.config.update('jax_platforms', 'cpu')
+    if options.fit:
+        fit(json.loads(options.output.read_text()))
+        return EXIT_DONE
     target = parse_target(options.target)
     recorded = json.loads(options.output.read_text()) if options.output.exists() else []
     entries = {_key(entry): entry for entry in recorded}
@@ -60,16 +82,7 @@ def main(argv: list[str]) -> int:
 
 
 def _compile(target: Target, config: str, overrides: list[str]) -> dict[str, Any]:
-    loaded = load(config, overrides)
-    vocab_size = loaded.model.vocab_size or VOCAB_SIZE
-    resolved = resolve(
-        loaded,
-        platform=target.chip.platform,
-        num_devices=target.num_devices,
-        vocab_size=vocab_size,
-        windows=10**7,
-        capability=target.chip.capability,
-    )
+    resolved = resolve_for(target, config, overrides)
     machine = Machine(target, usable_memory(target.chip))
     compiled, estimated = compile_ahead(resolved, machine), estimate(resolved, machine)
     print(
@@ -84,9 +97,53 @@ def _compile(target: Target, config: str, overrides: list[str]) -> dict[str, Any
         'overrides': overrides,
         'platform': target.chip.platform,
         'num_devices': target.num_devices,
-        'vocab_size': vocab_size,
+        'vocab_size': resolved.model.vocab_size,
         **_figures(compiled),
     }
+
+
+def resolve_for(target: Target, config: str, overrides: Sequence[str]) -> Config:
+    """Returns the config of a program in the file."""
+    loaded = load(config, list(overrides))
+    return resolve(
+        loaded,
+        platform=target.chip.platform,
+        num_devices=target.num_devices,
+        vocab_size=loaded.model.vocab_size or VOCAB_SIZE,
+        windows=10**7,
+        capability=target.chip.capability,
+    )
+
+
+def fit(programs: Sequence[dict[str, Any]]) -> None:
+    """Prints the least-squares coefficients of `estimate_gpu_traffic` by relative error, and the errors."""
+    groups: dict[tuple[bool, str], list[tuple[dict[str, Any], Config]]] = defaultdict(list)
+    for program in programs:
+        if 'traffic' in program:
+            config = resolve_for(parse_target(program['target']), program['config'], program['overrides'])
+            groups[config.model.scan_layers, SAVED[config.model.remat_policy]].append((program, config))
+    for group, members in sorted(groups.items()):
+        fitted = [
+            (program, config) for program, config in members if is_fitted(config, parse_target(program['target']))
+        ]
+        sizes = np.array(
+            [
+                np.array(features(config))
+                * (2 * tokens_per_device(config) * config.model.num_layers / config.mesh.stage / program['traffic'])
+                for program, config in fitted
+            ]
+        )
+        rest = np.array([1 - fixed_bytes(config) / program['traffic'] for program, config in fitted])
+        print(group, [round(float(factor), 2) for factor in scipy.optimize.nnls(sizes, rest)[0]])
+        for program, config in members:
+            error = estimate_gpu_traffic(config) / program['traffic'] - 1
+            print(f'  {error:+.1%}', program['target'], program['config'], *program['overrides'])
+
+
+def is_fitted(config: Config, target: Target) -> bool:
+    """Returns True for programs of bfloat16 products with fused attention, without mask arrays, FP8 and pipelines."""
+    is_plain = config.model.matmul_precision != 'fp8' and config.mesh.stage == config.mesh.context == 1
+    return is_plain and not needs_mask(config, target.chip.capability)
 
 
 def _figures(compiled: Forecast) -> dict[str, Any]:

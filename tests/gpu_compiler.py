@@ -1,4 +1,4 @@
-"""Processes with the GPU compiler that launch/test.sh installs, if it is installed."""
+"""Processes with the GPU compiler that launch/test.sh installs, if it is installed, and their matrix products."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from maxlm.planning.compiled.hlo import Instruction, Module
+from maxlm.planning.compiled.matmuls import is_library_product, product_flops
+from maxlm.planning.compiled.trip_counts import Scope, trip_count
 from maxlm.planning.gpu_compiler import VARIABLE
 
 ROOT = Path(__file__).parent.parent
@@ -30,3 +33,37 @@ def needs_gpu_compiler(test: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a test that compiles for GPUs in another process."""
     skip = pytest.mark.skipif(not FOLDER, reason=f'needs the compiler for GPUs: run launch/test.sh, or set {VARIABLE}')
     return pytest.mark.gpu(pytest.mark.multiprocess(skip(test)))
+
+
+class Counted(NamedTuple):
+    """Executions per step and operations of one kind of matrix product."""
+
+    runs: float
+    flops: float
+
+
+def library_products(module: Module) -> dict[str, Counted]:
+    """Counts matrix products by cuBLAS call target; `dot` stands for XLA's own kernels."""
+    counted: dict[str, Counted] = {}
+
+    def visit(scope: Scope, times: float) -> None:
+        for instruction in scope.computation.values():
+            if instruction.opcode == 'while':
+                rounds = trip_count(module, instruction, scope)
+                body = module.computations[instruction.called['body']]
+                visit(Scope(body, instruction, scope), times * (1 if rounds is None else rounds))
+            elif instruction.called and instruction.opcode in ('fusion', 'call', 'async-start'):
+                name = instruction.called.get('calls') or instruction.called['to_apply']
+                visit(Scope(module.computations[name], instruction, scope), times)
+            elif instruction.opcode == 'dot' or is_library_product(instruction):
+                operands = [array for name in instruction.operands for array in scope.computation[name].arrays]
+                runs, flops = counted.get(_kind(instruction), Counted(0, 0))
+                more = times * product_flops(instruction, operands)
+                counted[_kind(instruction)] = Counted(runs + times, flops + more)
+
+    visit(Scope(module.entry), 1)
+    return counted
+
+
+def _kind(instruction: Instruction) -> str:
+    return instruction.attribute(r'custom_call_target="([^"]*)"') or instruction.opcode

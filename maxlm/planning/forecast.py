@@ -15,6 +15,7 @@ from maxlm.planning.compiled.compile import AHEAD_OPTIONS, CompiledStep, compile
 from maxlm.planning.compiled.memory import memory_of, overflow_of
 from maxlm.planning.compiled.program import Program, read_program
 from maxlm.planning.compiled.traffic import elementwise_bytes
+from maxlm.planning.estimate.gpu_traffic import estimate_gpu_traffic
 from maxlm.planning.estimate.memory import Memory, estimate_memory
 from maxlm.planning.estimate.roofline import StepTime, step_time
 from maxlm.planning.estimate.work import Work, estimate_work
@@ -68,6 +69,8 @@ def estimate(config: Config, machine: Machine) -> Forecast:
     """Estimates a step by formulas alone, in a few milliseconds."""
     chip = machine.target.chip
     work = estimate_work(config, chip.capability)
+    if chip.platform == 'gpu':
+        work = work._replace(memory_bytes=estimate_gpu_traffic(config))
     memory = estimate_memory(config, chip.platform, chip.capability)
     return Forecast(config, machine.target, memory, machine.available, work, _time(config, machine, work))
 

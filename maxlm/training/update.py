@@ -59,6 +59,8 @@ def working_params(config: Config, layout: Layout, params: Params) -> Params:
             params = jax.tree_util.tree_map_with_path(cast, params)
     if layout.zero == 3:
         return params
+    # Otherwise XLA would gather the parameters before the cast.
+    params = jax.lax.with_sharding_constraint(params, param_shardings(config, layout.of_state))
     return jax.lax.with_sharding_constraint(params, param_shardings(config, layout))
 
 

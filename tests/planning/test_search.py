@@ -145,7 +145,7 @@ def test_the_largest_micro_batch():
     )
     # This program is larger than its estimate.
     assert (
-        choose_micro_batch(auto, machine, resolver(machine), Compiler(machine, 1.6)).train.per_device_batch_size
+        choose_micro_batch(auto, machine, resolver(machine), Compiler(machine, 2.0)).train.per_device_batch_size
         < chosen
     )
     none = machine_of('h100:8', share=0.01)

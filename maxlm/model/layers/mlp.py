@@ -46,9 +46,13 @@ class FeedForward(nnx.Module):
         self.down = linear('down', *back, init.residual)
         self.activation = recomputed(ACTIVATIONS[config.activation], in_loop=config.scan_layers)
         self.partitioning = partitioning
+        self.is_fp8 = config.matmul_precision == 'fp8'
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         inputs = [self.up(x_BTD)] if self.gate is None else fused_apply((self.gate, self.up), x_BTD)
+        if self.is_fp8:
+            # XLA for GPUs would compute GELU within the product and return its input too, which fails for 8-bit floats.
+            inputs = jax.lax.optimization_barrier(inputs)
         with jax.named_scope('activation'):
             h_BTF = self.activation(*inputs)
         return self.down(self.partitioning.constrain(h_BTF, ('batch', 'length', 'ffn')))

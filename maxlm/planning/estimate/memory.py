@@ -144,7 +144,7 @@ def estimate_memory(
     state = state or planned_state_bytes(config)
     gradient, filler = _gradient_and_filler(config, backend)
     # A pipeline also sums gradients over its iterations.
-    gradients = gradient * (2 if config.accumulation > 1 else 1)
+    gradients = gradient + (_micro_batch_gradient(config, sizes) if config.accumulation > 1 else 0)
     activations, on_host = _saved_activation_bytes(config, sizes, backend)
     copies = _copied_weights(config, sizes, backend)
     head = _vocabulary(config, sizes, backend)
@@ -208,6 +208,20 @@ def _gradient_and_filler(config: Config, backend: Backend) -> tuple[int, int]:
     return int(gradient), int(filler)
 
 
+def _micro_batch_gradient(config: Config, sizes: _Sizes) -> int:
+    """Returns the bytes of the gradient of one micro-batch; that of a cast kernel has the compute dtype."""
+    zero = 3 if config.mesh.zero_stage >= 2 else config.mesh.zero_stage
+    trained = [weight for weight in weights(config.model) if is_trained(config, weight.name)]
+    return sum(
+        (sizes.width if _is_cast(config, weight) else 4) * shard_size(config, weight, zero=zero) for weight in trained
+    )
+
+
+def _is_cast(config: Config, weight: Weight) -> bool:
+    is_cast = config.mesh.host_offload != 'all' and config.model.matmul_precision != 'fp8'
+    return is_cast and weight.kind == 'matrix'
+
+
 def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float:
     """Returns the size of a shard in tiles of SUBLANES × lanes relative to its unpadded size.
 
@@ -253,11 +267,12 @@ def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> fl
     tokens = sizes.B * sizes.T
     if model.remat_policy == 'offload':
         return 0
-    if model.remat_policy == 'full':
+    policy = 'none' if _keeps_all(config, backend) else model.remat_policy
+    if policy == 'full':
         return tokens * D * width
     # Softmax statistics.
     statistics = 4 * tokens * N
-    if model.remat_policy in ('dots', 'dots_no_batch'):
+    if policy in ('dots', 'dots_no_batch'):
         # The input; q, k, v; the feed-forward activations; the stream after attention, unless the residual is parallel.
         elements = D + (N + 2 * K) * H + F * (2 if sizes.gated else 1) + (0 if sizes.parallel else D)
         if config.mesh.context > 1:
@@ -267,18 +282,22 @@ def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> fl
             # The stages are a batch dimension of every product.
             elements = D
         return tokens * (elements + N * H) * width + statistics
-    # For each norm: its float32 input (unless that is the stream itself), a second copy, and the input of the scale,
-    # for the gradient of the scale.
-    copies = 3 - (not model.norm_use_scale) - (model.norm == 'rmsnorm' and width == 4)
-    norms = copies * 4 * tokens * (2 * D + ((N + K) * H if model.qk_norm else 0))
-    heads = 2 * (N + K) * sizes.padded_H
-    # The inner values of gelu and silu are saved too.
-    ffn = {'swiglu': 5, 'gelu': backend.gelu, 'gelu_tanh': backend.gelu, 'relu2': 1.5}[model.activation] * F
-    # Inputs of products, in 8 bits if the products are.
-    inputs = (2 * D + N * H + F) * (1 if model.matmul_precision == 'fp8' else width)
-    saved = norms + tokens * ((heads + ffn) * width + inputs) + statistics
-    # The matrices as used: the policy excludes gathered matrices by name, but not their reshaped copies.
-    return saved + _matrices(config, sizes) * (1 if model.matmul_precision == 'fp8' else width)
+    # The inputs of norms and products, queries, keys and values, and the inputs of the activation.
+    streams = (1 if sizes.parallel else 2) * D + 2 * D
+    if model.qk_norm:
+        streams += (N + K) * sizes.padded_H
+    attention = (N + 2 * K) * sizes.padded_H + N * H
+    return tokens * (streams + attention + F * (3 if sizes.gated else 2)) * width + statistics
+
+
+def _keeps_all(config: Config, backend: Backend) -> bool:
+    """Returns True if rematerialization saves no memory.
+
+    In the programs of unrolled layers below ZeRO stage 3, XLA for GPUs recomputes activations before the backward pass.
+    """
+    mesh = config.mesh
+    is_sharded = mesh.zero_stage < 3 and mesh.fsdp * mesh.context > 1
+    return backend.lanes == 1 and not config.model.scan_layers and is_sharded and mesh.stage == 1
 
 
 def _gathers(config: Config) -> bool:
@@ -294,7 +313,7 @@ def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
     if config.mesh.host_offload != 'all':
         is_gathered = zero < 3 and config.mesh.fsdp * config.mesh.context > 1
         for weight in weights(config.model):
-            is_cast = weight.kind == 'matrix' and sizes.width < 4 and config.model.matmul_precision != 'fp8'
+            is_cast = _is_cast(config, weight) and sizes.width < 4
             if is_cast or is_gathered:
                 copies += (sizes.width if is_cast else 4) * shard_size(config, weight, zero=zero)
     if backend.turns_stacks and _gathers(config):

@@ -116,7 +116,7 @@ LIKE = {
     **dict.fromkeys(('v6e', 'v7x'), 'v5p'),
 }
 # Fitted to published figures; tests/benchmarks/test_calibrate.py repeats the fit.
-_GPU = Efficiency(products=0.0, attention=0.377, memory=0.85, links=0.55, network=0.55, overlap=0.0, latency=20e-6)
+_GPU = Efficiency(products=0.0, attention=0.375, memory=0.85, links=0.55, network=0.55, overlap=0.0, latency=20e-6)
 _TPU = Efficiency(products=0.0, attention=0.6, memory=0.7, links=0.8, network=0.8, overlap=0.449, latency=5e-6)
 EFFICIENCIES: dict[str, Efficiency] = {
     'a100': _GPU._replace(products=0.833),

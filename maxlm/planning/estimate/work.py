@@ -38,7 +38,9 @@ class Work(NamedTuple):
         flops: operations of matrix products outside of attention, including recomputation.
         fp8_flops: the part of `flops` in products of 8-bit floats.
         attention_flops: operations of the two products of attention and of their gradients.
-        memory_bytes: bytes of device memory read and written outside of products.
+        memory_bytes: bytes of device memory read and written outside of products, with one kernel per chain of
+            elementwise operations. The programs that XLA compiles for GPUs differ; see
+            `maxlm.planning.estimate.gpu_traffic`.
         host_bytes: bytes sent to host memory and back.
         idle: fraction of the step in which a pipeline stage waits for other stages.
         transfers: collectives.
@@ -71,7 +73,7 @@ def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> 
         flops=in_blocks + _head_flops(config, tokens) + _muon_flops(config),
         fp8_flops=in_blocks if config.model.matmul_precision == 'fp8' else 0.0,
         attention_flops=_attention_flops(config, tokens, capability),
-        memory_bytes=_activation_bytes(config, tokens, capability) + _weight_bytes(config) + _update_bytes(config),
+        memory_bytes=_activation_bytes(config, tokens, capability) + _weight_bytes(config) + update_bytes(config),
         host_bytes=_host_bytes(config, tokens),
         idle=bubble_fraction(mesh.stage, mesh.num_pipeline_repeats, config.accumulation) if mesh.stage > 1 else 0.0,
         transfers=estimate_transfers(config),
@@ -205,7 +207,7 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     head_norms = 3 * (heads + kv_heads) if model.qk_norm else 0
     activation = (3 if model.activation == 'swiglu' else 2) * model.ffn_dim / mesh.tensor
     forward = width * (stream + attention + rotation + head_norms + activation)
-    block = forward * (2 + forward_passes(config)) + _score_bytes(config, capability)
+    block = forward * (2 + forward_passes(config)) + score_bytes(config, capability)
     if model.matmul_precision == 'fp8':
         # Inputs of a product and gradients of its output are read for their maximum, read again and written in 8 bits.
         gates = 2 if model.activation == 'swiglu' else 1
@@ -220,7 +222,7 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     return tokens * (block * model.num_layers / mesh.stage + logits + lookup)
 
 
-def _score_bytes(config: Config, capability: tuple[int, int] | None) -> float:
+def score_bytes(config: Config, capability: tuple[int, int] | None) -> float:
     """Returns the bytes per token and block of scores that are stored in memory."""
     model, mesh = config.model, config.mesh
     width = jnp.dtype(model.dtype).itemsize
@@ -255,7 +257,7 @@ def _weight_bytes(config: Config) -> float:
     return config.accumulation * (passes + gradients + sums)
 
 
-def _update_bytes(config: Config) -> float:
+def update_bytes(config: Config) -> float:
     """Returns the bytes of the update: one pass that reads and writes each array, and the passes before it."""
     model, mesh, optimizer = config.model, config.mesh, config.optimizer
     parts = mesh.stage * mesh.tensor * mesh.fsdp * mesh.context

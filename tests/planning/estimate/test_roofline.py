@@ -29,6 +29,8 @@ H100, V5E = CHIP['h100'], CHIP['v5e']
 IDEAL = Efficiency(1.0, 1.0, 1.0, links=1.0, network=1.0, overlap=0.0, latency=0.0, per_step=0.0)
 WITHIN = {'replica': 1, 'fsdp': 1, 'data': 1, 'tensor': 1}
 
+SMALL = 'train.per_device_batch_size=4'
+
 
 def planned(*overrides, devices=8, spec='1b.py', platform='gpu'):
     config = load(str(ROOT / 'configs' / spec), overrides)
@@ -84,13 +86,13 @@ def test_products_of_8_bits_take_half_of_the_time():
 
 def test_twice_the_chips_take_about_half_of_the_time_at_best():
     for devices in (8, 16, 32, 64):
-        once = timed(planned(devices=devices), devices=devices, islands=devices // 8).total
-        twice = timed(planned(devices=2 * devices), devices=2 * devices, islands=devices // 4).total
+        once = timed(planned(SMALL, devices=devices), devices=devices, islands=devices // 8).total
+        twice = timed(planned(SMALL, devices=2 * devices), devices=2 * devices, islands=devices // 4).total
         # The time is a little less than half only if gradients are accumulated less often, in smaller shards.
         assert 0.48 * once < twice < once
     # Control: over a slow network, more chips are useless once there is a single micro-batch.
     slow = dataclasses.replace(H100, network_bandwidth=1e9)
-    near = timed(planned(devices=128), slow, devices=128, islands=16).total
+    near = timed(planned(SMALL, devices=128), slow, devices=128, islands=16).total
     assert (
         timed(planned('train.per_device_batch_size=2', devices=256), slow, devices=256, islands=32).total > 0.8 * near
     )

@@ -173,9 +173,9 @@ def test_devices_share_the_work():
 def test_host_memory():
     parameters = model_parameters(one_billion().model) / 8
     assert estimate_work(one_billion(host_offload='optimizer')).host_bytes == pytest.approx(parameters * 16)
-    # Parameters are copied twice for each of 16 micro-batches, and for the update.
+    # Parameters are copied twice for each of 8 micro-batches, and for the update.
     assert estimate_work(one_billion(host_offload='all')).host_bytes == pytest.approx(
-        parameters * (16 + 4 * (2 * 16 + 2))
+        parameters * (16 + 4 * (2 * 8 + 2))
     )
 
 

@@ -61,7 +61,8 @@ def test_trainable_parameters_move_as_in_full_training(partly_frozen):
     _, everything, full_metrics = step_of(small_config(**PLAIN))
     for name, moved in flat(some.params).items():
         if name != 'embedding' and not name.startswith('blocks.attention.'):
-            np.testing.assert_allclose(moved, flat(everything.params)[name], atol=1e-6)
+            # A thousandth of the learning rate: Adam's first update depends on the rounding of tiny gradients.
+            np.testing.assert_allclose(moved, flat(everything.params)[name], atol=1e-5)
     # The gradient norm covers only trainable parameters.
     assert 0 < part['grad_norm'] < full_metrics['grad_norm']
 

@@ -1,0 +1,132 @@
+"""Estimates the memory traffic of a training step that XLA compiles for a GPU.
+
+The coefficients are fitted to compiled programs (`python -m benchmarks.plan_programs --fit`), because the traffic
+depends on which operations XLA fuses. `maxlm.planning.compiled.traffic` counts the traffic of a compiled program.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from maxlm.config.schema import Config
+from maxlm.planning.estimate.parameters import model_parameters
+from maxlm.planning.estimate.work import forward_passes, score_bytes, update_bytes
+
+# Bytes per parameter and micro-batch: the gradient is read, and its sum is read and written.
+GRADIENT_SUM = 10.4
+# Bytes per parameter and micro-batch of gradients that are copied before they are summed, in unrolled layers.
+GRADIENT_COPY = 4.0
+# Bytes per logit, and additional ones if rows of logits are not aligned to 16 bytes.
+LOGIT, UNALIGNED_LOGIT = 11.8, 10.0
+# Bytes per element of the head's gradient and chunk of the loss: the sum is read and written.
+HEAD_GRADIENT = 8.0
+
+
+class Features(NamedTuple):
+    """Sizes per token and block that the traffic of activations is proportional to.
+
+    Attributes:
+        stream: inputs of residual branches.
+        feed_forward: inputs and outputs of the activation.
+        attention: queries, keys and values, again if they are rotated, and again if they are normalized.
+    """
+
+    stream: float
+    feed_forward: float
+    attention: float
+
+
+# Fitted elements that are read and written, per feature, by (model.scan_layers, values that rematerialization saves).
+COEFFICIENTS: dict[tuple[bool, str], Features] = {
+    (False, 'all'): Features(4.14, 2.6, 5.69),
+    (False, 'products'): Features(0.0, 9.36, 2.47),
+    (False, 'inputs'): Features(0.0, 9.54, 3.11),
+    (True, 'all'): Features(1.49, 11.56, 13.86),
+    (True, 'products'): Features(0.0, 16.07, 0.51),
+    (True, 'inputs'): Features(32.21, 0.0, 4.94),
+}
+SAVED = {'none': 'all', 'dots': 'products', 'dots_no_batch': 'products', 'full': 'inputs', 'offload': 'inputs'}
+
+
+def estimate_gpu_traffic(config: Config) -> float:
+    """Estimates the bytes that a GPU reads and writes in a step, outside of products and attention kernels.
+
+    Args:
+        config: resolved config.
+    """
+    model = config.model
+    coefficients = COEFFICIENTS[model.scan_layers, SAVED[model.remat_policy]]
+    elements = sum(factor * size for factor, size in zip(coefficients, features(config), strict=True))
+    width = jnp.dtype(model.dtype).itemsize
+    # A pipeline recomputes a complete chunk of layers.
+    passes = 2 if config.mesh.stage > 1 else 1
+    block = passes * width * elements + _quantization_bytes(config) + _unfused_attention_bytes(config)
+    return block * tokens_per_device(config) * model.num_layers / config.mesh.stage + fixed_bytes(config)
+
+
+def features(config: Config) -> Features:
+    """Returns the sizes per token and block, on one device."""
+    model, tensor = config.model, config.mesh.tensor
+    kv = model.num_kv_heads * model.head_dim / tensor
+    heads = model.num_heads * model.head_dim / tensor
+    attention = heads + 2 * kv
+    rotated = heads + kv if model.position_embedding == 'rotary' else 0
+    gates = 2 if model.activation == 'swiglu' else 1
+    return Features(
+        (1 if model.parallel_residual else 2) * model.dim,
+        (gates + 1) * model.ffn_dim / tensor,
+        attention + rotated + (attention if model.qk_norm else 0),
+    )
+
+
+def tokens_per_device(config: Config) -> float:
+    """Returns the number of tokens of a step that a device processes."""
+    return config.train.global_batch_size * config.data.seq_len / (config.batch_shards * config.mesh.context)
+
+
+def fixed_bytes(config: Config) -> float:
+    """Returns the bytes of gradient sums, loss and update."""
+    return _gradient_bytes(config) + _loss_bytes(config) + update_bytes(config)
+
+
+def _gradient_bytes(config: Config) -> float:
+    mesh = config.mesh
+    shards = mesh.fsdp * mesh.context
+    params = model_parameters(config.model) / (mesh.stage * mesh.tensor)
+    summed = params / shards if mesh.zero_stage >= 2 else params
+    copied = 0.0 if config.model.scan_layers or (mesh.zero_stage == 3 and shards > 1) else params
+    return config.accumulation * (GRADIENT_SUM * summed + GRADIENT_COPY * copied)
+
+
+def _loss_bytes(config: Config) -> float:
+    model, mesh = config.model, config.mesh
+    tokens = tokens_per_device(config)
+    vocabulary = model.vocab_size / mesh.tensor
+    chunks = math.ceil(tokens / config.accumulation / config.train.loss_chunk_tokens)
+    per_logit = LOGIT + (UNALIGNED_LOGIT if vocabulary % 8 else 0)
+    head_gradient = HEAD_GRADIENT * config.accumulation * chunks * model.dim
+    return vocabulary * (tokens * per_logit + head_gradient) / mesh.stage
+
+
+def _unfused_attention_bytes(config: Config) -> float:
+    """Returns the bytes per token and block of scores, which only a fused kernel does not write."""
+    is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
+    return 0.0 if is_fused else score_bytes(config, None)
+
+
+def _quantization_bytes(config: Config) -> float:
+    """Returns the bytes per token and block of the quantization to FP8.
+
+    Inputs of products and gradients of their outputs are read for their maximum, read again and written in 8 bits.
+    """
+    model, tensor = config.model, config.mesh.tensor
+    if model.matmul_precision != 'fp8':
+        return 0.0
+    heads, kv = (number * model.head_dim / tensor for number in (model.num_heads, model.num_kv_heads))
+    gates = 2 if model.activation == 'swiglu' else 1
+    inputs = 2 * model.dim + heads + model.ffn_dim / tensor
+    outputs = 2 * model.dim + heads + 2 * kv + gates * model.ffn_dim / tensor
+    return (2 * jnp.dtype(model.dtype).itemsize + 1) * (inputs * forward_passes(config) + outputs)

@@ -1,0 +1,52 @@
+"""Estimated memory traffic of GPUs against compiled programs; `python -m benchmarks.plan_programs` records them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.plan_programs import PROGRAMS, is_fitted, resolve_for
+from maxlm.planning.estimate.gpu_traffic import estimate_gpu_traffic
+from maxlm.planning.targets import parse_target
+from tests.conftest import ROOT
+
+COUNTED = [entry for entry in json.loads((ROOT / PROGRAMS).read_text()) if 'traffic' in entry]
+
+
+def error_of(entry):
+    """Returns the relative error of an estimate, and True if the coefficients are fitted to this program."""
+    target = parse_target(entry['target'])
+    config = resolve_for(target, entry['config'], entry['overrides'])
+    return estimate_gpu_traffic(config) / entry['traffic'] - 1, is_fitted(config, target)
+
+
+@pytest.fixture(scope='module')
+def errors():
+    found = [error_of(entry) for entry in COUNTED]
+    return np.array([error for error, fitted in found if fitted])
+
+
+def test_estimates_match_the_programs(errors):
+    assert len(errors) >= 12
+    assert np.median(np.abs(errors)) < 0.05
+    assert np.abs(errors).max() < 0.20
+
+
+def test_programs_of_other_kinds_have_larger_errors():
+    """FP8, ring attention, pipelines, and mask arrays of GPUs before Hopper."""
+    others = [error for error, fitted in map(error_of, COUNTED) if not fitted]
+    assert max(map(abs, others)) < 0.60
+
+
+def test_an_unrolled_program_moves_less_than_a_loop():
+    """Control: the estimate depends on the settings that the programs differ in."""
+    target = parse_target('h100:1')
+
+    def traffic(*overrides):
+        return estimate_gpu_traffic(resolve_for(target, str(ROOT / 'configs/1b.py'), overrides))
+
+    assert traffic('model.scan_layers=true') > 2 * traffic()
+    assert traffic('model.remat_policy=dots') > 1.3 * traffic()
+    assert traffic('train.loss_chunk_tokens=512') > 1.05 * traffic()
+    assert traffic('model.vocab_size=50001') > 1.05 * traffic()
+    assert traffic('mesh.host_offload=optimizer') == traffic()
