@@ -75,7 +75,7 @@ learning=("${short[@]}" --tokens=text --steps=40 --config.optimizer.warmup_steps
 run attention 60 benchmarks.gpu_attention
 # The shipped step, with a profile and the compiled program.
 measure 1b 60 configs/1b.py "${learning[@]}" --profile="$out/profile"
-# Fusions of slices and products, which XLA's default for GPUs computes again in the backward pass of a scan.
+# Fusions of slices with other kernels, which training turns off.
 measure 1b_slice_fusion 60 configs/1b.py "${few[@]}" "${short[@]}" --xla=xla_gpu_enable_dynamic_slice_fusion=true
 measure 1b_scan 40 configs/1b.py "${few[@]}" "${short[@]}" --config.model.scan_layers=true
 measure 1b_scan_slice_fusion 40 configs/1b.py "${few[@]}" "${short[@]}" --config.model.scan_layers=true \

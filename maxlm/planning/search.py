@@ -7,10 +7,12 @@ bfloat16, state in host memory) are tried only if nothing else fits.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from maxlm.config.schema import AUTO, Config, MeshConfig
+from maxlm.config.validation import MAX_UNROLLED_LAYERS
 from maxlm.errors import InputError
 from maxlm.formatting import format_bytes
 from maxlm.planning.forecast import Forecast, estimate
@@ -62,7 +64,9 @@ def search_layouts(config: Config, machine: Machine, resolve: Resolve) -> list[C
         ways = [
             (*_mesh_changes(config.mesh, mesh), *changes, *last_resort)
             for mesh in meshes
-            for changes in _policies(config, offload='remat' in str(last_resort))
+            for changes in _policies(
+                config, offload='remat' in str(last_resort), is_gpu=machine.target.chip.platform == 'gpu'
+            )
         ]
         found = [candidate for way in ways if (candidate := _try(config, machine, resolve, way))]
         fitting = [candidate for candidate in found if candidate.forecast.fits]
@@ -141,7 +145,7 @@ def candidate_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
                     rest, odd = divmod(num_devices, tensor * context * stage * replica)
                     if odd or not rest:
                         continue
-                    for zero in (3, 1) if rest > 1 else (3,):
+                    for zero in (3, 2) if rest > 1 else (3,):
                         yield MeshConfig(
                             replica=replica,
                             stage=stage,
@@ -163,15 +167,22 @@ def _last_resorts(config: Config) -> Iterator[tuple[Override, ...]]:
         yield (Override('model.remat_policy', 'offload'), Override('mesh.host_offload', 'all'))
 
 
-def _policies(config: Config, *, offload: bool) -> Iterator[tuple[Override, ...]]:
+def _policies(config: Config, *, offload: bool, is_gpu: bool) -> Iterator[tuple[Override, ...]]:
+    # Unrolled layers move less memory on GPUs, and take long to compile on TPUs.
+    loops = (True, False) if is_gpu and config.model.num_layers <= MAX_UNROLLED_LAYERS else (config.model.scan_layers,)
     for micro_batch in _micro_batches(config):
-        change = Override('train.per_device_batch_size', micro_batch)
-        changes = () if micro_batch == config.train.per_device_batch_size else (change,)
+        is_new = micro_batch != config.train.per_device_batch_size
+        batch = (Override('train.per_device_batch_size', micro_batch),) if is_new else ()
         if offload:
-            yield changes
+            yield batch
             continue
-        for remat in dict.fromkeys((config.model.remat_policy, *REMATS)):
-            yield changes if remat == config.model.remat_policy else (*changes, Override('model.remat_policy', remat))
+        for remat, loop in itertools.product(dict.fromkeys((config.model.remat_policy, *REMATS)), loops):
+            changes = batch
+            if remat != config.model.remat_policy:
+                changes = (*changes, Override('model.remat_policy', remat))
+            if loop != config.model.scan_layers:
+                changes = (*changes, Override('model.scan_layers', loop))
+            yield changes
 
 
 def _micro_batches(config: Config) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from maxlm.training.step import make_train_step
 # Disables windowed einsums, which split a product into steps that rotate pieces of an operand (Wang et al. 2023). Each
 # step reads the operands again, and a small Llama on 16 chips of v4 used seven times the temporary memory.
 WHOLE_PRODUCTS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
+# XLA options for all GPUs. Slices that XLA fuses with the kernels of a loop over the layers are read again: since jax
+# 0.12, where this is the default, such a loop moved 1.2 times as much memory.
+GPU_OPTIONS = {'xla_gpu_enable_dynamic_slice_fusion': False}
 # XLA options by kind of device. benchmarks/tpu_overlap.py measures what each option hides. Other devices have none:
 # their only way to hide gathers is to continue them within products. libtpu calls that unsafe except on v5e, and
 # rejects it since 0.0.50. They hide gradient sums by windowed einsums.
@@ -89,6 +93,13 @@ class CompiledStep(NamedTuple):
         return next(iter(sharding.device_set)).platform
 
 
+def device_options(device: Any) -> dict[str, Any]:
+    """Returns the XLA options for a device, except those that the environment variable XLA_FLAGS sets."""
+    options = GPU_OPTIONS if device.platform == 'gpu' else DEVICE_OPTIONS.get(device.device_kind, {})
+    flags = os.environ.get('XLA_FLAGS', '')
+    return {name: value for name, value in options.items() if name not in flags}
+
+
 def compile_train_step(
     config: Config,
     layout: Layout,
@@ -111,6 +122,7 @@ def compile_train_step(
     step = jax.jit(
         make_train_step(config, layout, num_sources), donate_argnums=0, out_shardings=(shardings, layout.named())
     )
-    kind = layout.mesh.devices.flat[0].device_kind
-    compiled = step.lower(abstract, batch).compile(compiler_options={**DEVICE_OPTIONS.get(kind, {}), **(options or {})})
+    compiled = step.lower(abstract, batch).compile(
+        compiler_options={**device_options(layout.mesh.devices.flat[0]), **(options or {})}
+    )
     return CompiledStep(compiled, time.perf_counter() - start)

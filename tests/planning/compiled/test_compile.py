@@ -1,6 +1,7 @@
 """Tests the step compiled from shapes alone: its memory, and its execution on real arrays."""
 
 import math
+import types
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled import compile as compile_module
-from maxlm.planning.compiled.compile import DEVICE_OPTIONS, CompiledStep, compile_train_step
+from maxlm.planning.compiled.compile import DEVICE_OPTIONS, CompiledStep, compile_train_step, device_options
 from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state, init_state
 from tests.small import small_batch, small_config, small_layout
@@ -79,6 +80,14 @@ def test_the_compiler_receives_device_options_and_ours(monkeypatch):
     shapes = {name: (x.shape, x.dtype) for name, x in given['batch'].items()}
     assert shapes.pop('sources') == ((8,), np.int32)
     assert shapes == {name: ((8, 16), kind) for name, kind in BATCH_TYPES.items()}
+
+
+def test_flags_of_the_environment_replace_options_of_gpus(monkeypatch):
+    gpu = types.SimpleNamespace(platform='gpu', device_kind='NVIDIA H100 80GB HBM3')
+    monkeypatch.setenv('XLA_FLAGS', '--xla_other=1')
+    assert device_options(gpu) == {'xla_gpu_enable_dynamic_slice_fusion': False}
+    monkeypatch.setenv('XLA_FLAGS', '--xla_other=1 --xla_gpu_enable_dynamic_slice_fusion=true')
+    assert device_options(gpu) == {}
 
 
 def bytes_on_a_device(leaf):
