@@ -126,9 +126,10 @@ from maxlm.training.state import abstract_state
 from tests.gpu_compiler import library_products
 
 target = parse_target('h100:8')
-sizes = ['num_layers=2', 'dim=256', 'num_heads=4', 'ffn_dim=1024', 'remat=full', 'family=llama']
-sizes += ['vocab_size=4096', *sys.argv[1:]]
+sizes = ['num_layers=2', 'dim=256', 'num_heads=4', 'ffn_dim=1024', 'remat_policy=full', 'family=llama']
+sizes += ['vocab_size=4096', 'scan_layers=true', *sys.argv[1:]]
 overrides = [*(f'model.{size}' for size in sizes), 'train.global_batch_size=32', 'data.seq_len=512']
+overrides += ['train.per_device_batch_size=4', 'mesh.zero_stage=3']
 config = resolve(load('configs/1b.py', overrides), platform='gpu', num_devices=8, vocab_size=4096, windows=100)
 layout = target_layout(target, config.mesh)
 with compiling_for(target):
@@ -151,7 +152,7 @@ def compiled_for_h100(*overrides):
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not FOLDER, reason='needs the compiler for GPUs: run launch/test.sh, or set MAXLM_GPU_COMPILER')
 def test_gpus_run_products_of_8_bits_and_send_bytes():
-    output = compiled_for_h100('matmul=fp8')
+    output = compiled_for_h100('matmul_precision=fp8')
     products = {name: flops for name, (_, flops) in output['products'].items()}
     tokens = 32 * 512 / 8
     # A block has four matrices for attention and three for feed-forward, with three products each. With
