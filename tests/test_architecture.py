@@ -23,11 +23,12 @@ HEAVY = ('tensorflow', 'clu', 'torch', 'transformers', 'datasets', 'ray', 'rensa
 OTHER_TESTS = {(name,) for name in ('benchmarks', 'buckets', 'configs', 'examples', 'golden', 'launch', 'tools')}
 # Commands connect all packages. They only import libraries for options and devices.
 OF_COMMANDS = {'fsspec', 'jax', 'numpy', 'rich', 'tqdm'}
-ROW = re.compile(r'^\| `([\w.]+)` \| (.+?) \| (.*?) \| (.*?) \|$', re.MULTILINE)
+CONTENTS = re.compile(r'^\| `([\w.]+)` \| ([^|]+) \|$', re.MULTILINE)
+IMPORTS = re.compile(r'^\| `([\w.]+)` \| ([^|]*) \| ([^|]*) \|$', re.MULTILINE)
 
 
 class Layer:
-    """A row of the table in CONTRIBUTING.md: a package, its libraries and the packages that it never imports."""
+    """A package, its libraries and the packages that it never imports, from the tables in CONTRIBUTING.md."""
 
     def __init__(self, name, contents, libraries, forbidden):
         self.name, self.contents = name, contents
@@ -35,7 +36,16 @@ class Layer:
         self.forbidden = set(re.findall(r'`([\w.]+)`', forbidden))
 
 
-LAYERS = [Layer(*row) for row in ROW.findall((ROOT / 'CONTRIBUTING.md').read_text())]
+def read_layers():
+    """Returns the layers in the order of the first table. Packages without a row in the second import no library."""
+    text = (ROOT / 'CONTRIBUTING.md').read_text()
+    allowed = {package: rest for package, *rest in IMPORTS.findall(text)}
+    layers = [Layer(package, contents, *allowed.pop(package, ('', ''))) for package, contents in CONTENTS.findall(text)]
+    assert not allowed, f'packages without contents: {list(allowed)}'
+    return layers
+
+
+LAYERS = read_layers()
 RANK = {layer.name: rank for rank, layer in enumerate(LAYERS)}
 
 
