@@ -1,3 +1,3 @@
 """maxlm trains, evaluates and serves language models from raw text, with one config file."""
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'

@@ -43,7 +43,7 @@ def machine(kind, devices, processes, price):
     return {
         'host': 'host0',
         'pid': 4242,
-        'versions': {'python': '3.12.3', 'jax': '0.12.0', 'jaxlib': '0.12.0', 'flax': '0.12.8', 'maxlm': '0.1.0'},
+        'versions': {'python': '3.12.3', 'jax': '0.12.0', 'jaxlib': '0.12.0', 'flax': '0.12.8', 'maxlm': '0.2.0'},
         'git': {'commit': '0123456789abcdef0123456789abcdef01234567', 'dirty': False},
         'devices': {'kind': kind, 'count': devices, 'processes': processes, 'platform': 'gpu'},
         'parameters': 3_411_200,
