@@ -1,7 +1,7 @@
 # Functions for errors, quoting, commands and options, sourced by the launch scripts. The scripts set `dry_run` to `true`
 # or `false`.
 
-# refuse MESSAGE…: prints an error and exits with 2, the code of bad input, for which nothing restarts automatically.
+# refuse MESSAGE…: prints an error and exits with 2, the code for bad input. No launcher restarts after it.
 refuse() {
   echo "error: $*" >&2
   exit 2

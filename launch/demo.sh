@@ -41,5 +41,5 @@ echo "== 4 of 4: summary"
 sed -n 's/^.* INFO \(done: .*\)/\1/p' runs/tiny/run.log | tail -n 1
 python -m maxlm.evaluate --checkpoint=runs/tiny
 echo "wall time $((SECONDS - started)) s, of which training $trained s"
-echo "the whole story: runs/tiny/report.html, to be opened in a browser"
+echo "report: runs/tiny/report.html (open it in a browser)"
 echo "curves: runs/tiny/metrics.jsonl, or .venv/bin/tensorboard --logdir=runs/tiny/tensorboard"

@@ -28,7 +28,7 @@ state() {
     case "$answer" in
       ACTIVE) ;;
       FAILED)
-        # The cause decides whether another request can succeed.
+        # The cause determines whether another request can succeed.
         gcloud compute tpus queued-resources describe "$name" "${place[@]}" --format='value(state)' \
           >"$scratch/fault" 2>&1 || true
         echo REFUSED
@@ -68,11 +68,11 @@ create_once() {
   say "creating $name: $type in $zone"
   gcloud compute tpus "$@" >"$scratch/fault" 2>&1 || code=$?
   [ "$code" -ne 0 ] || return 0
-  judge_fault
+  classify_fault
 }
 
-# judge_fault: returns the exit code for a failed creation whose output was kept for `fault`.
-judge_fault() {
+# classify_fault: returns the exit code for a failed creation whose output was kept for `fault`.
+classify_fault() {
   local other
   # Quota is tested first, because its message also contains RESOURCE_EXHAUSTED.
   if grep -qi 'quota' "$scratch/fault"; then
@@ -121,7 +121,7 @@ wait_ready() {
     case "$(state)" in
       READY) return 0 ;;
       MISSING | GONE) return 75 ;;
-      REFUSED) judge_fault && return 75 || return $? ;;
+      REFUSED) classify_fault && return 75 || return $? ;;
       STOPPED) run gcloud compute tpus tpu-vm start "$name" "${place[@]}" ;;
       UNKNOWN)
         unknown=$((unknown + 1))

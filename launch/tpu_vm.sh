@@ -205,8 +205,8 @@ up() {
         continue
         ;;
       REFUSED)
-        # If there is no quota, judge_fault exits, because another request would fail too.
-        judge_fault || true
+        # If there is no quota, classify_fault exits, because another request would fail too.
+        classify_fault || true
         delete || true
         back_off
         continue
