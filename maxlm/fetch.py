@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     ]
     files = with_checksums([file for part in found for file in part])
     _refuse_clashes(files)
-    missing = [file for file in files if not file.is_there]
+    missing = [file for file in files if not file.is_complete]
     _fetch(files, missing, options)
     if not options.quiet:
         size = sum(file.bytes for file in files)

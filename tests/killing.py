@@ -74,7 +74,7 @@ def has_exited(pid: int) -> bool:
 
 
 # Files in the work directory from each stage on, latest stage first.
-STAGES = {'shards': 'group-*', 'tokenizer': 'begin.json', 'verdicts': 'verdicts-*', 'survey': 'survey-*'}
+STAGES = {'shards': 'group-*', 'tokenizer': 'begin.json', 'decisions': 'decisions-*', 'survey': 'survey-*'}
 
 
 def stage(output: Path) -> str:

@@ -40,4 +40,4 @@ def test_fifty_kills_leave_the_same_bytes(tmp_path):
     stages = kill(tmp_path, '50')['stages']
     assert sum(stages.values()) == 50
     # The times differ between machines, but always occur in more than one stage.
-    assert len(stages.keys() & {'survey', 'verdicts', 'tokenizer', 'shards'}) >= 2, stages
+    assert len(stages.keys() & {'survey', 'decisions', 'tokenizer', 'shards'}) >= 2, stages

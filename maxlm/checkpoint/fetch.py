@@ -85,7 +85,7 @@ def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threa
     sibling_files = (CONFIG, TOKENIZER, CHAT_TEMPLATE) if weights_only else (CONFIG, TOKENIZER, CHAT_TEMPLATE, METRICS)
     files += [file for name in sibling_files for file in _sibling_file(workdir, name, output.resolve())]
     total = sum(file.bytes for file in files)
-    missing = [file for file in files if not file.is_there]
+    missing = [file for file in files if not file.is_complete]
     num_bytes_present = total - sum(file.bytes for file in missing)
     # The progress bar is not thread-safe.
     lock = threading.Lock()

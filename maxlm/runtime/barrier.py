@@ -47,7 +47,7 @@ class ProcessGroup:
         """Returns the `text` of process 0 in all processes."""
         if self.num_processes == 1:
             return text
-        key = f'{self._arrive()}/said'
+        key = f'{self._arrive()}/broadcast'
         if self.process_index == 0:
             _client().key_value_set(key, text)
             return text
@@ -66,7 +66,7 @@ class ProcessGroup:
     def _arrive(self) -> str:
         ProcessGroup._num_barriers += 1
         folder = f'{ROOT}/{ProcessGroup._num_barriers}'
-        _client().wait_at_barrier(f'{folder}/met', TIMEOUT_SECONDS * 1000)
+        _client().wait_at_barrier(f'{folder}/barrier', TIMEOUT_SECONDS * 1000)
         if self.process_index == 0 and ProcessGroup._num_barriers > 1:
             # All processes have left the previous barrier.
             _client().key_value_delete(f'{ROOT}/{ProcessGroup._num_barriers - 1}/')

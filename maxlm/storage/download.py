@@ -50,7 +50,7 @@ class RemoteFile:
         return self.path.with_name(f'.{self.path.name}.partial')
 
     @property
-    def is_there(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the local file has the expected size. Its checksum was verified when it was fetched."""
         try:
             return self.path.stat().st_size == self.bytes
@@ -141,7 +141,7 @@ def fetch_patiently(
 @contextlib.contextmanager
 def _locked_partial(file: RemoteFile) -> Iterator[int | None]:
     """Yields a descriptor of the locked partial file, or None if another process has fetched the file."""
-    while not file.is_there:
+    while not file.is_complete:
         descriptor = os.open(file.partial, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             try:
@@ -152,7 +152,7 @@ def _locked_partial(file: RemoteFile) -> Iterator[int | None]:
             if not _is_same_file(descriptor, file.partial):
                 # The previous lock holder renamed or removed it.
                 continue
-            if file.is_there:
+            if file.is_complete:
                 file.partial.unlink()
                 break
             try:

@@ -146,8 +146,8 @@ def _refuse_missing_bucket(url: str) -> None:
     if url.partition('://')[0] not in EXTRAS:
         return
     try:
-        is_there = filesystem.exists(bucket)
+        exists = filesystem.exists(bucket)
     except Exception as error:
         raise classify_error(url, error) from error
-    if not is_there:
+    if not exists:
         raise TransientStorageError(f'{redact(url)}: bucket {bucket} does not exist')

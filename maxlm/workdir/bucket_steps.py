@@ -143,7 +143,7 @@ def download_step(
     files = list(_remote_files(bucket, step, folder))
     for file in files:
         # An earlier attempt left this file, possibly from another step of this number.
-        if file.is_there and bucket.describe(file.path).sha256 != file.sha256:
+        if file.is_complete and bucket.describe(file.path).sha256 != file.sha256:
             file.path.unlink()
     with concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix='fetch') as pool:
         fetches = [pool.submit(fetch_file, file, on_bytes=on_bytes) for file in files]

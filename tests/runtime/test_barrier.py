@@ -78,7 +78,7 @@ def test_all_processes_receive_the_value_of_the_first(store, monkeypatch):
     assert first.broadcast_from_host0('first') == 'first'
     monkeypatch.setattr(ProcessGroup, '_num_barriers', 0)
     assert make_group(monkeypatch, 1).broadcast_from_host0('second') == 'first'
-    assert store.barriers == ['maxlm/checkpoints/1/met'] * 2
+    assert store.barriers == ['maxlm/checkpoints/1/barrier'] * 2
     # A broadcast value is removed once all processes have passed a later barrier.
     first.barrier()
     assert store.values == {}

@@ -128,7 +128,7 @@ class ChatEncoder:
     def _try(self, document: Document) -> list[list[_Piece]] | ChatError:
         try:
             if document.preference is not None:
-                return [self._pieces_of(said) for said in (document.preference.chosen, document.preference.rejected)]
+                return [self._pieces_of(each) for each in (document.preference.chosen, document.preference.rejected)]
             if document.conversation is not None:
                 return [self._pieces_of(document.conversation)]
         except ChatError as error:
@@ -166,7 +166,7 @@ class ChatEncoder:
         return TokenDocument(encode_flags(tokens, learned), tuple(ends))
 
     def _pieces_of(self, conversation: Conversation, *, ends_only: bool = False) -> list[_Piece]:
-        rendered = self.template.render_said(
+        rendered = self.template.render_with_spans(
             conversation.messages, special=tuple(self._special), tools=conversation.tools
         )
         wanted = [
@@ -174,20 +174,20 @@ class ChatEncoder:
             for message, learned in zip(conversation.messages, conversation.learned, strict=True)
             if message['role'] == 'assistant'
         ]
-        if not all(wanted) and len(wanted) != len(rendered.said):
+        if not all(wanted) and len(wanted) != len(rendered.assistant_spans):
             raise ChatError('the chat template omits some assistant messages, so weight 0 cannot be applied')
-        said = rendered.said if all(wanted) else itertools.compress(rendered.said, wanted)
-        pieces = list(self._cut(rendered, list(said)))
+        trained = rendered.assistant_spans if all(wanted) else itertools.compress(rendered.assistant_spans, wanted)
+        pieces = list(self._cut(rendered, list(trained)))
         return [piece for piece in pieces if piece.ends_turn] if ends_only else pieces
 
-    def _cut(self, rendered: Rendered, said: Sequence[Span]) -> Iterator[_Piece]:
-        """Splits the rendered text at its special tokens and at the starts of assistant messages."""
+    def _cut(self, rendered: Rendered, trained: Sequence[Span]) -> Iterator[_Piece]:
+        """Splits the rendered text at its special tokens and at the starts of the `trained` spans."""
         text = rendered.text
-        starts, stops = [span.start for span in said], {span.stop for span in said}
+        starts, stops = [span.start for span in trained], {span.stop for span in trained}
 
         def learned(place: int) -> bool:
             number = bisect.bisect_right(starts, place) - 1
-            return number >= 0 and place < said[number].stop
+            return number >= 0 and place < trained[number].stop
 
         def texts(start: int, stop: int, encoding: int) -> Iterator[_Piece]:
             inner = starts[bisect.bisect_right(starts, start) : bisect.bisect_left(starts, stop)]

@@ -46,12 +46,13 @@ class Rendered(NamedTuple):
 
     Attributes:
         text: the rendered text. In data, the first character of each special token is replaced by a placeholder.
-        said: for each assistant message, the span up to and including the end of its turn.
+        assistant_spans: for each assistant message, the span up to and including the end of its turn. Empty if the
+            spans were not requested.
         placeholders: maps each placeholder to its original character.
     """
 
     text: str
-    said: tuple[Span, ...]
+    assistant_spans: tuple[Span, ...]
     placeholders: Mapping[str, str]
 
     def spelled(self, start: int, stop: int) -> str:
@@ -115,17 +116,17 @@ class JinjaTemplate:
         text = self._render(data['messages'], data['tools'], add_generation_prompt=add_generation_prompt)
         return Rendered(text.replace(_OPEN, '').replace(_CLOSE, ''), (), placeholders)
 
-    def render_said(
+    def render_with_spans(
         self, messages: Sequence[Message], *, special: Sequence[str], tools: Sequence[Any] = ()
     ) -> Rendered:
-        """See `ChatTemplate.render_said`."""
+        """See `ChatTemplate.render_with_spans`."""
         data, placeholders = _hide(messages, tools, special)
         text = self._render(data['messages'], data['tools'])
         if self.facts.has_generation:
-            text, said = _take_marks(text)
+            text, spans = _extract_marked(text)
         else:
-            said = self._turns(text, data['messages'], data['tools'], special_token_pattern(tuple(special)))
-        return Rendered(text, tuple(_with_end(text, span, tuple(special)) for span in said), placeholders)
+            spans = self._turns(text, data['messages'], data['tools'], special_token_pattern(tuple(special)))
+        return Rendered(text, tuple(_with_end(text, span, tuple(special)) for span in spans), placeholders)
 
     def _turns(
         self, text: str, messages: Sequence[Message], tools: Sequence[Any], special: re.Pattern[str]
@@ -233,17 +234,17 @@ def _hide(
         raise ChatError('a message is nested too deeply') from error
 
 
-def _take_marks(text: str) -> tuple[str, list[Span]]:
+def _extract_marked(text: str) -> tuple[str, list[Span]]:
     """Returns the text without markers, and the spans between the markers."""
     spans: list[Span] = []
     parts: list[str] = []
     length = 0
     for before in text.split(_OPEN):
-        said, closed, after = before.partition(_CLOSE) if parts else ('', '', before)
+        marked, closed, after = before.partition(_CLOSE) if parts else ('', '', before)
         if closed:
-            spans.append(Span(length, length + len(said)))
-        parts += [said, after]
-        length += len(said) + len(after)
+            spans.append(Span(length, length + len(marked)))
+        parts += [marked, after]
+        length += len(marked) + len(after)
     return ''.join(parts), spans
 
 

@@ -128,7 +128,7 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         add_generation_prompt: bool = False,
     ) -> Rendered:
-        """Renders messages like `apply_chat_template` of Transformers. `said` is empty.
+        """Renders messages like `apply_chat_template` of Transformers. `assistant_spans` is empty.
 
         Args:
             messages: JSON objects with `role` and `content`.
@@ -143,7 +143,7 @@ class ChatTemplate:
             messages, special=special, tools=tools, add_generation_prompt=add_generation_prompt
         )
 
-    def render_said(
+    def render_with_spans(
         self, messages: Sequence[Message], *, special: Sequence[str], tools: Sequence[Any] = ()
     ) -> Rendered:
         """Renders messages and finds the assistant messages, each up to and including the special token that ends its
@@ -155,7 +155,7 @@ class ChatTemplate:
             ChatError: the template fails as in `render`, the messages cannot be found, or a turn has no special token
                 at its end.
         """
-        return self._template.render_said(messages, special=special, tools=tools)
+        return self._template.render_with_spans(messages, special=special, tools=tools)
 
 
 def set_variables(source: str, values: Mapping[str, str]) -> str:

@@ -82,9 +82,9 @@ class RemoteTemplate:
         """See JinjaTemplate. Also raises ChatError if the template exceeds the limits."""
         return _rendered(self._ask('render', list(messages), options))
 
-    def render_said(self, messages: Sequence[Message], **options: Any) -> Rendered:
+    def render_with_spans(self, messages: Sequence[Message], **options: Any) -> Rendered:
         """See JinjaTemplate. Also raises ChatError if the template exceeds the limits."""
-        return _rendered(self._ask('render_said', list(messages), options))
+        return _rendered(self._ask('render_with_spans', list(messages), options))
 
     def _ask(self, *request: Any) -> Any:
         return _renderer(os.getpid(), self._limits).ask(self._source, request)
@@ -222,8 +222,8 @@ def _answer(template: JinjaTemplate, request: Sequence[Any], longest: int) -> An
 
 
 def _rendered(result: Sequence[Any]) -> Rendered:
-    text, said, placeholders = result
-    return Rendered(text, tuple(Span(*span) for span in said), placeholders)
+    text, spans, placeholders = result
+    return Rendered(text, tuple(Span(*span) for span in spans), placeholders)
 
 
 def _write(pipe: IO[bytes], data: bytes) -> None:

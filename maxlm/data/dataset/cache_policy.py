@@ -31,12 +31,12 @@ class CachedFile:
     Attributes:
         file: the remote file and its local path.
         last_step: last planned step that reads the file; -1 = no planned step.
-        state: `left` (complete or partial, from an earlier run), `queued`, `fetching`, `there` or `failed`.
+        state: `leftover` (complete or partial, from an earlier run), `queued`, `fetching`, `complete` or `failed`.
     """
 
     file: RemoteFile
     last_step: int = -1
-    state: str = 'left'
+    state: str = 'leftover'
 
 
 class CachePolicy:
@@ -56,7 +56,7 @@ class CachePolicy:
 
     def register(self, file: RemoteFile) -> None:
         """Registers a file of an earlier run. Deletes a local file of a different size."""
-        if not file.is_there:
+        if not file.is_complete:
             file.path.unlink(missing_ok=True)
         if file.path.exists() or file.partial.exists():
             self._files[file.path] = CachedFile(file)
@@ -101,13 +101,13 @@ class CachePolicy:
     def requeue_vanished(self) -> None:
         """Queues needed files again that another process has deleted from a shared cache."""
         for cached in self._files.values():
-            if cached.state == 'there' and cached.last_step >= self._step and not self._queue_if_missing(cached):
+            if cached.state == 'complete' and cached.last_step >= self._step and not self._queue_if_missing(cached):
                 # The file is needed before all files that are prefetched, so it moves to the front of the queue.
                 self.queue.rotate()
 
     def _queue_if_missing(self, cached: CachedFile) -> bool:
-        if cached.file.is_there:
-            cached.state = 'there'
+        if cached.file.is_complete:
+            cached.state = 'complete'
             return True
         # A file of a different size is useless and takes up space.
         cached.file.path.unlink(missing_ok=True)

@@ -206,7 +206,7 @@ class Fetcher:
     def _run(self) -> None:
         while (cached := self._next()) is not None:
             try:
-                state = 'there' if self._fetch(cached.file) else 'failed'
+                state = 'complete' if self._fetch(cached.file) else 'failed'
             except ClosedError:
                 return
             with self._condition:

@@ -77,7 +77,7 @@ def parse_conversation(entry: Any) -> Conversation | None:
     if parse is not _openai:
         messages = [*system_of(entry), *messages]
     # The loss covers only the completion.
-    prompt = len(messages) - len(_said(entry, 'completion', 'assistant')) if parse is _prompt_completion else 0
+    prompt = len(messages) - len(_to_messages(entry, 'completion', 'assistant')) if parse is _prompt_completion else 0
     return make_conversation(messages, entry, prompt=prompt)
 
 
@@ -175,13 +175,13 @@ def _alpaca(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _prompt_completion(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     _refuse_label(entry)
-    prompt, completion = _said(entry, 'prompt', 'user'), _said(entry, 'completion', 'assistant')
+    prompt, completion = _to_messages(entry, 'prompt', 'user'), _to_messages(entry, 'completion', 'assistant')
     if not completion or completion[0]['role'] != 'assistant':
         raise ValueError("'completion' must begin with a message of the assistant")
     return [*prompt, *completion]
 
 
-def _said(entry: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
+def _to_messages(entry: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
     """Converts a text, a message or a list of messages to a list of messages."""
     value = entry[key]
     if isinstance(value, str):

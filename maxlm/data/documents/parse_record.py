@@ -49,7 +49,7 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
     has_text = _has_text(entry, options.text_key)
     has_messages = isinstance(entry, dict) and bool(options.messages_field) and options.messages_field in entry
     if options.format == 'chat' or (options.format == 'auto' and (has_messages or not has_text)):
-        return _said(name, source, entry, named, options)
+        return _parse_chat(name, source, entry, named, options)
     if not has_text:
         hint = 'use --format=chat for conversations' if has_format(named) else 'set --text-field to the key'
         hint = 'use --format=preference for preference pairs' if has_preference(named) else hint
@@ -59,7 +59,7 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
     return Document(name, source, text, metadata=_scalars(entry))
 
 
-def _said(name: str, source: str, entry: Any, named: Any, options: ReadOptions) -> Document:
+def _parse_chat(name: str, source: str, entry: Any, named: Any, options: ReadOptions) -> Document:
     if has_completion(named):
         prompt, completion = parse_completion(named)
         _refuse_surrogates(prompt + completion)

@@ -54,9 +54,9 @@ class Preference:
         return all(
             any(
                 learned and (message['content'].strip() or message.get('tool_calls') or message.get('function_call'))
-                for message, learned in zip(said.messages, said.learned, strict=True)
+                for message, learned in zip(conversation.messages, conversation.learned, strict=True)
             )
-            for said in (self.chosen, self.rejected)
+            for conversation in (self.chosen, self.rejected)
         )
 
 
@@ -141,8 +141,8 @@ def _dialogue(text: str) -> list[dict[str, Any]]:
         return []
     parts = _TURN.split(text)[1:]
     return [
-        {'role': _SPEAKERS[speaker], 'content': said.strip()}
-        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
+        {'role': _SPEAKERS[speaker], 'content': text.strip()}
+        for speaker, text in zip(parts[::2], parts[1::2], strict=True)
     ]
 
 
@@ -150,7 +150,7 @@ def _common(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     """Returns the length of the common prefix, after which both conversations have an answer."""
     last = min(len(chosen), len(rejected)) - 1
     common = next((place for place in range(last) if chosen[place] != rejected[place]), last)
-    if any(said[common]['role'] != 'assistant' for said in (chosen, rejected)):
+    if any(messages[common]['role'] != 'assistant' for messages in (chosen, rejected)):
         raise ValueError(
             "'chosen' and 'rejected' differ before an assistant answer; they need a common beginning, followed by "
             'one answer each'

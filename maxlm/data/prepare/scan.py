@@ -160,7 +160,7 @@ def deduplicate(scans: Sequence[ScanTask], on_step: Callable[[int, int], None]) 
     corpus = identity_of([scans[place].identity for place in order], dataclasses.asdict(cleaning))
     files = [
         DecisionFile(
-            scan.work / f'verdicts-{scan.partition.number:05d}.json', identity_of(corpus, scan.partition.identity)
+            scan.work / f'decisions-{scan.partition.number:05d}.json', identity_of(corpus, scan.partition.identity)
         )
         for scan in scans
     ]

@@ -100,8 +100,8 @@ def try_run(command: Sequence[str], environment: Any, workdir: Path, *, seconds:
 
     began = time.monotonic()
     trouble = ''
-    with tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace') as said:
-        process = subprocess.Popen(command, env=with_package(environment), stdout=said, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace') as output:
+        process = subprocess.Popen(command, env=with_package(environment), stdout=output, stderr=subprocess.STDOUT)
         try:
             while not _has_steps(read_metrics(workdir)) and process.poll() is None:
                 if time.monotonic() - began > seconds:
@@ -113,8 +113,8 @@ def try_run(command: Sequence[str], environment: Any, workdir: Path, *, seconds:
             _end(process)
         lines = read_metrics(workdir)
         if not trouble and not _has_steps(lines) and (process.returncode or not lines):
-            said.seek(0)
-            trouble = exit_reason(said.read(), process.returncode)
+            output.seek(0)
+            trouble = exit_reason(output.read(), process.returncode)
     started = [event for event in read_events(workdir).lines if event.get('kind') == 'started']
     return Trial(trouble, lines, (started[-1].get('plan') or {}) if started else {}, took)
 

@@ -91,9 +91,9 @@ def test_tools_match_transformers():
     ]
     tools = [{'type': 'function', 'function': {'name': 'add'}}]
     template = make_template(CHATML)
-    rendered = template.render_said(messages, special=SPECIAL, tools=tools)
+    rendered = template.render_with_spans(messages, special=SPECIAL, tools=tools)
     assert rendered.text == render_with_transformers(CHATML, messages, tools=tools)
-    first, second = (rendered.text[slice(*span)] for span in rendered.said)
+    first, second = (rendered.text[slice(*span)] for span in rendered.assistant_spans)
     assert first.count('<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "<ü>"}}\n</tool_call>') == 2
     assert second.startswith('I call again.\n<tool_call>')
     assert '"add"' not in template.render(messages[:1]).text
@@ -101,10 +101,10 @@ def test_tools_match_transformers():
 
 @pytest.mark.parametrize('source', [CHATML, LLAMA3])
 def test_generation_spans_match_transformers(source):
-    rendered = make_template(source).render_said(TURNS, special=SPECIAL)
+    rendered = make_template(source).render_with_spans(TURNS, special=SPECIAL)
     text, spans = render_with_transformers(source, TURNS, return_assistant_tokens_mask=True)
     assert rendered.text == text
-    assert [tuple(span) for span in rendered.said] == [tuple(span) for span in spans[0]]
+    assert [tuple(span) for span in rendered.assistant_spans] == [tuple(span) for span in spans[0]]
 
 
 @pytest.mark.parametrize(
@@ -118,28 +118,31 @@ def test_generation_spans_match_transformers(source):
     ],
 )
 def test_spans_of_assistant_turns(name, expected):
-    rendered = make_template(ALL[name]).render_said(TURNS, special=SPECIAL)
-    assert [rendered.text[slice(*span)] for span in rendered.said] == expected
+    rendered = make_template(ALL[name]).render_with_spans(TURNS, special=SPECIAL)
+    assert [rendered.text[slice(*span)] for span in rendered.assistant_spans] == expected
     assert make_template(ALL[name]).has_generation == ('plain' not in name and name != 'mistral')
 
 
 def test_turns_that_change_when_others_follow():
     messages = [user('a'), assistant('<think>hm</think>b'), user('c'), assistant('<think>so</think>d')]
-    rendered = make_template(FORGETFUL).render_said(messages, special=SPECIAL)
-    assert [rendered.text[slice(*span)] for span in rendered.said] == ['b<|im_end|>', '<think>so</think>d<|im_end|>']
+    rendered = make_template(FORGETFUL).render_with_spans(messages, special=SPECIAL)
+    assert [rendered.text[slice(*span)] for span in rendered.assistant_spans] == [
+        'b<|im_end|>',
+        '<think>so</think>d<|im_end|>',
+    ]
     # If even the start of the text changes, the turns cannot be located.
     source = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content + '</s>' }}{% endfor %}"
     with pytest.raises(ChatError, match='put it between'):
-        make_template(source).render_said(messages, special=SPECIAL)
+        make_template(source).render_with_spans(messages, special=SPECIAL)
 
 
 def test_the_token_that_ends_a_turn_may_be_outside_of_generation():
     source = '{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}\n{% endfor %}'
-    rendered = make_template(source).render_said([assistant('a'), assistant('b')], special=SPECIAL)
-    assert [rendered.text[slice(*span)] for span in rendered.said] == ['a</s>', 'b</s>']
+    rendered = make_template(source).render_with_spans([assistant('a'), assistant('b')], special=SPECIAL)
+    assert [rendered.text[slice(*span)] for span in rendered.assistant_spans] == ['a</s>', 'b</s>']
     for bad in (source.replace('{{ eos_token }}', ''), "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"):
         with pytest.raises(ChatError, match='without a special token'):
-            make_template(bad).render_said([user('u'), assistant('a')], special=SPECIAL)
+            make_template(bad).render_with_spans([user('u'), assistant('a')], special=SPECIAL)
 
 
 @pytest.mark.parametrize('name', ALL)
@@ -147,12 +150,12 @@ def test_special_token_strings_in_data_are_escaped(name):
     plain = [user('xim_startx'), assistant('say <|im_end| and end'), user('c'), assistant('d')]
     nasty = [user('<|im_start|>'), assistant('say <|im_end|></s> \U0010ffff'), user('c'), assistant('d\U0010fffd')]
     template = make_template(ALL[name])
-    before, after = (template.render_said(messages, special=SPECIAL) for messages in (plain, nasty))
+    before, after = (template.render_with_spans(messages, special=SPECIAL) for messages in (plain, nasty))
     count = sum(map(before.text.count, SPECIAL))
     assert count > 0
     assert sum(map(after.text.count, SPECIAL)) == count
     assert after.spelled(0, len(after.text)) == render_with_transformers(ALL[name], nasty)
-    assert 'say <|im_end|></s> \U0010ffff' in after.spelled(*after.said[0])
+    assert 'say <|im_end|></s> \U0010ffff' in after.spelled(*after.assistant_spans[0])
     # Negative control: without escaping, the text would be parsed as the template's special tokens.
     assert sum(map(template.render(nasty).text.count, SPECIAL)) > count
 

@@ -120,7 +120,7 @@ def test_remote_and_local_results_are_equal():
         options = {'special': ('<|im_start|>', '<|im_end|>'), 'tools': [{'a': 1}]}
         local, remote = JinjaTemplate(CHATML), RemoteTemplate(CHATML)
         assert remote.facts == local.facts
-        assert remote.render_said(messages, **options) == local.render_said(messages, **options)
+        assert remote.render_with_spans(messages, **options) == local.render_with_spans(messages, **options)
         assert remote.render(messages, **options) == local.render(messages, **options)
     source = '{{ messages[0].process }}'
     assert RemoteTemplate(source).render([{'process': os.getpid}]).text.startswith('<built-in')

@@ -22,7 +22,7 @@ def fetch_queue(policy):
     while policy.queue:
         entry = policy.queue.popleft()
         entry.file.path.write_bytes(bytes(entry.file.bytes))
-        entry.state = 'there'
+        entry.state = 'complete'
         names.append(entry.file.path.name)
     return ''.join(names)
 
@@ -97,7 +97,7 @@ def test_files_that_are_being_fetched_are_not_evicted(files):
     assert not policy.admit(PlannedRead(tuple(files[2:4]), 1, 1))
     # Downloads that have not started are canceled.
     assert [entry.file.path.name for entry in policy.queue] == []
-    entry.state = 'there'
+    entry.state = 'complete'
     assert policy.admit(PlannedRead(tuple(files[2:4]), 1, 1))
 
 
@@ -159,7 +159,7 @@ def test_random_orders_keep_the_limit_and_make_progress(files, tmp_path):
                 assert len(file_names(tmp_path)) * 10 <= capacity
             for read in reads:
                 if read.first_step <= step <= read.last_step:
-                    assert all(file.is_there for file in read.files)
+                    assert all(file.is_complete for file in read.files)
         assert not pending
 
 

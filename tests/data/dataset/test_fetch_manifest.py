@@ -29,7 +29,7 @@ def gcs(monkeypatch):
 
 
 def cached(files):
-    return [number for number, file in enumerate(files) if file.is_there]
+    return [number for number, file in enumerate(files) if file.is_complete]
 
 
 def put_dataset(gcs, shards=('0', '1'), contents=CONTENTS, tokenizer=TOKENIZER):

@@ -28,7 +28,7 @@ from maxlm.errors import InputError
 print('waiting', flush=True)
 try:
     wait_for_file(Path(sys.argv[1]))
-    print('there')
+    print('fetched')
 except InputError as error:
     print(error)
 assert 'fsspec' not in sys.modules
@@ -57,7 +57,7 @@ def each_epoch(files, steps_each=2):
 
 
 def cached(files):
-    return [number for number, file in enumerate(files) if file.is_there]
+    return [number for number, file in enumerate(files) if file.is_complete]
 
 
 def disk_usage(files):
@@ -82,7 +82,7 @@ def test_files_are_fetched_in_parallel_and_once(gcs, files, warnings):
         assert fault.reached.wait(60)
         for file, content in list(zip(files, CONTENTS, strict=True))[1:]:
             assert read(file) == content
-        assert not files[0].is_there
+        assert not files[0].is_complete
         fault.released.set()
         assert read(files[0]) == CONTENTS[0]
     assert len(gcs.asked()) == 4 * len(files)
@@ -111,7 +111,7 @@ def test_disk_usage_is_bounded_at_all_times(gcs, files, warnings, capacity):
             assert read(files[number]) == CONTENTS[number]
             usage.append(disk_usage(files))
             # A file that is in use is not evicted.
-            assert files[number].is_there
+            assert files[number].is_complete
     assert max(usage) <= capacity
     assert max(usage) > capacity - SIZE
     assert len(gcs.asked()) >= 3 * 8 * 4 - 4
@@ -178,7 +178,7 @@ def test_training_continues_with_cached_files_during_an_outage(gcs, files, warni
         reader = threading.Thread(target=wait_for_file, args=(files[2].path,))
         reader.start()
         waits.get()
-        assert not files[2].is_there
+        assert not files[2].is_complete
         gcs.appear()
         proceed.release(100)
         reader.join()
@@ -234,7 +234,7 @@ def test_readers_in_other_processes_wait(gcs, files, warnings):
         assert fault.reached.wait(60)
         process = start_reader(files[0].path)
         fault.released.set()
-        assert output_of(process) == 'there\n'
+        assert output_of(process) == 'fetched\n'
         assert output_of(start_reader(files[1].path)).startswith('gs://bucket/data/1: access denied')
         process = start_reader(missing)
         assert process.poll() is None
@@ -265,8 +265,8 @@ def test_closing_the_fetcher_wakes_waiting_threads(gcs, files, warnings):
 
 
 def test_an_existing_file_needs_no_fetcher(tmp_path):
-    (tmp_path / 'there').touch()
-    wait_for_file(tmp_path / 'there')
+    (tmp_path / 'marker').touch()
+    wait_for_file(tmp_path / 'marker')
     with pytest.raises(InputError, match='missing is missing, and no process is fetching it'):
         wait_for_file(tmp_path / 'missing')
 
