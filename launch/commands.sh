@@ -48,7 +48,7 @@ split_equals() {
 
 # need_value OPTION "$@": refuses an option without a value.
 need_value() {
-  [ $# -ge 3 ] || refuse "$1 needs a value"
+  [ $# -ge 3 ] || refuse "$1 requires a value"
 }
 
 # need_number OPTION VALUE: refuses a value that is not a whole number.

@@ -65,7 +65,7 @@ create_once() {
     run gcloud compute tpus "$@"
     return
   fi
-  say "creating $name: $type in $zone"
+  log "creating $name: $type in $zone"
   gcloud compute tpus "$@" >"$scratch/fault" 2>&1 || code=$?
   [ "$code" -ne 0 ] || return 0
   classify_fault
@@ -78,9 +78,9 @@ classify_fault() {
   if grep -qi 'quota' "$scratch/fault"; then
     other=--spot
     if $spot; then other='no --spot'; fi
-    refuse "no quota for $type in $zone: $(fault); ask for more, or choose another --type, --zone or $other"
+    refuse "no quota for $type in $zone: $(fault); request more, or choose another --type, --zone or $other"
   elif grep -qiE 'no more capacity|(not|not have) enough|insufficient|stock|exhausted' "$scratch/fault"; then
-    say "no free $type in $zone just now: $(fault)"
+    log "no free $type in $zone: $(fault)"
     return 75
   elif grep -qiE 'ALREADY_EXISTS|already exists' "$scratch/fault"; then
     return 0
@@ -98,7 +98,7 @@ delete() {
   fi
   case "$found" in
     MISSING)
-      say "$name is not there"
+      log "$name does not exist"
       return
       ;;
     UNKNOWN)
@@ -114,7 +114,8 @@ delete() {
   fi
 }
 
-# wait_ready: waits until the machines are READY. Exit code 75 if they are gone, 1 if the state stays unknown.
+# wait_ready: waits until the machines are READY. Exit code 75 if they were deleted or preempted, 1 if the state stays
+# unknown.
 wait_ready() {
   local unknown=0
   while :; do
@@ -149,7 +150,7 @@ create() {
   case "$(state)" in
     MISSING) create_once || return $? ;;
     GONE | REFUSED)
-      [ "$command" = up ] || refuse "$name was taken away or refused; launch/tpu_vm.sh delete it first, or use up"
+      [ "$command" = up ] || refuse "$name was preempted or refused; delete it with launch/tpu_vm.sh delete, or use up"
       return 75
       ;;
     UNKNOWN)
@@ -157,9 +158,9 @@ create() {
       [ "$command" = up ] || return 1
       return 75
       ;;
-    *) say "$name is there already" ;;
+    *) log "$name already exists" ;;
   esac
   wait_ready || code=$?
-  [ "$code" -ne 0 ] || say "$name is ready"
+  [ "$code" -ne 0 ] || log "$name is ready"
   return "$code"
 }

@@ -106,7 +106,7 @@ place+=(--quiet)
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 
-say() { echo "tpu_vm: $*"; }
+log() { echo "tpu_vm: $*"; }
 . "$launch/tpu_machines.sh"
 
 # remote WORKER COMMAND: runs a command on one worker, or on `all`.
@@ -137,7 +137,7 @@ install() {
   if $dry_run; then
     remote all "$installed"
   elif remote all "$installed" >/dev/null 2>&1; then
-    say 'already installed'
+    log 'already installed'
     return
   fi
   run env COPYFILE_DISABLE=1 tar -czf "$package" -C "$root" -T "$scratch/files"
@@ -179,7 +179,7 @@ outcome() {
 
 # back_off: waits; the delay doubles until training has started.
 back_off() {
-  say "again in $wait_for s"
+  log "retrying in $wait_for s"
   sleep "$wait_for"
   wait_for=$((wait_for * 2 > 900 ? 900 : wait_for * 2))
 }
@@ -200,7 +200,7 @@ up() {
   while :; do
     case "$(state)" in
       GONE)
-        say "$name was taken away: deleting what is left, then creating it again"
+        log "$name was preempted: deleting its remains, then creating it again"
         delete || back_off
         continue
         ;;
@@ -238,8 +238,8 @@ up() {
           running) sleep "$poll" ;;
           unknown | died) break ;;
           *)
-            say "training has ended with exit code $result"
-            say "$name is still there and still costs: launch/tpu_vm.sh delete"
+            log "training has ended with exit code $result"
+            log "$name still exists and costs money; delete it with launch/tpu_vm.sh delete"
             exit "$result"
             ;;
         esac
@@ -263,7 +263,7 @@ case "$command" in
       start
       follow
       remote all 'cd maxlm && bash launch/worker.sh status'
-      echo 'when the machines were taken away, before all of this again:'
+      echo 'if the machines were preempted, before the steps above are repeated:'
       delete
     else
       up

@@ -189,7 +189,7 @@ fi
 case "$answer" in
   *immutable*)
     [ "$kind" = gpu ] && object=job || object=jobset
-    refuse "a $object $name with other settings is there already; kubectl delete $object $name, or give another --name"
+    refuse "a $object $name with other settings already exists; run kubectl delete $object $name, or choose another --name"
     ;;
   *'exceeded quota'*) refuse "no quota in the namespace: $(echo "$answer" | grep -i 'exceeded quota' | tail -n 1)" ;;
   *'no matches for kind "JobSet"'*) refuse 'the cluster does not know JobSet; install it: https://jobset.sigs.k8s.io' ;;

@@ -85,7 +85,7 @@ def test_create_refuses_preempted_machines(programs, tree, state):
     programs.plan(machines=state)
     done = tpu(programs, tree, 'create', *TYPE)
     assert done.returncode == 2
-    assert 'pod was taken away' in done.stderr
+    assert 'pod was preempted' in done.stderr
     assert verbs(programs) == []
 
 
@@ -203,7 +203,7 @@ def test_delete_twice(programs, tree):
     assert tpu(programs, tree, 'delete').returncode == 0
     done = tpu(programs, tree, 'delete')
     assert done.returncode == 0
-    assert 'pod is not there' in done.stdout
+    assert 'pod does not exist' in done.stdout
     assert verbs(programs) == [('tpu-vm', 'create'), ('tpu-vm', 'delete')]
 
 
@@ -220,7 +220,7 @@ def test_up_until_training_ends(programs, tree, codes):
     done = tpu(programs, tree, 'up', *TYPE, *TRAIN)
     assert done.returncode == max(codes), done.stdout + done.stderr
     assert made_and_deleted(programs) == [CREATE]
-    assert 'still there and still costs' in done.stdout
+    assert 'still exists and costs money' in done.stdout
     assert 'training --config=configs/tiny.py' in done.stdout
     # On a second call, the machines exist and the packages are installed.
     programs.forget()
@@ -325,7 +325,7 @@ def test_dry_run(programs, tree, command):
         (['run', '--name=n', '--zone=z', '--workdir=gs://b/r'], '--config is missing'),
         (['run', '--name=n', '--zone=z', '--config=c'], '--workdir is missing'),
         (['run', '--name=n', '--zone=z', '--cofnig=c'], 'unknown option --cofnig'),
-        (['create', '--name'], '--name needs a value'),
+        (['create', '--name'], '--name requires a value'),
     ],
 )
 def test_bad_options(programs, options, words):
