@@ -26,12 +26,12 @@ def main(argv: list[str]) -> int:
     case, options = _read(argv)
     chosen = choose(_names(options.only), _names(options.skip))
     # The first process prints all results; other processes only print problems of their machines.
-    speaks = case.process == 0
-    with progress(is_shown=speaks and not options.json) as tell:
-        results = list(run_checks(chosen, case, on_begin=lambda check: tell(f'{check.name}: {check.description}')))
+    is_first = case.process == 0
+    with progress(is_shown=is_first and not options.json) as show:
+        results = list(run_checks(chosen, case, on_begin=lambda check: show(f'{check.name}: {check.description}')))
     if options.json:
         print(json.dumps(as_json(results), indent=1))
-    elif speaks:
+    elif is_first:
         print_results(results)
     else:
         bad = [result for result in results if result.finding.remedy]

@@ -84,7 +84,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     for name, smallest in {'threads': 1, 'max_files': 0}.items():
         if getattr(options, name) < smallest:
-            raise InputError(f'{flag(name)}={getattr(options, name)}: needs {smallest} or more')
+            raise InputError(f'{flag(name)}={getattr(options, name)}: must be at least {smallest}')
     return options
 
 

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     if not 0.1 <= options.interval <= 86400:
-        raise InputError(f'--interval={options.interval:g}: needs 0.1 to 86400 seconds')
+        raise InputError(f'--interval={options.interval:g}: must be from 0.1 to 86400 seconds')
     console = _console()
     readers = [HistoryReader(workdir) for workdir in options.workdirs]
     if options.once or not console.is_terminal or console.is_dumb_terminal:

@@ -224,7 +224,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=PathOption(may_be_empty=True),
         default='',
         metavar='FILE|NAME',
-        help='chat template: a Jinja file, chatml or llama3 (the template beside --tokenizer, or chatml)',
+        help='chat template: a Jinja file, chatml or llama3 (default: the template next to --tokenizer, or chatml)',
     )
     made(
         '--special-tokens',
@@ -273,17 +273,17 @@ def _check(options: argparse.Namespace) -> None:
         'pack_seq_len': 0,
     }.items():
         if getattr(options, name) < smallest:
-            raise InputError(f'{flag(name)}={getattr(options, name)}: needs {smallest} or more')
+            raise InputError(f'{flag(name)}={getattr(options, name)}: must be at least {smallest}')
     if not 0 <= options.validation_fraction < 1:
-        raise InputError(f'--validation-fraction={options.validation_fraction}: needs a value from 0 to below 1')
+        raise InputError(f'--validation-fraction={options.validation_fraction}: must be at least 0 and below 1')
     for name in ('fim_rate', 'fim_spm_rate'):
         if not 0 <= getattr(options, name) <= 1:
-            raise InputError(f'{flag(name)}={getattr(options, name)}: needs a value from 0 to 1')
+            raise InputError(f'{flag(name)}={getattr(options, name)}: must be from 0 to 1')
     if options.ray_address and options.executor != 'ray':
-        raise InputError(f'--ray-address={options.ray_address} needs --executor=ray')
+        raise InputError(f'--ray-address={options.ray_address} requires --executor=ray')
     if options.executor == 'ray' and not isinstance(options.output, Path):
         raise InputError(
-            f'--output={display_path(options.output)}: --executor=ray needs a directory that the cluster shares; '
+            f'--output={display_path(options.output)}: --executor=ray requires a directory that the cluster shares; '
             'write to one, then upload it'
         )
     make_cleaner(options.filter)
@@ -383,7 +383,7 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
         )
     for name, asked in {'fim_rate': options.fim_rate, 'filter': options.filter}.items():
         if asked:
-            raise InputError(f'{path} is already tokenized: {flag(name)} needs text; remove {flag(name)}')
+            raise InputError(f'{path} is already tokenized: {flag(name)} requires text; remove {flag(name)}')
 
 
 def _make(options: argparse.Namespace, recipe: PrepareConfig, partitions: Sequence[Partition]) -> Dataset:

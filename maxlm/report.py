@@ -3,8 +3,8 @@
     python -m maxlm.report WORKDIR… [--output FILE]
 
 The page of one run is WORKDIR/report.html. Several runs are compared on one page, compare.html in the current
-directory. WORKDIR may be a URL (gs://…, s3://…), which requires --output. An existing file is only replaced if it is
-such a page. Append #dark or #light to the address of a page to set its colors.
+directory. WORKDIR may be a URL (gs://…, s3://…), which requires --output. An existing file is replaced only if it is a
+maxlm report. Append #dark or #light to the address of a page to set its colors.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The checkpoint is a workdir (the step with the lowest validation loss, or the newest), `WORKDIR@STEP`, the directory of
 one step, or a Hugging Face Transformers directory. The OpenAI-compatible API is at /v1, and a chat page for browsers is
-at /. SIGTERM and Ctrl-C finish running requests before exit; a second signal exits at once.
+at /. SIGTERM and Ctrl-C finish running requests before exit; a second signal exits
+immediately.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def test_several_inputs_and_some_of_their_files(gcs, tmp_path, capsys):
         (['--input', 'gs://bucket/none'], 'gs://bucket/none: No such file or directory'),
         (['--input', 'gs://nobody/x'], 'gs://nobody/x: bucket nobody does not exist'),
         (['--input', 'nonsense://x'], '--input=nonsense://x: unknown protocol nonsense://; use gs:// or s3://'),
-        (['--input', 'gs://bucket/x', '--threads', '0'], '--threads=0: needs 1 or more'),
-        (['--input', 'gs://bucket/x', '--max-files', '-1'], '--max-files=-1: needs 0 or more'),
+        (['--input', 'gs://bucket/x', '--threads', '0'], '--threads=0: must be at least 1'),
+        (['--input', 'gs://bucket/x', '--max-files', '-1'], '--max-files=-1: must be at least 0'),
         (
             ['--input', 'gs://bucket/x', 'gs://bucket/y'],
             'gs://bucket/x/a and gs://bucket/y/a would both be OUT/a; use one --output for each',

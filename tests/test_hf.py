@@ -293,8 +293,8 @@ CONFIGS = [
     # Mismatching files are detected by name before any file is read.
     ({'num_hidden_layers': 3}, ['model.layers.2.', 'missing', '9 in total']),
     ({'num_hidden_layers': 1}, ['model.layers.1.', 'does not belong to LlamaForCausalLM']),
-    ({'hidden_size': 64}, ['(257, 32)', 'needs (257, 64)']),
-    ({'vocab_size': 258}, ['model.embed_tokens.weight', '(257, 32)', 'needs (258, 32)']),
+    ({'hidden_size': 64}, ['(257, 32)', 'requires (257, 64)']),
+    ({'vocab_size': 258}, ['model.embed_tokens.weight', '(257, 32)', 'requires (258, 32)']),
     ({'tie_word_embeddings': True}, ['lm_head.weight', 'differs from the embedding']),
     ({'attention_bias': True, 'mlp_bias': True}, ['bias', 'missing']),
     ({'model_type': 'qwen3', 'head_dim': 8}, ['q_norm.weight', 'missing']),
@@ -340,7 +340,7 @@ TENSORS = [
     (lambda arrays: arrays.update({'model.extra': np.ones(3, np.float32)}), ['model.extra', '(3,)', 'not belong']),
     (
         lambda arrays: arrays.update({'model.norm.weight': np.ones(31, np.float32)}),
-        ['model.norm.weight', '(31,)', 'needs (32,)'],
+        ['model.norm.weight', '(31,)', 'requires (32,)'],
     ),
     (lambda arrays: arrays.update({'norm.weight': np.ones(32, np.float32)}), ['norm.weight', 'duplicate']),
     (lambda arrays: arrays.update({'model.norm.weight': np.ones(32, np.int8)}), ['model.norm.weight', 'I8', 'BF16']),

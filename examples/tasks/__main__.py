@@ -41,23 +41,26 @@ KINDS = {
 def main(argv: list[str]) -> int:
     """Writes the files and prints their number of entries."""
     parser = ArgumentParser(prog='examples.tasks', allow_abbrev=False, description=__doc__)
-    parser.add_argument('kind', choices=KINDS, help='what the problems are about')
+    parser.add_argument('kind', choices=KINDS, help='topic of the problems')
     parser.add_argument('--output', type=Path, required=True, metavar='DIR', help='directory of the files')
     parser.add_argument('--seed', type=int, default=0, help='the same seed gives the same files (default 0)')
     defaults = {
         name: ', '.join(f'{kind} {getattr(value, name)}' for kind, value in KINDS.items()) for name in Kind._fields[1:]
     }
     parser.add_argument(
-        '--problems', type=int, metavar='N', help=f'chats, and as many prompts (default: {defaults["num"]})'
+        '--problems', type=int, metavar='N', help=f'number of chats and of prompts (default: {defaults["num"]})'
     )
     parser.add_argument(
-        '--held-out', type=int, metavar='N', help=f'further prompts to evaluate on (default: {defaults["held_out"]})'
+        '--held-out',
+        type=int,
+        metavar='N',
+        help=f'number of additional prompts for evaluation (default: {defaults["held_out"]})',
     )
     parser.add_argument(
         '--wrong-share',
         type=float,
         metavar='X',
-        help='how often the teacher of the chats makes the mistake, where there is one to make '
+        help='fraction of chats in which the teacher makes the mistake, for problems that have one '
         f'(default: {defaults["wrong_share"]})',
     )
     options = parser.parse_args(argv)
@@ -69,7 +72,7 @@ def main(argv: list[str]) -> int:
         if value < 1:
             raise InputError(f'{flag(name)}={value}: must be at least 1')
     if not 0 <= wrong_share <= 1:
-        raise InputError(f'--wrong-share={wrong_share}: needs a share from 0 to 1')
+        raise InputError(f'--wrong-share={wrong_share}: must be from 0 to 1')
     if options.seed < 0:
         raise InputError(f'--seed={options.seed}: must be at least 0')
     counts = write_problems(

@@ -17,16 +17,16 @@ FEW = range(2, 10)
 
 
 class Operation(NamedTuple):
-    """A function to ask for; `{k}` is replaced by a constant.
+    """A requested function. `{k}` is replaced by a constant.
 
     Attributes:
-        says: description of the returned value.
+        description: description of the returned value.
         right: correct expression.
         wrong: expression that the teacher returns by mistake.
         constants: values for `{k}`.
     """
 
-    says: str
+    description: str
     right: str
     wrong: str
     constants: Sequence[int | str] = NUMBERS
@@ -97,12 +97,12 @@ def make_problems(seed: int) -> list[Problem]:
 
 
 def _problem(argument: str, operation: Operation, constant: int | str) -> Problem:
-    says, right, wrong = (text.format(k=repr(constant)) for text in operation[:3])
+    description, right, wrong = (text.format(k=repr(constant)) for text in operation[:3])
     program = f'def f({argument}):\n    return '
     # The expressions come from OPERATIONS, so `eval` is safe.
     function = eval(f'lambda {argument}: {right}')
     tests = [f'assert f({value!r}) == {function(value)!r}' for value in _inputs(argument, constant)]
-    question = f'Write a Python function f({argument}) that returns {says}.'
+    question = f'Write a Python function f({argument}) that returns {description}.'
     return Problem(question, program + right, program + wrong, {'tests': tests})
 
 

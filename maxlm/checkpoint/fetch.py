@@ -70,7 +70,7 @@ def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threa
     source = f'{workdir}/{CHECKPOINTS_DIR}/{step}'
     folder = output.resolve() / CHECKPOINTS_DIR
     finished = folder / str(step)
-    # A copy without the optimizer state must not resume a complete copy, or the reverse.
+    # A copy without the optimizer state must not resume a complete copy, or vice versa.
     unfinished = folder / PARTIAL_DIR / f'{step}{"-weights" if weights_only else ""}'
     if finished.exists():
         raise InputError(f'{finished}: checkpoint already exists; choose another --output')

@@ -300,20 +300,20 @@ def _compare_vocabularies(
             f'{path}: the checkpoint has {rows_before} embedding rows, but model.vocab_size={rows}, and a vocabulary '
             f'cannot shrink; set model.vocab_size={rows_before} or more'
         )
-    beside = step.parent.parent / TOKENIZER
-    if not beside.is_file():
+    old_path = step.parent.parent / TOKENIZER
+    if not old_path.is_file():
         if rows == rows_before:
             return None, ''
         raise InputError(
             f'{path}: the checkpoint has {rows_before} embedding rows, but model.vocab_size={rows}, and the new tokens '
-            f'are unknown without the tokenizer of the checkpoint; copy it to {beside}'
+            f'are unknown without the tokenizer of the checkpoint; copy it to {old_path}'
         )
-    old = load_tokenizer(beside)
+    old = load_tokenizer(old_path)
     new = old if tokenizer is None else Tokenizer.load(tokenizer)
     if why := '' if new.sha256 == old.sha256 else extension_error(new, old):
         other = (
-            f'{tokenizer} is neither the tokenizer of the checkpoint, {beside}, nor an extension of it ({why}); '
-            f'prepare the data with --tokenizer {beside}'
+            f'{tokenizer} is neither the tokenizer of the checkpoint, {old_path}, nor an extension of it ({why}); '
+            f'prepare the data with --tokenizer {old_path}'
         )
         if rows == rows_before:
             return None, other

@@ -127,8 +127,8 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult
         show: show progress.
 
     Raises:
-        InputError: the model has no adapters, the checkpoint cannot be read, or the output cannot be written. No files
-            are left behind.
+        InputError: the model has no adapters, the checkpoint cannot be read, or the output cannot be written. Partial
+            output is deleted.
     """
     workdir = check_new('--output', output)
     step_directory = find_local_step(checkpoint)

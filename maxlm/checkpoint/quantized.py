@@ -83,7 +83,7 @@ def _quantized_kernel(
         return codes
 
     def read_scales(_: int | None) -> np.ndarray:
-        # All layers at once: scales are small, and each write adds an entry to the checkpoint's index.
+        # Write all layers together. Scales are small, and each write adds an entry to the checkpoint's index.
         return np.stack(
             [cached_scales[layer] if layer in cached_scales else make(layer)[1] for layer in range(num_layers)]
         )

@@ -122,7 +122,7 @@ def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict,
 
 
 def _agree_on_errors(path: epath.Path, read: Callable[[], T]) -> T:
-    """Returns `read()`. A CorruptCheckpointError in one process is raised in all, so they restore the same step."""
+    """Returns `read()`. Raises the CorruptCheckpointError of any process in all, so that they restore the same step."""
     if jax.process_count() == 1:
         return read()
     result, failure = None, None

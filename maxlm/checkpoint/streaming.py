@@ -1,8 +1,8 @@
 """Reads and writes the parameters of a checkpoint by array and by layer, for models larger than memory.
 
-Besides the requested array or layer, it needs a few hundred MiB of memory, regardless of the size of the model. Arrays
-are named by their dotted path, such as `blocks.attention.query.kernel`. Arrays below `blocks` are stacked over layers:
-[L, …].
+In addition to the requested array or layer, it needs a few hundred MiB of memory, regardless of the size of the model.
+Arrays are named by their dotted path, such as `blocks.attention.query.kernel`. Arrays below `blocks` are stacked over
+layers: [L, …].
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class _StreamedArrayHandler(type_handlers.TypeHandler):
     async def serialize(
         self, values: Sequence[StreamedArray], infos: Sequence[Any], args: Sequence[ocp.SaveArgs] | None = None
     ) -> list[Any]:
-        # Written here, because Orbax would run returned futures concurrently.
+        # Write the arrays here, one after another. Orbax would run returned futures concurrently.
         for value, info, arg in zip(values, infos, args or [None] * len(values), strict=True):
             await info.await_path_creation()
             spec = type_handlers.get_json_tspec_write(

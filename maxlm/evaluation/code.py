@@ -135,7 +135,7 @@ def solve(
         Request(tuple(ids.tolist()), config.max_tokens, sampling, seed=config.seed, num_samples=S, stops=suite.stops)
         for ids in _prompts(suite.problems, tokenizer, chat)
     ]
-    # Start the sandbox before hours of generation, so that a machine that cannot run programs is reported at once.
+    # Start the sandbox before hours of generation, so that a machine that cannot run programs is reported early.
     with RewardScorer('all_tests') as scorer:
         completions = [[sample.text for sample in samples] for samples in engine.complete(requests)]
         responses = [text for samples in completions for text in samples]

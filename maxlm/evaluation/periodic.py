@@ -57,8 +57,8 @@ def open_tasks(config: Config, layout: Layout, tokenizer_path: Path) -> Tasks | 
     generative = [name for name, kind in benchmarks.output_types().items() if kind == 'generate_until']
     if generative:
         raise InputError(
-            f'eval.tasks: {", ".join(generative)} generates text, which requires a key-value cache beside the training '
-            f'state; use log-likelihood tasks here, and run this one with maxlm.evaluate'
+            f'eval.tasks: {", ".join(generative)} generates text, which requires a key-value cache in addition to the '
+            f'training state; use log-likelihood tasks here, and run this one with maxlm.evaluate'
         )
     return Tasks(benchmarks, config, layout, tokenizer_path)
 

@@ -1,7 +1,7 @@
 """Statistics of this process's accelerators: utilization, memory, temperature, power, clocks, errors.
 
 NVIDIA GPUs are read through NVML (`pynvml`), TPUs through `tpumonitoring` of libtpu. Values that are unavailable are
-absent: no function here raises. None calls JAX, because its calls may wait for the current step.
+absent. No function raises an error or calls JAX, because JAX calls may wait for the current step.
 """
 
 from __future__ import annotations

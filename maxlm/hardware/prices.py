@@ -36,8 +36,8 @@ LAMBDA = f'Lambda, list price per GPU of an 8-GPU instance, as read {DATE}'
 LAMBDA_SINGLE = f'Lambda, list price of a 1-GPU instance, as read {DATE}'
 NEBIUS = f'Nebius, list price per GPU, HGX node, as read {DATE}'
 RUNPOD = f'RunPod Secure Cloud, list price, as read {DATE}'
-# Both from Google's billing catalog in SkyPilot's catalog v8 (commit 006059e, without a date). Spot prices change up to
-# once a day and by region (v5p: from 0.84 to 1.68), so they only show the order of magnitude.
+# Both are from Google's billing catalog in SkyPilot's catalog v8 (commit 006059e, without a date). Spot prices change
+# up to once a day and differ between regions (v5p: from 0.84 to 1.68), so they are only an order of magnitude.
 GOOGLE = 'Google Cloud, list price, {}, undated, as in the SkyPilot catalog v8, commit 006059e'
 GOOGLE_SPOT = GOOGLE.replace('list', 'spot')
 
@@ -47,8 +47,8 @@ def _google(on_demand: float, spot: float, region: str) -> _Offer:
 
 
 # Keys are names of CHIPS. Prices are per JAX device: a v2 or v3 device is half a chip. If offers differ, the price of
-# an 8-GPU node with fast links is used. GPU spot prices are omitted: those found with a date were either above another
-# provider's on-demand price, or a small fraction of it and some weeks old.
+# an 8-GPU node with fast links is used. GPU spot prices are omitted, because the published ones with a date are
+# outdated or exceed the on-demand price of another provider.
 PRICES: dict[str, _Offer] = {
     'h100': _Offer(3.99, LAMBDA),
     'h100-pcie': _Offer(3.29, LAMBDA_SINGLE),

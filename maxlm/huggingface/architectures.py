@@ -77,7 +77,7 @@ def _one_window(model: ModelConfig) -> str:
 
 
 def same_rotated_dims(head_dim: int, fraction: float) -> bool:
-    """Returns True if Transformers, which truncates the product, rotates as many dims as maxlm, which rounds it."""
+    """Returns True if truncating the product (Transformers) and rounding it (maxlm) give the same number of dims."""
     return int(head_dim * fraction) == round(head_dim * fraction)
 
 

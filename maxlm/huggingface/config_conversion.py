@@ -168,8 +168,8 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
         head_dim, fraction = model['dim'] // model['num_heads'], model['partial_rotary_factor']
         if row is GPT_NEOX and not same_rotated_dims(head_dim, fraction):
             raise InputError(
-                f'{source}: rotary_pct={fraction}: rotates {head_dim * fraction:g} of {head_dim} head dims; needs an '
-                'even number of dims'
+                f'{source}: rotary_pct={fraction}: rotates {head_dim * fraction:g} of {head_dim} head dims; must be '
+                'an even number of dims'
             )
     model |= _attention(fields, row, model['num_layers'])
     # The dtype of the stored parameters; the default of Transformers is float32.
@@ -203,10 +203,10 @@ def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, 
     if types is not None:
         names = ['full_attention', 'sliding_attention']
         if not isinstance(types, list) or len(types) != num_layers or any(name not in names for name in types):
-            raise fields.error('layer_types', f'needs {num_layers} entries, each {" or ".join(names)}')
+            raise fields.error('layer_types', f'must have {num_layers} entries, each {" or ".join(names)}')
         listed = [name == 'sliding_attention' for name in types]
         if any(listed) and not window:
-            raise fields.error('layer_types', 'sliding_attention needs a window; set sliding_window')
+            raise fields.error('layer_types', 'sliding_attention requires a window; set sliding_window')
         if row is not QWEN3 and listed != sliding:
             raise fields.error(
                 'layer_types', f'{row.model_type} supports only one type of layer; use one type for all layers'

@@ -122,7 +122,7 @@ def _library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise InputError("GGUF export needs the package gguf; run pip install 'maxlm[gguf]'") from error
+        raise InputError("GGUF export requires the package gguf; run pip install 'maxlm[gguf]'") from error
     return gguf
 
 
@@ -199,7 +199,9 @@ def _add_metadata(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: 
 
 def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str) -> None:
     if TOKENIZER not in text.files:
-        raise InputError(f'{source}: file not found, but a GGUF file needs a tokenizer; copy its tokenizer.json there')
+        raise InputError(
+            f'{source}: file not found, but a GGUF file requires a tokenizer; copy its tokenizer.json there'
+        )
     vocab = vocabulary(text.files[TOKENIZER].decode(), model.vocab_size, source)
     writer.add_tokenizer_model('gpt2')
     writer.add_tokenizer_pre(vocab.split)

@@ -221,7 +221,7 @@ def _check_base(config: Config, reader: ParamsReader, paths: Sequence[str], base
         raise InputError(f'{started} cannot be read ({error}); {advice}') from None
     if any(path.endswith((LORA_A, LORA_B)) for path in other.shapes):
         raise InputError(f'{started} has adapters, so its export is not the base of these adapters; {advice}')
-    # Compare shapes first, because that needs no reading.
+    # Compare shapes first, because that does not read the tensors.
     differing = [path for path in paths if other.shapes.get(path) != reader.shapes[path]]
     for path in differing or paths:
         if differing or not _same_values(reader, other, path):

@@ -129,7 +129,7 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
         shape = files.shapes[matched[full]]
         if shape != tensor.shape:
             raise InputError(
-                f'{files.path(matched[full])}: tensor {matched[full]} has shape {shape}, but config.json needs '
+                f'{files.path(matched[full])}: tensor {matched[full]} has shape {shape}, but config.json requires '
                 f'{tensor.shape}; use the config.json of these weights'
             )
     files.check_dtypes([*matched.values(), *tied])

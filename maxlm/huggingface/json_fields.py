@@ -37,18 +37,18 @@ class Fields:
         ids = value if isinstance(value, list) and may_be_list else [] if value is None else [value]
         if any(index not in NUMBERS[key] for index in ids):
             listed = ', a list of such numbers,' if may_be_list else ''
-            raise self.error(key, f'needs {NUMBERS[key]}{listed} or null')
+            raise self.error(key, f'must be {NUMBERS[key]}{listed} or null')
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.values.get(key, default)
         if not isinstance(value, bool):
-            raise self.error(key, 'needs true or false')
+            raise self.error(key, 'must be true or false')
         return value
 
     def text(self, key: str, default: str) -> str:
         value = self.values.get(key, default)
         if not isinstance(value, str):
-            raise self.error(key, 'needs a string')
+            raise self.error(key, 'must be a string')
         return value
 
     def _checked(self, key: str, null: float | None) -> Any:
@@ -56,7 +56,7 @@ class Fields:
         if value is None and null is not None:
             return null
         if value not in NUMBERS[key]:
-            raise self.error(key, f'needs {NUMBERS[key]}{"" if null is None else " or null"}')
+            raise self.error(key, f'must be {NUMBERS[key]}{"" if null is None else " or null"}')
         return value
 
     def error(self, key: str, reason: str) -> InputError:
@@ -84,5 +84,5 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f'{path}: not valid JSON ({error}); download the file again') from error
     if not isinstance(value, dict):
-        raise InputError(f'{path}: contains a {type(value).__name__}; needs a JSON object')
+        raise InputError(f'{path}: contains a {type(value).__name__}; must contain a JSON object')
     return value

@@ -1,7 +1,7 @@
 """Converts rotary position settings between a config.json and `model.*`.
 
 Transformers 5 has all settings in `rope_parameters`. Earlier versions have `rope_theta` and the fraction of rotated
-dims at top level, beside `rope_scaling`. Both forms are read, with the precedence of Transformers 5, and both are
+dims at top level, next to `rope_scaling`. Both forms are read, with the precedence of Transformers 5, and both are
 written. Formulas: Transformers, `modeling_rope_utils.py`; maxlm: `maxlm/model/layers/rope.py`.
 """
 
@@ -82,7 +82,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
     key = 'rope_scaling' if config.values.get('rope_scaling') else 'rope_parameters'
     values = config.values.get(key) or {}
     if not isinstance(values, dict):
-        raise config.error(key, 'needs a JSON object')
+        raise config.error(key, 'must be a JSON object')
     if any(name in values for name in _LAYER_TYPES):
         raise config.error(
             key, 'different rotary positions per layer are not supported; use one setting for all layers'
@@ -95,7 +95,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
     fraction = rope.number('partial_rotary_factor', config.number(fraction_key, fraction))
     if architecture != NEOX and fraction != 1:
         raise (rope if 'partial_rotary_factor' in values else config).error(
-            'partial_rotary_factor', f'{architecture} rotates all dims of a head; needs 1.0'
+            'partial_rotary_factor', f'{architecture} rotates all dims of a head; must be 1.0'
         )
     settings: dict[str, Any] = {'rope_theta': theta, 'partial_rotary_factor': fraction}
     kind = rope.text('rope_type', rope.text('type', 'default'))

@@ -1,8 +1,8 @@
 """Reads and writes directories of safetensors in parts of tensors: a single file, or numbered shards with an index.
 
-The library's writer requires all tensors of a shard in memory at once. The format is a length, a JSON header and the
-bytes of the tensors (github.com/huggingface/safetensors), so files are streamed here and memory does not grow with the
-shard. Reading uses the library, which checks every header.
+The library's writer requires all tensors of a shard in memory at the same time. The format is a length, a JSON header
+and the bytes of the tensors (github.com/huggingface/safetensors), so files are streamed here and memory does not grow
+with the shard. Reading uses the library, which checks every header.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class TensorFiles:
         for name in names:
             if self.dtypes[name] not in _READABLE:
                 raise InputError(
-                    f'{self._paths[name]}: tensor {name} has dtype {self.dtypes[name]}; needs {", ".join(_READABLE)}'
+                    f'{self._paths[name]}: tensor {name} has dtype {self.dtypes[name]}; must be {", ".join(_READABLE)}'
                 )
 
     def _read(self, name: str, rows: Any) -> np.ndarray:

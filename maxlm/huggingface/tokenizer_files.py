@@ -60,7 +60,7 @@ def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
 
 
 def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
-    """Returns the files that a workdir keeps, by name, and a remark if the model has no usable tokenizer.
+    """Returns the files to copy to a workdir, by name, and a message if the model has no usable tokenizer.
 
     Raises:
         InputError: a file is corrupt.

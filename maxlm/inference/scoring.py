@@ -94,7 +94,7 @@ class LogprobScorer:
         graph, _ = nnx.split(abstract_model(model.config, layout))
 
         def build_decoder(params: Params) -> Any:
-            # Blocks are transferred from host memory one at a time, all other parameters at once.
+            # Blocks are transferred from host memory one at a time, all other parameters together.
             return nnx.merge(
                 graph, {name: tree if name == BLOCKS else to_device(tree) for name, tree in params.items()}
             )

@@ -119,7 +119,7 @@ def dashboard_data(history: RunHistory, now: float, curves: Curves | None = None
     last_eval_step = next(
         (line['step'] for line in reversed(metrics[-MAX_LOOKBACK_LINES:]) if 'eval/loss' in line), None
     )
-    ledger = history.goodput_logs.get(0)
+    goodput_log = history.goodput_logs.get(0)
     return RunSnapshot(
         name=history.name,
         workdir=history.workdir,
@@ -137,7 +137,9 @@ def dashboard_data(history: RunHistory, now: float, curves: Curves | None = None
         latest=latest,
         last_eval_step=last_eval_step,
         curves=(curves or Curves(PLOTTED_METRICS)).update(metrics),
-        seconds_by_category={name: value for name, value in (ledger.totals if ledger else {}).items() if value > 0},
+        seconds_by_category={
+            name: value for name, value in (goodput_log.totals if goodput_log else {}).items() if value > 0
+        },
         readings=[_reading(history, process, now) for process in history.devices],
         events=history.events,
         notes=history.notes,
@@ -151,8 +153,8 @@ def devices_of(reading: Reading) -> list[Mapping[str, Any]]:
 
 def _reading(history: RunHistory, process: int, now: float) -> Reading:
     line = history.devices[process][-1]
-    ledger = history.goodput_logs.get(process)
-    share = ledger.fraction if ledger and ledger.seconds > 0 else None
+    goodput_log = history.goodput_logs.get(process)
+    share = goodput_log.fraction if goodput_log and goodput_log.seconds > 0 else None
     return Reading(process, line, now - (number(line, 'time') or now), share)
 
 

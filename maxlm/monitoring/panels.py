@@ -48,7 +48,7 @@ CATEGORIES = {
     'idle': ('idle', '·', 'dim'),
     'other': ('other', '▨', 'dim'),
 }
-# Temperatures in °C from which on values are colored.
+# Minimum temperatures in °C of each color.
 WARM, HOT = 75.0, 85.0
 # Maximum number of lines for the reason of a state.
 MAX_REASON_LINES = 3
@@ -93,7 +93,7 @@ def progress(run: RunSnapshot, width: int) -> list[Text]:
     if run.num_steps:
         share = run.step / run.num_steps
         before = f'step {run.step:,} of {run.num_steps:,} '
-        # Round down, so that only the end is 100 %.
+        # Round down, so that 100 % means finished.
         after = f' {1000 * run.step // run.num_steps / 10:.1f}%'
         bar_width = width - len(before) - len(after)
         bars = [bar(share, bar_width, 'green' if run.is_active else 'cyan')] if bar_width > 3 else []

@@ -11,7 +11,7 @@ from maxlm.monitoring import panels
 from maxlm.monitoring.dashboard_data import RunSnapshot
 from maxlm.monitoring.layout import columns, fit, plain, truncate
 
-# Minimum width for curves beside the other panels.
+# Minimum width for curves next to the other panels.
 MIN_WIDE_WIDTH = 130
 # Minimum height of a readable plot.
 MIN_PLOT_HEIGHT = 5

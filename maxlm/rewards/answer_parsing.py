@@ -11,7 +11,7 @@ BOXED = '\\boxed{'
 ANSWER_PHRASE = re.compile(r'\banswer\s*(?:is\b|:|=)[\s:]*(.+)', re.IGNORECASE)
 # Characters around words in Markdown.
 MARKUP = ' \t\n*_`"\''
-# The number of digits and the exponent are limited, because larger numbers are no answers and would take time.
+# The number of digits and the exponent are limited, because larger numbers cannot be answers and are slow to parse.
 NUMBER = r'[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,300})?(?:\.\d{1,300})?(?:[eE][-+]?\d{1,3})?'
 FIRST_NUMBER = re.compile(r'(?<![\w.])[-+]?(?:\d|\.\d)')
 FRACTION = re.compile(rf'({NUMBER})\s*/\s*({NUMBER})')

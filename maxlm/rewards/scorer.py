@@ -161,7 +161,7 @@ def is_correct(rewards: np.ndarray) -> np.ndarray:
 
 
 def accuracy(rewards: np.ndarray) -> float:
-    """Returns the fraction of correct responses. ValueError without responses."""
+    """Returns the fraction of correct responses. Raises ValueError if there are none."""
     if not np.size(rewards):
         raise ValueError('accuracy requires at least one response')
     return float(is_correct(rewards).mean())

@@ -200,8 +200,8 @@ class Heartbeats:
 def disconnect(code: int) -> None:
     """Disconnects from the other processes after all work is done, before this process exits with `code`.
 
-    If a process is lost only now, JAX would wait for its heartbeat timeout and abort, so a finished run would seem to
-    have failed. This function exits with `code` if the other processes do not disconnect soon.
+    If a process is lost at this point, JAX waits for its heartbeat timeout and aborts, so a finished run would appear
+    to have failed. This function exits with `code` if the other processes do not disconnect soon.
     """
     if _state().client is not None:
         leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)

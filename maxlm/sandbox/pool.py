@@ -10,7 +10,7 @@ cannot enforce. A pool does not start if one of the `required` guarantees is mis
 | network | cannot connect to this or any other machine |
 | signals | cannot signal, trace or modify processes of others |
 | processes | has at most N processes, including all descendants |
-| orphans | leaves no processes behind |
+| orphans | no process outlives it |
 | total memory | has at most `memory_bytes` in all its processes (the limit per process always holds) |
 | disk | has at most `disk_bytes` in all its files; without this guarantee it is stopped soon after exceeding them |
 | kernel calls | cannot use system calls that such programs never need: keys, mounts, modules, exec and others |

@@ -66,7 +66,7 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 class _UvicornServer(uvicorn.Server):
-    """A uvicorn server without signal handlers: uvicorn's would stop listening at once and exit by the signal."""
+    """A uvicorn server without signal handlers: uvicorn's would stop listening immediately and exit by the signal."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ class Server:
 def serve_until_stopped(server: Server) -> int:
     """Runs a server in this process and returns the exit code.
 
-    SIGTERM or SIGINT stops the server. A second signal exits at once.
+    SIGTERM or SIGINT stops the server. A second signal exits immediately.
     """
 
     async def run() -> int:
@@ -179,7 +179,8 @@ def serve_until_stopped(server: Server) -> int:
             # Exit without joining threads, because device threads may hang.
             os._exit(128 + number)
         logger.info(
-            f'{number.name}: finishing running requests and rejecting new ones; send a second signal to exit at once'
+            f'{number.name}: finishing running requests and rejecting new ones; '
+            'send a second signal to exit immediately'
         )
         # Runs outside the interpreter: a Python thread could be blocked by a thread that never releases the GIL.
         faulthandler.dump_traceback_later(server.drain_seconds + _SHUTDOWN_SECONDS, exit=True)

@@ -149,7 +149,7 @@ class Service:
         """Submits requests to the engine.
 
         Raises:
-            ApiError: the service accepts no more requests.
+            ApiError: the service does not accept new requests.
         """
         self.check_ready()
         return PendingRequest(self, requests, started=started)

@@ -89,7 +89,7 @@ def check_space(option: str, directory: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def new_directory(option: str, directory: Path) -> Iterator[Path]:
-    """Yields a temporary directory beside `directory`, which is renamed when the context ends without an error.
+    """Yields a temporary directory next to `directory`, which is renamed when the context ends without an error.
 
     An error removes it. A killed process leaves a directory whose name ends with `.partial`.
 

@@ -16,7 +16,8 @@ _KINDS = {
 }
 
 
-# Text and JSON files are read at once. The largest tokenizers have 40 MiB. A sparse file can exceed any memory.
+# Text and JSON files are read completely into memory. The largest tokenizers have 40 MiB. A sparse file can exceed any
+# memory.
 MAX_TEXT_BYTES = 2**27
 
 

@@ -1,4 +1,4 @@
-"""Alerts: problems that a person should know about without reading the log.
+"""Alerts: problems that require the attention of a person.
 
 Each alert is logged immediately. A thread sends it to the configured channels: a file of JSON lines, a command or a
 webhook. At most one alert of a kind is sent per minute. After the minute, the newest suppressed alert is sent with the

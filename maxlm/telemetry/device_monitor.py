@@ -1,7 +1,7 @@
 """Samples host and accelerator statistics in a background thread and writes WORKDIR/devices.jsonl.
 
-A sample takes a few milliseconds of one core, far below 0.5 % of it at one sample in 30 seconds. A failed accelerator
-reading is omitted. A hanging reading ends the sampling. Neither affects the run.
+A sample takes a few milliseconds of one core, which is far below 0.5 % of its time at one sample per 30 seconds. Failed
+accelerator readings are omitted. A reading that hangs ends the sampling. Neither affects the run.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ PRODUCTIVE = ('step', 'rollout')
 CATEGORIES = (*ACTIVITIES, 'lost', 'idle')
 # Categories whose time is lost with a step.
 STEP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation')
-# Reasons of lines that `compact` keeps, besides the last line of each attempt.
+# Reasons of lines that `compact` keeps in addition to the last line of each attempt.
 _PERMANENT = ('saved', 'rollback')
 
 

@@ -134,7 +134,7 @@ METRICS: dict[str, Metric] = {
 
 
 class Tracker(Protocol):
-    """Destination of metrics besides metrics.jsonl. An exception disables the tracker and does not stop the run."""
+    """Additional destination of metrics. An exception disables the tracker and does not stop the run."""
 
     def begin(self, after_step: int, newest_step: int) -> None:
         """Starts a segment after `after_step`. The steps from there to `newest_step` were written and are repeated."""

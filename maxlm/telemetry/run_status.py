@@ -14,7 +14,7 @@ EMPTY, STARTING, RUNNING, STALLED = 'no run yet', 'starting', 'running', 'stalle
 PREEMPTED, CRASHED, DIVERGED, FINISHED = 'preempted', 'crashed', 'diverged', 'finished'
 # Kinds of the last event of an attempt.
 END_STATES = {'finished': FINISHED, 'preempted': PREEMPTED, 'failed': CRASHED, 'diverged': DIVERGED}
-# A run is stalled after this many step times, or this many seconds if that is longer, without a step.
+# A run is stalled after this number of step times without a step, but not before this number of seconds.
 STALL_STEPS = 20
 STALL_SECONDS = 60.0
 # A run is not stalled before this many intervals between lines have passed.

@@ -13,7 +13,7 @@ import jax
 
 from maxlm.telemetry.goodput import ACTIVITIES
 
-# Durations that JAX reports for a new program besides tracing. They do not overlap, so no time counts twice.
+# Durations that JAX reports for a new program in addition to tracing. They do not overlap, so no time counts twice.
 _COMPILING = ('/jax/core/compile/jaxpr_to_mlir_module_duration', '/jax/core/compile/backend_compile_duration')
 
 

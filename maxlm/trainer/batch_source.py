@@ -116,7 +116,7 @@ class BatchSource(Protocol):
 
     @property
     def evaluation_share(self) -> float:
-        """Returns the expected time of an evaluation, divided by the time of the steps between two; 0 without any."""
+        """Returns the expected time of an evaluation relative to the steps between evaluations; 0 if there are none."""
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """Evaluates the parameters returned by `evaluated_params`."""

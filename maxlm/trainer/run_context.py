@@ -139,7 +139,7 @@ def open_run(
                 if resume:
                     _resume(resume, checkpoints, storage.workdir, config)
             check_same_model(storage.workdir, config)
-        heartbeats.barrier('home')
+        heartbeats.barrier('workdir')
         recorder = _open_recorder(storage.workdir, config, timeline)
         # The recorder's last lines and the files generated from them are uploaded last.
         stack.callback(_finish, storage, recorder, at_end if process == 0 else None)

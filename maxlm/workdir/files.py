@@ -97,7 +97,7 @@ def read_config(workdir: Path) -> Config:
     """Returns the resolved config of a run.
 
     Raises:
-        InputError: the config is missing or not valid, or a file beside it is a special file or links outside the
+        InputError: the config is missing or not valid, or a file next to it is a special file or links outside the
             workdir.
     """
     path = workdir / CONFIG

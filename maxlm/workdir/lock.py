@@ -1,7 +1,7 @@
 """Lock of a workdir: WORKDIR/run.lock names its owner, which updates its modification time as a heartbeat.
 
 The lock works on shared disks and does not depend on synchronized clocks. The age of a lock is the difference between
-its modification time and that of a file just written beside it. The file server sets both times.
+its modification time and that of a new file in the same directory. The file server sets both times.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class WorkdirLock:
                 )
             self._remove(state.holder)
         raise InputError(
-            f'--workdir={self._workdir}: {LOCK} keeps changing because several runs start in it at once; start a '
-            'single run'
+            f'--workdir={self._workdir}: {LOCK} keeps changing because several runs start in it simultaneously; start '
+            'a single run'
         )
 
     def _create(self) -> bool:

@@ -116,7 +116,7 @@ class StepDirectory:
         with self._translate_errors():
             if self._in_bucket:
                 (path / DAMAGED_MARKER).write_text(
-                    'set aside as damaged; gone when a step of this number is saved again'
+                    'moved to the damaged steps; deleted when a step of this number is saved again'
                 )
                 (path / COMMIT_MARKER).unlink(missing_ok=True)
                 return path

@@ -181,7 +181,7 @@ class StepMirror:
         self._described: tuple[Path, dict[str, LocalFile]] | None = None
 
     def work(self) -> bool:
-        """Uploads one step, or else deletes steps that the run deleted. Returns True if there was work.
+        """Uploads one step, or deletes remote steps that the run has deleted locally. Returns True if it did either.
 
         Raises:
             BucketError: a request failed.

@@ -132,7 +132,7 @@ def test_the_teacher_errs_as_often_as_asked(tmp_path):
         (['--problems', 5000], r'--problems=5000 with --held-out=400 needs 10400 problems, .*give --problems=2207'),
         (['--problems', 0], '--problems=0: must be at least 1'),
         (['--held-out', -1], '--held-out=-1: must be at least 1'),
-        (['--wrong-share', 1.5], '--wrong-share=1.5: needs a share'),
+        (['--wrong-share', 1.5], '--wrong-share=1.5: must be from 0 to 1'),
         (['--seed', -1], '--seed=-1: must be at least 0'),
         (['--problem', 5], 'unrecognized arguments'),
     ],

@@ -265,7 +265,7 @@ REFUSED = [
      ['layer_types', 'mistral']),
     ({'model_type': 'qwen3', 'attention_bias': True}, ['attention_bias=True']),
     ({'model_type': 'qwen3', 'num_hidden_layers': 1, 'layer_types': ['sliding_attention']},
-     ['layer_types', 'needs a window']),
+     ['layer_types', 'requires a window']),
     ({'model_type': 'qwen3', 'num_hidden_layers': 2, 'layer_types': ['full_attention']}, ['layer_types', '2 entries']),
     ({'model_type': 'qwen3', 'num_hidden_layers': 1, 'layer_types': ['chunked_attention']}, ['chunked_attention']),
     ({'model_type': 'qwen3', 'num_hidden_layers': 1, 'layer_types': [['full_attention']]}, ['1 entries']),

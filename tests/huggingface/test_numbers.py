@@ -58,7 +58,7 @@ def check(change, key, value):
     assert '\n' not in message
     assert len(message) < 500
     if value not in NUMBERS[key]:
-        assert f'{key}={display_value(value)}: needs {NUMBERS[key]}' in message
+        assert f'{key}={display_value(value)}: must be {NUMBERS[key]}' in message
 
 
 @pytest.mark.parametrize('kind', ARCHITECTURES)
@@ -91,9 +91,9 @@ def test_no_number_is_omitted():
         ({'num_key_value_heads': 3}, ['num_key_value_heads=3', 'does not divide num_attention_heads=4']),
         ({'num_key_value_heads': 8}, ['num_key_value_heads=8', 'does not divide num_attention_heads=4']),
         ({'head_dim': 7}, ['head_dim 7', 'odd']),
-        ({'layer_types': ['full_attention'] * 3}, ['layer_types', 'needs 2 entries']),
-        ({'layer_types': ['full_attention'] * 10**5}, ['layer_types', 'needs 2 entries']),
-        ({'layer_types': 2}, ['layer_types=2', 'needs 2 entries']),
+        ({'layer_types': ['full_attention'] * 3}, ['layer_types', 'must have 2 entries']),
+        ({'layer_types': ['full_attention'] * 10**5}, ['layer_types', 'must have 2 entries']),
+        ({'layer_types': 2}, ['layer_types=2', 'must have 2 entries']),
         (
             {'rope_scaling': {'rope_type': 'llama3', 'factor': 8, 'low_freq_factor': 5, 'high_freq_factor': 4}},
             ['low_freq_factor=5.0 must be below high_freq_factor=4.0'],
@@ -122,4 +122,4 @@ def test_ids_of_a_generation_config(tmp_path, key):
         with pytest.raises(InputError) as info:
             files_for_import(tmp_path)
         assert str(info.value).startswith(f'{path}: {key}={display_value(value)}'.removesuffix('…')[:100])
-        assert 'needs an integer of at least -1' in str(info.value)
+        assert 'must be an integer of at least -1' in str(info.value)

@@ -203,7 +203,7 @@ def test_types_of_tensors(tmp_path, dtype):
     save_file({'a': np.ones((2, 2), dtype), 'b': np.ones(2, np.float16)}, tmp_path / 'model.safetensors')
     files = TensorFiles(tmp_path)
     files.check_dtypes(['b'])
-    with pytest.raises(InputError, match=r'model\.safetensors: tensor a has dtype .*; needs BF16, F16, F32'):
+    with pytest.raises(InputError, match=r'model\.safetensors: tensor a has dtype .*; must be BF16, F16, F32'):
         files.check_dtypes(['b', 'a'])
 
 

@@ -56,7 +56,7 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
-        """Raises InputError if the template cannot render a question with an answer and a special token after it."""
+        """Raises InputError if the template cannot render an answer that ends with a special token."""
         self.tokenizer = tokenizer
         self.template = template
         self._special = {token.content: (i, token) for i, token in tokenizer.special_tokens.items()}

@@ -94,13 +94,13 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
     # Other specs have no directory.
     directory = Path(tokenizer).parent if Path(tokenizer).is_file() else None
     config = _read_config(directory / TOKENIZER_CONFIG) if directory else {}
-    beside = directory / CHAT_TEMPLATE_FILE if directory else Path(CHAT_TEMPLATE_FILE)
+    template_file = directory / CHAT_TEMPLATE_FILE if directory else Path(CHAT_TEMPLATE_FILE)
     kept = _template_in(config)
-    if given or not directory or not (kept or beside.is_file()):
+    if given or not directory or not (kept or template_file.is_file()):
         name = given or DEFAULT_TEMPLATE
         template = load_template(name)
-    elif beside.is_file():
-        name, template = str(beside), load_template(str(beside))
+    elif template_file.is_file():
+        name, template = str(template_file), load_template(str(template_file))
     else:
         name = str(directory / TOKENIZER_CONFIG)
         template = ChatTemplate(kept, name=name)

@@ -150,7 +150,7 @@ class Dataset:
         return self.path / self.tokenizer_file
 
     @property
-    def beside(self) -> dict[str, str]:
+    def tokenizer_checksums(self) -> dict[str, str]:
         """Checksums of the files in addition to the shards: the tokenizer and, if there is one, the chat template."""
         template = {CHAT_TEMPLATE_FILE: self.chat_template_sha256} if self.chat_template_sha256 else {}
         return {self.tokenizer_file: self.tokenizer_sha256, **template}
@@ -259,7 +259,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dat
         actual = _size(path, name)
         if actual != size:
             raise InputError(f'{path / name} is truncated: {actual} bytes instead of {size}; {remedy(path)}')
-    for name in dataset.beside:
+    for name in dataset.tokenizer_checksums:
         _size(path, name)
     return dataset
 
@@ -267,7 +267,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dat
 def verify(dataset: Dataset) -> None:
     """Verifies the checksums of all files. Raises InputError for the first file that differs."""
     expected = {shard.name: shard.sha256 for split in dataset.splits.values() for shard in split.shards}
-    for name, checksum in {**expected, **dataset.beside}.items():
+    for name, checksum in {**expected, **dataset.tokenizer_checksums}.items():
         try:
             with (dataset.path / name).open('rb') as file:
                 actual = hashlib.file_digest(file, 'sha256').hexdigest()

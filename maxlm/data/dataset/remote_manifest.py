@@ -23,13 +23,13 @@ class RemoteManifest:
     Attributes:
         url: directory of the data set.
         content: content of `dataset.json`.
-        beside: names and SHA-256 of the tokenizer and, if there is one, of the chat template.
+        tokenizer_checksums: names and SHA-256 of the tokenizer and, if there is one, of the chat template.
         shards: maps the names of the shards of all splits to size in bytes and SHA-256.
     """
 
     url: str
     content: bytes
-    beside: dict[str, str]
+    tokenizer_checksums: dict[str, str]
     shards: dict[str, tuple[int, str]]
 
     def files(self, directory: Path) -> list[RemoteFile]:
@@ -61,9 +61,9 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
             raise InputError(
                 f'{name} has format {str(version)[:50]}, but this maxlm reads {FORMAT_VERSION}; prepare it again'
             )
-        beside = {str(facts['tokenizer_file']): str(facts['tokenizer_sha256'])}
+        tokenizer_checksums = {str(facts['tokenizer_file']): str(facts['tokenizer_sha256'])}
         if template := facts.get('chat_template_sha256'):
-            beside[CHAT_TEMPLATE_FILE] = str(template)
+            tokenizer_checksums[CHAT_TEMPLATE_FILE] = str(template)
         shards = {
             str(shard['name']): (_size(shard['bytes']), str(shard['sha256']))
             for split in facts['splits'].values()
@@ -71,13 +71,13 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{name} is malformed ({str(error)[:300]}); copy the data set to the bucket again') from error
-    for file in (*beside, *shards):
+    for file in (*tokenizer_checksums, *shards):
         # The names become paths, which must stay in the directory.
         if not is_file_name(file):
             raise InputError(
                 f'{name} is malformed (a file named {repr(file)[:99]}); copy the data set to the bucket again'
             )
-    return RemoteManifest(url, content, beside, shards)
+    return RemoteManifest(url, content, tokenizer_checksums, shards)
 
 
 def _size(value: object) -> int:
@@ -129,6 +129,6 @@ def with_checksums(files: Sequence[RemoteFile]) -> list[RemoteFile]:
             continue
         remove_stale(manifest, file.path.parent)
         checksums |= {shard.path: shard.sha256 for shard in manifest.files(file.path.parent)}
-        checksums |= {file.path.parent / name: sha256 for name, sha256 in manifest.beside.items()}
+        checksums |= {file.path.parent / name: sha256 for name, sha256 in manifest.tokenizer_checksums.items()}
     files = [dataclasses.replace(file, sha256=checksums.get(file.path, '')) for file in files]
     return sorted(files, key=lambda file: file.path.name == MANIFEST_NAME)

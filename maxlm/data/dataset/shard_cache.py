@@ -264,7 +264,7 @@ def fetch_manifest(url: str, cache: Path, *, on_warning: OnWarning) -> RemoteMan
     """
     try:
         manifest = read_remote_manifest(url)
-        for name, sha256 in manifest.beside.items():
+        for name, sha256 in manifest.tokenizer_checksums.items():
             if _has_checksum(cache / name, sha256):
                 continue
             content = read_file(f'{manifest.url}/{name}')
@@ -279,7 +279,7 @@ def fetch_manifest(url: str, cache: Path, *, on_warning: OnWarning) -> RemoteMan
             manifest = parse_manifest(url.rstrip('/'), (cache / MANIFEST_NAME).read_bytes())
         except (OSError, InputError):
             raise error from None
-        if not all(_has_checksum(cache / name, sha256) for name, sha256 in manifest.beside.items()):
+        if not all(_has_checksum(cache / name, sha256) for name, sha256 in manifest.tokenizer_checksums.items()):
             raise
         on_warning(f'{error}; using {MANIFEST_NAME} in {cache}')
         return manifest

@@ -150,7 +150,9 @@ def _openai(entry: Mapping[str, Any], key: str = 'messages') -> list[dict[str, A
         if content is None and (message.get('tool_calls') or message.get('function_call')):
             content = ''
         if message.get('weight', 1) not in (0, 1):
-            raise ValueError(f'{label} has weight {repr(message["weight"])[:200]}; use 1 to train on it or 0 not to')
+            raise ValueError(
+                f'{label} has weight {repr(message["weight"])[:200]}; use 1 to train on it, or 0 to exclude it'
+            )
         messages.append({**message, 'role': role, 'content': _text(content, f"the 'content' of {label}")})
     return messages
 

@@ -26,7 +26,7 @@ def parse_roles(given: str) -> tuple[tuple[str, str], ...]:
     for part in given.split(',') if given else ():
         role, equals, name = (piece.strip() for piece in part.partition('='))
         if not equals or not name or role not in ROLES:
-            raise InputError(f'--roles={given}: needs ROLE=NAME,…, where ROLE is one of {", ".join(ROLES)}')
+            raise InputError(f'--roles={given}: must be ROLE=NAME,…, where ROLE is one of {", ".join(ROLES)}')
         pairs.append((name, role))
     if len(dict(pairs)) < len(pairs):
         raise InputError(f'--roles={given}: a name is given twice; give each name one role')

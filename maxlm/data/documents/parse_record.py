@@ -44,7 +44,7 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
     if options.format == 'preference':
         preference = parse_preference(named)
         if preference is None:
-            raise ValueError(f'no preference pair: it needs {PREFERENCE_FORMATS}; {list_fields(entry)}')
+            raise ValueError(f'no preference pair: a record must have {PREFERENCE_FORMATS}; {list_fields(entry)}')
         return Document(name, source, preference.text, preference=preference, metadata=_scalars(entry))
     has_text = _has_text(entry, options.text_key)
     has_messages = isinstance(entry, dict) and bool(options.messages_field) and options.messages_field in entry
@@ -68,7 +68,7 @@ def _parse_chat(name: str, source: str, entry: Any, named: Any, options: ReadOpt
     if conversation is None:
         missing = f'no messages at the key {options.messages_field!r}' if options.messages_field else 'no conversation'
         no_text = '' if options.format == 'chat' else f', and no text at the key {options.text_key!r}'
-        hint = 'set --messages-field to the key' if options.messages_field else f'it needs {FORMATS}'
+        hint = 'set --messages-field to the key' if options.messages_field else f'a record must have {FORMATS}'
         raise ValueError(f'{missing}{no_text}: {hint}; {list_fields(entry)}')
     return Document(name, source, conversation.text, conversation=conversation, metadata=_scalars(entry))
 

@@ -11,9 +11,9 @@ from maxlm.data.executors.executor import OnProgress, Task, TaskResult, TaskStat
 from maxlm.data.executors.local_executor import ONE_THREAD, InProcess, Processes
 from maxlm.errors import InputError, os_message
 
-# Tasks per core that are submitted at once, so that no machine waits for its next task.
+# Number of submitted tasks per core, so that no machine waits for its next task.
 TASKS_PER_CORE = 2
-# Seconds that cancelled tasks have to stop.
+# Seconds to wait for canceled tasks to stop.
 CANCEL_SECONDS = 30.0
 # Timeout of the connection to a cluster.
 CONNECT_SECONDS = 10.0

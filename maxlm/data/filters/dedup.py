@@ -53,7 +53,7 @@ def choose_bands(threshold: float) -> tuple[int, int]:
         InputError: the threshold is outside MIN_THRESHOLD … MAX_THRESHOLD.
     """
     if not MIN_THRESHOLD <= threshold <= MAX_THRESHOLD:
-        raise InputError(f'near-duplicate threshold {threshold}: needs {MIN_THRESHOLD} to {MAX_THRESHOLD}')
+        raise InputError(f'near-duplicate threshold {threshold}: must be from {MIN_THRESHOLD} to {MAX_THRESHOLD}')
     return max(
         ((NUM_SLOTS // rows, rows) for rows in range(1, NUM_SLOTS + 1)),
         key=lambda shape: (band_recall(threshold, *shape) >= MIN_BAND_RECALL, shape[1]),
@@ -264,7 +264,7 @@ def _follow(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields (leaders, followers): in each group, the first document leads all documents that are similar to it.
 
-    The first remaining document leads the next round. All groups are processed at once, so the number of rounds is the
+    The first remaining document leads the next round. All groups are processed together, so the number of rounds is the
     maximum number of leaders in a group.
 
     Args:

@@ -30,8 +30,8 @@ SHINGLE_WORDS = 5
 # Slots of a MinHash signature. The standard error of a similarity of 0.8 is 0.025 (`similarity_error`).
 NUM_SLOTS = 256
 SEED = 0x6D61786C6D
-# Only the lower half of a slot is stored. Different minima agree in it once in 65 536 (Li and König, b-Bit Minwise
-# Hashing, 2010), which is negligible compared with the error of the estimate.
+# Only the lower half of a slot is stored. The lower halves of different minima are equal with probability 1/65,536 (Li
+# and König, b-Bit Minwise Hashing, 2010), which is negligible compared with the error of the estimate.
 SLOT_DTYPE = np.dtype('<u2')
 # Characters or tokens per batch.
 BATCH_SIZE = 2**20

@@ -36,7 +36,7 @@ class _ZstandardStream(io.RawIOBase):
     """Zstandard stream that detects truncated files, unlike the stream of the zstandard package."""
 
     def __init__(self, file: BinaryIO, max_window_bytes: int):
-        import zstandard  # few inputs are compressed
+        import zstandard  # imported lazily, because few inputs are compressed
 
         self._file = file
         self._error = zstandard.ZstdError

@@ -65,7 +65,7 @@ class _Opener:
 
 
 class _Lines(io.RawIOBase):
-    """Text file. Reading raises StorageError if a line, or a file that is read at once, is too long."""
+    """Text file. Reading raises StorageError if a line, or a file that is read completely, is too long."""
 
     def __init__(self, file: BinaryIO, path: str, options: ReadOptions):
         self._file = file

@@ -117,7 +117,7 @@ def open_raw(file: BinaryIO, size: int, token_dtype: str) -> TokenArray:
         if known is None:
             raise TokenFileError(f'has the unsupported header version {header[1]}')
         if token_dtype not in ('', known):
-            raise TokenFileError(f'its header says {known}, not --token-dtype={token_dtype}')
+            raise TokenFileError(f'the dtype in its header is {known}, not --token-dtype={token_dtype}')
         array = TokenArray(file, 4 * HEADER_INTEGERS, np.dtype(known).newbyteorder('<'), (int(header[2]),))
         _refuse_size(size, array)
         return array

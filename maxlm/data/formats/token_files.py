@@ -19,7 +19,7 @@ from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path
 
-# Number of tokens read at once.
+# Number of tokens per read.
 CHUNK_TOKENS = 2**20
 # A block of this many tokens without an end of document ends the document. A multiple of CHUNK_TOKENS.
 MAX_DOCUMENT_TOKENS = 2**24

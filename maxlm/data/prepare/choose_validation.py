@@ -85,7 +85,7 @@ def choose_validation(documents: Iterable[Document], share: float) -> Validation
     training data. In both cases the end of the longest document is chosen: `share` of all text, cut at the end of a
     line if possible.
 
-    Reads only as many documents as the choice needs, and at most `train_val_split.MAX_NAMES`.
+    Stops reading when the choice is certain, at the latest after `train_val_split.MAX_NAMES` documents.
 
     Raises:
         InputError: there are no documents.

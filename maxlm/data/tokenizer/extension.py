@@ -7,7 +7,7 @@ from typing import Any
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 
-# Parts of a `tokenizer.json`, besides the tokens, that determine encoding and decoding. The tokens added around a
+# Parts of a `tokenizer.json` other than the tokens that determine encoding and decoding. The tokens added around a
 # text (`post_processor`) are not used here.
 PARTS = ('truncation', 'padding', 'normalizer', 'pre_tokenizer', 'decoder')
 # These models split words only by rules (merges, whitespace), so additional tokens do not change existing splits.

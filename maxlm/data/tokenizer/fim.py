@@ -47,7 +47,7 @@ class FimConfig:
         """Raises InputError if a proportion is not between 0 and 1."""
         for name, share in dataclasses.asdict(self).items():
             if not 0 <= share <= 1:
-                raise InputError(f'fill-in-the-middle {name}={share}: needs a value from 0 to 1')
+                raise InputError(f'fill-in-the-middle {name}={share}: must be from 0 to 1')
 
 
 @dataclasses.dataclass(frozen=True)

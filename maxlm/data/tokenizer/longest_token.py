@@ -21,7 +21,7 @@ _BYTE = re.compile(r'<0x[0-9A-Fa-f]{2}>')
 def longest_token(tokenizer: Tokenizer) -> int | None:
     """Returns the maximum number of text bytes that one token can represent, or None if there is no limit.
 
-    A text of more than N times as many bytes therefore has more than N tokens.
+    A text with more than N times that number of bytes therefore has more than N tokens.
     """
     if tokenizer.kind in ('bytes', 'chars'):
         return 1 if tokenizer.kind == 'bytes' else _MAX_CHARACTER_BYTES

@@ -19,10 +19,10 @@ def byte_pair_encoder(library: tokenizers.Tokenizer) -> Callable[[str], np.ndarr
     """Returns an encoder from text to uint32 ids if `library` is byte-level BPE like that of `train_bpe`, else None.
 
     The library merges the pairs in its list of merges; tiktoken merges any pair that forms a token. Both give the same
-    ids if each token has exactly one merge, ids follow the order of the merges, and each token is encoded to itself. As
-    long as no merge crosses the boundaries of a token, the text within them is merged as if it were alone.
+    ids if each token has exactly one merge, ids follow the order of the merges, and each token is encoded to itself.
+    Unless a merge crosses the boundaries of a token, the text of the token is merged independently of its context.
 
-    The encoder raises ValueError for text that tiktoken cannot split: a run of very many spaces.
+    The encoder raises ValueError for text that tiktoken cannot split, such as a very long sequence of spaces.
     """
     facts = json.loads(library.to_str())
     if not _is_plain(facts):

@@ -35,7 +35,8 @@ TOKENIZER_FILE = 'tokenizer.json'
 MIN_BPE_VOCAB_SIZE = 257
 # Each id becomes an entry of tokenizer.json.
 MAX_NUMBERED_IDS = 2**20
-# A tokenizer.json may skip this many ids plus as many as it uses. Embeddings have a row for each skipped id.
+# Maximum number of unused ids of a tokenizer.json, in addition to one unused id per used id. Embeddings have a row for
+# each unused id.
 MAX_UNUSED_IDS = 2**16
 SPECS = 'bytes, chars, bpe:N, ids:N[:END], hf:NAME[@REVISION] or the path of a tokenizer.json'
 
@@ -319,22 +320,22 @@ def _check_form(spec: str, *, infill: bool) -> None:
         smallest = MIN_BPE_VOCAB_SIZE + len(INFILL) * infill
         if not (rest.isascii() and rest.isdigit()) or int(rest) < smallest:
             tokens = ', '.join([END_OF_DOCUMENT, *INFILL] if infill else [END_OF_DOCUMENT])
-            raise InputError(f'--tokenizer={spec}: needs bpe:N, N ≥ {smallest} (256 bytes and {tokens})')
+            raise InputError(f'--tokenizer={spec}: must be bpe:N with N ≥ {smallest} (256 bytes and {tokens})')
     elif name == 'ids':
         if not re.fullmatch(r'[0-9]{1,9}(:[0-9]{1,9})?', rest):
-            raise InputError(f'--tokenizer={spec}: needs ids:N or ids:N:END, N ids of which END ends documents')
+            raise InputError(f'--tokenizer={spec}: must be ids:N or ids:N:END, with N ids of which END ends documents')
         size, end = _parse_ids(rest)
         if not (2 <= size <= MAX_NUMBERED_IDS and 0 <= end < size):
-            raise InputError(f'--tokenizer={spec}: needs 2 to {MAX_NUMBERED_IDS} ids and an END below their number')
+            raise InputError(f'--tokenizer={spec}: must have 2 to {MAX_NUMBERED_IDS} ids and an END below their number')
         if infill:
             raise InputError(
                 f'--tokenizer={spec}: fill-in-the-middle needs text, and this tokenizer is for pretokenized data'
             )
     elif name == 'hf':
         if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?(@[^\s@]+)?', rest):
-            raise InputError(f'--tokenizer={spec}: needs hf:NAME or hf:NAME@REVISION, e.g. hf:openai-community/gpt2')
+            raise InputError(f'--tokenizer={spec}: must be hf:NAME or hf:NAME@REVISION, e.g. hf:openai-community/gpt2')
     elif spec not in ('bytes', 'chars') and not Path(spec).is_file():
-        raise InputError(f'--tokenizer={spec}: needs {SPECS}; no such file')
+        raise InputError(f'--tokenizer={spec}: must be {SPECS}; no such file')
 
 
 def _parse_ids(rest: str) -> tuple[int, int]:

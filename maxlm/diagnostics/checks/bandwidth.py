@@ -16,7 +16,7 @@ from maxlm.formatting import format_rate
 MIN_PEAK_FRACTION, MIN_MEDIAN_FRACTION = 0.7, 0.9
 # Minimum fraction of the link bandwidth that a large all-reduce reaches.
 MIN_LINK_FRACTION = 0.5
-# Rows of a square product, and bytes per device in an all-reduce.
+# Rows of the square matrices of a product, and bytes per device in an all-reduce.
 PRODUCT_SIZE = {'cpu': 1024}
 SUM_BYTES = {'cpu': 2**22}
 LARGE_PRODUCT, LARGE_SUM = 8192, 2**28

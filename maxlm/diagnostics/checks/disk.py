@@ -71,7 +71,7 @@ CHUNK_BYTES = 2**24
 def check_disk(context: CheckContext) -> CheckResult:
     """Checks space and speed of the workdir.
 
-    A remote workdir is replaced by the cache directory, and a missing one by the current directory.
+    Checks the cache directory if the workdir is remote, and the current directory if there is no workdir.
     """
     directory = nearest_directory(context)
     try:

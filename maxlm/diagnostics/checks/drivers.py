@@ -67,7 +67,7 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
     oldest = OLDEST_DRIVERS[extra]
     if driver < oldest:
         return failure(
-            f'{text}: {CUDA_PLUGINS[extra]} needs {_dotted(oldest)} or later',
+            f'{text}: {CUDA_PLUGINS[extra]} requires {_dotted(oldest)} or later',
             f'pip uninstall {" ".join(_packages_of(extra))}; '
             f"pip install 'maxlm[{recommended_extra(hardware.nvidia)}]'; or install a newer driver",
         )

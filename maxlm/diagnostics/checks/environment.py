@@ -119,7 +119,7 @@ def _fraction(environment: Mapping[str, str]) -> list[CheckResult]:
         fraction = 0.0
     remedy = f'set {FRACTION}={DEFAULT_FRACTION}, or unset it'
     if not 0 < fraction <= 1:
-        return [failure(f'{FRACTION}={value}: needs a fraction of the memory, above 0 and at most 1', remedy)]
+        return [failure(f'{FRACTION}={value}: must be a fraction of the memory, above 0 and at most 1', remedy)]
     if fraction > MAX_FRACTION:
         return [warning(f'{FRACTION}={value} leaves too little for kernels and collectives', remedy)]
     if fraction < MIN_FRACTION:

@@ -38,7 +38,7 @@ class Requirements(NamedTuple):
 
 
 def read_requirements(project: Path = PROJECT) -> Requirements:
-    """Reads the pyproject.toml beside the package, or the metadata of the installed package.
+    """Reads the pyproject.toml next to the package, or the metadata of the installed package.
 
     Raises:
         InputError: there is neither.
@@ -77,7 +77,9 @@ def evaluate_python(requirements: Requirements, version: Sequence[int]) -> Check
     text = '.'.join(map(str, version))
     tested = ' and '.join(requirements.tested_versions)
     if text not in SpecifierSet(requirements.python):
-        return failure(f'{text}, but maxlm needs {requirements.python}', f'create an environment with Python {tested}')
+        return failure(
+            f'{text}, but maxlm requires {requirements.python}', f'create an environment with Python {tested}'
+        )
     if '.'.join(map(str, version[:2])) not in requirements.tested_versions:
         return warning(f'{text}, which maxlm is not tested with', f'use Python {tested}')
     return ok(text)
@@ -131,7 +133,7 @@ def evaluate_packages(
         if plugin and jaxlib and plugin != jaxlib:
             extra = next(extra for extra, known in CUDA_PLUGINS.items() if known == name)
             findings.append(
-                failure(f'{name} {plugin} beside jaxlib {jaxlib}', f"pip install --upgrade 'maxlm[{extra}]'")
+                failure(f'{name} {plugin} does not match jaxlib {jaxlib}', f"pip install --upgrade 'maxlm[{extra}]'")
             )
     if not findings:
         named = ', '.join(f'{name} {version_of(name)}' for name in ('jax', 'jaxlib', 'flax', 'orbax-checkpoint'))

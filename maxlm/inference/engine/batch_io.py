@@ -80,7 +80,7 @@ def write_completions(
     if path.exists():
         raise InputError(f'{path}: file already exists; choose another path')
     try:
-        # Open the file before generating, so that a missing write permission is reported at once.
+        # Open the file before generating, so that a missing write permission is reported early.
         with new_file(path) as partial, partial.open('w', encoding='utf-8') as file:
             file.writelines(_output_lines(lines, complete()))
     except OSError as error:

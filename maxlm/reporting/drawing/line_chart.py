@@ -35,7 +35,7 @@ class Series:
     Attributes:
         name: name in the legend.
         points: points in order of x.
-        color: index of the color, from 0; related curves have the same one.
+        color: index of the color, from 0; related curves share a color.
         dots: draw each point as a dot, if there are few.
         smooth: draw a smoothed curve on top, if there are many points.
         best: x of the point to mark.
@@ -76,7 +76,7 @@ class Chart:
 
     Attributes:
         title, unit: title and unit of the values.
-        series: curves. At least one needs a value, otherwise nothing is drawn.
+        series: curves. If no curve has a value, nothing is drawn.
         x: x-axis: steps, or seconds since the run started.
         marks: events on the same axis.
         shade: range (from, to) of x to shade.

@@ -30,24 +30,24 @@ _MAX_ATTEMPTS, _MAX_HOSTS = 12, 16
 def goodput(runs: Sequence[ReportedRun]) -> Markup:
     """Returns bars and tables; '' if no run has a goodput log."""
     if len(runs) > 1:
-        bars = [Bar(run.name, run.ledger.totals) for run in runs if run.ledger]
+        bars = [Bar(run.name, run.goodput_log.totals) for run in runs if run.goodput_log]
         header = ['', *(bar.name for bar in bars)]
         rows = _rows([bar.seconds_by_category for bar in bars])
         parts = [draw_bars(bars, title='All attempts of each run', labels=WORDS), table(header, rows) if bars else '']
         return section('time', 'Time by category', *parts)
     run = runs[0]
-    if run.ledger is None or not run.ledger.attempts:
+    if run.goodput_log is None or not run.goodput_log.attempts:
         return Markup('')
-    totals, attempts = run.ledger.totals, run.ledger.attempts[-_MAX_ATTEMPTS:]
+    totals, attempts = run.goodput_log.totals, run.goodput_log.attempts[-_MAX_ATTEMPTS:]
     words = note(
-        f'{format_percent(run.ledger.fraction)} of {format_duration(run.ledger.seconds)} was spent on '
+        f'{format_percent(run.goodput_log.fraction)} of {format_duration(run.goodput_log.seconds)} was spent on '
         f'productive steps{_cost_text(run)}.'
     )
-    several = len(run.ledger.attempts) > 1
+    several = len(run.goodput_log.attempts) > 1
     bars = [Bar('total', totals), *(_attempt_bar(attempt) for attempt in attempts if several)]
     parts = [words, draw_bars(bars, title='Process 0 (represents the run)', labels=WORDS)]
-    if len(run.ledger.attempts) > len(attempts):
-        parts.append(note(f'The total includes {len(run.ledger.attempts) - len(attempts)} earlier attempts.'))
+    if len(run.goodput_log.attempts) > len(attempts):
+        parts.append(note(f'The total includes {len(run.goodput_log.attempts) - len(attempts)} earlier attempts.'))
     header = ['', 'time', 'share', *(f'attempt {attempt.number}' for attempt in attempts if several)]
     parts.append(table(header, _attempt_rows(totals, attempts if several else [])))
     return section(
@@ -84,12 +84,20 @@ def _rows(columns: Sequence[Mapping[str, float]]) -> list[list[Markup | str]]:
 
 
 def _hosts(run: ReportedRun) -> Markup:
-    ledgers = {process: ledger for process, ledger in run.history.goodput_logs.items() if ledger.attempts}
-    if len(ledgers) < 2:
+    goodput_logs = {
+        process: goodput_log for process, goodput_log in run.history.goodput_logs.items() if goodput_log.attempts
+    }
+    if len(goodput_logs) < 2:
         return Markup('')
-    shown = list(ledgers.items())[:_MAX_HOSTS]
-    bars = [Bar(f'process {process}, {ledger.attempts[-1].host}', ledger.totals) for process, ledger in shown]
-    more = note(f'{len(ledgers) - len(shown)} more processes have goodput logs.') if len(ledgers) > len(shown) else ''
+    shown = list(goodput_logs.items())[:_MAX_HOSTS]
+    bars = [
+        Bar(f'process {process}, {goodput_log.attempts[-1].host}', goodput_log.totals) for process, goodput_log in shown
+    ]
+    more = (
+        note(f'{len(goodput_logs) - len(shown)} more processes have goodput logs.')
+        if len(goodput_logs) > len(shown)
+        else ''
+    )
     return join(draw_bars(bars, title='Time of each process', labels=WORDS), more)
 
 
@@ -114,6 +122,6 @@ def _steps_of_attempts(run: ReportedRun, attempts: Sequence[Attempt]) -> Markup:
 
 
 def _cost_text(run: ReportedRun) -> str:
-    if run.dollars is None or run.ledger is None:
+    if run.dollars is None or run.goodput_log is None:
         return ''
-    return f', {format_dollars(run.dollars * run.ledger.fraction)} of {format_dollars(run.dollars)}'
+    return f', {format_dollars(run.dollars * run.goodput_log.fraction)} of {format_dollars(run.dollars)}'

@@ -161,7 +161,7 @@ def _cost(run: ReportedRun) -> Tile:
 def _goodput(run: ReportedRun) -> Tile:
     return Tile(
         'Goodput',
-        format_percent(run.ledger.fraction if run.ledger else None),
+        format_percent(run.goodput_log.fraction if run.goodput_log else None),
         'of the wall time in productive steps',
     )
 

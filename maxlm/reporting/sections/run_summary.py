@@ -147,7 +147,7 @@ class ReportedRun:
         return int(number(mapping(self.started, 'devices'), 'count') or 1)
 
     @property
-    def ledger(self) -> GoodputLog | None:
+    def goodput_log(self) -> GoodputLog | None:
         """Returns the goodput log of process 0, which represents the run."""
         return self.history.goodput_logs.get(0)
 
@@ -168,7 +168,9 @@ class ReportedRun:
     @cached_property
     def dollars(self) -> float | None:
         """Returns the cost of all attempts on all devices; None if no price is known."""
-        known = [ledger.dollars for ledger in self.history.goodput_logs.values() if ledger.dollars is not None]
+        known = [
+            goodput_log.dollars for goodput_log in self.history.goodput_logs.values() if goodput_log.dollars is not None
+        ]
         return sum(known) if known else self.last('cost/dollars')
 
     @cached_property

@@ -25,7 +25,7 @@ def parse(facts, url='gs://bucket/data'):
 def test_the_manifest_of_a_real_data_set_lists_its_files(make_dataset, tmp_path):
     dataset = make_dataset([[[1, 2]], [[3]]], [[[4]]])
     manifest = parse_manifest('gs://bucket/data', (dataset.path / 'dataset.json').read_bytes())
-    assert manifest.beside == {dataset.tokenizer_file: dataset.tokenizer_sha256}
+    assert manifest.tokenizer_checksums == {dataset.tokenizer_file: dataset.tokenizer_sha256}
     assert manifest.files(tmp_path / 'cache') == [
         RemoteFile(f'gs://bucket/data/{shard.name}', tmp_path / 'cache' / shard.name, shard.bytes, shard.sha256)
         for split in dataset.splits.values()

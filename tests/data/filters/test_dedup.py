@@ -177,7 +177,7 @@ def test_bands_of_known_thresholds():
 
 @pytest.mark.parametrize('threshold', [-1, 0, 0.09, 1.01, float('nan')])
 def test_an_invalid_threshold_is_rejected(threshold):
-    with pytest.raises(InputError, match=r'threshold .*: needs 0\.1 to 1'):
+    with pytest.raises(InputError, match=r'threshold .*: must be from 0\.1 to 1'):
         choose_bands(threshold)
 
 

@@ -239,7 +239,7 @@ def test_texts_and_conversations_in_one_file(tmp_path, capsys):
     targets = targets_in_shards(load_manifest(tmp_path / 'auto'))
     assert targets == ['Answer<|im_end|>', 'lain<|endoftext|>', 'll of it<|endoftext|>']
     assert prepare(path, tmp_path / 'chat', *options, '--format', 'chat') == EXIT_BAD_INPUT
-    assert f'{path}:2: no conversation: it needs "messages"' in capsys.readouterr().err
+    assert f'{path}:2: no conversation: a record must have "messages"' in capsys.readouterr().err
     assert prepare(path, tmp_path / 'chat', *options, '--format', 'chat', '--skip-bad-records') == EXIT_DONE
     dataset = load_manifest(tmp_path / 'chat')
     assert targets_in_shards(dataset) == ['Answer<|im_end|>', 'Output<|im_end|>']
@@ -327,7 +327,7 @@ def test_the_configuration_next_to_a_tokenizer_is_used(tmp_path):
         (['--format', 'text', '--pack-seq-len', '64'], '--pack-seq-len=64 is for conversations'),
         (['--format', 'text', '--chat-template', 'chatml'], '--chat-template=chatml is for conversations'),
         (['--chat-template', 'none.jinja'], '--chat-template=none.jinja: no such file'),
-        (['--pack-seq-len', '-1'], '--pack-seq-len=-1: needs 0 or more'),
+        (['--pack-seq-len', '-1'], '--pack-seq-len=-1: must be at least 0'),
         (['--tokenizer', 'ids:100'], 'an ids tokenizer encodes only numbers'),
     ],
 )

@@ -266,7 +266,7 @@ def test_errors_of_invalid_specs_contain_the_syntax(spec):
     for check in (check_spec, lambda spec: make_tokenizer(spec, [])):
         with pytest.raises(InputError) as info:
             check(spec)
-        assert f'--tokenizer={spec}: needs ' in str(info.value)
+        assert f'--tokenizer={spec}: must ' in str(info.value)
 
 
 def test_ids_tokenizers_have_no_infill_tokens():

@@ -26,7 +26,7 @@ CUDA12, CUDA13 = {'jax-cuda12-plugin'}, {'jax-cuda13-plugin'}
         (gpus(driver=(525, 60, 13)), CUDA12, 'ok', 'driver 525.60.13'),
         (gpus(), (), 'failure', "pip install 'maxlm[cuda13]'"),
         (gpus(driver=(550, 54)), (), 'failure', "pip install 'maxlm[cuda12]'"),
-        (gpus(driver=(550, 54)), CUDA13, 'failure', 'jax-cuda13-plugin needs 580.65.6 or later'),
+        (gpus(driver=(550, 54)), CUDA13, 'failure', 'jax-cuda13-plugin requires 580.65.6 or later'),
         (gpus(driver=(470, 1)), CUDA12, 'failure', 'too old for JAX'),
         (gpus(), CUDA12 | CUDA13, 'warning', 'pip uninstall jax-cuda12-plugin jax-cuda12-pjrt'),
     ],

@@ -74,7 +74,10 @@ def test_an_extra_that_is_missing_is_named():
 
 def test_a_plugin_of_another_version_than_jaxlib():
     found = evaluate_packages(WANTED, {}, version_of(jax_cuda12_plugin='0.9.1', jax_cuda13_plugin=None))
-    assert (found.status, found.message) == (CheckStatus.FAILURE, 'jax-cuda12-plugin 0.9.1 beside jaxlib 0.10.2')
+    assert (found.status, found.message) == (
+        CheckStatus.FAILURE,
+        'jax-cuda12-plugin 0.9.1 does not match jaxlib 0.10.2',
+    )
 
 
 def test_without_a_checkout_the_metadata_is_read(tmp_path, monkeypatch):

@@ -13,11 +13,11 @@ def test_attempts_and_their_total(run_of):
     (run,) = run_of('crashed')
     text = goodput([run])
     assert re.findall(r'class="name">([^<]*)<', text) == ['total', 'attempt 1', 'attempt 2']
-    totals = run.ledger.totals
+    totals = run.goodput_log.totals
     assert totals['lost'] > 10
     for category, words in WORDS.items():
         assert f'{words}</td><td>{format_duration(totals[category])}</td>' in text
-    assert f'<td>{format_duration(run.ledger.seconds)}</td><td>100.0%</td>' in text
+    assert f'<td>{format_duration(run.goodput_log.seconds)}</td><td>100.0%</td>' in text
     assert 'killed or still running' in text
 
 

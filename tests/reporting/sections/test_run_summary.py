@@ -13,7 +13,7 @@ def test_a_finished_run(run_of):
     assert run.best == (400, pytest.approx(workdirs.validation_loss(400)))
     assert run.status.state == 'finished'
     assert len(run.start_events) == 2
-    assert run.wall_seconds == pytest.approx(run.ledger.seconds, abs=0.01)
+    assert run.wall_seconds == pytest.approx(run.goodput_log.seconds, abs=0.01)
     assert run.dollars == pytest.approx((run.wall_seconds - 60) / 3600 * workdirs.PRICE_PER_HOUR, rel=1e-3)
     assert run.sources('train/loss') == ['code', 'web']
     assert run.last('perf/mfu') == pytest.approx(0.4, abs=0.05)
@@ -29,7 +29,7 @@ def test_alerts_and_rollbacks_are_marks(run_of):
 
 def test_cost_includes_all_hosts(run_of):
     (run,) = run_of('two_hosts')
-    hours = run.ledger.seconds / 3600
+    hours = run.goodput_log.seconds / 3600
     assert run.dollars == pytest.approx(8 * hours * workdirs.PRICE_PER_HOUR, rel=1e-3)
 
 
@@ -38,7 +38,7 @@ def test_every_state(run_of, name):
     (run,) = run_of(name)
     assert run.status.state
     assert (run.step is None) == (name == 'empty')
-    assert (run.ledger is None) == (name == 'empty')
+    assert (run.goodput_log is None) == (name == 'empty')
 
 
 def test_runs_of_the_same_name_are_named_by_their_paths():
