@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     if options.num_batches < 0:
         raise InputError(f'--num-batches={options.num_batches}: must be at least 0 (0 = all)')
     with Console():
-        # Opened before anything is written, so that missing evaluation data is reported immediately.
+        # Open the data before anything is written, so that missing evaluation data is reported early.
         corpus = None if options.no_eval else _open_corpus(options.checkpoint, options.data)
         done = quantize_checkpoint(options.checkpoint, options.output, weights, show=True)
         losses = []

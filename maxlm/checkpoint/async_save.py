@@ -40,7 +40,8 @@ class AsyncSave:
         self._transaction = transaction
         self._on_end = on_end
         # If Orbax fails to create directories in the background, its threads wait for minutes, so a single process
-        # creates them in the foreground. With several, only process 0 would, and the others would wait in a collective.
+        # creates them in the foreground. With several processes, only process 0 would create them while the others wait
+        # in a collective.
         options = ocp.options.AsyncOptions(
             timeout_secs=TIMEOUT_SECONDS,
             barrier_sync_fn=transaction.barrier,

@@ -126,5 +126,6 @@ def check_shapes(
         if stored.get(path) != expected.get(path):
             raise InputError(
                 f'{step_directory}: parameter {path} has shape {stored.get(path, "none (missing)")}, but '
-                f'{expected.get(path, "none (not in the model)")} by {config}; use the config.json of this checkpoint'
+                f'{expected.get(path, "none (not in the model)")} according to {config}; use the config.json of this '
+                'checkpoint'
             )

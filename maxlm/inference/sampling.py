@@ -16,7 +16,7 @@ import numpy as np
 
 from maxlm.errors import InputError
 
-# On the host or on devices.
+# An array on the host or on devices.
 Array = jax.Array | np.ndarray
 
 

@@ -80,7 +80,7 @@ def init_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
         run_text(command['text'], Channel(CHANNEL) if command['tested'] else None, folder)
 
     pid = fork(program)
-    # Close this process's copies, so that the program's streams and the tests' channel end with the program.
+    # Close this process's copies, so that the program's streams and the tests' channel close when the program exits.
     remap_descriptors([os.open(os.devnull, os.O_RDWR)] * 4 + [REPORT, REPORT])
     while True:
         ended_pid, status, usage = os.wait4(-1, 0)

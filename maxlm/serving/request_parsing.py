@@ -114,7 +114,7 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
     ]
     try:
         rendered = served.chat.render_prompt(messages)
-        # Checked after rendering, because a template may omit much of its input.
+        # Check the length after rendering, because a template may omit much of its input.
         _check_size(rendered.text, served, 'messages')
         ids = served.chat.encode_rendered(rendered).tolist()
     except (ChatError, InputError) as error:

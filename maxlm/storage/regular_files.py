@@ -43,7 +43,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 def open_descriptor(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """Opens a regular file and returns its descriptor. Can be the argument `opener` of `open`. Raises OSError."""
     try:
-        # Checked before opening, because opening a device can have side effects.
+        # Check the type before opening, because opening a device can have side effects.
         check_regular(path)
     except FileNotFoundError:
         if not flags & os.O_CREAT:

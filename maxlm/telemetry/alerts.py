@@ -101,7 +101,7 @@ class Alerts:
                 )
             self._channels['alerts.webhook_env_var'] = lambda alert: _post(url, alert)
         self._failing: set[str] = set()
-        # Both by kind, so their size is bounded by the number of kinds.
+        # The keys of both are kinds, so their size is bounded by the number of kinds.
         self._pending: dict[str, Alert] = {}
         self._last_sent: dict[str, float] = {}
         self._closing = False

@@ -13,7 +13,7 @@ HOUR = 3600.0
 
 
 def price_of(config: Config, device_kind: str) -> Price | None:
-    """Returns the hourly price of a device: the config's, else the list price. Returns None if there is no price."""
+    """Returns the hourly price of a device: that of the config, or else the list price; None if there is no price."""
     if config.train.price_per_hour:
         return Price(config.train.price_per_hour, 'train.price_per_hour')
     chip = find_chip(device_kind)

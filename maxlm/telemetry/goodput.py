@@ -169,7 +169,7 @@ def _make_attempt(lines: Sequence[dict[str, Any]], previous_end: float) -> Attem
     """Converts the lines of one attempt. `previous_end` is the time of the last line of the previous attempt."""
     began, last = lines[0]['began'], lines[-1]
     seconds = {name: seconds_of(last, name) for name in ACTIVITIES}
-    # Not negative, because clocks of two hosts may differ.
+    # The clocks of two hosts may differ, so the idle time could be negative without a limit.
     seconds |= {'lost': 0.0, 'idle': max(0.0, began - previous_end)}
     return Attempt(
         number=last['life'],

@@ -101,7 +101,7 @@ def _stall_timeout(history: RunHistory) -> float:
     steps = (number(line, 'perf/step_time_seconds') for line in reversed(history.metrics))
     step_seconds = next((seconds for seconds in steps if seconds), 0.0)
     timeout = max(STALL_SECONDS, STALL_STEPS * step_seconds)
-    # Measured, because the config with the intervals may be missing or of another version.
+    # Measure the interval, because the config may be missing or of another version.
     times = [number(line, 'time') for line in (history.heartbeats.get(0) or history.metrics)[-2:]]
     if len(times) == 2 and times[0] and times[1]:
         timeout = max(timeout, STALL_LINES * (times[1] - times[0]))

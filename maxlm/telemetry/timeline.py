@@ -107,7 +107,7 @@ def process_start_time() -> float:
         fields = Path('/proc/self/stat').read_text().rpartition(')')[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf('SC_CLK_TCK')
     except (OSError, AttributeError):
-        # Not on Linux. On Linux, psutil would be wrong by up to a second.
+        # This system is not Linux. On Linux, psutil would be wrong by up to a second.
         import psutil
 
         return float(psutil.Process().create_time())

@@ -135,11 +135,11 @@ class Reporter:
         self._bar.refresh()
 
     def begin(self, step: int, *, writer: MetricWriter | None, skipped: int, best_loss: float) -> None:
-        """Continues from `step`. A step dispatched before is not reported.
+        """Continues from `step`. Steps dispatched earlier are not reported.
 
         Args:
             step: number of the last completed step.
-            writer: writer of metrics; None on all processes except one.
+            writer: writer of metrics; None in all processes except one.
             skipped: number of skipped steps until then.
             best_loss: lowest training loss until then.
         """

@@ -113,7 +113,7 @@ def open_run(
         heartbeats.exit_all(EXIT_FAILED, reason)
 
     if resume and process == 0 and not (is_url(given) or config.checkpoint.remote_dir or saved_steps(Path(given))):
-        # Checked before the workdir is created, so that an invalid start leaves no files.
+        # Check this before the workdir is created, so that an invalid start leaves no files.
         check_resume(resume, config)
     with contextlib.ExitStack() as stack:
         storage = open_run_storage(

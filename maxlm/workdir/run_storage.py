@@ -217,7 +217,7 @@ class RunStorage:
         """Fetches files and the newest step. Another call resumes after a TransientStorageError."""
         assert self._bucket
         try:
-            # The first request, because it fails if the bucket does not exist.
+            # Send this request first, because it fails if the bucket does not exist.
             remote_steps = complete_steps(self._bucket)
             fetched = fetch_files(self._bucket, self._upload_state)
         except PermissionDeniedError as error:

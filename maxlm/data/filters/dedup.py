@@ -17,7 +17,7 @@ from maxlm.data.filters.minhash import NUM_SLOTS, Signatures, hash64, similarity
 from maxlm.errors import InputError
 
 MIN_THRESHOLD, MAX_THRESHOLD = 0.1, 1.0
-# Minimum share of pairs at the threshold that LSH finds.
+# Minimum recall of LSH for pairs with a similarity at the threshold.
 MIN_BAND_RECALL = 0.99
 # A pair is similar if its estimate is at most this many standard errors below the threshold. At the threshold, half of
 # the estimates are below the threshold, and 2% are below this bound. Together with the bands, the recall is 0.97.

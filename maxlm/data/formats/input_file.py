@@ -60,7 +60,7 @@ def kind_of(name: str) -> str:
 BLOCK_BYTES = 8192
 # Number of files opened concurrently, because opening a file in a bucket is slow.
 THREADS = 16
-# Suffixes of files that contain neither prose nor code. Directories can contain very many, so they are not opened.
+# Suffixes of files that contain neither prose nor code. Directories can contain many of them, so they are not opened.
 # fmt: off
 OTHER_SUFFIXES = frozenset({
     # Data formats: text, but rarely prose or code.

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 # Writers end pages at 1 MiB by default; pages of DuckDB have up to 100 MB.
 MAX_PAGE_BYTES = 2**27
-# The footer is parsed in memory, to several times its size.
+# The parsed footer takes several times its size in memory.
 MAX_FOOTER_BYTES = 2**26
 # Maximum number of structs and integers in a footer. Each can take one byte in the file and a hundred in memory.
 MAX_VALUES = 2**22

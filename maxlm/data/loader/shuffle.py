@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from grain.experimental import index_shuffle
 
-# Increment when a position maps to another window: a run resumes with another order only on request.
+# Increment this version if positions map to different windows. A run does not resume with a different order unless
+# the user allows it.
 VERSION = 2
 # Odd, so that different seeds stay different modulo 2³².
 SEED_STRIDE = 0x9E3779B1

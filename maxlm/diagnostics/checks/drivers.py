@@ -75,7 +75,7 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
 
 
 def check_gpus(context: CheckContext) -> CheckResult:
-    """Checks for hardware errors and other processes, before JAX starts here and becomes one of them."""
+    """Checks for hardware errors and for other processes on the GPUs. Call it before JAX starts in this process."""
     if context.hardware.nvidia is None:
         return skipped(f'no NVIDIA driver to query ({context.hardware.description})')
     return evaluate_gpus(context.hardware.nvidia, context.environment.get('CUDA_VISIBLE_DEVICES'))

@@ -39,7 +39,7 @@ class DecodeBurst:
         if has_prefill or self._pass_seconds is None:
             num = 1
         else:
-            # At most until the first sample ends and frees its slot.
+            # The burst ends at the latest when the first sample ends and frees its slot.
             max_fitting = int(MAX_BURST_SECONDS / max(self._pass_seconds, 1e-6))
             num = min(self._max_passes, max(1, max_fitting), *remaining)
         if self._frees_slot:

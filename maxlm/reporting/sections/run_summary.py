@@ -259,7 +259,7 @@ def ratio(actual: float | None, predicted: float | None) -> float | None:
     return actual / predicted
 
 
-# Minimum relevant relative change of a loss: evaluations on a part of the split are noisy by less.
+# Minimum relevant relative change of a loss. The noise of evaluations on a part of the split is smaller.
 THRESHOLD = 0.01
 
 
