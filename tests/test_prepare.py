@@ -295,7 +295,11 @@ BAD = {
         ['--input', '{}', '--text-field', 'a\udcff'],
         ['--text-field', 'byte 1 of the value is not UTF-8'],
     ),
-    'bad limit': (lambda at: None, ['--input', '{}', '--max-record-mib', '0'], ['--max-record-mib=0', '1 or more']),
+    'bad limit': (
+        lambda at: None,
+        ['--input', '{}', '--max-record-mib', '0'],
+        ['--max-record-mib=0', 'must be at least 1'],
+    ),
     'bad role': (lambda at: None, ['--input', '{}', '--roles', 'human=user'], ['--roles=human=user', 'ROLE=NAME']),
     'validation in the input': (
         lambda at: (at / 'x.txt').write_text('text'),

@@ -198,7 +198,7 @@ BAD = {
     'tokens with bytes': (['tokens.npy', '--tokenizer', 'bytes'], ['tokens.npy is already tokenized', 'ids:N']),
     'tokens with bpe': (['tokens.npy', '--tokenizer', 'bpe:300'], ['tokens.npy is already tokenized', 'hf:NAME']),
     'tokens with infill': (['tokens.npy', '--tokenizer', 'ids:100', '--fim-rate', '0.5'], ['fill-in-the-middle']),
-    'tokens with a filter': (['tokens.npy', '--tokenizer', 'ids:100', '--filter', 'c4'], ['--filter needs text']),
+    'tokens with a filter': (['tokens.npy', '--tokenizer', 'ids:100', '--filter', 'c4'], ['--filter requires text']),
     'an id beyond the vocabulary': (
         ['tokens.npy', '--tokenizer', 'ids:50'],
         ['tokens.npy: token 2', 'is 77', '0 to 49'],
