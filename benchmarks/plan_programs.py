@@ -31,15 +31,8 @@ from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.planning.compiled.traffic import bytes_by_cause
-from maxlm.planning.estimate.gpu_traffic import (
-    SAVED,
-    estimate_gpu_traffic,
-    features,
-    fixed_bytes,
-    tokens_per_device,
-)
-from maxlm.planning.estimate.roofline import mfu
-from maxlm.planning.estimate.work import needs_mask
+from maxlm.planning.estimate.gpu_traffic import SAVED, estimate_gpu_traffic, features, fixed_bytes
+from maxlm.planning.estimate.work import needs_mask, tokens_per_device
 from maxlm.planning.forecast import Forecast, compile_ahead, estimate
 from maxlm.planning.machine import Machine, usable_memory
 from maxlm.planning.targets import Target, parse_target
@@ -88,7 +81,7 @@ def _compile(target: Target, config: str, overrides: list[str]) -> dict[str, Any
     print(
         f'{config} {" ".join(overrides)}: {compiled.needed / 2**30:.2f} GiB (estimate {estimated.needed / 2**30:.2f}), '
         f'{compiled.work.memory_bytes / 1e9:.0f} GB of traffic (estimate {estimated.work.memory_bytes / 1e9:.0f}), '
-        f'{compiled.time.total:.4g} s (estimate {estimated.time.total:.4g}), MFU {_mfu(compiled):.1%}',
+        f'{compiled.time.total:.4g} s (estimate {estimated.time.total:.4g}), MFU {compiled.mfu.causal:.1%}',
         flush=True,
     )
     return {
@@ -96,8 +89,6 @@ def _compile(target: Target, config: str, overrides: list[str]) -> dict[str, Any
         'config': config,
         'overrides': overrides,
         'platform': target.chip.platform,
-        'num_devices': target.num_devices,
-        'vocab_size': resolved.model.vocab_size,
         **_figures(compiled),
     }
 
@@ -117,15 +108,14 @@ def resolve_for(target: Target, config: str, overrides: Sequence[str]) -> Config
 
 def fit(programs: Sequence[dict[str, Any]]) -> None:
     """Prints the least-squares coefficients of `estimate_gpu_traffic` by relative error, and the errors."""
-    groups: dict[tuple[bool, str], list[tuple[dict[str, Any], Config]]] = defaultdict(list)
+    groups: dict[tuple[bool, str], list[tuple[dict[str, Any], Config, Target]]] = defaultdict(list)
     for program in programs:
         if 'traffic' in program:
-            config = resolve_for(parse_target(program['target']), program['config'], program['overrides'])
-            groups[config.model.scan_layers, SAVED[config.model.remat_policy]].append((program, config))
+            target = parse_target(program['target'])
+            config = resolve_for(target, program['config'], program['overrides'])
+            groups[config.model.scan_layers, SAVED[config.model.remat_policy]].append((program, config, target))
     for group, members in sorted(groups.items()):
-        fitted = [
-            (program, config) for program, config in members if is_fitted(config, parse_target(program['target']))
-        ]
+        fitted = [(program, config) for program, config, target in members if is_fitted(config, target)]
         sizes = np.array(
             [
                 np.array(features(config))
@@ -135,7 +125,7 @@ def fit(programs: Sequence[dict[str, Any]]) -> None:
         )
         rest = np.array([1 - fixed_bytes(config) / program['traffic'] for program, config in fitted])
         print(group, [round(float(factor), 2) for factor in scipy.optimize.nnls(sizes, rest)[0]])
-        for program, config in members:
+        for program, config, _ in members:
             error = estimate_gpu_traffic(config) / program['traffic'] - 1
             print(f'  {error:+.1%}', program['target'], program['config'], *program['overrides'])
 
@@ -160,20 +150,9 @@ def _figures(compiled: Forecast) -> dict[str, Any]:
         'flops': compiled.work.flops,
         'sent': sum(transfer.sent for transfer in compiled.program.transfers),
         'seconds': compiled.time.total,
-        'mfu': _mfu(compiled),
+        'mfu': compiled.mfu.causal,
         'compile_seconds': round(compiled.compiled.seconds, 1),
     }
-
-
-def _mfu(forecast: Forecast) -> float:
-    config, target = forecast.config, forecast.target
-    return mfu(
-        config,
-        config.data.seq_len,
-        tokens_per_second=forecast.tokens_per_second,
-        num_devices=target.num_devices,
-        tflops=target.chip.tflops,
-    ).causal
 
 
 def _key(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -29,10 +29,19 @@ def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
+# Marks of tests that compile for GPUs in another process. CI skips none, since launch/test.sh installs the compiler.
+NEEDS_COMPILER = [
+    pytest.mark.gpu,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not FOLDER, reason=f'needs the compiler for GPUs: run launch/test.sh, or set {VARIABLE}'),
+]
+
+
 def needs_gpu_compiler(test: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a test that compiles for GPUs in another process."""
-    skip = pytest.mark.skipif(not FOLDER, reason=f'needs the compiler for GPUs: run launch/test.sh, or set {VARIABLE}')
-    return pytest.mark.gpu(pytest.mark.multiprocess(skip(test)))
+    """Adds the marks of `NEEDS_COMPILER` to a test."""
+    for mark in NEEDS_COMPILER:
+        test = mark(test)
+    return test
 
 
 class Counted(NamedTuple):

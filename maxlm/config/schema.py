@@ -262,8 +262,8 @@ class MeshConfig:
     context: int = 1
     # Tensor parallelism: heads and feed-forward of a block split over devices.
     tensor: int = 1
-    # State sharded over fsdp and context (Rajbhandari et al. 2020, "ZeRO"): 1 = optimizer state | 2 = also gradients |
-    # 3 = also parameters.
+    # Arrays sharded over fsdp and context (Rajbhandari et al. 2020, "ZeRO"): 1 = optimizer state, float32 parameters |
+    # 2 = also gradients | 3 = also the parameters that the micro-batches use.
     zero_stage: int = 3
     # Number of times that the layers pass through all stages (circular pipeline); higher values reduce idle time.
     num_pipeline_repeats: int = 1

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from maxlm.planning.compiled.program import Program
-from maxlm.planning.compiled.traffic import ATTENTION, COMMUNICATION, PRODUCTS, bytes_by_cause
+from maxlm.planning.compiled.traffic import ATTENTION, PRODUCTS, Traffic, bytes_by_cause, elementwise_kernels
 from maxlm.planning.estimate.roofline import Efficiency, efficiency_of
 from maxlm.planning.forecast import Forecast
 
@@ -48,12 +47,10 @@ def explain(forecast: Forecast, efficiency: Efficiency | None = None) -> str:
         raise ValueError(f'the forecast for {forecast.target.spec} must be of a compiled GPU program')
     efficiency = efficiency or efficiency_of(chip)
     bandwidth = chip.memory_bandwidth * efficiency.memory
-    time, work = forecast.time, forecast.work
+    time, work, kernels = forecast.time, forecast.work, elementwise_kernels(program.traffic)
     attention = work.attention_flops / (chip.tflops * 1e12 * efficiency.attention)
     rows = [
-        Row(cause, f'{_number(size / 1e9)} GB', size / bandwidth)
-        for cause, size in bytes_by_cause(program.traffic).items()
-        if cause not in (PRODUCTS, ATTENTION, COMMUNICATION)
+        Row(cause, f'{_number(size / 1e9)} GB', size / bandwidth) for cause, size in bytes_by_cause(kernels).items()
     ]
     rows += [
         Row(PRODUCTS, f'{_number(work.flops / 1e12)} TFLOP', time.compute - attention),
@@ -66,12 +63,11 @@ def explain(forecast: Forecast, efficiency: Efficiency | None = None) -> str:
         f'| {row.name} | {row.amount} | {_number(1e3 * row.seconds)} | {row.seconds / time.total:.1%} |' for row in rows
     ]
     lines += [f'| **step** | | {_number(1e3 * time.total)} | 100.0% |', '']
-    return '\n'.join([*lines, *_largest(program, bandwidth)])
+    return '\n'.join([*lines, *_largest(kernels, bandwidth)])
 
 
-def _largest(program: Program, bandwidth: float) -> list[str]:
-    elementwise = [kernel for kernel in program.traffic if kernel.cause not in (PRODUCTS, ATTENTION, COMMUNICATION)]
-    largest = sorted(elementwise, key=lambda kernel: -kernel.total)[:LARGEST]
+def _largest(kernels: list[Traffic], bandwidth: float) -> list[str]:
+    largest = sorted(kernels, key=lambda kernel: -kernel.total)[:LARGEST]
     lines = ['| kernel | cause | executions | GB | ms |', '|---|---|---:|---:|---:|']
     return lines + [
         f'| {kernel.name} | {kernel.cause} | {kernel.executions:,.0f} | {_number(kernel.total / 1e9)} | '

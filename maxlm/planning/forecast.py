@@ -17,7 +17,7 @@ from maxlm.planning.compiled.program import Program, read_program
 from maxlm.planning.compiled.traffic import elementwise_bytes
 from maxlm.planning.estimate.gpu_traffic import estimate_gpu_traffic
 from maxlm.planning.estimate.memory import Memory, estimate_memory
-from maxlm.planning.estimate.roofline import StepTime, step_time
+from maxlm.planning.estimate.roofline import Mfu, StepTime, mfu, step_time
 from maxlm.planning.estimate.work import Work, estimate_work
 from maxlm.planning.machine import Machine
 from maxlm.planning.targets import Target, compiling_for, target_layout
@@ -63,6 +63,20 @@ class Forecast(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         return self.config.train.global_batch_size * self.config.data.seq_len / self.time.total
+
+    @property
+    def mfu(self) -> Mfu:
+        """Returns the MFU with causal and with full attention counted; 0 if no peak is known."""
+        target = self.target
+        if not target.chip.tflops:
+            return Mfu(0.0, 0.0)
+        return mfu(
+            self.config,
+            self.config.data.seq_len,
+            tokens_per_second=self.tokens_per_second,
+            num_devices=target.num_devices,
+            tflops=target.chip.tflops,
+        )
 
 
 def estimate(config: Config, machine: Machine) -> Forecast:

@@ -14,7 +14,6 @@ from maxlm.hardware.prices import has_price, price_per_hour
 from maxlm.planning.compiled.traffic import bytes_by_cause
 from maxlm.planning.cost import DEFAULT_TERMS, HOUR, Cost, PricingTerms, estimate_cost, estimate_step_cost, tokens_for
 from maxlm.planning.estimate.parameters import count_parameters
-from maxlm.planning.estimate.roofline import mfu
 from maxlm.planning.estimate.state_bytes import planned_state_bytes
 from maxlm.planning.explain import program_warnings
 from maxlm.planning.forecast import Forecast
@@ -75,23 +74,9 @@ def _checkpoint_bytes(config: Config) -> int:
     return sum(planned_state_bytes(dataclasses.replace(config, mesh=MeshConfig(fsdp=1))))
 
 
-def _mfu(forecast: Forecast) -> tuple[float, float]:
-    """Returns the MFU with causal and with full attention counted; 0 if no peak is known."""
-    config, target = forecast.config, forecast.target
-    if not target.chip.tflops:
-        return 0.0, 0.0
-    return mfu(
-        config,
-        config.data.seq_len,
-        tokens_per_second=forecast.tokens_per_second,
-        num_devices=target.num_devices,
-        tflops=target.chip.tflops,
-    )
-
-
 def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -> dict[str, Any]:
     """Returns a JSON-serializable dictionary, in bytes, seconds and dollars."""
-    causal, full = _mfu(forecast)
+    causal, full = forecast.mfu
     memory = forecast.memory
     return {
         'target': forecast.target.spec,
@@ -224,7 +209,7 @@ def _work(forecast: Forecast) -> list[tuple[str, str]]:
 
 
 def _time(forecast: Forecast) -> list[tuple[str, str]]:
-    time, (causal, full) = forecast.time, _mfu(forecast)
+    time, (causal, full) = forecast.time, forecast.mfu
     parts = ', '.join(
         f'{name} {seconds:.3g}' for name, seconds in time._asdict().items() if seconds > 0.0005 * time.total
     )

@@ -80,9 +80,14 @@ def bytes_by_cause(kernels: Iterable[Traffic]) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
+def elementwise_kernels(kernels: Iterable[Traffic]) -> list[Traffic]:
+    """Returns the kernels other than matrix products, attention and communication."""
+    return [kernel for kernel in kernels if kernel.cause not in (PRODUCTS, ATTENTION, COMMUNICATION)]
+
+
 def elementwise_bytes(kernels: Iterable[Traffic]) -> float:
     """Returns the bytes outside of matrix products, attention kernels and communication."""
-    return sum(kernel.total for kernel in kernels if kernel.cause not in (PRODUCTS, ATTENTION, COMMUNICATION))
+    return sum(kernel.total for kernel in elementwise_kernels(kernels))
 
 
 class _Reader:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from maxlm.config.schema import Config
 from maxlm.planning.estimate.parameters import model_parameters
-from maxlm.planning.estimate.work import forward_passes, score_bytes, update_bytes
+from maxlm.planning.estimate.work import quantization_bytes, score_bytes, tokens_per_device, update_bytes
 
 # Bytes per parameter and micro-batch: the gradient is read, and its sum is read and written.
 GRADIENT_SUM = 10.4
@@ -63,7 +63,7 @@ def estimate_gpu_traffic(config: Config) -> float:
     width = jnp.dtype(model.dtype).itemsize
     # A pipeline recomputes a complete chunk of layers.
     passes = 2 if config.mesh.stage > 1 else 1
-    block = passes * width * elements + _quantization_bytes(config) + _unfused_attention_bytes(config)
+    block = passes * width * elements + quantization_bytes(config) + _unfused_attention_bytes(config)
     return block * tokens_per_device(config) * model.num_layers / config.mesh.stage + fixed_bytes(config)
 
 
@@ -80,11 +80,6 @@ def features(config: Config) -> Features:
         (gates + 1) * model.ffn_dim / tensor,
         attention + rotated + (attention if model.qk_norm else 0),
     )
-
-
-def tokens_per_device(config: Config) -> float:
-    """Returns the number of tokens of a step that a device processes."""
-    return config.train.global_batch_size * config.data.seq_len / (config.batch_shards * config.mesh.context)
 
 
 def fixed_bytes(config: Config) -> float:
@@ -115,18 +110,3 @@ def _unfused_attention_bytes(config: Config) -> float:
     """Returns the bytes per token and block of scores, which only a fused kernel does not write."""
     is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
     return 0.0 if is_fused else score_bytes(config, None)
-
-
-def _quantization_bytes(config: Config) -> float:
-    """Returns the bytes per token and block of the quantization to FP8.
-
-    Inputs of products and gradients of their outputs are read for their maximum, read again and written in 8 bits.
-    """
-    model, tensor = config.model, config.mesh.tensor
-    if model.matmul_precision != 'fp8':
-        return 0.0
-    heads, kv = (number * model.head_dim / tensor for number in (model.num_heads, model.num_kv_heads))
-    gates = 2 if model.activation == 'swiglu' else 1
-    inputs = 2 * model.dim + heads + model.ffn_dim / tensor
-    outputs = 2 * model.dim + heads + 2 * kv + gates * model.ffn_dim / tensor
-    return (2 * jnp.dtype(model.dtype).itemsize + 1) * (inputs * forward_passes(config) + outputs)

@@ -63,10 +63,9 @@ class Memory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """Memory overheads of a compiler, read off compiled programs. All but the last three are numbers of copies.
+    """Memory overheads of a compiler, read off compiled programs. All but the last two are numbers of copies.
 
     Attributes:
-        gelu: arrays [B, T, F] saved for the backward pass of a gelu without a gate, without rematerialization.
         ffn: arrays [B, T, F] in the compute dtype in the backward pass of a layer whose activation has no gate.
         gated: the same for an activation with a gate.
         gated_again: the same for an activation with a gate if gate and up are recomputed.
@@ -79,7 +78,6 @@ class Backend:
         turns_stacks: stacks that are sharded along their last axis are transposed before they are gathered.
     """
 
-    gelu: float
     ffn: float
     gated: float
     gated_again: float
@@ -96,9 +94,9 @@ SUBLANES = 8
 # Fitted to some programs of tests/planning/estimate/programs.json; for CPUs, to a few small programs.
 BACKENDS = {
     # The embedding is gathered, and its gradient is summed, in float32.
-    'gpu': Backend(4.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, True),
-    'tpu': Backend(5.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 128, False),
-    'cpu': Backend(4.0, 9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False),
+    'gpu': Backend(4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, True),
+    'tpu': Backend(4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 128, False),
+    'cpu': Backend(9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False),
 }
 
 
@@ -295,13 +293,16 @@ def _keeps_all(config: Config, backend: Backend) -> bool:
 
     In the programs of unrolled layers below ZeRO stage 3, XLA for GPUs recomputes activations before the backward pass.
     """
-    mesh = config.mesh
-    is_sharded = mesh.zero_stage < 3 and mesh.fsdp * mesh.context > 1
-    return backend.lanes == 1 and not config.model.scan_layers and is_sharded and mesh.stage == 1
+    is_unrolled_on_gpu = backend.lanes == 1 and not config.model.scan_layers
+    return is_unrolled_on_gpu and _gathers_once(config) and config.mesh.stage == 1
 
 
 def _gathers(config: Config) -> bool:
     return config.mesh.zero_stage == 3 and config.mesh.fsdp * config.mesh.context > 1
+
+
+def _gathers_once(config: Config) -> bool:
+    return config.mesh.zero_stage < 3 and config.mesh.fsdp * config.mesh.context > 1
 
 
 def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
@@ -311,7 +312,7 @@ def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
     """
     zero, copies = config.mesh.zero_stage, 0
     if config.mesh.host_offload != 'all':
-        is_gathered = zero < 3 and config.mesh.fsdp * config.mesh.context > 1
+        is_gathered = _gathers_once(config)
         for weight in weights(config.model):
             is_cast = _is_cast(config, weight) and sizes.width < 4
             if is_cast or is_gathered:

@@ -66,8 +66,7 @@ def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> 
         config: config of the run.
         capability: compute capability of the GPUs. None: other devices, or unknown.
     """
-    mesh, train = config.mesh, config.train
-    tokens = train.global_batch_size * config.data.seq_len / (config.batch_shards * mesh.context)
+    mesh, tokens = config.mesh, tokens_per_device(config)
     in_blocks = _block_flops(config, tokens)
     return Work(
         flops=in_blocks + _head_flops(config, tokens) + _muon_flops(config),
@@ -78,6 +77,11 @@ def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> 
         idle=bubble_fraction(mesh.stage, mesh.num_pipeline_repeats, config.accumulation) if mesh.stage > 1 else 0.0,
         transfers=estimate_transfers(config),
     )
+
+
+def tokens_per_device(config: Config) -> float:
+    """Returns the number of tokens of a step that a device processes."""
+    return config.train.global_batch_size * config.data.seq_len / (config.batch_shards * config.mesh.context)
 
 
 def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
@@ -207,19 +211,28 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     head_norms = 3 * (heads + kv_heads) if model.qk_norm else 0
     activation = (3 if model.activation == 'swiglu' else 2) * model.ffn_dim / mesh.tensor
     forward = width * (stream + attention + rotation + head_norms + activation)
-    block = forward * (2 + forward_passes(config)) + score_bytes(config, capability)
-    if model.matmul_precision == 'fp8':
-        # Inputs of a product and gradients of its output are read for their maximum, read again and written in 8 bits.
-        gates = 2 if model.activation == 'swiglu' else 1
-        inputs = 2 * model.dim + heads + model.ffn_dim / mesh.tensor
-        outputs = 2 * model.dim + heads + 2 * kv_heads + gates * model.ffn_dim / mesh.tensor
-        block += (2 * width + 1) * (inputs * forward_passes(config) + outputs)
+    block = forward * (2 + forward_passes(config)) + score_bytes(config, capability) + quantization_bytes(config)
     # Logits: written in float32; read for their maximum, for the sum and for the gradient; the gradient is written once
     #     and read by two products.
     logits = _vocabulary(config) * (16 + 3 * width) / mesh.stage
     # The embedding: a row is read and written; its gradient is added to the table's in float32.
     lookup = model.dim * (2 * width + 12)
     return tokens * (block * model.num_layers / mesh.stage + logits + lookup)
+
+
+def quantization_bytes(config: Config) -> float:
+    """Returns the bytes per token and block of the quantization to FP8.
+
+    Inputs of products and gradients of their outputs are read for their maximum, read again and written in 8 bits.
+    """
+    model, tensor = config.model, config.mesh.tensor
+    if model.matmul_precision != 'fp8':
+        return 0.0
+    heads, kv_heads = (number * model.head_dim / tensor for number in (model.num_heads, model.num_kv_heads))
+    gates = 2 if model.activation == 'swiglu' else 1
+    inputs = 2 * model.dim + heads + model.ffn_dim / tensor
+    outputs = 2 * model.dim + heads + 2 * kv_heads + gates * model.ffn_dim / tensor
+    return (2 * jnp.dtype(model.dtype).itemsize + 1) * (inputs * forward_passes(config) + outputs)
 
 
 def score_bytes(config: Config, capability: tuple[int, int] | None) -> float:

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from tests.conftest import ROOT
-from tests.gpu_compiler import FOLDER, run_python
+from tests.gpu_compiler import NEEDS_COMPILER, run_python
 
 # Prints the contents of the compiled program, with documents passed to cuDNN or with a mask.
 PROGRAM = """
@@ -48,11 +48,7 @@ print(json.dumps({
     'temporary': step.memory_bytes()['temporary'],
 }))
 """
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(not FOLDER, reason='needs the compiler for GPUs: run launch/test.sh, or set MAXLM_GPU_COMPILER'),
-]
+pytestmark = NEEDS_COMPILER
 FORWARD, BACKWARD = '__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'
 # A model with few layers compiles to the same program, because its layers are in a loop.
 SHORT = ('model.num_layers=4', 'train.global_batch_size=32', 'train.per_device_batch_size=2')

@@ -10,7 +10,7 @@ import pytest
 from maxlm.model.layers import fp8
 from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.training.state import abstract_state
-from tests.gpu_compiler import FOLDER, run_python
+from tests.gpu_compiler import needs_gpu_compiler, run_python
 from tests.parameters import first_state
 from tests.small import VOCAB, small_batch, small_config, small_layout
 
@@ -148,9 +148,7 @@ def compiled_for_h100(*overrides):
     return json.loads(done.stdout)
 
 
-@pytest.mark.gpu
-@pytest.mark.multiprocess
-@pytest.mark.skipif(not FOLDER, reason='needs the compiler for GPUs: run launch/test.sh, or set MAXLM_GPU_COMPILER')
+@needs_gpu_compiler
 def test_gpus_run_products_of_8_bits_and_send_bytes():
     output = compiled_for_h100('matmul_precision=fp8')
     products = {name: flops for name, (_, flops) in output['products'].items()}

@@ -9,8 +9,8 @@ import json
 import jax
 import pytest
 
-from maxlm.config.loading import load
-from maxlm.config.resolve import resolve
+from benchmarks.plan_programs import PROGRAMS as RECORD
+from benchmarks.plan_programs import resolve_for
 from maxlm.parallel.host_offload import HOST
 from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.planning.compiled.memory import memory_of, overflow_of
@@ -22,7 +22,7 @@ from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.small import small_config, small_layout
 
-COMPILED = json.loads((ROOT / 'tests/planning/estimate/programs.json').read_text())
+COMPILED = json.loads((ROOT / RECORD).read_text())
 # Bytes of the counters: steps, skipped steps, and updates of each optimizer.
 COUNTERS = 64
 # Maximum relative errors of estimates.
@@ -79,15 +79,9 @@ def name_of(entry):
 
 
 def estimate_of(entry, *more):
-    config = load(str(ROOT / entry['config']), [*entry['overrides'], *more])
-    config = resolve(
-        config,
-        platform=entry['platform'],
-        num_devices=entry['num_devices'],
-        vocab_size=entry['vocab_size'],
-        windows=10**7,
-    )
-    return config, estimate_memory(config, entry['platform'], parse_target(entry['target']).chip.capability)
+    target = parse_target(entry['target'])
+    config = resolve_for(target, str(ROOT / entry['config']), [*entry['overrides'], *more])
+    return config, estimate_memory(config, target.chip.platform, target.chip.capability)
 
 
 def bound(entry, config):
