@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from maxlm.config.schema import Config, OptimizerConfig
+from maxlm.config.schema import Config
+from maxlm.config.schema_optimizer import OptimizerConfig
 
 
 class Projection(nn.Module):

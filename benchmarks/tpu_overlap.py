@@ -30,11 +30,12 @@ from maxlm.planning.targets import parse_target, target_devices, target_layout
 from maxlm.training.state import abstract_state
 
 RESULTS = Path('benchmarks/results/tpu_overlap.json')
-# Slices on which the models are trained. On v4, 1B with a micro-batch of 4 leaves no memory for all-gathers.
+# Slices on which the models are trained.
 CASES = (
-    'v4:2x2x4 configs/1b.py train.per_device_batch_size=2',
+    'v4:2x2x4 configs/1b.py model.scan_layers=true mesh.zero_stage=1 train.per_device_batch_size=4',
+    'v4:2x2x4 configs/1b.py model.scan_layers=true mesh.zero_stage=3 train.per_device_batch_size=4',
     'v4:4x4x4 configs/code.py:7b',
-    'v5p:2x2x2 configs/1b.py',
+    'v5p:2x2x2 configs/1b.py model.scan_layers=true',
     'v5p:4x4x4 configs/code.py:7b',
 )
 

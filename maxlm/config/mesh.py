@@ -48,6 +48,23 @@ def padded_vocabulary(size: int, num_shards: int) -> int:
     return -(-size // multiple) * multiple if size % num_shards else size
 
 
+def reduces_gradients_once(config: Config) -> bool:
+    """Returns True if gradients are summed over devices once per step instead of once per micro-batch.
+
+    This holds for data parallelism at ZeRO stage 1, at which each device stores the complete gradient sums. It does not
+    hold with dropout, whose masks are drawn for the global micro-batch so that they do not depend on the mesh.
+    """
+    mesh = config.mesh
+    return (
+        mesh.zero_stage == 1
+        and config.accumulation > 1
+        and mesh.replica * mesh.data * mesh.fsdp > 1
+        and mesh.stage == mesh.context == mesh.tensor == 1
+        and mesh.host_offload == 'none'
+        and not config.model.dropout
+    )
+
+
 def check_layout(config: Config) -> None:
     """Checks a config with resolved mesh, batch and model.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -57,14 +58,20 @@ class Partitioning(Protocol):
         """Returns `function(*shards, mesh_axis)` run by each device on its shards; `mesh_axis` shards `axis`."""
 
 
+@dataclasses.dataclass(frozen=True)
 class SingleDevice:
-    """Partitioning of a model that runs without a mesh."""
+    """Partitioning of a model that runs without a mesh, or on each device of a mesh separately (`jax.shard_map`).
 
+    Attributes:
+        device_platform: platform of the device; None means JAX's default backend.
+    """
+
+    device_platform: str | None = None
     repeats = 1
 
     @property
     def platform(self) -> str:
-        return jax.default_backend()
+        return self.device_platform or jax.default_backend()
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         del axes

@@ -145,7 +145,8 @@ def candidate_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
                     rest, odd = divmod(num_devices, tensor * context * stage * replica)
                     if odd or not rest:
                         continue
-                    for zero in (3, 2) if rest > 1 else (3,):
+                    pure = tensor == context == stage == 1
+                    for zero in (3, 2, 1) if rest > 1 and pure else (3, 2) if rest > 1 else (3,):
                         yield MeshConfig(
                             replica=replica,
                             stage=stage,

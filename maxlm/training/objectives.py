@@ -19,7 +19,7 @@ from maxlm.config.schema import Config
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import Decoder
 from maxlm.parallel.host_offload import fetch, on_host
-from maxlm.parallel.layout import Layout
+from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.losses.cross_entropy import cross_entropy
 from maxlm.training.losses.dpo import preference_terms
 from maxlm.training.losses.grpo import policy_sums
@@ -67,13 +67,13 @@ class LossSums(NamedTuple):
 Objective = Callable[[Params, Params | None, Params | None, Batch, jax.Array | None], tuple[jax.Array, LossSums]]
 
 
-def make_objective(config: Config, layout: Layout, num_sources: int = 0) -> Objective:
+def make_objective(config: Config, partitioning: Partitioning, num_sources: int = 0) -> Objective:
     """Returns the objective of a resolved config."""
     if config.train.objective == 'dpo':
-        return _make_preference(config, layout)
+        return _make_preference(config, partitioning)
     if config.train.objective == 'grpo':
-        return _make_policy(config, layout)
-    return make_next_token(config, layout, num_sources, z_loss=config.train.z_loss)
+        return _make_policy(config, partitioning)
+    return make_next_token(config, partitioning, num_sources, z_loss=config.train.z_loss)
 
 
 def aux_names(config: Config) -> tuple[str, ...]:
@@ -104,9 +104,11 @@ def zero_sums(config: Config, num_sources: int = 0) -> LossSums:
     return LossSums(zero, zero, zero, by_source, by_source, parts, zero)
 
 
-def make_next_token(config: Config, layout: Layout, num_sources: int = 0, *, z_loss: float = 0.0) -> Objective:
+def make_next_token(
+    config: Config, partitioning: Partitioning, num_sources: int = 0, *, z_loss: float = 0.0
+) -> Objective:
     """Returns the objective Σ cross-entropy of the predicted tokens + z_loss · Σ log² Z; see `cross_entropy`."""
-    hidden = _make_forward(config, layout)
+    hidden = _make_forward(config, partitioning)
     pipelined = config.accumulation // config.rounds
 
     def next_token(
@@ -114,18 +116,20 @@ def make_next_token(config: Config, layout: Layout, num_sources: int = 0, *, z_l
     ) -> tuple[jax.Array, LossSums]:
         assert reference is None, 'the next token needs no reference'
         hidden_BTD, model = hidden(params, slots, batch, dropout_key)
-        targets_BT, weights_BT = (layout.constrain(batch[name], ('rows', 'length')) for name in ('targets', 'weights'))
+        targets_BT, weights_BT = (
+            partitioning.constrain(batch[name], ('rows', 'length')) for name in ('targets', 'weights')
+        )
         objective, loss_B, log_z_squared_B = cross_entropy(
             hidden_BTD,
             model.output_kernel(),
             targets_BT,
             weights_BT,
-            partitioning=layout,
+            partitioning=partitioning,
             chunk=config.train.loss_chunk_tokens,
             z_loss=z_loss,
             logit_softcap=config.model.logit_softcap,
             # Each group has the rows of one micro-batch; the pipeline stages share them.
-            row_groups=max(1, pipelined // layout.num_shards('layers')),
+            row_groups=max(1, pipelined // partitioning.num_shards('layers')),
         )
         tokens_B = batch['weights'].sum(axis=1)
         source_loss = source_tokens = jnp.zeros(0)
@@ -143,10 +147,10 @@ def make_next_token(config: Config, layout: Layout, num_sources: int = 0, *, z_l
 
 
 def make_log_probs(
-    config: Config, layout: Layout
+    config: Config, partitioning: Partitioning
 ) -> Callable[[Params, Params | None, Batch, jax.Array | None], TokenLogProbs]:
     """Returns a function (params, slots, batch, dropout key) → log-probabilities of the batch's targets."""
-    hidden = _make_forward(config, layout)
+    hidden = _make_forward(config, partitioning)
     pipelined = config.accumulation // config.rounds
 
     def log_probs(params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None) -> TokenLogProbs:
@@ -154,20 +158,20 @@ def make_log_probs(
         found = token_log_probs(
             hidden_BTD,
             model.output_kernel(),
-            layout.constrain(batch['targets'], ('rows', 'length')),
-            partitioning=layout,
+            partitioning.constrain(batch['targets'], ('rows', 'length')),
+            partitioning=partitioning,
             chunk=config.train.loss_chunk_tokens,
             logit_softcap=config.model.logit_softcap,
-            row_groups=max(1, pipelined // layout.num_shards('layers')),
+            row_groups=max(1, pipelined // partitioning.num_shards('layers')),
         )
-        return TokenLogProbs(*(layout.constrain(x, ('batch', 'length')) for x in found))
+        return TokenLogProbs(*(partitioning.constrain(x, ('batch', 'length')) for x in found))
 
     return log_probs
 
 
-def _make_preference(config: Config, layout: Layout) -> Objective:
+def _make_preference(config: Config, partitioning: Partitioning) -> Objective:
     """Returns the DPO objective; see `preference_terms`."""
-    log_probs = make_log_probs(config, layout)
+    log_probs = make_log_probs(config, partitioning)
 
     def preference(
         params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
@@ -183,9 +187,9 @@ def _make_preference(config: Config, layout: Layout) -> Objective:
     return preference
 
 
-def _make_policy(config: Config, layout: Layout) -> Objective:
+def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
     """Returns the GRPO objective; see `policy_sums`."""
-    log_probs = make_log_probs(config, layout)
+    log_probs = make_log_probs(config, partitioning)
 
     def policy(
         params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
@@ -217,10 +221,10 @@ def _make_policy(config: Config, layout: Layout) -> Objective:
 
 
 def _make_forward(
-    config: Config, layout: Layout
+    config: Config, partitioning: Partitioning
 ) -> Callable[[Params, Params | None, Batch, jax.Array | None], tuple[jax.Array, Decoder]]:
     """Returns a function (params, slots, batch, dropout key) → last hidden states, sharded for the loss, and model."""
-    graph, _ = nnx.split(abstract_model(config, layout))
+    graph, _ = nnx.split(abstract_model(config, partitioning))
     pipelined = config.accumulation // config.rounds
 
     def forward(
@@ -242,6 +246,6 @@ def _make_forward(
             micro_batches=pipelined,
             slots=blocks_slots,
         )
-        return layout.constrain(hidden_BTD, ('rows', 'length', 'activation')), model
+        return partitioning.constrain(hidden_BTD, ('rows', 'length', 'activation')), model
 
     return forward

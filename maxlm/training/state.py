@@ -16,6 +16,7 @@ from maxlm.config.schema import UNDECIDED_STEPS, Config
 from maxlm.model.decoder import Decoder
 from maxlm.parallel.host_offload import HOST
 from maxlm.parallel.layout import Layout
+from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.loss_scale import LossScale, first_loss_scale
 from maxlm.training.optimizers.optimizer import kind_of, make_optimizer
 from maxlm.training.optimizers.quantized_moments import Blocks, place_moment
@@ -62,17 +63,17 @@ def evaluated_params(state: TrainState) -> Params:
 
 
 @functools.lru_cache(maxsize=16)
-def abstract_model(config: Config, layout: Layout) -> Decoder:
+def abstract_model(config: Config, partitioning: Partitioning) -> Decoder:
     """Returns the decoder with shapes in place of parameters.
 
     The result is cached, because a run needs it about twenty times before its first step, at about 0.1 s per call.
     Callers must not modify it.
     """
-    return nnx.eval_shape(lambda: _make_model(config, layout))
+    return nnx.eval_shape(lambda: _make_model(config, partitioning))
 
 
-def _make_model(config: Config, layout: Layout) -> Decoder:
-    return Decoder(config.model, rngs=nnx.Rngs(config.train.seed), partitioning=layout)
+def _make_model(config: Config, partitioning: Partitioning) -> Decoder:
+    return Decoder(config.model, rngs=nnx.Rngs(config.train.seed), partitioning=partitioning)
 
 
 def param_shardings(config: Config, layout: Layout) -> Params:

@@ -1,6 +1,6 @@
 """Collectives and memory of layouts in programs compiled for sixteen TPU v4 chips.
 
-The TPU compiler needs seconds of CPU time for each program. One program is compiled by default, three more nightly.
+The TPU compiler needs seconds of CPU time for each program. Two programs are compiled by default, three more nightly.
 """
 
 import re
@@ -12,6 +12,7 @@ import pytest
 from benchmarks.overlap import read_overlap
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled.compile import DEVICE_OPTIONS, compile_train_step
+from maxlm.planning.compiled.program import read_program
 from maxlm.planning.targets import parse_target
 from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state
@@ -103,14 +104,23 @@ def test_zero_3_stores_no_complete_parameters(sharded):
     assert sharded.memory['temporary'] < 0.25 * size(sharded.state.params) / 2
 
 
-@pytest.mark.nightly
-def test_zero_1_shards_only_the_optimizer(sharded):
-    program = Program(model__remat_policy='full', mesh__zero_stage=1)
-    params, moments = size(program.state.params), size(program.state.opt_state)
-    assert program.memory['state'] == pytest.approx(params + moments / CHIPS + BATCH, rel=0.02)
-    # Updated parameters are gathered after the update, and none in the layers.
+def reductions(program):
+    """Returns the number of reductions of more than a megabyte in a step, with loops multiplied out."""
+    transfers = read_program(program.text, program.mesh_sizes, platform='tpu').transfers
+    return sum(each.count for each in transfers if 'reduce' in each.kind and each.size > 1e6)
+
+
+@pytest.mark.parametrize('zero_stage', [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_zero_1_gathers_and_reduces_once_per_step(sharded, zero_stage):
+    micro_batches = {'train__global_batch_size': 4 * CHIPS, 'train__per_device_batch_size': 1}
+    program = Program(model__remat_policy='full', mesh__zero_stage=zero_stage, **micro_batches)
+    rows = 4 * BATCH * CHIPS // GLOBAL_BATCH
+    assert program.memory['state'] == pytest.approx(size(sharded.state) / CHIPS + rows, rel=0.02)
+    # Parameters are gathered before the layers, and none in the layers.
     assert program.count('all-gather') < sharded.count('all-gather')
     assert program.memory['temporary'] > 4 * sharded.memory['temporary']
+    # Negative control: at stage 2, all layers reduce each of the four micro-batches.
+    assert reductions(program) <= 4 if zero_stage == 1 else reductions(program) > 4 * 16
 
 
 @pytest.mark.nightly

@@ -1,6 +1,6 @@
 """Equality of loss, gradients and training steps on all layouts with those on one device.
 
-Five layouts cover every mesh axis and every memory optimization; nightly tests add fourteen. Each layout is compiled
+Six layouts cover every mesh axis and every memory optimization; nightly tests add fourteen. Each layout is compiled
 for eight devices, which is slow.
 """
 
@@ -34,6 +34,16 @@ LLAMA = {'model__family': 'llama', 'model__num_kv_heads': 2}
 PADDED = {'model__vocab_size': 61}
 LAYOUTS = [
     {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__zero_stage': 2, 'train__per_device_batch_size': 1, **LLAMA},
+    # Gradients are reduced once per step.
+    {
+        'mesh__replica': 2,
+        'mesh__data': 2,
+        'mesh__fsdp': 2,
+        'mesh__zero_stage': 1,
+        'train__per_device_batch_size': 1,
+        **LLAMA,
+        **PADDED,
+    },
     {
         'mesh__replica': 2,
         'mesh__fsdp': 2,
@@ -58,7 +68,8 @@ NIGHTLY_LAYOUTS = [
     {'mesh__fsdp': 4, 'mesh__tensor': 2, 'optimizer__name': 'muon', 'model__family': 'nanochat', **PADDED},
     {'mesh__data': 8, 'mesh__fsdp': 1},
     {'mesh__fsdp': 8},
-    {'mesh__fsdp': 8, 'mesh__zero_stage': 1},
+    # The whole micro-batch on each device, so gradients are not accumulated.
+    {'mesh__fsdp': 8, 'mesh__zero_stage': 1, 'train__per_device_batch_size': 2},
     {'mesh__tensor': 4, 'mesh__fsdp': 2, 'model__scan_layers': False},
     # Tied embeddings, of which ZeRO stage 2 only shards the gradients.
     {'mesh__tensor': 4, 'mesh__fsdp': 2, 'mesh__zero_stage': 2, **PADDED},
@@ -148,7 +159,7 @@ def test_every_layout_equals_one_device(layout):
 
 
 def test_a_ring_in_sequence_order_gives_another_result(monkeypatch):
-    monkeypatch.setattr('maxlm.training.step.zigzag', lambda length, devices: np.arange(length))
+    monkeypatch.setattr('maxlm.training.gradients.zigzag', lambda length, devices: np.arange(length))
     _, history = on_one_device(tuple(LLAMA.items()))
     _, other_history = train(small_config(num_devices=2, **COMMON, **LLAMA, mesh__context=2))
     assert abs(other_history[0, 1] / history[0, 1] - 1) > 1e-3

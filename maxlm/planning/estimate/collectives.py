@@ -12,7 +12,7 @@ import math
 
 import jax.numpy as jnp
 
-from maxlm.config.mesh import padded_vocabulary
+from maxlm.config.mesh import padded_vocabulary, reduces_gradients_once
 from maxlm.config.schema import MESH_AXES, Config
 from maxlm.planning.estimate.parameters import Tables, block_kernels, block_parameters, model_parameters, tables
 from maxlm.planning.estimate.transfers import Transfer
@@ -97,8 +97,17 @@ def _gathers(config: Config) -> list[Transfer]:
 
 
 def _gradients(config: Config) -> list[Transfer]:
-    """Returns gradient sums over devices with different tokens, one per micro-batch, since XLA does not defer them."""
+    """Returns gradient sums over devices with different tokens, one per micro-batch, since XLA does not defer them.
+
+    Some configs reduce float32 sums once per step; see `reduces_gradients_once`.
+    """
     model, mesh, width = config.model, config.mesh, _width(config)
+    if reduces_gradients_once(config):
+        size = FLOAT32 * model_parameters(model)
+        return [
+            _transfer(config, 'reduce-scatter', ('fsdp',), size, 1, is_async=False),
+            _transfer(config, 'all-reduce', ('replica', 'data'), size / mesh.fsdp, 1, is_async=False),
+        ]
     of, saved_over = _padded_tables(config), mesh.fsdp * mesh.context
     scatters = mesh.zero_stage >= 2 and saved_over > 1
     sums = [
@@ -160,9 +169,10 @@ def _padded_tables(config: Config) -> Tables:
 def _scales(config: Config) -> list[Transfer]:
     """Returns the reductions of the largest elements for 8-bit products: inputs, kernels and gradients of outputs.
 
-    They block the device, but are small. None is repeated in the backward pass, because scales are saved.
+    They block the device, but are small. None is repeated in the backward pass, because scales are saved. If gradients
+    are reduced once per step, each device has its own scales.
     """
-    if config.model.matmul_precision != 'fp8':
+    if config.model.matmul_precision != 'fp8' or reduces_gradients_once(config):
         return []
     axes = (*BATCH_AXES, 'tensor')
     # An input of several kernels counts once.

@@ -308,15 +308,19 @@ def _gathers_once(config: Config) -> bool:
 def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
     """Returns the bytes of parameters that exist a second time in another layout or dtype.
 
-    These are the kernels of blocks in the compute dtype and, below ZeRO stage 3, all gathered parameters.
+    These are the kernels of blocks in the compute dtype and, below ZeRO stage 3, all gathered parameters. XLA keeps the
+    gathered kernels of unrolled layers without rematerialization for the backward pass.
     """
     zero, copies = config.mesh.zero_stage, 0
     if config.mesh.host_offload != 'all':
         is_gathered = _gathers_once(config)
+        is_kept = _gathers(config) and config.model.remat_policy == 'none' and not config.model.scan_layers
         for weight in weights(config.model):
             is_cast = _is_cast(config, weight) and sizes.width < 4
             if is_cast or is_gathered:
                 copies += (sizes.width if is_cast else 4) * shard_size(config, weight, zero=zero)
+            if is_kept and weight.kind == 'matrix':
+                copies += sizes.width * shard_size(config, weight, zero=1)
     if backend.turns_stacks and _gathers(config):
         split_last = (weight for weight in weights(config.model) if _is_split_last(weight))
         copies += 4 * sum(shard_size(config, weight, zero=3) for weight in split_last)

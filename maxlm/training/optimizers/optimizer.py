@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxlm.config.schema import Config, OptimizerConfig
+from maxlm.config.schema import Config
+from maxlm.config.schema_optimizer import OptimizerConfig
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.muon import scale_by_muon
 from maxlm.training.optimizers.quantized_moments import init_moment, rounding_seed, update_moments

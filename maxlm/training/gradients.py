@@ -1,0 +1,141 @@
+"""Gradients of a global batch: accumulation over micro-batches and reduction over devices.
+
+Shapes: A accumulation steps, B batch, T length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxlm.config.mesh import reduces_gradients_once
+from maxlm.config.schema import Config
+from maxlm.model.attention.ring import zigzag
+from maxlm.parallel.layout import TABLE, Layout
+from maxlm.parallel.partitioning import Partitioning, SingleDevice
+from maxlm.training.objectives import Batch, LossSums, make_objective, zero_sums
+from maxlm.training.optimizers.trainable import trainable
+from maxlm.training.reference import reference_params
+from maxlm.training.state import Params, TrainState, param_shardings
+from maxlm.training.update import differentiable, merge_differentiable, working_params
+
+# (working parameters, reference, batch, dropout key, loss factor) → sums over the batch and summed gradients.
+Accumulate = Callable[[Params, Params | None, Batch, jax.Array, jax.Array | None], tuple[LossSums, Params]]
+BATCH_AXES = TABLE['batch']
+
+
+def make_gradients(
+    config: Config, layout: Layout, num_sources: int = 0
+) -> Callable[[TrainState, Batch, jax.Array, jax.Array | None], tuple[LossSums, Params]]:
+    """Returns a function (state, batch, dropout key, loss factor) → sums over the batch and summed gradients.
+
+    The gradients are float32 and have the sharding of the optimizer state.
+    """
+    shardings = trainable(config, param_shardings(config, layout.of_state))
+    if reduces_gradients_once(config):
+        accumulate = _reduced_once(config, layout, shardings, num_sources)
+    else:
+        accumulate = _make_accumulate(config, layout, num_sources)
+
+    def gradients(state: TrainState, batch: Batch, key: jax.Array, factor: jax.Array | None) -> tuple[LossSums, Params]:
+        params = working_params(config, layout, state.params)
+        reference = reference_params(config, params, state.reference)
+        sums, grads = accumulate(params, reference, batch, key, factor)
+        return sums, jax.lax.with_sharding_constraint(grads, shardings)
+
+    return gradients
+
+
+def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources: int) -> Accumulate:
+    """Returns the sums over the micro-batches of a batch, which is global, or that of one device."""
+    objective = make_objective(config, layout, num_sources)
+    A = config.rounds
+
+    def place(grads: Params) -> Params:
+        if isinstance(layout, SingleDevice):
+            return grads
+        return jax.lax.with_sharding_constraint(grads, trainable(config, param_shardings(config, layout.of_gradients)))
+
+    def loss_fn(
+        diff_params: Params,
+        params: Params,
+        reference: Params | None,
+        batch: Batch,
+        dropout_key: jax.Array,
+        factor: jax.Array | None,
+    ) -> tuple[jax.Array, LossSums]:
+        params, slots = merge_differentiable(config, params, diff_params)
+        loss, sums = objective(params, reference, slots, batch, dropout_key)
+        return (loss if factor is None else factor * loss), sums
+
+    def accumulate(
+        params: Params, reference: Params | None, batch: Batch, key: jax.Array, factor: jax.Array | None
+    ) -> tuple[LossSums, Params]:
+        zero_grads = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable(config, params)))
+        diff_params = differentiable(config, params, zero_grads)
+
+        def add(totals: Any, inputs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+            index, micro_batch = inputs
+            grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+            (_, sums), grads = grad_fn(
+                diff_params, params, reference, micro_batch, jax.random.fold_in(key, index), factor
+            )
+            with jax.named_scope('gradient_sum'):
+                return jax.tree.map(jnp.add, totals, (sums, place(grads))), None
+
+        zeros = (zero_sums(config, num_sources), zero_grads)
+        totals, _ = jax.lax.scan(add, zeros, (jnp.arange(A), split_micro_batches(batch, A, layout)))
+        return totals
+
+    return accumulate
+
+
+def _reduced_once(config: Config, layout: Layout, shardings: Any, num_sources: int) -> Accumulate:
+    """Returns the sums over a global batch: each device accumulates its own rows, then the sums are reduced once."""
+    accumulate = _make_accumulate(config, SingleDevice(layout.platform), num_sources)
+
+    def on_device(*inputs: Any) -> tuple[LossSums, Params]:
+        sums, grads = accumulate(*inputs)
+        return jax.lax.psum(sums, BATCH_AXES), jax.tree.map(_reduce_scatter, grads, shardings)
+
+    whole, specs = PartitionSpec(), jax.tree.map(lambda sharding: sharding.spec, shardings)
+    # Replication is not checked, because the kernels of attention do not declare it.
+    return jax.shard_map(
+        on_device,
+        mesh=layout.mesh,
+        in_specs=(whole, whole, PartitionSpec(BATCH_AXES), whole, whole),
+        out_specs=(whole, specs),
+        check_vma=False,
+    )
+
+
+def _reduce_scatter(grad: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Returns the shard of the sum of `grad` over all devices, within `jax.shard_map`."""
+    scattered: set[str] = set()
+    for dim, names in enumerate(sharding.spec):
+        axes = tuple(axis for axis in ((names,) if isinstance(names, str) else names or ()) if axis in BATCH_AXES)
+        if axes:
+            grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+            scattered.update(axes)
+    return jax.lax.psum(grad, tuple(axis for axis in BATCH_AXES if axis not in scattered))
+
+
+def split_micro_batches(batch: Batch, num: int, partitioning: Partitioning) -> Batch:
+    """Splits arrays [B, T] into [A, B/A, T], and [B] into [A, B/A].
+
+    Row r goes to micro-batch r mod A, so no row moves to another device. If the sequence length is sharded, positions
+    are reordered by `zigzag`.
+    """
+
+    def split(rows: jax.Array) -> jax.Array:
+        axes = ('micro_batch', 'batch', 'length')[: rows.ndim + 1]
+        num_shards = partitioning.num_shards('length')
+        if rows.ndim == 2 and num_shards > 1:
+            rows = rows[:, zigzag(rows.shape[1], num_shards)]
+        return partitioning.constrain(rows.reshape(-1, num, *rows.shape[1:]).swapaxes(0, 1), axes)
+
+    return {name: split(rows) for name, rows in batch.items()}
