@@ -22,6 +22,8 @@ class Partitioning(Protocol):
         platform: platform of the devices: cpu, gpu or tpu.
     """
 
+    def __hash__(self) -> int: ...
+
     @property
     def repeats(self) -> int: ...
 
