@@ -117,7 +117,7 @@ def test_the_median_error_is_small():
         errors[entry['platform']].append(abs(memory.total / (entry.get('overflow') or entry['total']) - 1))
     assert len(COMPILED) >= 25
     assert sorted(errors['gpu'])[len(errors['gpu']) // 2] < 0.04
-    assert sorted(errors['tpu'])[len(errors['tpu']) // 2] < 0.05
+    assert sorted(errors['tpu'])[len(errors['tpu']) // 2] < 0.07
 
 
 # Each layout is tested with one family, so that every family has three layouts.
