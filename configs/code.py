@@ -12,7 +12,8 @@ Hardware:  H100 80 GB: at least 8 for 7b, 16 for 13b, 32 for 30b, 64 for 70b, 1 
            the same memory
 Time:      200 billion tokens, 4.2M per step; --config.train.num_tokens=N sets another length. 7b-long: 21 billion
            tokens, 2.1M per step; 7b-instruct and 7b-lora: 2 epochs, 262k tokens per step
-Memory:    compiled ahead of time, GiB per H100: 7b 62 and 7b-32gb 18 on 8, 13b 55 on 16, 30b 38 on 32, 70b 50 on 64; 7b-long 25 on 8, 7b-instruct 20 on 8, 7b-lora 31 on one
+Memory:    compiled ahead of time, GiB per H100: 7b 62 and 7b-32gb 18 on 8, 13b 55 on 16, 30b 38 on 32, 70b 50 on 64;
+           7b-long 25 on 8, 7b-instruct 20 on 8, 7b-lora 31 on one
 Expected:  speed and loss are not measured yet
 
 Shapes and learning rates follow Touvron et al. 2023, "LLaMA" and "Llama 2". Long context follows Rozière et al. 2023,
