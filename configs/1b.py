@@ -1,9 +1,11 @@
 """GPT-2 with 0.76B parameters ("1B"): width 1536, 24 layers, 24 heads, 2048 learned positions, vocabulary 50 000.
 
-Command:   python -m maxlm.train --config=configs/1b.py --workdir=runs/1b
-Data:      python -m maxlm.prepare --input TEXT… --output data --tokenizer bpe:50000
+Command:   python -m maxlm.recipe --config=configs/1b.py text=TEXT
+           prepares TEXT, trains in runs/1b and exports the model to runs/1b/hf. With
+           --config.checkpoint.remote_dir=gs://BUCKET/1b, checkpoints and the exported model are uploaded.
+Variants:  smoke: two narrow layers and 10 steps, to try the recipe on a CPU
 Hardware:  8 × H100 80 GB in one node; any number of devices that divides 512 gives the same results
-Time:      100 000 steps of 512 × 2048 tokens = 105 billion tokens
+Time:      100 000 steps of 512 × 2048 tokens = 105 billion tokens, 2.03 passes over the published 51.6 billion tokens
 Memory:    27 GiB per GPU, compiled ahead of time for 8 × H100; 26 GiB per chip for 16 × TPU v4
 Expected:  49 % MFU on 8 × H100, planned from the compiled step; speed and loss are not measured yet
 
@@ -14,9 +16,21 @@ The settings of the step are the fastest of the compiled programs in tests/plann
 from ml_collections import ConfigDict
 
 from maxlm.config.loading import default
+from maxlm.config.smoke import shrink
+from maxlm.errors import InputError
 
 
-def get_config() -> ConfigDict:
+def get_phases(variant: str = '') -> list[str]:
+    name, tokenizer = ('1b-smoke', 'bpe:300') if variant else ('1b', 'bpe:50000')
+    return [
+        f'prepare --input {{text}} --output data/{name} --tokenizer {tokenizer}',
+        f'train --config={{config}}{":" if variant else ""}{variant}',
+    ]
+
+
+def get_config(variant: str = '') -> ConfigDict:
+    if variant not in ('', 'smoke'):
+        raise InputError(f'configs/1b.py has no variant {variant!r}; there is: smoke')
     config = default()
 
     config.model.family = 'gpt2'
@@ -30,6 +44,7 @@ def get_config() -> ConfigDict:
     config.model.remat_policy = 'none'
     config.model.scan_layers = False
 
+    config.data.path = 'data/1b'
     config.data.seq_len = 2048
 
     config.train.num_steps = 100_000
@@ -56,4 +71,8 @@ def get_config() -> ConfigDict:
 
     config.checkpoint.save_interval_steps = 1000
     config.checkpoint.max_to_keep = 5
+    # config.export.at_end = True
+    if variant == 'smoke':
+        shrink(config)
+        config.data.path = 'data/1b-smoke'
     return config

@@ -1,29 +1,36 @@
 """Code models with the shapes of Llama and Code Llama, 6.7B to 69B parameters: pretraining, long context, instructions.
 
-Command:   python -m maxlm.train --config=configs/code.py:7b --workdir=runs/code-7b
+Command:   python -m maxlm.recipe --config=configs/code.py:7b code=CODE chats=CHATS.jsonl prompts=TASKS.jsonl
+           prepares CODE with fill-in-the-middle, filters and deduplication, and trains four phases, each from the last
+           one: runs/code-7b, runs/code-7b-long, runs/code-7b-instruct and runs/code-7b-rl, whose model is exported
 Variants:  7b · 13b · 30b · 70b pretrain 6.7, 13.0, 32.5 and 69.0 billion parameters with sequences of 4096 tokens;
            7b-32gb is 7b for devices with 32 GB, such as TPU v4;
            7b-long continues runs/code-7b with sequences of 8192, then 16 384 tokens;
-           7b-instruct fine-tunes runs/code-7b-long on conversations; 7b-lora does so with LoRA adapters of rank 16
-Data:      python -m maxlm.prepare --input CODE… --output data --tokenizer bpe:32016
-           7b-instruct and 7b-lora: python -m maxlm.prepare --format chat --input CHATS.jsonl --output data/chat
-           --tokenizer runs/code-7b-long/tokenizer.json --chat-template chatml --pack-seq-len 4096
+           7b-instruct fine-tunes runs/code-7b-long on conversations; 7b-lora does so with LoRA adapters of rank 16;
+           7b-rl trains runs/code-7b-instruct with GRPO on programming tasks: a response is rewarded if its program can
+           be parsed and passes the tests of the task;
+           smoke, smoke-long, smoke-instruct and smoke-rl: the same phases with two narrow layers, on a CPU
+Data:      CHATS.jsonl has conversations, TASKS.jsonl has prompts with `tests` (docs/posttraining.md)
 Hardware:  H100 80 GB: at least 8 for 7b, 16 for 13b, 32 for 30b, 64 for 70b, 1 for 7b-lora; or a TPU pod slice with
            the same memory
 Time:      200 billion tokens, 4.2M per step; --config.train.num_tokens=N sets another length. 7b-long: 21 billion
-           tokens, 2.1M per step; 7b-instruct and 7b-lora: 2 epochs, 262k tokens per step
+           tokens, 2.1M per step; 7b-instruct and 7b-lora: 2 epochs, 262k tokens per step; 7b-rl: 200 steps of 1024
+           responses to 64 prompts
 Memory:    compiled ahead of time, GiB per H100: 7b 62 and 7b-32gb 18 on 8, 13b 55 on 16, 30b 38 on 32, 70b 50 on 64;
            7b-long 25 on 8, 7b-instruct 20 on 8, 7b-lora 31 on one
 Expected:  speed and loss are not measured yet
 
 Shapes and learning rates follow Touvron et al. 2023, "LLaMA" and "Llama 2". Long context follows Rozière et al. 2023,
 "Code Llama": rotary base 10⁶, 10 000 steps of 2M tokens at 2e-5. Instruction tuning follows "Llama 2": batches of 64
-sequences of 4096 tokens, 2 epochs, 2e-5. Adapter rank and learning rate follow Dettmers et al. 2023, "QLoRA".
+sequences of 4096 tokens, 2 epochs, 2e-5. Adapter rank and learning rate follow Dettmers et al. 2023, "QLoRA". Group
+size, batch and learning rate of GRPO follow Shao et al. 2024, "DeepSeekMath". A rollback halves the learning rate, and
+models above 30 billion parameters have 8-bit moments, as in the published set-up.
 """
 
 from ml_collections import ConfigDict
 
 from maxlm.config.loading import default
+from maxlm.config.smoke import shrink
 from maxlm.errors import InputError
 
 # variant → (layers, width, heads, key/value heads, feed-forward width, peak learning rate)
@@ -34,23 +41,57 @@ SHAPES = {
     '70b': (80, 8192, 64, 8, 28_672, 1.5e-4),
 }
 # Phases after pretraining, which need the memory-saving settings.
-PHASES = ('long', 'instruct', 'lora')
+PHASES = ('long', 'instruct', 'lora', 'rl')
+
+
+def get_phases(variant: str = '7b') -> list[str]:
+    if variant not in (*SHAPES, '7b-32gb', 'smoke'):
+        raise InputError(f'configs/code.py:{variant} has no phases; use --config=configs/code.py:7b')
+    is_smoke = variant == 'smoke'
+    size = 400 if is_smoke else 32_016
+    prepare = f'--output data/code-{variant.partition("-")[0]} --tokenizer bpe:{size} --fim-rate 0.5 --filter code --deduplicate near'
+    pretrain = [f'prepare --input {{code}} {prepare}', f'train --config={{config}}:{variant}']
+    if variant not in ('7b', 'smoke'):
+        return pretrain
+    tasks = f'data/code-{variant}-tasks'
+    chats, prompts = (f'{tasks}/chats.jsonl', f'{tasks}/prompts.jsonl') if is_smoke else ('{chats}', '{prompts}')
+    return [
+        *pretrain,
+        f'train --config={{config}}:{variant}-long',
+        *([f'-m examples.tasks synth --output {tasks} --problems 100'] if is_smoke else []),
+        f'prepare --format chat --input {chats} --output data/code-{variant}-chat --chat-template chatml '
+        f'--tokenizer runs/code-{variant}-long/tokenizer.json --pack-seq-len {128 if is_smoke else 4096}',
+        f'train --config={{config}}:{variant}-instruct',
+        f'grpo --config={{config}}:{variant}-rl --config.grpo.prompts={prompts}',
+    ]
 
 
 def get_config(variant: str = '7b') -> ConfigDict:
     shape, _, phase = variant.partition('-')
-    variants = [*SHAPES, '7b-32gb', *(f'7b-{name}' for name in PHASES)]
+    variants = [*SHAPES, '7b-32gb', *(f'7b-{name}' for name in PHASES), 'smoke', *(f'smoke-{name}' for name in PHASES)]
     if variant not in variants:
         raise InputError(f'configs/code.py has no variant {variant!r}; there are: {", ".join(variants)}')
-    config = pretraining(*SHAPES[shape])
+    config = pretraining(*SHAPES['7b' if shape == 'smoke' else shape])
+    config.data.path = f'data/code-{shape}'
     if variant in SETTINGS_80_GB:
         SETTINGS_80_GB[variant](config)
     if phase in PHASES:
-        continue_at_long_context(config)
-    if phase in ('instruct', 'lora'):
-        follow_instructions(config)
+        continue_at_long_context(config, shape)
+    if phase in ('instruct', 'lora', 'rl'):
+        follow_instructions(config, shape)
     if phase == 'lora':
         with_adapters(config)
+    if phase == 'rl':
+        learn_from_tests(config, shape)
+    if shape == 'smoke':
+        shrink(config)
+        if phase == 'rl':
+            config.train.num_steps = 4
+            config.train.global_batch_size = 16
+            config.grpo.num_generations = 4
+            config.grpo.prompts_per_rollout = 4
+            config.grpo.max_completion_length = 16
+            config.eval.interval = 0
     return config
 
 
@@ -82,6 +123,7 @@ def pretraining(
     config.optimizer.learning_rate = learning_rate
     config.optimizer.min_learning_rate = learning_rate / 10
     config.optimizer.warmup_steps = 2000
+    config.optimizer.moment_dtype = 'int8' if num_layers >= SHAPES['30b'][0] else 'float32'
     config.optimizer.max_grad_norm = 1.0
 
     config.checkpoint.save_interval_steps = 250
@@ -114,7 +156,7 @@ def recompute_layers(config: ConfigDict) -> None:
 SETTINGS_80_GB = {'7b': gather_once, '13b': use_80_gb, '30b': recompute_layers, '70b': recompute_layers}
 
 
-def continue_at_long_context(config: ConfigDict) -> None:
+def continue_at_long_context(config: ConfigDict, shape: str) -> None:
     """Continues training with 16 384-token sequences (8192 for the first 30 %) and a larger rotary base."""
     config.model.rope_theta = 1e6
     config.model.max_positions = 16_384
@@ -122,7 +164,7 @@ def continue_at_long_context(config: ConfigDict) -> None:
     config.data.seq_len = 16_384
     config.data.seq_len_schedule = ((8192, 0.3),)
 
-    config.train.init_from = 'runs/code-7b'
+    config.train.init_from = f'runs/code-{shape}'
     config.train.num_tokens = 10_000 * 128 * 16_384
     config.train.global_batch_size = 128
 
@@ -131,16 +173,16 @@ def continue_at_long_context(config: ConfigDict) -> None:
     config.optimizer.warmup_steps = 100
 
 
-def follow_instructions(config: ConfigDict) -> None:
+def follow_instructions(config: ConfigDict, shape: str) -> None:
     """Fine-tunes on packed conversations; the loss covers the assistant tokens that the data marks as targets."""
     # Leaves ids for the tokens of a chat template; their embeddings start at the mean of the existing ones.
     config.model.vocab_size = 32_032
 
-    config.data.path = 'data/chat'
+    config.data.path = f'data/code-{shape}-chat'
     config.data.seq_len = 4096
     config.data.seq_len_schedule = ()
 
-    config.train.init_from = 'runs/code-7b-long'
+    config.train.init_from = f'runs/code-{shape}-long'
     config.train.num_tokens = 0
     config.train.num_epochs = 2.0
     config.train.global_batch_size = 64
@@ -160,3 +202,31 @@ def with_adapters(config: ConfigDict) -> None:
     config.optimizer.learning_rate = 2e-4
     config.optimizer.trainable_params = ('embedding', 'head')
     config.optimizer.weight_decay = 0.0
+
+
+def learn_from_tests(config: ConfigDict, shape: str) -> None:
+    """Reinforces responses whose programs pass the tests of their task."""
+    config.train.objective = 'grpo'
+    config.train.init_from = f'runs/code-{shape}-instruct'
+    config.train.num_epochs = 0.0
+    config.train.num_steps = 200
+    config.train.global_batch_size = 1024
+    config.data.seq_len = 2048
+
+    config.grpo.prompts = 'data/tasks.jsonl'
+    config.grpo.reward = 'all_tests + 0.1*syntax'
+    config.grpo.num_generations = 16
+    config.grpo.prompts_per_rollout = 64
+    config.grpo.max_completion_length = 1024
+
+    config.eval.interval = 0
+
+    config.optimizer.learning_rate = 1e-6
+    config.optimizer.schedule = 'constant'
+    config.optimizer.warmup_steps = 10
+    config.optimizer.weight_decay = 0.0
+    config.checkpoint.save_interval_steps = 20
+    # GRPO batches depend on the current model, so a rollback has no fixed batches to skip.
+    config.guard.spike_window = 0
+    config.guard.max_rollbacks = 0
+    # config.export.at_end = True

@@ -3,14 +3,17 @@
 The remaining settings follow from the depth. Depth 24 has 0.68B parameters, depth 64 has 12.9B. The set-up that this
 config reproduces states 4.3B for depth 64, but 64 layers × 12 · 4096² is 12.9B; 4.3B corresponds to about depth 44.
 
-Command:   python -m maxlm.train --config=configs/depth.py:24 --workdir=runs/d24
-Variants:  any positive integer, e.g. :4 for a trial on a CPU, :24, :64
-Data:      python -m maxlm.prepare --input TEXT… --output data --tokenizer chars
-Hardware:  8 × H100 80 GB, up to depth 64 with 4 sequences of 2048 tokens per GPU
-Time:      20 tokens per block parameter (Hoffmann et al. 2022): 13.6 billion for depth 24, 258 billion for depth 64;
-           --config.train.num_steps=N sets another length
+Command:   python -m maxlm.recipe --config=configs/depth.py:64 text=TEXT
+           prepares TEXT with one token per character, trains in runs/depth-64 and exports the model
+Variants:  any positive integer, e.g. :4 for a trial on a CPU, :24, :64; smoke: 10 steps of a narrow model
+Hardware:  8 × H100 80 GB; a step is 8 GPUs × 4 sequences × 2048 tokens × 8 accumulation steps = 524,288 tokens. The
+           published product of 65,536 tokens leaves out the accumulation steps.
+Time:      depth 64: 31 hours, as published; the number of steps follows the measured speed. Other depths: 20 tokens per
+           block parameter (Hoffmann et al. 2022), 13.6 billion for depth 24. --config.train.num_steps=N sets another length
+Cost:      depth 64: $1,000 at $4.03 per GPU and hour; --config.train.price_per_hour=X for the price of another provider
 Memory:    compiled ahead of time for 8 × H100: 25 GiB per GPU at depth 24, 51 GiB at depth 64
-Expected:  speed and loss are not measured yet
+Expected:  published: about 34 epochs over the data, lowest validation loss at step 2000 to 5000; the best checkpoint is
+           kept. Speed and loss of maxlm are not measured yet
 
 Muon and AdamW use the learning rates of nanochat (Karpathy 2025), which were tuned at width 768.
 """
@@ -18,12 +21,25 @@ Muon and AdamW use the learning rates of nanochat (Karpathy 2025), which were tu
 from ml_collections import ConfigDict
 
 from maxlm.config.loading import default
+from maxlm.config.smoke import shrink
 from maxlm.errors import InputError
 
 HEAD_DIM = 128
+PUBLISHED_DEPTH = 64
+
+
+def get_phases(depth: str = '24') -> list[str]:
+    return [
+        f'prepare --input {{text}} --output data/depth-{depth} --tokenizer chars',
+        f'train --config={{config}}:{depth}',
+    ]
 
 
 def get_config(depth: str = '24') -> ConfigDict:
+    if depth == 'smoke':
+        config = shrink(get_config('2'))
+        config.data.path = 'data/depth-smoke'
+        return config
     if not (depth.isascii() and depth.isdigit() and int(depth) > 0):
         raise InputError(f'configs/depth.py:{depth} needs a whole number of layers, e.g. configs/depth.py:24')
     num_layers = int(depth)
@@ -44,9 +60,14 @@ def get_config(depth: str = '24') -> ConfigDict:
     # Gathers parameters once per step.
     config.mesh.zero_stage = 2
 
+    config.data.path = f'data/depth-{depth}'
     config.data.seq_len = 2048
 
-    config.train.num_tokens = 20 * 12 * num_layers * dim**2
+    if num_layers == PUBLISHED_DEPTH:
+        config.train.hours = 31.0
+        config.train.price_per_hour = 4.03
+    else:
+        config.train.num_tokens = 20 * 12 * num_layers * dim**2
     config.train.global_batch_size = 256
     config.train.per_device_batch_size = 8 if is_small else 4
 
@@ -69,6 +90,14 @@ def get_config(depth: str = '24') -> ConfigDict:
     config.optimizer.wsd_decay_fraction = 0.2
     config.optimizer.max_grad_norm = 1.0
 
-    config.checkpoint.save_interval_steps = 1000
+    # Alerts below the published minimum of a healthy run.
+    # config.alerts.min_utilization = 80.0
+    # config.alerts.min_mfu = 0.15
+    # config.alerts.min_tokens_per_second = 30_000.0
+
+    # 730 steps took an hour.
+    config.checkpoint.save_interval_steps = 730
+    config.checkpoint.save_interval_minutes = 60.0
     config.checkpoint.max_to_keep = 3
+    # config.export.at_end = True
     return config

@@ -1,11 +1,11 @@
 """Llama models from 85M to 1.46B parameters for 8 × A100: a published series, trained on four weighted sources.
 
-Command:   python -m maxlm.train --config=configs/mix.py:xlarge --workdir=runs/xlarge
+Command:   python -m maxlm.recipe --config=configs/mix.py:xlarge source45=A source25=B source20=C source10=D
+           prepares the four sources, each a path, a URL or a data set of the hub (hf:NAME), with one tokenizer, trains in
+           runs/mix-xlarge and exports the model
 Variants:  tiny · small · medium · medium-large · large · xlarge
-Data:      python -m maxlm.prepare --input TEXT… --output data/mix-45 --tokenizer bpe:100224
-           python -m maxlm.prepare --input TEXT… --output data/mix-25 --tokenizer data/mix-45/tokenizer.json
-           Repeat the second command for data/mix-20 and data/mix-10. To use one data set instead:
-           --config.data.sources='()' --config.data.path=data/mine
+           smoke: two narrow layers and 10 steps, to try the recipe on a CPU
+           To train on one data set instead: --config.data.sources='()' --config.data.path=data/mine
 Hardware:  8 × A100; tiny and small on one GPU, or on a CPU for a trial
 Time:      11 billion tokens, 83 924 steps; 39 hours for xlarge at its published 79 200 tokens/s
 Memory:    compiled ahead of time: xlarge 26 GiB on each of 8 × H100; small 12 GiB on an RTX 4090
@@ -20,6 +20,7 @@ The variant medium has 373M, where 374M was published.
 from ml_collections import ConfigDict
 
 from maxlm.config.loading import default
+from maxlm.config.smoke import shrink
 from maxlm.errors import InputError
 
 # variant → (layers, width, heads)
@@ -32,11 +33,30 @@ SHAPES = {
     'xlarge': (32, 1920, 15),
 }
 TOKENS_PER_STEP = 2**17
+# Percentages of the sources.
+WEIGHTS = (45, 25, 20, 10)
+
+
+def get_phases(variant: str = 'xlarge') -> list[str]:
+    data, size = ('data/mix-smoke', 300) if variant == 'smoke' else ('data/mix', 100_224)
+    first, *others = WEIGHTS
+    return [
+        f'prepare --input {{source{first}}} --output {data}-{first} --tokenizer bpe:{size}',
+        *(
+            f'prepare --input {{source{weight}}} --output {data}-{weight} --tokenizer {data}-{first}/tokenizer.json'
+            for weight in others
+        ),
+        f'train --config={{config}}:{variant}',
+    ]
 
 
 def get_config(variant: str = 'xlarge') -> ConfigDict:
+    if variant == 'smoke':
+        config = shrink(get_config('tiny'))
+        config.data.sources = tuple((f'data/mix-smoke-{weight}', weight / 100) for weight in WEIGHTS)
+        return config
     if variant not in SHAPES:
-        raise InputError(f'configs/mix.py has no variant {variant!r}; there are: {", ".join(SHAPES)}')
+        raise InputError(f'configs/mix.py has no variant {variant!r}; there are: {", ".join((*SHAPES, "smoke"))}')
     num_layers, dim, num_heads = SHAPES[variant]
     config = default()
 
@@ -55,7 +75,7 @@ def get_config(variant: str = 'xlarge') -> ConfigDict:
     # Gathers parameters once per step.
     config.mesh.zero_stage = 2
 
-    config.data.sources = (('data/mix-45', 0.45), ('data/mix-25', 0.25), ('data/mix-20', 0.2), ('data/mix-10', 0.1))
+    config.data.sources = tuple((f'data/mix-{weight}', weight / 100) for weight in WEIGHTS)
     config.data.seq_len = 2048
 
     config.train.num_tokens = 11_000_000_000
@@ -74,4 +94,5 @@ def get_config(variant: str = 'xlarge') -> ConfigDict:
     config.checkpoint.save_interval_steps = 500
     config.checkpoint.max_to_keep = 1
     config.checkpoint.keep_best = 3
+    # config.export.at_end = True
     return config

@@ -1,75 +1,92 @@
 """GPT-NeoX with 1.41B parameters ("1.2B" without embeddings): width 2048, 24 layers, 16 heads, 25 % rotary dimensions.
 
-Shape, learning rate, warm-up fraction and gradient clipping are those of Pythia-1.4B (Biderman et al. 2023). The
-vocabulary has 50 257 tokens.
-
-Command:   python -m maxlm.train --config=configs/neox.py:production_8gpu --workdir=runs/neox
-Variants:  test              a laptop CPU: 4 layers of width 256, 50 steps of 8 × 256 tokens
-           production        one GPU with 80 GB, 0.26M tokens per step
-           production_24gb   two GPUs with 24 GB, such as RTX 4090, 0.26M tokens per step
-           production_8gpu   8 GPUs with 80 GB in one node, 2.1M tokens per step
+Command:   python -m maxlm.recipe --config=configs/neox.py:production_8gpu text=TOKENS
+           prepares TOKENS (.npz, .npy, .bin or text), trains in runs/neox-production_8gpu and exports the model
+Variants:  test              published trial: 1000 steps of 2 sequences × 2 accumulation steps, the first five files
+           production        published, two GPUs with 24 GB: 25 000 steps of 4 × 4 sequences per GPU
+           production_8gpu   published, 8 GPUs: 590 625 steps (three epochs) of 8 × 4 sequences per GPU
+           tuned_1gpu · tuned_24gb · tuned   one GPU with 80 GB, two with 24 GB, 8 with 80 GB; see below
+           smoke             two narrow layers and 10 steps, to try the recipe on a CPU
            --config.train.num_steps=N sets another number of steps
-Data:      python -m maxlm.prepare --input TEXT… --output data --tokenizer bpe:50257
-Hardware:  as above; any number of devices that divides the batch gives the same results
-Time:      test: one minute; production and production_24gb: 20 000 steps, 5.2 billion tokens;
-           production_8gpu: 14 000 steps, 29 billion
-Memory:    compiled ahead of time: 51 GiB on one H100, 33 GiB on each of 8, 18 GiB on each of two RTX 4090
+Hardware:  as above, test on one GPU with 40 GB or more; any number of devices that divides the batch gives the same
+           results
+Time:      production: 0.8 billion tokens; production_8gpu: 155 billion tokens;
+           tuned_1gpu and tuned_24gb: 5.2 billion tokens; tuned: 29 billion tokens
+Memory:    compiled ahead of time, GiB per device: tuned_1gpu 51 on one H100, tuned 33 on each of 8, tuned_24gb 18 on
+           each of two RTX 4090; production MEMORY
 Expected:  speed and loss are not measured yet
+
+The published variants have sequences of 1024 tokens. The tuned variants have the sequence length, the learning rate and
+the warm-up fraction of Pythia-1.4B (Biderman et al. 2023), and `tuned` has its batch of 2.1 million tokens. `tuned` sees
+20 tokens per parameter, the compute-optimal number (Hoffmann et al. 2022), in a fifth of the published compute.
 """
 
 from ml_collections import ConfigDict
 
 from maxlm.config.loading import default
+from maxlm.config.smoke import shrink
 from maxlm.errors import InputError
 
-# variant → (steps, sequences per step, sequences per device at a time, peak learning rate)
+# variant → (sequence length, steps, sequences per step, sequences per device at a time, peak learning rate, warm-up
+# steps, steps between checkpoints, steps between log lines)
 VARIANTS = {
-    'test': (50, 8, 0, 1e-3),
-    'production': (20_000, 128, 8, 2e-4),
-    'production_24gb': (20_000, 128, 2, 2e-4),
-    'production_8gpu': (14_000, 1024, 8, 2e-4),
+    'test': (1024, 1000, 4, 2, 3e-4, 10, 200, 25),
+    'production': (1024, 25_000, 32, 4, 2e-4, 500, 1250, 250),
+    'production_8gpu': (1024, 590_625, 256, 8, 3e-4, 11_812, 20_000, 3000),
+    'tuned_1gpu': (2048, 20_000, 128, 8, 2e-4, 200, 1000, 10),
+    'tuned_24gb': (2048, 20_000, 128, 2, 2e-4, 200, 1000, 10),
+    'tuned': (2048, 14_000, 1024, 8, 2e-4, 140, 1000, 10),
 }
+# Variants for devices with 24 GB.
+SMALL_MEMORY = ('production', 'tuned_24gb')
+
+
+def get_phases(variant: str = 'production_8gpu') -> list[str]:
+    options = {'test': '--max-files 5 ', 'smoke': '--tokenizer bpe:300 '}.get(variant, '')
+    return [
+        f'prepare --input {{text}} --output data/neox-{variant} {options or "--tokenizer bpe:50257 "}'.strip(),
+        f'train --config={{config}}:{variant}',
+    ]
 
 
 def get_config(variant: str = 'production_8gpu') -> ConfigDict:
-    if variant not in VARIANTS:
-        raise InputError(f'configs/neox.py has no variant {variant!r}; there are: {", ".join(VARIANTS)}')
-    num_steps, global_batch, micro_batch, learning_rate = VARIANTS[variant]
+    if variant not in (*VARIANTS, 'smoke'):
+        raise InputError(f'configs/neox.py has no variant {variant!r}; there are: {", ".join((*VARIANTS, "smoke"))}')
+    settings = VARIANTS['test' if variant == 'smoke' else variant]
+    seq_len, num_steps, global_batch, micro_batch, learning_rate, warmup_steps, save_interval, log_every = settings
     config = default()
 
     config.model.family = 'gpt_neox'
-    if variant == 'test':
-        config.model.num_layers = 4
-        config.model.dim = 256
-        config.model.num_heads = 4
-        config.model.dtype = 'float32'  # two CPU cores are slower in bfloat16
-    else:
-        config.model.vocab_size = 50_257
-        config.model.num_layers = 24
-        config.model.dim = 2048
-        config.model.num_heads = 16
-        config.model.ffn_dim = 8192
-        # The fastest compiled programs that fit; on H100, 'dots_no_batch' is 7 % slower than 'none'.
-        config.model.remat_policy = 'dots_no_batch' if variant == 'production_24gb' else 'none'
-        config.model.scan_layers = False
-        # ZeRO-2 gathers parameters once per step; 24 GB are too small for a copy of all parameters.
-        config.mesh.zero_stage = 3 if variant == 'production_24gb' else 2
+    config.model.vocab_size = 50_257
+    config.model.num_layers = 24
+    config.model.dim = 2048
+    config.model.num_heads = 16
+    config.model.ffn_dim = 8192
+    # The fastest compiled programs that fit; on H100, 'dots_no_batch' is 7 % slower than 'none'.
+    config.model.remat_policy = 'dots_no_batch' if variant in SMALL_MEMORY else 'none'
+    config.model.scan_layers = False
+    # ZeRO-2 gathers parameters once per step; 24 GB are too small for a copy of all parameters.
+    config.mesh.zero_stage = 3 if variant in SMALL_MEMORY else 2
 
-    config.data.seq_len = 256 if variant == 'test' else 2048
+    config.data.path = f'data/neox-{variant}'
+    config.data.seq_len = seq_len
 
     config.train.num_steps = num_steps
     config.train.global_batch_size = global_batch
     config.train.per_device_batch_size = micro_batch
+    config.train.log_every = log_every
 
-    config.eval.interval = max(25, num_steps // 100)
+    config.eval.interval = save_interval
     config.eval.num_batches = 4
     config.eval.num_samples = 4
 
     config.optimizer.learning_rate = learning_rate
     config.optimizer.min_learning_rate = learning_rate / 10
-    config.optimizer.warmup_steps = num_steps // 100
+    config.optimizer.warmup_steps = warmup_steps
+    config.optimizer.weight_decay = 0.1
     config.optimizer.max_grad_norm = 1.0
 
-    config.checkpoint.save_interval_steps = 1000
+    config.checkpoint.save_interval_steps = save_interval
     config.checkpoint.max_to_keep = 5
-    return config
+    # config.export.at_end = True
+    return shrink(config) if variant == 'smoke' else config

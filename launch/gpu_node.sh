@@ -13,6 +13,8 @@
 #                              WORKDIR is in a bucket)
 #   --max-failures K --backoff SECONDS   options of maxlm.supervise, which restarts the node
 #   --once                     no restarts, for schedulers that restart jobs themselves
+#   --monitor                  show the dashboard of maxlm.monitor on this terminal. Output of the run goes to node.log in
+#                              the log directory. After q, the script waits for the run; Ctrl-C then stops it
 #   --grace SECONDS            time between SIGTERM and SIGKILL for this node's processes after one failed (default 30)
 #   --dry-run                  print the commands without running them
 #
@@ -31,6 +33,7 @@ devices=
 logs=
 once=false
 grace=30
+monitor=false
 dry_run=false
 restart_options=()
 given=("$@")
@@ -49,6 +52,7 @@ while [ $# -gt 0 ]; do
     --max-failures | --backoff) need_value "$1" "$@" && restart_options+=("$1" "$2") && shift ;;
     --once) once=true ;;
     --grace) need_value "$1" "$@" && grace="$2" && shift ;;
+    --monitor) monitor=true ;;
     --dry-run) dry_run=true ;;
     --) shift && break ;;
     *) refuse "unknown option $1; arguments of maxlm.train come after --" ;;
@@ -159,6 +163,7 @@ start() {
   exec "${PYTHON:-python}" -m maxlm.train "$@"
 }
 
+# log_of NAME: prints the path of a log file and creates its directory.
 log_of() {
   local folder="$logs"
   if [ -z "$folder" ]; then
@@ -168,7 +173,31 @@ log_of() {
     esac
   fi
   mkdir -p "$folder"
-  echo "$folder/process-$((node_rank * processes + $1)).log"
+  echo "$folder/$1.log"
+}
+
+# watch_run: starts this script without --monitor in the background and shows the dashboard of its run.
+watch_run() {
+  local word code=0 log options=()
+  for word in ${given[@]+"${given[@]}"}; do
+    [ "$word" = --monitor ] || options+=("$word")
+  done
+  log="$(log_of node)"
+  # With its own process group, the run does not receive Ctrl-C from the terminal.
+  set -m
+  bash "$launch/gpu_node.sh" "${options[@]}" </dev/null >>"$log" 2>&1 &
+  set +m
+  pids=("$!")
+  trap 'kill -s TERM "${pids[0]}" 2>/dev/null || true' TERM
+  "${PYTHON:-python}" -m maxlm.monitor "$workdir" || true
+  trap 'kill -s TERM "${pids[0]}" 2>/dev/null || true' INT TERM
+  echo "gpu_node: waiting for the run; Ctrl-C stops it. Its output is in $log" >&2
+  while kill -0 "${pids[0]}" 2>/dev/null; do
+    wait "${pids[0]}" || code=$?
+  done
+  wait "${pids[0]}" 2>/dev/null || code=$?
+  [ "$code" -eq 0 ] || tail -n 3 "$log" >&2
+  exit "$code"
 }
 
 if $dry_run; then
@@ -185,6 +214,10 @@ if $dry_run; then
   exit 0
 fi
 
+if $monitor; then
+  [ -t 1 ] || refuse '--monitor needs a terminal; run python -m maxlm.monitor WORKDIR in another one'
+  watch_run
+fi
 if ! $once; then
   # Options of this script precede the first --, so --once comes first.
   exec "${PYTHON:-python}" -m maxlm.supervise ${restart_options[@]+"${restart_options[@]}"} -- bash "$launch/gpu_node.sh" --once \
@@ -212,7 +245,7 @@ for ((number = 0; number < processes; number++)); do
   if [ "$number" -eq 0 ]; then
     (start 0 "$@") &
   else
-    (start "$number" "$@") >>"$(log_of "$number")" 2>&1 &
+    (start "$number" "$@") >>"$(log_of "process-$((node_rank * processes + number))")" 2>&1 &
   fi
   pids+=("$!")
 done

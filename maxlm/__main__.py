@@ -15,6 +15,7 @@ VERBS = {
     'doctor': 'check drivers, devices, disks, buckets and data, then run two training steps',
     'train': 'train a model, or resume a run',
     'grpo': 'train a model with reinforcement learning (GRPO)',
+    'recipe': 'run the phases of a recipe, from raw text to the exported model',
     'monitor': 'watch runs in the terminal: progress, cost, loss, devices, events',
     'report': 'write an HTML report of one or more runs: curves, time, cost, events, samples',
     'supervise': 'restart a run after failures while it makes progress',

@@ -137,6 +137,11 @@ class Supervisor:
         self._pid = 0
         self._signal = ''
 
+    @property
+    def is_stopped(self) -> bool:
+        """Returns True if a signal has asked the supervisor to stop."""
+        return bool(self._signal)
+
     def run(self) -> int:
         """Runs the command until `next_action` or a signal ends the loop; returns the exit code of the loop.
 

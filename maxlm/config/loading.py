@@ -251,22 +251,45 @@ def _parse_json(text: str) -> ConfigDict:
     return values
 
 
+def load_phases(spec: str) -> list[str]:
+    """Returns the commands of a recipe: the result of `get_phases(variant)` in the file of `FILE[:variant]`.
+
+    Raises:
+        InputError: the file is not usable, or it defines no phases for this variant.
+    """
+    path, _, variant = spec.partition(':')
+    phases = _call_config_file(Path(path), 'get_phases', variant)
+    if not (isinstance(phases, list) and phases and all(isinstance(phase, str) for phase in phases)):
+        raise InputError(f'{path}: get_phases must return a list of commands, not {phases!r}; fix the config file')
+    return phases
+
+
 def _run_config_file(path: Path, variant: str) -> ConfigDict:
+    values = _call_config_file(path, 'get_config', variant)
+    if not isinstance(values, ConfigDict):
+        raise InputError(f'{path}: get_config must return a ConfigDict, not {type(values).__name__}')
+    return values
+
+
+def _call_config_file(path: Path, name: str, variant: str) -> Any:
+    """Runs a config file and returns the result of its function `name`."""
     _check_file(path)
     module_spec = importlib.util.spec_from_file_location(f'maxlm_config_{path.stem}', path)
-    assert module_spec is not None, path
-    assert module_spec.loader is not None, path
+    if path.suffix != '.py' or module_spec is None or module_spec.loader is None:
+        raise InputError(f'--config={path}: not a Python file; choose a config file, such as configs/tiny.py')
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-        if not hasattr(module, 'get_config'):
-            raise InputError(f'{path} has no function get_config(variant); define one that returns a ConfigDict')
-        parameters = inspect.signature(module.get_config).parameters.values()
+        if not hasattr(module, name):
+            returned = {'get_config': 'a ConfigDict', 'get_phases': 'the commands of a recipe'}[name]
+            raise InputError(f'{path} has no function {name}(variant); define one that returns {returned}')
+        function = getattr(module, name)
+        parameters = inspect.signature(function).parameters.values()
         if variant and not parameters:
             raise InputError(f'{path} has no variants, but variant {variant!r} was requested; use --config={path}')
         if not variant and any(parameter.default is parameter.empty for parameter in parameters):
             raise InputError(f'{path} requires a variant; use --config={path}:NAME')
-        values = module.get_config(variant) if variant else module.get_config()
+        return function(variant) if variant else function()
     except (InputError, KeyboardInterrupt):
         raise
     except OSError as error:
@@ -277,9 +300,6 @@ def _run_config_file(path: Path, variant: str) -> ConfigDict:
         lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == str(path)]  # type: ignore[arg-type]
         where = f'{path}:{lines[-1]}' if lines else str(path)
         raise InputError(f'{where}: {type(error).__name__}: {error}; fix the config file') from error
-    if not isinstance(values, ConfigDict):
-        raise InputError(f'{path}: get_config must return a ConfigDict, not {type(values).__name__}')
-    return values
 
 
 def _apply(values: ConfigDict, override: str) -> str:

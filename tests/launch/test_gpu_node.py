@@ -1,7 +1,9 @@
 """Tests launch/gpu_node.sh: its processes, their environment, and their common exit."""
 
 import os
+import pty
 import signal
+import subprocess
 
 import pytest
 
@@ -254,3 +256,29 @@ def test_workdir_is_required(programs):
     done = programs.run(NODE, '--', '--config=configs/tiny.py')
     assert done.returncode == 2
     assert '--workdir is missing' in done.stderr
+
+
+@pytest.mark.parametrize('code', [0, 75])
+def test_the_monitor_runs_on_the_terminal_and_the_run_writes_a_log(programs, tmp_path, code):
+    programs.plan(attempts=[{'seconds': 0.2, 'code': code}])
+    master, slave = pty.openpty()
+    command = ['bash', NODE, '--monitor', '--once', *arguments(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=programs.environment, stdout=slave, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(slave)
+    os.close(master)
+    assert done.returncode == code, done.stderr
+    assert f'python -m maxlm.monitor {tmp_path}/run' in programs.lines('python')
+    log = tmp_path / 'run/logs/node.log'
+    assert 'training --config=configs/tiny.py' in log.read_text()
+    assert str(log) in done.stderr
+    # After a failure, the terminal shows the end of the log.
+    assert ('training --config' in done.stderr) == (code != 0)
+
+
+def test_the_monitor_needs_a_terminal(programs, tmp_path):
+    done = programs.run(NODE, '--monitor', *arguments(tmp_path))
+    assert (done.returncode, programs.lines('python')) == (2, [])
+    assert 'needs a terminal' in done.stderr
+    assert not (tmp_path / 'run').exists()
