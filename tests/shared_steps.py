@@ -28,7 +28,16 @@ from maxlm.training.step import make_eval_step
 OTHER_SECTIONS = ('eval', 'checkpoint', 'alerts', 'metrics', 'profile')
 OTHER_KEYS = {
     'data': (
-        *('path', 'sources', 'seed', 'shuffle_shards', 'allow_dataset_change', 'num_threads', 'prefetch_buffer_size'),
+        *(
+            'path',
+            'sources',
+            'sources_schedule',
+            'seed',
+            'shuffle_shards',
+            'allow_dataset_change',
+            'num_threads',
+            'prefetch_buffer_size',
+        ),
         *('num_workers', 'cache_dir', 'cache_limit_gib', 'download_threads', 'warn_epochs'),
     ),
     'train': ('init_from', 'price_per_hour', 'log_every', 'hang_timeout_seconds', 'compilation_cache_dir'),

@@ -124,8 +124,8 @@ def _training_facts(workdir: Path, step: int, config: Config) -> dict[str, str]:
 
 def _training_data(workdir: Path, config: Config) -> str:
     if config.data.sources:
-        total = sum(weight for _, weight in config.data.sources)
-        return ', '.join(f'{weight / total:.1%} {Path(entry).name}' for entry, weight in config.data.sources)
+        shares = zip(config.data.source_shares, config.data.sources, strict=True)
+        return ', '.join(f'{share:.1%} {Path(entry).name}' for share, (entry, _) in shares)
     data = Path(config.data.path).name
     with contextlib.suppress(InputError):
         dataset = load_manifest(config.data.path)
