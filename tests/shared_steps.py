@@ -25,7 +25,7 @@ from maxlm.training.state import TrainState, init_state
 from maxlm.training.step import make_eval_step
 
 # Keys that change neither a step nor the initial state, as `test_shared_steps.py` verifies.
-OTHER_SECTIONS = ('eval', 'checkpoint', 'alerts', 'metrics', 'profile')
+OTHER_SECTIONS = ('eval', 'checkpoint', 'export', 'alerts', 'metrics', 'profile')
 OTHER_KEYS = {
     'data': (
         *(

@@ -263,6 +263,15 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    # When the run is complete, export its final parameters (their EMA if there is one) in the format of Hugging Face.
+    at_end: bool = False
+    # Directory or URL (gs://bucket/model or s3://bucket/model) of the export. '' = WORKDIR/hf, which is also uploaded
+    # to checkpoint.remote_dir.
+    to: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
 class GuardConfig:
     # Number of recent good steps used to detect loss and gradient-norm spikes. Once the window is full, steps with
     # spikes are skipped. 0 = skip only non-finite steps.
@@ -299,6 +308,7 @@ class Config:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
     dpo: DpoConfig = dataclasses.field(default_factory=DpoConfig)
     grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     alerts: AlertsConfig = dataclasses.field(default_factory=AlertsConfig)
