@@ -23,7 +23,7 @@ from maxlm.formatting import format_bytes
 from maxlm.huggingface.architectures import ARCHITECTURES
 from maxlm.huggingface.config_conversion import AUTO
 from maxlm.huggingface.export_gguf import BLOCK, TYPES, export_gguf
-from maxlm.huggingface.export_model import export_model
+from maxlm.huggingface.export_model import DTYPE, export_model
 from maxlm.huggingface.export_peft import export_adapter
 from maxlm.huggingface.import_model import import_model
 from maxlm.huggingface.safetensors_io import DTYPES
@@ -130,9 +130,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default='~/.cache/maxlm',
         help='local directory for the files before upload, if --output is a URL (%(default)s)',
     )
-    exporter.add_argument(
-        '--dtype', choices=list(DTYPES), default='bfloat16', help='dtype of the weights (%(default)s)'
-    )
+    exporter.add_argument('--dtype', choices=list(DTYPES), default=DTYPE, help='dtype of the weights (%(default)s)')
     exporter.add_argument('--max-shard-size', default='1GB', help='maximum size of a file, e.g. 500MB (%(default)s)')
     adapter = command(
         'export-adapter',

@@ -25,10 +25,19 @@ from maxlm.training.state import TrainState, init_state
 from maxlm.training.step import make_eval_step
 
 # Keys that change neither a step nor the initial state, as `test_shared_steps.py` verifies.
-OTHER_SECTIONS = ('eval', 'checkpoint', 'alerts', 'metrics', 'profile')
+OTHER_SECTIONS = ('eval', 'checkpoint', 'export', 'alerts', 'metrics', 'profile')
 OTHER_KEYS = {
     'data': (
-        *('path', 'sources', 'seed', 'shuffle_shards', 'allow_dataset_change', 'num_threads', 'prefetch_buffer_size'),
+        *(
+            'path',
+            'sources',
+            'sources_schedule',
+            'seed',
+            'shuffle_shards',
+            'allow_dataset_change',
+            'num_threads',
+            'prefetch_buffer_size',
+        ),
         *('num_workers', 'cache_dir', 'cache_limit_gib', 'download_threads', 'warn_epochs'),
     ),
     'train': ('init_from', 'price_per_hour', 'log_every', 'hang_timeout_seconds', 'compilation_cache_dir'),

@@ -13,6 +13,7 @@ from maxlm import evaluate, prepare
 from maxlm.data.dataset import shard_cache
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.telemetry.metrics import read_metrics
+from maxlm.workdir.files import read_config
 from tests.buckets import gcs
 from tests.shards import write_dataset
 from tests.test_train import curve, params_of, run, same
@@ -104,9 +105,45 @@ def test_a_weighted_mixture_is_reported_by_source(datasets, tmp_path, capsys):
     assert 'bits/byte' in capsys.readouterr().out
 
 
+def test_weights_that_change_during_a_run(datasets, tmp_path, capsys):
+    """Six steps; the weights change after step 3."""
+    settings = {
+        'train__num_steps': 6,
+        'data__sources': sources(datasets, 0.9, 0.1),
+        'data__sources_schedule': '(((0, 1), 0.5),)',
+        'eval__interval': 0,
+        'optimizer__schedule': 'constant',
+        'checkpoint__save_interval_steps': 1,
+        'checkpoint__max_to_keep': 6,
+    }
+    uninterrupted = tmp_path / 'uninterrupted'
+    assert run('unused', uninterrupted, **settings) == EXIT_DONE
+    assert 'source numbers: share 0.00% then 90.00% requested' in capsys.readouterr().out
+    lines = curve(uninterrupted)
+    assert lines[3]['data/fraction/numbers'] == 0 < 0.3 < lines[6]['data/fraction/numbers']
+    assert read_config(uninterrupted).data.sources_schedule == (((0, 1), 0.5),)
+    for step in (2, 3, 4):
+        resumed = tmp_path / f'from_{step}'
+        shutil.copytree(uninterrupted, resumed)
+        for later in range(step + 1, 7):
+            shutil.rmtree(resumed / 'checkpoints' / str(later))
+        assert run('unused', resumed, data__num_workers=step % 2, **settings) == EXIT_DONE
+        assert curve(resumed) == lines, step
+        assert same(params_of(resumed, 6), params_of(uninterrupted, 6)), step
+    # Another length moves the change, and thus the batches.
+    assert run('unused', uninterrupted, **{**settings, 'train__num_steps': 8}) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    assert 'weights until step 3 was [0, 1] and is None' in error
+    # Negative control: other weights in the first stage give other losses in both stages.
+    other = tmp_path / 'other'
+    assert run('unused', other, **{**settings, 'data__sources_schedule': '(((1, 1), 0.5),)'}) == EXIT_DONE
+    assert all(curve(other)[step]['train/loss'] != lines[step]['train/loss'] for step in (1, 6))
+
+
 def test_bad_sources_are_refused_in_one_line(datasets, tmp_path, capsys):
     for value, part in {
-        "(('a', 0),)": 'above 0',
+        "(('a', 0),)": 'greater than 0',
         "('a', 1)": 'not a pair of a directory and a weight',
         "(('a', 1), ('a', 2))": 'listed twice',
         '[1]': 'a tuple',

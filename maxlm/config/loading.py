@@ -244,7 +244,7 @@ def _parse_json(text: str) -> ConfigDict:
             if kind is float and type(value) is int:
                 value = float(value) if abs(value) < 10**300 else math.inf
             if kind is tuple and isinstance(value, list):
-                value = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
+                value = _as_tuples(value)
             if type(value) is not kind:
                 raise InputError(f'{section}.{name}={json.dumps(value)}: must be {EXAMPLES[kind]}')
             values[section][name] = value
@@ -369,3 +369,8 @@ def _fill_family(config: Config) -> Config:
     settings = {key: value for key, value in FAMILIES[model.family].items() if getattr(model, key) is None}
     model = dataclasses.replace(model, **settings)  # type: ignore[arg-type]
     return dataclasses.replace(config, model=model)
+
+
+def _as_tuples(value: Any) -> Any:
+    """Returns nested lists, which JSON has instead of tuples, as tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

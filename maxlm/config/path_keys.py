@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from maxlm.config.schema import Config
-from maxlm.storage.paths import ANY, Kind, PathOption, check_key
+from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption, check_key
 
 _ADVICE = 'fetch it with `maxlm checkpoints fetch` and give the directory'
 PATHS = MappingProxyType(
@@ -17,6 +17,7 @@ PATHS = MappingProxyType(
         'train.init_from': PathOption(Kind.DIRECTORY, ('gs',), may_be_empty=True, advice=_ADVICE),
         'train.compilation_cache_dir': PathOption(Kind.EITHER, may_be_empty=True),
         'checkpoint.remote_dir': PathOption(urls=ANY, may_be_empty=True),
+        'export.to': PathOption(Kind.DIRECTORY, BUCKETS, may_be_empty=True),
         'grpo.prompts': PathOption(Kind.FILE, ANY, may_be_empty=True),
         'grpo.eval_prompts': PathOption(Kind.FILE, ANY, may_be_empty=True),
         'alerts.file': PathOption(Kind.FILE, may_be_empty=True),

@@ -125,6 +125,9 @@ class DataConfig:
     # Several data directories with weights, instead of data.path: (('data/web', 0.7), ('data/code', 0.3)). 'DIR#SOURCE'
     # selects one source within a directory. Weights are proportions of the training sequences.
     sources: tuple = ()
+    # Other weights of data.sources at the start of the run, each with the fraction of the steps at which it ends:
+    # (((0.7, 0.3), 0.8),). A weight of 0 leaves a source out.
+    sources_schedule: tuple = ()
     # Number of epochs over a source of data.sources above which the run warns at the start. Up to 4 epochs are nearly
     # as good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
     warn_epochs: float = 4.0
@@ -153,6 +156,17 @@ class DataConfig:
     cache_limit_gib: float = 0.0
     # Number of concurrent shard downloads.
     download_threads: int = 8
+
+    @property
+    def source_shares(self) -> tuple[float, ...]:
+        """Returns the share of each entry of `sources` in the training sequences of a complete run."""
+        stages = [*self.sources_schedule, (tuple(weight for _, weight in self.sources), 1.0)]
+        starts = [0.0, *(stop for _, stop in self.sources_schedule)]
+        by_stage = [
+            [(stop - start) * weight / sum(weights) for weight in weights]
+            for start, (weights, stop) in zip(starts, stages, strict=True)
+        ]
+        return tuple(map(sum, zip(*by_stage, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +263,15 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    # When the run is complete, export its final parameters (their EMA if there is one) in the format of Hugging Face.
+    at_end: bool = False
+    # Directory or URL (gs://bucket/model or s3://bucket/model) of the export. '' = WORKDIR/hf, which is also uploaded
+    # to checkpoint.remote_dir.
+    to: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
 class GuardConfig:
     # Number of recent good steps used to detect loss and gradient-norm spikes. Once the window is full, steps with
     # spikes are skipped. 0 = skip only non-finite steps.
@@ -285,6 +308,7 @@ class Config:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
     dpo: DpoConfig = dataclasses.field(default_factory=DpoConfig)
     grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     alerts: AlertsConfig = dataclasses.field(default_factory=AlertsConfig)
@@ -321,8 +345,22 @@ class Config:
     def contexts(self) -> list[tuple[int, int]]:
         """Returns (first step from 0, sequence length) of each segment of the run (resolved configs only)."""
         lengths = [*(window for window, _ in self.data.seq_len_schedule), self.data.seq_len]
-        starts = [0, *(round(share * self.train.num_steps) for _, share in self.data.seq_len_schedule)]
-        return list(zip(starts, lengths, strict=True))
+        return list(zip(self._first_steps(self.data.seq_len_schedule), lengths, strict=True))
+
+    @property
+    def source_stages(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
+        """Returns (first step from 0, weights of the sources) of each stage of the mixture (resolved configs only).
+
+        Without `data.sources_schedule` it is empty.
+        """
+        schedule = self.data.sources_schedule
+        if not schedule:
+            return ()
+        weights = [*(weights for weights, _ in schedule), tuple(weight for _, weight in self.data.sources)]
+        return tuple(zip(self._first_steps(schedule), weights, strict=True))
+
+    def _first_steps(self, schedule: tuple[tuple[Any, float], ...]) -> list[int]:
+        return [0, *(round(share * self.train.num_steps) for _, share in schedule)]
 
     def context_at(self, step: int) -> int:
         """Returns the sequence length at `step`, counted from 0 (resolved configs only)."""

@@ -46,6 +46,8 @@ CHOICES = {
 }
 
 SOURCE_WEIGHT = Range(0, 1e9, above=True)
+# With data.sources_schedule, a source may be absent from a stage.
+STAGE_WEIGHT = Range(0, 1e9)
 
 # Without a scan over layers, a step of 200 blocks already compiles for minutes.
 MAX_UNROLLED_LAYERS = 200
@@ -118,7 +120,8 @@ def validate(config: Config) -> None:
     check_adapters(model)
     _check_webhook(config.alerts.webhook_env_var)
     _check_reports(config)
-    check_sources(data.sources)
+    _check_sources(data)
+    _check_sources_schedule(data)
     _check_context_schedule(data)
     check_dpo(config)
     check_trained(config)
@@ -146,17 +149,19 @@ def validate(config: Config) -> None:
         raise InputError(f'mesh.{empty[0]}=0: must be at least 1, or -1 to use the remaining devices')
 
 
-def check_sources(sources: Any) -> None:
+def _check_sources(data: DataConfig) -> None:
+    sources, weights = data.sources, STAGE_WEIGHT if data.sources_schedule else SOURCE_WEIGHT
     example = "use (('DIR', weight), …), e.g. (('data/web', 0.7), ('data/code', 0.3))"
     for entry in sources:
         if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([str, float], [str, int]):
             raise InputError(f'data.sources: {entry!r} is not a pair of a directory and a weight; {example}')
         path, weight = entry
-        if not path or weight not in SOURCE_WEIGHT:
+        if not path or weight not in weights:
             raise InputError(
-                f'data.sources: {entry!r}: the directory must not be empty, and the weight must be above 0 and at most '
-                f'{SOURCE_WEIGHT.high:g}; {example}'
+                f'data.sources: {entry!r}: the directory must not be empty, and the weight must be {weights}; {example}'
             )
+    if sources and not any(weight for _, weight in sources):
+        raise InputError(f'data.sources: all weights are 0; {example}')
     repeated = [path for path, count in Counter(path for path, _ in sources).items() if count > 1]
     if repeated:
         raise InputError(f'data.sources: {repeated[0]} is listed twice; list it once, with the sum of the weights')
@@ -193,21 +198,44 @@ def _check_reports(config: Config) -> None:
 
 def _check_context_schedule(data: DataConfig) -> None:
     example = 'use ((length in tokens, fraction of the steps at which it ends), …), e.g. ((1024, 0.5), (2048, 0.8))'
-    last_share = 0.0
     for entry in data.seq_len_schedule:
         if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([int, float], [int, int]):
             raise InputError(f'data.seq_len_schedule: {entry!r} is not a pair of a length and a fraction; {example}')
-        window, share = entry
+        window, _ = entry
         if not 2 <= window < data.seq_len or data.seq_len % window:
             raise InputError(
                 f'data.seq_len_schedule: {window} does not divide data.seq_len={data.seq_len} into 2 or more '
                 f'sequences; use a smaller divisor of {data.seq_len}'
             )
-        if not last_share < share < 1:
+    _check_fractions('data.seq_len_schedule', data.seq_len_schedule)
+
+
+def _check_sources_schedule(data: DataConfig) -> None:
+    example = 'use (((weight, …), fraction of the steps at which it ends), …), e.g. (((0.7, 0.3), 0.8),)'
+    for entry in data.sources_schedule:
+        if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([tuple, float], [tuple, int]):
+            raise InputError(f'data.sources_schedule: {entry!r} is not a pair of weights and a fraction; {example}')
+        weights, _ = entry
+        if len(weights) != len(data.sources):
             raise InputError(
-                f'data.seq_len_schedule: {entry!r}: the fractions must increase and lie between 0 and 1 (both excluded)'
+                f'data.sources_schedule: {entry!r} has {len(weights)} weights for {len(data.sources)} entries of '
+                'data.sources; give one weight per entry'
             )
-        last_share = share
+        valid = all(type(weight) in (int, float) and weight in STAGE_WEIGHT for weight in weights)
+        if not valid or not any(weights):
+            raise InputError(
+                f'data.sources_schedule: {entry!r}: each weight must be {STAGE_WEIGHT}, and one must be above 0; '
+                f'{example}'
+            )
+    _check_fractions('data.sources_schedule', data.sources_schedule)
+
+
+def _check_fractions(key: str, schedule: tuple[tuple[Any, float], ...]) -> None:
+    last_fraction = 0.0
+    for entry in schedule:
+        if not last_fraction < entry[1] < 1:
+            raise InputError(f'{key}: {entry!r}: the fractions must increase and lie between 0 and 1 (both excluded)')
+        last_fraction = entry[1]
 
 
 def _check_guard(config: Config) -> None:
@@ -230,6 +258,11 @@ def _check_guard(config: Config) -> None:
                 f'{key}={_value(config, key)} with data.seq_len_schedule: steps of different sequence lengths take '
                 'different times; set train.num_steps or train.num_tokens, optionally with '
                 f'guard.max_{key.removeprefix("train.")}'
+            )
+        if _value(config, key) and config.data.sources_schedule:
+            raise InputError(
+                f'{key}={_value(config, key)} with data.sources_schedule: the steps at which the weights change must '
+                'be known at the start; set train.num_steps or train.num_tokens'
             )
 
 

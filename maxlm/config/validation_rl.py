@@ -130,6 +130,7 @@ def check_grpo(config: Config) -> None:
         ('guard.spike_window', config.guard.spike_window, 0),
         ('guard.max_rollbacks', config.guard.max_rollbacks, 0),
         ('data.seq_len_schedule', config.data.seq_len_schedule, ()),
+        ('data.sources_schedule', config.data.sources_schedule, ()),
         ('data.document_mask', config.data.document_mask, True),
         ('mesh.host_offload', config.mesh.host_offload, 'none'),
     ):

@@ -29,6 +29,9 @@ from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.workdir.files import CONFIG, read_config
 
+DTYPE = 'bfloat16'
+MAX_SHARD_BYTES = 10**9
+
 
 class Exported(NamedTuple):
     """Summary of an export."""
@@ -40,7 +43,15 @@ class Exported(NamedTuple):
 
 
 def export_model(
-    checkpoint: str, output: str, *, architecture: str, dtype: str, max_shard_size: int, show: bool
+    checkpoint: str,
+    output: str,
+    *,
+    architecture: str,
+    dtype: str,
+    max_shard_size: int,
+    show: bool,
+    workdir: Path | None = None,
+    name: str = '',
 ) -> Exported:
     """Writes a checkpoint as config.json, safetensors, tokenizer and model card.
 
@@ -54,6 +65,8 @@ def export_model(
         dtype: type of the tensors: float32, bfloat16 or float16.
         max_shard_size: maximum bytes of tensors in one file.
         show: whether to show progress.
+        workdir: directory of config, tokenizer and metrics; None = that of the checkpoint.
+        name: name of the model in the model card; '' = the name of the output.
 
     Raises:
         InputError: no architecture expresses the model, the checkpoint cannot be read, a value is not finite or exceeds
@@ -61,7 +74,7 @@ def export_model(
     """
     directory = check_new('--output', output)
     step_directory = find_local_step(checkpoint)
-    workdir = step_directory.parent.parent
+    workdir = workdir or step_directory.parent.parent
     config = read_config(workdir)
     row = choose_architecture(config.model, architecture)
     rows = tensors(row.model_type, config.model)
@@ -72,7 +85,7 @@ def export_model(
     settings = {**to_config(config.model, architecture), **text.ids, 'dtype': dtype, 'torch_dtype': dtype}
     parameters = sum(math.prod(row.shape) for row in rows)
     card = model_card(
-        directory.name,
+        name or directory.name,
         workdir=workdir,
         step=int(step_directory.name),
         config=config,

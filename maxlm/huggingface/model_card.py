@@ -124,8 +124,8 @@ def _training_facts(workdir: Path, step: int, config: Config) -> dict[str, str]:
 
 def _training_data(workdir: Path, config: Config) -> str:
     if config.data.sources:
-        total = sum(weight for _, weight in config.data.sources)
-        return ', '.join(f'{weight / total:.1%} {Path(entry).name}' for entry, weight in config.data.sources)
+        shares = zip(config.data.source_shares, config.data.sources, strict=True)
+        return ', '.join(f'{share:.1%} {Path(entry).name}' for share, (entry, _) in shares)
     data = Path(config.data.path).name
     with contextlib.suppress(InputError):
         dataset = load_manifest(config.data.path)
@@ -138,7 +138,7 @@ def _training_data(workdir: Path, config: Config) -> str:
 def _without_paths(config: Config) -> dict[str, dict[str, object]]:
     values = dataclasses.asdict(config)
     values['data']['sources'] = [(Path(entry).name, weight) for entry, weight in config.data.sources]
-    for section, key in (('data', 'path'), ('data', 'cache_dir'), ('train', 'init_from')):
+    for section, key in (('data', 'path'), ('data', 'cache_dir'), ('train', 'init_from'), ('export', 'to')):
         values[section][key] = Path(values[section][key]).name
     return values
 

@@ -133,6 +133,7 @@ def read_runs(workdirs: Sequence[Path]) -> list[ScalingRun]:
     compared: dict[str, dict[Path, object]] = {
         'model.vocab_size': {path: configs[path].model.vocab_size for path in workdirs},
         'data': {path: configs[path].data.sources or configs[path].data.path for path in workdirs},
+        'data.sources_schedule': {path: configs[path].data.sources_schedule for path in workdirs},
     }
     for key, values in compared.items():
         if len(set(values.values())) > 1:

@@ -22,7 +22,9 @@ STALL_LINES = 3
 # Additional delay of a workdir in a bucket.
 MIRROR_SECONDS = 120.0
 # Kinds of events that show progress.
-PROGRESS = frozenset({'started', 'resumed', 'compiled', 'evaluated', 'saved', 'context', 'length'})
+PROGRESS = frozenset(
+    {'started', 'resumed', 'compiled', 'evaluated', 'saved', 'context', 'length', 'export', 'exported'}
+)
 # Phases in which no step is expected, regardless of their duration.
 WITHOUT_STEPS = frozenset({'start', 'compile', 'rollout', 'evaluation', 'checkpoint', 'restore'})
 

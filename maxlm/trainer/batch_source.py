@@ -43,7 +43,8 @@ def prefetched_batches(
     """
     skips, global_batch, num_steps = decisions.skips, config.train.global_batch_size, config.train.num_steps
     cuts = tuple((data_index(first, skips), config.data.seq_len // window) for first, window in config.contexts)
-    data = corpus.train_batches(global_batch, layout.local_rows(global_batch), cuts)
+    # Unlike the cuts, stages count batches of the data and not steps: otherwise skipped batches would change.
+    data = corpus.train_batches(global_batch, layout.local_rows(global_batch), cuts, config.source_stages)
     with (
         corpus.fetcher(data, data_index(start, skips), alarm) as fetcher,
         contextlib.closing(iterate(SkippingBatches(data, skips), start, config.data, num_steps)) as batches,
@@ -88,10 +89,10 @@ class BatchSource(Protocol):
     windows_per_epoch: int
     tokenizer_path: Path
 
-    def fingerprint(self, global_batch: int) -> dict[str, Any]:
+    def fingerprint(self, config: Config) -> dict[str, Any]:
         """Returns all values that determine the order of the batches, as a flat dict of JSON values."""
 
-    def facts(self, global_batch: int) -> dict[str, Any]:
+    def facts(self, config: Config) -> dict[str, Any]:
         """Returns the description of the data for the event `started`, which includes the fingerprint."""
 
     def open(self, config: Config, layout: Layout) -> None:
@@ -111,7 +112,7 @@ class BatchSource(Protocol):
     def can_checkpoint_after(self, step: int) -> bool:
         """Returns True if a run can resume after this step, because the next batches depend on no earlier state."""
 
-    def sources(self) -> SourceMetrics:
+    def sources(self, config: Config) -> SourceMetrics:
         """Returns the metrics per source."""
 
     @property
@@ -141,11 +142,11 @@ class TextBatches:
         self._every = 0
         self._objective = 'next_token'
 
-    def fingerprint(self, global_batch: int) -> dict[str, Any]:
+    def fingerprint(self, config: Config) -> dict[str, Any]:
         """See `TrainingData.fingerprint`."""
-        return self.corpus.fingerprint(global_batch)
+        return self.corpus.fingerprint(config.train.global_batch_size, config.source_stages)
 
-    def facts(self, global_batch: int) -> dict[str, Any]:
+    def facts(self, config: Config) -> dict[str, Any]:
         """See `BatchSource`."""
         corpus = self.corpus
         sources = [
@@ -154,9 +155,9 @@ class TextBatches:
                 'tokens': sum(shard.tokens for shard in source.shards('train')),
                 'weight': share,
             }
-            for source, share in zip(corpus.sources, corpus.mixture.shares, strict=True)
+            for source, share in zip(corpus.sources, corpus.data.source_shares or (1.0,), strict=True)
         ]
-        return {**corpus.fingerprint(global_batch), 'sources': sources}
+        return {**self.fingerprint(config), 'sources': sources}
 
     def open(self, config: Config, layout: Layout) -> None:
         """See `BatchSource`."""
@@ -188,9 +189,9 @@ class TextBatches:
         del step
         return True
 
-    def sources(self) -> SourceMetrics:
+    def sources(self, config: Config) -> SourceMetrics:
         """See `BatchSource`."""
-        return SourceStats(self.corpus)
+        return SourceStats(self.corpus, self.corpus.mixture(config.train.global_batch_size, config.source_stages))
 
     @property
     def evaluation_share(self) -> float:

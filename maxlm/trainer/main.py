@@ -18,6 +18,7 @@ from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code, exit_on_sigterm
 from maxlm.hardware.chips import capability_of
+from maxlm.huggingface.final_export import FinalExport, check_exportable
 from maxlm.log import logger
 from maxlm.parallel.layout import make_layout
 from maxlm.reporting.page import write_at_end
@@ -131,6 +132,7 @@ def _prepare(
     )
     check_size(config, resolver)
     sample = sample_config(config, resolver)
+    check_exportable(sample)
     try:
         context = stack.enter_context(
             open_run(options.workdir, sample, heartbeats, timeline, resume=options.resume, at_end=write_at_end)
@@ -142,6 +144,15 @@ def _prepare(
         return EXIT_PREEMPTED
     abstract = abstract_state(sample, make_layout(sample.mesh)).params
     check_init_from(sample, abstract, context.checkpoints, tokenizer=source.tokenizer_path)
+    final_export = None
+    if sample.export.at_end and jax.process_index() == 0:
+        final_export = FinalExport(
+            sample,
+            options.workdir,
+            workdir=context.workdir,
+            checkpoints=context.checkpoints,
+            record_event=context.recorder.record_event,
+        )
     first_step, decisions = newest_decisions(context.checkpoints)
     prepared = compile_step(
         config,
@@ -152,7 +163,13 @@ def _prepare(
         compiling=partial(timeline.phase, 'compile'),
     )
     try:
-        return train(prepared, source, context, heartbeats)
+        code = train(prepared, source, context, heartbeats)
+        if code == EXIT_DONE and sample.export.at_end:
+            with timeline.phase('checkpoint'):
+                if final_export:
+                    final_export.export()
+                heartbeats.barrier('export')
+        return code
     except Exception as error:
         # Errors such as insufficient memory or damaged data may occur while the run is unattended.
         kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '

@@ -79,7 +79,7 @@ class RolloutBatches:
         self._sampler: Sampler | None = None
         self._samples: list[Sample] = []
 
-    def fingerprint(self, global_batch: int) -> dict[str, Any]:
+    def fingerprint(self, config: Config) -> dict[str, Any]:
         """See `BatchSource`."""
         # The keys are part of the checkpoint format, which is older than the current config keys.
         return {
@@ -91,15 +91,15 @@ class RolloutBatches:
             'grpo.reward': self._grpo.reward,
             'window': self._config.data.seq_len,
             'seed': self._config.data.seed,
-            'global_batch': global_batch,
+            'global_batch': config.train.global_batch_size,
             'order': VERSION,
         }
 
-    def facts(self, global_batch: int) -> dict[str, Any]:
+    def facts(self, config: Config) -> dict[str, Any]:
         """See `BatchSource`."""
         tokens = sum(map(len, self._prompts.ids))
         source = {'name': self._prompts.path, 'prompts': self._prompts.num_prompts, 'tokens': tokens, 'weight': 1.0}
-        return {**self.fingerprint(global_batch), 'sources': [source]}
+        return {**self.fingerprint(config), 'sources': [source]}
 
     def open(self, config: Config, layout: Layout) -> None:
         """See `BatchSource`."""
@@ -198,8 +198,9 @@ class RolloutBatches:
         ]
         return SourceUpdate(metrics, text, samples)
 
-    def sources(self) -> SourceMetrics:
+    def sources(self, config: Config) -> SourceMetrics:
         """See `BatchSource`."""
+        del config
         return NullSourceMetrics()
 
     @property

@@ -129,7 +129,7 @@ def make_loop_components(
         throughput=throughput,
         bar=bar,
         windows_per_epoch=source.windows_per_epoch,
-        sources=source.sources(),
+        sources=source.sources(config),
         warn=partial(context.alerts.send, 'skipped'),
         costs=recorder.metrics,
         devices=trackers.readings.metrics,

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from maxlm.data.loader.dataset import TrainingData
+from maxlm.data.loader.mixture import StagedMixture
 from maxlm.evaluation.validation import means
 from maxlm.log import logger
 
@@ -48,11 +49,11 @@ class NullSourceMetrics:
 class SourceStats:
     """Metrics and log lines of a run's data sources. Runs with a single source have none."""
 
-    def __init__(self, corpus: TrainingData):
+    def __init__(self, corpus: TrainingData, mixture: StagedMixture):
         self._names = corpus.names
         self._all = [source.name for source in corpus.sources]
         self._weighted = bool(corpus.data.sources)
-        self._mixture = corpus.mixture
+        self._mixture = mixture
         self._windows = [len(source.windows('train', corpus.data)) for source in corpus.sources]
         self._warn_epochs = corpus.data.warn_epochs
 
@@ -61,11 +62,12 @@ class SourceStats:
         if not self._weighted:
             return
         served = self._mixture.rows_taken(num_windows)
-        facts = zip(self._all, self._mixture.shares, served, self._windows, strict=True)
-        for name, share, rows, windows in facts:
+        shares = zip(*(mixture.shares for mixture in self._mixture.mixtures), strict=True)
+        for name, stages, rows, windows in zip(self._all, shares, served, self._windows, strict=True):
             epochs = rows / windows
+            requested = ' then '.join(f'{share:.2%}' for share in stages)
             logger.info(
-                f'source {name}: share {share:.2%} requested, {rows / num_windows:.2%} actual; '
+                f'source {name}: share {requested} requested, {rows / num_windows:.2%} actual; '
                 f'{windows:,} windows, {epochs:.3g} epochs in this run'
             )
             if epochs > self._warn_epochs:

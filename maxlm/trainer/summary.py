@@ -62,7 +62,7 @@ def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Pri
             'hours': cost.hours if cost else None,
             'dollars': cost.hours * of_all if cost and of_all is not None else None,
         },
-        'dataset': source.facts(train.global_batch_size),
+        'dataset': source.facts(config),
     }
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from maxlm.errors import InputError, os_message
@@ -35,13 +36,14 @@ class Upload:
         folder: local directory; the caller writes its files.
     """
 
-    def __init__(self, option: str, url: str, *, cache: str, last: str):
+    def __init__(self, option: str, url: str, *, cache: str, last: str, folder: Path | None = None):
         """
         Args:
             option: option with the URL, for messages.
             url: gs://… or s3://….
             cache: directory of the cache.
             last: name of the file that completes the directory; it is uploaded last.
+            folder: local directory, which remains after the upload; None = one in the cache.
 
         Raises:
             InputError: the URL is not valid.
@@ -52,7 +54,7 @@ class Upload:
         self._last = last
         self._bucket = Bucket(self.url)
         self._cache_path = cache_directory(self.url, cache, kind='uploads')
-        self.folder = self._cache_path / self.url.rpartition('/')[2]
+        self.folder = folder or self._cache_path / self.url.rpartition('/')[2]
         # Shows that this machine started the upload, so that existing files in the bucket belong to it.
         self._started_marker = self._cache_path / '.begun'
 
@@ -71,14 +73,18 @@ class Upload:
         try:
             self._cache_path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f'{self._cache_path}: {os_message(error)}; choose another --cache') from error
+            raise InputError(f'{self._cache_path}: {os_message(error)}; choose another cache directory') from error
+
+    def reopen(self) -> None:
+        """Deletes the last file from the bucket, so that the directory can be uploaded again."""
+        self._retry(partial(self._bucket.delete, [self._last]))
 
     def discard(self) -> None:
         """Removes the local directory."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self, *, show: bool) -> None:
-        """Uploads the files of the local directory, verifies them, and removes the local directory.
+        """Uploads the files of the local directory, verifies them, and removes a local directory of the cache.
 
         Skips hidden files, which belong to unfinished writes.
 

@@ -21,15 +21,26 @@ def data_config(**settings):
     return build(values)
 
 
+TWO = {'sources': (('a', 1.0), ('b', 1.0))}
+
+
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
-        ({'sources': (('a', 0.0),)}, ["('a', 0.0)", 'above 0']),
-        ({'sources': (('a', float('nan')),)}, ['nan', 'above 0']),
+        ({'sources': (('a', 0.0),)}, ["('a', 0.0)", 'greater than 0']),
+        ({'sources': (('a', float('nan')),)}, ['nan', 'greater than 0']),
         ({'sources': (('', 1.0),)}, ["('', 1.0)"]),
         ({'sources': ('a', 1.0)}, ["'a'", 'directory and a weight', 'data/web']),
         ({'sources': (('a', '1'),)}, ["('a', '1')"]),
         ({'sources': (('a', 1), ('a', 2))}, ['a is listed twice']),
+        ({**TWO, 'sources_schedule': (((1.0,), 0.5),)}, ['1 weights for 2 entries of data.sources']),
+        ({'sources_schedule': (((1.0,), 0.5),)}, ['1 weights for 0 entries of data.sources']),
+        ({**TWO, 'sources_schedule': ((0.7, 0.3), 0.8)}, ['(0.7, 0.3) is not a pair of weights and a fraction']),
+        ({**TWO, 'sources_schedule': (((1, '1'), 0.5),)}, ["((1, '1'), 0.5): each weight must be"]),
+        ({**TWO, 'sources_schedule': (((1, -1), 0.5),)}, ['((1, -1), 0.5): each weight must be']),
+        ({**TWO, 'sources_schedule': (((0, 0), 0.5),)}, ['one must be above 0']),
+        ({**TWO, 'sources_schedule': (((1, 1), 0.5), ((1, 2), 0.5))}, ['((1, 2), 0.5): the fractions must increase']),
+        ({'sources': (('a', 0), ('b', 0)), 'sources_schedule': (((1, 1), 0.5),)}, ['all weights are 0']),
         ({'seq_len_schedule': ((5, 0.5),)}, ['5', 'data.seq_len=16']),
         ({'seq_len_schedule': ((1, 0.5),)}, ['1', 'data.seq_len=16']),
         ({'seq_len_schedule': ((8, 1.0),)}, ['fractions must increase']),
@@ -49,7 +60,11 @@ def test_invalid_settings_are_rejected(settings, words):
         assert word in str(error.value)
 
 
-VALID = {'sources': (('data/web', 0.7), ('data/code#python', 3)), 'seq_len_schedule': ((4, 0.25), (8, 0.5))}
+VALID = {
+    'sources': (('data/web', 0.0), ('data/code#python', 3)),
+    'sources_schedule': (((1, 1), 0.25), ((3.0, 1), 0.5)),
+    'seq_len_schedule': ((4, 0.25), (8, 0.5)),
+}
 
 
 def test_tuples_in_json_and_overrides():
@@ -57,13 +72,13 @@ def test_tuples_in_json_and_overrides():
     assert from_json(to_json(config)) == config
     overrides = [f'data.{key}={value!r}' for key, value in VALID.items()]
     loaded = load(str(ROOT / 'configs/tiny.py'), [*overrides, 'data.seq_len=16'])
-    assert (loaded.data.sources, loaded.data.seq_len_schedule) == tuple(VALID.values())
+    assert tuple(getattr(loaded.data, key) for key in VALID) == tuple(VALID.values())
     for text in ('3', 'a', "[('a', 1)]", '(', '__import__("os")'):
         with pytest.raises(InputError, match='must be a tuple'):
             load(str(ROOT / 'configs/tiny.py'), [f'data.sources={text}'])
 
 
-def test_phases_of_a_sequence_length_schedule():
+def test_phases_of_schedules():
     config = data_config(**VALID)
     config = resolve(config, platform='cpu', num_devices=1, vocab_size=100, windows=1000)
     assert config.contexts == [(0, 4), (25, 8), (50, 16)]
@@ -73,8 +88,10 @@ def test_phases_of_a_sequence_length_schedule():
     assert short.accumulation == config.accumulation
     assert dataclasses.replace(short, data=config.data, train=config.train) == config
     assert config.at_context(16) == config
+    assert config.source_stages == ((0, (1, 1)), (25, (3.0, 1)), (50, (0.0, 3)))
+    assert config.data.source_shares == (0.125 + 0.1875, 0.125 + 0.0625 + 0.5)
     plain = resolve(data_config(), platform='cpu', num_devices=1, vocab_size=100, windows=1000)
-    assert plain.contexts == [(0, 16)]
+    assert (plain.contexts, plain.source_stages, plain.data.source_shares) == ([(0, 16)], (), ())
 
 
 def test_defaults_read_one_directory():

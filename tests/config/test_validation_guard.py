@@ -39,6 +39,10 @@ def config_file(tmp_path):
         (['train.hours=-1'], ['train.hours=-1', 'at least 0']),
         (['train.hours=1', 'train.num_steps=5'], ['exactly one of train.hours', 'train.num_steps=5']),
         (['train.hours=1', 'data.seq_len_schedule=((512, 0.5),)'], ['seq_len_schedule', 'guard.max_hours']),
+        (
+            ['train.hours=1', "data.sources=(('a', 1), ('b', 1))", 'data.sources_schedule=(((1, 2), 0.5),)'],
+            ['data.sources_schedule', 'known at the start', 'train.num_steps'],
+        ),
     ],
 )
 def test_invalid_overrides_are_rejected(config_file, overrides, words):

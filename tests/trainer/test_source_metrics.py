@@ -12,20 +12,21 @@ from maxlm.trainer.source_metrics import NullSourceMetrics, SourceStats
 class Mixture:
     """Fake mixture in which three of four rows belong to the first source."""
 
-    shares = (0.75, 0.25)
+    def __init__(self, *shares):
+        self.mixtures = [SimpleNamespace(shares=stage) for stage in shares or [(0.75, 0.25)]]
 
     def rows_taken(self, rows):
         return np.array([rows * 3 // 4, rows // 4])
 
 
-def make_stats(*, weighted=True, warn_epochs=4.0):
+def make_stats(*shares, weighted=True, warn_epochs=4.0):
     windows = {'web': 300, 'code': 10}
     sources = [
         SimpleNamespace(name=name, windows=lambda split, data, count=count: range(count))
         for name, count in windows.items()
     ]
     data = SimpleNamespace(sources=('given',) if weighted else (), warn_epochs=warn_epochs)
-    return SourceStats(SimpleNamespace(names=tuple(windows), sources=sources, data=data, mixture=Mixture()))
+    return SourceStats(SimpleNamespace(names=tuple(windows), sources=sources, data=data), Mixture(*shares))
 
 
 @pytest.fixture
@@ -41,6 +42,9 @@ def test_shares_and_epochs_are_logged_at_the_start(log):
     assert log.messages[1] == 'source code: share 25.00% requested, 25.00% actual; 10 windows, 5 epochs in this run'
     assert log.messages[2].startswith('source code is repeated 5.0 times, more than data.warn_epochs=4: ')
     assert len(log.messages) == 3
+    log.clear()
+    make_stats((0.9, 0.1), (0.5, 0.5)).log_start(200)
+    assert log.messages[0].startswith('source web: share 90.00% then 50.00% requested, 75.00% actual; 300 windows')
 
 
 def test_no_warning_below_the_limit_and_no_lines_without_weights(log):

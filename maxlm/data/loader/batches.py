@@ -15,7 +15,7 @@ import numpy as np
 from absl import flags
 
 from maxlm.config.schema import DataConfig
-from maxlm.data.loader.mixture import Mixture
+from maxlm.data.loader.mixture import Mixture, StagedMixture
 from maxlm.data.loader.shuffle import ShuffledIndex, feistel_permutation
 from maxlm.data.loader.windows import Batch, Sequences
 
@@ -47,7 +47,7 @@ class RowOrder(Protocol):
 class TrainingRows:
     """Endless rows of a weighted mixture of sources. Each source is reshuffled every epoch."""
 
-    def __init__(self, mixture: Mixture, orders: Sequence[ShuffledIndex]):
+    def __init__(self, mixture: Mixture | StagedMixture, orders: Sequence[ShuffledIndex]):
         self.mixture = mixture
         self.orders = orders
 

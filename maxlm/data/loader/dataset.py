@@ -17,7 +17,7 @@ from maxlm.data.dataset.records import Dataset, Shard, load_manifest
 from maxlm.data.dataset.shard_cache import Fetcher, fetch_manifest
 from maxlm.data.dataset.token_reader import OPEN_SHARDS
 from maxlm.data.loader.batches import Batches, TrainingRows, ValidationRows, WeightedSource
-from maxlm.data.loader.mixture import Mixture
+from maxlm.data.loader.mixture import Mixture, SourcesSchedule, StagedMixture
 from maxlm.data.loader.prefetch_plan import upcoming_reads
 from maxlm.data.loader.shuffle import VERSION, ShuffledIndex
 from maxlm.data.loader.windows import Sequences
@@ -134,9 +134,12 @@ class TrainingData:
         """Returns the number of windows in one epoch over all sources."""
         return sum(len(source.windows('train', self.data)) for source in self.sources)
 
-    @property
-    def mixture(self) -> Mixture:
-        return Mixture([source.weight for source in self.sources], seed=self.data.seed)
+    def mixture(self, global_batch: int = 1, sources_schedule: SourcesSchedule = ()) -> StagedMixture:
+        """Returns the mixture of the sources. See `Config.source_stages` for the schedule; () = constant weights."""
+        stages = sources_schedule or ((0, tuple(source.weight for source in self.sources)),)
+        return StagedMixture(
+            [(first * global_batch, Mixture(weights, seed=self.data.seed)) for first, weights in stages]
+        )
 
     @property
     def validation_counts(self) -> tuple[int, int]:
@@ -166,9 +169,13 @@ class TrainingData:
         return sum(split.tokens * split.unigram_entropy for split in splits) / max(tokens, 1)
 
     def train_batches(
-        self, global_batch: int, rows: slice | None = None, seq_len_schedule: tuple[tuple[int, int], ...] = ()
+        self,
+        global_batch: int,
+        rows: slice | None = None,
+        seq_len_schedule: tuple[tuple[int, int], ...] = (),
+        sources_schedule: SourcesSchedule = (),
     ) -> Batches:
-        """Returns the shuffled, endless batches of the train split. See `Batches` for the arguments.
+        """Returns the shuffled, endless batches of the train split. See `Batches` and `mixture` for the arguments.
 
         Raises:
             InputError: the train split of a source is empty.
@@ -188,7 +195,7 @@ class TrainingData:
         ]
         return Batches(
             weighted_sources,
-            TrainingRows(self.mixture, orders),
+            TrainingRows(self.mixture(global_batch, sources_schedule), orders),
             global_batch=global_batch,
             rows=rows,
             with_sources=bool(self.names),
@@ -263,13 +270,15 @@ class TrainingData:
                 f'data.shuffle_shards={self.data.shuffle_shards}: {error}'
             ) from error
 
-    def fingerprint(self, global_batch: int) -> dict[str, Any]:
+    def fingerprint(self, global_batch: int, sources_schedule: SourcesSchedule = ()) -> dict[str, Any]:
         """Returns the values that determine the data order, as a flat JSON-compatible dict for a checkpoint."""
         if len(self.sources) == 1 and not self.data.sources:
             contents: dict[str, Any] = {'dataset': self.first.fingerprint}
         else:
             contents = {f'dataset {source.name}': source.dataset.fingerprint for source in self.sources}
             contents |= {f'weight {source.name}': source.weight for source in self.sources}
+        for (_, weights), (stop, _) in itertools.pairwise(sources_schedule):
+            contents[f'weights until step {stop}'] = list(weights)
         return {
             **contents,
             'window': self.data.seq_len,

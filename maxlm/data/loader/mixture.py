@@ -1,8 +1,11 @@
-"""Weighted mixture of sources: maps a row of the endless training data to its source as a pure function."""
+"""Weighted mixtures of sources: map a row of the endless training data to its source as a pure function."""
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +17,9 @@ UNIT = 2**40
 # Number of rows with cached arrangements, in complete periods; they cover the batches that are being prefetched.
 NUM_CACHED_ROWS = 64 * PERIOD
 
+# First step, from 0, and weights of each stage of a mixture.
+SourcesSchedule = tuple[tuple[int, tuple[float, ...]], ...]
+
 
 class Mixture:
     """Maps a row to (source, row of that source). Picklable.
@@ -23,17 +29,17 @@ class Mixture:
     at the end of any period. Within a period the order of the sources is random, seeded with (seed, period).
 
     Args:
-        weights: positive weights; they need not sum to 1.
+        weights: weights, not all of which are 0; they need not sum to 1. A source of weight 0 has no rows.
         seed: integer from 0 to 2³² - 1.
     """
 
     def __init__(self, weights: Sequence[float], *, seed: int):
-        assert weights
-        assert min(weights) > 0
+        assert min(weights) >= 0
+        assert max(weights) > 0
         num_sources = len(weights)
         # The largest source must have at least as many rows per period as all other sources can gain by rounding.
         self._period = max(PERIOD, num_sources**2)
-        self._units = [max(1, round(weight / sum(weights) * UNIT)) for weight in weights]
+        self._units = [max(int(weight > 0), round(weight / sum(weights) * UNIT)) for weight in weights]
         self._largest = int(np.argmax(self._units))
         self._seed = seed
         self._keep_arrangements()
@@ -65,8 +71,12 @@ class Mixture:
         within = np.bincount(source_of[:position], minlength=len(self._units)).tolist()
         return [before + count for before, count in zip(self._before(period), within, strict=True)]
 
+    def num_rows(self, source: int) -> int:
+        """Returns the number of all rows of a source: 0, or `sys.maxsize` if it is endless."""
+        return sys.maxsize if self._units[source] else 0
+
     def row_of(self, source: int, number: int) -> int:
-        """Returns the row of row `number` of a source: `self[row_of(s, n)] == (s, n)`."""
+        """Returns the row of row `number` of a source of positive weight: `self[row_of(s, n)] == (s, n)`."""
         low, high = 0, 1
         while self._before(high)[source] <= number:
             low, high = high, 2 * high
@@ -102,3 +112,48 @@ class Mixture:
         number_of = np.empty(self._period, np.int64)
         number_of[by_source] = np.arange(self._period) + np.repeat(np.array(before) - firsts, counts)
         return source_of, number_of
+
+
+class StagedMixture:
+    """Mixture whose weights change at given rows. Picklable.
+
+    A source continues in each stage after its last row of the stage before. The methods are those of `Mixture`.
+
+    Args:
+        stages: first row and mixture of each stage, in ascending order from row 0. The last stage is endless.
+    """
+
+    def __init__(self, stages: Sequence[tuple[int, Mixture]]):
+        self._firsts = [first for first, _ in stages]
+        self.mixtures = [mixture for _, mixture in stages]
+        assert self._firsts[0] == 0
+        # For each source, its number of rows before each stage.
+        taken = [
+            mixture.rows_taken(stop - first)
+            for mixture, (first, stop) in zip(self.mixtures, itertools.pairwise(self._firsts), strict=False)
+        ]
+        num_sources = len(self.mixtures[0].shares)
+        self._before = [
+            list(itertools.accumulate((rows[source] for rows in taken), initial=0)) for source in range(num_sources)
+        ]
+
+    def __getitem__(self, row: int) -> tuple[int, int]:
+        """Returns the source of a row and the number of rows of that source before it."""
+        stage = bisect.bisect_right(self._firsts, row) - 1
+        source, number = self.mixtures[stage][row - self._firsts[stage]]
+        return source, self._before[source][stage] + number
+
+    def rows_taken(self, rows: int) -> list[int]:
+        """Returns the number of rows of each source among the first `rows` rows."""
+        stage = bisect.bisect_right(self._firsts, rows) - 1
+        taken = self.mixtures[stage].rows_taken(rows - self._firsts[stage])
+        return [before[stage] + count for before, count in zip(self._before, taken, strict=True)]
+
+    def num_rows(self, source: int) -> int:
+        """Returns the number of all rows of a source; `sys.maxsize` if it is endless."""
+        return max(self._before[source][-1], self.mixtures[-1].num_rows(source))
+
+    def row_of(self, source: int, number: int) -> int:
+        """Returns the row of row `number` of a source, which must be below `num_rows`."""
+        stage = bisect.bisect_right(self._before[source], number) - 1
+        return self._firsts[stage] + self.mixtures[stage].row_of(source, number - self._before[source][stage])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,13 +20,17 @@ class ShardRead(NamedTuple):
 
 
 def upcoming_reads(rows: TrainingRows, global_batch: int, start_step: int) -> Iterator[ShardRead]:
-    """Yields all shard reads from `start_step` on, endlessly, in the order of their first step."""
+    """Yields all shard reads from `start_step` on, in the order of their first step. They are endless."""
 
     def reads_of_source(source: int) -> Iterator[ShardRead]:
         start = rows.mixture.rows_taken(start_step * global_batch)[source]
-        for block in rows.orders[source].blocks(start):
+        # A source whose last weight is 0 has an end.
+        stop = rows.mixture.num_rows(source)
+        for block in itertools.takewhile(
+            lambda block: max(block.start, start) < stop, rows.orders[source].blocks(start)
+        ):
             first = rows.mixture.row_of(source, max(block.start, start))
-            last = rows.mixture.row_of(source, block.stop - 1)
+            last = rows.mixture.row_of(source, min(block.stop, stop) - 1)
             yield ShardRead(first // global_batch, last // global_batch, source, block.shards)
 
     return heapq.merge(*map(reads_of_source, range(len(rows.orders))), key=lambda reading: reading.first_step)

@@ -81,7 +81,7 @@ class ReportedRun:
     @property
     def data(self) -> dict[str, Any]:
         """Returns fingerprints and weights of the data sets; empty if the `started` event has none."""
-        kinds = ('dataset', 'weight', 'prompts')
+        kinds = ('dataset', 'weight', 'weights', 'prompts')
         return {key: value for key, value in mapping(self.started, 'dataset').items() if key.split(' ')[0] in kinds}
 
     @cached_property

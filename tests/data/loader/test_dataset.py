@@ -52,7 +52,7 @@ def test_shares_and_sources_of_rows(datasets):
         np.testing.assert_array_equal(source_digits(batch), batch['sources'] + 1)
         rows.update(batch['sources'].tolist())
     assert [rows[source] for source in range(3)] == pytest.approx([1024, 614, 410], abs=1)
-    assert corpus.mixture.rows_taken(2048) == [rows[source] for source in range(3)]
+    assert corpus.mixture().rows_taken(2048) == [rows[source] for source in range(3)]
 
 
 def test_each_epoch_of_a_source_has_every_window_once(datasets):
@@ -76,6 +76,38 @@ def test_the_order_depends_on_seed_and_weights(datasets):
     assert tokens(seed=1) != expected
     assert tokens(shuffle_shards=1) == expected  # with a single shard each, there is only one pool
     assert tokens(sources=config(datasets, web=0.5, code=0.2, law=0.3).sources) != expected
+
+
+def test_weights_change_at_a_step_and_sources_continue(datasets):
+    corpus = open_training_data(config(datasets, web=0.5, code=0.5))
+    stages = (0, (1, 0)), (3, (1, 3)), (9, (0.5, 0.5))
+    batches = corpus.train_batches(8, sources_schedule=stages)
+    rows = {0: [], 1: []}
+    for step in range(16):
+        batch = batches[step]
+        for source, row in zip(batch['sources'], batch['tokens'], strict=True):
+            rows[source].append(row.tolist())
+        if step == 2:
+            assert not rows[1]
+    # Each source has the order that it has without a schedule.
+    constant = corpus.train_batches(8)
+    for source, of_source in rows.items():
+        expected = [
+            row.tolist() for step in range(40) for row in constant[step]['tokens'][constant[step]['sources'] == source]
+        ]
+        assert of_source == expected[: len(of_source)]
+        assert len(of_source) > 30
+    # Each host computes its rows and each step on its own.
+    parts = [corpus.train_batches(8, slice(first, first + 4), (), stages)[11]['tokens'] for first in (0, 4)]
+    np.testing.assert_array_equal(np.concatenate(parts), batches[11]['tokens'])
+    split = corpus.train_batches(8, None, ((0, 2), (5, 1)), stages)
+    for step, num_splits in ((4, 2), (11, 1)):
+        np.testing.assert_array_equal(
+            split[step]['tokens'], batches[step]['tokens'].reshape(8 * num_splits, WINDOW // num_splits)
+        )
+    assert corpus.mixture(8, stages).rows_taken(128) == [len(rows[0]), len(rows[1])]
+    # Negative control
+    assert constant[11]['tokens'].tolist() != batches[11]['tokens'].tolist()
 
 
 def test_validation_has_all_windows_of_all_sources_once(datasets):
@@ -129,6 +161,9 @@ def test_the_fingerprint_in_checkpoints(datasets):
     assert facts['weight web'] == 0.5
     assert open_training_data(config(datasets, web=0.5, code=0.4)).fingerprint(8) != facts
     assert open_training_data(config(datasets, web=0.5, law=0.5)).fingerprint(8) != facts
+    staged = open_training_data(config(datasets, web=0.5, code=0.5)).fingerprint(8, ((0, (0.9, 0.1)), (3, (0.5, 0.5))))
+    assert staged == {**facts, 'weights until step 3': [0.9, 0.1]}
+    assert json.loads(json.dumps(staged)) == staged
 
 
 def test_validation_bytes_are_known_only_if_all_sources_have_them(datasets, make_dataset):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import sys
 from collections import Counter
 
 import pytest
 
-from maxlm.data.loader.mixture import PERIOD, Mixture
+from maxlm.data.loader.mixture import PERIOD, Mixture, StagedMixture
 
 WEIGHTS = [
     [1.0],
@@ -65,3 +66,35 @@ def test_a_rare_source_occurs():
     assert mixture.rows_taken(10**6)[1] == 99 or mixture.rows_taken(10**6)[1] == 100
     row = mixture.row_of(1, 0)
     assert mixture[row] == (1, 0)
+
+
+# The second stage has no rows of source 0, and the third none of source 1.
+STAGES = (0, [3, 1]), (PERIOD + 500, [0, 1]), (PERIOD + 900, [1, 0])
+
+
+def test_each_source_continues_when_the_weights_change():
+    mixture = StagedMixture([(first, Mixture(weights, seed=5)) for first, weights in STAGES])
+    mixture = pickle.loads(pickle.dumps(mixture))
+    counts = Counter()
+    for row in range(2 * PERIOD):
+        source, number = mixture[row]
+        assert number == counts[source]
+        counts[source] += 1
+        if row % 97 == 0 or row in (PERIOD + 499, PERIOD + 500):
+            assert mixture.rows_taken(row + 1) == [counts[0], counts[1]]
+            assert mixture.row_of(source, number) == row
+        if row == PERIOD + 499:
+            assert counts[1] / row == pytest.approx(0.25, abs=0.02)
+            before = counts.copy()
+    assert counts[1] == before[1] + 400
+    assert (mixture.num_rows(0), mixture.num_rows(1)) == (sys.maxsize, counts[1])
+    # Negative control: a mixture with the weights of the last stage skips rows of source 0.
+    assert Mixture(STAGES[-1][1], seed=5)[PERIOD + 900] != mixture[PERIOD + 900] == (0, before[0])
+
+
+def test_equal_stages_keep_the_shares():
+    staged = StagedMixture([(first, Mixture([7, 3], seed=1)) for first in (0, 10, 10, 4000)])
+    plain = Mixture([7, 3], seed=1)
+    assert [staged[row] for row in range(10)] == [plain[row] for row in range(10)]
+    assert staged.rows_taken(10**6) == pytest.approx(plain.rows_taken(10**6), abs=PERIOD)
+    assert [staged.num_rows(source) for source in (0, 1)] == [plain.num_rows(0), plain.num_rows(1)]

@@ -9,18 +9,24 @@ from collections import defaultdict
 import pytest
 
 from maxlm.data.loader.batches import TrainingRows
-from maxlm.data.loader.mixture import Mixture
+from maxlm.data.loader.mixture import Mixture, StagedMixture
 from maxlm.data.loader.prefetch_plan import upcoming_reads
 from maxlm.data.loader.shuffle import ShuffledIndex
 
 SHARDS = ([30, 5, 0, 41, 22], [7, 9, 4])
 
 
+MIXTURE = Mixture([0.7, 0.3], seed=2)
+# The second source starts in step 10 and ends in step 45.
+STAGED = StagedMixture([(0, Mixture([1, 0], seed=2)), (60, MIXTURE), (270, Mixture([1, 0], seed=2))])
+
+
+@pytest.mark.parametrize('mixture', [MIXTURE, STAGED])
 @pytest.mark.parametrize('pool_shards', [0, 1, 2])
 @pytest.mark.parametrize('start', [0, 3, 40])
-def test_planned_reads_match_the_steps(pool_shards, start):
+def test_planned_reads_match_the_steps(mixture, pool_shards, start):
     orders = [ShuffledIndex(shards, seed=seed, pool_shards=pool_shards) for seed, shards in enumerate(SHARDS)]
-    rows, batch, stop = TrainingRows(Mixture([0.7, 0.3], seed=2), orders), 6, start + 60
+    rows, batch, stop = TrainingRows(mixture, orders), 6, start + 60
     firsts = [list(itertools.accumulate(shards, initial=0)) for shards in SHARDS]
     read = defaultdict(set)
     for step in range(start, stop):

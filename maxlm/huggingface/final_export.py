@@ -1,0 +1,156 @@
+"""Exports the final parameters of a run in the format of Hugging Face (`export.at_end`)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from maxlm.checkpoint.fetch import find_local_step
+from maxlm.checkpoint.manager import saved_steps
+from maxlm.config.schema import Config
+from maxlm.errors import InputError
+from maxlm.formatting import format_bytes
+from maxlm.huggingface.config_conversion import choose_architecture
+from maxlm.huggingface.export_model import DTYPE, MAX_SHARD_BYTES, export_model
+from maxlm.log import logger
+from maxlm.storage.atomic import check_new
+from maxlm.storage.filesystem import display_path, is_url
+from maxlm.telemetry.events import read_events
+from maxlm.workdir.files import CONFIG
+from maxlm.workdir.run_storage import check_url
+from maxlm.workdir.upload_directory import Upload
+
+KEY = 'export.to'
+# Default directory of the export in the workdir.
+NAME = 'hf'
+
+
+def check_exportable(config: Config) -> None:
+    """Checks before the run that its final parameters can be exported, if `export.at_end` is set.
+
+    Raises:
+        InputError: no architecture of Transformers can express the model of the resolved config, or `export.to` is not
+            a valid URL.
+    """
+    if not config.export.at_end:
+        return
+    if is_url(config.export.to):
+        check_url(KEY, config.export.to)
+    try:
+        choose_architecture(config.model)
+    except InputError as error:
+        raise InputError(
+            f'export.at_end=True: {error}; set export.at_end=False, and export the model with `maxlm hf export`'
+        ) from error
+
+
+class FinalExport:
+    """Export of the newest checkpoint of a run, for process 0.
+
+    Events of the run record the target. A restart completes an interrupted export and does not repeat a complete one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        given: str,
+        *,
+        workdir: Path,
+        checkpoints: Any,
+        record_event: Callable[..., None],
+    ):
+        """
+        Args:
+            config: resolved config.
+            given: value of `--workdir`, a directory or a URL.
+            workdir: local directory of config, tokenizer, metrics and events.
+            checkpoints: workdir of the checkpoints, either `workdir` or a path in a bucket.
+            record_event: records an event of the run.
+
+        Raises:
+            InputError: `export.to` already contains files that this run did not export, or cannot be written.
+        """
+        self._workdir, self._checkpoints, self._record_event = workdir, checkpoints, record_event
+        self._cache = config.data.cache_dir
+        place = config.export.to or (f'{given.rstrip("/")}/{NAME}' if is_url(given) else str(workdir / NAME))
+        remote = config.checkpoint.remote_dir
+        url = place if is_url(place) else f'{remote.rstrip("/")}/{NAME}' if remote and not config.export.to else ''
+        self._name = Path(config.export.to or given).name
+        self._target = display_path(url or place)
+        self._upload = None
+        if url:
+            folder = None if is_url(place) else Path(place)
+            self._upload = Upload(KEY, url, cache=self._cache, last=CONFIG, folder=folder)
+        self._directory = self._upload.folder if self._upload else Path(place)
+        if not self._owns_target:
+            if not is_url(place):
+                check_new(KEY, place)
+            if self._upload:
+                self._upload.check_new()
+
+    @property
+    def _owns_target(self) -> bool:
+        return any(
+            event['kind'] in ('export', 'exported') and event.get('target') == self._target
+            for event in read_events(self._workdir).lines
+        )
+
+    def _is_done(self, step: int) -> bool:
+        """Returns True if the target contains the checkpoint of `step`."""
+        exported = None
+        for event in read_events(self._workdir).lines:
+            if event['kind'] == 'exported' and event.get('target') == self._target:
+                exported = event['step']
+            elif event['kind'] == 'saved':
+                # The checkpoint may be another one of the same step.
+                exported = None
+        if exported != step:
+            return False
+        return self._upload.is_complete() if self._upload else (self._directory / CONFIG).is_file()
+
+    def export(self) -> None:
+        """Exports the newest checkpoint, unless the target already contains it.
+
+        Raises:
+            InputError: a parameter cannot be converted, or the target cannot be written. The checkpoint is unchanged.
+        """
+        step = saved_steps(self._checkpoints)[-1]
+        if self._is_done(step):
+            logger.info(f'the model of step {step} is already exported: {self._target}')
+            return
+        try:
+            self._export(step)
+        except InputError as error:
+            raise InputError(
+                f'{error}; the run is complete and its checkpoint of step {step} is saved: run the same command again '
+                'to export it'
+            ) from error
+
+    def _export(self, step: int) -> None:
+        self._record_event('export', f'exporting to {self._target}', step=step, target=self._target)
+        # Remove an older export of this run, and files of a killed attempt.
+        for path in (self._directory, *self._directory.parent.glob(f'.{self._directory.name}.*.partial')):
+            shutil.rmtree(path, ignore_errors=True)
+        if self._upload:
+            self._upload.begin()
+            self._upload.reopen()
+        exported = export_model(
+            str(find_local_step(f'{self._checkpoints}@{step}', cache=self._cache)),
+            str(self._directory),
+            architecture='auto',
+            dtype=DTYPE,
+            max_shard_size=MAX_SHARD_BYTES,
+            show=True,
+            workdir=self._workdir,
+            name=self._name,
+        )
+        if self._upload:
+            self._upload.finish(show=True)
+        text = (
+            f'exported {exported.class_name} of {exported.parameters:,} parameters ({format_bytes(exported.bytes)} in '
+            f'{DTYPE}) to {self._target}'
+        )
+        logger.info(text)
+        self._record_event('exported', text, step=step, target=self._target)
