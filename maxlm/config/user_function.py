@@ -59,8 +59,8 @@ def load_function(name: str, *, kind: str, arguments: tuple[str, ...]) -> Callab
 
 
 def module_checksum(name: str) -> str:
-    """Returns the SHA-256 of the file of the function's module, '' if it has none. The module must be imported."""
-    path = getattr(sys.modules[name.partition(':')[0]], '__file__', None)
+    """Returns the SHA-256 of the file of the function's module, '' if it has none. `load_function` must succeed."""
+    path = getattr(importlib.import_module(name.partition(':')[0]), '__file__', None)
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ''
 
 

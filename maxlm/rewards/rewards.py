@@ -42,6 +42,7 @@ Task = Mapping[str, Any]
 DEFAULT_TOLERANCE = 1e-6
 # The parser's memory grows with the length of the program.
 MAX_PROGRAM_CHARS = 1 << 20
+MAX_REWARD = float(np.finfo(np.float32).max)
 
 
 def require_key(task: Task, key: str, reward: str) -> Any:
@@ -180,10 +181,11 @@ def user_reward(name: str) -> BatchReward:
             raise UserRewardError(
                 f'the reward {name} raised {describe_exception(error)}; fix the function', task
             ) from error
+        is_number = isinstance(value, numbers.Real | np.bool_)
         # Rewards are stored as float32.
-        if not isinstance(value, numbers.Real | np.bool_) or not abs(value) <= float(np.finfo(np.float32).max):
-            raise UserRewardError(f'the reward {name} returned {str(value)[:80]!r}; return a finite float', task)
-        return float(value)
+        if is_number and -MAX_REWARD <= value <= MAX_REWARD:
+            return float(value)
+        raise UserRewardError(f'the reward {name} returned {str(value)[:80]!r}; return a finite float', task)
 
     return per_response(reward)
 
