@@ -53,7 +53,7 @@ def load_function(name: str, *, kind: str, arguments: tuple[str, ...]) -> Callab
         signature.bind(*arguments)
     except TypeError as error:
         raise InputError(
-            f'{where}: {attribute}{signature} does not accept the arguments ({", ".join(arguments)}): {error}'
+            f'{where}: {attribute}{signature} must accept the arguments ({", ".join(arguments)}): {error}'
         ) from error
     return function
 
@@ -89,7 +89,9 @@ def _import(name: str, module_name: str, kind: str) -> ModuleType:
                 f'{kind} {name}: no module {missing!r} in {os.getcwd()}, PYTHONPATH or the installed packages; start '
                 'the command in the directory that contains it, or add that directory to PYTHONPATH'
             ) from error
-        raise InputError(f'{kind} {name}: {module_name} imports {missing!r}, which is not installed') from error
+        raise InputError(
+            f'{kind} {name}: {module_name} imports {missing!r}, which is not installed; install it'
+        ) from error
     # SystemExit: the module is a script that ends the process.
     except (Exception, SystemExit) as error:
         raise InputError(

@@ -69,7 +69,7 @@ def test_function_names(name, expected):
         (BODY, 'scroe', r"\.py has no 'scroe'; did you mean 'score'\?"),
         (BODY, 'zzz', "has no 'zzz'; define it"),
         (BODY, 'LIMIT', "'LIMIT' is a int; it must be a function"),
-        (BODY, 'swapped', r'swapped\(response\) does not accept the arguments \(response, prompt\)'),
+        (BODY, 'swapped', r'swapped\(response\) must accept the arguments \(response, prompt\)'),
         ('import no_such_module_of_mine', 'f', "imports 'no_such_module_of_mine', which is not installed"),
         ('raise ValueError("two\\nlines")', 'f', r'failed with ValueError: two lines at .*\.py:1; fix the module'),
         ('raise SystemExit(3)', 'f', 'failed with SystemExit: 3'),

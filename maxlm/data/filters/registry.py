@@ -44,7 +44,9 @@ def user_filter(name: str) -> Filter:
                 f'{document.name}: the filter {name} raised {describe_exception(error)}; fix the function'
             ) from error
         if not isinstance(is_kept, bool | np.bool_):
-            raise InputError(f'{document.name}: the filter {name} returned {str(is_kept)[:80]!r}; return True or False')
+            raise InputError(
+                f'{document.name}: the filter {name} must return True or False; it returned {str(is_kept)[:80]!r}'
+            )
         return document if is_kept else FilterResult(f'{name}: removed', 'returned False')
 
     return keep

@@ -70,8 +70,8 @@ def test_a_filter_of_the_user_receives_text_and_metadata(tmp_path, monkeypatch):
     ('body', 'message'),
     [
         ('return document.title', "raised AttributeError: 'Document' object has no attribute 'title' at .*py:2; fix"),
-        ('pass', "returned 'None'; return True or False"),
-        ('return 1', "returned '1'; return True or False"),
+        ('pass', "must return True or False; it returned 'None'"),
+        ('return 1', "must return True or False; it returned '1'"),
     ],
 )
 def test_a_failing_filter_of_the_user_names_the_document(tmp_path, monkeypatch, body, message):
