@@ -49,8 +49,11 @@ def get_phases(variant: str = '7b') -> list[str]:
         raise InputError(f'configs/code.py:{variant} has no phases; use --config=configs/code.py:7b')
     is_smoke = variant == 'smoke'
     size = 400 if is_smoke else 32_016
-    prepare = f'--output data/code-{variant.partition("-")[0]} --tokenizer bpe:{size} --fim-rate 0.5 --filter code --deduplicate near'
-    pretrain = [f'prepare --input {{code}} {prepare}', f'train --config={{config}}:{variant}']
+    pretrain = [
+        f'prepare --input {{code}} --output data/code-{variant.partition("-")[0]} --tokenizer bpe:{size} '
+        '--fim-rate 0.5 --filter code --deduplicate near',
+        f'train --config={{config}}:{variant}',
+    ]
     if variant not in ('7b', 'smoke'):
         return pretrain
     tasks = f'data/code-{variant}-tasks'

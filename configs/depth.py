@@ -9,7 +9,7 @@ Variants:  any positive integer, e.g. :4 for a trial on a CPU, :24, :64; smoke: 
 Hardware:  8 × H100 80 GB; a step is 8 GPUs × 4 sequences × 2048 tokens × 8 accumulation steps = 524,288 tokens. The
            published product of 65,536 tokens leaves out the accumulation steps.
 Time:      depth 64: 31 hours, as published; the number of steps follows the measured speed. Other depths: 20 tokens per
-           block parameter (Hoffmann et al. 2022), 13.6 billion for depth 24. --config.train.num_steps=N sets another length
+           block parameter (Hoffmann et al. 2022), 13.6 billion for depth 24
 Cost:      depth 64: $1,000 at $4.03 per GPU and hour; --config.train.price_per_hour=X for the price of another provider
 Memory:    compiled ahead of time for 8 × H100: 25 GiB per GPU at depth 24, 51 GiB at depth 64
 Expected:  published: about 34 epochs over the data, lowest validation loss at step 2000 to 5000; the best checkpoint is

@@ -1,8 +1,8 @@
 """Llama models from 85M to 1.46B parameters for 8 × A100: a published series, trained on four weighted sources.
 
 Command:   python -m maxlm.recipe --config=configs/mix.py:xlarge source45=A source25=B source20=C source10=D
-           prepares the four sources, each a path, a URL or a data set of the hub (hf:NAME), with one tokenizer, trains in
-           runs/mix-xlarge and exports the model
+           prepares the four sources, each a path, a URL or a data set of the hub (hf:NAME), with one tokenizer, trains
+           in runs/mix-xlarge and exports the model
 Variants:  tiny · small · medium · medium-large · large · xlarge
            smoke: two narrow layers and 10 steps, to try the recipe on a CPU
            To train on one data set instead: --config.data.sources='()' --config.data.path=data/mine

@@ -12,13 +12,14 @@ Hardware:  as above, test on one GPU with 40 GB or more; any number of devices t
            results
 Time:      production: 0.8 billion tokens; production_8gpu: 155 billion tokens;
            tuned_1gpu and tuned_24gb: 5.2 billion tokens; tuned: 29 billion tokens
-Memory:    compiled ahead of time, GiB per device: tuned_1gpu 51 on one H100, tuned 33 on each of 8, tuned_24gb 18 on
-           each of two RTX 4090; production MEMORY
+Memory:    compiled ahead of time, GiB per device: tuned_1gpu 51 on one H100, tuned 33 on each of 8, tuned_24gb and
+           production 18 on each of two RTX 4090, production_8gpu 21 on each of 8 H100
 Expected:  speed and loss are not measured yet
 
 The published variants have sequences of 1024 tokens. The tuned variants have the sequence length, the learning rate and
-the warm-up fraction of Pythia-1.4B (Biderman et al. 2023), and `tuned` has its batch of 2.1 million tokens. `tuned` sees
-20 tokens per parameter, the compute-optimal number (Hoffmann et al. 2022), in a fifth of the published compute.
+the warm-up fraction of Pythia-1.4B (Biderman et al. 2023), and `tuned` has its batch of 2.1 million tokens. `tuned`
+trains on 20 tokens per parameter, the compute-optimal number (Hoffmann et al. 2022), with a fifth of the published
+compute.
 """
 
 from ml_collections import ConfigDict

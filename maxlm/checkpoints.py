@@ -2,7 +2,8 @@
 
     python -m maxlm.checkpoints list WORKDIR… [--json]
     python -m maxlm.checkpoints verify WORKDIR…
-    python -m maxlm.checkpoints prune WORKDIR… [--max-to-keep=N] [--keep-best=K] [--keep-period=M] [--dry-run]
+    python -m maxlm.checkpoints prune WORKDIR… [--max-to-keep=N] [--keep-best=K] [--keep-period=M] [--drop-optimizer]
+                                      [--dry-run]
     python -m maxlm.checkpoints fetch WORKDIR --output=DIR [--weights-only]
     python -m maxlm.checkpoints merge --checkpoint=CKPT --output=DIR
 
@@ -21,16 +22,18 @@ import time
 from pathlib import Path
 
 from maxlm.checkpoint.checksums import corrupt_arrays
+from maxlm.checkpoint.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.fetch import fetch_checkpoint
 from maxlm.checkpoint.listing import (
     CheckpointInfo,
-    checkpoint_config,
     damaged_steps,
     list_checkpoints,
     resolve_checkpoint,
+    run_config,
 )
 from maxlm.checkpoint.merge_lora import merge_checkpoint
-from maxlm.config.schema import CheckpointConfig
+from maxlm.checkpoint.restore import is_params_only
+from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag
 from maxlm.formatting import format_bytes
 from maxlm.log import Console
@@ -38,7 +41,7 @@ from maxlm.storage.filesystem import display_path
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.storage.regular_files import read_text
-from maxlm.training.retention import SavedStep, retention_reasons
+from maxlm.training.retention import SavedStep, retention_reasons, steps_to_resume
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, StepDirectory, to_path
 
@@ -93,6 +96,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         )
         add('--keep-best', type=int, metavar='K', help='number of steps with the lowest validation loss to keep')
         add('--keep-period', type=int, metavar='M', help='keep steps that are multiples of M; 0 = none')
+    made['prune'].add_argument(
+        '--drop-optimizer',
+        action='store_true',
+        help='also delete the optimizer state of all steps except the newest and those that a rollback may restore',
+    )
     made['prune'].add_argument('--dry-run', action='store_true', help='print what would be deleted, without deleting')
     fetcher = commands.add_parser('fetch', allow_abbrev=False, help='download one step with its config and tokenizer')
     fetcher.add_argument('workdir', type=WORKDIR, metavar='WORKDIR', help='workdir or URL of a run, or WORKDIR@STEP')
@@ -133,14 +141,14 @@ def _list(options: argparse.Namespace) -> int:
             rows.append((f'{display_path(chosen.workdir)}@{one.step}', one, kept))
     if options.json:
         for name, one, kept in rows:
-            facts = {'step': one.step, 'bytes': one.bytes, 'validation_loss': one.validation_loss, 'kept': kept}
-            print(json.dumps({'name': name, **facts}))
+            print(json.dumps({'name': name, **one._asdict(), 'kept': kept}))
         return EXIT_DONE
     width = max(len(name) for name, *_ in rows)
-    print(f'{"checkpoint":<{width}}  {"size":>9}  {"validation loss":>15}  kept by')
+    print(f'{"checkpoint":<{width}}  {"size":>9}  {"optimizer":>9}  {"validation loss":>15}  kept by')
     for name, one, kept in rows:
         loss = '-' if one.validation_loss is None else f'{one.validation_loss:.4f}'
-        print(f'{name:<{width}}  {format_bytes(one.bytes):>9}  {loss:>15}  {kept}')
+        optimizer = format_bytes(one.optimizer_bytes) if one.optimizer_bytes else '-'
+        print(f'{name:<{width}}  {format_bytes(one.bytes):>9}  {optimizer:>9}  {loss:>15}  {kept}')
     for workdir in dict.fromkeys(resolve_checkpoint(given).workdir for given in options.workdirs):
         if names := damaged_steps(workdir):
             print(f'{display_path(workdir)}: damaged and set aside: {", ".join(names)}')
@@ -171,18 +179,38 @@ def _prune(options: argparse.Namespace) -> int:
         workdir, everything = Path(chosen.workdir), list_checkpoints(chosen.workdir)
         reasons = _reasons(chosen.workdir, everything, options, need_config=True)
         going = [one for one in chosen.steps if not reasons[one.step]]
-        if going and not options.dry_run:
+        kept = [one for one in everything if one not in going]
+        reduced = _reducible(workdir, kept, options) if options.drop_optimizer else []
+        reduced = [one for one in reduced if one in chosen.steps]
+        if (going or reduced) and not options.dry_run:
             _check_free(workdir)
             # While the lock is held, a new run cannot start.
             with WorkdirLock(workdir):
                 for one in going:
                     StepDirectory(workdir).delete(one.step)
+                for one in reduced:
+                    drop_optimizer(workdir, one.step)
+        status = 'would be deleted' if options.dry_run else 'deleted'
         for one in going:
-            status = 'would be deleted' if options.dry_run else 'deleted'
             print(f'{workdir}@{one.step}: {status}, {format_bytes(one.bytes)}')
-        size = format_bytes(sum(one.bytes for one in going))
-        print(f'{workdir}: {len(everything) - len(going)} of {len(everything)} steps kept; {size} freed')
+        for one in reduced:
+            print(f'{workdir}@{one.step}: optimizer state {status}, {format_bytes(one.optimizer_bytes)}')
+        size = format_bytes(sum(one.bytes for one in going) + sum(one.optimizer_bytes for one in reduced))
+        print(f'{workdir}: {len(kept)} of {len(everything)} steps kept; {size} freed')
     return EXIT_DONE
+
+
+def _reducible(workdir: Path, steps: list[CheckpointInfo], options: argparse.Namespace) -> list[CheckpointInfo]:
+    """Returns the steps whose optimizer state is not needed to resume the run."""
+    folder = to_path(workdir) / CHECKPOINTS_DIR
+    guard = _config(str(workdir), options, need_config=True).guard
+    needed = steps_to_resume(
+        [one.step for one in steps if not is_params_only(folder / str(one.step))],
+        max_rollbacks=guard.max_rollbacks,
+        rollback_skip_steps=guard.rollback_skip_steps,
+    )
+    # An interrupted deletion may have left files.
+    return [one for one in steps if one.optimizer_bytes and one.step not in needed]
 
 
 def _fetch(options: argparse.Namespace) -> int:
@@ -207,15 +235,19 @@ def _reasons(
     workdir: str, steps: list[CheckpointInfo], options: argparse.Namespace, *, need_config: bool
 ) -> dict[int, tuple[str, ...]]:
     given = {rule: getattr(options, rule) for rule in RULES if getattr(options, rule) is not None}
-    config = CheckpointConfig()
-    if len(given) < len(RULES):
-        try:
-            config = checkpoint_config(workdir)
-        except InputError:
-            if need_config:
-                raise
+    config = _config(workdir, options, need_config=need_config).checkpoint
     rules = {rule: given.get(rule, getattr(config, rule)) for rule in RULES}
     return retention_reasons([SavedStep(one.step, one.validation_loss) for one in steps], **rules)
+
+
+def _config(workdir: str, options: argparse.Namespace, *, need_config: bool) -> Config:
+    """Returns the config of the run, or the default if it is missing and not needed."""
+    try:
+        return run_config(workdir)
+    except InputError:
+        if need_config and any(getattr(options, rule) is None for rule in RULES):
+            raise
+        return Config()
 
 
 def _check_free(workdir: Path) -> None:

@@ -153,6 +153,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar='NAME',
         help='text field: key in JSONL, column in Parquet and data sets (%(default)s)',
     )
+    metadata = 'columns of Parquet and of data sets that filters receive as metadata'
+    what('--metadata-fields', nargs='+', default=[], type=text_argument, metavar='NAME', help=metadata)
     what(
         '--messages-field',
         type=text_argument,
@@ -191,7 +193,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar='SPEC',
         help=f'{SPECS}; bpe trains on up to 32 MB of the text (%(default)s)',
     )
-    made('--filter', nargs='+', default=[], metavar='NAME', help=f'quality filters to apply: {", ".join(FILTERS)}')
+    names = f'quality filters to apply: {", ".join(FILTERS)}, or your own package.module:function'
+    made('--filter', nargs='+', action='extend', default=[], metavar='NAME', help=names)
     made(
         '--deduplicate',
         choices=('none', 'exact', 'near'),
@@ -264,14 +267,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _check(options: argparse.Namespace) -> None:
     """Raises InputError for values that are invalid for any input."""
-    for name, smallest in {
-        'max_record_mib': 1,
-        'block': 1,
-        'workers': 1,
-        'max_files': 0,
-        'retries': 0,
-        'pack_seq_len': 0,
-    }.items():
+    limits = {'max_record_mib': 1, 'block': 1, 'workers': 1, 'max_files': 0, 'retries': 0, 'pack_seq_len': 0}
+    for name, smallest in limits.items():
         if getattr(options, name) < smallest:
             raise InputError(f'{flag(name)}={getattr(options, name)}: must be at least {smallest}')
     if not 0 <= options.validation_fraction < 1:
@@ -311,6 +308,7 @@ def _recipe(
     read = ReadOptions(
         format=what,
         text_key=options.text_key,
+        metadata_keys=tuple(options.metadata_fields),
         messages_field=options.messages_field,
         roles=parse_roles(options.roles),
         max_record_bytes=options.max_record_mib * 2**20,

@@ -2,9 +2,9 @@
 
 The phases are the commands that `get_phases(variant)` of the config file returns, from data preparation to the exported
 model. NAME=PATH arguments fill in the {NAME} fields of the commands. Each phase resumes where it stopped, so the same
-command continues an interrupted recipe. `train` and `grpo` restart after failures (see maxlm.supervise). The first phase
-that fails ends the recipe with its exit code. Arguments --config.section.key=value apply to all `train` and `grpo`
-phases.
+command continues an interrupted recipe. `train` and `grpo` restart after failures (see maxlm.supervise). The first
+phase that fails ends the recipe with its exit code. Arguments --config.section.key=value apply to all phases that
+train.
 """
 
 from __future__ import annotations

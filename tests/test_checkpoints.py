@@ -4,20 +4,25 @@ import dataclasses
 import json
 import os
 import shutil
+from unittest import mock
 
 import fsspec
 import jax
 import pytest
 
 from maxlm import checkpoints
+from maxlm.checkpoint.checksums import corrupt_arrays
+from maxlm.checkpoint.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.checkpoint.params import restore_params
+from maxlm.checkpoint.restore import is_params_only
 from maxlm.config.loading import to_json
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
+from maxlm.formatting import format_bytes
 from maxlm.workdir.files import CONFIG
 from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, WorkdirLock, this_process
-from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, to_path
 from tests.checkpoint.test_manager import FACTS, abstract_on, config_on, random_state, restore, same
 
 LOSSES = {2: 3.0, 4: 1.5, 6: 2.0, 8: None}
@@ -85,6 +90,7 @@ def test_the_list(saved, verb):
             'name': f'{saved}@{step}',
             'step': step,
             'bytes': size_of(saved / CHECKPOINTS_DIR / str(step)),
+            'optimizer_bytes': size_of(saved / CHECKPOINTS_DIR / str(step) / 'optimizer'),
             'validation_loss': LOSSES[step],
             'kept': kept,
         }
@@ -142,6 +148,91 @@ def test_pruning(copy, verb):
     assert code == EXIT_BAD_INPUT
     assert str(copy / CONFIG) in err
     assert steps(copy) == [6, 8]
+
+
+def parameters(workdir, step):
+    return restore_params(workdir / CHECKPOINTS_DIR / str(step), abstract_on(1).params)
+
+
+def test_the_optimizer_state_of_old_steps_is_dropped(copy, verb, states):
+    folder = copy / CHECKPOINTS_DIR
+    rules = ('--max-to-keep=4', '--drop-optimizer')
+    sizes = {step: size_of(folder / str(step) / 'optimizer') for step in (2, 4)}
+    freed = sum(sizes.values())
+    # A rollback after step 8 restores step 6, which precedes step 8 by guard.rollback_skip_steps=2.
+    (copy / CONFIG).write_text(to_json(config_on(1, guard__rollback_skip_steps=2, guard__max_rollbacks=2)))
+    code, out, _ = verb('prune', copy, *rules, '--dry-run')
+    assert code == EXIT_DONE
+    assert out.splitlines()[-1] == f'{copy}: 4 of 4 steps kept; {format_bytes(freed)} freed'
+    assert size_of(folder / '2/optimizer') > 0
+    before = size_of(folder)
+    code, out, err = verb('prune', copy, *rules)
+    assert (code, err) == (EXIT_DONE, '')
+    assert out.splitlines()[:2] == [
+        f'{copy}@{step}: optimizer state deleted, {format_bytes(size)}' for step, size in sizes.items()
+    ]
+    # The checksums are shorter, too.
+    assert freed <= before - size_of(folder) < freed + 10_000
+    assert [(folder / str(step) / 'optimizer').exists() for step in LOSSES] == [False, False, True, True]
+    # All steps verify and can be used; only the steps with optimizer state can be resumed.
+    assert verb('verify', copy)[0] == EXIT_DONE
+    for step in LOSSES:
+        assert same(parameters(copy, step), states[step].params)
+    assert same(restore(copy, abstract_on(1), step=6).state, states[6])
+    with pytest.raises(InputError, match=r'4/optimizer: missing .* --drop-optimizer\); resume from a step with'):
+        restore(copy, abstract_on(1), step=4)
+    # A second call changes nothing.
+    assert verb('prune', copy, *rules)[1].endswith('4 of 4 steps kept; 0 B freed\n')
+    # Without rollbacks, only the newest step is needed.
+    (copy / CONFIG).write_text(to_json(config_on(1, guard__max_rollbacks=0)))
+    assert f'{copy}@6: optimizer state deleted' in verb('prune', f'{copy}@6', *rules)[1]
+    assert (folder / '8/optimizer').exists()
+    assert [json.loads(line)['optimizer_bytes'] > 0 for line in verb('list', copy, '--json')[1].splitlines()] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize('stop_at', ['checksums', 'rename', 'delete'])
+def test_an_interrupted_drop_leaves_a_usable_step(copy, states, monkeypatch, stop_at):
+    class KilledError(Exception):
+        pass
+
+    def kill(*_, **__):
+        raise KilledError
+
+    step = copy / CHECKPOINTS_DIR / '4'
+    with monkeypatch.context() as patch:
+        if stop_at == 'checksums':
+            patch.setattr('maxlm.checkpoint.drop_optimizer.atomic_write', kill)
+        elif stop_at == 'rename':
+            patch.setattr('maxlm.checkpoint.drop_optimizer.StepDirectory.delete_item', kill)
+        else:
+            # The first call clears the trash; the second one deletes the item.
+            patch.setattr('maxlm.workdir.step_dirs._remove', mock.Mock(side_effect=[None, KilledError]))
+        with pytest.raises(KilledError):
+            drop_optimizer(copy, 4)
+    assert same(parameters(copy, 4), states[4].params)
+    assert corrupt_arrays(to_path(step))[0] == []
+    # The old step is complete, or the step has no optimizer state.
+    assert is_params_only(to_path(step)) is (stop_at != 'checksums')
+    if stop_at == 'checksums':
+        assert same(restore(copy, abstract_on(1), step=4).state, states[4])
+    else:
+        with pytest.raises(InputError, match='contains only parameters'):
+            restore(copy, abstract_on(1), step=4)
+    # Another call or the next run deletes the files.
+    drop_optimizer(copy, 4)
+    assert not (step / 'optimizer').exists()
+    assert list((copy / CHECKPOINTS_DIR / '_trash').iterdir()) == []
+
+
+def test_a_step_without_checksums_can_be_dropped(copy):
+    shutil.rmtree(copy / CHECKPOINTS_DIR / '4/checksums')
+    assert drop_optimizer(copy, 4) > 0
+    assert is_params_only(to_path(copy / CHECKPOINTS_DIR / '4'))
 
 
 def test_prune_is_refused_during_a_run(copy, verb):

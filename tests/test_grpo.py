@@ -1,14 +1,18 @@
 """GRPO from the command line: learning, reference model, and errors."""
 
+import json
+import re
 import shutil
 
 import pytest
 
 from maxlm import grpo, train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from tests.conftest import ROOT
 from tests.processes import Processes
 from tests.small_posttraining import grpo_arguments, make_prompts
 from tests.test_train import curve
+from tests.user_modules import write_module
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -57,6 +61,34 @@ def test_equal_rewards_change_no_parameters(start, tmp_path):
     lines = curve(tmp_path)
     assert lines[1]['rollout/frac_reward_zero_std'] == 1
     assert [lines[step]['train/grad_norm'] for step in (1, 2)] == [0, 0]
+
+
+def user_prompts(directory, *answers):
+    lines = [json.dumps({'prompt': f'ab{n}', 'answer': answer, 'max_words': 1}) for n, answer in enumerate(answers)]
+    (directory / 'mine.jsonl').write_text('\n'.join(lines))
+    return {'grpo__prompts': directory / 'mine.jsonl', 'eval__interval': 0, 'train__num_steps': 2}
+
+
+def test_the_documented_reward_of_the_user(start, tmp_path, monkeypatch):
+    page = (ROOT / 'docs/posttraining.md').read_text().split('### Rewards of your own')[1]
+    body = re.search(r'```\n(def .*?)```', page, re.DOTALL)[1]
+    reward = re.search(r"--config.grpo.reward='(.*)'", page)[1]
+    assert 'my_rewards:brevity' in reward
+    write_module(tmp_path, monkeypatch, body, name='my_rewards')
+    settings = user_prompts(tmp_path, *range(4))
+    assert run(start, tmp_path / 'run', grpo__reward=reward, **settings) == EXIT_DONE
+    line = curve(tmp_path / 'run')[1]
+    assert line['rollout/reward/my_rewards:brevity'] == 1
+    assert line['rollout/reward'] == pytest.approx(line['rollout/reward/numeric'] + 0.5)
+
+
+def test_a_failing_reward_of_the_user_is_one_line(start, tmp_path, monkeypatch, capsys):
+    body = 'def f(response, prompt):\n    return 1 / (prompt["answer"] + (response == "0"))'
+    name = write_module(tmp_path, monkeypatch, body)
+    settings = user_prompts(tmp_path, 1, 1, 0, 1)
+    assert run(start, tmp_path / 'run', grpo__reward=f'{name}:f', **settings) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f'mine.jsonl:3: the reward {name}:f raised ZeroDivisionError' in error
 
 
 def test_the_reference_is_the_initial_model(start, tmp_path):
@@ -109,6 +141,8 @@ def test_two_processes_write_and_learn_the_same(start, finished, tmp_path):
         ({'train__init_from': '/nowhere'}, 'train.init_from'),
         ({'grpo__prompts': '/nowhere.jsonl'}, '/nowhere.jsonl'),
         ({'grpo__reward': 'lenght'}, 'lenght'),
+        ({'grpo__reward': 'no_such_module:f'}, "no module 'no_such_module'"),
+        ({'grpo__eval_reward': 'length + math:zzz'}, "has no 'zzz'"),
         ({'grpo__reward': 'numeric'}, "prompts.jsonl:1: the reward numeric requires the key 'answer'"),
         (
             {'grpo__max_completion_length': 24},

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from maxlm.data.dataset.records import load_manifest, verify
 from maxlm.data.prepare import partitions
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, ids_tokenizer
+from tests.conftest import ROOT
 from tests.preparing import contents, documents_of, ids_of, run
+from tests.user_modules import write_module
 
 WORDS = [
     f'{a}{b}' for a in ('stone', 'river', 'lantern', 'orchard', 'window') for b in ('', 's', 'like', 'ward', 'less')
@@ -103,6 +107,67 @@ def test_filters_remove_and_shorten(tmp_path, corpus, small_partitions):
     everything = prepare(tmp_path, corpus, output='all')
     texts = documents_of(everything, 'train') + documents_of(everything, 'validation')
     assert sum('Lorem' in text or 'menu' in text for text in texts) == 2
+
+
+DOCUMENTED = re.search(r'```\n(def .*?)```', (ROOT / 'docs/data.md').read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def web(tmp_path):
+    """Writes a JSONL file of forty documents; every fourth is Danish."""
+    # Enough complete sentences for C4.
+    texts = ['\n'.join([f'{prose(i)} end.'] + [f'Line {j} of {i} goes on.' for j in range(6)]) for i in range(40)]
+    lines = [{'text': text, 'language': 'en' if i % 4 else 'da'} for i, text in enumerate(texts)]
+    (tmp_path / 'web.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+    return tmp_path / 'web.jsonl'
+
+
+@pytest.mark.multiprocess
+def test_the_documented_filter_of_the_user_runs_in_workers(tmp_path, web, small_partitions, monkeypatch, capsys):
+    assert DOCUMENTED
+    write_module(tmp_path, monkeypatch, DOCUMENTED[1], name='my_filters')
+    for output, workers in {'one': 1, 'two': 2}.items():
+        filters = ['--filter', 'c4', '--filter', 'my_filters:keep_english']
+        dataset = prepare(tmp_path, web, *filters, '--workers', workers, output=output)
+    assert contents(tmp_path / 'one') == contents(tmp_path / 'two')
+    assert sum(split.documents for split in dataset.splits.values()) == 30
+    report = json.loads((tmp_path / 'two' / 'cleaning.json').read_text())
+    assert report['removed']['my_filters:keep_english: removed']['documents'] == 10
+    assert dataset.made_from['filter'][0] == 'c4'
+    assert dataset.made_from['filter'][1].startswith('my_filters:keep_english with checksum ')
+    # The same command finds the data set; another filter or an edited one does not.
+    prepare(tmp_path, web, *filters, output='one')
+    prepare(tmp_path, web, '--filter', 'c4', output='one', expected=2)
+    (tmp_path / 'my_filters.py').write_text(f'{DOCUMENTED[1]}# edited')
+    capsys.readouterr()
+    prepare(tmp_path, web, *filters, output='one', expected=2)
+    assert 'contains a data set made from filter [' in capsys.readouterr().err
+
+
+def test_errors_of_a_filter_of_the_user_are_one_line(tmp_path, web, monkeypatch, capsys):
+    body = 'def fails(document):\n    return document.text.index("stone") >= 0 and 1 / 0\n'
+    write_module(tmp_path, monkeypatch, body, name='broken_filters')
+    prepare(tmp_path, web, '--filter', 'broken_filters:fail', expected=2)
+    assert "has no 'fail'; did you mean 'fails'?" in capsys.readouterr().err
+    assert not (tmp_path / 'data').exists()
+    prepare(tmp_path, web, '--filter', 'broken_filters:fails', expected=2)
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    assert 'web.jsonl:0: the filter broken_filters:fails raised ZeroDivisionError: division by zero at ' in error[0]
+
+
+def test_a_filter_of_the_user_reads_columns_of_parquet(tmp_path, monkeypatch, capsys):
+    table = {'text': [f'{prose(i)}.' for i in range(8)], 'score': [i / 10 for i in range(8)]}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / 'web.parquet')
+    body = 'def good(document):\n    return document.metadata["score"] > 0.45'
+    name = write_module(tmp_path, monkeypatch, body)
+    arguments = [tmp_path / 'web.parquet', '--filter', f'{name}:good']
+    dataset = prepare(tmp_path, *arguments, '--metadata-fields', 'score')
+    assert sum(split.documents for split in dataset.splits.values()) == 3
+    assert dataset.made_from['metadata_keys'] == ['score']
+    # Negative control: without the option, the filter has no such field.
+    prepare(tmp_path, *arguments, output='other', expected=2)
+    assert "raised KeyError: 'score'" in capsys.readouterr().err
 
 
 def test_the_tokenizer_is_not_trained_on_removed_text(tmp_path, corpus, small_partitions):

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from maxlm.checkpoint.drop_optimizer import drop_optimizer
+from maxlm.checkpoint.restore import is_params_only
 from maxlm.data.loader.batches import Batches, TrainingRows
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.telemetry.events import read_events
@@ -17,6 +19,7 @@ from maxlm.trainer import setup
 from maxlm.trainer.budget import RunBudget
 from maxlm.trainer.throughput import Throughput
 from maxlm.workdir.files import read_config
+from maxlm.workdir.step_dirs import to_path
 from tests.test_train import curve, ends, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -35,6 +38,20 @@ SETTINGS = {
 
 def steps_in(workdir):
     return sorted(int(path.name) for path in (workdir / 'checkpoints').iterdir() if path.name.isdigit())
+
+
+@pytest.mark.parametrize(('dropped', 'target'), [((4, 8), 12), ((), 0)])
+def test_a_rollback_keeps_steps_without_optimizer_state(dataset, tmp_path, change_batches, capsys, dropped, target):
+    settings = {**SETTINGS, 'guard__rollback_skip_steps': 16, 'checkpoint__max_to_keep': 9}
+    assert run(dataset, tmp_path, **{**settings, 'train__num_steps': 12}) == EXIT_DONE
+    for step in dropped:
+        assert drop_optimizer(tmp_path, step) > 0
+    change_batches(poisoned={13, 14, 15})
+    capsys.readouterr()
+    assert run(dataset, tmp_path, **{**settings, 'train__num_steps': 17}) == EXIT_DONE
+    assert f'rolling back to step {target} and' in capsys.readouterr().out
+    assert {4, 8, 12, 16, 17} <= set(steps_in(tmp_path))
+    assert [is_params_only(to_path(tmp_path / f'checkpoints/{step}')) for step in (4, 8)] == [bool(dropped)] * 2
 
 
 def test_a_rollback_equals_a_run_without_the_skipped_batches(dataset, tmp_path, change_batches, capsys):

@@ -52,7 +52,7 @@ REMEDY = re.compile(
     r'\b(?:usage|supported|(?:available|known|valid)(?: \w+)?):|; \{\}(?=;|$)|(?<!\()\{error\}'
 )
 # Errors whose messages have a remedy.
-WITH_REMEDY = {'InputError', 'ValueError'}
+WITH_REMEDY = {'InputError', 'UserRewardError', 'ValueError'}
 
 
 def message_of(expression: ast.expr, caught: frozenset[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import NamedTuple
 
 from etils import epath
 
-from maxlm.checkpoint.checksums import ITEM, corrupt_arrays, read_checksums
+from maxlm.checkpoint.checksums import ITEM, corrupt_arrays
+from maxlm.checkpoint.drop_optimizer import OPTIMIZER, drop_optimizer_checksums
 from maxlm.checkpoint.item_metadata import JSON_FILE
 from maxlm.checkpoint.listing import resolve_checkpoint
 from maxlm.checkpoint.manager import find_step
 from maxlm.errors import InputError
 from maxlm.log import logger, progress_bar
-from maxlm.storage.atomic import atomic_write
 from maxlm.storage.download import RemoteFile
 from maxlm.storage.download_tree import fetch_tree, list_tree
 from maxlm.storage.errors import StorageError
@@ -30,7 +29,6 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
 # Directory for incomplete copies, inside the directory of checkpoints.
 PARTIAL_DIR = '_fetching'
-OPTIMIZER = 'optimizer'
 # Default of data.cache_dir.
 CACHE = '~/.cache/maxlm'
 THREADS = 8
@@ -96,9 +94,8 @@ def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threa
                 bar.update(num_bytes)
 
         fetch_tree(missing, threads=threads, on_alarm=logger.warning, on_bytes=on_bytes)
-    if weights_only and read_checksums(unfinished) is not None:
-        content = parse_json(rewritten.read_text(encoding='utf-8'))
-        atomic_write(rewritten, json.dumps({name: content[name] for name in content if name != OPTIMIZER}))
+    if weights_only:
+        drop_optimizer_checksums(unfinished)
     found, num_checksums = corrupt_arrays(unfinished)
     if found:
         shutil.rmtree(unfinished)

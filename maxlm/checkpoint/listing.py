@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from maxlm.checkpoint.drop_optimizer import OPTIMIZER
 from maxlm.checkpoint.item_metadata import JSON_FILE
 from maxlm.checkpoint.manager import VALIDATION_LOSS
 from maxlm.config.loading import from_json
-from maxlm.config.schema import CheckpointConfig
+from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path, is_url, list_directory, read_bytes, walk
@@ -24,11 +25,13 @@ class CheckpointInfo(NamedTuple):
     Attributes:
         step: number of the step.
         bytes: size of all files.
+        optimizer_bytes: size of the optimizer state; 0 if the step has none.
         validation_loss: validation loss of the saved state, or None if unknown.
     """
 
     step: int
     bytes: int
+    optimizer_bytes: int
     validation_loss: float | None
 
 
@@ -80,7 +83,15 @@ def list_checkpoints(workdir: str) -> list[CheckpointInfo]:
             files = {entry.name: entry.size for entry in walk(f'{workdir}/{CHECKPOINTS_DIR}/{name}')}
             if files and (COMMIT_MARKER in files or not is_url(workdir)):
                 sizes[int(name)] = files
-    return [CheckpointInfo(step, sum(sizes[step].values()), _loss(workdir, step)) for step in sorted(sizes)]
+    return [
+        CheckpointInfo(
+            step,
+            sum(files.values()),
+            sum(size for name, size in files.items() if name.startswith(f'{OPTIMIZER}/')),
+            _loss(workdir, step),
+        )
+        for step, files in sorted(sizes.items())
+    ]
 
 
 def damaged_steps(workdir: str) -> list[str]:
@@ -91,15 +102,15 @@ def damaged_steps(workdir: str) -> list[str]:
     return [entry.name for entry in moved] + sorted(marked, key=int)
 
 
-def checkpoint_config(workdir: str) -> CheckpointConfig:
-    """Returns the checkpoint section of a run's config.
+def run_config(workdir: str) -> Config:
+    """Returns the config of a run, local or in a bucket.
 
     Raises:
         InputError: the config is missing or cannot be read.
     """
     path = f'{workdir}/{CONFIG}'
     try:
-        return from_json(read_bytes(path, limit=MAX_TEXT_BYTES).decode()).checkpoint
+        return from_json(read_bytes(path, limit=MAX_TEXT_BYTES).decode())
     except ValueError as error:
         raise InputError(
             f'{display_path(path)}: not a valid config of this version of maxlm ({error}); '

@@ -40,13 +40,14 @@ class RestoredState(NamedTuple):
 
 def is_params_only(path: epath.Path) -> bool:
     """Returns True if a step was saved with parameters and without optimizer state, like an imported model."""
-    if not (path / 'params').is_dir() or (path / 'optimizer').is_dir():
+    if not (path / 'params').is_dir():
         return False
     try:
         stored = checksums.read_checksums(path)
     except CorruptCheckpointError:
         return False
-    return stored is None or 'optimizer' not in stored
+    # `drop_optimizer` first changes the checksums, and then deletes the item.
+    return 'optimizer' not in stored if stored is not None else not (path / 'optimizer').is_dir()
 
 
 def items_of(state: TrainState) -> dict[str, Any]:
@@ -101,8 +102,9 @@ def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict,
     """Returns the array items, `progress`, `data` and checksums of a step, read by this process alone."""
     if is_params_only(path):
         raise InputError(
-            f'{path / "optimizer"}: missing from the checkpoint; start a new run from its parameters with another '
-            f'--workdir and --config.train.init_from={path}'
+            f'{path / "optimizer"}: missing from the checkpoint, which contains only parameters (an import, '
+            '--weights-only or --drop-optimizer); resume from a step with optimizer state, or start a new run from its '
+            f'parameters with another --workdir and --config.train.init_from={path}'
         )
     stored = checksums.read_checksums(path)
     progress, fingerprint = (read_json(path / item) for item in checksums.JSON_ITEMS)

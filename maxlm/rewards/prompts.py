@@ -4,7 +4,7 @@
     {"messages": [{"role": "user", "content": "Write f(x) …"}], "tests": ["assert f(2) == 4"]}
 
 Messages are rendered with the chat template of the model. With a chat template, a `prompt` is one turn of the user;
-otherwise it is a text that the model continues. All other keys are the task; see `maxlm.rewards.rewards`.
+otherwise it is a text that the model continues. The other keys are for rewards; see `maxlm.rewards.rewards`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER
 
 # Keys of the prompt; a line has exactly one of them.
 PROMPT_KEYS = ('prompt', 'messages')
-# Key of the tools for the chat template; not part of the task.
+# Key of the tools for the chat template.
 TOOLS = 'tools'
 
 
@@ -39,7 +39,7 @@ class Prompts(NamedTuple):
     Attributes:
         path: path or URL of the file.
         ids: token ids of each prompt, uint32 [number of tokens].
-        tasks: all other keys of each prompt's line.
+        tasks: the line of each prompt, with all its keys.
         lines: line number of each prompt, counted from 1.
         num_dropped: number of prompts that were too long.
     """
@@ -65,12 +65,18 @@ class Prompts(NamedTuple):
         """Returns the SHA-256 of ids and tasks in order, which does not depend on the path of the file."""
         digest = hashlib.sha256()
         for ids, task in zip(self.ids, self.tasks, strict=True):
-            digest.update(json.dumps([ids.tolist(), task], sort_keys=True).encode() + b'\n')
+            # The ids determine the prompt.
+            facts = {key: value for key, value in task.items() if key not in (*PROMPT_KEYS, TOOLS)}
+            digest.update(json.dumps([ids.tolist(), facts], sort_keys=True).encode() + b'\n')
         return digest.hexdigest()
 
     def location(self, index: int) -> str:
         """Returns `FILE:LINE` of a prompt for messages."""
         return f'{display_path(self.path)}:{self.lines[index]}'
+
+    def location_of(self, task: Mapping[str, Any]) -> str:
+        """Returns `FILE:LINE` of one of `tasks` for messages."""
+        return self.location(next(index for index, one in enumerate(self.tasks) if one is task))
 
     def indices(self, rollout: int, num_prompts: int, seed: int) -> list[int]:
         """Returns the indices of the prompts of a rollout.
@@ -119,7 +125,7 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
             too_long.append((len(prompt), number))
             continue
         ids.append(prompt)
-        tasks.append({key: value for key, value in entry.items() if key not in (*PROMPT_KEYS, TOOLS)})
+        tasks.append(entry)
         lines.append(number)
     if not ids and not too_long:
         raise InputError(f'{name}: no prompts found; add lines with "prompt" or "messages"')

@@ -1,6 +1,7 @@
 """Verifiable rewards and weighted sums of rewards such as `numeric + 0.1*length`.
 
-A reward is a pure function of a response and its task, which is a mapping. `REWARDS` contains all rewards by name.
+A reward is a pure function of a response and its task, which is the prompt's line as a mapping. `REWARDS` contains all
+rewards by name.
 Rewards are between 0 and 1, except `length`, which is between -1 and 0.
 
 | reward | keys of the task | value |
@@ -13,6 +14,8 @@ Rewards are between 0 and 1, except `length`, which is between -1 and 0.
 | tests | `tests`, `cases`; see `maxlm.rewards.code_task` | fraction of passed tests |
 | all_tests | `tests`, `cases` | 1 if all tests pass |
 | length | `target_length`, in characters | 0 up to this length, then linear to -1 at twice the length |
+
+`package.module:function` is a reward of the user, see `user_reward`.
 """
 
 from __future__ import annotations
@@ -20,12 +23,16 @@ from __future__ import annotations
 import ast
 import difflib
 import math
+import numbers
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from maxlm.config.user_function import FUNCTION_NAME, describe_exception, is_function_name, load_function
 from maxlm.errors import InputError
 from maxlm.rewards.answer_parsing import choice_of, last_number, marked_answer, number_of, plain
 from maxlm.rewards.code_task import extract_code, run_tasks
@@ -35,6 +42,7 @@ Task = Mapping[str, Any]
 DEFAULT_TOLERANCE = 1e-6
 # The parser's memory grows with the length of the program.
 MAX_PROGRAM_CHARS = 1 << 20
+MAX_REWARD = float(np.finfo(np.float32).max)
 
 
 def require_key(task: Task, key: str, reward: str) -> Any:
@@ -142,6 +150,57 @@ REWARDS: dict[str, BatchReward] = {
 NEED_SANDBOX = frozenset({'tests', 'all_tests'})
 
 
+class UserRewardError(InputError):
+    """A reward of the user failed.
+
+    Attributes:
+        task: task of the response.
+    """
+
+    def __init__(self, message: str, task: Task):
+        super().__init__(message)
+        self.task = task
+
+
+def user_reward(name: str) -> BatchReward:
+    """Returns the reward `package.module:function` of the user.
+
+    The function is called as `function(response, prompt)`: the text of the response, and a copy of the line of the
+    prompts file as a dict. It returns a finite number.
+
+    Raises:
+        InputError: the function cannot be imported. The returned reward raises UserRewardError if the function raises
+            an exception or returns anything but a finite number.
+    """
+    function = load_function(name, kind='reward', arguments=('response', 'prompt'))
+
+    def reward(response: str, task: Task) -> float:
+        try:
+            value = function(response, dict(task))
+        except Exception as error:
+            raise UserRewardError(
+                f'the reward {name} raised {describe_exception(error)}; fix the function', task
+            ) from error
+        is_number = isinstance(value, numbers.Real | np.bool_)
+        # Rewards are stored as float32.
+        if is_number and -MAX_REWARD <= value <= MAX_REWARD:
+            return float(value)
+        raise UserRewardError(f'the reward {name} returned {str(value)[:80]!r}; return a finite float', task)
+
+    return per_response(reward)
+
+
+def find_reward(name: str) -> BatchReward:
+    """Returns the reward of this name. Raises InputError if it does not exist."""
+    if name in REWARDS:
+        return REWARDS[name]
+    if is_function_name(name):
+        return user_reward(name)
+    close = difflib.get_close_matches(name, REWARDS, 1)
+    hint = f'did you mean {close[0]}?' if close else f'use package.module:function or one of: {", ".join(REWARDS)}'
+    raise InputError(f'unknown reward {name!r}; {hint}')
+
+
 class Score(NamedTuple):
     """Total reward of one response, and the unweighted value of each reward by name."""
 
@@ -160,17 +219,22 @@ class RewardSum(NamedTuple):
         return bool(NEED_SANDBOX & set(self.weights))
 
     def score(self, responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None = None) -> list[Score]:
-        """Scores each response by its task. InputError if a task lacks a key that a reward requires."""
-        columns = {name: REWARDS[name](responses, tasks, pool) for name in self.weights}
+        """Scores each response by its task. InputError if a reward fails or a task lacks a key that it requires."""
+        columns = {name: find_reward(name)(responses, tasks, pool) for name in self.weights}
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [Score(sum(self.weights[name] * value for name, value in row.items()), row) for row in rows]
 
 
-TERM = re.compile(r'\s*([+-])?\s*(?:(\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)\s*\*\s*)?([A-Za-z_]\w*)\s*')
+WEIGHT = r'(\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)\s*\*\s*'
+TERM = re.compile(rf'\s*([+-])?\s*(?:{WEIGHT})?({FUNCTION_NAME.pattern}|[A-Za-z_]\w*)\s*')
 
 
 def parse_reward(text: str) -> RewardSum:
-    """Parses a sum of rewards, e.g. `numeric + 0.1*length`. InputError if the text is not a valid sum."""
+    """Parses a sum of rewards, e.g. `numeric + 0.1*length`, and imports the rewards of the user.
+
+    Raises:
+        InputError: the text is not a valid sum, or a reward cannot be imported.
+    """
     weights: dict[str, float] = {}
     position = 0
     while position < len(text) or not weights:
@@ -180,10 +244,10 @@ def parse_reward(text: str) -> RewardSum:
             found = f'{rest[:40]!r}' if rest else 'the end'
             raise InputError(f'reward {text!r}: expected a sum such as numeric + 0.1*length at {found}')
         sign, weight, name = match.groups()
-        if name not in REWARDS:
-            close = difflib.get_close_matches(name, REWARDS, 1)
-            hint = f'did you mean {close[0]}?' if close else f'use one of: {", ".join(REWARDS)}'
-            raise InputError(f'reward {text!r}: unknown reward {name!r}; {hint}')
+        try:
+            find_reward(name)
+        except InputError as error:
+            raise InputError(f'reward {text!r}: {error}') from error
         if name in weights:
             raise InputError(f'reward {text!r}: {name} occurs twice; add its weights')
         weights[name] = float(weight or 1) * (-1 if sign == '-' else 1)

@@ -17,7 +17,7 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.rewards.code_task import sandbox_jobs
 from maxlm.rewards.prompts import Prompts
-from maxlm.rewards.rewards import NEED_SANDBOX, REWARDS, Score, Task, parse_reward
+from maxlm.rewards.rewards import NEED_SANDBOX, REWARDS, Score, Task, find_reward, parse_reward
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool
 from maxlm.sandbox.program.unit_tests import count_tests
@@ -83,6 +83,7 @@ class RewardScorer:
         Equal responses to the same task object are scored once.
 
         Raises:
+            UserRewardError: a reward of the user failed.
             InputError: a task lacks a key that a reward requires; `check_tasks` detects this in advance.
         """
         total = self._sums[reward or self._default]
@@ -103,12 +104,17 @@ class RewardScorer:
 def check_tasks(prompts: Prompts, reward: str) -> None:
     """Checks before training that each task has valid values for all keys that a sum of rewards requires.
 
+    A reward of the user is only called for the first task, because it may be slow.
+
     Raises:
-        InputError: the sum cannot be parsed, or a task lacks a key or has an invalid value. The message names its line.
+        InputError: the sum cannot be parsed, a reward of the user fails, or a task lacks a key or has an invalid value.
+            The message names its line.
     """
-    checks = [_CHECKS[name] for name in parse_reward(reward).weights]
+    names = parse_reward(reward).weights
+    checks = [_CHECKS[name] for name in names if name in REWARDS]
+    user_checks = [_check_by(name) for name in names if name not in REWARDS]
     for index, task in enumerate(prompts.tasks):
-        for check in checks:
+        for check in checks if index else [*checks, *user_checks]:
             try:
                 check(task)
             except InputError as error:
@@ -117,7 +123,7 @@ def check_tasks(prompts: Prompts, reward: str) -> None:
 
 def _check_by(name: str) -> Callable[[Task], None]:
     def check(task: Task) -> None:
-        REWARDS[name]([PROBE_RESPONSE], [task], None)
+        find_reward(name)([PROBE_RESPONSE], [task], None)
 
     return check
 

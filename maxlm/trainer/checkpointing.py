@@ -117,9 +117,15 @@ class RunCheckpoints:
         self._recorder.record_rollback(rollback.step)
         return state, rolled_back(decisions, restored, skips, self._config.guard)
 
-    def steps(self) -> list[int]:
-        """Returns the steps of complete checkpoints."""
-        return self._checkpoints.steps()
+    def rollback_steps(self) -> list[int]:
+        """Returns the steps to which the run can roll back. Step 0 is a restart from the initial state.
+
+        Steps whose optimizer state was dropped are excluded, and then also step 0, because a rollback deletes all newer
+        steps.
+        """
+        steps = self._checkpoints.steps()
+        complete = [step for step in steps if step and not self._checkpoints.is_params_only(step)]
+        return complete if len(complete) < len({*steps} - {0}) else [0, *complete]
 
     def latest_step(self) -> int | None:
         """Returns the step of the newest complete checkpoint."""

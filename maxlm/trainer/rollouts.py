@@ -30,7 +30,7 @@ from maxlm.evaluation.validation import Evaluation
 from maxlm.inference.rollout_generator import Responses, Sampler
 from maxlm.parallel.layout import Layout
 from maxlm.rewards.prompts import Prompts
-from maxlm.rewards.rewards import Task
+from maxlm.rewards.rewards import Task, UserRewardError
 from maxlm.rewards.scorer import RewardScorer, accuracy, mean_pass_at_k
 from maxlm.trainer.batch_source import SourceUpdate
 from maxlm.trainer.samples import Sample
@@ -166,7 +166,7 @@ class RolloutBatches:
         drawn = time.perf_counter()
         each = [index for index in indices for _ in range(grpo.num_generations)]
         texts = self._texts(responses)
-        scores = gather_scores(self._scorer, texts, [self._prompts.tasks[index] for index in each], grpo.reward)
+        scores = self._scores(self._prompts, texts, [self._prompts.tasks[index] for index in each], grpo.reward)
         scored = time.perf_counter()
         rewards_N = scores['']
         batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
@@ -219,7 +219,7 @@ class RolloutBatches:
         reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch_size
         likeliest = sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
         texts = self._texts(likeliest)
-        rewards_N = gather_scores(self._scorer, texts, tasks, reward)['']
+        rewards_N = self._scores(prompts, texts, tasks, reward)['']
         parts = {'accuracy': accuracy(rewards_N), 'length': float(likeliest.num_B.mean())}
         tokens = likeliest.drawn
         if samples := grpo.eval_num_generations:
@@ -228,7 +228,7 @@ class RolloutBatches:
                 params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
             each = [task for task in tasks for _ in range(samples)]
-            rewards_N = gather_scores(self._scorer, self._texts(drawn), each, reward)['']
+            rewards_N = self._scores(prompts, self._texts(drawn), each, reward)['']
             parts['pass_at_1'] = accuracy(rewards_N)
             parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
@@ -262,6 +262,15 @@ class RolloutBatches:
             self._tokenizer.decode(row[:length].tolist())
             for row, length in zip(responses.tokens_BR, lengths, strict=True)
         ]
+
+    def _scores(
+        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str
+    ) -> dict[str, np.ndarray]:
+        """Returns `gather_scores`. Raises InputError if a reward of the user fails; the message names the prompt."""
+        try:
+            return gather_scores(self._scorer, texts, tasks, reward)
+        except UserRewardError as error:
+            raise InputError(f'{prompts.location_of(error.task)}: {error}') from error
 
     def _orders(self, number: int, rows: int) -> list[np.ndarray]:
         """Returns the row indices of each step that trains on a rollout."""

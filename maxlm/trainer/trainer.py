@@ -259,8 +259,7 @@ class Trainer:
         bad_steps = self._reporter.bad_steps
         if bad_steps.in_a_row < self._config.guard.max_consecutive_skips:
             return None
-        # Step 0 means a restart from the initial state.
-        return on_bad_steps(decisions, bad_steps, sorted({0, *self._checkpoints.steps()}), self._config)
+        return on_bad_steps(decisions, bad_steps, self._checkpoints.rollback_steps(), self._config)
 
     def _update_budget(self, step: int, decisions: RunControl, *, look: bool) -> RunControl:
         """Adds the time and money of a step to the decisions, and updates the run length if a budget gives it."""

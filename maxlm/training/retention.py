@@ -80,6 +80,24 @@ def retention_reasons(
     return reasons
 
 
+def steps_to_resume(steps: Iterable[int], *, max_rollbacks: int, rollback_skip_steps: int) -> set[int]:
+    """Returns the steps whose optimizer state a run needs if it resumes from the newest step.
+
+    These are the newest step, and the steps that `on_bad_steps` can restore after bad steps directly after it.
+
+    Args:
+        steps: existing checkpoints with optimizer state.
+        max_rollbacks: `guard.max_rollbacks`.
+        rollback_skip_steps: `guard.rollback_skip_steps`.
+    """
+    steps = sorted(steps)
+    if not steps or not max_rollbacks:
+        return set(steps[-1:])
+    wanted = steps[-1] - rollback_skip_steps
+    older = [step for step in steps if step <= wanted]
+    return {step for step in steps if step > wanted} | set(older[-1:])
+
+
 def _by_loss(saved: Iterable[SavedStep]) -> list[SavedStep]:
     """Returns the checkpoints with a finite loss, lowest loss first."""
     known = [(one.validation_loss, -one.step, one) for one in saved if one.validation_loss is not None]

@@ -62,8 +62,9 @@ def upload_step(bucket: Bucket, step: int, files: dict[str, LocalFile], on_bytes
     if COMMIT_MARKER in existing:
         if MANIFEST in existing and bucket.read(f'{folder}/{MANIFEST}') == manifest:
             return
-        delete_step(bucket, step, existing)
-        existing = {}
+        # The step is incomplete from here on. Files with the same content need not be uploaded again.
+        bucket.delete([f'{folder}/{COMMIT_MARKER}'])
+        del existing[COMMIT_MARKER]
     markers = {f'{name.partition("/")[0]}/{COMMIT_MARKER}' for name in files if '/' in name} - files.keys()
     bucket.delete(f'{folder}/{name}' for name in sorted(existing.keys() - files.keys() - markers))
     upload_files(bucket, folder, files, on_bytes)

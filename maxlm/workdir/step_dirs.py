@@ -106,6 +106,21 @@ class StepDirectory:
                 path.rename(trash)
             _remove(trash)
 
+    def delete_item(self, step: int, item: str) -> None:
+        """Deletes an item of a step on a disk, if it exists. A rename hides it before its files are deleted.
+
+        Raises:
+            InputError: the item cannot be deleted.
+        """
+        assert not self._in_bucket
+        with self._translate_errors():
+            trash = self.path / TRASH / f'{step}-{item}'
+            trash.parent.mkdir(parents=True, exist_ok=True)
+            _remove(trash)
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / str(step) / item).rename(trash)
+            _remove(trash)
+
     def set_aside(self, step: int) -> epath.Path:
         """Hides a corrupt step without deleting it. Returns its path.
 

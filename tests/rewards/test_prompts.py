@@ -1,6 +1,7 @@
 """Tests prompts from files: encoding, invalid input and order."""
 
 import gzip
+import hashlib
 import json
 import logging
 
@@ -55,7 +56,9 @@ def test_prompts_are_encoded_with_the_chat_template(tmp_path):
         '<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n'
         f'<|im_start|>user\nc<|im_end|>\n{ASSISTANT}',
     ]
-    assert prompts.tasks == ({'answer': 42}, {'tests': ['assert f(1)']}, {})
+    assert prompts.tasks[0] == {'prompt': '6*7', 'answer': 42}
+    assert prompts.tasks[1] == {'messages': [system, user('2+2<|im_end|>')], 'tests': ['assert f(1)'], 'tools': []}
+    assert prompts.location_of(prompts.tasks[1]).endswith('p.jsonl:3')
     assert [prompts.location(i).rpartition(':')[2] for i in range(prompts.num_prompts)] == ['1', '3', '4']
     # The text of a special token in a user message is not an end of turn.
     assert [np.count_nonzero(ids == CHAT.end_of_turn) for ids in prompts.ids] == [1, 2, 3]
@@ -168,3 +171,6 @@ def test_the_fingerprint_depends_on_prompts_tasks_and_encoder(tmp_path):
         read(tmp_path, *entries, encoder=TOKENIZER),
     ]
     assert len({first.fingerprint, *(prompts.fingerprint for prompts in others)}) == 6
+    # Only the ids of a prompt count, so that former checkpoints can be resumed.
+    facts = [json.dumps([ids.tolist(), {'answer': n}]) for n, ids in enumerate(first.ids, start=1)]
+    assert first.fingerprint == hashlib.sha256('\n'.join([*facts, '']).encode()).hexdigest()

@@ -110,7 +110,7 @@ def test_a_sum_is_parsed(text, weights):
         ('', 'at the end'),
         ('numeric+', 'expected a sum such as numeric'),
         ('numerc', "unknown reward 'numerc'; did you mean numeric"),
-        ('zzz', 'use one of: exact, numeric'),
+        ('zzz', 'use package.module:function or one of: exact, numeric'),
         ('numeric numeric', "at 'numeric'"),
         ('numeric + numeric', 'numeric occurs twice'),
         ('numeric*2', r"at '\*2'"),

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from maxlm.rewards import rewards
 from maxlm.rewards.prompts import Prompts
 from maxlm.rewards.scorer import RewardScorer, accuracy, check_tasks, is_correct, mean_pass_at_k, pass_at_k
 from maxlm.sandbox.limits import SandboxLimits
+from tests.user_modules import write_module
 
 
 def prompts_of(*tasks):
@@ -117,6 +119,49 @@ def test_errors_name_the_line_of_an_invalid_task(reward, task, message):
     good = {**good, 'answer': 1} if 'numeric' in reward else good
     with pytest.raises(InputError, match=rf'p\.jsonl:3: .*{message}'):
         check_tasks(prompts_of(good, task), reward)
+
+
+BRIEF = """
+def brief(response, prompt):
+    prompt['seen'] = True
+    return len(response) <= prompt['limit']
+"""
+
+
+def test_a_reward_of_the_user_is_part_of_a_sum(tmp_path, monkeypatch):
+    module = write_module(tmp_path, monkeypatch, BRIEF)
+    tasks = [{'answer': 42, 'limit': 2}, {'answer': 42, 'limit': 9}]
+    with RewardScorer(f'numeric - 0.5*{module}:brief') as scorer:
+        scores = scorer.score(['#### 42', '#### 42'], tasks)
+    assert scores.rewards.tolist() == [1.0, 0.5]
+    assert scores.components[f'{module}:brief'].tolist() == [0.0, 1.0]
+    # The function receives a copy.
+    assert 'seen' not in tasks[0]
+
+
+@pytest.mark.parametrize(
+    ('body', 'message'),
+    [
+        ('return {}[response]', "raised KeyError: '0' at .*py:2; fix the function"),
+        ('pass', "returned 'None'; return a finite float"),
+        ('return "1"', "returned '1'; return a finite float"),
+        ('return float("nan")', "returned 'nan'"),
+        ('return float("-inf")', "returned '-inf'"),
+        ('return 10**400', "returned '1000"),
+        ('return [1.0]', "returned '.1.0.'"),
+    ],
+)
+def test_a_failing_reward_of_the_user_names_the_prompt(tmp_path, monkeypatch, body, message):
+    module = write_module(tmp_path, monkeypatch, f'def f(response, prompt):\n    {body}\n')
+    with pytest.raises(InputError, match=rf'^p\.jsonl:1: the reward {module}:f {message}') as info:
+        check_tasks(prompts_of({}, {}), f'format + 0.1*{module}:f')
+    assert '\n' not in str(info.value)
+
+
+def test_a_reward_of_the_user_is_called_once_before_training(tmp_path, monkeypatch):
+    module = write_module(tmp_path, monkeypatch, 'calls = []\ndef f(*given):\n    calls.append(given)\n    return True')
+    check_tasks(prompts_of({'a': 1}, {'a': 2}), f'{module}:f')
+    assert sys.modules[module].calls == [('0', {'a': 1})]
 
 
 def test_accuracy_counts_full_rewards():

@@ -1,8 +1,19 @@
 """Tables of saving and retention decisions."""
 
+import dataclasses
+
 import pytest
 
-from maxlm.training.retention import SavedStep, best_step, next_check, retention_reasons, should_save
+from maxlm.config.schema import Config
+from maxlm.training.retention import (
+    SavedStep,
+    best_step,
+    next_check,
+    retention_reasons,
+    should_save,
+    steps_to_resume,
+)
+from maxlm.training.run_control import BadSteps, Rollback, RunControl, on_bad_steps
 
 NEVER = {'num_steps': 100, 'save_interval_steps': 0, 'keep_period': 0, 'seconds': 1e9, 'save_interval_minutes': 0.0}
 
@@ -64,3 +75,22 @@ def test_the_best_step():
     assert best_step(SAVED) == 50
     assert best_step(SAVED[:5]) == 20
     assert best_step([SavedStep(3), SavedStep(4, float('inf'))]) is None
+
+
+@pytest.mark.parametrize('skip', [0, 5, 20, 35, 1000])
+def test_steps_to_resume_include_each_target_of_a_rollback(skip):
+    guard = {'max_rollbacks': 2, 'rollback_skip_steps': skip}
+    config = Config()
+    config = dataclasses.replace(config, guard=dataclasses.replace(config.guard, **guard))
+    steps = [10, 20, 30, 40]
+    needed = steps_to_resume(steps, **guard)
+    targets = set()
+    for first in range(41, 100 + skip):
+        bad = BadSteps(first, first + 30, config.guard.max_consecutive_skips)
+        # The run resumed from step 40.
+        rollback = on_bad_steps(RunControl(), bad, steps, config)
+        assert isinstance(rollback, Rollback)
+        targets.add(rollback.step)
+    assert needed == targets
+    assert steps_to_resume(steps, max_rollbacks=0, rollback_skip_steps=skip) == {40}
+    assert steps_to_resume([], **guard) == set()

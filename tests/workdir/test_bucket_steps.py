@@ -118,6 +118,18 @@ def test_only_changed_files_are_uploaded_again(bucket, tmp_path, monkeypatch):
     assert content(tmp_path / 'back') == content(folder)
 
 
+def test_a_step_that_lost_files_is_not_uploaded_again(bucket, tmp_path, monkeypatch):
+    folder = write_step(tmp_path, 3)
+    upload(bucket, 3, folder)
+    (folder / NAMES[1]).unlink()
+    monkeypatch.setattr(Bucket, 'put_file', None)
+    upload(bucket, 3, folder)
+    assert complete_steps(bucket) == [3]
+    download_step(bucket, 3, tmp_path / 'back')
+    assert content(tmp_path / 'back') == content(folder)
+    assert f'checkpoints/3/{NAMES[1]}' not in bucket.list()
+
+
 def test_step_with_the_same_number_is_replaced(bucket, tmp_path):
     upload(bucket, 3, write_step(tmp_path / 'a', 3))
     bucket.put('checkpoints/3/surplus', b'x')

@@ -48,7 +48,7 @@ def column_fault(columns: Sequence[str], options: ReadOptions) -> str:
         return f'{missing}; {list_fields(dict.fromkeys(columns))}; set --messages-field to the column'
     for key in (options.text_key, *options.metadata_keys):
         if key not in columns:
-            option = '--text-field' if key == options.text_key else '--metadata-keys'
+            option = '--text-field' if key == options.text_key else '--metadata-fields'
             return f'no column {key!r}; {list_fields(dict.fromkeys(columns))}; set {option} to the column'
     return ''
 

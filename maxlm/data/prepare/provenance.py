@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.filters.registry import describe_filters
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 # Keys of `made_from` for conversations and preference pairs, and keys that are listed only if not at their defaults.
 CHAT_FACTS = ('format', 'chat_template', 'pack_window')
-READING_FACTS = ('max_record_bytes', 'messages_field', 'roles')
+READING_FACTS = ('max_record_bytes', 'metadata_keys', 'messages_field', 'roles')
 
 
 def chat_facts(what: str, chat: ChatRecipe | None) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def made_from(
         'token_dtype': options.token_dtype,
         'end_of_document': options.eod_token,
         'skip_bad': options.skip_bad_records,
-        'filter': options.filter,
+        'filter': describe_filters(options.filter),
         'deduplicate': options.deduplicate,
         'near_threshold': options.dedup_threshold if options.deduplicate == 'near' else None,
         'infill': options.fim_rate,

@@ -17,7 +17,7 @@ from maxlm.data.executors.executor import OnProgress
 from maxlm.data.filters.base import FilterResult
 from maxlm.data.filters.dedup import Duplicates, find_duplicates, kept_names
 from maxlm.data.filters.minhash import is_current, minhash_signature
-from maxlm.data.filters.registry import make_cleaner
+from maxlm.data.filters.registry import describe_filters, make_cleaner
 from maxlm.data.filters.report import MAX_EXAMPLES, CleaningReport
 from maxlm.data.prepare.filter_results import DocumentHash, FilterDecision, FilterDecisions
 from maxlm.data.prepare.partitions import Partition, PartitionTask, ReadSettings, read_batches
@@ -33,11 +33,16 @@ class Cleaning:
         filters: names of the filters, in order.
         duplicates: duplicates to remove: `none`, `exact` or `near`.
         near_threshold: minimum Jaccard similarity of near-duplicates.
+        identities: `describe_filters` of `filters`, computed once for all workers.
     """
 
     filters: tuple[str, ...]
     duplicates: str
     near_threshold: float
+    identities: list[str] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, 'identities', describe_filters(self.filters))
 
     def __bool__(self) -> bool:
         return bool(self.filters) or self.duplicates != 'none'
@@ -63,7 +68,7 @@ class ScanTask(PartitionTask):
     def identity(self) -> str:
         """Checksum of everything that determines the result. `near_threshold` only matters in `deduplicate`."""
         cleaning = self.cleaning
-        return identity_of(self.partition.identity, self.reading.identity, cleaning.filters, cleaning.duplicates)
+        return identity_of(self.partition.identity, self.reading.identity, cleaning.identities, cleaning.duplicates)
 
     @property
     def signatures_path(self) -> Path:

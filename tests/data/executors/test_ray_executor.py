@@ -14,6 +14,7 @@ from maxlm.errors import InputError
 from tests.conftest import ROOT
 from tests.data.executors.tasks import ScriptedTask
 from tests.preparing import contents, run, write_texts
+from tests.user_modules import write_module
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -79,6 +80,16 @@ def test_a_cluster_writes_the_same_bytes(cluster, tmp_path, monkeypatch):
     # Negative control: other settings produce other bytes.
     assert run(*arguments, '--fim-spm-rate', '0.3', '--workers', 1, '--output', tmp_path / 'other') == 0
     assert local != contents(tmp_path / 'other')
+
+
+def test_a_filter_of_the_user_runs_on_a_cluster(cluster, tmp_path, monkeypatch):
+    texts = write_texts(tmp_path / 'texts')
+    name = write_module(tmp_path, monkeypatch, 'def keep(document):\n    return len(document.text) > 300')
+    arguments = ['--input', texts, '--tokenizer', 'bytes', '--filter', f'{name}:keep']
+    assert run(*arguments, '--workers', 1, '--output', tmp_path / 'local') == 0
+    assert run(*arguments, '--executor', 'ray', '--ray-address', cluster, '--output', tmp_path / 'ray') == 0
+    assert contents(tmp_path / 'local') == contents(tmp_path / 'ray')
+    assert f'{name}:keep: removed' in (tmp_path / 'ray' / 'cleaning.json').read_text()
 
 
 def test_the_error_without_ray_names_the_package(monkeypatch):

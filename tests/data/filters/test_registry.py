@@ -3,8 +3,9 @@ import pytest
 
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult, drop_if
-from maxlm.data.filters.registry import FILTERS, make_cleaner
+from maxlm.data.filters.registry import FILTERS, describe_filters, make_cleaner
 from maxlm.errors import InputError
+from tests.user_modules import write_module
 
 PAGE = """\
 The river rises in the hills to the north of the town and runs to the sea.
@@ -42,7 +43,11 @@ def test_no_filter_keeps_everything():
     ('names', 'message'),
     [
         (['gopher_qualty'], "filter 'gopher_qualty' does not exist; did you mean 'gopher_quality'?"),
-        (['?'], "filter '?' does not exist; use one of gopher_quality, gopher_repetition, c4, fineweb, code"),
+        (
+            ['?'],
+            "filter '?' does not exist; use package.module:function or one of gopher_quality, gopher_repetition, c4, "
+            'fineweb, code',
+        ),
         (['c4', 'code', 'c4'], "filter 'c4' is given twice; give it once"),
     ],
 )
@@ -50,6 +55,39 @@ def test_invalid_names_are_rejected(names, message):
     with pytest.raises(InputError) as info:
         make_cleaner(names)
     assert str(info.value) == message
+
+
+def test_a_filter_of_the_user_receives_text_and_metadata(tmp_path, monkeypatch):
+    body = 'def keep(document):\n    return document.metadata["language"] == "en" and "river" in document.text'
+    name = f'{write_module(tmp_path, monkeypatch, body)}:keep'
+    good = document(PAGE)
+    clean = make_cleaner(['c4', name])
+    assert clean(good) is good
+    assert clean(document(PAGE.replace('river', 'road'))) == FilterResult(f'{name}: removed', 'returned False')
+
+
+@pytest.mark.parametrize(
+    ('body', 'message'),
+    [
+        ('return document.title', "raised AttributeError: 'Document' object has no attribute 'title' at .*py:2; fix"),
+        ('pass', "must return True or False; it returned 'None'"),
+        ('return 1', "must return True or False; it returned '1'"),
+    ],
+)
+def test_a_failing_filter_of_the_user_names_the_document(tmp_path, monkeypatch, body, message):
+    name = f'{write_module(tmp_path, monkeypatch, f"def keep(document):{chr(10)}    {body}")}:keep'
+    with pytest.raises(InputError, match=rf'^x\.txt: the filter {name} {message}'):
+        make_cleaner([name])(document(PAGE))
+
+
+def test_the_description_contains_a_checksum_of_the_module(tmp_path, monkeypatch):
+    name = write_module(tmp_path, monkeypatch, 'def keep(document):\n    return True')
+    make_cleaner([f'{name}:keep'])
+    before = describe_filters(['c4', f'{name}:keep'])
+    assert before[0] == 'c4'
+    assert before[1].startswith(f'{name}:keep with checksum ')
+    (tmp_path / f'{name}.py').write_text('def keep(document):\n    return False')
+    assert describe_filters(['c4', f'{name}:keep'])[1] != before[1]
 
 
 def test_tokens_cannot_be_filtered():

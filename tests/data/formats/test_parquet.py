@@ -52,7 +52,7 @@ def test_only_requested_columns_are_kept(tmp_path, read):
         (
             {'text': ['a']},
             {'metadata_keys': ('url',)},
-            "no column 'url'; it has text; set --metadata-keys to the column",
+            "no column 'url'; it has text; set --metadata-fields to the column",
         ),
         ({'text': [1]}, {}, "the column 'text' contains int64, not text; set --text-field to the text column"),
         ({'text': [['a']]}, {}, "the column 'text' contains list<"),

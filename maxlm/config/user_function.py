@@ -1,0 +1,99 @@
+"""Functions of the user, named `package.module:function` in config keys and options."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from maxlm.errors import InputError
+
+FUNCTION_NAME = re.compile(r'[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*')
+
+
+def is_function_name(name: str) -> bool:
+    """Returns True if a name has the form `package.module:function`."""
+    return FUNCTION_NAME.fullmatch(name) is not None
+
+
+def load_function(name: str, *, kind: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+    """Imports a function from the working directory, PYTHONPATH or an installed package.
+
+    Args:
+        name: `package.module:function`.
+        kind: use of the function in messages, e.g. `reward`.
+        arguments: descriptions of the positional arguments that the function must accept.
+
+    Raises:
+        InputError: the module cannot be imported, or it has no such function with these arguments.
+    """
+    module_name, _, attribute = name.partition(':')
+    module = _import(name, module_name, kind)
+    where = f'{kind} {name}: {getattr(module, "__file__", None) or module_name}'
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, [one for one in vars(module) if not one.startswith('_')], 1)
+        raise InputError(f'{where} has no {attribute!r}; {f"did you mean {near[0]!r}?" if near else "define it"}')
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise InputError(f'{where}: {attribute!r} is a {type(function).__name__}; it must be a function')
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        # Some functions in C have no signature.
+        return function
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise InputError(
+            f'{where}: {attribute}{signature} must accept the arguments ({", ".join(arguments)}): {error}'
+        ) from error
+    return function
+
+
+def module_checksum(name: str) -> str:
+    """Returns the SHA-256 of the file of the function's module, '' if it has none. `load_function` must succeed."""
+    path = getattr(importlib.import_module(name.partition(':')[0]), '__file__', None)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ''
+
+
+def describe_exception(error: BaseException) -> str:
+    """Returns the type, the message and the source line of an exception in a function of the user, in one line."""
+    text = ' '.join(str(error).split())[:200]
+    last = error.__traceback__
+    while last and last.tb_next:
+        last = last.tb_next
+    at = f' at {last.tb_frame.f_code.co_filename}:{last.tb_lineno}' if last else ''
+    return f'{type(error).__name__}{f": {text}" if text else ""}{at}'
+
+
+def _import(name: str, module_name: str, kind: str) -> ModuleType:
+    # The command `maxlm` does not have the working directory in sys.path, unlike `python -m maxlm`. It comes last, so
+    # that its files cannot hide installed packages.
+    if not {'', os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+        importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(f'{missing}.'):
+            raise InputError(
+                f'{kind} {name}: no module {missing!r} in {os.getcwd()}, PYTHONPATH or the installed packages; start '
+                'the command in the directory that contains it, or add that directory to PYTHONPATH'
+            ) from error
+        raise InputError(
+            f'{kind} {name}: {module_name} imports {missing!r}, which is not installed; install it'
+        ) from error
+    # SystemExit: the module is a script that ends the process.
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f'{kind} {name}: the import of {module_name} failed with {describe_exception(error)}; fix the module'
+        ) from error
