@@ -71,7 +71,7 @@ def get_config(variant: str = '') -> ConfigDict:
 
     config.checkpoint.save_interval_steps = 1000
     config.checkpoint.max_to_keep = 5
-    # config.export.at_end = True
+    config.export.at_end = True
     if variant == 'smoke':
         shrink(config)
         config.data.path = 'data/1b-smoke'

@@ -232,4 +232,4 @@ def learn_from_tests(config: ConfigDict, shape: str) -> None:
     # GRPO batches depend on the current model, so a rollback has no fixed batches to skip.
     config.guard.spike_window = 0
     config.guard.max_rollbacks = 0
-    # config.export.at_end = True
+    config.export.at_end = True

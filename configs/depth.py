@@ -99,5 +99,5 @@ def get_config(depth: str = '24') -> ConfigDict:
     config.checkpoint.save_interval_steps = 730
     config.checkpoint.save_interval_minutes = 60.0
     config.checkpoint.max_to_keep = 3
-    # config.export.at_end = True
+    config.export.at_end = True
     return config

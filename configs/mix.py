@@ -94,5 +94,5 @@ def get_config(variant: str = 'xlarge') -> ConfigDict:
     config.checkpoint.save_interval_steps = 500
     config.checkpoint.max_to_keep = 1
     config.checkpoint.keep_best = 3
-    # config.export.at_end = True
+    config.export.at_end = True
     return config

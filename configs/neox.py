@@ -89,5 +89,5 @@ def get_config(variant: str = 'production_8gpu') -> ConfigDict:
 
     config.checkpoint.save_interval_steps = save_interval
     config.checkpoint.max_to_keep = 5
-    # config.export.at_end = True
+    config.export.at_end = True
     return shrink(config) if variant == 'smoke' else config
