@@ -87,7 +87,7 @@ run decode_1b 60 benchmarks.decode --config=configs/1b.py
 run decode_1b_int8 60 benchmarks.decode --config=configs/1b.py --cache=int8
 
 # The other sizes.
-measure neox 45 configs/neox.py:production "${few[@]}" "${short[@]}"
+measure neox 45 configs/neox.py:tuned_1gpu "${few[@]}" "${short[@]}"
 measure xlarge 45 configs/mix.py:xlarge "${few[@]}" "${short[@]}"
 measure d24 45 configs/depth.py:24 "${few[@]}" "${short[@]}"
 measure 7b_8layers 45 configs/code.py:7b "${few[@]}" --config.model.num_layers=8 --config.train.global_batch_size=8 \

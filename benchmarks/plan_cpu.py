@@ -37,7 +37,13 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     'tiny, nothing kept': ('configs/tiny.py', ('model.remat_policy=full',)),
     'tiny, window 512 in blocks': ('configs/tiny.py', ('data.seq_len=512', 'train.global_batch_size=4')),
     'tiny, two micro-batches': ('configs/tiny.py', ('train.per_device_batch_size=4',)),
-    'neox:test': ('configs/neox.py:test', ()),
+    'neox:small': (
+        'configs/neox.py:smoke',
+        (
+            *('model.num_layers=4', 'model.dim=256', 'model.ffn_dim=1024', 'data.seq_len=256'),
+            *('train.num_steps=50', 'train.global_batch_size=8'),
+        ),
+    ),
     'depth:4': (
         'configs/depth.py:4',
         ('data.seq_len=256', 'train.global_batch_size=8', 'train.per_device_batch_size=8', 'model.dtype=float32'),

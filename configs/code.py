@@ -214,6 +214,7 @@ def learn_from_tests(config: ConfigDict, shape: str) -> None:
     config.train.num_epochs = 0.0
     config.train.num_steps = 200
     config.train.global_batch_size = 1024
+    config.train.per_device_batch_size = 4
     config.data.seq_len = 2048
 
     config.grpo.prompts = 'data/tasks.jsonl'

@@ -54,7 +54,19 @@ def _read(argv: list[str]) -> tuple[CheckContext, argparse.Namespace]:
     if overrides and not options.config:
         raise InputError(f'--config.{overrides[0]}: overrides a config; give one with --config=FILE')
     config = load(options.config, overrides) if options.config else None
-    return CheckContext(spec=options.config, overrides=overrides, config=config, workdir=options.workdir), options
+    for name in ('min_free_gib', 'min_tokens_per_second'):
+        if not 0 <= getattr(options, name) < float('inf'):
+            raise InputError(f'--{name.replace("_", "-")}={getattr(options, name):g}: must be 0 or more')
+    context = CheckContext(
+        spec=options.config,
+        overrides=overrides,
+        config=config,
+        workdir=options.workdir,
+        min_free_gib=options.min_free_gib,
+        min_tokens_per_second=options.min_tokens_per_second,
+        try_resume=options.try_resume,
+    )
+    return context, options
 
 
 def _names(given: str) -> list[str]:
@@ -85,6 +97,19 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument('--only', default='', metavar='NAME,…', help='run only these checks')
     parser.add_argument('--skip', default='', metavar='NAME,…', help='skip these checks')
+    parser.add_argument(
+        '--min-free-gib', type=float, default=0.0, metavar='N', help='fail if less disk space is free (default 0)'
+    )
+    parser.add_argument(
+        '--min-tokens-per-second',
+        type=float,
+        default=0.0,
+        metavar='N',
+        help='fail if the trial run is slower (default 0)',
+    )
+    parser.add_argument(
+        '--try-resume', action='store_true', help='also kill a trial run after a checkpoint and restart it'
+    )
     parser.add_argument('--json', action='store_true', help='print one JSON object')
     return parser
 

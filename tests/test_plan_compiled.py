@@ -39,7 +39,7 @@ ON_GPU = [
 ]
 ON_GPU_MORE = [
     ('depth.py:64', 'h100:8', ('--vocab-size=32',), True),
-    ('neox.py:production_8gpu', 'h100:8', (), True),
+    ('neox.py:tuned', 'h100:8', (), True),
     ('depth.py:64', 'h100:8', ('--vocab-size=32', '--config.model.remat_policy=none'), False),
     ('mix.py:xlarge', 'a100:8', (), True),
     ('code.py:7b', 'h100:8', (), True),

@@ -23,6 +23,9 @@ class CheckContext:
         config: Config | None = None,
         workdir: str = '',
         environment: Mapping[str, str] = os.environ,
+        min_free_gib: float = 0.0,
+        min_tokens_per_second: float = 0.0,
+        try_resume: bool = False,
     ):
         """Stores the run and the environment.
 
@@ -32,12 +35,18 @@ class CheckContext:
             config: unresolved config, as returned by `load`.
             workdir: directory or URL; '': none.
             environment: environment variables.
+            min_free_gib: free disk space in GiB that the run needs.
+            min_tokens_per_second: throughput that the run needs.
+            try_resume: True if a restart from a checkpoint is tried.
         """
         self.spec = spec
         self.overrides = tuple(overrides)
         self.config = config
         self.workdir = workdir
         self.environment = environment
+        self.min_free_gib = min_free_gib
+        self.min_tokens_per_second = min_tokens_per_second
+        self.try_resume = try_resume
 
     @cached_property
     def hardware(self) -> Hardware:

@@ -18,12 +18,13 @@ from tests.conftest import ROOT
 
 FILES = sorted((ROOT / 'configs').glob('*.py'))
 SMALL = (
-    *('configs/tiny.py', 'configs/neox.py:test', 'configs/neox.py:production'),
+    *('configs/tiny.py', 'configs/neox.py:test', 'configs/neox.py:production', 'configs/neox.py:tuned'),
     *(f'configs/{kind}.py:{variant}' for kind in ('arithmetic', 'synth') for variant in ('sft', 'rl')),
 )
 # Phases after pretraining.
 PHASES = ('configs/code.py:7b-long', 'configs/code.py:7b-instruct', 'configs/code.py:7b-lora')
-VARIANTS = [*(model.config for model in MODELS), *SMALL, *PHASES]
+SMOKE = [f'configs/{name}.py:smoke' for name in ('1b', 'neox', 'depth', 'mix', 'code')]
+VARIANTS = [*(model.config for model in MODELS), *SMALL, *PHASES, *SMOKE]
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +110,8 @@ def test_the_mixture_series_is_as_published():
     assert all(f'{variant} has 373M, where 374M was published' in docstring for variant in missed)
 
 
-@pytest.mark.parametrize('spec', VARIANTS)
+# The published trial is for one GPU.
+@pytest.mark.parametrize('spec', [spec for spec in VARIANTS if spec != 'configs/neox.py:test'])
 def test_batch_fits_eight_devices(spec):
     config = resolve(load(spec), platform='gpu', num_devices=8, vocab_size=300, windows=1000)
     assert config.accumulation >= 1

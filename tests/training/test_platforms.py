@@ -77,10 +77,10 @@ def test_gpu_kernels_know_their_windows():
     [
         ('depth.py:24', 'cuda', 'gpu'),
         ('code.py:7b', 'tpu', 'tpu'),
-        ('neox.py:production', 'cuda', 'gpu'),
+        ('neox.py:tuned', 'cuda', 'gpu'),
         pytest.param('depth.py:24', 'tpu', 'tpu', marks=pytest.mark.nightly),
         pytest.param('code.py:7b', 'cuda', 'gpu', marks=pytest.mark.nightly),
-        pytest.param('neox.py:production', 'tpu', 'tpu', marks=pytest.mark.nightly),
+        pytest.param('neox.py:tuned', 'tpu', 'tpu', marks=pytest.mark.nightly),
     ],
 )
 def test_steps_of_other_families_lower(spec, platform, backend):

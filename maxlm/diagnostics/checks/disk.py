@@ -85,7 +85,9 @@ def check_disk(context: CheckContext) -> CheckResult:
     if context.config and not context.workdir.startswith(('gs://', 'gcs://')):
         # One more, because a new checkpoint is complete before an old one is deleted.
         num_kept = context.config.checkpoint.max_to_keep + context.config.checkpoint.keep_best + 1
-    return evaluate_disk(directory, usage.free, inodes, speed, checkpoint or 0, num_kept)
+    return evaluate_disk(
+        directory, usage.free, inodes, speed, checkpoint or 0, num_kept, min_free=int(context.min_free_gib * GIB)
+    )
 
 
 def nearest_directory(context: CheckContext) -> Path:
@@ -98,7 +100,9 @@ def nearest_directory(context: CheckContext) -> Path:
     return next(path for path in (wanted_path.absolute(), *wanted_path.absolute().parents) if path.is_dir())
 
 
-def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpoint: int, num_kept: int) -> CheckResult:
+def evaluate_disk(
+    directory: Path, free: int, inodes: int, speed: float, checkpoint: int, num_kept: int, *, min_free: int = 0
+) -> CheckResult:
     """Evaluates a file system.
 
     Args:
@@ -108,6 +112,7 @@ def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpo
         speed: bytes/s written to the disk.
         checkpoint: bytes of one checkpoint; 0: unknown.
         num_kept: maximum number of checkpoints at a time.
+        min_free: free bytes below which the check fails.
     """
     findings = []
     message = f'{directory}: {format_bytes(free)} free, writes {format_rate(speed)}'
@@ -115,6 +120,13 @@ def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpo
         message += f'; a checkpoint of {format_bytes(checkpoint)} takes {checkpoint / speed:.1f} s'
     if free < MIN_FREE:
         findings.append(failure(message, 'free disk space, or choose another --workdir'))
+    elif free < min_free:
+        findings.append(
+            failure(
+                f'{message}, less than --min-free-gib={min_free / GIB:g}',
+                'free disk space, or choose another --workdir',
+            )
+        )
     elif free < num_kept * checkpoint:
         findings.append(
             failure(

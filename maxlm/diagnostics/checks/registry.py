@@ -27,6 +27,7 @@ CHECKS: tuple[Check, ...] = (
     Check('cache', 'jax_startup:check_cache', START_SECONDS + 20, 'compilation cache'),
     # Runs before JAX starts in this process, because JAX may lock the devices.
     Check('trial', 'trial_run:check_trial', TRIAL_SECONDS + 60, 'two training steps of the run'),
+    Check('resume', 'resume:check_resume', 2 * TRIAL_SECONDS + 60, 'a restart from a checkpoint, with --try-resume'),
     Check(
         'processes', 'devices:check_processes', 400, 'connection and clocks of the other processes', uses_devices=True
     ),

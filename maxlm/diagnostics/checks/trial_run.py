@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ POLL_SECONDS = 0.2
 # Minimum ratios of measured to planned step time and memory for a warning, and minimum fraction of a step spent waiting
 # for data.
 SLOWER, LARGER, WAITING = 1.5, 1.1, 0.2
+RATE = 'perf/tokens_per_second'
 # Settings that disable uploads, alerts, checkpoints, trackers and periodic work.
 QUIET = {
     'train.log_every': 1,
@@ -51,12 +52,19 @@ class Trial(NamedTuple):
         lines: lines of metrics.jsonl.
         plan: the run's own forecast in the `started` event of events.jsonl; {}: none.
         seconds: time until the second step was completed.
+        events: lines of events.jsonl.
     """
 
     trouble: str
     lines: Sequence[dict[str, Any]]
     plan: dict[str, Any]
     seconds: float
+    events: Sequence[dict[str, Any]] = ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Returns the throughput of the last step; NaN if it is unknown."""
+        return next((line[RATE] for line in reversed(self.lines) if line.get(RATE)), math.nan)
 
 
 def check_trial(context: CheckContext) -> CheckResult:
@@ -66,15 +74,15 @@ def check_trial(context: CheckContext) -> CheckResult:
     if context.num_processes > 1:
         return skipped('the run has several processes; run it on one machine, without their variables')
     with tempfile.TemporaryDirectory(prefix='maxlm-doctor-', ignore_cleanup_errors=True) as directory:
-        return evaluate_trial(
-            try_run(trial_command(context, Path(directory) / 'run'), context.environment, Path(directory) / 'run')
-        )
+        workdir = Path(directory) / 'run'
+        trial = try_run(trial_command(context, workdir), context.environment, workdir, is_done=reached(STEPS))
+        return evaluate_trial(trial, min_tokens_per_second=context.min_tokens_per_second)
 
 
-def trial_command(context: CheckContext, workdir: Path) -> list[str]:
-    """Returns the command of the run. The settings of QUIET come last, so that they take precedence."""
+def trial_command(context: CheckContext, workdir: Path, settings: Mapping[str, Any] | None = None) -> list[str]:
+    """Returns the command of the run. The settings of QUIET and `settings` come last and take precedence."""
     # Only include existing keys.
-    quiet = {key: value for key, value in QUIET.items() if _exists(key)}
+    quiet = {key: value for key, value in {**QUIET, **(settings or {})}.items() if _exists(key)}
     return [
         sys.executable,
         '-m',
@@ -86,13 +94,32 @@ def trial_command(context: CheckContext, workdir: Path) -> list[str]:
     ]
 
 
-def try_run(command: Sequence[str], environment: Any, workdir: Path, *, seconds: float = TRIAL_SECONDS) -> Trial:
-    """Starts a run and kills it after its second step, because a run that finishes saves a complete checkpoint.
+def reached(step: int) -> Callable[[Path], bool]:
+    """Returns a function that returns True if the run in a workdir has logged this step."""
+
+    def has_step(workdir: Path) -> bool:
+        from maxlm.telemetry.metrics import read_metrics
+
+        return any(line.get('step', 0) >= step and 'train/loss' in line for line in read_metrics(workdir))
+
+    return has_step
+
+
+def try_run(
+    command: Sequence[str],
+    environment: Any,
+    workdir: Path,
+    *,
+    is_done: Callable[[Path], bool],
+    seconds: float = TRIAL_SECONDS,
+) -> Trial:
+    """Starts a run and kills it when `is_done(workdir)`, because a run that finishes saves a complete checkpoint.
 
     Args:
         command: command that trains.
         environment: environment variables of the process.
         workdir: workdir of the command.
+        is_done: returns True when the run can be killed.
         seconds: timeout.
     """
     from maxlm.telemetry.events import read_events
@@ -103,24 +130,25 @@ def try_run(command: Sequence[str], environment: Any, workdir: Path, *, seconds:
     with tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace') as output:
         process = subprocess.Popen(command, env=with_package(environment), stdout=output, stderr=subprocess.STDOUT)
         try:
-            while not _has_steps(read_metrics(workdir)) and process.poll() is None:
+            while not is_done(workdir) and process.poll() is None:
                 if time.monotonic() - began > seconds:
-                    trouble = f'fewer than {STEPS} steps after {seconds:g} s'
+                    trouble = f'not done after {seconds:g} s'
                     break
                 time.sleep(POLL_SECONDS)
         finally:
             took = time.monotonic() - began
             _end(process)
         lines = read_metrics(workdir)
-        if not trouble and not _has_steps(lines) and (process.returncode or not lines):
+        if not trouble and not is_done(workdir) and (process.returncode or not lines):
             output.seek(0)
             trouble = exit_reason(output.read(), process.returncode)
-    started = [event for event in read_events(workdir).lines if event.get('kind') == 'started']
-    return Trial(trouble, lines, (started[-1].get('plan') or {}) if started else {}, took)
+    events = read_events(workdir).lines
+    started = [event for event in events if event.get('kind') == 'started']
+    return Trial(trouble, lines, (started[-1].get('plan') or {}) if started else {}, took, events)
 
 
-def evaluate_trial(trial: Trial) -> CheckResult:
-    """Evaluates a trial run."""
+def evaluate_trial(trial: Trial, *, min_tokens_per_second: float = 0.0) -> CheckResult:
+    """Evaluates a trial run. It fails if the throughput is below `min_tokens_per_second`."""
     if trial.trouble:
         return failure(
             f'training does not reach step {STEPS}: {trial.trouble}',
@@ -142,6 +170,14 @@ def evaluate_trial(trial: Trial) -> CheckResult:
         message += f', planned memory {format_bytes(planned_memory)}'
     message += f'; startup took {trial.seconds - step * len(trained):.0f} s'
     findings = []
+    if trial.tokens_per_second < min_tokens_per_second:
+        findings.append(
+            failure(
+                f'{trial.tokens_per_second:,.0f} tokens/s, below --min-tokens-per-second={min_tokens_per_second:g}; '
+                + message,
+                'see matmul, links and gpus, or compare with maxlm plan',
+            )
+        )
     waits = (last.get('perf/data_loading_seconds') or 0) / step
     if waits > WAITING:
         findings.append(
@@ -162,10 +198,6 @@ def evaluate_trial(trial: Trial) -> CheckResult:
 def _exists(key: str) -> bool:
     section, _, name = key.partition('.')
     return section in SECTIONS and name in {field.name for field in dataclasses.fields(SECTIONS[section])}
-
-
-def _has_steps(lines: Sequence[dict[str, Any]]) -> bool:
-    return any(line.get('step', 0) >= STEPS and 'train/loss' in line for line in lines)
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -18,6 +18,7 @@ from tests.small import small_config
         ({'free': GIB // 2}, 'failure', '512.0 MiB free'),
         ({'free': 20 * GIB}, 'failure', 'and up to 7 checkpoints are kept'),
         ({'free': 20 * GIB, 'num_kept': 0}, 'ok', '20.0 GiB free'),
+        ({'min_free': 101 * GIB}, 'failure', 'less than --min-free-gib=101'),
         ({'free': 5 * GIB, 'checkpoint': 0}, 'warning', '5.00 GiB free'),
         ({'inodes': 9}, 'warning', 'only 9 more files can be created'),
         ({'inodes': 0}, 'ok', '100.0 GiB'),

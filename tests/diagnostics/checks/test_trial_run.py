@@ -7,7 +7,16 @@ import textwrap
 import pytest
 
 from maxlm.config.loading import load
-from maxlm.diagnostics.checks.trial_run import QUIET, Trial, check_trial, evaluate_trial, trial_command, try_run
+from maxlm.diagnostics.checks.trial_run import (
+    QUIET,
+    STEPS,
+    Trial,
+    check_trial,
+    evaluate_trial,
+    reached,
+    trial_command,
+    try_run,
+)
 from maxlm.diagnostics.result import CheckStatus
 from tests.conftest import ROOT
 from tests.diagnostics.machines import CPU, GIB, case_on
@@ -41,6 +50,14 @@ def test_evaluation_of_facts(trial, status, words):
     assert words in found.message
 
 
+def test_a_slow_run_fails_if_a_throughput_is_required():
+    trial = Trial('', lines(perf__tokens_per_second=900.0), {}, 21.0)
+    assert evaluate_trial(trial, min_tokens_per_second=900).status is CheckStatus.OK
+    found = evaluate_trial(trial, min_tokens_per_second=1000)
+    assert found.status is CheckStatus.FAILURE
+    assert '900 tokens/s, below --min-tokens-per-second=1000' in found.message
+
+
 @pytest.fixture
 def fake_run(tmp_path):
     """Runs a program in place of training. Its workdir is in the variable `workdir`."""
@@ -49,7 +66,7 @@ def fake_run(tmp_path):
     def run(program, seconds=20.0):
         start = 'import json, pathlib, sys, time\nworkdir = pathlib.Path(sys.argv[1]); workdir.mkdir()\n'
         command = [sys.executable, '-S', '-c', start + textwrap.dedent(program), str(workdir)]
-        return try_run(command, os.environ, workdir, seconds=seconds)
+        return try_run(command, os.environ, workdir, is_done=reached(STEPS), seconds=seconds)
 
     return run
 
@@ -82,7 +99,7 @@ def test_a_run_of_one_step_is_accepted(fake_run):
 
 def test_a_run_that_does_not_reach_its_second_step_is_stopped(fake_run):
     trial = fake_run('time.sleep(60)', seconds=0.3)
-    assert trial.trouble == 'fewer than 2 steps after 0.3 s'
+    assert trial.trouble == 'not done after 0.3 s'
 
 
 def test_a_trial_is_quiet_and_keeps_user_settings(tmp_path):

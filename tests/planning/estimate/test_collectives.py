@@ -56,7 +56,7 @@ COMPILED = {
     },
     ('mix.py:tiny', LOOP): {'all-gather': 0.3, 'reduce-scatter': 0.4},
     ('mix.py:xlarge', (*SAVING, 'train.per_device_batch_size=8')): {'all-gather': 5.8, 'reduce-scatter': 3.7},
-    ('neox.py:production_8gpu', SAVING): {'all-gather': 83.9, 'reduce-scatter': 48.5},
+    ('neox.py:tuned', SAVING): {'all-gather': 83.9, 'reduce-scatter': 48.5},
 }
 
 

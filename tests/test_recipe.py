@@ -1,0 +1,153 @@
+"""Recipes: the phases of the shipped configs from raw text to the exported model, and the runner of the phases."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from maxlm import recipe
+from maxlm.config.loading import load, load_phases
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
+from maxlm.telemetry.metrics import read_metrics
+from tests.conftest import ROOT
+
+# Published set-ups, their inputs, and the workdir of the last phase.
+RECIPES = {
+    '1b': (['text'], 'runs/1b-smoke'),
+    'neox': (['text'], 'runs/neox-smoke'),
+    'depth': (['text'], 'runs/depth-smoke'),
+    'mix': (['source45', 'source25', 'source20', 'source10'], 'runs/mix-smoke'),
+    'code': (['code'], 'runs/code-smoke-rl'),
+}
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    """Writes 20 different Python files and changes to their parent directory."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / 'texts'
+    folder.mkdir()
+    sources = sorted((ROOT / 'maxlm').glob('*.py'))[:20]
+    for source in sources:
+        (folder / source.name).write_text(source.read_text())
+    return folder
+
+
+def run(*words):
+    return exit_code(recipe.main, list(map(str, words)))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize('name', RECIPES)
+def test_a_recipe_leads_from_text_to_an_exported_model(name, texts, tmp_path):
+    inputs, workdir = RECIPES[name]
+    command = [f'--config={ROOT}/configs/{name}.py:smoke', *(f'{each}={texts}' for each in inputs)]
+    assert run(*command) == EXIT_DONE
+    losses = [line['train/loss'] for line in read_metrics(tmp_path / workdir) if 'train/loss' in line]
+    assert losses
+    assert np.isfinite(losses).all()
+    exported = json.loads((tmp_path / workdir / 'hf/config.json').read_text())
+    assert (exported['num_hidden_layers'] if 'num_hidden_layers' in exported else exported['n_layer']) == 2
+    assert (tmp_path / workdir / 'hf/model.safetensors').stat().st_size > 100_000
+    assert (tmp_path / workdir / 'hf/tokenizer.json').exists()
+
+
+def write_recipe(folder, *phases):
+    """Writes a config file with these phases, each of which runs a line of Python."""
+    words = [f'-m maxlm_test_phase {json.dumps(phase)}' for phase in phases]
+    (folder / 'maxlm_test_phase.py').write_text('import sys\nexec(sys.argv[1])\n')
+    path = folder / 'phases.py'
+    path.write_text(f'def get_phases():\n    return {words!r}\n')
+    return f'--config={path}'
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('PYTHONPATH', f'{tmp_path}:{ROOT}')
+    return tmp_path
+
+
+@pytest.mark.multiprocess
+def test_phases_run_in_order_with_their_inputs(folder, capfd):
+    config = write_recipe(folder, "open('log', 'a').write('{text}')", "open('log', 'a').write('.')")
+    assert run(config, 'text=abc') == EXIT_DONE
+    assert (folder / 'log').read_text() == 'abc.'
+    assert 'phase 2 of 2' in capfd.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_the_first_failure_ends_the_recipe_with_its_exit_code(folder, capfd):
+    config = write_recipe(folder, 'sys.exit(3)', "open('log', 'w')")
+    assert run(config) == 3
+    assert not (folder / 'log').exists()
+    assert 'phase 1 of 2 ended with exit code 3' in capfd.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_a_signal_ends_the_recipe_after_its_phase(folder):
+    """The phase completes despite the signal, and the next one does not start."""
+    kill = 'import os, signal, time; signal.signal(15, lambda *_: None); os.kill(os.getppid(), 15); time.sleep(0.2)'
+    config = write_recipe(folder, kill, "open('log', 'w')")
+    done = subprocess.run([sys.executable, '-m', 'maxlm.recipe', config], cwd=folder, check=False)
+    assert done.returncode == 75
+    assert not (folder / 'log').exists()
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        (['--config=configs/1b.py:smoke'], 'needs text; add text=PATH'),
+        (['--config=configs/1b.py:smoke', 'texts/'], "'texts/' is not NAME=PATH"),
+        (['--config=configs/1b.py:smoke', 'text=x', '--config.train.num_steps=many'], 'train.num_steps'),
+        (['--config=configs/1b.py:huge', 'text=x'], "no variant 'huge'"),
+        (['--config=configs/tiny.py', 'text=x'], 'no function get_phases'),
+        (['--config=configs/code.py:7b-rl', 'code=x'], 'configs/code.py:7b'),
+        (['--config=configs/none.py'], 'file not found'),
+        (['--config=README.md'], 'not a Python file'),
+        (['--config=configs/1b.py:smoke', 'text=x', '--max-failures=0'], 'must be at least 1'),
+    ],
+)
+def test_bad_input_starts_no_phase(words, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(recipe, 'run_phases', lambda *_, **__: pytest.fail('a phase was started'))
+    assert run(*words) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count('\n') == 1
+
+
+def test_phases_must_be_commands(tmp_path):
+    path = tmp_path / 'wrong.py'
+    path.write_text('def get_phases():\n    return "train"\n')
+    with pytest.raises(InputError, match='must return a list of commands'):
+        load_phases(str(path))
+
+
+def test_overrides_and_launcher_apply_to_training(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    words = ['--config=configs/1b.py:smoke', 'text=a b', '--config.train.num_steps=3', '--dry-run']
+    assert run(*words, '--launcher=launch/gpu_node.sh --once --') == EXIT_DONE
+    prepare, train = capsys.readouterr().out.splitlines()
+    assert prepare.endswith('-m maxlm.prepare --input a b --output data/1b-smoke --tokenizer bpe:300')
+    assert train == (
+        'would run: launch/gpu_node.sh --once -- --config=configs/1b.py:smoke --config.train.num_steps=3'
+    )
+
+
+@pytest.mark.parametrize('name', ['1b', 'neox:production', 'depth:64', 'mix:xlarge', 'code:7b', 'code:13b'])
+def test_the_phases_of_the_published_sizes_load(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    file, _, variant = name.partition(':')
+    spec = f'configs/{file}.py' + (f':{variant}' if variant else '')
+    fields = {'config': spec.partition(':')[0], **{each: 'x' for each in ('text', 'code', 'chats', 'prompts')}}
+    fields |= {f'source{weight}': 'x' for weight in (45, 25, 20, 10)}
+    phases = [recipe.fill_in(phase, fields) for phase in load_phases(spec)]
+    recipe.check_phases(phases, [])
+    # The first training phase reads what the first phase prepares.
+    output = phases[0][phases[0].index('--output') + 1]
+    config = load(next(word for verb, word, *_ in phases if verb == 'train').removeprefix('--config='))
+    paths = [path for path, _ in config.data.sources] or [config.data.path]
+    assert output in paths
