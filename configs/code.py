@@ -131,6 +131,9 @@ def pretraining(
 
     config.checkpoint.save_interval_steps = 250
     config.checkpoint.max_to_keep = 5
+
+    # As in the published setup, each rollback halves the learning rates.
+    config.guard.rollback_lr_factor = 0.5
     return config
 
 

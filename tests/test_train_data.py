@@ -10,9 +10,12 @@ import threading
 import pytest
 
 from maxlm import evaluate, prepare
+from maxlm.config.schema import DataConfig
 from maxlm.data.dataset import shard_cache
+from maxlm.data.loader.dataset import open_training_data
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.telemetry.metrics import read_metrics
+from maxlm.trainer.batch_source import TextBatches
 from maxlm.workdir.files import read_config
 from tests.buckets import gcs
 from tests.shards import write_dataset
@@ -139,6 +142,20 @@ def test_weights_that_change_during_a_run(datasets, tmp_path, capsys):
     other = tmp_path / 'other'
     assert run('unused', other, **{**settings, 'data__sources_schedule': '(((1, 1), 0.5),)'}) == EXIT_DONE
     assert all(curve(other)[step]['train/loss'] != lines[step]['train/loss'] for step in (1, 6))
+
+
+def test_fill_in_the_middle_is_reported(datasets, tmp_path):
+    fim = tmp_path / 'fim'
+    arguments = ['--input', datasets / 'letters.jsonl', '--output', fim, '--tokenizer', 'bytes', '--workers', 1]
+    assert prepare.main([*map(str, arguments), '--fim-rate', '0.5', '--quiet']) == 0
+    settings = {'train__num_steps': 2, 'eval__interval': 0, 'data__seq_len': 64}
+    assert run(fim, tmp_path / 'run', **settings) == EXIT_DONE
+    # Documents are shorter than the sequences, so few of them are cut.
+    for step in (1, 2):
+        assert 0.3 < curve(tmp_path / 'run')[step]['data/fim_fraction'] < 0.7
+    # Other data has no such metric.
+    plain = open_training_data(DataConfig(path=str(datasets / 'letters'), seq_len=64))
+    assert TextBatches(plain).batch_metrics(plain.train_batches(8)[0]) == {}
 
 
 def test_bad_sources_are_refused_in_one_line(datasets, tmp_path, capsys):

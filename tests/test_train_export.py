@@ -77,6 +77,10 @@ def test_the_export_equals_the_last_checkpoint(dataset, tmp_path, capsys):
     assert run(dataset, workdir, **{**SETTINGS, 'train__num_steps': 3}) == EXIT_DONE
     assert '| steps | 3 |' in (workdir / 'hf' / 'README.md').read_text()
     assert kinds(workdir) == ['export', 'exported'] * 3
+    # The workdir can be moved.
+    workdir.rename(tmp_path / 'moved')
+    assert run(dataset, tmp_path / 'moved', **{**SETTINGS, 'train__num_steps': 3}) == EXIT_DONE
+    assert kinds(tmp_path / 'moved') == ['export', 'exported'] * 3
 
 
 def test_an_export_that_fails_keeps_the_run_and_is_completed(dataset, tmp_path, capsys, monkeypatch):
@@ -103,6 +107,24 @@ def test_an_export_that_fails_keeps_the_run_and_is_completed(dataset, tmp_path, 
     assert run(dataset, tmp_path / 'other', **settings) == EXIT_BAD_INPUT
     assert f'export.to={tmp_path}/model: already exists' in capsys.readouterr().err
     assert not (tmp_path / 'other' / 'checkpoints').exists()
+
+
+def test_files_of_others_are_not_replaced(dataset, tmp_path, capsys, monkeypatch):
+    (tmp_path / 'model').mkdir()
+    (tmp_path / 'model' / 'notes.txt').write_text('mine')
+    settings = {**SETTINGS, 'export__to': tmp_path / 'model'}
+    assert run(dataset, tmp_path / 'run', **settings) == EXIT_BAD_INPUT
+    assert not (tmp_path / 'run' / 'checkpoints').exists()
+    # They may also appear during the run.
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, 'should_stop', lambda self: (tmp_path / 'model' / 'notes.txt').write_text('') and 0)
+        (tmp_path / 'model' / 'notes.txt').unlink()
+        assert run(dataset, tmp_path / 'run', **settings) == EXIT_BAD_INPUT
+    assert 'the run is complete' in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / 'model').iterdir()] == ['notes.txt']
+    (tmp_path / 'model' / 'notes.txt').unlink()
+    assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
+    assert {path.name for path in (tmp_path / 'model').iterdir()} == FILES
 
 
 def test_only_a_complete_run_is_exported(dataset, tmp_path, change_batches, monkeypatch):
@@ -150,7 +172,7 @@ def test_exports_in_buckets(dataset, tmp_path, s3, capsys):
     # The export in the workdir is also in the bucket of the run.
     settings = {**SETTINGS, 'data__cache_dir': tmp_path / 'cache', 'checkpoint__remote_dir': 's3://bucket/run'}
     assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
-    assert 'to s3://bucket/run/hf' in capsys.readouterr().out
+    assert f'to {tmp_path}/run/hf and s3://bucket/run/hf' in capsys.readouterr().out
     before = remote('run/hf/')
     assert set(before) == FILES == {path.name for path in (tmp_path / 'run' / 'hf').iterdir()}
     body = s3.get_object(Bucket='bucket', Key='run/hf/model.safetensors')['Body'].read()

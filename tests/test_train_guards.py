@@ -84,6 +84,25 @@ def test_a_rollback_equals_a_run_without_the_skipped_batches(dataset, tmp_path, 
     assert curve(tmp_path / 'run')[18]['train/skipped_steps'] == 0
 
 
+def test_a_rollback_lowers_the_learning_rates(dataset, tmp_path, change_batches):
+    change_batches(poisoned={9, 10, 11})
+    settings = {**SETTINGS, 'guard__rollback_lr_factor': 0.5, 'optimizer__warmup_steps': 0, 'eval__interval': 0}
+    assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
+    rates = [curve(tmp_path / 'run')[step]['train/learning_rate'] for step in range(1, 17)]
+    # The run returned to step 4.
+    assert rates == pytest.approx(4 * [rates[0]] + 12 * [rates[0] / 2])
+    # A resumed run keeps the factor.
+    assert run(dataset, tmp_path / 'run', **{**settings, 'train__num_steps': 17}) == EXIT_DONE
+    assert curve(tmp_path / 'run')[17]['train/learning_rate'] == rates[-1]
+    # Negative control: without the factor, the rates and the losses after the rollback differ.
+    settings['guard__rollback_lr_factor'] = 1
+    assert run(dataset, tmp_path / 'other', **settings) == EXIT_DONE
+    before, after = curve(tmp_path / 'other'), curve(tmp_path / 'run')
+    assert before[16]['train/learning_rate'] == rates[0]
+    assert before[5]['train/loss'] == after[5]['train/loss']
+    assert before[7]['train/loss'] != after[7]['train/loss']
+
+
 def test_a_diverging_run_stops_and_keeps_its_checkpoint(dataset, tmp_path, change_batches, capsys):
     workdir = tmp_path / 'run'
     change_batches(poisoned=range(9, 10_000))

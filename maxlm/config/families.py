@@ -1,9 +1,14 @@
-"""Model families: named presets for the architecture keys of `model.*`.
+"""Model families: named presets for the architecture keys of `model.*`, and the projections of their blocks.
 
 A family sets every architecture key that the config leaves at its default. Keys set in the config take precedence.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from maxlm.config.schema import ModelConfig
 
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners": pre-norm, learned positions, the tanh
 # approximation of GELU, biases in all projections, output tied to the embedding.
@@ -76,3 +81,10 @@ FAMILIES: dict[str, dict[str, object]] = {
     'qwen3': _QWEN3,
     'nanochat': _NANOCHAT,
 }
+
+
+def projections(model: ModelConfig) -> tuple[str, ...]:
+    """Returns the dotted names, within a block, of the projections that can have LoRA adapters (Hu et al. 2022)."""
+    gate = ('feedforward.gate',) if model.activation == 'swiglu' else ()
+    attention = tuple(f'attention.{name}' for name in ('query', 'key', 'value', 'out'))
+    return (*attention, *gate, 'feedforward.up', 'feedforward.down')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from maxlm.config.lora_targets import projections
+from maxlm.config.families import projections
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
 

@@ -6,11 +6,14 @@ meant for comparing plans. For actual costs, specify your own price.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from maxlm.config.validation import nearest
 from maxlm.errors import InputError
-from maxlm.hardware.chips import Chip
+
+if TYPE_CHECKING:
+    # The report reads prices without importing JAX.
+    from maxlm.hardware.chips import Chip
 
 # Date on which public price collections read the pages of the GPU providers (Lambda's B200 and V100: five days
 # earlier). For TPUs see GOOGLE.
@@ -72,6 +75,11 @@ PRICES: dict[str, _Offer] = {
 # Dollars per GiB and month: Google Cloud Storage, standard class, us-central1 and other tier-1 regions.
 STORAGE_PER_GIB_MONTH = 0.020
 STORAGE_SOURCE = 'Google Cloud Storage, standard class, us-central1'
+
+
+def storage_price(location: str) -> float | None:
+    """Returns the dollars per GiB and month of a URL's storage; None if the price is unknown, as for a local disk."""
+    return STORAGE_PER_GIB_MONTH if location.startswith('gs://') else None
 
 
 def has_price(chip: Chip, *, spot: bool = False) -> bool:

@@ -75,40 +75,39 @@ class FinalExport:
         self._workdir, self._checkpoints, self._record_event = workdir, checkpoints, record_event
         self._cache = config.data.cache_dir
         place = config.export.to or (f'{given.rstrip("/")}/{NAME}' if is_url(given) else str(workdir / NAME))
-        remote = config.checkpoint.remote_dir
-        url = place if is_url(place) else f'{remote.rstrip("/")}/{NAME}' if remote and not config.export.to else ''
+        remote = '' if config.export.to else config.checkpoint.remote_dir.rstrip('/')
+        self._local = None if is_url(place) else Path(place).expanduser().resolve()
+        url = place if self._local is None else f'{remote}/{NAME}' if remote else ''
+        self._upload = Upload(KEY, url, cache=self._cache, last=CONFIG, folder=self._local) if url else None
+        # The default directory keeps its name when the workdir is moved.
+        local_names = [NAME if not config.export.to else str(self._local)] if self._local else []
+        self._targets = [*local_names, *([display_path(url)] if url else [])]
+        self._shown = ' and '.join([*([place] if self._local else []), *([display_path(url)] if url else [])])
         self._name = Path(config.export.to or given).name
-        self._target = display_path(url or place)
-        self._upload = None
-        if url:
-            folder = None if is_url(place) else Path(place)
-            self._upload = Upload(KEY, url, cache=self._cache, last=CONFIG, folder=folder)
-        self._directory = self._upload.folder if self._upload else Path(place)
-        if not self._owns_target:
-            if not is_url(place):
-                check_new(KEY, place)
-            if self._upload:
-                self._upload.check_new()
+        self._check_targets()
 
-    @property
-    def _owns_target(self) -> bool:
-        return any(
-            event['kind'] in ('export', 'exported') and event.get('target') == self._target
-            for event in read_events(self._workdir).lines
-        )
+    def _check_targets(self) -> None:
+        """Raises InputError unless the targets are new or exports of this run."""
+        own = {name for event in self._events() for name in event.get('targets', ())}
+        if self._local and self._targets[0] not in own:
+            check_new(KEY, str(self._local))
+        if self._upload and self._targets[-1] not in own:
+            self._upload.check_new()
+
+    def _events(self) -> list[dict[str, Any]]:
+        return [
+            event for event in read_events(self._workdir).lines if event.get('kind') in ('saved', 'export', 'exported')
+        ]
 
     def _is_done(self, step: int) -> bool:
-        """Returns True if the target contains the checkpoint of `step`."""
-        exported = None
-        for event in read_events(self._workdir).lines:
-            if event['kind'] == 'exported' and event.get('target') == self._target:
-                exported = event['step']
-            elif event['kind'] == 'saved':
-                # The checkpoint may be another one of the same step.
-                exported = None
-        if exported != step:
+        """Returns True if the targets contain the checkpoint of `step`."""
+        # After a save, the checkpoint may be another one of the same step.
+        newest = (self._events() or [{}])[-1]
+        if (newest.get('kind'), newest.get('step'), newest.get('targets')) != ('exported', step, self._targets):
             return False
-        return self._upload.is_complete() if self._upload else (self._directory / CONFIG).is_file()
+        if self._upload:
+            return self._upload.is_complete()
+        return self._local is not None and (self._local / CONFIG).is_file()
 
     def export(self) -> None:
         """Exports the newest checkpoint, unless the target already contains it.
@@ -118,7 +117,7 @@ class FinalExport:
         """
         step = saved_steps(self._checkpoints)[-1]
         if self._is_done(step):
-            logger.info(f'the model of step {step} is already exported: {self._target}')
+            logger.info(f'the model of step {step} is already exported: {self._shown}')
             return
         try:
             self._export(step)
@@ -129,16 +128,20 @@ class FinalExport:
             ) from error
 
     def _export(self, step: int) -> None:
-        self._record_event('export', f'exporting to {self._target}', step=step, target=self._target)
+        # Other files may have appeared during the run.
+        self._check_targets()
+        directory = self._upload.folder if self._upload else self._local
+        assert directory
+        self._record_event('export', f'exporting to {self._shown}', step=step, targets=self._targets)
         # Remove an older export of this run, and files of a killed attempt.
-        for path in (self._directory, *self._directory.parent.glob(f'.{self._directory.name}.*.partial')):
+        for path in (directory, *directory.parent.glob(f'.{directory.name}.*.partial')):
             shutil.rmtree(path, ignore_errors=True)
         if self._upload:
             self._upload.begin()
             self._upload.reopen()
         exported = export_model(
             str(find_local_step(f'{self._checkpoints}@{step}', cache=self._cache)),
-            str(self._directory),
+            str(directory),
             architecture='auto',
             dtype=DTYPE,
             max_shard_size=MAX_SHARD_BYTES,
@@ -150,7 +153,7 @@ class FinalExport:
             self._upload.finish(show=True)
         text = (
             f'exported {exported.class_name} of {exported.parameters:,} parameters ({format_bytes(exported.bytes)} in '
-            f'{DTYPE}) to {self._target}'
+            f'{DTYPE}) to {self._shown}'
         )
         logger.info(text)
-        self._record_event('exported', text, step=step, target=self._target)
+        self._record_event('exported', text, step=step, targets=self._targets)

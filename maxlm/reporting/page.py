@@ -13,6 +13,7 @@ from maxlm.log import logger
 from maxlm.reporting.drawing.css import style
 from maxlm.reporting.drawing.hover_script import SCRIPT
 from maxlm.reporting.drawing.html import Markup, join, tag
+from maxlm.reporting.sections.costs import costs
 from maxlm.reporting.sections.curves import training_curves
 from maxlm.reporting.sections.devices import devices_over_time
 from maxlm.reporting.sections.events import events
@@ -37,6 +38,7 @@ _SECTIONS = (
     summary,
     training_curves,
     goodput,
+    costs,
     plan_vs_actual,
     devices_over_time,
     events,
@@ -49,6 +51,7 @@ _LINKS = {
     'sources': 'Sources',
     'curves': 'Curves',
     'time': 'Time',
+    'cost': 'Cost',
     'plan': 'Plan',
     'devices': 'Devices',
     'events': 'Events',

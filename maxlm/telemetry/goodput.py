@@ -91,6 +91,21 @@ class GoodputLog(NamedTuple):
         costs = [attempt.dollars for attempt in self.attempts if attempt.dollars is not None]
         return sum(costs) if costs else None
 
+    @property
+    def dollars_by_category(self) -> dict[str, float] | None:
+        """Cost of all attempts with a known price by category, or None if no price is known.
+
+        The time between attempts costs nothing.
+        """
+        if self.dollars is None:
+            return None
+        dollars = dict.fromkeys(CATEGORIES, 0.0)
+        for attempt in self.attempts:
+            seconds = {**attempt.seconds, 'idle': 0.0}
+            for category in CATEGORIES:
+                dollars[category] += (attempt.dollars or 0.0) * seconds[category] / (sum(seconds.values()) or 1.0)
+        return dollars
+
 
 def read_goodput(workdir: Path, process: int = 0, *, count_lost: bool = True) -> GoodputLog:
     """Reads the goodput log of one process. The log of process 0 represents the run.

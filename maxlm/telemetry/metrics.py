@@ -83,6 +83,11 @@ METRICS: dict[str, Metric] = {
     'data/fraction/*': Metric('', 'fraction of all windows so far that are from one source'),
     'data/epoch/*': Metric('epochs', 'passes over one source so far'),
     'data/seq_len': Metric('tokens', 'sequence length of the step'),
+    'data/fim_fraction': Metric(
+        '',
+        "fraction of the documents in the first process's batch that are reordered for fill-in-the-middle; only for "
+        'data prepared with --fim-rate',
+    ),
     'perf/tokens_per_second': Metric('tokens/s', 'token positions trained on per second since the previous line'),
     'perf/step_time_seconds': Metric(
         's', 'mean time per step since the previous line, measured when results arrive from the device'

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxlm.config.loading import from_json
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.renames import current_metrics
+from maxlm.storage.download_tree import list_tree
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import Entry, display_path, is_url, list_directory, read_bytes
 from maxlm.storage.json_fields import number
@@ -25,13 +26,21 @@ from maxlm.workdir.files import CONFIG, goodput_name
 from maxlm.workdir.lock import LOCK, Owner, is_alive
 
 METRICS, EVENTS, SAMPLES = 'metrics.jsonl', 'events.jsonl', 'samples.jsonl'
+CHECKPOINTS = 'checkpoints'
 # Stems of files by process: `goodput.jsonl` of process 0, `goodput-N.jsonl` of process N.
 GOODPUT, DEVICES = 'goodput', 'devices'
 _PER_PROCESS_FILE = re.compile(rf'({GOODPUT}|{DEVICES})(?:-(\d+))?\.jsonl')
 # Larger numbers are treated as corrupt.
 MAX_NUMBER = 1e18
 # Each of these files shows that a run has started in the directory.
-RUN_FILES = (METRICS, EVENTS, f'{GOODPUT}.jsonl', 'run.log', LOCK, 'checkpoints')
+RUN_FILES = (METRICS, EVENTS, f'{GOODPUT}.jsonl', 'run.log', LOCK, CHECKPOINTS)
+
+
+class Stored(NamedTuple):
+    """Number of checkpoints in a workdir, and size of their files."""
+
+    num_checkpoints: int
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +58,7 @@ class RunHistory:
         devices: process → lines of its devices.jsonl.
         alive: True if a running process holds the lock; None if this cannot be checked from this machine.
         notes: one line for each truncated, corrupt or missing file.
+        stored: checkpoints in the workdir; None if they are not read or cannot be listed. `HistoryReader` does not.
     """
 
     workdir: str
@@ -61,6 +71,7 @@ class RunHistory:
     devices: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     alive: bool | None = None
     notes: tuple[str, ...] = ()
+    stored: Stored | None = None
 
     @property
     def name(self) -> str:
@@ -86,7 +97,18 @@ def read_history(workdir: str | Path) -> RunHistory:
         InputError: the directory is missing, cannot be listed, or is not a workdir. An empty directory is accepted as
             that of a future run.
     """
-    return HistoryReader(workdir).read()
+    history = HistoryReader(workdir).read()
+    return dataclasses.replace(history, stored=_stored(str(workdir)))
+
+
+def _stored(workdir: str) -> Stored | None:
+    directory = Path(CHECKPOINTS)
+    try:
+        files = list_tree(f'{workdir.rstrip("/")}/{CHECKPOINTS}', directory)
+    except (InputError, StorageError):
+        return None
+    steps = {file.path.relative_to(directory).parts[0] for file in files}
+    return Stored(sum(step.isdigit() for step in steps), sum(file.bytes for file in files))
 
 
 class HistoryReader:

@@ -12,6 +12,8 @@ from maxlm.data.loader.batches import iterate
 from maxlm.data.loader.dataset import TrainingData
 from maxlm.data.loader.skipped_batches import SkippingBatches, data_index
 from maxlm.data.loader.windows import Batch
+from maxlm.data.tokenizer.fim import fim_fraction
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.evaluation.validation import Evaluation, Validation
 from maxlm.parallel.layout import Layout
 from maxlm.planning.cost import FORWARD_SHARE
@@ -115,6 +117,9 @@ class BatchSource(Protocol):
     def sources(self, config: Config) -> SourceMetrics:
         """Returns the metrics per source."""
 
+    def batch_metrics(self, batch: Batch) -> dict[str, float]:
+        """Returns metrics of this process's share of a batch, such as the fraction of fill-in-the-middle documents."""
+
     @property
     def evaluation_share(self) -> float:
         """Returns the expected time of an evaluation relative to the steps between evaluations; 0 if there are none."""
@@ -141,6 +146,8 @@ class TextBatches:
         self._samples: Samples | None = None
         self._every = 0
         self._objective = 'next_token'
+        has_fim = any(source.dataset.made_from.get('infill') for source in corpus.sources)
+        self._fim_ids = Tokenizer.load(self.tokenizer_path).infill_ids if has_fim else None
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """See `TrainingData.fingerprint`."""
@@ -192,6 +199,13 @@ class TextBatches:
     def sources(self, config: Config) -> SourceMetrics:
         """See `BatchSource`."""
         return SourceStats(self.corpus, self.corpus.mixture(config.train.global_batch_size, config.source_stages))
+
+    def batch_metrics(self, batch: Batch) -> dict[str, float]:
+        """See `BatchSource`."""
+        if self._fim_ids is None:
+            return {}
+        end = self.corpus.first.end_of_document
+        return {'data/fim_fraction': fim_fraction(batch['tokens'], batch['segments'] > 0, self._fim_ids, end)}
 
     @property
     def evaluation_share(self) -> float:

@@ -26,6 +26,7 @@ class _Pending(NamedTuple):
     step: int
     metrics: dict[str, jax.Array]
     data_wait: float
+    batch_metrics: Callable[[], dict[str, float]]
 
 
 class Reporter:
@@ -80,16 +81,25 @@ class Reporter:
         """Returns a result of the last dispatched step; None if its metrics are already reported."""
         return self._pending.metrics['loss'] if self._pending else None
 
-    def submit(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> None:
-        """Registers the dispatched step number `step`, counted from 1, and reports the previous step."""
+    def submit(
+        self,
+        step: int,
+        metrics: dict[str, jax.Array],
+        data_wait: float,
+        batch_metrics: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        """Registers the dispatched step number `step`, counted from 1, and reports the previous step.
+
+        `batch_metrics` returns metrics of the batch; it is called only if the step is reported.
+        """
         self.flush()
-        self._pending = _Pending(step, metrics, data_wait)
+        self._pending = _Pending(step, metrics, data_wait, batch_metrics)
 
     def flush(self) -> None:
         """Waits for the last dispatched step and reports it."""
         if self._pending is None:
             return
-        step, device_metrics, data_wait = self._pending
+        step, device_metrics, data_wait, batch_metrics = self._pending
         self._pending = None
         values: dict[str, Any] = jax.device_get(device_metrics)
         self.step = step
@@ -99,7 +109,7 @@ class Reporter:
         self.last_loss = float(values['loss'])
         self.is_finite = math.isfinite(self.last_loss) and math.isfinite(values['param_norm'])
         if step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
-            self._report(step, values)
+            self._report(step, values, batch_metrics())
 
     def evaluated(self, step: int, result: Evaluation) -> str:
         """Writes and logs the validation result after `step`; returns it as text."""
@@ -169,7 +179,7 @@ class Reporter:
             why = f'loss {values["loss"]:.4f} or gradient norm {values["grad_norm"]:.3f} is far above recent values'
         self._warn(f'step {step:>7}  skipped: {why} ({self._skipped} skipped so far)')
 
-    def _report(self, step: int, values: dict[str, Any]) -> None:
+    def _report(self, step: int, values: dict[str, Any], batch_metrics: dict[str, float]) -> None:
         sequences = step * self._config.train.global_batch_size
         perf = self._throughput.read_interval()
         loss = float(values['loss'])
@@ -198,6 +208,7 @@ class Reporter:
                 'train/epoch': sequences / self._windows_per_epoch,
                 'train/skipped_steps': float(self._skipped),
                 'data/seq_len': float(self._config.context_at(step - 1)),
+                **batch_metrics,
                 **by_source,
                 **perf,
                 **costs,

@@ -203,6 +203,11 @@ class RolloutBatches:
         del config
         return NullSourceMetrics()
 
+    def batch_metrics(self, batch: Batch) -> dict[str, float]:
+        """See `BatchSource`."""
+        del batch
+        return {}
+
     @property
     def evaluation_share(self) -> float:
         """Returns 0. It is needed only for run lengths by budget, which GRPO does not support."""

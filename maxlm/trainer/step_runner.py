@@ -152,7 +152,7 @@ class StepRunner:
             if connects:
                 jax.block_until_ready(metrics)
         with self._watchdog.waiting():
-            self._reporter.submit(step, metrics, data_wait)
+            self._reporter.submit(step, metrics, data_wait, partial(self._source.batch_metrics, batch))
         if self._profile.should_stop(step):
             self._while_idle(state, partial(self._profile.stop, step))
         self._watchdog.step_done()

@@ -118,3 +118,22 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], infill
         return np.concatenate([prefix_id, prefix, suffix_id, suffix, middle_id, middle])
 
     return [joined(split) for split in splits]
+
+
+def fim_fraction(tokens: np.ndarray, is_token: np.ndarray, fim_ids: Sequence[int], end_of_document: int) -> float:
+    """Returns the fraction of the documents in a batch that are reordered; 0 if there are no documents.
+
+    The parts of a document in two rows count as two documents. A part without special tokens counts as not reordered.
+
+    Args:
+        tokens: token ids [B, T].
+        is_token: False for padding, [B, T].
+        fim_ids: ids of the special tokens, see `Tokenizer.infill_ids`.
+        end_of_document: id of the last token of a document.
+    """
+    is_start = np.ones(tokens.shape, bool)
+    is_start[:, 1:] = tokens[:, :-1] == end_of_document
+    document = np.cumsum(is_start)
+    is_fim = np.logical_or.reduce([tokens == fim_id for fim_id in fim_ids]) & is_token
+    num_documents = int(np.count_nonzero(is_start & is_token))
+    return len(np.unique(document[is_fim.reshape(-1)])) / max(1, num_documents)

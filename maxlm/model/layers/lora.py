@@ -8,7 +8,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from maxlm.config.lora_targets import projections
+from maxlm.config.families import projections
 from maxlm.config.schema import ModelConfig
 
 # Names of the adapter's parameters in a projection.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.config.lora_targets import projections
+from maxlm.config.families import projections
 from maxlm.config.schema import ModelConfig
 
 # Name of a kernel, and names of the parameters that replace it in a quantized projection.

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from maxlm.data.documents.document import Document
-from maxlm.data.tokenizer.fim import MIN_CHARACTERS, FimConfig, encode_documents, split_text
+from maxlm.data.tokenizer.fim import MIN_CHARACTERS, FimConfig, encode_documents, fim_fraction, split_text
 from maxlm.data.tokenizer.special_tokens import END_OF_DOCUMENT, INFILL
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, make_tokenizer
 from maxlm.errors import InputError
@@ -212,3 +212,16 @@ def test_an_added_space_is_only_before_the_document():
     assert ' '.join(map(library.id_to_token, psm.tolist())) == '▁<PRE> ▁ a b ▁<SUF> d e f ▁<MID> c'
     (spm,) = encode_documents(tokenizer, [document], FimConfig(1, 1))
     assert ' '.join(map(library.id_to_token, spm.tolist())) == '▁<PRE> ▁<SUF> d e f ▁<MID> ▁ a b c'
+
+
+def test_the_fraction_of_reordered_documents_in_a_batch():
+    ids, end = (7, 8, 9), 0
+    # Three documents, of which the second is reordered; and the end of the third, a reordered one and padding.
+    tokens = np.array([[1, 0, 7, 1, 9, 2, 8, 0, 1, 1], [2, 0, 7, 9, 8, 3, 0, 0, 0, 7]])
+    is_token = np.ones(tokens.shape, bool)
+    is_token[1, 7:] = False
+    assert fim_fraction(tokens, is_token, ids, end) == 2 / 5
+    assert fim_fraction(tokens[:, :2], is_token[:, :2], ids, end) == 0
+    assert fim_fraction(tokens, np.zeros_like(is_token), ids, end) == 0
+    # Negative control: padding would count as documents, one of them reordered.
+    assert fim_fraction(tokens, np.ones_like(is_token), ids, end) == 3 / 8

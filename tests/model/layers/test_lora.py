@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.config.lora_targets import projections
+from maxlm.config.families import projections
 from maxlm.model.blocks import Block
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers import linear as linear_module
