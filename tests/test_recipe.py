@@ -132,9 +132,7 @@ def test_overrides_and_launcher_apply_to_training(monkeypatch, capsys):
     assert run(*words, '--launcher=launch/gpu_node.sh --once --') == EXIT_DONE
     prepare, train = capsys.readouterr().out.splitlines()
     assert prepare.endswith('-m maxlm.prepare --input a b --output data/1b-smoke --tokenizer bpe:300')
-    assert train == (
-        'would run: launch/gpu_node.sh --once -- --config=configs/1b.py:smoke --config.train.num_steps=3'
-    )
+    assert train == ('would run: launch/gpu_node.sh --once -- --config=configs/1b.py:smoke --config.train.num_steps=3')
 
 
 @pytest.mark.parametrize('name', ['1b', 'neox:production', 'depth:64', 'mix:xlarge', 'code:7b', 'code:13b'])
