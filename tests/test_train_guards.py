@@ -54,6 +54,13 @@ def test_a_rollback_keeps_steps_without_optimizer_state(dataset, tmp_path, chang
     assert [is_params_only(to_path(tmp_path / f'checkpoints/{step}')) for step in (4, 8)] == [bool(dropped)] * 2
 
 
+def test_a_checkpoint_larger_than_the_limit_is_refused_at_the_start(dataset, tmp_path, capsys):
+    needed = r'checkpoint.max_gib=1e-06: one checkpoint needs \d+\.?\d* KiB; set it to 0.001 or more for two'
+    assert run(dataset, tmp_path / 'run', **SETTINGS, checkpoint__max_gib=1e-6) == EXIT_BAD_INPUT
+    assert re.search(needed, capsys.readouterr().err)
+    assert not (tmp_path / 'run').exists()
+
+
 def test_a_rollback_equals_a_run_without_the_skipped_batches(dataset, tmp_path, change_batches, capsys):
     # Batches 9, 10 and 11 belong to steps 10 to 12. With the margin of two, batches 7 to 11 are skipped.
     change_batches(poisoned={9, 10, 11})

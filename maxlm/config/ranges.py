@@ -146,6 +146,7 @@ RANGES: dict[str, Range] = {
     'checkpoint.max_to_keep': STEPS_FROM_1,
     'checkpoint.keep_best': STEPS,
     'checkpoint.keep_period': STEPS,
+    'checkpoint.max_gib': Range(0, 1e9),
     # The values of the window are kept on the devices and sorted at every step.
     'guard.spike_window': Range(0, 2**16),
     'guard.spike_threshold': Range(0, 1e6, above=True),

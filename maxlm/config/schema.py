@@ -244,8 +244,16 @@ class CheckpointConfig:
     keep_best: int = 1
     # Steps between permanent checkpoints, which are always saved and never deleted; 0 = none.
     keep_period: int = 0
+    # Maximum size of all checkpoints of the run, in GiB; 0 = no limit. Beyond it the oldest checkpoints are deleted,
+    # then those of keep_best, but never the newest one and those of keep_period.
+    max_gib: float = 0.0
     # Remote copy of the workdir (gs://bucket/run or s3://bucket/run), uploaded in the background; '' = none.
     remote_dir: str = ''
+
+    @property
+    def max_bytes(self) -> int:
+        """Returns `max_gib` in bytes."""
+        return int(self.max_gib * 2**30)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,6 +84,7 @@ def open_services(
             max_to_keep=config.checkpoint.max_to_keep,
             keep_best=config.checkpoint.keep_best,
             keep_period=config.checkpoint.keep_period,
+            max_bytes=config.checkpoint.max_bytes,
             on_failure=partial(context.alerts.send, 'checkpoint'),
         )
     )
