@@ -91,12 +91,13 @@ def get_config(depth: str = '24') -> ConfigDict:
     config.optimizer.max_grad_norm = 1.0
 
     # Alerts below the published minimum of a healthy run.
-    # config.alerts.min_utilization = 80.0
-    # config.alerts.min_mfu = 0.15
-    # config.alerts.min_tokens_per_second = 30_000.0
+    config.alerts.min_utilization = 80.0
+    config.alerts.min_mfu = 0.15
+    config.alerts.min_tokens_per_second = 30_000.0
 
     # The published interval, an hour; in addition, maxlm saves at least every 20 minutes.
     config.checkpoint.save_interval_steps = 730
     config.checkpoint.max_to_keep = 3
     config.export.at_end = True
+    config.export.architecture = 'nanochat'
     return config

@@ -17,8 +17,10 @@ from maxlm.checkpoint.manager import Checkpoints
 from maxlm.checkpoint.params import restore_params
 from maxlm.checkpoint.restore import is_params_only
 from maxlm.config.loading import to_json
+from maxlm.config.schema import CheckpointConfig
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.formatting import format_bytes
+from maxlm.trainer.run_context import _surplus
 from maxlm.workdir.files import CONFIG
 from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, WorkdirLock, this_process
@@ -233,6 +235,15 @@ def test_a_step_without_checksums_can_be_dropped(copy):
     shutil.rmtree(copy / CHECKPOINTS_DIR / '4/checksums')
     assert drop_optimizer(copy, 4) > 0
     assert is_params_only(to_path(copy / CHECKPOINTS_DIR / '4'))
+
+
+def test_the_size_limit_applies_to_steps_of_other_machines_in_a_bucket(saved):
+    newest = size_of(saved / CHECKPOINTS_DIR / '8')
+    rules = CheckpointConfig(max_to_keep=9, keep_best=1)
+    assert _surplus(str(saved), rules, list(LOSSES)) == []
+    limited = dataclasses.replace(rules, max_gib=2.5 * newest / 2**30)
+    # Step 4 has the lowest loss.
+    assert _surplus(str(saved), limited, list(LOSSES)) == [2, 6]
 
 
 def test_prune_is_refused_during_a_run(copy, verb):

@@ -54,6 +54,27 @@ def test_a_rollback_keeps_steps_without_optimizer_state(dataset, tmp_path, chang
     assert [is_params_only(to_path(tmp_path / f'checkpoints/{step}')) for step in (4, 8)] == [bool(dropped)] * 2
 
 
+def test_a_checkpoint_larger_than_the_limit_is_refused_at_the_start(dataset, tmp_path, capsys):
+    needed = r'checkpoint.max_gib=1e-06: one checkpoint needs \d+\.?\d* KiB; set it to 0.001 or more for two'
+    assert run(dataset, tmp_path / 'run', **SETTINGS, checkpoint__max_gib=1e-6) == EXIT_BAD_INPUT
+    assert re.search(needed, capsys.readouterr().err)
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_slow_run_sends_one_alert_of_each_kind(dataset, tmp_path):
+    alerts = tmp_path / 'alerts.jsonl'
+    settings = {**SETTINGS, 'train__log_every': 1, 'eval__interval': 4, 'alerts__file': alerts}
+    slow = {'alerts__min_mfu': 1.0, 'alerts__min_tokens_per_second': 1e12}
+    assert run(dataset, tmp_path / 'run', **settings, **slow) == EXIT_DONE
+    sent = [json.loads(line) for line in alerts.read_text().splitlines()]
+    assert sorted(alert['kind'] for alert in sent) == ['mfu', 'throughput']
+    assert {event['step'] for event in read_events(tmp_path / 'run').lines if event.get('alert')} <= {5, 6}
+    # Negative control: a threshold that each step reaches.
+    alerts.unlink()
+    assert run(dataset, tmp_path / 'fast', **settings, alerts__min_tokens_per_second=1e-9) == EXIT_DONE
+    assert not alerts.exists()
+
+
 def test_a_rollback_equals_a_run_without_the_skipped_batches(dataset, tmp_path, change_batches, capsys):
     # Batches 9, 10 and 11 belong to steps 10 to 12. With the margin of two, batches 7 to 11 are skipped.
     change_batches(poisoned={9, 10, 11})

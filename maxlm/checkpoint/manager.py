@@ -16,6 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,10 +29,11 @@ from maxlm.checkpoint.async_save import AsyncSave, failure_reason
 from maxlm.checkpoint.item_metadata import REMEDY, CorruptCheckpointError, read_json
 from maxlm.checkpoint.params import chunked_by_layer
 from maxlm.checkpoint.restore import RestoredState, is_params_only, items_of, restore_step
+from maxlm.checkpoint.retention_policy import RetentionPolicy
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.runtime.barrier import ProcessGroup
-from maxlm.training.retention import SavedStep, best_step, retention_reasons
+from maxlm.training.retention import SavedStep, best_step
 from maxlm.training.spike_guard import window_to_json
 from maxlm.training.state import TrainState
 from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, StepDirectory, split_name, to_path
@@ -58,12 +60,13 @@ class Checkpoints:
         max_to_keep: int,
         keep_best: int = 0,
         keep_period: int = 0,
+        max_bytes: int = 0,
         on_failure: Callable[[str], None] = logger.error,
     ):
         """
         Args:
             workdir: workdir of the run: a directory, or gs://bucket/run.
-            max_to_keep, keep_best, keep_period: see `retention_reasons`. Steps without a reason to keep are deleted.
+            max_to_keep, keep_best, keep_period, max_bytes: see `steps_to_delete`.
             on_failure: called from a thread with one line about each failed save. The run can continue: earlier steps
                 are intact, and the next save is independent of the failed one.
 
@@ -72,7 +75,8 @@ class Checkpoints:
         """
         self._folder = StepDirectory(workdir)
         self.directory = self._folder.path
-        self._retention = {'max_to_keep': max_to_keep, 'keep_best': keep_best, 'keep_period': keep_period}
+        rules = {'max_to_keep': max_to_keep, 'keep_best': keep_best, 'keep_period': keep_period}
+        self._policy = RetentionPolicy(self._folder, **rules, max_bytes=max_bytes)
         self._on_failure = on_failure
         self._group = ProcessGroup()
         self._is_first_process = jax.process_index() == 0
@@ -270,6 +274,8 @@ class Checkpoints:
         if self._needs_cleaning:
             self._needs_cleaning = False
             self._cleaning = self._clean(self._folder.clear)
+        if self._policy.max_bytes:
+            self._cleaning = self._clean(partial(self._delete_old, before_save=True))
         self._cleaning.result()
         problem = ''
         if self._group.num_processes > 1 and self._is_first_process:
@@ -319,19 +325,18 @@ class Checkpoints:
             self._needs_cleaning = True
             logger.warning(f'{self.directory}: obsolete checkpoints cannot be deleted yet: {error}')
 
-    def _delete_old(self) -> None:
+    def _delete_old(self, *, before_save: bool = False) -> None:
         with self._lock:
             saved = [SavedStep(step, self._losses.get(step)) for step in self._complete]
         problem = None
-        for step, reasons in retention_reasons(saved, **self._retention).items():
-            if not reasons:
-                try:
-                    self._folder.delete(step)
-                except InputError as error:
-                    problem = error
-                else:
-                    with self._lock:
-                        self._complete.discard(step)
+        for step in self._policy.steps_to_delete(saved, before_save=before_save):
+            try:
+                self._folder.delete(step)
+            except InputError as error:
+                problem = error
+            else:
+                with self._lock:
+                    self._complete.discard(step)
         if problem:
             raise problem
 

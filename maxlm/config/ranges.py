@@ -146,6 +146,7 @@ RANGES: dict[str, Range] = {
     'checkpoint.max_to_keep': STEPS_FROM_1,
     'checkpoint.keep_best': STEPS,
     'checkpoint.keep_period': STEPS,
+    'checkpoint.max_gib': Range(0, 1e9),
     # The values of the window are kept on the devices and sorted at every step.
     'guard.spike_window': Range(0, 2**16),
     'guard.spike_threshold': Range(0, 1e6, above=True),
@@ -168,6 +169,9 @@ RANGES: dict[str, Range] = {
     'grpo.kl_coef': WEIGHT,
     'grpo.eval_num_prompts': STEPS,
     'grpo.eval_num_generations': COUNT,
+    'alerts.min_utilization': Range(0, 100),
+    'alerts.min_mfu': FRACTION,
+    'alerts.min_tokens_per_second': Range(0, 1e12),
     'metrics.device_stats_interval_seconds': SECONDS,
     'metrics.goodput_interval_seconds': SECONDS,
     'metrics.peak_tflops': Range(0, 1e6),

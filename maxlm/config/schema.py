@@ -258,8 +258,16 @@ class CheckpointConfig:
     keep_best: int = 1
     # Steps between permanent checkpoints, which are always saved and never deleted; 0 = none.
     keep_period: int = 0
+    # Maximum size of all checkpoints of the run, in GiB; 0 = no limit. Beyond it the oldest checkpoints are deleted,
+    # then those of keep_best, but never the newest one and those of keep_period.
+    max_gib: float = 0.0
     # Remote copy of the workdir (gs://bucket/run or s3://bucket/run), uploaded in the background; '' = none.
     remote_dir: str = ''
+
+    @property
+    def max_bytes(self) -> int:
+        """Returns `max_gib` in bytes."""
+        return int(self.max_gib * 2**30)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,6 +277,9 @@ class ExportConfig:
     # Directory or URL (gs://bucket/model or s3://bucket/model) of the export. '' = WORKDIR/hf, which is also uploaded
     # to checkpoint.remote_dir.
     to: str = ''
+    # Architecture of Transformers: auto (one that other programs support) | gpt2 | gpt_neox | llama | mistral | qwen3 |
+    # nanochat (only Transformers 5 or later can run it).
+    architecture: str = 'auto'
 
 
 @dataclasses.dataclass(frozen=True)

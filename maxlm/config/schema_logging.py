@@ -40,6 +40,14 @@ class AlertsConfig:
     # Name of the environment variable that contains a webhook URL (Slack, Mattermost, Google Chat, Teams). Never the
     # URL itself, which is a secret.
     webhook_env_var: str = ''
+    # Thresholds of alerts for slow runs; 0 = off. An alert is sent when the value is below the threshold on 5 log lines
+    # or samples in a row, and again after a recovery (docs/monitoring.md). Mean utilization of the host's accelerators
+    # in percent, from the samples of metrics.device_stats_interval_seconds:
+    min_utilization: float = 0.0
+    # MFU on log lines, as a fraction.
+    min_mfu: float = 0.0
+    # Tokens per second of the entire run on log lines.
+    min_tokens_per_second: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

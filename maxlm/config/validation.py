@@ -43,6 +43,7 @@ CHOICES = {
     'mesh.zero_stage': (1, 2, 3),
     'mesh.host_offload': ('none', 'optimizer', 'all'),
     'metrics.wandb': ('', 'online', 'offline'),
+    'export.architecture': ('auto', 'gpt2', 'gpt_neox', 'llama', 'mistral', 'qwen3', 'nanochat'),
 }
 
 SOURCE_WEIGHT = Range(0, 1e9, above=True)
@@ -118,7 +119,7 @@ def validate(config: Config) -> None:
     _check_rotary(model)
     _check_attention_pattern(model)
     check_adapters(model)
-    _check_webhook(config.alerts.webhook_env_var)
+    _check_alerts(config)
     _check_reports(config)
     _check_sources(data)
     _check_sources_schedule(data)
@@ -167,7 +168,13 @@ def _check_sources(data: DataConfig) -> None:
         raise InputError(f'data.sources: {repeated[0]} is listed twice; list it once, with the sum of the weights')
 
 
-def _check_webhook(variable: str) -> None:
+def _check_alerts(config: Config) -> None:
+    if config.alerts.min_utilization and not config.metrics.device_stats_interval_seconds:
+        raise InputError(
+            f'alerts.min_utilization={config.alerts.min_utilization:g} needs samples of the accelerators, but '
+            'metrics.device_stats_interval_seconds=0; set it to 30, or set alerts.min_utilization=0'
+        )
+    variable = config.alerts.webhook_env_var
     # The value is not shown because it may be the secret itself.
     if variable and not variable.isidentifier():
         raise InputError(

@@ -39,7 +39,7 @@ def check_exportable(config: Config) -> None:
     if is_url(config.export.to):
         check_url(KEY, config.export.to)
     try:
-        choose_architecture(config.model)
+        choose_architecture(config.model, config.export.architecture)
     except InputError as error:
         raise InputError(
             f'export.at_end=True: {error}; set export.at_end=False, and export the model with `maxlm hf export`'
@@ -142,7 +142,7 @@ class FinalExport:
         exported = export_model(
             str(find_local_step(f'{self._checkpoints}@{step}', cache=self._cache)),
             str(directory),
-            architecture='auto',
+            architecture=self._config.export.architecture,
             dtype=DTYPE,
             max_shard_size=MAX_SHARD_BYTES,
             show=True,

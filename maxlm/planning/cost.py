@@ -137,6 +137,8 @@ def estimate_cost(
         hours_spot = on_spot + on_demand
         dollars_spot = num_devices * (on_spot * spot_price.dollars + on_demand * (price.dollars if price else 0.0))
     kept = min(config.checkpoint.max_to_keep, num_saves(config))
+    if limit := config.checkpoint.max_bytes:
+        kept = min(kept, max(1, limit // state_bytes))
     return Cost(
         steps=num_steps,
         tokens=num_steps * _tokens_per_step(config),

@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from maxlm.config.schema import UNDECIDED_STEPS, Config, MeshConfig
+from maxlm.config.schema import UNDECIDED_STEPS
 from maxlm.formatting import format_bytes, format_duration, format_si
 from maxlm.hardware.prices import has_price, price_per_hour
 from maxlm.planning.compiled.traffic import bytes_by_cause
 from maxlm.planning.cost import DEFAULT_TERMS, HOUR, Cost, PricingTerms, estimate_cost, estimate_step_cost, tokens_for
 from maxlm.planning.estimate.parameters import count_parameters
-from maxlm.planning.estimate.state_bytes import planned_state_bytes
+from maxlm.planning.estimate.state_bytes import checkpoint_bytes
 from maxlm.planning.explain import program_warnings
 from maxlm.planning.forecast import Forecast
 from maxlm.planning.search import Override
@@ -38,7 +38,7 @@ def cost_of(forecast: Forecast, terms: PricingTerms) -> Cost:
         forecast.time.total,
         target.chip,
         target.num_devices,
-        state_bytes=_checkpoint_bytes(forecast.config),
+        state_bytes=checkpoint_bytes(forecast.config),
         num_machines=target.num_islands,
         terms=terms,
     )
@@ -61,17 +61,12 @@ def _tokens_for(forecast: Forecast, terms: PricingTerms, *, dollars: float | Non
         forecast.time.total,
         target.chip,
         target.num_devices,
-        state_bytes=_checkpoint_bytes(config),
+        state_bytes=checkpoint_bytes(config),
         num_machines=target.num_islands,
         terms=terms,
     )
     price = terms.price or (price_per_hour(target.chip).dollars if dollars and has_price(target.chip) else 0.0)
     return tokens_for(config, step_cost, target.num_devices, dollars=dollars, hours=hours, price=price)
-
-
-def _checkpoint_bytes(config: Config) -> int:
-    """Returns the bytes of parameters and optimizer state, over all devices."""
-    return sum(planned_state_bytes(dataclasses.replace(config, mesh=MeshConfig(fsdp=1))))
 
 
 def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 Each alert is logged immediately. A thread sends it to the configured channels: a file of JSON lines, a command or a
 webhook. At most one alert of a kind is sent per minute. After the minute, the newest suppressed alert is sent with the
 number of suppressed ones. Alerts never stop, delay or fail a run.
+
+`PerformanceAlerts` sends alerts for values that stay below a threshold: accelerator utilization, MFU and throughput.
 """
 
 from __future__ import annotations
@@ -19,20 +21,25 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from maxlm.config.schema_logging import AlertsConfig
 from maxlm.errors import InputError
+from maxlm.hardware.device_stats import Reading
 from maxlm.log import logger
 from maxlm.storage.regular_files import open_descriptor
+from maxlm.telemetry.device_monitor import summarize
 
 # Minimum time between two alerts of one kind.
 INTERVAL_SECONDS = 60.0
 SEND_SECONDS = 15.0
 # Timeout for sending pending alerts at the end of a run.
 CLOSE_SECONDS = 10.0
+# Number of consecutive log lines or samples below a threshold until the alert.
+NUM_CONSECUTIVE = 5
+UTILIZATION, MFU, TOKENS_PER_SECOND = 'device/utilization_percent', 'perf/mfu', 'perf/tokens_per_second'
 
 
 @dataclasses.dataclass
@@ -167,6 +174,93 @@ class Alerts:
             self._failing.add(channel)
         else:
             self._failing.discard(channel)
+
+
+class LowValue:
+    """Detects a metric that is below its threshold NUM_CONSECUTIVE times in a row.
+
+    After a value that reaches the threshold, the next such sequence is detected.
+    """
+
+    def __init__(self, metric: str, key: str, threshold: float, unit: str, text: Callable[[float], str]):
+        """
+        Args:
+            metric: name of the metric.
+            key: config key of the threshold.
+            threshold: smallest good value; 0 = none.
+            unit: what is counted: `log lines` or `samples`.
+            text: formats a value for messages.
+        """
+        self._metric, self._key, self._threshold, self._unit, self._text = metric, key, threshold, unit, text
+        self._below: list[float] = []
+        self._has_warned = False
+
+    def observe(self, metrics: Mapping[str, float]) -> str:
+        """Returns the message of an alert, or '' if there is no reason for one.
+
+        Logs one warning if the metric is missing. The count then remains unchanged.
+        """
+        if not self._threshold:
+            return ''
+        value = metrics.get(self._metric)
+        if value is None:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(f'{self._key} has no effect: this run has no {self._metric}')
+            return ''
+        # NaN is no reason for an alert.
+        if not value < self._threshold:
+            self._below = []
+            return ''
+        # The list is full after an alert, until the value recovers.
+        if len(self._below) == NUM_CONSECUTIVE:
+            return ''
+        self._below.append(value)
+        if len(self._below) < NUM_CONSECUTIVE:
+            return ''
+        low, high = self._text(min(self._below)), self._text(max(self._below))
+        return (
+            f'{self._metric} was {low} to {high} for {NUM_CONSECUTIVE} {self._unit} in a row, below '
+            f'{self._key}={self._threshold:g}'
+        )
+
+
+class PerformanceAlerts:
+    """Alerts of a run for low utilization, MFU and throughput."""
+
+    def __init__(self, config: AlertsConfig, send: Callable[[str, str], None], *, is_training: Callable[[], bool]):
+        """
+        Args:
+            config: thresholds.
+            send: called with kind and message of each alert, see `Alerts.send`.
+            is_training: returns True while steps run, as opposed to compilation, evaluation and saving. Other samples
+                are ignored. The metrics of log lines do not include these times.
+        """
+        self._send, self._is_training = send, is_training
+        self._utilization = LowValue(
+            UTILIZATION, 'alerts.min_utilization', config.min_utilization, 'samples', '{:.0f}%'.format
+        )
+        self._log_lines = {
+            'mfu': LowValue(MFU, 'alerts.min_mfu', config.min_mfu, 'log lines', '{:.3f}'.format),
+            'throughput': LowValue(
+                TOKENS_PER_SECOND,
+                'alerts.min_tokens_per_second',
+                config.min_tokens_per_second,
+                'log lines',
+                '{:,.0f}'.format,
+            ),
+        }
+
+    def on_reading(self, reading: Reading) -> None:
+        """Checks a sample of the device monitor, in its thread."""
+        if self._is_training() and (message := self._utilization.observe(summarize(reading))):
+            self._send('utilization', message)
+
+    def on_log_line(self, metrics: Mapping[str, float]) -> None:
+        """Checks the metrics of a log line."""
+        for kind, value in self._log_lines.items():
+            if message := value.observe(metrics):
+                self._send(kind, message)
 
 
 def _reason(error: Exception) -> str:

@@ -42,6 +42,7 @@ class DeviceReadings:
         attempt: int,
         process: int = 0,
         accelerators: Callable[[], list[Reading]] = list,
+        on_reading: Callable[[Reading], None] = lambda reading: None,
     ):
         """
         Args:
@@ -50,11 +51,12 @@ class DeviceReadings:
             attempt: number of this attempt of the run, from 1.
             process: index of this process.
             accelerators: reads the accelerators, see `Accelerators.read`.
+            on_reading: called with each sample, in the thread of the samples.
         """
         self._writer = JsonlWriter(workdir / file_name(process))
         self._interval_seconds = interval_seconds
         self._common_fields = {'life': attempt, 'process': process, 'host': socket.gethostname()}
-        self._accelerators = accelerators
+        self._accelerators, self._on_reading = accelerators, on_reading
         self._host = Host(workdir)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name='devices')
@@ -88,6 +90,7 @@ class DeviceReadings:
             while True:
                 reading = self._read()
                 self._writer.write(reading)
+                self._on_reading(reading)
                 with self._lock:
                     self._recent.append(reading)
                 if self._closing.wait(self._interval_seconds):

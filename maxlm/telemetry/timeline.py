@@ -39,6 +39,11 @@ class Timeline:
         self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self._lock = threading.Lock()
 
+    @property
+    def is_training(self) -> bool:
+        """True during steps and waits for their data; False during compilation, evaluation, saves and rollouts."""
+        return self._category in ('step', 'data_wait')
+
     def now(self) -> float:
         """Returns the time of the clock."""
         return self._clock()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
 from maxlm.config.schema import Config
 from maxlm.config.schema_logging import ProfileConfig
-from maxlm.hardware.device_stats import Accelerators, local_devices
+from maxlm.hardware.device_stats import Accelerators, Reading, local_devices
 from maxlm.log import logger
 from maxlm.telemetry.device_monitor import DeviceReadings
 from maxlm.telemetry.metrics import Tracker
@@ -27,8 +28,23 @@ class Trackers:
         profile: profiler of process 0.
     """
 
-    def __init__(self, stack: contextlib.ExitStack, config: Config, *, workdir: Path, attempt: int):
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        config: Config,
+        *,
+        workdir: Path,
+        attempt: int,
+        on_reading: Callable[[Reading], None],
+    ):
         """
+        Args:
+            stack: closes the trackers.
+            config: config of the run.
+            workdir: workdir of the run.
+            attempt: number of this attempt of the run, from 1.
+            on_reading: see `DeviceReadings`.
+
         Raises:
             InputError: a package that a tracker requires is missing.
         """
@@ -41,6 +57,7 @@ class Trackers:
                 attempt=attempt,
                 process=process,
                 accelerators=Accelerators(local_devices()).read,
+                on_reading=on_reading,
             )
         )
         # Only process 0, because all processes run the same program.

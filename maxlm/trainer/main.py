@@ -33,7 +33,7 @@ from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.telemetry.timeline import Timeline, process_start_time
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.checkpointing import check_init_from, newest_decisions
-from maxlm.trainer.preflight import PreparedStep, check_size, compile_step, sample_config
+from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step, sample_config
 from maxlm.trainer.run_context import RunContext, open_run
 from maxlm.trainer.trainer import Trainer
 from maxlm.training.run_control import Rollback, ended
@@ -133,6 +133,7 @@ def _prepare(
     check_size(config, resolver)
     sample = sample_config(config, resolver)
     check_exportable(sample)
+    check_checkpoint_size(sample)
     try:
         context = stack.enter_context(
             open_run(options.workdir, sample, heartbeats, timeline, resume=options.resume, at_end=write_at_end)

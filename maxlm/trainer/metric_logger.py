@@ -46,6 +46,7 @@ class Reporter:
         warn: Callable[[str], None] = logger.warning,
         costs: Callable[[int, int | None], dict[str, float]] = lambda step, num_steps: {},
         devices: Callable[[], dict[str, float]] = dict,
+        on_log_line: Callable[[dict[str, float]], None] = lambda metrics: None,
     ):
         """
         Args:
@@ -57,6 +58,7 @@ class Reporter:
             warn: called with a message for each skipped step.
             costs: returns cost metrics, see `RunRecorder.metrics`.
             devices: returns device metrics, see `DeviceReadings.metrics`.
+            on_log_line: called with the `perf/…` metrics of each log line.
         """
         self._config = config
         self._writer: MetricWriter | None = None
@@ -64,7 +66,7 @@ class Reporter:
         self._bar = bar
         self._windows_per_epoch = windows_per_epoch
         self._sources = sources
-        self._warn, self._costs, self._devices = warn, costs, devices
+        self._warn, self._costs, self._devices, self._on_log_line = warn, costs, devices, on_log_line
         self._pending: _Pending | None = None
         self._skipped = 0
         # The last completed step.
@@ -224,6 +226,7 @@ class Reporter:
             f'data wait {perf["perf/data_loading_seconds"] * 1e3:.1f} ms{cost}'
         )
         self._bar.set_postfix_str(f'loss {loss:.3f}{mfu}')
+        self._on_log_line(perf)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         if self._writer:

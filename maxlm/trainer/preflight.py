@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,11 +12,12 @@ import jax
 
 from maxlm.config.schema import AUTO, Config
 from maxlm.errors import InputError
-from maxlm.formatting import format_bytes
+from maxlm.formatting import GIB, format_bytes
 from maxlm.hardware.chips import host_memory
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout, make_layout
 from maxlm.planning.estimate.parameters import model_parameters
+from maxlm.planning.estimate.state_bytes import checkpoint_bytes
 from maxlm.planning.forecast import Forecast, compile_for, estimate
 from maxlm.planning.machine import present_machine
 from maxlm.planning.report import suggestions_text
@@ -77,6 +79,24 @@ def check_size(config: Config, resolve: Resolve) -> None:
         # Estimates of time are not available here, so the layout with the fewest changes is the best.
         best = min(candidates, key=lambda c: (len(c.changes), c.forecast.needed), default=None)
         raise InputError(_refusal(forecast, best))
+
+
+def check_checkpoint_size(config: Config) -> None:
+    """Rejects a run whose checkpoints are larger than `checkpoint.max_gib`.
+
+    Args:
+        config: resolved config.
+
+    Raises:
+        InputError: a single checkpoint does not fit.
+    """
+    limit, size = config.checkpoint.max_bytes, checkpoint_bytes(config)
+    if limit and size > limit:
+        needed = math.ceil(2 * size / GIB * 1000) / 1000
+        raise InputError(
+            f'checkpoint.max_gib={config.checkpoint.max_gib:g}: one checkpoint needs {format_bytes(size)}; set it to '
+            f'{needed:g} or more for two checkpoints (while one is saved, the previous one is kept), or to 0'
+        )
 
 
 def _refusal(forecast: Forecast, advice: Candidate | None) -> str:

@@ -29,7 +29,7 @@ from maxlm.telemetry.cost import price_of
 from maxlm.telemetry.metrics import MetricWriter, Tracker, lowest_loss
 from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
-from maxlm.training.retention import SavedStep, retention_reasons
+from maxlm.training.retention import SavedStep, steps_to_delete
 from maxlm.training.run_control import RunControl
 from maxlm.workdir.files import CONFIG, check_same_model, model_difference, open_workdir, write_run_files
 from maxlm.workdir.lock import WorkdirLock
@@ -194,12 +194,17 @@ def _close(storage: RunStorage, timeline: Timeline) -> None:
 
 def _surplus(url: str, config: CheckpointConfig, steps: list[int]) -> list[int]:
     """Returns the steps in a bucket that no retention rule keeps, such as leftovers of attempts on other machines."""
-    saved = [SavedStep(one.step, one.validation_loss) for one in list_checkpoints(url)]
-    kept = retention_reasons(
-        saved, max_to_keep=config.max_to_keep, keep_best=config.keep_best, keep_period=config.keep_period
+    listed = list_checkpoints(url)
+    surplus = steps_to_delete(
+        [SavedStep(one.step, one.validation_loss) for one in listed],
+        {one.step: one.bytes for one in listed},
+        max_bytes=config.max_bytes,
+        max_to_keep=config.max_to_keep,
+        keep_best=config.keep_best,
+        keep_period=config.keep_period,
     )
     # Steps that are not listed as complete checkpoints are kept.
-    return [step for step in steps if kept.get(step) == ()]
+    return [step for step in steps if step in surplus]
 
 
 def check_resume(name: str, config: Config) -> None:

@@ -18,6 +18,7 @@ from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.maintenance import MaintenanceWatcher
 from maxlm.runtime.preemption import StopRequest
 from maxlm.runtime.watchdog import Watchdog
+from maxlm.telemetry.alerts import PerformanceAlerts
 from maxlm.telemetry.trackers import Trackers
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.budget import RunBudget
@@ -84,6 +85,7 @@ def open_services(
             max_to_keep=config.checkpoint.max_to_keep,
             keep_best=config.checkpoint.keep_best,
             keep_period=config.checkpoint.keep_period,
+            max_bytes=config.checkpoint.max_bytes,
             on_failure=partial(context.alerts.send, 'checkpoint'),
         )
     )
@@ -114,14 +116,20 @@ def make_loop_components(
     """
     config, recorder = apply_control(prepared.config, decisions), context.recorder
     tasks = open_tasks(config, prepared.layout, source.tokenizer_path)
-    trackers = Trackers(stack, config, workdir=context.workdir, attempt=recorder.attempt)
-    log_start(config, prepared.forecast, peak=services.peak, price=recorder.price)
     throughput = Throughput(
         tokens_per_step=config.train.global_batch_size * config.data.seq_len,
         flops=step_flops(config, config.context_at(start)),
         peak=services.peak,
         num_devices=jax.device_count(),
     )
+    alerts = PerformanceAlerts(
+        config.alerts,
+        context.alerts.send,
+        # The first step connects the processes.
+        is_training=lambda: throughput.steps > 0 and recorder.timeline.is_training,
+    )
+    trackers = Trackers(stack, config, workdir=context.workdir, attempt=recorder.attempt, on_reading=alerts.on_reading)
+    log_start(config, prepared.forecast, peak=services.peak, price=recorder.price)
     show_bar = config.metrics.progress_bar and jax.process_index() == 0
     bar = stack.enter_context(progress_bar(total=config.train.num_steps, initial=start, unit='step', show=show_bar))
     reporter = Reporter(
@@ -133,6 +141,8 @@ def make_loop_components(
         warn=partial(context.alerts.send, 'skipped'),
         costs=recorder.metrics,
         devices=trackers.readings.metrics,
+        # The values are those of the entire run, so one process reports them.
+        on_log_line=(lambda metrics: None) if jax.process_index() else alerts.on_log_line,
     )
     if config.train.num_steps != UNDECIDED_STEPS:
         reporter.log_sources(config.train.num_steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 LAST, BEST, PERMANENT = 'last', 'best', 'permanent'
@@ -78,6 +78,43 @@ def retention_reasons(
         holds = {LAST: one.step in last, BEST: one.step in best, PERMANENT: permanent}
         reasons[one.step] = tuple(reason for reason, holds_here in holds.items() if holds_here)
     return reasons
+
+
+def steps_to_delete(
+    saved: Iterable[SavedStep],
+    sizes: Mapping[int, int],
+    *,
+    max_bytes: int,
+    reserved: int = 0,
+    max_to_keep: int,
+    keep_best: int,
+    keep_period: int,
+) -> list[int]:
+    """Returns the checkpoints to delete, in the order in which to delete them.
+
+    First the checkpoints without a reason to keep. Then, until the others fit `max_bytes`, the oldest ones, and after
+    them the oldest of those with the lowest loss. Permanent checkpoints and the newest one are never deleted.
+
+    Args:
+        saved: existing checkpoints.
+        sizes: bytes of each checkpoint; not used if `max_bytes` is 0.
+        max_bytes: maximum bytes of all checkpoints; 0 = no limit.
+        reserved: bytes of `max_bytes` that must stay free.
+        max_to_keep, keep_best, keep_period: see `retention_reasons`.
+    """
+    reasons = retention_reasons(saved, max_to_keep=max_to_keep, keep_best=keep_best, keep_period=keep_period)
+    deleted = [step for step, why in reasons.items() if not why]
+    if not max_bytes:
+        return deleted
+    kept = [step for step, why in reasons.items() if why]
+    total = reserved + sum(sizes[step] for step in kept)
+    candidates = [step for step in kept[:-1] if PERMANENT not in reasons[step]]
+    for step in sorted(candidates, key=lambda step: (BEST in reasons[step], step)):
+        if total <= max_bytes:
+            break
+        deleted.append(step)
+        total -= sizes[step]
+    return deleted
 
 
 def steps_to_resume(steps: Iterable[int], *, max_rollbacks: int, rollback_skip_steps: int) -> set[int]:

@@ -8,13 +8,15 @@ import numpy as np
 import optax
 import pytest
 
+from maxlm.checkpoint.async_save import AsyncSave
 from maxlm.checkpoint.manager import Checkpoints, find_step
 from maxlm.checkpoint.params import params_item, restore_params
+from maxlm.checkpoint.retention_policy import RetentionPolicy
 from maxlm.errors import InputError
 from maxlm.log import Console
 from maxlm.training.spike_guard import SpikeStatistics
 from maxlm.training.state import TrainState, abstract_state
-from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, TRASH
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, TRASH, StepDirectory
 from tests.small import small_config, small_layout
 
 # Orbax drops pending reads after a damaged array, which causes warnings.
@@ -192,6 +194,46 @@ def test_newest_steps_are_kept(tmp_path):
     assert list((tmp_path / 'three' / CHECKPOINTS_DIR / TRASH).iterdir()) == []
     save(tmp_path / 'one', states, max_to_keep=1)
     assert steps_in(tmp_path / 'one') == [8]
+
+
+def size_of(directory):
+    return sum(path.stat().st_size for path in directory.rglob('*') if path.is_file())
+
+
+def test_checkpoints_stay_below_the_size_limit(tmp_path, monkeypatch, caplog):
+    states = [random_state(abstract_on(1), step=step, skipped=0, seed=step) for step in range(1, 6)]
+    monkeypatch.setattr(RetentionPolicy, '_size', lambda self, step: 100)
+    present = []
+    begin = AsyncSave.begin
+
+    def record(self, path, items):
+        present.append(steps_in(path.parent.parent) if path.parent.exists() else [])
+        begin(self, path, items)
+
+    monkeypatch.setattr(AsyncSave, 'begin', record)
+
+    def run(workdir, num_steps, **options):
+        with Checkpoints(workdir, max_to_keep=9, **options) as checkpoints:
+            for state in states[:num_steps]:
+                loss = 1.0 if int(state.step) == 2 else 2.0
+                checkpoints.save(int(state.step), state, FACTS, validation_loss=loss)
+                checkpoints.wait()
+        return steps_in(workdir)
+
+    # Before a save, an old step is deleted, so that the new one fits. Step 2 has the lowest loss.
+    assert run(tmp_path / 'best', 5, max_bytes=350, keep_best=1) == [2, 4, 5]
+    assert present == [[], [1], [1, 2], [2, 3], [2, 4]]
+    assert not caplog.messages
+    # The newest and permanent steps are kept in any case.
+    with caplog.at_level('WARNING', logger='maxlm'):
+        assert run(tmp_path / 'permanent', 3, max_bytes=50, keep_period=2) == [2, 3]
+    (warning,) = caplog.messages
+    assert 'exceed checkpoint.max_gib (50 B), because permanent checkpoints' in warning
+
+
+def test_the_size_of_a_step_is_that_of_its_files(saved):
+    policy = RetentionPolicy(StepDirectory(saved), max_to_keep=1, keep_best=0, keep_period=0, max_bytes=1)
+    assert policy._size(7) == size_of(saved / CHECKPOINTS_DIR / '7') > 0
 
 
 def steps_in(workdir):

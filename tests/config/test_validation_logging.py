@@ -19,6 +19,9 @@ TINY = str(ROOT / 'configs/tiny.py')
         ("eval.sample_prompts=('a', 3)", ['eval.sample_prompts: 3 is not a non-empty string', "('Once upon a time',)"]),
         ("eval.sample_prompts=('',)", ["eval.sample_prompts: '' is not a non-empty string"]),
         ("eval.sample_prompts=('a')", ['eval.sample_prompts', 'must be a tuple']),
+        ('alerts.min_utilization=101', ['alerts.min_utilization=101', 'at most 100']),
+        ('alerts.min_mfu=40', ['alerts.min_mfu=40', 'at most 1']),
+        ('alerts.min_tokens_per_second=-1', ['alerts.min_tokens_per_second=-1', 'at least 0']),
         ('profile.start_step=-2', ['profile.start_step=-2', 'at least 0']),
         ('profile.num_steps=0', ['profile.num_steps=0', 'at least 1']),
     ],
@@ -27,6 +30,12 @@ def test_invalid_values_are_rejected(override, words):
     with pytest.raises(InputError) as error:
         load(TINY, [override])
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_utilization_alert_requires_samples():
+    load(TINY, ['alerts.min_utilization=50'])
+    with pytest.raises(InputError, match=r'min_utilization=50 needs samples .*device_stats_interval_seconds=0; set'):
+        load(TINY, ['alerts.min_utilization=50', 'metrics.device_stats_interval_seconds=0'])
 
 
 def test_a_project_is_required_only_with_wandb():

@@ -80,6 +80,8 @@ def test_saves(steps, every, saves):
     assert num_saves(resolved) == saves
     kept = estimate_cost(resolved, 1.0, V5E, 4, state_bytes=GIB).checkpoints_kept
     assert kept == min(3, saves)
+    limited = config(train__num_steps=steps, checkpoint__save_interval_steps=every, checkpoint__max_gib=2.5)
+    assert estimate_cost(limited, 1.0, V5E, 4, state_bytes=GIB).checkpoints_kept == min(2, saves)
 
 
 def simulate(work, stop, between, restart, *, cycles, seed):

@@ -11,6 +11,7 @@ from maxlm.training.retention import (
     next_check,
     retention_reasons,
     should_save,
+    steps_to_delete,
     steps_to_resume,
 )
 from maxlm.training.run_control import BadSteps, Rollback, RunControl, on_bad_steps
@@ -75,6 +76,27 @@ def test_the_best_step():
     assert best_step(SAVED) == 50
     assert best_step(SAVED[:5]) == 20
     assert best_step([SavedStep(3), SavedStep(4, float('inf'))]) is None
+
+
+@pytest.mark.parametrize(
+    ('max_bytes', 'reserved', 'deleted'),
+    [
+        # Step 10 has no reason to be kept. 50 is the best and 30 and 60 are permanent.
+        (0, 999, [0, 10, 20]),
+        (5, 0, [0, 10, 20]),
+        (4, 0, [0, 10, 20, 40]),
+        # The best checkpoint is deleted last, and the newest and permanent ones are never deleted.
+        (3, 0, [0, 10, 20, 40, 50]),
+        (5, 1, [0, 10, 20, 40]),
+        (1, 0, [0, 10, 20, 40, 50]),
+    ],
+)
+def test_steps_beyond_the_size_limit_are_deleted(max_bytes, reserved, deleted):
+    rules = {'max_to_keep': 4, 'keep_best': 1, 'keep_period': 30, 'max_bytes': max_bytes, 'reserved': reserved}
+    assert steps_to_delete(reversed(SAVED), dict.fromkeys(LOSSES, 1), **rules) == deleted
+    # Sizes are those of the checkpoints: step 40 alone is enough.
+    sizes = {**dict.fromkeys(LOSSES, 1), 40: 100}
+    assert steps_to_delete(SAVED, sizes, **{**rules, 'max_bytes': 10, 'reserved': 0}) == [0, 10, 20, 40]
 
 
 @pytest.mark.parametrize('skip', [0, 5, 20, 35, 1000])

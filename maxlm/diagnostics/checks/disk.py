@@ -84,7 +84,10 @@ def check_disk(context: CheckContext) -> CheckResult:
     num_kept = 0
     if context.config and not context.workdir.startswith(('gs://', 'gcs://')):
         # One more, because a new checkpoint is complete before an old one is deleted.
-        num_kept = context.config.checkpoint.max_to_keep + context.config.checkpoint.keep_best + 1
+        settings = context.config.checkpoint
+        num_kept = settings.max_to_keep + settings.keep_best + 1
+        if settings.max_bytes and checkpoint:
+            num_kept = min(num_kept, max(2, settings.max_bytes // checkpoint))
     return evaluate_disk(
         directory, usage.free, inodes, speed, checkpoint or 0, num_kept, min_free=int(context.min_free_gib * GIB)
     )

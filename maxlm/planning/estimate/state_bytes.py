@@ -5,12 +5,13 @@ A search over many layouts uses the config, which needs no tracing.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
 import jax
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, MeshConfig
 from maxlm.parallel.host_offload import HOST
 from maxlm.parallel.layout import SAVING, TABLE, splitting_axes
 from maxlm.planning.estimate.parameters import Weight, weights
@@ -54,13 +55,19 @@ def state_bytes(abstract: TrainState) -> StateBytes:
     return StateBytes(**device, host=host)
 
 
-def planned_state_bytes(config: Config) -> StateBytes:
+def checkpoint_bytes(config: Config) -> int:
+    """Returns the bytes of a checkpoint of a resolved config's run: parameters, their EMA and optimizer state."""
+    unsharded = dataclasses.replace(config, mesh=MeshConfig(fsdp=1))
+    return sum(planned_state_bytes(unsharded, with_reference=False))
+
+
+def planned_state_bytes(config: Config, *, with_reference: bool = True) -> StateBytes:
     """Returns the bytes of a resolved config's state from its shapes, without counters (a few bytes)."""
     params = moments = reference = 0
     for weight in weights(config.model):
         size = shard_size(config, weight, zero=3)
         params += 4 * size
-        if has_reference_params(config):
+        if with_reference and has_reference_params(config):
             reference += size * stored_dtype(config, weight.kind).itemsize
         if is_trained(config, weight.name):
             moments += moment_bytes(config, weight)

@@ -56,8 +56,13 @@ def test_a_disk_that_cannot_be_written(tmp_path, little, monkeypatch):
 
 def test_checkpoints_that_will_not_fit(tmp_path, little, monkeypatch):
     config = small_config(checkpoint__max_to_keep=3)
-    monkeypatch.setattr(disk, 'checkpoint_bytes', lambda config: 2**60)
+    monkeypatch.setattr(disk, 'checkpoint_bytes', lambda config: 2**56)
     assert check_disk(case_on(CPU, config=config, workdir=str(tmp_path))).status is CheckStatus.FAILURE
+    # A size limit counts two checkpoints at least, because the previous one is kept during a save.
+    for limit, kept in ((2.0**29, 5), (2.0**27, 2), (1.0, 2)):
+        limited = small_config(checkpoint__max_to_keep=3, checkpoint__keep_best=1, checkpoint__max_gib=limit)
+        found = check_disk(case_on(CPU, config=limited, workdir=str(tmp_path)))
+        assert f'and up to {kept} checkpoints are kept' in found.message
     # The bucket itself has enough space.
     assert check_disk(case_on(CPU, config=config, workdir='gs://bucket/run')).status is not CheckStatus.FAILURE
 
