@@ -39,6 +39,8 @@ def run(*words):
     return exit_code(recipe.main, list(map(str, words)))
 
 
+# Up to seven processes, which start and compile; a busy machine needs minutes.
+@pytest.mark.timeout(400)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('name', RECIPES)
 def test_a_recipe_leads_from_text_to_an_exported_model(name, texts, tmp_path):

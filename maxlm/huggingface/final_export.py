@@ -73,7 +73,7 @@ class FinalExport:
             InputError: `export.to` already contains files that this run did not export, or cannot be written.
         """
         self._workdir, self._checkpoints, self._record_event = workdir, checkpoints, record_event
-        self._cache = config.data.cache_dir
+        self._cache, self._architecture = config.data.cache_dir, config.export.architecture
         place = config.export.to or (f'{given.rstrip("/")}/{NAME}' if is_url(given) else str(workdir / NAME))
         remote = '' if config.export.to else config.checkpoint.remote_dir.rstrip('/')
         self._local = None if is_url(place) else Path(place).expanduser().resolve()
@@ -142,7 +142,7 @@ class FinalExport:
         exported = export_model(
             str(find_local_step(f'{self._checkpoints}@{step}', cache=self._cache)),
             str(directory),
-            architecture=self._config.export.architecture,
+            architecture=self._architecture,
             dtype=DTYPE,
             max_shard_size=MAX_SHARD_BYTES,
             show=True,
