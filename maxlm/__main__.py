@@ -9,6 +9,7 @@ import sys
 from maxlm.errors import EXIT_BAD_INPUT, exit_on_sigterm
 
 VERBS = {
+    'configs': 'list the shipped configs, or print one to edit it',
     'prepare': 'filter, deduplicate, tokenize and pack text into a training dataset',
     'fetch': 'download files or datasets from a bucket',
     'plan': 'estimate memory, time and cost of a run on any hardware',

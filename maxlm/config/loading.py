@@ -1,6 +1,7 @@
 """Loads a config from `FILE[:variant]` and `--config.section.key=value` overrides and validates it.
 
-FILE is a Python file that defines `get_config(variant)`, or the config.json in the workdir of a run.
+FILE is a Python file that defines `get_config(variant)`, the name of a shipped config such as `tiny`, or the config.json
+in the workdir of a run.
 """
 
 from __future__ import annotations
@@ -91,6 +92,21 @@ def _current(key: str, value: Any = None) -> tuple[str, Any]:
     return new, value
 
 
+def shipped_configs() -> dict[str, Path]:
+    """Returns the config files that are part of maxlm, by name."""
+    package = Path(__file__).parents[1]
+    # A wheel contains the files in the package, a checkout next to it.
+    folder = package / 'shipped_configs'
+    files = (folder if folder.is_dir() else package.parent / 'configs').glob('*.py')
+    return {path.stem: path for path in sorted(files)}
+
+
+def find_config(given: str) -> Path:
+    """Returns the path of a config file: `given` itself, or the shipped config of this name."""
+    path = Path(given)
+    return path if path.suffix or len(path.parts) != 1 or path.exists() else shipped_configs().get(given, path)
+
+
 def load(spec: str, overrides: Sequence[str] = ()) -> Config:
     """Reads `FILE[:variant]`, applies `section.key=value` overrides and validates the result.
 
@@ -101,11 +117,12 @@ def load(spec: str, overrides: Sequence[str] = ()) -> Config:
     Raises:
         InputError: the file, a key or a value is not usable.
     """
-    path, _, variant = spec.partition(':')
-    from_run = Path(path).suffix == '.json'
-    values = (_read_json_file if from_run else _run_config_file)(Path(path), variant)
+    name, _, variant = spec.partition(':')
+    path = find_config(name)
+    from_run = path.suffix == '.json'
+    values = (_read_json_file if from_run else _run_config_file)(path, variant)
     if from_run:
-        _check_family_is_open(values, path, overrides)
+        _check_family_is_open(values, name, overrides)
     overridden = {_apply(values, override) for override in overrides}
     _let_overrides_win(values, overridden)
     return build(values)
@@ -192,8 +209,8 @@ def _check_file(path: Path) -> None:
             f'--config={path}: {os_message(error)}; choose a config file, such as configs/tiny.py'
         ) from error
     except OSError:
-        others = sorted(path.parent.glob(f'*{path.suffix}')) if path.parent.is_dir() else []
-        raise InputError(f'--config={path}: file not found; {nearest(str(path), map(str, others))}') from None
+        others = [str(other) for other in path.parent.glob(f'*{path.suffix}')] if path.suffix else shipped_configs()
+        raise InputError(f'--config={path}: file not found; {nearest(str(path), sorted(others))}') from None
 
 
 def _read_json_file(path: Path, variant: str) -> ConfigDict:
@@ -258,7 +275,7 @@ def load_phases(spec: str) -> list[str]:
         InputError: the file is not usable, or it defines no phases for this variant.
     """
     path, _, variant = spec.partition(':')
-    phases = _call_config_file(Path(path), 'get_phases', variant)
+    phases = _call_config_file(find_config(path), 'get_phases', variant)
     if not (isinstance(phases, list) and phases and all(isinstance(phase, str) for phase in phases)):
         raise InputError(f'{path}: get_phases must return a list of commands, not {phases!r}; fix the config file')
     return phases
