@@ -20,7 +20,7 @@ from maxlm.config.loading import to_json
 from maxlm.config.schema import CheckpointConfig
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.formatting import format_bytes
-from maxlm.trainer.run_context import _surplus
+from maxlm.trainer.run_context import _surplus, check_resume
 from maxlm.workdir.files import CONFIG
 from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, WorkdirLock, this_process
@@ -183,6 +183,9 @@ def test_the_optimizer_state_of_old_steps_is_dropped(copy, verb, states):
     assert same(restore(copy, abstract_on(1), step=6).state, states[6])
     with pytest.raises(InputError, match=r'4/optimizer: missing .* --drop-optimizer\); resume from a step with'):
         restore(copy, abstract_on(1), step=4)
+    with pytest.raises(InputError, match=r'--resume=.*@4: step 4 has no optimizer state .*; choose a step'):
+        check_resume(f'{copy}@4', config_on(1))
+    check_resume(f'{copy}@6', config_on(1))
     # A second call changes nothing.
     assert verb('prune', copy, *rules)[1].endswith('4 of 4 steps kept; 0 B freed\n')
     # Without rollbacks, only the newest step is needed.

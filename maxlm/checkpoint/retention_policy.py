@@ -28,6 +28,8 @@ class RetentionPolicy:
         self._rules = {'max_to_keep': max_to_keep, 'keep_best': keep_best, 'keep_period': keep_period}
         self.max_bytes = max_bytes
         self._has_warned = False
+        # Bytes of the steps of the last call. A new step can have the number of a deleted one.
+        self._sizes: dict[int, int] = {}
 
     def steps_to_delete(self, saved: Iterable[SavedStep], *, before_save: bool = False) -> list[int]:
         """Returns the steps to delete, in the order in which to delete them.
@@ -40,7 +42,9 @@ class RetentionPolicy:
             StorageError: the directory cannot be listed.
         """
         saved = sorted(saved)
-        sizes = {one.step: self._size(one.step) for one in saved} if self.max_bytes else {}
+        if self.max_bytes:
+            self._sizes = {one.step: self._sizes.get(one.step) or self._size(one.step) for one in saved}
+        sizes = self._sizes
         reserved = sizes.get(saved[-1].step, 0) if saved and before_save else 0
         deleted = steps_to_delete(saved, sizes, max_bytes=self.max_bytes, reserved=reserved, **self._rules)
         left = sum(size for step, size in sizes.items() if step not in deleted)

@@ -208,12 +208,18 @@ def _surplus(url: str, config: CheckpointConfig, steps: list[int]) -> list[int]:
 
 
 def check_resume(name: str, config: Config) -> None:
-    """Checks that the checkpoint from which a new run continues has the model of its config.
+    """Checks that the checkpoint from which a new run continues has optimizer state and the model of its config.
 
     Raises:
-        InputError: the checkpoint does not exist or is of another model.
+        InputError: the checkpoint does not exist, has only parameters or is of another model.
     """
-    source = resolve_checkpoint(name).workdir
+    source, steps = resolve_checkpoint(name)
+    # Step 0 of an import is the start of a run.
+    if steps[-1].step and not steps[-1].optimizer_bytes:
+        raise InputError(
+            f'--resume={display_path(name)}: step {steps[-1].step} has no optimizer state (--weights-only or '
+            '--drop-optimizer); choose a step with optimizer state, or start from its parameters with train.init_from'
+        )
     try:
         old = from_json(read_bytes(f'{source}/{CONFIG}', limit=MAX_TEXT_BYTES).decode())
     except (StorageError, ValueError):
