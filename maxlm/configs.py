@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog='example: maxlm configs show tiny > mine.py',
+        epilog='example: maxlm configs show tiny',
     )
     commands = parser.add_subparsers(dest='command', metavar='COMMAND')
     commands.add_parser('list', help='list the configs with their purpose and hardware (default)', allow_abbrev=False)
