@@ -69,7 +69,7 @@ def run() -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog='maxlm.checkpoints',
+        prog='maxlm checkpoints',
         allow_abbrev=False,
         description=__doc__,
         epilog='example: python -m maxlm.checkpoints verify runs/first@best',

@@ -30,7 +30,7 @@ def fact(path: Path, name: str) -> str:
 def main(argv: list[str]) -> int:
     """Lists the shipped configs, or prints one."""
     parser = ArgumentParser(
-        prog='maxlm.configs',
+        prog='maxlm configs',
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

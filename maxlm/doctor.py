@@ -77,7 +77,7 @@ def _parser() -> ArgumentParser:
     width = max(len(check.name) for check in CHECKS)
     listed = '\n'.join(f'  {check.name:<{width}}  {check.description}' for check in CHECKS)
     parser = ArgumentParser(
-        prog='maxlm.doctor',
+        prog='maxlm doctor',
         allow_abbrev=False,
         description=__doc__,
         epilog=f'checks:\n{listed}\n\nexample: python -m maxlm.doctor --config=configs/tiny.py --workdir=runs/first',

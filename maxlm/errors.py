@@ -45,7 +45,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Accepts underscores in option names, and former option names; see `maxlm.renames`."""
-        command = self.prog.rpartition('maxlm.')[2]
+        command = self.prog.rpartition('maxlm ')[2]
         words = list(sys.argv[1:] if args is None else args)
         end = words.index('--') if '--' in words else len(words)
         words[:end] = [self._current(command, word) for word in words[:end]]

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog='maxlm.evaluate',
+        prog='maxlm evaluate',
         allow_abbrev=False,
         description=__doc__,
         epilog='example: python -m maxlm.evaluate --checkpoint=runs/first --tasks=arc_easy',

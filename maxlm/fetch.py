@@ -52,7 +52,7 @@ def run() -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog='maxlm.fetch',
+        prog='maxlm fetch',
         allow_abbrev=False,
         description='Fetches files and folders from a bucket. To resume an interrupted fetch, run the same command: '
         'partial files are continued, complete files are skipped. Each file is verified with a checksum: that of '

@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog='maxlm.generate',
+        prog='maxlm generate',
         allow_abbrev=False,
         description=__doc__,
         epilog='example: python -m maxlm.generate --checkpoint=runs/first --prompt="Once upon"',

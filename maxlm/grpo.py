@@ -32,7 +32,7 @@ def main(argv: list[str], *, began: float | None = None) -> int:
     return runs.main(
         argv,
         open_feed,
-        prog='maxlm.grpo',
+        prog='maxlm grpo',
         description=__doc__,
         example='--config=configs/arithmetic.py:rl',
         began=began,

@@ -26,7 +26,7 @@ PIPED_WIDTH = 100
 def main(argv: list[str]) -> int:
     """Parses the command line and shows the runs."""
     parser = ArgumentParser(
-        prog='maxlm.monitor',
+        prog='maxlm monitor',
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

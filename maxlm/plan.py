@@ -255,7 +255,7 @@ def _terms(options: argparse.Namespace) -> PricingTerms:
 
 def _parser(*, plans: bool) -> ArgumentParser:
     parser = ArgumentParser(
-        prog='maxlm.plan',
+        prog='maxlm plan',
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -100,7 +100,7 @@ def _publish(options: argparse.Namespace, recipe: PrepareConfig, partitions: Seq
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog='maxlm.prepare',
+        prog='maxlm prepare',
         allow_abbrev=False,
         description='Converts text to tokenized records for training. To resume, run the same command again.',
         epilog='example: python -m maxlm.prepare --input texts/ --output data/web --tokenizer bpe:32000',

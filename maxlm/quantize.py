@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog='maxlm.quantize',
+        prog='maxlm quantize',
         allow_abbrev=False,
         description=__doc__,
         epilog='example: python -m maxlm.quantize --checkpoint=runs/first --format=int8 --output=runs/first-int8',

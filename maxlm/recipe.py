@@ -16,7 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from maxlm.config.loading import load, load_phases, split_overrides
-from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code, text_argument
+from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
+from maxlm.storage.paths import Kind, PathOption
 from maxlm.supervise import Policy, Supervisor, find_workdir
 
 # Commands that take --config and --config.section.key=value.
@@ -81,13 +82,15 @@ def main(argv: list[str]) -> int:
     """Runs the recipe that `argv` describes and returns the exit code of its last phase."""
     overrides, rest = split_overrides(argv)
     parser = ArgumentParser(
-        prog='maxlm.recipe',
+        prog='maxlm recipe',
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog='example: python -m maxlm.recipe --config=configs/neox.py:smoke text=texts/',
     )
-    parser.add_argument('--config', required=True, type=text_argument, help='config file with phases, FILE[:variant]')
+    parser.add_argument(
+        '--config', required=True, type=PathOption(Kind.FILE), help='config file with phases, FILE[:variant]'
+    )
     parser.add_argument('inputs', nargs='*', metavar='NAME=PATH', help='value of a {NAME} field of the phases')
     parser.add_argument(
         '--launcher',

@@ -55,7 +55,7 @@ def run() -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog='maxlm.report',
+        prog='maxlm report',
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog='maxlm.serve',
+        prog='maxlm serve',
         allow_abbrev=False,
         description=__doc__,
         epilog='example: python -m maxlm.serve --checkpoint=runs/first --port=8000',

@@ -214,7 +214,7 @@ def main(argv: list[str]) -> int:
     """Parses the options and supervises the command after `--`."""
     mark = argv.index('--') if '--' in argv else len(argv)
     parser = ArgumentParser(
-        prog='maxlm.supervise',
+        prog='maxlm supervise',
         allow_abbrev=False,
         description=__doc__,
         usage='%(prog)s [OPTIONS] -- COMMAND …',

@@ -30,7 +30,7 @@ def main(argv: list[str], *, began: float | None = None) -> int:
     return runs.main(
         argv,
         open_feed,
-        prog='maxlm.train',
+        prog='maxlm train',
         description=__doc__,
         example='--config=configs/tiny.py --workdir=runs/first',
         began=began,

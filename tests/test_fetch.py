@@ -121,7 +121,7 @@ def test_several_inputs_and_some_of_their_files(gcs, tmp_path, capsys):
             'gs://bucket/clash/a and gs://bucket/clash/a/b would be a file and a folder of the same name, OUT/a; '
             'select one with --include',
         ),
-        ([], 'the following arguments are required: --input (see maxlm.fetch --help)'),
+        ([], 'the following arguments are required: --input (see maxlm fetch --help)'),
     ],
 )
 def test_bad_input_is_one_line(gcs, tmp_path, capsys, arguments, message):

@@ -69,7 +69,7 @@ def test_every_verb_has_main_run_and_help(verb, run, capsys):
         module.main(['--help'])
     out, err = capsys.readouterr()
     assert (info.value.code, err) == (0, '')
-    assert f'maxlm.{verb}' in out
+    assert f'maxlm {verb}' in out
     # The common command prints the same help.
     assert run(verb, '--help') == (0, out, '')
 
@@ -129,4 +129,4 @@ def test_as_a_process():
     command = [sys.executable, '-m', 'maxlm', 'monitor', '--help']
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, '')
-    assert result.stdout.startswith('usage: maxlm.monitor')
+    assert result.stdout.startswith('usage: maxlm monitor')

@@ -31,6 +31,8 @@ WORDS = re.compile(
     r'(?i)\b(path|file|dir|directory|folder|workdir|checkpoint|ckpt|url|gs://)s?\b|_file\b|_path\b|\bpaths\b'
 )
 NO_PATHS = {
+    'recipe inputs': 'NAME=PATH, checked by the phases',
+    'recipe --max-failures': 'a number',
     'prepare --exclude': 'patterns of names',
     'prepare --max-files': 'a number',
     'prepare --max-record-mib': 'a number',
@@ -202,6 +204,7 @@ def required(command, replaced):
         'serve': ['--checkpoint=in'],
         'quantize': ['--checkpoint=in', '--format=int8', '--output=out'],
         'hf import': ['--input=in', '--output=out'],
+        'recipe': ['--config=in'],
         'hf export': ['--checkpoint=in', '--output=out'],
         'hf export-adapter': ['--checkpoint=in', '--output=out'],
         'hf export-gguf': ['--checkpoint=in', '--output=out'],
@@ -232,7 +235,7 @@ NAMES = [f'{command} {name}' for command, name, _ in OPTIONS]
 
 def test_the_table_has_all_commands():
     assert len(OPTIONS) >= 45
-    assert {command.split()[0] for command, _, _ in OPTIONS} == set(VERBS) - {'supervise'}
+    assert {command.split()[0] for command, _, _ in OPTIONS} == set(VERBS) - {'supervise', 'configs'}
 
 
 def url_rows():

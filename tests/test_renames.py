@@ -80,7 +80,7 @@ def test_lines_of_metrics_have_the_current_names():
     assert current_metrics(line) == expected
 
 
-def parsed(argv, prog='maxlm.prepare'):
+def parsed(argv, prog='maxlm prepare'):
     parser = ArgumentParser(prog=prog)
     parser.add_argument('--dedup-threshold')
     parser.add_argument('rest', nargs='*')
@@ -97,7 +97,7 @@ def test_options_can_have_underscores_and_former_names(option, capsys):
 def test_other_arguments_are_unchanged(capsys):
     assert parsed(['--', '--near_threshold']).rest == ['--near_threshold']
     with pytest.raises(Exception, match='--near-threshold'):
-        parsed(['--near-threshold=1'], prog='maxlm.plan')
+        parsed(['--near-threshold=1'], prog='maxlm plan')
     assert capsys.readouterr().err == ''
 
 

@@ -27,7 +27,17 @@ def unpacked(tmp_path_factory):
             target = sources / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, '-m', 'pip', 'wheel', '--no-deps', '--no-build-isolation', '--wheel-dir', folder, sources]
+    command = [
+        sys.executable,
+        '-m',
+        'pip',
+        'wheel',
+        '--no-deps',
+        '--no-build-isolation',
+        '--wheel-dir',
+        folder,
+        sources,
+    ]
     subprocess.run([*command, '--quiet', '--disable-pip-version-check'], check=True)
     (wheel,) = folder.glob('*.whl')
     with zipfile.ZipFile(wheel) as archive:
