@@ -1,7 +1,7 @@
 """Loads a config from `FILE[:variant]` and `--config.section.key=value` overrides and validates it.
 
-FILE is a Python file that defines `get_config(variant)`, the name of a shipped config such as `tiny`, or the config.json
-in the workdir of a run.
+FILE is a Python file that defines `get_config(variant)`, the name of a shipped config such as `tiny`, or the
+config.json in the workdir of a run.
 """
 
 from __future__ import annotations
