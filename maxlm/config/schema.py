@@ -120,11 +120,14 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    # Directory written by `maxlm.prepare --output`, or a copy of it in a bucket (gs://…, s3://…).
+    # Directory written by `maxlm.prepare --output`, or a copy of it in a bucket (gs://…, s3://…). A dataset of the
+    # Hugging Face hub (hf:NAME[:CONFIG][@REVISION][#SPLIT]) is prepared in the background while the run trains.
     path: str = 'data'
     # Several data directories with weights, instead of data.path: (('data/web', 0.7), ('data/code', 0.3)). 'DIR#SOURCE'
     # selects one source within a directory. Weights are proportions of the training sequences.
     sources: tuple = ()
+    # Tokenizer for data of the Hugging Face hub, as in `maxlm.prepare --tokenizer`: a tokenizer.json, hf:NAME, bpe:N …
+    tokenizer: str = ''
     # Number of epochs over a source of data.sources above which the run warns at the start. Up to 4 epochs are nearly
     # as good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
     warn_epochs: float = 4.0
@@ -135,7 +138,8 @@ class DataConfig:
     seq_len_schedule: tuple = ()
     # Seed of the order of the training sequences.
     seed: int = 0
-    # Number of shards whose sequences are shuffled together and read before the next ones; 0 = all shards.
+    # Number of shards whose sequences are shuffled together and read before the next ones; 0 = all shards, or one shard
+    # in the first epoch of data that can be used during its preparation.
     shuffle_shards: int = 0
     # Allow a run to resume after its data changed, at the same step of the new order.
     allow_dataset_change: bool = False
@@ -147,7 +151,7 @@ class DataConfig:
     prefetch_buffer_size: int = 8
     # Number of worker processes that read batches; 0 = threads of this process. The order does not depend on it.
     num_workers: int = 0
-    # Cache directory for shards downloaded from a bucket; they are downloaded before use.
+    # Cache directory for shards downloaded from a bucket, before they are used, and for prepared data of the hub.
     cache_dir: str = '~/.cache/maxlm'
     # Size limit of the cache in GiB; used shards are evicted. 0 = unlimited.
     cache_limit_gib: float = 0.0

@@ -53,7 +53,7 @@ class SourceStats:
         self._all = [source.name for source in corpus.sources]
         self._weighted = bool(corpus.data.sources)
         self._mixture = corpus.mixture
-        self._windows = [len(source.windows('train', corpus.data)) for source in corpus.sources]
+        self._windows = corpus.source_windows
         self._warn_epochs = corpus.data.warn_epochs
 
     def log_start(self, num_windows: int) -> None:
@@ -63,11 +63,12 @@ class SourceStats:
         served = self._mixture.rows_taken(num_windows)
         facts = zip(self._all, self._mixture.shares, served, self._windows, strict=True)
         for name, share, rows, windows in facts:
+            shares = f'source {name}: share {share:.2%} requested, {rows / num_windows:.2%} actual; '
+            if windows is None:
+                logger.info(f'{shares}it is still being prepared')
+                continue
             epochs = rows / windows
-            logger.info(
-                f'source {name}: share {share:.2%} requested, {rows / num_windows:.2%} actual; '
-                f'{windows:,} windows, {epochs:.3g} epochs in this run'
-            )
+            logger.info(f'{shares}{windows:,} windows, {epochs:.3g} epochs in this run')
             if epochs > self._warn_epochs:
                 logger.warning(
                     f'source {name} is repeated {epochs:.1f} times, more than data.warn_epochs={self._warn_epochs:g}: '
@@ -81,7 +82,8 @@ class SourceStats:
             served = self._mixture.rows_taken(num_windows)
             for name, rows, windows in zip(self._names, served, self._windows, strict=True):
                 metrics[f'data/fraction/{name}'] = rows / num_windows
-                metrics[f'data/epoch/{name}'] = rows / windows
+                if windows is not None:
+                    metrics[f'data/epoch/{name}'] = rows / windows
         return metrics
 
     def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:

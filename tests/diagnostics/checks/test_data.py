@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from maxlm.data.loader.dataset import Source
+from maxlm.data.loader.source import Source
 from maxlm.diagnostics.checks.data import check_data
 from maxlm.diagnostics.result import CheckStatus
 from tests.diagnostics.machines import CPU, case_on
