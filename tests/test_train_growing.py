@@ -4,12 +4,14 @@ import signal
 
 import pytest
 
+from maxlm import train
 from maxlm.data.loader import growing, source
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, InputError
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.goodput import read_goodput
+from tests.processes import Processes
 from tests.stepped_preparation import stepped, write_lines
-from tests.test_train import CONSTANT, curve, params_of, run, same
+from tests.test_train import CONSTANT, arguments, curve, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -119,3 +121,51 @@ def test_a_length_in_epochs_needs_the_end_of_the_preparation(preparation, tmp_pa
     assert error.count('\n') == 1
     assert preparation.finish() == 0
     assert run(preparation.output, tmp_path / 'run', **settings) == EXIT_DONE
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """Returns a data set of the Hugging Face hub in a local directory, and the keys for it."""
+    datasets = pytest.importorskip('datasets', reason='the extra hub')
+    texts = [' '.join(str(number) for number in range(place, place + 80)) for place in range(60)]
+    datasets.Dataset.from_dict({'text': texts}).to_json(tmp_path / 'corpus' / 'train-00000-of-00001.jsonl')
+    return f'hf:{tmp_path}/corpus', {'data__tokenizer': 'bytes', 'data__cache_dir': tmp_path / 'cache'}
+
+
+@pytest.mark.multiprocess
+def test_data_of_the_hub(hub, tmp_path, capsys):
+    name, keys = hub
+    settings = {**SETTINGS, 'train__num_steps': 6, 'checkpoint__save_interval_steps': 6}
+    assert run(name, tmp_path / 'none', **settings) == EXIT_BAD_INPUT
+    assert "error: data.tokenizer='': " in capsys.readouterr().err
+    assert run(name, tmp_path / 'run', **settings, **keys) == EXIT_DONE
+    assert f'preparing {name} in {tmp_path}/cache/prepared/corpus-' in capsys.readouterr().out
+    # The second run, and a mixture, use the same directory.
+    assert run(name, tmp_path / 'again', **settings, **keys) == EXIT_DONE
+    mixture = f"(('{name}', 0.6), ('{next((tmp_path / 'cache' / 'prepared').glob('corpus-*[!.log]'))}', 0.4))"
+    assert run('unused', tmp_path / 'mixed', data__sources=mixture, **settings, **keys) == EXIT_DONE
+    assert 'preparing' not in capsys.readouterr().out
+    assert same(params_of(tmp_path / 'run', 6), params_of(tmp_path / 'again', 6))
+    assert not same(params_of(tmp_path / 'run', 6), params_of(tmp_path / 'mixed', 6))
+
+
+@pytest.mark.multiprocess
+def test_several_processes_use_the_preparation_of_the_first(hub, tmp_path):
+    name, keys = hub
+    settings = {**SETTINGS, 'train__num_steps': 6, 'eval__interval': 0, **keys}
+    with Processes(2, 4, arguments(name, tmp_path / 'two', **settings), logs=tmp_path / 'logs') as processes:
+        codes = processes.wait()
+        assert codes == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
+        assert 'preparing' in processes.output(0)
+        assert 'preparing' not in processes.output(1)
+    assert run(name, tmp_path / 'one', **settings) == EXIT_DONE
+    losses = [[line['train/loss'] for line in curve(tmp_path / part).values()] for part in ('one', 'two')]
+    assert len(losses[0]) == 6
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_processes_without_a_shared_directory_are_refused(hub, tmp_path, capsys, monkeypatch):
+    name, keys = hub
+    monkeypatch.setattr(train, 'is_shared', lambda directory: False)
+    assert run(name, tmp_path / 'run', **SETTINGS, **keys) == EXIT_BAD_INPUT
+    assert f'error: data.cache_dir={tmp_path}/cache is not the same directory for all' in capsys.readouterr().err

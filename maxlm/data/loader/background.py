@@ -27,9 +27,13 @@ _PREPARE = """
 import os, runpy, signal, sys, threading
 
 def stop_with_run():
-    sys.stdin.buffer.read()
+    # A blocking read of sys.stdin would abort the interpreter at its exit.
+    while os.read(0, 1):
+        pass
     os.kill(os.getpid(), signal.SIGINT)
 
+# A run in the background of a script ignores SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Thread(target=stop_with_run, daemon=True).start()
 runpy.run_module('maxlm.prepare', run_name='__main__', alter_sys=True)
 """
@@ -105,7 +109,7 @@ def _wait_for_start(entry: str, directory: Path, process: subprocess.Popen[bytes
         if process.poll() is not None and not is_preparing(directory) and not (directory / MANIFEST_NAME).exists():
             lines = read_text(_log_path(directory)).strip().splitlines()
             reason = lines[-1].removeprefix('error: ') if lines else f'exit code {process.returncode}'
-            raise InputError(f'the preparation of {entry} failed: {reason}')
+            raise InputError(f'the preparation of {entry} failed: {reason}; correct this and start the run again')
         time.sleep(POLL_SECONDS)
 
 

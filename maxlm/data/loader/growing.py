@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maxlm.data.dataset.preparation import (
     ManifestVersion,
@@ -47,17 +49,21 @@ class GrowingBatches:
         make: returns the batches of the shards that are complete.
     """
 
-    def __init__(self, corpus: TrainingData, make: Callable[[TrainingData], Batches]):
+    def __init__(self, corpus: TrainingData, make: Callable[[TrainingData], Batches], _marker: str = ''):
         self._make = make
-        self._closing = threading.Event()
+        # Exists until `close`, which also ends the waits of the copies in worker processes.
+        if not _marker:
+            descriptor, _marker = tempfile.mkstemp(prefix='maxlm-reading-')
+            os.close(descriptor)
+        self._marker = _marker
         self._lock = threading.Lock()
         self._versions: dict[Path, ManifestVersion] = {}
         self._set(corpus)
 
-    def __getstate__(self) -> tuple[TrainingData, Callable[[TrainingData], Batches]]:
-        return self._corpus, self._make
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._corpus, self._make, self._marker
 
-    def __setstate__(self, state: tuple[TrainingData, Callable[[TrainingData], Batches]]) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         # Calls the constructor, because locks cannot be pickled.
         self.__init__(*state)  # type: ignore[misc]
 
@@ -73,8 +79,8 @@ class GrowingBatches:
         return self.wait(step)[step]
 
     def close(self) -> None:
-        """Ends all waits of this process with an error."""
-        self._closing.set()
+        """Ends all waits with an error, also those of copies in worker processes."""
+        Path(self._marker).unlink(missing_ok=True)
 
     def wait(self, step: int, hooks: WaitHooks | None = None) -> Batches:
         """Waits until the shards of a step are complete, and returns batches that contain the step.
@@ -84,9 +90,10 @@ class GrowingBatches:
         """
         began, progress, reported = time.monotonic(), '', False
         while True:
+            # Without the lock, so that a step whose shards are complete does not wait for a refresh.
+            if step < self._num_steps:
+                return self.available
             with self._lock:
-                if step < self._num_steps:
-                    return self.available
                 # Checked first, so that the shards of a preparation that ends in between are found.
                 stopped = self._stopped()
                 self._refresh()
@@ -104,8 +111,9 @@ class GrowingBatches:
                     reported = True
                     names = ', '.join(str(path) for path in growing_paths(self._corpus))
                     hooks.report(f'step {step + 1} waits for the preparation of {names}')
-            if self._closing.wait(POLL_SECONDS):
-                raise InputError('the run has ended')
+            time.sleep(POLL_SECONDS)
+            if not os.path.exists(self._marker):
+                raise InputError('the run has ended; start it again to continue')
 
     def _stopped(self) -> Path | None:
         """Returns a data set that is not complete and whose preparation is not running."""
@@ -124,6 +132,7 @@ class GrowingBatches:
         self._corpus = corpus
         self.available: Batches = self._make(corpus)
         num_rows = complete_rows(corpus, self.available)
+        # Set last, because `wait` reads it first.
         self._num_steps = len(self.available) if num_rows is None else num_rows // self.available.global_batch
 
 

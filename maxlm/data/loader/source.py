@@ -123,7 +123,7 @@ def _open_local(directory: Path, on_warning: OnWarning, owner: str = '') -> Open
             raise InputError(f'the preparation of {directory} {reason}; correct this and run maxlm.prepare again')
         if owner:
             raise InputError(
-                f'{owner} is not prepared: {directory} contains no dataset; train on it with maxlm.train, which '
+                f'{owner} is not prepared: {directory} contains no data set; train on it with maxlm.train, which '
                 'prepares it, or use the data.cache_dir and data.tokenizer of the run'
             )
     dataset, is_complete = load_current(directory)

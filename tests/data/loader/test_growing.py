@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import tempfile
 import threading
 from functools import partial
 
@@ -24,7 +25,8 @@ ROWS = 4
 
 
 @pytest.fixture(autouse=True)
-def short_intervals(monkeypatch):
+def settings(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
     for module in (growing, source):
         monkeypatch.setattr(module, 'POLL_SECONDS', 0.005)
 
@@ -151,9 +153,13 @@ def test_only_progress_of_the_preparation_counts(preparation, monkeypatch):
     assert sum(progress) == 1
     preparation.step()
     wait_until(lambda: sum(progress) > 1)
+    # The copy of a worker process also stops.
+    copy = pickle.loads(pickle.dumps(batches))
     batches.close()
     thread.join(5)
-    assert errors == ['the run has ended']
+    with pytest.raises(InputError, match='the run has ended'):
+        copy[10**6]
+    assert errors == ['the run has ended; start it again to continue']
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,11 @@ def test_no_data_set():
     assert check_data(case_on(CPU)).status is CheckStatus.SKIPPED
 
 
+def test_data_of_the_hub():
+    found = check_data(case_on(CPU, config=config_of('hf:org/name')))
+    assert (found.status, found.message) == (CheckStatus.SKIPPED, 'hf:org/name is prepared during the run')
+
+
 def test_a_missing_data_set(tmp_path):
     found = check_data(case_on(CPU, config=config_of(tmp_path / 'none')))
     assert found.status is CheckStatus.FAILURE
