@@ -238,7 +238,12 @@ def _data(config: Config, vocab_size: int) -> Data:
             ) from error
         logger.warning(f'the data set cannot be read; assuming a vocabulary of {USUAL_VOCABULARY} ids (--vocab-size)')
         return Data(USUAL_VOCABULARY, windows=1)
-    return Data(vocab_size or corpus.first.vocab_size, corpus.training_windows)
+    if corpus.training_windows is None and config.train.num_epochs:
+        raise InputError(
+            f'train.num_epochs={config.train.num_epochs:g}: the data is still being prepared; set train.num_steps or '
+            'train.num_tokens'
+        )
+    return Data(vocab_size or corpus.first.vocab_size, corpus.training_windows or 1)
 
 
 def _terms(options: argparse.Namespace) -> PricingTerms:

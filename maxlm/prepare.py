@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxlm.data.dataset.preparation import PARTIAL_MANIFEST, Announcer
 from maxlm.data.dataset.records import MANIFEST_NAME, Dataset, load_manifest
 from maxlm.data.documents.field_names import parse_roles
 from maxlm.data.documents.read_options import MAX_RECORD_BYTES, ReadOptions
+from maxlm.data.executors.local_executor import num_cores
 from maxlm.data.executors.ray_executor import make_executor
 from maxlm.data.filters.dedup import choose_bands
 from maxlm.data.filters.registry import FILTERS, make_cleaner
@@ -73,6 +75,9 @@ def _prepare(options: argparse.Namespace, recipe: PrepareConfig, partitions: Seq
             check_same_data(dataset, str(dataset.path), recipe.made_from, skip_failed=options.skip_failed)
             message = f'{options.output} is already prepared from these inputs'
         else:
+            if (options.output / PARTIAL_MANIFEST).exists():
+                started = load_manifest(options.output, name=PARTIAL_MANIFEST)
+                check_same_data(started, str(options.output), recipe.made_from, skip_failed=True)
             dataset = _make(options, recipe, partitions)
             message = f'wrote {options.output}'
         remove_leftovers(dataset, cleaned=bool(recipe.cleaning))
@@ -122,13 +127,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar='DIR',
         help='output directory, or a URL (gs://…, s3://…)',
     )
-    what(
-        '--validation',
-        nargs='+',
-        type=PathOption(urls=ANY),
-        metavar='PATH',
-        help='validation inputs, instead of a fraction of --input',
-    )
+    what('--validation', nargs='+', type=PathOption(urls=ANY), metavar='PATH', help='validation inputs')
     what(
         '--validation-fraction',
         type=float,
@@ -244,10 +243,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar='N',
         help='pack conversations or pairs into sequences of N tokens, data.seq_len of training (0 = off)',
     )
+    made('--stream', action='store_true', help='let training start before the end: it reads the shards in order')
     made('--block', type=int, default=2048, metavar='N', help='tokens per record (%(default)s)')
 
     how = parser.add_argument_group('execution (does not affect the result)').add_argument
-    how('--workers', type=int, default=_num_cores(), metavar='N', help='number of local worker processes (%(default)s)')
+    how('--workers', type=int, default=num_cores(), metavar='N', help='number of local worker processes (%(default)s)')
     how('--executor', choices=('local', 'ray'), default='local', help='ray: a cluster that shares the disk of --output')
     how('--ray-address', default='', metavar='ADDRESS', help='cluster address (RAY_ADDRESS, or this machine)')
     how('--retries', type=int, default=2, metavar='N', help='retries of a failed partition (%(default)s)')
@@ -289,11 +289,6 @@ def _check(options: argparse.Namespace) -> None:
     check_spec(options.tokenizer, infill=options.fim_rate > 0)
 
 
-def _num_cores() -> int:
-    # The process may be restricted to some of the machine's cores.
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-
-
 def _recipe(
     options: argparse.Namespace, training: Sequence[InputFile], validation: Sequence[InputFile]
 ) -> PrepareConfig:
@@ -330,6 +325,7 @@ def _recipe(
         block=options.block,
         made_from={**made_from(options, read, tokenizer, training, validation), **chat_facts(what, chat)},
         chat=chat,
+        stream=options.stream,
     )
 
 
@@ -387,8 +383,11 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
 def _make(options: argparse.Namespace, recipe: PrepareConfig, partitions: Sequence[Partition]) -> Dataset:
     remove_partial_files(options.output)
     try:
-        with make_executor(options.executor, min(options.workers, len(partitions)), options.ray_address) as engine:
-            means = ExecutionOptions(engine, options.retries, options.skip_failed, show_progress=not options.quiet)
+        with (
+            Announcer(options.output) if options.stream else contextlib.nullcontext() as announcer,
+            make_executor(options.executor, min(options.workers, len(partitions)), options.ray_address) as engine,
+        ):
+            means = ExecutionOptions(engine, options.retries, options.skip_failed, not options.quiet, announcer)
             return prepare(recipe, partitions, options.output, means)
     finally:
         remove_partial_files(options.output)

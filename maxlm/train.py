@@ -12,6 +12,7 @@ processes (see `maxlm.runtime.initialize`) is lost or hangs, all processes exit 
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 from maxlm.errors import InputError, exit_on_sigterm
 
@@ -20,7 +21,9 @@ if __name__ == '__main__':
     exit_on_sigterm(importing=True)
 
 from maxlm.config.schema import Config
+from maxlm.data.loader.background import background_preparation, hub_entries
 from maxlm.data.loader.dataset import check_objective, open_training_data
+from maxlm.runtime.barrier import ProcessGroup, is_shared
 from maxlm.trainer import main as runs
 from maxlm.trainer.batch_source import TextBatches
 
@@ -39,12 +42,29 @@ def main(argv: list[str], *, began: float | None = None) -> int:
 
 def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches, int]:
     """Opens the data set of a config; see `runs.OpenSource`."""
-    del stack
     if config.train.objective == 'grpo':
         raise InputError('train.objective=grpo: not supported by maxlm.train; use `python -m maxlm.grpo`')
+    if hub_entries(config.data):
+        _prepare(config, stack)
     corpus = open_training_data(config.data, with_sources=config.metrics.per_source_loss)
     check_objective(config, corpus.first)
     return TextBatches(corpus), corpus.first.vocab_size
+
+
+def _prepare(config: Config, stack: contextlib.ExitStack) -> None:
+    """Starts the preparation of the hub's data sets in process 0, until the end of the run."""
+    together, cache = ProcessGroup(), Path(config.data.cache_dir).expanduser()
+    if together.process_index == 0:
+        cache.mkdir(parents=True, exist_ok=True)
+    together.barrier()
+    if not is_shared(cache):
+        raise InputError(
+            f'data.cache_dir={config.data.cache_dir} is not the same directory for all processes, but process 0 '
+            'prepares the data there; set it to a directory that all machines share'
+        )
+    if together.process_index == 0:
+        stack.enter_context(background_preparation(config.data))
+    together.barrier()
 
 
 def run() -> None:

@@ -13,6 +13,7 @@ _ADVICE = 'fetch it with `maxlm checkpoints fetch` and give the directory'
 PATHS = MappingProxyType(
     {
         'data.path': PathOption(Kind.DIRECTORY, ANY),
+        'data.tokenizer': PathOption(may_be_empty=True),
         'data.cache_dir': PathOption(Kind.DIRECTORY),
         'train.init_from': PathOption(Kind.DIRECTORY, ('gs',), may_be_empty=True, advice=_ADVICE),
         'train.compilation_cache_dir': PathOption(Kind.EITHER, may_be_empty=True),

@@ -28,7 +28,7 @@ def resolve(
     platform: str,
     num_devices: int,
     vocab_size: int,
-    windows: int,
+    windows: int | None,
     capability: tuple[int, int] | None = None,
 ) -> Config:
     """Fills in the keys that depend on the machine and on the dataset, so that they have explicit values.
@@ -38,7 +38,7 @@ def resolve(
         platform: platform of the devices: cpu, gpu or tpu.
         num_devices: number of devices of the run.
         vocab_size: number of token ids of the dataset.
-        windows: number of training sequences in one epoch of the dataset.
+        windows: number of training sequences in one epoch of the dataset; None while it is being prepared.
         capability: (major, minor) compute capability of the GPUs, or None if unknown.
 
     Raises:
@@ -66,6 +66,11 @@ def resolve(
         num_steps = UNDECIDED_STEPS
     elif train.num_tokens:
         num_steps = -(-train.num_tokens // tokens_per_step)
+    elif windows is None:
+        raise InputError(
+            f'train.num_epochs={train.num_epochs:g}: the data is still being prepared, so the length of an epoch is '
+            'unknown; set train.num_steps or train.num_tokens, or wait for the end of the preparation'
+        )
     else:
         num_steps = max(1, round(train.num_epochs * windows / global_batch))
 

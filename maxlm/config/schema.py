@@ -7,7 +7,7 @@ import typing
 from typing import Any
 
 from maxlm.config.schema_logging import AlertsConfig, EvalConfig, MetricsConfig, ProfileConfig
-from maxlm.config.schema_optimizer import OptimizerConfig
+from maxlm.config.schema_optimizer import GuardConfig, OptimizerConfig
 from maxlm.config.schema_rl import DpoConfig, GrpoConfig
 
 # Default of an architecture key: the model family sets it unless the config does.
@@ -120,7 +120,8 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    # Directory written by `maxlm.prepare --output`, or a copy of it in a bucket (gs://…, s3://…).
+    # Directory written by `maxlm.prepare --output`, or a copy of it in a bucket (gs://…, s3://…). A dataset of the
+    # Hugging Face hub (hf:NAME[:CONFIG][@REVISION][#SPLIT]) is prepared in the background while the run trains.
     path: str = 'data'
     # Several data directories with weights, instead of data.path: (('data/web', 0.7), ('data/code', 0.3)). 'DIR#SOURCE'
     # selects one source within a directory. Weights are proportions of the training sequences.
@@ -128,6 +129,8 @@ class DataConfig:
     # Other weights of data.sources at the start of the run, each with the fraction of the steps at which it ends:
     # (((0.7, 0.3), 0.8),). A weight of 0 leaves a source out.
     sources_schedule: tuple = ()
+    # Tokenizer for data of the Hugging Face hub, as in `maxlm.prepare --tokenizer`: a tokenizer.json, hf:NAME, bpe:N …
+    tokenizer: str = ''
     # Number of epochs over a source of data.sources above which the run warns at the start. Up to 4 epochs are nearly
     # as good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
     warn_epochs: float = 4.0
@@ -138,7 +141,8 @@ class DataConfig:
     seq_len_schedule: tuple = ()
     # Seed of the order of the training sequences.
     seed: int = 0
-    # Number of shards whose sequences are shuffled together and read before the next ones; 0 = all shards.
+    # Number of shards whose sequences are shuffled together and read before the next ones; 0 = all shards, or one shard
+    # in the first epoch of data that can be used during its preparation.
     shuffle_shards: int = 0
     # Allow a run to resume after its data changed, at the same step of the new order.
     allow_dataset_change: bool = False
@@ -150,7 +154,7 @@ class DataConfig:
     prefetch_buffer_size: int = 8
     # Number of worker processes that read batches; 0 = threads of this process. The order does not depend on it.
     num_workers: int = 0
-    # Cache directory for shards downloaded from a bucket; they are downloaded before use.
+    # Cache directory for shards downloaded from a bucket, before they are used, and for prepared data of the hub.
     cache_dir: str = '~/.cache/maxlm'
     # Size limit of the cache in GiB; used shards are evicted. 0 = unlimited.
     cache_limit_gib: float = 0.0
@@ -280,32 +284,6 @@ class ExportConfig:
     # Architecture of Transformers: auto (one that other programs support) | gpt2 | gpt_neox | llama | mistral | qwen3 |
     # nanochat (only Transformers 5 or later can run it).
     architecture: str = 'auto'
-
-
-@dataclasses.dataclass(frozen=True)
-class GuardConfig:
-    # Number of recent good steps used to detect loss and gradient-norm spikes. Once the window is full, steps with
-    # spikes are skipped. 0 = skip only non-finite steps.
-    spike_window: int = 128
-    # Robust standard deviations above the median from which on a step counts as a spike.
-    spike_threshold: float = 10.0
-    # Number of consecutive steps with a spike or a non-finite value after which the run rolls back or, after
-    # max_rollbacks rollbacks, stops with exit code 1. Each of these steps is skipped.
-    max_consecutive_skips: int = 20
-    # Maximum number of rollbacks to a checkpoint before the bad steps. A rollback skips their batches. 0 = stop.
-    max_rollbacks: int = 2
-    # Number of steps before the first bad step whose batches are also skipped after a rollback.
-    rollback_skip_steps: int = 20
-    # Factor that a rollback applies to all learning rates; 1 = unchanged.
-    rollback_lr_factor: float = 1.0
-    # Number of evaluations without a lower validation loss after which the run ends (exit code 0); 0 = never.
-    early_stopping_patience: int = 0
-    # Minimum decrease of the validation loss that counts as an improvement.
-    early_stopping_min_delta: float = 0.0
-    # Cost limit of all attempts of the run. At the limit, the run saves its state and ends (exit code 0).
-    # 0 = unlimited.
-    max_hours: float = 0.0
-    max_dollars: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Config keys of the optimizer and its learning rate."""
+"""Config keys of the optimizer, and of the guard against loss spikes and overruns."""
 
 from __future__ import annotations
 
@@ -48,3 +48,29 @@ class OptimizerConfig:
     # Decay per step of the exponential moving average of the parameters, which is then used for evaluation and
     # inference; 0 = off. At update n the decay is at most (1 + n) / (10 + n).
     ema_decay: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardConfig:
+    # Number of recent good steps used to detect loss and gradient-norm spikes. Once the window is full, steps with
+    # spikes are skipped. 0 = skip only non-finite steps.
+    spike_window: int = 128
+    # Robust standard deviations above the median from which on a step counts as a spike.
+    spike_threshold: float = 10.0
+    # Number of consecutive steps with a spike or a non-finite value after which the run rolls back or, after
+    # max_rollbacks rollbacks, stops with exit code 1. Each of these steps is skipped.
+    max_consecutive_skips: int = 20
+    # Maximum number of rollbacks to a checkpoint before the bad steps. A rollback skips their batches. 0 = stop.
+    max_rollbacks: int = 2
+    # Number of steps before the first bad step whose batches are also skipped after a rollback.
+    rollback_skip_steps: int = 20
+    # Factor that a rollback applies to all learning rates; 1 = unchanged.
+    rollback_lr_factor: float = 1.0
+    # Number of evaluations without a lower validation loss after which the run ends (exit code 0); 0 = never.
+    early_stopping_patience: int = 0
+    # Minimum decrease of the validation loss that counts as an improvement.
+    early_stopping_min_delta: float = 0.0
+    # Cost limit of all attempts of the run. At the limit, the run saves its state and ends (exit code 0).
+    # 0 = unlimited.
+    max_hours: float = 0.0
+    max_dollars: float = 0.0

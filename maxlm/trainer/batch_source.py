@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from maxlm.config.schema import Config
 from maxlm.data.loader.batches import iterate
 from maxlm.data.loader.dataset import TrainingData
+from maxlm.data.loader.growing import GrowingBatches, WaitHooks
 from maxlm.data.loader.skipped_batches import SkippingBatches, data_index
 from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.fim import fim_fraction
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.evaluation.validation import Evaluation, Validation
+from maxlm.log import logger
 from maxlm.parallel.layout import Layout
 from maxlm.planning.cost import FORWARD_SHARE
 from maxlm.trainer.samples import Sample, Samples
@@ -32,6 +36,7 @@ def prefetched_batches(
     corpus: TrainingData,
     layout: Layout,
     alarm: Callable[[str], None],
+    on_wait: Callable[[bool], None],
 ) -> Iterator[Iterator[Batch]]:
     """Opens an iterator over this process's share of the batches of the steps after `start`.
 
@@ -42,26 +47,44 @@ def prefetched_batches(
         corpus: source of the batches.
         layout: layout of the run's devices.
         alarm: called with a message if a bucket does not respond.
+        on_wait: called repeatedly by a main thread that waits for data in preparation; see `WaitHooks.poll`.
     """
     skips, global_batch, num_steps = decisions.skips, config.train.global_batch_size, config.train.num_steps
     cuts = tuple((data_index(first, skips), config.data.seq_len // window) for first, window in config.contexts)
-    # Unlike the cuts, stages count batches of the data and not steps: otherwise skipped batches would change.
-    data = corpus.train_batches(global_batch, layout.local_rows(global_batch), cuts, config.source_stages)
+    make = partial(
+        TrainingData.train_batches,
+        global_batch=global_batch,
+        rows=layout.local_rows(global_batch),
+        seq_len_schedule=cuts,
+        # Unlike the cuts, stages count batches of the data and not steps: otherwise skipped batches would change.
+        sources_schedule=config.source_stages,
+    )
+    growing = GrowingBatches(corpus, make) if corpus.training_windows is None else None
+    data = growing.available if growing else make(corpus)
     with (
         corpus.fetcher(data, data_index(start, skips), alarm) as fetcher,
-        contextlib.closing(iterate(SkippingBatches(data, skips), start, config.data, num_steps)) as batches,
+        contextlib.closing(iterate(SkippingBatches(growing or data, skips), start, config.data, num_steps)) as batches,
+        contextlib.closing(growing) if growing else contextlib.nullcontext(),
     ):
-        if fetcher is None:
+        if fetcher is None and growing is None:
             yield batches
             return
+        hooks = WaitHooks(logger.info, on_wait)
 
-        def make_room() -> Iterator[Batch]:
-            for step, batch in enumerate(batches, start):
-                # Frees the shards of earlier steps.
-                fetcher.advance(data_index(step, skips))
+        def next_batches() -> Iterator[Batch]:
+            for step in itertools.count(start):
+                if growing:
+                    # Threads that prefetch wait too, but their waits do not delay the step.
+                    growing.wait(data_index(step, skips), hooks)
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                if fetcher:
+                    # Frees the shards of earlier steps.
+                    fetcher.advance(data_index(step, skips))
                 yield batch
 
-        yield make_room()
+        yield next_batches()
 
 
 class SourceUpdate(NamedTuple):
@@ -83,12 +106,12 @@ class BatchSource(Protocol):
 
     Attributes:
         names: names of the sources with separate losses.
-        windows_per_epoch: number of rows in an epoch.
+        windows_per_epoch: number of rows in an epoch; None if it is unknown, because the data is being prepared.
         tokenizer_path: path of the tokenizer; its directory can also contain a chat template.
     """
 
     names: tuple[str, ...]
-    windows_per_epoch: int
+    windows_per_epoch: int | None
     tokenizer_path: Path
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
@@ -101,7 +124,14 @@ class BatchSource(Protocol):
         """Prepares evaluation and sampling before the first step. InputError if the config does not allow them."""
 
     def batches(
-        self, start: int, config: Config, decisions: RunControl, *, layout: Layout, alarm: Callable[[str], None]
+        self,
+        start: int,
+        config: Config,
+        decisions: RunControl,
+        *,
+        layout: Layout,
+        alarm: Callable[[str], None],
+        on_wait: Callable[[bool], None],
     ) -> contextlib.AbstractContextManager[Iterator[Batch]]:
         """Opens an iterator over this process's share of the batches after step `start`; see `prefetched_batches`."""
 
@@ -177,10 +207,19 @@ class TextBatches:
             self._samples = Samples(config, self.corpus, layout)
 
     def batches(
-        self, start: int, config: Config, decisions: RunControl, *, layout: Layout, alarm: Callable[[str], None]
+        self,
+        start: int,
+        config: Config,
+        decisions: RunControl,
+        *,
+        layout: Layout,
+        alarm: Callable[[str], None],
+        on_wait: Callable[[bool], None],
     ) -> contextlib.AbstractContextManager[Iterator[Batch]]:
         """See `BatchSource`."""
-        return prefetched_batches(start, config, decisions, corpus=self.corpus, layout=layout, alarm=alarm)
+        return prefetched_batches(
+            start, config, decisions, corpus=self.corpus, layout=layout, alarm=alarm, on_wait=on_wait
+        )
 
     def has_work_before(self, step: int) -> bool:
         """Returns False."""

@@ -41,7 +41,7 @@ class Reporter:
         *,
         throughput: Throughput,
         bar: tqdm,
-        windows_per_epoch: int,
+        windows_per_epoch: int | None,
         sources: SourceMetrics,
         warn: Callable[[str], None] = logger.warning,
         costs: Callable[[int, int | None], dict[str, float]] = lambda step, num_steps: {},
@@ -53,7 +53,7 @@ class Reporter:
             config: config of the run.
             throughput: measures the durations of steps.
             bar: progress bar.
-            windows_per_epoch: number of rows in an epoch.
+            windows_per_epoch: number of rows in an epoch; None if it is unknown.
             sources: metrics per data source.
             warn: called with a message for each skipped step.
             costs: returns cost metrics, see `RunRecorder.metrics`.
@@ -207,7 +207,7 @@ class Reporter:
                 'train/grad_norm': float(values['grad_norm']),
                 'train/param_norm': float(values['param_norm']),
                 'train/tokens': float(sequences * self._config.data.seq_len),
-                'train/epoch': sequences / self._windows_per_epoch,
+                **({'train/epoch': sequences / self._windows_per_epoch} if self._windows_per_epoch else {}),
                 'train/skipped_steps': float(self._skipped),
                 'data/seq_len': float(self._config.context_at(step - 1)),
                 **batch_metrics,

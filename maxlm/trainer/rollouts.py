@@ -73,7 +73,9 @@ class RolloutBatches:
         self.tokenizer_path = tokenizer_path
         self._tokenizer = Tokenizer.load(tokenizer_path)
         self._ends = tuple(ends)
-        self.windows_per_epoch = prompts.num_prompts * self._grpo.num_generations * self._grpo.num_iterations
+        self.windows_per_epoch: int | None = (
+            prompts.num_prompts * self._grpo.num_generations * self._grpo.num_iterations
+        )
         self._batches: deque[Batch] = deque()
         self._layout: Layout | None = None
         self._sampler: Sampler | None = None
@@ -127,10 +129,17 @@ class RolloutBatches:
 
     @contextlib.contextmanager
     def batches(
-        self, start: int, config: Config, decisions: RunControl, *, layout: Layout, alarm: Callable[[str], None]
+        self,
+        start: int,
+        config: Config,
+        decisions: RunControl,
+        *,
+        layout: Layout,
+        alarm: Callable[[str], None],
+        on_wait: Callable[[bool], None],
     ) -> Iterator[Iterator[Batch]]:
         """See `BatchSource`."""
-        del start, config, decisions, layout, alarm
+        del start, config, decisions, layout, alarm, on_wait
         self._batches.clear()
 
         def take() -> Iterator[Batch]:

@@ -54,7 +54,7 @@ class SourceStats:
         self._all = [source.name for source in corpus.sources]
         self._weighted = bool(corpus.data.sources)
         self._mixture = mixture
-        self._windows = [len(source.windows('train', corpus.data)) for source in corpus.sources]
+        self._windows = corpus.source_windows
         self._warn_epochs = corpus.data.warn_epochs
 
     def log_start(self, num_windows: int) -> None:
@@ -64,12 +64,13 @@ class SourceStats:
         served = self._mixture.rows_taken(num_windows)
         shares = zip(*(mixture.shares for mixture in self._mixture.mixtures), strict=True)
         for name, stages, rows, windows in zip(self._all, shares, served, self._windows, strict=True):
-            epochs = rows / windows
             requested = ' then '.join(f'{share:.2%}' for share in stages)
-            logger.info(
-                f'source {name}: share {requested} requested, {rows / num_windows:.2%} actual; '
-                f'{windows:,} windows, {epochs:.3g} epochs in this run'
-            )
+            text = f'source {name}: share {requested} requested, {rows / num_windows:.2%} actual; '
+            if windows is None:
+                logger.info(f'{text}it is still being prepared')
+                continue
+            epochs = rows / windows
+            logger.info(f'{text}{windows:,} windows, {epochs:.3g} epochs in this run')
             if epochs > self._warn_epochs:
                 logger.warning(
                     f'source {name} is repeated {epochs:.1f} times, more than data.warn_epochs={self._warn_epochs:g}: '
@@ -83,7 +84,8 @@ class SourceStats:
             served = self._mixture.rows_taken(num_windows)
             for name, rows, windows in zip(self._names, served, self._windows, strict=True):
                 metrics[f'data/fraction/{name}'] = rows / num_windows
-                metrics[f'data/epoch/{name}'] = rows / windows
+                if windows is not None:
+                    metrics[f'data/epoch/{name}'] = rows / windows
         return metrics
 
     def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from maxlm.checkpoint.save_policy import SavePolicy
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError, TerminatedError
 from maxlm.evaluation.periodic import task_text
 from maxlm.log import logger
 from maxlm.runtime.heartbeat import Heartbeats
@@ -34,6 +34,10 @@ from maxlm.training.run_control import (
 )
 from maxlm.training.run_length import progress_of
 from maxlm.training.state import TrainState, evaluated_params, with_progress
+
+
+class _StopWhileWaitingError(Exception):
+    """The run must stop while a step waits for data in preparation. The message is the stop request."""
 
 
 class Segment(NamedTuple):
@@ -94,7 +98,7 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             alarm = partial(self._context.alerts.send, 'data')
             batches = stack.enter_context(
-                self._source.batches(start, config, decisions, layout=self._layout, alarm=alarm)
+                self._source.batches(start, config, decisions, layout=self._layout, alarm=alarm, on_wait=self._on_wait)
             )
             self._begin(start, int(state.skipped))
             save_policy = SavePolicy(config.checkpoint, start=start)
@@ -108,13 +112,18 @@ class Trainer:
             for step in itertools.count(start + 1):
                 try:
                     state = self._runner.step(step, state, batches, decisions, connects=step == start + 1)
-                except InputError:
-                    # The data is unreadable. With several processes, all other processes wait for this one, so none of
-                    # them can save.
+                except (InputError, _StopWhileWaitingError) as error:
+                    # The data is unreadable or not prepared yet. With several processes, all other processes wait for
+                    # this one, so none of them can save.
                     if jax.process_count() == 1 and step > start + 1 and self._source.can_checkpoint_after(step - 1):
                         reporter.flush()
                         self._checkpoints.save(step - 1, state, decisions, best_loss=reporter.best_loss)
-                    raise
+                    if isinstance(error, InputError):
+                        raise
+                    if step == 1:
+                        raise TerminatedError(f'{error} received before the first step; start again') from None
+                    watchdog.finish()
+                    return Segment(step - 1, decisions, None, '')
 
                 num_steps = apply_control(config, decisions).train.num_steps
                 should_save |= save_policy.should_save(step, num_steps=num_steps)
@@ -218,6 +227,14 @@ class Trainer:
             seconds=time.monotonic() - self._timeline.origin,
         )
         return EXIT_DONE
+
+    def _on_wait(self, has_progressed: bool) -> None:
+        """Called while a step waits for data in preparation. Progress of the preparation counts as that of the run."""
+        if has_progressed:
+            self._watchdog.step_done()
+        # Several processes can only stop together after a step.
+        if self._stop_request.requested and jax.process_count() == 1:
+            raise _StopWhileWaitingError(self._stop_request.requested)
 
     def _begin(self, start: int, skipped: int) -> None:
         """Starts the clocks and the metrics file of a segment after step `start`."""

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from maxlm.config.schema import Config, GuardConfig
+from maxlm.config.schema import Config
+from maxlm.config.schema_optimizer import GuardConfig
 
 # Share of a budget from which an alert is sent.
 ALERT_SHARE = 0.8

@@ -19,14 +19,15 @@ class Mixture:
         return np.array([rows * 3 // 4, rows // 4])
 
 
-def make_stats(*shares, weighted=True, warn_epochs=4.0):
+def make_stats(*shares, weighted=True, warn_epochs=4.0, growing=()):
     windows = {'web': 300, 'code': 10}
-    sources = [
-        SimpleNamespace(name=name, windows=lambda split, data, count=count: range(count))
-        for name, count in windows.items()
-    ]
-    data = SimpleNamespace(sources=('given',) if weighted else (), warn_epochs=warn_epochs)
-    return SourceStats(SimpleNamespace(names=tuple(windows), sources=sources, data=data), Mixture(*shares))
+    corpus = SimpleNamespace(
+        names=tuple(windows),
+        sources=[SimpleNamespace(name=name) for name in windows],
+        source_windows=[None if name in growing else count for name, count in windows.items()],
+        data=SimpleNamespace(sources=('given',) if weighted else (), warn_epochs=warn_epochs),
+    )
+    return SourceStats(corpus, Mixture(*shares))
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = 'dataset.json'
+# Keys of `made_from` if shards can be used during the preparation: the option, and a checksum of all their inputs.
+STREAM, STREAM_INPUTS = 'stream', 'stream_inputs'
 # Fields that only the manifest of a masked data set contains, with their defaults.
 UNMASKED: dict[str, Any] = {'masked': False, 'packed_window': 0, 'chat_template_sha256': '', 'chat': {}}
 # Fields that only the manifest of a data set with preferences contains, with their defaults.
@@ -150,6 +152,16 @@ class Dataset:
         return self.path / self.tokenizer_file
 
     @property
+    def is_streamed(self) -> bool:
+        """True if the first epoch reads the shards in order, so that training can start during the preparation."""
+        return bool(self.made_from.get(STREAM))
+
+    @property
+    def order_fingerprint(self) -> str:
+        """Checksum of the tokens, or of all that determines them if the data set may still be in preparation."""
+        return str(self.made_from.get(STREAM_INPUTS, self.fingerprint))
+
+    @property
     def tokenizer_checksums(self) -> dict[str, str]:
         """Checksums of the files in addition to the shards: the tokenizer and, if there is one, the chat template."""
         template = {CHAT_TEMPLATE_FILE: self.chat_template_sha256} if self.chat_template_sha256 else {}
@@ -222,23 +234,23 @@ class ShardWriter:
             ) from error
 
 
-def save_manifest(dataset: Dataset) -> None:
-    """Writes `dataset.json` atomically, which completes the data set."""
+def save_manifest(dataset: Dataset, name: str = MANIFEST_NAME) -> None:
+    """Writes the manifest atomically. `dataset.json` completes the data set."""
     facts = {'format_version': FORMAT_VERSION, **dataclasses.asdict(dataset)}
     del facts['path']
-    for name in (*(() if dataset.masked else UNMASKED), *(() if dataset.preferences else NO_PREFERENCES)):
-        del facts[name]
-    atomic_write(dataset.path / MANIFEST_NAME, (json.dumps(facts, indent=1) + '\n').encode())
+    for field in (*(() if dataset.masked else UNMASKED), *(() if dataset.preferences else NO_PREFERENCES)):
+        del facts[field]
+    atomic_write(dataset.path / name, (json.dumps(facts, indent=1) + '\n').encode())
 
 
-def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dataset:
+def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: str = MANIFEST_NAME) -> Dataset:
     """Reads the data set in directory `path`. With `complete`, checks that all shards exist in full size.
 
     Raises:
         InputError: there is no data set, the manifest is malformed, or a file is missing or truncated.
     """
     path = Path(path)
-    manifest = path / MANIFEST_NAME
+    manifest = path / name
     try:
         facts = parse_json(read_bytes(manifest, limit=MAX_TEXT_BYTES))
     except (FileNotFoundError, NotADirectoryError):
@@ -255,12 +267,12 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dat
     except (TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{manifest} is malformed ({str(error)[:300]}); {remedy(path)}') from error
     expected = {shard.name: shard.bytes for split in dataset.splits.values() for shard in split.shards}
-    for name, size in expected.items() if complete else ():
-        actual = _size(path, name)
+    for file, size in expected.items() if complete else ():
+        actual = _size(path, file)
         if actual != size:
-            raise InputError(f'{path / name} is truncated: {actual} bytes instead of {size}; {remedy(path)}')
-    for name in dataset.tokenizer_checksums:
-        _size(path, name)
+            raise InputError(f'{path / file} is truncated: {actual} bytes instead of {size}; {remedy(path)}')
+    for file in dataset.tokenizer_checksums:
+        _size(path, file)
     return dataset
 
 

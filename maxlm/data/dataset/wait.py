@@ -32,15 +32,15 @@ def wait_for_file(path: Path, *, sleep: Callable[[float], object] = time.sleep) 
             # There is no error marker, so the fetch has not failed.
             pass
         # The file may have arrived just before the fetcher stopped.
-        if not _is_fetched(path.parent) and not path.exists():
+        if not is_locked(path.parent / LOCK_NAME) and not path.exists():
             raise InputError(f'{path} is missing, and no process is fetching it; run the same command again')
         sleep(POLL_SECONDS)
 
 
-def _is_fetched(directory: Path) -> bool:
-    """Returns True if a fetcher holds the lock of a directory."""
+def is_locked(path: Path) -> bool:
+    """Returns True if a process holds the lock of a file."""
     try:
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR)
     except OSError:
         return False
     try:

@@ -113,6 +113,7 @@ def run_tasks(
     *,
     retries: int,
     on_progress: OnProgress,
+    on_done: Callable[[int], None] = lambda number: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[int, str]:
     """Runs all tasks. Failed tasks are retried after all others have finished and a pause, at most `retries` times.
@@ -122,6 +123,7 @@ def run_tasks(
         tasks: the tasks in the order in which they start.
         retries: maximum number of retries of a task.
         on_progress: called with newly completed work. A retried task reports its work again.
+        on_done: called with the index of each task that succeeds.
         sleep: waits for a number of seconds.
 
     Returns:
@@ -134,7 +136,7 @@ def run_tasks(
 
     def attempt() -> dict[int, str]:
         nonlocal failed
-        failed = _run_round(engine, tasks, sorted(failed), on_progress)
+        failed = _run_round(engine, tasks, sorted(failed), on_progress, on_done)
         return failed
 
     retrying = tenacity.Retrying(
@@ -148,7 +150,11 @@ def run_tasks(
 
 
 def _run_round(
-    engine: Executor, tasks: Sequence[Task], numbers: Sequence[int], on_progress: OnProgress
+    engine: Executor,
+    tasks: Sequence[Task],
+    numbers: Sequence[int],
+    on_progress: OnProgress,
+    on_done: Callable[[int], None],
 ) -> dict[int, str]:
     waiting, running = deque(numbers), 0
     failed: dict[int, str] = {}
@@ -163,4 +169,6 @@ def _run_round(
                 raise InputError(outcome.reason)
             if outcome.ending is TaskStatus.FAILED:
                 failed[outcome.number] = outcome.reason
+            else:
+                on_done(outcome.number)
     return failed

@@ -23,6 +23,11 @@ ONE_THREAD = {'TOKENIZERS_PARALLELISM': 'false', 'RAYON_NUM_THREADS': '1'}
 END_SECONDS = 5.0
 
 
+def num_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
 class InProcess:
     """Runs tasks one at a time in the current process. See `Executor`."""
 

@@ -76,6 +76,16 @@ def find(given: str, max_record_bytes: int = MAX_RECORD_BYTES) -> InputFile:
     return InputFile(str(spec), f'{name}#{spec.split or "train"}', source, 'hub', size, version)
 
 
+def pin(given: str) -> str:
+    """Returns a spec `hf:…` with the commit that its name and revision currently refer to.
+
+    Raises:
+        InputError: see `find`.
+    """
+    spec = _parse(given)
+    return given if spec.directory else str(dataclasses.replace(spec, revision=_commit(given, spec)))
+
+
 def bounds(file: InputFile) -> Sequence[int]:
     """Returns the unit boundaries. Units are rows if `save_to_disk` wrote the dataset, else shards, of equal sizes."""
     dataset = _open(file.path, file.version)

@@ -7,23 +7,20 @@ import dataclasses
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from maxlm.config.schema import Config, DataConfig
 from maxlm.data.dataset.cache_policy import PlannedRead
-from maxlm.data.dataset.records import Dataset, Shard, load_manifest
-from maxlm.data.dataset.shard_cache import Fetcher, fetch_manifest
-from maxlm.data.dataset.token_reader import OPEN_SHARDS
+from maxlm.data.dataset.records import Dataset
+from maxlm.data.dataset.shard_cache import Fetcher
 from maxlm.data.loader.batches import Batches, TrainingRows, ValidationRows, WeightedSource
 from maxlm.data.loader.mixture import Mixture, SourcesSchedule, StagedMixture
 from maxlm.data.loader.prefetch_plan import upcoming_reads
 from maxlm.data.loader.shuffle import VERSION, ShuffledIndex
-from maxlm.data.loader.windows import Sequences
+from maxlm.data.loader.source import HUB, OpenedDataset, Source, open_dataset, source_name
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.storage.download import RemoteFile
 from maxlm.storage.retry import OnWarning
 
 PREFERENCE_OBJECTIVE = 'dpo'
@@ -67,49 +64,6 @@ def _warn(line: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """One entry of `data.sources`, or the dataset of `data.path`.
-
-    Attributes:
-        name: name in logs and metrics.
-        dataset: the dataset that contains the shards.
-        only: the single source of the dataset whose shards are used; '' = all sources.
-        weight: relative weight of the source in the training rows.
-        url: URL of the bucket that contains the shards; '' = all shards are local.
-    """
-
-    name: str
-    dataset: Dataset
-    only: str
-    weight: float
-    url: str
-
-    def windows(self, split: str, data: DataConfig, *, marked: bool = False) -> Sequences:
-        # A deleted file uses disk space until it is closed, so files of the previous pool must not stay open.
-        max_open = data.shuffle_shards if self.url and data.cache_limit_gib and data.shuffle_shards else OPEN_SHARDS
-        return Sequences(
-            self.dataset,
-            split,
-            data.seq_len,
-            shards=self.shards(split),
-            isolate_documents=data.document_mask,
-            marked=marked,
-            fetched=bool(self.url),
-            max_open=max_open,
-        )
-
-    def shards(self, split: str) -> list[Shard]:
-        return [shard for shard in self.dataset.splits[split].shards if self.only in ('', shard.source)]
-
-    def remote_files(self, shards: Iterable[Shard]) -> tuple[RemoteFile, ...]:
-        """Returns the remote files of `shards`; empty if the dataset is local."""
-        if not self.url:
-            return ()
-        path = self.dataset.path
-        return tuple(RemoteFile(f'{self.url}/{s.name}', path / s.name, s.bytes, s.sha256) for s in shards)
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainingData:
     """Training data of a run.
 
@@ -130,9 +84,15 @@ class TrainingData:
         return self.sources[0].dataset
 
     @property
-    def training_windows(self) -> int:
-        """Returns the number of windows in one epoch over all sources."""
-        return sum(len(source.windows('train', self.data)) for source in self.sources)
+    def source_windows(self) -> list[int | None]:
+        """Returns the number of windows in one epoch over each source; None if the source is still being prepared."""
+        return [None if s.is_growing else len(s.windows('train', self.data)) for s in self.sources]
+
+    @property
+    def training_windows(self) -> int | None:
+        """Returns the number of windows in one epoch over all sources; None if one is still being prepared."""
+        counts = [count for count in self.source_windows if count is not None]
+        return sum(counts) if len(counts) == len(self.sources) else None
 
     def mixture(self, global_batch: int = 1, sources_schedule: SourcesSchedule = ()) -> StagedMixture:
         """Returns the mixture of the sources. See `Config.source_stages` for the schedule; () = constant weights."""
@@ -184,14 +144,17 @@ class TrainingData:
         for part, source in zip(weighted_sources, self.sources, strict=True):
             if not len(part.windows):
                 raise InputError(
-                    f'{_display_name(source)}: the train split is empty; prepare more text with maxlm.prepare'
+                    f'{source.display_name}: the train split is empty; prepare more text with maxlm.prepare'
                 )
         orders = [
             # The seed depends on the source, so that sources of the same size have different orders.
             ShuffledIndex(
-                part.windows.shard_windows, seed=(self.data.seed + number) % 2**32, pool_shards=self.data.shuffle_shards
+                part.windows.shard_windows,
+                seed=(self.data.seed + number) % 2**32,
+                pool_shards=self.data.shuffle_shards,
+                in_order=source.dataset.is_streamed,
             )
-            for number, part in enumerate(weighted_sources)
+            for number, (part, source) in enumerate(zip(weighted_sources, self.sources, strict=True))
         ]
         return Batches(
             weighted_sources,
@@ -217,7 +180,7 @@ class TrainingData:
         weighted_sources = self._weighted_sources('validation')
         if not any(len(part.windows) for part in weighted_sources):
             raise InputError(
-                f'{_display_name(self.sources[0])}: the validation split is empty; prepare more text with maxlm.prepare'
+                f'{self.sources[0].display_name}: the validation split is empty; prepare more text with maxlm.prepare'
             )
         return Batches(
             weighted_sources,
@@ -273,9 +236,9 @@ class TrainingData:
     def fingerprint(self, global_batch: int, sources_schedule: SourcesSchedule = ()) -> dict[str, Any]:
         """Returns the values that determine the data order, as a flat JSON-compatible dict for a checkpoint."""
         if len(self.sources) == 1 and not self.data.sources:
-            contents: dict[str, Any] = {'dataset': self.first.fingerprint}
+            contents: dict[str, Any] = {'dataset': self.first.order_fingerprint}
         else:
-            contents = {f'dataset {source.name}': source.dataset.fingerprint for source in self.sources}
+            contents = {f'dataset {source.name}': source.dataset.order_fingerprint for source in self.sources}
             contents |= {f'weight {source.name}': source.weight for source in self.sources}
         for (_, weights), (stop, _) in itertools.pairwise(sources_schedule):
             contents[f'weights until step {stop}'] = list(weights)
@@ -316,18 +279,22 @@ def open_training_data(data: DataConfig, *, with_sources: bool = True, on_warnin
             tokenizers; or only some contain preferences.
     """
     if not data.sources:
-        dataset, url = _open(data.path, data, on_warning)
-        _check_packed(dataset, data)
-        source = Source('', dataset, '', 1.0, url)
-        names = tuple({shard.source: None for split in source.dataset.splits.values() for shard in split.shards})
+        opened = open_dataset(data.path, data, on_warning)
+        _check_packed(opened.dataset, data)
+        source = Source('', opened.dataset, '', 1.0, opened.url, opened.is_growing)
+        shards = [shard for split in source.dataset.splits.values() for shard in split.shards]
+        # The sources of a streamed dataset are not known before its preparation ends.
+        names = () if source.dataset.is_streamed else tuple({shard.source: None for shard in shards})
         return TrainingData(data, (source,), names if with_sources and 1 < len(names) <= MAX_SOURCES_LISTED else ())
-    opened: dict[str, tuple[Dataset, str]] = {}
+    datasets: dict[str, OpenedDataset] = {}
     sources = []
     for entry, weight in data.sources:
         path, _, only = entry.partition('#')
-        opened[path] = opened.get(path) or _open(path, data, on_warning)
-        dataset, url = opened[path]
-        sources.append(Source(_name(entry), dataset, only, float(weight), url))
+        if path.startswith(HUB):
+            path, only = entry, ''
+        datasets[path] = opened = datasets.get(path) or open_dataset(path, data, on_warning)
+        name = source_name(entry)
+        sources.append(Source(name, opened.dataset, only, float(weight), opened.url, opened.is_growing))
     repeated = [name for name, count in Counter(source.name for source in sources).items() if count > 1]
     if repeated:
         # Directories with the same name are distinguished by their full paths.
@@ -341,27 +308,6 @@ def open_training_data(data: DataConfig, *, with_sources: bool = True, on_warnin
         _check_same_tokenizer(a.dataset, b.dataset)
     names = tuple(source.name for source in sources)
     return TrainingData(data, tuple(sources), names if with_sources and len(names) <= MAX_SOURCES_LISTED else ())
-
-
-def _open(path: str, data: DataConfig, on_warning: OnWarning) -> tuple[Dataset, str]:
-    """Returns the dataset and its URL, or '' if it is local. Of a remote dataset, only the manifest is downloaded."""
-    protocol, separator, rest = path.partition('://')
-    if not separator:
-        return load_manifest(path), ''
-    # Any URL maps to a path below the cache directory, because files there are deleted to free space.
-    below = [part for part in rest.split('/') if part not in ('', '.', '..')]
-    directory = Path(data.cache_dir).expanduser().joinpath(protocol, *below)
-    manifest = fetch_manifest(path, directory, on_warning=on_warning)
-    return load_manifest(directory, complete=False), manifest.url
-
-
-def _name(entry: str) -> str:
-    path, _, source = entry.partition('#')
-    return source or path.rstrip('/').rpartition('/')[2]
-
-
-def _display_name(source: Source) -> str:
-    return f'{source.dataset.path}#{source.only}' if source.only else str(source.dataset.path)
 
 
 def _check_source(source: Source) -> None:

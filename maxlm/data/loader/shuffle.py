@@ -68,21 +68,25 @@ class ShuffledIndex:
         shard_windows: number of windows in each shard, at least one in total. Window numbers count through the shards.
         seed: integer from 0 to 2³² - 1.
         pool_shards: number of shards in a pool; 0 = all.
+        in_order: the first epoch does not shuffle the shards, and pool_shards = 0 means 1 there. Shards that are
+            appended then change no position before `complete_windows`.
     """
 
-    def __init__(self, shard_windows: Sequence[int], *, seed: int, pool_shards: int = 0):
+    def __init__(self, shard_windows: Sequence[int], *, seed: int, pool_shards: int = 0, in_order: bool = False):
         # First window of each shard, followed by the total number of windows.
         self._firsts = list(itertools.accumulate(shard_windows, initial=0))
         self._seed = seed
         self._pool_shards = min(pool_shards or len(shard_windows), len(shard_windows))
+        # Number of shards in a pool of the first epoch if the shards are in order; 0 = as in all other epochs.
+        self._first_pool_shards = (pool_shards or 1) if in_order else 0
         assert len(self) > 0
         self._cached_pools = functools.lru_cache(NUM_CACHED_EPOCHS)(self._pools)
 
-    def __getstate__(self) -> tuple[list[int], int, int]:
-        return self._firsts, self._seed, self._pool_shards
+    def __getstate__(self) -> tuple[list[int], int, int, int]:
+        return self._firsts, self._seed, self._pool_shards, self._first_pool_shards
 
-    def __setstate__(self, state: tuple[list[int], int, int]) -> None:
-        self._firsts, self._seed, self._pool_shards = state
+    def __setstate__(self, state: tuple[list[int], int, int, int]) -> None:
+        self._firsts, self._seed, self._pool_shards, self._first_pool_shards = state
         self._cached_pools = functools.lru_cache(NUM_CACHED_EPOCHS)(self._pools)
 
     def __len__(self) -> int:
@@ -99,6 +103,13 @@ class ShuffledIndex:
         member = bisect.bisect_right(pools.offsets[pool], index) - 1
         return self._firsts[pools.shards[pool][member]] + index - pools.offsets[pool][member]
 
+    @property
+    def complete_windows(self) -> int:
+        """Number of windows in the complete pools of the first epoch."""
+        pools = self._cached_pools(0)
+        num_complete = sum(len(shards) == (self._first_pool_shards or self._pool_shards) for shards in pools.shards)
+        return pools.starts[num_complete]
+
     def blocks(self, position: int) -> Iterator[ShuffleBlock]:
         """Yields the pools of the order endlessly, starting with the pool that contains `position`."""
         for epoch in itertools.count(position // len(self)):
@@ -111,10 +122,11 @@ class ShuffledIndex:
     def _pools(self, epoch: int) -> _Pools:
         # Shards without windows (a single token) could form an empty pool.
         filled = [shard for shard, (a, b) in enumerate(itertools.pairwise(self._firsts)) if b > a]
-        if self._pool_shards < len(self._firsts) - 1:
+        in_order = epoch == 0 and self._first_pool_shards > 0
+        if self._pool_shards < len(self._firsts) - 1 and not in_order:
             seed = _seed(self._seed, epoch, 0)
             filled = [filled[feistel_permutation(position, len(filled), seed)] for position in range(len(filled))]
-        shards = _batched(filled, self._pool_shards)
+        shards = _batched(filled, self._first_pool_shards if in_order else self._pool_shards)
         offsets = [
             list(itertools.accumulate((self._firsts[shard + 1] - self._firsts[shard] for shard in pool), initial=0))
             for pool in shards

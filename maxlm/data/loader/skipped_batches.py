@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maxlm.data.loader.batches import Batches
+from maxlm.data.loader.batches import StepIndexedBatches
 from maxlm.data.loader.windows import Batch
 
 # Ranges [start, stop) of batches in data order, sorted and separated by gaps.
@@ -35,7 +35,7 @@ def skip_steps(skips: Skips, first: int, stop: int) -> Skips:
 class SkippingBatches:
     """Batches by step without the skipped batches. Picklable."""
 
-    def __init__(self, batches: Batches, skips: Skips):
+    def __init__(self, batches: StepIndexedBatches, skips: Skips):
         self._batches = batches
         self._skips = skips
 

@@ -43,48 +43,87 @@ def assemble(
     Raises:
         InputError: there is no training document, or a shard or result is missing.
     """
-    chat = tasks[0].chat
-    sums = {name: _Sum(tokenizer.vocab_size, ChatCounts() if chat is None else chat.make_counts()) for name in SPLITS}
-    # The keys are unique: an unreadable file is listed once and not once per range.
-    reasons = dict.fromkeys((entry['name'], entry['reason']) for entry in left_out)
-    duplicates = CleaningReport()
-    # Results are loaded one at a time, because the token counts of all partitions may not fit into memory.
+    builder = ManifestBuilder(
+        tasks[0], tokenizer, tokenizer_kind=tokenizer_kind, made_from=made_from, output=output, left_out=left_out
+    )
     for task in tasks:
+        builder.add(task)
+    return builder.build(), builder.duplicates
+
+
+class ManifestBuilder:
+    """Adds up the results of partitions. They are loaded one at a time, because all of them may not fit into memory.
+
+    Attributes:
+        duplicates: report on the removed duplicates.
+    """
+
+    def __init__(
+        self,
+        task: WriteShards,
+        tokenizer: Tokenizer,
+        *,
+        tokenizer_kind: str,
+        made_from: dict[str, Any],
+        output: Path,
+        left_out: Sequence[dict[str, str]] = (),
+    ):
+        """Creates a builder without partitions. `task` is any of the tasks; see `assemble` for the other arguments."""
+        chat, self._block = task.chat, task.block
+        self._chat, self._tokenizer, self._kind = chat, tokenizer, tokenizer_kind
+        self._made_from, self._output = made_from, output
+        self._sums = {
+            name: _Sum(tokenizer.vocab_size, ChatCounts() if chat is None else chat.make_counts()) for name in SPLITS
+        }
+        # The keys are unique: an unreadable file is listed once and not once per range.
+        self._reasons = dict.fromkeys((entry['name'], entry['reason']) for entry in left_out)
+        self.duplicates = CleaningReport()
+
+    def add(self, task: WriteShards) -> None:
+        """Adds the result of a completed task. Raises InputError if it or a shard is missing."""
         result = task.load()
         if result is None:
             raise InputError(f'{task.result_path}: removed or changed while maxlm.prepare was running; run it again')
-        reasons |= dict.fromkeys((entry['name'], entry['reason']) for entry in result.skipped)
-        duplicates = duplicates.merge(result.duplicates)
+        self._reasons |= dict.fromkeys((entry['name'], entry['reason']) for entry in result.skipped)
+        self.duplicates = self.duplicates.merge(result.duplicates)
         for name, counts in result.splits.items():
-            sums[name].add(task.partition.source, counts)
-    splits = {name: total.split() for name, total in sums.items()}
-    if not splits['train'].documents:
-        raise InputError(_nothing(sums['train'].chat, chat))
-    block, dtype = tasks[0].block, token_dtype(tokenizer.vocab_size) if chat is None else 'uint32'
-    end_of_document = tokenizer.end_of_document
-    dataset = Dataset(
-        path=output,
-        tokenizer=tokenizer_kind,
-        tokenizer_file=TOKENIZER_FILE,
-        tokenizer_sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        end_of_document=end_of_document,
-        dtype=dtype,
-        block=block,
-        splits=splits,
-        left_out=tuple({'name': name, 'reason': reason} for name, reason in reasons),
-        made_from=made_from,
-        fingerprint=dataset_fingerprint(
-            block=block,
-            dtype=dtype,
+            self._sums[name].add(task.partition.source, counts)
+
+    @property
+    def has_shards(self) -> bool:
+        """True if there is a training shard."""
+        return bool(self._sums['train'].shards)
+
+    def build(self) -> Dataset:
+        """Returns the data set of the added partitions. Raises InputError if there is no training document."""
+        chat, tokenizer = self._chat, self._tokenizer
+        splits = {name: total.split() for name, total in self._sums.items()}
+        if not splits['train'].documents:
+            raise InputError(_nothing(self._sums['train'].chat, chat))
+        block, dtype = self._block, token_dtype(tokenizer.vocab_size) if chat is None else 'uint32'
+        end_of_document = tokenizer.end_of_document
+        return Dataset(
+            path=self._output,
+            tokenizer=self._kind,
+            tokenizer_file=TOKENIZER_FILE,
+            tokenizer_sha256=tokenizer.sha256,
+            vocab_size=tokenizer.vocab_size,
             end_of_document=end_of_document,
+            dtype=dtype,
+            block=block,
             splits=splits,
-            masked=chat is not None,
-            preferences=chat is not None and chat.preferences,
-        ),
-        **_chat_facts(chat, sums),
-    )
-    return dataset, duplicates
+            left_out=tuple({'name': name, 'reason': reason} for name, reason in self._reasons),
+            made_from=self._made_from,
+            fingerprint=dataset_fingerprint(
+                block=block,
+                dtype=dtype,
+                end_of_document=end_of_document,
+                splits=splits,
+                masked=chat is not None,
+                preferences=chat is not None and chat.preferences,
+            ),
+            **_chat_facts(chat, self._sums),
+        )
 
 
 def _chat_facts(chat: ChatShards | None, sums: dict[str, _Sum]) -> dict[str, Any]:
@@ -130,7 +169,7 @@ class _Sum:
         self._sources: dict[str, np.ndarray] = {}
         # Sources with a shard whose text bytes are unknown.
         self._without_text: set[str] = set()
-        self._shards: list[Shard] = []
+        self.shards: list[Shard] = []
         self.chat = chat
 
     def add(self, source: str, counts: SplitCounts) -> None:
@@ -138,7 +177,7 @@ class _Sum:
         self.chat.add(type(self.chat)(**counts.chat))
         if shard is None:
             return
-        self._shards.append(shard)
+        self.shards.append(shard)
         self._token_counts += counts.token_counts
         new = np.array([shard.documents, shard.tokens, counts.text_bytes], np.int64)
         self._sources[source] = self._sources.get(source, np.zeros(3, np.int64)) + new
@@ -158,7 +197,7 @@ class _Sum:
             text_bytes=0 if self._without_text else text_bytes,
             unigram_entropy=_entropy(self._token_counts),
             sources=sources,
-            shards=tuple(self._shards),
+            shards=tuple(self.shards),
         )
 
 

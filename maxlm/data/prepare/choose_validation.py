@@ -16,6 +16,10 @@ from maxlm.data.prepare.train_val_split import name_hash, validation_threshold
 
 # Complete documents are chosen if the validation share of their number is at least this fraction of one document.
 MIN_SHARE_OF_DOCUMENT = 0.25
+# If training can start during the preparation, validation documents come from one partition: at most this share of it,
+# and about STREAM_BYTES at most.
+MAX_STREAM_SHARE = 0.5
+STREAM_BYTES = 16 * 2**20
 # Minimum number of characters or tokens on each side of a cut.
 MIN_PART = 32
 
@@ -63,11 +67,17 @@ class ValidationChoice:
         below: a document is validation data if the hash of its name is below this threshold.
         cut: the document whose end is validation data; None = no document is cut.
         note: reason for a cut or for an empty split; '' if there is neither.
+        partition: number of the only partition with validation documents; None = all partitions.
     """
 
     below: int
     cut: Cut | None = None
     note: str = ''
+    partition: int | None = None
+
+    def within(self, partition: int) -> ValidationChoice:
+        """Returns the choice for the documents of a partition."""
+        return self if self.partition in (None, partition) else ValidationChoice(0)
 
     def includes(self, name: str) -> bool:
         """Returns True if the document `name` is validation data. The name must come from `parts`."""
@@ -76,6 +86,17 @@ class ValidationChoice:
     def parts(self, documents: Iterable[Document]) -> Iterable[Document]:
         """Returns the documents after applying the cut, if there is one."""
         return documents if self.cut is None else self.cut.apply(documents)
+
+
+def stream_share(share: float, size: int, total: int) -> float:
+    """Returns the share of the documents of one partition that corresponds to `share` of all documents.
+
+    Args:
+        share: fraction of all documents.
+        size: size of the partition in bytes; 0 if unknown.
+        total: size of all partitions in bytes.
+    """
+    return max(share, min(MAX_STREAM_SHARE, min(share * total, STREAM_BYTES) / max(size, 1)))
 
 
 def choose_validation(documents: Iterable[Document], share: float) -> ValidationChoice:

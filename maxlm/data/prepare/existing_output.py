@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxlm.data.dataset.records import Dataset, load_manifest
+from maxlm.data.dataset.records import STREAM, Dataset, load_manifest
 from maxlm.data.dataset.shard_cache import fetch_manifest
 from maxlm.data.prepare.pipeline import PARTITIONS_SKIPPED
 from maxlm.data.prepare.provenance import CHAT_FACTS, READING_FACTS
@@ -35,7 +35,7 @@ def check_same_data(dataset: Dataset, name: str, made_from: dict[str, Any], *, s
     """
     changes = [
         f'{key} {dataset.made_from.get(key)}, not {value}' if key != 'inputs' else 'other input files'
-        for key, value in {**dict.fromkeys((*CHAT_FACTS, *READING_FACTS)), **made_from}.items()
+        for key, value in {**dict.fromkeys((*CHAT_FACTS, *READING_FACTS, STREAM)), **made_from}.items()
         if dataset.made_from.get(key) != value
     ]
     if changes:

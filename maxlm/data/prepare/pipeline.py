@@ -8,18 +8,20 @@ import hashlib
 import itertools
 import os
 import shutil
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
-from maxlm.data.dataset.records import Dataset, save_manifest
+from maxlm.data.dataset.preparation import Announcer, remove_announcements
+from maxlm.data.dataset.records import STREAM_INPUTS, Dataset, save_manifest
 from maxlm.data.executors.executor import Executor, run_tasks
 from maxlm.data.filters.report import CleaningReport
-from maxlm.data.prepare.build_manifest import assemble, without_duplicates
-from maxlm.data.prepare.choose_validation import Cut, ValidationChoice, choose_validation
+from maxlm.data.prepare.build_manifest import ManifestBuilder, assemble, without_duplicates
+from maxlm.data.prepare.choose_validation import Cut, ValidationChoice, choose_validation, stream_share
 from maxlm.data.prepare.partitions import Partition, ReadSettings
 from maxlm.data.prepare.sample import Preview
 from maxlm.data.prepare.scan import Cleaning, DecisionFile, ScanTask, deduplicate
@@ -112,6 +114,8 @@ class PrepareConfig:
         block: tokens per record.
         made_from: these settings and the inputs, for the manifest.
         chat: chat template and settings for conversations or preference pairs; None = plain text.
+        stream: whether training can start before the data set is complete. Validation documents of --input then come
+            from the first partition.
     """
 
     tokenizer: str
@@ -122,6 +126,7 @@ class PrepareConfig:
     block: int
     made_from: dict[str, Any]
     chat: ChatRecipe | None = None
+    stream: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,12 +138,14 @@ class ExecutionOptions:
         retries: maximum number of retries of a failed task.
         skip_failed: whether partitions are skipped if all attempts fail.
         show_progress: whether progress bars are shown.
+        announcer: announces completed shards to training; None if `PrepareConfig.stream` is False.
     """
 
     engine: Executor
     retries: int
     skip_failed: bool
     show_progress: bool
+    announcer: Announcer | None = None
 
 
 def prepare(recipe: PrepareConfig, partitions: Sequence[Partition], output: Path, means: ExecutionOptions) -> Dataset:
@@ -154,18 +161,10 @@ def prepare(recipe: PrepareConfig, partitions: Sequence[Partition], output: Path
         raise InputError(f'{stages.work}: {os_message(error)}; use a writable directory') from error
     partitions, decisions, filtered = stages.clean(partitions)
     tokenizer, validation = stages.begin(partitions, decisions)
-    tasks = stages.write(partitions, decisions, tokenizer, validation)
+    tasks, facts = stages.write(partitions, decisions, tokenizer, validation)
     skipped = stages.skipped
-    made_from = {**recipe.made_from, **({PARTITIONS_SKIPPED: len(skipped)} if skipped else {})}
-    made_from |= {VALIDATION_NOTE: validation.note} if validation.note else {}
-    dataset, duplicates = assemble(
-        tasks,
-        tokenizer,
-        tokenizer_kind=_kind(recipe.tokenizer),
-        made_from=made_from,
-        output=output,
-        left_out=skipped,
-    )
+    facts['made_from'] |= {PARTITIONS_SKIPPED: len(skipped)} if skipped else {}
+    dataset, duplicates = assemble(tasks, tokenizer, output=output, left_out=skipped, **facts)
     if recipe.cleaning:
         report = CleaningReport()
         for task in tasks:
@@ -178,6 +177,7 @@ def prepare(recipe: PrepareConfig, partitions: Sequence[Partition], output: Path
 def remove_leftovers(dataset: Dataset, *, cleaned: bool) -> None:
     """Removes temporary files and files of earlier runs that do not belong to the completed data set."""
     shutil.rmtree(dataset.path / WORK_DIRECTORY, ignore_errors=True)
+    remove_announcements(dataset.path)
     remove_partial_files(dataset.path)
     for path in find_leftover_files(
         dataset.path, [shard for split in dataset.splits.values() for shard in split.shards]
@@ -249,7 +249,7 @@ class _Stages:
             self._recipe.cleaning.filters,
             self._means.skip_failed,
         )
-        validation = choose_validation(preview.documents(), self._recipe.validation_share)
+        validation = self._choose_validation(preview)
         total = min(SAMPLE_BYTES, sum(partitions[place].size for place in training))
         shown = self._means.show_progress and _kind(self._recipe.tokenizer) in LEARNED
         with StageBar('tokenizer', total=total, show=shown) as bar:
@@ -262,14 +262,25 @@ class _Stages:
         save_result(stamp, identity, {'tokenizer_sha256': tokenizer.sha256, **dataclasses.asdict(validation)})
         return tokenizer, validation
 
+    def _choose_validation(self, preview: Preview) -> ValidationChoice:
+        share = self._recipe.validation_share
+        if not self._recipe.stream:
+            return choose_validation(preview.documents(), share)
+        first = preview.first()
+        if share and first.partitions:
+            size, total = (sum(partition.size for partition in part.partitions) for part in (first, preview))
+            share = stream_share(share, size, total)
+        number = first.partitions[0].number if first.partitions else None
+        return dataclasses.replace(choose_validation(first.documents(), share), partition=number)
+
     def write(
         self,
         partitions: Sequence[Partition],
         decisions: Sequence[DecisionFile | None],
         tokenizer: Tokenizer,
         validation: ValidationChoice,
-    ) -> list[WriteShards]:
-        """Writes the shards and returns the completed tasks."""
+    ) -> tuple[list[WriteShards], dict[str, Any]]:
+        """Writes the shards. Returns the completed tasks, and arguments of `ManifestBuilder`."""
         chat = None if self._recipe.chat is None else self._write_template(self._recipe.chat, tokenizer)
         tasks = [
             WriteShards(
@@ -279,7 +290,9 @@ class _Stages:
                 reading=self._recipe.reading,
                 decisions=file,
                 filters=self._recipe.cleaning.filters,
-                validation=ValidationChoice(HASH_RANGE) if partition.is_validation else validation,
+                validation=ValidationChoice(HASH_RANGE)
+                if partition.is_validation
+                else validation.within(partition.number),
                 tokenizer_sha256=tokenizer.sha256,
                 infill=self._recipe.infill,
                 block=self._recipe.block,
@@ -287,7 +300,16 @@ class _Stages:
             )
             for partition, file in zip(partitions, decisions, strict=True)
         ]
-        return self._run('shards', tasks)
+        made_from = {**self._recipe.made_from, **({VALIDATION_NOTE: validation.note} if validation.note else {})}
+        facts: dict[str, Any] = {'tokenizer_kind': _kind(self._recipe.tokenizer), 'made_from': made_from}
+        announcer = self._means.announcer
+        if announcer is None:
+            return self._run('shards', tasks), facts
+        made_from[STREAM_INPUTS] = identity_of([task.identity for task in tasks])
+        builder = ManifestBuilder(tasks[0], tokenizer, output=self._output, **facts)
+        publisher = Publisher(announcer, builder, tasks)
+        publisher.update()
+        return self._run('shards', tasks, on_done=publisher.update), facts
 
     def _write_template(self, chat: ChatRecipe, tokenizer: Tokenizer) -> ChatShards:
         source = chat.template_for(tokenizer)
@@ -295,12 +317,27 @@ class _Stages:
         preferences = self._recipe.reading.options.format == 'preference'
         return ChatShards(hashlib.sha256(source.encode()).hexdigest(), chat.window, preferences)
 
-    def _run(self, stage: str, tasks: Sequence[T]) -> list[T]:
-        """Runs the tasks that are not done, and returns all completed tasks."""
-        unfinished = [task for task in tasks if not task.is_done()]
+    def _run(self, stage: str, tasks: Sequence[T], on_done: Callable[[], None] = lambda: None) -> list[T]:
+        """Runs the tasks that are not done, and returns all completed tasks. Calls `on_done` after each of them."""
+        # Training needs the validation data first.
+        unfinished = sorted(
+            (task for task in tasks if not task.is_done()), key=lambda task: not task.partition.is_validation
+        )
         total, left = (sum(task.size for task in part) for part in (tasks, unfinished))
         with StageBar(stage, total=total, initial=total - left, show=self._means.show_progress) as bar:
-            failed = run_tasks(self._means.engine, unfinished, retries=self._means.retries, on_progress=bar)
+
+            def report(num_bytes: int, documents: int, tokens: int) -> None:
+                bar(num_bytes, documents, tokens)
+                if self._means.announcer:
+                    self._means.announcer.progress(num_bytes)
+
+            failed = run_tasks(
+                self._means.engine,
+                unfinished,
+                retries=self._means.retries,
+                on_progress=report,
+                on_done=lambda _: on_done(),
+            )
         # On a shared file system, files from other machines can stay invisible until the directory is listed again.
         for directory in (self._output, self.work):
             os.listdir(directory)
@@ -321,6 +358,22 @@ class _Stages:
         return [task for task in tasks if id(task) not in lost]
 
 
+class Publisher:
+    """Announces the shards of completed partitions: first all validation partitions, then the others in order."""
+
+    def __init__(self, announcer: Announcer, builder: ManifestBuilder, tasks: Sequence[WriteShards]):
+        self._announcer, self._builder = announcer, builder
+        self._waiting = deque(sorted(tasks, key=lambda task: not task.partition.is_validation))
+
+    def update(self) -> None:
+        """Announces the shards up to the first partition that is not complete."""
+        before = len(self._waiting)
+        while self._waiting and self._waiting[0].is_done():
+            self._builder.add(self._waiting.popleft())
+        if len(self._waiting) < before and self._builder.has_shards:
+            self._announcer.publish(self._builder.build())
+
+
 def _refuse_empty(reports: Sequence[CleaningReport]) -> None:
     """Raises InputError if the filters remove all training documents."""
     report = functools.reduce(CleaningReport.merge, reports, CleaningReport())
@@ -336,7 +389,7 @@ def _refuse_empty(reports: Sequence[CleaningReport]) -> None:
 
 def _validation_of(facts: dict[str, Any]) -> ValidationChoice:
     """Returns the choice from a saved result."""
-    return ValidationChoice(facts['below'], facts['cut'] and Cut(**facts['cut']), facts['note'])
+    return ValidationChoice(facts['below'], facts['cut'] and Cut(**facts['cut']), facts['note'], facts.get('partition'))
 
 
 def _kind(spec: str) -> str:

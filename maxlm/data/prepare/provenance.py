@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from maxlm.data.dataset.records import STREAM
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.filters.registry import describe_filters
 from maxlm.data.formats.input_file import InputFile
@@ -60,6 +61,7 @@ def made_from(
         'infill_spm': options.fim_spm_rate if options.fim_rate else None,
         'block': options.block,
         **_reading_facts(read),
+        **({STREAM: True} if options.stream else {}),
         'inputs': hashlib.sha256(json.dumps(files).encode()).hexdigest(),
     }
 

@@ -39,6 +39,13 @@ class Preview:
         for place in range(len(self.partitions)):
             yield from self._documents(place)
 
+    def first(self) -> Preview:
+        """Returns the preview of the first partition that contains documents, or of no partition."""
+        for place, (partition, decisions) in enumerate(zip(self.partitions, self.decisions, strict=True)):
+            if next(self._documents(place), None):
+                return dataclasses.replace(self, partitions=[partition], decisions=[decisions])
+        return dataclasses.replace(self, partitions=[], decisions=[])
+
     def texts(self, validation: ValidationChoice, on_text: Callable[[int], None]) -> Iterator[str]:
         """Yields at most SAMPLE_BYTES characters of text to train the tokenizer.
 
@@ -67,6 +74,7 @@ class Preview:
                 return
 
     def _trained_on(self, place: int, validation: ValidationChoice) -> Iterator[str]:
+        validation = validation.within(self.partitions[place].number)
         for document in validation.parts(self._documents(place)):
             if not validation.includes(document.name):
                 yield document.text

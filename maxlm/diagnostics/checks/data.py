@@ -23,10 +23,13 @@ MIN_BYTES_PER_SECOND = 5e6
 def check_data(context: CheckContext) -> CheckResult:
     """Opens the data as training does, with a temporary cache, and reads the beginning of each source."""
     from maxlm.data.loader.dataset import open_training_data
+    from maxlm.data.loader.source import HUB
     from maxlm.storage.object_store import open_filesystem, read_range, translate_errors
 
     if context.config is None:
         return skipped('no --config, so the data is unknown')
+    if hub := [path for path in context.data_paths if path.startswith(HUB)]:
+        return skipped(f'{hub[0]} is prepared during the run')
     warnings: list[str] = []
     with tempfile.TemporaryDirectory(prefix='maxlm-doctor-') as cache:
         data = dataclasses.replace(context.config.data, cache_dir=cache)

@@ -225,6 +225,12 @@ def test_a_name_is_streamed_at_one_commit(fake_hub, read):
     assert find_inputs(['hf:org/corpus'])[0].name == 'org/corpus#train'
 
 
+def test_a_name_is_pinned_to_its_commit(fake_hub, tmp_path):
+    assert hf_datasets.pin('hf:org/corpus:all#test') == 'hf:org/corpus:all@commit-of-None#test'
+    assert hf_datasets.pin('hf:org/corpus@v1') == 'hf:org/corpus@commit-of-v1#train'
+    assert hf_datasets.pin(f'hf:{tmp_path}#test') == f'hf:{tmp_path}#test'
+
+
 def test_a_missing_data_set_is_named(fake_hub, monkeypatch):
     with pytest.raises(InputError, match=r'^hf:org/none: no answer \(cannot be reached'):
         find_inputs(['hf:org/none'])

@@ -42,8 +42,26 @@ def test_the_order_does_not_change_between_releases():
     assert VERSION == 2
     assert epoch(ShuffledIndex([5, 5], seed=7), 3) == [8, 9, 6, 2, 5, 1, 4, 7, 0, 3]
     assert epoch(ShuffledIndex([3, 2, 4, 1], seed=7, pool_shards=2)) == [5, 7, 2, 8, 0, 6, 1, 4, 9, 3]
+    in_order = ShuffledIndex([3, 2, 4, 1], seed=7, pool_shards=2, in_order=True)
+    assert epoch(in_order) == [3, 2, 0, 4, 1, 9, 7, 8, 5, 6]
+    assert epoch(in_order, 1) == epoch(ShuffledIndex([3, 2, 4, 1], seed=7, pool_shards=2), 1)
     large = ShuffledIndex([10**6], seed=7)
     assert [large[place] for place in range(4)] == [656678, 217238, 575118, 649776]
+
+
+@pytest.mark.parametrize(('pool_shards', 'complete'), [(0, [5, 5, 22, 23, 63]), (2, [0, 0, 22, 22, 63])])
+def test_appended_shards_do_not_change_the_complete_pools_in_order(pool_shards, complete):
+    # The second shard is empty, so it is in no pool.
+    orders = [
+        ShuffledIndex(SHARDS[:count], seed=3, pool_shards=pool_shards, in_order=True) for count in (1, 2, 3, 4, 5)
+    ]
+    assert [order.complete_windows for order in orders] == complete
+    everything = ShuffledIndex(SHARDS, seed=3, pool_shards=pool_shards, in_order=True)
+    for order, count in zip(orders, complete, strict=True):
+        assert [order[place] for place in range(count)] == [everything[place] for place in range(count)]
+        assert pickle.loads(pickle.dumps(order)).complete_windows == count
+    # The usual order does change.
+    assert epoch(ShuffledIndex(SHARDS[:4], seed=3, pool_shards=2)) != epoch(ShuffledIndex(SHARDS, seed=3))[:23]
 
 
 def test_pools_have_separate_shards_in_a_new_order_each_epoch():

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from maxlm.data.loader.dataset import Source
+from maxlm.data.loader.source import Source
 from maxlm.diagnostics.checks.data import check_data
 from maxlm.diagnostics.result import CheckStatus
 from tests.diagnostics.machines import CPU, case_on
@@ -27,6 +27,11 @@ def test_a_valid_data_set(dataset):
 
 def test_no_data_set():
     assert check_data(case_on(CPU)).status is CheckStatus.SKIPPED
+
+
+def test_data_of_the_hub():
+    found = check_data(case_on(CPU, config=config_of('hf:org/name')))
+    assert (found.status, found.message) == (CheckStatus.SKIPPED, 'hf:org/name is prepared during the run')
 
 
 def test_a_missing_data_set(tmp_path):
