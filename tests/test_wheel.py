@@ -23,7 +23,7 @@ def unpacked(tmp_path_factory):
     if not listed:
         pytest.fail('the sources of the wheel are those that git lists; run this test in a checkout')
     for name in listed.split('\0'):
-        if name.startswith(('maxlm/', 'configs/')) or name and '/' not in name:
+        if name.startswith(('maxlm/', 'configs/')) or (name and '/' not in name):
             target = sources / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
