@@ -56,16 +56,13 @@ def get_phases(variant: str = '7b') -> list[str]:
     ]
     if variant not in ('7b', 'smoke'):
         return pretrain
-    tasks = f'data/code-{variant}-tasks'
-    chats, prompts = (f'{tasks}/chats.jsonl', f'{tasks}/prompts.jsonl') if is_smoke else ('{chats}', '{prompts}')
     return [
         *pretrain,
         f'train --config={{config}}:{variant}-long',
-        *([f'-m examples.tasks synth --output {tasks} --problems 100'] if is_smoke else []),
-        f'prepare --format chat --input {chats} --output data/code-{variant}-chat --chat-template chatml '
+        f'prepare --format chat --input {{chats}} --output data/code-{variant}-chat --chat-template chatml '
         f'--tokenizer runs/code-{variant}-long/tokenizer.json --pack-seq-len {128 if is_smoke else 4096}',
         f'train --config={{config}}:{variant}-instruct',
-        f'grpo --config={{config}}:{variant}-rl --config.grpo.prompts={prompts}',
+        f'grpo --config={{config}}:{variant}-rl --config.grpo.prompts={{prompts}}',
     ]
 
 

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from examples.tasks.__main__ import main as write_tasks
 from maxlm import recipe
 from maxlm.config.loading import load, load_phases
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
@@ -19,7 +20,7 @@ RECIPES = {
     'neox': (['text'], 'runs/neox-smoke'),
     'depth': (['text'], 'runs/depth-smoke'),
     'mix': (['source45', 'source25', 'source20', 'source10'], 'runs/mix-smoke'),
-    'code': (['code'], 'runs/code-smoke-rl'),
+    'code': (['code', 'chats', 'prompts'], 'runs/code-smoke-rl'),
 }
 
 
@@ -39,13 +40,17 @@ def run(*words):
     return exit_code(recipe.main, list(map(str, words)))
 
 
-# Up to seven processes, which start and compile; a busy machine needs minutes.
+# Up to six processes, which start and compile; a busy machine needs minutes.
 @pytest.mark.timeout(400)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('name', RECIPES)
 def test_a_recipe_leads_from_text_to_an_exported_model(name, texts, tmp_path):
     inputs, workdir = RECIPES[name]
-    command = [f'--config={ROOT}/configs/{name}.py:smoke', *(f'{each}={texts}' for each in inputs)]
+    values = dict.fromkeys(inputs, str(texts))
+    if name == 'code':
+        write_tasks(['synth', '--output=tasks', '--problems=100'])
+        values |= {'chats': 'tasks/chats.jsonl', 'prompts': 'tasks/prompts.jsonl'}
+    command = [f'--config={ROOT}/configs/{name}.py:smoke', *(f'{each}={value}' for each, value in values.items())]
     assert run(*command) == EXIT_DONE
     losses = [line['train/loss'] for line in read_metrics(tmp_path / workdir) if 'train/loss' in line]
     assert losses
