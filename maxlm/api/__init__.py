@@ -1,0 +1,1 @@
+"""Python API: trained models as objects. `import maxlm` provides its names."""

@@ -1,0 +1,226 @@
+"""A trained model: generates text, answers, scores text and returns logits.
+
+Shapes: T length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxlm.config.schema import Config
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.huggingface.export_model import DTYPE, MAX_SHARD_BYTES, export_model
+from maxlm.inference.engine.engine import Engine
+from maxlm.inference.engine.requests import Delta, Request
+from maxlm.inference.load import load_model
+from maxlm.inference.prompts import chat_prompt, text_prompt
+from maxlm.inference.resolve_model import resolved_checkpoint
+from maxlm.inference.sampling import Sampling
+from maxlm.inference.scoring import LogprobScorer, windows
+from maxlm.model.decoder import softcap, without_padding
+from maxlm.training.state import Params, abstract_model
+
+# Number of prompts that are continued at the same time.
+NUM_SLOTS = 8
+# Inputs of `logits` are padded to a multiple of this length, which limits the number of compiled programs.
+LENGTH_MULTIPLE = 64
+
+
+class Model:
+    """A trained model on one device, with its tokenizer.
+
+    The first call of each method compiles. Generation holds a copy of the parameters in the compute dtype.
+
+    Attributes:
+        config: config of the run that trained the model, resolved for this device.
+        tokenizer: tokenizer of the model.
+        step: step of the checkpoint.
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str], *, quantize: str = ''):
+        """Loads a model. `maxlm.load(checkpoint)` does the same.
+
+        Args:
+            checkpoint: a workdir (its step with the lowest validation loss), `WORKDIR@STEP`, or a directory in the
+                format of Hugging Face. A workdir may be in a bucket.
+            quantize: weight type (int8, int4 or fp8) to which the kernels are quantized in memory; '' = none.
+
+        Raises:
+            InputError: the model does not exist, cannot be read or cannot be quantized.
+        """
+        stack = contextlib.ExitStack()
+        # A model in the format of Hugging Face is imported into a temporary workdir.
+        weakref.finalize(self, stack.close)
+        self._checkpoint = stack.enter_context(resolved_checkpoint(os.fspath(checkpoint)))
+        self._model = load_model(self._checkpoint, num_devices=1, quantize=quantize)
+        self._engine: Engine | None = None
+        self._scorer: LogprobScorer | None = None
+        self._logits = jax.jit(self._forward)
+
+    @property
+    def config(self) -> Config:
+        return self._model.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._model.tokenizer
+
+    @property
+    def step(self) -> int:
+        return self._model.step
+
+    def generate(
+        self, prompt: str, *, max_tokens: int = 128, seed: int = 0, stop: Sequence[str] = (), **sampling: Any
+    ) -> str:
+        """Returns a continuation of a text.
+
+        Args:
+            prompt: the text to continue.
+            max_tokens: maximum number of tokens of the continuation.
+            seed: seed of the samples.
+            stop: strings that end the continuation and are not part of it.
+            **sampling: fields of `Sampling`, such as `temperature=0` for the most likely tokens, `top_k` and `top_p`.
+
+        Raises:
+            InputError: an argument is out of range, or prompt and continuation exceed the context.
+        """
+        return ''.join(self.stream(prompt, max_tokens=max_tokens, seed=seed, stop=stop, **sampling))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int = 128, seed: int = 0, **sampling: Any
+    ) -> str:
+        """Returns the answer to a conversation, for models with a chat template.
+
+        Args:
+            messages: messages with `role` and `content`, the last of them from the user.
+            max_tokens, seed, **sampling: see `generate`.
+
+        Raises:
+            InputError: as `generate`; or the model has no chat template, or the template rejects the messages.
+        """
+        return ''.join(self.stream(messages, max_tokens=max_tokens, seed=seed, **sampling))
+
+    def stream(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int = 128,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """Returns an iterator over the parts of a continuation or answer, as they are generated.
+
+        Args:
+            prompt: a text to continue, or messages to answer.
+            max_tokens, seed, stop, **sampling: see `generate`.
+
+        Raises:
+            InputError: as `generate` and `chat`.
+        """
+        ids = text_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else chat_prompt(self._model, prompt)
+        names = [field.name for field in dataclasses.fields(Sampling)]
+        unknown = sampling.keys() - {*names}
+        if unknown:
+            raise InputError(f'{min(unknown)!r} is not a sampling setting; use {", ".join(names)}')
+        request = Request(tuple(ids), max_tokens, Sampling(**sampling), seed=seed, stops=tuple(stop))
+        if self._engine is None:
+            self._engine = Engine(self._model, num_slots=NUM_SLOTS)
+        self._engine.check(request)
+        return self._parts(self._engine, request)
+
+    @staticmethod
+    def _parts(engine: Engine, request: Request) -> Iterator[str]:
+        deltas: deque[Delta] = deque()
+        handle = engine.submit(request, deltas.append)
+        try:
+            is_done = False
+            while not is_done:
+                engine.step()
+                while deltas:
+                    delta = deltas.popleft()
+                    is_done = delta.finish_reason is not None
+                    if delta.text:
+                        yield delta.text
+        finally:
+            # The caller may stop reading early.
+            handle.cancel()
+
+    def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Returns the logits of the token after each position, float32 [T, V].
+
+        Args:
+            tokens: token ids [T].
+
+        Raises:
+            InputError: there is no token, too many for the context, or an id is not in the vocabulary.
+        """
+        model = self.config.model
+        ids = np.asarray(tokens, np.int32)
+        if ids.ndim != 1 or not 1 <= ids.size <= model.max_positions:
+            raise InputError(f'tokens of shape {ids.shape}: must be a sequence of 1 to {model.max_positions} ids')
+        if not 0 <= ids.min() <= ids.max() < model.vocab_size:
+            raise InputError(f'token ids must be from 0 to {model.vocab_size - 1}; found {ids.min()} to {ids.max()}')
+        T = min(model.max_positions, -(-ids.size // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
+        padded = np.zeros(T, np.int32)
+        padded[: ids.size] = ids
+        logits = self._logits(self._model.params, padded, np.int32(ids.size))
+        return np.asarray(logits[: ids.size, : model.vocab_size])
+
+    def _forward(self, params: Params, tokens_T: jax.Array, length: jax.Array) -> jax.Array:
+        graph, _ = nnx.split(abstract_model(self.config, self._model.layout))
+        decoder: Any = nnx.merge(graph, params)
+        hidden_BTD, _ = decoder(tokens_T[None, :], length_B=length[None])
+        kernel_DV = decoder.output_kernel().astype(hidden_BTD.dtype)
+        logits_TV = jnp.dot(hidden_BTD[0], kernel_DV, preferred_element_type=jnp.float32)
+        return without_padding(softcap(logits_TV, self.config.model.logit_softcap), self.config.model.vocab_size)
+
+    def loss(self, text: str) -> float:
+        """Returns the mean cross-entropy of the tokens of a text, in nats per token.
+
+        A text may be longer than the context. The first token is predicted from the end of a document, as in training.
+
+        Raises:
+            InputError: the text has no tokens.
+        """
+        ids = text_prompt(self.tokenizer, text)
+        if not ids:
+            raise InputError('the text is empty; provide at least one character')
+        if self._scorer is None:
+            self._scorer = LogprobScorer(self._model)
+        requests = windows(ids, self.tokenizer.end_of_document, self._scorer.max_length)
+        return -sum(score.log_prob for score in self._scorer.score(requests)) / len(ids)
+
+    def save_pretrained(
+        self, directory: str | os.PathLike[str], *, architecture: str = 'auto', dtype: str = DTYPE
+    ) -> None:
+        """Writes the model in the format of Hugging Face Transformers, as `maxlm hf export` does.
+
+        Args:
+            directory: directory to create.
+            architecture: a model type of Transformers, or `auto`.
+            dtype: type of the tensors: float32, bfloat16 or float16.
+
+        Raises:
+            InputError: the directory exists, or no architecture of Transformers can express the model.
+        """
+        export_model(
+            self._checkpoint,
+            os.fspath(directory),
+            architecture=architecture,
+            dtype=dtype,
+            max_shard_size=MAX_SHARD_BYTES,
+            show=False,
+        )

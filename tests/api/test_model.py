@@ -1,0 +1,139 @@
+"""`maxlm.Model`: the same text, losses and logits as the commands and Transformers."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import maxlm
+from maxlm import generate
+from maxlm.data.chat.template import CHATML
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
+from maxlm.errors import EXIT_DONE, InputError, exit_code
+from tests.conftest import ROOT
+from tests.serving.fake_engine import chat_tokenizer
+from tests.starting import make_start
+
+TEXT = 'A license is a text.'
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('api')
+    bytes_tokenizer().save(folder / 'tokenizer.json')
+    make_start(folder / 'run', folder / 'tokenizer.json', data__seq_len=96)
+    return folder / 'run'
+
+
+@pytest.fixture(scope='module')
+def model(workdir):
+    return maxlm.load(workdir)
+
+
+def test_it_describes_the_checkpoint(model):
+    assert isinstance(model, maxlm.Model)
+    assert (model.step, model.config.model.family, model.tokenizer.vocab_size) == (5, 'llama', 257)
+
+
+def test_generation_equals_the_command(model, workdir, capsys):
+    settings = ['--max-tokens=12', '--temperature=0.8', '--top-k=20', '--seed=3']
+    assert exit_code(generate.main, [f'--checkpoint={workdir}', f'--prompt={TEXT}', *settings]) == EXIT_DONE
+    text = model.generate(TEXT, max_tokens=12, temperature=0.8, top_k=20, seed=3)
+    assert capsys.readouterr().out.rstrip('\n') == (TEXT + text).rstrip('\n')
+    # Control: another seed gives another text.
+    assert model.generate(TEXT, max_tokens=12, temperature=0.8, top_k=20, seed=4) != text
+
+
+def test_a_stream_yields_the_parts_of_the_continuation(model):
+    parts = list(model.stream(TEXT, max_tokens=12, temperature=0))
+    assert ''.join(parts) == model.generate(TEXT, max_tokens=12, temperature=0)
+    # A stream that is not read to its end does not affect the next one.
+    next(model.stream(TEXT, max_tokens=40))
+    assert ''.join(model.stream(TEXT, max_tokens=12, temperature=0)) == ''.join(parts)
+
+
+def test_the_loss_is_that_of_the_logits(model):
+    ids = model.tokenizer.encode_batch([TEXT])[0]
+    inputs = np.concatenate([[model.tokenizer.end_of_document], ids[:-1]])
+    logits = model.logits(inputs)
+    assert (logits.shape, logits.dtype) == ((len(ids), 257), np.float32)
+    log_probs = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    assert model.loss(TEXT) == pytest.approx(-log_probs[np.arange(len(ids)), ids].mean(), rel=1e-5)
+    # Control: the loss of other targets.
+    assert model.loss(TEXT) != pytest.approx(-log_probs[np.arange(len(ids)), ids[::-1]].mean(), rel=1e-3)
+
+
+def test_padding_does_not_change_logits(model):
+    """65 tokens are padded to the context of 96, and 64 are not padded."""
+    ids = np.arange(65) % 250
+    np.testing.assert_allclose(model.logits(ids)[:64], model.logits(ids[:64]), atol=1e-5)
+    assert np.abs(model.logits(ids)[:64] - model.logits(ids[::-1][:64])).max() > 1e-2
+
+
+def test_a_saved_model_has_the_same_logits_and_loads_again(model, tmp_path):
+    torch = pytest.importorskip('torch', reason="needs the extra 'dev'")
+    transformers = pytest.importorskip('transformers', reason="needs the extra 'dev'")
+    model.save_pretrained(tmp_path / 'hf', dtype='float32')
+    ids = model.tokenizer.encode_batch([TEXT])[0]
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', dtype=torch.float32)
+    wanted = peer(torch.tensor(ids[None].astype(np.int64))).logits[0].detach().numpy()
+    np.testing.assert_allclose(model.logits(ids), wanted[:, :257], atol=1e-4)
+    np.testing.assert_allclose(maxlm.load(tmp_path / 'hf').logits(ids), wanted[:, :257], atol=1e-4)
+    with pytest.raises(InputError, match='already exists'):
+        model.save_pretrained(tmp_path / 'hf')
+
+
+def test_a_chat_model_answers(tmp_path):
+    chat_tokenizer().save(tmp_path / 'tokenizer.json')
+    make_start(tmp_path / 'run', tmp_path / 'tokenizer.json', data__seq_len=96)
+    (tmp_path / 'run/chat_template.jinja').write_text(CHATML)
+    model = maxlm.load(tmp_path / 'run')
+    messages = [{'role': 'user', 'content': 'Hi'}]
+    answer = model.chat(messages, max_tokens=8, temperature=0)
+    assert answer == ''.join(model.stream(messages, max_tokens=8, temperature=0))
+
+
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (
+            lambda model: model.generate(TEXT, temperatur=0),
+            "'temperatur' is not a sampling setting; use temperature, top_k",
+        ),
+        (lambda model: model.generate(TEXT, top_p=2), 'top_p=2: must be above 0'),
+        (lambda model: model.generate(TEXT, max_tokens=900), 'the context length is 96'),
+        (lambda model: model.generate(''), 'the prompt is empty'),
+        (lambda model: model.chat([{'role': 'user', 'content': 'Hi'}]), 'chat_template'),
+        (lambda model: model.loss(''), 'the text is empty'),
+        (lambda model: model.logits([]), 'must be a sequence of 1 to 96 ids'),
+        (lambda model: model.logits([1, 257]), 'found 1 to 257'),
+        (lambda model: maxlm.load('nowhere'), 'nowhere'),
+    ],
+)
+def test_wrong_arguments(model, call, message):
+    with pytest.raises(InputError, match=message):
+        call(model)
+
+
+def test_importing_the_package_imports_nothing_else():
+    program = (
+        'import sys, maxlm; assert "load" in dir(maxlm); print([m for m in sys.modules if "jax" in m or "api" in m])'
+    )
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == '[]'
+    with pytest.raises(AttributeError, match="no attribute 'lod'"):
+        maxlm.lod  # noqa: B018
+
+
+def test_the_documented_programs_run(workdir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'runs').mkdir()
+    (tmp_path / 'runs/first').symlink_to(workdir)
+    programs = re.findall(r'^```python\n(.*?)^```', (ROOT / 'docs/python.md').read_text(), re.MULTILINE | re.DOTALL)
+    assert len(programs) == 2
+    exec('\n'.join(programs), {})
+    assert '(9, 257)' in capsys.readouterr().out
+    assert (tmp_path / 'first-hf/model.safetensors').exists()
