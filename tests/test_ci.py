@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import maxlm
 from tests.conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())
@@ -110,3 +111,17 @@ def test_every_tier_runs_on_every_python():
         assert jobs[name]['strategy']['matrix']['python'] == PYTHONS, name
     assert '--nightly' in jobs['nightly']['strategy']['matrix']['tier']
     assert {'run': 'launch/test.sh ${{ matrix.tier }}'} in jobs['nightly']['steps']
+
+
+def test_all_files_have_the_same_version():
+    citation = yaml.safe_load((ROOT / 'CITATION.cff').read_text())
+    changelog = re.findall(r'^## \[([\d.]+)\]', (ROOT / 'CHANGELOG.md').read_text(), re.MULTILINE)
+    assert {PROJECT['project']['version'], citation['version'], changelog[0]} == {maxlm.__version__}
+
+
+@pytest.mark.parametrize('path', sorted((ROOT / '.github').rglob('*.yml')), ids=lambda path: path.name)
+def test_forms_have_unique_labels(path):
+    form = yaml.safe_load(path.read_text())
+    labels = [entry['attributes']['label'] for entry in form.get('body', ())]
+    assert len(set(labels)) == len(labels)
+    assert form
