@@ -134,6 +134,6 @@ def fim_fraction(tokens: np.ndarray, is_token: np.ndarray, fim_ids: Sequence[int
     is_start = np.ones(tokens.shape, bool)
     is_start[:, 1:] = tokens[:, :-1] == end_of_document
     document = np.cumsum(is_start)
-    is_fim = np.logical_or.reduce([tokens == fim_id for fim_id in fim_ids]) & is_token
+    is_fim = np.isin(tokens, fim_ids) & is_token
     num_documents = int(np.count_nonzero(is_start & is_token))
     return len(np.unique(document[is_fim.reshape(-1)])) / max(1, num_documents)
