@@ -171,8 +171,9 @@ class Model:
         ids = np.asarray(tokens, np.int32)
         if ids.ndim != 1 or not 1 <= ids.size <= model.max_positions:
             raise InputError(f'tokens of shape {ids.shape}: must be a sequence of 1 to {model.max_positions} ids')
-        if not 0 <= ids.min() <= ids.max() < model.vocab_size:
-            raise InputError(f'token ids must be from 0 to {model.vocab_size - 1}; found {ids.min()} to {ids.max()}')
+        low, high = int(np.min(ids)), int(np.max(ids))
+        if not 0 <= low <= high < model.vocab_size:
+            raise InputError(f'token ids must be from 0 to {model.vocab_size - 1}; found {low} to {high}')
         T = min(model.max_positions, -(-ids.size // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
         padded = np.zeros(T, np.int32)
         padded[: ids.size] = ids
