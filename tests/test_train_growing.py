@@ -58,8 +58,8 @@ def test_a_run_during_the_preparation_equals_one_after_it(preparation, tmp_path,
     monkeypatch.setattr(Watchdog, 'step_done', lambda watchdog: (progress.append(1), step_done(watchdog))[1])
     assert run(data, tmp_path / 'during', **SETTINGS) == EXIT_DONE
     assert f'waits for the preparation of {data}' in capsys.readouterr().out
-    # Each new shard counts as progress, besides the steps.
-    assert len(progress) >= 24 + 2
+    # New shards count as progress, besides the steps. Several may be complete at the end of one wait.
+    assert len(progress) > 24
     assert preparation.finish() == 0
     assert run(data, tmp_path / 'after', **SETTINGS) == EXIT_DONE
     assert run(data, tmp_path / 'other', **SETTINGS, data__seed=1) == EXIT_DONE
