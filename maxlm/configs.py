@@ -15,16 +15,11 @@ from maxlm.config.validation import nearest
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 
 
-def purpose(path: Path) -> str:
-    """Returns the first line of a config file's docstring."""
-    return (ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or '').partition('\n')[0]
-
-
-def fact(path: Path, name: str) -> str:
-    """Returns the first line of a fact in a config file's docstring, such as `Hardware`."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
-    lines = [line.partition(':')[2].strip() for line in docstring.splitlines() if line.startswith(f'{name}:')]
-    return lines[0] if lines else ''
+def summary(path: Path) -> list[str]:
+    """Returns lines from a config file's docstring: its purpose, and the first lines of its variants and hardware."""
+    purpose, *facts = (ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or '').split('\n')
+    named = {name: text.strip() for name, colon, text in (line.partition(':') for line in reversed(facts)) if colon}
+    return [purpose, *(f'{name.lower()}: {named[name]}' for name in ('Variants', 'Hardware') if name in named)]
 
 
 def main(argv: list[str]) -> int:
@@ -49,10 +44,8 @@ def main(argv: list[str]) -> int:
         return EXIT_DONE
     width = max(map(len, files))
     for name, path in files.items():
-        print(f'{name:<{width}}  {purpose(path)}')
-        for each in ('Variants', 'Hardware'):
-            if text := fact(path, each):
-                print(f'{"":<{width}}  {each.lower()}: {text}')
+        for index, line in enumerate(summary(path)):
+            print(f'{"" if index else name:<{width}}  {line}')
     return EXIT_DONE
 
 

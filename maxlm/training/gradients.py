@@ -53,12 +53,13 @@ def make_gradients(
 def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources: int) -> Accumulate:
     """Returns the sums over the micro-batches of a batch, which is global, or that of one device."""
     objective = make_objective(config, layout, num_sources)
+    shardings = None
+    if not isinstance(layout, SingleDevice):
+        shardings = trainable(config, param_shardings(config, layout.of_gradients))
     A = config.rounds
 
     def place(grads: Params) -> Params:
-        if isinstance(layout, SingleDevice):
-            return grads
-        return jax.lax.with_sharding_constraint(grads, trainable(config, param_shardings(config, layout.of_gradients)))
+        return grads if shardings is None else jax.lax.with_sharding_constraint(grads, shardings)
 
     def loss_fn(
         diff_params: Params,

@@ -34,6 +34,7 @@ QUIET = {
     'checkpoint.save_interval_minutes': 0,
     'checkpoint.keep_period': 0,
     'checkpoint.remote_dir': '',
+    'export.to': '',
     'alerts.file': '',
     'alerts.command': '',
     'alerts.webhook_env_var': '',
