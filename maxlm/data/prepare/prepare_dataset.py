@@ -1,0 +1,207 @@
+"""Prepares a data set: checks the options, finds the inputs and runs the pipeline, or continues an earlier attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from maxlm.data.dataset.preparation import PARTIAL_MANIFEST, Announcer
+from maxlm.data.dataset.records import MANIFEST_NAME, Dataset, load_manifest
+from maxlm.data.documents.field_names import parse_roles
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.executors.ray_executor import make_executor
+from maxlm.data.formats.discovery import find_inputs, refuse_overlap
+from maxlm.data.formats.input_file import InputFile
+from maxlm.data.formats.registry import find_format
+from maxlm.data.prepare.existing_output import OtherDataError, check_same_data, locked, published
+from maxlm.data.prepare.options import PrepareOptions, chat_facts, made_from
+from maxlm.data.prepare.partitions import Partition, ReadSettings, make_partitions
+from maxlm.data.prepare.pipeline import (
+    LEARNED,
+    ExecutionOptions,
+    PrepareConfig,
+    prepare,
+    remove_leftovers,
+    remove_partial_files,
+)
+from maxlm.data.prepare.scan import Cleaning
+from maxlm.data.prepare.summary import summary
+from maxlm.data.tokenizer.fim import FimConfig
+from maxlm.data.tokenizer.tokenizer import make_tokenizer
+from maxlm.errors import InputError, flag
+from maxlm.storage.filesystem import Entry, display_path
+
+if TYPE_CHECKING:
+    from maxlm.data.chat.setup import ChatRecipe
+
+
+class PreparedOutput(NamedTuple):
+    """Result of a preparation.
+
+    Attributes:
+        summary: lines that describe the data set.
+        not_text: files of the inputs that were skipped because they contain no text.
+    """
+
+    summary: list[str]
+    not_text: list[Entry]
+
+
+def prepare_dataset(options: PrepareOptions) -> PreparedOutput:
+    """Writes the data set that the options describe, or continues an interrupted preparation of it.
+
+    Raises:
+        InputError: the inputs are missing or unusable, or the output contains another data set.
+    """
+    not_text: list[Entry] = []
+    find: dict[str, Any] = {'max_record_bytes': options.max_record_mib * 2**20, 'on_skipped': not_text.extend}
+    find |= {'exclude': options.exclude, 'max_files': options.max_files}
+    training = find_inputs(options.input, **find)
+    validation = find_inputs(options.validation, **find) if options.validation else []
+    refuse_overlap(training, validation)
+    recipe, partitions = _recipe(options, training, validation), make_partitions(training, validation)
+    if isinstance(options.output, Path):
+        return PreparedOutput(_prepare(options, options.output, recipe, partitions), not_text)
+    return PreparedOutput(_publish(options, options.output, recipe, partitions), not_text)
+
+
+def _prepare(
+    options: PrepareOptions, output: Path, recipe: PrepareConfig, partitions: Sequence[Partition]
+) -> list[str]:
+    """Prepares the data set in the directory `output` and returns its summary."""
+    with locked(output):
+        if (output / MANIFEST_NAME).exists():
+            dataset = load_manifest(output)
+            check_same_data(dataset, str(dataset.path), recipe.made_from, skip_failed=options.skip_failed)
+            message = f'{output} is already prepared from these inputs'
+        else:
+            if (output / PARTIAL_MANIFEST).exists():
+                started = load_manifest(output, name=PARTIAL_MANIFEST)
+                check_same_data(started, str(output), recipe.made_from, skip_failed=True)
+            dataset = _make(options, output, recipe, partitions)
+            message = f'wrote {output}'
+        remove_leftovers(dataset, cleaned=bool(recipe.cleaning))
+    return summary(dataset, message, cleaned=bool(recipe.cleaning))
+
+
+def _publish(options: PrepareOptions, url: str, recipe: PrepareConfig, partitions: Sequence[Partition]) -> list[str]:
+    """Prepares the data set in the cache, uploads it to `url` and returns its summary."""
+    from maxlm.workdir.upload_directory import Upload  # needs fsspec
+
+    upload = Upload('--output', url, cache=options.cache, last=MANIFEST_NAME)
+    if upload.is_complete():
+        return published(url, recipe.made_from, skip_failed=options.skip_failed)
+    upload.begin()
+    try:
+        lines = _prepare(options, upload.folder, recipe, partitions)
+    except OtherDataError:
+        # The cached data set was prepared for this URL from other inputs, and was not uploaded.
+        upload.discard()
+        lines = _prepare(options, upload.folder, recipe, partitions)
+    upload.finish(show=not options.quiet)
+    return [line.replace(str(upload.folder), display_path(url)) for line in lines]
+
+
+def _recipe(options: PrepareOptions, training: Sequence[InputFile], validation: Sequence[InputFile]) -> PrepareConfig:
+    infill = FimConfig(options.fim_rate, options.fim_spm_rate) if options.fim_rate else None
+    learned = options.tokenizer.partition(':')[0] in LEARNED
+    tokenizer = None if learned else make_tokenizer(options.tokenizer, [], infill=infill is not None)
+    _check_tokens(options, [*training, *validation])
+    what = _format(options, [*training, *validation])
+    chat = None if what == 'text' else _chat(options)
+    if chat and tokenizer:
+        chat.with_tokens(tokenizer)
+    read = ReadOptions(
+        format=what,
+        text_key=options.text_key,
+        metadata_keys=tuple(options.metadata_fields),
+        messages_field=options.messages_field,
+        roles=parse_roles(options.roles),
+        max_record_bytes=options.max_record_mib * 2**20,
+    )
+    if tokenizer is not None:
+        end = tokenizer.end_of_document if options.eod_token is None else options.eod_token
+        read = dataclasses.replace(
+            read,
+            token_dtype=options.token_dtype,
+            end_of_document=end,
+            vocab_size=tokenizer.vocab_size,
+        )
+    return PrepareConfig(
+        tokenizer=options.tokenizer,
+        reading=ReadSettings(read, options.skip_bad_records),
+        cleaning=Cleaning(tuple(options.filter), options.deduplicate, options.dedup_threshold),
+        validation_share=0.0 if validation else options.validation_fraction,
+        infill=infill,
+        block=options.block,
+        made_from={**made_from(options, read, tokenizer, training, validation), **chat_facts(what, chat)},
+        chat=chat,
+        stream=options.stream,
+    )
+
+
+def _format(options: PrepareOptions, files: Sequence[InputFile]) -> str:
+    found = find_format(options.format, files, text_key=options.text_key, messages_field=options.messages_field)
+    for name in (
+        ('chat_template', 'special_tokens', 'pack_seq_len', 'messages_field', 'roles')
+        if found == 'text'
+        else ('filter', 'fim_rate')
+    ):
+        if value := getattr(options, name):
+            given = ' '.join(value) if isinstance(value, list) else value
+            if found == 'preference':
+                raise InputError(f'{flag(name)}={given} is for text, but the input has preferences; remove it')
+            use = (
+                'conversations, but the input has none' if found == 'text' else 'text, but the input has conversations'
+            )
+            raise InputError(f'{flag(name)}={given} is for {use}; remove it or set --format')
+    if found == 'preference' and not options.pack_seq_len:
+        raise InputError('--pack-seq-len=0: preference pairs must be packed; set it to data.seq_len of training')
+    return found
+
+
+def _chat(options: PrepareOptions) -> ChatRecipe:
+    # Jinja is only needed for conversations.
+    from maxlm.data.chat.setup import make_chat_recipe
+
+    return make_chat_recipe(
+        options.chat_template,
+        tokenizer=options.tokenizer,
+        special_tokens=options.special_tokens,
+        window=options.pack_seq_len,
+    )
+
+
+def _check_tokens(options: PrepareOptions, files: Sequence[InputFile]) -> None:
+    """Raises InputError for options that token files do not support, or that only token files support."""
+    tokens = next((file for file in files if file.kind == 'tokens'), None)
+    if tokens is None:
+        for name in ('token_dtype', 'eod_token'):
+            if (value := getattr(options, name)) not in ('', None):
+                raise InputError(f'{flag(name)}={value} is for token files, but --input has none; remove it')
+        return
+    path = display_path(tokens.path)
+    if options.tokenizer.partition(':')[0] in (*LEARNED, 'bytes'):
+        raise InputError(
+            f'{path} is already tokenized: --tokenizer={options.tokenizer} does not identify its tokenizer; '
+            'give its tokenizer.json, hf:NAME or ids:N[:END]'
+        )
+    for name, asked in {'fim_rate': options.fim_rate, 'filter': options.filter}.items():
+        if asked:
+            raise InputError(f'{path} is already tokenized: {flag(name)} requires text; remove {flag(name)}')
+
+
+def _make(options: PrepareOptions, output: Path, recipe: PrepareConfig, partitions: Sequence[Partition]) -> Dataset:
+    remove_partial_files(output)
+    try:
+        with (
+            Announcer(output) if options.stream else contextlib.nullcontext() as announcer,
+            make_executor(options.executor, min(options.workers, len(partitions)), options.ray_address) as engine,
+        ):
+            means = ExecutionOptions(engine, options.retries, options.skip_failed, not options.quiet, announcer)
+            return prepare(recipe, partitions, output, means)
+    finally:
+        remove_partial_files(output)
