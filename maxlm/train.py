@@ -11,28 +11,41 @@ processes (see `maxlm.runtime.initialize`) is lost or hangs, all processes exit 
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
 
-from maxlm.errors import InputError, exit_on_sigterm
+from maxlm.errors import exit_on_sigterm
 
 if __name__ == '__main__':
     # Must precede the other imports, which take seconds.
     exit_on_sigterm(importing=True)
 
-from maxlm.config.schema import Config
-from maxlm.data.loader.background import background_preparation, hub_entries
-from maxlm.data.loader.dataset import check_objective, open_training_data
-from maxlm.runtime.barrier import ProcessGroup, is_shared
-from maxlm.trainer import main as runs
-from maxlm.trainer.batch_source import TextBatches
+import jax
+
+from maxlm.config.default_workdir import default_workdir
+from maxlm.config.loading import load, split_overrides
+from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, exit_code
+from maxlm.runtime.heartbeat import Heartbeats, disconnect
+from maxlm.runtime.initialize import initialize
+from maxlm.runtime.malloc import disable_malloc_trim
+from maxlm.runtime.preemption import ignore_sigterm
+from maxlm.runtime.rendezvous import RendezvousError
+from maxlm.storage.errors import TransientStorageError
+from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.telemetry.timeline import Timeline, process_start_time
+from maxlm.trainer.batch_source import open_text
+from maxlm.trainer.run import OpenSource
+from maxlm.trainer.run import run as run_training
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:
-    """Trains on prepared data; `began` as in `runs.main`."""
-    return runs.main(
+    """Trains on prepared data; `began` as in `train`."""
+    return train(
         argv,
-        open_feed,
+        open_text,
         prog='maxlm train',
         description=__doc__,
         example='--config=configs/tiny.py --workdir=runs/first',
@@ -40,36 +53,99 @@ def main(argv: list[str], *, began: float | None = None) -> int:
     )
 
 
-def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches, int]:
-    """Opens the data set of a config; see `runs.OpenSource`."""
-    if config.train.objective == 'grpo':
-        raise InputError('train.objective=grpo: not supported by maxlm.train; use `python -m maxlm.grpo`')
-    if hub_entries(config.data):
-        _prepare(config, stack)
-    corpus = open_training_data(config.data, with_sources=config.metrics.per_source_loss)
-    check_objective(config, corpus.first)
-    return TextBatches(corpus), corpus.first.vocab_size
+def train(
+    argv: list[str],
+    open_source: OpenSource,
+    *,
+    prog: str,
+    description: str | None,
+    example: str,
+    began: float | None,
+) -> int:
+    """Parses the command line of a training command and trains. Returns the exit code.
+
+    Args:
+        argv: arguments of the command.
+        open_source: opens the batch source.
+        prog: name of the command.
+        description: description of the command for `--help`.
+        example: arguments of an example for `--help`.
+        began: start time of the process in seconds since 1970, because startup time also costs money; None means now.
+    """
+    timeline = Timeline(began)
+    overrides, rest = split_overrides(argv)
+    options = _parser(prog, description, example).parse_args(rest)
+    try:
+        initialize()
+    except RendezvousError as error:
+        error.exit_process()
+    with Heartbeats() as heartbeats, timeline.track_compilation():
+        config = load(options.config, overrides)
+        if not options.workdir:
+            options.workdir = default_workdir(options.config)
+            if jax.process_index() == 0:
+                print(f'workdir: {options.workdir} (choose another with --workdir)', flush=True)
+        try:
+            return run_training(
+                config,
+                open_source,
+                workdir=options.workdir,
+                resume=options.resume,
+                heartbeats=heartbeats,
+                timeline=timeline,
+            )
+        except TransientStorageError as error:
+            print(f'error: {error}', file=sys.stderr)
+            if jax.process_count() > 1:
+                heartbeats.exit_all(EXIT_PREEMPTED, str(error))
+            return EXIT_PREEMPTED
 
 
-def _prepare(config: Config, stack: contextlib.ExitStack) -> None:
-    """Starts the preparation of the hub's data sets in process 0, until the end of the run."""
-    together, cache = ProcessGroup(), Path(config.data.cache_dir).expanduser()
-    if together.process_index == 0:
-        cache.mkdir(parents=True, exist_ok=True)
-    together.barrier()
-    if not is_shared(cache):
-        raise InputError(
-            f'data.cache_dir={config.data.cache_dir} is not the same directory for all processes, but process 0 '
-            'prepares the data there; set it to a directory that all machines share'
-        )
-    if together.process_index == 0:
-        stack.enter_context(background_preparation(config.data))
-    together.barrier()
+def _parser(prog: str, description: str | None, example: str) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=prog,
+        allow_abbrev=False,
+        description=description,
+        epilog=f'example: python -m {prog} {example}',
+    )
+    parser.add_argument(
+        '--config',
+        type=PathOption(Kind.FILE),
+        required=True,
+        help='config file, optionally with a variant (configs/x.py, configs/x.py:big), or a config.json',
+    )
+    parser.add_argument(
+        '--workdir',
+        type=PathOption(Kind.DIRECTORY, ANY),
+        help='directory or URL of the run, created if missing; default: runs/NAME or runs/NAME-VARIANT of the config',
+    )
+    parser.add_argument(
+        '--resume',
+        type=PathOption(Kind.DIRECTORY, ANY, may_be_empty=True),
+        default='',
+        metavar='WORKDIR[@STEP]',
+        help='checkpoint that a new run resumes from, with its state, history and data position; directory or URL',
+    )
+    return parser
+
+
+def start(command: Callable[..., int]) -> NoReturn:
+    """Runs a training command and exits the process with its exit code."""
+    # It affects the entire process and must be called before JAX starts.
+    disable_malloc_trim()
+    exit_on_sigterm(importing=False)
+    code = exit_code(partial(command, began=process_start_time()), sys.argv[1:])
+    if code in (EXIT_DONE, EXIT_PREEMPTED):
+        ignore_sigterm()
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    disconnect(code)
+    sys.exit(code)
 
 
 def run() -> None:
     """Entry point of `python -m maxlm.train` and `maxlm train`."""
-    runs.start(main)
+    start(main)
 
 
 if __name__ == '__main__':

@@ -10,7 +10,7 @@ import pytest
 from maxlm import train
 from maxlm.errors import EXIT_PREEMPTED
 from maxlm.telemetry.events import read_events
-from maxlm.trainer import main as runs
+from maxlm.trainer import run as runs
 from tests.conftest import ROOT
 from tests.test_train import arguments
 
@@ -61,7 +61,7 @@ def test_sigterm_during_setup(dataset, tmp_path, capsys, monkeypatch, moment):
             os.kill(os.getpid(), signal.SIGTERM)
 
     workdir = tmp_path / 'run'
-    monkeypatch.setattr(runs, moment, interrupted)
+    monkeypatch.setattr(train if moment == 'load' else runs, moment, interrupted)
     monkeypatch.setattr(sys, 'argv', ['maxlm.train', *arguments(dataset, workdir)])
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -31,6 +32,9 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
+        if threading.current_thread() is not threading.main_thread():
+            # Only the main thread receives signals. The run of another thread can still be stopped by `request`.
+            return self
         for number in (signal.SIGINT,) if self._is_multiprocess else (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._receive)
         return self

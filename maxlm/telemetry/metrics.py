@@ -138,6 +138,18 @@ METRICS: dict[str, Metric] = {
 }
 
 
+class Callback(Protocol):
+    """Function of the user that is called with each line of metrics.jsonl. Its exceptions end the run."""
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> bool | None:
+        """Returns True to stop the run, which then saves a checkpoint.
+
+        Args:
+            step: number of completed steps.
+            metrics: values of the line; docs/metrics.md lists their names.
+        """
+
+
 class Tracker(Protocol):
     """Additional destination of metrics. An exception disables the tracker and does not stop the run."""
 
@@ -157,18 +169,27 @@ class Tracker(Protocol):
 class MetricWriter:
     """Writes metrics.jsonl, samples.jsonl and the trackers, for one segment of a run."""
 
-    def __init__(self, workdir: Path, *, after_step: int, trackers: list[Tracker] | None = None):
+    def __init__(
+        self,
+        workdir: Path,
+        *,
+        after_step: int,
+        trackers: list[Tracker] | None = None,
+        on_write: Callable[[int, Mapping[str, float]], None] = lambda step, values: None,
+    ):
         """Opens the files and drops lines after `after_step`, whose steps are repeated.
 
         Args:
             workdir: workdir of the run.
             after_step: last step before the segment.
             trackers: trackers, which stay open for the next segment. A failing tracker is removed from the list.
+            on_write: called with each line after it is written.
         """
         self._metrics, self._samples = JsonlWriter(workdir / METRICS_FILE), JsonlWriter(workdir / SAMPLES_FILE)
         newest_step = _drop_lines_after(workdir / METRICS_FILE, after_step, self._metrics)
         _drop_lines_after(workdir / SAMPLES_FILE, after_step, self._samples)
         self._trackers = [] if trackers is None else trackers
+        self._on_write = on_write
         self._notify(lambda tracker: tracker.begin(after_step, newest_step))
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
@@ -181,6 +202,7 @@ class MetricWriter:
         time = round(time, 3)
         self._metrics.write({'step': step, 'time': time, **values})
         self._notify(lambda tracker: tracker.write(step, time, values))
+        self._on_write(step, values)
 
     def write_samples(self, step: int, time: float, samples: Sequence[tuple[str, str]]) -> None:
         """Writes prompts with the model's completions, one line of samples.jsonl each."""

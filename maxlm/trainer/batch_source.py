@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from maxlm.config.schema import Config
+from maxlm.data.loader.background import background_preparation, hub_entries
 from maxlm.data.loader.batches import iterate
-from maxlm.data.loader.dataset import TrainingData
+from maxlm.data.loader.dataset import TrainingData, check_objective, open_training_data
 from maxlm.data.loader.growing import GrowingBatches, WaitHooks
 from maxlm.data.loader.skipped_batches import SkippingBatches, data_index
 from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.fim import fim_fraction
 from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
 from maxlm.evaluation.validation import Evaluation, Validation
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout
 from maxlm.planning.cost import FORWARD_SHARE
+from maxlm.runtime.barrier import ProcessGroup, is_shared
 from maxlm.trainer.samples import Sample, Samples
 from maxlm.trainer.source_metrics import SourceMetrics, SourceStats
 from maxlm.training.run_control import RunControl
@@ -265,3 +268,30 @@ class TextBatches:
         if self._objective != 'next_token':
             return ''
         return f' nats/token; unigram entropy of the validation data {self.corpus.unigram_entropy:.3f}'
+
+
+def open_text(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches, int]:
+    """Opens the data set of a config; see `maxlm.trainer.run.OpenSource`."""
+    if config.train.objective == 'grpo':
+        raise InputError('train.objective=grpo: not supported by maxlm.train; use `python -m maxlm.grpo`')
+    if hub_entries(config.data):
+        _prepare_hub(config, stack)
+    corpus = open_training_data(config.data, with_sources=config.metrics.per_source_loss)
+    check_objective(config, corpus.first)
+    return TextBatches(corpus), corpus.first.vocab_size
+
+
+def _prepare_hub(config: Config, stack: contextlib.ExitStack) -> None:
+    """Starts the preparation of the hub's data sets in process 0, until the end of the run."""
+    together, cache = ProcessGroup(), Path(config.data.cache_dir).expanduser()
+    if together.process_index == 0:
+        cache.mkdir(parents=True, exist_ok=True)
+    together.barrier()
+    if not is_shared(cache):
+        raise InputError(
+            f'data.cache_dir={config.data.cache_dir} is not the same directory for all processes, but process 0 '
+            'prepares the data there; set it to a directory that all machines share'
+        )
+    if together.process_index == 0:
+        stack.enter_context(background_preparation(config.data))
+    together.barrier()

@@ -21,7 +21,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from maxlm.checkpoint.manager import find_step
 from maxlm.config.schema import Config
+from maxlm.config.validation_rl import check_grpo
+from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.loader.shuffle import VERSION
 from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.tokenizer import Tokenizer
@@ -29,15 +32,17 @@ from maxlm.errors import InputError
 from maxlm.evaluation.validation import Evaluation
 from maxlm.inference.rollout_generator import Responses, Sampler
 from maxlm.parallel.layout import Layout
-from maxlm.rewards.prompts import Prompts
+from maxlm.rewards.prompts import Prompts, load_encoder, read_prompts
 from maxlm.rewards.rewards import Task, UserRewardError
-from maxlm.rewards.scorer import RewardScorer, accuracy, mean_pass_at_k
+from maxlm.rewards.scorer import RewardScorer, accuracy, check_tasks, mean_pass_at_k
 from maxlm.trainer.batch_source import SourceUpdate
+from maxlm.trainer.checkpointing import INIT_FROM
 from maxlm.trainer.samples import Sample
 from maxlm.trainer.source_metrics import NullSourceMetrics, SourceMetrics
 from maxlm.training.losses.grpo import advantages, token_weights
 from maxlm.training.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params
+from maxlm.workdir.files import TOKENIZER
 
 # Number of responses of a rollout that are logged.
 SHOWN = 2
@@ -351,3 +356,37 @@ def gather_scores(
     padded = {name: np.pad(values, (0, share - len(values))) for name, values in found.items()}
     gathered = multihost_utils.process_allgather(padded, tiled=True)
     return {name: np.asarray(values)[: len(texts)] for name, values in gathered.items()}
+
+
+def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:
+    """Opens the rollouts of a config; see `maxlm.trainer.run.OpenSource`."""
+    check_grpo(config)
+    origin = Path(find_step(config.train.init_from, key=INIT_FROM)).parent.parent
+    encoder = load_encoder(origin)
+    tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
+    ends = {tokenizer.end_of_document, *([encoder.end_of_turn] if isinstance(encoder, ChatEncoder) else [])}
+    grpo = config.grpo
+    eval_reward = grpo.eval_reward or grpo.reward
+
+    def read(path: str, reward: str) -> Prompts:
+        prompts = read_prompts(path, encoder, config.data.seq_len - grpo.max_completion_length)
+        check_tasks(prompts, reward)
+        return prompts
+
+    prompts = read(grpo.prompts, grpo.reward)
+    eval_prompts = read(grpo.eval_prompts, eval_reward) if config.eval.interval else None
+    if grpo.prompts_per_rollout > prompts.num_prompts:
+        raise InputError(
+            f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only '
+            f'{prompts.num_prompts} prompts; use at most {prompts.num_prompts}'
+        )
+    scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward))
+    source = RolloutBatches(
+        config,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        scorer=scorer,
+        tokenizer_path=origin / TOKENIZER,
+        ends=sorted(ends),
+    )
+    return source, tokenizer.vocab_size

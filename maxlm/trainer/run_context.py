@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -26,7 +26,7 @@ from maxlm.storage.filesystem import display_path, is_url, read_bytes
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.telemetry.alerts import Alerts
 from maxlm.telemetry.cost import price_of
-from maxlm.telemetry.metrics import MetricWriter, Tracker, lowest_loss
+from maxlm.telemetry.metrics import Callback, MetricWriter, Tracker, lowest_loss
 from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
 from maxlm.training.retention import SavedStep, steps_to_delete
@@ -44,12 +44,14 @@ class RunContext(NamedTuple):
         checkpoints: workdir of the checkpoints, either `workdir` or a path in a bucket.
         alerts: sends alerts.
         recorder: writes events and the goodput log.
+        callbacks: functions of the user; see `Callback`.
     """
 
     workdir: Path
     checkpoints: Any
     alerts: Alerts
     recorder: RunRecorder
+    callbacks: tuple[Callback, ...] = ()
 
     def describe(self, config: Config, decisions: RunControl, tokenizer: Path) -> None:
         """Writes config.json with the number of steps decided so far, but with the configured learning rates."""
@@ -59,8 +61,10 @@ class RunContext(NamedTuple):
             config = dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=decisions.num_steps))
         write_run_files(self.workdir, config, tokenizer)
 
-    def open_metrics(self, start: int, trackers: Sequence[Tracker]) -> tuple[MetricWriter | None, float]:
-        """Truncates the metrics after step `start` and opens their writer in process 0.
+    def open_metrics(
+        self, start: int, trackers: Sequence[Tracker], on_write: Callable[[int, Mapping[str, float]], None]
+    ) -> tuple[MetricWriter | None, float]:
+        """Truncates the metrics after step `start` and opens their writer in process 0; see `MetricWriter`.
 
         Returns:
             The writer, or None in all other processes, and the lowest training loss until `start`, or infinity if it is
@@ -69,7 +73,7 @@ class RunContext(NamedTuple):
         if jax.process_index():
             return None, math.inf
         best_loss = lowest_loss(self.workdir, up_to=start)
-        return MetricWriter(self.workdir, after_step=start, trackers=list(trackers)), best_loss
+        return MetricWriter(self.workdir, after_step=start, trackers=list(trackers), on_write=on_write), best_loss
 
 
 @contextlib.contextmanager
@@ -81,6 +85,7 @@ def open_run(
     *,
     resume: str = '',
     at_end: Callable[[Path], None] = lambda workdir: None,
+    callbacks: tuple[Callback, ...] = (),
 ) -> Iterator[RunContext]:
     """Opens the workdir of a run as a context manager. All processes must call it.
 
@@ -92,6 +97,7 @@ def open_run(
         resume: checkpoint from which a run without checkpoints continues; '' means none.
         at_end: called in process 0 with the local directory after the last write of a run that has begun. It must not
             raise.
+        callbacks: see `Callback`.
 
     Raises:
         InputError: the workdir is unusable, in use, or contains a run of another model, or `resume` cannot be loaded.
@@ -148,7 +154,7 @@ def open_run(
         stack.enter_context(alerts)
         storage.start()
         stack.callback(_close, storage, timeline)
-        yield RunContext(storage.workdir, checkpoints, alerts, recorder)
+        yield RunContext(storage.workdir, checkpoints, alerts, recorder, callbacks)
 
 
 def _check_shared(given: str, workdir: Path) -> None:

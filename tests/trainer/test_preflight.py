@@ -12,8 +12,8 @@ from maxlm.config.resolve import resolve
 from maxlm.config.schema import AUTO
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.planning import forecast, machine
-from maxlm.trainer import main as trainer_main
 from maxlm.trainer import preflight
+from maxlm.trainer import run as trainer_run
 from maxlm.trainer.preflight import compile_step
 from maxlm.workdir.files import read_config
 from tests.conftest import ROOT
@@ -156,7 +156,7 @@ def test_invalid_paths_are_rejected_before_compilation(dataset, tmp_path, monkey
     def fail(*arguments, **options):
         raise AssertionError('compiled')
 
-    monkeypatch.setattr(trainer_main, 'compile_step', fail)
+    monkeypatch.setattr(trainer_run, 'compile_step', fail)
     (tmp_path / 'file').write_text('')
     for workdir, settings, message in (
         (tmp_path / 'file', {}, f'--workdir={tmp_path}/file: '),

@@ -13,8 +13,8 @@ from typing import Any
 
 from maxlm.data.dataset.records import STREAM, Dataset, load_manifest
 from maxlm.data.dataset.shard_cache import fetch_manifest
-from maxlm.data.prepare.pipeline import PARTITIONS_SKIPPED
 from maxlm.data.prepare.options import CHAT_FACTS, READING_FACTS
+from maxlm.data.prepare.pipeline import PARTITIONS_SKIPPED
 from maxlm.data.prepare.summary import summary
 from maxlm.errors import InputError, os_message
 from maxlm.storage.filesystem import display_path

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.multiprocess
 # A preemption notice arrives while JAX shuts down after the run. Each exit code is that of a forked process.
 PROGRAM = """
 import json, os, signal, sys
-from maxlm.trainer import main
+from maxlm import train
 
-main.disconnect = lambda code: os.kill(os.getpid(), signal.SIGTERM)
+train.disconnect = lambda code: os.kill(os.getpid(), signal.SIGTERM)
 codes = []
 for code in map(int, sys.argv[1:]):
     if not (pid := os.fork()):
-        main.start(lambda arguments, began: code)
+        train.start(lambda arguments, began: code)
     codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 print(json.dumps(codes))
 """

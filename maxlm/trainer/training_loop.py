@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ class Segment(NamedTuple):
     end_reason: str
 
 
-class Trainer:
+class TrainingLoop:
     """Trains a run in this process, from its newest checkpoint to its end."""
 
     def __init__(
@@ -238,13 +239,18 @@ class Trainer:
 
     def _begin(self, start: int, skipped: int) -> None:
         """Starts the clocks and the metrics file of a segment after step `start`."""
-        writer, best_loss = self._context.open_metrics(start, self._trackers.trackers)
+        writer, best_loss = self._context.open_metrics(start, self._trackers.trackers, self._call_back)
         best_loss = min(best_loss, self._checkpoints.best_loss)
         self._reporter.begin(start, writer=writer, skipped=skipped, best_loss=best_loss)
         self._budget.begin(start)
         self._recorder.begin(start, lambda: (self._reporter.step, self._checkpoints.latest_step()))
         self._throughput.start()
         self._watchdog.start()
+
+    def _call_back(self, step: int, values: Mapping[str, float]) -> None:
+        for callback in self._context.callbacks:
+            if callback(step, dict(values)):
+                self._stop_request.request('stopped by a callback')
 
     def _evaluate(self, step: int, state: TrainState) -> float:
         """Evaluates and samples the model; returns the validation loss."""

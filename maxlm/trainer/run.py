@@ -1,0 +1,140 @@
+"""Runs a training: checks the config, opens the workdir, compiles the step and trains to the end of the run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import jax
+
+from maxlm.config.resolve import resolve
+from maxlm.config.schema import Config
+from maxlm.errors import EXIT_DONE, InputError
+from maxlm.hardware.chips import capability_of
+from maxlm.huggingface.final_export import FinalExport, check_exportable
+from maxlm.log import logger
+from maxlm.parallel.layout import make_layout
+from maxlm.reporting.page import write_at_end
+from maxlm.runtime.compilation_cache import enable_compilation_cache
+from maxlm.runtime.heartbeat import Heartbeats
+from maxlm.telemetry.metrics import Callback
+from maxlm.telemetry.timeline import Timeline
+from maxlm.trainer.batch_source import BatchSource
+from maxlm.trainer.checkpointing import check_init_from, newest_decisions
+from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step, sample_config
+from maxlm.trainer.run_context import RunContext, open_run
+from maxlm.trainer.training_loop import TrainingLoop
+from maxlm.training.run_control import Rollback, ended
+from maxlm.training.state import abstract_state
+
+
+class OpenSource(Protocol):
+    """Function that opens the batch source of a run."""
+
+    def __call__(self, config: Config, stack: contextlib.ExitStack) -> tuple[BatchSource, int]:
+        """Returns the batch source and the size of its vocabulary.
+
+        Args:
+            config: config before it is resolved.
+            stack: closes resources of the source at the end of the run.
+        """
+
+
+def run(
+    config: Config,
+    open_source: OpenSource,
+    *,
+    workdir: str,
+    heartbeats: Heartbeats,
+    timeline: Timeline,
+    resume: str = '',
+    callbacks: Sequence[Callback] = (),
+) -> int:
+    """Trains a run from its newest checkpoint, or from the start, to its end. All processes must call it.
+
+    Args:
+        config: config before it is resolved.
+        open_source: opens the batch source.
+        workdir: directory or URL of the run.
+        heartbeats: heartbeats of the run's processes.
+        timeline: timeline of this process.
+        resume: see `open_run`.
+        callbacks: see `Callback`.
+
+    Returns:
+        The exit code of the command.
+
+    Raises:
+        InputError: the config, the data or the workdir is not usable, or the step does not fit the devices.
+        TransientStorageError: the bucket of the workdir does not respond.
+    """
+    with contextlib.ExitStack() as stack:
+        enable_compilation_cache(config.train.compilation_cache_dir)
+        source, vocab_size = open_source(config, stack)
+        resolver: Callable[[Config], Config] = partial(
+            resolve,
+            platform=jax.default_backend(),
+            num_devices=jax.device_count(),
+            vocab_size=vocab_size,
+            windows=source.windows_per_epoch,
+            capability=capability_of(jax.local_devices()[0]),
+        )
+        check_size(config, resolver)
+        sample = sample_config(config, resolver)
+        check_exportable(sample)
+        check_checkpoint_size(sample)
+        context = stack.enter_context(
+            open_run(
+                workdir, sample, heartbeats, timeline, resume=resume, at_end=write_at_end, callbacks=tuple(callbacks)
+            )
+        )
+        abstract = abstract_state(sample, make_layout(sample.mesh)).params
+        check_init_from(sample, abstract, context.checkpoints, tokenizer=source.tokenizer_path)
+        final_export = None
+        if sample.export.at_end and jax.process_index() == 0:
+            final_export = FinalExport(
+                sample,
+                workdir,
+                workdir=context.workdir,
+                checkpoints=context.checkpoints,
+                record_event=context.recorder.record_event,
+            )
+        first_step, decisions = newest_decisions(context.checkpoints)
+        prepared = compile_step(
+            config,
+            resolver,
+            num_sources=len(source.names),
+            first_step=first_step,
+            decisions=decisions,
+            compiling=partial(timeline.phase, 'compile'),
+        )
+        try:
+            code = _train(prepared, source, context, heartbeats)
+            if code == EXIT_DONE and sample.export.at_end:
+                with timeline.phase('checkpoint'):
+                    if final_export:
+                        final_export.export()
+                    heartbeats.barrier('export')
+            return code
+        except Exception as error:
+            # Errors such as insufficient memory or damaged data may occur while the run is unattended.
+            kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '
+            context.alerts.send('failed', f'{kind}{" ".join(str(error).split())[:300]}')
+            raise
+
+
+def _train(prepared: PreparedStep, source: BatchSource, context: RunContext, heartbeats: Heartbeats) -> int:
+    with contextlib.ExitStack() as stack:
+        loop = TrainingLoop(stack, prepared, source, context, heartbeats)
+        state, decisions = loop.restore()
+        if reason := ended(prepared.config, decisions, int(state.step)):
+            logger.info(f'nothing to do: {reason}')
+            context.recorder.set_outcome('finished', f'nothing to do: {reason}', EXIT_DONE)
+            return EXIT_DONE
+        loop.setup(int(state.step), decisions)
+        segment = loop.run_segment(state, decisions)
+        while isinstance(segment.action, Rollback):
+            segment = loop.run_segment(*loop.roll_back(segment.action, segment.decisions))
+        return loop.finish(segment)
