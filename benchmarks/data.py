@@ -30,7 +30,14 @@ import numpy as np
 from benchmarks.data_peers import BATCH, WINDOW, MemmapLoader
 from benchmarks.step import machine
 from maxlm.config.schema import DataConfig
-from maxlm.data.dataset.records import Dataset, ShardWriter, SourceCounts, Split, dataset_fingerprint, save_manifest
+from maxlm.data.dataset.records import (
+    DatasetManifest,
+    ShardWriter,
+    SourceCounts,
+    Split,
+    dataset_fingerprint,
+    save_manifest,
+)
 from maxlm.data.loader.batches import iterate
 from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.loader.shuffle import ShuffledIndex
@@ -107,7 +114,7 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _own_loaders(at: Path, dataset: Dataset, batches: int) -> dict[str, Callable[[], float]]:
+def _own_loaders(at: Path, dataset: DatasetManifest, batches: int) -> dict[str, Callable[[], float]]:
     memmap = MemmapLoader(at / 'tokens.bin')
     data = DataConfig(path=str(dataset.path), seq_len=WINDOW)
     corpus = open_training_data(data)
@@ -181,7 +188,7 @@ def random_tokens(count: int) -> np.ndarray:
     return tokens
 
 
-def write_dataset(tokens: np.ndarray, path: Path, num_shards: int) -> Dataset:
+def write_dataset(tokens: np.ndarray, path: Path, num_shards: int) -> DatasetManifest:
     """Writes the tokens as a prepared data set."""
     path.mkdir()
     tokenizer = bytes_tokenizer()
@@ -198,7 +205,7 @@ def write_dataset(tokens: np.ndarray, path: Path, num_shards: int) -> Dataset:
         'validation': Split(0, 0, 0, 0.0, {}, ()),
     }
     end = tokenizer.end_of_document
-    dataset = Dataset(
+    dataset = DatasetManifest(
         path=path,
         tokenizer='bytes',
         tokenizer_file='tokenizer.json',

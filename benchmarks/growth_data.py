@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.data import random_tokens, write_dataset
 from benchmarks.growth_curves import Curve
 from maxlm.config.schema import DataConfig
-from maxlm.data.dataset.records import Dataset, Shard, SourceCounts, Split
+from maxlm.data.dataset.records import DatasetManifest, Shard, SourceCounts, Split
 from maxlm.data.loader.batches import Batches, TrainingRows, WeightedSource
 from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.loader.mixture import NUM_CACHED_ROWS, PERIOD, Mixture
@@ -88,7 +88,7 @@ def measure_sources(rounds: int, sizes: Sequence[int] = SOURCES) -> list[Curve]:
     ]
 
 
-def described_dataset(shard_windows: Sequence[int]) -> Dataset:
+def described_dataset(shard_windows: Sequence[int]) -> DatasetManifest:
     """Returns the metadata of a data set with the given sequences per shard, without files."""
     shards = tuple(
         Shard(f'train-{number:05}.arrayrecord', 'described', windows * WINDOW + 1, 1, 0, f'{number:064x}')
@@ -100,7 +100,7 @@ def described_dataset(shard_windows: Sequence[int]) -> Dataset:
         'train': Split(len(shards), tokens, tokens, 0.0, counts, shards),
         'validation': Split(0, 0, 0, 0.0, {}, ()),
     }
-    return Dataset(
+    return DatasetManifest(
         path=Path('nowhere'),
         tokenizer='bytes',
         tokenizer_file='tokenizer.json',

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from maxlm import prepare
-from maxlm.data.dataset.records import Dataset
+from maxlm.data.dataset.records import DatasetManifest
 from maxlm.data.dataset.token_reader import TokenReader
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import exit_code
@@ -39,7 +39,7 @@ def write_texts(directory: Path) -> Path:
     return directory
 
 
-def ids_of(dataset: Dataset, split: str) -> list[np.ndarray]:
+def ids_of(dataset: DatasetManifest, split: str) -> list[np.ndarray]:
     """Returns the token ids of each document of a split in order, without the end token."""
     found = []
     for number, shard in enumerate(dataset.splits[split].shards):
@@ -49,7 +49,7 @@ def ids_of(dataset: Dataset, split: str) -> list[np.ndarray]:
     return found
 
 
-def documents_of(dataset: Dataset, split: str) -> list[str]:
+def documents_of(dataset: DatasetManifest, split: str) -> list[str]:
     """Returns the texts of a split, in order."""
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     return [tokenizer.decode(ids) for ids in ids_of(dataset, split)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from maxlm.data.dataset.records import (
-    Dataset,
+    DatasetManifest,
     ShardWriter,
     SourceCounts,
     Split,
@@ -19,7 +19,9 @@ from maxlm.data.dataset.records import (
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 
 
-def write_dataset(path: Path, train: Sequence[Sequence[str]], validation: Sequence[Sequence[str]] = ()) -> Dataset:
+def write_dataset(
+    path: Path, train: Sequence[Sequence[str]], validation: Sequence[Sequence[str]] = ()
+) -> DatasetManifest:
     """Writes one shard for each list of texts, all from the source `texts`."""
     path.mkdir(parents=True)
     tokenizer = bytes_tokenizer()
@@ -37,7 +39,7 @@ def write_dataset(path: Path, train: Sequence[Sequence[str]], validation: Sequen
         counts = {'texts': SourceCounts(documents, tokens, tokens - documents, 1.0)} if written else {}
         splits[name] = Split(documents, tokens, tokens - documents, 2.0, counts, tuple(written))
     save_manifest(
-        Dataset(
+        DatasetManifest(
             path=path,
             tokenizer='bytes',
             tokenizer_file='tokenizer.json',

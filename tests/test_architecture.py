@@ -125,7 +125,7 @@ def test_the_libraries_of_commands():
         ('data.loader', 'from maxlm.model.decoder import Decoder', {'model'}),
         ('data.formats', 'if 1:\n    import maxlm.training.step', {'training'}),
         ('model', 'from maxlm.parallel import layout\nfrom maxlm.data.loader import windows', {'data.loader'}),
-        ('training', 'from maxlm.data.dataset.records import Dataset', {'data.dataset'}),
+        ('training', 'from maxlm.data.dataset.records import DatasetManifest', {'data.dataset'}),
         ('monitoring', 'from maxlm.model.decoder import Decoder', {'model'}),
         # Imports that are allowed, or only have a similar name.
         ('inference', 'from maxlm.checkpoint import streaming', set()),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxlm.data.dataset.records import (
-    Dataset,
+    DatasetManifest,
     ShardWriter,
     SourceCounts,
     Split,
@@ -24,7 +24,7 @@ Documents = Sequence[Sequence[int]]
 
 
 @pytest.fixture
-def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
+def make_dataset(tmp_path: Path) -> Callable[..., DatasetManifest]:
     """Returns a function that writes shards of documents (token ids without end token) and loads them as a data set."""
 
     def make(
@@ -34,7 +34,7 @@ def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
         block: int = 8,
         sources: Sequence[str] = ('texts',),
         directory: str = 'data',
-    ) -> Dataset:
+    ) -> DatasetManifest:
         # Shards cycle through the sources.
         path = tmp_path / directory
         path.mkdir(exist_ok=True)
@@ -57,7 +57,9 @@ def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
         checksum = hashlib.sha256(b'{}').hexdigest()
         fingerprint = dataset_fingerprint(block=block, dtype='uint16', end_of_document=END, splits=splits)
         save_manifest(
-            Dataset(path, 'bytes', 'tokenizer.json', checksum, 1000, END, 'uint16', block, splits, (), {}, fingerprint)
+            DatasetManifest(
+                path, 'bytes', 'tokenizer.json', checksum, 1000, END, 'uint16', block, splits, (), {}, fingerprint
+            )
         )
         return load_manifest(path)
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from maxlm.data.dataset.records import MANIFEST_NAME, Dataset, load_manifest, save_manifest
+from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest, load_manifest, save_manifest
 from maxlm.data.dataset.wait import is_locked
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import replace_file
@@ -67,7 +67,7 @@ class Announcer:
             self._written = time.monotonic()
             self._write({'bytes': self._done})
 
-    def publish(self, dataset: Dataset) -> None:
+    def publish(self, dataset: DatasetManifest) -> None:
         """Replaces the partial manifest. The shards of the previous one must be the first shards of `dataset`."""
         save_manifest(dataset, PARTIAL_MANIFEST)
 
@@ -112,7 +112,7 @@ def manifest_version(directory: Path) -> ManifestVersion:
     return tuple(versions)
 
 
-def load_current(directory: Path) -> tuple[Dataset, bool]:
+def load_current(directory: Path) -> tuple[DatasetManifest, bool]:
     """Returns the data set as far as it is prepared, and True if it is complete.
 
     Raises:

@@ -106,8 +106,8 @@ class Split:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dataset:
-    """A data set as described by its manifest.
+class DatasetManifest:
+    """Manifest of a data set.
 
     Attributes:
         path: directory of the data set.
@@ -234,7 +234,7 @@ class ShardWriter:
             ) from error
 
 
-def save_manifest(dataset: Dataset, name: str = MANIFEST_NAME) -> None:
+def save_manifest(dataset: DatasetManifest, name: str = MANIFEST_NAME) -> None:
     """Writes the manifest atomically. `dataset.json` completes the data set."""
     facts = {'format_version': FORMAT_VERSION, **dataclasses.asdict(dataset)}
     del facts['path']
@@ -243,7 +243,7 @@ def save_manifest(dataset: Dataset, name: str = MANIFEST_NAME) -> None:
     atomic_write(dataset.path / name, (json.dumps(facts, indent=1) + '\n').encode())
 
 
-def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: str = MANIFEST_NAME) -> Dataset:
+def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: str = MANIFEST_NAME) -> DatasetManifest:
     """Reads the data set in directory `path`. With `complete`, checks that all shards exist in full size.
 
     Raises:
@@ -276,7 +276,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: 
     return dataset
 
 
-def verify(dataset: Dataset) -> None:
+def verify(dataset: DatasetManifest) -> None:
     """Verifies the checksums of all files. Raises InputError for the first file that differs."""
     expected = {shard.name: shard.sha256 for split in dataset.splits.values() for shard in split.shards}
     for name, checksum in {**expected, **dataset.tokenizer_checksums}.items():
@@ -305,7 +305,7 @@ def dataset_fingerprint(
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _parse_manifest(path: Path, facts: Any) -> Dataset:
+def _parse_manifest(path: Path, facts: Any) -> DatasetManifest:
     if not isinstance(facts, dict):
         raise TypeError('not an object')
     if (version := facts.pop('format_version')) != FORMAT_VERSION:
@@ -325,7 +325,7 @@ def _parse_manifest(path: Path, facts: Any) -> Dataset:
         for name, split in facts['splits'].items()
     }
     facts = {**({} if 'masked' in facts else UNMASKED), **NO_PREFERENCES, **facts}
-    dataset = _build(Dataset, {**facts, 'path': path, 'splits': splits, 'left_out': tuple(facts['left_out'])})
+    dataset = _build(DatasetManifest, {**facts, 'path': path, 'splits': splits, 'left_out': tuple(facts['left_out'])})
     dtypes = ('uint32',) if dataset.masked else ('uint16', 'uint32')
     if set(splits) != {'train', 'validation'} or dataset.dtype not in dtypes:
         raise TypeError('invalid splits or dtype')

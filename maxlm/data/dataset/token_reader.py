@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
-from maxlm.data.dataset.records import Dataset, Shard, reason_of, remedy
+from maxlm.data.dataset.records import DatasetManifest, Shard, reason_of, remedy
 from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
 
@@ -27,7 +27,7 @@ class TokenReader:
     """Random access to the tokens of shards. Picklable and thread-safe. Each process opens its own files."""
 
     def __init__(
-        self, dataset: Dataset, shards: Sequence[Shard], *, fetched: bool = False, max_open: int = OPEN_SHARDS
+        self, dataset: DatasetManifest, shards: Sequence[Shard], *, fetched: bool = False, max_open: int = OPEN_SHARDS
     ):
         """Creates a reader.
 

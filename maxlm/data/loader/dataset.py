@@ -12,7 +12,7 @@ from typing import Any
 
 from maxlm.config.schema import Config, DataConfig
 from maxlm.data.dataset.cache_policy import PlannedRead
-from maxlm.data.dataset.records import Dataset
+from maxlm.data.dataset.records import DatasetManifest
 from maxlm.data.dataset.shard_cache import Fetcher
 from maxlm.data.loader.batches import Batches, TrainingRows, ValidationRows, WeightedSource
 from maxlm.data.loader.mixture import Mixture, SourcesSchedule, StagedMixture
@@ -26,7 +26,7 @@ from maxlm.storage.retry import OnWarning
 PREFERENCE_OBJECTIVE = 'dpo'
 
 
-def check_objective(config: Config, dataset: Dataset) -> None:
+def check_objective(config: Config, dataset: DatasetManifest) -> None:
     """Checks that `train.objective` matches the type of the dataset.
 
     Raises:
@@ -45,7 +45,7 @@ def check_objective(config: Config, dataset: Dataset) -> None:
         )
 
 
-def check_alike(a: Dataset, b: Dataset) -> None:
+def check_alike(a: DatasetManifest, b: DatasetManifest) -> None:
     """Raises InputError if only one of two datasets of a mixture contains preference data."""
     if a.preferences != b.preferences:
         preferences, other = (a, b) if a.preferences else (b, a)
@@ -79,7 +79,7 @@ class TrainingData:
     names: tuple[str, ...]
 
     @property
-    def first(self) -> Dataset:
+    def first(self) -> DatasetManifest:
         """Returns the first dataset; tokenizer and vocabulary are the same in all."""
         return self.sources[0].dataset
 
@@ -318,7 +318,7 @@ def _check_source(source: Source) -> None:
         )
 
 
-def _check_packed(dataset: Dataset, data: DataConfig) -> None:
+def _check_packed(dataset: DatasetManifest, data: DataConfig) -> None:
     packed = dataset.packed_window
     if packed and data.seq_len != packed:
         raise InputError(
@@ -332,7 +332,7 @@ def _check_packed(dataset: Dataset, data: DataConfig) -> None:
         )
 
 
-def _check_same_tokenizer(a: Dataset, b: Dataset) -> None:
+def _check_same_tokenizer(a: DatasetManifest, b: DatasetManifest) -> None:
     if a.tokenizer_sha256 == b.tokenizer_sha256:
         return
     # Compare the loaded tokenizers: equivalent files from other tools can differ in their bytes.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from maxlm.config.schema import DataConfig
 from maxlm.data.dataset.preparation import STOPPED, is_preparing, load_current, manifest_version, stop_reason
-from maxlm.data.dataset.records import Dataset, Shard, load_manifest
+from maxlm.data.dataset.records import DatasetManifest, Shard, load_manifest
 from maxlm.data.dataset.shard_cache import fetch_manifest
 from maxlm.data.dataset.token_reader import OPEN_SHARDS
 from maxlm.data.loader.windows import Sequences
@@ -41,7 +41,7 @@ class Source:
     """
 
     name: str
-    dataset: Dataset
+    dataset: DatasetManifest
     only: str
     weight: float
     url: str
@@ -86,7 +86,7 @@ class OpenedDataset(NamedTuple):
         is_growing: see `Source`.
     """
 
-    dataset: Dataset
+    dataset: DatasetManifest
     url: str
     is_growing: bool
 

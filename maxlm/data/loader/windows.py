@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxlm.data.chat.token_flags import encode_stream_flags, is_document_start, is_target, token_ids
-from maxlm.data.dataset.records import Dataset, Shard
+from maxlm.data.dataset.records import DatasetManifest, Shard
 from maxlm.data.dataset.token_reader import OPEN_SHARDS, TokenReader
 
 # Keys tokens, targets, weights, segments, positions; each [B, T].
@@ -25,7 +25,7 @@ class Sequences:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: DatasetManifest,
         split: str,
         window: int,
         *,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from maxlm.data.chat.packing import ChatCounts, PairCounts
-from maxlm.data.dataset.records import Dataset, Shard, SourceCounts, Split, dataset_fingerprint, token_dtype
+from maxlm.data.dataset.records import DatasetManifest, Shard, SourceCounts, Split, dataset_fingerprint, token_dtype
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.prepare.shard_output import SplitCounts
 from maxlm.data.prepare.write_shards import SPLITS, ChatShards, WriteShards
@@ -26,7 +26,7 @@ def assemble(
     made_from: dict[str, Any],
     output: Path,
     left_out: Sequence[dict[str, str]] = (),
-) -> tuple[Dataset, CleaningReport]:
+) -> tuple[DatasetManifest, CleaningReport]:
     """Builds the data set from written partitions.
 
     Args:
@@ -94,7 +94,7 @@ class ManifestBuilder:
         """True if there is a training shard."""
         return bool(self._sums['train'].shards)
 
-    def build(self) -> Dataset:
+    def build(self) -> DatasetManifest:
         """Returns the data set of the added partitions. Raises InputError if there is no training document."""
         chat, tokenizer = self._chat, self._tokenizer
         splits = {name: total.split() for name, total in self._sums.items()}
@@ -102,7 +102,7 @@ class ManifestBuilder:
             raise InputError(_nothing(self._sums['train'].chat, chat))
         block, dtype = self._block, token_dtype(tokenizer.vocab_size) if chat is None else 'uint32'
         end_of_document = tokenizer.end_of_document
-        return Dataset(
+        return DatasetManifest(
             path=self._output,
             tokenizer=self._kind,
             tokenizer_file=TOKENIZER_FILE,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxlm.data.dataset.records import STREAM, Dataset, load_manifest
+from maxlm.data.dataset.records import STREAM, DatasetManifest, load_manifest
 from maxlm.data.dataset.shard_cache import fetch_manifest
 from maxlm.data.prepare.options import CHAT_FACTS, READING_FACTS
 from maxlm.data.prepare.pipeline import PARTITIONS_SKIPPED
@@ -24,7 +24,7 @@ class OtherDataError(InputError):
     """The existing data set was made from other inputs or options."""
 
 
-def check_same_data(dataset: Dataset, name: str, made_from: dict[str, Any], *, skip_failed: bool) -> None:
+def check_same_data(dataset: DatasetManifest, name: str, made_from: dict[str, Any], *, skip_failed: bool) -> None:
     """Raises OtherDataError unless a data set was made from the requested inputs and options.
 
     Args:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
 from maxlm.data.dataset.preparation import Announcer, remove_announcements
-from maxlm.data.dataset.records import STREAM_INPUTS, Dataset, save_manifest
+from maxlm.data.dataset.records import STREAM_INPUTS, DatasetManifest, save_manifest
 from maxlm.data.executors.executor import Executor, run_tasks
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.prepare.build_manifest import ManifestBuilder, assemble, without_duplicates
@@ -148,7 +148,9 @@ class ExecutionOptions:
     announcer: Announcer | None = None
 
 
-def prepare(recipe: PrepareConfig, partitions: Sequence[Partition], output: Path, means: ExecutionOptions) -> Dataset:
+def prepare(
+    recipe: PrepareConfig, partitions: Sequence[Partition], output: Path, means: ExecutionOptions
+) -> DatasetManifest:
     """Prepares a data set in `output`. `dataset.json` is written last.
 
     Raises:
@@ -174,7 +176,7 @@ def prepare(recipe: PrepareConfig, partitions: Sequence[Partition], output: Path
     return dataset
 
 
-def remove_leftovers(dataset: Dataset, *, cleaned: bool) -> None:
+def remove_leftovers(dataset: DatasetManifest, *, cleaned: bool) -> None:
     """Removes temporary files and files of earlier runs that do not belong to the completed data set."""
     shutil.rmtree(dataset.path / WORK_DIRECTORY, ignore_errors=True)
     remove_announcements(dataset.path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maxlm.data.dataset.preparation import PARTIAL_MANIFEST, Announcer
-from maxlm.data.dataset.records import MANIFEST_NAME, Dataset, load_manifest
+from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest, load_manifest
 from maxlm.data.documents.field_names import parse_roles
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.executors.ray_executor import make_executor
@@ -194,7 +194,9 @@ def _check_tokens(options: PrepareOptions, files: Sequence[InputFile]) -> None:
             raise InputError(f'{path} is already tokenized: {flag(name)} requires text; remove {flag(name)}')
 
 
-def _make(options: PrepareOptions, output: Path, recipe: PrepareConfig, partitions: Sequence[Partition]) -> Dataset:
+def _make(
+    options: PrepareOptions, output: Path, recipe: PrepareConfig, partitions: Sequence[Partition]
+) -> DatasetManifest:
     remove_partial_files(output)
     try:
         with (

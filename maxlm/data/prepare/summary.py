@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from maxlm.data.dataset.records import MANIFEST_NAME, Dataset
+from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.formats.input_file import suffix_of
 from maxlm.data.prepare.pipeline import CLEANING_FILE, VALIDATION_NOTE
@@ -17,7 +17,7 @@ SKIPPED_SHOWN = 10
 SUFFIXES_SHOWN = 5
 
 
-def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
+def summary(dataset: DatasetManifest, message: str, *, cleaned: bool) -> list[str]:
     """Returns lines that describe a data set. The first line starts with `message`.
 
     With `cleaned`, the lines include the report of the filters.
