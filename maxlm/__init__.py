@@ -1,27 +1,57 @@
 """maxlm trains, evaluates and serves language models from raw text, with one config file.
 
->>> import maxlm
->>> model = maxlm.load('runs/tiny')  # doctest: +SKIP
->>> model.generate('import ', max_tokens=16)  # doctest: +SKIP
+The names of this module are the Python API; docs/python.md describes it. Their modules are imported at first use.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = '0.2.0'
-# Names of the Python API, and the modules that define them. They are imported at their first use, so that
-# `import maxlm` stays fast.
-_EXPORTS = {'Model': ('maxlm.api.model', 'Model'), 'load': ('maxlm.api.model', 'Model')}
-__all__ = ['Model', '__version__', 'load']
+# Names of the Python API, and the modules that define them.
+_EXPORTS = {
+    'Config': 'maxlm.api.config',
+    'Dataset': 'maxlm.api.dataset',
+    'Model': 'maxlm.api.model',
+    'Plan': 'maxlm.api.plan',
+    'Run': 'maxlm.api.run',
+    'Trainer': 'maxlm.api.trainer',
+    'init_state': 'maxlm.training.state',
+    'load': 'maxlm.api.model',
+    'make_mesh': 'maxlm.api.mesh',
+    'make_train_step': 'maxlm.training.step',
+}
+__all__ = [
+    'Config',
+    'Dataset',
+    'Model',
+    'Plan',
+    'Run',
+    'Trainer',
+    '__version__',
+    'init_state',
+    'load',
+    'make_mesh',
+    'make_train_step',
+]
+
+if TYPE_CHECKING:
+    from maxlm.api.config import Config
+    from maxlm.api.dataset import Dataset
+    from maxlm.api.mesh import make_mesh
+    from maxlm.api.model import Model, load
+    from maxlm.api.plan import Plan
+    from maxlm.api.run import Run
+    from maxlm.api.trainer import Trainer
+    from maxlm.training.state import init_state
+    from maxlm.training.step import make_train_step
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    module, attribute = _EXPORTS[name]
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,7 @@ import ast
 import sys
 from pathlib import Path
 
-from maxlm.config.loading import shipped_configs
+from maxlm.config.config_files import shipped_configs
 from maxlm.config.validation import nearest
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 

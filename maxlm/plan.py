@@ -16,16 +16,13 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import jax
 
+from maxlm.api.plan import Plan, planned_data, why_estimated
 from maxlm.config.loading import load, split_overrides
-from maxlm.config.resolve import resolve
 from maxlm.config.schema import AUTO, Config
-from maxlm.data.loader.dataset import open_training_data
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag
 from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import Chip
@@ -35,19 +32,16 @@ from maxlm.planning.budget import BudgetPlan, plan_budget
 from maxlm.planning.chinchilla import BESIROGLU, read_runs, refit
 from maxlm.planning.cost import PricingTerms
 from maxlm.planning.explain import explain
-from maxlm.planning.forecast import Forecast, compile_ahead, estimate
+from maxlm.planning.forecast import estimate
 from maxlm.planning.gpu_compiler import CACHE, OPTION, VARIABLE, install_compiler
-from maxlm.planning.machine import Machine, machine_of, usable_memory
-from maxlm.planning.report import as_json, as_text, budget_text, cost_of, suggestions_text
+from maxlm.planning.machine import Machine, usable_memory
+from maxlm.planning.report import budget_text, suggestions_text
 from maxlm.planning.scaling import Data, Prediction, sweep, sweep_sizes
-from maxlm.planning.search import Candidate, choose_micro_batch, search_layouts, verify_by_compiling
-from maxlm.planning.targets import CompilerMissingError, Target, check_compiler, parse_target
+from maxlm.planning.search import Override
+from maxlm.planning.targets import Target, parse_target
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import Kind, PathOption
-from maxlm.trainer.preflight import sample_config
 
-# Default if neither the config nor the data set defines a vocabulary: that of GPT-2.
-USUAL_VOCABULARY = 50_257
 # A sweep doubles the number of devices of the target up to this limit.
 LARGEST_SWEEP = 4096
 EXAMPLES = """examples:
@@ -80,58 +74,49 @@ def main(argv: list[str]) -> int:
         if target.chip.platform == 'cpu':
             # For other targets, the cache could write a compiled program but not read it.
             enable_compilation_cache(config.train.compilation_cache_dir)
-        data = _data(config, options.vocab_size)
         if options.sweep is not None:
-            return _sweep(config, target, data, terms, options)
-        return _plan(config, target, data, terms, options)
+            return _sweep(config, target, planned_data(config, options.vocab_size), terms, options)
+        return _plan(config, target, terms, options)
 
 
-def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, options: argparse.Namespace) -> int:
-    resolver = partial(_resolve, target=target, data=data)
-    missing = _missing_compiler(target, options)
+def _plan(config: Config, target: Target, terms: PricingTerms, options: argparse.Namespace) -> int:
+    missing = '--estimate' if options.estimate else why_estimated(target, estimate=False)
     if options.explain and (missing or target.chip.platform != 'gpu'):
         reason = missing or f'{target.spec} is not a GPU; use a target such as --target=h100:1'
         raise InputError(f'--explain requires a compiled GPU program: {reason}')
-    machine = _machine(config, target, resolver)
-    forecaster = partial(estimate if missing else compile_ahead, machine=machine)
-    if config.train.per_device_batch_size == AUTO:
-        config = choose_micro_batch(config, machine, resolver, forecaster)
-    shown = forecaster(resolver(config))
-    advice: Candidate | None = None
-    if options.search or not shown.fits:
-        advice = verify_by_compiling(search_layouts(config, machine, resolver), forecaster)
-    if options.search and advice:
-        shown = advice.forecast
-    cost = cost_of(shown, terms)
+    plan = shown = Plan(config, target.spec, estimate=options.estimate, vocab_size=options.vocab_size, terms=terms)
+    found = plan.search() if options.search or not plan.fits else None
+    if options.search and found:
+        shown = found
     if options.json:
-        document = as_json(shown, cost, None if advice is None else advice.changes)
-        print(json.dumps({**document, 'why_estimated': missing or None}, indent=1))
+        advice = None if found is None else [Override(*change).override for change in found.changes.items()]
+        print(json.dumps({**shown.to_dict(), 'advice': advice, 'why_estimated': missing or None}, indent=1))
         return EXIT_DONE if shown.fits else EXIT_FAILED
     if missing:
         print(f'All figures are estimates: {missing}')
-    print(as_text(shown, cost))
+    print(shown)
     if options.explain:
-        print(f'\n{explain(shown, machine.efficiency)}')
+        print(f'\n{explain(shown.forecast, shown.machine.efficiency)}')
     if options.dollars or options.hours:
-        print(budget_text(shown, terms, dollars=options.dollars, hours=options.hours))
-    if options.search or not shown.fits:
-        print(_advice(shown, advice, asked=options.search))
+        print(budget_text(shown.forecast, terms, dollars=options.dollars, hours=options.hours))
+    if options.search or not plan.fits:
+        print(_advice(target, found, asked=options.search))
     return EXIT_DONE if shown.fits else EXIT_FAILED
 
 
-def _advice(shown: Forecast, advice: Candidate | None, *, asked: bool) -> str:
-    if advice is None:
+def _advice(target: Target, found: Plan | None, *, asked: bool) -> str:
+    if found is None:
         return (
-            f'no tried combination of mesh, micro-batch, model.remat_policy and host memory fits {shown.target.spec}; '
+            f'no tried combination of mesh, micro-batch, model.remat_policy and host memory fits {target.spec}; '
             'use more devices or a smaller model'
         )
-    if not advice.changes:
+    if not found.changes:
         return 'the config is already the fastest that fits'
     label = 'fastest layout that fits' if asked else 'layout that fits'
-    forecast = advice.forecast
+    changes = [Override(*change) for change in found.changes.items()]
     return (
-        f'{label}: {format_bytes(forecast.needed)}, {forecast.time.total:.3g} s per step, '
-        f'{forecast.tokens_per_second:,.0f} tokens/s:\n  {suggestions_text(advice.changes)}'
+        f'{label}: {format_bytes(found.memory_bytes)}, {found.step_seconds:.3g} s per step, '
+        f'{found.tokens_per_second:,.0f} tokens/s:\n  {suggestions_text(changes)}'
     )
 
 
@@ -195,55 +180,6 @@ def _predict(config: Config, chip: Chip, num_devices: int) -> Prediction:
     target = Target(f'{chip.name}:{num_devices}', chip, num_devices, nodes, (num_devices // nodes, nodes))
     forecast = estimate(config, Machine(target, usable_memory(chip)))
     return Prediction(forecast.time.total, forecast.needed, forecast.fits)
-
-
-def _resolve(config: Config, target: Target, data: Data) -> Config:
-    chip = target.chip
-    return resolve(
-        config,
-        platform=chip.platform,
-        num_devices=target.num_devices,
-        capability=chip.capability,
-        **data._asdict(),
-    )
-
-
-def _machine(config: Config, target: Target, resolver: Callable[[Config], Config]) -> Machine:
-    # Only a CPU is measured, with sizes that include the micro-batch.
-    return machine_of(target, sample_config(config, resolver))
-
-
-def _missing_compiler(target: Target, options: argparse.Namespace) -> str:
-    """Returns why only an estimate is possible; '' if the step can be compiled."""
-    if options.estimate:
-        return '--estimate'
-    try:
-        check_compiler(target)
-    except CompilerMissingError as error:
-        return str(error)
-    return ''
-
-
-def _data(config: Config, vocab_size: int) -> Data:
-    """Returns the values that a config takes from its data set, with defaults if the data set does not exist."""
-    vocabulary = vocab_size or config.model.vocab_size
-    if vocabulary and not config.train.num_epochs:
-        return Data(vocabulary, windows=1)
-    try:
-        corpus = open_training_data(config.data, with_sources=False)
-    except InputError as error:
-        if config.train.num_epochs:
-            raise InputError(
-                f'train.num_epochs={config.train.num_epochs:g}: needs the data set, which cannot be read: {error}'
-            ) from error
-        logger.warning(f'the data set cannot be read; assuming a vocabulary of {USUAL_VOCABULARY} ids (--vocab-size)')
-        return Data(USUAL_VOCABULARY, windows=1)
-    if corpus.training_windows is None and config.train.num_epochs:
-        raise InputError(
-            f'train.num_epochs={config.train.num_epochs:g}: the data is still being prepared; set train.num_steps or '
-            'train.num_tokens'
-        )
-    return Data(vocab_size or corpus.first.vocab_size, corpus.training_windows or 1)
 
 
 def _terms(options: argparse.Namespace) -> PricingTerms:

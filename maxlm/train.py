@@ -25,7 +25,7 @@ if __name__ == '__main__':
 
 import jax
 
-from maxlm.config.default_workdir import default_workdir
+from maxlm.config.config_files import default_workdir
 from maxlm.config.loading import load, split_overrides
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, exit_code
 from maxlm.runtime.heartbeat import Heartbeats, disconnect

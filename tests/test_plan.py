@@ -9,6 +9,7 @@ import re
 import pytest
 
 from maxlm import plan
+from maxlm.api import plan as api_plan
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.planning.targets import CompilerMissingError
 from tests.conftest import ROOT
@@ -123,7 +124,7 @@ def test_a_target_without_a_compiler_is_estimated(run, figures, monkeypatch):
     def missing(target):
         raise CompilerMissingError("no compiler for v4 (libtpu) is installed; run pip install 'maxlm[tpu]'")
 
-    monkeypatch.setattr(plan, 'check_compiler', missing)
+    monkeypatch.setattr(api_plan, 'check_compiler', missing)
     code, out, _ = run('1b.py', 'v4:2x2x4', '--config.model.remat_policy=full')
     assert code == EXIT_DONE
     assert "estimates: no compiler for v4 (libtpu) is installed; run pip install 'maxlm[tpu]'" in out

@@ -7,7 +7,8 @@ import zipfile
 
 import pytest
 
-from maxlm.config.loading import find_config, load, shipped_configs
+from maxlm.config.config_files import find_config, shipped_configs
+from maxlm.config.loading import load
 from maxlm.errors import InputError
 from tests.conftest import ROOT
 

@@ -1,1 +1,1 @@
-"""Python API: trained models as objects. `import maxlm` provides its names."""
+"""Python API: configs, data sets, plans, runs and models. `import maxlm` provides its names."""

@@ -225,3 +225,8 @@ class Model:
             max_shard_size=MAX_SHARD_BYTES,
             show=False,
         )
+
+
+def load(checkpoint: str | os.PathLike[str], *, quantize: str = '') -> Model:
+    """Returns `Model(checkpoint, quantize=quantize)`."""
+    return Model(checkpoint, quantize=quantize)

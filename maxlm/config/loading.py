@@ -21,6 +21,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+from maxlm.config.config_files import find_config, shipped_configs
 from maxlm.config.families import FAMILIES
 from maxlm.config.path_keys import check_paths
 from maxlm.config.ranges import check_ranges
@@ -92,21 +93,6 @@ def _current(key: str, value: Any = None) -> tuple[str, Any]:
     return new, value
 
 
-def shipped_configs() -> dict[str, Path]:
-    """Returns the config files that are part of maxlm, by name."""
-    package = Path(__file__).parents[1]
-    # A wheel contains the files in the package, a checkout next to it.
-    folder = package / 'shipped_configs'
-    files = (folder if folder.is_dir() else package.parent / 'configs').glob('*.py')
-    return {path.stem: path for path in sorted(files)}
-
-
-def find_config(given: str) -> Path:
-    """Returns the path of a config file: `given` itself, or the shipped config of this name."""
-    path = Path(given)
-    return path if path.suffix or len(path.parts) != 1 or path.exists() else shipped_configs().get(given, path)
-
-
 def load(spec: str, overrides: Sequence[str] = ()) -> Config:
     """Reads `FILE[:variant]`, applies `section.key=value` overrides and validates the result.
 
@@ -123,8 +109,22 @@ def load(spec: str, overrides: Sequence[str] = ()) -> Config:
     values = (_read_json_file if from_run else _run_config_file)(path, variant)
     if from_run:
         _check_family_is_open(values, name, overrides)
-    overridden = {_apply(values, override) for override in overrides}
-    _let_overrides_win(values, overridden)
+    return _build_with(values, overrides)
+
+
+def override(config: Config, overrides: Sequence[str]) -> Config:
+    """Returns a config with `section.key=value` overrides applied and validated.
+
+    Raises:
+        InputError: a key or a value is not usable.
+    """
+    values = _parse_json(to_json(config))
+    _check_family_is_open(values, 'the config', overrides)
+    return _build_with(values, overrides)
+
+
+def _build_with(values: ConfigDict, overrides: Sequence[str]) -> Config:
+    _let_overrides_win(values, {_apply(values, override) for override in overrides})
     return build(values)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import AUTO, Config
 from maxlm.hardware.chips import Chip, capability_of, find_chip, host_memory
 from maxlm.parallel.layout import island_of
 from maxlm.planning.estimate.cpu import calibrate_cpu
@@ -37,6 +38,13 @@ class Machine:
     target: Target
     available: int
     efficiency: Efficiency | None = None
+
+
+def sample_config(config: Config, resolve: Callable[[Config], Config]) -> Config:
+    """Returns a config resolved for these devices, with a per-device batch size of 1 if it is `auto`."""
+    if config.train.per_device_batch_size == AUTO:
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, per_device_batch_size=1))
+    return resolve(config)
 
 
 def machine_of(target: Target, config: Config) -> Machine:

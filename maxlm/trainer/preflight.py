@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from maxlm.parallel.layout import Layout, make_layout
 from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.estimate.state_bytes import checkpoint_bytes
 from maxlm.planning.forecast import Forecast, compile_for, estimate
-from maxlm.planning.machine import present_machine
+from maxlm.planning.machine import present_machine, sample_config
 from maxlm.planning.report import suggestions_text
 from maxlm.planning.search import Candidate, choose_micro_batch, search_layouts, verify_by_compiling
 from maxlm.training.run_control import RunControl, ended, with_rates
@@ -47,13 +46,6 @@ class PreparedStep(NamedTuple):
     layout: Layout
     abstract: TrainState
     forecast: Forecast
-
-
-def sample_config(config: Config, resolve: Resolve) -> Config:
-    """Returns a config resolved for these devices, with a per-device batch size of 1 if it is `auto`."""
-    if config.train.per_device_batch_size == AUTO:
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, per_device_batch_size=1))
-    return resolve(config)
 
 
 def check_size(config: Config, resolve: Resolve) -> None:

@@ -16,6 +16,7 @@ from maxlm.hardware.chips import capability_of
 from maxlm.huggingface.final_export import FinalExport, check_exportable
 from maxlm.log import logger
 from maxlm.parallel.layout import make_layout
+from maxlm.planning.machine import sample_config
 from maxlm.reporting.page import write_at_end
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.runtime.heartbeat import Heartbeats
@@ -23,7 +24,7 @@ from maxlm.telemetry.metrics import Callback
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.checkpointing import check_init_from, newest_decisions
-from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step, sample_config
+from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step
 from maxlm.trainer.run_context import RunContext, open_run
 from maxlm.trainer.training_loop import TrainingLoop
 from maxlm.training.run_control import Rollback, ended

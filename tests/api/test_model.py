@@ -1,6 +1,5 @@
 """`maxlm.Model`: the same text, losses and logits as the commands and Transformers."""
 
-import re
 import subprocess
 import sys
 
@@ -13,7 +12,6 @@ from maxlm import generate
 from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_DONE, InputError, exit_code
-from tests.conftest import ROOT
 from tests.serving.fake_engine import chat_tokenizer
 from tests.starting import make_start
 
@@ -126,14 +124,3 @@ def test_importing_the_package_imports_nothing_else():
     assert done.stdout.strip() == '[]'
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         maxlm.lod  # noqa: B018
-
-
-def test_the_documented_programs_run(workdir, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'runs').mkdir()
-    (tmp_path / 'runs/first').symlink_to(workdir)
-    programs = re.findall(r'^```python\n(.*?)^```', (ROOT / 'docs/python.md').read_text(), re.MULTILINE | re.DOTALL)
-    assert len(programs) == 2
-    exec('\n'.join(programs), {})
-    assert '(9, 257)' in capsys.readouterr().out
-    assert (tmp_path / 'first-hf/model.safetensors').exists()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxlm.config.default_workdir import default_workdir
+from maxlm.config.config_files import default_workdir
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""Prepared data sets: creates and opens them, and reads their batches."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from maxlm.config import schema
+from maxlm.data.dataset.records import DatasetManifest
+from maxlm.data.loader.dataset import TrainingData, check_objective, open_training_data
+from maxlm.data.prepare.options import PrepareOptions
+from maxlm.data.prepare.prepare_dataset import prepare_dataset
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.log import logger
+from maxlm.parallel.layout import Layout
+from maxlm.storage.paths import BUCKETS, Kind, PathOption
+from maxlm.trainer.batch_source import prefetched_batches
+from maxlm.training.run_control import RunControl
+
+OUTPUT = PathOption(Kind.DIRECTORY, BUCKETS, as_path=True)
+
+
+class Dataset:
+    """A prepared data set: token shards, a tokenizer and a manifest.
+
+    Attributes:
+        path: directory or URL of the data set.
+        manifest: its manifest, with the counts of each split.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """Opens a data set. Of a data set in a bucket, only the manifest is downloaded.
+
+        Raises:
+            InputError: there is no data set, or it is damaged.
+        """
+        self.path = os.fspath(path)
+        self.manifest: DatasetManifest = self._training_data(schema.DataConfig()).first
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Dataset:
+        """Opens a data set; the same as `Dataset(path)`."""
+        return cls(path)
+
+    @classmethod
+    def prepare(
+        cls, input: str | os.PathLike[str] | Sequence[str], output: str | os.PathLike[str], **options: Any
+    ) -> Dataset:
+        """Converts text to a data set, as `maxlm prepare` does. The same call continues an interrupted preparation.
+
+        Scripts must call it under `if __name__ == '__main__':`, because it starts worker processes.
+
+        Args:
+            input: files, directories, globs or URLs of text, JSONL, Parquet or tokens, or `hf:NAME`.
+            output: directory to write, or a URL (gs://…, s3://…).
+            **options: options of `maxlm prepare` with underscores, such as `tokenizer='bpe:8192'`,
+                `validation_fraction=0.01`, `filter=['gopher_quality']`, `deduplicate='near'` and `workers=4`.
+
+        Raises:
+            InputError: an option is out of range, the inputs are unusable, or the output contains another data set.
+        """
+        inputs = [os.fspath(input)] if isinstance(input, (str, os.PathLike)) else list(input)
+        names = [field.name for field in dataclasses.fields(PrepareOptions)]
+        unknown = options.keys() - {*names}
+        if unknown:
+            raise InputError(f'{min(unknown)!r} is not an option of prepare; use {", ".join(names)}')
+        try:
+            place = OUTPUT(os.fspath(output))
+        except argparse.ArgumentTypeError as error:
+            raise InputError(f'output{error}') from error
+        given = {'quiet': True, **options}
+        given['cache'] = os.path.expanduser(given.get('cache', PrepareOptions.cache))
+        prepare_dataset(PrepareOptions(input=inputs, output=place, **given))
+        return cls(output)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.manifest.vocab_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the train split."""
+        return self.manifest.splits['train'].tokens
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the data set."""
+        return Tokenizer.load(self.manifest.tokenizer_path)
+
+    def num_windows(self, config: schema.Config) -> int | None:
+        """Returns the number of sequences of `data.seq_len` tokens in an epoch; None while the data is prepared."""
+        return self._training_data(config.data).training_windows
+
+    def batches(self, config: schema.Config, mesh: Layout, *, start: int = 0) -> Iterator[dict[str, jax.Array]]:
+        """Returns an iterator over the batches of a training run, as arrays on the mesh.
+
+        The order is that of `maxlm train`: it depends on `data.seed` and on the step alone. The iterator ends after
+        `train.num_steps`.
+
+        Args:
+            config: resolved config.
+            mesh: mesh of the config.
+            start: number of completed steps, to resume.
+
+        Raises:
+            InputError: the data set does not match `train.objective`, or the config changes the sequence length or the
+                sources during the run.
+        """
+        if config.data.seq_len_schedule or config.data.sources_schedule:
+            raise InputError(
+                'data.seq_len_schedule and data.sources_schedule need the training loop of maxlm; remove them'
+            )
+        check_objective(config, self.manifest)
+        return self._batches(config, mesh, start)
+
+    def _batches(self, config: schema.Config, mesh: Layout, start: int) -> Iterator[dict[str, jax.Array]]:
+        with prefetched_batches(
+            start,
+            config,
+            RunControl(),
+            corpus=self._training_data(config.data),
+            layout=mesh,
+            alarm=logger.warning,
+            on_wait=lambda has_progressed: None,
+        ) as batches:
+            for batch in batches:
+                yield mesh.put_batch(batch, config.train.global_batch_size)
+
+    def _training_data(self, data: schema.DataConfig) -> TrainingData:
+        return open_training_data(dataclasses.replace(data, path=self.path, sources=()), with_sources=False)
+
+    def __repr__(self) -> str:
+        return f'Dataset({self.path!r}: {self.num_tokens:,} tokens, vocabulary {self.vocab_size:,})'

@@ -1,0 +1,90 @@
+"""Trains runs in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from maxlm.api.config import to_config
+from maxlm.api.run import Run
+from maxlm.config.config_files import default_workdir
+from maxlm.config.schema import Config
+from maxlm.errors import EXIT_FAILED, InputError
+from maxlm.runtime.heartbeat import Heartbeats
+from maxlm.runtime.initialize import initialize
+from maxlm.telemetry.metrics import Callback
+from maxlm.telemetry.timeline import Timeline
+from maxlm.trainer.batch_source import open_text
+from maxlm.trainer.rollouts import open_rollouts
+from maxlm.trainer.run import run
+
+
+class TrainingFailedError(RuntimeError):
+    """The loss or the gradients of a run are not finite or spike, despite rollbacks."""
+
+
+class Trainer:
+    """Trains a run, as `maxlm train` and, with `train.objective=grpo`, `maxlm grpo` do.
+
+    >>> import maxlm
+    >>> config = maxlm.Config.get('tiny', {'data.path': 'data/mine', 'train.num_steps': 20})
+    >>> run = maxlm.Trainer(config, workdir='runs/mine').train()  # doctest: +SKIP
+    >>> run.summary['train/loss']  # doctest: +SKIP
+    5.51
+
+    Attributes:
+        workdir: directory or URL of the run.
+    """
+
+    def __init__(
+        self,
+        config: str | Config,
+        *,
+        workdir: str | os.PathLike[str] | None = None,
+        resume: str = '',
+        callbacks: Sequence[Callback] = (),
+    ):
+        """Describes a run. `train` starts it.
+
+        Args:
+            config: a config, or the name of one; see `Config.get`.
+            workdir: directory or URL of the run, created if missing. A workdir with checkpoints is resumed. None =
+                runs/NAME for the config NAME.
+            resume: checkpoint (`WORKDIR` or `WORKDIR@STEP`) that a new run continues from.
+            callbacks: functions that are called with (step, metrics) after each line of metrics.jsonl. A function that
+                returns True stops the run, which first saves a checkpoint.
+
+        Raises:
+            InputError: the config is not usable, or `workdir` is missing and the config has no name.
+        """
+        if workdir is None and not isinstance(config, str):
+            raise InputError('workdir=None: the config has no name; set workdir, for example runs/first')
+        self.workdir = default_workdir(str(config)) if workdir is None else os.fspath(workdir)
+        self._config, self._resume, self._callbacks = to_config(config), resume, callbacks
+
+    def train(self) -> Run:
+        """Trains from the newest checkpoint, or from the start, to the end of the run.
+
+        Ctrl-C saves a checkpoint and returns the run, which a later call continues.
+
+        Raises:
+            InputError: the data or the workdir is not usable, or the run does not fit the devices.
+            TrainingFailedError: the run diverged.
+            TransientStorageError: the bucket of the workdir does not respond.
+        """
+        initialize()
+        timeline = Timeline(None)
+        with Heartbeats() as heartbeats, timeline.track_compilation():
+            code = run(
+                self._config,
+                open_rollouts if self._config.train.objective == 'grpo' else open_text,
+                workdir=self.workdir,
+                heartbeats=heartbeats,
+                timeline=timeline,
+                resume=self._resume,
+                callbacks=self._callbacks,
+            )
+        result = Run(self.workdir)
+        if code == EXIT_FAILED:
+            raise TrainingFailedError(f'{self.workdir}: {result.events[-1].get("message", "the run failed")}')
+        return result
