@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,11 +20,12 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout
-from maxlm.storage.paths import BUCKETS, Kind, PathOption
+from maxlm.storage.filesystem import is_url
+from maxlm.storage.paths import BUCKETS, Kind, PathOption, check_key
 from maxlm.trainer.batch_source import prefetched_batches
 from maxlm.training.run_control import RunControl
 
-OUTPUT = PathOption(Kind.DIRECTORY, BUCKETS, as_path=True)
+OUTPUT = PathOption(Kind.DIRECTORY, BUCKETS)
 
 
 class Dataset:
@@ -71,13 +72,10 @@ class Dataset:
         unknown = options.keys() - {*names}
         if unknown:
             raise InputError(f'{min(unknown)!r} is not an option of prepare; use {", ".join(names)}')
-        try:
-            place = OUTPUT(os.fspath(output))
-        except argparse.ArgumentTypeError as error:
-            raise InputError(f'output{error}') from error
+        place = check_key('output', os.fspath(output), OUTPUT)
         given = {'quiet': True, **options}
         given['cache'] = os.path.expanduser(given.get('cache', PrepareOptions.cache))
-        prepare_dataset(PrepareOptions(input=inputs, output=place, **given))
+        prepare_dataset(PrepareOptions(input=inputs, output=place if is_url(place) else Path(place), **given))
         return cls(output)
 
     @property

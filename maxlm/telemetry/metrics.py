@@ -141,7 +141,7 @@ METRICS: dict[str, Metric] = {
 class Callback(Protocol):
     """Function of the user that is called with each line of metrics.jsonl. Its exceptions end the run."""
 
-    def __call__(self, step: int, metrics: dict[str, float]) -> bool | None:
+    def __call__(self, step: int, metrics: dict[str, float], /) -> bool | None:
         """Returns True to stop the run, which then saves a checkpoint.
 
         Args:

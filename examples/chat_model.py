@@ -1,0 +1,53 @@
+"""Fine-tunes a model on conversations and asks it a question.
+
+    python -m examples.chat_model runs/mine chats.jsonl --workdir=runs/chat --question='Who are you?'
+
+Each line of the file is one conversation: {"messages": [{"role": "user", "content": "Hi"}, …]}. Only the answers of the
+assistant are learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import maxlm
+
+
+def main(argv: list[str] | None = None) -> str:
+    """Fine-tunes the model and prints its answer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('base', help='workdir of the base model')
+    parser.add_argument('chats', help='file of conversations')
+    parser.add_argument('--workdir', default='runs/chat', help='directory of the run (%(default)s)')
+    parser.add_argument('--epochs', type=float, default=3, help='passes over the conversations (%(default)g)')
+    parser.add_argument('--question', default='Hi', help='question to ask (%(default)r)')
+    options = parser.parse_args(argv)
+
+    base = maxlm.Run(options.base)
+    assert base.config is not None, 'a base model of maxlm has a config'
+    dataset = maxlm.Dataset.prepare(
+        options.chats,
+        f'{options.workdir}-data',
+        format='chat',
+        chat_template='chatml',
+        tokenizer=f'{options.base}/tokenizer.json',
+    )
+    config = maxlm.Config.get(
+        f'{options.base}/config.json',
+        {
+            'data.path': dataset.path,
+            'train.init_from': options.base,
+            'train.num_epochs': options.epochs,
+            'optimizer.learning_rate': base.config.optimizer.learning_rate / 10,
+            # The template adds special tokens to the vocabulary.
+            'model.vocab_size': 0,
+        },
+    )
+    run = maxlm.Trainer(config, workdir=options.workdir).train()
+    answer = run.model().chat([{'role': 'user', 'content': options.question}], max_tokens=64, temperature=0.7)
+    print(answer)
+    return answer
+
+
+if __name__ == '__main__':
+    main()
