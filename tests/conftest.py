@@ -57,11 +57,18 @@ def pytest_unconfigure(config):
         shutil.rmtree(PROGRAMS, ignore_errors=True)
 
 
+# Timeout of a notebook of examples/.
+NOTEBOOK_SECONDS = 400
+
+
 def pytest_collection_modifyitems(config, items):
     durations = Durations.load()
     for item in items:
         if durations.is_slow(item.nodeid):
             item.add_marker('slow')
+        if item.path.suffix == '.ipynb':
+            item.add_marker(pytest.mark.timeout(NOTEBOOK_SECONDS))
+            continue
         for fixture, mark in MARK_OF_FIXTURE.items():
             if fixture in item.fixturenames:
                 item.add_marker(mark)
