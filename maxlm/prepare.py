@@ -158,7 +158,7 @@ def _parse(argv: list[str]) -> PrepareOptions:
     made('--block', type=int, metavar='N', help='tokens per record (%(default)s)')
 
     how = parser.add_argument_group('execution (does not affect the result)').add_argument
-    how('--workers', type=int, metavar='N', help='number of local worker processes (%(default)s)')
+    how('--workers', type=int, metavar='N', help='number of local worker processes (one per core)')
     how('--executor', choices=('local', 'ray'), help='ray: a cluster that shares the disk of --output')
     how('--ray-address', metavar='ADDRESS', help='cluster address (RAY_ADDRESS, or this machine)')
     how('--retries', type=int, metavar='N', help='retries of a failed partition (%(default)s)')

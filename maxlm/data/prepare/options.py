@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from maxlm.data.dataset.records import STREAM
 from maxlm.data.documents.field_names import parse_roles
 from maxlm.data.documents.read_options import MAX_RECORD_BYTES, ReadOptions
-from maxlm.data.executors.local_executor import num_cores
 from maxlm.data.filters.dedup import choose_bands
 from maxlm.data.filters.registry import describe_filters, make_cleaner
 from maxlm.data.formats.input_file import InputFile
@@ -58,7 +57,8 @@ class PrepareOptions:
     pack_seq_len: int = 0
     stream: bool = False
     block: int = 2048
-    workers: int = dataclasses.field(default_factory=num_cores)
+    # None = one per core.
+    workers: int | None = None
     executor: str = 'local'
     ray_address: str = ''
     retries: int = 2
@@ -75,8 +75,9 @@ def _check(options: PrepareOptions) -> None:
     """Raises InputError for values that are invalid for any input."""
     limits = {'max_record_mib': 1, 'block': 1, 'workers': 1, 'max_files': 0, 'retries': 0, 'pack_seq_len': 0}
     for name, smallest in limits.items():
-        if getattr(options, name) < smallest:
-            raise InputError(f'{flag(name)}={getattr(options, name)}: must be at least {smallest}')
+        value = getattr(options, name)
+        if value is not None and value < smallest:
+            raise InputError(f'{flag(name)}={value}: must be at least {smallest}')
     if not 0 <= options.validation_fraction < 1:
         raise InputError(f'--validation-fraction={options.validation_fraction}: must be at least 0 and below 1')
     for name in ('fim_rate', 'fim_spm_rate'):

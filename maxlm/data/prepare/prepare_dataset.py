@@ -12,6 +12,7 @@ from maxlm.data.dataset.preparation import PARTIAL_MANIFEST, Announcer
 from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest, load_manifest
 from maxlm.data.documents.field_names import parse_roles
 from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.executors.local_executor import num_cores
 from maxlm.data.executors.ray_executor import make_executor
 from maxlm.data.formats.discovery import find_inputs, refuse_overlap
 from maxlm.data.formats.input_file import InputFile
@@ -198,10 +199,13 @@ def _make(
     options: PrepareOptions, output: Path, recipe: PrepareConfig, partitions: Sequence[Partition]
 ) -> DatasetManifest:
     remove_partial_files(output)
+    workers = min(options.workers or num_cores(), len(partitions))
     try:
         with (
             Announcer(output) if options.stream else contextlib.nullcontext() as announcer,
-            make_executor(options.executor, min(options.workers, len(partitions)), options.ray_address) as engine,
+            make_executor(
+                options.executor, min(options.workers or num_cores(), len(partitions)), options.ray_address
+            ) as engine,
         ):
             means = ExecutionOptions(engine, options.retries, options.skip_failed, not options.quiet, announcer)
             return prepare(recipe, partitions, output, means)
