@@ -203,9 +203,7 @@ def _make(
     try:
         with (
             Announcer(output) if options.stream else contextlib.nullcontext() as announcer,
-            make_executor(
-                options.executor, min(options.workers or num_cores(), len(partitions)), options.ray_address
-            ) as engine,
+            make_executor(options.executor, workers, options.ray_address) as engine,
         ):
             means = ExecutionOptions(engine, options.retries, options.skip_failed, not options.quiet, announcer)
             return prepare(recipe, partitions, output, means)
