@@ -30,8 +30,8 @@ lint() {
   python -m tools.check_prose
 }
 
-# --nbmake runs the notebooks of examples/. --dist=loadfile sends each file to one worker, so that its tests share fixtures. conftest.py starts the longest files
-# first.
+# --nbmake runs the notebooks of examples/. --dist=loadfile sends each file to one worker, so that its tests share
+# fixtures. conftest.py starts the longest files first.
 run_pytest() {
   python -m pytest --nbmake --numprocesses="${MAXLM_TEST_PROCESSES:-auto}" --dist=loadfile --no-loadscope-reorder "$@"
 }
