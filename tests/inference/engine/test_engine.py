@@ -6,6 +6,7 @@ import types
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
@@ -14,6 +15,7 @@ from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import QueueFullError, Request
 from maxlm.inference.engine.slots import Slot
 from maxlm.inference.sampling import Sampling
+from maxlm.training.state import abstract_model
 from tests.inference.engines import (
     GREEDY,
     MAX_TOKENS,
@@ -360,3 +362,34 @@ def test_requests_that_do_not_fit_are_refused(shared):
 )
 def test_settings_out_of_range(settings, words):
     assert words in refusal(lambda: Engine(load(FAMILY), **settings))
+
+
+def test_embeddings_are_means_of_the_last_hidden_states(fresh):
+    model = load(FAMILY)
+    graph, _ = nnx.split(abstract_model(model.config, model.layout))
+
+    def expected(tokens):
+        hidden_1TD, _ = nnx.merge(graph, model.params)(np.array([tokens], np.int32))
+        return np.asarray(hidden_1TD[0], np.float32).mean(axis=0)
+
+    # The longest prompt has several chunks. Its prefix is in another slot, and must not be skipped.
+    generate(fresh, [PROMPTS[2][:40]], max_tokens=2)
+    found = {}
+    for number, prompt in enumerate(PROMPTS):
+        request = Request(tuple(prompt), 0, embed=True)
+        fresh.submit(request, lambda delta, number=number: found.update({number: delta}))
+    # A continuation runs at the same time.
+    fresh.submit(Request((5, 6), 4, GREEDY), lambda delta: None)
+    while fresh.step():
+        pass
+    for number, prompt in enumerate(PROMPTS):
+        embedding = found[number].embedding
+        assert (embedding.dtype, found[number].finish_reason, found[number].tokens) == (np.float32, 'stop', ())
+        np.testing.assert_allclose(embedding, expected(prompt), atol=1e-4)
+    # Control: the last hidden states differ between prompts.
+    assert np.abs(expected(PROMPTS[1]) - expected(PROMPTS[2])).max() > 0.01
+    assert fresh.state.generated_tokens == 6
+    # The keys and values of an embedded prompt can be reused.
+    before = fresh.state.cached_tokens
+    assert generate(fresh, [PROMPTS[2]], max_tokens=4)[0] == naive(FAMILY, PROMPTS[2], max_tokens=4)
+    assert fresh.state.cached_tokens == before + len(PROMPTS[2]) - 1
