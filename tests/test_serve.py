@@ -14,8 +14,6 @@ import jax
 import openai
 import pytest
 
-pytest.importorskip('fastapi', reason="needs the extra 'serve': pip install 'maxlm[serve]'")
-
 from maxlm import serve
 from maxlm.data.chat.template import CHATML
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
@@ -28,7 +26,7 @@ from maxlm.serving.request_parsing import ServedModel
 from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
-from tests.serving.fake_engine import chat_tokenizer
+from tests.serving.fake_engine import DETAILS, chat_tokenizer
 from tests.serving.hostile import MAX_BODY, Generator, Wire
 from tests.serving.serving_thread import ServerThread, request_bytes, until
 from tests.serving.test_hostile import check
@@ -88,7 +86,9 @@ def generate(model):
 @pytest.fixture(scope='module')
 def server(model, engine):
     limits = ServerLimits(max_request_bytes=MAX_BODY, drain_seconds=5)
-    with ServerThread(ServedModel('tiny', model.step, model.tokenizer, model.chat, engine), limits=limits) as server:
+    with ServerThread(
+        ServedModel('tiny', model.step, model.tokenizer, model.chat, engine, DETAILS), limits=limits
+    ) as server:
         yield server
 
 
@@ -250,7 +250,7 @@ def test_the_command(workdir, tmp_path):
         assert httpx.get(f'{found[1]}/health').json() == {'status': 'ok'}
         with openai.OpenAI(base_url=f'{found[1]}/v1', api_key='secret', max_retries=0) as client:
             (model,) = client.models.list().data
-            assert (model.id, model.max_context, model.max_tokens) == ('mine', 64, 20)
+            assert (model.id, model.max_model_len, model.max_tokens) == ('mine', 64, 20)
             answer = client.chat.completions.create(model='mine', messages=HELLO, extra_body={'ignore_eos': True})
             assert answer.usage.completion_tokens == 20
             with pytest.raises(openai.BadRequestError, match='at most 20'):
@@ -320,12 +320,6 @@ def test_the_model_is_in_memory_once(workdir, model, monkeypatch):
     # Negative control: the arrays are found.
     monkeypatch.setattr(LoadedModel, 'without_params', lambda self: self)
     assert start() == [1]
-
-
-def test_without_the_extra(workdir, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'uvicorn', None)
-    assert exit_code(serve.main, [f'--checkpoint={workdir}']) == EXIT_BAD_INPUT
-    assert "maxlm.serve requires uvicorn: pip install 'maxlm[serve]'" in capfd.readouterr().err
 
 
 def test_an_open_port_without_a_key_causes_a_warning(capfd, monkeypatch):

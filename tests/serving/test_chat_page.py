@@ -3,8 +3,8 @@
 import json
 
 import pytest
-
 from maxlm.serving.chat_page import Page
+
 from tests.serving.devtools import CONTROL, SHIFT, Tab
 from tests.serving.fake_engine import FakeEngine, served_by
 from tests.serving.serving_thread import ServerThread
