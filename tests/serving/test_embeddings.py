@@ -117,7 +117,9 @@ def test_a_completion_starts_between_the_inputs():
         until(lambda: engine.state.running == 1)
         # Only as many inputs as slots are in the engine.
         assert engine.state.waiting == 0
-        threads.append(threading.Thread(target=send, args=('/v1/completions',), kwargs={'prompt': 'b', 'max_tokens': 2}))
+        threads.append(
+            threading.Thread(target=send, args=('/v1/completions',), kwargs={'prompt': 'b', 'max_tokens': 2})
+        )
         threads[1].start()
         until(lambda: engine.state.waiting == 1)
         engine.open.set()

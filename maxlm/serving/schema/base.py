@@ -10,8 +10,9 @@ from maxlm.serving.schema.errors import ApiError
 
 _TEXT: dict[str, Any] = {'type': 'string'}
 _IDS: dict[str, Any] = {'type': 'array', 'items': {'type': 'integer', 'minimum': 0}}
-TEXT_LIST_SCHEMA: dict[str, Any] = {'anyOf': [_TEXT, {'type': 'array', 'items': _TEXT}]}
-PROMPTS_SCHEMA: dict[str, Any] = {'anyOf': [*TEXT_LIST_SCHEMA['anyOf'], _IDS, {'type': 'array', 'items': _IDS}]}
+_TEXTS: dict[str, Any] = {'type': 'array', 'items': _TEXT}
+PROMPTS_SCHEMA: dict[str, Any] = {'anyOf': [_TEXT, _TEXTS, _IDS, {'type': 'array', 'items': _IDS}]}
+OPTIONAL_TEXTS_SCHEMA: dict[str, Any] = {'anyOf': [_TEXT, _TEXTS, {'type': 'null'}]}
 
 
 class RequestObject(BaseModel):

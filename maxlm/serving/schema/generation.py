@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field, ValidationError, WithJsonSchema
 
 from maxlm.inference.engine.requests import MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOG_PROBS
-from maxlm.serving.schema.base import PROMPTS_SCHEMA, TEXT_LIST_SCHEMA, RequestObject, parse_prompts
+from maxlm.serving.schema.base import OPTIONAL_TEXTS_SCHEMA, PROMPTS_SCHEMA, RequestObject, parse_prompts
 from maxlm.serving.schema.errors import ApiError, from_validation_error
 
 MAX_SEED = 2**32 - 1
@@ -102,7 +102,7 @@ class RequestBase(RequestObject):
     )
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description='Seed of the samples. Default: random.')
     # Validated by `stops`.
-    stop: Annotated[Any, WithJsonSchema(TEXT_LIST_SCHEMA)] = Field(
+    stop: Annotated[Any, WithJsonSchema(OPTIONAL_TEXTS_SCHEMA)] = Field(
         None, description=f'A string or up to {MAX_STOPS} strings that end a choice and are not part of it.'
     )
     ignore_eos: bool | None = Field(None, description='Continue after an end token.')

@@ -36,7 +36,7 @@ class TokenizeRequest(RequestObject):
     model: str | None = Field(None, description='Name of the served model.')
     prompt: str | None = Field(None, description='The text.')
     messages: Annotated[list[Message], FailFast()] = Field(
-        [], min_length=1, description='A conversation, which the chat template renders. Replaces prompt.'
+        [], description='A conversation, which the chat template renders. Replaces prompt.'
     )
     add_special_tokens: bool | None = Field(None, description='No effect: texts get no special tokens.')
     add_generation_prompt: Literal[True] | None = Field(
