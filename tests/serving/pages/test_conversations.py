@@ -120,7 +120,7 @@ def test_a_switch_stops_and_keeps_the_response(two, engine):
     assert len(entry['turns'][-1]['content']) > 20
     assert entry['turns'][-1]['stats'].endswith('stopped')
     # A deleted conversation does not come back when its response ends.
-    two.click('li .entry')
+    two.click('li:first-child .entry')
     engine.open.clear()
     send(two, 'Again')
     two.until('running?.controller')
