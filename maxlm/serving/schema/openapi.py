@@ -135,7 +135,7 @@ def _endpoints(model: str) -> list[_Endpoint]:
         ),
         _Endpoint(
             EMBEDDINGS,
-            'Returns an embedding of each input: the mean of its last hidden states, normalized to length 1.',
+            'Returns an embedding of each input: the mean of its last hidden states, normalized to an L2 norm of 1.',
             EmbeddingRequest,
             {'model': model, 'input': ['a fox', 'a dog']},
             {
