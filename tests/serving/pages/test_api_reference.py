@@ -4,8 +4,6 @@ import re
 
 import httpx
 import pytest
-
-# A dependency of moto[server].
 from openapi_spec_validator import validate
 
 from maxlm.serving.pages.api_reference import api_reference
