@@ -6,7 +6,6 @@ import types
 
 import numpy as np
 import pytest
-from flax import nnx
 
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
@@ -15,16 +14,17 @@ from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import QueueFullError, Request
 from maxlm.inference.engine.slots import Slot
 from maxlm.inference.sampling import Sampling
-from maxlm.training.state import abstract_model
 from tests.inference.engines import (
     GREEDY,
     MAX_TOKENS,
     NUM_IDS,
     PROMPTS,
+    embed,
     engine,
     generate,
     likeliest,
     load,
+    mean_hidden_state,
     naive,
     naive_logits,
     new_engine,
@@ -365,29 +365,15 @@ def test_settings_out_of_range(settings, words):
 
 
 def test_embeddings_are_means_of_the_last_hidden_states(fresh):
-    model = load(FAMILY)
-    graph, _ = nnx.split(abstract_model(model.config, model.layout))
-
-    def expected(tokens):
-        hidden_1TD, _ = nnx.merge(graph, model.params)(np.array([tokens], np.int32))
-        return np.asarray(hidden_1TD[0], np.float32).mean(axis=0)
-
     # The longest prompt has several chunks. Its prefix is in another slot, and must not be skipped.
     generate(fresh, [PROMPTS[2][:40]], max_tokens=2)
-    found = {}
-    for number, prompt in enumerate(PROMPTS):
-        request = Request(tuple(prompt), 0, embed=True)
-        fresh.submit(request, lambda delta, number=number: found.update({number: delta}))
     # A continuation runs at the same time.
     fresh.submit(Request((5, 6), 4, GREEDY), lambda delta: None)
-    while fresh.step():
-        pass
-    for number, prompt in enumerate(PROMPTS):
-        embedding = found[number].embedding
-        assert (embedding.dtype, found[number].finish_reason, found[number].tokens) == (np.float32, 'stop', ())
-        np.testing.assert_allclose(embedding, expected(prompt), atol=1e-4)
-    # Control: the last hidden states differ between prompts.
-    assert np.abs(expected(PROMPTS[1]) - expected(PROMPTS[2])).max() > 0.01
+    for prompt, delta in zip(PROMPTS, embed(fresh, PROMPTS), strict=True):
+        assert (delta.embedding.dtype, delta.finish_reason, delta.tokens) == (np.float32, 'stop', ())
+        np.testing.assert_allclose(delta.embedding, mean_hidden_state(FAMILY, prompt), atol=1e-4)
+    # Control: the means differ between prompts.
+    assert np.abs(mean_hidden_state(FAMILY, PROMPTS[1]) - mean_hidden_state(FAMILY, PROMPTS[2])).max() > 0.01
     assert fresh.state.generated_tokens == 6
     # The keys and values of an embedded prompt can be reused.
     before = fresh.state.cached_tokens
