@@ -76,9 +76,31 @@ def test_rename(two):
     assert titles(two)[1] == '<b>Mine</b>'
 
 
+def test_a_response_does_not_disturb_the_list(two, engine):
+    engine.open.clear()
+    send(two, 'Again')
+    two.until('running?.controller')
+    two.run('document.querySelector("li:last-child .more").focus(), 0')
+    two.press('Enter')
+    engine.open.set()
+    finished(two, 2)
+    # The focus stays on the button, also after the list was rendered again.
+    assert two.run('document.activeElement.ariaLabel') == 'Actions for First question'
+    engine.open.clear()
+    send(two, 'Once more')
+    two.until('running?.controller')
+    two.run('document.querySelector(".actions button").click(), 0')
+    two.type('Half a ti')
+    engine.open.set()
+    finished(two, 3)
+    two.type('tle')
+    two.press('Enter')
+    assert titles(two)[1] == 'Half a title'
+
+
 def test_delete(two):
     def delete(which):
-        two.run(f'document.querySelector("{which} .more").click(), 0')
+        two.run(f'document.querySelector("{which} .more[aria-expanded=false]")?.click(), 0')
         two.run('document.querySelector(".danger").click(), 0')
         two.until('$("confirm").open')
 
@@ -88,8 +110,6 @@ def test_delete(two):
     two.press('Enter')
     two.until('!$("confirm").open')
     assert len(titles(two)) == 2
-    two.press('Escape')
-    two.run('document.querySelector(".danger")?.remove(), 0')
     delete('li:last-child')
     two.click('[value=delete]')
     two.until('document.querySelectorAll("#conversations li").length === 1')

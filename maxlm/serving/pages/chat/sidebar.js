@@ -29,8 +29,13 @@ function setUpSidebar({ kind, current, open, startNew, announce }) {
   const closeDrawer = () => { if (isNarrow.matches) show(false, { focus: false }); };
 
   function render() {
+    // A title that is being edited must not be replaced; the end of the edit renders the list.
+    if (renamed && list.querySelector('input')) return;
     const entries = listConversations(kind());
+    const item = document.activeElement.closest('#conversations li');
+    const position = item && [...item.querySelectorAll('button')].indexOf(document.activeElement);
     list.replaceChildren(...entries.map(renderEntry));
+    if (item) entryOf(item.dataset.id)?.querySelectorAll('button')[position]?.focus();
     document.getElementById('no-conversations').hidden = entries.length > 0;
     document.getElementById('export-all').disabled = !entries.length;
   }
@@ -53,7 +58,6 @@ function setUpSidebar({ kind, current, open, startNew, announce }) {
     const more = button('⋯', () => {
       expanded = isExpanded ? null : conversation;
       render();
-      focusIn(conversation, '.more');
     }, 'quiet more');
     more.setAttribute('aria-label', `Actions for ${title}`);
     more.setAttribute('aria-expanded', String(isExpanded));
@@ -104,9 +108,8 @@ function setUpSidebar({ kind, current, open, startNew, announce }) {
     return field;
   }
 
-  function focusIn(conversation, selector) {
-    list.querySelector(`[data-id="${CSS.escape(conversation.id)}"] ${selector}`)?.focus();
-  }
+  const entryOf = (id) => list.querySelector(`[data-id="${CSS.escape(id)}"]`);
+  const focusIn = (conversation, selector) => entryOf(conversation.id)?.querySelector(selector)?.focus();
 
   function confirmDeletion(conversation) {
     const dialog = document.getElementById('confirm');
