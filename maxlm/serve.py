@@ -8,7 +8,6 @@ immediately.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from urllib.parse import urlsplit
@@ -20,22 +19,21 @@ from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.storage.regular_files import read_text
 
 API_KEY = 'MAXLM_API_KEY'
-_NEEDED = ('fastapi', 'uvicorn', 'prometheus_client')
 
 
 def main(argv: list[str]) -> int:
     """Loads the model, compiles its functions, and serves until it is stopped."""
     options = _parser().parse_args(argv)
-    _check_extra()
-    # These imports need the extra `serve`, which was checked above.
+    # Imported late, so that --help and invalid options do not wait for JAX.
     import jax
 
     from maxlm.inference.engine.engine import Engine
     from maxlm.inference.load import load_model
     from maxlm.inference.resolve_model import default_model_name, resolved_checkpoint
+    from maxlm.planning.estimate.parameters import count_parameters
     from maxlm.runtime.compilation_cache import enable_compilation_cache
     from maxlm.serving.limits import ServerLimits
-    from maxlm.serving.request_parsing import ServedModel
+    from maxlm.serving.request_parsing import ModelDetails, ServedModel
     from maxlm.serving.server import Server, bind, is_loopback, serve_until_stopped, server_url
 
     api_key = _api_key(options.api_key_file)
@@ -75,16 +73,24 @@ def main(argv: list[str]) -> int:
             cache=options.kv_cache_dtype,
             max_queue_size=options.max_queue_size,
         )
+        details = ModelDetails(
+            num_parameters=count_parameters(model.config.model),
+            dim=model.config.model.dim,
+            dtype=model.config.model.dtype,
+            weight_quantization=model.config.model.weight_quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
+        )
         model = model.without_params()
         engine.warm_up(lambda name: logger.info(f'compiling: {name}'))
         name = options.served_model_name or default_model_name(options.checkpoint)
-        served = ServedModel(name, model.step, model.tokenizer, model.chat, engine)
+        served = ServedModel(name, model.step, model.tokenizer, model.chat, engine, details)
         running = Server(
             served,
             limits,
             listener,
             api_key=api_key,
             origins=options.allow_origin,
+            docs=options.docs,
             on_ready=lambda: print(f'serving {name} (step {model.step}) at {server_url(listener)}', flush=True),
         )
         return serve_until_stopped(running)
@@ -160,6 +166,7 @@ def _parser() -> ArgumentParser:
         default=30,
         help='seconds for running requests to finish at shutdown (default %(default)s)',
     )
+    parser.add_argument('--docs', action='store_true', help='serve an API reference at /docs and /openapi.json')
     parser.add_argument(
         '--allow-origin',
         action='append',
@@ -168,14 +175,6 @@ def _parser() -> ArgumentParser:
         help='additional allowed origin of web pages, e.g. https://chat.example.org; repeatable',
     )
     return parser
-
-
-def _check_extra() -> None:
-    for name in _NEEDED:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise InputError(f"maxlm.serve requires {name}: pip install 'maxlm[serve]'") from error
 
 
 def _api_key(path: str) -> str:

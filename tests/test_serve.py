@@ -5,16 +5,17 @@ import itertools
 import os
 import re
 import signal
+import string
 import subprocess
 import sys
 import threading
 
 import httpx
 import jax
+import numpy as np
 import openai
 import pytest
-
-pytest.importorskip('fastapi', reason="needs the extra 'serve': pip install 'maxlm[serve]'")
+from flax import nnx
 
 from maxlm import serve
 from maxlm.data.chat.template import CHATML
@@ -25,10 +26,11 @@ from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.limits import ServerLimits
 from maxlm.serving.request_parsing import ServedModel
+from maxlm.training.state import abstract_model
 from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
-from tests.serving.fake_engine import chat_tokenizer
+from tests.serving.fake_engine import DETAILS, chat_tokenizer
 from tests.serving.hostile import MAX_BODY, Generator, Wire
 from tests.serving.serving_thread import ServerThread, request_bytes, until
 from tests.serving.test_hostile import check
@@ -88,7 +90,10 @@ def generate(model):
 @pytest.fixture(scope='module')
 def server(model, engine):
     limits = ServerLimits(max_request_bytes=MAX_BODY, drain_seconds=5)
-    with ServerThread(ServedModel('tiny', model.step, model.tokenizer, model.chat, engine), limits=limits) as server:
+    details = DETAILS._replace(dim=model.config.model.dim)
+    with ServerThread(
+        ServedModel('tiny', model.step, model.tokenizer, model.chat, engine, details), limits=limits
+    ) as server:
         yield server
 
 
@@ -133,6 +138,21 @@ def test_completions_equal_those_of_the_engine(complete, generate, model):
     limited = complete('Once', temperature=1.5, seed=5, extra_body={'top_k': 1}).choices[0].text
     assert limited == greedy.text
     assert complete([*b'Once'], temperature=0).choices[0].text == greedy.text
+
+
+def test_embeddings_are_normalized_means_of_hidden_states(client, model):
+    texts = ['Once', 'Twice upon a time', (string.ascii_letters * 9)[:CONTEXT]]
+    answer = client.embeddings.create(model='tiny', input=texts)
+    graph, _ = nnx.split(abstract_model(model.config, model.layout))
+    decoder = nnx.merge(graph, model.params)
+    for text, entry in zip(texts, answer.data, strict=True):
+        hidden_1TD, _ = decoder(np.array([[*text.encode()]], np.int32))
+        mean_D = np.asarray(hidden_1TD[0], np.float64).mean(axis=0)
+        assert near(entry.embedding, (mean_D / np.linalg.norm(mean_D)).tolist())
+    # Control: the embeddings differ, also from the hidden state of the last token.
+    assert np.dot(answer.data[0].embedding, answer.data[1].embedding) < 0.999
+    last_D = np.asarray(hidden_1TD[0, -1], np.float64)
+    assert not near(answer.data[2].embedding, (last_D / np.linalg.norm(last_D)).tolist())
 
 
 def test_a_stop_ends_a_text_before_it(complete, generate):
@@ -219,7 +239,8 @@ def test_hostile_requests_do_not_affect_the_engine(server, complete, engine):
 
 
 @pytest.mark.multiprocess
-def test_the_command(workdir, tmp_path):
+def test_the_command(workdir, model, tmp_path):
+    num_parameters = sum(x.size for x in jax.tree.leaves(model.params))
     (tmp_path / 'key').write_text('secret\n')
     command = [
         f'--checkpoint={workdir}',
@@ -230,7 +251,7 @@ def test_the_command(workdir, tmp_path):
     ]
     environment = {**os.environ, 'XLA_FLAGS': cpu_flags(1)}
     process = subprocess.Popen(
-        [sys.executable, '-m', 'maxlm.serve', *command, '--served-model-name=mine', '--max-tokens=20'],
+        [sys.executable, '-m', 'maxlm.serve', *command, '--served-model-name=mine', '--max-tokens=20', '--docs'],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -249,8 +270,12 @@ def test_the_command(workdir, tmp_path):
         # The server is ready when it prints this line.
         assert httpx.get(f'{found[1]}/health').json() == {'status': 'ok'}
         with openai.OpenAI(base_url=f'{found[1]}/v1', api_key='secret', max_retries=0) as client:
-            (model,) = client.models.list().data
-            assert (model.id, model.max_context, model.max_tokens) == ('mine', 64, 20)
+            (served,) = client.models.list().data
+            assert (served.id, served.max_model_len, served.max_tokens) == ('mine', 64, 20)
+            assert served.num_parameters == num_parameters
+            assert (served.dim, served.dtype, served.weight_quantization) == (16, 'float32', 'float')
+            assert (served.vocab_size, served.kv_cache_dtype) == (259, 'model')
+            assert httpx.get(f'{found[1]}/openapi.json').json()['info']['title'] == 'maxlm'
             answer = client.chat.completions.create(model='mine', messages=HELLO, extra_body={'ignore_eos': True})
             assert answer.usage.completion_tokens == 20
             with pytest.raises(openai.BadRequestError, match='at most 20'):
@@ -320,12 +345,6 @@ def test_the_model_is_in_memory_once(workdir, model, monkeypatch):
     # Negative control: the arrays are found.
     monkeypatch.setattr(LoadedModel, 'without_params', lambda self: self)
     assert start() == [1]
-
-
-def test_without_the_extra(workdir, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'uvicorn', None)
-    assert exit_code(serve.main, [f'--checkpoint={workdir}']) == EXIT_BAD_INPUT
-    assert "maxlm.serve requires uvicorn: pip install 'maxlm[serve]'" in capfd.readouterr().err
 
 
 def test_an_open_port_without_a_key_causes_a_warning(capfd, monkeypatch):

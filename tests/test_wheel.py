@@ -54,7 +54,8 @@ def run(unpacked, cwd, *words):
 
 def test_it_contains_the_configs_and_the_chat_page(unpacked):
     assert {path.stem for path in (unpacked / 'maxlm/shipped_configs').glob('*.py')} == NAMES
-    assert list((unpacked / 'maxlm/serving/page').iterdir())
+    for name in ('chat', 'reference'):
+        assert list((unpacked / 'maxlm/serving/pages' / name).iterdir())
     assert {path.name for path in unpacked.iterdir() if not path.name.endswith('.dist-info')} == {'maxlm'}
 
 

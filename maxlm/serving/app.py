@@ -4,52 +4,76 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from maxlm.serving.chat_page import Page
-from maxlm.serving.errors import ApiError
+import maxlm
+from maxlm.serving.embeddings import EmbeddingResponse, parse_embedding_request
 from maxlm.serving.metrics import CONTENT_TYPE
-from maxlm.serving.middleware import (
+from maxlm.serving.middleware import AccessPolicy, SecurityMiddleware, error_response, internal_error
+from maxlm.serving.pages.api_reference import api_reference
+from maxlm.serving.pages.chat_page import chat_page
+from maxlm.serving.request_parsing import EngineRequests, parse_chat_request, parse_completion_request
+from maxlm.serving.responses import ResponseBuilder
+from maxlm.serving.schema.errors import ApiError
+from maxlm.serving.schema.generation import RequestBase, parse_chat, parse_completion
+from maxlm.serving.schema.openapi import openapi_document
+from maxlm.serving.schema.paths import (
     CHAT,
     COMPLETIONS,
+    DETOKENIZE,
+    DOCS,
+    EMBEDDINGS,
     HEALTH,
     METRICS,
     MODELS,
+    OPENAPI,
     PAGE,
-    AccessPolicy,
-    SecurityMiddleware,
-    error_response,
-    internal_error,
+    TOKENIZE,
 )
-from maxlm.serving.request_parsing import EngineRequests, parse_chat_request, parse_completion_request
-from maxlm.serving.responses import ResponseBuilder
-from maxlm.serving.schema import RequestBase, parse_chat, parse_completion
+from maxlm.serving.schema.tokens import DetokenizeRequest, EmbeddingRequest, parse_request, parse_tokenize
 from maxlm.serving.service import Service
 from maxlm.serving.streaming import CompletionResponse
+from maxlm.serving.tokenization import detokenize, tokenize
 
 
-def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str] = ()) -> ASGIApp:
-    """Returns the ASGI app of a service. Pages of `origins` may read its responses."""
-    # FastAPI's documentation pages are disabled, because they load scripts from other hosts.
+def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str] = (), docs: bool = False) -> ASGIApp:
+    """Returns the ASGI app of a service.
+
+    Args:
+        service: the service.
+        access: rules for requests.
+        origins: origins of pages that may read the responses.
+        docs: serve the API reference and the OpenAPI document.
+    """
+    # FastAPI's own pages are disabled, because they load scripts from other hosts.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_exception)
-    created = int(time.time())
-    served, limits = service.served, service.limits
-    page = Page()
+    _add_information(app, service)
+    _add_pages(app, service, docs=docs)
+    _add_tasks(app, service)
+    secured = SecurityMiddleware(app, service, access)
+    if not origins:
+        return secured
+    # Outermost, because CORS preflight requests have no key, and pages must be able to read error responses.
+    return CORSMiddleware(
+        secured, allow_origins=list(origins), allow_methods=['GET', 'POST'], allow_headers=['*'], max_age=600
+    )
 
-    @app.api_route(PAGE, methods=['GET', 'HEAD'])
-    async def show_page() -> Response:
-        return HTMLResponse(page.text, headers={'content-security-policy': page.policy, 'cache-control': 'no-cache'})
+
+def _add_information(app: FastAPI, service: Service) -> None:
+    """Adds the endpoints that describe the server and its model."""
+    served, limits, created = service.served, service.limits, int(time.time())
 
     @app.api_route(HEALTH, methods=['GET', 'HEAD'])
     async def health() -> Response:
@@ -61,16 +85,18 @@ def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str]
         return Response(service.metrics.text(), headers={'content-type': CONTENT_TYPE})
 
     def model() -> dict[str, Any]:
-        # Includes fields for the chat page in addition to OpenAI's four.
+        # OpenAI's four fields, vLLM's `max_model_len`, and fields for the chat page.
         return {
             'id': served.name,
             'object': 'model',
             'created': created,
             'owned_by': 'maxlm',
+            'max_model_len': served.engine.max_context,
             'step': served.step,
-            'max_context': served.engine.max_context,
             'max_tokens': limits.max_tokens or None,
             'chat': served.chat is not None,
+            'vocab_size': served.tokenizer.vocab_size,
+            **served.details._asdict(),
         }
 
     @app.get(MODELS)
@@ -82,51 +108,100 @@ def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str]
         service.check_model(name)
         return JSONResponse(model())
 
-    async def handle(request: Request, *, chat: bool) -> Response:
-        try:
-            body = await service.body_reader.read(request)
-            api_request, engine_requests = await service.encoders.run(
-                functools.partial(_encode, service, body, chat=chat),
-                chat=chat,
-                size=len(body),
-                receive=request.receive,
-                started=request.scope['state']['started'],
-                release=functools.partial(service.body_reader.release, len(body)),
-            )
-        except ClientDisconnect:
-            return Response(status_code=499)
-        return _respond(service, api_request, engine_requests, chat=chat, started=request.scope['state']['started'])
+
+def _add_pages(app: FastAPI, service: Service, *, docs: bool) -> None:
+    """Adds the chat page and, with `docs`, the API reference."""
+    page = chat_page()
+
+    @app.api_route(PAGE, methods=['GET', 'HEAD'])
+    async def show_page() -> Response:
+        return page.response()
+
+    if not docs:
+        return
+    document = openapi_document(service.served.name, maxlm.__version__)
+    reference = api_reference(document)
+
+    @app.get(OPENAPI)
+    async def show_document() -> Response:
+        return JSONResponse(document)
+
+    @app.get(DOCS)
+    async def show_reference() -> Response:
+        return reference.response()
+
+
+def _add_tasks(app: FastAPI, service: Service) -> None:
+    """Adds the endpoints that use the model or its tokenizer."""
+    served, context = service.served, service.served.engine.max_context
+
+    async def read(request: Request, parse: Callable[[bytes], Any], *, chat: bool) -> Any:
+        """Reads a body and calls `parse` in a thread, because tokenization can take long."""
+        body = await service.body_reader.read(request)
+        return await service.encoders.run(
+            functools.partial(parse, body),
+            chat=chat,
+            size=len(body),
+            receive=request.receive,
+            started=request.scope['state']['started'],
+            release=functools.partial(service.body_reader.release, len(body)),
+        )
 
     @app.post(COMPLETIONS)
     async def complete(request: Request) -> Response:
-        return await handle(request, chat=False)
+        def parse(body: bytes) -> tuple[RequestBase, EngineRequests]:
+            completion = parse_completion(body)
+            service.check_model(completion.model)
+            return completion, parse_completion_request(completion, served, max_tokens=service.limits.max_tokens)
+
+        started = request.scope['state']['started']
+        return _completion_response(service, *await read(request, parse, chat=False), chat=False, started=started)
 
     @app.post(CHAT)
     async def chat(request: Request) -> Response:
-        return await handle(request, chat=True)
+        def parse(body: bytes) -> tuple[RequestBase, EngineRequests]:
+            conversation = parse_chat(body, max_context=context)
+            service.check_model(conversation.model)
+            return conversation, parse_chat_request(conversation, served, max_tokens=service.limits.max_tokens)
 
-    secured = SecurityMiddleware(app, service, access)
-    if not origins:
-        return secured
-    # Outermost, because CORS preflight requests have no key, and pages must be able to read error responses.
-    return CORSMiddleware(
-        secured, allow_origins=list(origins), allow_methods=['GET', 'POST'], allow_headers=['*'], max_age=600
-    )
+        started = request.scope['state']['started']
+        return _completion_response(service, *await read(request, parse, chat=True), chat=True, started=started)
+
+    @app.post(EMBEDDINGS)
+    async def embed(request: Request) -> Response:
+        def parse(body: bytes) -> Response:
+            inputs = parse_request(EmbeddingRequest, body)
+            service.check_model(inputs.model)
+            return EmbeddingResponse(
+                service,
+                parse_embedding_request(inputs, served),
+                encoding_format=inputs.encoding_format,
+                started=request.scope['state']['started'],
+            )
+
+        return await read(request, parse, chat=False)
+
+    @app.post(TOKENIZE)
+    async def show_tokens(request: Request) -> Response:
+        def parse(body: bytes) -> Response:
+            text = parse_tokenize(body, max_context=context)
+            service.check_model(text.model)
+            return JSONResponse(tokenize(text, served, service.token_decoder))
+
+        # The text may be a conversation, whose template may be slow.
+        return await read(request, parse, chat=True)
+
+    @app.post(DETOKENIZE)
+    async def show_text(request: Request) -> Response:
+        def parse(body: bytes) -> Response:
+            tokens = parse_request(DetokenizeRequest, body)
+            service.check_model(tokens.model)
+            return JSONResponse(detokenize(tokens, served))
+
+        return await read(request, parse, chat=False)
 
 
-def _encode(service: Service, body: bytes, *, chat: bool) -> tuple[RequestBase, EngineRequests]:
-    """Parses and tokenizes a request. Raises ApiError if it is invalid."""
-    context, max_tokens = service.served.engine.max_context, service.limits.max_tokens
-    if chat:
-        conversation = parse_chat(body, max_context=context)
-        service.check_model(conversation.model)
-        return conversation, parse_chat_request(conversation, service.served, max_tokens=max_tokens)
-    completion = parse_completion(body)
-    service.check_model(completion.model)
-    return completion, parse_completion_request(completion, service.served, max_tokens=max_tokens)
-
-
-def _respond(
+def _completion_response(
     service: Service, api_request: RequestBase, engine_requests: EngineRequests, *, chat: bool, started: float
 ) -> Response:
     num_samples = api_request.n or 1
@@ -159,6 +234,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     codes = {404: 'not_found', 405: 'method_not_allowed'}.get(error.status_code)
     message = messages.get(error.status_code, str(error.detail))
     return error_response(ApiError(error.status_code, message, code=codes, headers=error.headers))
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:

@@ -13,8 +13,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from maxlm.serving.errors import SERVER, ApiError
 from maxlm.serving.limits import ServerLimits
+from maxlm.serving.schema.errors import SERVER, ApiError
 from maxlm.storage.errors import catch_panics
 
 # Maximum size of a small body. Small bodies do not wait for larger ones.

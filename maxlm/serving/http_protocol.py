@@ -9,8 +9,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from maxlm.serving.errors import ApiError
 from maxlm.serving.limits import ServerLimits
+from maxlm.serving.schema.errors import ApiError
 
 
 class Connection(H11Protocol):

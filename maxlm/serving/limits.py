@@ -8,7 +8,7 @@ import dataclasses
 from starlette.requests import Request
 
 from maxlm.errors import InputError, flag
-from maxlm.serving.errors import ApiError
+from maxlm.serving.schema.errors import ApiError
 
 JSON = 'application/json'
 # Bodies up to this multiple of the limit are read and discarded, because a client does not read while it writes.

@@ -14,16 +14,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from maxlm.log import logger
-from maxlm.serving.errors import SERVER, ApiError
 from maxlm.serving.metrics import OTHER
+from maxlm.serving.schema.errors import SERVER, ApiError
+from maxlm.serving.schema.paths import COMPLETION_PATHS, PATHS, POST_PATHS, PUBLIC_PATHS
 from maxlm.serving.service import Service
 
-PAGE, HEALTH, METRICS, MODELS = '/', '/health', '/metrics', '/v1/models'
-COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
-PATHS = (PAGE, HEALTH, METRICS, MODELS, COMPLETIONS, CHAT)
-COMPLETION_PATHS = (COMPLETIONS, CHAT)
-# Paths that need no key. The chat page asks the user for the key.
-PUBLIC_PATHS = (PAGE, HEALTH)
 # Status that nginx uses for a client that disconnected.
 _CLIENT_CLOSED_REQUEST = '499'
 _HEADERS = {
@@ -110,12 +105,12 @@ class SecurityMiddleware:
                 ]
             await send(message)
 
-        is_completion = path in COMPLETION_PATHS
-        if is_completion:
+        is_post = path in POST_PATHS
+        if is_post:
             self._service.begin_request()
         try:
             self._access.check(scope['path'], Headers(scope=scope))
-            if is_completion:
+            if is_post:
                 self._service.check_ready()
             await self._app(scope, receive, send_with_headers)
         except ApiError as error:
@@ -131,11 +126,11 @@ class SecurityMiddleware:
         finally:
             seconds = time.monotonic() - started
             self._service.metrics.requests.labels(path, status or _CLIENT_CLOSED_REQUEST).inc()
-            if is_completion:
+            if is_post:
                 self._service.end_request()
-                if status == '200':
-                    self._service.metrics.request.observe(seconds)
-                    self._service.record_duration(seconds)
+            if path in COMPLETION_PATHS and status == '200':
+                self._service.metrics.request.observe(seconds)
+                self._service.record_duration(seconds)
 
 
 def internal_error() -> ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from maxlm.data.chat.encoder import ChatEncoder
@@ -14,15 +15,34 @@ from maxlm.inference.engine.requests import Request
 from maxlm.inference.prompts import infill_prompt
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.engine_thread import EngineLike
-from maxlm.serving.errors import ApiError, from_input_error
-from maxlm.serving.schema import (
+from maxlm.serving.schema.errors import ApiError, from_input_error
+from maxlm.serving.schema.generation import (
     MAX_SEED,
     ChatCompletionRequest,
     CompletionRequest,
+    Message,
     RequestBase,
+    completion_prompts,
     message_text,
-    parse_prompts,
 )
+
+
+class ModelDetails(NamedTuple):
+    """Properties of a model that /v1/models and the chat page show.
+
+    Attributes:
+        num_parameters: number of parameters.
+        dim: number of dimensions of the hidden states.
+        dtype: dtype of computation.
+        weight_quantization: format of the kernels; float = not quantized.
+        kv_cache_dtype: dtype of keys and values.
+    """
+
+    num_parameters: int
+    dim: int
+    dtype: str
+    weight_quantization: str
+    kv_cache_dtype: str
 
 
 class ServedModel(NamedTuple):
@@ -33,6 +53,7 @@ class ServedModel(NamedTuple):
     tokenizer: Tokenizer
     chat: ChatEncoder | None
     engine: EngineLike
+    details: ModelDetails
 
 
 class EngineRequests(NamedTuple):
@@ -58,10 +79,10 @@ def parse_completion_request(api_request: CompletionRequest, served: ServedModel
             400, 'echo: log-probabilities of prompts are not supported; remove echo or logprobs', param='echo'
         )
     tokenizer = served.tokenizer
-    prompts = parse_prompts(api_request, vocab_size=tokenizer.vocab_size, max_context=served.engine.max_context)
+    prompts = completion_prompts(api_request, vocab_size=tokenizer.vocab_size, max_context=served.engine.max_context)
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_size(prompt + (api_request.suffix or ''), served, 'prompt')
+            check_size(prompt + (api_request.suffix or ''), served, 'prompt')
     try:
         ids = [_encode_prompt(prompt, api_request.suffix, tokenizer) for prompt in prompts]
     except InputError as error:
@@ -97,28 +118,7 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
         ApiError: a parameter is invalid, the prompt does not fit, the model has no chat template, or the template
             rejects the conversation.
     """
-    if served.chat is None:
-        raise ApiError(
-            400,
-            f'the model {served.name} has no chat template; use /v1/completions',
-            param='messages',
-            code='no_chat_template',
-        )
-    messages = [
-        {
-            'role': message.role,
-            'content': message_text(message, number, max_parts=served.engine.max_context),
-            **({'name': message.name} if message.name else {}),
-        }
-        for number, message in enumerate(api_request.messages)
-    ]
-    try:
-        rendered = served.chat.render_prompt(messages)
-        # Check the length after rendering, because a template may omit much of its input.
-        _check_size(rendered.text, served, 'messages')
-        ids = served.chat.encode_rendered(rendered).tolist()
-    except (ChatError, InputError) as error:
-        raise ApiError(400, f'messages: {error}', param='messages') from error
+    ids = conversation_ids(api_request.messages, served)
     top_log_probs = (api_request.top_logprobs or 0) if api_request.logprobs else None
     limit = api_request.max_completion_tokens if api_request.max_tokens is None else api_request.max_tokens
     request = _engine_request(
@@ -127,7 +127,37 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
     return EngineRequests([request], [''])
 
 
-def _check_size(text: str, served: ServedModel, param: str) -> None:
+def conversation_ids(messages: Sequence[Message], served: ServedModel) -> list[int]:
+    """Returns the token ids of a conversation and the beginning of its next message.
+
+    Raises:
+        ApiError: the model has no chat template, the template rejects the conversation, or the text is too long.
+    """
+    if served.chat is None:
+        raise ApiError(
+            400,
+            f'the model {served.name} has no chat template; use /v1/completions',
+            param='messages',
+            code='no_chat_template',
+        )
+    turns = [
+        {
+            'role': message.role,
+            'content': message_text(message, number, max_parts=served.engine.max_context),
+            **({'name': message.name} if message.name else {}),
+        }
+        for number, message in enumerate(messages)
+    ]
+    try:
+        rendered = served.chat.render_prompt(turns)
+        # Check the length after rendering, because a template may omit much of its input.
+        check_size(rendered.text, served, 'messages')
+        return served.chat.encode_rendered(rendered).tolist()
+    except (ChatError, InputError) as error:
+        raise ApiError(400, f'messages: {error}', param='messages') from error
+
+
+def check_size(text: str, served: ServedModel, param: str) -> None:
     """Raises ApiError, before tokenization, if a text is certainly longer than the context."""
     longest, size = longest_token(served.tokenizer), len(text.encode())
     if longest is not None and size > longest * served.engine.max_context:

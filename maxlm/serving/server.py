@@ -88,12 +88,13 @@ class Server:
         *,
         api_key: str = '',
         origins: Collection[str] = (),
+        docs: bool = False,
         on_ready: Callable[[], None] = lambda: None,
     ):
-        """Initializes the server. `on_ready` is called when it listens."""
+        """Initializes the server. `docs` adds the API reference; `on_ready` is called when the server listens."""
         self._served, self._limits, self._listener = served, limits, listener
         self._access = AccessPolicy(api_key=api_key, loopback=is_loopback(listener), origins=origins)
-        self._origins, self._on_ready = tuple(origins), on_ready
+        self._origins, self._docs, self._on_ready = tuple(origins), docs, on_ready
         self._stop_event = asyncio.Event()
         self.service: Service | None = None
 
@@ -101,7 +102,7 @@ class Server:
         """Serves until `stop` is called, and returns the exit code."""
         service = self.service = Service(self._served, self._limits, on_failure=self._stop_event.set)
         config = uvicorn.Config(
-            make_app(service, self._access, origins=self._origins),
+            make_app(service, self._access, origins=self._origins, docs=self._docs),
             http=connection_class(self._limits),
             ws='none',
             lifespan='off',

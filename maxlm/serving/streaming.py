@@ -1,4 +1,4 @@
-"""Sends a response as one JSON object or as server-sent events (SSE)."""
+"""Sends the response of a completion as one JSON object or as server-sent events (SSE)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from maxlm.inference.engine.requests import Delta
-from maxlm.serving.errors import ApiError
 from maxlm.serving.responses import ResponseBuilder, usage
+from maxlm.serving.schema.errors import ApiError
 from maxlm.serving.service import PendingRequest
 
 # Proxies close connections that are idle for about a minute.
-_KEEPALIVE_SECONDS = 15.0
+KEEPALIVE_SECONDS = 15.0
 _KEEPALIVE = b': still here\n\n'
 _DONE = b'data: [DONE]\n\n'
 _STREAM_HEADERS = (
@@ -26,8 +26,38 @@ _STREAM_HEADERS = (
 )
 
 
-class CompletionResponse(Response):
-    """Response to a pending request. The request is closed when the response ends or the client disconnects."""
+class EngineResponse(Response):
+    """A response that the engine computes. It ends early if the client disconnects."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the response.
+
+        Raises:
+            ApiError: the request failed before anything was sent.
+        """
+        disconnect_task = asyncio.create_task(_wait_for_disconnect(receive))
+        send_task = asyncio.create_task(self.respond(scope, receive, send))
+        try:
+            await asyncio.wait({disconnect_task, send_task}, return_when=asyncio.FIRST_COMPLETED)
+            if send_task.done():
+                send_task.result()
+        finally:
+            disconnect_task.cancel()
+            send_task.cancel()
+            self.close()
+            await asyncio.gather(disconnect_task, send_task, return_exceptions=True)
+
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Computes and sends the response. It is cancelled if the client disconnects."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Cancels the requests of the engine that have not finished."""
+        raise NotImplementedError
+
+
+class CompletionResponse(EngineResponse):
+    """Response to a pending completion request."""
 
     def __init__(
         self, request: PendingRequest, builder: ResponseBuilder, *, prompt_tokens: int, stream: bool, with_usage: bool
@@ -37,31 +67,20 @@ class CompletionResponse(Response):
         self._request, self._builder = request, builder
         self._prompt_tokens, self._stream, self._with_usage = prompt_tokens, stream, with_usage
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the response.
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._stream:
+            await self._send_events(send)
+        else:
+            await self._send_json(scope, receive, send)
 
-        Raises:
-            ApiError: the request failed before anything was sent.
-        """
-        disconnect_task = asyncio.create_task(_wait_for_disconnect(receive))
-        send_task = asyncio.create_task(
-            self._send_events(send) if self._stream else self._send_json(scope, receive, send)
-        )
-        try:
-            await asyncio.wait({disconnect_task, send_task}, return_when=asyncio.FIRST_COMPLETED)
-            if send_task.done():
-                send_task.result()
-        finally:
-            disconnect_task.cancel()
-            send_task.cancel()
-            self._request.close()
-            await asyncio.gather(disconnect_task, send_task, return_exceptions=True)
+    def close(self) -> None:
+        self._request.close()
 
     async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
         deltas: list[list[Delta]] = [[] for _ in range(self._request.num_choices)]
         num_unfinished = len(deltas)
         while num_unfinished:
-            for choice, delta in await self._request.next_deltas(_KEEPALIVE_SECONDS):
+            for choice, delta in await self._request.next_deltas(KEEPALIVE_SECONDS):
                 deltas[choice].append(delta)
                 num_unfinished -= delta.finish_reason is not None
         content = self._builder.response(deltas, usage(self._prompt_tokens, self._request.generated_tokens))
@@ -73,7 +92,7 @@ class CompletionResponse(Response):
         await _send_body(send, b''.join(map(_sse_event, self._builder.first_chunks())))
         try:
             while num_unfinished:
-                deltas = await self._request.next_deltas(_KEEPALIVE_SECONDS)
+                deltas = await self._request.next_deltas(KEEPALIVE_SECONDS)
                 num_unfinished -= sum(delta.finish_reason is not None for _, delta in deltas)
                 chunks = [self._builder.chunk(choice, delta) for choice, delta in deltas if _has_content(delta)]
                 await _send_body(send, b''.join(map(_sse_event, chunks)) if deltas else _KEEPALIVE)

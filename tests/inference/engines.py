@@ -129,5 +129,24 @@ def requests_of(prompts, sampling=GREEDY, max_tokens=MAX_TOKENS, **settings):
     return [Request(tuple(prompt), max_tokens, sampling, **settings) for prompt in prompts]
 
 
+def embed(engine, prompts):
+    """Returns the deltas of requests for embeddings, one for each prompt."""
+    deltas = {}
+    for number, prompt in enumerate(prompts):
+        request = Request(tuple(prompt), 0, embed=True)
+        engine.submit(request, lambda delta, number=number: deltas.update({number: delta}))
+    while engine.step():
+        pass
+    return [deltas[number] for number in range(len(prompts))]
+
+
+def mean_hidden_state(family, prompt):
+    """Returns the mean of the last hidden states [D], computed without a cache."""
+    model = load(family)
+    graph, _ = nnx.split(abstract_model(model.config, model.layout))
+    hidden_1TD, _ = nnx.merge(graph, model.params)(np.array([prompt], np.int32))
+    return np.asarray(hidden_1TD[0], np.float32).mean(axis=0)
+
+
 def generate(engine, prompts, **settings):
     return [samples[0].ids for samples in engine.complete(requests_of(prompts, **settings))]

@@ -14,7 +14,7 @@ from websockets.sync.client import connect
 
 from tests.reporting.browser import find_browser
 
-KEYS = {'Enter': ('Enter', 13, '\r'), 'Escape': ('Escape', 27, '')}
+KEYS = {'Enter': ('Enter', 13, '\r'), 'Escape': ('Escape', 27, ''), 'Tab': ('Tab', 9, '')}
 SHIFT, CONTROL = 8, 2
 
 

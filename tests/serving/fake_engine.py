@@ -5,13 +5,16 @@ import itertools
 import threading
 import time
 
+import numpy as np
+
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine.requests import Delta, EngineState, GeneratedToken, QueueFullError
-from maxlm.serving.request_parsing import ServedModel
+from maxlm.serving.request_parsing import ModelDetails, ServedModel
 
+DETAILS = ModelDetails(num_parameters=1234, dim=3, dtype='float32', weight_quantization='float', kv_cache_dtype='model')
 REPLY = 'The quick brown fox jumps over the lazy dog, and “über” is one word. '
 
 
@@ -33,6 +36,8 @@ class _Sample:
 
     def step(self):
         """Returns the next delta."""
+        if self.request.embed:
+            return Delta(self.number, '', (), 'stop', embedding_of(self.request.prompt))
         token = next(self.bytes)
         self.drawn.append(token)
         text = self.drawn.decode(errors='ignore')
@@ -124,6 +129,11 @@ class FakeEngine:
         return EngineState(self.num_slots, *counts)
 
 
+def embedding_of(prompt):
+    """Returns the embedding of a prompt before normalization."""
+    return np.array([len(prompt), prompt[0], 1], np.float32)
+
+
 def chat_tokenizer():
     """Returns a byte tokenizer with the special tokens of ChatML."""
     return bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
@@ -133,4 +143,4 @@ def served_by(engine, *, chat=True):
     """Returns a byte-level model that this engine serves."""
     tokenizer = chat_tokenizer() if chat else bytes_tokenizer()
     encoder = ChatEncoder(tokenizer, ChatTemplate(CHATML, name='test')) if chat else None
-    return ServedModel('tiny', 7, tokenizer, encoder, engine)
+    return ServedModel('tiny', 7, tokenizer, encoder, engine, DETAILS)

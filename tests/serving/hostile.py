@@ -8,7 +8,7 @@ import string
 from typing import NamedTuple
 
 MAX_BODY = 32 * 1024
-PATHS = ('/v1/completions', '/v1/chat/completions')
+PATHS = ('/v1/completions', '/v1/chat/completions', '/v1/embeddings', '/tokenize', '/detokenize')
 MESSAGES = [{'role': 'system', 'content': 'Be short.'}, {'role': 'user', 'content': 'Hello'}]
 VALID = {
     'model': 'tiny',
@@ -141,7 +141,13 @@ def request(path, body, *, method='POST', headers=(), kind='application/json', h
 
 def valid(path):
     """Returns a valid body."""
-    return VALID | ({'messages': MESSAGES} if 'chat' in path else {'prompt': 'Once', 'echo': True})
+    bodies = {
+        '/v1/chat/completions': VALID | {'messages': MESSAGES},
+        '/v1/embeddings': {'model': 'tiny', 'input': ['Once', 'x'], 'encoding_format': 'float', 'dimensions': None},
+        '/tokenize': {'prompt': 'Once', 'messages': [], 'return_token_strs': True, 'add_generation_prompt': True},
+        '/detokenize': {'tokens': [79, 110]},
+    }
+    return bodies.get(path, VALID | {'prompt': 'Once', 'echo': True})
 
 
 class Generator:

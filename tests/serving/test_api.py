@@ -13,7 +13,7 @@ import pytest
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.limits import ServerLimits
-from tests.serving.fake_engine import REPLY, FakeEngine, served_by
+from tests.serving.fake_engine import DETAILS, REPLY, FakeEngine, served_by
 from tests.serving.serving_thread import ServerThread, request_bytes, until
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
@@ -219,6 +219,8 @@ def test_parameters_reach_the_engine(ask, engine):
 def test_models(client):
     (model,) = client.models.list().data
     assert (model.id, model.owned_by, model.step, model.chat) == ('tiny', 'maxlm', 7, True)
+    assert (model.max_model_len, model.max_tokens, model.vocab_size) == (512, None, 259)
+    assert {name: getattr(model, name) for name in DETAILS._fields} == DETAILS._asdict()
     assert client.models.retrieve('tiny').id == 'tiny'
     assert refused(openai.NotFoundError, 404, lambda: client.models.retrieve('other')).code == 'model_not_found'
 
@@ -254,7 +256,7 @@ def test_models(client):
         ('completion', {'prompt': 'x' * 600}, 'prompt', 'the prompt has 600'),
         ('completion', {'prompt': [300]}, 'prompt', 'from 0 to 258'),
         ('completion', {'prompt': ['a', 1]}, 'prompt', 'must be a string'),
-        ('completion', {'prompt': ['a'] * 65, 'n': 2}, 'n', 'exceeds 128'),
+        ('completion', {'prompt': ['a'] * 65, 'n': 2}, 'prompt', 'send at most 64'),
         ('completion', {'best_of': 4}, 'best_of', 'is not supported'),
         ('completion', {'echo': True, 'logprobs': 0}, 'echo', 'not supported'),
         ('completion', {'logprobs': 21}, 'logprobs', 'less than or equal to 20'),

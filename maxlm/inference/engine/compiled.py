@@ -1,6 +1,6 @@
 """Compiled prefill and decode functions over cache slots, for a few shapes, all compiled before serving.
 
-Shapes: B slots, P prompts per call, T tokens of a chunk, V vocabulary.
+Shapes: B slots, P prompts per call, T tokens of a chunk, D dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class CompiledFunctions:
         replicated_fields: Any = [replicated] * (len(State._fields) - 1)
         self._shardings = State(cache_shardings, *replicated_fields)
         jit = partial(jax.jit, donate_argnames='state')
-        self._prefill = jit(self._runner.prefill, out_shardings=(self._shardings, replicated))
+        self._prefill = jit(self._runner.prefill, out_shardings=(self._shardings, replicated, replicated))
         self._copy_slot = jax.jit(self._runner.copy_slot, donate_argnames='state', out_shardings=self._shardings)
         self._resize_array = jax.jit(self._resize, static_argnames='num')
         self._decode = jit(self._runner.decode, out_shardings=(self._shardings, replicated))
@@ -169,8 +169,11 @@ class CompiledFunctions:
 
     def prefill(
         self, params: Params, state: State, chunks: Sequence[PrefillChunk], *, with_top: bool
-    ) -> tuple[State, SampledTokens]:
-        """Prefills up to `num_row_shards` chunks and samples the token after each. Row p of the result is chunk p."""
+    ) -> tuple[State, SampledTokens, jax.Array]:
+        """Prefills up to `num_row_shards` chunks and samples the token after each. Row p of the result is chunk p.
+
+        Also returns the sum of the hidden states of each chunk after the final norm, float32 [P, D].
+        """
         P = self.num_row_shards
         assert 0 < len(chunks) <= P, len(chunks)
         max_length = max(len(chunk.tokens) for chunk in chunks)
@@ -213,7 +216,7 @@ class CompiledFunctions:
 
         def prefill(size: int, params: Params, state: State) -> tuple[State, SampledTokens]:
             chunk = PrefillChunk([0] * size, 0, self.num_slots, [], Sampling(), 0, 0)
-            return self.prefill(params, state, [chunk], with_top=False)
+            return self.prefill(params, state, [chunk], with_top=False)[:2]
 
         def copy_slot(params: Params, state: State) -> tuple[State, Any]:
             return self.copy_slot(state, 0, 0), None

@@ -268,12 +268,13 @@ class Engine:
             self._resize(self._cache_length.fit(max(len(sample.request.prompt) for sample in samples)))
             chunks = [self._next_chunk(sample) for sample in samples]
             with_top = any(sample.request.top_log_probs for sample in samples)
-            self._state, sampled = self._compiled.prefill(self._params, self._state, chunks, with_top=with_top)
+            self._state, sampled, sums_PD = self._compiled.prefill(self._params, self._state, chunks, with_top=with_top)
             budget -= max(len(chunk.tokens) for chunk in chunks)
             finished: list[tuple[int, ActiveSequence, int]] = []
             for row, (sample, chunk) in enumerate(zip(samples, chunks, strict=True)):
                 slot = self._slots[chunk.slot]
                 end = chunk.start + len(chunk.tokens)
+                sample.add_hidden_sum(sums_PD, row)
                 slot.content = list(sample.request.prompt[:end])
                 slot.num_written = max(slot.num_written, end)
                 if end == len(sample.request.prompt):
@@ -291,9 +292,8 @@ class Engine:
             return sample
 
     def _assign_slot(self, sample: ActiveSequence) -> None:
-        prompt = np.array(sample.request.prompt, np.int32)
-        counts = self._compiled.row_counts
-        slot, source, shared = choose_slot(self._slots, prompt, slack=self._ring_slack, row_counts=counts)
+        reusable, counts = sample.reusable_tokens, self._compiled.row_counts
+        slot, source, shared = choose_slot(self._slots, reusable, slack=self._ring_slack, row_counts=counts)
         self._clock += 1
         slot.sample, slot.last_used = sample, self._clock
         if source is not slot:
@@ -305,7 +305,7 @@ class Engine:
         slot.content = source.content[:shared]
         sample.slot = slot
         self._prefilling.append(sample)
-        self._counts['prompt'] += len(prompt)
+        self._counts['prompt'] += len(sample.request.prompt)
         self._counts['cached'] += shared
 
     def _next_chunk(self, sample: ActiveSequence) -> PrefillChunk:

@@ -1,6 +1,6 @@
 """Prefill and decode steps of a model over cache slots.
 
-Shapes: B slots, P prompts per call, T tokens of a chunk, V vocabulary, C reported top tokens, N passes per call.
+Shapes: B slots, P prompts per call, T tokens of a chunk, D dim, V vocabulary, C reported top tokens, N passes per call.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class ModelRunner:
         rows: Rows,
         seeds: PendingPrompt,
         with_top: jax.Array,
-    ) -> tuple[State, SampledTokens]:
-        """Prefills chunks in one pass and samples the token after each.
+    ) -> tuple[State, SampledTokens, jax.Array]:
+        """Prefills chunks in one pass, samples the token after each, and sums its hidden states, float32 [P, D].
 
         `placement` contains the slot, the position of the first token and the number of tokens of each chunk,
         int32 [3, P].
@@ -132,6 +132,8 @@ class ModelRunner:
             # The slots are not contiguous, so their caches are gathered and scattered.
             hidden_PTD, new_caches = run(cache=jax.tree.map(lambda x: x[:, slot_P], state.caches))
             caches = jax.tree.map(lambda x, new: x.at[:, slot_P].set(new, mode='drop'), state.caches, new_caches)
+        is_token_PT1 = (jnp.arange(T)[None, :] < count_P[:, None])[:, :, None]
+        hidden_sum_PD = jnp.where(is_token_PT1, hidden_PTD.astype(jnp.float32), 0).sum(axis=1)
         last_P = jnp.maximum(count_P - 1, 0)
         hidden_P1D = jnp.take_along_axis(hidden_PTD, last_P[:, None, None], axis=1)
         counts_PV = jnp.zeros((P, self._num_ids), jnp.int32)
@@ -150,7 +152,7 @@ class ModelRunner:
             scatter(state.in_prompt_BV, in_prompt_PV),
             scatter(state.counts_BV, counts_PV),
         )
-        return state, sampled
+        return state, sampled, hidden_sum_PD
 
     def decode(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from maxlm.errors import InputError
 from maxlm.inference.sampling import Sampling
 
@@ -22,11 +24,11 @@ class QueueFullError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A request for continuations of one prompt.
+    """A request for continuations of one prompt, or for its embedding.
 
     Attributes:
         prompt: token ids, at least one.
-        max_tokens: maximum number of tokens per continuation.
+        max_tokens: maximum number of tokens per continuation; 0 with `embed`.
         sampling: sampling settings.
         seed: sample i uses only (seed, i) and the position, so results do not depend on slots or other requests.
         num_samples: number of continuations.
@@ -34,6 +36,7 @@ class Request:
         top_log_probs: None = no log-probabilities; 0 = those of the generated tokens; k = also those of the k most
             likely tokens.
         ignore_eos: continue after an end token.
+        embed: compute the embedding of the prompt, the mean of its last hidden states, instead of a continuation.
 
     Raises:
         InputError: a value is out of range. `Engine.check` verifies that the request fits into the context.
@@ -47,11 +50,15 @@ class Request:
     stops: tuple[str, ...] = ()
     top_log_probs: int | None = None
     ignore_eos: bool = False
+    embed: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise InputError('the prompt is empty; provide at least one character')
-        if self.max_tokens < 1:
+        if self.embed:
+            if self.max_tokens or self.num_samples != 1:
+                raise InputError('embed: requires max_tokens=0 and num_samples=1')
+        elif self.max_tokens < 1:
             raise InputError(f'max_tokens={self.max_tokens}: must be at least 1')
         if not 0 <= self.seed < 2**32:
             raise InputError(f'seed={self.seed}: must be at least 0 and below 2³² = {2**32}')
@@ -85,12 +92,14 @@ class Delta(NamedTuple):
         text: new text. An incomplete character or possible start of a stop string is withheld.
         tokens: new tokens, without an end token.
         finish_reason: reason for the end of the sample, or None if it continues.
+        embedding: mean of the last hidden states of the prompt, float32 [D]; None unless requested.
     """
 
     sample: int
     text: str
     tokens: tuple[GeneratedToken, ...]
     finish_reason: FinishReason | None
+    embedding: np.ndarray | None = None
 
 
 class Completion(NamedTuple):

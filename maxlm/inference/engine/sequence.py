@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
+import jax
 import numpy as np
 
 from maxlm.inference.detokenizer import TextStream
@@ -26,6 +27,7 @@ class ActiveSequence:
         num_dispatched: number of tokens dispatched to the devices.
         num_generated: number of tokens received.
         last_token: last token received.
+        hidden_sums: for an embedding: sums of hidden states of prefilled chunks, [P, D], and the row of this sample.
         is_cancelled: True if the client cancelled the request.
         finish_reason: reason for the end, or None while active.
     """
@@ -38,17 +40,23 @@ class ActiveSequence:
     num_dispatched: int = 0
     num_generated: int = 0
     last_token: int = 0
+    hidden_sums: list[tuple[jax.Array, int]] = dataclasses.field(default_factory=list)
     is_cancelled: bool = False
     finish_reason: FinishReason | None = None
 
     def append_tokens(self, tokens: Iterable[GeneratedToken], stop_token_ids: Container[int]) -> Delta:
         """Appends generated tokens, up to one that ends the sequence, and returns the delta.
 
+        A request for an embedding ends here, with the mean of its hidden states.
+
         Args:
             tokens: generated tokens, in order.
             stop_token_ids: ids that end a text unless the request ignores them.
         """
         assert self.slot is not None, 'a sample that draws has a slot'
+        if self.request.embed:
+            total_D = np.sum([jax.device_get(sum_PD)[row] for sum_PD, row in self.hidden_sums], axis=0)
+            return Delta(self.number, '', (), 'stop', total_D / np.float32(len(self.request.prompt)))
         new_tokens: list[GeneratedToken] = []
         text = ''
         for token in tokens:
@@ -66,6 +74,19 @@ class ActiveSequence:
             if self.num_generated == self.request.max_tokens:
                 return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'length')
         return Delta(self.number, text, tuple(new_tokens), None)
+
+    @property
+    def reusable_tokens(self) -> np.ndarray:
+        """Tokens of the prompt whose keys and values may come from another slot.
+
+        An embedding needs the hidden states of all tokens, which are not cached, so it reuses none.
+        """
+        return np.array(() if self.request.embed else self.request.prompt, np.int32)
+
+    def add_hidden_sum(self, sum_PD: jax.Array, row: int) -> None:
+        """Keeps the sum of the hidden states of a prefilled chunk, if the request is for an embedding."""
+        if self.request.embed:
+            self.hidden_sums.append((sum_PD, row))
 
 
 class RequestHandle:

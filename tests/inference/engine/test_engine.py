@@ -19,10 +19,12 @@ from tests.inference.engines import (
     MAX_TOKENS,
     NUM_IDS,
     PROMPTS,
+    embed,
     engine,
     generate,
     likeliest,
     load,
+    mean_hidden_state,
     naive,
     naive_logits,
     new_engine,
@@ -360,3 +362,20 @@ def test_requests_that_do_not_fit_are_refused(shared):
 )
 def test_settings_out_of_range(settings, words):
     assert words in refusal(lambda: Engine(load(FAMILY), **settings))
+
+
+def test_embeddings_are_means_of_the_last_hidden_states(fresh):
+    # The longest prompt has several chunks. Its prefix is in another slot, and must not be skipped.
+    generate(fresh, [PROMPTS[2][:40]], max_tokens=2)
+    # A continuation runs at the same time.
+    fresh.submit(Request((5, 6), 4, GREEDY), lambda delta: None)
+    for prompt, delta in zip(PROMPTS, embed(fresh, PROMPTS), strict=True):
+        assert (delta.embedding.dtype, delta.finish_reason, delta.tokens) == (np.float32, 'stop', ())
+        np.testing.assert_allclose(delta.embedding, mean_hidden_state(FAMILY, prompt), atol=1e-4)
+    # Control: the means differ between prompts.
+    assert np.abs(mean_hidden_state(FAMILY, PROMPTS[1]) - mean_hidden_state(FAMILY, PROMPTS[2])).max() > 0.01
+    assert fresh.state.generated_tokens == 6
+    # The keys and values of an embedded prompt can be reused.
+    before = fresh.state.cached_tokens
+    assert generate(fresh, [PROMPTS[2]], max_tokens=4)[0] == naive(FAMILY, PROMPTS[2], max_tokens=4)
+    assert fresh.state.cached_tokens == before + len(PROMPTS[2]) - 1

@@ -12,7 +12,17 @@ from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Request
 from maxlm.model.attention import attention
 from maxlm.model.layers import kv_cache as model_cache
-from tests.inference.engines import GREEDY, NUM_IDS, PROMPTS, generate, likeliest, load, new_engine
+from tests.inference.engines import (
+    GREEDY,
+    NUM_IDS,
+    PROMPTS,
+    embed,
+    generate,
+    likeliest,
+    load,
+    mean_hidden_state,
+    new_engine,
+)
 
 FAMILY = 'windows'
 TOKENS = 25
@@ -177,6 +187,9 @@ def test_devices_share_the_work(monkeypatch):
     some = new_engine(load(family, 8, data=2, fsdp=2, tensor=2), share=False)
     rows = generate(some, PROMPTS)
     assert rows == [likeliest(family, prompt, row) for prompt, row in zip(PROMPTS, rows, strict=True)]
+    # Several prompts per call, some of them shorter than the chunk.
+    for prompt, delta in zip(PROMPTS, embed(some, PROMPTS), strict=True):
+        np.testing.assert_allclose(delta.embedding, mean_hidden_state(family, prompt), atol=1e-4)
     # Each device has its share of 4 slots and 2 heads.
     keys = [cache.key_LBKSH for cache in some._state.caches[0]]
     assert [x.addressable_shards[0].data.shape[1:3] for x in keys] == [(1, 1)] * 2

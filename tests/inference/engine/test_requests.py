@@ -19,6 +19,8 @@ from maxlm.inference.engine.requests import Request
         ({'stops': ('x',) * 17}, 'stops: must be at most 16'),
         ({'top_log_probs': 21}, 'top_log_probs=21: must be from 0 to 20'),
         ({'top_log_probs': -1}, 'top_log_probs=-1'),
+        ({'embed': True}, 'embed: requires max_tokens=0'),
+        ({'embed': True, 'max_tokens': 0, 'num_samples': 2}, 'embed: requires max_tokens=0'),
     ],
 )
 def test_values_out_of_range(settings, words):

@@ -1,4 +1,4 @@
-"""Request schema: OpenAI's parameters and some extensions of other servers.
+"""Schema of completion and chat requests: OpenAI's parameters and some extensions of other servers.
 
 An unsupported parameter that would change the response is rejected by name. Parameters without effect, such as `user`,
 are accepted and ignored.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import FailFast, Field, ValidationError, WithJsonSchema
 
 from maxlm.inference.engine.requests import MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOG_PROBS
-from maxlm.serving.errors import ApiError, from_validation_error
+from maxlm.serving.schema.base import OPTIONAL_TEXTS_SCHEMA, PROMPTS_SCHEMA, RequestObject, parse_prompts
+from maxlm.serving.schema.errors import ApiError, from_validation_error
 
 MAX_SEED = 2**32 - 1
 # Lower temperatures would overflow float32 logits.
@@ -19,7 +20,7 @@ MIN_TEMPERATURE = 1e-3
 ROLES = ('system', 'developer', 'user', 'assistant')
 _MAX_INT32 = 2**31 - 1
 # Unsupported parameters → values that have no effect and are accepted.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     'add_generation_prompt': (None, True),
     'allowed_token_ids': (None, []),
     'audio': (None,),
@@ -62,35 +63,49 @@ _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Object(BaseModel):
-    model_config = ConfigDict(strict=True, extra='allow', allow_inf_nan=False, hide_input_in_errors=True)
-
-
-class StreamOptions(_Object):
+class StreamOptions(RequestObject):
     """Options of a stream."""
 
-    include_usage: bool | None = None
+    include_usage: bool | None = Field(None, description='End the stream with a chunk that contains the usage.')
 
 
-class RequestBase(_Object):
+class RequestBase(RequestObject):
     """Parameters of completion and chat requests. None means absent."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
-    max_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=_MAX_INT32)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    # A text or a list of texts, validated by `stops`.
-    stop: Any = None
-    ignore_eos: bool | None = None
+    model: str | None = Field(None, description='Name of the served model.')
+    stream: bool | None = Field(None, description='Send the response as server-sent events.')
+    stream_options: StreamOptions | None = Field(None, description='Options of a stream.')
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES, description='Number of choices per prompt. Default: 1.')
+    max_tokens: int | None = Field(
+        None, ge=1, le=_MAX_INT32, description='Maximum number of tokens of a choice. Default: the rest of the context.'
+    )
+    temperature: float | None = Field(
+        None, ge=0, le=100, description='Divisor of the logits. 0: the most likely token. Default: 1.'
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description='Sample from the most likely tokens whose probabilities sum to this value.'
+    )
+    top_k: int | None = Field(
+        None, ge=0, le=_MAX_INT32, description='Sample from this number of most likely tokens. 0: all.'
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description='Minimum probability of a token, relative to that of the most likely token.'
+    )
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, description='Penalty of tokens in the prompt and the choice. 1: none.'
+    )
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description='Amount subtracted from the logits of tokens that the choice contains.'
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description='Amount subtracted from the logits per occurrence of a token in the choice.'
+    )
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description='Seed of the samples. Default: random.')
+    # Validated by `stops`.
+    stop: Annotated[Any, WithJsonSchema(OPTIONAL_TEXTS_SCHEMA)] = Field(
+        None, description=f'A string or up to {MAX_STOPS} strings that end a choice and are not part of it.'
+    )
+    ignore_eos: bool | None = Field(None, description='Continue after an end token.')
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -110,29 +125,49 @@ class RequestBase(_Object):
 class CompletionRequest(RequestBase):
     """The body of /v1/completions."""
 
-    # A text, texts, token ids or lists of token ids, validated by `parse_prompts`.
-    prompt: Any
-    suffix: str | None = None
-    echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOG_PROBS)
+    # Validated by `parse_prompts`.
+    prompt: Annotated[Any, WithJsonSchema(PROMPTS_SCHEMA)] = Field(
+        description='A string, strings, token ids, or lists of token ids.'
+    )
+    suffix: str | None = Field(
+        None, description='Text after the completion, for models trained with fill-in-the-middle.'
+    )
+    echo: bool | None = Field(None, description='Begin each choice with its prompt.')
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOG_PROBS, description='Return log-probabilities, and this number of most likely tokens.'
+    )
 
 
-class Message(_Object):
+_PARTS_SCHEMA = {
+    'type': 'array',
+    'items': {
+        'type': 'object',
+        'properties': {'type': {'const': 'text'}, 'text': {'type': 'string'}},
+        'required': ['type', 'text'],
+    },
+}
+
+
+class Message(RequestObject):
     """A message of a conversation."""
 
-    role: str
-    # A text or a list of text parts, validated by `message_text`.
-    content: Any
-    name: str | None = Field(None, max_length=200)
+    role: str = Field(description=f'One of {", ".join(ROLES)}.')
+    # Validated by `message_text`.
+    content: Annotated[Any, WithJsonSchema({'anyOf': [{'type': 'string'}, _PARTS_SCHEMA]})] = Field(
+        description='A text, or a list of parts of type text.'
+    )
+    name: str | None = Field(None, max_length=200, description='Name of the author, for chat templates that use it.')
 
 
 class ChatCompletionRequest(RequestBase):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOG_PROBS)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, description='The conversation so far.')
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT32, description='Same as max_tokens.')
+    logprobs: bool | None = Field(None, description='Return the log-probabilities of the tokens.')
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOG_PROBS, description='Number of most likely tokens to return. Requires logprobs.'
+    )
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -142,7 +177,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
     except ValidationError as error:
         raise from_validation_error(error) from None
     # best_of equal to n has no effect.
-    _reject_unsupported(request, _UNSUPPORTED | {'best_of': (None, request.n or 1)} | _UNSUPPORTED_IN_COMPLETIONS)
+    reject_unsupported(request, UNSUPPORTED | {'best_of': (None, request.n or 1)} | _UNSUPPORTED_IN_COMPLETIONS)
     _check_consistency(request)
     return request
 
@@ -153,15 +188,9 @@ def parse_chat(body: bytes, *, max_context: int) -> ChatCompletionRequest:
         request = ChatCompletionRequest.model_validate_json(body)
     except ValidationError as error:
         raise from_validation_error(error) from None
-    # A template writes at least one token per message.
-    _check_length('messages', request.messages, max_context)
-    _reject_unsupported(request, _UNSUPPORTED | _UNSUPPORTED_IN_CHAT)
+    check_messages(request.messages, max_context=max_context)
+    reject_unsupported(request, UNSUPPORTED | _UNSUPPORTED_IN_CHAT)
     _check_consistency(request)
-    for index, message in enumerate(request.messages):
-        _reject_unsupported(message, _UNSUPPORTED_IN_MESSAGES, f'messages[{index}].')
-        if message.role not in ROLES:
-            param = f'messages[{index}].role'
-            raise ApiError(400, f'{param}={message.role!r}: must be one of {", ".join(ROLES)}', param=param)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, 'top_logprobs: requires logprobs=true', param='top_logprobs')
     if (
@@ -172,37 +201,27 @@ def parse_chat(body: bytes, *, max_context: int) -> ChatCompletionRequest:
     return request
 
 
-def parse_prompts(request: CompletionRequest, *, vocab_size: int, max_context: int) -> list[str] | list[list[int]]:
-    """Returns the prompts: all texts or all lists of token ids.
+def check_messages(messages: list[Message], *, max_context: int) -> None:
+    """Raises ApiError if a conversation has too many messages, an unknown role or an unsupported field."""
+    # A template writes at least one token per message.
+    _check_length('messages', messages, max_context)
+    for index, message in enumerate(messages):
+        reject_unsupported(message, _UNSUPPORTED_IN_MESSAGES, f'messages[{index}].')
+        if message.role not in ROLES:
+            param = f'messages[{index}].role'
+            raise ApiError(400, f'{param}={message.role!r}: must be one of {", ".join(ROLES)}', param=param)
 
-    Their number is checked first, because there may be millions.
+
+def completion_prompts(request: CompletionRequest, *, vocab_size: int, max_context: int) -> list[str] | list[list[int]]:
+    """Returns the prompts of a request: all texts or all lists of token ids.
 
     Raises:
         ApiError: the prompts are invalid, too many or too long.
     """
-    prompts = request.prompt
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, list) and prompts:
-        if type(prompts[0]) is int:
-            prompts = [prompts]
-        if len(prompts) * (request.n or 1) > MAX_SAMPLES:
-            raise ApiError(400, f'n: {len(prompts)} prompts × n exceeds {MAX_SAMPLES} choices', param='n')
-        if all(isinstance(prompt, str) for prompt in prompts):
-            return prompts
-        longest = max((len(prompt) for prompt in prompts if isinstance(prompt, list)), default=0)
-        if longest > max_context:
-            raise ApiError(
-                400,
-                f'the context length is {max_context} tokens; the prompt has {longest}',
-                param='prompt',
-                code='context_length_exceeded',
-            )
-        if all(isinstance(prompt, list) and all(type(i) is int for i in prompt) for prompt in prompts):
-            if all(0 <= i < vocab_size for prompt in prompts for i in prompt):
-                return prompts
-            raise ApiError(400, f'prompt: token ids must be from 0 to {vocab_size - 1}', param='prompt')
-    raise ApiError(400, 'prompt: must be a string, strings, token ids, or lists of token ids', param='prompt')
+    max_prompts = MAX_SAMPLES // (request.n or 1)
+    return parse_prompts(
+        request.prompt, 'prompt', max_prompts=max_prompts, vocab_size=vocab_size, max_context=max_context
+    )
 
 
 def message_text(message: Message, message_index: int, *, max_parts: int) -> str:
@@ -231,7 +250,8 @@ def message_text(message: Message, message_index: int, *, max_parts: int) -> str
     return ''.join(texts)
 
 
-def _reject_unsupported(fields: _Object, unsupported: dict[str, tuple[Any, ...]], prefix: str = '') -> None:
+def reject_unsupported(fields: RequestObject, unsupported: dict[str, tuple[Any, ...]], prefix: str = '') -> None:
+    """Raises ApiError if a request has an unsupported field with an effect."""
     for name, value in (fields.model_extra or {}).items():
         if name in unsupported and not any(value is accepted or value == accepted for accepted in unsupported[name]):
             param = f'{prefix}{name}'

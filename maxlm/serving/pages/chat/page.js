@@ -5,8 +5,10 @@ const main = $('main');
 const log = $('log');
 const prompt = $('prompt');
 const text = $('document');
-// The conversation: { role, content, stats, error }. `stats` describes the number of tokens and the throughput.
-let turns = loadItem('turns', []);
+// The conversation or text that the page shows.
+let current = newConversation('chat');
+// Its turns: { role, content, stats, error }. `stats` describes the number of tokens and the throughput.
+let turns = [];
 // Texts before each continuation, for undo.
 let undoStack = [];
 let model = null;
@@ -16,6 +18,7 @@ let isTextShown = null;
 let running = null;
 
 const isText = () => Boolean(model) && (!model.chat || settings.mode === 'text');
+const kind = () => (isText() ? 'text' : 'chat');
 
 function resizePrompt() {
   prompt.style.height = 'auto';
@@ -35,6 +38,24 @@ function keepScroll(change) {
   change();
   if (follow) scrollToEnd();
   else main.scrollTop = position;
+}
+
+function announce(message) {
+  $('status').textContent = message;
+}
+
+// Stores a conversation, unless the user has deleted it in the meantime.
+function save(conversation) {
+  if (conversation.isDeleted) return;
+  conversation.updated = Date.now();
+  conversation.model = model?.id ?? '';
+  $('warning').hidden = saveConversation(conversation);
+  sidebar.render();
+}
+
+function saveText() {
+  current.text = text.value;
+  if (text.value || conversations.has(current.id)) save(current);
 }
 
 function renderTurns() {
@@ -126,11 +147,11 @@ async function generate(path, body, turn, render) {
       if (!isDue) setTimeout(update, Math.min(16 + turn.content.length / 200, 500));
       isDue = true;
     }
-    $('status').textContent = 'The response is complete.';
+    announce('The response is complete.');
   } catch (error) {
     if (error.name === 'AbortError') {
       turn.ended = 'stopped';
-      $('status').textContent = 'Stopped.';
+      announce('Stopped.');
     } else {
       turn.error = error.message;
       if (error.status === 401) dialog.open();
@@ -146,19 +167,22 @@ async function generate(path, body, turn, render) {
 async function answer() {
   const turn = { role: 'assistant', content: '' };
   const messages = turns.filter((one) => one.content).map(({ role, content }) => ({ role, content }));
-  if (settings.system.trim()) messages.unshift({ role: 'system', content: settings.system });
-  storeItem('turns', turns);
-  turns = [...turns, turn];
+  const system = settings.system.trim();
+  if (system) messages.unshift({ role: 'system', content: settings.system });
+  const conversation = current;
+  conversation.system = system;
+  conversation.turns = turns;
+  save(conversation);
+  conversation.turns = turns = [...turns, turn];
   running = { turn };
   renderTurns();
   scrollToEnd();
   const content = log.lastChild.querySelector('.content');
   const render = () => keepScroll(() => content.replaceChildren(...markdown(turn.content)));
   await generate('/v1/chat/completions', { model: model?.id, messages, ...sampling() }, turn, render);
-  // The user may have started a new conversation in the meantime.
-  if (!turns.includes(turn)) return;
-  storeItem('turns', turns);
-  renderTurns();
+  save(conversation);
+  // The user may have opened another conversation in the meantime.
+  if (conversation === current) renderTurns();
 }
 
 async function continueText() {
@@ -166,17 +190,22 @@ async function continueText() {
   if (!start || running) return;
   undoStack.push(start);
   const turn = { content: '' };
+  const entry = current;
   text.readOnly = true;
   const render = () => {
+    if (entry !== current) return;
     const follow = text.scrollHeight - text.scrollTop - text.clientHeight < 60;
     text.value = start + turn.content;
     if (follow) text.scrollTop = text.scrollHeight;
   };
   await generate('/v1/completions', { model: model?.id, prompt: start, ...sampling() }, turn, render);
+  entry.text = start + turn.content;
+  save(entry);
+  // The user may have opened another text in the meantime.
+  if (entry !== current) return;
   render();
   text.readOnly = false;
   if (!turn.content) undoStack.pop();
-  storeItem('text', text.value);
   $('speed').textContent = turn.stats;
   log.replaceChildren();
   if (turn.error) {
@@ -188,7 +217,7 @@ async function continueText() {
 function undo() {
   if (running || !undoStack.length) return;
   text.value = undoStack.pop();
-  storeItem('text', text.value);
+  saveText();
   setBusy();
 }
 
@@ -196,19 +225,52 @@ function stop() {
   running?.controller?.abort();
 }
 
-function startNew() {
+// Shows a conversation or text, and stops the response of the former one.
+function openConversation(conversation) {
   stop();
-  if (isText()) {
-    if (text.value) undoStack.push(text.value);
-    text.value = '';
-  } else {
-    turns = [];
-    renderTurns();
-  }
-  storeItem('turns', turns);
-  storeItem('text', text.value);
+  current = conversation;
+  rememberShown(conversation);
+  turns = conversation.turns;
+  undoStack = [];
+  text.value = conversation.text;
+  text.readOnly = false;
+  $('speed').textContent = '';
+  $('warning').hidden = true;
+  log.replaceChildren();
+  if (!isText()) renderTurns();
+  scrollToEnd();
+  sidebar.render();
   setBusy();
-  (isText() ? text : prompt).focus();
+  focusInput();
+}
+
+// Focuses the input, except on touch screens, where it would open the keyboard.
+function focusInput() {
+  (matchMedia('(pointer: coarse)').matches ? main : isText() ? text : prompt).focus();
+}
+
+function startNew() {
+  openConversation(newConversation(kind()));
+}
+
+function fillInfo() {
+  const names = { float: 'Not quantized', model: 'Compute dtype' };
+  const count = (number) => number.toLocaleString('en');
+  const rows = {
+    Name: model.id,
+    Step: count(model.step),
+    Parameters: count(model.num_parameters),
+    'Context length': `${count(model.max_model_len)} tokens`,
+    'Max tokens of a response': model.max_tokens ? count(model.max_tokens) : 'Rest of the context',
+    Vocabulary: `${count(model.vocab_size)} tokens`,
+    'Compute dtype': model.dtype,
+    Weights: names[model.weight_quantization] ?? model.weight_quantization,
+    'Key-value cache': names[model.kv_cache_dtype] ?? model.kv_cache_dtype,
+    'Chat template': model.chat ? 'Yes' : 'No',
+    API: `${location.origin}/v1`,
+  };
+  const entries = Object.entries(rows).flatMap(([name, value]) => [element('dt', '', name), element('dd', '', value)]);
+  $('info-list').replaceChildren(...entries);
 }
 
 function setBusy() {
@@ -229,9 +291,12 @@ function setMode() {
   $('mode-choice').hidden = !model?.chat;
   const control = /Mac|iPhone|iPad/.test(navigator.platform) ? '⌘' : 'Ctrl+';
   $('keys').textContent = plain ? `${control}Enter continues · Esc stops` : 'Enter sends · Shift+Enter new line · Esc stops';
-  if (plain) log.replaceChildren();
-  else renderTurns();
-  setBusy();
+  const name = plain ? 'text' : 'conversation';
+  $('new').textContent = `New ${name}`;
+  $('sidebar-title').textContent = plain ? 'Texts' : 'Conversations';
+  $('no-conversations').textContent = `Each ${name} appears here and stays in this browser.`;
+  const former = shownBefore();
+  openConversation(former?.kind === kind() ? former : newConversation(kind()));
 }
 
 async function loadModel() {
@@ -240,14 +305,21 @@ async function loadModel() {
     model = models.data[0];
     settings.mode ||= 'chat';
     $('name').textContent = document.title = model.id;
-    $('about').textContent = `step ${model.step}`;
+    $('open-info').disabled = false;
+    $('open-info').setAttribute('aria-label', `${model.id}: model information`);
+    document.querySelector('[name=max_tokens]').max = model.max_tokens || model.max_model_len;
+    fillInfo();
     setMode();
+    // Last, because it shows that the page is ready.
+    $('about').textContent = `step ${model.step}`;
   } catch (error) {
     log.replaceChildren(renderError(error.message, loadModel));
+    $('open-info').disabled = true;
     if (error.status === 401) dialog.open();
   }
 }
 
+const sidebar = setUpSidebar({ kind, current: () => current, open: openConversation, startNew, announce });
 const dialog = setUpSettings({
   onChange: () => {
     if (!model) loadModel();
@@ -278,11 +350,11 @@ prompt.addEventListener('input', () => {
   setBusy();
 });
 text.addEventListener('input', () => {
-  storeItem('text', text.value);
+  saveText();
   setBusy();
 });
 document.addEventListener('keydown', (event) => {
-  if (event.key === 'Escape' && !$('settings').open) stop();
+  if (event.key === 'Escape' && !document.querySelector('dialog[open]')) stop();
   if (event.key.toLowerCase() === 'o' && event.shiftKey && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
     startNew();
@@ -293,16 +365,16 @@ main.addEventListener('scroll', () => {
 });
 addEventListener('resize', resizePrompt);
 $('down').addEventListener('click', scrollToEnd);
-$('new').addEventListener('click', startNew);
+$('open-info').addEventListener('click', () => $('info').showModal());
+$('info').addEventListener('click', (event) => { if (event.target === $('info')) $('info').close(); });
 $('undo').addEventListener('click', undo);
 $('retry').addEventListener('click', () => {
   undo();
   continueText();
 });
-text.value = loadItem('text', '');
+loadConversations();
+convertFormerItems();
+sidebar.render();
 resizePrompt();
-renderTurns();
-scrollToEnd();
 setBusy();
 loadModel();
-prompt.focus();

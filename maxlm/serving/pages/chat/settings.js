@@ -1,6 +1,7 @@
-// Settings and the conversation, stored in localStorage. If storage is unavailable, they are lost when the page closes.
+// Settings, and access to localStorage. If it is unavailable, everything is lost when the page closes.
 
-const DEFAULTS = { mode: '', system: '', temperature: '', top_p: '', max_tokens: '', seed: '', key: '' };
+const DEFAULTS = { mode: '', system: '', temperature: '', top_p: '', top_k: '', min_p: '', max_tokens: '', seed: '', key: '' };
+const SAMPLING = ['temperature', 'top_p', 'top_k', 'min_p', 'max_tokens', 'seed'];
 const settings = { ...DEFAULTS, ...loadItem('settings', {}) };
 
 function loadItem(name, fallback) {
@@ -11,18 +12,28 @@ function loadItem(name, fallback) {
   }
 }
 
+// Returns false if the storage is full or blocked.
 function storeItem(name, value) {
   try {
     localStorage.setItem(`maxlm.${name}`, JSON.stringify(value));
+    return true;
   } catch {
-    // The storage is full or blocked.
+    return false;
+  }
+}
+
+function removeItem(name) {
+  try {
+    localStorage.removeItem(`maxlm.${name}`);
+  } catch {
+    // The storage is blocked.
   }
 }
 
 // Returns the sampling parameters of a request.
 function sampling() {
   const parameters = {};
-  for (const name of ['temperature', 'top_p', 'max_tokens', 'seed']) {
+  for (const name of SAMPLING) {
     if (settings[name] !== '') parameters[name] = Number(settings[name]);
   }
   return parameters;

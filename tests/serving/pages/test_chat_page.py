@@ -4,86 +4,11 @@ import json
 
 import pytest
 
-from maxlm.serving.chat_page import Page
-from tests.serving.devtools import CONTROL, SHIFT, Tab
+from maxlm.serving.pages.chat_page import chat_page
+from tests.serving.devtools import CONTROL, SHIFT
 from tests.serving.fake_engine import FakeEngine, served_by
+from tests.serving.pages.chat_tab import LENGTH, REPLY, finished, send, set_up, with_page
 from tests.serving.serving_thread import ServerThread
-
-REPLY = """# Counting
-
-Do it **once**, with `Counter`:
-
-1. Open the *file*.
-2. Count <img src=x onerror=alert(1)>.
-
-```python
-def count(path): return a_name_that_is_so_long_that_no_line_of_a_phone_has_room_for_it_and_no_desk_either(path)
-```
-
-- A_word_that_is_so_long_that_no_line_of_a_phone_has_room_for_it_and_it_must_be_broken_somewhere
-> so they say
-
-"""
-LENGTH = len(REPLY.encode())
-
-
-@pytest.fixture(scope='module')
-def engine():
-    return FakeEngine(reply=REPLY, max_context=3000)
-
-
-@pytest.fixture(scope='module')
-def server(engine):
-    with ServerThread(served_by(engine)) as server:
-        yield server
-
-
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory):
-    with Tab(tmp_path_factory.mktemp('browser')) as tab:
-        yield tab
-
-
-@pytest.fixture
-def tab(browser, server, engine):
-    """Opens a new page, and checks afterwards that no errors occurred."""
-    with_page(browser, server.url)
-    yield browser
-    engine.open.set()
-    assert browser.faults == []
-    assert {url.removeprefix(server.url).partition('/v1')[0] for url in browser.requests} <= {'/', ''}
-
-
-def with_page(browser, url):
-    browser.look(width=1280)
-    browser.open(url)
-    # Settings of the previous test must not remain.
-    browser.run('localStorage.clear(), 0')
-    browser.open(url)
-    browser.faults.clear()
-    browser.requests.clear()
-
-
-def set_up(tab, **values):
-    """Fills in the settings as a user does."""
-    tab.click('#open-settings')
-    tab.until('$("settings").open')
-    for name, value in values.items():
-        tab.run(f'document.querySelector("[name={name}]").value = "", 0')
-        tab.click(f'[name={name}]')
-        tab.type(str(value))
-    tab.click('#settings .strong')
-    tab.until('!$("settings").open')
-
-
-def send(tab, text):
-    tab.click('#prompt')
-    tab.type(text)
-    tab.press('Enter')
-
-
-def finished(tab, count):
-    tab.until(f'!running && document.querySelectorAll(".assistant .stats").length === {count}')
 
 
 def test_a_conversation(tab, engine):
@@ -177,7 +102,7 @@ def test_retry_and_edit(tab):
 
 
 def test_errors_can_be_retried(tab, server):
-    set_up(tab, max_tokens=100_000)
+    set_up(tab, max_tokens=3000)
     send(tab, 'Hello')
     tab.until('document.querySelector(".error")')
     assert 'The context length is 3000 tokens' in tab.texts('.error span')[0]
@@ -227,41 +152,10 @@ def test_the_page_fits_the_screen(tab, width, dark):
     assert max(edges) <= width
     background = tab.run('getComputedStyle(document.documentElement).backgroundColor')
     assert (sum(map(int, background[4:-1].split(','))) < 200) == dark
-    assert tab.run(f'{CONTRAST}(".content p", document.documentElement)') > 7
-    for selector in ('#about', '.tools', '#hint', '#send'):
-        assert tab.run(f'{CONTRAST}("{selector}", document.documentElement)') > 4.5, selector
-    # Control: the measurement detects low contrast.
-    tab.run('document.querySelector("#about").style.color = "#888888", 0')
-    assert tab.run(f'{CONTRAST}("#about", document.documentElement)') < 6
     tab.click('#open-settings')
     box = tab.run('(({ left, right }) => [left, right])($("settings").getBoundingClientRect())')
     assert box[0] >= 0
     assert box[1] <= width
-
-
-# Contrast of a text's color against its background, as defined in WCAG 2.
-CONTRAST = """((selector, page) => {
-  const light = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((value) => value / 255)
-    .map((value) => (value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, value, i) => sum + value * [0.2126, 0.7152, 0.0722][i], 0);
-  const element = document.querySelector(selector);
-  const style = getComputedStyle(element);
-  const clear = style.backgroundColor === 'rgba(0, 0, 0, 0)';
-  const ground = clear ? getComputedStyle(page).backgroundColor : style.backgroundColor;
-  const [a, b] = [light(style.color), light(ground)].sort((x, y) => y - x);
-  return (a + 0.05) / (b + 0.05);
-})"""
-
-
-def test_every_control_has_an_accessible_name(tab):
-    send(tab, 'Hello')
-    finished(tab, 1)
-    tree = tab.send('Accessibility.getFullAXTree')['nodes']
-    wanted = {'button', 'textbox', 'spinbutton', 'radio', 'dialog', 'log'}
-    found = [(node['role']['value'], node.get('name', {}).get('value', '')) for node in tree if not node['ignored']]
-    names = [entry for entry in found if entry[0] in wanted]
-    assert {'button', 'textbox', 'log'} <= {role for role, _ in names}
-    assert [entry for entry in names if not entry[1]] == []
 
 
 def test_the_model_continues_a_text(browser, tmp_path):
@@ -284,7 +178,7 @@ def test_the_model_continues_a_text(browser, tmp_path):
         browser.click('#retry')
         browser.until('!running && text.value === "Once: The"')
         # More tokens than the context allows.
-        set_up(browser, max_tokens=5000)
+        set_up(browser, max_tokens=2000)
         browser.click('#send')
         browser.until('document.querySelector(".error")')
         assert 'The context length is 2000 tokens' in browser.texts('.error span')[0]
@@ -326,7 +220,7 @@ def test_the_server_becomes_unavailable(browser):
 
 
 def test_the_page_loads_nothing_external():
-    page = Page()
+    page = chat_page()
     assert 'http' not in page.text.replace('http://www.w3.org/2000/svg', '')
     assert "default-src 'none'" in page.policy
     assert 'unsafe' not in page.policy

@@ -1,0 +1,1 @@
+"""Web pages of the server: the chat page and the API reference."""

@@ -1,0 +1,1 @@
+"""Request schemas of the HTTP API, their errors, and the OpenAPI document."""

@@ -1,0 +1,80 @@
+"""Tests the OpenAPI document and the API reference, which are served with --docs."""
+
+import re
+
+import httpx
+import pytest
+from openapi_spec_validator import validate
+
+from maxlm.serving.pages.api_reference import api_reference
+from maxlm.serving.schema.openapi import openapi_document
+from maxlm.serving.schema.paths import DOCS, OPENAPI, PAGE, PATHS
+from tests.serving.fake_engine import FakeEngine, served_by
+from tests.serving.serving_thread import ServerThread
+
+DOCUMENT = openapi_document('tiny', '1.0')
+
+
+def test_the_document_is_valid_and_complete():
+    validate(DOCUMENT)
+    # The pages are for people.
+    assert {*DOCUMENT['paths'], PAGE, OPENAPI, DOCS} == {*PATHS}
+    for schema in DOCUMENT['components']['schemas'].values():
+        for name, field in schema['properties'].items():
+            assert field.get('description') or name == 'error', name
+    # Control: the validation detects errors.
+    with pytest.raises(Exception, match='paths'):
+        validate(DOCUMENT | {'paths': 5})
+
+
+def test_examples_are_accepted_and_documented_responses_have_the_fields_of_real_ones():
+    with ServerThread(served_by(FakeEngine()), docs=True) as server:
+        document = httpx.get(f'{server.url}{OPENAPI}').json()
+        assert document['paths'].keys() == DOCUMENT['paths'].keys()
+        for path, methods in document['paths'].items():
+            ((method, operation),) = methods.items()
+            (expected,) = (content['example'] for content in operation['responses']['200']['content'].values())
+            if method == 'post':
+                example = operation['requestBody']['content']['application/json']['example']
+                # The example of ids is not in the vocabulary of bytes.
+                example |= {'tokens': [39]} if 'tokens' in example else {}
+                answer = httpx.post(f'{server.url}{path}', json=example)
+            else:
+                answer = httpx.get(f'{server.url}{path}')
+            assert answer.status_code == 200, (path, answer.text)
+            if isinstance(expected, dict):
+                assert expected.keys() <= answer.json().keys(), path
+
+
+def test_the_pages_need_the_option_and_no_key():
+    with ServerThread(served_by(FakeEngine())) as server:
+        assert {httpx.get(f'{server.url}{path}').status_code for path in (DOCS, OPENAPI)} == {404}
+    with ServerThread(served_by(FakeEngine()), docs=True, api_key='secret') as server:
+        answer = httpx.get(f'{server.url}{DOCS}')
+        assert answer.status_code == 200
+        assert httpx.get(f'{server.url}{OPENAPI}').json()['openapi'] == '3.1.0'
+    assert "default-src 'none'; style-src 'sha256-" in answer.headers['content-security-policy']
+    assert 'script' not in answer.headers['content-security-policy']
+
+
+def test_the_reference_describes_every_parameter():
+    text = api_reference(DOCUMENT).text
+    assert '<script' not in text
+    assert re.findall(r'(?:src|href)="(?!#|/|data:)', text) == []
+    for path in DOCUMENT['paths']:
+        assert f'</span> {path}</h2>' in text
+    for name, kind in {
+        'top_p': 'number above 0 to 1',
+        'top_k': 'integer from 0 to 2147483647',
+        'prompt': 'string or array of string or array of integer from 0 or array of array of integer from 0',
+        'messages': 'array of object with role, content, name',
+        'encoding_format': '&quot;float&quot; or &quot;base64&quot;',
+    }.items():
+        assert re.search(rf'<code>{name}</code>(?: <b>required</b>)?</th><td>{re.escape(kind)}</td><td>\w', text), name
+    assert 'curl http://127.0.0.1:8000/v1/embeddings' in text
+
+
+def test_text_is_escaped():
+    text = api_reference(openapi_document('<script>x</script>', '1.0')).text
+    assert '<script>' not in text
+    assert '&lt;script&gt;' in text
