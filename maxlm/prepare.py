@@ -247,7 +247,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     made('--block', type=int, default=2048, metavar='N', help='tokens per record (%(default)s)')
 
     how = parser.add_argument_group('execution (does not affect the result)').add_argument
-    how('--workers', type=int, default=num_cores(), metavar='N', help='number of local worker processes (%(default)s)')
+    how('--workers', type=int, metavar='N', help='number of local worker processes (one per core)')
     how('--executor', choices=('local', 'ray'), default='local', help='ray: a cluster that shares the disk of --output')
     how('--ray-address', default='', metavar='ADDRESS', help='cluster address (RAY_ADDRESS, or this machine)')
     how('--retries', type=int, default=2, metavar='N', help='retries of a failed partition (%(default)s)')
@@ -261,6 +261,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     how('--quiet', action='store_true', help='print only errors')
     options = parser.parse_args(argv)
+    if options.workers is None:
+        options.workers = num_cores()
     _check(options)
     return options
 
