@@ -17,7 +17,7 @@ def api_page() -> str:
     documented: dict[str, str] = {}
     for name in sorted(maxlm.__all__, key=lambda name: (not name[:1].isupper(), name)):
         value = getattr(maxlm, name)
-        lines.append(f'## `maxlm.{name}` {{ #{name} }}\n')
+        lines.append(f'## `maxlm.{name}` {{ #{name.strip("_")} }}\n')
         if isinstance(value, str):
             lines.append('Version of the package, a string.\n')
             continue

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     ('Foundation', 'renames'),
     ('Machines and files', 'hardware'),
-    ('Data, model and step', 'data'),
-    ('State of runs', 'telemetry'),
+    ('Data and training', 'data'),
+    ('Runs and formats', 'telemetry'),
     ('Use of models', 'inference'),
     ('Pages and dashboards', 'reporting'),
     ('Entry points', 'api'),
@@ -27,7 +27,7 @@ FLOW = (
     ('checkpoints', 'evaluate · quantize', 'scores, weights'),
     ('checkpoints', 'generate · serve · hf', 'text, API, Hugging Face'),
 )
-WIDTH, MARGIN, GAP, LABEL = 960, 24, 8, 150
+WIDTH, MARGIN, GAP, LABEL = 820, 20, 8, 170
 TEXT, BOX, LINE, ACCENT, BACKGROUND = '#1f2933', '#ffffff', '#9aa5b1', '#3f51b5', '#f5f7fa'
 
 

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: adds the pages at the top level of the repository, and adapts links that leave docs/."""
+"""Hooks of MkDocs: add the pages at the top level of the repository, adapt links, and remove scripts of a CDN."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 # Page of the site → file at the top level.
 TOP_LEVEL = {'contributing.md': 'CONTRIBUTING.md', 'changelog.md': 'CHANGELOG.md', 'security.md': 'SECURITY.md'}
+# Script of the theme for the search in pages that are opened as files, and its replacement in docs/.
+CDN_SCRIPT, LOCAL_SCRIPT = 'https://unpkg.com/iframe-worker/shim', 'assets/iframe_worker.js'
 LINK = re.compile(r'\[([^]]+)\]\(([^)\s]+)\)')
 
 
@@ -43,6 +46,11 @@ def site_links(text: str, directory: str, repository: str = '') -> str:
     return LINK.sub(replace, text)
 
 
+def network_files(html: str) -> list[str]:
+    """Returns the URLs of scripts, styles and images that a page loads from the network."""
+    return re.findall(r'<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)="?((?:https?:)?//[^">\s]+)', html)
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the top-level pages."""
     for page, name in TOP_LEVEL.items():
@@ -55,3 +63,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     source = page.file.src_uri
     directory = '' if source in TOP_LEVEL else posixpath.join('docs', posixpath.dirname(source)).rstrip('/')
     return site_links(markdown, directory, config.repo_url or '')
+
+
+def on_post_build(config: Any) -> None:
+    """Makes every page load the script of the search from the site.
+
+    Raises:
+        PluginError: a page loads a file from the network.
+    """
+    site = Path(config.site_dir)
+    for path in site.rglob('*.html'):
+        local = posixpath.relpath(LOCAL_SCRIPT, path.relative_to(site).parent.as_posix())
+        html = path.read_text(encoding='utf-8').replace(CDN_SCRIPT, local)
+        if found := network_files(html):
+            raise PluginError(f'{path.name} loads {found[0]} from the network; add a copy to docs/assets')
+        path.write_text(html, encoding='utf-8')
