@@ -27,7 +27,8 @@ BLOCKS = code_blocks(DOCS)
 
 def commands():
     """Returns the commands of maxlm and of its scripts in code blocks and text, split into words."""
-    inline = re.findall(r'`((?:python -m|bash|\./launch)[^`]*)`', DOCS)
+    text = re.sub(r'^```.*?^```$', '', DOCS, flags=re.MULTILINE | re.DOTALL)
+    inline = re.findall(r'`((?:python -m|bash|\./launch)[^`]*)`', text)
     return [*command_lines(DOCS), *(shlex.split(line, comments=True) for line in inline)]
 
 
@@ -49,7 +50,7 @@ def test_commands_parse(monkeypatch):
             assert (ROOT / words[-1]).is_file(), words
             continue
         module = words[2]
-        if module == 'maxlm.COMMAND' or any(word.endswith('…') for word in words[3:]):
+        if module == 'maxlm.COMMAND' or any('…' in word for word in words[3:]):
             continue
         seen.add(module)
         argv = words[3:]

@@ -9,7 +9,6 @@ import pytest
 import maxlm
 from maxlm.__main__ import VERBS
 from maxlm.config.schema import Config
-from maxlm.planning import gpu_compiler
 from tests.conftest import ROOT
 from tools.docs.__main__ import DOCS, PAGES
 from tools.docs.cli_page import parser_of
@@ -21,7 +20,7 @@ from tools.docs.hooks import network_files, site_links
 @pytest.mark.parametrize('name', PAGES)
 def test_committed_pages_are_current(name, monkeypatch):
     # tests/conftest.py replaces the directory, which the help of `maxlm plan` names.
-    monkeypatch.setattr(gpu_compiler, 'CACHE', '~/.cache/maxlm/gpu-compiler')
+    monkeypatch.setattr('maxlm.plan.CACHE', '~/.cache/maxlm/gpu-compiler')
     assert (DOCS / name).read_text() == PAGES[name](), 'write it with: python -m tools.docs'
 
 

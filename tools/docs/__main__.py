@@ -7,9 +7,11 @@ tests/tools/test_docs.py compares the committed files with their generators.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.telemetry.metrics import metrics_page
 from tools.docs.api_page import api_page
 from tools.docs.cli_page import cli_page
@@ -25,6 +27,14 @@ PAGES: Mapping[str, Callable[[], str]] = {
     'figures/architecture.svg': architecture,
 }
 
-if __name__ == '__main__':
+
+def main(argv: list[str]) -> int:
+    """Writes all files and returns the exit code."""
+    ArgumentParser(prog='python -m tools.docs', description=__doc__).parse_args(argv)
     for name, make in PAGES.items():
         (DOCS / name).write_text(make(), encoding='utf-8')
+    return EXIT_DONE
+
+
+if __name__ == '__main__':
+    sys.exit(exit_code(main, sys.argv[1:]))
