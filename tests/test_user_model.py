@@ -77,7 +77,7 @@ def test_the_step_uses_the_loss_and_evaluation_the_cross_entropy(tmp_path, monke
     evaluated = make_eval_step(config, layout)(state.params, None, batch)
     np.testing.assert_allclose(evaluated.loss / evaluated.weight, cross_entropy, rtol=1e-5)
     config = small_config(train__loss=f'{name}:wrong')
-    with pytest.raises(ValueError, match='return one loss per target'):
+    with pytest.raises(InputError, match='must return one loss per target'):
         jax.eval_shape(make_objective(config, layout), state.params, None, None, batch, None)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxlm.errors import InputError
 from maxlm.model.decoder import softcap, without_padding
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.losses.chunked_logits import LogitChunks, scan_chunks
@@ -79,16 +80,16 @@ def token_losses(
         hidden_BTD, kernel_DV, targets_BT, partitioning, chunk, logit_softcap, row_groups: see `cross_entropy`.
 
     Raises:
-        ValueError: the shape of the losses is not that of the targets.
+        InputError: the shape of the losses is not that of the targets.
     """
     vocab_size = kernel_DV.shape[1]
 
     def losses(scores_RPNV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = loss(softcap(scores_RPNV[..., :vocab_size], logit_softcap), targets)
         if jnp.shape(found) != targets.shape:
-            raise ValueError(
-                f'train.loss returned shape {jnp.shape(found)} for targets of shape {targets.shape}; return one loss '
-                'per target'
+            raise InputError(
+                f'train.loss returned an array of shape {jnp.shape(found)}; it must return one loss per target, '
+                f'{targets.shape}'
             )
         found = found.astype(jnp.float32)
         return found, found
