@@ -14,7 +14,7 @@ from tools.docs.__main__ import DOCS, PAGES
 from tools.docs.cli_page import parser_of
 from tools.docs.config_page import field_comments
 from tools.docs.diagram import packages
-from tools.docs.hooks import network_files, site_links
+from tools.docs.hooks import network_files, plain_bars, site_links
 
 
 @pytest.mark.parametrize('name', PAGES)
@@ -86,6 +86,10 @@ def test_links_that_leave_the_site_are_adapted():
         site_links('[a](../../CONTRIBUTING.md) [b](../plan.md)', 'docs/tutorials')
         == '[a](../contributing.md) [b](../plan.md)'
     )
+
+
+def test_bars_in_the_code_of_tables():
+    assert plain_bars(r'| `a\|b` | c\|d |') == r'| `a|b` | c\|d |'
 
 
 def test_files_from_the_network_are_found():

@@ -47,8 +47,6 @@ def _cell(text: str) -> str:
 
 def _name(action: argparse.Action) -> str:
     metavar = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
-    if action.choices is not None and action.metavar is None:
-        metavar = '|'.join(map(str, action.choices))
     value = metavar if isinstance(metavar, str) else ' '.join(metavar)
     if not action.option_strings:
         return f'`{value}`'.replace('|', r'\|')
@@ -70,7 +68,10 @@ def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
             continue
         # argparse replaces `%(default)s` and `%%`.
         values = {**vars(action), 'prog': parser.prog}
-        yield f'| {_name(action)} | {_default(action)} | {_cell((action.help or "") % values)} |'
+        meaning = _cell((action.help or '') % values)
+        if action.choices is not None:
+            meaning += f' (one of {", ".join(f"`{choice}`" for choice in action.choices)})'
+        yield f'| {_name(action)} | {_default(action)} | {meaning} |'
 
 
 def _section(parser: argparse.ArgumentParser, title: str, depth: int) -> Iterator[str]:

@@ -46,6 +46,11 @@ def site_links(text: str, directory: str, repository: str = '') -> str:
     return LINK.sub(replace, text)
 
 
+def plain_bars(text: str) -> str:
+    """Returns Markdown without backslashes before the bars in code. GitHub needs them in tables, and MkDocs shows them."""
+    return re.sub(r'`[^`\n]*`', lambda code: code[0].replace(r'\|', '|'), text)
+
+
 def network_files(html: str) -> list[str]:
     """Returns the URLs of scripts, styles and images that a page loads from the network."""
     return re.findall(r'<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)="?((?:https?:)?//[^">\s]+)', html)
@@ -59,10 +64,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Adapts the links of a page."""
+    """Adapts the links of a page, and the bars of code in its tables."""
     source = page.file.src_uri
     directory = '' if source in TOP_LEVEL else posixpath.join('docs', posixpath.dirname(source)).rstrip('/')
-    return site_links(markdown, directory, config.repo_url or '')
+    return site_links(plain_bars(markdown), directory, config.repo_url or '')
 
 
 def on_post_build(config: Any) -> None:
