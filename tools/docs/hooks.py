@@ -47,7 +47,7 @@ def site_links(text: str, directory: str, repository: str = '') -> str:
 
 
 def plain_bars(text: str) -> str:
-    """Returns Markdown without backslashes before the bars in code. GitHub needs them in tables, and MkDocs shows them."""
+    """Returns Markdown without backslashes before bars in code. GitHub needs them in tables, but MkDocs shows them."""
     return re.sub(r'`[^`\n]*`', lambda code: code[0].replace(r'\|', '|'), text)
 
 
