@@ -12,6 +12,7 @@ from maxlm.errors import InputError
 from maxlm.huggingface.architectures import ARCHITECTURES
 from maxlm.model.blocks import Block, block_class
 from maxlm.parallel.partitioning import SINGLE_DEVICE
+from maxlm.training.gradients import split_micro_batches
 from maxlm.training.losses.log_probs import token_losses
 from maxlm.training.objectives import make_objective
 from maxlm.training.state import abstract_model
@@ -79,6 +80,21 @@ def test_the_step_uses_the_loss_and_evaluation_the_cross_entropy(tmp_path, monke
     config = small_config(train__loss=f'{name}:wrong')
     with pytest.raises(InputError, match='must return one loss per target'):
         jax.eval_shape(make_objective(config, layout), state.params, None, None, batch, None)
+
+
+def test_loss_and_block_are_the_same_on_eight_devices(tmp_path, monkeypatch):
+    name = write_module(tmp_path, monkeypatch, f'{LOSS}\n\n{BLOCK}')
+    settings = {'train__loss': f'{name}:focal', 'model__block': f'{name}:ScaledBlock', 'model__init_std': 0.2}
+    losses = []
+    for num_devices, mesh in ((1, {}), (8, {'mesh__tensor': 2, 'mesh__fsdp': 2, 'mesh__context': 2})):
+        config = small_config(num_devices, **settings, **mesh)
+        layout = small_layout(config)
+        state = small_state(config, layout)
+        # The vocabulary does not divide over the devices, so it is padded.
+        batch = jax.device_put(small_batch(config), layout.named())
+        batch = jax.tree.map(lambda rows: rows[0], split_micro_batches(batch, 1, layout))
+        losses.append(float(jax.jit(make_objective(config, layout))(state.params, None, None, batch, None)[0]))
+    np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
 def test_a_model_of_the_tutorials_block_has_its_parameters(tmp_path, monkeypatch):
