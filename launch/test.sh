@@ -28,8 +28,8 @@ lint() {
   format
   mypy
   python -m tools.check_prose
-  # The notice about the future of the theme is not a finding.
-  NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
+  # --quiet would hide warnings from --strict. The notice about the future of the theme is not a finding.
+  NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 }
 
 # --dist=loadfile sends each file to one worker, so that its tests share fixtures. conftest.py starts the longest files

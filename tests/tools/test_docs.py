@@ -96,3 +96,10 @@ def test_files_from_the_network_are_found():
     page = '<script src="https://cdn.org/a.js"></script><link rel="stylesheet" href="//cdn.org/b.css"><a href="https://c.org">'
     assert network_files(page) == ['https://cdn.org/a.js', '//cdn.org/b.css']
     assert network_files('<script src="../a.js"></script><img src="b.png">') == []
+
+
+def test_lint_builds_the_site_strictly():
+    # With --quiet, MkDocs does not count warnings, and --strict has no effect.
+    lint = (ROOT / 'launch/test.sh').read_text().split('lint() {')[1].split('\n}')[0]
+    (command,) = (line for line in lint.splitlines() if 'mkdocs' in line and not line.lstrip().startswith('#'))
+    assert command.split()[-3:] == ['mkdocs', 'build', '--strict']
