@@ -7,6 +7,7 @@ import re
 import shlex
 
 import pytest
+import yaml
 
 from maxlm.config.loading import load, split_overrides
 from maxlm.data.chat.template import CHATML
@@ -15,26 +16,20 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, ArgumentParser, InputError, 
 from maxlm.inference.engine.engine import Engine
 from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT
+from tests.documentation import PAGES, code_blocks, command_lines
 from tests.serving.fake_engine import chat_tokenizer
 from tests.starting import make_start
 
 README = (ROOT / 'README.md').read_text()
-DOCS = '\n'.join([README, *(path.read_text() for path in sorted((ROOT / 'docs').glob('*.md')))])
-
-
-def blocks(text):
-    """Returns the code blocks of a Markdown text."""
-    return re.findall(r'^```\n(.*?)^```', text, re.MULTILINE | re.DOTALL)
-
-
-BLOCKS = blocks(DOCS)
+DOCS = '\n'.join([README, *(path.read_text() for path in PAGES)])
+BLOCKS = code_blocks(DOCS)
 
 
 def commands():
     """Returns the commands of maxlm and of its scripts in code blocks and text, split into words."""
-    lines = [line for block in BLOCKS for line in block.replace('\\\n', ' ').splitlines()]
-    lines += re.findall(r'`((?:python -m|bash|\./launch)[^`]*)`', DOCS)
-    return [shlex.split(line, comments=True) for line in lines if re.match(r'(python -m|bash|\./launch)', line)]
+    text = re.sub(r'^```.*?^```$', '', DOCS, flags=re.MULTILINE | re.DOTALL)
+    inline = re.findall(r'`((?:python -m|bash|\./launch)[^`]*)`', text)
+    return [*command_lines(DOCS), *(shlex.split(line, comments=True) for line in inline)]
 
 
 class _ParsedError(Exception):
@@ -55,7 +50,7 @@ def test_commands_parse(monkeypatch):
             assert (ROOT / words[-1]).is_file(), words
             continue
         module = words[2]
-        if module == 'maxlm.COMMAND' or any(word.endswith('…') for word in words[3:]):
+        if module == 'maxlm.COMMAND' or any('…' in word for word in words[3:]):
             continue
         seen.add(module)
         argv = words[3:]
@@ -78,10 +73,23 @@ def test_commands_parse(monkeypatch):
         importlib.import_module('maxlm.generate').main(['--checkpoint=x', '--prompt=y', '--temprature=1'])
 
 
-def dead_links(text):
-    """Returns the targets of links in a text of docs/ that do not exist; URLs are not checked."""
+def dead_links(text, folder='docs'):
+    """Returns the targets of links in a text of a folder that do not exist; URLs are not checked."""
     targets = {target.split('#')[0] for target in re.findall(r'\]\(([^)]+)\)', text) if '://' not in target}
-    return {target for target in targets if not (ROOT / 'docs' / target).exists()}
+    return {target for target in targets if not (ROOT / folder / target).exists()}
+
+
+def navigation():
+    """Yields the pages in the navigation of mkdocs.yml."""
+    entries = [yaml.safe_load((ROOT / 'mkdocs.yml').read_text())['nav']]
+    while entries:
+        match entries.pop():
+            case str(page):
+                yield page
+            case list(children):
+                entries += children
+            case dict(named):
+                entries += named.values()
 
 
 def test_named_files_exist():
@@ -94,11 +102,13 @@ def test_named_files_exist():
     missing = {name for name in names if not (ROOT / name).exists()}
     assert missing == set()
     assert dead_links('[a](performance.md) [b](performanc.md#part)') == {'performanc.md'}
-    docs = sorted((ROOT / 'docs').glob('*.md'))
-    assert {path.name: dead for path in docs if (dead := dead_links(path.read_text()))} == {}
-    # README links to every page.
-    assert {f'docs/{path.name}' for path in docs} <= set(re.findall(r'\]\(([^)]+)\)', README))
-    tree = next(block for block in blocks((ROOT / 'docs/structure.md').read_text()) if block.startswith('configs/'))
+    assert {path.name: dead for path in PAGES if (dead := dead_links(path.read_text(), path.parent))} == {}
+    # The navigation of the site contains every page, and README links to the site.
+    assert {path.relative_to(ROOT / 'docs').as_posix() for path in PAGES} <= set(navigation())
+    assert {'docs/index.md', 'docs/tutorials/index.md'} <= set(re.findall(r'\]\(([^)]+)\)', README))
+    tree = next(
+        block for block in code_blocks((ROOT / 'docs/structure.md').read_text()) if block.startswith('configs/')
+    )
     for folder in re.findall(r'^  (\w+)/', tree, re.MULTILINE):
         assert (ROOT / 'maxlm' / folder).is_dir(), folder
     # The tree lists every package.

@@ -114,6 +114,9 @@ class ModelConfig:
     lora_alpha: float = 16.0
     # Patterns of the blocks' projections that have adapters: ('attention.*',), ('*.query', '*.value').
     lora_target_modules: tuple = ('*',)
+    # Class of your own for the blocks, package.module:Class, a subclass of maxlm.model.blocks.Block; '' = that class
+    # itself. Every command that reads the model imports it.
+    block: str = ''
     # Attention kernel: auto | xla | cudnn (GPU) | splash (TPU). auto = cudnn or splash if supported, otherwise xla.
     attention: str = 'auto'
 
@@ -201,6 +204,9 @@ class TrainConfig:
     # Training objective: next_token (cross-entropy) | dpo (pairs of answers: section dpo) | grpo (rewards of responses:
     # section grpo, for maxlm.grpo).
     objective: str = 'next_token'
+    # Loss of your own for the next token, package.module:function: (logits, targets) → loss of each target; '' =
+    # cross-entropy. Evaluation always computes the cross-entropy.
+    loss: str = ''
     # Checkpoint that initializes the parameters of a new run: WORKDIR (latest step), WORKDIR@STEP or the directory of a
     # step. Parameters missing from it (adapters, rows for new tokens) are freshly initialized.
     init_from: str = ''

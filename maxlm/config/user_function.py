@@ -24,13 +24,16 @@ def is_function_name(name: str) -> bool:
     return FUNCTION_NAME.fullmatch(name) is not None
 
 
-def load_function(name: str, *, kind: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+def load_function(
+    name: str, *, kind: str, arguments: tuple[str, ...], keywords: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     """Imports a function from the working directory, PYTHONPATH or an installed package.
 
     Args:
         name: `package.module:function`.
         kind: use of the function in messages, e.g. `reward`.
         arguments: descriptions of the positional arguments that the function must accept.
+        keywords: names of the keyword arguments that it must accept.
 
     Raises:
         InputError: the module cannot be imported, or it has no such function with these arguments.
@@ -50,10 +53,10 @@ def load_function(name: str, *, kind: str, arguments: tuple[str, ...]) -> Callab
         # Some functions in C have no signature.
         return function
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
         raise InputError(
-            f'{where}: {attribute}{signature} must accept the arguments ({", ".join(arguments)}): {error}'
+            f'{where}: {attribute}{signature} must accept the arguments ({", ".join((*arguments, *keywords))}): {error}'
         ) from error
     return function
 

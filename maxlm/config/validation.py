@@ -11,6 +11,7 @@ from typing import Any
 from maxlm.config.families import FAMILIES
 from maxlm.config.ranges import Range, check_ranges
 from maxlm.config.schema import Config, DataConfig, ModelConfig
+from maxlm.config.user_function import is_function_name
 from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
 from maxlm.errors import InputError
 
@@ -125,6 +126,7 @@ def validate(config: Config) -> None:
     _check_sources_schedule(data)
     _check_context_schedule(data)
     check_dpo(config)
+    _check_functions(config)
     check_trained(config)
     _check_guard(config)
     if model.position_embedding == 'learned' and model.max_positions and model.max_positions < data.seq_len:
@@ -243,6 +245,24 @@ def _check_fractions(key: str, schedule: tuple[tuple[Any, float], ...]) -> None:
         if not last_fraction < entry[1] < 1:
             raise InputError(f'{key}: {entry!r}: the fractions must increase and lie between 0 and 1 (both excluded)')
         last_fraction = entry[1]
+
+
+def _check_functions(config: Config) -> None:
+    for key in ('model.block', 'train.loss'):
+        name = _value(config, key)
+        if name and not is_function_name(name):
+            raise InputError(f'{key}={name}: must have the form package.module:name, e.g. my_module:Mine')
+    train = config.train
+    if train.loss and train.objective != 'next_token':
+        raise InputError(
+            f'train.loss={train.loss} with train.objective={train.objective}: only next_token has a loss of your own; '
+            "set train.loss=''"
+        )
+    if train.loss and train.z_loss:
+        raise InputError(
+            f'train.loss={train.loss} with train.z_loss={train.z_loss}: set train.z_loss=0, and add the z-loss to your '
+            'function'
+        )
 
 
 def _check_guard(config: Config) -> None:

@@ -111,7 +111,7 @@ _DECODER_KEYS = {
     'tie_embeddings': ('tie_word_embeddings', False),
     'max_positions': ('max_position_embeddings', 2048),
 }
-_PLAIN = {'norm_use_scale': True, 'qk_norm': False, 'embedding_norm': False, 'logit_softcap': 0.0}
+_PLAIN = {'block': '', 'norm_use_scale': True, 'qk_norm': False, 'embedding_norm': False, 'logit_softcap': 0.0}
 _LAYERNORM = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
 _RMSNORM = {
     'position_embedding': 'rotary',

@@ -15,6 +15,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlm.config.schema import ModelConfig
+from maxlm.config.user_function import load_function
+from maxlm.errors import InputError
 from maxlm.model.attention.attention import Attention
 from maxlm.model.attention.chunked import ATTENDED
 from maxlm.model.attention.tree import TokenTree
@@ -95,6 +97,22 @@ class Block(nnx.Module):
         fed_BTD = dropout(self.feedforward(self.feedforward_norm(stream_BTD)), self.dropout, feedforward_key)
         y_BTD = x_BTD + attended_BTD + fed_BTD if self.parallel_residual else stream_BTD + fed_BTD
         return self.partitioning.constrain(y_BTD, ACTIVATION_AXES), new_cache
+
+
+def block_class(config: ModelConfig) -> type[Block]:
+    """Returns the class of the blocks: `Block`, or the class that `model.block` names.
+
+    Raises:
+        InputError: the class cannot be imported, does not accept the arguments of `Block`, or is not a subclass of it.
+    """
+    if not config.block:
+        return Block
+    found: Any = load_function(
+        config.block, kind='model.block', arguments=('config',), keywords=('partitioning', 'rngs')
+    )
+    if not (isinstance(found, type) and issubclass(found, Block)):
+        raise InputError(f'model.block={config.block}: must be a subclass of maxlm.model.blocks.Block')
+    return found
 
 
 def run_layers(

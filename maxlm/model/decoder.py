@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.attention.tree import TokenTree
-from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, dropout, run_layers, run_layers_unrolled
+from maxlm.model.blocks import ACTIVATION_AXES, Context, block_class, dropout, run_layers, run_layers_unrolled
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.kv_cache import CacheIndices, Caches, cache_indices_and_mask, slots_by_window
 from maxlm.model.layers.linear import Linear, parameter, should_transpose, transposed_matmul
@@ -43,8 +43,9 @@ class Decoder(nnx.Module):
         learned, positions = config.position_embedding == 'learned', (config.max_positions, D)
         self.position_embedding = parameter(rngs, positions, ('position', 'embed'), init.position) if learned else None
         self.embedding_norm = Norm(config, D, rngs=rngs) if config.embedding_norm else None
+        make_block = block_class(config)
         self.blocks = _stacked(
-            lambda rngs: Block(config, partitioning=partitioning, rngs=rngs), config.num_layers, rngs
+            lambda rngs: make_block(config, partitioning=partitioning, rngs=rngs), config.num_layers, rngs
         )
         self.final_norm = Norm(config, config.dim, rngs=rngs)
         untied = Linear(

@@ -9,13 +9,14 @@ Shapes: A micro-batches, B batch, T length, D dim, S sources.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.schema import Config
+from maxlm.config.user_function import load_function
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import Decoder
 from maxlm.parallel.host_offload import fetch, on_host
@@ -23,7 +24,7 @@ from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.losses.cross_entropy import cross_entropy
 from maxlm.training.losses.dpo import preference_terms
 from maxlm.training.losses.grpo import policy_sums
-from maxlm.training.losses.log_probs import TokenLogProbs, token_log_probs
+from maxlm.training.losses.log_probs import TokenLogProbs, TokenLoss, token_log_probs, token_losses
 from maxlm.training.state import Params, abstract_model
 
 # tokens, targets, weights, segments, positions: [B, T] each; optional: sources [B]; for GRPO also GRPO_TYPES.
@@ -107,7 +108,16 @@ def zero_sums(config: Config, num_sources: int = 0) -> LossSums:
 def make_next_token(
     config: Config, partitioning: Partitioning, num_sources: int = 0, *, z_loss: float = 0.0
 ) -> Objective:
-    """Returns the objective Σ cross-entropy of the predicted tokens + z_loss · Σ log² Z; see `cross_entropy`."""
+    """Returns the objective Σ cross-entropy of the predicted tokens + z_loss · Σ log² Z; see `cross_entropy`.
+
+    With `train.loss`, it is the sum of that loss.
+
+    Raises:
+        InputError: the function of `train.loss` cannot be imported.
+    """
+    user_loss: TokenLoss | None = None
+    if config.train.loss:
+        user_loss = load_function(config.train.loss, kind='train.loss', arguments=('logits', 'targets'))
     hidden = _make_forward(config, partitioning)
     pipelined = config.accumulation // config.rounds
 
@@ -119,18 +129,22 @@ def make_next_token(
         targets_BT, weights_BT = (
             partitioning.constrain(batch[name], ('rows', 'length')) for name in ('targets', 'weights')
         )
-        objective, loss_B, log_z_squared_B = cross_entropy(
-            hidden_BTD,
-            model.output_kernel(),
-            targets_BT,
-            weights_BT,
-            partitioning=partitioning,
-            chunk=config.train.loss_chunk_tokens,
-            z_loss=z_loss,
-            logit_softcap=config.model.logit_softcap,
+        layout: Any = {
+            'partitioning': partitioning,
+            'chunk': config.train.loss_chunk_tokens,
+            'logit_softcap': config.model.logit_softcap,
             # Each group has the rows of one micro-batch; the pipeline stages share them.
-            row_groups=max(1, pipelined // partitioning.num_shards('layers')),
-        )
+            'row_groups': max(1, pipelined // partitioning.num_shards('layers')),
+        }
+        kernel_DV = model.output_kernel()
+        if user_loss is None:
+            objective, loss_B, log_z_squared_B = cross_entropy(
+                hidden_BTD, kernel_DV, targets_BT, weights_BT, z_loss=z_loss, **layout
+            )
+        else:
+            losses_BT = token_losses(hidden_BTD, kernel_DV, targets_BT, user_loss, **layout)
+            loss_B = (weights_BT * losses_BT).sum(axis=1)
+            objective = loss_B.sum()
         tokens_B = batch['weights'].sum(axis=1)
         source_loss = source_tokens = jnp.zeros(0)
         if num_sources:

@@ -71,9 +71,10 @@ def make_eval_step(
 ) -> Callable[[Params, Params | None, Batch], LossSums]:
     """Returns the evaluation step: (params, reference, batch) → sums over the batch, without dropout and z-loss.
 
-    The argument `reference` is `TrainState.reference`.
+    The argument `reference` is `TrainState.reference`. With `train.loss`, the step computes the cross-entropy, whose
+    values are comparable between runs.
     """
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, z_loss=0.0))
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, z_loss=0.0, loss=''))
     objective = make_objective(config, layout, num_sources)
 
     def eval_step(params: Params, reference: Params | None, batch: Batch) -> LossSums:

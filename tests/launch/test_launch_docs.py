@@ -1,4 +1,4 @@
-"""Checks that the scripts accept each launch command of README.md and docs/launch.md."""
+"""Checks that the scripts accept each launch command of README.md, docs/launch.md and the tutorials."""
 
 import re
 import shlex
@@ -6,21 +6,21 @@ import shlex
 import pytest
 
 from tests.conftest import ROOT
+from tests.documentation import code_blocks
 from tests.launch.programs import SECRET
 
 pytestmark = pytest.mark.multiprocess
 
 TEXT = (ROOT / 'docs/launch.md').read_text()
-README = (ROOT / 'README.md').read_text()
+OTHER_PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs/tutorials').glob('*.md'))]
 
 
 def command_lines(text):
     """Returns the lines of the code blocks of a Markdown text."""
-    blocks = re.findall(r'^```\n(.*?)^```', text, re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.replace('\\\n', ' ').splitlines() if line.strip()]
+    return [line for block in code_blocks(text) for line in block.replace('\\\n', ' ').splitlines() if line.strip()]
 
 
-LAUNCHES = [line for line in command_lines(README) if line.startswith('launch/')]
+LAUNCHES = [line for page in OTHER_PAGES for line in command_lines(page.read_text()) if line.startswith('launch/')]
 COMMANDS = list(dict.fromkeys([*command_lines(TEXT), *LAUNCHES]))
 
 

@@ -59,7 +59,7 @@ def test_second_attempt_appends(tmp_path):
 
 def test_docs_page_is_up_to_date():
     page = (ROOT / 'docs/metrics.md').read_text()
-    assert page == metrics_page(), 'regenerate it: python docs/metrics.py'
+    assert page == metrics_page(), 'regenerate it: python -m tools.docs'
     # Control: the page lists every name.
     assert all(f'| `{name}` |' in page for name in METRICS)
 

@@ -12,6 +12,7 @@ import optax
 
 from maxlm.config.schema import Config
 from maxlm.config.schema_optimizer import OptimizerConfig
+from maxlm.errors import InputError
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.muon import scale_by_muon
 from maxlm.training.optimizers.quantized_moments import init_moment, rounding_seed, update_moments
@@ -156,6 +157,9 @@ def kind_of(path: tuple[Any, ...]) -> str:
     """Returns the kind of a parameter, from the names of its path.
 
     The kinds are table, head, matrix (of a block), adapter (of a matrix) and vector.
+
+    Raises:
+        InputError: the parameter has an unknown name.
     """
     *modules, name = names(path)
     if name in ('embedding', 'position_embedding'):
@@ -164,7 +168,9 @@ def kind_of(path: tuple[Any, ...]) -> str:
         return 'vector'
     if name in ADAPTERS:
         return 'adapter'
-    assert name == 'kernel', f'parameter {".".join(names(path))} is of no known kind'
+    if name != 'kernel':
+        # Only blocks of the user (`model.block`) have other names.
+        raise InputError(f'parameter {".".join(names(path))}: rename it to kernel (a matrix), scale or bias (a vector)')
     return 'head' if 'head' in modules else 'matrix'
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 
+from maxlm.errors import InputError
 from maxlm.training.optimizers.optimizer import DECAYED, kind_of, make_optimizer, map_kinds
 from tests.small import small_config, small_layout
 
@@ -71,7 +72,7 @@ def test_kinds():
     adapter = tuple(map(jax.tree_util.DictKey, ('blocks', 'attention', 'query', 'lora_a')))
     assert kind_of(adapter) == 'adapter'
     assert [mask for mask, kinds in DECAYED.items() if 'adapter' in kinds] == ['matrices', 'projections', 'all']
-    with pytest.raises(AssertionError, match=r'blocks\.gain is of no known kind'):
+    with pytest.raises(InputError, match=r'blocks\.gain: rename it to kernel'):
         kind_of(tuple(map(jax.tree_util.DictKey, ('blocks', 'gain'))))
 
 

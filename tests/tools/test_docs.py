@@ -1,0 +1,105 @@
+"""Generated pages of the documentation, and the hooks of its site."""
+
+import argparse
+import dataclasses
+import re
+
+import pytest
+
+import maxlm
+from maxlm.__main__ import VERBS
+from maxlm.config.schema import Config
+from tests.conftest import ROOT
+from tools.docs.__main__ import DOCS, PAGES
+from tools.docs.cli_page import parser_of
+from tools.docs.config_page import field_comments
+from tools.docs.diagram import packages
+from tools.docs.hooks import network_files, plain_bars, site_links
+
+
+@pytest.mark.parametrize('name', PAGES)
+def test_committed_pages_are_current(name, monkeypatch):
+    # tests/conftest.py replaces the directory, which the help of `maxlm plan` names.
+    monkeypatch.setattr('maxlm.plan.CACHE', '~/.cache/maxlm/gpu-compiler')
+    assert (DOCS / name).read_text() == PAGES[name](), 'write it with: python -m tools.docs'
+
+
+def test_every_config_key_has_an_entry():
+    page = (DOCS / 'reference/config.md').read_text()
+    sections = dataclasses.fields(Config)
+    keys = [
+        f'{section.name}.{field.name}' for section in sections for field in dataclasses.fields(section.default_factory)
+    ]
+    assert re.findall(r'^### `([\w.]+)`', page, re.MULTILINE) == keys
+
+
+@dataclasses.dataclass
+class _Section:
+    # First line
+    # and second.
+    first: int = 1
+    second: int = 2
+
+    # Third.
+    third: int = 3
+
+
+def test_fields_share_the_comment_above():
+    shared = 'First line and second.'
+    assert field_comments(_Section) == {'first': shared, 'second': shared, 'third': 'Third.'}
+
+
+def test_every_option_of_every_command_has_a_row():
+    page = (DOCS / 'reference/cli.md').read_text()
+    for verb in VERBS:
+        section = page.split(f'## maxlm {verb}\n')[1].split('\n## ')[0]
+        parsers = [parser_of(verb)]
+        for parser in parsers:
+            for action in parser._actions:
+                if isinstance(action, argparse._SubParsersAction):
+                    parsers += action.choices.values()
+                elif action.help != argparse.SUPPRESS:
+                    options = [option for option in action.option_strings if option not in ('-h', '--help')]
+                    assert all(option in section for option in options), (verb, options)
+
+
+def test_the_reference_of_the_api_contains_every_name():
+    page = (DOCS / 'reference/api.md').read_text()
+    assert set(re.findall(r'^## `maxlm\.(\w+)`', page, re.MULTILINE)) == set(maxlm.__all__)
+    assert '::: maxlm.api.model.Model\n' in page
+
+
+def test_the_diagram_contains_every_package_and_command():
+    drawn = re.findall(r'>([\w.]+)</text>', (DOCS / 'figures/architecture.svg').read_text())
+    modules = {path.stem for path in (ROOT / 'maxlm').iterdir() if path.name != '__pycache__'}
+    assert modules - {'__init__', '__main__'} <= {*drawn}
+    assert {*packages()} <= modules
+
+
+def test_links_that_leave_the_site_are_adapted():
+    text = '[a](../CONTRIBUTING.md#style) [b](../maxlm/train.py) [c](data.md#x) [d](#y) [e](https://x.org/z)'
+    adapted = '[a](contributing.md#style) b [c](data.md#x) [d](#y) [e](https://x.org/z)'
+    assert site_links(text, 'docs') == adapted
+    assert '[b](https://x.org/maxlm/blob/main/maxlm/train.py)' in site_links(text, 'docs', 'https://x.org/maxlm/')
+    assert site_links('[a](docs/data.md#x)', '') == '[a](data.md#x)'
+    assert (
+        site_links('[a](../../CONTRIBUTING.md) [b](../plan.md)', 'docs/tutorials')
+        == '[a](../contributing.md) [b](../plan.md)'
+    )
+
+
+def test_bars_in_the_code_of_tables():
+    assert plain_bars(r'| `a\|b` | c\|d |') == r'| `a|b` | c\|d |'
+
+
+def test_files_from_the_network_are_found():
+    page = '<script src="https://cdn.org/a.js"></script><link rel="stylesheet" href="//cdn.org/b.css"><a href="https://c.org">'
+    assert network_files(page) == ['https://cdn.org/a.js', '//cdn.org/b.css']
+    assert network_files('<script src="../a.js"></script><img src="b.png">') == []
+
+
+def test_lint_builds_the_site_strictly():
+    # With --quiet, MkDocs does not count warnings, and --strict has no effect.
+    lint = (ROOT / 'launch/test.sh').read_text().split('lint() {')[1].split('\n}')[0]
+    (command,) = (line for line in lint.splitlines() if 'mkdocs' in line and not line.lstrip().startswith('#'))
+    assert command.split()[-3:] == ['mkdocs', 'build', '--strict']
