@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 class Config(schema.Config):
     """Config of a run. It is frozen; `replace` returns a changed copy.
 
-    >>> import maxlm
-    >>> config = maxlm.Config.get('tiny', {'train.num_steps': 100})
-    >>> config.train.num_steps, config.model.family
-    (100, 'llama')
-    >>> config.replace({'model.num_layers': 2}).model.num_layers
-    2
+    Examples:
+        >>> import maxlm
+        >>> config = maxlm.Config.get('tiny', {'train.num_steps': 100})
+        >>> config.train.num_steps, config.model.family
+        (100, 'llama')
+        >>> config.replace({'model.num_layers': 2}).model.num_layers
+        2
     """
 
     @classmethod

@@ -29,10 +29,11 @@ class Plan:
     The training step is compiled for the target if a compiler is installed. `maxlm plan --install-compiler` installs
     the compiler for NVIDIA GPUs.
 
-    >>> import maxlm
-    >>> plan = maxlm.Plan('1b', 'h100:8', estimate=True)
-    >>> plan.fits, plan.why_estimated
-    (True, 'estimate=True')
+    Examples:
+        >>> import maxlm
+        >>> plan = maxlm.Plan('1b', 'h100:8', estimate=True)
+        >>> plan.fits, plan.why_estimated
+        (True, 'estimate=True')
 
     Attributes:
         target: devices of the run.

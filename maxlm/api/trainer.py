@@ -26,11 +26,12 @@ class TrainingFailedError(RuntimeError):
 class Trainer:
     """Trains a run, as `maxlm train` and, with `train.objective=grpo`, `maxlm grpo` do.
 
-    >>> import maxlm
-    >>> config = maxlm.Config.get('tiny', {'data.path': 'data/mine', 'train.num_steps': 20})
-    >>> run = maxlm.Trainer(config, workdir='runs/mine').train()  # doctest: +SKIP
-    >>> run.summary['train/loss']  # doctest: +SKIP
-    5.51
+    Examples:
+        >>> import maxlm
+        >>> config = maxlm.Config.get('tiny', {'data.path': 'data/mine', 'train.num_steps': 20})
+        >>> run = maxlm.Trainer(config, workdir='runs/mine').train()  # doctest: +SKIP
+        >>> run.summary['train/loss']  # doctest: +SKIP
+        5.51
 
     Attributes:
         workdir: directory or URL of the run.
