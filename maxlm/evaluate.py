@@ -178,7 +178,7 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
     )
     with (
         corpus.fetcher(None, 0),
-        progress_bar(total=len(batches), initial=0, unit='batch', show=not options.json) as bar,
+        progress_bar('evaluate', total=len(batches), unit='batch', show=not options.json) as bar,
     ):
 
         def read(index: int) -> dict[str, np.ndarray]:

@@ -209,7 +209,7 @@ def _complete_lines(
             raise InputError(f'{line.name}: {error}') from error
 
     def complete() -> list[list[Completion]]:
-        with progress_bar(total=len(lines), initial=0, unit='prompt', show=True) as bar:
+        with progress_bar('generate', total=len(lines), unit='prompt', show=True) as bar:
             return engine.complete(requests, on_done=lambda _: bar.update())
 
     write_completions(output, lines, complete)

@@ -93,7 +93,7 @@ def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, optio
         reason = missing or f'{target.spec} is not a GPU; use a target such as --target=h100:1'
         raise InputError(f'--explain requires a compiled GPU program: {reason}')
     machine = _machine(config, target, resolver)
-    forecaster = partial(estimate if missing else compile_ahead, machine=machine)
+    forecaster = partial(estimate if missing else _compile, machine=machine)
     if config.train.per_device_batch_size == AUTO:
         config = choose_micro_batch(config, machine, resolver, forecaster)
     shown = forecaster(resolver(config))
@@ -117,6 +117,11 @@ def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, optio
     if options.search or not shown.fits:
         print(_advice(shown, advice, asked=options.search))
     return EXIT_DONE if shown.fits else EXIT_FAILED
+
+
+def _compile(config: Config, machine: Machine) -> Forecast:
+    print(f'compiling for {machine.target.spec} (seconds to minutes) …', file=sys.stderr, flush=True)
+    return compile_ahead(config, machine)
 
 
 def _advice(shown: Forecast, advice: Candidate | None, *, asked: bool) -> str:

@@ -102,7 +102,7 @@ def _loss(checkpoint: str, corpus: TrainingData, num_batches: int) -> float:
     batches = corpus.validation_batches(global_batch, num_batches, model.layout.local_rows(global_batch))
     with (
         corpus.fetcher(None, 0),
-        progress_bar(total=len(batches), initial=0, unit='batch', show=True) as bar,
+        progress_bar('evaluate', total=len(batches), unit='batch', show=True) as bar,
     ):
 
         def read(index: int) -> dict:
