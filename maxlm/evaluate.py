@@ -27,7 +27,7 @@ from maxlm.evaluation.runner import EvalOptions, EvalResult, EvalRun, parse_task
 from maxlm.evaluation.statistics import Measure, exponential_of
 from maxlm.evaluation.table import Column, table_json, table_text
 from maxlm.inference.load import LoadedModel, load_model
-from maxlm.log import Console, progress_bar
+from maxlm.log import Console, print_next, progress_bar
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import ANY, Kind, PathList, PathOption
 from maxlm.telemetry.metrics import perplexity
@@ -65,9 +65,11 @@ def main(argv: list[str]) -> int:
     if len(found) == 1 and not options.tasks:
         (one,) = found
         print(json.dumps(one.loss) if options.json else _loss_text(one))
-        return EXIT_DONE
-    columns = [Column(one.name, one.measures) for one in found]
-    print(json.dumps(_as_json(found)) if options.json else table_text(columns))
+    else:
+        columns = [Column(one.name, one.measures) for one in found]
+        print(json.dumps(_as_json(found)) if options.json else table_text(columns))
+    if not options.json:
+        print_next('maxlm', 'generate', f'--checkpoint={options.checkpoint[0]}', '--prompt=Hello')
     return EXIT_DONE
 
 

@@ -15,8 +15,9 @@ from tqdm import tqdm
 
 from maxlm.data.dataset.records import MANIFEST_NAME
 from maxlm.data.dataset.remote_manifest import with_checksums
+from maxlm.data.prepare.summary import training_command
 from maxlm.errors import ArgumentParser, InputError, exit_code, flag
-from maxlm.log import BYTES, progress_bar
+from maxlm.log import BYTES, print_next, progress_bar
 from maxlm.storage.download import RemoteFile
 from maxlm.storage.download_tree import fetch_tree, list_tree
 from maxlm.storage.errors import redact
@@ -43,6 +44,10 @@ def main(argv: list[str]) -> int:
             f'{options.output}: {len(files):,} files, {size:,} bytes; '
             f'{len(missing):,} fetched, {len(files) - len(missing):,} already present'
         )
+        if any(file.path.name == MANIFEST_NAME for file in files):
+            print_next(*training_command(options.output, 'text', 0))
+        else:
+            print_next('maxlm', 'prepare', '--input', str(options.output), '--output', f'{options.output}-tokens')
     return 0
 
 

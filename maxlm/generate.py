@@ -20,7 +20,7 @@ from maxlm.inference.engine.requests import Completion, Request
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.inference.sampling import Sampling
-from maxlm.log import Console, progress_bar
+from maxlm.log import Console, print_next, progress_bar
 from maxlm.model.layers.weight_only_quantization import KINDS
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import ANY, Kind, PathOption
@@ -31,6 +31,12 @@ def main(argv: list[str]) -> int:
     """Prints each prompt with its completions or answers, or writes them to a file."""
     options = _parser().parse_args(argv)
     _check(options)
+    _generate(options)
+    print_next('maxlm', 'serve', f'--checkpoint={options.checkpoint}')
+    return EXIT_DONE
+
+
+def _generate(options: argparse.Namespace) -> None:
     texts = [*(options.prompt or []), *(_read(path) for path in options.prompt_file or [])]
     sampling = Sampling(
         temperature=options.temperature,
@@ -57,14 +63,14 @@ def main(argv: list[str]) -> int:
     if options.interactive:
         engine, model = _with_engine(model, options, 1)
         run_interactive(model, engine, request, chat=options.chat, read_line=input, output=sys.stdout)
-        return EXIT_DONE
+        return
     if options.input:
         lines = read_lines(options.input, model)
         if not lines:
             raise InputError(f'{options.input}: the file contains no prompts; add lines with "prompt" or "messages"')
         engine, model = _with_engine(model, options, len(lines) * options.num_samples)
         _complete_lines(engine, lines, options.output, request)
-        return EXIT_DONE
+        return
     requests = [request(_prompt(model, text, options)) for text in texts]
     shown = [text + ('\n\n' if options.chat else '') for text in texts]
     engine, model = _with_engine(model, options, len(requests) * options.num_samples)
@@ -72,7 +78,7 @@ def main(argv: list[str]) -> int:
         engine.check(requests[0])
         print(shown[0], end='', flush=True)
         stream(engine, requests[0], sys.stdout)
-        return EXIT_DONE
+        return
     rows = engine.complete(requests)
     number, total = 0, len(requests) * options.num_samples
     for text, samples in zip(shown, rows, strict=True):
@@ -80,7 +86,6 @@ def main(argv: list[str]) -> int:
             number += 1
             print(f'--- {number} of {total}')
             print(text + sample.text + (options.suffix or ''))
-    return EXIT_DONE
 
 
 def _parser() -> ArgumentParser:

@@ -27,7 +27,7 @@ from maxlm.huggingface.export_model import DTYPE, export_model
 from maxlm.huggingface.export_peft import export_adapter
 from maxlm.huggingface.import_model import import_model
 from maxlm.huggingface.safetensors_io import DTYPES
-from maxlm.log import Console
+from maxlm.log import Console, print_next
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 from maxlm.workdir.files import CONFIG
@@ -44,6 +44,7 @@ def main(argv: list[str]) -> int:
         if options.command == 'import':
             done = import_model(options.input, options.output, show=True)
             print(f'{done.workdir}: {done.class_name} of {done.parameters:,} parameters')
+            print_next('maxlm', 'generate', f'--checkpoint={done.workdir}', '--prompt=Hello')
             return EXIT_DONE
         if options.command == 'export-adapter':
             written = export_adapter(
@@ -52,6 +53,13 @@ def main(argv: list[str]) -> int:
             print(
                 f'{written.directory}: adapters of {written.parameters:,} parameters for {written.class_name} '
                 f'({", ".join(written.targets)})'
+            )
+            print_next(
+                'maxlm',
+                'checkpoints',
+                'merge',
+                f'--checkpoint={options.checkpoint}',
+                f'--output={written.directory}-merged',
             )
             return EXIT_DONE
         if options.command == 'export-gguf':
@@ -64,6 +72,7 @@ def main(argv: list[str]) -> int:
             print(
                 f'{file.path}: {file.kind} of {file.parameters:,} parameters, {format_bytes(file.bytes)}{unquantized}'
             )
+            print_next('llama-cli', '-m', str(file.path), '-p', 'Hello')
             return EXIT_DONE
         upload = _upload(options)
         exported = export_model(
@@ -81,6 +90,8 @@ def main(argv: list[str]) -> int:
         f'{output}: {exported.class_name} of {exported.parameters:,} parameters, '
         f'{format_bytes(exported.bytes)} in {options.dtype}'
     )
+    if not upload:
+        print_next('maxlm', 'serve', f'--checkpoint={output}')
     return EXIT_DONE
 
 

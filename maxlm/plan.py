@@ -16,7 +16,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from maxlm.data.loader.dataset import open_training_data
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag
 from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import Chip
-from maxlm.log import Console, logger
+from maxlm.log import Console, logger, print_next
 from maxlm.planning import plots, tables
 from maxlm.planning.budget import BudgetPlan, plan_budget
 from maxlm.planning.chinchilla import BESIROGLU, read_runs, refit
@@ -83,10 +83,17 @@ def main(argv: list[str]) -> int:
         data = _data(config, options.vocab_size)
         if options.sweep is not None:
             return _sweep(config, target, data, terms, options)
-        return _plan(config, target, data, terms, options)
+        return _plan(config, target, data, terms, options, overrides)
 
 
-def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, options: argparse.Namespace) -> int:
+def _plan(
+    config: Config,
+    target: Target,
+    data: Data,
+    terms: PricingTerms,
+    options: argparse.Namespace,
+    overrides: Sequence[str],
+) -> int:
     resolver = partial(_resolve, target=target, data=data)
     missing = _missing_compiler(target, options)
     if options.explain and (missing or target.chip.platform != 'gpu'):
@@ -116,6 +123,10 @@ def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, optio
         print(budget_text(shown, terms, dollars=options.dollars, hours=options.hours))
     if options.search or not shown.fits:
         print(_advice(shown, advice, asked=options.search))
+    if shown.fits:
+        changes = [change.override for change in advice.changes] if options.search and advice else []
+        given = [f'--config.{override}' for override in overrides]
+        print_next('maxlm', 'doctor', f'--config={options.config}', *given, *changes)
     return EXIT_DONE if shown.fits else EXIT_FAILED
 
 
@@ -174,6 +185,7 @@ def _sweep(config: Config, target: Target, data: Data, terms: PricingTerms, opti
     print(f'\n{tables.scaling_table(rows)}\n\nmodel sizes on {target.spec}\n{tables.scaling_table(sizes)}')
     if plan:
         print(f'\n{tables.budget_table(plan)}')
+    print_next('maxlm', 'plan', f'--config={options.config}', f'--target={options.target}', '--search')
     return EXIT_DONE
 
 

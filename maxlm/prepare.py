@@ -33,10 +33,11 @@ from maxlm.data.prepare.pipeline import (
 )
 from maxlm.data.prepare.provenance import chat_facts, made_from
 from maxlm.data.prepare.scan import Cleaning
-from maxlm.data.prepare.summary import skipped_files, summary
+from maxlm.data.prepare.summary import skipped_files, summary, training_command
 from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import SPECS, check_spec, make_tokenizer
 from maxlm.errors import ArgumentParser, InputError, exit_code, flag, text_argument
+from maxlm.log import print_next
 from maxlm.storage.filesystem import Entry, display_path
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
@@ -54,11 +55,13 @@ def main(argv: list[str]) -> int:
     validation = find_inputs(options.validation, **find) if options.validation else []
     refuse_overlap(training, validation)
     make = _prepare if isinstance(options.output, Path) else _publish
-    lines = make(options, _recipe(options, training, validation), make_partitions(training, validation))
+    recipe = _recipe(options, training, validation)
+    lines = make(options, recipe, make_partitions(training, validation))
     if not options.quiet:
         lines += skipped_files(not_text)
         # File names need not be valid text.
         print('\n'.join(lines).encode(errors='backslashreplace').decode())
+        print_next(*training_command(options.output, recipe.reading.options.format, options.pack_seq_len))
     return 0
 
 

@@ -23,7 +23,7 @@ from maxlm.evaluation.validation import evaluate
 from maxlm.formatting import format_bytes
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import Quantized, parse_weights, quantize_checkpoint
-from maxlm.log import Console, progress_bar
+from maxlm.log import Console, print_next, progress_bar
 from maxlm.model.layers.weight_only_quantization import DEFAULT_GROUPS, KINDS
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import ANY, Kind, PathOption
@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
             both = options.checkpoint, str(done.workdir)
             losses = [_loss(checkpoint, corpus, options.num_batches) for checkpoint in both]
     print(_table(done, weights.kind, losses))
+    print_next('maxlm', 'generate', f'--checkpoint={done.workdir}', '--prompt=Hello')
     return EXIT_DONE
 
 

@@ -17,6 +17,8 @@ os.environ |= {
     'JAX_COMPILATION_CACHE_DIR': str(PROGRAMS / 'processes'),
     'JAX_COMPILATION_CACHE_MAX_SIZE': str(2**33),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': str(MIN_COMPILE_SECONDS),
+    # Tests compare the outputs of commands. tests/test_next.py tests the `Next:` lines.
+    'MAXLM_HINTS': '0',
 }
 
 # Shells start background processes with SIGINT ignored, but some tests send it.

@@ -19,7 +19,7 @@ from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code, exit_on_sigterm
 from maxlm.hardware.chips import capability_of
 from maxlm.huggingface.final_export import FinalExport, check_exportable
-from maxlm.log import logger
+from maxlm.log import logger, print_next
 from maxlm.parallel.layout import make_layout
 from maxlm.reporting.page import write_at_end
 from maxlm.runtime.compilation_cache import enable_compilation_cache
@@ -38,6 +38,7 @@ from maxlm.trainer.run_context import RunContext, open_run
 from maxlm.trainer.trainer import Trainer
 from maxlm.training.run_control import Rollback, ended
 from maxlm.training.state import abstract_state
+from maxlm.workdir.files import CHAT_TEMPLATE
 
 
 class OpenSource(Protocol):
@@ -170,6 +171,9 @@ def _prepare(
                 if final_export:
                     final_export.export()
                 heartbeats.barrier('export')
+        if code == EXIT_DONE and jax.process_index() == 0:
+            chat = ['--chat'] if (context.workdir / CHAT_TEMPLATE).is_file() else []
+            print_next('maxlm', 'generate', f'--checkpoint={options.workdir}', *chat, '--prompt=Hello')
         return code
     except Exception as error:
         # Errors such as insufficient memory or damaged data may occur while the run is unattended.
