@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import ROOT
 
 PIP = 'python -m pip'
-INSTALL = f'{PIP} install --quiet --disable-pip-version-check'
+INSTALL = f'{PIP} install --disable-pip-version-check --progress-bar off'
 
 
 @pytest.fixture
