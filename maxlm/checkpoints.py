@@ -36,7 +36,8 @@ from maxlm.checkpoint.restore import is_params_only
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag
 from maxlm.formatting import format_bytes
-from maxlm.log import Console, print_next
+from maxlm.hints import print_next
+from maxlm.log import Console
 from maxlm.storage.filesystem import display_path
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.paths import ANY, Kind, PathOption

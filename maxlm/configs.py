@@ -13,7 +13,7 @@ from pathlib import Path
 from maxlm.config.loading import shipped_configs
 from maxlm.config.validation import nearest
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.log import print_next
+from maxlm.hints import print_next
 
 
 def summary(path: Path) -> list[str]:

@@ -18,7 +18,7 @@ from maxlm.diagnostics.output import as_json, as_lines, print_results, progress,
 from maxlm.diagnostics.result import CheckStatus
 from maxlm.diagnostics.runner import exit_process, run_checks
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
-from maxlm.log import print_next
+from maxlm.hints import print_next
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 

@@ -26,8 +26,9 @@ from maxlm.evaluation.perplexity import HeldOut, bits_per_byte, draw_positions, 
 from maxlm.evaluation.runner import EvalOptions, EvalResult, EvalRun, parse_tasks
 from maxlm.evaluation.statistics import Measure, exponential_of
 from maxlm.evaluation.table import Column, table_json, table_text
+from maxlm.hints import print_next
 from maxlm.inference.load import LoadedModel, load_model
-from maxlm.log import Console, print_next, progress_bar
+from maxlm.log import Console, progress_bar
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import ANY, Kind, PathList, PathOption
 from maxlm.telemetry.metrics import perplexity

@@ -17,7 +17,8 @@ from maxlm.data.dataset.records import MANIFEST_NAME
 from maxlm.data.dataset.remote_manifest import with_checksums
 from maxlm.data.prepare.summary import training_command
 from maxlm.errors import ArgumentParser, InputError, exit_code, flag
-from maxlm.log import BYTES, print_next, progress_bar
+from maxlm.hints import print_next
+from maxlm.log import BYTES, progress_bar
 from maxlm.storage.download import RemoteFile
 from maxlm.storage.download_tree import fetch_tree, list_tree
 from maxlm.storage.errors import redact

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message, text_argument
+from maxlm.hints import print_next
 from maxlm.inference.engine.batch_io import Line, read_lines, write_completions
 from maxlm.inference.engine.engine import CACHES, Engine
 from maxlm.inference.engine.interactive import run_interactive, stream
@@ -20,7 +21,7 @@ from maxlm.inference.engine.requests import Completion, Request
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.inference.sampling import Sampling
-from maxlm.log import Console, print_next, progress_bar
+from maxlm.log import Console, progress_bar
 from maxlm.model.layers.weight_only_quantization import KINDS
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import ANY, Kind, PathOption

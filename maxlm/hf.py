@@ -20,6 +20,7 @@ import sys
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.formatting import format_bytes
+from maxlm.hints import print_next
 from maxlm.huggingface.architectures import ARCHITECTURES
 from maxlm.huggingface.config_conversion import AUTO
 from maxlm.huggingface.export_gguf import BLOCK, TYPES, export_gguf
@@ -27,7 +28,7 @@ from maxlm.huggingface.export_model import DTYPE, export_model
 from maxlm.huggingface.export_peft import export_adapter
 from maxlm.huggingface.import_model import import_model
 from maxlm.huggingface.safetensors_io import DTYPES
-from maxlm.log import Console, print_next
+from maxlm.log import Console
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 from maxlm.workdir.files import CONFIG

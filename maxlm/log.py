@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -20,8 +18,6 @@ from maxlm.formatting import format_bytes, format_duration, format_int, format_n
 logger = logging.getLogger('maxlm')
 
 RUN_LOG = 'run.log'
-# Environment variable: 0 hides the lines of `print_next`.
-HINTS = 'MAXLM_HINTS'
 # Unit of progress that is measured in bytes.
 BYTES = 'B'
 # Time between two progress lines.
@@ -155,16 +151,6 @@ class ProgressLines:
         if 0 < rate < 1:
             return f'{format_duration(1 / rate)} per {self.unit}'
         return f'{format_number(rate)} {self.unit}{"es" if self.unit.endswith("ch") else "s"}/s'
-
-
-def print_next(*words: str) -> None:
-    """Prints a command line that the user can run next, on stderr, because stdout contains only results.
-
-    The environment variable MAXLM_HINTS=0 hides it.
-    """
-    if os.environ.get(HINTS) != '0':
-        sys.stdout.flush()
-        print(f'Next: {shlex.join(words)}', file=sys.stderr, flush=True)
 
 
 def progress_bar(

@@ -15,7 +15,7 @@ import time
 from rich.console import Console
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.log import print_next
+from maxlm.hints import print_next
 from maxlm.monitoring.live import show_once, watch
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.telemetry.run_history import HistoryReader

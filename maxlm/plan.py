@@ -29,7 +29,8 @@ from maxlm.data.loader.dataset import open_training_data
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag
 from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import Chip
-from maxlm.log import Console, logger, print_next
+from maxlm.hints import print_next
+from maxlm.log import Console, logger
 from maxlm.planning import plots, tables
 from maxlm.planning.budget import BudgetPlan, plan_budget
 from maxlm.planning.chinchilla import BESIROGLU, read_runs, refit

@@ -37,7 +37,7 @@ from maxlm.data.prepare.summary import skipped_files, summary, training_command
 from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import SPECS, check_spec, make_tokenizer
 from maxlm.errors import ArgumentParser, InputError, exit_code, flag, text_argument
-from maxlm.log import print_next
+from maxlm.hints import print_next
 from maxlm.storage.filesystem import Entry, display_path
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 

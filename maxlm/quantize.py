@@ -21,9 +21,10 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.evaluation.validation import evaluate
 from maxlm.formatting import format_bytes
+from maxlm.hints import print_next
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import Quantized, parse_weights, quantize_checkpoint
-from maxlm.log import Console, print_next, progress_bar
+from maxlm.log import Console, progress_bar
 from maxlm.model.layers.weight_only_quantization import DEFAULT_GROUPS, KINDS
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import ANY, Kind, PathOption

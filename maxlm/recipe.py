@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from maxlm.config.loading import load, load_phases, split_overrides
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
-from maxlm.log import HINTS, print_next
+from maxlm.hints import HINTS, print_next
 from maxlm.storage.paths import Kind, PathOption
 from maxlm.supervise import Policy, Supervisor, find_workdir
 

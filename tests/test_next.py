@@ -8,7 +8,7 @@ import pytest
 
 from maxlm import configs, plan, prepare, recipe, report
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError
-from maxlm.log import HINTS, print_next
+from maxlm.hints import HINTS, print_next
 from tests.conftest import ROOT
 
 

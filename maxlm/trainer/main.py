@@ -18,8 +18,9 @@ from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code, exit_on_sigterm
 from maxlm.hardware.chips import capability_of
+from maxlm.hints import print_next
 from maxlm.huggingface.final_export import FinalExport, check_exportable
-from maxlm.log import logger, print_next
+from maxlm.log import logger
 from maxlm.parallel.layout import make_layout
 from maxlm.reporting.page import write_at_end
 from maxlm.runtime.compilation_cache import enable_compilation_cache
