@@ -17,11 +17,11 @@ maxlm_find_python() {
 # maxlm_install_progress LOG: shows the progress of the pip process that writes LOG until the script ends or is killed: a
 # bar on a terminal, otherwise a line every 10 s.
 maxlm_install_progress() {
-  local seconds=0 total packages text width=30 filled
+  local start=$SECONDS last=0 seconds total packages text width=30 filled
   local bar='##############################' space='..............................'
   # $$ is the script. This process ignores Ctrl-C, as all background processes of scripts do.
   while sleep 1 && kill -0 $$ 2>/dev/null; do
-    seconds=$((seconds + 1))
+    seconds=$((SECONDS - start))
     total=$(sed -n 's/^Installing collected packages: //p' "$1" | tr ',' '\n' | wc -l)
     if [ "$total" -gt 0 ]; then
       packages=$(find .venv/lib -maxdepth 3 -name '*.dist-info' | wc -l)
@@ -29,11 +29,12 @@ maxlm_install_progress() {
       filled=$((width * packages / total))
       text="installing [${bar:0:filled}${space:filled}] $((packages)) of $((total)) packages, $seconds s"
     else
-      text="downloading: $(grep -c '^Collecting ' "$1") packages, $seconds s"
+      text="resolving and downloading: $(grep -c '^Collecting ' "$1") packages, $seconds s"
     fi
     if [ -t 1 ]; then
       printf '\r  %-78s' "$text"
-    elif [ $((seconds % 10)) = 0 ]; then
+    elif [ $((seconds - last)) -ge 10 ]; then
+      last=$seconds
       echo "  $text"
     fi
   done
