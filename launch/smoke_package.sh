@@ -26,9 +26,12 @@ maxlm completion bash >maxlm.bash
 seq 20000 >numbers.txt
 maxlm prepare --input numbers.txt --output data/numbers --tokenizer bytes
 maxlm train --config=tiny --workdir=runs/smoke --config.data.path=data/numbers --config.train.num_steps=4 \
-  --config.train.global_batch_size=2 --config.model.num_layers=2
-maxlm generate --checkpoint=runs/smoke --prompt=123 --max-tokens=4 >answer
-grep -q '^123' answer
+  --config.train.global_batch_size=2 --config.model.num_layers=2 2>errors || { cat errors >&2; exit 1; }
+# The command that training names: maxlm generate … --prompt=Hello.
+command="$(sed -n 's/^Next: //p' errors)"
+echo "$command"
+bash -c "$command --max-tokens=4" >answer
+grep -q '^Hello' answer
 grep -q maxlm maxlm.bash
 test -s runs/smoke/report.html
 echo "$(basename "$package") works: $(python -c 'import maxlm; print(maxlm.__version__, maxlm.__file__)')"

@@ -80,7 +80,7 @@ def _generate(options: argparse.Namespace) -> None:
         print(shown[0], end='', flush=True)
         stream(engine, requests[0], sys.stdout)
         return
-    rows = engine.complete(requests)
+    rows = _complete(engine, requests)
     number, total = 0, len(requests) * options.num_samples
     for text, samples in zip(shown, rows, strict=True):
         for sample in samples:
@@ -214,11 +214,12 @@ def _complete_lines(
         except InputError as error:
             raise InputError(f'{line.name}: {error}') from error
 
-    def complete() -> list[list[Completion]]:
-        with progress_bar('generate', total=len(lines), unit='prompt', show=True) as bar:
-            return engine.complete(requests, on_done=lambda _: bar.update())
+    write_completions(output, lines, lambda: _complete(engine, requests))
 
-    write_completions(output, lines, complete)
+
+def _complete(engine: Engine, requests: Sequence[Request]) -> list[list[Completion]]:
+    with progress_bar('generate', total=len(requests), unit='prompt', show=True) as bar:
+        return engine.complete(requests, on_done=lambda _: bar.update())
 
 
 def run() -> None:
