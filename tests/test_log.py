@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from maxlm import log
 from maxlm.errors import InputError
-from maxlm.log import BYTES, LINE_SECONDS, RUN_LOG, Console, ProgressLines, logger, progress_bar
+from maxlm.log import BYTES, RUN_LOG, Console, ProgressLines, logger, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -38,8 +39,15 @@ class Clock:
         return self.now
 
 
-def follow(total, steps, **options):
-    """Updates progress lines with (seconds, amount) steps."""
+@pytest.fixture
+def follow(monkeypatch):
+    """Returns a function that updates progress lines, which tests/conftest.py turns off."""
+    monkeypatch.setattr(log, 'LINE_SECONDS', 10.0)
+    return _follow
+
+
+def _follow(total, steps, **options):
+    # Each step has a duration in seconds and an amount of work.
     clock = Clock()
     with ProgressLines('work', total=total, clock=clock, **options) as bar:
         for seconds, amount in steps:
@@ -47,7 +55,7 @@ def follow(total, steps, **options):
             bar.update(amount)
 
 
-def test_without_a_terminal_progress_is_a_line_every_ten_seconds(capsys):
+def test_without_a_terminal_progress_is_a_line_every_ten_seconds(follow, capsys):
     follow(60, [(1, 1)] * 25, unit='batch')
     assert capsys.readouterr().err.splitlines() == [
         'work: 10 of 60 batches (16%), 1 batches/s, 50.0 s left',
@@ -59,11 +67,11 @@ def test_without_a_terminal_progress_is_a_line_every_ten_seconds(capsys):
     assert capsys.readouterr() == ('', '')
 
 
-def test_lines_have_sizes_slow_rates_and_no_unknown_values(capsys):
-    follow(4 * 2**20, [(LINE_SECONDS, 2**20)], initial=2**20, unit=BYTES)
-    follow(3, [(LINE_SECONDS * 2, 1)], unit='tensor')
-    follow(0, [(LINE_SECONDS, 5)], unit='step')
-    follow(4, [(LINE_SECONDS, 0)], unit='step')
+def test_lines_have_sizes_slow_rates_and_no_unknown_values(follow, capsys):
+    follow(4 * 2**20, [(10, 2**20)], initial=2**20, unit=BYTES)
+    follow(3, [(20, 1)], unit='tensor')
+    follow(0, [(10, 5)], unit='step')
+    follow(4, [(10, 0)], unit='step')
     assert capsys.readouterr().err.splitlines()[::2] == [
         'work: 2.00 MiB of 4.00 MiB (50%), 104.9 kB/s, 20.0 s left',
         'work: 1 of 3 tensors (33%), 20.0 s per tensor, 40.0 s left',
