@@ -100,8 +100,9 @@ class ProgressLines:
     def __init__(
         self, name: str, *, total: int | None, initial: int = 0, unit: str, clock: Callable[[], float] = time.monotonic
     ):
-        self.total, self.unit, self.n = total, unit, initial
+        self.total, self.n = total, initial
         self._name, self._initial, self._clock = name, initial, clock
+        self._unit, self._units = unit, f'{unit}es' if unit.endswith('ch') else f'{unit}s'
         self._start = self._last = clock()
         self._postfix = ''
 
@@ -133,24 +134,23 @@ class ProgressLines:
         """Returns the progress after `elapsed` seconds: name, completed and total work, rate and remaining time."""
         rate = (self.n - self._initial) / elapsed
         of = f' of {self._amount(self.total)} ({100 * self.n // self.total}%)' if self.total else ''
-        done = self._amount(self.n) if not of or self.unit == BYTES else format_int(self.n)
+        done = self._amount(self.n) if not of or self._unit == BYTES else format_int(self.n)
         parts = [f'{self._name}: {done}{of}', self._rate(rate), self._postfix]
         if self.total and rate:
             parts.append(f'{format_duration(max(0.0, (self.total - self.n) / rate))} left')
         return ', '.join(part for part in parts if part)
 
     def _amount(self, number: int) -> str:
-        if self.unit == BYTES:
+        if self._unit == BYTES:
             return format_bytes(number)
-        plural = '' if number == 1 else 'es' if self.unit.endswith('ch') else 's'
-        return f'{format_int(number)} {self.unit}{plural}'
+        return f'{format_int(number)} {self._unit if number == 1 else self._units}'
 
     def _rate(self, rate: float) -> str:
-        if self.unit == BYTES:
+        if self._unit == BYTES:
             return format_rate(rate)
         if 0 < rate < 1:
-            return f'{format_duration(1 / rate)} per {self.unit}'
-        return f'{format_number(rate)} {self.unit}{"es" if self.unit.endswith("ch") else "s"}/s'
+            return f'{format_duration(1 / rate)} per {self._unit}'
+        return f'{format_number(rate)} {self._units}/s'
 
 
 def progress_bar(

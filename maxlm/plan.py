@@ -16,7 +16,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -83,18 +83,23 @@ def main(argv: list[str]) -> int:
             enable_compilation_cache(config.train.compilation_cache_dir)
         data = _data(config, options.vocab_size)
         if options.sweep is not None:
-            return _sweep(config, target, data, terms, options)
-        return _plan(config, target, data, terms, options, overrides)
+            code = _sweep(config, target, data, terms, options)
+            verb, words = 'plan', [f'--target={options.target}', '--search']
+        else:
+            verb = 'doctor'
+            code, words = _plan(config, target, data, terms, options)
+        if code == EXIT_DONE and not options.json:
+            # The search may have replaced an override.
+            names = {word.partition('=')[0] for word in words}
+            given = [word for it in overrides if (word := f'--config.{it}').partition('=')[0] not in names]
+            print_next('maxlm', verb, f'--config={options.config}', *given, *words)
+        return code
 
 
 def _plan(
-    config: Config,
-    target: Target,
-    data: Data,
-    terms: PricingTerms,
-    options: argparse.Namespace,
-    overrides: Sequence[str],
-) -> int:
+    config: Config, target: Target, data: Data, terms: PricingTerms, options: argparse.Namespace
+) -> tuple[int, list[str]]:
+    """Prints the plan. Returns the exit code and the options that --search has found."""
     resolver = partial(_resolve, target=target, data=data)
     missing = _missing_compiler(target, options)
     if options.explain and (missing or target.chip.platform != 'gpu'):
@@ -110,11 +115,13 @@ def _plan(
         advice = verify_by_compiling(search_layouts(config, machine, resolver), forecaster)
     if options.search and advice:
         shown = advice.forecast
+    changes = [change.override for change in advice.changes] if options.search and advice else []
+    code = EXIT_DONE if shown.fits else EXIT_FAILED
     cost = cost_of(shown, terms)
     if options.json:
         document = as_json(shown, cost, None if advice is None else advice.changes)
         print(json.dumps({**document, 'why_estimated': missing or None}, indent=1))
-        return EXIT_DONE if shown.fits else EXIT_FAILED
+        return code, changes
     if missing:
         print(f'All figures are estimates: {missing}')
     print(as_text(shown, cost))
@@ -124,11 +131,7 @@ def _plan(
         print(budget_text(shown, terms, dollars=options.dollars, hours=options.hours))
     if options.search or not shown.fits:
         print(_advice(shown, advice, asked=options.search))
-    if shown.fits:
-        changes = [change.override for change in advice.changes] if options.search and advice else []
-        given = [f'--config.{override}' for override in overrides]
-        print_next('maxlm', 'doctor', f'--config={options.config}', *given, *changes)
-    return EXIT_DONE if shown.fits else EXIT_FAILED
+    return code, changes
 
 
 def _compile(config: Config, machine: Machine) -> Forecast:
@@ -186,7 +189,6 @@ def _sweep(config: Config, target: Target, data: Data, terms: PricingTerms, opti
     print(f'\n{tables.scaling_table(rows)}\n\nmodel sizes on {target.spec}\n{tables.scaling_table(sizes)}')
     if plan:
         print(f'\n{tables.budget_table(plan)}')
-    print_next('maxlm', 'plan', f'--config={options.config}', f'--target={options.target}', '--search')
     return EXIT_DONE
 
 

@@ -94,6 +94,14 @@ def test_plan_continues_with_doctor_for_the_same_config(next_words):
         '--config.train.seed=3',
     ]
     assert next_words(plan.main, *options, '--json') == []
+    *start, search = next_words(plan.main, *options, '--sweep=8,16')
+    assert start == ['maxlm', 'plan', '--config=neox:production', '--config.train.seed=3', '--target=h100:8']
+    assert search == '--search'
+    # The options that the search finds replace those of the command line.
+    words = next_words(plan.main, *options, '--config.mesh.fsdp=8', '--search')
+    assert words[:4] == ['maxlm', 'doctor', '--config=neox:production', '--config.train.seed=3']
+    assert [word.partition('=')[0] for word in words].count('--config.mesh.fsdp') == 1
+    assert '--config.mesh.fsdp=8' not in words
 
 
 def test_configs(next_words):
