@@ -2,16 +2,16 @@
 # Trains a first model: creates .venv, tokenizes the Python standard library of this machine, trains configs/tiny.py,
 # evaluates on held-out files and prints samples. Only Python packages are downloaded.
 #
-#   launch/demo.sh [--steps N]     N: number of training steps (default: 300)
+#   launch/demo.sh [--steps N]     N: number of training steps (default: 350)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS
 
-steps=300
+steps=350
 while [ $# -gt 0 ]; do
   case "$1" in
     --steps)
-      [ $# -ge 2 ] || { echo "error: --steps needs a number" >&2; exit 2; }
+      case "${2:-}" in '' | *[!0-9]*) echo "error: --steps=${2:-}: not a number; use e.g. 350" >&2; exit 2 ;; esac
       steps=$2
       shift 2
       ;;
@@ -24,7 +24,7 @@ This demo trains a language model with 4 million parameters on Python source cod
 
   1  install the packages into .venv           1 to 2 min, longer if they must be downloaded
   2  tokenize the standard library, in data/   15 s
-  3  train $steps steps, in runs/tiny/          half a second per step
+  3  train $steps steps, in runs/tiny/          $(((steps + 119) / 120)) min
   4  generate samples                          15 s
   5  evaluate on held-out files                10 s
 
@@ -56,7 +56,7 @@ python -m maxlm.train --config=configs/tiny.py --workdir=runs/tiny "--config.tra
 trained=$((SECONDS - trained))
 
 part 4 'samples'
-python -m maxlm.generate --checkpoint=runs/tiny --max-tokens=96 --temperature=0.7 --top-p=0.95 \
+python -m maxlm.generate --checkpoint=runs/tiny --max-tokens=96 --temperature=0.3 --top-p=0.95 \
   --prompt=$'def read_file(path):\n' --prompt='import ' --prompt=$'class Queue:\n    """'
 
 part 5 'summary'

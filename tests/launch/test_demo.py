@@ -58,12 +58,12 @@ def test_steps(demo):
     # The plan comes first, and the next steps come last.
     plan, _, rest = out.partition('== 1 of 5')
     assert [int(number) for number in re.findall(r'(?m)^  (\d)  ', plan)] == [1, 2, 3, 4, 5]
-    assert 'train 12 steps' in plan
+    assert 'train 12 steps, in runs/tiny/          1 min\n' in plan
     assert re.findall(r'(?m)^== (\d) of 5', out) == [*'12345']
     assert rest.splitlines()[-8] == 'Next:'
-    # Control: without the option there are 300 steps.
+    # Control: without the option there are 350 steps.
     *_, (_, _, *training), _, _ = demo()[1]
-    assert training == ['--config=configs/tiny.py', '--workdir=runs/tiny', '--config.train.num_steps=300']
+    assert training == ['--config=configs/tiny.py', '--workdir=runs/tiny', '--config.train.num_steps=350']
 
 
 def test_commands_take_the_arguments_of_the_steps(demo, tmp_path, monkeypatch, capsys):
@@ -90,7 +90,7 @@ def test_commands_take_the_arguments_of_the_steps(demo, tmp_path, monkeypatch, c
 
 
 def test_invalid_options_and_interpreters(scripts):
-    for command in (['--steps'], ['--step', '3']):
+    for command in (['--steps'], ['--steps', 'many'], ['--step', '3']):
         done = run(scripts, 'launch/demo.sh', *command)
         assert done.returncode == 2
         assert done.stderr.startswith('error: ')
