@@ -268,7 +268,7 @@ def measure(
     """
     seconds: list[dict[str, list[float]]] = [{'maxlm': [], **{str(size): [] for size in BATCHES}} for _ in tasks]
     apart = []
-    with progress_bar(total=(rounds + 1) * len(tasks), initial=0, unit='turn', show=True) as bar:
+    with progress_bar('benchmark', total=(rounds + 1) * len(tasks), unit='turn', show=True) as bar:
         for task in tasks:
             mine = ours(task)
             apart.append(max(difference(mine, theirs(task, size), task) for size in BATCHES))

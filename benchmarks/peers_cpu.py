@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     names, threads = options.sizes.split(','), [int(word) for word in options.threads.split(',')]
     results = []
-    with progress_bar(total=len(names) * len(threads) * options.rounds, initial=0, unit='round', show=True) as bar:
+    with progress_bar('benchmark', total=len(names) * len(threads) * options.rounds, unit='round', show=True) as bar:
         for name in names:
             for number in threads:
                 results.append({'size': name, **measure(SIZES[name], number, options.rounds, bar.update)})

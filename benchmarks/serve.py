@@ -94,7 +94,7 @@ def measure(server: Server, peer: Peer, clients: list[int], rounds: int, *, voca
     found: dict[tuple[str, int], dict[str, list[dict[str, float]]]] = {
         kind: {'maxlm': [], 'transformers': []} for kind in kinds
     }
-    with progress_bar(total=rounds * len(kinds), initial=0, unit='turn', show=True) as bar:
+    with progress_bar('benchmark', total=rounds * len(kinds), unit='turn', show=True) as bar:
         for _ in range(rounds):
             for answers, number in kinds:
                 lengths = rng.integers(*PROMPT_TOKENS, number * REQUESTS_PER_CLIENT[number])

@@ -4,7 +4,7 @@
 #   launch/test.sh                     lint, type check and all tests except the nightly ones, as in CI
 #   launch/test.sh --fast              lint and the fast tier (tests below 0.5 s)
 #   launch/test.sh --changed [REV]     lint and the tests that depend on changes since REV (default: main)
-#   launch/test.sh --lint              ruff, mypy, tools.check_prose and the documentation site only
+#   launch/test.sh --lint              ruff, mypy, codespell, tools.check_prose and the documentation site only
 #   launch/test.sh --nightly           long tests: full golden curve, exhaustive tables, fuzzing with new examples
 #   launch/test.sh --times             all tests; writes tests/durations.json and prints a table of durations
 #   launch/test.sh --coverage          fast tier; fails if the coverage is below the limit in pyproject.toml
@@ -27,6 +27,7 @@ format() {
 lint() {
   format
   mypy
+  codespell
   python -m tools.check_prose
   # --quiet would hide warnings from --strict. The notice about the future of the theme is not a finding.
   NO_MKDOCS_2_WARNING=1 mkdocs build --strict

@@ -14,8 +14,48 @@ maxlm_find_python() {
   return 2
 }
 
+# maxlm_install_progress LOG: shows the progress of the pip process that writes LOG until the script ends or is killed: a
+# bar on a terminal, otherwise a line every 10 s.
+maxlm_install_progress() {
+  local start=$SECONDS last=0 seconds total packages text width=30 filled
+  local bar='##############################' space='..............................'
+  # $$ is the script. This process ignores Ctrl-C, as all background processes of scripts do.
+  while sleep 1 && kill -0 $$ 2>/dev/null; do
+    seconds=$((SECONDS - start))
+    total=$(sed -n 's/^Installing collected packages: //p' "$1" | tr ',' '\n' | wc -l)
+    if [ "$total" -gt 0 ]; then
+      packages=$(find .venv/lib -maxdepth 3 -name '*.dist-info' | wc -l)
+      [ "$packages" -le "$total" ] || packages=$total
+      filled=$((width * packages / total))
+      text="installing [${bar:0:filled}${space:filled}] $((packages)) of $((total)) packages, $seconds s"
+    else
+      text="resolving and downloading: $(grep -c '^Collecting ' "$1") packages, $seconds s"
+    fi
+    if [ -t 1 ]; then
+      printf '\r  %-78s' "$text"
+    elif [ $((seconds - last)) -ge 10 ]; then
+      last=$seconds
+      echo "  $text"
+    fi
+  done
+}
+
+# maxlm_install ARGUMENT …: runs `pip install` with its output in .venv/install.log, and prints the end of it on failure.
+maxlm_install() {
+  local log=.venv/install.log progress code=0
+  : >"$log"
+  maxlm_install_progress "$log" &
+  progress=$!
+  .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@" >"$log" 2>&1 || code=$?
+  kill "$progress" 2>/dev/null || true
+  wait "$progress" 2>/dev/null || true
+  if [ -t 1 ]; then printf '\r%-80s\r' ''; fi
+  [ "$code" = 0 ] || tail -n 20 "$log" >&2
+  return "$code"
+}
+
 maxlm_venv() {
-  local extras="${1:-}" python wanted pip='.venv/bin/python -m pip'
+  local extras="${1:-}" python wanted
   if [ ! -x .venv/bin/python ]; then
     python="$(maxlm_find_python)" || return 2
     "$python" -m venv .venv
@@ -23,14 +63,14 @@ maxlm_venv() {
   # Packages are installed only if pyproject.toml, the lock file or the extras have changed.
   wanted="$extras $(cat pyproject.toml ${MAXLM_LOCK:+"$MAXLM_LOCK"} | cksum)"
   if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
-    echo "installing maxlm${extras:+[$extras]} into .venv (about a minute) …"
+    echo "installing maxlm${extras:+[$extras]} into .venv (1 to 3 minutes with cached packages) …"
     if [ -n "${MAXLM_LOCK:-}" ]; then
       # The lock file also contains the build backend, so pip need not resolve or download anything else.
-      $pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r "$MAXLM_LOCK" || return
-      $pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . || return
-      $pip check || return
+      maxlm_install --no-deps --require-hashes -r "$MAXLM_LOCK" || return
+      maxlm_install --no-deps --no-build-isolation --editable . || return
+      .venv/bin/python -m pip check || return
     else
-      $pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}" || return
+      maxlm_install --editable ".${extras:+[$extras]}" || return
     fi
     echo "$wanted" >.venv/installed
   fi

@@ -26,6 +26,7 @@ VERBS = {
     'serve': 'serve a checkpoint with an OpenAI-compatible API and a chat page',
     'quantize': 'quantize a checkpoint to 8 or 4 bits and compare the losses',
     'hf': 'import and export models in Hugging Face Transformers format',
+    'completion': 'print the completion script of a shell: bash, zsh or fish',
 }
 
 

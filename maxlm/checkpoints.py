@@ -36,6 +36,7 @@ from maxlm.checkpoint.restore import is_params_only
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag
 from maxlm.formatting import format_bytes
+from maxlm.hints import print_next
 from maxlm.log import Console
 from maxlm.storage.filesystem import display_path
 from maxlm.storage.json_text import parse_json
@@ -152,6 +153,7 @@ def _list(options: argparse.Namespace) -> int:
     for workdir in dict.fromkeys(resolve_checkpoint(given).workdir for given in options.workdirs):
         if names := damaged_steps(workdir):
             print(f'{display_path(workdir)}: damaged and set aside: {", ".join(names)}')
+    print_next('maxlm', 'generate', f'--checkpoint={rows[-1][0]}', '--prompt=Hello')
     return EXIT_DONE
 
 
@@ -170,7 +172,10 @@ def _verify(options: argparse.Namespace) -> int:
                     f'intact    {{}}: {num_sums} checksums' if num_sums else 'unknown   {}: saved without checksums'
                 )
                 print(status.format(f'{workdir}@{one.step}'))
-    return EXIT_FAILED if num_damaged else EXIT_DONE
+    if num_damaged:
+        return EXIT_FAILED
+    print_next('maxlm', 'generate', f'--checkpoint={options.workdirs[0]}', '--prompt=Hello')
+    return EXIT_DONE
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -197,6 +202,7 @@ def _prune(options: argparse.Namespace) -> int:
             print(f'{workdir}@{one.step}: optimizer state {status}, {format_bytes(one.optimizer_bytes)}')
         size = format_bytes(sum(one.bytes for one in going) + sum(one.optimizer_bytes for one in reduced))
         print(f'{workdir}: {len(kept)} of {len(everything)} steps kept; {size} freed')
+    print_next('maxlm', 'checkpoints', 'list', *map(str, options.workdirs))
     return EXIT_DONE
 
 
@@ -222,12 +228,14 @@ def _fetch(options: argparse.Namespace) -> int:
     if found.errors:
         return EXIT_FAILED
     print(f'{found.directory}: {format_bytes(found.bytes)}, {found.num_checksums} checksums verified')
+    print_next('maxlm', 'generate', f'--checkpoint={options.output}', '--prompt=Hello')
     return EXIT_DONE
 
 
 def _merge(options: argparse.Namespace) -> int:
     merged = merge_checkpoint(options.checkpoint, options.output, show=True)
     print(f'{merged.workdir}@0: {merged.parameters:,} parameters, with adapters merged')
+    print_next('maxlm', 'generate', f'--checkpoint={merged.workdir}', '--prompt=Hello')
     return EXIT_DONE
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from maxlm.config.config_files import shipped_configs
 from maxlm.config.validation import nearest
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.hints import print_next
 
 
 def summary(path: Path) -> list[str]:
@@ -46,6 +47,7 @@ def main(argv: list[str]) -> int:
     for name, path in files.items():
         for index, line in enumerate(summary(path)):
             print(f'{"" if index else name:<{width}}  {line}')
+    print_next('maxlm', 'configs', 'show', 'tiny')
     return EXIT_DONE
 
 

@@ -18,6 +18,7 @@ from maxlm.diagnostics.output import as_json, as_lines, print_results, progress,
 from maxlm.diagnostics.result import CheckStatus
 from maxlm.diagnostics.runner import exit_process, run_checks
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.hints import print_next
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 
@@ -33,6 +34,8 @@ def main(argv: list[str]) -> int:
         print(json.dumps(as_json(results), indent=1))
     elif is_first:
         print_results(results)
+        if worst_status(results) is not CheckStatus.FAILURE:
+            print_next(*_next_command(case, options))
     else:
         bad = [result for result in results if result.finding.remedy]
         for line in as_lines(bad):
@@ -67,6 +70,20 @@ def _read(argv: list[str]) -> tuple[CheckContext, argparse.Namespace]:
         try_resume=options.try_resume,
     )
     return context, options
+
+
+def _next_command(case: CheckContext, options: argparse.Namespace) -> list[str]:
+    if not options.config:
+        return ['maxlm', 'configs']
+    verb = 'grpo' if case.config is not None and case.config.train.objective == 'grpo' else 'train'
+    workdir = [f'--workdir={options.workdir}'] if options.workdir else []
+    return [
+        'maxlm',
+        verb,
+        f'--config={options.config}',
+        *workdir,
+        *(f'--config.{override}' for override in case.overrides),
+    ]
 
 
 def _names(given: str) -> list[str]:

@@ -22,6 +22,8 @@ EXIT_PREEMPTED = 75
 # Exit code that a shell reports for a program that SIGINT ended.
 EXIT_INTERRUPTED = 130
 
+# Argument that makes a command return its parser. No command line can contain NUL.
+_GIVE_PARSER = '\0'
 _REPEATED = re.compile(r'argument (\S+): =')
 
 
@@ -37,6 +39,13 @@ class TerminatedError(KeyboardInterrupt):
     """SIGTERM was received; see `exit_on_sigterm`. Code that re-raises KeyboardInterrupt also re-raises this."""
 
 
+class _ParserError(Exception):
+    """Carries the parser out of the main function of a command; see `parser_of`."""
+
+    def __init__(self, parser: ArgumentParser):
+        self.parser = parser
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with InputError for errors: one line and exit code 2, like all invalid input.
 
@@ -47,6 +56,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """Accepts underscores in option names, and former option names; see `maxlm.renames`."""
         command = self.prog.rpartition('maxlm ')[2]
         words = list(sys.argv[1:] if args is None else args)
+        if words == [_GIVE_PARSER]:
+            raise _ParserError(self)
         end = words.index('--') if '--' in words else len(words)
         words[:end] = [self._current(command, word) for word in words[:end]]
         return super().parse_known_args(words, namespace)
@@ -65,6 +76,15 @@ class ArgumentParser(argparse.ArgumentParser):
         if match := _REPEATED.match(message):
             raise InputError(message.replace(match[0], f'{match[1]}=', 1))
         raise InputError(f'{message} (see {self.prog} --help)')
+
+
+def parser_of(main: Callable[[list[str]], int]) -> ArgumentParser:
+    """Returns the parser of a command with this main function, without running the command."""
+    try:
+        main([_GIVE_PARSER])
+    except _ParserError as carrier:
+        return carrier.parser
+    raise TypeError(f'{main.__module__}.{main.__qualname__} does not parse its arguments with ArgumentParser')
 
 
 def flag(name: str) -> str:

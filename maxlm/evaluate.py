@@ -26,6 +26,7 @@ from maxlm.evaluation.perplexity import HeldOut, bits_per_byte, draw_positions, 
 from maxlm.evaluation.runner import EvalOptions, EvalResult, EvalRun, parse_tasks
 from maxlm.evaluation.statistics import Measure, exponential_of
 from maxlm.evaluation.table import Column, table_json, table_text
+from maxlm.hints import print_next
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.log import Console, progress_bar
 from maxlm.runtime.compilation_cache import enable_compilation_cache
@@ -65,9 +66,11 @@ def main(argv: list[str]) -> int:
     if len(found) == 1 and not options.tasks:
         (one,) = found
         print(json.dumps(one.loss) if options.json else _loss_text(one))
-        return EXIT_DONE
-    columns = [Column(one.name, one.measures) for one in found]
-    print(json.dumps(_as_json(found)) if options.json else table_text(columns))
+    else:
+        columns = [Column(one.name, one.measures) for one in found]
+        print(json.dumps(_as_json(found)) if options.json else table_text(columns))
+    if not options.json:
+        print_next('maxlm', 'generate', f'--checkpoint={options.checkpoint[0]}', '--prompt=Hello')
     return EXIT_DONE
 
 
@@ -178,7 +181,7 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
     )
     with (
         corpus.fetcher(None, 0),
-        progress_bar(total=len(batches), initial=0, unit='batch', show=not options.json) as bar,
+        progress_bar('evaluate', total=len(batches), unit='batch', show=not options.json) as bar,
     ):
 
         def read(index: int) -> dict[str, np.ndarray]:

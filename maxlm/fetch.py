@@ -15,7 +15,10 @@ from tqdm import tqdm
 
 from maxlm.data.dataset.records import MANIFEST_NAME
 from maxlm.data.dataset.remote_manifest import with_checksums
+from maxlm.data.prepare.summary import training_command
 from maxlm.errors import ArgumentParser, InputError, exit_code, flag
+from maxlm.hints import print_next
+from maxlm.log import BYTES, progress_bar
 from maxlm.storage.download import RemoteFile
 from maxlm.storage.download_tree import fetch_tree, list_tree
 from maxlm.storage.errors import redact
@@ -42,6 +45,10 @@ def main(argv: list[str]) -> int:
             f'{options.output}: {len(files):,} files, {size:,} bytes; '
             f'{len(missing):,} fetched, {len(files) - len(missing):,} already present'
         )
+        if any(file.path.name == MANIFEST_NAME for file in files):
+            print_next(*training_command(options.output, 'text', 0))
+        else:
+            print_next('maxlm', 'prepare', '--input', str(options.output), '--output', f'{options.output}-tokens')
     return 0
 
 
@@ -107,16 +114,9 @@ def _refuse_clashes(files: Sequence[RemoteFile]) -> None:
 
 def _fetch(files: Sequence[RemoteFile], missing: Sequence[RemoteFile], options: argparse.Namespace) -> None:
     num_done = len(files) - len(missing)
-    with tqdm(
-        total=sum(file.bytes for file in files),
-        initial=sum(file.bytes for file in files) - sum(file.bytes for file in missing),
-        unit='B',
-        unit_scale=True,
-        desc='fetch',
-        # None: only if stderr is a terminal.
-        disable=True if options.quiet else None,
-    ) as bar:
-        # tqdm is not thread-safe.
+    total, left = (sum(file.bytes for file in part) for part in (files, missing))
+    with progress_bar('fetch', total=total, initial=total - left, unit=BYTES, show=not options.quiet) as bar:
+        # The progress bar is not thread-safe.
         lock = threading.Lock()
 
         def on_bytes(num_bytes: int) -> None:
@@ -132,7 +132,7 @@ def _fetch(files: Sequence[RemoteFile], missing: Sequence[RemoteFile], options: 
         fetch_tree(
             missing,
             threads=options.threads,
-            on_alarm=lambda line: bar.write(f'fetch: {line}', file=sys.stderr),
+            on_alarm=lambda line: tqdm.write(f'fetch: {line}', file=sys.stderr),
             # A directory with a manifest counts as a complete data set.
             last=MANIFEST_NAME,
             on_bytes=on_bytes,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message, text_argument
+from maxlm.hints import print_next
 from maxlm.inference.engine.batch_io import Line, read_lines, write_completions
 from maxlm.inference.engine.engine import CACHES, Engine
 from maxlm.inference.engine.interactive import run_interactive, stream
@@ -31,6 +32,12 @@ def main(argv: list[str]) -> int:
     """Prints each prompt with its completions or answers, or writes them to a file."""
     options = _parser().parse_args(argv)
     _check(options)
+    _generate(options)
+    print_next('maxlm', 'serve', f'--checkpoint={options.checkpoint}')
+    return EXIT_DONE
+
+
+def _generate(options: argparse.Namespace) -> None:
     texts = [*(options.prompt or []), *(_read(path) for path in options.prompt_file or [])]
     sampling = Sampling(
         temperature=options.temperature,
@@ -57,14 +64,14 @@ def main(argv: list[str]) -> int:
     if options.interactive:
         engine, model = _with_engine(model, options, 1)
         run_interactive(model, engine, request, chat=options.chat, read_line=input, output=sys.stdout)
-        return EXIT_DONE
+        return
     if options.input:
         lines = read_lines(options.input, model)
         if not lines:
             raise InputError(f'{options.input}: the file contains no prompts; add lines with "prompt" or "messages"')
         engine, model = _with_engine(model, options, len(lines) * options.num_samples)
         _complete_lines(engine, lines, options.output, request)
-        return EXIT_DONE
+        return
     requests = [request(_prompt(model, text, options)) for text in texts]
     shown = [text + ('\n\n' if options.chat else '') for text in texts]
     engine, model = _with_engine(model, options, len(requests) * options.num_samples)
@@ -72,15 +79,14 @@ def main(argv: list[str]) -> int:
         engine.check(requests[0])
         print(shown[0], end='', flush=True)
         stream(engine, requests[0], sys.stdout)
-        return EXIT_DONE
-    rows = engine.complete(requests)
+        return
+    rows = _complete(engine, requests)
     number, total = 0, len(requests) * options.num_samples
     for text, samples in zip(shown, rows, strict=True):
         for sample in samples:
             number += 1
             print(f'--- {number} of {total}')
             print(text + sample.text + (options.suffix or ''))
-    return EXIT_DONE
 
 
 def _parser() -> ArgumentParser:
@@ -208,11 +214,12 @@ def _complete_lines(
         except InputError as error:
             raise InputError(f'{line.name}: {error}') from error
 
-    def complete() -> list[list[Completion]]:
-        with progress_bar(total=len(lines), initial=0, unit='prompt', show=True) as bar:
-            return engine.complete(requests, on_done=lambda _: bar.update())
+    write_completions(output, lines, lambda: _complete(engine, requests))
 
-    write_completions(output, lines, complete)
+
+def _complete(engine: Engine, requests: Sequence[Request]) -> list[list[Completion]]:
+    with progress_bar('generate', total=len(requests), unit='prompt', show=True) as bar:
+        return engine.complete(requests, on_done=lambda _: bar.update())
 
 
 def run() -> None:

@@ -20,6 +20,7 @@ import sys
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.formatting import format_bytes
+from maxlm.hints import print_next
 from maxlm.huggingface.architectures import ARCHITECTURES
 from maxlm.huggingface.config_conversion import AUTO
 from maxlm.huggingface.export_gguf import BLOCK, TYPES, export_gguf
@@ -44,6 +45,7 @@ def main(argv: list[str]) -> int:
         if options.command == 'import':
             done = import_model(options.input, options.output, show=True)
             print(f'{done.workdir}: {done.class_name} of {done.parameters:,} parameters')
+            print_next('maxlm', 'generate', f'--checkpoint={done.workdir}', '--prompt=Hello')
             return EXIT_DONE
         if options.command == 'export-adapter':
             written = export_adapter(
@@ -52,6 +54,13 @@ def main(argv: list[str]) -> int:
             print(
                 f'{written.directory}: adapters of {written.parameters:,} parameters for {written.class_name} '
                 f'({", ".join(written.targets)})'
+            )
+            print_next(
+                'maxlm',
+                'checkpoints',
+                'merge',
+                f'--checkpoint={options.checkpoint}',
+                f'--output={written.directory}-merged',
             )
             return EXIT_DONE
         if options.command == 'export-gguf':
@@ -64,6 +73,7 @@ def main(argv: list[str]) -> int:
             print(
                 f'{file.path}: {file.kind} of {file.parameters:,} parameters, {format_bytes(file.bytes)}{unquantized}'
             )
+            print_next('llama-cli', '-m', str(file.path), '-p', 'Hello')
             return EXIT_DONE
         upload = _upload(options)
         exported = export_model(
@@ -81,6 +91,8 @@ def main(argv: list[str]) -> int:
         f'{output}: {exported.class_name} of {exported.parameters:,} parameters, '
         f'{format_bytes(exported.bytes)} in {options.dtype}'
     )
+    if not upload:
+        print_next('maxlm', 'serve', f'--checkpoint={output}')
     return EXIT_DONE
 
 

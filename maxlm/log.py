@@ -1,20 +1,27 @@
-"""Console output of a run: log lines, WORKDIR/run.log, and a progress bar on a terminal."""
+"""Console output of a command: log lines, WORKDIR/run.log, and progress as a bar or lines."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from tqdm import tqdm
 
 from maxlm.errors import InputError, os_message
+from maxlm.formatting import format_bytes, format_duration, format_int, format_number, format_rate
 
 logger = logging.getLogger('maxlm')
 
 RUN_LOG = 'run.log'
+# Unit of progress that is measured in bytes.
+BYTES = 'B'
+# Time between two progress lines.
+LINE_SECONDS = 10.0
 
 
 class _ConsoleHandler(logging.Handler):
@@ -82,6 +89,92 @@ class Console:
             handler.close()
 
 
-def progress_bar(*, total: int, initial: int, unit: str, show: bool) -> tqdm:
-    """Returns a progress bar on stderr, which is silent unless stderr is a terminal."""
-    return tqdm(total=total, initial=initial, unit=unit, disable=not (show and sys.stderr.isatty()), dynamic_ncols=True)
+class ProgressLines:
+    """Progress on stderr as a line every `LINE_SECONDS`. It has the methods of tqdm that maxlm uses.
+
+    Work that takes less time prints nothing.
+    """
+
+    disable = False
+
+    def __init__(
+        self, name: str, *, total: int | None, initial: int = 0, unit: str, clock: Callable[[], float] = time.monotonic
+    ):
+        self.total, self.n = total, initial
+        self._name, self._initial, self._clock = name, initial, clock
+        self._unit, self._units = unit, f'{unit}es' if unit.endswith('ch') else f'{unit}s'
+        self._start = self._last = clock()
+        self._postfix = ''
+
+    def __enter__(self) -> ProgressLines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, amount: int = 1) -> None:
+        """Adds completed work, and prints a line if the last one is old enough."""
+        self.n += amount
+        now = self._clock()
+        if now - self._last >= LINE_SECONDS:
+            self._last = now
+            print(self.line(now - self._start), file=sys.stderr, flush=True)
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+        """Sets a text that is part of each line."""
+        self._postfix = text
+
+    def close(self) -> None:
+        """Prints the duration if there was a line before."""
+        if self._last > self._start:
+            duration = format_duration(self._clock() - self._start)
+            print(f'{self._name}: {self._amount(self.n)} in {duration}', file=sys.stderr, flush=True)
+
+    def line(self, elapsed: float) -> str:
+        """Returns the progress after `elapsed` seconds: name, completed and total work, rate and remaining time."""
+        rate = (self.n - self._initial) / elapsed
+        of = f' of {self._amount(self.total)} ({100 * self.n // self.total}%)' if self.total else ''
+        done = self._amount(self.n) if not of or self._unit == BYTES else format_int(self.n)
+        parts = [f'{self._name}: {done}{of}', self._rate(rate), self._postfix]
+        if self.total and rate:
+            parts.append(f'{format_duration(max(0.0, (self.total - self.n) / rate))} left')
+        return ', '.join(part for part in parts if part)
+
+    def _amount(self, number: int) -> str:
+        if self._unit == BYTES:
+            return format_bytes(number)
+        return f'{format_int(number)} {self._unit if number == 1 else self._units}'
+
+    def _rate(self, rate: float) -> str:
+        if self._unit == BYTES:
+            return format_rate(rate)
+        if 0 < rate < 1:
+            return f'{format_duration(1 / rate)} per {self._unit}'
+        return f'{format_number(rate)} {self._units}/s'
+
+
+def progress_bar(
+    name: str, *, total: int, initial: int = 0, unit: str, show: bool, lines: bool = True
+) -> tqdm | ProgressLines:
+    """Returns the progress of an operation on stderr: a bar on a terminal, otherwise a line every `LINE_SECONDS`.
+
+    Args:
+        name: name of the operation.
+        total: total amount of work.
+        initial: amount that an earlier run completed.
+        unit: unit of the amounts, singular; `BYTES` for sizes.
+        show: if False, the progress is hidden.
+        lines: if False, it is hidden without a terminal, for operations that write log lines.
+    """
+    is_terminal = sys.stderr.isatty()
+    if show and lines and not is_terminal:
+        return ProgressLines(name, total=total, initial=initial, unit=unit)
+    return tqdm(
+        desc=name,
+        total=total,
+        initial=initial,
+        unit=unit,
+        unit_scale=unit == BYTES,
+        disable=not (show and is_terminal),
+        dynamic_ncols=True,
+    )

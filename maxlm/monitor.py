@@ -15,6 +15,7 @@ import time
 from rich.console import Console
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.hints import print_next
 from maxlm.monitoring.live import show_once, watch
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.telemetry.run_history import HistoryReader
@@ -54,6 +55,7 @@ def main(argv: list[str]) -> int:
     readers = [HistoryReader(workdir) for workdir in options.workdirs]
     if options.once or not console.is_terminal or console.is_dumb_terminal:
         show_once(readers, console, now=time.time())
+        print_next('maxlm', 'report', *options.workdirs)
     else:
         watch(readers, interval=options.interval, console=console)
     return EXIT_DONE

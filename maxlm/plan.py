@@ -26,6 +26,7 @@ from maxlm.config.schema import AUTO, Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag
 from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import Chip
+from maxlm.hints import print_next
 from maxlm.log import Console, logger
 from maxlm.planning import plots, tables
 from maxlm.planning.budget import BudgetPlan, plan_budget
@@ -75,23 +76,37 @@ def main(argv: list[str]) -> int:
             # For other targets, the cache could write a compiled program but not read it.
             enable_compilation_cache(config.train.compilation_cache_dir)
         if options.sweep is not None:
-            return _sweep(config, target, planned_data(config, options.vocab_size), terms, options)
-        return _plan(config, target, terms, options)
+            code = _sweep(config, target, planned_data(config, options.vocab_size), terms, options)
+            verb, words = 'plan', [f'--target={options.target}', '--search']
+        else:
+            verb = 'doctor'
+            code, words = _plan(config, target, terms, options)
+        if code == EXIT_DONE and not options.json:
+            # The search may have replaced an override.
+            names = {word.partition('=')[0] for word in words}
+            given = [word for it in overrides if (word := f'--config.{it}').partition('=')[0] not in names]
+            print_next('maxlm', verb, f'--config={options.config}', *given, *words)
+        return code
 
 
-def _plan(config: Config, target: Target, terms: PricingTerms, options: argparse.Namespace) -> int:
+def _plan(config: Config, target: Target, terms: PricingTerms, options: argparse.Namespace) -> tuple[int, list[str]]:
+    """Prints the plan. Returns the exit code and the options that --search has found."""
     missing = '--estimate' if options.estimate else why_estimated(target, estimate=False)
     if options.explain and (missing or target.chip.platform != 'gpu'):
         reason = missing or f'{target.spec} is not a GPU; use a target such as --target=h100:1'
         raise InputError(f'--explain requires a compiled GPU program: {reason}')
+    if not missing:
+        print(f'compiling for {target.spec} (seconds to minutes) …', file=sys.stderr, flush=True)
     plan = shown = Plan(config, target.spec, estimate=options.estimate, vocab_size=options.vocab_size, terms=terms)
     found = plan.search() if options.search or not plan.fits else None
     if options.search and found:
         shown = found
+    changes = [] if found is None else [Override(*change).override for change in found.changes.items()]
+    code, words = EXIT_DONE if shown.fits else EXIT_FAILED, changes if options.search else []
     if options.json:
-        advice = None if found is None else [Override(*change).override for change in found.changes.items()]
+        advice = None if found is None else changes
         print(json.dumps({**shown.to_dict(), 'advice': advice, 'why_estimated': missing or None}, indent=1))
-        return EXIT_DONE if shown.fits else EXIT_FAILED
+        return code, words
     if missing:
         print(f'All figures are estimates: {missing}')
     print(shown)
@@ -101,7 +116,7 @@ def _plan(config: Config, target: Target, terms: PricingTerms, options: argparse
         print(budget_text(shown.forecast, terms, dollars=options.dollars, hours=options.hours))
     if options.search or not plan.fits:
         print(_advice(target, found, asked=options.search))
-    return EXIT_DONE if shown.fits else EXIT_FAILED
+    return code, words
 
 
 def _advice(target: Target, found: Plan | None, *, asked: bool) -> str:

@@ -7,9 +7,10 @@ import sys
 from maxlm.data.filters.registry import FILTERS
 from maxlm.data.prepare.options import PrepareOptions
 from maxlm.data.prepare.prepare_dataset import prepare_dataset
-from maxlm.data.prepare.summary import skipped_files
+from maxlm.data.prepare.summary import skipped_files, training_command
 from maxlm.data.tokenizer.tokenizer import SPECS
 from maxlm.errors import ArgumentParser, exit_code, text_argument
+from maxlm.hints import print_next
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
 
@@ -20,6 +21,7 @@ def main(argv: list[str]) -> int:
     if not options.quiet:
         # File names need not be valid text.
         print('\n'.join([*output.summary, *skipped_files(output.not_text)]).encode(errors='backslashreplace').decode())
+        print_next(*training_command(options.output, output.format, options.pack_seq_len))
     return 0
 
 

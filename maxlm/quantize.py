@@ -21,6 +21,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.evaluation.validation import evaluate
 from maxlm.formatting import format_bytes
+from maxlm.hints import print_next
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import Quantized, parse_weights, quantize_checkpoint
 from maxlm.log import Console, progress_bar
@@ -46,6 +47,7 @@ def main(argv: list[str]) -> int:
             both = options.checkpoint, str(done.workdir)
             losses = [_loss(checkpoint, corpus, options.num_batches) for checkpoint in both]
     print(_table(done, weights.kind, losses))
+    print_next('maxlm', 'generate', f'--checkpoint={done.workdir}', '--prompt=Hello')
     return EXIT_DONE
 
 
@@ -102,7 +104,7 @@ def _loss(checkpoint: str, corpus: TrainingData, num_batches: int) -> float:
     batches = corpus.validation_batches(global_batch, num_batches, model.layout.local_rows(global_batch))
     with (
         corpus.fetcher(None, 0),
-        progress_bar(total=len(batches), initial=0, unit='batch', show=True) as bar,
+        progress_bar('evaluate', total=len(batches), unit='batch', show=True) as bar,
     ):
 
         def read(index: int) -> dict:

@@ -10,6 +10,7 @@ train.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import string
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from maxlm.config.loading import load, load_phases, split_overrides
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
+from maxlm.hints import HINTS, print_next
 from maxlm.storage.paths import Kind, PathOption
 from maxlm.supervise import Policy, Supervisor, find_workdir
 
@@ -121,7 +123,15 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         print('\n'.join(f'would run: {shlex.join(command)}' for command in commands))
         return EXIT_DONE
-    return run_phases(commands, max_failures=options.max_failures)
+    # Each phase would print the command of the next one.
+    before = os.environ.get(HINTS, '1')
+    os.environ[HINTS] = '0'
+    code = run_phases(commands, max_failures=options.max_failures)
+    os.environ[HINTS] = before
+    workdirs = [find_workdir(words) for words in phases if words[0] in TRAINING]
+    if code == EXIT_DONE and workdirs:
+        print_next('maxlm', 'report', workdirs[-1])
+    return code
 
 
 def run() -> None:

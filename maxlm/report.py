@@ -15,6 +15,7 @@ from pathlib import Path
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
 from maxlm.formatting import format_bytes
+from maxlm.hints import print_next
 from maxlm.reporting.page import COMPARISON, NAME, is_foreign, write_page
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.storage.paths import ANY, Kind, PathOption
@@ -45,6 +46,7 @@ def main(argv: list[str]) -> int:
         for note in history.notes:
             print(f'{history.workdir}: {note}')
     print(f'{path}: {format_bytes(path.stat().st_size)}')
+    print_next('python', '-m', 'webbrowser', str(path))
     return EXIT_DONE
 
 

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from maxlm.errors import exit_on_sigterm
@@ -28,6 +29,7 @@ import jax
 from maxlm.config.config_files import default_workdir
 from maxlm.config.loading import load, split_overrides
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, exit_code
+from maxlm.hints import print_next
 from maxlm.runtime.heartbeat import Heartbeats, disconnect
 from maxlm.runtime.initialize import initialize
 from maxlm.runtime.malloc import disable_malloc_trim
@@ -39,6 +41,7 @@ from maxlm.telemetry.timeline import Timeline, process_start_time
 from maxlm.trainer.batch_source import open_text
 from maxlm.trainer.run import OpenSource
 from maxlm.trainer.run import run as run_training
+from maxlm.workdir.files import CHAT_TEMPLATE
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:
@@ -86,7 +89,7 @@ def train(
             if jax.process_index() == 0:
                 print(f'workdir: {options.workdir} (choose another with --workdir)', flush=True)
         try:
-            return run_training(
+            code = run_training(
                 config,
                 open_source,
                 workdir=options.workdir,
@@ -99,6 +102,11 @@ def train(
             if jax.process_count() > 1:
                 heartbeats.exit_all(EXIT_PREEMPTED, str(error))
             return EXIT_PREEMPTED
+        if code == EXIT_DONE and jax.process_index() == 0:
+            # A URL is not read again for a hint.
+            chat = ['--chat'] if (Path(options.workdir) / CHAT_TEMPLATE).is_file() else []
+            print_next('maxlm', 'generate', f'--checkpoint={options.workdir}', *chat, '--prompt=Hello')
+        return code
 
 
 def _parser(prog: str, description: str | None, example: str) -> ArgumentParser:

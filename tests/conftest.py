@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import os
 import shutil
 import signal
@@ -17,6 +18,8 @@ os.environ |= {
     'JAX_COMPILATION_CACHE_DIR': str(PROGRAMS / 'processes'),
     'JAX_COMPILATION_CACHE_MAX_SIZE': str(2**33),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': str(MIN_COMPILE_SECONDS),
+    # Tests compare the outputs of commands. tests/test_next.py tests the `Next:` lines.
+    'MAXLM_HINTS': '0',
 }
 
 # Shells start background processes with SIGINT ignored, but some tests send it.
@@ -29,7 +32,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from maxlm import prepare
+from maxlm import log, prepare
 from maxlm.data.loader.batches import Batches, TrainingRows
 from maxlm.data.loader.skipped_batches import data_index
 from maxlm.planning import gpu_compiler
@@ -39,6 +42,8 @@ from tools.durations import Durations
 pytest_plugins = ['tests.shared_steps', 'tests.time_report']
 
 ROOT = Path(__file__).parent.parent
+# Tests compare the outputs of commands. On a slow machine, progress lines would be among them.
+log.LINE_SECONDS = math.inf
 # Fixtures that start a browser or a bucket emulator on loopback.
 MARK_OF_FIXTURE = {'browser': 'browser', 'gcs': 'network_emulator', 's3': 'network_emulator'}
 # A worker that uses more memory clears JAX's caches after the current module.

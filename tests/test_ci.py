@@ -1,7 +1,9 @@
 """CI: requirements.lock pins the dependencies of pyproject.toml with hashes, and the workflows install from it."""
 
 import itertools
+import os
 import re
+import subprocess
 import tomllib
 
 import pytest
@@ -17,7 +19,8 @@ PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())
 LOCK = (ROOT / 'requirements.lock').read_text()
 CLASSIFIER = 'Programming Language :: Python :: '
 PYTHONS = [name.removeprefix(CLASSIFIER) for name in PROJECT['project']['classifiers'] if name.startswith(CLASSIFIER)]
-WORKFLOWS = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / '.github/workflows').iterdir())]
+RELEASE, TESTS = (yaml.safe_load((ROOT / f'.github/workflows/{name}.yml').read_text()) for name in ('release', 'tests'))
+WORKFLOWS = [RELEASE, TESTS]
 PINNED = r'[\w-]+/[\w-]+@[0-9a-f]{40}'
 
 
@@ -95,22 +98,71 @@ def test_every_entry_has_hashes_and_no_address():
 def test_workflows_pin_actions_and_have_read_permission(workflow):
     jobs = workflow['jobs'].values()
     assert workflow['permissions'] == {'contents': 'read'}
-    assert not any('permissions' in job for job in jobs)
-    assert workflow['env'] == {'MAXLM_LOCK': 'requirements.lock'}
-    steps = [step for job in jobs for step in job['steps']]
+    assert not any('permissions' in job for job in jobs if job.get('environment') != 'pypi')
+    steps = [step for job in jobs for step in job.get('steps', ())]
     assert [step['uses'] for step in steps if 'uses' in step and not re.fullmatch(PINNED, step['uses'])] == []
     assert not re.fullmatch(PINNED, 'actions/checkout@v5')
     installed = [step['run'] for step in steps if 'pip install' in step.get('run', '')]
     assert [command for command in installed if '==' not in command] == []
 
 
+def test_every_workflow_is_checked():
+    assert {path.stem for path in (ROOT / '.github/workflows').iterdir()} == {'release', 'tests'}
+
+
 def test_every_tier_runs_on_every_python():
-    (workflow,) = WORKFLOWS
-    jobs = workflow['jobs']
-    for name in ('audit', 'test', 'nightly'):
+    assert TESTS['env'] == {'MAXLM_LOCK': 'requirements.lock'}
+    jobs = TESTS['jobs']
+    for name in ('audit', 'test', 'package', 'nightly'):
         assert jobs[name]['strategy']['matrix']['python'] == PYTHONS, name
     assert '--nightly' in jobs['nightly']['strategy']['matrix']['tier']
     assert {'run': 'launch/test.sh ${{ matrix.tier }}'} in jobs['nightly']['steps']
+
+
+def commands(job):
+    return [step['run'] for step in job['steps'] if 'run' in step]
+
+
+def test_the_wheel_and_the_source_distribution_are_installed_and_used():
+    run = commands(TESTS['jobs']['package'])
+    assert run[1:] == [
+        'python -m build --no-isolation',
+        'python -m twine check --strict dist/*',
+        'launch/smoke_package.sh dist/*.whl',
+        'launch/smoke_package.sh dist/*.tar.gz',
+    ]
+
+
+def test_a_tag_is_published_after_the_tests_without_a_stored_token():
+    # YAML reads the key `on` as True.
+    assert RELEASE[True] == {'push': {'tags': ['v*']}}
+    assert 'workflow_call' in TESTS[True]
+    assert RELEASE['jobs']['tests'] == {'uses': './.github/workflows/tests.yml'}
+    publish = RELEASE['jobs']['publish']
+    assert (publish['needs'], publish['environment']) == ('tests', 'pypi')
+    assert publish['permissions'] == {'contents': 'read', 'id-token': 'write'}
+    check, install, *build = commands(publish)
+    assert build == ['python -m build --no-isolation', 'uv publish --trusted-publishing always dist/*']
+    assert not any('secrets.' in command or 'TOKEN' in command for command in (check, install, *build))
+    # Both workflows build with the versions of the lock.
+    pins = {str(requirement) for requirement, _ in read_lock(LOCK)}
+    for command in (install, commands(TESTS['jobs']['package'])[0]):
+        assert {word for word in command.split() if word.startswith(('build', 'setuptools'))} <= pins
+
+
+@pytest.mark.parametrize(('tag', 'code'), [(f'v{maxlm.__version__}', 0), ('v0.0.1', 1), (maxlm.__version__, 1)])
+def test_the_tag_must_be_the_version(tag, code):
+    check, *_ = commands(RELEASE['jobs']['publish'])
+    environment = {**os.environ, 'GITHUB_REF_NAME': tag}
+    assert subprocess.run(['bash', '-c', check], cwd=ROOT, env=environment, check=False).returncode == code
+
+
+def test_hooks_run_the_checks_of_ci():
+    (local,) = yaml.safe_load((ROOT / '.pre-commit-config.yaml').read_text())['repos']
+    script = (ROOT / 'launch/test.sh').read_text()
+    checks = re.findall(r'(?m)^  (.*)$', ''.join(re.findall(r'(?ms)^(?:format|lint)\(\) \{\n(.*?)^\}', script)))
+    hooks = {hook['entry'].replace(' --force-exclude', '') for hook in local['hooks']}
+    assert hooks == {check.removesuffix(' .') for check in checks} - {'format'}
 
 
 def test_all_files_have_the_same_version():

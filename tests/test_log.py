@@ -1,12 +1,13 @@
-"""Console output: progress bars only on terminals, and log lines on stdout and in run.log."""
+"""Console output: progress as a bar on terminals and as lines elsewhere, and log lines on stdout and in run.log."""
 
 import io
 import sys
 
 import pytest
 
+from maxlm import log
 from maxlm.errors import InputError
-from maxlm.log import RUN_LOG, Console, logger, progress_bar
+from maxlm.log import BYTES, RUN_LOG, Console, ProgressLines, logger, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -16,7 +17,7 @@ class Terminal(io.StringIO):
 
 def draw(monkeypatch, stream, *, show):
     monkeypatch.setattr(sys, 'stderr', stream)
-    with progress_bar(total=10, initial=3, unit='step', show=show) as bar:
+    with progress_bar('train', total=10, initial=3, unit='step', show=show, lines=False) as bar:
         for _ in range(7):
             bar.update()
         bar.refresh()
@@ -29,6 +30,62 @@ def test_the_progress_bar_needs_a_terminal(monkeypatch):
     shown = draw(monkeypatch, Terminal(), show=True)
     assert '10/10' in shown
     assert '3/10' in shown
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def follow(monkeypatch):
+    """Returns a function that updates progress lines, which tests/conftest.py turns off."""
+    monkeypatch.setattr(log, 'LINE_SECONDS', 10.0)
+    return _follow
+
+
+def _follow(total, steps, **options):
+    # Each step has a duration in seconds and an amount of work.
+    clock = Clock()
+    with ProgressLines('work', total=total, clock=clock, **options) as bar:
+        for seconds, amount in steps:
+            clock.now += seconds
+            bar.update(amount)
+
+
+def test_without_a_terminal_progress_is_a_line_every_ten_seconds(follow, capsys):
+    follow(60, [(1, 1)] * 25, unit='batch')
+    assert capsys.readouterr().err.splitlines() == [
+        'work: 10 of 60 batches (16%), 1 batches/s, 50.0 s left',
+        'work: 20 of 60 batches (33%), 1 batches/s, 40.0 s left',
+        'work: 25 batches in 25.0 s',
+    ]
+    # Control: work that takes less than the interval is silent.
+    follow(60, [(1, 1)] * 9, unit='batch')
+    assert capsys.readouterr() == ('', '')
+
+
+def test_lines_have_sizes_slow_rates_and_no_unknown_values(follow, capsys):
+    follow(4 * 2**20, [(10, 2**20)], initial=2**20, unit=BYTES)
+    follow(3, [(20, 1)], unit='tensor')
+    follow(0, [(10, 5)], unit='step')
+    follow(4, [(10, 0)], unit='step')
+    assert capsys.readouterr().err.splitlines()[::2] == [
+        'work: 2.00 MiB of 4.00 MiB (50%), 104.9 kB/s, 20.0 s left',
+        'work: 1 of 3 tensors (33%), 20.0 s per tensor, 40.0 s left',
+        'work: 5 steps, 2.00 s per step',
+        'work: 0 of 4 steps (0%), 0 steps/s',
+    ]
+
+
+def test_only_shown_progress_without_a_terminal_prints_lines(monkeypatch):
+    monkeypatch.setattr(sys, 'stderr', io.StringIO())
+    assert isinstance(progress_bar('work', total=1, unit='step', show=True), ProgressLines)
+    assert progress_bar('work', total=1, unit='step', show=False).disable
+    monkeypatch.setattr(sys, 'stderr', Terminal())
+    assert not isinstance(progress_bar('work', total=1, unit='step', show=True), ProgressLines)
 
 
 def test_lines_go_to_stdout_and_into_the_log(tmp_path, capsys):

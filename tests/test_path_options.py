@@ -235,7 +235,7 @@ NAMES = [f'{command} {name}' for command, name, _ in OPTIONS]
 
 def test_the_table_has_all_commands():
     assert len(OPTIONS) >= 45
-    assert {command.split()[0] for command, _, _ in OPTIONS} == set(VERBS) - {'supervise', 'configs'}
+    assert {command.split()[0] for command, _, _ in OPTIONS} == set(VERBS) - {'supervise', 'configs', 'completion'}
 
 
 def url_rows():

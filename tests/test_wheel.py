@@ -1,8 +1,9 @@
-"""The wheel: what it contains, and that its commands work in an empty directory without the checkout."""
+"""Wheel and source distribution: their contents, and the commands in an empty directory without the checkout."""
 
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -16,10 +17,9 @@ NAMES = {path.stem for path in (ROOT / 'configs').glob('*.py')}
 
 
 @pytest.fixture(scope='module')
-def unpacked(tmp_path_factory):
-    """Builds the wheel of the sources of the project and unpacks it, as an installation does."""
-    folder = tmp_path_factory.mktemp('wheel')
-    sources = folder / 'sources'
+def sources(tmp_path_factory):
+    """Copies the files of the project that a package can contain."""
+    sources = tmp_path_factory.mktemp('sources')
     listed = subprocess.run(['git', 'ls-files', '-z'], cwd=ROOT, capture_output=True, check=False).stdout.decode()
     if not listed:
         pytest.fail('the sources of the wheel are those that git lists; run this test in a checkout')
@@ -28,6 +28,13 @@ def unpacked(tmp_path_factory):
             target = sources / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
+    return sources
+
+
+@pytest.fixture(scope='module')
+def unpacked(sources, tmp_path_factory):
+    """Builds the wheel of the sources of the project and unpacks it, as an installation does."""
+    folder = tmp_path_factory.mktemp('wheel')
     command = [
         sys.executable,
         '-m',
@@ -57,6 +64,22 @@ def test_it_contains_the_configs_and_the_chat_page(unpacked):
     for name in ('chat', 'reference'):
         assert list((unpacked / 'maxlm/serving/pages' / name).iterdir())
     assert {path.name for path in unpacked.iterdir() if not path.name.endswith('.dist-info')} == {'maxlm'}
+    # Type checkers use the annotations of the package.
+    assert (unpacked / 'maxlm/py.typed').is_file()
+
+
+def test_the_source_distribution_gives_the_same_wheel(sources, unpacked, tmp_path):
+    # Without options, build makes the wheel from the source distribution.
+    command = [sys.executable, '-m', 'build', '--no-isolation', '--outdir', tmp_path, sources]
+    subprocess.run(command, check=True, capture_output=True)
+    (distribution,), (wheel,) = tmp_path.glob('*.tar.gz'), tmp_path.glob('*.whl')
+    with tarfile.open(distribution) as archive:
+        names = {name.partition('/')[2] for name in archive.getnames()}
+    assert {f'configs/{name}.py' for name in NAMES} <= names
+    assert {'LICENSE', 'README.md', 'pyproject.toml', 'setup.py', 'maxlm/py.typed'} <= names
+    with zipfile.ZipFile(wheel) as archive:
+        built = set(archive.namelist())
+    assert built == {path.relative_to(unpacked).as_posix() for path in unpacked.rglob('*') if path.is_file()}
 
 
 @pytest.mark.multiprocess

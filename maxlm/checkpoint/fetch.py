@@ -15,7 +15,7 @@ from maxlm.checkpoint.item_metadata import JSON_FILE
 from maxlm.checkpoint.listing import resolve_checkpoint
 from maxlm.checkpoint.manager import find_step
 from maxlm.errors import InputError
-from maxlm.log import logger, progress_bar
+from maxlm.log import BYTES, logger, progress_bar
 from maxlm.storage.download import RemoteFile
 from maxlm.storage.download_tree import fetch_tree, list_tree
 from maxlm.storage.errors import StorageError
@@ -87,7 +87,7 @@ def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threa
     num_bytes_present = total - sum(file.bytes for file in missing)
     # The progress bar is not thread-safe.
     lock = threading.Lock()
-    with progress_bar(total=total, initial=num_bytes_present, unit='B', show=show) as bar:
+    with progress_bar('fetch', total=total, initial=num_bytes_present, unit=BYTES, show=show) as bar:
 
         def on_bytes(num_bytes: int) -> None:
             with lock:

@@ -146,7 +146,7 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult
     steps = sum(shape[0] if stacked[path] else 1 for path, shape in reader.shapes.items())
     with (
         new_directory('--output', workdir) as partial,
-        progress_bar(total=steps, initial=0, unit='array', show=show) as bar,
+        progress_bar('merge', total=steps, unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(_merged_config(config, str(source / CONFIG))), encoding='utf-8')
         for name in (TOKENIZER, *EXPORT_FILES):

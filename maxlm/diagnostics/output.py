@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from maxlm.diagnostics.result import ORDER, CheckStatus
 from maxlm.diagnostics.runner import Result
+
+# Minimum time between two lines about the current check.
+LINE_SECONDS = 10.0
 
 
 def plural(count: int, noun: str) -> str:
@@ -104,10 +108,21 @@ def summary(results: Sequence[Result]) -> str:
 
 
 @contextlib.contextmanager
-def progress(*, is_shown: bool) -> Iterator[Any]:
-    """Yields a function that shows the current check on stderr, on a terminal."""
-    if not is_shown or not sys.stderr.isatty():
+def progress(*, is_shown: bool, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows the current check on stderr; without a terminal, at most every 10 s."""
+    if not is_shown:
         yield lambda line: None
+        return
+    if not sys.stderr.isatty():
+        last = clock()
+
+        def show(line: str) -> None:
+            nonlocal last
+            if clock() - last >= LINE_SECONDS:
+                last = clock()
+                print(line, file=sys.stderr, flush=True)
+
+        yield show
         return
     try:
         from rich.console import Console

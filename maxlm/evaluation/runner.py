@@ -17,6 +17,7 @@ from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Completion, Request
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.scoring import LogprobScorer
+from maxlm.log import progress_bar
 
 NEEDLE = 'needle'
 
@@ -130,7 +131,7 @@ class EvalRun:
         if config.chat and model.chat is None:
             raise InputError('--apply-chat-template: the checkpoint has no chat template; omit the option')
         chat = model.chat if config.chat else None
-        scorer, engine = LogprobScorer(model), _LazyEngine(model, config.num_slots)
+        scorer, engine = LogprobScorer(model), _LazyEngine(model, config.num_slots, show=show)
         all_measures: list[Measure] = []
         results = None
         if self._benchmarks is not None:
@@ -153,12 +154,13 @@ class EvalRun:
 class _LazyEngine:
     """Creates the engine at its first use, because its cache needs memory and most tasks do not generate text."""
 
-    def __init__(self, model: LoadedModel, num_slots: int):
-        self._model, self._num_slots = model, num_slots
+    def __init__(self, model: LoadedModel, num_slots: int, *, show: bool):
+        self._model, self._num_slots, self._show = model, num_slots, show
         self._engine: Engine | None = None
 
     def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Completes requests. See `Engine.complete`."""
+        """Completes requests and shows the progress. See `Engine.complete`."""
         if self._engine is None:
             self._engine = Engine(self._model, num_slots=self._num_slots)
-        return self._engine.complete(requests)
+        with progress_bar('generate', total=len(requests), unit='request', show=self._show) as bar:
+            return self._engine.complete(requests, on_done=lambda _: bar.update())

@@ -76,7 +76,7 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
     check_space('--output', path, sum(sizes.values()))
     with (
         _new_file(path) as partial,
-        progress_bar(total=len(rows), initial=0, unit='tensor', show=show) as bar,
+        progress_bar('export', total=len(rows), unit='tensor', show=show) as bar,
         contextlib.closing(gguf.GGUFWriter(partial, kind)) as writer,
     ):
         _add_metadata(writer, model, path.stem, dtype, gguf)

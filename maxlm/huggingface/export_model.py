@@ -98,7 +98,7 @@ def export_model(
     check_space('--output', directory, size)
     with (
         new_directory('--output', directory) as partial,
-        progress_bar(total=len(entries), initial=0, unit='tensor', show=show) as bar,
+        progress_bar('export', total=len(entries), unit='tensor', show=show) as bar,
     ):
         (partial / CONFIG).write_text(json.dumps(settings, indent=2) + '\n', encoding='utf-8')
         (partial / CARD).write_text(card, encoding='utf-8')

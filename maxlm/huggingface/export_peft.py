@@ -88,7 +88,7 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
     settings = _settings(model, adapters, base, is_straight=row is GPT2)
     with (
         new_directory('--output', directory) as partial,
-        progress_bar(total=len(entries), initial=0, unit='tensor', show=show) as bar,
+        progress_bar('export', total=len(entries), unit='tensor', show=show) as bar,
     ):
         (partial / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + '\n', encoding='utf-8')
         write_tensors(partial, entries, dtype=_DTYPE, max_shard_size=size, on_written=lambda name: bar.update())

@@ -74,7 +74,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     steps = sum(array.shape[0] if array.is_stacked else 1 for array in arrays.values())
     with (
         new_directory('--output', workdir) as partial,
-        progress_bar(total=steps, initial=0, unit='array', show=show) as bar,
+        progress_bar('import', total=steps, unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(config), encoding='utf-8')
         for name, content in text.items():

@@ -119,7 +119,7 @@ def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show:
     step = int(step_directory.name)
     with (
         new_directory('--output', workdir) as partial,
-        progress_bar(total=steps, initial=0, unit='array', show=show) as bar,
+        progress_bar('quantize', total=steps, unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(quantized), encoding='utf-8')
         for name in (TOKENIZER, *EXPORT_FILES):

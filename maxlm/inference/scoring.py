@@ -162,7 +162,7 @@ class LogprobScorer:
         sequences = self._unique_sequences(requests)
         token_lists = [sequence.tokens for sequence in sequences]
         trees = insert(token_lists, max_tokens=MAX_TREE_TOKENS if self._has_trees else 0)
-        with progress_bar(total=len(requests), initial=0, unit='request', show=show) as bar:
+        with progress_bar('score', total=len(requests), unit='request', show=show) as bar:
             for rows, T in self._batches([tree.size for tree in trees]):
                 members = [[[sequences[index] for index in trees[number].texts] for number in row] for row in rows]
                 flattened = [[flatten([sequence.tokens for sequence in tree]) for tree in row] for row in members]

@@ -15,6 +15,7 @@ from maxlm.config.schema import AUTO, Config, MeshConfig
 from maxlm.config.validation import MAX_UNROLLED_LAYERS
 from maxlm.errors import InputError
 from maxlm.formatting import format_bytes
+from maxlm.log import progress_bar
 from maxlm.planning.forecast import Forecast, estimate
 from maxlm.planning.machine import Machine
 from maxlm.planning.targets import Target
@@ -68,7 +69,12 @@ def search_layouts(config: Config, machine: Machine, resolve: Resolve) -> list[C
                 config, offload='remat' in str(last_resort), is_gpu=machine.target.chip.platform == 'gpu'
             )
         ]
-        found = [candidate for way in ways if (candidate := _try(config, machine, resolve, way))]
+        with progress_bar('search', total=len(ways), unit='layout', show=True) as bar:
+            found = []
+            for way in ways:
+                if candidate := _try(config, machine, resolve, way):
+                    found.append(candidate)
+                bar.update()
         fitting = [candidate for candidate in found if candidate.forecast.fits]
         if fitting:
             # Ties are broken by the number of changes, then by memory.

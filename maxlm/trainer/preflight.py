@@ -129,6 +129,7 @@ def compile_step(
     def compiled(resolved: Config) -> Forecast:
         now = with_rates(resolved, decisions)
         at_first = now.at_context(now.context_at(min(first_step, now.train.num_steps - 1)))
+        logger.info('compiling the training step (seconds to minutes; later runs use the compilation cache)')
         with compiling():
             return compile_for(at_first, machine, make_layout(resolved.mesh), num_sources)
 

@@ -131,7 +131,10 @@ def make_loop_components(
     trackers = Trackers(stack, config, workdir=context.workdir, attempt=recorder.attempt, on_reading=alerts.on_reading)
     log_start(config, prepared.forecast, peak=services.peak, price=recorder.price)
     show_bar = config.metrics.progress_bar and jax.process_index() == 0
-    bar = stack.enter_context(progress_bar(total=config.train.num_steps, initial=start, unit='step', show=show_bar))
+    # Without a terminal, the log lines show the progress.
+    bar = stack.enter_context(
+        progress_bar('train', total=config.train.num_steps, initial=start, unit='step', show=show_bar, lines=False)
+    )
     reporter = Reporter(
         config,
         throughput=throughput,

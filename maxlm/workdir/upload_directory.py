@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from maxlm.errors import InputError, os_message
-from maxlm.log import logger, progress_bar
+from maxlm.log import BYTES, logger, progress_bar
 from maxlm.storage.bucket import Bucket, PermissionDeniedError
 from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.retry import RetryPolicy
@@ -98,7 +98,7 @@ class Upload:
             raise InputError(f'{error.filename}: {os_message(error)}; check its permissions') from error
         self._started_marker.touch()
         lock = threading.Lock()
-        with progress_bar(total=sum(file.size for file in files.values()), initial=0, unit='B', show=show) as bar:
+        with progress_bar('upload', total=sum(file.size for file in files.values()), unit=BYTES, show=show) as bar:
 
             def on_bytes(num_bytes: int) -> None:
                 with lock:

@@ -56,7 +56,11 @@ def test_summary():
     assert summary([*RESULTS[1:2] * 2, RESULTS[0]]) == '1 ok, 2 warnings'
 
 
-def test_progress_is_for_terminals(capsys):
-    with progress(is_shown=True) as show:
-        show('looking')
-    assert capsys.readouterr() == ('', '')
+def test_without_a_terminal_progress_is_at_most_a_line_per_ten_seconds(capsys):
+    now = [0.0]
+    for is_shown in (True, False):
+        with progress(is_shown=is_shown, clock=lambda: now[0]) as show:
+            for check in range(5):
+                show(f'check {check}')
+                now[0] += 6.0
+    assert capsys.readouterr() == ('', 'check 2\ncheck 4\n')

@@ -10,7 +10,7 @@ class RecitingEngine:
         self._tokenizer, self._answers = tokenizer, answers
         self.requests = []
 
-    def complete(self, requests):
+    def complete(self, requests, on_done=None):
         self.requests += requests
         return [self._samples(request) for request in requests]
 

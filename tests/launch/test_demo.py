@@ -1,8 +1,9 @@
-"""Tests launch/demo.sh: its four steps and, as a nightly test, the complete demo in a new virtual environment."""
+"""Tests launch/demo.sh: its steps and, as a nightly test, the complete demo in a new virtual environment."""
 
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 
@@ -52,11 +53,17 @@ def test_steps(demo):
         ['-m', f'maxlm.{name}'] for name in ('prepare', 'train', 'generate', 'evaluate')
     ]
     assert '--config.train.num_steps=12' in commands[1]
-    assert out.splitlines()[-4] == 'done: 12 steps'
+    assert '\ndone: 12 steps\n' in out
     assert 'installing' not in out
-    # Control: without the option the config decides.
+    # The plan comes first, and the next steps come last.
+    plan, _, rest = out.partition('== 1 of 5')
+    assert [int(number) for number in re.findall(r'(?m)^  (\d)  ', plan)] == [1, 2, 3, 4, 5]
+    assert 'train 12 steps, in runs/tiny/          1 min\n' in plan
+    assert re.findall(r'(?m)^== (\d) of 5', out) == [*'12345']
+    assert rest.splitlines()[-8] == 'Next:'
+    # Control: without the option there are 350 steps.
     *_, (_, _, *training), _, _ = demo()[1]
-    assert training == ['--config=configs/tiny.py', '--workdir=runs/tiny']
+    assert training == ['--config=configs/tiny.py', '--workdir=runs/tiny', '--config.train.num_steps=350']
 
 
 def test_commands_take_the_arguments_of_the_steps(demo, tmp_path, monkeypatch, capsys):
@@ -83,7 +90,7 @@ def test_commands_take_the_arguments_of_the_steps(demo, tmp_path, monkeypatch, c
 
 
 def test_invalid_options_and_interpreters(scripts):
-    for command in (['--steps'], ['--step', '3']):
+    for command in (['--steps'], ['--steps', 'many'], ['--step', '3']):
         done = run(scripts, 'launch/demo.sh', *command)
         assert done.returncode == 2
         assert done.stderr.startswith('error: ')
@@ -141,6 +148,7 @@ def test_demo_in_a_new_environment(clean_copy):
     assert out.count('--- ') == 3
     assert 'wall time' in out
     assert 'runs/tiny/report.html' in out
+    assert 'installing' in out
     assert '<!doctype html>' in (clean_copy / 'runs/tiny/report.html').read_text()
 
     # A second run installs nothing, keeps the data, finds the run finished and prints the same summary.

@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import ROOT
 
 PIP = 'python -m pip'
-INSTALL = f'{PIP} install --quiet --disable-pip-version-check'
+INSTALL = f'{PIP} install --disable-pip-version-check --progress-bar off'
 
 
 @pytest.fixture
@@ -40,6 +40,22 @@ def test_lock_file_is_installed_with_hashes(install, tmp_path):
     assert install(MAXLM_LOCK='requirements.lock') == (0, locked)
     # Control: without a lock file, pyproject.toml decides.
     assert install() == (0, [f'{INSTALL} --editable .[dev]'])
+
+
+def test_without_a_terminal_the_installation_prints_a_line_every_ten_seconds(programs, tmp_path):
+    (tmp_path / 'log').write_text('Collecting a\nCollecting b\n')
+    # A clock that advances by 5 s per call and ends the loop after 22 s.
+    clock = 'sleep() { SECONDS=$((SECONDS + 5)); [ "$SECONDS" -le 22 ]; }'
+    command = f'. {ROOT}/launch/venv.sh; {clock}; maxlm_install_progress log || true'
+    assert programs.run('bash', '-ec', command, cwd=tmp_path).stdout.splitlines() == [
+        '  resolving and downloading: 2 packages, 10 s',
+        '  resolving and downloading: 2 packages, 20 s',
+    ]
+    (tmp_path / 'log').write_text('Collecting a\nInstalling collected packages: a, b, c\n')
+    for package in ('a', 'b'):
+        (tmp_path / f'.venv/lib/python3/site-packages/{package}.dist-info').mkdir(parents=True)
+    first, _ = programs.run('bash', '-ec', command, cwd=tmp_path).stdout.splitlines()
+    assert first == f'  installing [{"#" * 20}{"." * 10}] 2 of 3 packages, 10 s'
 
 
 def test_failed_installation_ends_the_script(install, tmp_path):

@@ -7,10 +7,9 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Iterator
-from unittest import mock
 
 from maxlm.__main__ import VERBS
-from maxlm.errors import ArgumentParser
+from maxlm.errors import parser_of
 from tools.docs.markdown import escaped
 
 INTRODUCTION = """# Commands
@@ -18,27 +17,6 @@ INTRODUCTION = """# Commands
 On this page you find every command with its options. `maxlm COMMAND` equals `python -m maxlm.COMMAND`. All commands
 print `--help`; [exit codes](../training.md#exit-codes) are the same for all.
 """
-
-
-class _ParserReadyError(Exception):
-    """Carries the parser of a command out of its `main`."""
-
-
-def parser_of(verb: str) -> argparse.ArgumentParser:
-    """Returns the argument parser of a command."""
-
-    def stop(self: ArgumentParser, *arguments: object) -> None:
-        raise _ParserReadyError(self)
-
-    module = importlib.import_module(f'maxlm.{verb}')
-    with mock.patch.object(ArgumentParser, 'parse_known_args', stop):
-        try:
-            module.main([])
-        except _ParserReadyError as ready:
-            (parser,) = ready.args
-            assert isinstance(parser, argparse.ArgumentParser)
-            return parser
-    raise AssertionError(f'maxlm {verb} parses no arguments')
 
 
 def _cell(text: str) -> str:
@@ -98,5 +76,5 @@ def cli_page() -> str:
         lines.append(f'- [maxlm {verb}](#maxlm-{verb}): {meaning}')
     lines.append('')
     for verb in VERBS:
-        lines += _section(parser_of(verb), f'maxlm {verb}', 2)
+        lines += _section(parser_of(importlib.import_module(f'maxlm.{verb}').main), f'maxlm {verb}', 2)
     return '\n'.join(lines)

@@ -8,12 +8,11 @@ import hashlib
 import itertools
 import os
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from tqdm import tqdm
 
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
 from maxlm.data.dataset.preparation import Announcer, remove_announcements
@@ -32,6 +31,7 @@ from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from maxlm.errors import InputError, os_message
 from maxlm.formatting import format_si
+from maxlm.log import BYTES, progress_bar
 from maxlm.storage.atomic import atomic_write
 
 
@@ -42,27 +42,21 @@ def rates(documents: int, tokens: int, seconds: float) -> str:
 
 
 class StageBar:
-    """Progress bar of a stage: bytes, remaining time, documents/s and tokens/s. Hidden if stderr is not a terminal."""
+    """Progress bar of a stage: bytes, remaining time, documents/s and tokens/s. See `progress_bar`."""
 
-    def __init__(self, name: str, *, total: int, initial: int = 0, show: bool = True):
+    def __init__(self, name: str, *, total: int, initial: int = 0, unit: str = BYTES, show: bool = True):
         """Creates the bar.
 
         Args:
             name: label of the bar.
-            total: total number of bytes.
-            initial: number of bytes that an earlier run processed.
+            total: total amount of work.
+            initial: amount that an earlier run processed.
+            unit: unit of the amounts.
             show: if False, the bar is hidden.
         """
         self._documents = self._tokens = 0
-        self._bar = tqdm(
-            total=total,
-            initial=initial,
-            unit='B',
-            unit_scale=True,
-            desc=name,
-            # None hides the bar if stderr is not a terminal.
-            disable=None if show else True,
-        )
+        self._start = time.monotonic()
+        self._bar = progress_bar(name, total=total, initial=initial, unit=unit, show=show)
 
     def __enter__(self) -> StageBar:
         return self
@@ -75,13 +69,13 @@ class StageBar:
         self._documents += documents
         self._tokens += tokens
         if not self._bar.disable:
-            elapsed = max(self._bar.format_dict['elapsed'], 1e-9)
+            elapsed = max(time.monotonic() - self._start, 1e-9)
             self._bar.set_postfix_str(rates(self._documents, self._tokens, elapsed), refresh=False)
         self._bar.update(num_bytes)
 
     def step(self, done: int, total: int) -> None:
         """Sets the bar to step `done` of `total`, for stages that do not count bytes."""
-        self._bar.total, self._bar.unit, self._bar.unit_scale = total, ' steps', False
+        self._bar.total = total
         self._bar.update(done - self._bar.n)
 
 
@@ -227,7 +221,7 @@ class _Stages:
             )
         decisions: list[DecisionFile | None] = []
         shown = self._means.show_progress and cleaning.duplicates != 'none'
-        with StageBar('duplicates', total=0, show=shown) as bar:
+        with StageBar('duplicates', total=0, unit='step', show=shown) as bar:
             decisions += deduplicate(scans, bar.step)
         filtered = {scan.partition.number: scan.load()[1] for scan in scans}
         _refuse_empty([filtered[scan.partition.number] for scan in scans if not scan.partition.is_validation])

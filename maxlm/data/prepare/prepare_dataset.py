@@ -45,10 +45,12 @@ class PreparedOutput(NamedTuple):
     Attributes:
         summary: lines that describe the data set.
         not_text: files of the inputs that were skipped because they contain no text.
+        format: format of the records: text, chat or preference.
     """
 
     summary: list[str]
     not_text: list[Entry]
+    format: str
 
 
 def prepare_dataset(options: PrepareOptions) -> PreparedOutput:
@@ -65,8 +67,10 @@ def prepare_dataset(options: PrepareOptions) -> PreparedOutput:
     refuse_overlap(training, validation)
     recipe, partitions = _recipe(options, training, validation), make_partitions(training, validation)
     if isinstance(options.output, Path):
-        return PreparedOutput(_prepare(options, options.output, recipe, partitions), not_text)
-    return PreparedOutput(_publish(options, options.output, recipe, partitions), not_text)
+        lines = _prepare(options, options.output, recipe, partitions)
+    else:
+        lines = _publish(options, options.output, recipe, partitions)
+    return PreparedOutput(lines, not_text, recipe.reading.options.format)
 
 
 def _prepare(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest
 from maxlm.data.filters.report import CleaningReport
@@ -81,3 +82,19 @@ def _chat_line(counts: dict[str, int], tokens: int) -> str:
     if is_pairs and counts['undecided']:
         parts.append(f'{counts["undecided"]:,} pairs are skipped because their answers are equal or one is empty')
     return ', '.join(parts)
+
+
+def training_command(output: str | Path, what: str, window: int) -> list[str]:
+    """Returns a command that trains on a prepared data set.
+
+    Args:
+        output: path or URL of the data set.
+        what: format of the records: text, chat or preference.
+        window: length of packed sequences; 0 = not packed.
+    """
+    command = ['maxlm', 'train', '--config=tiny', f'--config.data.path={output}']
+    if window:
+        command.append(f'--config.data.seq_len={window}')
+    if what == 'preference':
+        command += ['--config.train.objective=dpo', '--config.train.init_from=WORKDIR']
+    return command

@@ -33,14 +33,14 @@ def test_rates():
 
 def test_steps():
     terminal = Terminal()
-    with contextlib.redirect_stderr(terminal), StageBar('duplicates', total=0) as bar:
+    with contextlib.redirect_stderr(terminal), StageBar('duplicates', total=0, unit='step') as bar:
         for done in range(1, 5):
             bar.step(done, 4)
         assert (bar._bar.n, bar._bar.total) == (4, 4)
     assert '4/4' in terminal.getvalue()
 
 
-def test_no_bar_is_shown_without_a_terminal():
+def test_a_short_stage_shows_nothing_without_a_terminal():
     for stream, show in ((Terminal(), False), (io.StringIO(), True)):
         with contextlib.redirect_stderr(stream), StageBar('shards', total=10, show=show) as bar:
             bar(10, 1, 1)

@@ -1,0 +1,120 @@
+"""Prints the completion script of a shell: `maxlm completion bash|zsh|fish`.
+
+The script contains all commands, options and config names, so that completion does not start Python. Print it again
+after an update of maxlm. `docs/launch.md` has the file of each shell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+
+import shtab
+
+from maxlm.__main__ import VERBS
+from maxlm.config.loading import shipped_configs
+from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code, parser_of
+from maxlm.storage.paths import Kind, PathList, PathOption
+
+SHELLS = ('bash', 'zsh', 'fish')
+# Bash passes `--option=value` as three words. shtab expects `--option value`.
+_BASH_WITHOUT_EQUALS = """
+_maxlm_complete() {
+  local -a words=()
+  local index current=$COMP_CWORD
+  for index in "${!COMP_WORDS[@]}"; do
+    if [[ ${COMP_WORDS[index]} != '=' ]]; then
+      words+=("${COMP_WORDS[index]}")
+    elif ((index == COMP_CWORD)); then
+      words+=('')
+    elif ((index < COMP_CWORD)); then
+      ((current -= 1))
+    fi
+  done
+  local -a COMP_WORDS=("${words[@]}")
+  local COMP_CWORD=$current
+  _shtab_maxlm
+}
+complete -o bashdefault -F _maxlm_complete maxlm
+"""
+# Option specs of zsh: `--option[help]:name:values` and `{--option,--alias}"[help]:name:values`.
+_ZSH_OPTION = re.compile(r'^( *"\*?--[\w-]+)(?=\[.*[^\\]\]:)|^( *"?\*?"?\{--[\w,-]+\})(?="\[.*[^\\]\]:)', re.MULTILINE)
+
+
+def script(shell: str) -> str:
+    """Returns the completion script of a shell of `SHELLS`."""
+    text = shtab.complete(make_root_parser(), shell)
+    if shell == 'bash':
+        return text + _BASH_WITHOUT_EQUALS
+    # Without `=` in its specification, zsh does not complete the value of `--option=value`.
+    return _ZSH_OPTION.sub(lambda match: re.sub(r'(--[\w-]+)', r'\1=', match[0]), text) if shell == 'zsh' else text
+
+
+def make_root_parser() -> argparse.ArgumentParser:
+    """Returns one parser of all commands, in which each path has its kind of completion."""
+    root = argparse.ArgumentParser(prog='maxlm')
+    commands = root.add_subparsers()
+    for verb, meaning in VERBS.items():
+        parser = parser_of(importlib.import_module(f'maxlm.{verb}').main)
+        _mark_paths(parser)
+        commands.add_parser(verb, help=meaning, parents=[parser], add_help=False)
+    return root
+
+
+def _mark_paths(parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                _mark_paths(child)
+        elif parser.prog == 'maxlm configs show' and action.dest == 'name':
+            action.choices = list(shipped_configs())
+        elif isinstance(action.type, PathOption | PathList):
+            is_directory = isinstance(action.type, PathOption) and action.type.kind is Kind.DIRECTORY
+            values = _names_and_files(shipped_configs()) if action.dest == 'config' else shtab.FILE
+            action.complete = shtab.DIRECTORY if is_directory else values  # type: ignore[attr-defined]
+
+
+def _names_and_files(names: Iterable[str]) -> dict:
+    """Returns the completion of names and files for each shell, in the format of shtab."""
+    words = shlex.join(names)
+    bash = f"""_maxlm_compgen_config_files() {{
+  compgen -W '{words}' -- "$1"
+  compgen -f -- "$1"
+}}"""
+    zsh = f"""_maxlm_config_files() {{
+  compadd {words}
+  _files
+}}"""
+    return {
+        'bash': '_maxlm_compgen_config_files',
+        'zsh': '_maxlm_config_files',
+        'fish': f'{words} (__fish_complete_path (commandline -ct))',
+        'preamble': {'bash': bash, 'zsh': zsh},
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Prints the script."""
+    parser = ArgumentParser(
+        prog='maxlm completion',
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog='example: maxlm completion bash',
+    )
+    parser.add_argument('shell', choices=SHELLS, metavar='|'.join(SHELLS), help='name of the shell')
+    print(script(parser.parse_args(argv).shell))
+    return EXIT_DONE
+
+
+def run() -> None:
+    """Entry point of `python -m maxlm.completion` and `maxlm completion`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()
