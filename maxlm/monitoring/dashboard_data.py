@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from maxlm.config.schema import UNDECIDED_STEPS
 from maxlm.monitoring.downsample import Curves
-from maxlm.reporting.drawing.curves import Point
+from maxlm.reporting.curves import Point
 from maxlm.storage.json_fields import items, number
 from maxlm.telemetry.run_history import RunHistory
 from maxlm.telemetry.run_status import FINISHED, RUNNING, STALLED, STARTING, RunStatus, run_status

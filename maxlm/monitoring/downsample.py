@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from maxlm.reporting.drawing.curves import Point, curve
+from maxlm.reporting.curves import Point, curve
 
 # Maximum number of buckets of a curve. The lowest and the highest value of each bucket are kept.
 MAX_BUCKETS = 2000
