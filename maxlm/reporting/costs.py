@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from maxlm.formatting import GIB, format_bytes, format_dollars, format_duration
 from maxlm.hardware.prices import STORAGE_SOURCE, storage_price
@@ -25,21 +24,12 @@ PAID = tuple(category for category in CATEGORIES if category != 'idle')
 UNKNOWN = 'unknown'
 
 
-class _Cost(NamedTuple):
-    """Amount and dollars of one part of the cost; None if unknown."""
-
-    amount: str | None
-    dollars: str | None
-
-
 def cost_rows(runs: Sequence[ReportedRun], several: bool) -> list[list[str]]:
     """Returns the name of each part of the cost, its amount and its cost; in one column per run for several runs."""
     columns = [_parts(run) for run in runs]
-    rows = []
-    for name in columns[0]:
-        cells = [(parts[name].amount or UNKNOWN, parts[name].dollars or UNKNOWN) for parts in columns]
-        rows.append([name, *((f'{dollars} ({amount})' for amount, dollars in cells) if several else cells[0])])
-    return rows
+    if not several:
+        return [[name, *cells] for name, cells in columns[0].items()]
+    return [[name, *('{1} ({0})'.format(*parts[name]) for parts in columns)] for name in columns[0]]
 
 
 def price_note(run: ReportedRun) -> str:
@@ -58,26 +48,21 @@ def price_note(run: ReportedRun) -> str:
     return ' '.join(filter(None, words))
 
 
-def _parts(run: ReportedRun) -> dict[str, _Cost]:
+def _parts(run: ReportedRun) -> dict[str, tuple[str, str]]:
+    """Returns the amount and the dollars of each part of the cost."""
     attempts = run.goodput_log.attempts if run.goodput_log else []
     dollars = run.goodput_log.dollars_by_category if run.goodput_log else None
     parts = {}
     for name, categories in {**USES, 'accelerator time': PAID}.items():
         seconds = sum(attempt.seconds[category] for attempt in attempts for category in categories)
-        parts[name] = _Cost(
-            format_duration(seconds) if attempts else None,
-            None if dollars is None else format_dollars(sum(dollars[category] for category in categories)),
-        )
-    return {**parts, 'storage of checkpoints': _storage(run), 'transfer': _Cost(_transfer(run), None)}
-
-
-def _storage(run: ReportedRun) -> _Cost:
-    stored = run.history.stored
-    if stored is None:
-        return _Cost(None, None)
-    amount = f'{stored.num_checkpoints} × {format_bytes(stored.bytes / max(1, stored.num_checkpoints))}'
-    price = storage_price(_location(run))
-    return _Cost(amount, None if price is None else f'{format_dollars(stored.bytes / GIB * price)} per month')
+        price = None if dollars is None else format_dollars(sum(dollars[category] for category in categories))
+        parts[name] = (format_duration(seconds) if attempts else UNKNOWN, price or UNKNOWN)
+    amount, price, stored = UNKNOWN, None, run.history.stored
+    if stored is not None:
+        amount = f'{stored.num_checkpoints} × {format_bytes(stored.bytes / max(1, stored.num_checkpoints))}'
+        monthly = storage_price(_location(run))
+        price = None if monthly is None else f'{format_dollars(stored.bytes / GIB * monthly)} per month'
+    return {**parts, 'storage of checkpoints': (amount, price or UNKNOWN), 'transfer': (_transfer(run), UNKNOWN)}
 
 
 def _location(run: ReportedRun) -> str:
@@ -86,8 +71,8 @@ def _location(run: ReportedRun) -> str:
     return (config.checkpoint.remote_dir if config else '') or run.history.workdir
 
 
-def _transfer(run: ReportedRun) -> str | None:
-    """Returns the network traffic of all hosts; None if it was not measured."""
+def _transfer(run: ReportedRun) -> str:
+    """Returns the network traffic of all hosts."""
     totals: dict[str, float] = {}
     for lines in run.history.devices.values():
         for before, line in itertools.pairwise(lines):
@@ -99,4 +84,4 @@ def _transfer(run: ReportedRun) -> str | None:
                 rate = number(line, f'net_{name}_bytes_per_second')
                 if rate is not None:
                     totals[name] = totals.get(name, 0.0) + rate * (stop - start)
-    return ', '.join(f'{format_bytes(total)} {name}' for name, total in totals.items()) or None
+    return ', '.join(f'{format_bytes(total)} {name}' for name, total in totals.items()) or UNKNOWN

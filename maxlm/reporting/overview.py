@@ -32,80 +32,38 @@ class Tile(NamedTuple):
 
 def tiles(run: ReportedRun) -> list[Tile]:
     """Returns the same tiles in the same order for every run, with a dash for unknown values."""
-    status, config, started = run.status, run.history.config, run.started
+    status, started, devices = run.status, run.started, mapping(run.started, 'devices')
+    # Failures are shown above the tiles.
+    reason = '' if status.state in _BAD else status.reason
     tokens = [tokens for _, tokens, _ in run.dataset if tokens is not None]
-    goodput, devices = run.goodput_log.fraction if run.goodput_log else None, mapping(started, 'devices')
-    num_processes, memory = number(devices, 'processes') or 1, number(run.plan, 'memory_available_bytes')
-    num_attempts = len(run.start_events)
-    attempts = f'{num_attempts} {"attempt" if num_attempts == 1 else "attempts"}' if num_attempts else ''
-    best_step, best_loss = run.best or (None, None)
-    epoch, skipped, lowest = (run.last(f'train/{name}') for name in ('epoch', 'skipped_steps', 'best_loss'))
-    rate, mfu, peak = run.median('perf/tokens_per_second'), run.median('perf/mfu'), number(started, 'peak_tflops')
-    price = number(started, 'price_per_hour')
-    model = config and f'{config.model.family}, {config.model.num_layers} layers × {config.model.dim}'
-    planned = f' of {run.num_steps:,}' if run.num_steps and run.num_steps != run.step else ''
+    goodput = run.goodput_log.fraction if run.goodput_log else None
+    memory = number(run.plan, 'memory_available_bytes')
+    available = f'of {format_bytes(memory)} available to a program' if memory and run.memory_bytes else ''
+    lowest, skipped = run.last('train/best_loss'), run.last('train/skipped_steps')
+    lowest_loss = lowest is not None and f'lowest {format_loss(lowest)}'
+    skipped_steps = skipped and f'{skipped:,.0f} steps skipped'
+    count, rate = len(run.start_events), run.median('perf/tokens_per_second')
+    attempts = count and f'{count} {"attempt" if count == 1 else "attempts"}'
+    since = f'since {format_time(run.start_time)}' if run.start_time else ''
+    price, price_source = number(started, 'price_per_hour'), _source(text(started, 'price_source'))
+    price_words = f'{format_dollars(price)} per device-hour{price_source}' if price is not None else ''
+    mfu, peak, peak_source = run.median('perf/mfu'), number(started, 'peak_tflops'), text(started, 'peak_source')
+    of_peak = f' of {peak:,.4g} TFLOP/s{_source(peak_source)}' if peak else ''
+    processes = number(devices, 'processes') or 1
+    hardware = f'{run.num_devices} × {text(devices, "kind")}' if devices else DASH
     return [
-        # Failures are shown above the tiles.
-        Tile('State', status.state, '' if status.state in _BAD else status.reason),
-        Tile(
-            'Parameters',
-            format_si(number(started, 'parameters')),
-            f'{model}, vocabulary {config.model.vocab_size:,}' if config else '',
-        ),
+        Tile('State', status.state, reason),
+        Tile('Parameters', format_si(number(started, 'parameters')), _model(run)),
         Tile('Training tokens', format_si(sum(tokens)) if tokens else DASH, _shortlist(run.source_names)),
-        Tile(
-            'Steps',
-            DASH if run.step is None else f'{run.step:,}{planned}',
-            (f'of {run.num_steps:,} planned' if run.num_steps else '')
-            if run.step is None
-            else _list(
-                run.tokens_per_step and f'{format_si(run.step * run.tokens_per_step)} tokens',
-                epoch is not None and f'{epoch:.3g} epochs',
-            ),
-        ),
-        Tile(
-            'Best validation loss',
-            format_loss(best_loss),
-            f'at step {best_step:,.0f}; last {format_loss(run.last("eval/loss"))}'
-            if best_step is not None
-            else 'no evaluation yet',
-        ),
-        Tile(
-            'Last training loss',
-            format_loss(run.last('train/loss')),
-            _list(lowest is not None and f'lowest {format_loss(lowest)}', skipped and f'{skipped:,.0f} steps skipped'),
-        ),
-        Tile(
-            'Wall time',
-            format_duration(run.wall_seconds),
-            _list(attempts, f'since {format_time(run.start_time)}') if run.start_time else '',
-        ),
-        Tile(
-            'Cost',
-            format_dollars(run.dollars),
-            ('price unknown' if run.dollars is None else '')
-            if price is None
-            else f'{format_dollars(price)} per device-hour{_source(text(started, "price_source"))}',
-        ),
+        Tile('Steps', *_steps(run)),
+        Tile('Best validation loss', *_best(run)),
+        Tile('Last training loss', format_loss(run.last('train/loss')), _list(lowest_loss, skipped_steps)),
+        Tile('Wall time', format_duration(run.wall_seconds), _list(attempts, since) if since else ''),
+        Tile('Cost', format_dollars(run.dollars), price_words or ('price unknown' if run.dollars is None else '')),
         Tile('Goodput', format_percent(goodput), 'of the wall time in productive steps'),
-        Tile(
-            'Tokens per second',
-            format_si(rate),
-            f'MFU {format_percent(mfu)}'
-            + (f' of {peak:,.4g} TFLOP/s{_source(text(started, "peak_source"))}' if peak else '')
-            if mfu is not None
-            else '',
-        ),
-        Tile(
-            'Hardware',
-            f'{run.num_devices} × {text(devices, "kind")}' if devices else DASH,
-            _list(text(started, 'mesh'), num_processes > 1 and f'{num_processes:.0f} processes') if devices else '',
-        ),
-        Tile(
-            'Peak device memory',
-            format_bytes(run.memory_bytes),
-            f'of {format_bytes(memory)} available to a program' if memory and run.memory_bytes else '',
-        ),
+        Tile('Tokens per second', format_si(rate), f'MFU {format_percent(mfu)}{of_peak}' if mfu is not None else ''),
+        Tile('Hardware', hardware, _list(text(started, 'mesh'), processes > 1 and f'{processes:.0f} processes')),
+        Tile('Peak device memory', format_bytes(run.memory_bytes), available),
     ]
 
 
@@ -133,6 +91,29 @@ def problems(runs: Sequence[ReportedRun]) -> list[str]:
         if run.overfitting:
             lines.append((f'{run.name}: ' if len(runs) > 1 else '') + run.overfitting.words)
     return lines
+
+
+def _model(run: ReportedRun) -> str:
+    if run.history.config is None:
+        return ''
+    model = run.history.config.model
+    return f'{model.family}, {model.num_layers} layers × {model.dim}, vocabulary {model.vocab_size:,}'
+
+
+def _steps(run: ReportedRun) -> tuple[str, str]:
+    if run.step is None:
+        return DASH, f'of {run.num_steps:,} planned' if run.num_steps else ''
+    planned = f' of {run.num_steps:,}' if run.num_steps and run.num_steps != run.step else ''
+    tokens = run.tokens_per_step and f'{format_si(run.step * run.tokens_per_step)} tokens'
+    epoch = run.last('train/epoch')
+    return f'{run.step:,}{planned}', _list(tokens, epoch is not None and f'{epoch:.3g} epochs')
+
+
+def _best(run: ReportedRun) -> tuple[str, str]:
+    if run.best is None:
+        return DASH, 'no evaluation yet'
+    step, loss = run.best
+    return format_loss(loss), f'at step {step:,.0f}; last {format_loss(run.last("eval/loss"))}'
 
 
 def _shortlist(names: list[str]) -> str:

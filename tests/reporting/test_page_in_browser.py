@@ -96,7 +96,7 @@ const image = () => figure.querySelector('canvas').toDataURL();
 await settle();
 for (const [change, back] of [
   [() => set(controls.elements.smoothing, (input) => { input.value = 0.99; }),
-   () => set(controls.elements.smoothing, (input) => { input.value = 0.6; })],
+   () => set(controls.elements.smoothing, (input) => { input.value = 0.8; })],
   [() => controls.elements.log.click(), () => controls.elements.log.click()],
   [() => press('+'), () => press('0')],
   [() => press('+'), () => controls.querySelector('button').click()],
