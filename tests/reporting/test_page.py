@@ -78,6 +78,22 @@ def test_all_states_on_one_page(run_of):
     assert len(found.ids) == len(set(found.ids))
 
 
+@pytest.mark.parametrize('names', [('finished',), ('finished', 'crashed')])
+def test_charts_and_controls_have_names_and_tables(run_of, names):
+    text = page(run_of(*names))
+    charts = re.findall(r'<figure class="chart.*?</figure>', text, re.DOTALL)
+    assert len(charts) > 10
+    for chart in charts:
+        title = re.search(r'<figcaption>(.*?) <span', chart)[1]
+        assert f'role="img" aria-label="{title} over ' in chart
+        assert re.search(rf'<details>.*aria-label="{re.escape(title)}".*<td>[\d.,]+</td>.*</details>', chart, re.DOTALL)
+        assert '<button type="button" aria-pressed="true"' in chart
+    labels = ''.join(re.findall(r'<label>.*?</label>', text, re.DOTALL))
+    assert labels.count('<input') == text.count('<input') == (2 if len(names) == 1 else 4)
+    # The bars of the time have a description.
+    assert re.search(r'role="img" aria-label="\w+: productive steps \d+%', text)
+
+
 def test_texts_of_a_run_are_escaped(tmp_path):
     evil = '</style><script>alert(1)</script><img src=x onerror=alert(1)>'
     workdir = workdirs.finished(tmp_path / 'run')

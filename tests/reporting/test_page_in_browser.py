@@ -92,6 +92,18 @@ const set = (input, change) => { change(input); input.dispatchEvent(new Event('i
 const settle = () => new Promise((resolve) => setTimeout(resolve, 50));
 const plot = figure.querySelector('.plot');
 const press = (key) => plot.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true }));
+const drag = async () => {
+  const over = figure.querySelector('.u-over'), box = over.getBoundingClientRect();
+  const fire = (name, share, target) => target.dispatchEvent(new MouseEvent(name, {
+    clientX: box.left + share * box.width, clientY: box.top + 20, bubbles: true, movementX: 9 }));
+  fire('mouseenter', 0.2, over);
+  fire('mousemove', 0.2, over);
+  fire('mousedown', 0.2, over);
+  fire('mousemove', 0.6, over);
+  await settle();
+  fire('mouseup', 0.6, document);
+  fire('mouseleave', 0.6, over);
+};
 const image = () => figure.querySelector('canvas').toDataURL();
 await settle();
 for (const [change, back] of [
@@ -100,11 +112,12 @@ for (const [change, back] of [
   [() => controls.elements.log.click(), () => controls.elements.log.click()],
   [() => press('+'), () => press('0')],
   [() => press('+'), () => controls.querySelector('button').click()],
+  [drag, () => figure.querySelector('.u-over').dispatchEvent(new MouseEvent('dblclick', { bubbles: true }))],
   [() => figure.querySelector('.legend button').click(), () => figure.querySelector('.legend button').click()],
   [() => controls.elements.run[0].click(), () => controls.elements.run[0].click()],
 ]) {
   const before = image();
-  change();
+  await change();
   await settle();
   const changed = image() !== before;
   back();
@@ -124,7 +137,7 @@ def test_each_control_changes_the_chart_and_can_be_undone(tmp_path):
         ]
         histories.append(dataclasses.replace(history, metrics=lines))
     result = measure(page(make_runs(histories, workdirs.NOW)), tmp_path / 'page', width=WIDE, actions=CONTROL)
-    assert result['steps'] == [[True, True]] * 6
+    assert result['steps'] == [[True, True]] * 7
 
 
 def test_several_runs_on_a_phone(make_page, tmp_path):
