@@ -27,9 +27,11 @@ UNKNOWN = 'unknown'
 def cost_rows(runs: Sequence[ReportedRun], several: bool) -> list[list[str]]:
     """Returns the name of each part of the cost, its amount and its cost; in one column per run for several runs."""
     columns = [_parts(run) for run in runs]
+    # Uses without time, such as lost steps, are omitted.
+    names = [name for name in columns[0] if any(parts[name][0] != format_duration(0) for parts in columns)]
     if not several:
-        return [[name, *cells] for name, cells in columns[0].items()]
-    return [[name, *('{1} ({0})'.format(*parts[name]) for parts in columns)] for name in columns[0]]
+        return [[name, *columns[0][name]] for name in names]
+    return [[name, *('{1} ({0})'.format(*parts[name]) for parts in columns)] for name in names]
 
 
 def price_note(run: ReportedRun) -> str:

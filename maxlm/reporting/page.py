@@ -51,6 +51,7 @@ GENERATOR = '<meta name="generator" content="maxlm '
 _OLD_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _START_BYTES = 1024
 ASSETS, _TEMPLATES = Path(__file__).parent / 'assets', Path(__file__).parent / 'templates'
+_STYLES, _SCRIPTS = ('uPlot.min.css', 'report.css'), ('uPlot.min.js', 'report.js')
 # HTML does not allow control characters, and UTF-8 no surrogates; JSON can contain both.
 _UNPRINTABLE = re.compile(r'[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]')
 
@@ -101,18 +102,9 @@ def page(runs: Sequence[ReportedRun]) -> str:
     """Returns the page of at least one run."""
     context = _context(runs)
     sections = {name: section(name, runs, context) for name in SECTIONS}
-    return (
-        _environment()
-        .get_template('page.html')
-        .render(
-            context,
-            sections={name: body for name, body in sections.items() if body},
-            style=_asset('uPlot.min.css', 'report.css'),
-            script=_asset('uPlot.min.js', 'report.js'),
-            policy=policy(),
-            version=maxlm.__version__,
-        )
-    )
+    context |= {'sections': {name: body for name, body in sections.items() if body}, 'version': maxlm.__version__}
+    context |= {'style': _asset(*_STYLES), 'script': _asset(*_SCRIPTS), 'policy': policy()}
+    return _environment().get_template('page.html').render(context)
 
 
 def section(name: str, runs: Sequence[ReportedRun], context: dict[str, Any] | None = None) -> str:
@@ -123,14 +115,13 @@ def section(name: str, runs: Sequence[ReportedRun], context: dict[str, Any] | No
 
 def policy() -> str:
     """Returns the content security policy, which allows only our style sheet and script, and no external resource."""
-    style, script = _asset('uPlot.min.css', 'report.css'), _asset('uPlot.min.js', 'report.js')
-    return f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    return f"default-src 'none'; style-src '{_hash(_asset(*_STYLES))}'; script-src '{_hash(_asset(*_SCRIPTS))}'"
 
 
 @functools.cache
 def _asset(*names: str) -> str:
     """Returns files of the package as one text."""
-    return '\n'.join((ASSETS / name).read_text() for name in names)
+    return '\n'.join((ASSETS / name).read_text(encoding='utf-8') for name in names)
 
 
 def _hash(source: str) -> str:

@@ -8,7 +8,6 @@ from maxlm.formatting import DASH, format_bytes, format_dollars, format_duration
 from maxlm.reporting.run_summary import ReportedRun, ratio
 from maxlm.storage.json_fields import number
 
-
 # Figure → its key in the plan, its format, and its actual value.
 _FIGURES: dict[str, tuple[str, Callable[[float | None], str], Callable[[ReportedRun], float | None]]] = {
     'step time': ('step_seconds', format_duration, lambda run: run.median('perf/step_time_seconds')),

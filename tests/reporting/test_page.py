@@ -95,12 +95,15 @@ def test_charts_and_controls_have_names_and_tables(run_of, names):
 
 
 def test_texts_of_a_run_are_escaped(tmp_path):
-    evil = '</style><script>alert(1)</script><img src=x onerror=alert(1)>'
+    evil = '</style></script><script>alert(1)</script><img src=x onerror=alert(1)>'
     workdir = workdirs.finished(tmp_path / 'run')
     for path in workdir.glob('*.jsonl'):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text(''.join(json.dumps(poisoned(line, evil)) + '\n' for line in lines))
-    text = page(make_runs([read_history(workdir)], workdirs.NOW))
+    history = read_history(workdir)
+    config = dataclasses.replace(history.config, data=dataclasses.replace(history.config.data, path=evil))
+    histories = [dataclasses.replace(history, workdir=f'/{name}{evil}', config=config) for name in 'ab']
+    text = page(make_runs(histories, workdirs.NOW))
     found = parsed(text)
     assert found.tags.count('script') == 1 + text.count('<figure class="chart')
     assert 'img' not in found.tags

@@ -17,6 +17,8 @@
   const DASHES = [[], [7, 4], [2, 4]];
   const MARK_DASHES = { alert: [], restart: [5, 4], change: [1.5, 3] };
   const MAX_DOTS = 60;
+  // Seconds between two labels of a time axis.
+  const TIMES = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 604800];
 
   const number = (value) => value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e9)
     ? value.toExponential(3) : value.toLocaleString('en', { maximumSignificantDigits: 4 });
@@ -152,8 +154,7 @@
         },
         axes: [
           { ...axis, size: 26, values: (u, ticks) => ticks.map(this.spec.x === 'time' ? duration : compact),
-            space: 70, incrs: this.spec.x === 'time' ? [1, 5, 15, 60, 300, 900, 3600, 10800, 43200, 86400, 604800]
-              : undefined },
+            space: 80, incrs: this.spec.x === 'time' ? TIMES : undefined },
           { ...axis, size: (u, texts) => 14 + 6.5 * Math.max(2, ...(texts ?? []).map((text) => text?.length ?? 0)),
             values: (u, ticks) => ticks.map((value) => value === null ? '' : compact(value)) },
         ],
