@@ -22,7 +22,7 @@ _GAP_FACTOR = 4.0
 Curves = dict[str, list[Point]]
 
 
-class Reading(NamedTuple):
+class DeviceMetric(NamedTuple):
     """A chart of one reading of each accelerator or each host."""
 
     key: str
@@ -32,26 +32,26 @@ class Reading(NamedTuple):
     of_host: bool = False
 
 
-READINGS = (
-    Reading('use_percent', 'Device utilization', '%'),
-    Reading('memory_bytes', 'Device memory', 'GiB', 1 / GIB),
-    Reading('temperature_c', 'Temperature', '°C'),
-    Reading('power_w', 'Power', 'W'),
-    Reading('clock_mhz', 'Clock', 'MHz'),
-    Reading('cpu_percent', 'Host CPU', '% of all cores', of_host=True),
-    Reading('ram_bytes', 'Host memory', 'GiB', 1 / GIB, of_host=True),
-    Reading('disk_free_bytes', 'Free disk space of the workdir', 'GiB', 1 / GIB, of_host=True),
-    Reading('disk_write_bytes_per_second', 'Disk writes', 'MB/s', 1e-6, of_host=True),
-    Reading('net_received_bytes_per_second', 'Network received', 'MB/s', 1e-6, of_host=True),
+DEVICE_METRICS = (
+    DeviceMetric('use_percent', 'Device utilization', '%'),
+    DeviceMetric('memory_bytes', 'Device memory', 'GiB', 1 / GIB),
+    DeviceMetric('temperature_c', 'Temperature', '°C'),
+    DeviceMetric('power_w', 'Power', 'W'),
+    DeviceMetric('clock_mhz', 'Clock', 'MHz'),
+    DeviceMetric('cpu_percent', 'Host CPU', '% of all cores', of_host=True),
+    DeviceMetric('ram_bytes', 'Host memory', 'GiB', 1 / GIB, of_host=True),
+    DeviceMetric('disk_free_bytes', 'Free disk space of the workdir', 'GiB', 1 / GIB, of_host=True),
+    DeviceMetric('disk_write_bytes_per_second', 'Disk writes', 'MB/s', 1e-6, of_host=True),
+    DeviceMetric('net_received_bytes_per_second', 'Network received', 'MB/s', 1e-6, of_host=True),
 )
 
 
 def device_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     """Returns charts over the time since each run started."""
-    return [chart for reading in READINGS if (chart := _chart(runs, reading))]
+    return [chart for reading in DEVICE_METRICS if (chart := _chart(runs, reading))]
 
 
-def reading_curves(by_process: Mapping[int, Sequence[Any]], reading: Reading, start_time: float) -> Curves:
+def reading_curves(by_process: Mapping[int, Sequence[Any]], reading: DeviceMetric, start_time: float) -> Curves:
     """Returns the name of a device or host → (seconds since `start_time`, value) of one reading."""
     curves: Curves = {}
     for process, lines in by_process.items():
@@ -101,7 +101,7 @@ def device_rows(run: ReportedRun) -> list[list[str]]:
     return rows
 
 
-def _chart(runs: Sequence[ReportedRun], reading: Reading) -> Chart:
+def _chart(runs: Sequence[ReportedRun], reading: DeviceMetric) -> Chart:
     curves = [reading_curves(run.history.devices, reading, run.start_time) for run in runs]
     if len(runs) == 1:
         named = enumerate(summarize_curves(curves[0]).items())

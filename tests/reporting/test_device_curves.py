@@ -2,15 +2,15 @@
 
 import statistics
 
-from maxlm.reporting.device_charts import MAX_CURVES, Reading, bin_curves, reading_curves, summarize_curves
+from maxlm.reporting.device_charts import MAX_CURVES, DeviceMetric, bin_curves, reading_curves, summarize_curves
 
 
 def device_curves(by_process, key, *, start_time, factor=1.0):
-    return reading_curves(by_process, Reading(key, '', '', factor), start_time)
+    return reading_curves(by_process, DeviceMetric(key, '', '', factor), start_time)
 
 
 def host_curves(by_process, key, *, start_time):
-    return reading_curves(by_process, Reading(key, '', '', of_host=True), start_time)
+    return reading_curves(by_process, DeviceMetric(key, '', '', of_host=True), start_time)
 
 
 def lines(num_devices, host='a', times=range(0, 300, 30)):

@@ -85,7 +85,7 @@ def test_charts_and_controls_have_names_and_tables(run_of, names):
     assert len(charts) > 10
     for chart in charts:
         title = re.search(r'<figcaption>(.*?) <span', chart)[1]
-        assert f'role="img" aria-label="{title} over ' in chart
+        assert f'aria-roledescription="chart" aria-label="{title} over ' in chart
         assert re.search(rf'<details>.*aria-label="{re.escape(title)}".*<td>[\d.,]+</td>.*</details>', chart, re.DOTALL)
         assert '<button type="button" aria-pressed="true"' in chart
     labels = ''.join(re.findall(r'<label>.*?</label>', text, re.DOTALL))
