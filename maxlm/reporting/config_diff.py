@@ -59,26 +59,9 @@ def differences(config: Config, shipped: Config, command: Sequence[str]) -> list
     return sorted(changed, key=lambda one: not one.is_override)
 
 
-def difference_rows(config: Config, shipped: Config, command: Sequence[str]) -> list[list[str]]:
-    """Returns key, shipped value, value of the run, and `command line` for overrides."""
-    return [
-        [one.key, _value(one.shipped), _value(one.value), 'command line' if one.is_override else '']
-        for one in differences(config, shipped, command)
-    ]
-
-
-def varying_rows(configs: Sequence[Config | None]) -> list[list[str]]:
-    """Returns key and value in each config, for keys that differ between the configs."""
-    return [[key, *map(_value, values)] for key, values in varying_keys(configs).items()]
-
-
 def varying_keys(configs: Sequence[Config | None]) -> dict[str, list[Any]]:
     """Returns key → its value in each config, for keys that differ between the configs."""
     all_values: list[Mapping[str, Any]] = [flatten(config) if config else {} for config in configs]
     keys = list(dict.fromkeys(key for values in all_values for key in values))
     rows = {key: [values.get(key) for values in all_values] for key in keys}
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
-
-
-def _value(value: object) -> str:
-    return '' if value is None else str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from maxlm.formatting import format_dollars, format_duration, format_int, format_percent, format_time
+from maxlm.formatting import format_duration, format_percent
 from maxlm.reporting.run_summary import ReportedRun
 from maxlm.telemetry.goodput import Attempt
 
@@ -90,21 +90,6 @@ def category_rows(shown: Sequence[Bar]) -> list[tuple[str, list[str]]]:
         for category in categories(shown)
     ]
     return [*rows, ('', [_with_share(bar.total, bar.total) for bar in shown])]
-
-
-def attempt_rows(run: ReportedRun) -> list[list[str]]:
-    """Returns attempt, steps, start, last record, cost and end of the newest attempts."""
-    return [
-        [
-            f'attempt {attempt.number}',
-            f'{format_int(attempt.start_step)} to {format_int(attempt.step)}',
-            format_time(attempt.start_time),
-            format_time(attempt.time),
-            format_dollars(attempt.dollars),
-            'exited' if attempt.is_closed else 'no final record: killed or still running',
-        ]
-        for attempt in shown_attempts(run)
-    ]
 
 
 def _with_share(seconds: float, total: float) -> str:

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import html
 import re
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from maxlm.config.loading import to_json
 from maxlm.log import logger
 from maxlm.reporting import goodput, overview, records, scaling, training_charts
 from maxlm.reporting.charts import MARKS, chart_data
-from maxlm.reporting.config_diff import difference_rows, shipped_config, varying_rows
+from maxlm.reporting.config_diff import differences, shipped_config, varying_keys
 from maxlm.reporting.costs import cost_rows, price_note
 from maxlm.reporting.device_charts import device_charts, device_rows
 from maxlm.reporting.plan_vs_actual import plan_rows
@@ -57,10 +58,10 @@ _UNPRINTABLE = re.compile(r'[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\uf
 
 # Functions that the templates call.
 _FUNCTIONS = (
-    *(cost_rows, price_note, device_rows, difference_rows, plan_rows, shipped_config, to_json, varying_rows),
-    *(goodput.attempt_rows, goodput.bars, goodput.categories, goodput.category_rows, goodput.process_bars),
+    *(cost_rows, price_note, device_rows, differences, plan_rows, shipped_config, to_json, varying_keys),
+    *(goodput.bars, goodput.categories, goodput.category_rows, goodput.process_bars, goodput.shown_attempts),
     *(overview.headline, overview.problems, overview.tile_rows, records.shown_events, records.shown_samples),
-    *(scaling.all_throughputs, scaling.median_per_device, scaling.scaling_rows),
+    *(scaling.scaling_rows, scaling.throughputs),
     *(training_charts.overfitting_note, training_charts.source_rows),
 )
 
@@ -161,6 +162,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {
         'count': formatting.format_int,
         'dollars': formatting.format_dollars,
+        'median': statistics.median,
         'duration': formatting.format_duration,
         'percent': formatting.format_percent,
         'si': formatting.format_si,

@@ -42,16 +42,6 @@ def scaling_rows(attempts: Sequence[AttemptThroughput]) -> list[list[str]]:
     ]
 
 
-def all_throughputs(runs: Sequence[ReportedRun]) -> list[AttemptThroughput]:
-    """Returns the throughputs of all attempts of all runs."""
-    return [one for run in runs for one in throughputs(run)]
-
-
-def median_per_device(attempts: Sequence[AttemptThroughput]) -> float:
-    """Returns the median tokens/s per device."""
-    return statistics.median(one.per_device for one in attempts)
-
-
 def throughputs(run: ReportedRun) -> list[AttemptThroughput]:
     """Returns the throughput of each attempt. A line belongs to the latest attempt that had started by its time."""
     starts = [(time, event) for event in run.start_events if (time := number(event, 'time')) is not None]

@@ -167,7 +167,7 @@
     }
 
     valueRange(min, max, log) {
-      if (min === null) return [0, 1];
+      if (min === null) return log ? [1, 10] : [0, 1];
       if (log) return uPlot.rangeLog(min, max, 10, false);
       if (this.spec.zero) [min, max] = [Math.min(0, min), Math.max(0, max)];
       // Outliers are above the plot, unless the reader zooms to them.
