@@ -43,7 +43,6 @@ class RunSnapshot:
 
     Attributes:
         name: name of the run.
-        workdir: workdir of the run.
         now: seconds since 1970.
         status: status of the run.
         attempt: number of the current attempt.
@@ -65,7 +64,6 @@ class RunSnapshot:
     """
 
     name: str
-    workdir: str
     now: float
     status: RunStatus
     attempt: int
@@ -122,7 +120,6 @@ def dashboard_data(history: RunHistory, now: float, curves: Curves | None = None
     goodput_log = history.goodput_logs.get(0)
     return RunSnapshot(
         name=history.name,
-        workdir=history.workdir,
         now=now,
         status=state,
         attempt=int(number(history.started, 'life') or 0),

@@ -103,7 +103,8 @@
         return {
           show: this.isShown(index), stroke: isFaint ? faded(color, 0.35) : color, width: isFaint ? 1 : 1.8,
           dash: DASHES[one.dash], spanGaps: false,
-          points: { show: one.dots && points <= MAX_DOTS && !isFaint, size: 6, fill: color },
+          // A single value has no line.
+          points: { show: points === 1 || (one.dots && points <= MAX_DOTS && !isFaint), size: 6, fill: color },
         };
       });
       const marks = (u) => {
