@@ -35,7 +35,9 @@ def plot(
         marks: points to draw on top of the curve.
         mark_style: color of the marks.
     """
-    points, finite_marks = finite(curve), finite(marks)
+    # More points than dots would only slow down the plot. The highest and lowest values are kept.
+    shown = downsample(curve, 6 * max(width, 1))
+    points, finite_marks = finite(shown), finite(marks)
     if not points or height < 2 or width < 12:
         words = '' if points else 'no values yet'
         return [
@@ -52,8 +54,7 @@ def plot(
     plotext.yaxes(True, False)
     plotext.ylim(low, high)
     plotext.xlim(first, last if last > first else first + 1)
-    # More points than dots would only slow down the plot.
-    for has_value, part in itertools.groupby(downsample(curve, 6 * width), lambda point: point[1] is not None):
+    for has_value, part in itertools.groupby(shown, lambda point: point[1] is not None):
         if has_value:
             xs, ys = zip(*finite(part), strict=True)
             plotext.plot(xs, [min(y, high) for y in ys], marker='braille', color=Color.parse(style).number)
