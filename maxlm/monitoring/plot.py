@@ -45,7 +45,9 @@ def plot(
             for row in range(height)
         ]
     low, high = _value_range([y for _, y in points], [y for _, y in finite_marks])
-    first, last = points[0][0], max(x for x, _ in (points[-1], *finite_marks))
+    # Lines to points outside the axes would be slow, since plotext computes them completely.
+    steps = [x for x, _ in (*points, *finite_marks)]
+    first, last = min(steps), max(steps)
     plotext.clear_figure()
     plotext.theme('clear')
     plotext.limit_size(False, False)

@@ -50,6 +50,12 @@ def test_steps_are_labeled_below():
     assert lines[-1].rstrip().endswith('12.3k')
 
 
+def test_all_steps_are_within_the_axes():
+    # A line to a point far outside the axes would take minutes.
+    lines = texts(plot([(10, 1.0), (10**9, 2.0), (20, 3.0)], width=30, height=6))
+    assert lines[-1].split() == ['10', '1B']
+
+
 def test_values_are_labeled_with_enough_digits():
     def labels(values):
         lines = texts(plot(list(enumerate(values)), width=40, height=9))
