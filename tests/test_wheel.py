@@ -59,10 +59,11 @@ def run(unpacked, cwd, *words):
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_it_contains_the_configs_and_the_chat_page(unpacked):
+def test_it_contains_the_configs_the_chat_page_and_the_templates_of_the_report(unpacked):
     assert {path.stem for path in (unpacked / 'maxlm/shipped_configs').glob('*.py')} == NAMES
-    for name in ('chat', 'reference'):
-        assert list((unpacked / 'maxlm/serving/pages' / name).iterdir())
+    for name in ('serving/pages/chat', 'serving/pages/reference', 'reporting/assets', 'reporting/templates'):
+        files = {path.name for path in (ROOT / 'maxlm' / name).iterdir()}
+        assert files == {path.name for path in (unpacked / 'maxlm' / name).iterdir()}
     assert {path.name for path in unpacked.iterdir() if not path.name.endswith('.dist-info')} == {'maxlm'}
     # Type checkers use the annotations of the package.
     assert (unpacked / 'maxlm/py.typed').is_file()

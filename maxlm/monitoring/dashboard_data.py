@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxlm.config.schema import UNDECIDED_STEPS
-from maxlm.monitoring.downsample import Curves
-from maxlm.reporting.drawing.curves import Point
+from maxlm.reporting.curves import Point, curve
 from maxlm.storage.json_fields import items, number
 from maxlm.telemetry.run_history import RunHistory
 from maxlm.telemetry.run_status import FINISHED, RUNNING, STALLED, STARTING, RunStatus, run_status
@@ -43,7 +42,6 @@ class RunSnapshot:
 
     Attributes:
         name: name of the run.
-        workdir: workdir of the run.
         now: seconds since 1970.
         status: status of the run.
         attempt: number of the current attempt.
@@ -57,7 +55,7 @@ class RunSnapshot:
         dollars_left: dollars until the end.
         latest: metric → latest value; None: it was not finite.
         last_eval_step: step of the latest validation loss.
-        curves: metric → downsampled (step, value) points.
+        curves: metric → (step, value) points.
         seconds_by_category: category → seconds of process 0; only values above 0.
         readings: newest reading of each machine.
         events: events, oldest first.
@@ -65,7 +63,6 @@ class RunSnapshot:
     """
 
     name: str
-    workdir: str
     now: float
     status: RunStatus
     attempt: int
@@ -89,6 +86,29 @@ class RunSnapshot:
     def is_active(self) -> bool:
         """Returns True if the run continues or may continue."""
         return self.status.state in (STARTING, RUNNING, STALLED)
+
+
+class Curves:
+    """Curves of several metrics of one run, which are extended when the run writes new lines."""
+
+    def __init__(self, names: Sequence[str]):
+        self._points: dict[str, list[Point]] = {name: [] for name in names}
+        self._num_lines = 0
+        self._ends: list[Mapping[str, Any]] = []
+
+    def update(self, metrics: Sequence[Mapping[str, Any]]) -> Mapping[str, Sequence[Point]]:
+        """Returns metric → points.
+
+        Args:
+            metrics: the lines of the previous call with new lines appended. Any other lines reset the curves.
+        """
+        known = self._num_lines
+        if len(metrics) < known or [*metrics[:1], *metrics[max(0, known - 1) : known]] != self._ends:
+            self._points, known = {name: [] for name in self._points}, 0
+        for name, points in self._points.items():
+            points += curve(metrics[known:], name)
+        self._num_lines, self._ends = len(metrics), [*metrics[:1], *metrics[-1:]]
+        return self._points
 
 
 def dashboard_data(history: RunHistory, now: float, curves: Curves | None = None) -> RunSnapshot:
@@ -122,7 +142,6 @@ def dashboard_data(history: RunHistory, now: float, curves: Curves | None = None
     goodput_log = history.goodput_logs.get(0)
     return RunSnapshot(
         name=history.name,
-        workdir=history.workdir,
         now=now,
         status=state,
         attempt=int(number(history.started, 'life') or 0),

@@ -11,8 +11,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from maxlm.errors import InputError
-from maxlm.monitoring.dashboard_data import PLOTTED_METRICS, RunSnapshot, dashboard_data
-from maxlm.monitoring.downsample import Curves
+from maxlm.monitoring.dashboard_data import PLOTTED_METRICS, Curves, RunSnapshot, dashboard_data
 from maxlm.monitoring.keyboard import Quit, keys
 from maxlm.monitoring.screen import page, screen, table
 from maxlm.telemetry.run_history import HistoryReader, RunHistory

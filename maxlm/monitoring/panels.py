@@ -19,9 +19,9 @@ from maxlm.formatting import (
     format_rate,
     format_si,
 )
-from maxlm.monitoring.braille_plot import plot
 from maxlm.monitoring.dashboard_data import Reading, RunSnapshot, devices_of
 from maxlm.monitoring.layout import bar, columns, field, flow, plain, truncate
+from maxlm.monitoring.plot import plot
 from maxlm.storage.json_fields import items, number, text
 from maxlm.telemetry.run_status import CRASHED, DIVERGED, FINISHED, PREEMPTED, RUNNING, STALLED, STARTING
 

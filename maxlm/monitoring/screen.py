@@ -54,12 +54,7 @@ def page(run: RunSnapshot, width: int) -> list[Text]:
 
 def table(runs: Sequence[RunSnapshot], selected: int, width: int) -> list[Text]:
     """Returns a table with one line per run."""
-    rows = [
-        [
-            Text(word, style='dim')
-            for word in ('  run', 'state', 'done', 'loss', 'validation', 'left', 'cost', 'tokens/s')
-        ]
-    ]
+    rows = [[Text(word, style='dim') for word in TABLE]]
     for number, run in enumerate(runs):
         mark = '▸' if number == selected else ' '
         done = format_percent(run.step / run.num_steps) if run.num_steps else DASH

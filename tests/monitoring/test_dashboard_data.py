@@ -6,7 +6,9 @@ import pytest
 
 from maxlm.config.loading import to_json
 from maxlm.config.schema import UNDECIDED_STEPS
-from maxlm.monitoring.dashboard_data import dashboard_data, devices_of
+from maxlm.monitoring import dashboard_data as dashboard_data_module
+from maxlm.monitoring.dashboard_data import Curves, dashboard_data, devices_of
+from maxlm.reporting.curves import curve
 from maxlm.telemetry.run_history import RunHistory, read_history
 from maxlm.telemetry.run_status import RUNNING, STARTING
 from tests import workdirs
@@ -121,3 +123,24 @@ def test_devices(tmp_path):
     assert [reading.process for reading in data.readings] == [0, 1]
     assert [len(devices_of(reading)) for reading in data.readings] == [4, 4]
     assert data.readings[0].age == pytest.approx(50)
+
+
+def lines_with(steps, loss):
+    return [{'step': step, 'train/loss': loss} for step in steps]
+
+
+def test_appended_metrics_are_added_and_other_metrics_are_recomputed(monkeypatch):
+    curves = Curves(['train/loss', 'eval/loss'])
+    metrics = lines_with(range(10), 1.0)
+    assert curves.update(metrics)['train/loss'] == [(step, 1.0) for step in range(10)]
+    metrics = [*metrics, *lines_with(range(10, 12), 2.0), {'step': 12, 'eval/loss': 3.0}]
+    read = []
+    monkeypatch.setattr(dashboard_data_module, 'curve', lambda new, name: (read.append(len(new)), curve(new, name))[1])
+    found = curves.update(metrics)
+    assert read[:2] == [3, 3]
+    assert found == Curves(['train/loss', 'eval/loss']).update(metrics)
+    # A rollback replaces the last lines.
+    other = [*metrics[:5], *lines_with(range(5, 30), 7.0)]
+    assert curves.update(other) == Curves(['train/loss', 'eval/loss']).update(other)
+    assert curves.update(metrics[:3])['train/loss'] == [(step, 1.0) for step in range(3)]
+    assert curves.update([]) == {'train/loss': [], 'eval/loss': []}

@@ -4,6 +4,8 @@ Only the command line of the browser is used. A script is added to a copy of the
 the DOM that the browser prints.
 """
 
+import base64
+import hashlib
 import html
 import json
 import os
@@ -22,37 +24,35 @@ addEventListener('securitypolicyviolation', (event) => faults.push(`policy: ${ev
 </script>"""
 MEASURE = """<script>
 // Wait, so that later violations of the policy are recorded too.
-addEventListener('load', () => setTimeout(() => {
-  const length = (path) => path.getTotalLength();
+addEventListener('load', () => setTimeout(async () => {
+  // Axes and labels are gray, and curves are not.
+  const colored = (canvas) => {
+    const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    let count = 0;
+    for (let at = 0; at < data.length; at += 4) {
+      const [red, green, blue, alpha] = data.subarray(at, at + 4);
+      count += alpha > 50 && Math.max(red, green, blue) - Math.min(red, green, blue) > 60;
+    }
+    return count;
+  };
   const charts = [...document.querySelectorAll('figure')].map((figure) => {
-    const box = figure.querySelector('svg.plot, svg.bar').getBoundingClientRect();
-    const curves = [...figure.querySelectorAll('path[data-series], .bar path')];
+    const drawing = figure.querySelector('canvas, svg.bar'), box = drawing.getBoundingClientRect();
     return {
       title: figure.querySelector('figcaption').firstChild.textContent.trim(),
       width: box.width, height: box.height,
-      lengths: curves.map(length), shapes: curves.map((path) => path.getBoundingClientRect().width),
-      hover: figure.querySelector('.hover')?.textContent, labels: figure.querySelectorAll('.x span').length,
+      drawn: drawing.matches('canvas') ? colored(drawing) : drawing.querySelectorAll('rect').length,
     };
   });
-  const read = (share) => {
-    const plot = document.querySelector('.plot');
-    if (!plot?.dataset.x) return null;
-    const box = plot.getBoundingClientRect();
-    const where = { clientX: box.left + share * box.width, clientY: box.top + 5, bubbles: true };
-    plot.dispatchEvent(new PointerEvent('pointermove', where));
-    const figure = plot.closest('figure');
-    const seen = [figure.querySelector('.hover').textContent, figure.querySelector('.legend b').textContent];
-    plot.dispatchEvent(new PointerEvent('pointerleave'));
-    return [...seen, figure.querySelector('.hover').textContent, figure.querySelector('.legend b').textContent];
-  };
-  const right = [...document.querySelectorAll('.frame span, .tile, h1, h2, .legend li')]
+  const right = [...document.querySelectorAll('.plot, .tile, h1, h2, .legend li, .controls > *')]
     .map((element) => element.getBoundingClientRect().right);
+  const figure = document.querySelector('.chart'), steps = [];
+  /* ACTIONS */
   const output = document.createElement('pre');
   const result = {
-    charts, faults, read: read(0.5),
+    charts, faults,
     viewport: innerWidth, page: document.documentElement.scrollWidth, right: Math.max(0, ...right),
     background: getComputedStyle(document.documentElement).backgroundColor,
-    requests: performance.getEntriesByType('resource').map((entry) => entry.name),
+    steps, requests: performance.getEntriesByType('resource').map((entry) => entry.name),
   };
   output.id = 'measured';
   output.textContent = JSON.stringify(result);
@@ -69,14 +69,20 @@ def find_browser():
     pytest.fail('no Chromium: launch/test.sh installs it; or set MAXLM_BROWSER')
 
 
-def measure(page, folder, *, width, fragment=''):
+def measure(page, folder, *, width, fragment='', actions=''):
     """Returns the measurements of a page in a browser window of `width` pixels.
 
-    Besides the script's result they contain `console`, the messages of the console, and `hosts`, the requested URLs.
+    `actions` is JavaScript that runs before the end of the measurement. It can append to `steps`, and `figure` is the
+    first chart. Besides the script's result, the measurements contain `console`, the messages of the console, and
+    `hosts`, the requested URLs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, log = folder / 'page.html', folder / 'net.json'
-    file.write_text(page.replace('<head>', f'<head>{LISTEN}', 1).replace('</body>', f'{MEASURE}</body>', 1))
+    measuring = MEASURE.replace('/* ACTIONS */', actions)
+    # The policy allows scripts by their hashes.
+    allowed = ' '.join(f"'{script_hash(script)}'" for script in (LISTEN, measuring))
+    page = page.replace('script-src &#39;', f'script-src {allowed} &#39;'.replace("'", '&#39;'))
+    file.write_text(page.replace('<head>', f'<head>{LISTEN}', 1).replace('</body>', f'{measuring}</body>', 1))
     command = [
         find_browser(),
         *('--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars', '--enable-logging=stderr'),
@@ -94,18 +100,18 @@ def measure(page, folder, *, width, fragment=''):
     return result
 
 
+def script_hash(element):
+    """Returns the source of a script element in a policy."""
+    source = element.removeprefix('<script>').removesuffix('</script>')
+    return f'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'
+
+
 def incomplete_figures(result):
     """Returns the titles of figures that are too small or lack a curve."""
     return [
         chart['title']
         for chart in result['charts']
-        if not (
-            chart['width'] > 100
-            and chart['height'] > 10
-            and chart['lengths']
-            and all(length > 0 for length in chart['lengths'])
-            and all(width > 0 for width in chart['shapes'])
-        )
+        if not (chart['width'] > 100 and chart['height'] > 10 and chart['drawn'] > 0)
     ]
 
 

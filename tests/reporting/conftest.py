@@ -1,6 +1,6 @@
 import pytest
 
-from maxlm.reporting.sections.run_summary import make_runs
+from maxlm.reporting.run_summary import make_runs
 from maxlm.telemetry.run_history import read_history
 from tests import workdirs
 

@@ -1,20 +1,28 @@
 """Tests the report file, which is valid, safe and small, and is written for any content of the workdir."""
 
+import dataclasses
 import html.parser
 import json
 import logging
+import re
 import subprocess
 import sys
 
 import pytest
 
-from maxlm.reporting.page import NAME, POLICY, page, write_at_end, write_page
-from maxlm.reporting.sections.run_summary import make_runs
+from maxlm.reporting.page import NAME, is_foreign, page, policy, write_at_end, write_page
+from maxlm.reporting.run_summary import make_runs
 from maxlm.telemetry.run_history import read_history
 from tests import workdirs
 from tests.conftest import ROOT
 
-VOID = {'meta', 'br'}
+VOID = {'meta', 'br', 'input'}
+# Start of a page of version 0.1.
+OLD_PAGE = (
+    '<!doctype html>\n<html lang="en">\n<head><meta http-equiv="Content-Security-Policy" content="'
+    'default-src &#x27;none&#x27;; style-src &#x27;unsafe-inline&#x27;; script-src &#x27;unsafe-inline&#x27;; '
+    'img-src data:">'
+)
 
 
 class Parser(html.parser.HTMLParser):
@@ -58,9 +66,10 @@ def test_every_state(run_of, name):
     assert [link.removeprefix('#') for link in found.links if link.removeprefix('#') not in found.ids] == []
     assert len(found.ids) == len(set(found.ids))
     assert found.addresses == []
-    assert found.tags.count('script') == 1
-    assert f'content="{POLICY.replace(chr(39), "&#x27;")}"' in text
-    assert ('<path' in text) == (name != 'empty')
+    # One script, and one block of data for each chart.
+    assert found.tags.count('script') == 1 + text.count('<figure class="chart')
+    assert f'content="{policy().replace(chr(39), "&#39;")}"' in text
+    assert ('<figure' in text) == (name != 'empty')
 
 
 def test_all_states_on_one_page(run_of):
@@ -69,14 +78,34 @@ def test_all_states_on_one_page(run_of):
     assert len(found.ids) == len(set(found.ids))
 
 
+@pytest.mark.parametrize('names', [('finished',), ('finished', 'crashed')])
+def test_charts_and_controls_have_names_and_tables(run_of, names):
+    text = page(run_of(*names))
+    charts = re.findall(r'<figure class="chart.*?</figure>', text, re.DOTALL)
+    assert len(charts) > 10
+    for chart in charts:
+        title = re.search(r'<figcaption>(.*?) <span', chart)[1]
+        assert f'aria-roledescription="chart" aria-label="{title} over ' in chart
+        assert re.search(rf'<details>.*aria-label="{re.escape(title)}".*<td>[\d.,]+</td>.*</details>', chart, re.DOTALL)
+        assert '<button type="button" aria-pressed="true"' in chart
+    labels = ''.join(re.findall(r'<label>.*?</label>', text, re.DOTALL))
+    assert labels.count('<input') == text.count('<input') == (2 if len(names) == 1 else 4)
+    # The bars of the time have a description.
+    assert re.search(r'role="img" aria-label="\w+: productive steps \d+%', text)
+
+
 def test_texts_of_a_run_are_escaped(tmp_path):
-    evil = '</style><script>alert(1)</script><img src=x onerror=alert(1)>'
+    evil = '</style></script><script>alert(1)</script><img src=x onerror=alert(1)>'
     workdir = workdirs.finished(tmp_path / 'run')
     for path in workdir.glob('*.jsonl'):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text(''.join(json.dumps(poisoned(line, evil)) + '\n' for line in lines))
-    found = parsed(page(make_runs([read_history(workdir)], workdirs.NOW)))
-    assert found.tags.count('script') == 1
+    history = read_history(workdir)
+    config = dataclasses.replace(history.config, data=dataclasses.replace(history.config.data, path=evil))
+    histories = [dataclasses.replace(history, workdir=f'/{name}{evil}', config=config) for name in 'ab']
+    text = page(make_runs(histories, workdirs.NOW))
+    found = parsed(text)
+    assert found.tags.count('script') == 1 + text.count('<figure class="chart')
     assert 'img' not in found.tags
     assert found.tags.count('style') == 1
 
@@ -101,13 +130,36 @@ def test_files_with_invalid_lines(tmp_path, junk):
     parsed(page(make_runs([read_history(workdir)], workdirs.NOW)))
 
 
-def test_page_of_a_long_run_is_small(run_of):
+def test_page_of_a_long_run_is_below_two_megabytes(run_of):
     (run,) = run_of('finished')
     base = run.history.metrics[5]
-    run.history.metrics[:] = [
-        {**base, 'step': step, 'train/loss': step % 97 / 10, 'perf/mfu': step % 89 / 100} for step in range(1, 20_001)
+    sources = {f'{kind}/loss/source {n}': 2.0 for kind in ('train', 'eval') for n in range(12)}
+    lines = [
+        {**base, 'step': step, 'train/loss': step % 97 / 10 + 1e-6, 'perf/mfu': step % 89 / 100, **sources}
+        for step in range(1, 10_001)
     ]
-    assert len(page(make_runs([run.history], workdirs.NOW)).encode()) < 500_000
+    samples = [{'step': step, 'prompt': f'prompt {n}', 'text': 'é' * 9000} for step in range(99) for n in range(9)]
+    history = dataclasses.replace(run.history, metrics=lines, samples=samples)
+    assert 500_000 < len(page(make_runs([history], workdirs.NOW)).encode()) < 2_000_000
+
+
+def test_policy_allows_only_our_script_and_style():
+    assert re.fullmatch(r"default-src 'none'; style-src 'sha256-[\w+/=]+'; script-src 'sha256-[\w+/=]+'", policy())
+
+
+def test_unprintable_characters_are_replaced(run_of):
+    (run,) = run_of('finished')
+    samples = [{'step': 1, 'prompt': 'p', 'text': 'a\x00b\x1b[31mc\ud800d\n\te'}]
+    text = page(make_runs([dataclasses.replace(run.history, samples=samples)], workdirs.NOW))
+    assert 'a\ufffdb\ufffd[31mc\ufffdd\n\te' in text
+    text.encode()
+
+
+def test_pages_of_older_versions_are_ours(tmp_path):
+    path = tmp_path / 'report.html'
+    for content, foreign in ((OLD_PAGE, False), (OLD_PAGE.replace('default-src', 'img-src'), True)):
+        path.write_text(content)
+        assert is_foreign(path) == foreign
 
 
 def test_page_is_written_atomically(tmp_path):

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import re
 
 import pytest
@@ -11,7 +12,6 @@ from maxlm.__main__ import VERBS
 from maxlm.config.schema import Config
 from tests.conftest import ROOT
 from tools.docs.__main__ import DOCS, PAGES
-from tools.docs.cli_page import parser_of
 from tools.docs.config_page import field_comments
 from tools.docs.diagram import packages
 from tools.docs.hooks import network_files, plain_bars, site_links
@@ -53,7 +53,7 @@ def test_every_option_of_every_command_has_a_row():
     page = (DOCS / 'reference/cli.md').read_text()
     for verb in VERBS:
         section = page.split(f'## maxlm {verb}\n')[1].split('\n## ')[0]
-        parsers = [parser_of(verb)]
+        parsers = [parser_of(importlib.import_module(f'maxlm.{verb}').main)]
         for parser in parsers:
             for action in parser._actions:
                 if isinstance(action, argparse._SubParsersAction):

@@ -1,1 +1,0 @@
-"""Draws the charts and HTML of the report."""
