@@ -10,6 +10,7 @@ import pytest
 import maxlm
 from maxlm.__main__ import VERBS
 from maxlm.config.schema import Config
+from maxlm.errors import parser_of
 from tests.conftest import ROOT
 from tools.docs.__main__ import DOCS, PAGES
 from tools.docs.config_page import field_comments
