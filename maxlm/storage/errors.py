@@ -25,6 +25,7 @@ TRANSIENT_ERRORS = frozenset(
         ('botocore', 'HTTPClientError'),
         ('google', 'RefreshError'),
         ('google', 'TransportError'),
+        ('httpx', 'TransportError'),
         ('requests', 'RequestException'),
     }
 )
