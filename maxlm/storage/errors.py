@@ -26,6 +26,7 @@ TRANSIENT_ERRORS = frozenset(
         ('google', 'RefreshError'),
         ('google', 'TransportError'),
         ('httpx', 'TransportError'),
+        ('httpx2', 'TransportError'),
         ('requests', 'RequestException'),
     }
 )
