@@ -101,11 +101,10 @@ def results_of(workdir: Path) -> dict[str, Any]:
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns mean and standard deviation over the seeds of last loss, seconds and tokens per second, as texts."""
+    """Returns mean and standard deviation of the last losses, and seconds and tokens per second of each seed."""
     return {
         'loss': spread([result['curve'][-1][1] for result in results], 3),
-        'seconds': spread([result['seconds'] for result in results]),
-        'tokens_per_second': spread([result['tokens_per_second'] for result in results]),
+        **{name: ' / '.join(f'{result[name]:,.0f}' for result in results) for name in ('seconds', 'tokens_per_second')},
     }
 
 
