@@ -299,7 +299,8 @@ def _compare_vocabularies(
     if rows < rows_before:
         raise InputError(
             f'{path}: the checkpoint has {rows_before} embedding rows, but model.vocab_size={rows}, and a vocabulary '
-            f'cannot shrink; prepare the data with --tokenizer {old_path}, or set model.vocab_size={rows_before} or more'
+            f'cannot shrink; prepare the data with --tokenizer {old_path}, or set model.vocab_size={rows_before} or '
+            'more'
         )
     if not old_path.is_file():
         if rows == rows_before:
