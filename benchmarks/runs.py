@@ -66,6 +66,9 @@ def main(argv: list[str]) -> int:
 def prepare(directory: Path) -> None:
     """Writes the data sets: Python's standard library as in launch/demo.sh, and conversations about functions."""
     text, tasks = directory / 'data', directory / 'tasks'
+    if (directory / 'chats' / 'dataset.json').is_file():
+        # Written last. `prepare` would refuse the new files of `examples.tasks`.
+        return
     library = ['--input', sysconfig.get_path('stdlib'), '--exclude', *EXCLUDED, '--skip-bad-records', '--quiet']
     call('maxlm.prepare', *library, '--output', str(text), '--tokenizer=bpe:4096', '--validation-fraction=0.05')
     call('examples.tasks', 'synth', '--output', str(tasks), '--wrong-share=0')
