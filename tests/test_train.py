@@ -231,5 +231,5 @@ def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, capsys, monkeyp
     # A run that is too short for this many bad steps also fails, and saves none of them.
     short = tmp_path / 'short'
     assert run(dataset, short, **settings, train__num_steps=3, checkpoint__save_interval_steps=1) == EXIT_FAILED
-    assert 'are not finite; the newest checkpoint is from step None' in capsys.readouterr().out
+    assert 'are not finite; there is no checkpoint' in capsys.readouterr().out
     assert not list(short.glob('checkpoints/[0-9]*'))

@@ -295,12 +295,13 @@ def _compare_vocabularies(
         # `check_params` reports shapes of another model.
         return None, ''
     ((rows_before, rows),) = sizes
+    old_path = step.parent.parent / TOKENIZER
     if rows < rows_before:
         raise InputError(
             f'{path}: the checkpoint has {rows_before} embedding rows, but model.vocab_size={rows}, and a vocabulary '
-            f'cannot shrink; set model.vocab_size={rows_before} or more'
+            f'cannot shrink; prepare the data with --tokenizer {old_path}, or set model.vocab_size={rows_before} or '
+            'more'
         )
-    old_path = step.parent.parent / TOKENIZER
     if not old_path.is_file():
         if rows == rows_before:
             return None, ''

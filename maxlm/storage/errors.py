@@ -25,6 +25,8 @@ TRANSIENT_ERRORS = frozenset(
         ('botocore', 'HTTPClientError'),
         ('google', 'RefreshError'),
         ('google', 'TransportError'),
+        ('httpx', 'TransportError'),
+        ('httpx2', 'TransportError'),
         ('requests', 'RequestException'),
     }
 )

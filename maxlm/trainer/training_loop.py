@@ -200,14 +200,13 @@ class TrainingLoop:
         """Waits for the last checkpoint, logs the outcome of the run, and returns the exit code."""
         with self._timeline.phase('checkpoint'):
             saved = self._checkpoints.wait()
+        newest = 'there is no checkpoint' if saved is None else f'the newest checkpoint is from step {saved}'
         if isinstance(segment.action, Stop):
-            text = (
-                f'stopped at step {segment.step}: {segment.action.reason}; the newest checkpoint is from step {saved}'
-            )
+            text = f'stopped at step {segment.step}: {segment.action.reason}; {newest}'
             self._context.alerts.send('diverged', text)
             return EXIT_FAILED
         if saved != segment.step:
-            text = f'step {segment.step} could not be saved; the newest checkpoint is from step {saved}'
+            text = f'step {segment.step} could not be saved; {newest}'
             self._context.alerts.send('checkpoint', text)
             self._recorder.set_outcome('failed', text, EXIT_FAILED)
             return EXIT_FAILED

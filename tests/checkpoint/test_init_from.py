@@ -185,7 +185,7 @@ def test_rejected_vocabularies(make, start):
     larger = {'model__vocab_size': NEW_ROWS}
     refusal(start, origin, 'vocab_size=72', "no token 'A'", f'--tokenizer {origin}', tokenizer=OTHER, **larger)
     padded, _ = make(model__vocab_size=NEW_ROWS)
-    refusal(start, padded, 'has 72 embedding rows', 'model.vocab_size=61', 'cannot shrink')
+    refusal(start, padded, 'has 72 embedding rows', 'model.vocab_size=61', f'--tokenizer {padded}/{TOKENIZER}')
     bare, _ = make(tokenizer=None)
     refusal(start, bare, 'has 61 embedding rows', 'model.vocab_size=72', f'copy it to {bare}/{TOKENIZER}', **larger)
     (bare / TOKENIZER).write_text('{')

@@ -22,6 +22,8 @@ aiohttp = pytest.importorskip('aiohttp', reason='the extra gcs or s3')
 requests = pytest.importorskip('requests', reason='the extra gcs')
 botocore_errors = pytest.importorskip('botocore.exceptions', reason='the extra s3')
 gcsfs_errors = pytest.importorskip('gcsfs.retry', reason='the extra gcs')
+httpx = pytest.importorskip('httpx', reason='the extra hub')
+httpx2 = pytest.importorskip('httpx2', reason='the extra hub')
 google_errors = pytest.importorskip('google.auth.exceptions', reason='the extra gcs')
 
 TRANSIENT, PERMISSION, NOT_FOUND, OTHER = ErrorKind
@@ -59,6 +61,8 @@ BUCKET_ERRORS = [
     (connection_error(), TRANSIENT, 'no answer (Connection refused)'),
     (aiohttp.ClientPayloadError('not completed'), TRANSIENT, 'no answer (not completed)'),
     (requests.exceptions.ProxyError(), TRANSIENT, 'no answer (ProxyError)'),
+    (httpx.ConnectError('refused'), TRANSIENT, 'no answer (refused)'),
+    (httpx2.ConnectTimeout('timed out'), TRANSIENT, 'no answer (timed out)'),
     (google_errors.TransportError('x'), TRANSIENT, 'no answer (x)'),
     (google_errors.RefreshError('x'), TRANSIENT, 'no answer (x)'),
     (botocore_errors.EndpointConnectionError(endpoint_url='http://h'), TRANSIENT, 'no answer (Could not connect'),

@@ -32,6 +32,8 @@ SPEAKERS = {
     'function': 'tool',
     'observation': 'tool',
 }
+# Remedy for other names of roles, in error messages.
+RENAMING = 'or map other names with maxlm prepare --roles'
 # Description of a conversation in error messages.
 FORMATS = (
     '"messages" of "role" and "content", "conversations" of "from" and "value", "instruction" and "output", or '
@@ -145,7 +147,7 @@ def _openai(entry: Mapping[str, Any], key: str = 'messages') -> list[dict[str, A
         role = message.get('role')
         role = 'tool' if role == 'function' else role
         if role not in ROLES:
-            raise ValueError(f'{label} has the role {repr(role)[:200]}; use one of {", ".join(ROLES)}')
+            raise ValueError(f'{label} has the role {repr(role)[:200]}; use one of {", ".join(ROLES)}, {RENAMING}')
         content = message.get('content')
         if content is None and (message.get('tool_calls') or message.get('function_call')):
             content = ''
@@ -163,7 +165,7 @@ def _sharegpt(entry: Mapping[str, Any], key: str = 'conversations') -> list[dict
         label = f'message {place} of {key!r}'
         speaker = message.get('from')
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
-            raise ValueError(f"{label} is 'from' {repr(speaker)[:200]}; use one of {', '.join(SPEAKERS)}")
+            raise ValueError(f"{label} is 'from' {repr(speaker)[:200]}; use one of {', '.join(SPEAKERS)}, {RENAMING}")
         messages.append({'role': SPEAKERS[speaker], 'content': _text(message.get('value'), f"the 'value' of {label}")})
     return messages
 

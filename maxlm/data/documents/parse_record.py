@@ -51,9 +51,9 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
     if options.format == 'chat' or (options.format == 'auto' and (has_messages or not has_text)):
         return _parse_chat(name, source, entry, named, options)
     if not has_text:
-        hint = 'use --format=chat for conversations' if has_format(named) else 'set --text-field to the key'
+        hint = 'use --format=chat for conversations' if has_format(named) else 'set --text-field to the text field'
         hint = 'use --format=preference for preference pairs' if has_preference(named) else hint
-        raise ValueError(f'no text at the key {options.text_key!r}; {hint}; {list_fields(entry)}')
+        raise ValueError(f'no text at the key {options.text_key!r}; {list_fields(entry)}; {hint}')
     text = entry.pop(options.text_key)
     _refuse_surrogates(text)
     return Document(name, source, text, metadata=_scalars(entry))

@@ -211,7 +211,7 @@ def test_conversations_are_documents(tmp_path, read):
     assert alpaca.conversation.learned == (False, True)
     with pytest.raises(InputError, match=r'x\.jsonl:2: no assistant message to train on'):
         read(tmp_path / 'x.jsonl', format='chat')
-    with pytest.raises(InputError, match=r'x\.jsonl:1: no text at the key .text.; use --format=chat'):
+    with pytest.raises(InputError, match=r'x\.jsonl:1: no text at the key .text.; it has .*; use --format=chat'):
         read(tmp_path / 'x.jsonl')
     (tmp_path / 'x.jsonl').write_text('{"messages": [{"role": "bot"}]}')
     with pytest.raises(InputError, match=r"x\.jsonl:1: message 0 of 'messages' has the role 'bot'"):

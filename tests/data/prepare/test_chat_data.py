@@ -245,7 +245,7 @@ def test_texts_and_conversations_in_one_file(tmp_path, capsys):
     assert targets_in_shards(dataset) == ['Answer<|im_end|>', 'Output<|im_end|>']
     assert [entry['name'] for entry in dataset.left_out] == ['x.jsonl:2']
     assert prepare(path, tmp_path / 'text', *options, '--format', 'text') == EXIT_BAD_INPUT
-    assert "no text at the key 'text'; use --format=chat for conversations" in capsys.readouterr().err
+    assert "no text at the key 'text'; it has messages; use --format=chat for conversations" in capsys.readouterr().err
     assert prepare(path, tmp_path / 'text', *options, '--format', 'text', '--skip-bad-records') == EXIT_DONE
     assert documents_of(load_manifest(tmp_path / 'text'), 'train') == ['plain', 'all of it']
     # The existing data set was prepared with other options.
