@@ -24,13 +24,15 @@ format() {
   ruff format --check .
 }
 
+# mkdocs prints a notice about the future of its theme, which is not a finding. --quiet would hide warnings from --strict.
+export NO_MKDOCS_2_WARNING=1
+
 lint() {
   format
   mypy
   codespell
   python -m tools.check_prose
-  # --quiet would hide warnings from --strict. The notice about the future of the theme is not a finding.
-  NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+  mkdocs build --strict
 }
 
 # --nbmake runs the notebooks of examples/. --dist=loadfile sends each file to one worker, so that its tests share

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from maxlm import train
 from maxlm.data.loader import growing, source
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, InputError
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.goodput import read_goodput
+from maxlm.trainer import batch_source
 from tests.processes import Processes
 from tests.stepped_preparation import stepped, write_lines
 from tests.test_train import CONSTANT, arguments, curve, params_of, run, same
@@ -168,6 +168,6 @@ def test_several_processes_use_the_preparation_of_the_first(hub, tmp_path):
 
 def test_processes_without_a_shared_directory_are_refused(hub, tmp_path, capsys, monkeypatch):
     name, keys = hub
-    monkeypatch.setattr(train, 'is_shared', lambda directory: False)
+    monkeypatch.setattr(batch_source, 'is_shared', lambda directory: False)
     assert run(name, tmp_path / 'run', **SETTINGS, **keys) == EXIT_BAD_INPUT
     assert f'error: data.cache_dir={tmp_path}/cache is not the same directory for all' in capsys.readouterr().err

@@ -36,6 +36,7 @@ def test_the_documented_programs_run(dataset, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(maxlm.Config, 'get', classmethod(get))
     assert len(programs(PAGE)) == 7
+    assert programs((ROOT / 'README.md').read_text()) == programs(PAGE)[:1]
     namespace = {}
     for program in programs(PAGE):
         exec(program, namespace)

@@ -13,7 +13,7 @@ from tests.small import small_config
 
 WANTED = read_requirements()
 # All required packages are installed, without any extra.
-INSTALLED = {'jax': '0.10.2', 'jaxlib': '0.10.2'}
+INSTALLED = {'jax': '0.10.2', 'jaxlib': '0.10.2', 'plotext': '5.3.2'}
 
 
 def version_of(**changes):
