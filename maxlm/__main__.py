@@ -6,7 +6,7 @@ import difflib
 import importlib
 import sys
 
-from maxlm.errors import EXIT_BAD_INPUT, exit_on_sigterm
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code, exit_on_sigterm
 
 VERBS = {
     'configs': 'list the shipped configs, or print one to edit it',
@@ -30,15 +30,19 @@ VERBS = {
 }
 
 
+def _usage(argv: list[str]) -> int:
+    width = max(map(len, VERBS))
+    print('usage: maxlm COMMAND [--help] …\n')
+    for verb, meaning in VERBS.items():
+        print(f'  {verb:<{width}}  {meaning}')
+    return EXIT_DONE if argv else EXIT_BAD_INPUT
+
+
 def main() -> None:
     """Dispatches to the module of the verb, which parses the rest of the command line."""
     name = sys.argv[1] if len(sys.argv) > 1 else ''
     if name in ('', '-h', '--help'):
-        width = max(map(len, VERBS))
-        print('usage: maxlm COMMAND [--help] …\n')
-        for verb, meaning in VERBS.items():
-            print(f'  {verb:<{width}}  {meaning}')
-        sys.exit(0 if name else EXIT_BAD_INPUT)
+        sys.exit(exit_code(_usage, sys.argv[1:]))
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f'did you mean {near[0]!r}?' if near else f'available: {", ".join(VERBS)}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -19,8 +20,9 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 # EX_TEMPFAIL of sysexits.h: the run was stopped and its state is saved. A restart resumes it.
 EXIT_PREEMPTED = 75
-# Exit code that a shell reports for a program that SIGINT ended.
+# Exit codes that a shell reports for a program that SIGINT or SIGPIPE ended.
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 # Argument that makes a command return its parser. No command line can contain NUL.
 _GIVE_PARSER = '\0'
@@ -118,7 +120,9 @@ def os_message(error: OSError) -> str:
 def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Runs `command(argv)` and returns its exit code. An InputError becomes one line on stderr and exit code 2."""
     try:
-        return command(argv) or EXIT_DONE
+        code = command(argv) or EXIT_DONE
+        sys.stdout.flush()
+        return code
     except InputError as error:
         line = ' '.join(str(error).split())
         print(f'error: {line}', file=sys.stderr)
@@ -129,6 +133,23 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> in
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not _is_stdout_closed():
+            raise
+        # The reader has exited, as in `maxlm configs | head`. Python flushes stdout again at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _is_stdout_closed() -> bool:
+    """Returns True if stdout is a pipe whose reader has exited."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except OSError:
+        # stdout was replaced by an object that is not a file.
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def exit_on_sigterm(*, importing: bool) -> None:

@@ -21,7 +21,8 @@ def main(argv: list[str]) -> int:
     if not options.quiet:
         # File names need not be valid text.
         print('\n'.join([*output.summary, *skipped_files(output.not_text)]).encode(errors='backslashreplace').decode())
-        print_next(*training_command(options.output, output.format, options.pack_seq_len))
+        command = training_command(options.output, output.format, options.pack_seq_len, tokenizer=options.tokenizer)
+        print_next(*command)
     return 0
 
 

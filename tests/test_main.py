@@ -1,6 +1,7 @@
 """`maxlm VERB`: finding verbs, suggesting the nearest one, and help texts."""
 
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 
 from maxlm import __main__
 from maxlm.__main__ import VERBS
-from maxlm.errors import EXIT_BAD_INPUT, ArgumentParser, InputError
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, ArgumentParser, InputError, exit_code
 from tests.conftest import ROOT
 
 
@@ -130,3 +131,19 @@ def test_as_a_process():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, '')
     assert result.stdout.startswith('usage: maxlm monitor')
+
+
+def test_a_closed_pipe_ends_a_command_without_a_traceback():
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    for words in ('', 'configs'):
+        program = f'{sys.executable} -m maxlm {words} | true; echo ${{PIPESTATUS[0]}}'
+        done = subprocess.run(['bash', '-c', program], env=environment, capture_output=True, text=True, cwd=ROOT)
+        assert done.stdout == f'{EXIT_BROKEN_PIPE}\n'
+        assert 'BrokenPipe' not in done.stderr
+
+    def broken(argv):
+        raise BrokenPipeError('another pipe')
+
+    # Control: stdout is open, so the error of another pipe is an error of the program.
+    with pytest.raises(BrokenPipeError, match='another pipe'):
+        exit_code(broken, [])

@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from maxlm import configs, plan, prepare, recipe, report
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError
 from maxlm.hints import HINTS, print_next
 from tests.conftest import ROOT
@@ -78,10 +79,25 @@ def test_prepared_pairs_continue_with_their_objective(next_words, tmp_path):
     options = ['--input', tmp_path / 'a.jsonl', '--workers', 1, '--tokenizer', 'bytes', '--pack-seq-len', 128]
     words = next_words(prepare.main, *options, '--output', tmp_path / 'out')
     assert words[3:] == [
+        '--workdir=runs/out',
         f'--config.data.path={tmp_path}/out',
         '--config.data.seq_len=128',
         '--config.train.objective=dpo',
         '--config.train.init_from=WORKDIR',
+    ]
+
+
+def test_conversations_continue_from_the_model_of_their_tokenizer(next_words, tmp_path):
+    line = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}\n'
+    (tmp_path / 'chats.jsonl').write_text(line * 40)
+    bytes_tokenizer().save(tmp_path / 'tokenizer.json')
+    options = ['--input', tmp_path / 'chats.jsonl', '--workers', 1, '--tokenizer', tmp_path / 'tokenizer.json']
+    assert next_words(prepare.main, *options, '--output', tmp_path / 'a')[-1] == '--config.train.init_from=WORKDIR'
+    (tmp_path / 'checkpoints').mkdir()
+    assert next_words(prepare.main, *options, '--output', tmp_path / 'b')[3:] == [
+        '--workdir=runs/b',
+        f'--config.data.path={tmp_path}/b',
+        f'--config.train.init_from={tmp_path}',
     ]
 
 

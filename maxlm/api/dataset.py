@@ -63,6 +63,7 @@ class Dataset:
             output: directory to write, or a URL (gs://…, s3://…).
             **options: options of `maxlm prepare` with underscores, such as `tokenizer='bpe:8192'`,
                 `validation_fraction=0.01`, `filter=['gopher_quality']`, `deduplicate='near'` and `workers=4`.
+                `quiet=True` hides the progress.
 
         Raises:
             InputError: an option is out of range, the inputs are unusable, or the output contains another data set.
@@ -73,9 +74,8 @@ class Dataset:
         if unknown:
             raise InputError(f'{min(unknown)!r} is not an option of prepare; use {", ".join(names)}')
         place = check_key('output', os.fspath(output), OUTPUT)
-        given = {'quiet': True, **options}
-        given['cache'] = os.path.expanduser(given.get('cache', PrepareOptions.cache))
-        prepare_dataset(PrepareOptions(input=inputs, output=place if is_url(place) else Path(place), **given))
+        options['cache'] = os.path.expanduser(options.get('cache', PrepareOptions.cache))
+        prepare_dataset(PrepareOptions(input=inputs, output=place if is_url(place) else Path(place), **options))
         return cls(output)
 
     @property

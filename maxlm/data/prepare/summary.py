@@ -12,6 +12,7 @@ from maxlm.data.formats.input_file import suffix_of
 from maxlm.data.prepare.pipeline import CLEANING_FILE, VALIDATION_NOTE
 from maxlm.storage.filesystem import Entry, display_path
 from maxlm.storage.regular_files import read_text
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
 # Number of skipped documents that are printed. dataset.json lists all of them.
 SKIPPED_SHOWN = 10
@@ -84,17 +85,22 @@ def _chat_line(counts: dict[str, int], tokens: int) -> str:
     return ', '.join(parts)
 
 
-def training_command(output: str | Path, what: str, window: int) -> list[str]:
+def training_command(output: str | Path, what: str, window: int, *, tokenizer: str = '') -> list[str]:
     """Returns a command that trains on a prepared data set.
 
     Args:
         output: path or URL of the data set.
         what: format of the records: text, chat or preference.
         window: length of packed sequences; 0 = not packed.
+        tokenizer: value of `--tokenizer`. Post-training starts from the model of the workdir that contains it.
     """
     command = ['maxlm', 'train', '--config=tiny', f'--config.data.path={output}']
     if window:
         command.append(f'--config.data.seq_len={window}')
     if what == 'preference':
-        command += ['--config.train.objective=dpo', '--config.train.init_from=WORKDIR']
+        command.append('--config.train.objective=dpo')
+    if what != 'text':
+        base = Path(tokenizer).parent
+        command.insert(3, f'--workdir=runs/{Path(str(output)).name}')
+        command.append(f'--config.train.init_from={base if (base / CHECKPOINTS_DIR).is_dir() else "WORKDIR"}')
     return command
