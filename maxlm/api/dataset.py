@@ -52,7 +52,10 @@ class Dataset:
 
     @classmethod
     def prepare(
-        cls, input: str | os.PathLike[str] | Sequence[str], output: str | os.PathLike[str], **options: Any
+        cls,
+        input: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        output: str | os.PathLike[str],
+        **options: Any,
     ) -> Dataset:
         """Converts text to a data set, as `maxlm prepare` does. The same call continues an interrupted preparation.
 
@@ -68,7 +71,7 @@ class Dataset:
         Raises:
             InputError: an option is out of range, the inputs are unusable, or the output contains another data set.
         """
-        inputs = [os.fspath(input)] if isinstance(input, (str, os.PathLike)) else list(input)
+        inputs = [os.fspath(path) for path in ([input] if isinstance(input, (str, os.PathLike)) else input)]
         names = [field.name for field in dataclasses.fields(PrepareOptions)]
         unknown = options.keys() - {*names}
         if unknown:
