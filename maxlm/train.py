@@ -35,11 +35,10 @@ from maxlm.runtime.initialize import initialize
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.runtime.preemption import ignore_sigterm
 from maxlm.runtime.rendezvous import RendezvousError
-from maxlm.storage.errors import TransientStorageError
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.telemetry.timeline import Timeline, process_start_time
 from maxlm.trainer.batch_source import open_text
-from maxlm.trainer.run import OpenSource
+from maxlm.trainer.run import OpenSource, WorkdirUnavailableError
 from maxlm.trainer.run import run as run_training
 from maxlm.workdir.files import CHAT_TEMPLATE
 
@@ -97,7 +96,7 @@ def train(
                 heartbeats=heartbeats,
                 timeline=timeline,
             )
-        except TransientStorageError as error:
+        except WorkdirUnavailableError as error:
             print(f'error: {error}', file=sys.stderr)
             if jax.process_count() > 1:
                 heartbeats.exit_all(EXIT_PREEMPTED, str(error))

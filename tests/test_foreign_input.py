@@ -13,7 +13,7 @@ OWN_MESSAGES = {
     'data/tokenizer/tiktoken_bpe.py': 'a tokenizer in memory',
     'data/chat/template_process.py': 'pipe to the process that renders chat templates',
     'data/tokenizer/longest_token.py': 'a tokenizer in memory',
-    'data/prepare/provenance.py': 'options that were written as JSON before',
+    'data/prepare/options.py': 'options that were written as JSON before',
     'data/tokenizer/tokenizer.py': 'a tokenizer in memory',
     'data/tokenizer/extension.py': 'tokenizers in memory',
     'diagnostics/jax_subprocess.py': 'output of a child process that runs our own program',

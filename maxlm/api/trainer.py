@@ -71,7 +71,7 @@ class Trainer:
         Raises:
             InputError: the data or the workdir is not usable, or the run does not fit the devices.
             TrainingFailedError: the run diverged.
-            TransientStorageError: the bucket of the workdir does not respond.
+            WorkdirUnavailableError: the bucket of the workdir does not respond.
         """
         initialize()
         timeline = Timeline(None)

@@ -20,6 +20,7 @@ from maxlm.planning.machine import sample_config
 from maxlm.reporting.page import write_at_end
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.runtime.heartbeat import Heartbeats
+from maxlm.storage.errors import TransientStorageError
 from maxlm.telemetry.metrics import Callback
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
@@ -29,6 +30,10 @@ from maxlm.trainer.run_context import RunContext, open_run
 from maxlm.trainer.training_loop import TrainingLoop
 from maxlm.training.run_control import Rollback, ended
 from maxlm.training.state import abstract_state
+
+
+class WorkdirUnavailableError(TransientStorageError):
+    """The bucket of a workdir does not respond, so a later start may succeed."""
 
 
 class OpenSource(Protocol):
@@ -69,7 +74,7 @@ def run(
 
     Raises:
         InputError: the config, the data or the workdir is not usable, or the step does not fit the devices.
-        TransientStorageError: the bucket of the workdir does not respond.
+        WorkdirUnavailableError: the bucket of the workdir does not respond.
     """
     with contextlib.ExitStack() as stack:
         enable_compilation_cache(config.train.compilation_cache_dir)
@@ -86,11 +91,13 @@ def run(
         sample = sample_config(config, resolver)
         check_exportable(sample)
         check_checkpoint_size(sample)
-        context = stack.enter_context(
-            open_run(
-                workdir, sample, heartbeats, timeline, resume=resume, at_end=write_at_end, callbacks=tuple(callbacks)
-            )
+        opened = open_run(
+            workdir, sample, heartbeats, timeline, resume=resume, at_end=write_at_end, callbacks=tuple(callbacks)
         )
+        try:
+            context = stack.enter_context(opened)
+        except TransientStorageError as error:
+            raise WorkdirUnavailableError(str(error)) from error
         abstract = abstract_state(sample, make_layout(sample.mesh)).params
         check_init_from(sample, abstract, context.checkpoints, tokenizer=source.tokenizer_path)
         final_export = None
