@@ -75,6 +75,7 @@ def _mark_paths(parser: argparse.ArgumentParser) -> None:
         elif isinstance(action.type, PathOption | PathList):
             is_directory = isinstance(action.type, PathOption) and action.type.kind is Kind.DIRECTORY
             values = _names_and_files(shipped_configs()) if action.dest == 'config' else shtab.FILE
+            # shtab reads this attribute, which argparse does not declare.
             action.complete = shtab.DIRECTORY if is_directory else values  # type: ignore[attr-defined]
 
 

@@ -32,7 +32,7 @@ from tests.conftest import ROOT
 from tests.cpu import cpu_flags
 from tests.serving.fake_engine import DETAILS, chat_tokenizer
 from tests.serving.hostile import MAX_BODY, Generator, Wire
-from tests.serving.serving_thread import ServerThread, request_bytes, until
+from tests.serving.serving_thread import ServerThread, client_of, request_bytes, until
 from tests.serving.test_hostile import check
 from tests.starting import make_start
 
@@ -99,7 +99,7 @@ def server(model, engine):
 
 @pytest.fixture(scope='module')
 def client(server):
-    with openai.OpenAI(base_url=f'{server.url}/v1', api_key='none', max_retries=0) as client:
+    with client_of(server) as client:
         yield client
 
 

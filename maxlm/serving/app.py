@@ -147,6 +147,10 @@ def _add_tasks(app: FastAPI, service: Service) -> None:
             release=functools.partial(service.body_reader.release, len(body)),
         )
 
+    async def respond(request: Request, parse: Callable[[bytes], Any], *, chat: bool) -> Response:
+        parsed = await read(request, parse, chat=chat)
+        return _completion_response(service, *parsed, chat=chat, started=request.scope['state']['started'])
+
     @app.post(COMPLETIONS)
     async def complete(request: Request) -> Response:
         def parse(body: bytes) -> tuple[RequestBase, EngineRequests]:
@@ -154,8 +158,7 @@ def _add_tasks(app: FastAPI, service: Service) -> None:
             service.check_model(completion.model)
             return completion, parse_completion_request(completion, served, max_tokens=service.limits.max_tokens)
 
-        started = request.scope['state']['started']
-        return _completion_response(service, *await read(request, parse, chat=False), chat=False, started=started)
+        return await respond(request, parse, chat=False)
 
     @app.post(CHAT)
     async def chat(request: Request) -> Response:
@@ -164,8 +167,7 @@ def _add_tasks(app: FastAPI, service: Service) -> None:
             service.check_model(conversation.model)
             return conversation, parse_chat_request(conversation, served, max_tokens=service.limits.max_tokens)
 
-        started = request.scope['state']['started']
-        return _completion_response(service, *await read(request, parse, chat=True), chat=True, started=started)
+        return await respond(request, parse, chat=True)
 
     @app.post(EMBEDDINGS)
     async def embed(request: Request) -> Response:

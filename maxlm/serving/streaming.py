@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import json
 from typing import Any
@@ -26,7 +27,7 @@ _STREAM_HEADERS = (
 )
 
 
-class EngineResponse(Response):
+class EngineResponse(Response, abc.ABC):
     """A response that the engine computes. It ends early if the client disconnects."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,13 +48,13 @@ class EngineResponse(Response):
             self.close()
             await asyncio.gather(disconnect_task, send_task, return_exceptions=True)
 
+    @abc.abstractmethod
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Computes and sends the response. It is cancelled if the client disconnects."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Cancels the requests of the engine that have not finished."""
-        raise NotImplementedError
 
 
 class CompletionResponse(EngineResponse):

@@ -123,4 +123,4 @@ def test_importing_the_package_imports_nothing_else():
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == '[]'
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
-        maxlm.lod  # noqa: B018
+        maxlm.__getattr__('lod')

@@ -7,6 +7,8 @@ import socket
 import threading
 import time
 
+import openai
+
 from maxlm.serving.limits import ServerLimits
 from maxlm.serving.server import Server, bind, server_url
 
@@ -73,3 +75,8 @@ def until(condition, seconds=20):
     while not condition():
         assert time.monotonic() < end, 'the condition was never true'
         time.sleep(0.005)
+
+
+def client_of(server, api_key='none'):
+    """Returns an OpenAI client of a server that sends each request once."""
+    return openai.OpenAI(base_url=f'{server.url}/v1', api_key=api_key, max_retries=0)

@@ -14,7 +14,7 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import DETAILS, REPLY, FakeEngine, served_by
-from tests.serving.serving_thread import ServerThread, request_bytes, until
+from tests.serving.serving_thread import ServerThread, client_of, request_bytes, until
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
 
@@ -34,10 +34,6 @@ def server(engine):
 def client(server):
     with client_of(server) as client:
         yield client
-
-
-def client_of(server, api_key='none'):
-    return openai.OpenAI(base_url=f'{server.url}/v1', api_key=api_key, max_retries=0)
 
 
 @pytest.fixture

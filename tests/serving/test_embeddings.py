@@ -6,12 +6,11 @@ import threading
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
 from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import FakeEngine, embedding_of, served_by
-from tests.serving.serving_thread import ServerThread, request_bytes, until
+from tests.serving.serving_thread import ServerThread, client_of, request_bytes, until
 
 
 @pytest.fixture(scope='module')
@@ -27,7 +26,7 @@ def server(engine):
 
 @pytest.fixture(scope='module')
 def client(server):
-    with openai.OpenAI(base_url=f'{server.url}/v1', api_key='none', max_retries=0) as client:
+    with client_of(server) as client:
         yield client
 
 

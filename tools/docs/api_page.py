@@ -6,8 +6,7 @@ import maxlm
 
 INTRODUCTION = """# Python API reference
 
-On this page you find the signature and the docstring of every name of `import maxlm`. [Python API](../python.md) has
-examples.
+Signatures and docstrings of the names that `import maxlm` provides. [Python API](../python.md) has examples.
 """
 
 

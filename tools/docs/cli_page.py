@@ -14,7 +14,7 @@ from tools.docs.markdown import escaped
 
 INTRODUCTION = """# Commands
 
-On this page you find every command with its options. `maxlm COMMAND` equals `python -m maxlm.COMMAND`. All commands
+All commands with their options. `maxlm COMMAND` equals `python -m maxlm.COMMAND`. All commands
 print `--help`; [exit codes](../training.md#exit-codes) are the same for all.
 """
 

@@ -15,7 +15,7 @@ from tools.docs.markdown import escaped
 
 INTRODUCTION = """# Config keys
 
-On this page you find every config key with its type, default and values. Set a key on the command line with
+All config keys with their types, defaults and values. Set a key on the command line with
 `--config.section.key=value`, or in a config file. Example:
 
 ```
