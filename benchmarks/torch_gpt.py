@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from maxlm.config.schema import Config
-from maxlm.config.schema_optimizer import OptimizerConfig
+from maxlm.config.sections.optimizer import OptimizerConfig
 
 
 class Projection(nn.Module):

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.item_metadata import REMEDY, CorruptCheckpointError, read_json, translate_errors
 from maxlm.checkpoint.params import check_tree, copy_params, read_arrays, verify_items
-from maxlm.config.schema_optimizer import GuardConfig
+from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.training.loss_scale import LossScale

@@ -25,7 +25,8 @@ from maxlm.config.config_files import find_config, shipped_configs
 from maxlm.config.families import FAMILIES
 from maxlm.config.path_keys import check_paths
 from maxlm.config.ranges import check_ranges
-from maxlm.config.schema import AUTO, FAMILY, SECTIONS, Config, ModelConfig
+from maxlm.config.schema import AUTO, SECTIONS, Config, ModelConfig
+from maxlm.config.sections.model import FAMILY
 from maxlm.config.validation import EXCLUSIVE, check_choice, nearest, validate
 from maxlm.errors import InputError, os_message
 from maxlm.renames import current_config, current_key, report_renamed

@@ -6,119 +6,15 @@ import dataclasses
 import typing
 from typing import Any
 
-from maxlm.config.schema_logging import AlertsConfig, EvalConfig, MetricsConfig, ProfileConfig
-from maxlm.config.schema_optimizer import GuardConfig, OptimizerConfig
-from maxlm.config.schema_rl import DpoConfig, GrpoConfig
+from maxlm.config.sections.model import ModelConfig
+from maxlm.config.sections.monitoring import AlertsConfig, EvalConfig, MetricsConfig, ProfileConfig
+from maxlm.config.sections.optimizer import GuardConfig, OptimizerConfig
+from maxlm.config.sections.posttraining import DpoConfig, GrpoConfig
 
-# Default of an architecture key: the model family sets it unless the config does.
-FAMILY: Any = None
 # Value of a key set to 'auto' until it is resolved.
 AUTO = -1
 # Placeholder number of steps until throughput is measured (runs given in hours or dollars).
 UNDECIDED_STEPS = 10**7
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    # Preset for the keys below with default FAMILY: gpt2, gpt_neox, llama, qwen3, nanochat (maxlm/config/families.py).
-    family: str = 'gpt2'
-    # Number of token ids; 0 = that of the dataset. May be larger than the dataset's, e.g. a round number.
-    vocab_size: int = 0
-    # Number of decoder blocks.
-    num_layers: int = 0
-    # Width of the residual stream.
-    dim: int = 0
-    # Number of query heads.
-    num_heads: int = 0
-    # Number of key/value heads (grouped-query attention); 0 = num_heads.
-    num_kv_heads: int = 0
-    # Width of a head; 0 = dim / num_heads.
-    head_dim: int = 0
-    # Inner width of the feed-forward; 0 = 4 · dim, or for swiglu 8/3 · dim rounded up to a multiple of 128.
-    ffn_dim: int = 0
-    # Rows of the learned position table, and the longest context for sampling; 0 = data.seq_len.
-    max_positions: int = 0
-    # Position embedding: learned | rotary.
-    position_embedding: str = FAMILY
-    # Fraction of each head that is rotated, from its first dimension.
-    partial_rotary_factor: float = FAMILY
-    # Base of the rotary frequencies.
-    rope_theta: float = FAMILY
-    # Scaling of rotary frequencies for contexts longer than those of the original training: none | linear | dynamic |
-    # yarn | llama3.
-    rope_scaling: str = 'none'
-    # Factor by which the context is extended.
-    rope_scaling_factor: float = 1.0
-    # Context of the original training, used by dynamic, yarn and llama3; 0 = max_positions / rope_scaling_factor.
-    original_max_positions: int = 0
-    # llama3: a frequency with fewer turns within the original context than low_freq_factor is divided by the factor;
-    # one with more turns than high_freq_factor is unchanged.
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    # yarn: the same two bounds.
-    rope_beta_slow: float = 1.0
-    rope_beta_fast: float = 32.0
-    # yarn: round the bounds outward to integer pair indices.
-    rope_truncate: bool = True
-    # yarn: factor that multiplies queries and keys; 0 = 0.1 · ln(rope_scaling_factor) + 1.
-    rope_attention_factor: float = 0.0
-    # Normalization layer: layernorm | rmsnorm.
-    norm: str = FAMILY
-    # Added to the variance before the square root.
-    norm_epsilon: float = FAMILY
-    # Norms have a learned scale.
-    norm_use_scale: bool = FAMILY
-    # Normalize queries and keys per head, before the rotation.
-    qk_norm: bool = FAMILY
-    # Normalize embeddings before the first block.
-    embedding_norm: bool = FAMILY
-    # Soft-cap logits to ±logit_softcap with tanh; 0 = off.
-    logit_softcap: float = FAMILY
-    # Activation of the feed-forward: gelu | gelu_tanh | swiglu | relu2.
-    activation: str = FAMILY
-    # Biases in the projections of attention and feed-forward, and in LayerNorm.
-    use_bias: bool = FAMILY
-    # Attention and feed-forward read the same input, and their outputs are added together.
-    parallel_residual: bool = FAMILY
-    # Use the transposed embedding as the output projection.
-    tie_embeddings: bool = FAMILY
-    # Attention range per layer, repeated over the layers: L = full context, S = the last sliding_window tokens.
-    attention_pattern: str = 'L'
-    # Number of tokens that an S layer attends to, including the query's own token.
-    sliding_window: int = 0
-    # Initialization of the weights: normal | small | uniform (maxlm/model/layers/initializers.py).
-    init: str = FAMILY
-    # normal: standard deviation; residual outputs use it divided by sqrt(2 · num_layers). uniform: standard deviation
-    # of a tied embedding.
-    init_std: float = 0.02
-    # Dropout probability, after the embedding and at the end of each residual branch.
-    dropout: float = 0.0
-    # Compute dtype: bfloat16 | float16 (with a loss scale) | float32. Parameters are always float32.
-    dtype: str = 'bfloat16'
-    # Matrix products of the blocks' projections: default (in the compute dtype) | fp8 (8-bit floats in forward and
-    # backward pass: maxlm/model/layers/fp8.py). fp8 needs Ada, Hopper or newer GPUs; CPUs emulate it slowly.
-    matmul_precision: str = 'default'
-    # Storage of the blocks' kernels: float (float32, required for training) | int8 | int4 | fp8, as written by
-    # maxlm.quantize (maxlm/model/layers/weight_only_quantization.py).
-    weight_quantization: str = 'float'
-    # Number of inputs of a projection that share a scale; 0 = all.
-    quantization_group_size: int = 0
-    # Activations of a block kept for the backward pass: none (no rematerialization, keep all) | dots | dots_no_batch |
-    # full (keep only the block's inputs) | offload (keep only the inputs, in host memory).
-    remat_policy: str = 'none'
-    # Scan over one compiled block (compile time independent of depth) instead of unrolling all blocks.
-    scan_layers: bool = True
-    # Rank of low-rank adapters (Hu et al. 2022, "LoRA"). With adapters, only they are trained by default; 0 = none.
-    lora_rank: int = 0
-    # The adapters' output is multiplied by lora_alpha / lora_rank.
-    lora_alpha: float = 16.0
-    # Patterns of the blocks' projections that have adapters: ('attention.*',), ('*.query', '*.value').
-    lora_target_modules: tuple = ('*',)
-    # Class of your own for the blocks, package.module:Class, a subclass of maxlm.model.blocks.Block; '' = that class
-    # itself. Every command that reads the model imports it.
-    block: str = ''
-    # Attention kernel: auto | xla | cudnn (GPU) | splash (TPU). auto = cudnn or splash if supported, otherwise xla.
-    attention: str = 'auto'
 
 
 @dataclasses.dataclass(frozen=True)

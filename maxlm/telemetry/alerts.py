@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.schema_logging import AlertsConfig
+from maxlm.config.sections.monitoring import AlertsConfig
 from maxlm.errors import InputError
 from maxlm.hardware.device_stats import Reading
 from maxlm.log import logger

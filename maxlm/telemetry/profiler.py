@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxlm.config.schema_logging import ProfileConfig
+from maxlm.config.sections.monitoring import ProfileConfig
 from maxlm.log import logger
 
 # Directory in the workdir, for TensorBoard's profiler. Its trace.json.gz can be opened in ui.perfetto.dev.

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from maxlm.config.schema import Config
-from maxlm.config.schema_logging import ProfileConfig
+from maxlm.config.sections.monitoring import ProfileConfig
 from maxlm.hardware.device_stats import Accelerators, Reading, local_devices
 from maxlm.log import logger
 from maxlm.telemetry.device_monitor import DeviceReadings

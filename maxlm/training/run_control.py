@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxlm.config.schema import Config
-from maxlm.config.schema_optimizer import GuardConfig
+from maxlm.config.sections.optimizer import GuardConfig
 
 # Share of a budget from which an alert is sent.
 ALERT_SHARE = 0.8

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlm.config.schema_optimizer import GuardConfig
+from maxlm.config.sections.optimizer import GuardConfig
 
 # Standard deviation of a normal distribution, divided by its median absolute deviation.
 NORMAL = 1.4826

@@ -8,7 +8,8 @@ import pytest
 
 from maxlm.config import loading
 from maxlm.config.ranges import RANGES, Range, check_ranges
-from maxlm.config.schema import FAMILY, SECTIONS, Config
+from maxlm.config.schema import SECTIONS, Config
+from maxlm.config.sections.model import FAMILY
 from maxlm.config.validation import CHOICES
 from maxlm.errors import InputError
 

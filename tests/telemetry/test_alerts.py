@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from maxlm.config.loading import build, default
-from maxlm.config.schema_logging import AlertsConfig
+from maxlm.config.sections.monitoring import AlertsConfig
 from maxlm.errors import InputError
 from maxlm.telemetry import alerts
 from maxlm.telemetry.alerts import Alerts

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from maxlm.config.schema_logging import AlertsConfig
+from maxlm.config.sections.monitoring import AlertsConfig
 from maxlm.telemetry.alerts import NUM_CONSECUTIVE, PerformanceAlerts
 from maxlm.telemetry.device_monitor import DeviceReadings
 from maxlm.telemetry.timeline import Timeline

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlm.config.schema_logging import ProfileConfig
+from maxlm.config.sections.monitoring import ProfileConfig
 from maxlm.telemetry import profiler
 from maxlm.telemetry.profiler import Operation, Profile, kind_of, newest_trace, operations, self_times
 

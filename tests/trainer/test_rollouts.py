@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm.config.schema_rl import GrpoConfig
+from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.inference.rollout_generator import Responses, Sampler
 from maxlm.rewards.scorer import RewardScorer
 from maxlm.trainer.rollouts import gather_scores, response_batch

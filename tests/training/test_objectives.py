@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.schema_rl import DpoConfig, GrpoConfig
+from maxlm.config.sections.posttraining import DpoConfig, GrpoConfig
 from maxlm.training.losses.dpo import preference_terms
 from maxlm.training.losses.grpo import policy_sums
 from maxlm.training.objectives import DPO_PARTS, aux_names, make_log_probs, make_objective, zero_sums

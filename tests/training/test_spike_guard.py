@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.schema_optimizer import GuardConfig
+from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.training import spike_guard
 from maxlm.training.spike_guard import SpikeStatistics, first_window, window_from_json, window_to_json
 from maxlm.training.state import abstract_state

@@ -9,7 +9,8 @@ import textwrap
 from typing import Any
 
 from maxlm.config.ranges import RANGES
-from maxlm.config.schema import FAMILY, Config
+from maxlm.config.schema import Config
+from maxlm.config.sections.model import FAMILY
 from maxlm.config.validation import CHOICES
 from tools.docs.markdown import escaped
 

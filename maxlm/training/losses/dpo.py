@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.config.schema_rl import DpoConfig
+from maxlm.config.sections.posttraining import DpoConfig
 
 # Segments whose sums are computed at the same time. The memory is C · T numbers per row.
 SEGMENTS_AT_ONCE = 64

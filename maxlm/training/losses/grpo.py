@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlm.config.schema_rl import GrpoConfig
+from maxlm.config.sections.posttraining import GrpoConfig
 
 # Added to the standard deviation of a group before the division.
 EPSILON = 1e-6

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlm.config.schema import Config
-from maxlm.config.schema_optimizer import OptimizerConfig
+from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.errors import InputError
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.muon import scale_by_muon

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxlm.config.schema_optimizer import OptimizerConfig
+from maxlm.config.sections.optimizer import OptimizerConfig
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

@@ -13,7 +13,7 @@ import pytest
 
 from maxlm.config.loading import build, default
 from maxlm.config.schema import DataConfig
-from maxlm.config.schema_rl import DpoConfig
+from maxlm.config.sections.posttraining import DpoConfig
 from maxlm.data.chat.template import CHATML
 from maxlm.data.chat.token_flags import is_document_start
 from maxlm.data.dataset.records import load_manifest, verify

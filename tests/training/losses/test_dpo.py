@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxlm.config.schema_rl import DpoConfig
+from maxlm.config.sections.posttraining import DpoConfig
 from maxlm.training.losses.dpo import PreferenceTerms
 from maxlm.training.losses.dpo import preference_terms as terms_without_jit
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.schema_rl import GrpoConfig
+from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.training.losses.grpo import EPSILON, advantages, policy_sums, token_weights
 
 CONFIG = GrpoConfig(num_generations=4, max_completion_length=6)

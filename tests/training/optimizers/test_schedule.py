@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from maxlm.config.schema_optimizer import OptimizerConfig
+from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.training.optimizers.schedule import make_schedule
 
 

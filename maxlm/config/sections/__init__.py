@@ -1,0 +1,1 @@
+"""Sections of the config whose keys are declared apart from the main schema."""
