@@ -85,6 +85,9 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 def projections(model: ModelConfig) -> tuple[str, ...]:
     """Returns the dotted names, within a block, of the projections that can have LoRA adapters (Hu et al. 2022)."""
-    gate = ('feedforward.gate',) if model.activation == 'swiglu' else ()
+    modules = ['feedforward'] if model.num_dense_layers or not model.num_experts else []
+    modules += ['feedforward.experts'] if model.num_experts else []
+    modules += ['feedforward.shared'] if model.num_shared_experts else []
+    names = ('gate', 'up', 'down') if model.activation == 'swiglu' else ('up', 'down')
     attention = tuple(f'attention.{name}' for name in ('query', 'key', 'value', 'out'))
-    return (*attention, *gate, 'feedforward.up', 'feedforward.down')
+    return (*attention, *(f'{module}.{name}' for module in modules for name in names))

@@ -12,6 +12,7 @@ from maxlm.config.families import FAMILIES
 from maxlm.config.ranges import Range, check_ranges
 from maxlm.config.schema import Config, DataConfig, ModelConfig
 from maxlm.config.user_function import is_function_name
+from maxlm.config.validation_experts import check_experts
 from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
 from maxlm.errors import InputError
 
@@ -28,6 +29,9 @@ CHOICES = {
     'model.norm': ('layernorm', 'rmsnorm'),
     'model.rope_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3'),
     'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'relu2'),
+    'model.router_score': ('softmax', 'sigmoid'),
+    'model.expert_group_score': ('max', 'top2'),
+    'model.expert_matmul': ('auto', 'ragged_dot', 'tokamax', 'loop'),
     'model.init': ('normal', 'small', 'uniform'),
     'model.dtype': ('bfloat16', 'float16', 'float32'),
     'model.matmul_precision': ('default', 'fp8'),
@@ -120,6 +124,7 @@ def validate(config: Config) -> None:
     _check_rotary(model)
     _check_attention_pattern(model)
     check_adapters(model)
+    check_experts(config)
     _check_alerts(config)
     _check_reports(config)
     _check_sources(data)

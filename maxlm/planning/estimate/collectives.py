@@ -205,7 +205,7 @@ def _pipeline(config: Config) -> list[Transfer]:
 
 
 def _muon(config: Config) -> list[Transfer]:
-    """Returns the transfers of Muon's matrices: `Layout.spread_layers` moves one axis at a time."""
+    """Returns the transfers of Muon's matrices: `Layout.spread_matrices` moves one axis at a time."""
     if config.optimizer.name != 'muon':
         return []
     mesh, sizes = config.mesh, config.mesh.sizes
