@@ -105,7 +105,7 @@ def from_rows(y_RD: jax.Array, dispatch: Dispatch) -> jax.Array:
 
 
 def _taken(x_ND: jax.Array, index: jax.Array) -> jax.Array:
-    return x_ND.at[index].get(mode='fill', fill_value=0)
+    return jnp.take(x_ND, index, axis=0, mode='fill', fill_value=0)
 
 
 def _to_rows_forward(x_ND: jax.Array, dispatch: Dispatch) -> tuple[jax.Array, Dispatch]:

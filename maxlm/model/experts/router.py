@@ -56,7 +56,7 @@ class Router(nnx.Module):
         """Returns the logits [B, T, E] in float32, because rounding would change the selection of experts."""
         kernel_DE = self.partitioning.gathered(self.kernel[...].astype(jnp.float32), ('embed', 'routes'))
         logits_BTE = jnp.dot(x_BTD.astype(jnp.float32), kernel_DE, precision=jax.lax.Precision.HIGHEST)
-        return logits_BTE if self.bias is None else logits_BTE + self.bias[...]
+        return logits_BTE if self.bias is None else logits_BTE + self.bias[...][None, None, :]
 
 
 def select_experts(
@@ -70,7 +70,7 @@ def select_experts(
     scores_NE = _scores(logits_NE, config)
     choice_NE = jax.lax.stop_gradient(scores_NE)
     if balance_bias_E is not None:
-        choice_NE = choice_NE + jax.lax.stop_gradient(balance_bias_E)
+        choice_NE = choice_NE + jax.lax.stop_gradient(balance_bias_E)[None, :]
     if config.num_groups_per_token < config.num_expert_groups:
         choice_NE = _limit_groups(choice_NE, config)
     _, expert_Nk = jax.lax.top_k(choice_NE, config.num_experts_per_token)
