@@ -91,3 +91,8 @@ def projections(model: ModelConfig) -> tuple[str, ...]:
     names = ('gate', 'up', 'down') if model.activation == 'swiglu' else ('up', 'down')
     attention = tuple(f'attention.{name}' for name in ('query', 'key', 'value', 'out'))
     return (*attention, *(f'{module}.{name}' for module in modules for name in names))
+
+
+def is_of_experts(path: str) -> bool:
+    """Returns True if a parameter belongs to a projection of experts, so that an additional axis numbers the experts."""
+    return '.experts.' in path

@@ -43,6 +43,11 @@ LAYER_INPUT = 'layer_input'
 ACTIVATION_AXES = ('batch', 'length', 'activation')
 
 
+def is_stacked(path: str) -> bool:
+    """Returns True if the parameter with this dotted path is stacked over layers."""
+    return path.partition('.')[0] in STACKS
+
+
 class Context(NamedTuple):
     """Arguments of a call that all blocks share; see `Attention`.
 
