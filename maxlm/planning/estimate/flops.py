@@ -1,7 +1,8 @@
 """Counts the floating-point operations and parameters of a model from its shapes.
 
-A multiply-add is 2 operations. Of the experts, those that process a token count. Only matrix products count, as is usual (Kaplan et al. 2020; Chowdhery et al. 2022,
-PaLM, appendix B). The embedding lookup, norms, softmax and rematerialization do not count.
+A multiply-add is 2 operations. Only matrix products count, as is usual (Kaplan et al. 2020; Chowdhery et al. 2022,
+PaLM, appendix B). The embedding lookup, norms, softmax and rematerialization do not count. Of the experts of a layer,
+those that process a token count.
 """
 
 from __future__ import annotations
