@@ -21,7 +21,7 @@ import sys
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.formatting import format_bytes
 from maxlm.hints import print_next
-from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import AUTO
 from maxlm.huggingface.export_gguf import BLOCK, TYPES, export_gguf
 from maxlm.huggingface.export_model import DTYPE, export_model

@@ -13,7 +13,7 @@ from maxlm.data.dataset.records import load_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.formatting import format_si
-from maxlm.huggingface.architectures import NANOCHAT, Architecture
+from maxlm.huggingface.architectures.architecture import NANOCHAT, Architecture
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import TOKENIZER
 

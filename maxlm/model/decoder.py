@@ -5,6 +5,7 @@ Shapes: B batch, T query length, S key length, D dim, V vocabulary, L layers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,9 +19,10 @@ from maxlm.model.blocks import ACTIVATION_AXES, Context, block_class, dropout, r
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.kv_cache import CacheIndices, Caches, cache_indices_and_mask, slots_by_window
 from maxlm.model.layers.linear import Linear, parameter, should_transpose, transposed_matmul
-from maxlm.model.layers.masks import causal_mask, layer_windows
+from maxlm.model.layers.masks import causal_mask, layer_kinds, layer_windows
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import rotary_angles
+from maxlm.model.layers.softcap import softcap
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.model.pipeline import run_pipeline
 from maxlm.parallel.partitioning import SINGLE_DEVICE, Axes, Partitioning
@@ -80,7 +82,7 @@ class Decoder(nnx.Module):
         slots: Any = None,
         blocks: Sequence[Any] | None = None,
     ) -> tuple[jax.Array, Caches | None]:
-        """Returns the hidden states [B, T, D] after the final norm, and the updated caches.
+        """Returns the hidden states [B, T, D] from which `logits` follow, and the updated caches.
 
         Args:
             tokens_BT: token ids.
@@ -105,6 +107,8 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
         x_BTD = self._used(self.embedding[...].astype(config.dtype), ('vocab', 'embed'), is_table=True)[tokens_BT]
+        if config.embedding_multiplier != 1:
+            x_BTD = x_BTD * config.embedding_multiplier
         if self.position_embedding is not None:
             table = self.position_embedding[...].astype(config.dtype)
             x_BTD = x_BTD + self.partitioning.gathered(table, ('position', 'embed'), is_table=True)[positions_BT]
@@ -125,14 +129,15 @@ class Decoder(nnx.Module):
                 assert cache is None, 'rows of trees have no cache'
                 context = context._replace(tree=TokenTree(ends_BT, positions_BT))
             graph, blocks_L = nnx.split(self.blocks)
-            windows = layer_windows(config)
             if isinstance(cache, list):
                 assert blocks is not None, 'a cache for each layer goes with parameters of each'
-                x_BTD, cache = run_layers_unrolled(graph, windows, x_BTD, context, blocks, cache)
+                x_BTD, cache = run_layers_unrolled(graph, config, x_BTD, context, blocks, cache)
             else:
                 inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys_L is None else keys_L[0])
-                x_BTD, cache = run_layers(graph, config, self.partitioning, windows, x_BTD, context, inputs_L, cache)
-        return self.final_norm(x_BTD), cache
+                kinds = layer_kinds(config)
+                x_BTD, cache = run_layers(graph, config, self.partitioning, kinds, x_BTD, context, inputs_L, cache)
+        hidden_BTD = self.final_norm(x_BTD)
+        return hidden_BTD if config.logits_scaling == 1 else hidden_BTD / config.logits_scaling, cache
 
     def mark_transposed_kernels(self) -> dict[tuple[Any, ...], int]:
         """Marks the kernels whose transposition makes products of a few rows faster on a CPU.
@@ -200,8 +205,13 @@ class Decoder(nnx.Module):
         elif self.partitioning.num_shards('length') == 1:
             T = positions_BT.shape[1]
             masks = {window: _mask(T, segments_BT, window) for window in windows}
-        rotary = rotary_angles(positions_BT, config, length_B) if config.position_embedding == 'rotary' else None
-        return Context(masks, segments_BT, None, cache_indices, rotary)
+        rotary = local_rotary = None
+        if config.position_embedding == 'rotary':
+            rotary = local_rotary = rotary_angles(positions_BT, config, length_B)
+            if config.rope_local_theta and any(windows):
+                local = dataclasses.replace(config, rope_theta=config.rope_local_theta, rope_scaling='none')
+                local_rotary = rotary_angles(positions_BT, local, length_B)
+        return Context(masks, segments_BT, None, cache_indices, rotary, local_rotary)
 
     def _run_pipeline(
         self,
@@ -215,7 +225,7 @@ class Decoder(nnx.Module):
         config, stages, repeats = self.config, self.partitioning.num_shards('layers'), self.partitioning.repeats
         graph, blocks_L = nnx.split(self.blocks)
         layers = config.num_layers // (stages * repeats)
-        windows = layer_windows(config)[:layers]
+        kinds = layer_kinds(config)[:layers]
 
         def split(x_B: jax.Array) -> jax.Array:
             axes = ('micro_batch', 'batch', 'length', 'activation')[: x_B.ndim + 1]
@@ -226,7 +236,7 @@ class Decoder(nnx.Module):
             segments_BT, positions_BT, keys_L = side
             keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, first_layer, layers)
             context = self._context(segments_BT, positions_BT, None, 0, None)
-            return run_layers(graph, config, self.partitioning, windows, x_BTD, context, (blocks, None, keys))[0]
+            return run_layers(graph, config, self.partitioning, kinds, x_BTD, context, (blocks, None, keys))[0]
 
         def place(variable: nnx.Variable) -> nnx.Variable:
             axes = ('repeats', 'stage', 'layers_of_stage', *variable.axes[1:])
@@ -244,11 +254,6 @@ class Decoder(nnx.Module):
             place_params=lambda blocks: jax.tree.map(place, blocks, is_leaf=lambda x: isinstance(x, nnx.Variable)),
         )
         return y_MBTD.swapaxes(0, 1).reshape(x_BTD.shape)
-
-
-def softcap(logits: jax.Array, cap: float) -> jax.Array:
-    """Limits logits to ±cap with a tanh (Gemma Team 2024, "Gemma 2"); a cap of 0 disables it."""
-    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:

@@ -11,10 +11,15 @@ import jax.numpy as jnp
 from maxlm.config.schema import ModelConfig
 
 
+def layer_kinds(config: ModelConfig) -> str:
+    """Returns the letter of `model.attention_pattern` of each layer."""
+    pattern = config.attention_pattern
+    return ''.join(pattern[i % len(pattern)] for i in range(config.num_layers))
+
+
 def layer_windows(config: ModelConfig) -> list[int]:
     """Returns the number of last tokens to which each layer attends; 0 for the entire context."""
-    pattern = config.attention_pattern
-    return [config.sliding_window if pattern[i % len(pattern)] == 'S' else 0 for i in range(config.num_layers)]
+    return [config.sliding_window if kind == 'S' else 0 for kind in layer_kinds(config)]
 
 
 def causal_mask(positions_BT: jax.Array, num_keys: int, window: int) -> jax.Array:

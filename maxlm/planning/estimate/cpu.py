@@ -176,7 +176,7 @@ def _elementwise_seconds(config: Config, rounds: int) -> float:
     loss = _gradient_seconds(_loss, (micro_batch * chunk, model.vocab_size), jnp.dtype(jnp.float32), rounds)
     parameters = jnp.ones(min(COPIED, model_parameters(model)), jnp.float32)
     update = _best(_update, (parameters,) * 4, rounds) * model_parameters(model) / parameters.size
-    per_layer = 2 * stream + activation
+    per_layer = (3 if model.norm_placement == 'both' else 2) * stream + activation
     return config.accumulation * (model.num_layers * per_layer + loss * window / chunk) + update
 
 
@@ -191,7 +191,7 @@ def _attention_seconds(config: Config, rounds: int) -> float:
     def measured(window: int) -> float:
         def both(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array) -> Any:
             segments = segments_BT if config.data.document_mask else None
-            attend = partial(attend_blockwise, segments_BT=segments, window=window)
+            attend = partial(attend_blockwise, segments_BT=segments, window=window, softcap=model.attention_softcap)
             y, pull = jax.vjp(attend, q_BTNH, k_BTKH, v_BTKH)
             return y, pull(y)
 
@@ -226,6 +226,7 @@ def _update(parameter: jax.Array, gradient: jax.Array, mu: jax.Array, nu: jax.Ar
 
 _ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     'swiglu': lambda h: jax.nn.silu(h) * h,
+    'geglu_tanh': lambda h: jax.nn.gelu(h, approximate=True) * h,
     'gelu': lambda h: jax.nn.gelu(h, approximate=False),
     'gelu_tanh': lambda h: jax.nn.gelu(h, approximate=True),
     'relu2': lambda h: jnp.square(jax.nn.relu(h)),

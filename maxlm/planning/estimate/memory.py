@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config
 from maxlm.model.attention.chunked import QUERY_BLOCK, query_ranges
@@ -187,7 +188,7 @@ def _sizes(config: Config, backend: Backend) -> _Sizes:
         H=model.head_dim,
         padded_H=_up(model.head_dim, backend.lanes),
         width=np.dtype(np.float32).itemsize if model.dtype == 'float32' else 2,
-        gated=model.activation == 'swiglu',
+        gated=model.activation in GATED_ACTIVATIONS,
         parallel=bool(model.parallel_residual),
         layers=model.num_layers // (mesh.stage * mesh.num_pipeline_repeats),
     )
@@ -282,6 +283,8 @@ def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> fl
         return tokens * (elements + N * H) * width + statistics
     # The inputs of norms and products, queries, keys and values, and the inputs of the activation.
     streams = (1 if sizes.parallel else 2) * D + 2 * D
+    if model.norm_placement == 'both':
+        streams += 2 * D
     if model.qk_norm:
         streams += (N + K) * sizes.padded_H
     attention = (N + 2 * K) * sizes.padded_H + N * H

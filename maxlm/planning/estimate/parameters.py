@@ -6,8 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.lora import adapter_of
+
+# Projections with a bias if `model.qkv_bias` is set.
+QKV = ('attention.query', 'attention.key', 'attention.value')
 
 
 class Kernel(NamedTuple):
@@ -46,7 +50,7 @@ def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
         'up': Kernel(model.dim, model.ffn_dim),
         'down': Kernel(model.ffn_dim, model.dim),
     }
-    return {**kernels, 'gate': Kernel(model.dim, model.ffn_dim)} if model.activation == 'swiglu' else kernels
+    return {**kernels, 'gate': Kernel(model.dim, model.ffn_dim)} if model.activation in GATED_ACTIVATIONS else kernels
 
 
 def block_parameters(model: ModelConfig) -> int:
@@ -111,13 +115,16 @@ def _of_block(model: ModelConfig) -> Iterator[Weight]:
         if adapter := adapter_of(model, name):
             yield Weight(f'{name}.lora_a', (*inputs, adapter.rank), (*in_axes, 'adapter'), 'adapter')
             yield Weight(f'{name}.lora_b', (adapter.rank, *outputs), ('adapter', *out_axes), 'adapter')
-        if model.use_bias:
+        if model.use_bias or (model.qkv_bias and name in QKV):
             yield Weight(f'{name}.bias', outputs, tuple('norm' if a == 'embed' else a for a in out_axes), 'vector')
-    for norm in ('attention_norm', 'feedforward_norm'):
-        yield from _norm(model, norm, model.dim)
+    kinds = {'pre': ('norm',), 'post': ('post_norm',), 'both': ('norm', 'post_norm')}[model.norm_placement]
+    for branch in ('attention', 'feedforward'):
+        for kind in kinds:
+            yield from _norm(model, f'{branch}_{kind}', model.dim)
     if model.qk_norm:
-        for norm in ('attention.query_norm', 'attention.key_norm'):
-            yield from _norm(model, norm, model.head_dim)
+        for norm, heads in (('query', model.num_heads), ('key', model.num_kv_heads)):
+            num_dims = model.head_dim * (heads if model.qk_norm_scope == 'projection' else 1)
+            yield from _norm(model, f'attention.{norm}_norm', num_dims)
 
 
 def _projections(model: ModelConfig) -> Iterator[_Projection]:
@@ -131,7 +138,7 @@ def _projections(model: ModelConfig) -> Iterator[_Projection]:
     ):
         yield _Projection(f'attention.{name}', D, outputs, wide, (axis, 'head_dim'))
     yield _Projection('attention.out', heads, D, ('heads', 'head_dim'), wide)
-    for name in ('gate', 'up') if model.activation == 'swiglu' else ('up',):
+    for name in ('gate', 'up') if model.activation in GATED_ACTIVATIONS else ('up',):
         yield _Projection(f'feedforward.{name}', D, ffn, wide, ('ffn',))
     yield _Projection('feedforward.down', ffn, D, ('ffn',), wide)
 
