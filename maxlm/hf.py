@@ -8,7 +8,7 @@
 CKPT is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. import creates a workdir with the
 model as step 0, for evaluation, generation, and further training with `--config.train.init_from=WORKDIR`. For a run
 with adapters (model.lora_rank), export merges them into the model, and export-adapter writes only the adapters, for
-PEFT. export-gguf writes one file for llama.cpp, for models with the architectures of Llama and Qwen3. Quantized weights
+PEFT. export-gguf writes one file for llama.cpp, for the architectures that it runs (docs/models.md). Quantized weights
 are dequantized.
 """
 

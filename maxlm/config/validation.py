@@ -47,7 +47,23 @@ CHOICES = {
     'mesh.zero_stage': (1, 2, 3),
     'mesh.host_offload': ('none', 'optimizer', 'all'),
     'metrics.wandb': ('', 'online', 'offline'),
-    'export.architecture': ('auto', 'gpt2', 'gpt_neox', 'llama', 'mistral', 'qwen3', 'nanochat'),
+    'export.architecture': (
+        'auto',
+        'gpt2',
+        'gpt_neox',
+        'llama',
+        'mistral',
+        'qwen2',
+        'qwen3',
+        'smollm3',
+        'olmo2',
+        'olmo3',
+        'granite',
+        'phi3',
+        'gemma2',
+        'gemma3_text',
+        'nanochat',
+    ),
 }
 
 SOURCE_WEIGHT = Range(0, 1e9, above=True)

@@ -45,7 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
         'model__rope_scaling': 'yarn',
         'model__rope_scaling_factor': 4.0,
     },
-    'granite': {'model__family': 'granite'},
+    # Untied, because the scaled embedding of a tied output repeats the last token.
+    'granite': {'model__family': 'granite', 'model__tie_embeddings': False},
     'phi3': {'model__family': 'phi3', 'model__partial_rotary_factor': 0.5},
     'gemma2': {'model__family': 'gemma2', 'model__sliding_window': 6},
     'gemma3': {

@@ -118,6 +118,7 @@ NIGHTLY_LAYOUTS = [
         'model__family': 'olmo3',
         'model__attention_pattern': 'SN',
         'model__sliding_window': 5,
+        'model__norm_placement': 'pre',
     },
     {
         'mesh__context': 2,
@@ -125,6 +126,7 @@ NIGHTLY_LAYOUTS = [
         'mesh__fsdp': 2,
         'model__family': 'granite',
         'model__attention_pattern': 'NL',
+        'model__logits_scaling': 0.5,
     },
     {'mesh__fsdp': 8, 'mesh__host_offload': 'optimizer', 'model__remat_policy': 'offload'},
 ]
