@@ -23,7 +23,7 @@ from maxlm.model.attention.tree import TokenTree
 from maxlm.model.layers.fp8 import SCALE
 from maxlm.model.layers.kv_cache import Cache, CacheIndices, LayerCache
 from maxlm.model.layers.linear import Linear
-from maxlm.model.layers.masks import layer_kinds, layer_windows
+from maxlm.model.layers.masks import layer_kinds, layer_windows, window_of
 from maxlm.model.layers.mlp import FeedForward
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary
@@ -164,13 +164,13 @@ def run_layers(
         The stream, and the updated caches.
     """
     L = len(kinds)
-    windows = [config.sliding_window if kind == 'S' else 0 for kind in kinds]
+    windows = [window_of(kind, config) for kind in kinds]
     # Index of each layer in the cache of its window.
     numbers = [windows[:index].count(window) for index, window in enumerate(windows)]
     inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers))
 
     def make_layer(kind: str, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
-        window = config.sliding_window if kind == 'S' else 0
+        window = window_of(kind, config)
 
         def layer(carry: Any, inputs: Any) -> tuple[jax.Array, dict[int, Cache] | None]:
             x_BTD, caches = carry
