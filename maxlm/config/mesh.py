@@ -82,6 +82,11 @@ def check_layout(config: Config) -> None:
     if model.num_experts:
         _check_axis(config, 'expert', [('model.num_experts', model.num_experts)])
     if mesh.context > 1:
+        if model.attention_softcap:
+            raise InputError(
+                f'mesh.context={mesh.context} with model.attention_softcap={model.attention_softcap}: ring attention '
+                'has no soft cap of the scores; set mesh.context=1'
+            )
         windows = [('data.seq_len', config.data.seq_len)]
         windows += [('a length of data.seq_len_schedule', window) for window, _ in config.data.seq_len_schedule]
         # For load balance, each device gets two chunks: one from the first half and one from the second half.

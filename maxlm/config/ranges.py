@@ -56,6 +56,7 @@ FRACTION_ABOVE_0 = Range(0, 1, above=True)
 EPSILON = Range(1e-30, 1)
 # Number of turns and scale factors of rotary positions.
 TURNS = Range(0, 1e5, above=True)
+MULTIPLIER = Range(1e-4, 1e5)
 COUNT = Range(0, 10**5)
 COUNT_FROM_1 = Range(1, 10**5)
 # Threads and processes on one machine.
@@ -86,6 +87,7 @@ RANGES: dict[str, Range] = {
     'model.max_positions': Range(0, INT32),
     'model.partial_rotary_factor': FRACTION_ABOVE_0,
     'model.rope_theta': Range(1, 1e12),
+    'model.rope_local_theta': Range(1, 1e12, or_zero=True),
     'model.rope_scaling_factor': Range(1, 1e5),
     'model.original_max_positions': Range(0, INT32),
     'model.rope_low_freq_factor': TURNS,
@@ -94,6 +96,11 @@ RANGES: dict[str, Range] = {
     'model.rope_beta_fast': TURNS,
     'model.rope_attention_factor': Range(0.01, 100, or_zero=True),
     'model.norm_epsilon': EPSILON,
+    'model.embedding_multiplier': Range(1e-4, 1e5, or_zero=True),
+    'model.residual_multiplier': MULTIPLIER,
+    'model.attention_multiplier': Range(1e-4, 1e5, or_zero=True),
+    'model.attention_softcap': Range(0.1, 1e5, or_zero=True),
+    'model.logits_scaling': MULTIPLIER,
     'model.logit_softcap': Range(0.1, 1e5, or_zero=True),
     'model.sliding_window': Range(0, INT32),
     'model.init_std': Range(1e-30, 1),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.loading import build, default
 from maxlm.config.mesh import check_layout, resolve_mesh
 from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig, TrainConfig
@@ -80,14 +82,15 @@ def resolve(
             f'model.vocab_size={model.vocab_size} is below the vocabulary size {vocab_size} of dataset '
             f'{config.data.path}; set it to {vocab_size} or more, or to 0 to use the size of the dataset'
         )
-    swiglu_dim = -(-model.dim * 8 // 3 // 128) * 128
+    gated_dim = -(-model.dim * 8 // 3 // 128) * 128
     model = dataclasses.replace(
         model,
         vocab_size=model.vocab_size or vocab_size,
         num_kv_heads=model.num_kv_heads or model.num_heads,
         head_dim=model.head_dim or model.dim // model.num_heads,
-        ffn_dim=model.ffn_dim or (swiglu_dim if model.activation == 'swiglu' else 4 * model.dim),
+        ffn_dim=model.ffn_dim or (gated_dim if model.activation in GATED_ACTIVATIONS else 4 * model.dim),
         max_positions=model.max_positions or window,
+        embedding_multiplier=model.embedding_multiplier or math.sqrt(model.dim),
     )
     if model.num_experts:
         model = dataclasses.replace(
@@ -209,6 +212,8 @@ def _attention_kernel(config: Config, platform: str) -> str:
 def _cudnn_needs(model: ModelConfig) -> str:
     """Returns the unmet requirements of cuDNN attention for an error message, or '' if all are met."""
     # Limits of cuDNN on all supported GPUs.
+    if model.attention_softcap:
+        return f'model.attention_softcap=0; found {model.attention_softcap}'
     if model.dtype in ('bfloat16', 'float16') and model.head_dim % 8 == 0 and model.head_dim <= 128:
         return ''
     return (

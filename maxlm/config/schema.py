@@ -192,8 +192,8 @@ class ExportConfig:
     # Directory or URL (gs://bucket/model or s3://bucket/model) of the export. '' = WORKDIR/hf, which is also uploaded
     # to checkpoint.remote_dir.
     to: str = ''
-    # Architecture of Transformers: auto (one that other programs support) | gpt2 | gpt_neox | llama | mistral | qwen3 |
-    # nanochat (only Transformers 5 or later can run it).
+    # Architecture of Transformers: auto (one that other programs support), or one of the table in docs/models.md, such
+    # as llama. Only Transformers 5 or later can run nanochat.
     architecture: str = 'auto'
 
 

@@ -13,19 +13,27 @@ import jax.numpy as jnp
 
 from maxlm.model.attention.chunked import QUERY_BLOCK
 from maxlm.model.layers.kv_cache import CacheIndices, LayerCache, Slots
+from maxlm.model.layers.softcap import softcap as capped
 
 # Running maximum of scores, sum of weights, and weighted sum of values.
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def attend_cached(q_BTNH: jax.Array, cache: LayerCache, indices: CacheIndices, mask_BTS: jax.Array) -> jax.Array:
-    """Returns softmax(q·k / sqrt(H)) · v over the unmasked slots, [B, T, N, H] in the dtype of q."""
+def attend_cached(
+    q_BTNH: jax.Array, cache: LayerCache, indices: CacheIndices, mask_BTS: jax.Array, *, softcap: float = 0.0
+) -> jax.Array:
+    """Returns softmax(q·k / sqrt(H)) · v over the unmasked slots, [B, T, N, H] in the dtype of q.
+
+    `softcap` is the limit of the scores; 0: none.
+    """
     if len(cache.blocks) == 1:
-        return attend_slots(q_BTNH, cache.read(0, indices.first_row, len(q_BTNH)), mask_BTS)
-    return _attend_blocks(q_BTNH, cache, indices, mask_BTS)
+        return attend_slots(q_BTNH, cache.read(0, indices.first_row, len(q_BTNH)), mask_BTS, softcap=softcap)
+    return _attend_blocks(q_BTNH, cache, indices, mask_BTS, softcap)
 
 
-def _attend_blocks(q_BTNH: jax.Array, cache: LayerCache, indices: CacheIndices, mask_BTS: jax.Array) -> jax.Array:
+def _attend_blocks(
+    q_BTNH: jax.Array, cache: LayerCache, indices: CacheIndices, mask_BTS: jax.Array, softcap: float
+) -> jax.Array:
     """Attends to one block of slots after the other, skipping unused ones (Milakov & Gimelshein 2018)."""
     B, T, N, H = q_BTNH.shape
     q_BKGTH = _grouped(q_BTNH, cache.blocks[0].key_LBKSH.shape[2])
@@ -33,7 +41,7 @@ def _attend_blocks(q_BTNH: jax.Array, cache: LayerCache, indices: CacheIndices, 
     def add(sums: _Sums, block: int, mask_BTs: jax.Array) -> _Sums:
         largest_BKGT, sum_BKGT, o_BKGTH = sums
         slots = cache.read(block, indices.first_row, B)
-        scores_BKGTs = _scores(q_BKGTH, slots, mask_BTs)
+        scores_BKGTs = _scores(q_BKGTH, slots, mask_BTs, softcap)
         new_BKGT = jnp.maximum(largest_BKGT, scores_BKGTs.max(axis=-1))
         weights_BKGTs = jnp.exp(scores_BKGTs - new_BKGT[..., None])
         before_BKGT = jnp.exp(largest_BKGT - new_BKGT)
@@ -54,7 +62,7 @@ def _attend_blocks(q_BTNH: jax.Array, cache: LayerCache, indices: CacheIndices, 
     return o_BKGTH.astype(q_BTNH.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def attend_slots(q_BTNH: jax.Array, slots: Slots, mask_BTS: jax.Array) -> jax.Array:
+def attend_slots(q_BTNH: jax.Array, slots: Slots, mask_BTS: jax.Array, *, softcap: float = 0.0) -> jax.Array:
     """Attends with a mask over queries and slots, one block of queries at a time (Rabe & Staats 2021)."""
     B, T, N, H = q_BTNH.shape
     K = slots.key_BKSH.shape[1]
@@ -62,7 +70,7 @@ def attend_slots(q_BTNH: jax.Array, slots: Slots, mask_BTS: jax.Array) -> jax.Ar
 
     def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BKGTH, mask_BTS = block
-        weights_BKGTS = jax.nn.softmax(_scores(q_BKGTH, slots, mask_BTS), axis=-1)
+        weights_BKGTS = jax.nn.softmax(_scores(q_BKGTH, slots, mask_BTS, softcap), axis=-1)
         return _weighted(weights_BKGTS, slots, q_BTNH.dtype).astype(q_BTNH.dtype)
 
     if T <= QUERY_BLOCK or T % QUERY_BLOCK:
@@ -80,12 +88,13 @@ def _grouped(q_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
     return q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
 
 
-def _scores(q_BKGTH: jax.Array, slots: Slots, mask_BTS: jax.Array) -> jax.Array:
+def _scores(q_BKGTH: jax.Array, slots: Slots, mask_BTS: jax.Array, softcap: float) -> jax.Array:
     """Returns masked scores in float32, [B, K, G, T, S]."""
     k_BKSH = slots.key_BKSH.astype(q_BKGTH.dtype)
     scores_BKGTS = jnp.einsum('BKGTH,BKSH->BKGTS', q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
     if slots.key_scale_BKS is not None:
         scores_BKGTS *= slots.key_scale_BKS[:, :, None, None, :]
+    scores_BKGTS = capped(scores_BKGTS, softcap)
     # The smallest finite value instead of -inf, so that fully masked rows (padding) stay finite.
     return jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.model.attention.chunked import query_ranges
+from maxlm.model.layers.softcap import softcap as capped
 
 
 class TokenTree(NamedTuple):
@@ -30,7 +31,7 @@ class TokenTree(NamedTuple):
 
 
 def tree_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tree: TokenTree, *, window: int
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tree: TokenTree, *, window: int, softcap: float = 0.0
 ) -> jax.Array:
     """Computes softmax(q·k / sqrt(H)) · v over each token and its ancestors. Gradients are not supported.
 
@@ -40,6 +41,7 @@ def tree_attention(
         v_BTKH: values.
         tree: trees of the tokens.
         window: number of last tokens of its text to which a query attends, including itself; 0: all.
+        softcap: limit of the scores; 0: none.
 
     Returns:
         [B, T, N, H] in the dtype of q.
@@ -62,6 +64,7 @@ def tree_attention(
             k_BKTH[:, :, :last],
             preferred_element_type=jnp.float32,
         )
+        scores_BKGRS = capped(scores_BKGRS, softcap)
         scores_BKGRS = jnp.where(sees_BRS[:, None, None], scores_BKGRS, jnp.finfo(jnp.float32).min)
         weights_BKGRS = jax.nn.softmax(scores_BKGRS, axis=-1).astype(q_BTNH.dtype)
         parts.append(jnp.einsum('BKGRS,BKSH->BKGRH', weights_BKGRS, v_BKTH[:, :, :last]))

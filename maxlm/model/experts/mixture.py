@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
 from maxlm.model.experts.dispatch import (
     from_rows,
@@ -54,7 +55,7 @@ class Experts(nnx.Module):
 
         init, D, F = initializers(config), config.dim, config.expert_ffn_dim
         into, back = ('expert_embed', 'expert_ffn'), ('expert_ffn', 'expert_embed')
-        self.gate = linear('gate', D, F, into, init.projection) if config.activation == 'swiglu' else None
+        self.gate = linear('gate', D, F, into, init.projection) if config.activation in GATED_ACTIVATIONS else None
         self.up = linear('up', D, F, into, init.projection)
         self.down = linear('down', F, D, back, init.residual)
         self.activation = recomputed(ACTIVATIONS[config.activation], in_loop=config.scan_layers)

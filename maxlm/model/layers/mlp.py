@@ -1,6 +1,7 @@
 """The MLP (feed-forward layer) of a block.
 
-Activations are GELU (Hendrycks & Gimpel 2016), SwiGLU (Shazeer 2020) and squared ReLU (So et al. 2021, "Primer").
+Activations are GELU (Hendrycks & Gimpel 2016), SwiGLU and GEGLU (Shazeer 2020), and squared ReLU (So et al. 2021,
+"Primer").
 
 Shapes: B batch, T length, D dim, F ffn_dim.
 """
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.linear import Initializer, Linear, fused_apply
@@ -22,7 +24,7 @@ from maxlm.parallel.partitioning import Partitioning
 
 
 class FeedForward(nnx.Module):
-    """Two projections, dim → ffn_dim → dim, with an activation in between; SwiGLU has a third projection."""
+    """Two projections, dim → ffn_dim → dim, with an activation in between; gated ones have a third projection."""
 
     def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs, name: str = 'feedforward'):
         def linear(part: str, in_dim: int, out_dim: int, in_axis: str, out_axis: str, init: Initializer) -> Linear:
@@ -41,7 +43,7 @@ class FeedForward(nnx.Module):
 
         init = initializers(config)
         into, back = (config.dim, config.ffn_dim, 'embed', 'ffn'), (config.ffn_dim, config.dim, 'ffn', 'embed')
-        self.gate = linear('gate', *into, init.projection) if config.activation == 'swiglu' else None
+        self.gate = linear('gate', *into, init.projection) if config.activation in GATED_ACTIVATIONS else None
         self.up = linear('up', *into, init.projection)
         self.down = linear('down', *back, init.residual)
         self.activation = recomputed(ACTIVATIONS[config.activation], in_loop=config.scan_layers)
@@ -63,17 +65,23 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+def geglu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns gelu(gate) · up with the tanh approximation of GELU (Shazeer 2020)."""
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
 def squared_relu(x: jax.Array) -> jax.Array:
     """Returns max(x, 0)² (So et al. 2021, "Primer")."""
     return jnp.square(jax.nn.relu(x))
 
 
-# Values of model.activation. `swiglu` takes the outputs of two projections.
+# Values of model.activation. GATED_ACTIVATIONS take the outputs of two projections.
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     'gelu': partial(jax.nn.gelu, approximate=False),
     'gelu_tanh': partial(jax.nn.gelu, approximate=True),
     'relu2': squared_relu,
     'swiglu': swiglu,
+    'geglu_tanh': geglu_tanh,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.planning.estimate.experts import rows_of
 from maxlm.planning.estimate.parameters import block_kernels
@@ -33,7 +34,7 @@ def saved_bytes(config: Config, kind: ModelConfig, policy: str) -> float:
     if policy != 'none':
         return router
     rows, width = rows_of(config, kind), jnp.dtype(kind.dtype).itemsize
-    inner = (3 if kind.activation == 'swiglu' else 2) * kind.expert_ffn_dim / config.mesh.tensor
+    inner = (3 if kind.activation in GATED_ACTIVATIONS else 2) * kind.expert_ffn_dim / config.mesh.tensor
     return width * (rows.stored * (kind.dim + inner) + rows.assigned * kind.dim) + ROUTER_ARRAYS * router
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.experts.grouped_matmul import block_size, padded_rows
-from maxlm.planning.estimate.parameters import expert_parameters, layer_kinds, model_parameters
+from maxlm.planning.estimate.parameters import expert_parameters, layer_stacks, model_parameters
 
 
 class Rows(NamedTuple):
@@ -36,13 +36,13 @@ NO_ROWS = Rows(0, 0, 0, 0)
 
 
 def layers_on_device(config: Config) -> list[tuple[ModelConfig, float]]:
-    """Returns the model of each kind of layer, and the number of its layers on a device; see `layer_kinds`.
+    """Returns the model of each kind of layer, and the number of its layers on a device; see `layer_stacks`.
 
     Every stage of a pipeline has all of the first dense layers.
     """
     return [
         (kind, kind.num_layers / (1 if is_first(config, kind) else config.mesh.stage))
-        for kind in layer_kinds(config.model)
+        for kind in layer_stacks(config.model)
     ]
 
 
@@ -56,7 +56,7 @@ def layer_runs(config: Config) -> list[tuple[ModelConfig, float]]:
     iterations = micro_batches if mesh.stage == 1 else mesh.num_pipeline_repeats * micro_batches + mesh.stage - 1
     return [
         (kind, kind.num_layers * micro_batches if is_first(config, kind) else kind.num_layers / chunks * iterations)
-        for kind in layer_kinds(config.model)
+        for kind in layer_stacks(config.model)
     ]
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.layers.masks import layer_windows
-from maxlm.planning.estimate.parameters import block_kernels, layer_kinds, weights
+from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, weights
 from maxlm.training.optimizers.trainable import is_trained
 
 # Kinds of parameters that multiply tokens.
@@ -35,7 +35,7 @@ def matmul_parameters(model: ModelConfig) -> int:
     """Returns the parameters of a resolved model that multiply a token, including the output projection."""
     blocks = (
         kind.num_layers * sum(kernel.active_size for kernel in block_kernels(kind).values())
-        for kind in layer_kinds(model)
+        for kind in layer_stacks(model)
     )
     return sum(blocks) + model.dim * model.vocab_size
 

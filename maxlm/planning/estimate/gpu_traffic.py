@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.planning.estimate.experts import (
     activation_dim,
@@ -91,9 +92,9 @@ def features(config: Config, kind: ModelConfig | None = None) -> Features:
     heads = model.num_heads * model.head_dim / tensor
     attention = heads + 2 * kv
     rotated = heads + kv if model.position_embedding == 'rotary' else 0
-    gates = 2 if model.activation == 'swiglu' else 1
+    gates = 2 if model.activation in GATED_ACTIVATIONS else 1
     return Features(
-        (1 if model.parallel_residual else 2) * model.dim,
+        (1 if model.parallel_residual else 3 if model.norm_placement == 'both' else 2) * model.dim,
         (gates + 1) * activation_dim(config, kind or model),
         attention + rotated + (attention if model.qk_norm else 0),
     )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.attention.chunked import QUERY_BLOCK, query_ranges
@@ -19,7 +20,7 @@ from maxlm.parallel.layout import SAVING
 from maxlm.planning.estimate.backends import BACKENDS, SUBLANES, Backend
 from maxlm.planning.estimate.expert_memory import backward_bytes, kernel_elements, saved_bytes
 from maxlm.planning.estimate.experts import is_first
-from maxlm.planning.estimate.parameters import Weight, layer_kinds, weights
+from maxlm.planning.estimate.parameters import Weight, layer_stacks, weights
 from maxlm.planning.estimate.state_bytes import (
     StateBytes,
     moment_bytes,
@@ -71,7 +72,7 @@ class _Sizes(NamedTuple):
         padded_H: H padded to the lanes, for arrays whose last axis it is.
         width: bytes of an element in the compute dtype.
         layers: layers of this kind that run consecutively before recomputation.
-        kind: model with only this kind of layers; see `layer_kinds`.
+        kind: model with only this kind of layers; see `layer_stacks`.
     """
 
     B: int
@@ -105,7 +106,7 @@ def estimate_memory(
         state: bytes of the state if they are already known.
     """
     backend = BACKENDS[platform]
-    kinds = [_sizes(config, backend, kind) for kind in layer_kinds(config.model)]
+    kinds = [_sizes(config, backend, kind) for kind in layer_stacks(config.model)]
     # Where the kind does not matter, that of the last layers is used.
     sizes = kinds[-1]
     state = state or planned_state_bytes(config)
@@ -150,7 +151,7 @@ def _sizes(config: Config, backend: Backend, kind: ModelConfig) -> _Sizes:
         H=model.head_dim,
         padded_H=_up(model.head_dim, backend.lanes),
         width=np.dtype(np.float32).itemsize if model.dtype == 'float32' else 2,
-        gated=model.activation == 'swiglu',
+        gated=model.activation in GATED_ACTIVATIONS,
         parallel=bool(model.parallel_residual),
         layers=layers,
         kind=kind,
@@ -248,6 +249,8 @@ def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> fl
         return tokens * (elements + N * H) * width + statistics + of_experts
     # The inputs of norms and products, queries, keys and values, and the inputs of the activation.
     streams = (1 if sizes.parallel else 2) * D + 2 * D
+    if model.norm_placement == 'both':
+        streams += 2 * D
     if model.qk_norm:
         streams += (N + K) * sizes.padded_H
     attention = (N + 2 * K) * sizes.padded_H + N * H

@@ -7,12 +7,16 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.lora import adapter_of
 from maxlm.parallel.layout import SAVING
 
 # Kinds of parameters that are matrices or tables.
 MATRICES = ('table', 'head', 'matrix', 'router')
+
+# Projections with a bias if `model.qkv_bias` is set.
+QKV = ('attention.query', 'attention.key', 'attention.value')
 
 
 class Kernel(NamedTuple):
@@ -56,7 +60,7 @@ class Tables(NamedTuple):
     head: int
 
 
-def layer_kinds(model: ModelConfig) -> list[ModelConfig]:
+def layer_stacks(model: ModelConfig) -> list[ModelConfig]:
     """Returns a model for each kind of layer, dense layers first, with the number of layers of this kind."""
     num_dense = model.num_dense_layers
     if not num_dense:
@@ -66,7 +70,7 @@ def layer_kinds(model: ModelConfig) -> list[ModelConfig]:
 
 
 def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
-    """Returns the matrices of one block of a resolved model without first dense layers; see `layer_kinds`."""
+    """Returns the matrices of one block of a resolved model without first dense layers; see `layer_stacks`."""
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     kernels = {
         'query': Kernel(model.dim, heads),
@@ -74,7 +78,7 @@ def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
         'value': Kernel(model.dim, kv_heads),
         'out': Kernel(heads, model.dim),
     }
-    into = ('up', 'gate') if model.activation == 'swiglu' else ('up',)
+    into = ('up', 'gate') if model.activation in GATED_ACTIVATIONS else ('up',)
     if not model.num_experts:
         kernels |= {'up': Kernel(model.dim, model.ffn_dim), 'down': Kernel(model.ffn_dim, model.dim)}
         return {**kernels, 'gate': Kernel(model.dim, model.ffn_dim)} if 'gate' in into else kernels
@@ -159,7 +163,7 @@ def weights(model: ModelConfig) -> Iterator[Weight]:
         yield Weight('head.kernel', (D, V), ('embed', 'vocab'), 'head')
     for norm in ('final_norm', *(('embedding_norm',) if model.embedding_norm else ())):
         yield from _norm(model, norm, D)
-    for kind in layer_kinds(model):
+    for kind in layer_stacks(model):
         is_first = model.num_dense_layers > 0 and not kind.num_experts
         stack, axis = ('dense_blocks', 'dense_layers') if is_first else ('blocks', 'layers')
         for weight in _of_block(kind):
@@ -175,7 +179,7 @@ def _of_block(model: ModelConfig) -> Iterator[Weight]:
             rank, rank_axis = (adapter.rank,), ('adapter',)
             yield Weight(f'{name}.lora_a', stack + inputs + rank, stack_axes + in_axes + rank_axis, 'adapter')
             yield Weight(f'{name}.lora_b', stack + rank + outputs, stack_axes + rank_axis + out_axes, 'adapter')
-        if model.use_bias:
+        if model.use_bias or (model.qkv_bias and name in QKV):
             bias_axes = tuple('norm' if axis in SAVING else axis for axis in out_axes)
             yield Weight(f'{name}.bias', stack + outputs, stack_axes + bias_axes, 'vector')
     if model.num_experts:
@@ -184,11 +188,14 @@ def _of_block(model: ModelConfig) -> Iterator[Weight]:
         for name, exists in (('bias', model.router_use_bias), ('balance_bias', model.router_balance_bias)):
             if exists:
                 yield Weight(f'{router}.{name}', (model.num_experts,), ('routes',), 'vector')
-    for norm in ('attention_norm', 'feedforward_norm'):
-        yield from _norm(model, norm, model.dim)
+    kinds = {'pre': ('norm',), 'post': ('post_norm',), 'both': ('norm', 'post_norm')}[model.norm_placement]
+    for branch in ('attention', 'feedforward'):
+        for kind in kinds:
+            yield from _norm(model, f'{branch}_{kind}', model.dim)
     if model.qk_norm:
-        for norm in ('attention.query_norm', 'attention.key_norm'):
-            yield from _norm(model, norm, model.head_dim)
+        for norm, heads in (('query', model.num_heads), ('key', model.num_kv_heads)):
+            num_dims = model.head_dim * (heads if model.qk_norm_scope == 'projection' else 1)
+            yield from _norm(model, f'attention.{norm}_norm', num_dims)
 
 
 def _projections(model: ModelConfig) -> Iterator[_Projection]:
@@ -214,7 +221,7 @@ def _feedforward(model: ModelConfig, module: str, width: int, num_experts: int =
     D, F = (model.dim,), (width,)
     wide, narrow = (('expert_embed',), ('expert_ffn',)) if num_experts else (('embed',), ('ffn',))
     stack, stack_axes = ((num_experts,), ('experts',)) if num_experts else ((), ())
-    for name in ('gate', 'up') if model.activation == 'swiglu' else ('up',):
+    for name in ('gate', 'up') if model.activation in GATED_ACTIVATIONS else ('up',):
         yield _Projection(f'{module}.{name}', D, F, wide, narrow, stack, stack_axes)
     yield _Projection(f'{module}.down', F, D, narrow, wide, stack, stack_axes)
 

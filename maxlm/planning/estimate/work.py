@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config
 from maxlm.model.attention.chunked import query_ranges
@@ -27,7 +28,7 @@ from maxlm.planning.estimate.experts import (
     rows_per_token,
     whole_parameters,
 )
-from maxlm.planning.estimate.parameters import block_kernels, layer_kinds, model_parameters, weights
+from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, model_parameters, weights
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.training.optimizers.muon import ITERATIONS
 
@@ -206,7 +207,7 @@ def _muon_flops(config: Config) -> float:
     mesh = config.mesh
     parts = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
     flops = 0.0
-    for kind in layer_kinds(config.model):
+    for kind in layer_stacks(config.model):
         for name, kernel in block_kernels(kind).items():
             if name == 'router':
                 continue
@@ -231,14 +232,14 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     model, mesh = config.model, config.mesh
     width = jnp.dtype(model.dtype).itemsize
     heads, kv_heads = model.num_heads * model.head_dim / mesh.tensor, model.num_kv_heads * model.head_dim / mesh.tensor
-    stream = (3 + 3) * 2 * model.dim
+    stream = (3 * (2 if model.norm_placement == 'both' else 1) + 3) * 2 * model.dim
     attention = 2 * heads + 2 * kv_heads
     rotation = 2 * (heads + kv_heads) if model.position_embedding == 'rotary' else 0
     head_norms = 3 * (heads + kv_heads) if model.qk_norm else 0
     others = stream + attention + rotation + head_norms
     blocks = 0.0
     for kind, layers in layers_on_device(config):
-        activation = (3 if model.activation == 'swiglu' else 2) * activation_dim(config, kind)
+        activation = (3 if model.activation in GATED_ACTIVATIONS else 2) * activation_dim(config, kind)
         forward = width * (others + activation) + rows_per_token(config, dispatch_bytes(config, kind))
         block = forward * (2 + forward_passes(config)) + score_bytes(config, capability) + quantization_bytes(config)
         blocks += block * layers
@@ -259,7 +260,7 @@ def quantization_bytes(config: Config) -> float:
     if model.matmul_precision != 'fp8':
         return 0.0
     heads, kv_heads = (number * model.head_dim / tensor for number in (model.num_heads, model.num_kv_heads))
-    gates = 2 if model.activation == 'swiglu' else 1
+    gates = 2 if model.activation in GATED_ACTIVATIONS else 1
     inputs = 2 * model.dim + heads + model.ffn_dim / tensor
     outputs = 2 * model.dim + heads + 2 * kv_heads + gates * model.ffn_dim / tensor
     return (2 * jnp.dtype(model.dtype).itemsize + 1) * (inputs * forward_passes(config) + outputs)
