@@ -214,6 +214,36 @@ def test_qwen3_without_a_list_slides_from_a_layer_on():
     assert from_config({**config, 'use_sliding_window': False}, 'config.json').attention_pattern == 'L'
 
 
+@pytest.mark.parametrize(
+    ('kind', 'legacy', 'local_theta'),
+    [
+        (
+            'gemma3_text',
+            {'rope_theta': 9e5, 'rope_local_base_freq': 77.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 8.0}},
+            77.0,
+        ),
+        (
+            'olmo3',
+            {
+                'rope_theta': 500_000,
+                'max_position_embeddings': 65_536,
+                'rope_scaling': {
+                    'rope_type': 'yarn',
+                    'factor': 8.0,
+                    'original_max_position_embeddings': 8192,
+                    'attention_factor': 1.2,
+                },
+            },
+            500_000.0,
+        ),
+    ],
+)
+def test_former_keys_of_positions_by_layer_type(kind, legacy, local_theta):
+    found = from_config({'model_type': kind, **legacy}, 'config.json')
+    assert found == from_config(in_transformers({'model_type': kind, **legacy}), 'config.json')
+    assert (found.rope_scaling_factor, found.rope_local_theta) == (8.0, local_theta)
+
+
 def test_mistral_without_a_window():
     config = {'model_type': 'mistral'}
     assert from_config({**config, 'sliding_window': None}, 'config.json').attention_pattern == 'L'
