@@ -97,6 +97,9 @@ class TrainConfig:
     loss_chunk_tokens: int = 4096
     # Weight of the z-loss, the square of log Σ exp(logits), which prevents drifting logits (PaLM: 1e-4); 0 = off.
     z_loss: float = 0.0
+    # Weight of the mean cross-entropy of the model.mtp_depth additional tokens. DeepSeek-V3 starts with 0.3 and ends
+    # with 0.1.
+    mtp_loss_weight: float = 0.3
     # Training objective: next_token (cross-entropy) | dpo (pairs of answers: section dpo) | grpo (rewards of responses:
     # section grpo, for maxlm.grpo).
     objective: str = 'next_token'

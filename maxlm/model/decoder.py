@@ -22,6 +22,7 @@ from maxlm.model.layers.masks import causal_mask, layer_windows
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import rotary_angles
 from maxlm.model.layers.weight_only_quantization import KERNEL
+from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
 from maxlm.parallel.partitioning import SINGLE_DEVICE, Axes, Partitioning
 
@@ -60,6 +61,11 @@ class Decoder(nnx.Module):
             rngs=rngs,
         )
         self.head = None if config.tie_embeddings else untied
+
+        def make_mtp(rngs: nnx.Rngs) -> MtpModule:
+            return MtpModule(config, partitioning=partitioning, rngs=rngs)
+
+        self.mtp = _stacked(make_mtp, config.mtp_depth, rngs) if config.mtp_depth else None
         # True if the kernel of the logits is stored transposed, as [V, D].
         self.is_transposed = False
         self.config = config
@@ -133,6 +139,27 @@ class Decoder(nnx.Module):
                 inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys_L is None else keys_L[0])
                 x_BTD, cache = run_layers(graph, config, self.partitioning, windows, x_BTD, context, inputs_L, cache)
         return self.final_norm(x_BTD), cache
+
+    def mtp_hidden(
+        self,
+        hidden_BTD: jax.Array,
+        tokens_BT: jax.Array,
+        *,
+        segments_BT: jax.Array | None,
+        positions_BT: jax.Array,
+        dropout_key: jax.Array | None,
+    ) -> list[jax.Array]:
+        """Returns the hidden states [B, T, D] of each module of multi-token prediction; see `run_mtp`.
+
+        Args:
+            hidden_BTD: hidden states that `__call__` returned.
+            tokens_BT, segments_BT, positions_BT, dropout_key: see `__call__`.
+        """
+        context = self._context(segments_BT, positions_BT, None, 0, None)
+        table_VD = self._used(self.embedding[...].astype(hidden_BTD.dtype), ('vocab', 'embed'), is_table=True)
+        return run_mtp(
+            self.mtp, self.config, self.partitioning, hidden_BTD, tokens_BT, table_VD, context, dropout_key=dropout_key
+        )
 
     def mark_transposed_kernels(self) -> dict[tuple[Any, ...], int]:
         """Marks the kernels whose transposition makes products of a few rows faster on a CPU.

@@ -33,6 +33,12 @@ METRICS: dict[str, Metric] = {
     'train/z_loss': Metric(
         'nats/token', 'z-loss term (train.z_loss): part of the optimized objective, not of train/loss'
     ),
+    'train/mtp_loss': Metric(
+        'nats/token',
+        'multi-token prediction: sum of the cross-entropies of the token after next, divided by the number of tokens '
+        'of train/loss',
+    ),
+    'train/mtp_loss/*': Metric('nats/token', 'train/mtp_loss of one module, if model.mtp_depth is above 1'),
     # DPO: means over the pairs of the step.
     'train/rewards/accuracies': Metric('', 'DPO: fraction of pairs whose chosen response has the higher reward'),
     'train/rewards/margins': Metric('', 'DPO: reward of the chosen response minus that of the rejected response'),

@@ -18,7 +18,7 @@ from maxlm.checkpoint import checksums
 from maxlm.checkpoint.init_from import context_change_text, load_tokenizer, open_init_checkpoint
 from maxlm.checkpoint.item_metadata import CorruptCheckpointError, read_json
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
-from maxlm.checkpoint.params import copy_params, params_item
+from maxlm.checkpoint.params import copy_params, is_mtp, params_item
 from maxlm.config.schema import Config
 from maxlm.data.loader.batches import fingerprint_changes
 from maxlm.data.loader.skipped_batches import skip_steps
@@ -235,11 +235,17 @@ def initialize_state(
     state = state._replace(params=None, ema=None, reference=None)
     params = origin.read(abstract.params, initial)
     logger.info(f'starting with the parameters of {origin.path} and a fresh optimizer')
-    for line in (origin.vocab_resize, context_change_text(step, config)):
+    for line in (origin.vocab_resize, _new_modules_text(initial), context_change_text(step, config)):
         if line:
             logger.info(str(line))
     ema = None if abstract.ema is None else copy_params(params)
     return state._replace(params=params, ema=ema, reference=reference_of(config, params, abstract))
+
+
+def _new_modules_text(initial: Mapping[str, jax.Array]) -> str:
+    if not any(map(is_mtp, initial)):
+        return ''
+    return 'the modules of multi-token prediction are initialized, because the checkpoint has none'
 
 
 def reference_metadata(config: Config) -> dict[str, str]:

@@ -19,6 +19,7 @@ from maxlm.config.schema import Config
 from maxlm.config.user_function import load_function
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import Decoder
+from maxlm.model.mtp import shift_left
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.losses.cross_entropy import cross_entropy
@@ -83,7 +84,13 @@ def aux_names(config: Config) -> tuple[str, ...]:
         return tuple(DPO_PARTS)
     if config.train.objective == 'grpo':
         return (*GRPO_PARTS, *(('kl',) if config.grpo.kl_coef else ()))
-    return ('z_loss',) if config.train.z_loss else ()
+    return (*(('z_loss',) if config.train.z_loss else ()), *mtp_names(config))
+
+
+def mtp_names(config: Config) -> tuple[str, ...]:
+    """Returns the names of the metrics of multi-token prediction: one loss for each module."""
+    depth = config.model.mtp_depth if config.train.mtp_loss_weight else 0
+    return ('mtp_loss',) if depth == 1 else tuple(f'mtp_loss/{number}' for number in range(1, depth + 1))
 
 
 # Name of the metric → field of `PreferenceTerms`.
@@ -110,7 +117,8 @@ def make_next_token(
 ) -> Objective:
     """Returns the objective Σ cross-entropy of the predicted tokens + z_loss · Σ log² Z; see `cross_entropy`.
 
-    With `train.loss`, it is the sum of that loss.
+    With `train.loss`, it is the sum of that loss. Multi-token prediction adds train.mtp_loss_weight / depth times the
+    sum of the cross-entropies of its modules.
 
     Raises:
         InputError: the function of `train.loss` cannot be imported.
@@ -155,9 +163,42 @@ def make_next_token(
             )
         tokens = tokens_B.sum()
         parts = {'z_loss': z_loss * log_z_squared_B.sum()} if z_loss else {}
+        if names := mtp_names(config):
+            losses = _mtp_losses(model, hidden_BTD, batch, dropout_key, config, layout)
+            objective += config.train.mtp_loss_weight / len(losses) * sum(losses)
+            parts |= {name: jax.lax.stop_gradient(loss) for name, loss in zip(names, losses, strict=True)}
         return objective, LossSums(loss_B.sum(), tokens, tokens, source_loss, source_tokens, parts, tokens)
 
     return next_token
+
+
+def _mtp_losses(
+    model: Decoder,
+    hidden_BTD: jax.Array,
+    batch: Batch,
+    dropout_key: jax.Array | None,
+    config: Config,
+    layout: dict[str, Any],
+) -> list[jax.Array]:
+    """Returns Σ cross-entropy of each module of multi-token prediction. Targets are in the document of their query."""
+    segments_BT = batch['segments']
+    hidden_states = model.mtp_hidden(
+        hidden_BTD,
+        batch['tokens'],
+        segments_BT=segments_BT if config.data.document_mask else None,
+        positions_BT=batch['positions'],
+        # The model splits the key in two, which gives the same keys as folding in 0 and 1.
+        dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, 2),
+    )
+    losses = []
+    for depth, states_BTD in enumerate(hidden_states, start=1):
+        is_same_BT = shift_left(segments_BT, depth) == segments_BT
+        weights_BT = jnp.where(is_same_BT, shift_left(batch['weights'], depth), 0)
+        found = cross_entropy(
+            states_BTD, model.output_kernel(), shift_left(batch['targets'], depth), weights_BT, **layout
+        )
+        losses.append(found.objective)
+    return losses
 
 
 def make_log_probs(

@@ -69,12 +69,13 @@ def make_train_step(
 def make_eval_step(
     config: Config, layout: Layout, num_sources: int = 0
 ) -> Callable[[Params, Params | None, Batch], LossSums]:
-    """Returns the evaluation step: (params, reference, batch) → sums over the batch, without dropout and z-loss.
+    """Returns the evaluation step: (params, reference, batch) → sums over the batch.
 
-    The argument `reference` is `TrainState.reference`. With `train.loss`, the step computes the cross-entropy, whose
-    values are comparable between runs.
+    It has no dropout, z-loss or multi-token prediction. The argument `reference` is `TrainState.reference`. With
+    `train.loss`, the step computes the cross-entropy, whose values are comparable between runs.
     """
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, z_loss=0.0, loss=''))
+    train = dataclasses.replace(config.train, z_loss=0.0, loss='', mtp_loss_weight=0.0)
+    config = dataclasses.replace(config, train=train)
     objective = make_objective(config, layout, num_sources)
 
     def eval_step(params: Params, reference: Params | None, batch: Batch) -> LossSums:

@@ -29,14 +29,18 @@ class TokenFlops(NamedTuple):
 
 def matmul_parameters(model: ModelConfig) -> int:
     """Returns the parameters of a resolved model that multiply every token, including the output projection."""
-    return model.num_layers * block_parameters(model) + model.dim * model.vocab_size
+    D, V = model.dim, model.vocab_size
+    # A module of multi-token prediction has a projection and a block, and uses the output projection again.
+    layers, heads = model.num_layers + model.mtp_depth, 1 + model.mtp_depth
+    return layers * block_parameters(model) + model.mtp_depth * 2 * D**2 + heads * D * V
 
 
 def training_flops(model: ModelConfig, window: int) -> TokenFlops:
     """Returns FLOPs per token: 6 per matmul parameter, and 12 · N · H per layer and attended position."""
     dense = 6 * matmul_parameters(model)
     per_position = 12 * model.num_heads * model.head_dim
-    reaches = [min(sliding or window, window) for sliding in layer_windows(model)]
+    windows = layer_windows(model)
+    reaches = [min(sliding or window, window) for sliding in (*windows, *[windows[-1]] * model.mtp_depth)]
     # The first tokens of a sequence attend to fewer positions.
     causal = sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window
     return TokenFlops(causal=dense + per_position * causal, full=dense + per_position * sum(reaches))

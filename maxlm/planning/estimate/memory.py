@@ -16,6 +16,7 @@ from maxlm.config.schema import Config
 from maxlm.model.attention.chunked import QUERY_BLOCK, query_ranges
 from maxlm.model.attention.cudnn import documents_per_row
 from maxlm.model.layers.masks import layer_windows
+from maxlm.planning.estimate.head import head_memory
 from maxlm.planning.estimate.parameters import Weight, weights
 from maxlm.planning.estimate.state_bytes import (
     StateBytes,
@@ -145,7 +146,7 @@ def estimate_memory(
     gradients = gradient + (_micro_batch_gradient(config, sizes) if config.accumulation > 1 else 0)
     activations, on_host = _saved_activation_bytes(config, sizes, backend)
     copies = _copied_weights(config, sizes, backend)
-    head = _vocabulary(config, sizes, backend)
+    head = head_memory(config, (sizes.B, sizes.T, sizes.V), table=backend.table, logits=backend.logits)
     at_layers = gradients + activations + copies + _layer_work(config, sizes, backend, capability) + head.table
     at_head = gradient + activations + copies + head.work
     fullest = max(at_layers, at_head, gradient + _update(config, gradient))
@@ -217,7 +218,7 @@ def _micro_batch_gradient(config: Config, sizes: _Sizes) -> int:
 
 def _is_cast(config: Config, weight: Weight) -> bool:
     is_cast = config.mesh.host_offload != 'all' and config.model.matmul_precision != 'fp8'
-    return is_cast and weight.kind == 'matrix'
+    return is_cast and weight.kind == 'matrix' and not weight.name.startswith('mtp.')
 
 
 def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float:
@@ -229,7 +230,11 @@ def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float
     if backend.lanes == 1 or weight.kind == 'vector':
         return 1.0
     sizes = dict(zip(weight.axes, shard_shape(config, weight, zero=zero), strict=True))
-    a, b = [sizes[axis] for axis in ('embed', 'head_dim', 'ffn', 'vocab', 'position', 'adapter') if axis in sizes][:2]
+    a, b = [
+        sizes[axis]
+        for axis in ('embed', 'head_dim', 'ffn', 'vocab', 'position', 'adapter', 'activation')
+        if axis in sizes
+    ][:2]
     lanes = backend.lanes
     return min(_up(a, lanes) * _up(b, SUBLANES), _up(b, lanes) * _up(a, SUBLANES)) / (a * b)
 
@@ -252,6 +257,8 @@ def _saved_activation_bytes(config: Config, sizes: _Sizes, backend: Backend) -> 
     if model.remat_policy == 'offload':
         on_host = sizes.layers * stream
     saved = sizes.layers * by_layer
+    # Of a module of multi-token prediction: its block, both inputs of its projection and the inputs of its norms.
+    saved += model.mtp_depth * (by_layer + 5 * stream)
     if mesh.stage > 1:
         # The chunk's input of every iteration, and the buffers of all micro-batches, twice, in the loop's carry.
         iterations = mesh.num_pipeline_repeats * config.accumulation + mesh.stage - 1
@@ -329,26 +336,6 @@ def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
 
 def _is_split_last(weight: Weight) -> bool:
     return weight.axes[-1] == 'embed'
-
-
-class _Vocabulary(NamedTuple):
-    table: int
-    work: int
-
-
-def _vocabulary(config: Config, sizes: _Sizes, backend: Backend) -> _Vocabulary:
-    """Returns the bytes of the embedding during the layers, and of the head's backward pass."""
-    elements = sizes.V * sizes.D
-    tied = sizes.width if config.model.tie_embeddings else 0
-    table = elements * (backend.table + tied)
-    chunk = min(config.loss_chunk, sizes.T)
-    logits = 4 * sizes.B * chunk * sizes.V
-    stream = sizes.B * sizes.T * sizes.D * sizes.width
-    # The gradient of the head is summed in float32. The reduced number of copies was read off the programs of
-    # configs/mix.py. Those of configs/1b.py, which also ties embeddings, have LayerNorm and all copies.
-    copies = backend.logits - (1 if config.model.tie_embeddings and config.model.norm == 'rmsnorm' else 0)
-    work = copies * logits + elements * (4 + sizes.width) + 3 * stream
-    return _Vocabulary(int(table), int(work))
 
 
 def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tuple[int, int] | None) -> int:

@@ -100,9 +100,23 @@ def weights(model: ModelConfig) -> Iterator[Weight]:
     for norm in ('final_norm', *(('embedding_norm',) if model.embedding_norm else ())):
         yield from _norm(model, norm, D)
     for weight in _of_block(model):
-        yield weight._replace(
-            name=f'blocks.{weight.name}', shape=(model.num_layers, *weight.shape), axes=('layers', *weight.axes)
-        )
+        yield _stacked(weight, 'blocks', model.num_layers)
+    if model.mtp_depth:
+        for weight in _of_mtp_module(model):
+            yield _stacked(weight, 'mtp', model.mtp_depth)
+
+
+def _stacked(weight: Weight, stack: str, layers: int) -> Weight:
+    return weight._replace(name=f'{stack}.{weight.name}', shape=(layers, *weight.shape), axes=('layers', *weight.axes))
+
+
+def _of_mtp_module(model: ModelConfig) -> Iterator[Weight]:
+    D = model.dim
+    for norm in ('hidden_norm', 'embedding_norm', 'final_norm'):
+        yield from _norm(model, norm, D)
+    yield Weight('projection.kernel', (2 * D, D), ('embed', 'activation'), 'matrix')
+    for weight in _of_block(model):
+        yield weight._replace(name=f'block.{weight.name}')
 
 
 def _of_block(model: ModelConfig) -> Iterator[Weight]:

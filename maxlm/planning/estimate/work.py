@@ -158,12 +158,15 @@ def _block_flops(config: Config, tokens: float) -> float:
     if mesh.stage > 1:
         # A pipeline recomputes a complete chunk of layers from its input.
         per_token += 2 * block
-    return tokens * per_token * model.num_layers / (mesh.stage * mesh.tensor)
+    # The projections of multi-token prediction are not split over mesh.tensor.
+    projections = tokens * model.mtp_depth * 12 * model.dim**2
+    return tokens * per_token * (model.num_layers + model.mtp_depth) / (mesh.stage * mesh.tensor) + projections
 
 
 def _head_flops(config: Config, tokens: float) -> float:
     """Returns FLOPs of the logits and both of their gradients (`cross_entropy`), shared by the pipeline stages."""
-    return 6 * tokens * config.model.dim * _vocabulary(config) / config.mesh.stage
+    losses = 1 + config.model.mtp_depth
+    return 6 * tokens * losses * config.model.dim * _vocabulary(config) / config.mesh.stage
 
 
 def _vocabulary(config: Config) -> float:
@@ -175,7 +178,7 @@ def _attention_flops(config: Config, tokens: float, capability: tuple[int, int] 
     model, mesh = config.model, config.mesh
     per_position = 2 * attention_products(config) * model.num_heads * model.head_dim
     per_layer = per_position * attended_positions(config, capability)
-    return tokens * per_layer * model.num_layers / (mesh.stage * mesh.tensor)
+    return tokens * per_layer * (model.num_layers + model.mtp_depth) / (mesh.stage * mesh.tensor)
 
 
 def _muon_flops(config: Config) -> float:

@@ -23,6 +23,7 @@ MODELS = {
     'normalized embedding': {'model__family': 'gpt2', 'model__embedding_norm': True, 'model__qk_norm': True},
     'adapters': {'model__family': 'llama', 'model__lora_rank': 3},
     'some adapters': {'model__family': 'gpt2', 'model__lora_rank': 2, 'model__lora_target_modules': ('attention.*',)},
+    'multi-token prediction': {'model__family': 'gpt2', 'model__mtp_depth': 2, 'model__lora_rank': 2},
     'long table': {'model__family': 'gpt2', 'model__max_positions': 48, 'model__vocab_size': 77},
 }
 
