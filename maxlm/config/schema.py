@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from typing import Any
 
+from maxlm.config.sections.distill import DistillConfig
 from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.monitoring import AlertsConfig, EvalConfig, MetricsConfig, ProfileConfig
 from maxlm.config.sections.optimizer import GuardConfig, OptimizerConfig
@@ -209,6 +210,15 @@ class Config:
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
+    distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
+    # Model of distill.teacher, which is no section: `maxlm.workdir.teacher` reads it from the teacher's config.
+    teacher: ModelConfig | None = None
+
+    @property
+    def of_teacher(self) -> Config:
+        """Returns the config with the model of the teacher in place of its own (resolved configs only)."""
+        assert self.teacher is not None
+        return dataclasses.replace(self, model=self.teacher, teacher=None)
 
     @property
     def has_reference(self) -> bool:
@@ -277,5 +287,7 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {
-    field.name: typing.get_type_hints(Config)[field.name] for field in dataclasses.fields(Config)
+    field.name: typing.get_type_hints(Config)[field.name]
+    for field in dataclasses.fields(Config)
+    if field.name != 'teacher'
 }

@@ -12,7 +12,7 @@ from maxlm.config.families import FAMILIES
 from maxlm.config.ranges import Range, check_ranges
 from maxlm.config.schema import Config, DataConfig, ModelConfig
 from maxlm.config.user_function import is_function_name
-from maxlm.config.validation_losses import check_mtp
+from maxlm.config.validation_losses import check_distill, check_mtp
 from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
 from maxlm.errors import InputError
 
@@ -130,6 +130,7 @@ def validate(config: Config) -> None:
     _check_functions(config)
     check_trained(config)
     check_mtp(config)
+    check_distill(config)
     _check_guard(config)
     if model.position_embedding == 'learned' and model.max_positions and model.max_positions < data.seq_len:
         raise InputError(

@@ -39,6 +39,10 @@ METRICS: dict[str, Metric] = {
         'of train/loss',
     ),
     'train/mtp_loss/*': Metric('nats/token', 'train/mtp_loss of one module, if model.mtp_depth is above 1'),
+    'train/distill_kl': Metric(
+        'nats/token',
+        'distillation: KL divergence of the model from its teacher at distill.temperature, times its square',
+    ),
     # DPO: means over the pairs of the step.
     'train/rewards/accuracies': Metric('', 'DPO: fraction of pairs whose chosen response has the higher reward'),
     'train/rewards/margins': Metric('', 'DPO: reward of the chosen response minus that of the rejected response'),

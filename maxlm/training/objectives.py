@@ -1,4 +1,4 @@
-"""Training objectives: next-token cross-entropy, DPO and GRPO.
+"""Training objectives: next-token cross-entropy, optionally with distillation, DPO and GRPO.
 
 An objective is a function of parameters and a micro-batch. It returns sums, so each token has the same weight,
 regardless of how the batch is split into micro-batches.
@@ -23,6 +23,7 @@ from maxlm.model.mtp import shift_left
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.losses.cross_entropy import cross_entropy
+from maxlm.training.losses.distillation import TeacherOutputs, distillation
 from maxlm.training.losses.dpo import preference_terms
 from maxlm.training.losses.grpo import policy_sums
 from maxlm.training.losses.log_probs import TokenLogProbs, TokenLoss, token_log_probs, token_losses
@@ -84,7 +85,8 @@ def aux_names(config: Config) -> tuple[str, ...]:
         return tuple(DPO_PARTS)
     if config.train.objective == 'grpo':
         return (*GRPO_PARTS, *(('kl',) if config.grpo.kl_coef else ()))
-    return (*(('z_loss',) if config.train.z_loss else ()), *mtp_names(config))
+    distilled = ('distill_kl',) if config.teacher is not None else ()
+    return (*(('z_loss',) if config.train.z_loss else ()), *distilled, *mtp_names(config))
 
 
 def mtp_names(config: Config) -> tuple[str, ...]:
@@ -117,8 +119,8 @@ def make_next_token(
 ) -> Objective:
     """Returns the objective Σ cross-entropy of the predicted tokens + z_loss · Σ log² Z; see `cross_entropy`.
 
-    With `train.loss`, it is the sum of that loss. Multi-token prediction adds train.mtp_loss_weight / depth times the
-    sum of the cross-entropies of its modules.
+    With `train.loss`, it is the sum of that loss. With a teacher, it is that of `distillation`. Multi-token prediction
+    adds train.mtp_loss_weight / depth times the sum of the cross-entropies of its modules.
 
     Raises:
         InputError: the function of `train.loss` cannot be imported.
@@ -127,12 +129,13 @@ def make_next_token(
     if config.train.loss:
         user_loss = load_function(config.train.loss, kind='train.loss', arguments=('logits', 'targets'))
     hidden = _make_forward(config, partitioning)
+    teacher = None if config.teacher is None else _make_forward(config.of_teacher, partitioning)
     pipelined = config.accumulation // config.rounds
 
     def next_token(
         params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, LossSums]:
-        assert reference is None, 'the next token needs no reference'
+        assert (reference is None) == (teacher is None), 'the reference is the teacher'
         hidden_BTD, model = hidden(params, slots, batch, dropout_key)
         targets_BT, weights_BT = (
             partitioning.constrain(batch[name], ('rows', 'length')) for name in ('targets', 'weights')
@@ -145,7 +148,15 @@ def make_next_token(
             'row_groups': max(1, pipelined // partitioning.num_shards('layers')),
         }
         kernel_DV = model.output_kernel()
-        if user_loss is None:
+        parts = {}
+        if teacher is not None:
+            teacher_BTD, taught = teacher(reference, None, batch, None)
+            outputs = TeacherOutputs(teacher_BTD, taught.output_kernel(), taught.config.logit_softcap)
+            objective, loss_B, log_z_squared_B, divergence_B = distillation(
+                hidden_BTD, kernel_DV, outputs, targets_BT, weights_BT, distill=config.distill, z_loss=z_loss, **layout
+            )
+            parts['distill_kl'] = divergence_B.sum()
+        elif user_loss is None:
             objective, loss_B, log_z_squared_B = cross_entropy(
                 hidden_BTD, kernel_DV, targets_BT, weights_BT, z_loss=z_loss, **layout
             )
@@ -162,7 +173,8 @@ def make_next_token(
                 jnp.where(is_from_BS, rows[:, None], 0).sum(axis=0) for rows in (loss_B, tokens_B)
             )
         tokens = tokens_B.sum()
-        parts = {'z_loss': z_loss * log_z_squared_B.sum()} if z_loss else {}
+        if z_loss:
+            parts['z_loss'] = z_loss * log_z_squared_B.sum()
         if names := mtp_names(config):
             losses = _mtp_losses(model, hidden_BTD, batch, dropout_key, config, layout)
             objective += config.train.mtp_loss_weight / len(losses) * sum(losses)

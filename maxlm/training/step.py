@@ -71,11 +71,12 @@ def make_eval_step(
 ) -> Callable[[Params, Params | None, Batch], LossSums]:
     """Returns the evaluation step: (params, reference, batch) → sums over the batch.
 
-    It has no dropout, z-loss or multi-token prediction. The argument `reference` is `TrainState.reference`. With
-    `train.loss`, the step computes the cross-entropy, whose values are comparable between runs.
+    It has no dropout, z-loss, multi-token prediction or distillation. The argument `reference` is
+    `TrainState.reference`. With `train.loss`, the step computes the cross-entropy, whose values are comparable between
+    runs.
     """
     train = dataclasses.replace(config.train, z_loss=0.0, loss='', mtp_loss_weight=0.0)
-    config = dataclasses.replace(config, train=train)
+    config = dataclasses.replace(config, train=train, teacher=None)
     objective = make_objective(config, layout, num_sources)
 
     def eval_step(params: Params, reference: Params | None, batch: Batch) -> LossSums:

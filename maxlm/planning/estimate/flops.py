@@ -50,7 +50,7 @@ def step_flops(config: Config, window: int) -> TokenFlops:
     """Returns FLOPs per token of a run, which depend on frozen parameters and on a reference model.
 
     The forward pass and the gradient of the inputs take 2 operations each per matmul parameter. The gradient of a
-    trained parameter takes 2 more. A reference model adds a forward pass.
+    trained parameter takes 2 more. A reference model or a teacher adds a forward pass.
     """
     model = config.model
     base = training_flops(model, window)
@@ -60,7 +60,19 @@ def step_flops(config: Config, window: int) -> TokenFlops:
     # An adapter takes three passes.
     dense = 6 * adapters - 2 * frozen
     forward = 1 / 3 if config.has_reference else 0.0
-    return TokenFlops(*(flops * (1 + forward) + dense for flops in base))
+    return TokenFlops(
+        *(
+            flops * (1 + forward) + dense + taught
+            for flops, taught in zip(base, teacher_flops(config, window), strict=True)
+        )
+    )
+
+
+def teacher_flops(config: Config, window: int) -> TokenFlops:
+    """Returns FLOPs per token of the forward pass of a resolved config's teacher; 0 without one."""
+    if config.teacher is None:
+        return TokenFlops(0.0, 0.0)
+    return TokenFlops(*(flops / 3 for flops in training_flops(config.teacher, window)))
 
 
 def tied_head(model: ModelConfig) -> str:

@@ -40,4 +40,7 @@ def head_memory(config: Config, shape_BTV: tuple[int, int, int], *, table: float
     # Each module of multi-token prediction has a gradient of the head and of its hidden states of its own.
     losses = 1 + model.mtp_depth
     work = copies * 4 * B * chunk * V + elements * (4 * losses + width) + (2 + losses) * stream
+    if config.teacher is not None:
+        # The logits of the teacher, its head, and its hidden states in two layouts.
+        work += 4 * B * chunk * V + width * config.teacher.dim * (V + 2 * B * T)
     return HeadMemory(int(elements * (table + tied)), int(work))

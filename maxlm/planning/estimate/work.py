@@ -19,6 +19,7 @@ from maxlm.model.attention.splash import block_size, num_visible_blocks
 from maxlm.model.layers.masks import layer_windows
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.planning.estimate.collectives import estimate_transfers
+from maxlm.planning.estimate.flops import teacher_flops
 from maxlm.planning.estimate.parameters import block_kernels, block_parameters, model_parameters
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.training.optimizers.muon import ITERATIONS
@@ -69,7 +70,7 @@ def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> 
     mesh, tokens = config.mesh, tokens_per_device(config)
     in_blocks = _block_flops(config, tokens)
     return Work(
-        flops=in_blocks + _head_flops(config, tokens) + _muon_flops(config),
+        flops=in_blocks + _head_flops(config, tokens) + _muon_flops(config) + _teacher_flops(config, tokens),
         fp8_flops=in_blocks if config.model.matmul_precision == 'fp8' else 0.0,
         attention_flops=_attention_flops(config, tokens, capability),
         memory_bytes=_activation_bytes(config, tokens, capability) + _weight_bytes(config) + update_bytes(config),
@@ -161,6 +162,11 @@ def _block_flops(config: Config, tokens: float) -> float:
     # The projections of multi-token prediction are not split over mesh.tensor.
     projections = tokens * model.mtp_depth * 12 * model.dim**2
     return tokens * per_token * (model.num_layers + model.mtp_depth) / (mesh.stage * mesh.tensor) + projections
+
+
+def _teacher_flops(config: Config, tokens: float) -> float:
+    per_token = teacher_flops(config, config.data.seq_len).causal
+    return tokens * per_token / (config.mesh.stage * config.mesh.tensor)
 
 
 def _head_flops(config: Config, tokens: float) -> float:
