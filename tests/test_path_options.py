@@ -192,6 +192,7 @@ def required(command, replaced):
         'plan': ['--config=in', '--target=cpu'],
         'doctor': ['--workdir=out'],
         'train': ['--config=in', '--workdir=out'],
+        'distill': ['--data=in', '--teacher=in', '--output=out'],
         'grpo': ['--config=in', '--workdir=out'],
         'monitor': ['workdirs=in'],
         'report': ['workdirs=in'],

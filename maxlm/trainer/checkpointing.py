@@ -23,6 +23,7 @@ from maxlm.checkpoint.params import check_params, copy_params, is_mtp, params_it
 from maxlm.config.schema import Config
 from maxlm.data.loader.batches import fingerprint_changes
 from maxlm.data.loader.skipped_batches import skip_steps
+from maxlm.data.loader.teacher_outputs import read_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
@@ -298,6 +299,9 @@ def _new_modules_text(initial: Mapping[str, jax.Array]) -> str:
 
 def reference_metadata(config: Config) -> dict[str, str]:
     """Returns a hash that identifies the reference of a run, for its checkpoints; empty without a reference."""
+    if config.distill.logits_dir:
+        stored = repr(read_manifest(Path(config.distill.logits_dir)))
+        return {'reference': hashlib.sha256(stored.encode()).hexdigest()}
     if config.teacher is not None:
         step = find_step(config.distill.teacher, key=TEACHER)
     elif config.has_reference and config.train.init_from:

@@ -23,7 +23,7 @@ from maxlm.model.mtp import shift_left
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.losses.cross_entropy import cross_entropy
-from maxlm.training.losses.distillation import TeacherOutputs, distillation
+from maxlm.training.losses.distillation import StoredOutputs, TeacherOutputs, distillation
 from maxlm.training.losses.dpo import preference_terms
 from maxlm.training.losses.grpo import policy_sums
 from maxlm.training.losses.log_probs import TokenLogProbs, TokenLoss, token_log_probs, token_losses
@@ -41,6 +41,8 @@ BATCH_TYPES = {
 }
 # Additional arrays of a batch of GRPO responses, each [B, T]; see `policy_sums`. `weights` are then the loss weights.
 GRPO_TYPES = {'predicted': jnp.float32, 'advantages': jnp.float32, 'old_log_probs': jnp.float32}
+# Arrays of the stored outputs of a teacher (distill.logits_dir), each [B, T, distill.top_k]; see `StoredOutputs`.
+TEACHER_TYPES = {'teacher_ids': jnp.int32, 'teacher_log_probs': jnp.float32}
 
 
 class LossSums(NamedTuple):
@@ -85,7 +87,7 @@ def aux_names(config: Config) -> tuple[str, ...]:
         return tuple(DPO_PARTS)
     if config.train.objective == 'grpo':
         return (*GRPO_PARTS, *(('kl',) if config.grpo.kl_coef else ()))
-    distilled = ('distill_kl',) if config.teacher is not None else ()
+    distilled = ('distill_kl',) if config.teacher is not None or config.distill.logits_dir else ()
     return (*(('z_loss',) if config.train.z_loss else ()), *distilled, *mtp_names(config))
 
 
@@ -128,8 +130,8 @@ def make_next_token(
     user_loss: TokenLoss | None = None
     if config.train.loss:
         user_loss = load_function(config.train.loss, kind='train.loss', arguments=('logits', 'targets'))
-    hidden = _make_forward(config, partitioning)
-    teacher = None if config.teacher is None else _make_forward(config.of_teacher, partitioning)
+    hidden = make_forward(config, partitioning)
+    teacher = None if config.teacher is None else make_forward(config.of_teacher, partitioning)
     pipelined = config.accumulation // config.rounds
 
     def next_token(
@@ -149,9 +151,15 @@ def make_next_token(
         }
         kernel_DV = model.output_kernel()
         parts = {}
+        outputs: TeacherOutputs | StoredOutputs | None = None
         if teacher is not None:
             teacher_BTD, taught = teacher(reference, None, batch, None)
             outputs = TeacherOutputs(teacher_BTD, taught.output_kernel(), taught.config.logit_softcap)
+        elif config.distill.logits_dir:
+            outputs = StoredOutputs(
+                *(partitioning.constrain(batch[name], ('rows', 'length')) for name in TEACHER_TYPES)
+            )
+        if outputs is not None:
             objective, loss_B, log_z_squared_B, divergence_B = distillation(
                 hidden_BTD, kernel_DV, outputs, targets_BT, weights_BT, distill=config.distill, z_loss=z_loss, **layout
             )
@@ -217,7 +225,7 @@ def make_log_probs(
     config: Config, partitioning: Partitioning
 ) -> Callable[[Params, Params | None, Batch, jax.Array | None], TokenLogProbs]:
     """Returns a function (params, slots, batch, dropout key) → log-probabilities of the batch's targets."""
-    hidden = _make_forward(config, partitioning)
+    hidden = make_forward(config, partitioning)
     pipelined = config.accumulation // config.rounds
 
     def log_probs(params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None) -> TokenLogProbs:
@@ -287,7 +295,7 @@ def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
     return policy
 
 
-def _make_forward(
+def make_forward(
     config: Config, partitioning: Partitioning
 ) -> Callable[[Params, Params | None, Batch, jax.Array | None], tuple[jax.Array, Decoder]]:
     """Returns a function (params, slots, batch, dropout key) → last hidden states, sharded for the loss, and model."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.config.schema import Config
+from maxlm.config.sections.distill import DistillConfig
 from maxlm.parallel.layout import Layout
 from maxlm.training.gradients import make_gradients, split_micro_batches
 from maxlm.training.loss_scale import loss_factor, update_loss_scale
@@ -76,7 +77,7 @@ def make_eval_step(
     runs.
     """
     train = dataclasses.replace(config.train, z_loss=0.0, loss='', mtp_loss_weight=0.0)
-    config = dataclasses.replace(config, train=train, teacher=None)
+    config = dataclasses.replace(config, train=train, teacher=None, distill=DistillConfig())
     objective = make_objective(config, layout, num_sources)
 
     def eval_step(params: Params, reference: Params | None, batch: Batch) -> LossSums:

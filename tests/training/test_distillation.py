@@ -122,3 +122,36 @@ def test_the_plan_contains_the_teacher():
     assert estimate_memory(taught, 'cpu').total - estimate_memory(plain, 'cpu').total - state >= logits
     taught = CONFIG.train.global_batch_size * 16 * training_flops(TEACHER, 16).causal / 3
     np.testing.assert_allclose(estimate_work(CONFIG).flops - estimate_work(alone).flops, taught)
+
+
+def train_on_stored(config, steps=2):
+    """Returns the losses of a run on random stored outputs, whose arrays have a third axis."""
+    layout, rng = small_layout(config), np.random.default_rng(3)
+    batch = small_batch(config)
+    shape = (*batch['tokens'].shape, config.distill.top_k)
+    ids = np.argsort(rng.random((*shape[:2], 61)))[..., : shape[2]].astype(np.int32)
+    log_probs = np.log(rng.dirichlet(np.ones(6), shape[:2])[..., : shape[2]]).astype(np.float32)
+    batch |= {'teacher_ids': ids, 'teacher_log_probs': log_probs}
+    step = compile_train_step(config, layout, abstract_state(config, layout), options=QUICK).step
+    state, placed = small_state(config, layout), layout.put_batch(batch, config.train.global_batch_size)
+    history = []
+    for _ in range(steps):
+        state, metrics = step(state, placed)
+        history.append([float(metrics[name]) for name in ('loss', 'distill_kl', 'grad_norm')])
+    return np.array(history)
+
+
+def test_stored_outputs_in_a_layout_equal_one_device():
+    keys = {**STUDENT, **KEYS, 'distill__logits_dir': 'outputs', 'distill__top_k': 5}
+    history = train_on_stored(small_config(**keys))
+    mesh = {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'train__per_device_batch_size': 2}
+    np.testing.assert_allclose(train_on_stored(small_config(8, **keys, **mesh)), history, rtol=1e-4)
+    assert history[1, 1] < history[0, 1]
+
+
+def test_the_plan_contains_stored_outputs():
+    alone, stored = (
+        small_config(**STUDENT, **keys) for keys in ({}, {'distill__logits_dir': 'x', 'distill__top_k': 5})
+    )
+    assert estimate_memory(stored, 'cpu').batch - estimate_memory(alone, 'cpu').batch == 8 * 5 * 8 * 16
+    assert step_flops(stored, 16) == step_flops(alone, 16)

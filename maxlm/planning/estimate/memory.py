@@ -379,4 +379,5 @@ def _update(config: Config, gradient: int) -> int:
 def _batch(config: Config) -> int:
     """Returns the bytes of the batch on a device, with 4 bytes per element."""
     elements = config.train.global_batch_size * config.data.seq_len
-    return 4 * len(BATCH_TYPES) * elements // (config.batch_shards * config.mesh.context)
+    stored = 2 * config.distill.top_k if config.distill.logits_dir else 0
+    return 4 * (len(BATCH_TYPES) + stored) * elements // (config.batch_shards * config.mesh.context)

@@ -7,7 +7,15 @@ import pytest
 
 from maxlm.config.sections.distill import DistillConfig
 from maxlm.parallel.partitioning import SINGLE_DEVICE
-from maxlm.training.losses.distillation import TeacherOutputs, distillation, kl_divergence, largest
+from maxlm.training.losses.distillation import (
+    StoredOutputs,
+    TeacherOutputs,
+    dense_distribution,
+    distillation,
+    kl_divergence,
+    largest,
+    top_k_log_probs,
+)
 from tests.small import small_config, small_layout
 
 B, T, D, TEACHER_D, V = 4, 6, 8, 12, 23
@@ -131,7 +139,22 @@ def test_the_largest_scores_do_not_depend_on_the_shards():
 
 
 def test_the_divergence_of_a_distribution_without_rest_is_finite():
-    log_p = log_softmax([0.0, -1e4, -1e4])
-    log_q = log_softmax([0.0, 1.0, 2.0])
-    found = kl_divergence(log_p, log_q, np.array([True, False, False]))
-    np.testing.assert_allclose(found, -log_q[0], rtol=1e-6)
+    log_q = jnp.asarray(log_softmax([0.0, 1.0, 2.0]))
+    for log_probs in ([0.0], [1e-3]):
+        log_p, log_rest = dense_distribution(jnp.array([0]), jnp.array(log_probs), 3)
+        np.testing.assert_allclose(kl_divergence(log_p, log_rest, log_q), -log_q[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize('mesh', [{}, {'mesh__fsdp': 2, 'mesh__context': 2, 'mesh__tensor': 2}])
+def test_stored_outputs_equal_the_teacher(mesh):
+    outputs = top_k_log_probs(
+        *TEACHER[:2], k=7, temperature=2.0, partitioning=SINGLE_DEVICE, chunk=CHUNK, logit_softcap=4.0
+    )
+    layout = small_layout(small_config(8, **mesh)) if mesh else SINGLE_DEVICE
+    for top_k in (7, 5):
+        keys = {'weight': 0.8, 'temperature': 2.0, 'top_k': top_k}
+        found, gradients = run(teacher=StoredOutputs(*jax.device_get(outputs)), partitioning=layout, **keys)
+        wanted, right = run(**keys)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, right)
+    assert abs(run(weight=0.8, temperature=2.0)[0].objective - wanted.objective) > 1e-3
