@@ -117,6 +117,11 @@ def _resolved_teacher(config: Config, platform: str) -> ModelConfig | None:
         InputError: the teacher does not fit to the vocabulary, the sequence length or the mesh of the run.
     """
     assert bool(config.distill.teacher) == (config.teacher is not None), 'see `maxlm.workdir.teacher.with_teacher`'
+    if config.distill.logits_dir and not config.distill.top_k:
+        raise InputError(
+            f'distill.top_k=0 with distill.logits_dir={config.distill.logits_dir}: set it to the number of stored '
+            'tokens for each position (--top-k of `maxlm distill`) or less'
+        )
     if config.teacher is None:
         return None
     key, window = f'distill.teacher={config.distill.teacher}', config.data.seq_len

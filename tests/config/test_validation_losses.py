@@ -61,6 +61,12 @@ def test_invalid_settings_of_distillation(settings, words):
         assert word in str(error.value)
 
 
+def test_stored_outputs_need_their_number():
+    with pytest.raises(InputError, match=r'distill\.top_k=0 with distill\.logits_dir=x: set it'):
+        small_config(distill__logits_dir='x')
+    assert small_config(distill__logits_dir='x', distill__top_k=1).teacher is None
+
+
 def test_a_quantized_teacher_is_rejected():
     model = dataclasses.replace(small_config().model, weight_quantization='int8')
     with pytest.raises(InputError, match='the teacher is quantized'):

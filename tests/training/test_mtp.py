@@ -33,7 +33,7 @@ def log_probs_by_depth(batch):
     graph, _ = nnx.split(abstract_model(CONFIG, LAYOUT))
     model = nnx.merge(graph, PARAMS)
     context = {'segments_BT': batch['segments'], 'positions_BT': batch['positions']}
-    hidden_BTD, _ = model(batch['tokens'], **context)
+    hidden_BTD, *_ = model(batch['tokens'], **context)
     states = model.mtp_hidden(hidden_BTD, jnp.asarray(batch['tokens']), **context, dropout_key=None)
     return [jax.nn.log_softmax(model.logits(x)) for x in states]
 

@@ -22,7 +22,7 @@ from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text
 
 MANIFEST = 'teacher.json'
-# An interrupted pass repeats at most so many windows. 1024 windows of 1024 tokens with 64 outputs take 256 MiB.
+# An interrupted pass repeats at most this number of windows. 1024 windows of 1024 tokens with 64 outputs take 256 MiB.
 WINDOWS_PER_FILE = 1024
 KEY = 'distill.logits_dir'
 
