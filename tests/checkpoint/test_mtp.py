@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxlm.checkpoint.manager import Checkpoints
 from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
@@ -12,11 +13,12 @@ from maxlm.huggingface.export_model import export_model
 from maxlm.inference.load import load_model
 from maxlm.log import Console
 from maxlm.training.state import abstract_state
+from maxlm.training.step import make_train_step
 from maxlm.workdir.files import write_run_files
 from tests.checkpoint.test_init_from import start  # noqa: F401
-from tests.checkpoint.test_manager import config_on, random_state, save
+from tests.checkpoint.test_manager import config_on, random_state, same, save
 from tests.checkpoint.test_streaming import flatten
-from tests.small import small_layout
+from tests.small import small_batch, small_config, small_layout, small_state
 
 LLAMA = {'model__family': 'llama'}
 MTP = {**LLAMA, 'model__mtp_depth': 1}
@@ -114,3 +116,20 @@ def test_another_number_of_modules_is_an_error(workdirs, start):  # noqa: F811
 
 def tokenizer_of(workdir):
     return Tokenizer.load(workdir / 'tokenizer.json')
+
+
+def test_a_resumed_run_continues_exactly(tmp_path):
+    config = small_config(**MTP, model__num_layers=1, optimizer__ema_decay=0.9, optimizer__warmup_steps=0)
+    layout = small_layout(config)
+    step = jax.jit(make_train_step(config, layout))
+    batches = [layout.put_batch(small_batch(config, seed), config.train.global_batch_size) for seed in (0, 1)]
+    first, _ = step(small_state(config, layout), batches[0])
+    with Checkpoints(tmp_path, max_to_keep=3) as checkpoints:
+        checkpoints.save(1, first, {})
+        checkpoints.wait()
+        restored = checkpoints.restore_newest(abstract_state(config, layout)).state
+    (wanted, metrics), (found, again) = step(first, batches[1]), step(restored, batches[1])
+    assert same(jax.device_get(found), jax.device_get(wanted))
+    assert float(again['mtp_loss']) == float(metrics['mtp_loss'])
+    # Control: the step changes the modules.
+    assert not same(jax.device_get(found.params['mtp']), jax.device_get(first.params['mtp']))
