@@ -100,6 +100,12 @@ def check_layout(config: Config) -> None:
         raise InputError(
             'mesh.host_offload=all: pipeline stages cannot offload their parameters; set mesh.host_offload=optimizer'
         )
+    if model.mtp_depth and mesh.stage * mesh.context > 1:
+        raise InputError(
+            f'model.mtp_depth={model.mtp_depth} with mesh.stage={mesh.stage} and mesh.context={mesh.context}: '
+            'multi-token prediction supports neither pipelines nor context parallelism; set both to 1, or '
+            'model.mtp_depth=0'
+        )
     if mesh.stage > 1:
         _check_stages(config)
     elif mesh.num_pipeline_repeats > 1:

@@ -14,6 +14,7 @@ from maxlm.config.schema import Config, DataConfig
 from maxlm.config.user_function import is_function_name
 from maxlm.config.validation_architecture import check_architecture
 from maxlm.config.validation_experts import check_experts
+from maxlm.config.validation_losses import check_distill, check_mtp
 from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
 from maxlm.errors import InputError
 
@@ -151,6 +152,8 @@ def validate(config: Config) -> None:
     check_dpo(config)
     _check_functions(config)
     check_trained(config)
+    check_mtp(config)
+    check_distill(config)
     _check_guard(config)
     if model.position_embedding == 'learned' and model.max_positions and model.max_positions < data.seq_len:
         raise InputError(

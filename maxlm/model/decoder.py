@@ -25,6 +25,7 @@ from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import rotary_angles
 from maxlm.model.layers.softcap import softcap
 from maxlm.model.layers.weight_only_quantization import KERNEL
+from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
 from maxlm.parallel.partitioning import SINGLE_DEVICE, Axes, Partitioning
 
@@ -68,6 +69,11 @@ class Decoder(nnx.Module):
             rngs=rngs,
         )
         self.head = None if config.tie_embeddings else untied
+
+        def make_mtp(rngs: nnx.Rngs) -> MtpModule:
+            return MtpModule(config, partitioning=partitioning, rngs=rngs)
+
+        self.mtp = _stacked(make_mtp, config.mtp_depth, rngs, 'layers') if config.mtp_depth else None
         # True if the kernel of the logits is stored transposed, as [V, D].
         self.is_transposed = False
         self.config = config
@@ -158,6 +164,29 @@ class Decoder(nnx.Module):
                 router = jax.tree.map(lambda leaf: leaf[None], router)
         hidden_BTD = self.final_norm(x_BTD)
         return hidden_BTD if config.logits_scaling == 1 else hidden_BTD / config.logits_scaling, cache, router
+
+    def mtp_hidden(
+        self,
+        hidden_BTD: jax.Array,
+        tokens_BT: jax.Array,
+        *,
+        segments_BT: jax.Array | None,
+        positions_BT: jax.Array,
+        dropout_key: jax.Array | None,
+    ) -> list[jax.Array]:
+        """Returns the hidden states [B, T, D] of each module of multi-token prediction; see `run_mtp`.
+
+        Args:
+            hidden_BTD: hidden states that `__call__` returned.
+            tokens_BT, segments_BT, positions_BT, dropout_key: see `__call__`.
+        """
+        context = self._context(segments_BT, positions_BT, None, 0, None)
+        table_VD = self._used(self.embedding[...].astype(hidden_BTD.dtype), ('vocab', 'embed'), is_table=True)
+        results = run_mtp(
+            self.mtp, self.config, self.partitioning, hidden_BTD, tokens_BT, table_VD, context, dropout_key=dropout_key
+        )
+        scaling = self.config.logits_scaling
+        return results if scaling == 1 else [result / scaling for result in results]
 
     def mark_transposed_kernels(self) -> dict[tuple[Any, ...], int]:
         """Marks the kernels whose transposition makes products of a few rows faster on a CPU.

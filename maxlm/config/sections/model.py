@@ -168,6 +168,9 @@ class ModelConfig:
     lora_alpha: float = 16.0
     # Patterns of the blocks' projections that have adapters: ('attention.*',), ('*.query', '*.value').
     lora_target_modules: tuple = ('*',)
+    # Number of additional tokens that the model learns to predict, each with a module of one block (DeepSeek-AI 2024,
+    # "DeepSeek-V3"); the weight of their loss is train.mtp_loss_weight. Inference does not load the modules. 0 = none.
+    mtp_depth: int = 0
     # Class of your own for the blocks, package.module:Class, a subclass of maxlm.model.blocks.Block; '' = that class
     # itself. Every command that reads the model imports it.
     block: str = ''

@@ -163,13 +163,28 @@ def weights(model: ModelConfig) -> Iterator[Weight]:
         yield Weight('head.kernel', (D, V), ('embed', 'vocab'), 'head')
     for norm in ('final_norm', *(('embedding_norm',) if model.embedding_norm else ())):
         yield from _norm(model, norm, D)
-    for kind in layer_stacks(model):
-        is_first = model.num_dense_layers > 0 and not kind.num_experts
-        stack, axis = ('dense_blocks', 'dense_layers') if is_first else ('blocks', 'layers')
-        for weight in _of_block(kind):
-            yield weight._replace(
-                name=f'{stack}.{weight.name}', shape=(kind.num_layers, *weight.shape), axes=(axis, *weight.axes)
-            )
+    stacks = layer_stacks(model)
+    for stack in stacks:
+        is_first = model.num_dense_layers > 0 and not stack.num_experts
+        name, axis = ('dense_blocks', 'dense_layers') if is_first else ('blocks', 'layers')
+        for weight in _of_block(stack):
+            yield _stacked(weight, name, stack.num_layers, axis)
+    if model.mtp_depth:
+        for weight in _of_mtp_module(stacks[-1]):
+            yield _stacked(weight, 'mtp', model.mtp_depth, 'layers')
+
+
+def _stacked(weight: Weight, stack: str, layers: int, axis: str) -> Weight:
+    return weight._replace(name=f'{stack}.{weight.name}', shape=(layers, *weight.shape), axes=(axis, *weight.axes))
+
+
+def _of_mtp_module(model: ModelConfig) -> Iterator[Weight]:
+    D = model.dim
+    for norm in ('hidden_norm', 'embedding_norm', 'final_norm'):
+        yield from _norm(model, norm, D)
+    yield Weight('projection.kernel', (2 * D, D), ('embed', 'activation'), 'matrix')
+    for weight in _of_block(model):
+        yield weight._replace(name=f'block.{weight.name}')
 
 
 def _of_block(model: ModelConfig) -> Iterator[Weight]:

@@ -43,6 +43,7 @@ MODELS = {
         'model__num_dense_layers': 1,
         'model__lora_rank': 2,
     },
+    'multi-token prediction': {'model__family': 'gpt2', 'model__mtp_depth': 2, 'model__lora_rank': 2},
     'long table': {'model__family': 'gpt2', 'model__max_positions': 48, 'model__vocab_size': 77},
 }
 
