@@ -86,5 +86,8 @@ FAMILIES: dict[str, dict[str, object]] = {
 def projections(model: ModelConfig) -> tuple[str, ...]:
     """Returns the dotted names, within a block, of the projections that can have LoRA adapters (Hu et al. 2022)."""
     gate = ('feedforward.gate',) if model.activation == 'swiglu' else ()
-    attention = tuple(f'attention.{name}' for name in ('query', 'key', 'value', 'out'))
+    names = ['query', 'key', 'value', 'out']
+    if model.kv_lora_rank:
+        names = [*(['query_latent'] if model.q_lora_rank else []), 'key_value_latent', *names]
+    attention = tuple(f'attention.{name}' for name in names)
     return (*attention, *gate, 'feedforward.up', 'feedforward.down')

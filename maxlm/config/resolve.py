@@ -85,7 +85,7 @@ def resolve(
         model,
         vocab_size=model.vocab_size or vocab_size,
         num_kv_heads=model.num_kv_heads or model.num_heads,
-        head_dim=model.head_dim or model.dim // model.num_heads,
+        head_dim=model.head_dim or model.qk_nope_head_dim + model.qk_rope_head_dim or model.dim // model.num_heads,
         ffn_dim=model.ffn_dim or (swiglu_dim if model.activation == 'swiglu' else 4 * model.dim),
         max_positions=model.max_positions or window,
     )
@@ -165,6 +165,12 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
         'model.num_kv_heads · model.head_dim': model.num_kv_heads * model.head_dim // parts,
         'model.ffn_dim': model.ffn_dim // parts,
     }
+    if model.kv_lora_rank:
+        sizes['model.q_lora_rank'] = model.q_lora_rank
+        sizes['model.kv_lora_rank'] = model.kv_lora_rank
+        sizes['model.qk_rope_head_dim'] = model.qk_rope_head_dim
+        sizes['model.num_heads · model.qk_nope_head_dim'] = model.num_heads * model.qk_nope_head_dim // parts
+        sizes['model.num_heads · model.v_head_dim'] = model.num_heads * model.v_head_dim // parts
     for key, size in sizes.items():
         if size % FP8_MULTIPLE:
             below = size // FP8_MULTIPLE * FP8_MULTIPLE

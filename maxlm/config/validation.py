@@ -12,6 +12,7 @@ from maxlm.config.families import FAMILIES
 from maxlm.config.ranges import Range, check_ranges
 from maxlm.config.schema import Config, DataConfig, ModelConfig
 from maxlm.config.user_function import is_function_name
+from maxlm.config.validation_attention import check_latent_attention
 from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
 from maxlm.errors import InputError
 
@@ -103,7 +104,7 @@ def validate(config: Config) -> None:
             f'model.num_layers={model.num_layers} with model.scan_layers=False: compiling more than '
             f'{MAX_UNROLLED_LAYERS} unrolled blocks takes too long; set model.scan_layers=True'
         )
-    if not model.head_dim:
+    if not model.head_dim and not model.kv_lora_rank:
         divides('model.num_heads', model.num_heads, 'model.dim', model.dim)
     if model.num_kv_heads:
         divides('model.num_kv_heads', model.num_kv_heads, 'model.num_heads', model.num_heads)
@@ -117,6 +118,7 @@ def validate(config: Config) -> None:
             f'model.weight_quantization={model.weight_quantization}: quantized weights cannot be trained; set it to '
             'float, and quantize the trained checkpoint with `maxlm quantize`'
         )
+    check_latent_attention(model)
     _check_rotary(model)
     _check_attention_pattern(model)
     check_adapters(model)
@@ -311,7 +313,7 @@ def _check_rotary(model: ModelConfig) -> None:
                 f'model.position_embedding={model.position_embedding}; set model.position_embedding=rotary'
             )
         return
-    head_dim = model.head_dim or model.dim // model.num_heads
+    head_dim = model.qk_rope_head_dim or model.head_dim or model.dim // model.num_heads
     rotated = round(model.partial_rotary_factor * head_dim)
     if rotated % 2:
         raise InputError(

@@ -19,6 +19,7 @@ from maxlm.config.user_function import load_function
 from maxlm.errors import InputError
 from maxlm.model.attention.attention import Attention
 from maxlm.model.attention.chunked import ATTENDED
+from maxlm.model.attention.latent import LatentAttention
 from maxlm.model.attention.tree import TokenTree
 from maxlm.model.layers.fp8 import SCALE
 from maxlm.model.layers.kv_cache import Cache, CacheIndices, LayerCache
@@ -60,7 +61,8 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
         self.attention_norm = Norm(config, config.dim, rngs=rngs)
-        self.attention = Attention(config, partitioning=partitioning, rngs=rngs)
+        make_attention = LatentAttention if config.kv_lora_rank else Attention
+        self.attention = make_attention(config, partitioning=partitioning, rngs=rngs)
         self.feedforward_norm = Norm(config, config.dim, rngs=rngs)
         self.feedforward = FeedForward(config, partitioning=partitioning, rngs=rngs)
         self.parallel_residual = config.parallel_residual

@@ -15,7 +15,7 @@ from flax import nnx
 from maxlm.model.layers.kv_cache import init_caches
 from maxlm.model.layers.masks import layer_windows
 from tests.parameters import decoder_graph, logits, random_params
-from tests.small import small_batch, small_config
+from tests.small import LATENT, small_batch, small_config
 
 # Settings, and the execution of layers: scanned, unrolled, or with unstacked arrays in the cached call.
 CASES = {
@@ -42,6 +42,18 @@ CASES = {
         'unrolled',
     ),
     'nanochat': ({'model__family': 'nanochat'}, 'apart'),
+    'latent attention': ({**LATENT, 'model__q_lora_rank': 20}, 'apart'),
+    'latent attention, full queries, yarn': (
+        {
+            **LATENT,
+            'model__rope_scaling': 'yarn',
+            'model__rope_scaling_factor': 4.0,
+            'model__rope_mscale_all_dim': 0.7,
+            'model__attention_pattern': 'SL',
+            'model__sliding_window': 3,
+        },
+        'loop',
+    ),
     'mixed windows': (
         {'model__num_layers': 4, 'model__attention_pattern': 'SL', 'model__sliding_window': 3},
         'loop',

@@ -25,6 +25,17 @@ class ModelConfig:
     num_kv_heads: int = 0
     # Width of a head; 0 = dim / num_heads.
     head_dim: int = 0
+    # Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): width of the latent from which keys and values of
+    # all heads are computed, and which the cache stores; 0 = attention with keys and values per head.
+    kv_lora_rank: int = 0
+    # Latent attention: width of the latent from which queries are computed; 0 = queries from the residual stream.
+    q_lora_rank: int = 0
+    # Latent attention: dimensions per head of queries and keys without and with rotary positions. The rotated part of a
+    # key is the same for all heads.
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    # Latent attention: width of a value head, at most qk_nope_head_dim + qk_rope_head_dim.
+    v_head_dim: int = 0
     # Inner width of the feed-forward; 0 = 4 · dim, or for swiglu 8/3 · dim rounded up to a multiple of 128.
     ffn_dim: int = 0
     # Rows of the learned position table, and the longest context for sampling; 0 = data.seq_len.
@@ -53,6 +64,9 @@ class ModelConfig:
     rope_truncate: bool = True
     # yarn: factor that multiplies queries and keys; 0 = 0.1 · ln(rope_scaling_factor) + 1.
     rope_attention_factor: float = 0.0
+    # yarn with latent attention: scores are multiplied by (0.1 · rope_mscale_all_dim · ln(rope_scaling_factor) + 1)²,
+    # as DeepSeek's models require.
+    rope_mscale_all_dim: float = 0.0
     # Normalization layer: layernorm | rmsnorm.
     norm: str = FAMILY
     # Added to the variance before the square root.
@@ -110,3 +124,8 @@ class ModelConfig:
     block: str = ''
     # Attention kernel: auto | xla | cudnn (GPU) | splash (TPU). auto = cudnn or splash if supported, otherwise xla.
     attention: str = 'auto'
+
+    @property
+    def value_dim(self) -> int:
+        """Returns the width of a value head of a resolved model."""
+        return self.v_head_dim if self.kv_lora_rank else self.head_dim

@@ -4,6 +4,8 @@ An array of T × T scores never exists, and most masked scores are not computed.
 up to its end, and with a window only the keys from the window of its first query. The backward pass recomputes
 probabilities from the logarithm of their denominators (Dao et al. 2022, "FlashAttention").
 
+Values may have another width than queries and keys; H then is either width.
+
 Shapes: B batch, T length, S keys, R queries of a range, N query heads, K key/value heads, G = N/K, H head dim.
 """
 
@@ -41,14 +43,14 @@ def attend_blockwise(
         window: number of last tokens to which a query attends, including itself; 0: all.
 
     Returns:
-        [B, T, N, H] in the dtype of q.
+        [B, T, N, H] in the dtype of q, with the width of the values.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     # Heads precede positions, because XLA has fast CPU kernels for products over the last two axes.
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     o_BKGTH = _attend(q_BKGTH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), segments_BT, window)
-    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
 
 
 class QueryRange(NamedTuple):

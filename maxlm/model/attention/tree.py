@@ -42,7 +42,7 @@ def tree_attention(
         window: number of last tokens of its text to which a query attends, including itself; 0: all.
 
     Returns:
-        [B, T, N, H] in the dtype of q.
+        [B, T, N, H] in the dtype of q, with the width of the values.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
@@ -66,4 +66,4 @@ def tree_attention(
         weights_BKGRS = jax.nn.softmax(scores_BKGRS, axis=-1).astype(q_BTNH.dtype)
         parts.append(jnp.einsum('BKGRS,BKSH->BKGRH', weights_BKGRS, v_BKTH[:, :, :last]))
     o_BKGTH = jnp.concatenate(parts, axis=3)
-    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)

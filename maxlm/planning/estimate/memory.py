@@ -16,7 +16,7 @@ from maxlm.config.schema import Config
 from maxlm.model.attention.chunked import QUERY_BLOCK, query_ranges
 from maxlm.model.attention.cudnn import documents_per_row
 from maxlm.model.layers.masks import layer_windows
-from maxlm.planning.estimate.parameters import Weight, weights
+from maxlm.planning.estimate.parameters import Weight, block_kernels, latent_elements, weights
 from maxlm.planning.estimate.state_bytes import (
     StateBytes,
     moment_bytes,
@@ -91,6 +91,7 @@ class Backend:
 
 
 SUBLANES = 8
+TILED_AXES = ('embed', 'head_dim', 'latent', 'ffn', 'vocab', 'position', 'adapter')
 # Fitted to some programs of tests/planning/estimate/programs.json; for CPUs, to a few small programs.
 BACKENDS = {
     # The embedding is gathered, and its gradient is summed, in float32.
@@ -229,7 +230,7 @@ def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float
     if backend.lanes == 1 or weight.kind == 'vector':
         return 1.0
     sizes = dict(zip(weight.axes, shard_shape(config, weight, zero=zero), strict=True))
-    a, b = [sizes[axis] for axis in ('embed', 'head_dim', 'ffn', 'vocab', 'position', 'adapter') if axis in sizes][:2]
+    a, b = [sizes[axis] for axis in TILED_AXES if axis in sizes][:2]
     lanes = backend.lanes
     return min(_up(a, lanes) * _up(b, SUBLANES), _up(b, lanes) * _up(a, SUBLANES)) / (a * b)
 
@@ -238,9 +239,10 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _matrices(config: Config, sizes: _Sizes) -> int:
-    """Returns the elements of the matrices of one layer as they are used."""
-    return sizes.D * sizes.H * 2 * (sizes.N + sizes.K) + sizes.D * sizes.F * (3 if sizes.gated else 2)
+def _matrices(config: Config) -> int:
+    """Returns the elements of the matrices of one layer as they are used. Latents are not sharded over heads."""
+    kernels = block_kernels(config.model).items()
+    return sum(kernel.size // (1 if name.endswith('latent') else config.mesh.tensor) for name, kernel in kernels)
 
 
 def _saved_activation_bytes(config: Config, sizes: _Sizes, backend: Backend) -> tuple[int, int]:
@@ -272,7 +274,8 @@ def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> fl
     statistics = 4 * tokens * N
     if policy in ('dots', 'dots_no_batch'):
         # The input; q, k, v; the feed-forward activations; the stream after attention, unless the residual is parallel.
-        elements = D + (N + 2 * K) * H + F * (2 if sizes.gated else 1) + (0 if sizes.parallel else D)
+        elements = (1 if sizes.parallel else 2) * D + (N + 2 * K) * H + F * (2 if sizes.gated else 1)
+        elements += latent_elements(model)
         if config.mesh.context > 1:
             # The output of ring attention has no checkpoint name, so a policy cannot save it.
             return tokens * elements * width
@@ -281,7 +284,7 @@ def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> fl
             elements = D
         return tokens * (elements + N * H) * width + statistics
     # The inputs of norms and products, queries, keys and values, and the inputs of the activation.
-    streams = (1 if sizes.parallel else 2) * D + 2 * D
+    streams = (1 if sizes.parallel else 2) * D + 2 * D + latent_elements(model)
     if model.qk_norm:
         streams += (N + K) * sizes.padded_H
     attention = (N + 2 * K) * sizes.padded_H + N * H
@@ -357,7 +360,7 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
     again = model.remat_policy in ('full', 'offload')
     ffn = (backend.gated_again if again else backend.gated) if sizes.gated else backend.ffn
     work = tokens * sizes.width * (ffn * sizes.F + backend.stream * sizes.D)
-    work += backend.layer * _matrices(config, sizes) * sizes.width
+    work += backend.layer * _matrices(config) * sizes.width
     if config.mesh.context > 1:
         return int(work)
     if needs_mask(config, capability):

@@ -37,16 +37,15 @@ class Tables(NamedTuple):
 
 def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
     """Returns the matrices of one block of a resolved model."""
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    kernels = {
-        'query': Kernel(model.dim, heads),
-        'key': Kernel(model.dim, kv_heads),
-        'value': Kernel(model.dim, kv_heads),
-        'out': Kernel(heads, model.dim),
-        'up': Kernel(model.dim, model.ffn_dim),
-        'down': Kernel(model.ffn_dim, model.dim),
+    return {
+        name.split('.')[-1]: Kernel(math.prod(inputs), math.prod(outputs))
+        for name, inputs, outputs, _, _ in _projections(model)
     }
-    return {**kernels, 'gate': Kernel(model.dim, model.ffn_dim)} if model.activation == 'swiglu' else kernels
+
+
+def latent_elements(model: ModelConfig) -> int:
+    """Returns the elements per token of the latents of latent attention, before and after their norms."""
+    return 2 * (model.q_lora_rank + model.kv_lora_rank) + model.qk_rope_head_dim
 
 
 def block_parameters(model: ModelConfig) -> int:
@@ -118,19 +117,34 @@ def _of_block(model: ModelConfig) -> Iterator[Weight]:
     if model.qk_norm:
         for norm in ('attention.query_norm', 'attention.key_norm'):
             yield from _norm(model, norm, model.head_dim)
+    if model.q_lora_rank:
+        yield from _norm(model, 'attention.query_latent_norm', model.q_lora_rank)
+    if model.kv_lora_rank:
+        yield from _norm(model, 'attention.key_value_latent_norm', model.kv_lora_rank)
 
 
 def _projections(model: ModelConfig) -> Iterator[_Projection]:
-    D, H = (model.dim,), model.head_dim
-    heads, kv_heads, ffn = (model.num_heads, H), (model.num_kv_heads, H), (model.ffn_dim,)
-    wide = ('embed',)
-    for name, outputs, axis in (
-        ('query', heads, 'heads'),
-        ('key', kv_heads, 'kv_heads'),
-        ('value', kv_heads, 'kv_heads'),
-    ):
-        yield _Projection(f'attention.{name}', D, outputs, wide, (axis, 'head_dim'))
-    yield _Projection('attention.out', heads, D, ('heads', 'head_dim'), wide)
+    D, ffn, wide = (model.dim,), (model.ffn_dim,), ('embed',)
+    heads = (model.num_heads, model.head_dim)
+    if model.kv_lora_rank:
+        latent = (model.kv_lora_rank,)
+        if model.q_lora_rank:
+            yield _Projection('attention.query_latent', D, (model.q_lora_rank,), wide, ('latent',))
+        queries_from = (model.q_lora_rank or model.dim,)
+        yield _Projection('attention.query', queries_from, heads, wide, ('heads', 'head_dim'))
+        joint = (model.kv_lora_rank + model.qk_rope_head_dim,)
+        yield _Projection('attention.key_value_latent', D, joint, wide, ('latent',))
+        for name, width in (('key', model.qk_nope_head_dim), ('value', model.v_head_dim)):
+            yield _Projection(f'attention.{name}', latent, (model.num_heads, width), wide, ('heads', 'head_dim'))
+    else:
+        kv_heads = (model.num_kv_heads, model.head_dim)
+        for name, outputs, axis in (
+            ('query', heads, 'heads'),
+            ('key', kv_heads, 'kv_heads'),
+            ('value', kv_heads, 'kv_heads'),
+        ):
+            yield _Projection(f'attention.{name}', D, outputs, wide, (axis, 'head_dim'))
+    yield _Projection('attention.out', (model.num_heads, model.value_dim), D, ('heads', 'head_dim'), wide)
     for name in ('gate', 'up') if model.activation == 'swiglu' else ('up',):
         yield _Projection(f'feedforward.{name}', D, ffn, wide, ('ffn',))
     yield _Projection('feedforward.down', ffn, D, ('ffn',), wide)

@@ -9,7 +9,7 @@ from flax import nnx
 from maxlm.planning.estimate.parameters import count_parameters, weights
 from maxlm.training.optimizers.optimizer import kind_of, names
 from maxlm.training.state import abstract_model, abstract_state
-from tests.small import small_config, small_layout
+from tests.small import LATENT, small_config, small_layout
 
 MODELS = {
     'gpt2': {'model__family': 'gpt2'},
@@ -19,6 +19,8 @@ MODELS = {
     'llama': {'model__family': 'llama', 'model__num_layers': 3},
     'llama with biases': {'model__family': 'llama', 'model__use_bias': True},
     'grouped heads': {'model__family': 'qwen3', 'model__num_kv_heads': 2, 'model__head_dim': 24},
+    'latent attention': LATENT,
+    'latent attention with adapters': {**LATENT, 'model__q_lora_rank': 20, 'model__lora_rank': 3},
     'nanochat': {'model__family': 'nanochat', 'model__ffn_dim': 40},
     'normalized embedding': {'model__family': 'gpt2', 'model__embedding_norm': True, 'model__qk_norm': True},
     'adapters': {'model__family': 'llama', 'model__lora_rank': 3},
