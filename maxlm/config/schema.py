@@ -184,7 +184,7 @@ class ExportConfig:
     # to checkpoint.remote_dir.
     to: str = ''
     # Architecture of Transformers: auto (one that other programs support) | gpt2 | gpt_neox | llama | mistral | qwen3 |
-    # nanochat (only Transformers 5 or later can run it).
+    # deepseek_v3 | nanochat (only Transformers 5 or later can run it).
     architecture: str = 'auto'
 
 

@@ -45,7 +45,7 @@ CHOICES = {
     'mesh.zero_stage': (1, 2, 3),
     'mesh.host_offload': ('none', 'optimizer', 'all'),
     'metrics.wandb': ('', 'online', 'offline'),
-    'export.architecture': ('auto', 'gpt2', 'gpt_neox', 'llama', 'mistral', 'qwen3', 'nanochat'),
+    'export.architecture': ('auto', 'gpt2', 'gpt_neox', 'llama', 'mistral', 'qwen3', 'deepseek_v3', 'nanochat'),
 }
 
 SOURCE_WEIGHT = Range(0, 1e9, above=True)

@@ -68,6 +68,10 @@ def _divided_width(model: ModelConfig) -> str:
     return stated(model, 'num_heads') if model.dim % model.num_heads else ''
 
 
+def _latent_attention(model: ModelConfig) -> str:
+    return '' if model.kv_lora_rank else stated(model, 'kv_lora_rank')
+
+
 def _full_context(model: ModelConfig) -> str:
     return stated(model, 'attention_pattern') if any(layer_windows(model)) else ''
 
@@ -111,7 +115,14 @@ _DECODER_KEYS = {
     'tie_embeddings': ('tie_word_embeddings', False),
     'max_positions': ('max_position_embeddings', 2048),
 }
-_PLAIN = {'block': '', 'norm_use_scale': True, 'qk_norm': False, 'embedding_norm': False, 'logit_softcap': 0.0}
+_PLAIN = {
+    'block': '',
+    'norm_use_scale': True,
+    'qk_norm': False,
+    'embedding_norm': False,
+    'logit_softcap': 0.0,
+    'kv_lora_rank': 0,
+}
 _LAYERNORM = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
 _RMSNORM = {
     'position_embedding': 'rotary',
@@ -243,6 +254,38 @@ NANOCHAT = Architecture(
     fixed_keys={'attention_bias': False},
     limits=(_full_context,),
 )
-ARCHITECTURES = {row.model_type: row for row in (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3, NANOCHAT)}
+# DeepSeek-AI 2024, "DeepSeek-V3 Technical Report". Only models without experts are supported, in which all layers are
+# among the first, dense layers.
+DEEPSEEK_V3 = Architecture(
+    'deepseek_v3',
+    'DeepseekV3ForCausalLM',
+    'DeepSeek-V3',
+    'llama',
+    keys={
+        **{key: names for key, names in _DECODER_KEYS.items() if key not in ('num_kv_heads', 'head_dim')},
+        'vocab_size': ('vocab_size', 129_280),
+        'dim': ('hidden_size', 7168),
+        'num_layers': ('num_hidden_layers', 61),
+        'num_heads': ('num_attention_heads', 128),
+        'ffn_dim': ('intermediate_size', 18_432),
+        'max_positions': ('max_position_embeddings', 4096),
+        'kv_lora_rank': ('kv_lora_rank', 512),
+        'q_lora_rank': ('q_lora_rank', 1536),
+        'qk_nope_head_dim': ('qk_nope_head_dim', 128),
+        'qk_rope_head_dim': ('qk_rope_head_dim', 64),
+        'v_head_dim': ('v_head_dim', 128),
+    },
+    activation=('hidden_act', 'silu'),
+    activations=_SWIGLU,
+    fixed_settings={**{key: value for key, value in _RMSNORM.items() if key != 'kv_lora_rank'}, 'use_bias': False},
+    fixed_keys={'attention_bias': False, 'rope_interleave': True},
+    extra_keys=lambda model: {
+        'num_key_value_heads': model.num_heads,
+        'q_lora_rank': model.q_lora_rank or None,
+        'first_k_dense_replace': model.num_layers,
+    },
+    limits=(_latent_attention, _full_context),
+)
+ARCHITECTURES = {row.model_type: row for row in (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3, DEEPSEEK_V3, NANOCHAT)}
 # Architectures that other programs also support. Only Transformers supports nanochat, so it must be requested.
-DEFAULT_ARCHITECTURES = (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3)
+DEFAULT_ARCHITECTURES = (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3, DEEPSEEK_V3)

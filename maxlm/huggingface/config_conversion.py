@@ -16,6 +16,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures import (
     ARCHITECTURES,
+    DEEPSEEK_V3,
     DEFAULT_ARCHITECTURES,
     GPT_NEOX,
     LLAMA,
@@ -30,7 +31,7 @@ from maxlm.huggingface.json_fields import Fields
 from maxlm.huggingface.rope import from_rope, to_rope
 
 _EXPERTS = ('num_experts', 'num_local_experts', 'n_routed_experts', 'moe_num_experts')
-_EXPERT_TYPES = ('mixtral', 'dbrx', 'jetmoe', 'deepseek_v2', 'deepseek_v3', 'gpt_oss', 'llama4')
+_EXPERT_TYPES = ('mixtral', 'dbrx', 'jetmoe', 'deepseek_v2', 'gpt_oss', 'llama4')
 
 
 def check_supported(config: Fields, supported: Iterable[str]) -> None:
@@ -47,11 +48,17 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
         raise InputError(
             f'{source}: quantization_config: quantized weights are not supported; use the original float weights'
         )
-    for key in _EXPERTS:
-        if config.integer(key, 0, null=0):
-            raise config.error(key, 'mixture-of-experts models are not supported; use a dense model')
+    reason = 'mixture-of-experts models are not supported; use a dense model'
+    if kind == DEEPSEEK_V3.model_type:
+        # The first layers have no experts, whatever the number of experts is.
+        if config.integer('first_k_dense_replace', 3) < config.integer('num_hidden_layers', 61):
+            raise config.error('first_k_dense_replace', f'{reason}, in which it equals num_hidden_layers')
+    else:
+        for key in _EXPERTS:
+            if config.integer(key, 0, null=0):
+                raise config.error(key, reason)
     if kind in _EXPERT_TYPES or 'moe' in kind:
-        raise InputError(f'{source}: model_type={kind}: mixture-of-experts models are not supported; use a dense model')
+        raise InputError(f'{source}: model_type={kind}: {reason}')
     attention = values.get('attn_config')
     if kind == 'bloom' or values.get('alibi') or (isinstance(attention, dict) and attention.get('alibi')):
         raise InputError(
@@ -63,7 +70,7 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
 
 AUTO = 'auto'
 # Null means "derived from other keys" for these keys, as 0 does in maxlm.
-_NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap')
+_NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap', 'q_lora_rank')
 # Names of rotary keys in error messages.
 _ROPE_NAMES = {
     'rope_scaling_factor': 'factor',

@@ -18,8 +18,8 @@ from maxlm.errors import InputError
 from maxlm.huggingface.architectures import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config
 from maxlm.huggingface.json_fields import Fields, read_object
-from maxlm.huggingface.safetensors_io import TensorFiles
 from maxlm.huggingface.state_dict import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
+from maxlm.huggingface.tensors.safetensors_io import TensorFiles
 from maxlm.huggingface.tokenizer_files import files_for_import
 from maxlm.log import logger, progress_bar
 from maxlm.storage.atomic import check_new, check_space, new_directory

@@ -1,8 +1,9 @@
 """Maps the tensors of each architecture to maxlm's parameters.
 
 All layouts are reshapes, transposes or concatenations, so both directions are exact. Rotary pairs are half a head apart
-in maxlm and in all of these architectures, so the order within heads does not change. Only nanochat rotates in the
-opposite direction, so its halves are swapped.
+in maxlm and in most architectures, so the order within heads does not change. Only nanochat rotates in the opposite
+direction, so its halves are swapped, and DeepSeek-V3 rotates adjacent pairs; see
+`maxlm.huggingface.tensors.latent_attention`.
 
 Shapes: D dim, F feed-forward, N query heads, K key/value heads, H head dim, V vocabulary, P positions.
 """
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
+from maxlm.huggingface.tensors.latent_attention import latent_attention
 
 Shape = tuple[int, ...]
 
@@ -27,6 +29,7 @@ PREFIXES = {
     'mistral': 'model.',
     'qwen3': 'model.',
     'nanochat': 'model.',
+    'deepseek_v3': 'model.',
 }
 HEADS = {'gpt_neox': 'embed_out.weight'}
 # Masks and frequencies that old versions of Transformers saved with the parameters, as patterns of full names.
@@ -42,6 +45,7 @@ BUFFERS = {
     'mistral': _ROTARY_BUFFERS,
     'qwen3': _ROTARY_BUFFERS,
     'nanochat': _ROTARY_BUFFERS,
+    'deepseek_v3': _ROTARY_BUFFERS,
 }
 
 
@@ -71,7 +75,7 @@ def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
     """Returns all tensors of a resolved model in the order of its layers.
 
     Args:
-        architecture: model_type: gpt2, gpt_neox, llama, mistral, qwen3 or nanochat.
+        architecture: model_type: a key of `maxlm.huggingface.architectures.ARCHITECTURES`.
         model: a model that the architecture can express.
     """
     block, outer_specs = {
@@ -81,6 +85,7 @@ def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
         'mistral': (_llama_block, _llama_outside),
         'qwen3': (_llama_block, _llama_outside),
         'nanochat': (_nanochat_block, _llama_outside),
+        'deepseek_v3': (_deepseek_block, _llama_outside),
     }[architecture]
     specs_before, specs_after = outer_specs(model)
     layers = [row.tensor(layer) for layer in range(model.num_layers) for row in block(model)]
@@ -268,17 +273,28 @@ def _llama_outside(model: ModelConfig) -> tuple[list[_TensorSpec], list[_TensorS
 
 def _llama_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     """Yields tensors with Llama's names, also for Mistral and Qwen3; the model's settings select them."""
-    D, F, H = model.dim, model.ffn_dim, model.head_dim
-    use_bias = bool(model.use_bias)
+    H = model.head_dim
     yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
     yield from _llama_attention(model, _transposed)
     if model.qk_norm:
         yield _TensorSpec('layers.#.self_attn.q_norm.weight', ('blocks.attention.query_norm.scale',), _identity(H))
         yield _TensorSpec('layers.#.self_attn.k_norm.weight', ('blocks.attention.key_norm.scale',), _identity(H))
+    yield from _llama_feedforward(model)
+
+
+def _llama_feedforward(model: ModelConfig) -> Iterator[_TensorSpec]:
+    D, F, use_bias = model.dim, model.ffn_dim, bool(model.use_bias)
     yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
     yield from _linear('layers.#.mlp.gate_proj', 'blocks.feedforward.gate', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.up_proj', 'blocks.feedforward.up', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.down_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)
+
+
+def _deepseek_block(model: ModelConfig) -> Iterator[_TensorSpec]:
+    yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
+    for name, sources, shape, source_shapes, to_hf, from_hf in latent_attention(model):
+        yield _TensorSpec(name, sources, _Layout(shape, source_shapes, to_hf, from_hf))
+    yield from _llama_feedforward(model)
 
 
 def _llama_attention(model: ModelConfig, query_key_layout: Callable[[Shape, Shape], _Layout]) -> Iterator[_TensorSpec]:

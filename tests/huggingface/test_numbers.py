@@ -33,6 +33,7 @@ GIVEN = {
     'llama': {'head_dim': 8, 'num_key_value_heads': 2, 'rope_theta': 10_000.0, **EXPERTS},
     'mistral': {'sliding_window': 64},
     'qwen3': {'use_sliding_window': True, 'max_window_layers': 1, 'num_hidden_layers': 2},
+    'deepseek_v3': {'num_hidden_layers': 2, 'first_k_dense_replace': 2},
     'nanochat': {'final_logit_softcapping': 15.0},
 }
 
