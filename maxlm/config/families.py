@@ -22,6 +22,7 @@ _GPT2: dict[str, object] = {
     'qk_norm': False,
     'embedding_norm': False,
     'logit_softcap': 0.0,
+    'attention_sinks': False,
     'activation': 'gelu_tanh',
     'use_bias': True,
     'parallel_residual': False,
@@ -83,9 +84,13 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
+# Values of model.activation that take the outputs of two projections.
+GATED_ACTIVATIONS = ('swiglu', 'swiglu_oai')
+
+
 def projections(model: ModelConfig) -> tuple[str, ...]:
     """Returns the dotted names, within a block, of the projections that can have LoRA adapters (Hu et al. 2022)."""
-    gate = ('feedforward.gate',) if model.activation == 'swiglu' else ()
+    gate = ('feedforward.gate',) if model.activation in GATED_ACTIVATIONS else ()
     names = ['query', 'key', 'value', 'out']
     if model.kv_lora_rank:
         names = [*(['query_latent'] if model.q_lora_rank else []), 'key_value_latent', *names]

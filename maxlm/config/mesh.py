@@ -77,6 +77,11 @@ def check_layout(config: Config) -> None:
         config, 'tensor', [(f'model.{key}', getattr(model, key)) for key in ('num_heads', 'num_kv_heads', 'ffn_dim')]
     )
     if mesh.context > 1:
+        if model.attention_sinks:
+            raise InputError(
+                f'mesh.context={mesh.context} with model.attention_sinks=True: ring attention does not support '
+                'attention sinks; set mesh.context=1'
+            )
         windows = [('data.seq_len', config.data.seq_len)]
         windows += [('a length of data.seq_len_schedule', window) for window, _ in config.data.seq_len_schedule]
         # For load balance, each device gets two chunks: one from the first half and one from the second half.

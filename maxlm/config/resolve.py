@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.loading import build, default
 from maxlm.config.mesh import check_layout, resolve_mesh
 from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig, TrainConfig
@@ -20,6 +21,8 @@ FP8_MULTIPLE = 16
 SPLASH_MULTIPLE = 128
 # `data.seq_len` of a config that describes a model without a run.
 _WINDOW = 1024
+# Requirement of the fused attention kernels.
+_NO_SINKS = 'model.attention_sinks=False; found True'
 
 
 def resolve(
@@ -80,13 +83,13 @@ def resolve(
             f'model.vocab_size={model.vocab_size} is below the vocabulary size {vocab_size} of dataset '
             f'{config.data.path}; set it to {vocab_size} or more, or to 0 to use the size of the dataset'
         )
-    swiglu_dim = -(-model.dim * 8 // 3 // 128) * 128
+    gated_dim = -(-model.dim * 8 // 3 // 128) * 128
     model = dataclasses.replace(
         model,
         vocab_size=model.vocab_size or vocab_size,
         num_kv_heads=model.num_kv_heads or model.num_heads,
         head_dim=model.head_dim or model.qk_nope_head_dim + model.qk_rope_head_dim or model.dim // model.num_heads,
-        ffn_dim=model.ffn_dim or (swiglu_dim if model.activation == 'swiglu' else 4 * model.dim),
+        ffn_dim=model.ffn_dim or (gated_dim if model.activation in GATED_ACTIVATIONS else 4 * model.dim),
         max_positions=model.max_positions or window,
     )
     model = dataclasses.replace(
@@ -199,6 +202,8 @@ def _attention_kernel(config: Config, platform: str) -> str:
 
 def _cudnn_needs(model: ModelConfig) -> str:
     """Returns the unmet requirements of cuDNN attention for an error message, or '' if all are met."""
+    if model.attention_sinks:
+        return _NO_SINKS
     # Limits of cuDNN on all supported GPUs.
     if model.dtype in ('bfloat16', 'float16') and model.head_dim % 8 == 0 and model.head_dim <= 128:
         return ''
@@ -211,6 +216,8 @@ def _cudnn_needs(model: ModelConfig) -> str:
 def _splash_needs(config: Config) -> str:
     """Returns the unmet requirements of splash attention for an error message, or '' if all are met."""
     mesh, window = config.mesh, config.data.seq_len
+    if config.model.attention_sinks:
+        return _NO_SINKS
     if config.model.dtype == 'float16':
         return 'model.dtype=bfloat16 or float32; found float16'
     if mesh.context > 1 or mesh.stage > 1:

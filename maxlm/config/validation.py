@@ -28,7 +28,7 @@ CHOICES = {
     'model.position_embedding': ('learned', 'rotary'),
     'model.norm': ('layernorm', 'rmsnorm'),
     'model.rope_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3'),
-    'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'relu2'),
+    'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'swiglu_oai', 'relu2'),
     'model.init': ('normal', 'small', 'uniform'),
     'model.dtype': ('bfloat16', 'float16', 'float32'),
     'model.matmul_precision': ('default', 'fp8'),

@@ -39,6 +39,7 @@ def check_latent_attention(model: ModelConfig) -> None:
         'partial_rotary_factor': (1.0, model.partial_rotary_factor),
         'use_bias': (False, bool(model.use_bias)),
         'qk_norm': (False, bool(model.qk_norm)),
+        'attention_sinks': (False, bool(model.attention_sinks)),
     }
     for key, (wanted, found) in required.items():
         if found != wanted:

@@ -122,6 +122,7 @@ _PLAIN = {
     'embedding_norm': False,
     'logit_softcap': 0.0,
     'kv_lora_rank': 0,
+    'attention_sinks': False,
 }
 _LAYERNORM = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
 _RMSNORM = {

@@ -58,7 +58,7 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
             if config.integer(key, 0, null=0):
                 raise config.error(key, reason)
     if kind in _EXPERT_TYPES or 'moe' in kind:
-        raise InputError(f'{source}: model_type={kind}: {reason}')
+        raise InputError(f'{source}: model_type={kind}: mixture-of-experts models are not supported; use a dense model')
     attention = values.get('attn_config')
     if kind == 'bloom' or values.get('alibi') or (isinstance(attention, dict) and attention.get('alibi')):
         raise InputError(

@@ -17,6 +17,7 @@ from maxlm.model.layers.masks import layer_windows
 from tests.parameters import decoder_graph, logits, random_params
 from tests.small import LATENT, small_batch, small_config
 
+SINKS = {'model__family': 'llama', 'model__attention_sinks': True}
 # Settings, and the execution of layers: scanned, unrolled, or with unstacked arrays in the cached call.
 CASES = {
     'gpt2': ({'model__family': 'gpt2'}, 'loop'),
@@ -49,6 +50,17 @@ CASES = {
             'model__rope_scaling': 'yarn',
             'model__rope_scaling_factor': 4.0,
             'model__rope_mscale_all_dim': 0.7,
+            'model__attention_pattern': 'SL',
+            'model__sliding_window': 3,
+        },
+        'loop',
+    ),
+    'sinks': ({**SINKS, 'model__num_kv_heads': 2}, 'apart'),
+    'sinks, clamped, mixed windows': (
+        {
+            **SINKS,
+            'model__activation': 'swiglu_oai',
+            'model__use_bias': True,
             'model__attention_pattern': 'SL',
             'model__sliding_window': 3,
         },

@@ -65,6 +65,7 @@ LAYOUTS = [
     {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__host_offload': 'all', 'train__per_device_batch_size': 1, **LLAMA},
 ]
 NIGHTLY_LAYOUTS = [
+    {'mesh__fsdp': 2, 'mesh__tensor': 4, 'model__attention_sinks': True, 'model__activation': 'swiglu_oai'},
     {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, **LATENT, 'model__q_lora_rank': 20},
     {'mesh__stage': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'train__per_device_batch_size': 2, **LATENT},
     {'mesh__fsdp': 4, 'mesh__tensor': 2, 'optimizer__name': 'muon', **LATENT, 'model__q_lora_rank': 20},

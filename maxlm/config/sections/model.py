@@ -36,7 +36,7 @@ class ModelConfig:
     qk_rope_head_dim: int = 0
     # Latent attention: width of a value head, at most qk_nope_head_dim + qk_rope_head_dim.
     v_head_dim: int = 0
-    # Inner width of the feed-forward; 0 = 4 · dim, or for swiglu 8/3 · dim rounded up to a multiple of 128.
+    # Inner width of the feed-forward; 0 = 4 · dim, or if gated 8/3 · dim rounded up to a multiple of 128.
     ffn_dim: int = 0
     # Rows of the learned position table, and the longest context for sampling; 0 = data.seq_len.
     max_positions: int = 0
@@ -79,7 +79,7 @@ class ModelConfig:
     embedding_norm: bool = FAMILY
     # Soft-cap logits to ±logit_softcap with tanh; 0 = off.
     logit_softcap: float = FAMILY
-    # Activation of the feed-forward: gelu | gelu_tanh | swiglu | relu2.
+    # Activation of the feed-forward: gelu | gelu_tanh | swiglu | swiglu_oai (clamped, as in gpt-oss) | relu2.
     activation: str = FAMILY
     # Biases in the projections of attention and feed-forward, and in LayerNorm.
     use_bias: bool = FAMILY
@@ -87,6 +87,9 @@ class ModelConfig:
     parallel_residual: bool = FAMILY
     # Use the transposed embedding as the output projection.
     tie_embeddings: bool = FAMILY
+    # Add a learned logit per head to the denominator of the softmax, so that the weights of the keys may sum to less
+    # than 1 (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card").
+    attention_sinks: bool = FAMILY
     # Attention range per layer, repeated over the layers: L = full context, S = the last sliding_window tokens.
     attention_pattern: str = 'L'
     # Number of tokens that an S layer attends to, including the query's own token.

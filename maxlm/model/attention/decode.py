@@ -29,6 +29,7 @@ def attend_cached(
     *,
     scale: float | None = None,
     is_latent: bool = False,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Returns softmax(scale · q·k) · v over the unmasked slots, [B, T, N, H] in the dtype of q.
 
@@ -39,11 +40,12 @@ def attend_cached(
         mask_BTS: True where a query attends to a slot.
         scale: factor of the scores; None: 1 / sqrt(H).
         is_latent: the cache is one of latent attention.
+        sinks_N: logit of each head that joins the denominator of its softmax; None: no sinks.
     """
     if len(cache.blocks) == 1:
         slots = cache.read(0, indices.first_row, len(q_BTNH))
-        return attend_slots(q_BTNH, slots, mask_BTS, scale=scale, is_latent=is_latent)
-    return _attend_blocks(q_BTNH, cache, indices, mask_BTS, scale, is_latent)
+        return attend_slots(q_BTNH, slots, mask_BTS, scale=scale, is_latent=is_latent, sinks_N=sinks_N)
+    return _attend_blocks(q_BTNH, cache, indices, mask_BTS, scale, is_latent, sinks_N)
 
 
 def _attend_blocks(
@@ -53,6 +55,7 @@ def _attend_blocks(
     mask_BTS: jax.Array,
     scale: float | None,
     is_latent: bool,
+    sinks_N: jax.Array | None,
 ) -> jax.Array:
     """Attends to one block of slots after the other, skipping unused ones (Milakov & Gimelshein 2018)."""
     B, T, N, _ = q_BTNH.shape
@@ -72,6 +75,10 @@ def _attend_blocks(
     width = (key_LBKSH if is_latent else value_LBKSH).shape[-1]
     zeros = jnp.zeros((*q_BKGTH.shape[:-1], width), jnp.float32)
     sums: _Sums = jnp.full(q_BKGTH.shape[:-1], jnp.finfo(jnp.float32).min), zeros[..., 0], zeros
+    if sinks_N is not None:
+        # A sink is the first key, with a value of 0.
+        sinks_BKGT = jnp.broadcast_to(sinks_N.reshape(*q_BKGTH.shape[1:3], 1), q_BKGTH.shape[:-1])
+        sums = sinks_BKGT, jnp.ones_like(sinks_BKGT), zeros
     start = 0
     for number, block in enumerate(cache.blocks):
         end = start + block.num_slots
@@ -85,16 +92,24 @@ def _attend_blocks(
 
 
 def attend_slots(
-    q_BTNH: jax.Array, slots: Slots, mask_BTS: jax.Array, *, scale: float | None = None, is_latent: bool = False
+    q_BTNH: jax.Array,
+    slots: Slots,
+    mask_BTS: jax.Array,
+    *,
+    scale: float | None = None,
+    is_latent: bool = False,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attends with a mask over queries and slots, one block of queries at a time (Rabe & Staats 2021)."""
     B, T, N, _ = q_BTNH.shape
     K = slots.key_BKSH.shape[1]
     q_BKGTH = _grouped(q_BTNH, K, scale)
 
+    sinks_KG = None if sinks_N is None else sinks_N.reshape(K, N // K)
+
     def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BKGTH, mask_BTS = block
-        weights_BKGTS = jax.nn.softmax(_scores(q_BKGTH, slots, mask_BTS, is_latent), axis=-1)
+        weights_BKGTS = softmax_with_sinks(_scores(q_BKGTH, slots, mask_BTS, is_latent), sinks_KG)
         return _weighted(weights_BKGTS, slots, q_BTNH.dtype, is_latent).astype(q_BTNH.dtype)
 
     if T <= QUERY_BLOCK or T % QUERY_BLOCK:
@@ -103,6 +118,15 @@ def attend_slots(
         o_XBKGTH = jax.lax.map(attend_block, (_blocks(q_BKGTH, axis=3), _blocks(mask_BTS, axis=1)))
         o_BKGTH = jnp.moveaxis(o_XBKGTH, 0, 3).reshape(B, K, N // K, T, -1)
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
+
+
+def softmax_with_sinks(scores_BKGTS: jax.Array, sinks_KG: jax.Array | None) -> jax.Array:
+    """Returns exp(score) / (Σ exp(score) + exp(sink)) over the last axis; without sinks, the softmax."""
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
+    if sinks_KG is None:
+        return weights_BKGTS
+    log_z_BKGT1 = jax.nn.logsumexp(scores_BKGTS, axis=-1, keepdims=True)
+    return weights_BKGTS * jax.nn.sigmoid(log_z_BKGT1 - sinks_KG[None, :, :, None, None])
 
 
 def _grouped(q_BTNH: jax.Array, num_kv_heads: int, scale: float | None) -> jax.Array:

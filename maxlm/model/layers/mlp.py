@@ -14,15 +14,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.linear import Initializer, Linear, fused_apply
 from maxlm.model.layers.lora import adapter_of
 from maxlm.parallel.partitioning import Partitioning
 
+# Largest gate, and largest absolute value of the other input, of `swiglu_oai`.
+SWIGLU_LIMIT = 7.0
+
 
 class FeedForward(nnx.Module):
-    """Two projections, dim → ffn_dim → dim, with an activation in between; SwiGLU has a third projection."""
+    """Two projections, dim → ffn_dim → dim, with an activation in between; gated ones have a third projection."""
 
     def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
         def linear(name: str, in_dim: int, out_dim: int, in_axis: str, out_axis: str, init: Initializer) -> Linear:
@@ -41,7 +45,7 @@ class FeedForward(nnx.Module):
 
         init = initializers(config)
         into, back = (config.dim, config.ffn_dim, 'embed', 'ffn'), (config.ffn_dim, config.dim, 'ffn', 'embed')
-        self.gate = linear('gate', *into, init.projection) if config.activation == 'swiglu' else None
+        self.gate = linear('gate', *into, init.projection) if config.activation in GATED_ACTIVATIONS else None
         self.up = linear('up', *into, init.projection)
         self.down = linear('down', *back, init.residual)
         self.activation = recomputed(ACTIVATIONS[config.activation], in_loop=config.scan_layers)
@@ -63,17 +67,24 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+def swiglu_oai(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns gate · sigmoid(1.702 · gate) · (up + 1) of clamped inputs (OpenAI 2025, gpt-oss, reference code)."""
+    gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
 def squared_relu(x: jax.Array) -> jax.Array:
     """Returns max(x, 0)² (So et al. 2021, "Primer")."""
     return jnp.square(jax.nn.relu(x))
 
 
-# Values of model.activation. `swiglu` takes the outputs of two projections.
+# Values of model.activation. GATED_ACTIVATIONS take the outputs of two projections.
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     'gelu': partial(jax.nn.gelu, approximate=False),
     'gelu_tanh': partial(jax.nn.gelu, approximate=True),
     'relu2': squared_relu,
     'swiglu': swiglu,
+    'swiglu_oai': swiglu_oai,
 }
 
 

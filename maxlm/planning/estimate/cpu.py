@@ -21,6 +21,7 @@ from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import Chip, host_memory, measure_matmul_tflops
 from maxlm.model.attention.chunked import QUERY_BLOCK, attend_blockwise, query_ranges
 from maxlm.model.layers.masks import layer_windows
+from maxlm.model.layers.mlp import swiglu_oai
 from maxlm.planning.estimate.parameters import block_kernels, model_parameters
 from maxlm.planning.estimate.roofline import Efficiency
 from maxlm.planning.estimate.work import estimate_work
@@ -226,6 +227,7 @@ def _update(parameter: jax.Array, gradient: jax.Array, mu: jax.Array, nu: jax.Ar
 
 _ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     'swiglu': lambda h: jax.nn.silu(h) * h,
+    'swiglu_oai': lambda h: swiglu_oai(h, h),
     'gelu': lambda h: jax.nn.gelu(h, approximate=False),
     'gelu_tanh': lambda h: jax.nn.gelu(h, approximate=True),
     'relu2': lambda h: jnp.square(jax.nn.relu(h)),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import Config
 from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.estimate.work import quantization_bytes, score_bytes, tokens_per_device, update_bytes
@@ -74,7 +75,7 @@ def features(config: Config) -> Features:
     heads = model.num_heads * model.head_dim / tensor
     attention = heads + 2 * kv
     rotated = heads + kv if model.position_embedding == 'rotary' else 0
-    gates = 2 if model.activation == 'swiglu' else 1
+    gates = 2 if model.activation in GATED_ACTIVATIONS else 1
     return Features(
         (1 if model.parallel_residual else 2) * model.dim,
         (gates + 1) * model.ffn_dim / tensor,

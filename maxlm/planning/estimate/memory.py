@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config
 from maxlm.model.attention.chunked import QUERY_BLOCK, query_ranges
@@ -188,7 +189,7 @@ def _sizes(config: Config, backend: Backend) -> _Sizes:
         H=model.head_dim,
         padded_H=_up(model.head_dim, backend.lanes),
         width=np.dtype(np.float32).itemsize if model.dtype == 'float32' else 2,
-        gated=model.activation == 'swiglu',
+        gated=model.activation in GATED_ACTIVATIONS,
         parallel=bool(model.parallel_residual),
         layers=model.num_layers // (mesh.stage * mesh.num_pipeline_repeats),
     )

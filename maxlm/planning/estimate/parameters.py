@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.lora import adapter_of
 
@@ -117,6 +118,8 @@ def _of_block(model: ModelConfig) -> Iterator[Weight]:
     if model.qk_norm:
         for norm in ('attention.query_norm', 'attention.key_norm'):
             yield from _norm(model, norm, model.head_dim)
+    if model.attention_sinks:
+        yield Weight('attention.sinks', (model.num_heads,), ('heads',), 'vector')
     if model.q_lora_rank:
         yield from _norm(model, 'attention.query_latent_norm', model.q_lora_rank)
     if model.kv_lora_rank:
@@ -145,7 +148,7 @@ def _projections(model: ModelConfig) -> Iterator[_Projection]:
         ):
             yield _Projection(f'attention.{name}', D, outputs, wide, (axis, 'head_dim'))
     yield _Projection('attention.out', (model.num_heads, model.value_dim), D, ('heads', 'head_dim'), wide)
-    for name in ('gate', 'up') if model.activation == 'swiglu' else ('up',):
+    for name in ('gate', 'up') if model.activation in GATED_ACTIVATIONS else ('up',):
         yield _Projection(f'feedforward.{name}', D, ffn, wide, ('ffn',))
     yield _Projection('feedforward.down', ffn, D, ('ffn',), wide)
 

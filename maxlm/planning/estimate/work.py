@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config
 from maxlm.model.attention.chunked import query_ranges
@@ -210,7 +211,7 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     attention = 2 * heads + 2 * kv_heads
     rotation = 2 * (heads + kv_heads) if model.position_embedding == 'rotary' else 0
     head_norms = 3 * (heads + kv_heads) if model.qk_norm else 0
-    activation = (3 if model.activation == 'swiglu' else 2) * model.ffn_dim / mesh.tensor
+    activation = (3 if model.activation in GATED_ACTIVATIONS else 2) * model.ffn_dim / mesh.tensor
     forward = width * (stream + attention + rotation + head_norms + activation)
     block = forward * (2 + forward_passes(config)) + score_bytes(config, capability) + quantization_bytes(config)
     # Logits: written in float32; read for their maximum, for the sum and for the gradient; the gradient is written once
@@ -230,7 +231,7 @@ def quantization_bytes(config: Config) -> float:
     if model.matmul_precision != 'fp8':
         return 0.0
     heads, kv_heads = (number * model.head_dim / tensor for number in (model.num_heads, model.num_kv_heads))
-    gates = 2 if model.activation == 'swiglu' else 1
+    gates = 2 if model.activation in GATED_ACTIVATIONS else 1
     inputs = 2 * model.dim + heads + model.ffn_dim / tensor
     outputs = 2 * model.dim + heads + 2 * kv_heads + gates * model.ffn_dim / tensor
     return (2 * jnp.dtype(model.dtype).itemsize + 1) * (inputs * forward_passes(config) + outputs)

@@ -164,7 +164,7 @@ def kind_of(path: tuple[Any, ...]) -> str:
     *modules, name = names(path)
     if name in ('embedding', 'position_embedding'):
         return 'table'
-    if name in ('scale', 'bias'):
+    if name in ('scale', 'bias', 'sinks'):
         return 'vector'
     if name in ADAPTERS:
         return 'adapter'

@@ -21,6 +21,7 @@ MODELS = {
     'grouped heads': {'model__family': 'qwen3', 'model__num_kv_heads': 2, 'model__head_dim': 24},
     'latent attention': LATENT,
     'latent attention with adapters': {**LATENT, 'model__q_lora_rank': 20, 'model__lora_rank': 3},
+    'sinks': {'model__family': 'llama', 'model__attention_sinks': True, 'model__activation': 'swiglu_oai'},
     'nanochat': {'model__family': 'nanochat', 'model__ffn_dim': 40},
     'normalized embedding': {'model__family': 'gpt2', 'model__embedding_norm': True, 'model__qk_norm': True},
     'adapters': {'model__family': 'llama', 'model__lora_rank': 3},
