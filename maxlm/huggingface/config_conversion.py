@@ -29,6 +29,7 @@ from maxlm.huggingface.architectures import (
 )
 from maxlm.huggingface.json_fields import Fields
 from maxlm.huggingface.rope import from_rope, to_rope
+from maxlm.huggingface.tensors.dequantize import METHODS
 
 _EXPERTS = ('num_experts', 'num_local_experts', 'n_routed_experts', 'moe_num_experts')
 _EXPERT_TYPES = ('mixtral', 'dbrx', 'jetmoe', 'deepseek_v2', 'gpt_oss', 'llama4')
@@ -44,9 +45,14 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
         raise config.error(
             'auto_map', 'the model requires custom code, which maxlm does not run; use a model without auto_map'
         )
-    if values.get('quantization_config'):
+    quantization = values.get('quantization_config') or {}
+    if not isinstance(quantization, dict):
+        raise config.error('quantization_config', 'must be a JSON object')
+    method = quantization.get('quant_method')
+    if quantization and method not in METHODS:
         raise InputError(
-            f'{source}: quantization_config: quantized weights are not supported; use the original float weights'
+            f'{source}: quantization_config: quant_method={method!r:.100} is not supported; use float weights, or '
+            f'weights in {" or ".join(METHODS)}'
         )
     reason = 'mixture-of-experts models are not supported; use a dense model'
     if kind == DEEPSEEK_V3.model_type:

@@ -255,6 +255,8 @@ REFUSED = [
     ({'model_type': 'falcon', 'alibi': False}, ['model_type=falcon is not supported']),
     ({'model_type': 'mpt', 'attn_config': {'alibi': True}}, ['mpt', 'ALiBi']),
     ({**LLAMA, 'quantization_config': {'bits': 4}}, ['quantization_config']),
+    ({**LLAMA, 'quantization_config': {'quant_method': 'awq'}}, ["quant_method='awq'", 'fp8 or mxfp4']),
+    ({**LLAMA, 'quantization_config': [4]}, ['quantization_config=[4]', 'JSON object']),
     ({**LLAMA, 'auto_map': {'AutoConfig': 'x.Y'}}, ['auto_map', 'custom code']),
     ({**LLAMA, 'attention_bias': True}, ['mlp_bias', 'attention_bias=True']),
     ({**LLAMA, 'mlp_bias': True}, ['mlp_bias=True', 'attention_bias=False']),
