@@ -2,11 +2,14 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from maxlm.errors import InputError
 from maxlm.model.attention import chunked
@@ -34,6 +37,15 @@ def arrays():
     q = rng.standard_normal((B, T, N, H), np.float32)
     k, v = rng.standard_normal((2, B, T, K, H), np.float32)
     return q, k, v, np.array([-3, 0.5, 2, 200], np.float32)
+
+
+def test_the_formula_equals_that_of_gpt_oss():
+    q, k, v, sinks = arrays()
+    module = SimpleNamespace(num_key_value_groups=N // K, sinks=torch.from_numpy(sinks), training=False)
+    mask = torch.where(torch.from_numpy(CAUSAL), 0.0, float('-inf'))[None, None]
+    q_BNTH, k_BKSH, v_BKSH = (torch.from_numpy(x).transpose(1, 2) for x in (q, k, v))
+    theirs, _ = eager_attention_forward(module, q_BNTH, k_BKSH, v_BKSH, mask, scaling=H**-0.5)
+    np.testing.assert_allclose(reference(q, k, v, sinks, CAUSAL), theirs.numpy(), atol=1e-5)
 
 
 def on_slots(q, k, v, sinks):
