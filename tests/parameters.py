@@ -25,7 +25,7 @@ def decoder_graph(config: ModelConfig) -> Any:
 def logits(graph: Any, params: Params, tokens_BT: Any, **kwargs: Any) -> jax.Array:
     """Returns the logits of a decoder; to be traced by the caller."""
     model = nnx.merge(graph, params)
-    hidden_BTD, _ = model(tokens_BT, **kwargs)
+    hidden_BTD, _, _ = model(tokens_BT, **kwargs)
     return model.logits(hidden_BTD)
 
 

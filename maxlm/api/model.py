@@ -183,7 +183,7 @@ class Model:
     def _forward(self, params: Params, tokens_T: jax.Array, length: jax.Array) -> jax.Array:
         graph, _ = nnx.split(abstract_model(self.config, self._model.layout))
         decoder: Any = nnx.merge(graph, params)
-        hidden_BTD, _ = decoder(tokens_T[None, :], length_B=length[None])
+        hidden_BTD, _, _ = decoder(tokens_T[None, :], length_B=length[None])
         kernel_DV = decoder.output_kernel().astype(hidden_BTD.dtype)
         logits_TV = jnp.dot(hidden_BTD[0], kernel_DV, preferred_element_type=jnp.float32)
         return without_padding(softcap(logits_TV, self.config.model.logit_softcap), self.config.model.vocab_size)

@@ -20,12 +20,13 @@ from flax import nnx
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.params import params_item
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
+from maxlm.config.families import is_of_experts
 from maxlm.config.loading import to_json
 from maxlm.config.resolve import config_for_model
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
 from maxlm.log import progress_bar
-from maxlm.model.blocks import BLOCKS
+from maxlm.model.blocks import is_stacked
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_scale
 from maxlm.storage.atomic import check_new, check_space, new_directory
@@ -39,21 +40,26 @@ class MergeResult(NamedTuple):
     parameters: int
 
 
-def merge(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+def merge(params: Mapping[str, Any], model: ModelConfig, *, is_expert: bool = False) -> dict[str, Any]:
     """Returns the parameters of the same model without adapters, in float32. Pure, so it can be compiled.
 
     Args:
         params: nested dict of a model's parameters, with blocks stacked over layers.
         model: config of the trained model, with its `lora_rank` and `lora_alpha`.
+        is_expert: the parameters are those of experts, with an additional axis that numbers them.
     """
     if LORA_A in params:
 
         def added(lora_a: jax.Array, lora_b: jax.Array) -> jax.Array:
             return jnp.tensordot(lora_a, lora_b, axes=1, precision=jax.lax.Precision.HIGHEST)
 
-        kernel_L = params['kernel'] + adapter_scale(model) * jax.vmap(added)(params[LORA_A], params[LORA_B])
+        add = jax.vmap(jax.vmap(added) if is_expert else added)
+        kernel_L = params['kernel'] + adapter_scale(model) * add(params[LORA_A], params[LORA_B])
         return {name: params[name] for name in params if name not in (LORA_A, LORA_B)} | {'kernel': kernel_L}
-    return {name: merge(value, model) if isinstance(value, Mapping) else value for name, value in params.items()}
+    return {
+        name: merge(value, model, is_expert=is_expert or name == 'experts') if isinstance(value, Mapping) else value
+        for name, value in params.items()
+    }
 
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
@@ -111,7 +117,10 @@ class MergedReader:
             return values
         assert layer is not None, path
         lora_a, lora_b = (self._reader.read(f'{module}.{matrix}', layer) for matrix in (LORA_A, LORA_B))
-        added: np.ndarray = np.tensordot(lora_a * self._scale, lora_b, axes=1)
+        if is_of_experts(path):
+            added: np.ndarray = np.matmul(lora_a * self._scale, lora_b)
+        else:
+            added = np.tensordot(lora_a * self._scale, lora_b, axes=1)
         added += values
         return added
 
@@ -142,7 +151,7 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult
     reader = MergedReader(ParamsReader(step_directory, params_item(step_directory)), config.model, str(step_directory))
     parameters = sum(math.prod(shape) for shape in reader.shapes.values())
     check_space('--output', workdir, 4 * parameters)
-    stacked = {path: path.startswith(f'{BLOCKS}.') for path in reader.shapes}
+    stacked = {path: is_stacked(path) for path in reader.shapes}
     steps = sum(shape[0] if stacked[path] else 1 for path, shape in reader.shapes.items())
     with (
         new_directory('--output', workdir) as partial,

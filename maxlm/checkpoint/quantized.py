@@ -14,9 +14,10 @@ import ml_dtypes
 import numpy as np
 
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray
+from maxlm.config.families import is_of_experts
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
-from maxlm.model.blocks import BLOCKS
+from maxlm.model.blocks import is_stacked
 from maxlm.model.layers.weight_only_quantization import (
     CODE_DTYPES,
     CODES,
@@ -25,6 +26,7 @@ from maxlm.model.layers.weight_only_quantization import (
     Weights,
     code_shapes,
     dequantize,
+    per_expert,
     quantization_error,
     quantize,
     quantized_kernels,
@@ -57,7 +59,7 @@ def quantized_arrays(
         if path in kernels:
             found |= _quantized_kernel(reader, path, kernels[path], weights, source)
         else:
-            found[path] = StreamedArray(shape, partial(reader.read, path), path.startswith(f'{BLOCKS}.'))
+            found[path] = StreamedArray(shape, partial(reader.read, path), is_stacked(path))
     return found
 
 
@@ -65,9 +67,10 @@ def _quantized_kernel(
     reader: ParamsReader, path: str, num_in: int, weights: Weights, source: str
 ) -> dict[str, StreamedArray]:
     num_layers, *shape = reader.shapes[path]
+    experts = [shape.pop(0)] if is_of_experts(path) else []
     if reason := quantization_error(tuple(shape[:num_in]), weights):
         raise InputError(f'{source}: {path} has {reason}; choose another --format or --group')
-    run = jax.jit(partial(quantize, num_in=num_in, weights=weights))
+    run = jax.jit(per_expert(partial(quantize, num_in=num_in, weights=weights), path))
     cached_scales: dict[int, np.ndarray] = {}
 
     def make(layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -89,7 +92,7 @@ def _quantized_kernel(
         )
 
     module = path.rpartition('.')[0]
-    codes_shape, scales_shape = code_shapes(tuple(shape), num_in, weights)
+    codes_shape, scales_shape = ((*experts, *each) for each in code_shapes(tuple(shape), num_in, weights))
     codes_dtype = np.dtype(CODE_DTYPES[weights.kind])
     return {
         f'{module}.{CODES}': StreamedArray((num_layers, *codes_shape), read_codes, True, codes_dtype),
@@ -131,7 +134,7 @@ class DequantizedReader:
                     )
             num_layers, *shape = reader.shapes[f'{module}.{CODES}']
             # Two int4 codes share a byte along this axis.
-            shape[num_in - 1] *= 2 if weights.kind == 'int4' else 1
+            shape[num_in - 1 + is_of_experts(path)] *= 2 if weights.kind == 'int4' else 1
             self.shapes[path] = (num_layers, *shape)
 
     def read(self, path: str, layer: int | None = None) -> np.ndarray:
@@ -142,4 +145,5 @@ class DequantizedReader:
         assert layer is not None, path
         module = path.rpartition('.')[0]
         stored = Codes(*(jnp.asarray(self._reader.read(f'{module}.{suffix}', layer)) for suffix in (CODES, SCALES)))
-        return np.asarray(dequantize(stored, num_in, self._kind, jnp.float32))
+        run = per_expert(partial(dequantize, num_in=num_in, kind=self._kind, dtype=jnp.float32), path)
+        return np.asarray(run(stored))

@@ -90,9 +90,17 @@ GATED_ACTIVATIONS = ('swiglu', 'swiglu_oai')
 
 def projections(model: ModelConfig) -> tuple[str, ...]:
     """Returns the dotted names, within a block, of the projections that can have LoRA adapters (Hu et al. 2022)."""
-    gate = ('feedforward.gate',) if model.activation in GATED_ACTIVATIONS else ()
-    names = ['query', 'key', 'value', 'out']
+    modules = ['feedforward'] if model.num_dense_layers or not model.num_experts else []
+    modules += ['feedforward.experts'] if model.num_experts else []
+    modules += ['feedforward.shared'] if model.num_shared_experts else []
+    names = ('gate', 'up', 'down') if model.activation in GATED_ACTIVATIONS else ('up', 'down')
+    of_attention = ['query', 'key', 'value', 'out']
     if model.kv_lora_rank:
-        names = [*(['query_latent'] if model.q_lora_rank else []), 'key_value_latent', *names]
-    attention = tuple(f'attention.{name}' for name in names)
-    return (*attention, *gate, 'feedforward.up', 'feedforward.down')
+        of_attention = [*(['query_latent'] if model.q_lora_rank else []), 'key_value_latent', *of_attention]
+    attention = tuple(f'attention.{name}' for name in of_attention)
+    return (*attention, *(f'{module}.{name}' for module in modules for name in names))
+
+
+def is_of_experts(path: str) -> bool:
+    """Returns True if a parameter belongs to a projection of experts, whose additional axis numbers the experts."""
+    return '.experts.' in path

@@ -59,9 +59,11 @@ def reduces_gradients_once(config: Config) -> bool:
         mesh.zero_stage == 1
         and config.accumulation > 1
         and mesh.replica * mesh.data * mesh.fsdp > 1
-        and mesh.stage == mesh.context == mesh.tensor == 1
+        and mesh.stage == mesh.expert == mesh.context == mesh.tensor == 1
         and mesh.host_offload == 'none'
         and not config.model.dropout
+        # The load-balancing loss depends on the micro-batch of all devices.
+        and not config.model.num_experts
     )
 
 
@@ -73,9 +75,12 @@ def check_layout(config: Config) -> None:
             `mesh.host_offload` or pipeline stages with this config.
     """
     mesh, model = config.mesh, config.model
-    _check_axis(
-        config, 'tensor', [(f'model.{key}', getattr(model, key)) for key in ('num_heads', 'num_kv_heads', 'ffn_dim')]
-    )
+    widths = ['ffn_dim'] if model.num_dense_layers or not model.num_experts else []
+    widths += ['expert_ffn_dim'] if model.num_experts else []
+    split = [(f'model.{key}', getattr(model, key)) for key in ('num_heads', 'num_kv_heads', *widths)]
+    _check_axis(config, 'tensor', split)
+    if model.num_experts:
+        _check_axis(config, 'expert', [('model.num_experts', model.num_experts)])
     if mesh.context > 1:
         if model.attention_sinks:
             raise InputError(
@@ -119,8 +124,10 @@ def _check_axis(config: Config, axis: str, wholes: list[tuple[str, int]], *, pie
 
 
 def _check_stages(config: Config) -> None:
-    mesh, layers = config.mesh, config.model.num_layers
-    chunks, period = mesh.stage * mesh.num_pipeline_repeats, len(config.model.attention_pattern)
+    mesh, model = config.mesh, config.model
+    # All stages have the first dense layers of a model with experts.
+    layers = model.num_layers - model.num_dense_layers
+    chunks, period = mesh.stage * mesh.num_pipeline_repeats, len(model.attention_pattern)
     if layers % (chunks * period):
         periods = layers // period if layers % period == 0 else 0
         working = [
@@ -129,10 +136,12 @@ def _check_stages(config: Config) -> None:
             for repeats in divisors(periods // stage)
             if stage > 1 and _num_devices(config) % stage == 0
         ]
+        dense = f' without model.num_dense_layers={model.num_dense_layers}' if model.num_dense_layers else ''
         needs = f', each a multiple of the {period} of model.attention_pattern' if period > 1 else ''
         raise InputError(
             f'mesh.stage={mesh.stage} × mesh.num_pipeline_repeats={mesh.num_pipeline_repeats} does not split '
-            f'model.num_layers={layers} into equal parts{needs}; use one of: {", ".join(working[:12]) or "1 × 1"}'
+            f'model.num_layers={model.num_layers}{dense} into equal parts{needs}; use one of: '
+            f'{", ".join(working[:12]) or "1 × 1"}'
         )
     if config.accumulation % mesh.stage:
         global_batch, shards = config.train.global_batch_size, config.batch_shards

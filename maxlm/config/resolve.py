@@ -51,11 +51,11 @@ def resolve(
     window = config.data.seq_len
     train = config.train
     global_batch = train.global_batch_size or train.global_batch_size_tokens // window
-    shards = mesh.replica * mesh.data * mesh.fsdp
+    shards = mesh.replica * mesh.data * mesh.fsdp * mesh.expert
     if global_batch % shards:
         raise InputError(
-            f'train.global_batch_size={global_batch} cannot be split over {shards} devices (mesh replica·data·fsdp); '
-            f'nearest: {max(1, round(global_batch / shards)) * shards}'
+            f'train.global_batch_size={global_batch} cannot be split over {shards} devices (mesh '
+            f'replica·data·fsdp·expert); nearest: {max(1, round(global_batch / shards)) * shards}'
         )
     assert train.per_device_batch_size != AUTO, 'a size for train.per_device_batch_size=auto comes from planning'
     micro_batch = train.per_device_batch_size or global_batch // shards
@@ -92,6 +92,12 @@ def resolve(
         ffn_dim=model.ffn_dim or (gated_dim if model.activation in GATED_ACTIVATIONS else 4 * model.dim),
         max_positions=model.max_positions or window,
     )
+    if model.num_experts:
+        model = dataclasses.replace(
+            model,
+            expert_ffn_dim=model.expert_ffn_dim or model.ffn_dim,
+            expert_matmul=_expert_matmul(model.expert_matmul, platform),
+        )
     model = dataclasses.replace(
         model,
         attention=_attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform),
@@ -128,9 +134,9 @@ def resolve_on(
     FP8 matrix products are kept if the devices support them, so that the model computes as in training.
     """
     mesh = MeshConfig(fsdp=1, tensor=num_devices) if share_layers else MeshConfig(fsdp=num_devices)
-    model = dataclasses.replace(config.model, attention='auto')
+    model = dataclasses.replace(config.model, attention='auto', expert_matmul='auto')
     kernel = _attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform)
-    model = dataclasses.replace(model, attention=kernel)
+    model = dataclasses.replace(model, attention=kernel, expert_matmul=_expert_matmul('auto', platform))
     if not _multiplies_fp8(platform, capability):
         model = dataclasses.replace(model, matmul_precision='default')
     micro_batch = max(1, config.train.per_device_batch_size)
@@ -183,6 +189,15 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
                 f'model.matmul_precision=fp8: {key} is {size}{each} but must be a multiple of {FP8_MULTIPLE}; nearest: '
                 f'{closest}'
             )
+
+
+def _expert_matmul(requested: str, platform: str) -> str:
+    """Returns `model.expert_matmul` with auto resolved."""
+    if requested == 'auto':
+        return {'gpu': 'tokamax', 'tpu': 'ragged_dot'}.get(platform, 'loop')
+    if requested == 'tokamax' and platform == 'cpu':
+        raise InputError(f'model.expert_matmul={requested}: not available on {platform} devices; set it to auto')
+    return requested
 
 
 def _attention_kernel(config: Config, platform: str) -> str:

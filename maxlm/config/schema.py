@@ -97,6 +97,12 @@ class TrainConfig:
     loss_chunk_tokens: int = 4096
     # Weight of the z-loss, the square of log Σ exp(logits), which prevents drifting logits (PaLM: 1e-4); 0 = off.
     z_loss: float = 0.0
+    # Weight of the load-balancing loss of experts (Fedus et al. 2022, "Switch Transformers"); 0 = off.
+    load_balancing_loss: float = 0.01
+    # Weight of the z-loss of the router's logits (Zoph et al. 2022, "ST-MoE": 0.001); 0 = off.
+    router_z_loss: float = 0.0
+    # Change of the bias of model.router_balance_bias per step, toward a balanced load (DeepSeek-V3: 0.001).
+    router_bias_rate: float = 0.001
     # Training objective: next_token (cross-entropy) | dpo (pairs of answers: section dpo) | grpo (rewards of responses:
     # section grpo, for maxlm.grpo).
     objective: str = 'next_token'
@@ -120,7 +126,7 @@ class TrainConfig:
 
 
 # Ordered from the slowest links to the fastest: neighbors along the last axis are neighbors in the machine.
-MESH_AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
+MESH_AXES = ('replica', 'stage', 'data', 'fsdp', 'expert', 'context', 'tensor')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +140,15 @@ class MeshConfig:
     data: int = 1
     # Data parallelism with the state sharded according to `zero_stage`.
     fsdp: int = -1
+    # Expert parallelism: experts on different devices, which exchange tokens (all-to-all). Other parameters are sharded
+    # as along fsdp, because these devices process different rows.
+    expert: int = 1
     # Context parallelism: sequences split over devices (ring attention).
     context: int = 1
     # Tensor parallelism: heads and feed-forward of a block split over devices.
     tensor: int = 1
-    # Arrays sharded over fsdp and context (Rajbhandari et al. 2020, "ZeRO"): 1 = optimizer state, float32 parameters |
-    # 2 = also gradients | 3 = also the parameters that the micro-batches use.
+    # Arrays sharded over fsdp, expert and context (Rajbhandari et al. 2020, "ZeRO"): 1 = optimizer state, float32
+    # parameters | 2 = also gradients | 3 = also the parameters that the micro-batches use.
     zero_stage: int = 3
     # Number of times that the layers pass through all stages (circular pipeline); higher values reduce idle time.
     num_pipeline_repeats: int = 1
@@ -220,7 +229,7 @@ class Config:
     @property
     def batch_shards(self) -> int:
         """Returns the number of devices over which the batch is split (resolved configs only)."""
-        return self.mesh.replica * self.mesh.data * self.mesh.fsdp
+        return self.mesh.replica * self.mesh.data * self.mesh.fsdp * self.mesh.expert
 
     def at_context(self, window: int) -> Config:
         """Returns the config for a shorter sequence length with the same tokens per step (resolved configs only)."""

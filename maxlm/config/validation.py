@@ -13,6 +13,7 @@ from maxlm.config.ranges import Range, check_ranges
 from maxlm.config.schema import Config, DataConfig, ModelConfig
 from maxlm.config.user_function import is_function_name
 from maxlm.config.validation_attention import check_latent_attention
+from maxlm.config.validation_experts import check_experts
 from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
 from maxlm.errors import InputError
 
@@ -29,6 +30,9 @@ CHOICES = {
     'model.norm': ('layernorm', 'rmsnorm'),
     'model.rope_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3'),
     'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'swiglu_oai', 'relu2'),
+    'model.router_score': ('softmax', 'sigmoid'),
+    'model.expert_group_score': ('max', 'top2'),
+    'model.expert_matmul': ('auto', 'ragged_dot', 'tokamax', 'loop'),
     'model.init': ('normal', 'small', 'uniform'),
     'model.dtype': ('bfloat16', 'float16', 'float32'),
     'model.matmul_precision': ('default', 'fp8'),
@@ -122,6 +126,7 @@ def validate(config: Config) -> None:
     _check_rotary(model)
     _check_attention_pattern(model)
     check_adapters(model)
+    check_experts(config)
     _check_alerts(config)
     _check_reports(config)
     _check_sources(data)

@@ -30,7 +30,7 @@ from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.state_dict import Tensor, tensors
 from maxlm.huggingface.tensors.safetensors_io import SINGLE, TensorEntry, entry_bytes, write_tensors
 from maxlm.log import progress_bar
-from maxlm.model.blocks import BLOCKS
+from maxlm.model.blocks import is_stacked
 from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_scale
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.workdir.files import CONFIG, read_config
@@ -229,6 +229,6 @@ def _check_base(config: Config, reader: ParamsReader, paths: Sequence[str], base
 
 
 def _same_values(reader: ParamsReader, other: ParamsReader, path: str) -> bool:
-    layers = range(reader.shapes[path][0]) if path.startswith(f'{BLOCKS}.') else (None,)
+    layers = range(reader.shapes[path][0]) if is_stacked(path) else (None,)
     # A moving average of constant parameters may differ in the last digits.
     return all(np.allclose(reader.read(path, layer), other.read(path, layer), rtol=1e-5, atol=1e-8) for layer in layers)

@@ -255,7 +255,7 @@ class Sampler:
         self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Caches, length_B: jax.Array
     ) -> tuple[jax.Array, Caches]:
         decoder = nnx.merge(self._graph, params)
-        hidden_BTD, new_cache = decoder(tokens_BT, positions_BT=positions_BT, cache=cache, length_B=length_B)
+        hidden_BTD, new_cache, _ = decoder(tokens_BT, positions_BT=positions_BT, cache=cache, length_B=length_B)
         assert new_cache is not None
         return hidden_BTD, self._placed(new_cache)
 

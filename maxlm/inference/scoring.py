@@ -113,7 +113,7 @@ class LogprobScorer:
                 layout.constrain(x[:, order], ('batch', 'length')) for x in (tokens_BT, segments_BT, positions_BT)
             )
             tokens, segments, positions = arrays
-            hidden_BTD, _ = build_decoder(params)(
+            hidden_BTD, _, _ = build_decoder(params)(
                 tokens,
                 segments_BT=segments,
                 positions_BT=positions,

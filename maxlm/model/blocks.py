@@ -5,7 +5,7 @@ Shapes: B batch, T query length, S key length, D dim, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,9 @@ from maxlm.model.attention.attention import Attention
 from maxlm.model.attention.chunked import ATTENDED
 from maxlm.model.attention.latent import LatentAttention
 from maxlm.model.attention.tree import TokenTree
+from maxlm.model.experts.expert_linear import ExpertLinear
+from maxlm.model.experts.mixture import MixtureOfExperts
+from maxlm.model.experts.router import RouterStats
 from maxlm.model.layers.fp8 import SCALE
 from maxlm.model.layers.kv_cache import Cache, CacheIndices, LayerCache
 from maxlm.model.layers.linear import Linear
@@ -31,11 +34,19 @@ from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import GATHERED, Partitioning
 
-# Name of the decoder's attribute with the blocks, which is part of the path of every parameter stacked over layers.
-BLOCKS = 'blocks'
+# Names of the decoder's attributes with the blocks, which are part of the path of every parameter stacked over layers:
+# all blocks, except the first blocks of a model with experts that are dense.
+BLOCKS, DENSE_BLOCKS = 'blocks', 'dense_blocks'
+# In the order of the layers.
+STACKS = (DENSE_BLOCKS, BLOCKS)
 # Name of a layer's input for rematerialization policies.
 LAYER_INPUT = 'layer_input'
 ACTIVATION_AXES = ('batch', 'length', 'activation')
+
+
+def is_stacked(path: str) -> bool:
+    """Returns True if the parameter with this dotted path is stacked over layers."""
+    return path.partition('.')[0] in STACKS
 
 
 class Context(NamedTuple):
@@ -57,27 +68,31 @@ class Context(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block of attention and feed-forward, which run in parallel with `model.parallel_residual`."""
+    """Pre-norm residual block of attention and feed-forward, which run in parallel with `model.parallel_residual`.
+
+    With `model.num_experts`, the feed-forward is a `MixtureOfExperts`.
+    """
 
     def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
         self.attention_norm = Norm(config, config.dim, rngs=rngs)
         make_attention = LatentAttention if config.kv_lora_rank else Attention
         self.attention = make_attention(config, partitioning=partitioning, rngs=rngs)
         self.feedforward_norm = Norm(config, config.dim, rngs=rngs)
-        self.feedforward = FeedForward(config, partitioning=partitioning, rngs=rngs)
+        make_feedforward = MixtureOfExperts if config.num_experts else FeedForward
+        self.feedforward = make_feedforward(config, partitioning=partitioning, rngs=rngs)
         self.parallel_residual = config.parallel_residual
         self.dropout = config.dropout
         self.partitioning = partitioning
         weights = weights_of(config)
         if weights is not None:
             for _, module in list(nnx.iter_modules(self)):
-                if isinstance(module, Linear):
+                if isinstance(module, (Linear, ExpertLinear)):
                     module.quantize_kernel(weights)
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, window: int, cache: LayerCache | None, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """Returns the stream [B, T, D] and the updated cache.
+    ) -> tuple[jax.Array, LayerCache | None, RouterStats | None]:
+        """Returns the stream [B, T, D], the updated cache, and the statistics of the router of a layer with experts.
 
         `window` is the number of last tokens to which a query attends; 0 means all.
         """
@@ -96,9 +111,15 @@ class Block(nnx.Module):
             )
         attended_BTD = dropout(attended_BTD, self.dropout, attention_key)
         stream_BTD = x_BTD if self.parallel_residual else x_BTD + attended_BTD
-        fed_BTD = dropout(self.feedforward(self.feedforward_norm(stream_BTD)), self.dropout, feedforward_key)
+        fed_BTD, router = self.feedforward_norm(stream_BTD), None
+        if isinstance(self.feedforward, MixtureOfExperts):
+            # With a cache, the capacity of experts would depend on the number of tokens in a call.
+            fed_BTD, router = self.feedforward(fed_BTD, context.segments_BT, is_dropless=cache is not None)
+        else:
+            fed_BTD = self.feedforward(fed_BTD)
+        fed_BTD = dropout(fed_BTD, self.dropout, feedforward_key)
         y_BTD = x_BTD + attended_BTD + fed_BTD if self.parallel_residual else stream_BTD + fed_BTD
-        return self.partitioning.constrain(y_BTD, ACTIVATION_AXES), new_cache
+        return self.partitioning.constrain(y_BTD, ACTIVATION_AXES), new_cache, router
 
 
 def block_class(config: ModelConfig) -> type[Block]:
@@ -126,7 +147,8 @@ def run_layers(
     context: Context,
     inputs_L: Any,
     caches: dict[int, Cache] | None = None,
-) -> tuple[jax.Array, dict[int, Cache] | None]:
+    first_layers: Mapping[int, int] | None = None,
+) -> tuple[jax.Array, dict[int, Cache] | None, RouterStats | None]:
     """Runs consecutive layers in order.
 
     Args:
@@ -138,18 +160,20 @@ def run_layers(
         x_BTD: input stream.
         context: arguments that the layers share.
         inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
-        caches: caches of these layers by window.
+        caches: caches of all layers by window.
+        first_layers: index of the first of these layers in the cache of each window; None: 0.
 
     Returns:
-        The stream, and the updated caches.
+        The stream, the updated caches, and the statistics of the routers, stacked over the layers.
     """
     L = len(windows)
     # Index of each layer in the cache of its window.
-    numbers = [windows[:index].count(window) for index, window in enumerate(windows)]
+    firsts = first_layers or {}
+    numbers = [firsts.get(window, 0) + windows[:index].count(window) for index, window in enumerate(windows)]
     inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers))
 
     def make_layer(window: int, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
-        def layer(carry: Any, inputs: Any) -> tuple[jax.Array, dict[int, Cache] | None]:
+        def layer(carry: Any, inputs: Any) -> tuple[Any, RouterStats | None]:
             x_BTD, caches = carry
             # Indexed inside of the rematerialized function: the loop saves its inputs for the backward pass anyway, but
             # would additionally save copies of slices.
@@ -157,34 +181,38 @@ def run_layers(
             block = fetch(block, slots)
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
             layer_cache = None if caches is None else LayerCache([caches[window]], number)
-            x_BTD, cache = nnx.merge(graph, block)(x_BTD, context, window, layer_cache, key)
-            return x_BTD, None if caches is None else {**caches, window: cache.blocks[0]}
+            x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, context, window, layer_cache, key)
+            return (x_BTD, None if caches is None else {**caches, window: cache.blocks[0]}), router
 
         return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=partitioning.num_shards('embed') > 1)
 
-    def run_in_order(carry: Any, inputs: Any, windows: list[int], *, in_loop: bool) -> tuple[Any, None]:
+    def run_in_order(carry: Any, inputs: Any, windows: list[int], *, in_loop: bool) -> tuple[Any, RouterStats | None]:
         parts = [inputs] * len(windows) if in_loop else _unstack(inputs, len(windows))
+        routers = []
         for index, window in enumerate(windows):
-            carry = make_layer(window, index if in_loop else 0, in_loop)(carry, parts[index])
-        return carry, None
+            carry, router = make_layer(window, index if in_loop else 0, in_loop)(carry, parts[index])
+            routers.append(router)
+        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
 
     # The loop body is one period of the attention pattern, because the window of a kernel must be known at compile
     # time. Layers after the last complete period follow the loop.
     period = len(config.attention_pattern) if config.scan_layers else L
     looped = L // period * period if period < L else 0
-    carry = x_BTD, caches
+    carry, routers = (x_BTD, caches), []
     if looped:
         inputs = jax.tree.map(lambda leaf: leaf[:looped].reshape(-1, period, *leaf.shape[1:]), inputs_L)
         run_period = partial(run_in_order, windows=windows[:period], in_loop=True)
-        carry, _ = jax.lax.scan(run_period, carry, inputs)
+        carry, router = jax.lax.scan(run_period, carry, inputs)
+        routers.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), router))
     if looped < L:
         inputs = jax.tree.map(lambda leaf: leaf[looped:], inputs_L)
-        carry, _ = run_in_order(carry, inputs, windows[looped:], in_loop=False)
-    return carry
+        carry, router = run_in_order(carry, inputs, windows[looped:], in_loop=False)
+        routers.append(router)
+    return *carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routers)
 
 
 def run_layers_unrolled(
-    graph: Any,
+    graphs: Sequence[Any],
     windows: Sequence[int],
     x_BTD: jax.Array,
     context: Context,
@@ -194,11 +222,11 @@ def run_layers_unrolled(
     """Runs all layers with separate arrays for the parameters and cache of each layer.
 
     For one token, slicing a stack would cost more than the computation. The arguments and the result are those of
-    `run_layers`, as lists over layers.
+    `run_layers`, as lists over layers, without statistics.
     """
     updated = []
-    for window, block, parts in zip(windows, blocks, caches, strict=True):
-        x_BTD, cache = nnx.merge(graph, block)(x_BTD, context, window, LayerCache(parts, 0), None)
+    for graph, window, block, parts in zip(graphs, windows, blocks, caches, strict=True):
+        x_BTD, cache, _ = nnx.merge(graph, block)(x_BTD, context, window, LayerCache(parts, 0), None)
         updated.append(cache.blocks)
     return x_BTD, updated
 

@@ -5,6 +5,7 @@ Shapes: B batch, T query length, S key length, D dim, V vocabulary, L layers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from flax import nnx
 from maxlm.config.schema import ModelConfig
 from maxlm.model.attention.tree import TokenTree
 from maxlm.model.blocks import ACTIVATION_AXES, Context, block_class, dropout, run_layers, run_layers_unrolled
+from maxlm.model.experts.router import RouterStats
 from maxlm.model.layers.initializers import initializers
-from maxlm.model.layers.kv_cache import CacheIndices, Caches, cache_indices_and_mask, slots_by_window
+from maxlm.model.layers.kv_cache import Cache, CacheIndices, Caches, cache_indices_and_mask, slots_by_window
 from maxlm.model.layers.linear import Linear, parameter, should_transpose, transposed_matmul
 from maxlm.model.layers.masks import causal_mask, layer_windows
 from maxlm.model.layers.norm import Norm
@@ -43,10 +45,15 @@ class Decoder(nnx.Module):
         learned, positions = config.position_embedding == 'learned', (config.max_positions, D)
         self.position_embedding = parameter(rngs, positions, ('position', 'embed'), init.position) if learned else None
         self.embedding_norm = Norm(config, D, rngs=rngs) if config.embedding_norm else None
-        make_block = block_class(config)
-        self.blocks = _stacked(
-            lambda rngs: make_block(config, partitioning=partitioning, rngs=rngs), config.num_layers, rngs
-        )
+        make_block, num_dense = block_class(config), config.num_dense_layers
+        dense = dataclasses.replace(config, num_experts=0)
+        # Layers of a stack have equal parameters. Every stage of a pipeline has the first dense layers.
+
+        def stacked(config: ModelConfig, num: int, axis: str) -> nnx.Module:
+            return _stacked(lambda rngs: make_block(config, partitioning=partitioning, rngs=rngs), num, rngs, axis)
+
+        self.dense_blocks = stacked(dense, num_dense, 'dense_layers') if num_dense else None
+        self.blocks = stacked(config, config.num_layers - num_dense, 'layers')
         self.final_norm = Norm(config, config.dim, rngs=rngs)
         untied = Linear(
             (D,),
@@ -79,8 +86,11 @@ class Decoder(nnx.Module):
         micro_batches: int = 1,
         slots: Any = None,
         blocks: Sequence[Any] | None = None,
-    ) -> tuple[jax.Array, Caches | None]:
-        """Returns the hidden states [B, T, D] after the final norm, and the updated caches.
+    ) -> tuple[jax.Array, Caches | None, RouterStats | None]:
+        """Returns the hidden states [B, T, D] after the final norm, the updated caches, and statistics of the routers.
+
+        The arrays of the statistics are stacked to [micro_batches, layers with experts, …]. Without experts, and if
+        `blocks` is given, there are none.
 
         Args:
             tokens_BT: token ids.
@@ -117,7 +127,7 @@ class Decoder(nnx.Module):
         if self.partitioning.num_shards('layers') > 1:
             assert cache is None, 'a pipeline has no cache'
             assert ends_BT is None, 'a pipeline has no trees'
-            x_BTD = self._run_pipeline(x_BTD, segments_BT, positions_BT, keys_L, micro_batches)
+            x_BTD, router = self._run_pipeline(x_BTD, segments_BT, positions_BT, keys_L, micro_batches)
         else:
             assert micro_batches == 1, 'without stages micro-batches come one at a time'
             context = self._context(segments_BT, positions_BT, cache, first_row, length_B)
@@ -125,14 +135,24 @@ class Decoder(nnx.Module):
                 assert cache is None, 'rows of trees have no cache'
                 context = context._replace(tree=TokenTree(ends_BT, positions_BT))
             graph, blocks_L = nnx.split(self.blocks)
-            windows = layer_windows(config)
+            windows, num_dense = layer_windows(config), config.num_dense_layers
             if isinstance(cache, list):
                 assert blocks is not None, 'a cache for each layer goes with parameters of each'
-                x_BTD, cache = run_layers_unrolled(graph, windows, x_BTD, context, blocks, cache)
+                graphs = [graph] * len(windows)
+                if self.dense_blocks is not None:
+                    graphs[:num_dense] = [nnx.split(self.dense_blocks)[0]] * num_dense
+                x_BTD, cache = run_layers_unrolled(graphs, windows, x_BTD, context, blocks, cache)
+                router = None
             else:
-                inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys_L is None else keys_L[0])
-                x_BTD, cache = run_layers(graph, config, self.partitioning, windows, x_BTD, context, inputs_L, cache)
-        return self.final_norm(x_BTD), cache
+                keys = None if keys_L is None else keys_L[0]
+                x_BTD, cache = self._run_dense_layers(x_BTD, context, keys, cache)
+                inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys is None else keys[num_dense:])
+                firsts = {window: windows[:num_dense].count(window) for window in windows}
+                x_BTD, cache, router = run_layers(
+                    graph, config, self.partitioning, windows[num_dense:], x_BTD, context, inputs_L, cache, firsts
+                )
+                router = jax.tree.map(lambda leaf: leaf[None], router)
+        return self.final_norm(x_BTD), cache, router
 
     def mark_transposed_kernels(self) -> dict[tuple[Any, ...], int]:
         """Marks the kernels whose transposition makes products of a few rows faster on a CPU.
@@ -203,6 +223,18 @@ class Decoder(nnx.Module):
         rotary = rotary_angles(positions_BT, config, length_B) if config.position_embedding == 'rotary' else None
         return Context(masks, segments_BT, None, cache_indices, rotary)
 
+    def _run_dense_layers(
+        self, x_BTD: jax.Array, context: Context, keys_L: jax.Array | None, cache: dict[int, Cache] | None
+    ) -> tuple[jax.Array, dict[int, Cache] | None]:
+        """Runs the first dense layers of a model with experts. `keys_L` has the dropout keys of all layers."""
+        num = self.config.num_dense_layers
+        if self.dense_blocks is None:
+            return x_BTD, cache
+        graph, blocks_L = nnx.split(self.dense_blocks)
+        inputs_L = (nnx.to_pure_dict(blocks_L), None, None if keys_L is None else keys_L[:num])
+        windows = layer_windows(self.config)[:num]
+        return run_layers(graph, self.config, self.partitioning, windows, x_BTD, context, inputs_L, cache)[:2]
+
     def _run_pipeline(
         self,
         x_BTD: jax.Array,
@@ -210,40 +242,51 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array,
         keys_ML: jax.Array | None,
         micro_batches: int,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, RouterStats | None]:
         """Runs the blocks as a pipeline. Row r is in micro-batch r mod M, so no row moves to another device."""
         config, stages, repeats = self.config, self.partitioning.num_shards('layers'), self.partitioning.repeats
         graph, blocks_L = nnx.split(self.blocks)
-        layers = config.num_layers // (stages * repeats)
-        windows = layer_windows(config)[:layers]
+        num_dense = config.num_dense_layers
+        layers = (config.num_layers - num_dense) // (stages * repeats)
+        windows = layer_windows(config)[num_dense : num_dense + layers]
 
         def split(x_B: jax.Array) -> jax.Array:
             axes = ('micro_batch', 'batch', 'length', 'activation')[: x_B.ndim + 1]
             x_MB = x_B.reshape(-1, micro_batches, *x_B.shape[1:]).swapaxes(0, 1)
             return self.partitioning.constrain(x_MB, axes)
 
-        def run(blocks: Any, x_BTD: jax.Array, side: Any, first_layer: jax.Array) -> jax.Array:
+        def run(blocks: Any, x_BTD: jax.Array, side: Any, first_layer: jax.Array) -> tuple[jax.Array, Any]:
             segments_BT, positions_BT, keys_L = side
-            keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, first_layer, layers)
+            keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, num_dense + first_layer, layers)
             context = self._context(segments_BT, positions_BT, None, 0, None)
-            return run_layers(graph, config, self.partitioning, windows, x_BTD, context, (blocks, None, keys))[0]
+            inputs_L = (blocks, None, keys)
+            x_BTD, _, router = run_layers(graph, config, self.partitioning, windows, x_BTD, context, inputs_L)
+            return x_BTD, router
+
+        def run_dense(inputs: Any) -> jax.Array:
+            x_BTD, (segments_BT, positions_BT, keys_L) = inputs
+            context = self._context(segments_BT, positions_BT, None, 0, None)
+            return self._run_dense_layers(x_BTD, context, keys_L, None)[0]
 
         def place(variable: nnx.Variable) -> nnx.Variable:
             axes = ('repeats', 'stage', 'layers_of_stage', *variable.axes[1:])
             return variable.replace(self.partitioning.constrain(variable[...], axes))
 
         side_M = (*(None if x is None else split(x) for x in (segments_BT, positions_BT)), keys_ML)
-        y_MBTD = run_pipeline(
+        x_MBTD = split(x_BTD)
+        if num_dense:
+            x_MBTD = jax.lax.map(run_dense, (x_MBTD, side_M))
+        y_MBTD, router = run_pipeline(
             run,
             blocks_L,
-            split(x_BTD),
+            x_MBTD,
             side_M,
             stages=stages,
             repeats=repeats,
             constrain=self.partitioning.constrain,
             place_params=lambda blocks: jax.tree.map(place, blocks, is_leaf=lambda x: isinstance(x, nnx.Variable)),
         )
-        return y_MBTD.swapaxes(0, 1).reshape(x_BTD.shape)
+        return y_MBTD.swapaxes(0, 1).reshape(x_BTD.shape), router
 
 
 def softcap(logits: jax.Array, cap: float) -> jax.Array:
@@ -268,14 +311,14 @@ def _mask(length: int, segments_BT: jax.Array | None, window: int) -> jax.Array 
     return same_document_BTS & causal_mask(jnp.arange(length)[None, :], length, window)
 
 
-def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num: int, rngs: nnx.Rngs) -> nnx.Module:
-    """Returns one module for `num` modules; its parameters have a leading `layers` axis."""
+def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num: int, rngs: nnx.Rngs, axis: str) -> nnx.Module:
+    """Returns one module for `num` modules; its parameters have a leading axis with the logical name `axis`."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     keys = jax.random.split(rngs.params(), num)
     state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
 
     def name_axis(variable: nnx.Variable) -> nnx.Variable:
-        return variable.replace(axes=('layers', *variable.axes))
+        return variable.replace(axes=(axis, *variable.axes))
 
     state = jax.tree.map(name_axis, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     return nnx.merge(graph, state)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxlm.parallel.partitioning import Axes
 
@@ -26,7 +27,7 @@ SLOT_AXES = ('stage', 'micro_batch', 'batch', 'length', 'activation')
 
 
 def run_pipeline(
-    run: Callable[[Tree, jax.Array, Any, jax.Array], jax.Array],
+    run: Callable[[Tree, jax.Array, Any, jax.Array], tuple[jax.Array, Any]],
     params_L: Tree,
     x_MBTD: jax.Array,
     side_M: Any,
@@ -36,7 +37,7 @@ def run_pipeline(
     constrain: Callable[[jax.Array, Axes], jax.Array],
     place_params: Callable[[Tree], Tree],
     spmd_axis: str | None = 'stage',
-) -> jax.Array:
+) -> tuple[jax.Array, Any]:
     """Applies all layers in order to each micro-batch.
 
     Stage s runs chunk c = r·S + s of the layers in repeat r. In iteration t, stage s processes item t - s, which is
@@ -53,7 +54,8 @@ def run_pipeline(
     recomputes the chunk from it.
 
     Args:
-        run: (params_P, x_BTD, side, first_layer) → x_BTD, the layers of one chunk; `first_layer` is a traced integer.
+        run: (params_P, x_BTD, side, first_layer) → x_BTD and statistics, the layers of one chunk; `first_layer` is a
+            traced integer. The statistics are a tree of arrays [P, …], or None.
         params_L: arrays [L, …] in the order of the layers.
         x_MBTD: the micro-batches.
         side_M: additional arrays [M, …] of the micro-batches, replicated on all stages.
@@ -64,7 +66,7 @@ def run_pipeline(
         spmd_axis: mesh axis of the stages, for sharding constraints inside of `run`; None without a mesh.
 
     Returns:
-        The stream after the last layer, [M, B, T, D].
+        The stream after the last layer, [M, B, T, D], and the statistics, [M, L, …].
     """
     S, R, M = stages, repeats, x_MBTD.shape[0]
     L = jax.tree.leaves(params_L)[0].shape[0]
@@ -77,8 +79,8 @@ def run_pipeline(
     # Only the inputs of this function are saved per iteration. The slots below are linear in its result, so they are
     # not saved.
     @partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)
-    def run_stages(params_RSP: Tree, side_M: Any, x_SBTD: jax.Array, t: jax.Array) -> jax.Array:
-        def run_stage(stage: jax.Array, params_RP: Tree, x_BTD: jax.Array) -> jax.Array:
+    def run_stages(params_RSP: Tree, side_M: Any, x_SBTD: jax.Array, t: jax.Array) -> tuple[jax.Array, Any]:
+        def run_stage(stage: jax.Array, params_RP: Tree, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
             repeat = jnp.clip((t - stage) // M, 0, R - 1)
             params_P = jax.tree.map(partial(_at, index=repeat), params_RP)
             side = jax.tree.map(partial(_at, index=(t - stage) % M), side_M)
@@ -87,25 +89,31 @@ def run_pipeline(
         run_all = jax.vmap(run_stage, in_axes=(0, 1, 0), spmd_axis_name=spmd_axis)
         return run_all(jnp.arange(S), params_RSP, x_SBTD)
 
-    def iterate(carry: tuple[jax.Array, jax.Array], t: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+    def iterate(carry: tuple[jax.Array, jax.Array], t: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:
         slots_SMBTD, arrived_SBTD = carry
         waiting_SBTD = jax.lax.dynamic_index_in_dim(slots_SMBTD, t % M, axis=1, keepdims=False)
         x_SBTD = constrain(jnp.where(first_S, waiting_SBTD, arrived_SBTD), STAGE_AXES)
-        y_SBTD = constrain(run_stages(params_RSP, side_M, x_SBTD, t), STAGE_AXES)
+        y_SBTD, stats_SP = run_stages(params_RSP, side_M, x_SBTD, t)
+        y_SBTD = constrain(y_SBTD, STAGE_AXES)
         arrived_SBTD = constrain(_handed_on(y_SBTD), STAGE_AXES)
         # The first stage receives item t - S + 1 from the last stage. Before the first item, the received values go to
         # the slot that the first stage has just read. A result overwrites them before the slot is read again.
         slot = jnp.where(t < S - 1, t, t - S + 1) % M
         slots_SMBTD = jax.lax.dynamic_update_index_in_dim(slots_SMBTD, arrived_SBTD, slot, axis=1)
-        return (constrain(slots_SMBTD, SLOT_AXES), arrived_SBTD), None
+        return (constrain(slots_SMBTD, SLOT_AXES), arrived_SBTD), stats_SP
 
     # One slot per micro-batch contains the input of the first stage, then the input of its next repeat, then the
     # result. The slots of all other stages are never read; they exist because all devices run one program.
     slots_SMBTD = constrain(jnp.broadcast_to(x_MBTD, (S, *x_MBTD.shape)), SLOT_AXES)
-    (slots_SMBTD, _), _ = jax.lax.scan(iterate, (slots_SMBTD, slots_SMBTD[:, 0]), jnp.arange(R * M + S - 1))
+    (slots_SMBTD, _), stats_TSP = jax.lax.scan(iterate, (slots_SMBTD, slots_SMBTD[:, 0]), jnp.arange(R * M + S - 1))
     # A sum with zeros, because indexing a sharded axis would gather it. `jnp.sum` would send bfloat16 as float32.
     y_MBTD = jax.lax.reduce_sum(jnp.where(first_S[..., None], slots_SMBTD, 0), axes=(0,))
-    return constrain(y_MBTD, SLOT_AXES[1:])
+    # Stage s processes micro-batch m in repeat r in iteration s + r·M + m. Statistics of other iterations are ignored.
+    m_MRS, r_MRS, s_MRS = np.indices((M, R, S))
+    stats_ML = jax.tree.map(
+        lambda leaf: leaf[s_MRS + r_MRS * M + m_MRS, s_MRS].reshape(M, L, *leaf.shape[3:]), stats_TSP
+    )
+    return constrain(y_MBTD, SLOT_AXES[1:]), stats_ML
 
 
 def bubble_fraction(stages: int, repeats: int, micro_batches: int) -> float:

@@ -25,14 +25,14 @@ from maxlm.parallel.partitioning import GATHERED, Axes
 # Maps each logical axis to the mesh axes that shard it. An array may use each mesh axis for only one of its axes.
 TABLE: dict[str, tuple[str, ...]] = {
     # Activations.
-    'batch': ('replica', 'data', 'fsdp'),
+    'batch': ('replica', 'data', 'fsdp', 'expert'),
     # Rows of the loss, which is also split over the stages of a pipeline.
-    'rows': ('replica', 'data', 'fsdp', 'stage'),
+    'rows': ('replica', 'data', 'fsdp', 'expert', 'stage'),
     'length': ('context',),
     'micro_batch': (),
     'activation': (),
     # Parameters. ZeRO shards the model width, because every matrix has this axis and it divides well.
-    'embed': ('fsdp', 'context'),
+    'embed': ('fsdp', 'expert', 'context'),
     'vocab': ('tensor',),
     'heads': ('tensor',),
     'kv_heads': ('tensor',),
@@ -40,7 +40,15 @@ TABLE: dict[str, tuple[str, ...]] = {
     'head_dim': (),
     # Widths of the latents of latent attention. Their up-projections shard them as the model width.
     'latent': (),
+    # Parameters of experts. Each device has all parameters of its experts except those sharded to save memory.
+    'experts': ('expert',),
+    'expert_embed': ('fsdp', 'context'),
+    'expert_ffn': ('tensor',),
+    # Outputs of the router, one per expert. Every device routes its own tokens to all experts.
+    'routes': (),
     'layers': ('stage',),
+    # The first dense layers of a model with experts, which every stage of a pipeline computes.
+    'dense_layers': (),
     'position': (),
     'norm': (),
     # The rank of LoRA adapters is small, and every device needs all of it.
@@ -51,7 +59,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     'layers_of_stage': (),
 }
 # Parameter axes that are sharded only to save memory. They are gathered before use.
-SAVING = frozenset({'embed'})
+SAVING = frozenset({'embed', 'expert_embed'})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +95,7 @@ class Layout:
 
     def num_shards(self, axis: str) -> int:
         """Returns the number of devices over which a logical axis is sharded."""
-        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self._mesh_axes(axis))
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.mesh_axes(axis))
 
     def spec(self, axes: Sequence[str]) -> PartitionSpec:
         """Returns the PartitionSpec of an array with these logical axes."""
@@ -162,18 +170,15 @@ class Layout:
         gradient = jax.lax.with_sharding_constraint(self.constrain_gradient(gradient, axes), stored)
         return jax.lax.slice_in_dim(gradient, 0, size, axis=dim)
 
-    def per_shard(
-        self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Axes, axis: str
-    ) -> Callable[..., Any]:
+    def mesh_axes(self, axis: str) -> Axes:
         """See `Partitioning`."""
-        (mesh_axis,) = self._mesh_axes(axis)
+        return () if axis in SAVING and self.zero < 3 else TABLE[axis]
 
-        def run(*shards: jax.Array) -> Any:
-            return function(*shards, mesh_axis)
-
-        specs = tuple(map(self.spec, in_axes))
+    def per_shard(self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> Callable[..., Any]:
+        """See `Partitioning`."""
+        in_specs, out_specs = (jax.tree.map(self.spec, axes, is_leaf=_is_axes) for axes in (tuple(in_axes), out_axes))
         # The function may communicate between devices, so JAX cannot check replication.
-        return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=self.spec(out_axes), check_vma=False)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def parameter(self, name: str, shape: tuple[int, ...], axes: Sequence[str]) -> NamedSharding:
         """Returns the sharding of a parameter.
@@ -191,21 +196,26 @@ class Layout:
                 )
         return self._parameter_sharding(shape, axes)
 
-    def spread_layers(self, axes: Sequence[str]) -> tuple[list[NamedSharding], int]:
-        """Returns the shardings that lead from a layer stack to complete layers per device, and the number of devices.
+    def spread_matrices(self, axes: Sequence[str], num_stack_axes: int) -> tuple[list[NamedSharding], int]:
+        """Returns the shardings that lead from a stack of matrices to complete matrices per device.
 
-        The shardings start with that of the stack. The first of `axes` is the layer axis; the number of devices must
-        divide its size. These devices have shards of a layer or copies of it (axis `data`; links between replicas are
-        too slow). Consecutive shardings differ in one mesh axis, which needs one all-to-all over that axis. If two axes
-        change at once, XLA gathers the complete stack on every device.
+        The shardings start with that of the stack. The first `num_stack_axes` of `axes` number the matrices. The last
+        of them is sharded over more devices: those with shards of a matrix or copies of it (axis `data`; links between
+        replicas are too slow). Consecutive shardings differ in one mesh axis, which needs one all-to-all over that
+        axis. If two axes change at once, XLA gathers the complete stack on every device.
+
+        Returns:
+            The shardings, and the number of devices over which that axis is sharded in the end; it must divide the size
+            of the axis.
         """
-        spec = [self._mesh_axes(axis) for axis in axes]
+        last = num_stack_axes - 1
+        spec = [self.mesh_axes(axis) for axis in axes]
         placements = [self.named(*axes)]
-        for moved in (*(mesh_axis for mesh_axes in spec[1:] for mesh_axis in mesh_axes), 'data'):
-            layers, *rest = (tuple(mesh_axis for mesh_axis in mesh_axes if mesh_axis != moved) for mesh_axes in spec)
-            spec = [(*layers, moved), *rest]
+        for moved in (*(mesh_axis for mesh_axes in spec[num_stack_axes:] for mesh_axis in mesh_axes), 'data'):
+            spec = [tuple(mesh_axis for mesh_axis in mesh_axes if mesh_axis != moved) for mesh_axes in spec]
+            spec[last] = (*spec[last], moved)
             placements.append(NamedSharding(self.mesh, PartitionSpec(*(names or None for names in spec))))
-        return placements, math.prod(self.mesh.shape[mesh_axis] for mesh_axis in spec[0])
+        return placements, math.prod(self.mesh.shape[mesh_axis] for mesh_axis in spec[last])
 
     @property
     def batch(self) -> NamedSharding:
@@ -240,14 +250,15 @@ class Layout:
 
     def _spec(self, axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
         """Returns the spec of an array. `axes` are the logical axes that shard each dimension."""
-        spec = [tuple(mesh_axis for axis in each for mesh_axis in self._mesh_axes(axis)) for each in axes]
+        spec = [tuple(mesh_axis for axis in each for mesh_axis in self.mesh_axes(axis)) for each in axes]
         used = [mesh_axis for mesh_axes in spec for mesh_axis in mesh_axes]
         assert len(used) == len(set(used)), f'{tuple(axes)} would split two axes over one mesh axis: {spec}'
         # JAX treats a tuple of one name like the name, but they do not compare equal. The compiler returns the name.
         return PartitionSpec(*(names[0] if len(names) == 1 else (names or None) for names in spec))
 
-    def _mesh_axes(self, axis: str) -> tuple[str, ...]:
-        return () if axis in SAVING and self.zero < 3 else TABLE[axis]
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(isinstance(name, str) for name in node)
 
 
 def splitting_axes(

@@ -54,10 +54,17 @@ class Partitioning(Protocol):
     def num_shards(self, axis: str) -> int:
         """Returns the number of devices over which an axis is sharded."""
 
-    def per_shard(
-        self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Axes, axis: str
-    ) -> Callable[..., Any]:
-        """Returns `function(*shards, mesh_axis)` run by each device on its shards; `mesh_axis` shards `axis`."""
+    def mesh_axes(self, axis: str) -> Axes:
+        """Returns the names of the mesh axes over which an axis is sharded, for collectives within `per_shard`."""
+
+    def per_shard(self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> Callable[..., Any]:
+        """Returns `function(*shards)`, which each device runs on its shards.
+
+        Args:
+            function: function of arrays; it may contain collectives over `mesh_axes`.
+            in_axes: logical axes of each argument, or a tree of them with the structure of the argument.
+            out_axes: the same of the result.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +106,13 @@ class SingleDevice:
         del axis
         return 1
 
-    def per_shard(
-        self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Axes, axis: str
-    ) -> Callable[..., Any]:
-        raise AssertionError(f'{axis!r} is not split, so {function} with {in_axes} → {out_axes} is not needed')
+    def mesh_axes(self, axis: str) -> Axes:
+        del axis
+        return ()
+
+    def per_shard(self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> Callable[..., Any]:
+        del in_axes, out_axes
+        return function
 
 
 SINGLE_DEVICE = SingleDevice()

@@ -24,6 +24,7 @@ from maxlm.reporting.charts import MARKS, chart_data
 from maxlm.reporting.config_diff import differences, shipped_config, varying_keys
 from maxlm.reporting.costs import cost_rows, price_note
 from maxlm.reporting.device_charts import device_charts, device_rows
+from maxlm.reporting.expert_loads import LEVELS, load_maps
 from maxlm.reporting.plan_vs_actual import plan_rows
 from maxlm.reporting.run_summary import ReportedRun, make_runs
 from maxlm.storage.atomic import replace_file
@@ -37,6 +38,7 @@ SECTIONS = {
     'summary': '',
     'loss': 'Loss',
     'sources': 'Sources',
+    'experts': 'Experts',
     'curves': 'Curves',
     'time': 'Time',
     'cost': 'Cost',
@@ -58,7 +60,7 @@ _UNPRINTABLE = re.compile(r'[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\uf
 
 # Functions that the templates call.
 _FUNCTIONS = (
-    *(cost_rows, price_note, device_rows, differences, plan_rows, shipped_config, to_json, varying_keys),
+    *(cost_rows, price_note, device_rows, differences, load_maps, plan_rows, shipped_config, to_json, varying_keys),
     *(goodput.bars, goodput.categories, goodput.category_rows, goodput.process_bars, goodput.shown_attempts),
     *(overview.headline, overview.problems, overview.tile_rows, records.shown_events, records.shown_samples),
     *(scaling.scaling_rows, scaling.throughputs),
@@ -168,7 +170,7 @@ def _environment() -> jinja2.Environment:
         'si': formatting.format_si,
         'time': formatting.format_time,
     }
-    environment.globals |= {'CATEGORIES': goodput.WORDS, 'LINKS': SECTIONS, 'MARKS': MARKS}
+    environment.globals |= {'CATEGORIES': goodput.WORDS, 'LEVELS': LEVELS, 'LINKS': SECTIONS, 'MARKS': MARKS}
     environment.globals |= {function.__name__: function for function in _FUNCTIONS}
     return environment
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: one table of names, units and meanings, and the writer of metrics.jsonl and samples.jsonl."""
+"""Metrics of a run: one table of names, units and meanings, and the writer of metrics.jsonl and the files beside it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any, NamedTuple, Protocol
 from maxlm.log import logger
 from maxlm.renames import current_metrics
 from maxlm.storage.jsonl import JsonlWriter, read_lines, truncation_note
-from maxlm.workdir.files import METRICS_FILE, SAMPLES_FILE
+from maxlm.workdir.files import EXPERT_LOADS_FILE, METRICS_FILE, SAMPLES_FILE
 
+# The steps of two lines of expert_loads.jsonl differ by at least this factor, so the file stays small.
+LOADS_FACTOR = 1.05
 # Separates the prompt from the generated text in samples.
 CURSOR = '▮'
 
@@ -33,6 +35,16 @@ METRICS: dict[str, Metric] = {
     'train/z_loss': Metric(
         'nats/token', 'z-loss term (train.z_loss): part of the optimized objective, not of train/loss'
     ),
+    # Experts: means over the layers and the tokens of the step.
+    'train/load_balancing_loss': Metric(
+        '', 'experts: load-balancing loss, without the factor train.load_balancing_loss; 1 is balanced'
+    ),
+    'train/router_z_loss': Metric('', 'experts: z-loss of the routers, without the factor train.router_z_loss'),
+    'train/router_entropy': Metric('nats', 'experts: entropy of the router'),
+    'train/dropped_tokens': Metric(
+        '', 'experts: fraction of the selections that exceeded the capacity of an expert (model.expert_capacity_factor)'
+    ),
+    'train/max_expert_load': Metric('', 'experts: load of the most loaded expert divided by the mean load'),
     # DPO: means over the pairs of the step.
     'train/rewards/accuracies': Metric('', 'DPO: fraction of pairs whose chosen response has the higher reward'),
     'train/rewards/margins': Metric('', 'DPO: reward of the chosen response minus that of the rejected response'),
@@ -167,7 +179,7 @@ class Tracker(Protocol):
 
 
 class MetricWriter:
-    """Writes metrics.jsonl, samples.jsonl and the trackers, for one segment of a run."""
+    """Writes metrics.jsonl, samples.jsonl, expert_loads.jsonl and the trackers, for one segment of a run."""
 
     def __init__(
         self,
@@ -185,9 +197,12 @@ class MetricWriter:
             trackers: trackers, which stay open for the next segment. A failing tracker is removed from the list.
             on_write: called with each line after it is written.
         """
-        self._metrics, self._samples = JsonlWriter(workdir / METRICS_FILE), JsonlWriter(workdir / SAMPLES_FILE)
+        names = (METRICS_FILE, SAMPLES_FILE, EXPERT_LOADS_FILE)
+        self._metrics, self._samples, self._expert_loads = (JsonlWriter(workdir / name) for name in names)
         newest_step = _drop_lines_after(workdir / METRICS_FILE, after_step, self._metrics)
         _drop_lines_after(workdir / SAMPLES_FILE, after_step, self._samples)
+        _drop_lines_after(workdir / EXPERT_LOADS_FILE, after_step, self._expert_loads)
+        self._next_loads = 0.0
         self._trackers = [] if trackers is None else trackers
         self._on_write = on_write
         self._notify(lambda tracker: tracker.begin(after_step, newest_step))
@@ -210,6 +225,17 @@ class MetricWriter:
             self._samples.write({'time': round(time, 3), 'step': step, 'prompt': prompt, 'text': text})
         texts = {f'samples/{number}': f'{prompt}{CURSOR}{text}' for number, (prompt, text) in enumerate(samples)}
         self._notify(lambda tracker: tracker.write_texts(step, texts))
+
+    def write_expert_loads(self, step: int, time: float, loads: Sequence[Sequence[float]], *, is_last: bool) -> None:
+        """Writes a line of expert_loads.jsonl: the load of each expert by layer, relative to the mean load.
+
+        A step close to that of the previous line is skipped, except for the last step of the run.
+        """
+        if step < self._next_loads and not is_last:
+            return
+        self._next_loads = LOADS_FACTOR * step
+        rounded = [[round(load, 3) for load in layer] for layer in loads]
+        self._expert_loads.write({'time': round(time, 3), 'step': step, 'loads': rounded})
 
     def _notify(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._trackers):

@@ -22,10 +22,10 @@ from maxlm.storage.json_text import parse_json
 from maxlm.storage.jsonl_tail import JsonlTail
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.telemetry.goodput import ACTIVITIES, ADDED_LATER, GoodputLog, attempts_of
-from maxlm.workdir.files import CONFIG, goodput_name
+from maxlm.workdir.files import CONFIG, EXPERT_LOADS_FILE, goodput_name
 from maxlm.workdir.lock import LOCK, Owner, is_alive
 
-METRICS, EVENTS, SAMPLES = 'metrics.jsonl', 'events.jsonl', 'samples.jsonl'
+METRICS, EVENTS, SAMPLES, EXPERT_LOADS = 'metrics.jsonl', 'events.jsonl', 'samples.jsonl', EXPERT_LOADS_FILE
 CHECKPOINTS = 'checkpoints'
 # Stems of files by process: `goodput.jsonl` of process 0, `goodput-N.jsonl` of process N.
 GOODPUT, DEVICES = 'goodput', 'devices'
@@ -53,6 +53,7 @@ class RunHistory:
         metrics: lines of metrics.jsonl.
         events: lines of events.jsonl.
         samples: lines of samples.jsonl.
+        expert_loads: lines of expert_loads.jsonl.
         heartbeats: process → lines of its goodput log.
         goodput_logs: process → attempts of those lines.
         devices: process → lines of its devices.jsonl.
@@ -66,6 +67,7 @@ class RunHistory:
     metrics: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    expert_loads: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     heartbeats: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     goodput_logs: dict[int, GoodputLog] = dataclasses.field(default_factory=dict)
     devices: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
@@ -138,7 +140,9 @@ class HistoryReader:
         for name in sorted(entries):
             if match := _PER_PROCESS_FILE.fullmatch(name):
                 by_process[match[1]][int(match[2] or 0)] = self._tail_file(name, entries, notes)
-        metrics, events, samples = (self._tail_file(name, entries, notes) for name in (METRICS, EVENTS, SAMPLES))
+        metrics, events, samples, expert_loads = (
+            self._tail_file(name, entries, notes) for name in (METRICS, EVENTS, SAMPLES, EXPERT_LOADS)
+        )
         heartbeats, devices = (
             {process: list(tail.lines) for process, tail in sorted(by_process[stem].items()) if tail.lines}
             for stem in (GOODPUT, DEVICES)
@@ -149,6 +153,7 @@ class HistoryReader:
             metrics=_drop_invalid_mfu([line for line in metrics.lines if isinstance(line.get('step'), int)], notes),
             events=list(events.lines),
             samples=list(samples.lines),
+            expert_loads=list(expert_loads.lines),
             heartbeats=heartbeats,
             goodput_logs=_goodput_logs(heartbeats, notes),
             devices=devices,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
@@ -195,6 +196,13 @@ class Reporter:
         by_source: dict[str, float] = {}
         if 'source_loss' in values:
             by_source = self._sources.training_metrics(sequences, values['source_loss'], values['source_tokens'])
+        experts: dict[str, float] = {}
+        if 'expert_load' in values:
+            load_LE = values['expert_load']
+            relative_LE = load_LE / np.maximum(load_LE.mean(axis=1, keepdims=True), 1)
+            experts['train/max_expert_load'] = float(relative_LE.max(axis=1).mean())
+            if self._writer:
+                self._writer.write_expert_loads(step, time.time(), relative_LE.tolist(), is_last=step == num_steps)
         self._write(
             step,
             {
@@ -202,6 +210,7 @@ class Reporter:
                 'train/best_loss': self.best_loss,
                 **({'train/perplexity': perplexity(loss)} if self._config.train.objective == 'next_token' else {}),
                 **{f'train/{name}': float(values[name]) for name in aux_names(self._config)},
+                **experts,
                 **({'train/loss_scale': float(values['loss_scale'])} if 'loss_scale' in values else {}),
                 'train/learning_rate': float(values['learning_rate']),
                 'train/grad_norm': float(values['grad_norm']),

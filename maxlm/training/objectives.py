@@ -19,12 +19,14 @@ from maxlm.config.schema import Config
 from maxlm.config.user_function import load_function
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import Decoder
+from maxlm.model.experts.router import RouterStats
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.losses.cross_entropy import cross_entropy
 from maxlm.training.losses.dpo import preference_terms
 from maxlm.training.losses.grpo import policy_sums
 from maxlm.training.losses.log_probs import TokenLogProbs, TokenLoss, token_log_probs, token_losses
+from maxlm.training.losses.router import ROUTER_PARTS, router_terms
 from maxlm.training.state import Params, abstract_model
 
 # tokens, targets, weights, segments, positions: [B, T] each; optional: sources [B]; for GRPO also GRPO_TYPES.
@@ -52,6 +54,8 @@ class LossSums(NamedTuple):
         source_tokens: [S] predicted tokens of each source; [0] if the batch has no `sources`.
         parts: sums of the additional metrics, by metric name; see `aux_names`.
         parts_count: denominator of the means of `parts`.
+        load_LE: number of tokens that selected each expert, by layer with experts; None without experts and with
+            objectives other than the next token.
     """
 
     loss: jax.Array
@@ -61,6 +65,7 @@ class LossSums(NamedTuple):
     source_tokens: jax.Array
     parts: dict[str, jax.Array]
     parts_count: jax.Array
+    load_LE: jax.Array | None = None
 
 
 # (params, reference, slots, batch, dropout key) → the minimized sum and the `LossSums`. Only the first has a gradient.
@@ -83,7 +88,8 @@ def aux_names(config: Config) -> tuple[str, ...]:
         return tuple(DPO_PARTS)
     if config.train.objective == 'grpo':
         return (*GRPO_PARTS, *(('kl',) if config.grpo.kl_coef else ()))
-    return ('z_loss',) if config.train.z_loss else ()
+    router = tuple(ROUTER_PARTS) if config.model.num_experts else ()
+    return (*(('z_loss',) if config.train.z_loss else ()), *router)
 
 
 # Name of the metric → field of `PreferenceTerms`.
@@ -102,7 +108,10 @@ def zero_sums(config: Config, num_sources: int = 0) -> LossSums:
     """Returns sums of zero, with which accumulation starts."""
     parts = {name: jnp.zeros(()) for name in aux_names(config)}
     zero, by_source = jnp.zeros(()), jnp.zeros(num_sources)
-    return LossSums(zero, zero, zero, by_source, by_source, parts, zero)
+    model, load_LE = config.model, None
+    if model.num_experts and config.train.objective == 'next_token':
+        load_LE = jnp.zeros((model.num_layers - model.num_dense_layers, model.num_experts))
+    return LossSums(zero, zero, zero, by_source, by_source, parts, zero, load_LE)
 
 
 def make_next_token(
@@ -110,7 +119,7 @@ def make_next_token(
 ) -> Objective:
     """Returns the objective Σ cross-entropy of the predicted tokens + z_loss · Σ log² Z; see `cross_entropy`.
 
-    With `train.loss`, it is the sum of that loss.
+    With `train.loss`, it is the sum of that loss. A model with experts adds the losses of its routers.
 
     Raises:
         InputError: the function of `train.loss` cannot be imported.
@@ -125,7 +134,7 @@ def make_next_token(
         params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, LossSums]:
         assert reference is None, 'the next token needs no reference'
-        hidden_BTD, model = hidden(params, slots, batch, dropout_key)
+        hidden_BTD, model, router = hidden(params, slots, batch, dropout_key)
         targets_BT, weights_BT = (
             partitioning.constrain(batch[name], ('rows', 'length')) for name in ('targets', 'weights')
         )
@@ -155,7 +164,12 @@ def make_next_token(
             )
         tokens = tokens_B.sum()
         parts = {'z_loss': z_loss * log_z_squared_B.sum()} if z_loss else {}
-        return objective, LossSums(loss_B.sum(), tokens, tokens, source_loss, source_tokens, parts, tokens)
+        load_LE = None
+        if router is not None:
+            router_loss, router_parts = router_terms(router, batch['weights'], config.train)
+            objective, parts, load_LE = objective + router_loss, {**parts, **router_parts}, router.load_E.sum(axis=0)
+        sums = LossSums(loss_B.sum(), tokens, tokens, source_loss, source_tokens, parts, tokens, load_LE)
+        return objective, sums
 
     return next_token
 
@@ -168,7 +182,7 @@ def make_log_probs(
     pipelined = config.accumulation // config.rounds
 
     def log_probs(params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None) -> TokenLogProbs:
-        hidden_BTD, model = hidden(params, slots, batch, dropout_key)
+        hidden_BTD, model, _ = hidden(params, slots, batch, dropout_key)
         found = token_log_probs(
             hidden_BTD,
             model.output_kernel(),
@@ -236,14 +250,17 @@ def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
 
 def _make_forward(
     config: Config, partitioning: Partitioning
-) -> Callable[[Params, Params | None, Batch, jax.Array | None], tuple[jax.Array, Decoder]]:
-    """Returns a function (params, slots, batch, dropout key) → last hidden states, sharded for the loss, and model."""
+) -> Callable[[Params, Params | None, Batch, jax.Array | None], tuple[jax.Array, Decoder, RouterStats | None]]:
+    """Returns a function (params, slots, batch, dropout key) → hidden states, model and statistics of the routers.
+
+    The last hidden states are sharded for the loss.
+    """
     graph, _ = nnx.split(abstract_model(config, partitioning))
     pipelined = config.accumulation // config.rounds
 
     def forward(
         params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Decoder]:
+    ) -> tuple[jax.Array, Decoder, RouterStats | None]:
         blocks_slots = None
         assert slots is None or any(map(on_host, jax.tree.leaves(params))), 'slots stand in for parameters on the host'
         if any(map(on_host, jax.tree.leaves(params))):
@@ -252,7 +269,7 @@ def _make_forward(
             rest = {name: fetch(tree, slots and slots[name]) for name, tree in params.items() if name != BLOCKS}
             params = {**rest, BLOCKS: params[BLOCKS]}
         model: Decoder = nnx.merge(graph, params)
-        hidden_BTD, _ = model(
+        hidden_BTD, _, router = model(
             batch['tokens'],
             segments_BT=batch['segments'] if config.data.document_mask else None,
             positions_BT=batch['positions'],
@@ -260,6 +277,6 @@ def _make_forward(
             micro_batches=pipelined,
             slots=blocks_slots,
         )
-        return partitioning.constrain(hidden_BTD, ('rows', 'length', 'activation')), model
+        return partitioning.constrain(hidden_BTD, ('rows', 'length', 'activation')), model, router
 
     return forward

@@ -21,7 +21,7 @@ from maxlm.training.optimizers.offload import global_norm
 from maxlm.training.reference import reference_params
 from maxlm.training.spike_guard import check_spike
 from maxlm.training.state import Metrics, Params, TrainState
-from maxlm.training.update import make_update, mean_and_clip
+from maxlm.training.update import balance_loads, make_update, mean_and_clip
 
 
 def make_train_step(
@@ -47,6 +47,8 @@ def make_train_step(
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         ok, window = check_spike(state.window, loss, grad_norm, config.guard)
         params, opt_state, ema, learning_rate = update(state, grads, ok)
+        params = balance_loads(config, params, sums.load_LE, ok)
+        ema = None if ema is None else balance_loads(config, ema, sums.load_LE, ok)
         loss_scale, scaling = update_loss_scale(state.loss_scale, loss, is_finite=is_finite, ok=ok, config=config.train)
         metrics = {
             'loss': loss,
@@ -58,6 +60,7 @@ def make_train_step(
             'spike': is_finite & ~ok,
             **scaling,
             **{name: total / jnp.maximum(sums.parts_count, 1) for name, total in sums.parts.items()},
+            **({} if sums.load_LE is None else {'expert_load': sums.load_LE}),
             **({'source_loss': sums.source_loss, 'source_tokens': sums.source_tokens} if num_sources else {}),
         }
         state = state._replace(step=state.step + 1, skipped=state.skipped + ~ok, params=params, opt_state=opt_state)

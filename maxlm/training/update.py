@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from maxlm.config.schema import Config
-from maxlm.model.blocks import BLOCKS
+from maxlm.model.blocks import BLOCKS, STACKS
+from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.offload import layer_by_layer
@@ -51,7 +52,9 @@ def working_params(config: Config, layout: Layout, params: Params) -> Params:
     dtype = jnp.dtype(config.model.dtype)
 
     def cast(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
-        is_kernel = path[0].key == BLOCKS and path[-1].key == KERNEL
+        names = [entry.key for entry in path]
+        # The router computes in float32.
+        is_kernel = names[0] in STACKS and names[-1] == KERNEL and ROUTER not in names
         return param.astype(dtype) if is_kernel else param
 
     if config.model.matmul_precision != 'fp8':
@@ -114,6 +117,24 @@ def make_update(config: Config, layout: Layout) -> Update:
         return merge_trainable(state.params, params), opt_state, ema, schedule(num_updates)
 
     return jax.named_scope('optimizer')(update)
+
+
+def balance_loads(config: Config, params: Params, load_LE: jax.Array | None, ok: jax.Array) -> Params:
+    """Returns the parameters after the biases of the routers changed toward a balanced load.
+
+    The bias of an expert with more tokens than the mean decreases by `train.router_bias_rate`, and that of an expert
+    with fewer tokens increases by it (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for
+    Mixture-of-Experts"). Nothing changes if `ok` is False, and if only adapters are trained.
+    """
+    if not config.model.router_balance_bias or load_LE is None or config.model.lora_rank:
+        return params
+    blocks = params[BLOCKS]
+    feedforward = blocks['feedforward']
+    router = feedforward[ROUTER]
+    direction_LE = jnp.sign(load_LE.mean(axis=1, keepdims=True) - load_LE)
+    bias_LE = router[BALANCE_BIAS] + jnp.where(ok, config.train.router_bias_rate * direction_LE, 0)
+    feedforward = {**feedforward, ROUTER: {**router, BALANCE_BIAS: bias_LE}}
+    return {**params, BLOCKS: {**blocks, 'feedforward': feedforward}}
 
 
 def update_ema(ema: Params | None, params: Params, *, decay: float, num_updates: jax.Array) -> Params | None:

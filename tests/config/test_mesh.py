@@ -105,7 +105,7 @@ def test_the_product_of_the_axes_must_be_the_number_of_devices(settings, words):
 
 def test_an_axis_of_minus_1_takes_the_remaining_devices():
     mesh = config_on(8, mesh__data=-1, mesh__fsdp=2, mesh__tensor=2).mesh
-    assert mesh.sizes == {'replica': 1, 'stage': 1, 'data': 2, 'fsdp': 2, 'context': 1, 'tensor': 2}
+    assert mesh.sizes == {'replica': 1, 'stage': 1, 'data': 2, 'fsdp': 2, 'expert': 1, 'context': 1, 'tensor': 2}
     # Control: a complete and valid mesh is accepted.
     assert config_on(8, mesh__data=2, mesh__fsdp=2, mesh__tensor=2).mesh == mesh
 

@@ -49,7 +49,7 @@ def test_epochs():
 
 def test_fsdp_takes_the_remaining_devices():
     mesh = resolved(mesh__tensor=2).mesh
-    assert mesh.sizes == {'replica': 1, 'stage': 1, 'data': 1, 'fsdp': 4, 'context': 1, 'tensor': 2}
+    assert mesh.sizes == {'replica': 1, 'stage': 1, 'data': 1, 'fsdp': 4, 'expert': 1, 'context': 1, 'tensor': 2}
 
 
 def test_vocabulary_and_widths():

@@ -99,7 +99,7 @@ def forward(family):
     @jax.jit
     def logits(params, tokens_1T):
         decoder = nnx.merge(graph, params)
-        hidden_1TD, _ = decoder(tokens_1T)
+        hidden_1TD, _, _ = decoder(tokens_1T)
         return decoder.logits(hidden_1TD)[0]
 
     return logits
@@ -145,7 +145,7 @@ def mean_hidden_state(family, prompt):
     """Returns the mean of the last hidden states [D], computed without a cache."""
     model = load(family)
     graph, _ = nnx.split(abstract_model(model.config, model.layout))
-    hidden_1TD, _ = nnx.merge(graph, model.params)(np.array([prompt], np.int32))
+    hidden_1TD, _, _ = nnx.merge(graph, model.params)(np.array([prompt], np.int32))
     return np.asarray(hidden_1TD[0], np.float32).mean(axis=0)
 
 

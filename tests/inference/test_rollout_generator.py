@@ -88,7 +88,7 @@ def forward(name):
     @jax.jit
     def log_softmax(params, tokens_BT, segments_BT, positions_BT):
         decoder = nnx.merge(graph, params)
-        hidden_BTD, _ = decoder(tokens_BT, segments_BT=segments_BT, positions_BT=positions_BT)
+        hidden_BTD, _, _ = decoder(tokens_BT, segments_BT=segments_BT, positions_BT=positions_BT)
         return jax.nn.log_softmax(decoder.logits(hidden_BTD))
 
     return log_softmax

@@ -87,7 +87,7 @@ def influence(graph, params, tokens, segments, positions):
     def scores(embedding_SD):
         # Position s reads row s of a separate table, so that its gradient is separate.
         model = nnx.merge(graph, {**params, 'embedding': embedding_SD})
-        hidden, _ = model(jnp.arange(T)[None], segments_BT=segments, positions_BT=positions)
+        hidden, _, _ = model(jnp.arange(T)[None], segments_BT=segments, positions_BT=positions)
         return (jnp.square(hidden[0]) + hidden[0]).sum(-1)
 
     return jnp.abs(jax.jacrev(scores)(params['embedding'][tokens[0]])).sum(-1)
@@ -128,7 +128,7 @@ def results(request):
 
         def cached(tokens, positions, cache):
             model = nnx.merge(graph, params)
-            hidden, cache = model(tokens, positions_BT=positions, cache=cache, blocks=blocks)
+            hidden, cache, _ = model(tokens, positions_BT=positions, cache=cache, blocks=blocks)
             return model.logits(hidden), cache
 
         def step(cache, at):

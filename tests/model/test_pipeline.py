@@ -66,11 +66,11 @@ class Case:
 
     def run_placed(self, params_P, x_BTD, side, first_layer):
         axes = ('batch', 'length', 'activation')
-        return self.constrain(self.run(params_P, self.constrain(x_BTD, axes), side, first_layer), axes)
+        return self.constrain(self.run(params_P, self.constrain(x_BTD, axes), side, first_layer), axes), None
 
     def pipelined(self, params, x, side, **overrides):
         options = {'constrain': self.constrain, 'place_params': self.place_params, **overrides}
-        return run_pipeline(self.run_placed, params, x, side, stages=self.stages, repeats=self.repeats, **options)
+        return run_pipeline(self.run_placed, params, x, side, stages=self.stages, repeats=self.repeats, **options)[0]
 
     def plain(self, params, x, side):
         return jax.lax.map(lambda inputs: self.run(params, *inputs, 0), (x, side))
@@ -195,15 +195,29 @@ def test_layers_receive_their_numbers():
 
     def run(params_P, x_BTD, side, first_layer):
         # Each layer adds its parameters at its position of the stream.
-        return x_BTD.at[..., first_layer].add(params_P[0])
+        return x_BTD.at[..., first_layer].add(params_P[0]), params_P
 
     def result(params_L):
         options = {'stages': 4, 'repeats': 2, 'constrain': case.constrain, 'place_params': case.place_params}
         return jax.jit(lambda: run_pipeline(run, params_L, jnp.zeros_like(case.x), None, **options))()
 
     numbers_L = np.arange(8.0)
-    np.testing.assert_array_equal(result(numbers_L), np.broadcast_to(numbers_L, case.x.shape))
-    assert not np.array_equal(result(numbers_L[::-1]), np.broadcast_to(numbers_L, case.x.shape))
+    stream, stats_ML = result(numbers_L)
+    np.testing.assert_array_equal(stream, np.broadcast_to(numbers_L, case.x.shape))
+    assert not np.array_equal(result(numbers_L[::-1])[0], np.broadcast_to(numbers_L, case.x.shape))
+    # Statistics are those of the layers, for each micro-batch.
+    np.testing.assert_array_equal(stats_ML, np.broadcast_to(numbers_L, stats_ML.shape))
+
+
+def test_statistics_belong_to_their_micro_batch():
+    case = Case(4, 2, 5)
+
+    def run(params_P, x_BTD, side, first_layer):
+        return x_BTD + 1, side * 100 + first_layer + jnp.zeros(1)
+
+    options = {'stages': 4, 'repeats': 2, 'constrain': case.constrain, 'place_params': case.place_params}
+    _, stats_ML = jax.jit(lambda: run_pipeline(run, jnp.zeros(8), case.x, jnp.arange(5.0), **options))()
+    np.testing.assert_array_equal(stats_ML, 100 * np.arange(5)[:, None] + np.arange(8))
 
 
 def test_the_result_keeps_its_dtype():

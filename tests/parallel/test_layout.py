@@ -133,11 +133,11 @@ def test_a_mesh_without_outer_axes_is_refused_on_islands():
 @pytest.mark.parametrize(
     ('sizes', 'num_islands', 'across'),
     [
-        ((2, 1, 4, 8, 1, 1), 4, (2, 1, 2, 1, 1, 1)),
-        ((1, 4, 1, 8, 1, 2), 2, (1, 2, 1, 1, 1, 1)),
-        ((4, 1, 3, 1, 1, 8), 6, (2, 1, 3, 1, 1, 1)),
-        ((1, 1, 1, 2, 2, 8), 4, (1, 1, 1, 2, 2, 1)),
-        ((1, 1, 1, 8, 1, 1), 1, (1, 1, 1, 1, 1, 1)),
+        ((2, 1, 4, 8, 1, 1, 1), 4, (2, 1, 2, 1, 1, 1, 1)),
+        ((1, 4, 1, 8, 1, 1, 2), 2, (1, 2, 1, 1, 1, 1, 1)),
+        ((4, 1, 3, 1, 1, 1, 8), 6, (2, 1, 3, 1, 1, 1, 1)),
+        ((1, 1, 1, 2, 1, 2, 8), 4, (1, 1, 1, 2, 1, 2, 1)),
+        ((1, 1, 1, 8, 1, 1, 1), 1, (1, 1, 1, 1, 1, 1, 1)),
     ],
 )
 def test_split_across_islands_by_axis(sizes, num_islands, across):
@@ -177,7 +177,7 @@ def test_zero_shards_the_state_then_gradients_then_parameters_in_use(zero, split
         )
         assert bytes_on_a_device(placed) == 4 * (sharded if is_split else total)
         assert at.num_shards('embed') == (4 if is_split else 1)
-        embed = ('fsdp', 'context') if is_split else None
+        embed = ('fsdp', 'expert', 'context') if is_split else None
         assert at.spec(('layers', 'embed', 'ffn')) == PartitionSpec('stage', embed, 'tensor')
     # The state is sharded at every stage.
     assert bytes_on_a_device(abstract.params) == 4 * sharded
@@ -189,8 +189,8 @@ def test_num_shards_of_axes():
     _, layout = split_by(3, mesh__fsdp=2, mesh__data=1, mesh__context=2, mesh__tensor=2)
     parts = {axis: layout.num_shards(axis) for axis in ('batch', 'rows', 'length', 'embed', 'heads', 'layers', 'norm')}
     assert parts == {'batch': 2, 'rows': 2, 'length': 2, 'embed': 4, 'heads': 2, 'layers': 1, 'norm': 1}
-    assert layout.spec(('embed', 'heads', 'head_dim')) == PartitionSpec(('fsdp', 'context'), 'tensor', None)
-    assert layout.spec(('batch', 'length')) == PartitionSpec(('replica', 'data', 'fsdp'), 'context')
+    assert layout.spec(('embed', 'heads', 'head_dim')) == PartitionSpec(('fsdp', 'expert', 'context'), 'tensor', None)
+    assert layout.spec(('batch', 'length')) == PartitionSpec(('replica', 'data', 'fsdp', 'expert'), 'context')
     assert layout.spec(()) == PartitionSpec()
     _, layout = split_by(3, mesh__fsdp=2, mesh__data=2, mesh__stage=2, train__per_device_batch_size=1)
     parts = {axis: layout.num_shards(axis) for axis in ('batch', 'rows', 'length', 'embed', 'layers')}

@@ -34,7 +34,7 @@ def losses(config, params, key, rows):
     block = jax.random.randint(key, (rows, PERIOD), 0, SYMBOLS)
     tokens = jnp.repeat(jnp.concatenate([block, block], axis=1)[:, :SHORT], stretch, axis=1)
     model = nnx.merge(graph, params)
-    hidden, _ = model(tokens)
+    hidden, _, _ = model(tokens)
     before = slice(PERIOD * stretch - 1, -1, stretch)
     targets = tokens[:, PERIOD * stretch :: stretch]
     return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden[:, before]), targets)

@@ -53,7 +53,7 @@ def results(**settings):
     weights = np.random.default_rng(0).normal(size=(config.train.global_batch_size, T, config.model.dim))
 
     def loss(params):
-        x_BTD, _ = nnx.merge(graph, params)(
+        x_BTD, _, _ = nnx.merge(graph, params)(
             batch['tokens'],
             segments_BT=batch['segments'],
             positions_BT=batch['positions'],
@@ -87,7 +87,7 @@ def test_every_layout_equals_one_device(layout):
 def test_shardings_of_adapters():
     config = small_config(num_devices=4, **COMMON, **LAYOUTS[0])
     blocks = param_shardings(config, small_layout(config))['blocks']
-    assert tuple(blocks['attention']['query']['lora_a'].spec) == ('stage', ('fsdp', 'context'), None)
+    assert tuple(blocks['attention']['query']['lora_a'].spec) == ('stage', ('fsdp', 'expert', 'context'), None)
     assert tuple(blocks['attention']['query']['lora_b'].spec) == ('stage', None, 'tensor', None)
     assert tuple(blocks['attention']['out']['lora_a'].spec) == ('stage', 'tensor', None, None)
-    assert tuple(blocks['feedforward']['down']['lora_b'].spec) == ('stage', None, ('fsdp', 'context'))
+    assert tuple(blocks['feedforward']['down']['lora_b'].spec) == ('stage', None, ('fsdp', 'expert', 'context'))

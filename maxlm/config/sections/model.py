@@ -38,6 +38,40 @@ class ModelConfig:
     v_head_dim: int = 0
     # Inner width of the feed-forward; 0 = 4 · dim, or if gated 8/3 · dim rounded up to a multiple of 128.
     ffn_dim: int = 0
+    # Number of experts of a mixture-of-experts layer, which replaces the feed-forward (Shazeer et al. 2017); 0 = none.
+    # docs/experts.md explains all keys of experts.
+    num_experts: int = 0
+    # Number of experts that process each token.
+    num_experts_per_token: int = 0
+    # Inner width of an expert; 0 = ffn_dim.
+    expert_ffn_dim: int = 0
+    # Number of experts that process every token (DeepSeekMoE), stored as one expert of num_shared_experts times the
+    # width.
+    num_shared_experts: int = 0
+    # Number of first layers with a dense feed-forward of width ffn_dim.
+    num_dense_layers: int = 0
+    # Score of an expert from its logit: softmax over the experts | sigmoid (DeepSeek-V3).
+    router_score: str = 'softmax'
+    # Divide the scores of the selected experts by their sum.
+    router_normalize: bool = True
+    # Factor of the experts' output.
+    routed_scaling_factor: float = 1.0
+    # The router's logits have a learned bias (gpt-oss).
+    router_use_bias: bool = False
+    # The selection of experts adds a bias to their scores that balances their loads without an auxiliary loss
+    # (DeepSeek-V3). train.router_bias_rate is its change per step.
+    router_balance_bias: bool = False
+    # Group-limited routing (DeepSeek-V2): number of equal groups of experts, and number of groups that a token can use.
+    num_expert_groups: int = 1
+    num_groups_per_token: int = 1
+    # Score of a group: max (DeepSeek-V2) | top2, the sum of its two highest scores (DeepSeek-V3).
+    expert_group_score: str = 'max'
+    # 0 = process every token by all of its experts (dropless). Otherwise, in training and evaluation, an expert accepts
+    # up to expert_capacity_factor times its balanced share of each sequence (GShard); other tokens skip it.
+    expert_capacity_factor: float = 0.0
+    # Matrix products of experts: auto | ragged_dot (XLA) | tokamax (GPU) | loop (over blocks of rows). auto = tokamax
+    # on GPUs, ragged_dot on TPUs and loop on CPUs.
+    expert_matmul: str = 'auto'
     # Rows of the learned position table, and the longest context for sampling; 0 = data.seq_len.
     max_positions: int = 0
     # Position embedding: learned | rotary.

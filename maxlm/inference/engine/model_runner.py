@@ -24,7 +24,7 @@ from maxlm.inference.sampling import (
     sampling_keys,
     top_log_probs,
 )
-from maxlm.model.blocks import BLOCKS
+from maxlm.model.blocks import BLOCKS, STACKS
 from maxlm.model.layers.kv_cache import Caches
 from maxlm.model.layers.linear import transpose_kernel
 from maxlm.parallel.layout import Layout
@@ -87,7 +87,7 @@ class ModelRunner:
         # Parameter path → input axes of a transposed kernel.
         self._transposed_axes = decoder.mark_transposed_kernels() if self.are_layers_unstacked else {}
         self._graph, abstract = nnx.split(decoder)
-        self._abstract_blocks = nnx.to_pure_dict(abstract)[BLOCKS]
+        self._abstract_blocks = {name: tree for name, tree in nnx.to_pure_dict(abstract).items() if name in STACKS}
         self._num_ids, self._max_passes = num_ids, max_passes
         # One program for all parameters compiles faster than one program per shape.
         self._split_blocks = jax.jit(self._unstack)
@@ -96,9 +96,10 @@ class ModelRunner:
         """Converts parameters to the form that `prefill` and `decode` take."""
         if not self.are_layers_unstacked:
             return params
-        other_params = {name: tree for name, tree in params.items() if name != BLOCKS}
+        other_params = {name: tree for name, tree in params.items() if name not in STACKS}
         other_params = jax.tree_util.tree_map_with_path(self._transpose, other_params)
-        return {**other_params, BLOCKS: self._split_blocks(params[BLOCKS])}
+        stacks = {name: params[name] for name in STACKS if name in params}
+        return {**other_params, BLOCKS: self._split_blocks(stacks)}
 
     def copy_slot(self, state: State, source: jax.Array, slot: jax.Array) -> State:
         """Copies keys and values of one slot to another."""
@@ -127,10 +128,10 @@ class ModelRunner:
         decoder, blocks = self._build_decoder(params)
         run = partial(decoder, tokens_PT, positions_BT=positions_PT, length_B=length_P, blocks=blocks)
         if P == 1:
-            hidden_PTD, caches = run(cache=state.caches, first_row=slot_P[0])
+            hidden_PTD, caches, _ = run(cache=state.caches, first_row=slot_P[0])
         else:
             # The slots are not contiguous, so their caches are gathered and scattered.
-            hidden_PTD, new_caches = run(cache=jax.tree.map(lambda x: x[:, slot_P], state.caches))
+            hidden_PTD, new_caches, _ = run(cache=jax.tree.map(lambda x: x[:, slot_P], state.caches))
             caches = jax.tree.map(lambda x, new: x.at[:, slot_P].set(new, mode='drop'), state.caches, new_caches)
         is_token_PT1 = (jnp.arange(T)[None, :] < count_P[:, None])[:, :, None]
         hidden_sum_PD = jnp.where(is_token_PT1, hidden_PTD.astype(jnp.float32), 0).sum(axis=1)
@@ -172,7 +173,7 @@ class ModelRunner:
             caches, token_B, counts_BV, sampled_N = carry
             active_B = step < num_tokens_B
             length_B = start_B + step
-            hidden_B1D, caches = decoder(
+            hidden_B1D, caches, _ = decoder(
                 token_B[:, None],
                 # The stored position of an inactive slot may be out of range.
                 positions_BT=jnp.where(active_B, length_B, 0)[:, None],
@@ -211,18 +212,22 @@ class ModelRunner:
     def _transpose(self, path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         return transpose_kernel(x, self._transposed_axes.get(tuple(entry.key for entry in path), 0))
 
-    def _unstack(self, blocks: Params) -> list[Params]:
-        """Splits stacked parameters into one tree per layer."""
-        # Include the prefix BLOCKS in the paths, because the keys of `_transposed_axes` have it.
-        stacks, tree = jax.tree_util.tree_flatten_with_path({BLOCKS: blocks})
-        layers = zip(*([self._transpose(path, x) for x in x_L] for path, x_L in stacks), strict=True)
-        return [jax.tree.unflatten(tree, layer)[BLOCKS] for layer in layers]
+    def _unstack(self, stacks: Params) -> list[Params]:
+        """Splits stacked parameters into one tree per layer, in the order of the layers."""
+        blocks = []
+        for name in STACKS:
+            if name in stacks:
+                # The keys of `_transposed_axes` have the name of the stack.
+                arrays, tree = jax.tree_util.tree_flatten_with_path({name: stacks[name]})
+                layers = zip(*([self._transpose(path, x) for x in x_L] for path, x_L in arrays), strict=True)
+                blocks += [jax.tree.unflatten(tree, layer)[name] for layer in layers]
+        return blocks
 
     def _build_decoder(self, params: Params) -> tuple[Any, Any]:
         """Returns the model, and the parameters of its blocks if they are unstacked."""
         if not self.are_layers_unstacked:
             return nnx.merge(self._graph, params), None
-        return nnx.merge(self._graph, {**params, BLOCKS: self._abstract_blocks}), params[BLOCKS]
+        return nnx.merge(self._graph, {**params, **self._abstract_blocks}), params[BLOCKS]
 
     def _sample(
         self,

@@ -84,14 +84,14 @@ def attend_documents(
         [B, T, N, H] in the dtype of q.
     """
 
-    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *_: str) -> jax.Array:
+    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
         return _attend(q, k, v, list_documents(segments), window)
 
     if partitioning.num_shards('batch') * partitioning.num_shards('heads') > 1:
         rows = ('batch', 'length')
         heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
         # Each device has its own list, which a partitioning rule of the kernel could not express.
-        attend_shard = partitioning.per_shard(attend_shard, [heads, kv_heads, kv_heads, rows], heads, 'heads')
+        attend_shard = partitioning.per_shard(attend_shard, [heads, kv_heads, kv_heads, rows], heads)
     return attend_shard(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 

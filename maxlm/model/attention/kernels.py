@@ -6,7 +6,7 @@ Shapes: B batch, T query length, S = T key length, N query heads, K key/value he
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +59,9 @@ def ring(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> ja
     """Computes ring attention over a sequence that is sharded in zigzag order."""
     assert inputs.sinks_N is None, 'ring attention does not support sinks'
 
-    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> jax.Array:
-        *segments, mesh_axis = rest
+    (mesh_axis,) = partitioning.mesh_axes('length')
+
+    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
         return ring_attention(q, k, v, segments[0] if segments else None, axis=mesh_axis, window=window)
 
     rows = ('batch', 'length')
@@ -69,7 +70,7 @@ def ring(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> ja
     axes: list[Axes] = [heads, kv_heads, kv_heads]
     if inputs.segments_BT is not None:
         arrays, axes = [*arrays, inputs.segments_BT], [*axes, rows]
-    return partitioning.per_shard(attend_shard, axes, heads, 'length')(*arrays)
+    return partitioning.per_shard(attend_shard, axes, heads)(*arrays)
 
 
 def chunked(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:

@@ -9,7 +9,6 @@ Shapes: B batch, T query length, S = T key length, N query heads, K key/value he
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +64,7 @@ def attend_splash(
         [B, T, N, H] in the dtype of q.
     """
 
-    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> jax.Array:
-        segments = rest[0] if segments_BT is not None else None
+    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         return _attend(q, k, v, segments, window, interpret)
 
     arrays = [q_BTNH, k_BTKH, v_BTKH] + ([] if segments_BT is None else [segments_BT])
@@ -75,7 +73,7 @@ def attend_splash(
         heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
         # XLA cannot partition the kernel.
         axes = [heads, kv_heads, kv_heads, rows][: len(arrays)]
-        attend_shard = partitioning.per_shard(attend_shard, axes, heads, 'heads')
+        attend_shard = partitioning.per_shard(attend_shard, axes, heads)
     return attend_shard(*arrays)
 
 

@@ -28,8 +28,8 @@ SWIGLU_LIMIT = 7.0
 class FeedForward(nnx.Module):
     """Two projections, dim → ffn_dim → dim, with an activation in between; gated ones have a third projection."""
 
-    def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
-        def linear(name: str, in_dim: int, out_dim: int, in_axis: str, out_axis: str, init: Initializer) -> Linear:
+    def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs, name: str = 'feedforward'):
+        def linear(part: str, in_dim: int, out_dim: int, in_axis: str, out_axis: str, init: Initializer) -> Linear:
             return Linear(
                 (in_dim,),
                 (out_dim,),
@@ -40,7 +40,7 @@ class FeedForward(nnx.Module):
                 matmul=config.matmul_precision,
                 partitioning=partitioning,
                 rngs=rngs,
-                adapter=adapter_of(config, f'feedforward.{name}'),
+                adapter=adapter_of(config, f'{name}.{part}'),
             )
 
         init = initializers(config)

@@ -16,12 +16,13 @@ Shapes: a kernel is [*in, *out] with in = [*rest, I]; codes are [*in, *out] or [
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from maxlm.config.families import projections
+from maxlm.config.families import is_of_experts, projections
 from maxlm.config.schema import ModelConfig
 
 # Name of a kernel, and names of the parameters that replace it in a quantized projection.
@@ -70,8 +71,24 @@ def weights_of(model: ModelConfig) -> Weights | None:
 
 
 def quantized_kernels(model: ModelConfig) -> dict[str, int]:
-    """Returns the number of input axes of each quantized kernel (all projections of the blocks), by dotted path."""
-    return {f'blocks.{name}.{KERNEL}': 2 if name == 'attention.out' else 1 for name in projections(model)}
+    """Returns the number of input axes of each quantized kernel (all projections of the blocks), by dotted path.
+
+    The kernels of experts have an additional first axis; see `per_expert`.
+    """
+    dense = ('feedforward.gate', 'feedforward.up', 'feedforward.down')
+    found = {}
+    for name in projections(model):
+        num_in = 2 if name == 'attention.out' else 1
+        if not (model.num_experts and name in dense):
+            found[f'blocks.{name}.{KERNEL}'] = num_in
+        if model.num_dense_layers and (name in dense or name.startswith('attention.')):
+            found[f'dense_blocks.{name}.{KERNEL}'] = num_in
+    return found
+
+
+def per_expert(function: Callable[..., Any], path: str) -> Callable[..., Any]:
+    """Returns a function of the kernel of one layer; for the experts of a layer, it maps over their axis."""
+    return jax.vmap(function) if is_of_experts(path) else function
 
 
 def group_size(inputs: int, group: int) -> int:

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from maxlm.config.schema import Config
 from maxlm.planning.compiled.compile import CompiledStep
-from maxlm.planning.estimate.memory import Memory, Overflow, estimate_memory
+from maxlm.planning.estimate.memory import Memory, estimate_memory
 from maxlm.planning.estimate.state_bytes import state_bytes
 from maxlm.training.state import TrainState
 
 # "the total memory required for HLO temporaries (81.26G) exceeds available HBM (30.75G)".
 OVERFLOW = re.compile(r'required[^()]*\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)')
-
-
 UNITS = {'': 1, 'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
+
+
+class Overflow(NamedTuple):
+    """Sizes in a TPU compiler's out-of-memory error, in bytes.
+
+    Attributes:
+        needed: bytes of the complete program, including the state, although the message calls them temporaries.
+        available: bytes that a program may use.
+    """
+
+    needed: int
+    available: int
 
 
 def memory_of(

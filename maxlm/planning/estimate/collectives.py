@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from maxlm.config.mesh import padded_vocabulary, reduces_gradients_once
-from maxlm.config.schema import MESH_AXES, Config
-from maxlm.planning.estimate.parameters import Tables, block_kernels, block_parameters, model_parameters, tables
+from maxlm.config.schema import MESH_AXES, Config, ModelConfig
+from maxlm.planning.estimate.experts import layer_runs, layers_on_device, rows_of
+from maxlm.planning.estimate.parameters import (
+    Tables,
+    block_kernels,
+    block_parameters,
+    layer_kinds,
+    model_parameters,
+    tables,
+)
 from maxlm.planning.estimate.transfers import Transfer
 
 # Axes along which devices process different tokens, so that gradients are summed over them.
-BATCH_AXES = ('replica', 'data', 'fsdp', 'context')
-# Axes over which ZeRO shards the state.
-SAVING_AXES = ('fsdp', 'context')
+BATCH_AXES = ('replica', 'data', 'fsdp', 'expert', 'context')
+# Axes over which ZeRO shards the state, and the part of them that shards the state of experts.
+SAVING_AXES, EXPERT_SAVING_AXES = ('fsdp', 'expert', 'context'), ('fsdp', 'context')
 FLOAT32 = 4
 
 
@@ -30,6 +39,7 @@ def estimate_transfers(config: Config) -> list[Transfer]:
         *_gathers(config),
         *_gradients(config),
         *_tensor_sums(config),
+        *_experts(config),
         *_vocabulary(config),
         *_scales(config),
         *_ring(config),
@@ -53,15 +63,37 @@ def _width(config: Config) -> int:
     return jnp.dtype(config.model.dtype).itemsize
 
 
-def _iterations(config: Config) -> int:
-    """Returns the number of times that a device runs its layers, or one chunk of them in a pipeline."""
-    mesh, micro_batches = config.mesh, config.accumulation
-    return micro_batches if mesh.stage == 1 else mesh.num_pipeline_repeats * micro_batches + mesh.stage - 1
-
-
 def _layers(config: Config) -> float:
     """Returns the number of layers that a device runs in a step, in one direction."""
-    return config.model.num_layers / (config.mesh.stage * config.mesh.num_pipeline_repeats) * _iterations(config)
+    return sum(runs for _, runs in layer_runs(config))
+
+
+class _Kernels(NamedTuple):
+    """Kernels that are sharded over the same axes.
+
+    Attributes:
+        size: elements that a device uses at the same time.
+        saving_axes: axes over which ZeRO shards them.
+        is_float32: they are used in float32.
+    """
+
+    size: float
+    saving_axes: tuple[str, ...]
+    is_float32: bool = False
+
+
+def _kernels(config: Config, kind: ModelConfig) -> list[_Kernels]:
+    """Returns the kernels of a block: all except those of experts, those of experts, and the router's."""
+    kernels, mesh = block_kernels(kind), config.mesh
+    experts = sum(kernel.size for kernel in kernels.values() if kernel.is_of_experts)
+    router = kernels['router'].size if 'router' in kernels else 0
+    others = sum(kernel.size for kernel in kernels.values()) - experts - router
+    found = [
+        _Kernels(others / mesh.tensor, SAVING_AXES),
+        _Kernels(experts / mesh.tensor / mesh.expert, EXPERT_SAVING_AXES),
+        _Kernels(router, SAVING_AXES, is_float32=True),
+    ]
+    return [each for each in found if each.size]
 
 
 def _stream_bytes(config: Config) -> float:
@@ -79,21 +111,32 @@ def _gathers(config: Config) -> list[Transfer]:
     """Returns gathers of parameters before use; below ZeRO stage 3, once per step."""
     model, mesh, width = config.model, config.mesh, _width(config)
     if mesh.zero_stage < 3 and mesh.host_offload != 'all':
-        matrices = model.num_layers * block_parameters(model)
         per_matrix = FLOAT32 if model.matmul_precision == 'fp8' else width
-        rest = model_parameters(model) - matrices
-        size = (per_matrix * matrices + FLOAT32 * rest) / (mesh.tensor * mesh.stage)
-        return [_transfer(config, 'all-gather', SAVING_AXES, size, 1, is_async=False)]
+        all_blocks = [(each, kind.num_layers) for kind in layer_kinds(model) for each in _kernels(config, kind)]
+        rest = model_parameters(model) - sum(kind.num_layers * block_parameters(kind) for kind in layer_kinds(model))
+        sizes: dict[tuple[str, ...], float] = {SAVING_AXES: FLOAT32 * rest / (mesh.tensor * mesh.stage)}
+        for each, layers in all_blocks:
+            size = (FLOAT32 if each.is_float32 else per_matrix) * layers * each.size / mesh.stage
+            sizes[each.saving_axes] = sizes.get(each.saving_axes, 0) + size
+        return [_transfer(config, 'all-gather', axes, size, 1, is_async=False) for axes, size in sizes.items()]
     # Without rematerialization, XLA keeps a block's parameters from the forward to the backward pass.
     directions = 1 if model.remat_policy == 'none' and mesh.stage == 1 else 2
     of = _padded_tables(config)
+    per_matrix = 1 if model.matmul_precision == 'fp8' else width
     # A table that also serves as the output projection is gathered twice.
     all_weights = width * (of.positions + of.tokens + (of.head or of.tokens))
-    blocks = (1 if model.matmul_precision == 'fp8' else width) * block_parameters(model) / mesh.tensor
-    return [
-        _transfer(config, 'all-gather', SAVING_AXES, blocks, directions * _layers(config)),
-        _transfer(config, 'all-gather', SAVING_AXES, all_weights / mesh.tensor, config.rounds),
+    blocks = [
+        _transfer(
+            config,
+            'all-gather',
+            each.saving_axes,
+            (FLOAT32 if each.is_float32 else per_matrix) * each.size,
+            directions * runs,
+        )
+        for kind, runs in layer_runs(config)
+        for each in _kernels(config, kind)
     ]
+    return [*blocks, _transfer(config, 'all-gather', SAVING_AXES, all_weights / mesh.tensor, config.rounds)]
 
 
 def _gradients(config: Config) -> list[Transfer]:
@@ -103,26 +146,27 @@ def _gradients(config: Config) -> list[Transfer]:
     """
     model, mesh, width = config.model, config.mesh, _width(config)
     if reduces_gradients_once(config):
-        size = FLOAT32 * model_parameters(model)
+        size: float = FLOAT32 * model_parameters(model)
         return [
             _transfer(config, 'reduce-scatter', ('fsdp',), size, 1, is_async=False),
             _transfer(config, 'all-reduce', ('replica', 'data'), size / mesh.fsdp, 1, is_async=False),
         ]
-    of, saved_over = _padded_tables(config), mesh.fsdp * mesh.context
-    scatters = mesh.zero_stage >= 2 and saved_over > 1
-    sums = [
-        (width * block_parameters(model), _layers(config)),
-        (FLOAT32 * of.tokens, config.rounds),
-        (width * (of.tokens + of.positions), config.rounds),
+    of = _padded_tables(config)
+    tokens, both = of.tokens / mesh.tensor, (of.tokens + of.positions) / mesh.tensor
+    sums: list[tuple[float, tuple[str, ...], float]] = [
+        ((FLOAT32 if each.is_float32 else width) * each.size, each.saving_axes, runs)
+        for kind, runs in layer_runs(config)
+        for each in _kernels(config, kind)
     ]
+    sums += [(FLOAT32 * tokens, SAVING_AXES, config.rounds), (width * both, SAVING_AXES, config.rounds)]
     transfers = []
-    for size, count in sums:
-        if scatters:
-            transfers.append(_transfer(config, 'reduce-scatter', SAVING_AXES, size / mesh.tensor, count))
-            part = size / mesh.tensor / saved_over
-            transfers.append(_transfer(config, 'all-reduce', ('replica', 'data'), part, count))
+    for size, axes, count in sums:
+        saved_over = math.prod(mesh.sizes[axis] for axis in axes)
+        if mesh.zero_stage >= 2 and saved_over > 1:
+            transfers.append(_transfer(config, 'reduce-scatter', axes, size, count))
+            transfers.append(_transfer(config, 'all-reduce', ('replica', 'data'), size / saved_over, count))
         else:
-            transfers.append(_transfer(config, 'all-reduce', BATCH_AXES, size / mesh.tensor, count))
+            transfers.append(_transfer(config, 'all-reduce', ('replica', 'data', *axes), size, count))
     return transfers
 
 
@@ -132,17 +176,43 @@ def _tensor_sums(config: Config) -> list[Transfer]:
     They block the device, because the next operation needs the sum.
     """
     model, mesh = config.model, config.mesh
-    # With a parallel residual, the two halves are added before they are summed over devices.
-    halves = 1 if model.parallel_residual else 2
-    # The last half is not recomputed; see `maxlm.planning.estimate.work`.
-    again = (halves - 1) * (model.remat_policy in ('full', 'offload')) + halves * (mesh.stage > 1)
     stream = _stream_bytes(config)
     tables_stream = stream * config.accumulation / config.rounds
-    return [
-        _transfer(config, 'all-reduce', ('tensor',), stream, (2 * halves + again) * _layers(config), is_async=False),
-        # The embedding lookup, and the gradient of the hidden states.
-        _transfer(config, 'all-reduce', ('tensor',), tables_stream, 2 * config.rounds, is_async=False),
-    ]
+    # The embedding lookup, and the gradient of the hidden states.
+    transfers = [_transfer(config, 'all-reduce', ('tensor',), tables_stream, 2 * config.rounds, is_async=False)]
+    for kind, runs in layer_runs(config):
+        # With a parallel residual, the two halves are added before they are summed over devices. Experts and shared
+        # experts are summed separately.
+        separate = kind.num_experts > 0 and (kind.parallel_residual or kind.num_shared_experts > 0)
+        halves = (1 if kind.parallel_residual else 2) + separate
+        # The last half is not recomputed; see `maxlm.planning.estimate.work`.
+        again = (halves - 1) * (model.remat_policy in ('full', 'offload')) + halves * (mesh.stage > 1)
+        count = (2 * halves + again) * runs
+        transfers.append(_transfer(config, 'all-reduce', ('tensor',), stream, count, is_async=False))
+    return transfers
+
+
+def _experts(config: Config) -> list[Transfer]:
+    """Returns the exchanges of rows between the devices of different experts, and sums of the routers' statistics.
+
+    Rows are sent to the experts and back, and so are their gradients. Devices wait for them. A policy other than
+    `none` recomputes the rows that experts receive.
+    """
+    model, width = config.model, _width(config)
+    transfers = []
+    for kind, runs in layer_runs(config):
+        if not kind.num_experts:
+            continue
+        rows = rows_of(config, kind)
+        is_sent_whole = bool(kind.expert_capacity_factor) or kind.expert_matmul == 'loop'
+        size = width * kind.dim * (rows.sent if is_sent_whole else rows.assigned)
+        again = 2 * (model.remat_policy != 'none') + 2 * (config.mesh.stage > 1)
+        transfers += [
+            _transfer(config, 'all-to-all', ('expert',), size, (4 + again) * runs, is_async=False),
+            # The load of each expert, and the mean probabilities.
+            _transfer(config, 'all-reduce', BATCH_AXES, FLOAT32 * kind.num_experts, 2 * runs, is_async=False),
+        ]
+    return transfers
 
 
 def _vocabulary(config: Config) -> list[Transfer]:
@@ -151,7 +221,7 @@ def _vocabulary(config: Config) -> list[Transfer]:
     of = _padded_tables(config)
     if of == tables(model):
         return []
-    saved_over = mesh.fsdp * mesh.context
+    saved_over = mesh.fsdp * mesh.expert * mesh.context
     table = of.tokens / mesh.tensor / (saved_over if mesh.zero_stage == 3 else 1)
     gradient = of.tokens / mesh.tensor / (saved_over if mesh.zero_stage >= 2 else 1)
     return [
@@ -197,25 +267,31 @@ def _pipeline(config: Config) -> list[Transfer]:
     """Returns transfers of the stream and its gradient between stages, and reductions of the last stage's output."""
     if config.mesh.stage == 1:
         return []
-    stream = _stream_bytes(config)
+    mesh, stream = config.mesh, _stream_bytes(config)
+    iterations = mesh.num_pipeline_repeats * config.accumulation + mesh.stage - 1
     return [
-        _transfer(config, 'collective-permute', ('stage',), stream, 2 * _iterations(config), is_async=False),
+        _transfer(config, 'collective-permute', ('stage',), stream, 2 * iterations, is_async=False),
         _transfer(config, 'all-reduce', ('stage',), stream * config.accumulation, 2, is_async=False),
     ]
 
 
 def _muon(config: Config) -> list[Transfer]:
-    """Returns the transfers of Muon's matrices: `Layout.spread_layers` moves one axis at a time."""
+    """Returns the transfers of Muon's matrices: `Layout.spread_matrices` moves one axis at a time."""
     if config.optimizer.name != 'muon':
         return []
-    mesh, sizes = config.mesh, config.mesh.sizes
-    parts = math.prod(sizes[axis] for axis in ('stage', 'fsdp', 'context', 'tensor'))
-    total = _width(config) * config.model.num_layers * block_parameters(config.model)
-    num_kernels = len(block_kernels(config.model))
+    mesh, sizes, width = config.mesh, config.mesh.sizes, _width(config)
     transfers = []
-    for axis in ('fsdp', 'context', 'tensor', 'data'):
-        # Along `data`, replicas slice locally on the way there, and gather on the way back.
-        kind, ways = ('all-gather', 1) if axis == 'data' else ('all-to-all', 2)
-        size = total / parts / num_kernels
-        transfers.append(_transfer(config, kind, (axis,), size, ways * num_kernels, is_async=mesh.stage == 1))
+    for kind, layers in layers_on_device(config):
+        kernels = {name: kernel for name, kernel in block_kernels(kind).items() if name != 'router'}
+        for are_experts in (False, True):
+            group = [kernel for kernel in kernels.values() if kernel.is_of_experts == are_experts]
+            if not group:
+                continue
+            spread = ('fsdp', 'context', 'tensor') if are_experts else ('fsdp', 'expert', 'context', 'tensor')
+            parts = math.prod(sizes[axis] for axis in ('fsdp', 'expert', 'context', 'tensor'))
+            size = width * layers * sum(kernel.size for kernel in group) / parts / len(group)
+            for axis in (*spread, 'data'):
+                # Along `data`, replicas slice locally on the way there, and gather on the way back.
+                how, ways = ('all-gather', 1) if axis == 'data' else ('all-to-all', 2)
+                transfers.append(_transfer(config, how, (axis,), size, ways * len(group), is_async=mesh.stage == 1))
     return transfers

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
 from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import Chip, host_memory, measure_matmul_tflops
 from maxlm.model.attention.chunked import QUERY_BLOCK, attend_blockwise, query_ranges
+from maxlm.model.experts.grouped_matmul import RowGroups, block_size, grouped_matmul
 from maxlm.model.layers.masks import layer_windows
 from maxlm.model.layers.mlp import swiglu_oai
-from maxlm.planning.estimate.parameters import block_kernels, model_parameters
+from maxlm.planning.estimate.experts import activation_dim, dispatch_bytes, rows_of
+from maxlm.planning.estimate.parameters import block_kernels, layer_kinds, model_parameters
 from maxlm.planning.estimate.roofline import Efficiency
 from maxlm.planning.estimate.work import estimate_work
 
@@ -65,15 +67,21 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     dtype = jnp.dtype(model.dtype)
     peak = measure_matmul_tflops() * 1e12
     seconds = flops = 0.0
-    kernels = list(block_kernels(model).values()) * model.num_layers
-    sizes = [(tokens, *kernel) for kernel in kernels]
-    sizes.append((config.train.per_device_batch_size * config.loss_chunk, model.dim, model.vocab_size))
-    repeats = [1.0] * len(kernels) + [tokens / sizes[-1][0]]
-    measured: dict[tuple[int, ...], float] = {}
-    for size, count in zip(sizes, repeats, strict=True):
-        if size not in measured:
-            measured[size] = _product_seconds(size, dtype, rounds)
-        seconds += count * measured[size]
+    # Functions that measure products, by size, and how often each size occurs in a micro-batch.
+    products: dict[tuple[int, int, int], Callable[[], float]] = {}
+    counts: collections.Counter[tuple[int, int, int]] = collections.Counter()
+    for kind in layer_kinds(model):
+        multiplied = round(rows_of(config, kind).multiplied)
+        for inputs, outputs, num, _ in block_kernels(kind).values():
+            size = (multiplied if num > 1 else tokens, inputs, outputs)
+            seconds_of = partial(_grouped_seconds, kind) if num > 1 else _product_seconds
+            products[size] = partial(seconds_of, size, dtype, rounds)
+            counts[size] += kind.num_layers
+    head = (config.train.per_device_batch_size * config.loss_chunk, model.dim, model.vocab_size)
+    products.setdefault(head, partial(_product_seconds, head, dtype, rounds))
+    repeats: dict[tuple[int, int, int], float] = {**counts, head: counts[head] + tokens / head[0]}
+    for size, count in repeats.items():
+        seconds += count * products[size]()
         flops += count * 6 * math.prod(size)
     ranges = list(query_ranges(window, 0))
     # A block with about the mean number of keys.
@@ -87,7 +95,10 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     work = estimate_work(plain)
     # Attention time besides its products: scores, softmax, transposed operands.
     beside = _attention_seconds(plain, rounds) - work.attention_flops / attention
-    elementwise = work.memory_bytes / bandwidth / (_elementwise_seconds(plain, rounds) + max(0.0, beside))
+    # Copies of rows to experts and back, forward and backward.
+    dispatch = sum(dispatch_bytes(plain, kind) * kind.num_layers for kind in layer_kinds(model)) / bandwidth
+    seconds_beside = max(0.0, beside) + 3 * plain.accumulation * dispatch
+    elementwise = work.memory_bytes / bandwidth / (_elementwise_seconds(plain, rounds) + seconds_beside)
     share = jax.local_device_count()
     chip = Chip(
         name='cpu',
@@ -148,6 +159,22 @@ def _product_seconds(size: tuple[int, ...], dtype: Any, rounds: int) -> float:
     )
 
 
+def _grouped_seconds(kind: ModelConfig, size: tuple[int, ...], dtype: Any, rounds: int) -> float:
+    """Returns the seconds of the products of all experts of a layer with equal loads, and of their gradients."""
+    rows, inputs, outputs = size
+    block = block_size(rows, kind.num_experts, kind.expert_matmul)
+    rows = -(-rows // (kind.num_experts * block)) * kind.num_experts * block
+    groups = RowGroups(jnp.full(kind.num_experts, rows // kind.num_experts), block)
+    x, gradient = jnp.ones((rows, inputs), dtype), jnp.ones((rows, outputs), dtype)
+    kernel = jnp.ones((kind.num_experts, inputs, outputs), dtype)
+
+    def both(x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda x, kernel: grouped_matmul(x, kernel, groups, kind.expert_matmul), x, kernel)
+        return y, pull(gradient)
+
+    return _best(both, (x, kernel, gradient), rounds) * size[0] / rows
+
+
 def _batched_flops(size: tuple[int, int, int, int], dtype: Any, rounds: int) -> float:
     """Returns the operations per second of the two products of attention."""
     heads, queries, keys, width = size
@@ -173,12 +200,15 @@ def _elementwise_seconds(config: Config, rounds: int) -> float:
     dtype, tokens = jnp.dtype(model.dtype), micro_batch * window
     chunk = config.loss_chunk
     stream = _gradient_seconds(_normalize_and_add, (tokens, model.dim), dtype, rounds)
-    activation = _gradient_seconds(_ACTIVATIONS[model.activation], (tokens, model.ffn_dim), dtype, rounds)
+    activation = sum(
+        _gradient_seconds(_ACTIVATIONS[model.activation], (tokens, round(activation_dim(config, kind))), dtype, rounds)
+        * kind.num_layers
+        for kind in layer_kinds(model)
+    )
     loss = _gradient_seconds(_loss, (micro_batch * chunk, model.vocab_size), jnp.dtype(jnp.float32), rounds)
     parameters = jnp.ones(min(COPIED, model_parameters(model)), jnp.float32)
     update = _best(_update, (parameters,) * 4, rounds) * model_parameters(model) / parameters.size
-    per_layer = 2 * stream + activation
-    return config.accumulation * (model.num_layers * per_layer + loss * window / chunk) + update
+    return config.accumulation * (model.num_layers * 2 * stream + activation + loss * window / chunk) + update
 
 
 def _attention_seconds(config: Config, rounds: int) -> float:

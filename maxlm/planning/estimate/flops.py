@@ -1,7 +1,8 @@
 """Counts the floating-point operations and parameters of a model from its shapes.
 
 A multiply-add is 2 operations. Only matrix products count, as is usual (Kaplan et al. 2020; Chowdhery et al. 2022,
-PaLM, appendix B). The embedding lookup, norms, softmax and rematerialization do not count.
+PaLM, appendix B). The embedding lookup, norms, softmax and rematerialization do not count. Of the experts of a layer,
+those that process a token count.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from typing import NamedTuple
 
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.layers.masks import layer_windows
-from maxlm.planning.estimate.parameters import block_parameters, weights
+from maxlm.planning.estimate.parameters import block_kernels, layer_kinds, weights
 from maxlm.training.optimizers.trainable import is_trained
+
+# Kinds of parameters that multiply tokens.
+PRODUCTS = ('matrix', 'router', 'head', 'adapter')
 
 
 class TokenFlops(NamedTuple):
@@ -28,8 +32,12 @@ class TokenFlops(NamedTuple):
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Returns the parameters of a resolved model that multiply every token, including the output projection."""
-    return model.num_layers * block_parameters(model) + model.dim * model.vocab_size
+    """Returns the parameters of a resolved model that multiply a token, including the output projection."""
+    blocks = (
+        kind.num_layers * sum(kernel.active_size for kernel in block_kernels(kind).values())
+        for kind in layer_kinds(model)
+    )
+    return sum(blocks) + model.dim * model.vocab_size
 
 
 def training_flops(model: ModelConfig, window: int) -> TokenFlops:
@@ -50,9 +58,9 @@ def step_flops(config: Config, window: int) -> TokenFlops:
     """
     model = config.model
     base = training_flops(model, window)
-    products = [w for w in weights(model) if w.kind in ('matrix', 'head', 'adapter') or w.name == tied_head(model)]
-    frozen = sum(weight.size for weight in products if not is_trained(config, weight.name))
-    adapters = sum(weight.size for weight in products if weight.kind == 'adapter')
+    products = [w for w in weights(model) if w.kind in PRODUCTS or w.name == tied_head(model)]
+    frozen = sum(weight.active_size(model) for weight in products if not is_trained(config, weight.name))
+    adapters = sum(weight.active_size(model) for weight in products if weight.kind == 'adapter')
     # An adapter takes three passes.
     dense = 6 * adapters - 2 * frozen
     forward = 1 / 3 if config.has_reference else 0.0

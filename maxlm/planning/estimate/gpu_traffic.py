@@ -12,9 +12,22 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from maxlm.config.families import GATED_ACTIVATIONS
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.planning.estimate.experts import (
+    activation_dim,
+    dispatch_bytes,
+    layers_on_device,
+    rows_per_token,
+    whole_parameters,
+)
 from maxlm.planning.estimate.parameters import model_parameters
-from maxlm.planning.estimate.work import quantization_bytes, score_bytes, tokens_per_device, update_bytes
+from maxlm.planning.estimate.work import (
+    forward_passes,
+    quantization_bytes,
+    score_bytes,
+    tokens_per_device,
+    update_bytes,
+)
 
 # Bytes per parameter and micro-batch: the gradient is read, and its sum is read and written.
 GRADIENT_SUM = 10.4
@@ -60,16 +73,20 @@ def estimate_gpu_traffic(config: Config) -> float:
     """
     model = config.model
     coefficients = COEFFICIENTS[model.scan_layers, SAVED[model.remat_policy]]
-    elements = sum(factor * size for factor, size in zip(coefficients, features(config), strict=True))
     width = jnp.dtype(model.dtype).itemsize
     # A pipeline recomputes a complete chunk of layers.
     passes = 2 if config.mesh.stage > 1 else 1
-    block = passes * width * elements + quantization_bytes(config) + _unfused_attention_bytes(config)
-    return block * tokens_per_device(config) * model.num_layers / config.mesh.stage + fixed_bytes(config)
+    beside = quantization_bytes(config) + _unfused_attention_bytes(config)
+    total = 0.0
+    for kind, layers in layers_on_device(config):
+        elements = sum(factor * size for factor, size in zip(coefficients, features(config, kind), strict=True))
+        rows = rows_per_token(config, dispatch_bytes(config, kind)) * (2 + forward_passes(config))
+        total += (passes * width * elements + rows + beside) * tokens_per_device(config) * layers
+    return total + fixed_bytes(config)
 
 
-def features(config: Config) -> Features:
-    """Returns the sizes per token and block, on one device."""
+def features(config: Config, kind: ModelConfig | None = None) -> Features:
+    """Returns the sizes per token and block, on one device, for a kind of layer (default: the model's)."""
     model, tensor = config.model, config.mesh.tensor
     kv = model.num_kv_heads * model.head_dim / tensor
     heads = model.num_heads * model.head_dim / tensor
@@ -78,7 +95,7 @@ def features(config: Config) -> Features:
     gates = 2 if model.activation in GATED_ACTIVATIONS else 1
     return Features(
         (1 if model.parallel_residual else 2) * model.dim,
-        (gates + 1) * model.ffn_dim / tensor,
+        (gates + 1) * activation_dim(config, kind or model),
         attention + rotated + (attention if model.qk_norm else 0),
     )
 
@@ -90,9 +107,10 @@ def fixed_bytes(config: Config) -> float:
 
 def _gradient_bytes(config: Config) -> float:
     mesh = config.mesh
-    shards = mesh.fsdp * mesh.context
-    params = model_parameters(config.model) / (mesh.stage * mesh.tensor)
-    summed = params / shards if mesh.zero_stage >= 2 else params
+    shards = mesh.fsdp * mesh.expert * mesh.context
+    params = whole_parameters(config)
+    shard = model_parameters(config.model) / (mesh.stage * mesh.tensor * shards)
+    summed = shard if mesh.zero_stage >= 2 else params
     copied = 0.0 if config.model.scan_layers or (mesh.zero_stage == 3 and shards > 1) else params
     return config.accumulation * (GRADIENT_SUM * summed + GRADIENT_COPY * copied)
 

@@ -1,23 +1,26 @@
 """Estimates the memory of a training step on a device, by kind.
 
-Shapes, all per device: B rows of a micro-batch, T sequence length, D width, F feed-forward, N query heads, K key/value
-heads, H head dim, V vocabulary, L layers.
+Shapes, all per device: B rows of a micro-batch, T sequence length, D width, F feed-forward (of dense layers and shared
+experts), N query heads, K key/value heads, H head dim, V vocabulary, L layers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.mesh import padded_vocabulary
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.attention.chunked import QUERY_BLOCK, query_ranges
 from maxlm.model.attention.cudnn import documents_per_row
 from maxlm.model.layers.masks import layer_windows
-from maxlm.planning.estimate.parameters import Weight, block_kernels, latent_elements, weights
+from maxlm.parallel.layout import SAVING
+from maxlm.planning.estimate.backends import BACKENDS, SUBLANES, Backend
+from maxlm.planning.estimate.expert_memory import backward_bytes, kernel_elements, saved_bytes
+from maxlm.planning.estimate.experts import is_first
+from maxlm.planning.estimate.parameters import Weight, block_kernels, latent_elements, layer_kinds, weights
 from maxlm.planning.estimate.state_bytes import (
     StateBytes,
     moment_bytes,
@@ -62,53 +65,14 @@ class Memory(NamedTuple):
         return state + self.gradients + self.activations + self.temporary
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """Memory overheads of a compiler, read off compiled programs. All but the last two are numbers of copies.
-
-    Attributes:
-        ffn: arrays [B, T, F] in the compute dtype in the backward pass of a layer whose activation has no gate.
-        gated: the same for an activation with a gate.
-        gated_again: the same for an activation with a gate if gate and up are recomputed.
-        stream: arrays [B, T, D] in the backward pass of a layer.
-        layer: copies of one layer's matrices in the compute dtype.
-        scores: float32 scores of a block of queries, for attention without a fused kernel.
-        table: bytes per element of the embedding during the layers: once gathered for the lookup's gradient.
-        logits: float32 logits [B, chunk, V] and their gradients.
-        lanes: the last axis of an array is padded to a multiple of this number of elements.
-        turns_stacks: stacks that are sharded along their last axis are transposed before they are gathered.
-    """
-
-    ffn: float
-    gated: float
-    gated_again: float
-    stream: float
-    layer: float
-    scores: float
-    table: float
-    logits: float
-    lanes: int
-    turns_stacks: bool
-
-
-SUBLANES = 8
-TILED_AXES = ('embed', 'head_dim', 'latent', 'ffn', 'vocab', 'position', 'adapter')
-# Fitted to some programs of tests/planning/estimate/programs.json; for CPUs, to a few small programs.
-BACKENDS = {
-    # The embedding is gathered, and its gradient is summed, in float32.
-    'gpu': Backend(4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, True),
-    'tpu': Backend(4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 128, False),
-    'cpu': Backend(9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False),
-}
-
-
 class _Sizes(NamedTuple):
-    """Sizes on one device; see the module docstring.
+    """Sizes of a kind of layers on one device; see the module docstring.
 
     Attributes:
         padded_H: H padded to the lanes, for arrays whose last axis it is.
         width: bytes of an element in the compute dtype.
-        layers: layers that run consecutively before recomputation.
+        layers: layers of this kind that run consecutively before recomputation.
+        kind: model with only this kind of layers; see `layer_kinds`.
     """
 
     B: int
@@ -124,6 +88,7 @@ class _Sizes(NamedTuple):
     gated: bool
     parallel: bool
     layers: int
+    kind: ModelConfig
 
 
 def estimate_memory(
@@ -140,15 +105,19 @@ def estimate_memory(
         capability: compute capability of GPUs. None: other devices, or unknown.
         state: bytes of the state if they are already known.
     """
-    backend, sizes = BACKENDS[platform], _sizes(config, BACKENDS[platform])
+    backend = BACKENDS[platform]
+    kinds = [_sizes(config, backend, kind) for kind in layer_kinds(config.model)]
+    # Where the kind does not matter, that of the last layers is used.
+    sizes = kinds[-1]
     state = state or planned_state_bytes(config)
     gradient, filler = _gradient_and_filler(config, backend)
     # A pipeline also sums gradients over its iterations.
     gradients = gradient + (_micro_batch_gradient(config, sizes) if config.accumulation > 1 else 0)
-    activations, on_host = _saved_activation_bytes(config, sizes, backend)
+    activations, on_host = _saved_activation_bytes(config, kinds, backend)
     copies = _copied_weights(config, sizes, backend)
     head = _vocabulary(config, sizes, backend)
-    at_layers = gradients + activations + copies + _layer_work(config, sizes, backend, capability) + head.table
+    work = max(_layer_work(config, kind, backend, capability) for kind in kinds)
+    at_layers = gradients + activations + copies + work + head.table
     at_head = gradient + activations + copies + head.work
     fullest = max(at_layers, at_head, gradient + _update(config, gradient))
     return Memory(
@@ -164,25 +133,18 @@ def estimate_memory(
     )
 
 
-class Overflow(NamedTuple):
-    """Sizes in a TPU compiler's out-of-memory error, in bytes.
-
-    Attributes:
-        needed: bytes of the complete program, including the state, although the message calls them temporaries.
-        available: bytes that a program may use.
-    """
-
-    needed: int
-    available: int
-
-
-def _sizes(config: Config, backend: Backend) -> _Sizes:
+def _sizes(config: Config, backend: Backend, kind: ModelConfig) -> _Sizes:
     model, mesh = config.model, config.mesh
+    width = kind.num_shared_experts * kind.expert_ffn_dim if kind.num_experts else kind.ffn_dim
+    # The first dense layers of a model with experts run before a pipeline, for all micro-batches.
+    layers = kind.num_layers // (mesh.stage * mesh.num_pipeline_repeats)
+    if is_first(config, kind) and mesh.stage > 1:
+        layers = kind.num_layers * config.accumulation
     return _Sizes(
         B=config.train.per_device_batch_size,
         T=config.data.seq_len // mesh.context,
         D=model.dim,
-        F=model.ffn_dim // mesh.tensor,
+        F=width // mesh.tensor,
         N=model.num_heads // mesh.tensor,
         K=model.num_kv_heads // mesh.tensor,
         V=padded_vocabulary(model.vocab_size, mesh.tensor) // mesh.tensor,
@@ -191,7 +153,8 @@ def _sizes(config: Config, backend: Backend) -> _Sizes:
         width=np.dtype(np.float32).itemsize if model.dtype == 'float32' else 2,
         gated=model.activation in GATED_ACTIVATIONS,
         parallel=bool(model.parallel_residual),
-        layers=model.num_layers // (mesh.stage * mesh.num_pipeline_repeats),
+        layers=layers,
+        kind=kind,
     )
 
 
@@ -231,7 +194,19 @@ def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float
     if backend.lanes == 1 or weight.kind == 'vector':
         return 1.0
     sizes = dict(zip(weight.axes, shard_shape(config, weight, zero=zero), strict=True))
-    a, b = [sizes[axis] for axis in TILED_AXES if axis in sizes][:2]
+    names = (
+        'embed',
+        'expert_embed',
+        'head_dim',
+        'latent',
+        'ffn',
+        'expert_ffn',
+        'routes',
+        'vocab',
+        'position',
+        'adapter',
+    )
+    a, b = [sizes[axis] for axis in names if axis in sizes][:2]
     lanes = backend.lanes
     return min(_up(a, lanes) * _up(b, SUBLANES), _up(b, lanes) * _up(a, SUBLANES)) / (a * b)
 
@@ -240,21 +215,21 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _matrices(config: Config) -> int:
+def _matrices(config: Config, sizes: _Sizes) -> int:
     """Returns the elements of the matrices of one layer as they are used. Latents are not sharded over heads."""
-    kernels = block_kernels(config.model).items()
-    return sum(kernel.size // (1 if name.endswith('latent') else config.mesh.tensor) for name, kernel in kernels)
+    kernels = [(name, kernel) for name, kernel in block_kernels(sizes.kind).items() if not kernel.is_of_experts]
+    dense = sum(kernel.size // (1 if name.endswith('latent') else config.mesh.tensor) for name, kernel in kernels)
+    return dense + kernel_elements(config, sizes.kind)
 
 
-def _saved_activation_bytes(config: Config, sizes: _Sizes, backend: Backend) -> tuple[int, int]:
+def _saved_activation_bytes(config: Config, kinds: list[_Sizes], backend: Backend) -> tuple[int, int]:
     """Returns the bytes saved for the backward pass of all layers, on the device and on the host."""
     model, mesh = config.model, config.mesh
-    tokens = sizes.B * sizes.T
-    stream = tokens * sizes.D * sizes.width
-    by_layer, on_host = _saved_bytes_of_layer(config, sizes, backend), 0
+    stream = kinds[-1].B * kinds[-1].T * kinds[-1].D * kinds[-1].width
+    on_host = 0
     if model.remat_policy == 'offload':
-        on_host = sizes.layers * stream
-    saved = sizes.layers * by_layer
+        on_host = sum(sizes.layers for sizes in kinds) * stream
+    saved = sum(sizes.layers * _saved_bytes_of_layer(config, sizes, backend) for sizes in kinds)
     if mesh.stage > 1:
         # The chunk's input of every iteration, and the buffers of all micro-batches, twice, in the loop's carry.
         iterations = mesh.num_pipeline_repeats * config.accumulation + mesh.stage - 1
@@ -273,23 +248,24 @@ def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> fl
         return tokens * D * width
     # Softmax statistics.
     statistics = 4 * tokens * N
+    of_experts = saved_bytes(config, sizes.kind, policy)
     if policy in ('dots', 'dots_no_batch'):
         # The input; q, k, v; the feed-forward activations; the stream after attention, unless the residual is parallel.
         elements = (1 if sizes.parallel else 2) * D + (N + 2 * K) * H + F * (2 if sizes.gated else 1)
         elements += latent_elements(model)
         if config.mesh.context > 1:
             # The output of ring attention has no checkpoint name, so a policy cannot save it.
-            return tokens * elements * width
+            return tokens * elements * width + of_experts
         if config.mesh.stage > 1 and model.remat_policy == 'dots_no_batch':
             # The stages are a batch dimension of every product.
             elements = D
-        return tokens * (elements + N * H) * width + statistics
+        return tokens * (elements + N * H) * width + statistics + of_experts
     # The inputs of norms and products, queries, keys and values, and the inputs of the activation.
     streams = (1 if sizes.parallel else 2) * D + 2 * D + latent_elements(model)
     if model.qk_norm:
         streams += (N + K) * sizes.padded_H
     attention = (N + 2 * K) * sizes.padded_H + N * H
-    return tokens * (streams + attention + F * (3 if sizes.gated else 2)) * width + statistics
+    return tokens * (streams + attention + F * (3 if sizes.gated else 2)) * width + statistics + of_experts
 
 
 def _keeps_all(config: Config, backend: Backend) -> bool:
@@ -301,12 +277,16 @@ def _keeps_all(config: Config, backend: Backend) -> bool:
     return is_unrolled_on_gpu and _gathers_once(config) and config.mesh.stage == 1
 
 
+def _saves(config: Config) -> bool:
+    return config.mesh.fsdp * config.mesh.expert * config.mesh.context > 1
+
+
 def _gathers(config: Config) -> bool:
-    return config.mesh.zero_stage == 3 and config.mesh.fsdp * config.mesh.context > 1
+    return config.mesh.zero_stage == 3 and _saves(config)
 
 
 def _gathers_once(config: Config) -> bool:
-    return config.mesh.zero_stage < 3 and config.mesh.fsdp * config.mesh.context > 1
+    return config.mesh.zero_stage < 3 and _saves(config)
 
 
 def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
@@ -332,7 +312,7 @@ def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
 
 
 def _is_split_last(weight: Weight) -> bool:
-    return weight.axes[-1] == 'embed'
+    return weight.axes[-1] in SAVING
 
 
 class _Vocabulary(NamedTuple):
@@ -361,7 +341,8 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
     again = model.remat_policy in ('full', 'offload')
     ffn = (backend.gated_again if again else backend.gated) if sizes.gated else backend.ffn
     work = tokens * sizes.width * (ffn * sizes.F + backend.stream * sizes.D)
-    work += backend.layer * _matrices(config) * sizes.width
+    work += backend.layer * _matrices(config, sizes) * sizes.width
+    work += backward_bytes(config, sizes.kind, ffn)
     if config.mesh.context > 1:
         return int(work)
     if needs_mask(config, capability):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,17 +10,37 @@ from typing import NamedTuple
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.lora import adapter_of
+from maxlm.parallel.layout import SAVING
+
+# Kinds of parameters that are matrices or tables.
+MATRICES = ('table', 'head', 'matrix', 'router')
 
 
 class Kernel(NamedTuple):
-    """Shape of a matrix of a block."""
+    """Matrices of a block with the same shape.
+
+    Attributes:
+        inputs, outputs: shape of a matrix.
+        num: number of matrices: 1, or the number of experts.
+        num_per_token: number of the matrices that multiply a token.
+    """
 
     inputs: int
     outputs: int
+    num: int = 1
+    num_per_token: int = 1
 
     @property
     def size(self) -> int:
-        return self.inputs * self.outputs
+        return self.num * self.inputs * self.outputs
+
+    @property
+    def active_size(self) -> int:
+        return self.num_per_token * self.inputs * self.outputs
+
+    @property
+    def is_of_experts(self) -> bool:
+        return self.num > 1
 
 
 class Tables(NamedTuple):
@@ -36,12 +57,23 @@ class Tables(NamedTuple):
     head: int
 
 
+def layer_kinds(model: ModelConfig) -> list[ModelConfig]:
+    """Returns a model for each kind of layer, dense layers first, with the number of layers of this kind."""
+    num_dense = model.num_dense_layers
+    if not num_dense:
+        return [model]
+    dense = dataclasses.replace(model, num_layers=num_dense, num_dense_layers=0, num_experts=0, num_shared_experts=0)
+    return [dense, dataclasses.replace(model, num_layers=model.num_layers - num_dense, num_dense_layers=0)]
+
+
 def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
-    """Returns the matrices of one block of a resolved model."""
-    return {
-        name.split('.')[-1]: Kernel(math.prod(inputs), math.prod(outputs))
-        for name, inputs, outputs, _, _ in _projections(model)
-    }
+    """Returns the matrices of one block of a resolved model without first dense layers; see `layer_kinds`."""
+    kernels = {} if not model.num_experts else {'router': Kernel(model.dim, model.num_experts)}
+    for name, inputs, outputs, _, _, stack, _ in _projections(model):
+        of_experts = (model.num_experts, model.num_experts_per_token) if stack else ()
+        short = name.removeprefix('attention.').removeprefix('feedforward.')
+        kernels[short] = Kernel(math.prod(inputs), math.prod(outputs), *of_experts)
+    return kernels
 
 
 def latent_elements(model: ModelConfig) -> int:
@@ -50,8 +82,15 @@ def latent_elements(model: ModelConfig) -> int:
 
 
 def block_parameters(model: ModelConfig) -> int:
-    """Returns the number of elements of the matrices of one block."""
+    """Returns the number of elements of the matrices of one block; see `block_kernels`."""
     return sum(kernel.size for kernel in block_kernels(model).values())
+
+
+def feedforward_dim(model: ModelConfig) -> int:
+    """Returns the width of the feed-forward of a block per token, summed over the token's experts."""
+    if not model.num_experts:
+        return model.ffn_dim
+    return (model.num_experts_per_token + model.num_shared_experts) * model.expert_ffn_dim
 
 
 def tables(model: ModelConfig) -> Tables:
@@ -68,7 +107,8 @@ class Weight(NamedTuple):
         name: dotted path in the tree of parameters.
         shape: shape of the array.
         axes: logical axes, as in `maxlm.parallel.layout.TABLE`.
-        kind: as `maxlm.training.optimizers.optimizer.kind_of`: table, head, matrix or adapter (of a block) or vector.
+        kind: as `maxlm.training.optimizers.optimizer.kind_of`: table, head, matrix, router or adapter (of a block) or
+            vector.
     """
 
     name: str
@@ -80,6 +120,16 @@ class Weight(NamedTuple):
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_of_experts(self) -> bool:
+        return 'experts' in self.axes
+
+    def active_size(self, model: ModelConfig) -> int:
+        """Returns the number of elements that a token uses."""
+        if not self.is_of_experts:
+            return self.size
+        return self.size // model.num_experts * model.num_experts_per_token
+
 
 class _Projection(NamedTuple):
     name: str
@@ -87,6 +137,9 @@ class _Projection(NamedTuple):
     outputs: tuple[int, ...]
     in_axes: tuple[str, ...]
     out_axes: tuple[str, ...]
+    # The number of experts, and its axis.
+    stack: tuple[int, ...] = ()
+    stack_axes: tuple[str, ...] = ()
 
 
 def weights(model: ModelConfig) -> Iterator[Weight]:
@@ -99,20 +152,31 @@ def weights(model: ModelConfig) -> Iterator[Weight]:
         yield Weight('head.kernel', (D, V), ('embed', 'vocab'), 'head')
     for norm in ('final_norm', *(('embedding_norm',) if model.embedding_norm else ())):
         yield from _norm(model, norm, D)
-    for weight in _of_block(model):
-        yield weight._replace(
-            name=f'blocks.{weight.name}', shape=(model.num_layers, *weight.shape), axes=('layers', *weight.axes)
-        )
+    for kind in layer_kinds(model):
+        is_first = model.num_dense_layers > 0 and not kind.num_experts
+        stack, axis = ('dense_blocks', 'dense_layers') if is_first else ('blocks', 'layers')
+        for weight in _of_block(kind):
+            yield weight._replace(
+                name=f'{stack}.{weight.name}', shape=(kind.num_layers, *weight.shape), axes=(axis, *weight.axes)
+            )
 
 
 def _of_block(model: ModelConfig) -> Iterator[Weight]:
-    for name, inputs, outputs, in_axes, out_axes in _projections(model):
-        yield Weight(f'{name}.kernel', inputs + outputs, in_axes + out_axes, 'matrix')
+    for name, inputs, outputs, in_axes, out_axes, stack, stack_axes in _projections(model):
+        yield Weight(f'{name}.kernel', stack + inputs + outputs, stack_axes + in_axes + out_axes, 'matrix')
         if adapter := adapter_of(model, name):
-            yield Weight(f'{name}.lora_a', (*inputs, adapter.rank), (*in_axes, 'adapter'), 'adapter')
-            yield Weight(f'{name}.lora_b', (adapter.rank, *outputs), ('adapter', *out_axes), 'adapter')
+            rank, rank_axis = (adapter.rank,), ('adapter',)
+            yield Weight(f'{name}.lora_a', stack + inputs + rank, stack_axes + in_axes + rank_axis, 'adapter')
+            yield Weight(f'{name}.lora_b', stack + rank + outputs, stack_axes + rank_axis + out_axes, 'adapter')
         if model.use_bias:
-            yield Weight(f'{name}.bias', outputs, tuple('norm' if a == 'embed' else a for a in out_axes), 'vector')
+            bias_axes = tuple('norm' if axis in SAVING else axis for axis in out_axes)
+            yield Weight(f'{name}.bias', stack + outputs, stack_axes + bias_axes, 'vector')
+    if model.num_experts:
+        router = 'feedforward.router'
+        yield Weight(f'{router}.kernel', (model.dim, model.num_experts), ('embed', 'routes'), 'router')
+        for name, exists in (('bias', model.router_use_bias), ('balance_bias', model.router_balance_bias)):
+            if exists:
+                yield Weight(f'{router}.{name}', (model.num_experts,), ('routes',), 'vector')
     for norm in ('attention_norm', 'feedforward_norm'):
         yield from _norm(model, norm, model.dim)
     if model.qk_norm:
@@ -127,7 +191,7 @@ def _of_block(model: ModelConfig) -> Iterator[Weight]:
 
 
 def _projections(model: ModelConfig) -> Iterator[_Projection]:
-    D, ffn, wide = (model.dim,), (model.ffn_dim,), ('embed',)
+    D, wide = (model.dim,), ('embed',)
     heads = (model.num_heads, model.head_dim)
     if model.kv_lora_rank:
         latent = (model.kv_lora_rank,)
@@ -148,9 +212,21 @@ def _projections(model: ModelConfig) -> Iterator[_Projection]:
         ):
             yield _Projection(f'attention.{name}', D, outputs, wide, (axis, 'head_dim'))
     yield _Projection('attention.out', (model.num_heads, model.value_dim), D, ('heads', 'head_dim'), wide)
+    if not model.num_experts:
+        yield from _feedforward(model, 'feedforward', model.ffn_dim)
+        return
+    yield from _feedforward(model, 'feedforward.experts', model.expert_ffn_dim, model.num_experts)
+    if model.num_shared_experts:
+        yield from _feedforward(model, 'feedforward.shared', model.num_shared_experts * model.expert_ffn_dim)
+
+
+def _feedforward(model: ModelConfig, module: str, width: int, num_experts: int = 0) -> Iterator[_Projection]:
+    D, F = (model.dim,), (width,)
+    wide, narrow = (('expert_embed',), ('expert_ffn',)) if num_experts else (('embed',), ('ffn',))
+    stack, stack_axes = ((num_experts,), ('experts',)) if num_experts else ((), ())
     for name in ('gate', 'up') if model.activation in GATED_ACTIVATIONS else ('up',):
-        yield _Projection(f'feedforward.{name}', D, ffn, wide, ('ffn',))
-    yield _Projection('feedforward.down', ffn, D, ('ffn',), wide)
+        yield _Projection(f'{module}.{name}', D, F, wide, narrow, stack, stack_axes)
+    yield _Projection(f'{module}.down', F, D, narrow, wide, stack, stack_axes)
 
 
 def _norm(model: ModelConfig, name: str, dim: int) -> Iterator[Weight]:
@@ -162,9 +238,25 @@ def _norm(model: ModelConfig, name: str, dim: int) -> Iterator[Weight]:
 
 def model_parameters(model: ModelConfig) -> int:
     """Returns the elements of the matrices and tables of a resolved model, without scales, biases and adapters."""
-    return sum(weight.size for weight in weights(model) if weight.kind in ('table', 'head', 'matrix'))
+    return sum(weight.size for weight in weights(model) if weight.kind in MATRICES)
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Returns the elements of the matrices of all experts, without shared experts."""
+    return sum(weight.size for weight in weights(model) if weight.kind == 'matrix' and weight.is_of_experts)
 
 
 def count_parameters(model: ModelConfig) -> int:
     """Returns the elements of all parameters of a resolved model, embeddings included."""
     return sum(weight.size for weight in weights(model))
+
+
+def count_active_parameters(model: ModelConfig) -> int:
+    """Returns the elements of all parameters that a token uses: all but those of experts that it does not select."""
+    return sum(weight.active_size(model) for weight in weights(model))
+
+
+def parameters_text(model: ModelConfig) -> str:
+    """Returns the number of parameters for log lines, with the active ones of a model with experts."""
+    text = f'{count_parameters(model):,} parameters'
+    return f'{text} ({count_active_parameters(model):,} active per token)' if model.num_experts else text

@@ -20,7 +20,15 @@ from maxlm.model.attention.splash import block_size, num_visible_blocks
 from maxlm.model.layers.masks import layer_windows
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.planning.estimate.collectives import estimate_transfers
-from maxlm.planning.estimate.parameters import block_kernels, block_parameters, model_parameters
+from maxlm.planning.estimate.experts import (
+    activation_dim,
+    dispatch_bytes,
+    layers_on_device,
+    rows_of,
+    rows_per_token,
+    whole_parameters,
+)
+from maxlm.planning.estimate.parameters import block_kernels, layer_kinds, model_parameters, weights
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.training.optimizers.muon import ITERATIONS
 
@@ -148,18 +156,28 @@ def forward_passes(config: Config) -> float:
 def _block_flops(config: Config, tokens: float) -> float:
     """Returns FLOPs of blocks: per parameter and token 2 forward, 4 backward, plus recomputation."""
     model, mesh = config.model, config.mesh
-    kernels = block_kernels(model)
-    block = block_parameters(model)
-    per_token = 6.0 * block
-    # In a pipeline the stages are a batch dimension of every product, so dots_no_batch saves none of them.
-    if model.remat_policy in RECOMPUTED or (model.remat_policy == 'dots_no_batch' and mesh.stage > 1):
-        # The last product of a residual branch is not recomputed: at most its sum with the stream is needed.
-        last = kernels['down'].size + (kernels['out'].size if model.parallel_residual else 0)
-        per_token += 2 * (block - last)
-    if mesh.stage > 1:
-        # A pipeline recomputes a complete chunk of layers from its input.
-        per_token += 2 * block
-    return tokens * per_token * model.num_layers / (mesh.stage * mesh.tensor)
+    total = 0.0
+    for kind, layers in layers_on_device(config):
+        rows = rows_of(config, kind)
+        # A kernel of experts multiplies the rows of all experts of a device.
+        per_token = {
+            name: kernel.inputs
+            * kernel.outputs
+            * (rows_per_token(config, rows.multiplied) if kernel.is_of_experts else 1)
+            for name, kernel in block_kernels(kind).items()
+        }
+        block = sum(per_token.values())
+        flops = 6.0 * block
+        # In a pipeline the stages are a batch dimension of every product, so dots_no_batch saves none of them.
+        if model.remat_policy in RECOMPUTED or (model.remat_policy == 'dots_no_batch' and mesh.stage > 1):
+            # The last product of a residual branch is not recomputed: at most its sum with the stream is needed.
+            last = per_token.get('down', 0) + (per_token['out'] if model.parallel_residual else 0)
+            flops += 2 * (block - last)
+        if mesh.stage > 1:
+            # A pipeline recomputes a complete chunk of layers from its input.
+            flops += 2 * block
+        total += flops * layers
+    return tokens * total / mesh.tensor
 
 
 def _head_flops(config: Config, tokens: float) -> float:
@@ -188,12 +206,20 @@ def _muon_flops(config: Config) -> float:
     if config.optimizer.name != 'muon':
         return 0.0
     mesh = config.mesh
-    parts = mesh.stage * mesh.data * mesh.fsdp * mesh.context * mesh.tensor
-    flops = 0
-    for kernel in block_kernels(config.model).values():
-        narrow, wide = sorted(kernel)
-        flops += ITERATIONS * (4 * narrow**2 * wide + 2 * narrow**3)
-    return flops * math.ceil(config.model.num_layers / parts)
+    parts = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
+    flops = 0.0
+    for kind in layer_kinds(config.model):
+        for name, kernel in block_kernels(kind).items():
+            if name == 'router':
+                continue
+            narrow, wide = sorted((kernel.inputs, kernel.outputs))
+            # The experts of a layer are spread over devices, or the layers if there are no experts.
+            if kernel.is_of_experts:
+                matrices = math.ceil(kernel.num / parts) * kind.num_layers / mesh.stage
+            else:
+                matrices = math.ceil(kind.num_layers / (mesh.stage * parts))
+            flops += ITERATIONS * (4 * narrow**2 * wide + 2 * narrow**3) * matrices
+    return flops
 
 
 def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int] | None) -> float:
@@ -211,15 +237,19 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     attention = 2 * heads + 2 * kv_heads
     rotation = 2 * (heads + kv_heads) if model.position_embedding == 'rotary' else 0
     head_norms = 3 * (heads + kv_heads) if model.qk_norm else 0
-    activation = (3 if model.activation in GATED_ACTIVATIONS else 2) * model.ffn_dim / mesh.tensor
-    forward = width * (stream + attention + rotation + head_norms + activation)
-    block = forward * (2 + forward_passes(config)) + score_bytes(config, capability) + quantization_bytes(config)
+    others = stream + attention + rotation + head_norms
+    blocks = 0.0
+    for kind, layers in layers_on_device(config):
+        activation = (3 if model.activation in GATED_ACTIVATIONS else 2) * activation_dim(config, kind)
+        forward = width * (others + activation) + rows_per_token(config, dispatch_bytes(config, kind))
+        block = forward * (2 + forward_passes(config)) + score_bytes(config, capability) + quantization_bytes(config)
+        blocks += block * layers
     # Logits: written in float32; read for their maximum, for the sum and for the gradient; the gradient is written once
     #     and read by two products.
     logits = _vocabulary(config) * (16 + 3 * width) / mesh.stage
     # The embedding: a row is read and written; its gradient is added to the table's in float32.
     lookup = model.dim * (2 * width + 12)
-    return tokens * (block * model.num_layers / mesh.stage + logits + lookup)
+    return tokens * (blocks + logits + lookup)
 
 
 def quantization_bytes(config: Config) -> float:
@@ -258,10 +288,11 @@ def _weight_bytes(config: Config) -> float:
     """Returns the bytes of casting and gathering parameters per micro-batch, and of accumulating their gradients."""
     model, mesh = config.model, config.mesh
     width = jnp.dtype(model.dtype).itemsize
-    saved_over = mesh.fsdp * mesh.context
-    all_weights = model_parameters(model) / (mesh.stage * mesh.tensor)
-    saved = all_weights / saved_over if mesh.zero_stage == 3 else all_weights
-    summed = all_weights / saved_over if mesh.zero_stage >= 2 else all_weights
+    saved_over = mesh.fsdp * mesh.expert * mesh.context
+    all_weights = whole_parameters(config)
+    shard = model_parameters(model) / (mesh.stage * mesh.tensor * saved_over)
+    saved = shard if mesh.zero_stage == 3 else all_weights
+    summed = shard if mesh.zero_stage >= 2 else all_weights
     # Forward and backward: read in float32, written in the compute dtype, and written completely after a gather.
     passes = 2 * (saved * (4 + width) + all_weights * width * (saved_over > 1 and mesh.zero_stage == 3))
     # A gradient is written completely, read for its sum over devices, stored in its stack and added to the totals.
@@ -275,8 +306,8 @@ def _weight_bytes(config: Config) -> float:
 def update_bytes(config: Config) -> float:
     """Returns the bytes of the update: one pass that reads and writes each array, and the passes before it."""
     model, mesh, optimizer = config.model, config.mesh, config.optimizer
-    parts = mesh.stage * mesh.tensor * mesh.fsdp * mesh.context
-    matrices = model.num_layers * block_parameters(model)
+    parts = mesh.stage * mesh.tensor * mesh.fsdp * mesh.expert * mesh.context
+    matrices = sum(weight.size for weight in weights(model) if weight.kind == 'matrix')
     moment = 2 * MOMENT_BYTES[optimizer.moment_dtype]
     # The gradient: squared for its norm, and used. The parameter: used, written, and its norm.
     per_parameter = 8 + 12 + (8 if optimizer.ema_decay else 0)
@@ -292,7 +323,7 @@ def update_bytes(config: Config) -> float:
 
 def _host_bytes(config: Config, tokens: float) -> float:
     model, mesh, optimizer = config.model, config.mesh, config.optimizer
-    saved = model_parameters(model) / (mesh.stage * mesh.tensor * mesh.fsdp * mesh.context)
+    saved = model_parameters(model) / (mesh.stage * mesh.tensor * mesh.fsdp * mesh.expert * mesh.context)
     total = 0.0
     if mesh.host_offload != 'none':
         # Moments are copied in and out; a moving average is a parameter.

@@ -5,7 +5,7 @@ Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
 `optax.contrib.muon` is not used. Its bias correction changes the Nesterov mix of the first steps, and it has no
 momentum warm-up. It also has no sharding constraints, without which XLA gathers all layers on every device.
 
-Shapes: L layers, I inputs and O outputs of a matrix, M = min(I, O), W = max(I, O).
+Shapes: I inputs and O outputs of a matrix, M = min(I, O), W = max(I, O). Leading axes number layers and experts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from maxlm.training.optimizers.quantized_moments import init_moment, rounding_se
 # small singular values grow fast. They end between about 0.7 and 1.2, which is accurate enough.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+# Axes of a stack of kernels that number layers and experts.
+STACK_AXES = ('layers', 'dense_layers', 'experts')
 # Momentum at the start of its warm-up.
 FIRST_MOMENTUM = 0.85
 
@@ -93,48 +95,59 @@ def scale_by_muon(
 
 
 def orthogonalize_kernels(stack: jax.Array, axes: tuple[str, ...], *, dtype: jnp.dtype, layout: Layout) -> jax.Array:
-    """Orthogonalizes the kernel of each layer as one matrix [I, O] and scales it by √max(1, O/I).
+    """Orthogonalizes the kernel of each layer, or of each expert of each layer, and scales it by √max(1, O/I).
 
-    Each matrix is processed by one device. Layers are distributed over the devices that hold shards or copies of them,
-    and padded with zero matrices if their number does not divide.
+    Each kernel is one matrix [I, O] and is processed by one device. The matrices are distributed over the devices that
+    hold shards or copies of them, and padded with zero matrices if their number does not divide.
 
     Returns:
         A float32 array of the stack's shape.
     """
-    assert axes[0] == 'layers', axes
-    placements, parts = layout.spread_layers(axes)
-    shape, layers = stack.shape[1:], stack.shape[0]
-    fan_in = math.prod(shape[: num_inputs(axes[1:])])
+    num = num_stack_axes(axes)
+    placements, parts = layout.spread_matrices(axes, num)
+    shape, size = stack.shape[num:], stack.shape[num - 1]
+    fan_in = math.prod(shape[: num_inputs(axes[num:])])
     fan_out = math.prod(shape) // fan_in
 
     # The dtype of the products halves the communication, and is accurate enough for Newton–Schulz.
-    x = jnp.pad(stack.astype(dtype), [(0, -layers % parts)] + [(0, 0)] * len(shape))
+    x = jnp.pad(stack.astype(dtype), [(0, -size % parts if axis == num - 1 else 0) for axis in range(stack.ndim)])
     for placement in placements:
         x = jax.lax.with_sharding_constraint(x, placement)
-    x = newton_schulz(x.reshape(-1, fan_in, fan_out)).reshape(-1, *shape)
+    x = newton_schulz(x.reshape(*x.shape[:num], fan_in, fan_out)).reshape(x.shape)
     for placement in reversed(placements):
         x = jax.lax.with_sharding_constraint(x, placement)
-    return x[:layers].astype(jnp.float32) * math.sqrt(max(1, fan_out / fan_in))
+    x = jax.lax.slice_in_dim(x, 0, size, axis=num - 1)
+    return x.astype(jnp.float32) * math.sqrt(max(1, fan_out / fan_in))
 
 
-def newton_schulz(x_LIO: jax.Array) -> jax.Array:
-    """Maps each matrix U S V to approximately U V in the dtype of x, as Jordan et al. do. Zero matrices remain zero."""
-    tall = x_LIO.shape[1] > x_LIO.shape[2]
-    x_LMW = x_LIO.mT if tall else x_LIO
+def newton_schulz(x_IO: jax.Array) -> jax.Array:
+    """Maps matrices [..., I, O] of the form U S V to approximately U V in the dtype of x, as Jordan et al. do.
+
+    Zero matrices remain zero.
+    """
+    tall = x_IO.shape[-2] > x_IO.shape[-1]
+    x_MW = x_IO.mT if tall else x_IO
     # The Frobenius norm bounds the largest singular value. It is computed in float32 because it sums many squares.
-    norm_L11 = jnp.linalg.norm(x_LMW.astype(jnp.float32), axis=(1, 2), keepdims=True)
-    x_LMW = (x_LMW / (norm_L11 + 1e-7)).astype(x_LIO.dtype)
+    norm_11 = jnp.linalg.norm(x_MW.astype(jnp.float32), axis=(-2, -1), keepdims=True)
+    x_MW = (x_MW / (norm_11 + 1e-7)).astype(x_IO.dtype)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        gram_LMM = x_LMW @ x_LMW.mT
-        x_LMW = a * x_LMW + (b * gram_LMM + c * gram_LMM @ gram_LMM) @ x_LMW
-    return x_LMW.mT if tall else x_LMW
+        gram_MM = x_MW @ x_MW.mT
+        x_MW = a * x_MW + (b * gram_MM + c * gram_MM @ gram_MM) @ x_MW
+    return x_MW.mT if tall else x_MW
+
+
+def num_stack_axes(axes: tuple[str, ...]) -> int:
+    """Returns the number of leading axes of a stack of kernels that number layers and experts."""
+    return next(index for index, axis in enumerate(axes) if axis not in STACK_AXES)
 
 
 def num_inputs(axes: tuple[str, ...]) -> int:
     """Returns the number of leading axes of a kernel that are contracted, from the names of its axes.
 
-    Each matrix of a block reads or writes the residual stream, so its input or its output is the single axis `embed`.
+    Each matrix of a block reads or writes the residual stream, so its input or its output is the single axis `embed`,
+    or `expert_embed` in an expert.
     """
-    assert (axes[0] == 'embed') != (axes[-1] == 'embed'), f'cannot tell inputs from outputs: {axes}'
-    return 1 if axes[0] == 'embed' else len(axes) - 1
+    reads, writes = (axis in ('embed', 'expert_embed') for axis in (axes[0], axes[-1]))
+    assert reads != writes, f'cannot tell inputs from outputs: {axes}'
+    return 1 if reads else len(axes) - 1

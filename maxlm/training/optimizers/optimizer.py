@@ -13,6 +13,7 @@ import optax
 from maxlm.config.schema import Config
 from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.errors import InputError
+from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.muon import scale_by_muon
 from maxlm.training.optimizers.quantized_moments import init_moment, rounding_seed, update_moments
@@ -21,9 +22,9 @@ from maxlm.training.optimizers.trainable import ADAPTERS
 
 # Kinds of parameters by `optimizer.weight_decay_mask`. Decay of scales and biases does not regularize.
 DECAYED = {
-    'matrices': ('table', 'head', 'matrix', 'adapter'),
-    'projections': ('matrix', 'adapter'),
-    'all': ('table', 'head', 'matrix', 'adapter', 'vector'),
+    'matrices': ('table', 'head', 'matrix', 'router', 'adapter'),
+    'projections': ('matrix', 'router', 'adapter'),
+    'all': ('table', 'head', 'matrix', 'router', 'adapter', 'vector'),
 }
 
 
@@ -138,8 +139,9 @@ def rate_ratios(config: OptimizerConfig) -> dict[str, float]:
     """Returns the peak learning rate of each kind of parameter, divided by `optimizer.learning_rate`."""
     adam = config.adam_learning_rate or config.learning_rate
     table = config.embedding_learning_rate or adam
-    peaks = {'matrix': config.learning_rate, 'adapter': adam, 'table': table, 'head': adam, 'vector': adam}
-    return {kind: peak / config.learning_rate for kind, peak in peaks.items()}
+    peaks = {'matrix': config.learning_rate, 'table': table}
+    kinds = ('matrix', 'router', 'adapter', 'table', 'head', 'vector')
+    return {kind: peaks.get(kind, adam) / config.learning_rate for kind in kinds}
 
 
 def scale_by_rates(schedule: optax.Schedule, ratios: Mapping[str, float]) -> optax.GradientTransformation:
@@ -156,7 +158,7 @@ def scale_by_rates(schedule: optax.Schedule, ratios: Mapping[str, float]) -> opt
 def kind_of(path: tuple[Any, ...]) -> str:
     """Returns the kind of a parameter, from the names of its path.
 
-    The kinds are table, head, matrix (of a block), adapter (of a matrix) and vector.
+    The kinds are table, head, matrix (of a block), router (of a layer with experts), adapter (of a matrix) and vector.
 
     Raises:
         InputError: the parameter has an unknown name.
@@ -164,13 +166,15 @@ def kind_of(path: tuple[Any, ...]) -> str:
     *modules, name = names(path)
     if name in ('embedding', 'position_embedding'):
         return 'table'
-    if name in ('scale', 'bias', 'sinks'):
+    if name in ('scale', 'bias', 'sinks', BALANCE_BIAS):
         return 'vector'
     if name in ADAPTERS:
         return 'adapter'
     if name != 'kernel':
         # Only blocks of the user (`model.block`) have other names.
         raise InputError(f'parameter {".".join(names(path))}: rename it to kernel (a matrix), scale or bias (a vector)')
+    if ROUTER in modules:
+        return 'router'
     return 'head' if 'head' in modules else 'matrix'
 
 

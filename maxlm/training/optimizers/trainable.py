@@ -8,6 +8,7 @@ from typing import Any
 
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
+from maxlm.model.experts.router import BALANCE_BIAS
 from maxlm.model.layers.lora import LORA_A, LORA_B
 
 Tree = Mapping[str, Any]
@@ -15,7 +16,9 @@ ADAPTERS = (LORA_A, LORA_B)
 
 
 def is_trained(config: Config, name: str) -> bool:
-    """Returns True if the parameter with this dotted name is trained."""
+    """Returns True if the optimizer trains the parameter with this dotted name."""
+    if name.endswith(BALANCE_BIAS):
+        return False
     if name.endswith(ADAPTERS) or any(_matches(name, pattern) for pattern in config.optimizer.trainable_params):
         return True
     return not config.model.lora_rank and not any(_matches(name, pattern) for pattern in config.optimizer.frozen_params)
@@ -79,7 +82,8 @@ def param_paths(params: Tree, prefix: str = '') -> Iterator[str]:
 
 
 def _trains_all(config: Config) -> bool:
-    return not config.model.lora_rank and not config.optimizer.frozen_params
+    model = config.model
+    return not (model.lora_rank or model.router_balance_bias or config.optimizer.frozen_params)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -190,5 +190,5 @@ def test_layouts_compute_the_same():
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     assert wanted.std() > 0.1
     specs = param_shardings(config, small_layout(config))['blocks']['feedforward']['up']
-    assert (specs['kernel_codes'].spec[1], specs['kernel_scales'].spec[1]) == (('fsdp', 'context'), None)
+    assert (specs['kernel_codes'].spec[1], specs['kernel_scales'].spec[1]) == (('fsdp', 'expert', 'context'), None)
     assert specs['kernel_scales'].spec[2] == 'tensor'

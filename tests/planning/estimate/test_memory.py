@@ -63,6 +63,33 @@ STATES |= {
     'a reference': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__dtype': 'bfloat16'},
     'no second copy': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__lora_rank': 4},
 }
+EXPERTS = {
+    'model__num_experts': 4,
+    'model__num_experts_per_token': 2,
+    'model__num_shared_experts': 1,
+    'model__expert_ffn_dim': 64,
+}
+STATES |= {
+    'experts': EXPERTS,
+    'experts on different devices': {**EXPERTS, 'mesh__expert': 4, 'model__router_balance_bias': True},
+    'experts, tensor, first dense layer': {
+        **EXPERTS,
+        'mesh__expert': 2,
+        'mesh__tensor': 2,
+        'model__num_layers': 3,
+        'model__num_dense_layers': 1,
+        'optimizer__moment_dtype': 'int8',
+        'model__dim': 256,
+    },
+    'experts, optimizer state alone': {**EXPERTS, 'mesh__expert': 2, 'mesh__context': 2, 'mesh__zero_stage': 1},
+    'experts, stages': {
+        **EXPERTS,
+        'mesh__expert': 2,
+        'mesh__stage': 2,
+        'train__per_device_batch_size': 1,
+        'optimizer__name': 'muon',
+    },
+}
 # Overrides of CPU programs, and the maximum relative error of each estimate.
 PROGRAMS = {
     'all kept': ({}, 0.10),

@@ -6,11 +6,12 @@ import jax
 import pytest
 from flax import nnx
 
-from maxlm.planning.estimate.parameters import count_parameters, weights
+from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters, weights
 from maxlm.training.optimizers.optimizer import kind_of, names
 from maxlm.training.state import abstract_model, abstract_state
 from tests.small import LATENT, small_config, small_layout
 
+EXPERTS = {'model__num_experts': 4, 'model__num_experts_per_token': 2, 'model__expert_ffn_dim': 24}
 MODELS = {
     'gpt2': {'model__family': 'gpt2'},
     'gpt2 untied': {'model__family': 'gpt2', 'model__tie_embeddings': False},
@@ -26,6 +27,22 @@ MODELS = {
     'normalized embedding': {'model__family': 'gpt2', 'model__embedding_norm': True, 'model__qk_norm': True},
     'adapters': {'model__family': 'llama', 'model__lora_rank': 3},
     'some adapters': {'model__family': 'gpt2', 'model__lora_rank': 2, 'model__lora_target_modules': ('attention.*',)},
+    'experts': {'model__family': 'llama', **EXPERTS},
+    'experts with biases': {
+        'model__family': 'gpt2',
+        **EXPERTS,
+        'model__router_use_bias': True,
+        'model__router_balance_bias': True,
+    },
+    'shared experts': {'model__family': 'qwen3', **EXPERTS, 'model__num_shared_experts': 2},
+    'first dense layers': {
+        'model__family': 'llama',
+        **EXPERTS,
+        'model__num_shared_experts': 1,
+        'model__num_layers': 3,
+        'model__num_dense_layers': 1,
+        'model__lora_rank': 2,
+    },
     'long table': {'model__family': 'gpt2', 'model__max_positions': 48, 'model__vocab_size': 77},
 }
 
@@ -48,3 +65,13 @@ def test_every_dimension_counts(key):
     model = small_config().model
     larger = dataclasses.replace(model, **{key: 2 * getattr(model, key)})
     assert count_parameters(larger) > count_parameters(model)
+
+
+def test_active_parameters_are_those_of_a_model_with_the_experts_of_a_token():
+    model = small_config(model__family='llama', **EXPERTS, model__num_shared_experts=1).model
+    used = dataclasses.replace(model, num_experts=model.num_experts_per_token)
+    # The router has a column for every expert.
+    router = model.num_layers * model.dim * (model.num_experts - model.num_experts_per_token)
+    assert count_active_parameters(model) == count_parameters(used) + router < count_parameters(model)
+    dense = small_config(model__family='llama').model
+    assert count_active_parameters(dense) == count_parameters(dense)

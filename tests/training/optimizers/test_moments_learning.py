@@ -59,7 +59,7 @@ def learn(config, direction, num_steps):
     def objective(params, tokens_BT):
         model = nnx.merge(graph, params)
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1] - 1), tokens_BT[:, 1:].shape)
-        hidden_BTD, _ = model(tokens_BT[:, :-1], segments_BT=None, positions_BT=positions_BT)
+        hidden_BTD, _, _ = model(tokens_BT[:, :-1], segments_BT=None, positions_BT=positions_BT)
         return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden_BTD), tokens_BT[:, 1:]).mean()
 
     def step(carry, tokens_BT):

@@ -220,17 +220,17 @@ def test_no_device_gathers_all_layers(sizes, monkeypatch):
     layout = layout_of(**sizes)
     assert collectives(layout) == {'all-to-all'}
     # Negative controls: sharding over both axes at once, and sharding chosen by XLA.
-    spread = Layout.spread_layers
+    spread = Layout.spread_matrices
     if len(sizes) > 1:
-        monkeypatch.setattr(Layout, 'spread_layers', lambda self, axes: (spread(self, axes)[0][::3], 8))
+        monkeypatch.setattr(Layout, 'spread_matrices', lambda self, axes, num: (spread(self, axes, num)[0][::3], 8))
         assert 'all-gather' in collectives(layout)
-    monkeypatch.setattr(Layout, 'spread_layers', lambda self, axes: ([], 1))
+    monkeypatch.setattr(Layout, 'spread_matrices', lambda self, axes, num: ([], 1))
     assert 'all-gather' in collectives(layout)
 
 
 def test_layers_are_sharded_over_the_replicas_of_a_parameter():
     layout = layout_of(replica=2, fsdp=2, tensor=2)
-    placements, parts = layout.spread_layers(AXES['blocks', 'out'])
+    placements, parts = layout.spread_matrices(AXES['blocks', 'out'], 1)
     assert parts == 4
     assert placements[0] == layout.named(*AXES['blocks', 'out'])
     last = placements[-1]

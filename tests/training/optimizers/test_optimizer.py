@@ -67,10 +67,11 @@ def moves(**settings):
 
 def test_kinds():
     assert by_path(map_kinds(lambda kind, _: kind)(random_params(0))) == KINDS
-    # Adapters, which these parameters do not have, are decayed like the matrices that they adapt.
-    assert {*KINDS.values(), 'adapter'} == set(DECAYED['all'])
+    # Adapters and routers, which these parameters do not have, are decayed like matrices.
+    assert {*KINDS.values(), 'adapter', 'router'} == set(DECAYED['all'])
     adapter = tuple(map(jax.tree_util.DictKey, ('blocks', 'attention', 'query', 'lora_a')))
     assert kind_of(adapter) == 'adapter'
+    assert kind_of(tuple(map(jax.tree_util.DictKey, ('blocks', 'feedforward', 'router', 'kernel')))) == 'router'
     assert [mask for mask, kinds in DECAYED.items() if 'adapter' in kinds] == ['matrices', 'projections', 'all']
     with pytest.raises(InputError, match=r'blocks\.gain: rename it to kernel'):
         kind_of(tuple(map(jax.tree_util.DictKey, ('blocks', 'gain'))))

@@ -389,7 +389,7 @@ def test_placement():
     divides = place((2, 64, 1024), axes)
     assert divides.codes.sharding == divides.scales.sharding == layout.named(*axes)
     # Two blocks do not divide over four fsdp devices, so the first axis that divides is sharded, or none.
-    assert place((4, 64, 256), axes).scales.sharding.spec == P(('fsdp', 'context'), 'tensor', None)
+    assert place((4, 64, 256), axes).scales.sharding.spec == P(('fsdp', 'expert', 'context'), 'tensor', None)
     assert place((2, 64, 256), axes).scales.sharding.spec == P('stage', 'tensor', None)
     assert place((2, 64, 256), axes).codes.sharding == layout.named(*axes)
     for stored in ('float32', 'bfloat16'):

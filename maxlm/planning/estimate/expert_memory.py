@@ -1,0 +1,55 @@
+"""Memory of the experts of a layer in a training step, on one device."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from maxlm.config.families import GATED_ACTIVATIONS
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.planning.estimate.experts import rows_of
+from maxlm.planning.estimate.parameters import block_kernels
+
+# Float32 arrays of the router, with one element per token and expert, that are saved for the backward pass.
+ROUTER_ARRAYS = 3
+# Arrays of rows in the backward pass of a layer: rows of experts, and rows that devices exchange.
+ROW_ARRAYS, SENT_ARRAYS = 3.0, 2.0
+
+
+def kernel_elements(config: Config, kind: ModelConfig) -> int:
+    """Returns the elements of the experts' matrices of a layer as they are used, and of the router."""
+    mesh = config.mesh
+    kernels = [kernel for kernel in block_kernels(kind).values() if kernel.is_of_experts]
+    return sum(kernel.size for kernel in kernels) // (mesh.tensor * mesh.expert)
+
+
+def saved_bytes(config: Config, kind: ModelConfig, policy: str) -> float:
+    """Returns the bytes of a layer's experts that are saved for the backward pass, with a policy other than `full`.
+
+    Without rematerialization, these are the rows before and after the experts, and the inputs of their products and of
+    the activation. Policies do not save the products of groups of rows.
+    """
+    if not kind.num_experts:
+        return 0.0
+    router = 4 * _tokens(config) * kind.num_experts
+    if policy != 'none':
+        return router
+    rows, width = rows_of(config, kind), jnp.dtype(kind.dtype).itemsize
+    inner = (3 if kind.activation in GATED_ACTIVATIONS else 2) * kind.expert_ffn_dim / config.mesh.tensor
+    return width * (rows.stored * (kind.dim + inner) + rows.assigned * kind.dim) + ROUTER_ARRAYS * router
+
+
+def backward_bytes(config: Config, kind: ModelConfig, ffn: float) -> float:
+    """Returns the bytes of temporary arrays in the backward pass of a layer's experts.
+
+    `ffn` is the number of arrays of the feed-forward's width; see `Backend`.
+    """
+    if not kind.num_experts:
+        return 0.0
+    rows, width = rows_of(config, kind), jnp.dtype(kind.dtype).itemsize
+    inner = ffn * kind.expert_ffn_dim / config.mesh.tensor
+    of_rows = rows.stored * (inner + ROW_ARRAYS * kind.dim) + SENT_ARRAYS * rows.sent * kind.dim
+    return width * of_rows + 4 * ROUTER_ARRAYS * _tokens(config) * kind.num_experts
+
+
+def _tokens(config: Config) -> float:
+    return config.train.per_device_batch_size * config.data.seq_len / config.mesh.context
