@@ -44,6 +44,16 @@ CASES = {
     ),
     'nanochat': ({'model__family': 'nanochat'}, 'apart'),
     'latent attention': ({**LATENT, 'model__q_lora_rank': 20}, 'apart'),
+    'latent attention, experts': (
+        {
+            **LATENT,
+            'model__num_experts': 4,
+            'model__num_experts_per_token': 2,
+            'model__expert_ffn_dim': 16,
+            'model__num_dense_layers': 1,
+        },
+        'loop',
+    ),
     'latent attention, full queries, yarn': (
         {
             **LATENT,
