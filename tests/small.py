@@ -24,6 +24,16 @@ LATENT = {
     'model__qk_rope_head_dim': 6,
     'model__v_head_dim': 12,
 }
+# Three layers: one dense layer and two with experts.
+EXPERTS = {
+    'model__family': 'llama',
+    'model__num_layers': 3,
+    'model__num_dense_layers': 1,
+    'model__num_experts': 4,
+    'model__num_experts_per_token': 2,
+    'model__expert_ffn_dim': 16,
+    'model__num_shared_experts': 1,
+}
 
 
 def small_config(num_devices: int = 1, **overrides: Any) -> Config:

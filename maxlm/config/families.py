@@ -102,5 +102,5 @@ def projections(model: ModelConfig) -> tuple[str, ...]:
 
 
 def is_of_experts(path: str) -> bool:
-    """Returns True if a parameter belongs to a projection of experts, whose additional axis numbers the experts."""
+    """Returns True if a parameter with this dotted path has an additional axis that numbers experts."""
     return '.experts.' in path

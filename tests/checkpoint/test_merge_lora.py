@@ -20,7 +20,7 @@ from maxlm.inference.load import load_model
 from maxlm.model.decoder import Decoder
 from tests.adapters import adapter_arrays, with_arrays
 from tests.huggingface.workdirs import MODELS, make_workdir
-from tests.small import small_config
+from tests.small import EXPERTS, small_config
 from tests.test_bad_input import assert_one_line
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (3, 16), dtype=np.int32)
@@ -44,6 +44,7 @@ def random_params(model):
     'settings',
     [
         {'model__family': 'llama', 'model__num_kv_heads': 2},
+        EXPERTS,
         {'model__family': 'gpt2', 'model__lora_target_modules': ('*.out', '*.key')},
     ],
     ids=str,

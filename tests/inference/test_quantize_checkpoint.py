@@ -16,13 +16,14 @@ from maxlm.evaluation.validation import evaluate
 from maxlm.huggingface.export_model import export_model, open_parameters
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import parse_weights, quantize_checkpoint
+from maxlm.model.blocks import is_stacked
 from maxlm.model.layers.weight_only_quantization import Weights, quantized_kernels
 from maxlm.training.state import abstract_model, init_state
 from maxlm.training.step import make_eval_step, make_train_step
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config
 from tests.conftest import ROOT
 from tests.parameters import logits, random_params
-from tests.small import small_config, small_layout
+from tests.small import EXPERTS, small_config, small_layout
 
 STEPS, BATCH, WINDOW = 150, 8, 64
 CONFIG_OVERRIDES = {
@@ -83,9 +84,7 @@ def write(workdir, config, params):
     arrays = {'.'.join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     def streamed(path, values):
-        return StreamedArray(
-            values.shape, lambda layer: values if layer is None else values[layer], path.startswith('blocks.')
-        )
+        return StreamedArray(values.shape, lambda layer: values if layer is None else values[layer], is_stacked(path))
 
     write_step(workdir, STEPS, {path: streamed(path, values) for path, values in arrays.items()})
 
@@ -182,6 +181,32 @@ def test_logits_stay_near(kind, stored, logits_of):
 
     assert ERRORS[kind] / 10 < error(stored[kind]) < ERRORS[kind]
     assert error(with_moved_codes(stored[kind])) > 1.5 * ERRORS['int4']
+
+
+@pytest.mark.parametrize('kind', ['int8', 'int4'])
+def test_experts(kind, tmp_path):
+    config = small_config(**{**CONFIG_OVERRIDES, **EXPERTS, 'model__expert_ffn_dim': 64})
+    write(tmp_path / 'run', config, random_params(config, std=0.1))
+    done = quantize_checkpoint(str(tmp_path / 'run'), str(tmp_path / kind), parse_weights(kind), show=False)
+    plain, stored = (load_model(str(path), num_devices=1) for path in (tmp_path / 'run', done.workdir))
+    experts = stored.params['blocks']['feedforward']['experts']['up']
+    # Two layers of four experts, each with its own scales.
+    assert experts['kernel_scales'].shape == (2, 4, 1 if kind == 'int8' else 2, 64)
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 16), dtype=np.int32)
+
+    def run(model, tokens):
+        graph, _ = nnx.split(abstract_model(model.config, model.layout))
+        return np.asarray(jax.jit(lambda params: logits(graph, params, tokens))(model.params))
+
+    wanted, found = run(plain, tokens), run(stored, tokens)
+
+    def error(found):
+        return np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))
+
+    # Rounding changes the selected experts of a few tokens.
+    assert error(found) < 2 * ERRORS[kind] < error(run(with_moved_codes(stored), tokens))
+    # A few tokens dequantize only the kernels of their experts.
+    np.testing.assert_allclose(run(stored, tokens[:, :1]), found[:, :1], atol=1e-4)
 
 
 def leaves(params):

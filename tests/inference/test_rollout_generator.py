@@ -22,7 +22,7 @@ from tests.inference.engines import new_engine
 from tests.inference.rollout_pair import MAX_PROMPT, MAX_TOKENS, NUM_SAMPLES, PROMPTS, SETTINGS, STD
 from tests.parameters import random_params
 from tests.processes import Processes
-from tests.small import LATENT, small_config, small_layout
+from tests.small import EXPERTS, LATENT, small_config, small_layout
 
 VOCAB = SETTINGS['model__vocab_size']
 FAMILIES = {
@@ -38,6 +38,7 @@ FAMILIES = {
         'model__rope_scaling': 'yarn',
         'model__rope_scaling_factor': 4.0,
     },
+    'llama, experts': EXPERTS,
     'llama, dynamic': {'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
     'llama, latents, adapters': {
         **{key: value for key, value in LATENT.items() if key != 'model__family'},
@@ -64,7 +65,7 @@ class Model(NamedTuple):
 def make(name='llama', std=STD, num_devices=1, **mesh):
     """Returns a model with random parameters, which are the same on every mesh."""
     given = {f'mesh__{axis}': size for axis, size in mesh.items()}
-    config = small_config(num_devices, **SETTINGS, **FAMILIES[name], model__family=name.split(',')[0], **given)
+    config = small_config(num_devices, **{**SETTINGS, **FAMILIES[name], 'model__family': name.split(',')[0], **given})
     layout = small_layout(config)
     return Model(config, layout, random_params(config, layout, std=std))
 
