@@ -15,6 +15,7 @@ VERBS = {
     'plan': 'estimate memory, time and cost of a run on any hardware',
     'doctor': 'check drivers, devices, disks, buckets and data, then run two training steps',
     'train': 'train a model, or resume a run',
+    'distill': 'store the outputs of a teacher for a dataset, to train a smaller model on them',
     'grpo': 'train a model with reinforcement learning (GRPO)',
     'recipe': 'run the phases of a recipe, from raw text to the exported model',
     'monitor': 'watch runs in the terminal: progress, cost, loss, devices, events',

@@ -8,7 +8,7 @@
 CKPT is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. import creates a workdir with the
 model as step 0, for evaluation, generation, and further training with `--config.train.init_from=WORKDIR`. For a run
 with adapters (model.lora_rank), export merges them into the model, and export-adapter writes only the adapters, for
-PEFT. export-gguf writes one file for llama.cpp, for models with the architectures of Llama and Qwen3. Quantized weights
+PEFT. export-gguf writes one file for llama.cpp, for the architectures that it runs (docs/models.md). Quantized weights
 are dequantized.
 """
 
@@ -21,7 +21,7 @@ import sys
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.formatting import format_bytes
 from maxlm.hints import print_next
-from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import AUTO
 from maxlm.huggingface.export_gguf import BLOCK, TYPES, export_gguf
 from maxlm.huggingface.export_model import DTYPE, export_model

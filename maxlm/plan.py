@@ -42,6 +42,7 @@ from maxlm.planning.search import Override
 from maxlm.planning.targets import Target, parse_target
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import Kind, PathOption
+from maxlm.workdir.teacher import with_teacher
 
 # A sweep doubles the number of devices of the target up to this limit.
 LARGEST_SWEEP = 4096
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
     jax.config.update('jax_platforms', 'cpu')
     # With --json, stdout contains only JSON, and warnings go to stderr.
     with contextlib.nullcontext() if options.json else Console():
-        config = load(options.config, overrides)
+        config = with_teacher(load(options.config, overrides))
         target = parse_target(options.target)
         if target.chip.platform == 'cpu':
             # For other targets, the cache could write a compiled program but not read it.

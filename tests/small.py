@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.parallel.layout import Layout, make_layout
 from maxlm.training.state import TrainState, abstract_state
 
@@ -36,8 +37,11 @@ EXPERTS = {
 }
 
 
-def small_config(num_devices: int = 1, **overrides: Any) -> Config:
-    """Returns a resolved config of a two-layer model; overrides have the form `model__dim=16`."""
+def small_config(num_devices: int = 1, *, teacher: ModelConfig | None = None, **overrides: Any) -> Config:
+    """Returns a resolved config of a two-layer model; overrides have the form `model__dim=16`.
+
+    `teacher` is the model of `distill.teacher`.
+    """
     values = default()
     settings = {
         'model__num_layers': 2,
@@ -54,7 +58,10 @@ def small_config(num_devices: int = 1, **overrides: Any) -> Config:
     for key, value in settings.items():
         section, name = key.split('__')
         values[section][name] = value
-    return resolve(build(values), platform='cpu', num_devices=num_devices, vocab_size=VOCAB, windows=100)
+    if teacher is not None:
+        values.distill.teacher = 'runs/teacher'
+    config = dataclasses.replace(build(values), teacher=teacher)
+    return resolve(config, platform='cpu', num_devices=num_devices, vocab_size=VOCAB, windows=100)
 
 
 def small_layout(config: Config) -> Layout:

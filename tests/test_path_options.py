@@ -16,7 +16,7 @@ from maxlm.__main__ import VERBS
 from maxlm.config import schema
 from maxlm.config.loading import load
 from maxlm.config.path_keys import PATHS, SOURCE, TASK
-from maxlm.config.sections import model, monitoring, optimizer, posttraining
+from maxlm.config.sections import distill, model, monitoring, optimizer, posttraining
 from maxlm.data.chat.template import load_template
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
@@ -118,7 +118,7 @@ def test_a_forgotten_option_is_found():
 
 def keys_with_comments():
     """Returns each config key with its comment."""
-    for module in (schema, model, posttraining, monitoring, optimizer):
+    for module in (schema, distill, model, posttraining, monitoring, optimizer):
         text = Path(module.__file__).read_text()
         for section, body in re.findall(r'class (\w+)Config:\n(.*?)(?=\n\n\n|\Z)', text, re.DOTALL):
             comment = ''
@@ -192,6 +192,7 @@ def required(command, replaced):
         'plan': ['--config=in', '--target=cpu'],
         'doctor': ['--workdir=out'],
         'train': ['--config=in', '--workdir=out'],
+        'distill': ['--data=in', '--teacher=in', '--output=out'],
         'grpo': ['--config=in', '--workdir=out'],
         'monitor': ['workdirs=in'],
         'report': ['workdirs=in'],

@@ -9,7 +9,7 @@ from flax import nnx
 from maxlm.config.loading import build, default
 from maxlm.config.validation import validate
 from maxlm.errors import InputError
-from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.model.blocks import Block, block_class
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 from maxlm.training.gradients import split_micro_batches

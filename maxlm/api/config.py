@@ -12,6 +12,7 @@ from maxlm.config import schema
 from maxlm.config.loading import load, override
 from maxlm.config.resolve import resolve
 from maxlm.hardware.chips import capability_of
+from maxlm.workdir.teacher import with_teacher
 
 if TYPE_CHECKING:
     from maxlm.api.dataset import Dataset
@@ -61,7 +62,7 @@ class Config(schema.Config):
             InputError: the values are inconsistent, or `train.per_device_batch_size` is `auto`.
         """
         resolved = resolve(
-            self.replace({'data.path': dataset.path}),
+            with_teacher(self.replace({'data.path': dataset.path})),
             platform=jax.default_backend(),
             num_devices=jax.device_count(),
             vocab_size=dataset.vocab_size,

@@ -29,7 +29,8 @@ from maxlm.inference.prompts import chat_prompt, text_prompt
 from maxlm.inference.resolve_model import resolved_checkpoint
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.scoring import LogprobScorer, windows
-from maxlm.model.decoder import softcap, without_padding
+from maxlm.model.decoder import without_padding
+from maxlm.model.layers.softcap import softcap
 from maxlm.training.state import Params, abstract_model
 
 # Number of prompts that are continued at the same time.

@@ -18,6 +18,7 @@ from maxlm.planning.report import as_json, as_text, cost_of
 from maxlm.planning.scaling import Data
 from maxlm.planning.search import choose_micro_batch, search_layouts, verify_by_compiling
 from maxlm.planning.targets import CompilerMissingError, Target, check_compiler, parse_target
+from maxlm.workdir.teacher import with_teacher
 
 # Default if neither the config nor the data set defines a vocabulary: that of GPT-2.
 USUAL_VOCABULARY = 50_257
@@ -64,7 +65,7 @@ class Plan:
         Raises:
             InputError: the config or the target is not usable.
         """
-        self._config, self._terms = to_config(config), terms
+        self._config, self._terms = with_teacher(to_config(config)), terms
         self.target: Target = parse_target(target)
         self._data = planned_data(self._config, vocab_size)
         self.why_estimated = why_estimated(self.target, estimate=estimate)

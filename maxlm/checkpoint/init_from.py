@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.item_metadata import descriptions, item_metadata, key_name, named_leaves
-from maxlm.checkpoint.params import check_params, params_item, restore_params
+from maxlm.checkpoint.params import check_params, is_mtp, params_item, restore_params, unused_mtp
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.data.tokenizer.extension import extension_error
 from maxlm.data.tokenizer.tokenizer import Tokenizer
@@ -113,8 +113,9 @@ def open_init_checkpoint(
 ) -> InitCheckpoint:
     """Compares a step with the parameters of a run, without reading its arrays.
 
-    Missing adapters are freshly initialized. The vocabulary may be smaller than the run's if the run's tokenizer
-    extends the checkpoint's. All other parameters must exist with the shapes of the config.
+    Missing adapters and modules of multi-token prediction are freshly initialized; the checkpoint's modules are ignored
+    if the config has none. The vocabulary may be smaller than the run's if the run's tokenizer extends the
+    checkpoint's. All other parameters must exist with the shapes of the config.
 
     Args:
         step: result of `find_step`.
@@ -128,6 +129,7 @@ def open_init_checkpoint(
     item = params_item(step)
     path = to_path(step) / item
     has = named_leaves(item_metadata(path))
+    wants = named_leaves(abstract)
     if (sums := checksums.read_checksums(step)) is not None:
         # A corrupt description could be mistaken for another model.
         checksums.check_descriptions(path, sums, descriptions(has))
@@ -135,7 +137,7 @@ def open_init_checkpoint(
         raise InputError(
             f'{path}: quantized weights cannot be trained; set train.init_from to the checkpoint before quantization'
         )
-    wants = named_leaves(abstract)
+    has = {name: leaf for name, leaf in has.items() if name not in unused_mtp(has, wants)}
     before = _read_run_config(step)
     _check_adapters(path, has, wants, config.model, None if before is None else before.model)
     _check_positions(path, has, wants)
@@ -146,10 +148,11 @@ def open_init_checkpoint(
         for key, value in tree.items():
             name = f'{prefix}{key}'
             if isinstance(value, Mapping):
-                found[key] = as_stored(value, f'{name}.')
+                if inner := as_stored(value, f'{name}.'):
+                    found[key] = inner
             elif vocab_resize is not None and name in VOCABULARY:
                 found[key] = _stored_table(value, has[name].shape, VOCABULARY[name])
-            elif name in has or key not in ADAPTERS:
+            elif name in has or not (key in ADAPTERS or is_mtp(name)):
                 found[key] = value
         return found
 

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from maxlm.checkpoint.fetch import find_local_step
-from maxlm.checkpoint.params import params_item
+from maxlm.checkpoint.params import params_item, without_mtp
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.config.families import is_of_experts
 from maxlm.config.loading import to_json
@@ -63,16 +63,19 @@ def merge(params: Mapping[str, Any], model: ModelConfig, *, is_expert: bool = Fa
 
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
-    """Returns the model config without adapters."""
+    """Returns the model config without adapters and without modules of multi-token prediction."""
     plain = ModelConfig()
     return dataclasses.replace(
-        model, lora_rank=plain.lora_rank, lora_alpha=plain.lora_alpha, lora_target_modules=plain.lora_target_modules
+        without_mtp(model),
+        lora_rank=plain.lora_rank,
+        lora_alpha=plain.lora_alpha,
+        lora_target_modules=plain.lora_target_modules,
     )
 
 
 def adapter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a resolved model's adapters by dotted path, stacked over layers."""
-    state = nnx.state(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(without_mtp(model), rngs=nnx.Rngs(0))))
     flat = {'.'.join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
     return {name: tuple(variable.shape) for name, variable in flat.items() if name.endswith((LORA_A, LORA_B))}
 

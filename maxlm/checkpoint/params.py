@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,10 @@ from etils import epath
 
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.item_metadata import descriptions, item_metadata, key_name, translate_errors
+from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
+from maxlm.log import logger
+from maxlm.model.mtp import MTP
 from maxlm.training.state import Params
 from maxlm.workdir.step_dirs import to_path
 
@@ -29,11 +33,38 @@ def restore_params(step_directory: epath.Path, abstract: Params, *, item: str = 
     """
     path = to_path(step_directory) / item
     stored = checksums.read_checksums(path.parent)
-    check_tree(path, abstract, stored=stored)
-    params = read_arrays(path, abstract)
+    unused = check_tree(path, abstract, stored=stored, may_have_mtp=True)
+    if unused:
+        log_unused_mtp(path)
+    params = read_arrays(path, abstract, is_complete=not unused)
     if stored is not None:
-        verify_items(path.parent, {item: params}, stored)
+        used = {name: text for name, text in stored.get(item, {}).items() if name not in unused}
+        verify_items(path.parent, {item: params}, {**stored, item: used} if item in stored else stored)
     return params
+
+
+def unused_mtp(stored: Iterable[str], wanted: Iterable[str] = ()) -> set[str]:
+    """Returns the names of stored parameters of multi-token prediction, or nothing if the model has such parameters."""
+    if any(is_mtp(name) for name in wanted):
+        return set()
+    return {name for name in stored if is_mtp(name)}
+
+
+def is_mtp(name: str) -> bool:
+    """Returns True if the parameter with this dotted name belongs to a module of multi-token prediction."""
+    return name.startswith(f'{MTP}.')
+
+
+def log_unused_mtp(path: Any) -> None:
+    """Logs that the modules of multi-token prediction of an item are not read."""
+    logger.info(
+        f'{path}: left out the modules of multi-token prediction, which only training with model.mtp_depth uses'
+    )
+
+
+def without_mtp(model: ModelConfig) -> ModelConfig:
+    """Returns the model config without modules of multi-token prediction."""
+    return dataclasses.replace(model, mtp_depth=0)
 
 
 def params_item(step_directory: epath.Path) -> str:
@@ -49,7 +80,7 @@ def check_params(step_directory: epath.Path, abstract: Params) -> None:
     """
     advice = 'choose a checkpoint of this model, or configure the model of the checkpoint'
     path = to_path(step_directory) / params_item(step_directory)
-    check_tree(path, abstract, advice, stored=checksums.read_checksums(path.parent))
+    check_tree(path, abstract, advice, stored=checksums.read_checksums(path.parent), may_have_mtp=True)
 
 
 def copy_params(params: Params) -> Params:
@@ -67,15 +98,21 @@ def chunked_by_layer(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(arguments, tree)
 
 
-def read_arrays(path: epath.Path, abstract: Any) -> Any:
+def read_arrays(path: epath.Path, abstract: Any, *, is_complete: bool = True) -> Any:
     """Reads an item of arrays, sharded like `abstract`. Each process reads independently, so one process may fail.
+
+    If `is_complete` is False, the item may contain other arrays, which are not read.
 
     Raises:
         CorruptCheckpointError: the item cannot be read.
     """
-    handler = ocp.StandardCheckpointHandler()
+    handler: Any = ocp.StandardCheckpointHandler() if is_complete else ocp.PyTreeCheckpointHandler()
+    arguments = ocp.args.StandardRestore(abstract)
+    if not is_complete:
+        placed = ocp.checkpoint_utils.construct_restore_args(abstract)
+        arguments = ocp.args.PyTreeRestore(abstract, restore_args=placed, partial_restore=True)
     try:
-        return translate_errors(path, lambda: handler.restore(path, args=ocp.args.StandardRestore(abstract)))
+        return translate_errors(path, lambda: handler.restore(path, args=arguments))
     finally:
         handler.close()
 
@@ -102,7 +139,8 @@ def check_tree(
     advice: str = 'choose another --workdir or the config it was trained with',
     *,
     stored: Mapping[str, checksums.Sums] | None,
-) -> None:
+    may_have_mtp: bool = False,
+) -> set[str]:
     """Compares stored names, shapes and dtypes with the expected ones. Orbax would silently cast dtypes.
 
     Args:
@@ -110,6 +148,10 @@ def check_tree(
         abstract: expected tree.
         advice: remedy at the end of the error message.
         stored: checksums of the step, if any. They distinguish corruption from another model.
+        may_have_mtp: the item may contain modules of multi-token prediction that `abstract` lacks.
+
+    Returns:
+        The names of the arrays of these modules.
 
     Raises:
         CorruptCheckpointError: the item is missing, or its descriptions differ from the saved ones.
@@ -118,7 +160,8 @@ def check_tree(
     has, wants = descriptions(item_metadata(path)), descriptions(abstract)
     if stored is not None:
         checksums.check_descriptions(path, stored, has)
-    for name in sorted(has.keys() | wants.keys()):
+    unused = unused_mtp(has, wants) if may_have_mtp else set()
+    for name in sorted((has.keys() | wants.keys()) - unused):
         if has.get(name) != wants.get(name):
             there = has.get(name, 'missing')
             wanted = wants.get(name, 'missing')
@@ -126,3 +169,4 @@ def check_tree(
                 f'{path}: checkpoint of another model: {name} is {there} in the checkpoint but {wanted} in the config; '
                 f'{advice}'
             )
+    return unused

@@ -23,6 +23,7 @@ from orbax.checkpoint import type_handlers
 
 from maxlm.checkpoint.checksums import array_checksum, read_checksums, verify_checksums
 from maxlm.checkpoint.item_metadata import item_metadata, translate_errors
+from maxlm.checkpoint.params import log_unused_mtp, unused_mtp
 from maxlm.errors import InputError, os_message
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, to_path
 
@@ -43,6 +44,8 @@ class ParamsReader:
     If the step has checksums, an array is verified as soon as all of it was read: a complete array immediately, a stack
     with its last layer. Earlier layers of a stack are returned unverified.
 
+    Modules of multi-token prediction are left out.
+
     Attributes:
         shapes: dotted path → stored shape, with the layer axis for arrays below `blocks`.
         dtypes: dotted path → dtype.
@@ -62,6 +65,9 @@ class ParamsReader:
         self._path = to_path(step_directory) / item
         tree = item_metadata(self._path)
         described = {leaf.name: leaf for leaf in jax.tree.leaves(tree)}
+        if unused := unused_mtp(described):
+            log_unused_mtp(self._path)
+            described = {name: leaf for name, leaf in described.items() if name not in unused}
         for name, leaf in described.items():
             if leaf.dtype != np.float32 and not may_be_quantized:
                 raise InputError(

@@ -16,17 +16,29 @@ _GPT2: dict[str, object] = {
     'position_embedding': 'learned',
     'partial_rotary_factor': 1.0,
     'rope_theta': 10_000.0,
+    'rope_local_theta': 0.0,
     'norm': 'layernorm',
     'norm_epsilon': 1e-5,
     'norm_use_scale': True,
+    'norm_unit_offset': False,
+    'norm_placement': 'pre',
     'qk_norm': False,
+    'qk_norm_scope': 'head',
     'embedding_norm': False,
+    'embedding_multiplier': 1.0,
+    'residual_multiplier': 1.0,
+    'attention_multiplier': 0.0,
+    'attention_softcap': 0.0,
+    'logits_scaling': 1.0,
     'logit_softcap': 0.0,
     'attention_sinks': False,
     'activation': 'gelu_tanh',
     'use_bias': True,
+    'qkv_bias': False,
     'parallel_residual': False,
     'tie_embeddings': True,
+    'attention_pattern': 'L',
+    'sliding_window': 0,
     'init': 'normal',
 }
 
@@ -62,6 +74,89 @@ _QWEN3: dict[str, object] = {
     'qk_norm': True,
 }
 
+# Qwen Team 2024, "Qwen2.5 Technical Report": Llama with biases of queries, keys and values. Models up to 3B tie the
+# output to the embedding.
+_QWEN2: dict[str, object] = {
+    **_LLAMA,
+    'rope_theta': 1_000_000.0,
+    'norm_epsilon': 1e-6,
+    'qkv_bias': True,
+}
+
+# Hugging Face 2025, SmolLM3: Llama without rotary positions in every fourth layer (Yang et al. 2025, "Rope to Nope and
+# Back Again"), and a tied output.
+_SMOLLM3: dict[str, object] = {
+    **_LLAMA,
+    'rope_theta': 2_000_000.0,
+    'norm_epsilon': 1e-6,
+    'attention_pattern': 'LLLN',
+    'tie_embeddings': True,
+}
+
+# OLMo Team 2024, "2 OLMo 2 Furious": Llama with norms of the outputs of attention and feed-forward instead of their
+# inputs, and queries and keys normalized over all heads.
+_OLMO2: dict[str, object] = {
+    **_LLAMA,
+    'rope_theta': 500_000.0,
+    'norm_epsilon': 1e-6,
+    'norm_placement': 'post',
+    'qk_norm': True,
+    'qk_norm_scope': 'projection',
+}
+
+# OLMo Team 2025, "OLMo 3": OLMo 2 with sliding windows in three of four layers, whose rotary frequencies stay those of
+# the original training if `model.rope_scaling` extends the context.
+_OLMO3: dict[str, object] = {
+    **_OLMO2,
+    'rope_local_theta': 500_000.0,
+    'attention_pattern': 'SSSL',
+    'sliding_window': 4096,
+}
+
+# IBM 2024, Granite 3: Llama with factors of embedding, residual branches, scores and logits, as in maximal update
+# parametrization (Yang et al. 2022). These values are those of granite-3.3-2b-base.
+_GRANITE: dict[str, object] = {
+    **_LLAMA,
+    'rope_theta': 10_000_000.0,
+    'embedding_multiplier': 12.0,
+    'residual_multiplier': 0.22,
+    'attention_multiplier': 0.015625,
+    'logits_scaling': 8.0,
+    'tie_embeddings': True,
+}
+
+# Abdin et al. 2024, "Phi-3 Technical Report": Llama. Phi-4-mini rotates 3/4 of each head and ties the output.
+_PHI3: dict[str, object] = {**_LLAMA}
+
+# Gemma Team 2024, "Gemma 2": RMSNorm with 1 + scale before and after each branch, GEGLU, alternating windows, soft caps
+# of scores and logits, and a scaled, tied embedding.
+_GEMMA2: dict[str, object] = {
+    **_LLAMA,
+    'norm_epsilon': 1e-6,
+    'norm_unit_offset': True,
+    'norm_placement': 'both',
+    'embedding_multiplier': 0.0,
+    'attention_softcap': 50.0,
+    'logit_softcap': 30.0,
+    'activation': 'geglu_tanh',
+    'tie_embeddings': True,
+    'attention_pattern': 'SL',
+    'sliding_window': 4096,
+}
+
+# Gemma Team 2025, "Gemma 3 Technical Report": Gemma 2 with normalized queries and keys instead of soft caps, five
+# layers with windows for each full layer, and different rotary frequencies for the two kinds of layers.
+_GEMMA3: dict[str, object] = {
+    **_GEMMA2,
+    'rope_theta': 1_000_000.0,
+    'rope_local_theta': 10_000.0,
+    'qk_norm': True,
+    'attention_softcap': 0.0,
+    'logit_softcap': 0.0,
+    'attention_pattern': 'SSSSSL',
+    'sliding_window': 512,
+}
+
 # Karpathy 2025, nanochat: norms without parameters, also after the embedding and on queries and keys; squared ReLU
 # (So et al. 2021, "Primer"); logits soft-capped to ±15; untied output; residual outputs initialized to zero.
 _NANOCHAT: dict[str, object] = {
@@ -79,13 +174,21 @@ FAMILIES: dict[str, dict[str, object]] = {
     'gpt2': _GPT2,
     'gpt_neox': _GPT_NEOX,
     'llama': _LLAMA,
+    'qwen2': _QWEN2,
     'qwen3': _QWEN3,
+    'smollm3': _SMOLLM3,
+    'olmo2': _OLMO2,
+    'olmo3': _OLMO3,
+    'granite': _GRANITE,
+    'phi3': _PHI3,
+    'gemma2': _GEMMA2,
+    'gemma3': _GEMMA3,
     'nanochat': _NANOCHAT,
 }
 
 
-# Values of model.activation that take the outputs of two projections.
-GATED_ACTIVATIONS = ('swiglu', 'swiglu_oai')
+# Values of model.activation with two input projections.
+GATED_ACTIVATIONS = ('swiglu', 'swiglu_oai', 'geglu_tanh')
 
 
 def projections(model: ModelConfig) -> tuple[str, ...]:

@@ -168,13 +168,16 @@ def from_json(text: str) -> Config:
 
 
 def to_json(config: Config) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=2) + '\n'
+    return json.dumps(_as_dict(config), indent=2) + '\n'
 
 
 def flatten(config: Config) -> dict[str, Any]:
     """Returns the config as a flat dict from `section.key` to value."""
-    sections = dataclasses.asdict(config)
-    return {f'{section}.{key}': value for section, keys in sections.items() for key, value in keys.items()}
+    return {f'{section}.{key}': value for section, keys in _as_dict(config).items() for key, value in keys.items()}
+
+
+def _as_dict(config: Config) -> dict[str, dict[str, Any]]:
+    return {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS}
 
 
 def _freeze(values: ConfigDict) -> Config:

@@ -87,6 +87,11 @@ def check_layout(config: Config) -> None:
                 f'mesh.context={mesh.context} with model.attention_sinks=True: ring attention does not support '
                 'attention sinks; set mesh.context=1'
             )
+        if model.attention_softcap:
+            raise InputError(
+                f'mesh.context={mesh.context} with model.attention_softcap={model.attention_softcap}: ring attention '
+                'has no soft cap of the scores; set mesh.context=1'
+            )
         windows = [('data.seq_len', config.data.seq_len)]
         windows += [('a length of data.seq_len_schedule', window) for window, _ in config.data.seq_len_schedule]
         # For load balance, each device gets two chunks: one from the first half and one from the second half.
@@ -99,6 +104,12 @@ def check_layout(config: Config) -> None:
     if mesh.host_offload == 'all' and mesh.stage > 1:
         raise InputError(
             'mesh.host_offload=all: pipeline stages cannot offload their parameters; set mesh.host_offload=optimizer'
+        )
+    if model.mtp_depth and mesh.stage * mesh.context > 1:
+        raise InputError(
+            f'model.mtp_depth={model.mtp_depth} with mesh.stage={mesh.stage} and mesh.context={mesh.context}: '
+            'multi-token prediction supports neither pipelines nor context parallelism; set both to 1, or '
+            'model.mtp_depth=0'
         )
     if mesh.stage > 1:
         _check_stages(config)

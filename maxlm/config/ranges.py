@@ -56,6 +56,7 @@ FRACTION_ABOVE_0 = Range(0, 1, above=True)
 EPSILON = Range(1e-30, 1)
 # Number of turns and scale factors of rotary positions.
 TURNS = Range(0, 1e5, above=True)
+MULTIPLIER = Range(1e-4, 1e5)
 COUNT = Range(0, 10**5)
 COUNT_FROM_1 = Range(1, 10**5)
 # Threads and processes on one machine.
@@ -91,6 +92,7 @@ RANGES: dict[str, Range] = {
     'model.max_positions': Range(0, INT32),
     'model.partial_rotary_factor': FRACTION_ABOVE_0,
     'model.rope_theta': Range(1, 1e12),
+    'model.rope_local_theta': Range(1, 1e12, or_zero=True),
     'model.rope_scaling_factor': Range(1, 1e5),
     'model.original_max_positions': Range(0, INT32),
     'model.rope_low_freq_factor': TURNS,
@@ -100,10 +102,16 @@ RANGES: dict[str, Range] = {
     'model.rope_attention_factor': Range(0.01, 100, or_zero=True),
     'model.rope_mscale_all_dim': Range(0, 100),
     'model.norm_epsilon': EPSILON,
+    'model.embedding_multiplier': Range(1e-4, 1e5, or_zero=True),
+    'model.residual_multiplier': MULTIPLIER,
+    'model.attention_multiplier': Range(1e-4, 1e5, or_zero=True),
+    'model.attention_softcap': Range(0.1, 1e5, or_zero=True),
+    'model.logits_scaling': MULTIPLIER,
     'model.logit_softcap': Range(0.1, 1e5, or_zero=True),
     'model.sliding_window': Range(0, INT32),
     'model.init_std': Range(1e-30, 1),
     'model.dropout': FRACTION_BELOW_1,
+    'model.mtp_depth': Range(0, 16),
     'model.quantization_group_size': Range(0, 2**24),
     'model.lora_rank': Range(0, 2**16),
     'model.lora_alpha': Range(0, 1e5, above=True),
@@ -132,6 +140,7 @@ RANGES: dict[str, Range] = {
     'train.load_balancing_loss': WEIGHT,
     'train.router_z_loss': WEIGHT,
     'train.router_bias_rate': WEIGHT,
+    'train.mtp_loss_weight': Range(0, WEIGHT.high, above=True),
     'train.initial_loss_scale': Range(1, 2**30),
     'train.loss_scale_growth_interval': STEPS_FROM_1,
     'train.hang_timeout_seconds': Range(0, SECONDS.high, above=True),
@@ -187,6 +196,9 @@ RANGES: dict[str, Range] = {
     'grpo.kl_coef': WEIGHT,
     'grpo.eval_num_prompts': STEPS,
     'grpo.eval_num_generations': COUNT,
+    'distill.weight': FRACTION_ABOVE_0,
+    'distill.temperature': Range(0.01, 1000),
+    'distill.top_k': Range(0, INT32),
     'alerts.min_utilization': Range(0, 100),
     'alerts.min_mfu': FRACTION,
     'alerts.min_tokens_per_second': Range(0, 1e12),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,6 +92,7 @@ def resolve(
         head_dim=model.head_dim or model.qk_nope_head_dim + model.qk_rope_head_dim or model.dim // model.num_heads,
         ffn_dim=model.ffn_dim or (gated_dim if model.activation in GATED_ACTIVATIONS else 4 * model.dim),
         max_positions=model.max_positions or window,
+        embedding_multiplier=model.embedding_multiplier or math.sqrt(model.dim),
     )
     if model.num_experts:
         model = dataclasses.replace(
@@ -116,7 +118,53 @@ def resolve(
     )
     check_layout(config)
     _check_matmul(config, platform, capability)
-    return config
+    return dataclasses.replace(config, teacher=_resolved_teacher(config, platform))
+
+
+def _resolved_teacher(config: Config, platform: str) -> ModelConfig | None:
+    """Returns the model of a resolved config's teacher as the step computes it: in the dtype of the run.
+
+    Raises:
+        InputError: the teacher does not fit to the vocabulary, the sequence length or the mesh of the run.
+    """
+    assert bool(config.distill.teacher) == (config.teacher is not None), 'see `maxlm.workdir.teacher.with_teacher`'
+    if config.distill.logits_dir and not config.distill.top_k:
+        raise InputError(
+            f'distill.top_k=0 with distill.logits_dir={config.distill.logits_dir}: set it to the number of stored '
+            'tokens for each position (--top-k of `maxlm distill`) or less'
+        )
+    if config.teacher is None:
+        return None
+    key, window = f'distill.teacher={config.distill.teacher}', config.data.seq_len
+    teacher = dataclasses.replace(
+        config.teacher,
+        dtype=config.model.dtype,
+        attention='auto',
+        matmul_precision='default',
+        remat_policy='none',
+        dropout=0.0,
+        mtp_depth=0,
+    )
+    if teacher.weight_quantization != 'float':
+        raise InputError(f'{key}: the teacher is quantized; choose the checkpoint before quantization')
+    if teacher.vocab_size != config.model.vocab_size:
+        raise InputError(
+            f'{key}: the teacher has model.vocab_size={teacher.vocab_size}, but the student has '
+            f'{config.model.vocab_size}; set model.vocab_size={teacher.vocab_size}, or choose a teacher with the same '
+            'tokenizer'
+        )
+    if teacher.position_embedding == 'learned' and teacher.max_positions < window:
+        raise InputError(
+            f'{key}: the teacher has learned positions for {teacher.max_positions} tokens, but data.seq_len={window}; '
+            f'set data.seq_len={teacher.max_positions} or less'
+        )
+    alone = dataclasses.replace(config, model=teacher, teacher=None)
+    teacher = dataclasses.replace(teacher, attention=_attention_kernel(alone, platform))
+    try:
+        check_layout(alone)
+    except InputError as error:
+        raise InputError(f'{key}: {error}') from error
+    return teacher
 
 
 def resolve_on(
@@ -220,6 +268,8 @@ def _cudnn_needs(model: ModelConfig) -> str:
     if model.attention_sinks:
         return _NO_SINKS
     # Limits of cuDNN on all supported GPUs.
+    if model.attention_softcap:
+        return f'model.attention_softcap=0; found {model.attention_softcap}'
     if model.dtype in ('bfloat16', 'float16') and model.head_dim % 8 == 0 and model.head_dim <= 128:
         return ''
     return (

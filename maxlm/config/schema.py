@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from typing import Any
 
+from maxlm.config.sections.distill import DistillConfig
 from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.monitoring import AlertsConfig, EvalConfig, MetricsConfig, ProfileConfig
 from maxlm.config.sections.optimizer import GuardConfig, OptimizerConfig
@@ -103,6 +104,9 @@ class TrainConfig:
     router_z_loss: float = 0.0
     # Change of the bias of model.router_balance_bias per step, toward a balanced load (DeepSeek-V3: 0.001).
     router_bias_rate: float = 0.001
+    # Weight of the mean cross-entropy of the model.mtp_depth additional tokens. DeepSeek-V3 starts with 0.3 and ends
+    # with 0.1.
+    mtp_loss_weight: float = 0.3
     # Training objective: next_token (cross-entropy) | dpo (pairs of answers: section dpo) | grpo (rewards of responses:
     # section grpo, for maxlm.grpo).
     objective: str = 'next_token'
@@ -192,8 +196,8 @@ class ExportConfig:
     # Directory or URL (gs://bucket/model or s3://bucket/model) of the export. '' = WORKDIR/hf, which is also uploaded
     # to checkpoint.remote_dir.
     to: str = ''
-    # Architecture of Transformers: auto (one that other programs support) | gpt2 | gpt_neox | llama | mistral | qwen3 |
-    # deepseek_v3 | nanochat (only Transformers 5 or later can run it).
+    # Architecture of Transformers: auto (one that other programs support), or one of the table in docs/models.md, such
+    # as llama. Only Transformers 5 or later can run nanochat.
     architecture: str = 'auto'
 
 
@@ -215,6 +219,15 @@ class Config:
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
+    distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
+    # Model of distill.teacher, which is no section: `maxlm.workdir.teacher` reads it from the teacher's config.
+    teacher: ModelConfig | None = None
+
+    @property
+    def of_teacher(self) -> Config:
+        """Returns the config with the model of the teacher in place of its own (resolved configs only)."""
+        assert self.teacher is not None
+        return dataclasses.replace(self, model=self.teacher, teacher=None)
 
     @property
     def has_reference(self) -> bool:
@@ -283,5 +296,7 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {
-    field.name: typing.get_type_hints(Config)[field.name] for field in dataclasses.fields(Config)
+    field.name: typing.get_type_hints(Config)[field.name]
+    for field in dataclasses.fields(Config)
+    if field.name != 'teacher'
 }

@@ -10,10 +10,11 @@ from typing import Any
 
 from maxlm.config.families import FAMILIES
 from maxlm.config.ranges import Range, check_ranges
-from maxlm.config.schema import Config, DataConfig, ModelConfig
+from maxlm.config.schema import Config, DataConfig
 from maxlm.config.user_function import is_function_name
-from maxlm.config.validation_attention import check_latent_attention
+from maxlm.config.validation_architecture import check_architecture
 from maxlm.config.validation_experts import check_experts
+from maxlm.config.validation_losses import check_distill, check_mtp
 from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
 from maxlm.errors import InputError
 
@@ -28,8 +29,10 @@ CHOICES = {
     'model.family': tuple(FAMILIES),
     'model.position_embedding': ('learned', 'rotary'),
     'model.norm': ('layernorm', 'rmsnorm'),
-    'model.rope_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3'),
-    'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'swiglu_oai', 'relu2'),
+    'model.norm_placement': ('pre', 'post', 'both'),
+    'model.qk_norm_scope': ('head', 'projection'),
+    'model.rope_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope'),
+    'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'swiglu_oai', 'geglu_tanh', 'relu2'),
     'model.router_score': ('softmax', 'sigmoid'),
     'model.expert_group_score': ('max', 'top2'),
     'model.expert_matmul': ('auto', 'ragged_dot', 'tokamax', 'loop'),
@@ -49,7 +52,24 @@ CHOICES = {
     'mesh.zero_stage': (1, 2, 3),
     'mesh.host_offload': ('none', 'optimizer', 'all'),
     'metrics.wandb': ('', 'online', 'offline'),
-    'export.architecture': ('auto', 'gpt2', 'gpt_neox', 'llama', 'mistral', 'qwen3', 'deepseek_v3', 'nanochat'),
+    'export.architecture': (
+        'auto',
+        'gpt2',
+        'gpt_neox',
+        'llama',
+        'mistral',
+        'qwen2',
+        'qwen3',
+        'smollm3',
+        'olmo2',
+        'olmo3',
+        'granite',
+        'phi3',
+        'gemma2',
+        'gemma3_text',
+        'deepseek_v3',
+        'nanochat',
+    ),
 }
 
 SOURCE_WEIGHT = Range(0, 1e9, above=True)
@@ -122,9 +142,7 @@ def validate(config: Config) -> None:
             f'model.weight_quantization={model.weight_quantization}: quantized weights cannot be trained; set it to '
             'float, and quantize the trained checkpoint with `maxlm quantize`'
         )
-    check_latent_attention(model)
-    _check_rotary(model)
-    _check_attention_pattern(model)
+    check_architecture(model)
     check_adapters(model)
     check_experts(config)
     _check_alerts(config)
@@ -135,6 +153,8 @@ def validate(config: Config) -> None:
     check_dpo(config)
     _check_functions(config)
     check_trained(config)
+    check_mtp(config)
+    check_distill(config)
     _check_guard(config)
     if model.position_embedding == 'learned' and model.max_positions and model.max_positions < data.seq_len:
         raise InputError(
@@ -298,53 +318,6 @@ def _check_guard(config: Config) -> None:
                 f'{key}={_value(config, key)} with data.sources_schedule: the steps at which the weights change must '
                 'be known at the start; set train.num_steps or train.num_tokens'
             )
-
-
-def _check_rotary(model: ModelConfig) -> None:
-    for small, large in (('rope_low_freq_factor', 'rope_high_freq_factor'), ('rope_beta_slow', 'rope_beta_fast')):
-        if getattr(model, small) >= getattr(model, large):
-            raise InputError(
-                f'model.{small}={getattr(model, small)} must be below model.{large}={getattr(model, large)}'
-            )
-    if model.rope_scaling_factor != 1 and model.rope_scaling == 'none':
-        raise InputError(
-            f'model.rope_scaling_factor={model.rope_scaling_factor} has no effect with model.rope_scaling=none; set '
-            'model.rope_scaling to linear, dynamic, yarn or llama3'
-        )
-    if model.position_embedding != 'rotary':
-        if model.rope_scaling != 'none':
-            raise InputError(
-                f'model.rope_scaling={model.rope_scaling} requires rotary positions, but '
-                f'model.position_embedding={model.position_embedding}; set model.position_embedding=rotary'
-            )
-        return
-    head_dim = model.qk_rope_head_dim or model.head_dim or model.dim // model.num_heads
-    rotated = round(model.partial_rotary_factor * head_dim)
-    if rotated % 2:
-        raise InputError(
-            f'model.partial_rotary_factor={model.partial_rotary_factor} of head_dim {head_dim} is an odd number of '
-            'dimensions; choose a factor that gives an even number, since rotary positions rotate pairs'
-        )
-    if model.rope_scaling == 'dynamic' and rotated <= 2:
-        raise InputError(f'model.rope_scaling=dynamic requires at least 4 rotated dimensions, found {rotated}')
-
-
-def _check_attention_pattern(model: ModelConfig) -> None:
-    pattern = model.attention_pattern
-    if not pattern or set(pattern) - set('LS'):
-        raise InputError(
-            f'model.attention_pattern={pattern!r}: use the letters L (full attention) and S (sliding window), e.g. SSSL'
-        )
-    if len(pattern) > model.num_layers:
-        raise InputError(
-            f'model.attention_pattern={pattern} has {len(pattern)} letters for {model.num_layers} layers; use at most '
-            'one letter per layer'
-        )
-    if ('S' in pattern) != (model.sliding_window > 0):
-        raise InputError(
-            f'model.sliding_window={model.sliding_window} with model.attention_pattern={pattern}: set a window of at '
-            'least 1 token if the pattern contains S, and 0 otherwise'
-        )
 
 
 def _exactly_one(config: Config, *keys: str) -> None:

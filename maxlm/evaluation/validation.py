@@ -13,6 +13,7 @@ from maxlm.config.schema import Config
 from maxlm.data.loader.dataset import TrainingData
 from maxlm.parallel.layout import Layout
 from maxlm.telemetry.metrics import perplexity
+from maxlm.training.losses.router import ROUTER_PARTS
 from maxlm.training.objectives import LossSums
 from maxlm.training.state import TrainState, evaluated_params
 from maxlm.training.step import make_eval_step
@@ -90,7 +91,12 @@ def evaluate(
         tokens=int(total.tokens),
         source_losses=means(total.source_loss, total.source_tokens),
         source_tokens=[int(count) for count in total.source_tokens],
-        parts={name: float(sum_) / max(float(total.parts_count), 1.0) for name, sum_ in total.parts.items()},
+        # The statistics of routers are metrics of the training step.
+        parts={
+            name: float(sum_) / max(float(total.parts_count), 1.0)
+            for name, sum_ in total.parts.items()
+            if name not in ROUTER_PARTS
+        },
     )
 
 

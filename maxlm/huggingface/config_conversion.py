@@ -14,20 +14,19 @@ from typing import Any
 from maxlm.config.resolve import config_for_model
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
-from maxlm.huggingface.architectures import (
-    ARCHITECTURES,
-    DEEPSEEK_V3,
-    DEFAULT_ARCHITECTURES,
+from maxlm.huggingface.architectures.architecture import (
     GPT_NEOX,
-    LLAMA,
-    MISTRAL,
     NANOCHAT,
     QWEN3,
     Architecture,
     same_rotated_dims,
     stated,
 )
+from maxlm.huggingface.architectures.dense import QWEN2, SMOLLM3
+from maxlm.huggingface.architectures.experts import DEEPSEEK_V3
+from maxlm.huggingface.architectures.table import ARCHITECTURES, DEFAULT_ARCHITECTURES
 from maxlm.huggingface.json_fields import Fields
+from maxlm.huggingface.numbers import NUMBERS
 from maxlm.huggingface.rope import from_rope, to_rope
 from maxlm.huggingface.tensors.dequantize import METHODS
 
@@ -76,12 +75,17 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
 
 AUTO = 'auto'
 # Null means "derived from other keys" for these keys, as 0 does in maxlm.
-_NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap', 'q_lora_rank')
+_NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap', 'attention_softcap', 'q_lora_rank')
+# Null also means that there is no soft cap.
+_CAPS = ('logit_softcap', 'attention_softcap')
+# Scores are divided by the square root of this key.
+_SCALAR = 'query_pre_attn_scalar'
 # Names of rotary keys in error messages.
 _ROPE_NAMES = {
     'rope_scaling_factor': 'factor',
-    # Only GPT-NeoX supports rotating a part of a head.
     'partial_rotary_factor': 'rotary_pct',
+    'rope_short_factors': 'short_factor',
+    'rope_long_factors': 'long_factor',
     'rope_low_freq_factor': 'low_freq_factor',
     'rope_high_freq_factor': 'high_freq_factor',
     'rope_beta_slow': 'beta_slow',
@@ -137,8 +141,11 @@ def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
     row = choose_architecture(model, architecture)
     config: dict[str, Any] = {'architectures': [row.class_name], 'model_type': row.model_type}
     config |= {hf_key: getattr(model, key) for key, (hf_key, _) in row.keys.items()}
-    if row is NANOCHAT:
-        config['final_logit_softcapping'] = model.logit_softcap or None
+    config |= {row.keys[key][0]: getattr(model, key) or None for key in _CAPS if key in row.keys}
+    if 'attention_multiplier' in row.keys:
+        multiplier = model.attention_multiplier or model.head_dim**-0.5
+        hf_key, _ = row.keys['attention_multiplier']
+        config[hf_key] = round(multiplier**-2) if hf_key == _SCALAR else multiplier
     names = (hf_key for hf_key, key in row.activations.items() if key == model.activation)
     config |= {row.activation[0]: next(names), **row.fixed_keys, **row.extra_keys(model)}
     return config | (to_rope(model, row.model_type) if model.position_embedding == 'rotary' else {})
@@ -172,17 +179,23 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
     if name not in row.activations:
         raise fields.error(row.activation[0], f'not supported; use one of {", ".join(row.activations)}')
     model['activation'] = row.activations[name]
-    if row is LLAMA and fields.flag('mlp_bias', False) != model['use_bias']:
+    if 'attention_multiplier' in row.keys:
+        multiplier = model['attention_multiplier']
+        multiplier = multiplier**-0.5 if row.keys['attention_multiplier'][0] == _SCALAR else multiplier
+        head_dim = model['head_dim'] or max(1, model['dim'] // model['num_heads'])
+        model['attention_multiplier'] = 0.0 if multiplier == head_dim**-0.5 else multiplier
+    if row.has_mlp_bias and fields.flag('mlp_bias', False) != model['use_bias']:
         raise fields.error(
             'mlp_bias', f'differs from attention_bias={model["use_bias"]}; only equal values are supported'
         )
     if model['position_embedding'] == 'rotary':
         model |= from_rope(fields, row.model_type, model['max_positions'])
         head_dim, fraction = model['dim'] // model['num_heads'], model['partial_rotary_factor']
-        if row is GPT_NEOX and not same_rotated_dims(head_dim, fraction):
+        if fraction != 1 and not same_rotated_dims(head_dim, fraction):
+            fraction_key = 'rotary_pct' if row is GPT_NEOX else 'partial_rotary_factor'
             raise InputError(
-                f'{source}: rotary_pct={fraction}: rotates {head_dim * fraction:g} of {head_dim} head dims; must be '
-                'an even number of dims'
+                f'{source}: {fraction_key}={fraction}: rotates {head_dim * fraction:g} of {head_dim} head dims; must '
+                'be an even number of dims'
             )
     model |= _attention(fields, row, model['num_layers'])
     # The dtype of the stored parameters; the default of Transformers is float32.
@@ -207,27 +220,51 @@ def _architecture(fields: Fields) -> Architecture:
 
 def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, Any]:
     """Returns the attention pattern and the sliding window."""
-    window = 0
-    if row is MISTRAL or (row is QWEN3 and fields.flag('use_sliding_window', False)):
-        window = fields.integer('sliding_window', 4096, null=0)
-    first = fields.integer('max_window_layers', 28) if row is QWEN3 else 0
+    if row is SMOLLM3:
+        return _pattern(_rotated(fields, num_layers), 0)
+    window, is_qwen = 0, row in (QWEN2, QWEN3)
+    if row.window is not None or (is_qwen and fields.flag('use_sliding_window', False)):
+        window = fields.integer('sliding_window', 4096 if row.window is None else row.window, null=0)
+    first = fields.integer('max_window_layers', 28) if is_qwen else 0
     sliding = [window > 0 and layer >= first for layer in range(num_layers)]
+    if row.pattern:
+        # The former key of Gemma 3: every n-th layer is full.
+        period = fields.integer('sliding_window_pattern', len(row.pattern), null=len(row.pattern))
+        sliding = [(layer + 1) % period > 0 for layer in range(num_layers)]
     types = fields.values.get('layer_types')
     if types is not None:
         names = ['full_attention', 'sliding_attention']
         if not isinstance(types, list) or len(types) != num_layers or any(name not in names for name in types):
             raise fields.error('layer_types', f'must have {num_layers} entries, each {" or ".join(names)}')
         listed = [name == 'sliding_attention' for name in types]
-        if any(listed) and not window:
-            raise fields.error('layer_types', 'sliding_attention requires a window; set sliding_window')
-        if row is not QWEN3 and listed != sliding:
+        if not is_qwen and not row.pattern and listed != sliding:
             raise fields.error(
                 'layer_types', f'{row.model_type} supports only one type of layer; use one type for all layers'
             )
         sliding = listed
-    if not any(sliding):
-        return {'attention_pattern': 'L', 'sliding_window': 0}
-    letters = ''.join('S' if slides else 'L' for slides in sliding)
+    if any(sliding) and not window:
+        if types is None:
+            raise fields.error('sliding_window', f'must be {NUMBERS["sliding_window"]}')
+        raise fields.error('layer_types', 'sliding_attention requires a window; set sliding_window')
+    return _pattern(''.join('S' if slides else 'L' for slides in sliding), window)
+
+
+def _rotated(fields: Fields, num_layers: int) -> str:
+    """Returns the letter of each layer of a SmolLM3 config: N without rotary positions."""
+    interval = fields.integer('no_rope_layer_interval', 4)
+    rotated = fields.values.get('no_rope_layers')
+    if rotated is None:
+        rotated = [int((layer + 1) % interval > 0) for layer in range(num_layers)]
+    if not isinstance(rotated, list) or len(rotated) < num_layers or any(entry not in (0, 1) for entry in rotated):
+        raise fields.error('no_rope_layers', f'must have {num_layers} entries, each 0 or 1')
+    if any(name != 'full_attention' for name in fields.values.get('layer_types') or ()):
+        raise fields.error('layer_types', 'smollm3 supports only full_attention here; use it for all layers')
+    return ''.join('L' if entry else 'N' for entry in rotated[:num_layers])
+
+
+def _pattern(letters: str, window: int) -> dict[str, Any]:
+    """Returns the pattern of the letters of all layers, and the window if there is one."""
     # The shortest pattern that repeats to all layers, because one period of it is compiled.
+    num_layers = len(letters)
     period = next(n for n in range(1, num_layers + 1) if letters == (letters[:n] * num_layers)[:num_layers])
-    return {'attention_pattern': letters[:period], 'sliding_window': window}
+    return {'attention_pattern': letters[:period], 'sliding_window': window if 'S' in letters else 0}

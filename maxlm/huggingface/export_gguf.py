@@ -1,8 +1,6 @@
 """Exports a checkpoint to one GGUF file for llama.cpp, one tensor at a time.
 
-Names of keys and tensors come from the library gguf. Files of kind `llama` rotate adjacent elements, where Transformers
-and maxlm rotate pairs half a head apart. The rows of queries and keys are therefore permuted, as in llama.cpp's
-convert_hf_to_gguf.py. Files of kind `qwen3` rotate as maxlm does.
+Names of keys and tensors come from the library gguf; `architectures.gguf` has the differences between architectures.
 """
 
 from __future__ import annotations
@@ -18,22 +16,19 @@ import numpy as np
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError, os_message
+from maxlm.huggingface.architectures.gguf import frequency_factors, gguf_architecture
 from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.export_model import check_shapes, open_parameters
 from maxlm.huggingface.gguf_tokenizer import vocabulary
 from maxlm.huggingface.state_dict import Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import TextFiles, files_for_export
 from maxlm.log import progress_bar
-from maxlm.model.layers.masks import layer_windows
 from maxlm.storage.atomic import check_space, new_file
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config
 
 TYPES = ('f16', 'q8_0')
 # Number of values of a row that share a scale in q8_0.
 BLOCK = 32
-# The file's kind for each supported architecture. Mistral differs from Llama only by a sliding window, which is
-# rejected.
-_KINDS = {'llama': 'llama', 'mistral': 'llama', 'qwen3': 'qwen3'}
 _LARGEST_FLOAT16 = 65504.0
 
 
@@ -65,11 +60,12 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
     step_directory = find_local_step(checkpoint)
     workdir = Path(step_directory.parent.parent)
     model = read_config(workdir).model
-    architecture = _architecture(model, str(workdir / CONFIG))
+    architecture = choose_architecture(model).model_type
+    target = gguf_architecture(model, architecture, str(workdir / CONFIG))
     rows = tensors(architecture, model)
     reader = open_parameters(step_directory, model)
     check_shapes(reader.shapes, parameter_shapes(rows, model.num_layers), step_directory, workdir / CONFIG)
-    kind = _KINDS[architecture]
+    kind = target.kind
     names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == kind), model.num_layers)
     types = {tensor.name: _type_of(tensor, dtype, gguf) for tensor in rows}
     sizes = {tensor.name: _bytes(tensor.shape, types[tensor.name], gguf) for tensor in rows}
@@ -80,10 +76,11 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
         contextlib.closing(gguf.GGUFWriter(partial, kind)) as writer,
     ):
         _add_metadata(writer, model, path.stem, dtype, gguf)
+        target.add_metadata(writer, model)
         _add_tokenizer(writer, files_for_export(workdir, model), model, str(workdir / TOKENIZER))
-        factors = _frequency_factors(model)
-        if factors is not None:
-            writer.add_tensor_info('rope_freqs.weight', factors.shape, factors.dtype, factors.nbytes)
+        factors = frequency_factors(model)
+        for name, values in factors.items():
+            writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
         for tensor in rows:
             name = names.get_name(tensor.name, try_suffixes=('.weight', '.bias'))
             float32 = np.dtype(np.float32)
@@ -91,12 +88,14 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        if factors is not None:
-            writer.write_tensor_data(factors)
+        for values in factors.values():
+            writer.write_tensor_data(values)
         for tensor in rows:
             values = tensor.to_hf([reader.read(source, tensor.layer) for source in tensor.sources])
-            if kind == 'llama':
+            if target.is_interleaved:
                 values = interleave_rotary(tensor.name, values, model)
+            if model.norm_unit_offset and tensor.name.endswith('norm.weight'):
+                values = values + 1
             writer.write_tensor_data(_encode(tensor.name, values, types[tensor.name], gguf))
             bar.update()
     quantized_type = gguf.GGMLQuantizationType.Q8_0
@@ -110,7 +109,7 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
 
 
 def interleave_rotary(name: str, values: np.ndarray, model: ModelConfig) -> np.ndarray:
-    """Permutes a Transformers tensor for `llama` files: interleaves the halves of each head of queries and keys."""
+    """Permutes a Transformers tensor for interleaved rotation: interleaves the halves of each query and key head."""
     heads = {'q_proj': model.num_heads, 'k_proj': model.num_kv_heads}.get(name.split('.')[-2])
     if heads is None:
         return values
@@ -145,33 +144,6 @@ def _new_file(path: Path) -> Iterator[Path]:
         raise InputError(f'--output={path}: {os_message(error)}; choose a writable path') from error
 
 
-def _architecture(model: ModelConfig, source: str) -> str:
-    architecture = choose_architecture(model).model_type
-    if architecture not in _KINDS:
-        raise InputError(
-            f'{source}: GGUF export supports only Llama and Qwen3 models, but this is a {architecture} model; export '
-            'it for Transformers instead'
-        )
-    if any(layer_windows(model)):
-        raise InputError(
-            f'{source}: model.attention_pattern={model.attention_pattern}: GGUF files of Llama and Qwen3 do not '
-            'support sliding windows; export the model for Transformers instead'
-        )
-    scaling, plain = model.rope_scaling, ModelConfig()
-    changed = [
-        f'model.{key}={getattr(model, key)}'
-        for key in ('rope_beta_slow', 'rope_beta_fast', 'rope_truncate', 'rope_attention_factor')
-        if scaling == 'yarn' and getattr(model, key) != getattr(plain, key)
-    ]
-    if scaling == 'dynamic' or changed:
-        detail = ', '.join(changed) or f'model.rope_scaling={scaling}'
-        raise InputError(
-            f'{source}: {detail}: llama.cpp does not support this position encoding; export the model for Transformers '
-            'instead'
-        )
-    return architecture
-
-
 def _add_metadata(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: Any) -> None:
     file_types = {'f16': gguf.LlamaFileType.MOSTLY_F16, 'q8_0': gguf.LlamaFileType.MOSTLY_Q8_0}
     writer.add_name(name)
@@ -186,10 +158,10 @@ def _add_metadata(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: 
     writer.add_head_count_kv(model.num_kv_heads)
     writer.add_key_length(model.head_dim)
     writer.add_value_length(model.head_dim)
-    writer.add_rope_dimension_count(model.head_dim)
+    writer.add_rope_dimension_count(round(model.partial_rotary_factor * model.head_dim))
     writer.add_layer_norm_rms_eps(model.norm_epsilon)
     writer.add_rope_freq_base(model.rope_theta)
-    # llama3 scaling is written as a tensor.
+    # llama3 and longrope scaling is written as tensors.
     kinds = {'linear': gguf.RopeScalingType.LINEAR, 'yarn': gguf.RopeScalingType.YARN}
     if model.rope_scaling in kinds:
         writer.add_rope_scaling_type(kinds[model.rope_scaling])
@@ -220,21 +192,6 @@ def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str
         add(eos_id)
     if CHAT_TEMPLATE in text.files:
         writer.add_chat_template(text.files[CHAT_TEMPLATE].decode())
-
-
-def _frequency_factors(model: ModelConfig) -> np.ndarray | None:
-    """Returns the divisors of llama3's frequency scaling, [head_dim / 2]; None for other models.
-
-    Formula: Transformers, `modeling_rope_utils.py`.
-    """
-    if model.rope_scaling != 'llama3':
-        return None
-    frequencies = model.rope_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
-    turns = model.original_max_positions * frequencies / (2 * math.pi)
-    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    ramp = np.clip((turns - low) / (high - low), 0, 1)
-    factors: np.ndarray = 1 / ((1 - ramp) / model.rope_scaling_factor + ramp)
-    return factors.astype(np.float32)
 
 
 def _type_of(tensor: Tensor, dtype: str, gguf: Any) -> Any:

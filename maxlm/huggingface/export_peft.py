@@ -25,7 +25,7 @@ from maxlm.checkpoint.params import params_item
 from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
-from maxlm.huggingface.architectures import GPT2
+from maxlm.huggingface.architectures.architecture import GPT2
 from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.state_dict import Tensor, tensors
 from maxlm.huggingface.tensors.safetensors_io import SINGLE, TensorEntry, entry_bytes, write_tensors

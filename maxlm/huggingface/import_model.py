@@ -15,7 +15,7 @@ from maxlm.checkpoint.streaming import StreamedArray, write_step
 from maxlm.config.loading import to_json
 from maxlm.config.resolve import config_for_model
 from maxlm.errors import InputError
-from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config
 from maxlm.huggingface.json_fields import Fields, read_object
 from maxlm.huggingface.state_dict import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors

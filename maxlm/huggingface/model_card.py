@@ -13,7 +13,7 @@ from maxlm.data.dataset.records import load_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.formatting import format_si
-from maxlm.huggingface.architectures import NANOCHAT, Architecture
+from maxlm.huggingface.architectures.architecture import NANOCHAT, Architecture
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import TOKENIZER
 
@@ -85,11 +85,16 @@ def _model_facts(model: ModelConfig) -> dict[str, str]:
             positions += f', {model.partial_rotary_factor:.0%} of each head'
         if model.rope_scaling != 'none':
             positions += f', {model.rope_scaling} scaling by {model.rope_scaling_factor:g}'
-    attention = 'full context'
-    if 'S' in model.attention_pattern:
-        attention = f'the last {model.sliding_window:,} tokens'
-    if set(model.attention_pattern) == set('LS'):
-        attention = f'{model.attention_pattern} over the layers: S {attention}, L full context'
+    ranges = {
+        'S': f'the last {model.sliding_window:,} tokens',
+        'L': 'full context',
+        'N': 'full context without rotary positions',
+    }
+    used = {kind: text for kind, text in ranges.items() if kind in model.attention_pattern}
+    attention = next(iter(used.values()))
+    if len(used) > 1:
+        listed = ', '.join(f'{kind} {text}' for kind, text in used.items())
+        attention = f'{model.attention_pattern} over the layers: {listed}'
     return {
         'layers': str(model.num_layers),
         'hidden size': f'{model.dim:,}',

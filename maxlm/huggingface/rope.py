@@ -14,21 +14,27 @@ from maxlm.config.schema import ModelConfig
 from maxlm.huggingface.json_fields import Fields
 
 DEFAULT_THETA = 10_000.0
-# GPT-NeoX uses other names, and is the only architecture here that rotates a part of each head.
-NEOX = 'gpt_neox'
+DEFAULT_THETAS = {'smollm3': 2_000_000.0, 'olmo3': 500_000.0, 'gemma3_text': 1_000_000.0}
+# GPT-NeoX uses other names. It and Phi-3 rotate a part of each head.
+NEOX, PHI3 = 'gpt_neox', 'phi3'
 # The only architecture here that multiplies scores by mscale².
 DEEPSEEK = 'deepseek_v3'
 NEOX_FRACTION = 0.25
-_LAYER_TYPES = ('full_attention', 'sliding_attention')
+# Default of original_max_position_embeddings of Phi-3.
+PHI3_POSITIONS = 4096
+# Architectures with settings of their own for layers with sliding windows, and the default base of these layers.
+LOCAL_THETAS = {'olmo3': 500_000.0, 'gemma3_text': 10_000.0}
+_FULL, _SLIDING = 'full_attention', 'sliding_attention'
 
 
 def to_rope(model: ModelConfig, architecture: str) -> dict[str, Any]:
     """Returns the config.json keys of a rotary model's positions."""
     scaling = _scaling(model)
-    fraction = {'partial_rotary_factor': model.partial_rotary_factor} if architecture == NEOX else {}
-    parameters = {'rope_type': 'default', **(scaling or {}), 'rope_theta': model.rope_theta, **fraction}
+    fraction = {'partial_rotary_factor': model.partial_rotary_factor} if architecture in (NEOX, PHI3) else {}
+    parameters: dict[str, Any] = {'rope_type': 'default', **(scaling or {}), 'rope_theta': model.rope_theta, **fraction}
     # The oldest versions read the type from `type`.
     scaling = scaling and {**scaling, 'type': scaling['rope_type']}
+    legacy: dict[str, Any]
     if architecture == NEOX:
         legacy = {
             'rotary_emb_base': model.rope_theta,
@@ -37,6 +43,12 @@ def to_rope(model: ModelConfig, architecture: str) -> dict[str, Any]:
         }
     else:
         legacy = {'rope_theta': model.rope_theta, 'rope_scaling': scaling}
+    if architecture == PHI3:
+        legacy |= {**fraction, 'original_max_position_embeddings': model.original_max_positions}
+    if architecture in LOCAL_THETAS:
+        local = {'rope_type': 'default', 'rope_theta': model.rope_local_theta} if model.rope_local_theta else parameters
+        parameters = {_FULL: parameters, _SLIDING: local}
+        legacy['rope_local_base_freq'] = local['rope_theta']
     # Dynamic scaling starts after max_position_embeddings positions; for other types it is the longest context.
     dynamic = model.rope_scaling == 'dynamic'
     positions = model.original_max_positions if dynamic else model.max_positions
@@ -47,6 +59,16 @@ def _scaling(model: ModelConfig) -> dict[str, Any] | None:
     factor, original = model.rope_scaling_factor, model.original_max_positions
     if model.rope_scaling in ('linear', 'dynamic'):
         return {'rope_type': model.rope_scaling, 'factor': factor}
+    if model.rope_scaling == 'longrope':
+        attention_factor = model.rope_attention_factor
+        return {
+            'rope_type': 'longrope',
+            'factor': factor,
+            'original_max_position_embeddings': original,
+            'short_factor': list(model.rope_short_factors),
+            'long_factor': list(model.rope_long_factors),
+            **({'attention_factor': attention_factor} if attention_factor else {}),
+        }
     if model.rope_scaling == 'llama3':
         return {
             'rope_type': 'llama3',
@@ -86,7 +108,10 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
     values = config.values.get(key) or {}
     if not isinstance(values, dict):
         raise config.error(key, 'must be a JSON object')
-    if any(name in values for name in _LAYER_TYPES):
+    local: dict[str, Any] = {}
+    if architecture in LOCAL_THETAS:
+        values, local = _by_layer_type(config, architecture)
+    elif _FULL in values or _SLIDING in values:
         raise config.error(
             key, 'different rotary positions per layer are not supported; use one setting for all layers'
         )
@@ -94,23 +119,31 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
     theta_key, fraction_key, fraction = 'rope_theta', 'partial_rotary_factor', 1.0
     if architecture == NEOX:
         theta_key, fraction_key, fraction = 'rotary_emb_base', 'rotary_pct', NEOX_FRACTION
-    theta = rope.number('rope_theta', config.number(theta_key, DEFAULT_THETA))
+    theta = rope.number('rope_theta', config.number(theta_key, DEFAULT_THETAS.get(architecture, DEFAULT_THETA)))
     fraction = rope.number('partial_rotary_factor', config.number(fraction_key, fraction))
-    if architecture != NEOX and fraction != 1:
+    if architecture not in (NEOX, PHI3) and fraction != 1:
         raise (rope if 'partial_rotary_factor' in values else config).error(
             'partial_rotary_factor', f'{architecture} rotates all dims of a head; must be 1.0'
         )
-    settings: dict[str, Any] = {'rope_theta': theta, 'partial_rotary_factor': fraction}
+    settings: dict[str, Any] = {'rope_theta': theta, 'partial_rotary_factor': fraction, **local}
     kind = rope.text('rope_type', rope.text('type', 'default'))
+    if architecture == PHI3 and kind in ('su', 'yarn'):
+        # Former names.
+        kind = 'longrope'
     if kind == 'default':
         return settings
-    if kind not in ('linear', 'dynamic', 'yarn', 'llama3'):
+    supported = ['longrope'] if architecture == PHI3 else ['linear', 'dynamic', 'yarn', 'llama3']
+    if kind not in supported:
         name = 'rope_type' if 'rope_type' in values else 'type'
-        raise rope.error(name, 'not supported; use default, linear, dynamic, yarn or llama3')
+        others = ', '.join(['default', *supported[:-1]])
+        raise rope.error(name, f'not supported; use {others} or {supported[-1]}')
     # Phi has the value at top level, which takes precedence for all architectures in Transformers 5.
-    original = rope.integer('original_max_position_embeddings', max_positions, null=max_positions)
+    default_original = PHI3_POSITIONS if architecture == PHI3 else max_positions
+    original = rope.integer('original_max_position_embeddings', default_original, null=default_original)
     original = config.integer('original_max_position_embeddings', original, null=original)
-    if kind == 'yarn' and values.get('factor') is None and 'factor' in values:
+    if kind == 'longrope' and values.get('factor') is None:
+        factor = max(1.0, max_positions / original)
+    elif kind == 'yarn' and values.get('factor') is None and 'factor' in values:
         factor = max_positions / original
     else:
         if 'factor' not in values:
@@ -119,6 +152,11 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
     settings |= {'rope_scaling': kind, 'rope_scaling_factor': factor}
     if kind == 'dynamic':
         settings |= {'original_max_positions': max_positions, 'max_positions': round(max_positions * factor)}
+    elif kind == 'longrope':
+        settings['original_max_positions'] = original
+        for name in ('short_factor', 'long_factor'):
+            settings[f'rope_{name}s'] = _factors(rope, name)
+        settings['rope_attention_factor'] = _attention_factor(rope, factor)
     elif kind == 'llama3':
         for name in ('low_freq_factor', 'high_freq_factor'):
             if name not in values:
@@ -135,6 +173,40 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         if architecture == DEEPSEEK:
             settings['rope_mscale_all_dim'] = rope.number('mscale_all_dim', 0.0, null=0.0)
     return settings
+
+
+def _by_layer_type(config: Fields, architecture: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the values of layers with full attention, and the settings of layers with sliding windows."""
+    parameters = config.values.get('rope_parameters') or {}
+    full: Any = {}
+    local: Any = None
+    if _FULL in parameters or _SLIDING in parameters:
+        full, local = parameters.get(_FULL) or {}, parameters.get(_SLIDING) or {}
+    elif parameters:
+        full = parameters
+    if not isinstance(full, dict) or not isinstance(local or {}, dict):
+        raise config.error('rope_parameters', f'{_FULL} and {_SLIDING} must be JSON objects')
+    if not local or local != full:
+        # The former key, which concerns only layers with full attention.
+        full = full | (config.values.get('rope_scaling') or {})
+    rope = Fields(local or {}, f'{config.source}: rope_parameters: {_SLIDING}')
+    if rope.text('rope_type', 'default') != 'default':
+        if local != full:
+            raise rope.error('rope_type', f'must be default, or equal to that of {_FULL}')
+        return full, {'rope_local_theta': 0.0}
+    default = LOCAL_THETAS[architecture]
+    if architecture == 'gemma3_text':
+        default = config.number('rope_local_base_freq', default)
+    elif local is None:
+        default = config.number('rope_theta', default)
+    return full, {'rope_local_theta': rope.number('rope_theta', default)}
+
+
+def _factors(rope: Fields, name: str) -> tuple[float, ...]:
+    values = rope.values.get(name)
+    if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
+        raise rope.error(name, 'must be a list of numbers')
+    return tuple(map(float, values))
 
 
 def _attention_factor(rope: Fields, factor: float) -> float:

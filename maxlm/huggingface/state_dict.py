@@ -29,6 +29,7 @@ PREFIXES = {
     'mistral': 'model.',
     'qwen3': 'model.',
     'nanochat': 'model.',
+    **dict.fromkeys(('qwen2', 'smollm3', 'olmo2', 'olmo3', 'granite', 'phi3', 'gemma2', 'gemma3_text'), 'model.'),
     'deepseek_v3': 'model.',
 }
 HEADS = {'gpt_neox': 'embed_out.weight'}
@@ -41,12 +42,8 @@ BUFFERS = {
         r'gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq',
         r'gpt_neox\.rotary_emb\.inv_freq',
     ),
-    'llama': _ROTARY_BUFFERS,
-    'mistral': _ROTARY_BUFFERS,
-    'qwen3': _ROTARY_BUFFERS,
-    'nanochat': _ROTARY_BUFFERS,
-    'deepseek_v3': _ROTARY_BUFFERS,
 }
+BUFFERS |= {architecture: _ROTARY_BUFFERS for architecture, prefix in PREFIXES.items() if prefix == 'model.'}
 
 
 class Tensor(NamedTuple):
@@ -75,18 +72,16 @@ def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
     """Returns all tensors of a resolved model in the order of its layers.
 
     Args:
-        architecture: model_type: a key of `maxlm.huggingface.architectures.ARCHITECTURES`.
+        architecture: a model_type of `maxlm.huggingface.architectures.table.ARCHITECTURES`.
         model: a model that the architecture can express.
     """
     block, outer_specs = {
         'gpt2': (_gpt2_block, _gpt2_outside),
         'gpt_neox': (_neox_block, _neox_outside),
-        'llama': (_llama_block, _llama_outside),
-        'mistral': (_llama_block, _llama_outside),
-        'qwen3': (_llama_block, _llama_outside),
+        'phi3': (_phi3_block, _llama_outside),
         'nanochat': (_nanochat_block, _llama_outside),
         'deepseek_v3': (_deepseek_block, _llama_outside),
-    }[architecture]
+    }.get(architecture, (_llama_block, _llama_outside))
     specs_before, specs_after = outer_specs(model)
     layers = [row.tensor(layer) for layer in range(model.num_layers) for row in block(model)]
     prefix = PREFIXES[architecture]
@@ -204,6 +199,26 @@ def _interleaved_qkv(heads: int, head_dim: int, in_shape: Shape) -> _Layout:
     return _Layout((N * 3 * H, *in_shape), ((*in_shape, N, H),) * 3, to_hf, from_hf)
 
 
+def _stacked_rows(in_shape: Shape, out_shapes: Sequence[Shape]) -> _Layout:
+    """Concatenates weights [out, in] of several projections of the same input."""
+    layouts = [_transposed(in_shape, out_shape) for out_shape in out_shapes]
+    stops = np.cumsum([layout.shape[0] for layout in layouts])
+    return _Layout(
+        (int(stops[-1]), math.prod(in_shape)),
+        tuple(layout.source_shapes[0] for layout in layouts),
+        lambda arrays: np.concatenate(
+            [layout.to_hf([array]) for layout, array in zip(layouts, arrays, strict=True)], axis=0
+        ),
+        lambda array: [
+            layout.from_hf(rows)[0] for layout, rows in zip(layouts, np.split(array, stops[:-1]), strict=True)
+        ],
+    )
+
+
+_POST_NORMS = {
+    'post_attention_layernorm': 'attention_post_norm',
+    'post_feedforward_layernorm': 'feedforward_post_norm',
+}
 QUERY_KEY_VALUE = tuple(f'blocks.attention.{name}' for name in ('query', 'key', 'value'))
 
 
@@ -272,19 +287,29 @@ def _llama_outside(model: ModelConfig) -> tuple[list[_TensorSpec], list[_TensorS
 
 
 def _llama_block(model: ModelConfig) -> Iterator[_TensorSpec]:
-    """Yields tensors with Llama's names, also for Mistral and Qwen3; the model's settings select them."""
+    """Yields tensors with Llama's names, also for related architectures; the model's settings select them."""
     H = model.head_dim
-    yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
+    # With norms before and after the branches, Gemma's names differ from Llama's: `post_attention_layernorm` is applied
+    # to the output of attention.
+    norms = {
+        'pre': {'input_layernorm': 'attention_norm', 'post_attention_layernorm': 'feedforward_norm'},
+        'post': _POST_NORMS,
+        'both': {'input_layernorm': 'attention_norm', 'pre_feedforward_layernorm': 'feedforward_norm', **_POST_NORMS},
+    }[model.norm_placement]
+    for name, path in norms.items():
+        yield from _norm(f'layers.#.{name}', f'blocks.{path}', model)
     yield from _llama_attention(model, _transposed)
     if model.qk_norm:
-        yield _TensorSpec('layers.#.self_attn.q_norm.weight', ('blocks.attention.query_norm.scale',), _identity(H))
-        yield _TensorSpec('layers.#.self_attn.k_norm.weight', ('blocks.attention.key_norm.scale',), _identity(H))
+        all_heads = model.qk_norm_scope == 'projection'
+        for name, heads in {'query': model.num_heads, 'key': model.num_kv_heads}.items():
+            layout = _identity(heads * H if all_heads else H)
+            source = f'blocks.attention.{name}_norm.scale'
+            yield _TensorSpec(f'layers.#.self_attn.{name[0]}_norm.weight', (source,), layout)
     yield from _llama_feedforward(model)
 
 
 def _llama_feedforward(model: ModelConfig) -> Iterator[_TensorSpec]:
     D, F, use_bias = model.dim, model.ffn_dim, bool(model.use_bias)
-    yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
     yield from _linear('layers.#.mlp.gate_proj', 'blocks.feedforward.gate', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.up_proj', 'blocks.feedforward.up', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.down_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)
@@ -294,15 +319,17 @@ def _deepseek_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
     for name, sources, shape, source_shapes, to_hf, from_hf in latent_attention(model):
         yield _TensorSpec(name, sources, _Layout(shape, source_shapes, to_hf, from_hf))
+    yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
     yield from _llama_feedforward(model)
 
 
 def _llama_attention(model: ModelConfig, query_key_layout: Callable[[Shape, Shape], _Layout]) -> Iterator[_TensorSpec]:
     D, N, K, H, use_bias = model.dim, model.num_heads, model.num_kv_heads, model.head_dim, bool(model.use_bias)
+    qkv_bias = use_bias or bool(model.qkv_bias)
     layouts = (query_key_layout, query_key_layout, _transposed)
     for letter, heads, path, layout in zip('qkv', (N, K, K), QUERY_KEY_VALUE, layouts, strict=True):
         name = f'layers.#.self_attn.{letter}_proj'
-        yield from _linear(name, path, (D,), (heads, H), use_bias=use_bias, layout=layout)
+        yield from _linear(name, path, (D,), (heads, H), use_bias=qkv_bias, layout=layout)
     yield from _linear('layers.#.self_attn.o_proj', 'blocks.attention.out', (N, H), (D,), use_bias=use_bias)
 
 
@@ -311,3 +338,15 @@ def _nanochat_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     yield from _llama_attention(model, _half_swapped)
     yield from _linear('layers.#.mlp.fc1', 'blocks.feedforward.up', (D,), (F,), use_bias=False)
     yield from _linear('layers.#.mlp.fc2', 'blocks.feedforward.down', (F,), (D,), use_bias=False)
+
+
+def _phi3_block(model: ModelConfig) -> Iterator[_TensorSpec]:
+    D, F, N, K, H = model.dim, model.ffn_dim, model.num_heads, model.num_kv_heads, model.head_dim
+    kernels = tuple(f'{path}.kernel' for path in QUERY_KEY_VALUE)
+    gates = ('blocks.feedforward.gate.kernel', 'blocks.feedforward.up.kernel')
+    yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
+    yield _TensorSpec('layers.#.self_attn.qkv_proj.weight', kernels, _stacked_rows((D,), ((N, H), (K, H), (K, H))))
+    yield from _linear('layers.#.self_attn.o_proj', 'blocks.attention.out', (N, H), (D,), use_bias=False)
+    yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
+    yield _TensorSpec('layers.#.mlp.gate_up_proj.weight', gates, _stacked_rows((D,), ((F,), (F,))))
+    yield from _linear('layers.#.mlp.down_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=False)

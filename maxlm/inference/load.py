@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import jax
 from flax import nnx
 
 from maxlm.checkpoint.fetch import find_local_step
-from maxlm.checkpoint.params import params_item, restore_params
+from maxlm.checkpoint.params import params_item, restore_params, without_mtp
 from maxlm.config.resolve import resolve_on
 from maxlm.config.schema import Config
 from maxlm.data.chat.encoder import ChatEncoder
@@ -57,7 +58,8 @@ class LoadedModel(NamedTuple):
 def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_layers: bool = False) -> LoadedModel:
     """Loads a model from a checkpoint.
 
-    Loads the EMA of the parameters if the run kept one. Logs a warning if a chat template cannot be used.
+    Loads the EMA of the parameters if the run kept one, and no modules of multi-token prediction. Logs a warning if a
+    chat template cannot be used.
 
     Args:
         checkpoint: a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. The
@@ -73,6 +75,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
     step_directory = find_local_step(checkpoint)
     workdir = step_directory.parent.parent
     saved_config = read_config(workdir)
+    saved_config = dataclasses.replace(saved_config, model=without_mtp(saved_config.model))
     tokenizer_path = workdir / TOKENIZER
     if not tokenizer_path.is_file():
         raise InputError(

@@ -13,7 +13,7 @@ import numpy as np
 
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.item_metadata import named_leaves
-from maxlm.checkpoint.params import params_item
+from maxlm.checkpoint.params import params_item, without_mtp
 from maxlm.checkpoint.quantized import quantized_arrays
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.config.loading import to_json
@@ -85,7 +85,10 @@ def quantized_config(config: Config, weights: Weights, source: str) -> Config:
         )
     # Quantized kernels are multiplied in the compute dtype; they cannot be quantized again for the matmul.
     model = dataclasses.replace(
-        model, weight_quantization=weights.kind, quantization_group_size=weights.group, matmul_precision='default'
+        without_mtp(model),
+        weight_quantization=weights.kind,
+        quantization_group_size=weights.group,
+        matmul_precision='default',
     )
     return dataclasses.replace(config, model=model)
 

@@ -26,7 +26,8 @@ from maxlm.inference.prefix_tree import MAX_TREE_TOKENS, FlattenedTree, flatten,
 from maxlm.log import progress_bar
 from maxlm.model.attention.ring import zigzag
 from maxlm.model.blocks import BLOCKS
-from maxlm.model.decoder import softcap, without_padding
+from maxlm.model.decoder import without_padding
+from maxlm.model.layers.softcap import softcap
 from maxlm.parallel.host_offload import to_device
 from maxlm.training.state import Params, abstract_model
 

@@ -27,6 +27,7 @@ from maxlm.model.experts.router import RouterStats
 from maxlm.model.layers.fp8 import SCALE
 from maxlm.model.layers.kv_cache import Cache, CacheIndices, LayerCache
 from maxlm.model.layers.linear import Linear
+from maxlm.model.layers.masks import layer_kinds, layer_windows, window_of
 from maxlm.model.layers.mlp import FeedForward
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary
@@ -58,6 +59,7 @@ class Context(NamedTuple):
         tree: token trees of the rows, or None.
         cache_indices: slots of this call's keys and values in the cache, by window of the layer.
         rotary: angles of the positions; None without rotary embedding.
+        local_rotary: angles for the layers with a sliding window.
     """
 
     masks: dict[int, jax.Array | None]
@@ -65,22 +67,33 @@ class Context(NamedTuple):
     tree: TokenTree | None
     cache_indices: dict[int, CacheIndices | None]
     rotary: Rotary | None
+    local_rotary: Rotary | None
+
+    def for_layer(self, kind: str) -> Context:
+        """Returns the context with the angles of a layer, whose kind is its letter in `model.attention_pattern`."""
+        rotary = {'L': self.rotary, 'S': self.local_rotary, 'N': None}[kind]
+        return self._replace(rotary=rotary)
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block of attention and feed-forward, which run in parallel with `model.parallel_residual`.
+    """Residual block of attention and feed-forward, which run in parallel with `model.parallel_residual`.
 
-    With `model.num_experts`, the feed-forward is a `MixtureOfExperts`.
+    `model.norm_placement` selects norms of the input of each branch, of its output, or both. With `model.num_experts`,
+    the feed-forward is a `MixtureOfExperts`.
     """
 
     def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
-        self.attention_norm = Norm(config, config.dim, rngs=rngs)
+        pre, post = config.norm_placement != 'post', config.norm_placement != 'pre'
+        self.attention_norm = Norm(config, config.dim, rngs=rngs) if pre else None
         make_attention = LatentAttention if config.kv_lora_rank else Attention
         self.attention = make_attention(config, partitioning=partitioning, rngs=rngs)
-        self.feedforward_norm = Norm(config, config.dim, rngs=rngs)
+        self.attention_post_norm = Norm(config, config.dim, rngs=rngs) if post else None
+        self.feedforward_norm = Norm(config, config.dim, rngs=rngs) if pre else None
         make_feedforward = MixtureOfExperts if config.num_experts else FeedForward
         self.feedforward = make_feedforward(config, partitioning=partitioning, rngs=rngs)
+        self.feedforward_post_norm = Norm(config, config.dim, rngs=rngs) if post else None
         self.parallel_residual = config.parallel_residual
+        self.residual_multiplier = config.residual_multiplier
         self.dropout = config.dropout
         self.partitioning = partitioning
         weights = weights_of(config)
@@ -97,7 +110,7 @@ class Block(nnx.Module):
         `window` is the number of last tokens to which a query attends; 0 means all.
         """
         attention_key, feedforward_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        normed_BTD = self.attention_norm(x_BTD)
+        normed_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
         with jax.named_scope('attention'):
             attended_BTD, new_cache = self.attention(
                 normed_BTD,
@@ -109,17 +122,23 @@ class Block(nnx.Module):
                 window=window,
                 cache=cache,
             )
-        attended_BTD = dropout(attended_BTD, self.dropout, attention_key)
+        attended_BTD = self._branch(attended_BTD, self.attention_post_norm, attention_key)
         stream_BTD = x_BTD if self.parallel_residual else x_BTD + attended_BTD
-        fed_BTD, router = self.feedforward_norm(stream_BTD), None
+        fed_BTD, router = stream_BTD if self.feedforward_norm is None else self.feedforward_norm(stream_BTD), None
         if isinstance(self.feedforward, MixtureOfExperts):
             # With a cache, the capacity of experts would depend on the number of tokens in a call.
             fed_BTD, router = self.feedforward(fed_BTD, context.segments_BT, is_dropless=cache is not None)
         else:
             fed_BTD = self.feedforward(fed_BTD)
-        fed_BTD = dropout(fed_BTD, self.dropout, feedforward_key)
+        fed_BTD = self._branch(fed_BTD, self.feedforward_post_norm, feedforward_key)
         y_BTD = x_BTD + attended_BTD + fed_BTD if self.parallel_residual else stream_BTD + fed_BTD
         return self.partitioning.constrain(y_BTD, ACTIVATION_AXES), new_cache, router
+
+    def _branch(self, x_BTD: jax.Array, norm: Norm | None, dropout_key: jax.Array | None) -> jax.Array:
+        """Returns what a branch with the output `x_BTD` adds to the stream."""
+        x_BTD = x_BTD if norm is None else norm(x_BTD)
+        x_BTD = x_BTD if self.residual_multiplier == 1 else x_BTD * self.residual_multiplier
+        return dropout(x_BTD, self.dropout, dropout_key)
 
 
 def block_class(config: ModelConfig) -> type[Block]:
@@ -142,7 +161,7 @@ def run_layers(
     graph: Any,
     config: ModelConfig,
     partitioning: Partitioning,
-    windows: list[int],
+    kinds: str,
     x_BTD: jax.Array,
     context: Context,
     inputs_L: Any,
@@ -155,8 +174,8 @@ def run_layers(
         graph: NNX graph of a `Block`.
         config: config of the model.
         partitioning: partitioning of the model.
-        windows: attention window of each layer, starting at the first layer of the attention pattern. The last period
-            of the pattern may be incomplete.
+        kinds: letter of each layer in the attention pattern, starting at the first letter of the pattern. The last
+            period of the pattern may be incomplete.
         x_BTD: input stream.
         context: arguments that the layers share.
         inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
@@ -166,13 +185,16 @@ def run_layers(
     Returns:
         The stream, the updated caches, and the statistics of the routers, stacked over the layers.
     """
-    L = len(windows)
+    L = len(kinds)
+    windows = [window_of(kind, config) for kind in kinds]
     # Index of each layer in the cache of its window.
     firsts = first_layers or {}
     numbers = [firsts.get(window, 0) + windows[:index].count(window) for index, window in enumerate(windows)]
     inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers))
 
-    def make_layer(window: int, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
+    def make_layer(kind: str, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
+        window = window_of(kind, config)
+
         def layer(carry: Any, inputs: Any) -> tuple[Any, RouterStats | None]:
             x_BTD, caches = carry
             # Indexed inside of the rematerialized function: the loop saves its inputs for the backward pass anyway, but
@@ -181,16 +203,16 @@ def run_layers(
             block = fetch(block, slots)
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
             layer_cache = None if caches is None else LayerCache([caches[window]], number)
-            x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, context, window, layer_cache, key)
+            x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, context.for_layer(kind), window, layer_cache, key)
             return (x_BTD, None if caches is None else {**caches, window: cache.blocks[0]}), router
 
         return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=partitioning.num_shards('embed') > 1)
 
-    def run_in_order(carry: Any, inputs: Any, windows: list[int], *, in_loop: bool) -> tuple[Any, RouterStats | None]:
-        parts = [inputs] * len(windows) if in_loop else _unstack(inputs, len(windows))
+    def run_in_order(carry: Any, inputs: Any, kinds: str, *, in_loop: bool) -> tuple[Any, RouterStats | None]:
+        parts = [inputs] * len(kinds) if in_loop else _unstack(inputs, len(kinds))
         routers = []
-        for index, window in enumerate(windows):
-            carry, router = make_layer(window, index if in_loop else 0, in_loop)(carry, parts[index])
+        for index, kind in enumerate(kinds):
+            carry, router = make_layer(kind, index if in_loop else 0, in_loop)(carry, parts[index])
             routers.append(router)
         return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
 
@@ -201,19 +223,19 @@ def run_layers(
     carry, routers = (x_BTD, caches), []
     if looped:
         inputs = jax.tree.map(lambda leaf: leaf[:looped].reshape(-1, period, *leaf.shape[1:]), inputs_L)
-        run_period = partial(run_in_order, windows=windows[:period], in_loop=True)
+        run_period = partial(run_in_order, kinds=kinds[:period], in_loop=True)
         carry, router = jax.lax.scan(run_period, carry, inputs)
         routers.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), router))
     if looped < L:
         inputs = jax.tree.map(lambda leaf: leaf[looped:], inputs_L)
-        carry, router = run_in_order(carry, inputs, windows[looped:], in_loop=False)
+        carry, router = run_in_order(carry, inputs, kinds[looped:], in_loop=False)
         routers.append(router)
     return *carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routers)
 
 
 def run_layers_unrolled(
     graphs: Sequence[Any],
-    windows: Sequence[int],
+    config: ModelConfig,
     x_BTD: jax.Array,
     context: Context,
     blocks: Sequence[Any],
@@ -225,8 +247,9 @@ def run_layers_unrolled(
     `run_layers`, as lists over layers, without statistics.
     """
     updated = []
-    for graph, window, block, parts in zip(graphs, windows, blocks, caches, strict=True):
-        x_BTD, cache, _ = nnx.merge(graph, block)(x_BTD, context, window, LayerCache(parts, 0), None)
+    layers = zip(graphs, layer_kinds(config), layer_windows(config), blocks, caches, strict=True)
+    for graph, kind, window, block, parts in layers:
+        x_BTD, cache, _ = nnx.merge(graph, block)(x_BTD, context.for_layer(kind), window, LayerCache(parts, 0), None)
         updated.append(cache.blocks)
     return x_BTD, updated
 

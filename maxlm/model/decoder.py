@@ -20,10 +20,12 @@ from maxlm.model.experts.router import RouterStats
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.kv_cache import Cache, CacheIndices, Caches, cache_indices_and_mask, slots_by_window
 from maxlm.model.layers.linear import Linear, parameter, should_transpose, transposed_matmul
-from maxlm.model.layers.masks import causal_mask, layer_windows
+from maxlm.model.layers.masks import causal_mask, layer_kinds, layer_windows
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import rotary_angles
+from maxlm.model.layers.softcap import softcap
 from maxlm.model.layers.weight_only_quantization import KERNEL
+from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
 from maxlm.parallel.partitioning import SINGLE_DEVICE, Axes, Partitioning
 
@@ -67,6 +69,11 @@ class Decoder(nnx.Module):
             rngs=rngs,
         )
         self.head = None if config.tie_embeddings else untied
+
+        def make_mtp(rngs: nnx.Rngs) -> MtpModule:
+            return MtpModule(config, partitioning=partitioning, rngs=rngs)
+
+        self.mtp = _stacked(make_mtp, config.mtp_depth, rngs, 'layers') if config.mtp_depth else None
         # True if the kernel of the logits is stored transposed, as [V, D].
         self.is_transposed = False
         self.config = config
@@ -87,7 +94,7 @@ class Decoder(nnx.Module):
         slots: Any = None,
         blocks: Sequence[Any] | None = None,
     ) -> tuple[jax.Array, Caches | None, RouterStats | None]:
-        """Returns the hidden states [B, T, D] after the final norm, the updated caches, and statistics of the routers.
+        """Returns the hidden states [B, T, D] from which `logits` follow, the caches, and statistics of the routers.
 
         The arrays of the statistics are stacked to [micro_batches, layers with experts, …]. Without experts, and if
         `blocks` is given, there are none.
@@ -115,6 +122,8 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
         x_BTD = self._used(self.embedding[...].astype(config.dtype), ('vocab', 'embed'), is_table=True)[tokens_BT]
+        if config.embedding_multiplier != 1:
+            x_BTD = x_BTD * config.embedding_multiplier
         if self.position_embedding is not None:
             table = self.position_embedding[...].astype(config.dtype)
             x_BTD = x_BTD + self.partitioning.gathered(table, ('position', 'embed'), is_table=True)[positions_BT]
@@ -135,24 +144,49 @@ class Decoder(nnx.Module):
                 assert cache is None, 'rows of trees have no cache'
                 context = context._replace(tree=TokenTree(ends_BT, positions_BT))
             graph, blocks_L = nnx.split(self.blocks)
-            windows, num_dense = layer_windows(config), config.num_dense_layers
+            kinds, num_dense = layer_kinds(config), config.num_dense_layers
             if isinstance(cache, list):
                 assert blocks is not None, 'a cache for each layer goes with parameters of each'
-                graphs = [graph] * len(windows)
+                graphs = [graph] * len(kinds)
                 if self.dense_blocks is not None:
                     graphs[:num_dense] = [nnx.split(self.dense_blocks)[0]] * num_dense
-                x_BTD, cache = run_layers_unrolled(graphs, windows, x_BTD, context, blocks, cache)
+                x_BTD, cache = run_layers_unrolled(graphs, config, x_BTD, context, blocks, cache)
                 router = None
             else:
                 keys = None if keys_L is None else keys_L[0]
                 x_BTD, cache = self._run_dense_layers(x_BTD, context, keys, cache)
                 inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys is None else keys[num_dense:])
+                windows = layer_windows(config)
                 firsts = {window: windows[:num_dense].count(window) for window in windows}
                 x_BTD, cache, router = run_layers(
-                    graph, config, self.partitioning, windows[num_dense:], x_BTD, context, inputs_L, cache, firsts
+                    graph, config, self.partitioning, kinds[num_dense:], x_BTD, context, inputs_L, cache, firsts
                 )
                 router = jax.tree.map(lambda leaf: leaf[None], router)
-        return self.final_norm(x_BTD), cache, router
+        hidden_BTD = self.final_norm(x_BTD)
+        return hidden_BTD if config.logits_scaling == 1 else hidden_BTD / config.logits_scaling, cache, router
+
+    def mtp_hidden(
+        self,
+        hidden_BTD: jax.Array,
+        tokens_BT: jax.Array,
+        *,
+        segments_BT: jax.Array | None,
+        positions_BT: jax.Array,
+        dropout_key: jax.Array | None,
+    ) -> list[jax.Array]:
+        """Returns the hidden states [B, T, D] of each module of multi-token prediction; see `run_mtp`.
+
+        Args:
+            hidden_BTD: hidden states that `__call__` returned.
+            tokens_BT, segments_BT, positions_BT, dropout_key: see `__call__`.
+        """
+        context = self._context(segments_BT, positions_BT, None, 0, None)
+        table_VD = self._used(self.embedding[...].astype(hidden_BTD.dtype), ('vocab', 'embed'), is_table=True)
+        results = run_mtp(
+            self.mtp, self.config, self.partitioning, hidden_BTD, tokens_BT, table_VD, context, dropout_key=dropout_key
+        )
+        scaling = self.config.logits_scaling
+        return results if scaling == 1 else [result / scaling for result in results]
 
     def mark_transposed_kernels(self) -> dict[tuple[Any, ...], int]:
         """Marks the kernels whose transposition makes products of a few rows faster on a CPU.
@@ -220,8 +254,13 @@ class Decoder(nnx.Module):
         elif self.partitioning.num_shards('length') == 1:
             T = positions_BT.shape[1]
             masks = {window: _mask(T, segments_BT, window) for window in windows}
-        rotary = rotary_angles(positions_BT, config, length_B) if config.position_embedding == 'rotary' else None
-        return Context(masks, segments_BT, None, cache_indices, rotary)
+        rotary = local_rotary = None
+        if config.position_embedding == 'rotary':
+            rotary = local_rotary = rotary_angles(positions_BT, config, length_B)
+            if config.rope_local_theta and any(windows):
+                local = dataclasses.replace(config, rope_theta=config.rope_local_theta, rope_scaling='none')
+                local_rotary = rotary_angles(positions_BT, local, length_B)
+        return Context(masks, segments_BT, None, cache_indices, rotary, local_rotary)
 
     def _run_dense_layers(
         self, x_BTD: jax.Array, context: Context, keys_L: jax.Array | None, cache: dict[int, Cache] | None
@@ -232,8 +271,8 @@ class Decoder(nnx.Module):
             return x_BTD, cache
         graph, blocks_L = nnx.split(self.dense_blocks)
         inputs_L = (nnx.to_pure_dict(blocks_L), None, None if keys_L is None else keys_L[:num])
-        windows = layer_windows(self.config)[:num]
-        return run_layers(graph, self.config, self.partitioning, windows, x_BTD, context, inputs_L, cache)[:2]
+        kinds = layer_kinds(self.config)[:num]
+        return run_layers(graph, self.config, self.partitioning, kinds, x_BTD, context, inputs_L, cache)[:2]
 
     def _run_pipeline(
         self,
@@ -248,7 +287,7 @@ class Decoder(nnx.Module):
         graph, blocks_L = nnx.split(self.blocks)
         num_dense = config.num_dense_layers
         layers = (config.num_layers - num_dense) // (stages * repeats)
-        windows = layer_windows(config)[num_dense : num_dense + layers]
+        kinds = layer_kinds(config)[num_dense : num_dense + layers]
 
         def split(x_B: jax.Array) -> jax.Array:
             axes = ('micro_batch', 'batch', 'length', 'activation')[: x_B.ndim + 1]
@@ -260,7 +299,7 @@ class Decoder(nnx.Module):
             keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, num_dense + first_layer, layers)
             context = self._context(segments_BT, positions_BT, None, 0, None)
             inputs_L = (blocks, None, keys)
-            x_BTD, _, router = run_layers(graph, config, self.partitioning, windows, x_BTD, context, inputs_L)
+            x_BTD, _, router = run_layers(graph, config, self.partitioning, kinds, x_BTD, context, inputs_L)
             return x_BTD, router
 
         def run_dense(inputs: Any) -> jax.Array:
@@ -287,11 +326,6 @@ class Decoder(nnx.Module):
             place_params=lambda blocks: jax.tree.map(place, blocks, is_leaf=lambda x: isinstance(x, nnx.Variable)),
         )
         return y_MBTD.swapaxes(0, 1).reshape(x_BTD.shape), router
-
-
-def softcap(logits: jax.Array, cap: float) -> jax.Array:
-    """Limits logits to ±cap with a tanh (Gemma Team 2024, "Gemma 2"); a cap of 0 disables it."""
-    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:

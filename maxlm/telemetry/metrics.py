@@ -45,6 +45,16 @@ METRICS: dict[str, Metric] = {
         '', 'experts: fraction of the selections that exceeded the capacity of an expert (model.expert_capacity_factor)'
     ),
     'train/max_expert_load': Metric('', 'experts: load of the most loaded expert divided by the mean load'),
+    'train/mtp_loss': Metric(
+        'nats/token',
+        'multi-token prediction: sum of the cross-entropies of the token after next, divided by the number of tokens '
+        'of train/loss',
+    ),
+    'train/mtp_loss/*': Metric('nats/token', 'train/mtp_loss of one module, if model.mtp_depth is above 1'),
+    'train/distill_kl': Metric(
+        'nats/token',
+        'distillation: KL divergence of the model from its teacher at distill.temperature, times its square',
+    ),
     # DPO: means over the pairs of the step.
     'train/rewards/accuracies': Metric('', 'DPO: fraction of pairs whose chosen response has the higher reward'),
     'train/rewards/margins': Metric('', 'DPO: reward of the chosen response minus that of the rejected response'),

@@ -61,6 +61,7 @@ def prefetched_batches(
         seq_len_schedule=cuts,
         # Unlike the cuts, stages count batches of the data and not steps: otherwise skipped batches would change.
         sources_schedule=config.source_stages,
+        teacher=corpus.teacher_outputs(config),
     )
     growing = GrowingBatches(corpus, make) if corpus.training_windows is None else None
     data = growing.available if growing else make(corpus)
@@ -278,6 +279,7 @@ def open_text(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches,
         _prepare_hub(config, stack)
     corpus = open_training_data(config.data, with_sources=config.metrics.per_source_loss)
     check_objective(config, corpus.first)
+    corpus.teacher_outputs(config)
     return TextBatches(corpus), corpus.first.vocab_size
 
 

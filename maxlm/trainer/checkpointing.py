@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.init_from import context_change_text, load_tokenizer, open_init_checkpoint
 from maxlm.checkpoint.item_metadata import CorruptCheckpointError, read_json
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
-from maxlm.checkpoint.params import copy_params, params_item
+from maxlm.checkpoint.params import check_params, copy_params, is_mtp, params_item, restore_params
 from maxlm.config.schema import Config
 from maxlm.data.loader.batches import fingerprint_changes
 from maxlm.data.loader.skipped_batches import skip_steps
+from maxlm.data.loader.teacher_outputs import read_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
@@ -29,12 +31,13 @@ from maxlm.parallel.layout import Layout
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.run_context import RunContext
-from maxlm.training.reference import to_reference
+from maxlm.training.reference import reference_config, to_reference
 from maxlm.training.run_control import Rollback, RunControl, from_json, rolled_back, to_json
 from maxlm.training.run_length import at_start
 from maxlm.training.state import Params, TrainState, init_state
 from maxlm.workdir.files import TOKENIZER
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
+from maxlm.workdir.teacher import TEACHER, teacher_workdir
 
 INIT_FROM = 'train.init_from'
 
@@ -169,6 +172,49 @@ def check_init_from(config: Config, abstract: Params, workdir: Path, *, tokenize
             raise InputError(f'{INIT_FROM}={config.train.init_from}: {error}') from None
 
 
+def check_teacher(config: Config, abstract: TrainState, *, tokenizer: Path) -> None:
+    """Checks the teacher of a run, if it has one, without reading its arrays.
+
+    Args:
+        config: resolved config.
+        abstract: result of `abstract_state`.
+        tokenizer: `tokenizer.json` of the run's data.
+
+    Raises:
+        InputError: the checkpoint does not exist, is not one of the model of its config, or has another tokenizer.
+    """
+    if config.teacher is None:
+        return
+    step = find_step(config.distill.teacher, key=TEACHER)
+    path = teacher_workdir(config.distill.teacher) / TOKENIZER
+    if path.is_file() and load_tokenizer(epath.Path(path)).sha256 != Tokenizer.load(tokenizer).sha256:
+        raise InputError(
+            f'{TEACHER}={config.distill.teacher}: the teacher has another tokenizer, {path}, than the data, '
+            f'{tokenizer}; prepare the data with --tokenizer {path}'
+        )
+    try:
+        check_params(step, _in_float32(abstract.reference))
+    except InputError as error:
+        raise InputError(f'{TEACHER}={config.distill.teacher}: {error}') from None
+
+
+def read_teacher(config: Config, abstract: TrainState) -> Params | None:
+    """Returns the parameters of a run's teacher in the dtypes and shardings of `abstract`; None without a teacher.
+
+    The moving average is used if the teacher's run kept one. All processes call it together.
+    """
+    if config.teacher is None:
+        return None
+    step = find_step(config.distill.teacher, key=TEACHER)
+    params = restore_params(step, _in_float32(abstract.reference), item=params_item(step))
+    logger.info(f'distilling from the teacher {step}')
+    return reference_of(config, params, abstract)
+
+
+def _in_float32(params: Params) -> Params:
+    return jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), params)
+
+
 def restore_or_initialize(
     config: Config,
     *,
@@ -199,7 +245,9 @@ def restore_or_initialize(
     _check_same_data(restored.fingerprint, facts, allow_dataset_change=config.data.allow_dataset_change)
     logger.info(f'resuming from step {int(restored.state.step)}')
     state = restored.state
-    if abstract.reference is not None:
+    if config.teacher is not None:
+        state = state._replace(reference=read_teacher(config, abstract))
+    elif abstract.reference is not None:
         origin = open_init_checkpoint(_origin_of(config), config, abstract.params, tokenizer=tokenizer)
         missing = origin.missing(init_state(config, layout).params) if config.model.lora_rank else {}
         params = origin.read(abstract.params, missing)
@@ -223,7 +271,7 @@ def initialize_state(
     imported = checkpoints.is_params_only(0)
     state = init_state(config, layout)
     if not (imported or config.train.init_from):
-        return state
+        return state if config.teacher is None else state._replace(reference=read_teacher(config, abstract))
     step = checkpoints.directory / '0' if imported else _origin_of(config)
     if imported:
         _check_same_tokenizer(step, tokenizer)
@@ -235,18 +283,31 @@ def initialize_state(
     state = state._replace(params=None, ema=None, reference=None)
     params = origin.read(abstract.params, initial)
     logger.info(f'starting with the parameters of {origin.path} and a fresh optimizer')
-    for line in (origin.vocab_resize, context_change_text(step, config)):
+    for line in (origin.vocab_resize, _new_modules_text(initial), context_change_text(step, config)):
         if line:
             logger.info(str(line))
     ema = None if abstract.ema is None else copy_params(params)
-    return state._replace(params=params, ema=ema, reference=reference_of(config, params, abstract))
+    reference = reference_of(config, params, abstract) if config.teacher is None else read_teacher(config, abstract)
+    return state._replace(params=params, ema=ema, reference=reference)
+
+
+def _new_modules_text(initial: Mapping[str, jax.Array]) -> str:
+    if not any(map(is_mtp, initial)):
+        return ''
+    return 'the modules of multi-token prediction are initialized, because the checkpoint has none'
 
 
 def reference_metadata(config: Config) -> dict[str, str]:
     """Returns a hash that identifies the reference of a run, for its checkpoints; empty without a reference."""
-    if not config.has_reference or not config.train.init_from:
+    if config.distill.logits_dir:
+        stored = repr(read_manifest(Path(config.distill.logits_dir)))
+        return {'reference': hashlib.sha256(stored.encode()).hexdigest()}
+    if config.teacher is not None:
+        step = find_step(config.distill.teacher, key=TEACHER)
+    elif config.has_reference and config.train.init_from:
+        step = _origin_of(config)
+    else:
         return {}
-    step = _origin_of(config)
     sums = (checksums.read_checksums(step) or {}).get(params_item(step), {})
     return {'reference': hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()} if sums else {}
 
@@ -256,11 +317,11 @@ def _origin_of(config: Config) -> epath.Path:
 
 
 def reference_of(config: Config, params: Params, abstract: TrainState) -> Params | None:
-    """Returns the reference of a run that starts with `params`; None if the state has no separate reference."""
+    """Returns parameters as the reference of a run; None if the state has no separate reference."""
     if abstract.reference is None:
         return None
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.reference)
-    reference: Params = jax.jit(partial(to_reference, config), out_shardings=shardings)(params)
+    reference: Params = jax.jit(partial(to_reference, reference_config(config)), out_shardings=shardings)(params)
     return reference
 
 

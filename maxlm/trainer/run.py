@@ -24,12 +24,13 @@ from maxlm.storage.errors import TransientStorageError
 from maxlm.telemetry.metrics import Callback
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
-from maxlm.trainer.checkpointing import check_init_from, newest_decisions
+from maxlm.trainer.checkpointing import check_init_from, check_teacher, newest_decisions
 from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step
 from maxlm.trainer.run_context import RunContext, open_run
 from maxlm.trainer.training_loop import TrainingLoop
 from maxlm.training.run_control import Rollback, ended
 from maxlm.training.state import abstract_state
+from maxlm.workdir.teacher import with_teacher
 
 
 class WorkdirUnavailableError(TransientStorageError):
@@ -76,6 +77,7 @@ def run(
         InputError: the config, the data or the workdir is not usable, or the step does not fit the devices.
         WorkdirUnavailableError: the bucket of the workdir does not respond.
     """
+    config = with_teacher(config)
     with contextlib.ExitStack() as stack:
         enable_compilation_cache(config.train.compilation_cache_dir)
         source, vocab_size = open_source(config, stack)
@@ -98,8 +100,9 @@ def run(
             context = stack.enter_context(opened)
         except TransientStorageError as error:
             raise WorkdirUnavailableError(str(error)) from error
-        abstract = abstract_state(sample, make_layout(sample.mesh)).params
-        check_init_from(sample, abstract, context.checkpoints, tokenizer=source.tokenizer_path)
+        abstract = abstract_state(sample, make_layout(sample.mesh))
+        check_init_from(sample, abstract.params, context.checkpoints, tokenizer=source.tokenizer_path)
+        check_teacher(sample, abstract, tokenizer=source.tokenizer_path)
         final_export = None
         if sample.export.at_end and jax.process_index() == 0:
             final_export = FinalExport(

@@ -28,7 +28,7 @@ from maxlm.errors import InputError
 from maxlm.inference.sampling import sample, sampling_keys
 from maxlm.model.attention.ring import zigzag
 from maxlm.model.blocks import BLOCKS
-from maxlm.model.decoder import softcap
+from maxlm.model.layers.softcap import softcap
 from maxlm.parallel.host_offload import to_device
 from maxlm.parallel.layout import Layout
 from maxlm.telemetry.metrics import CURSOR

@@ -126,7 +126,7 @@ def _reduce_scatter(grad: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def split_micro_batches(batch: Batch, num: int, partitioning: Partitioning) -> Batch:
-    """Splits arrays [B, T] into [A, B/A, T], and [B] into [A, B/A].
+    """Splits arrays [B, T, …] into [A, B/A, T, …], and [B] into [A, B/A].
 
     Row r goes to micro-batch r mod A, so no row moves to another device. If the sequence length is sharded, positions
     are reordered by `zigzag`.
@@ -135,7 +135,7 @@ def split_micro_batches(batch: Batch, num: int, partitioning: Partitioning) -> B
     def split(rows: jax.Array) -> jax.Array:
         axes = ('micro_batch', 'batch', 'length')[: rows.ndim + 1]
         num_shards = partitioning.num_shards('length')
-        if rows.ndim == 2 and num_shards > 1:
+        if rows.ndim > 1 and num_shards > 1:
             rows = rows[:, zigzag(rows.shape[1], num_shards)]
         return partitioning.constrain(rows.reshape(-1, num, *rows.shape[1:]).swapaxes(0, 1), axes)
 

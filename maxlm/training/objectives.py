@@ -1,4 +1,4 @@
-"""Training objectives: next-token cross-entropy, DPO and GRPO.
+"""Training objectives: next-token cross-entropy, optionally with distillation, DPO and GRPO.
 
 An objective is a function of parameters and a micro-batch. It returns sums, so each token has the same weight,
 regardless of how the batch is split into micro-batches.
@@ -20,9 +20,11 @@ from maxlm.config.user_function import load_function
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import Decoder
 from maxlm.model.experts.router import RouterStats
+from maxlm.model.mtp import shift_left
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.losses.cross_entropy import cross_entropy
+from maxlm.training.losses.distillation import StoredOutputs, TeacherOutputs, distillation
 from maxlm.training.losses.dpo import preference_terms
 from maxlm.training.losses.grpo import policy_sums
 from maxlm.training.losses.log_probs import TokenLogProbs, TokenLoss, token_log_probs, token_losses
@@ -41,6 +43,8 @@ BATCH_TYPES = {
 }
 # Additional arrays of a batch of GRPO responses, each [B, T]; see `policy_sums`. `weights` are then the loss weights.
 GRPO_TYPES = {'predicted': jnp.float32, 'advantages': jnp.float32, 'old_log_probs': jnp.float32}
+# Arrays of the stored outputs of a teacher (distill.logits_dir), each [B, T, distill.top_k]; see `StoredOutputs`.
+TEACHER_TYPES = {'teacher_ids': jnp.int32, 'teacher_log_probs': jnp.float32}
 
 
 class LossSums(NamedTuple):
@@ -89,7 +93,14 @@ def aux_names(config: Config) -> tuple[str, ...]:
     if config.train.objective == 'grpo':
         return (*GRPO_PARTS, *(('kl',) if config.grpo.kl_coef else ()))
     router = tuple(ROUTER_PARTS) if config.model.num_experts else ()
-    return (*(('z_loss',) if config.train.z_loss else ()), *router)
+    distilled = ('distill_kl',) if config.teacher is not None or config.distill.logits_dir else ()
+    return (*(('z_loss',) if config.train.z_loss else ()), *distilled, *mtp_names(config), *router)
+
+
+def mtp_names(config: Config) -> tuple[str, ...]:
+    """Returns the names of the metrics of multi-token prediction: one loss for each module."""
+    depth = config.model.mtp_depth if config.train.mtp_loss_weight else 0
+    return ('mtp_loss',) if depth == 1 else tuple(f'mtp_loss/{number}' for number in range(1, depth + 1))
 
 
 # Name of the metric → field of `PreferenceTerms`.
@@ -119,7 +130,9 @@ def make_next_token(
 ) -> Objective:
     """Returns the objective Σ cross-entropy of the predicted tokens + z_loss · Σ log² Z; see `cross_entropy`.
 
-    With `train.loss`, it is the sum of that loss. A model with experts adds the losses of its routers.
+    With `train.loss`, it is the sum of that loss. With a teacher, it is that of `distillation`. Multi-token prediction
+    adds train.mtp_loss_weight / depth times the sum of the cross-entropies of its modules, and a model with experts the
+    losses of its routers.
 
     Raises:
         InputError: the function of `train.loss` cannot be imported.
@@ -127,13 +140,14 @@ def make_next_token(
     user_loss: TokenLoss | None = None
     if config.train.loss:
         user_loss = load_function(config.train.loss, kind='train.loss', arguments=('logits', 'targets'))
-    hidden = _make_forward(config, partitioning)
+    hidden = make_forward(config, partitioning)
+    teacher = None if config.teacher is None else make_forward(config.of_teacher, partitioning)
     pipelined = config.accumulation // config.rounds
 
     def next_token(
         params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, LossSums]:
-        assert reference is None, 'the next token needs no reference'
+        assert (reference is None) == (teacher is None), 'the reference is the teacher'
         hidden_BTD, model, router = hidden(params, slots, batch, dropout_key)
         targets_BT, weights_BT = (
             partitioning.constrain(batch[name], ('rows', 'length')) for name in ('targets', 'weights')
@@ -146,7 +160,21 @@ def make_next_token(
             'row_groups': max(1, pipelined // partitioning.num_shards('layers')),
         }
         kernel_DV = model.output_kernel()
-        if user_loss is None:
+        parts = {}
+        outputs: TeacherOutputs | StoredOutputs | None = None
+        if teacher is not None:
+            teacher_BTD, taught, _ = teacher(reference, None, batch, None)
+            outputs = TeacherOutputs(teacher_BTD, taught.output_kernel(), taught.config.logit_softcap)
+        elif config.distill.logits_dir:
+            outputs = StoredOutputs(
+                *(partitioning.constrain(batch[name], ('rows', 'length')) for name in TEACHER_TYPES)
+            )
+        if outputs is not None:
+            objective, loss_B, log_z_squared_B, divergence_B = distillation(
+                hidden_BTD, kernel_DV, outputs, targets_BT, weights_BT, distill=config.distill, z_loss=z_loss, **layout
+            )
+            parts['distill_kl'] = divergence_B.sum()
+        elif user_loss is None:
             objective, loss_B, log_z_squared_B = cross_entropy(
                 hidden_BTD, kernel_DV, targets_BT, weights_BT, z_loss=z_loss, **layout
             )
@@ -163,7 +191,12 @@ def make_next_token(
                 jnp.where(is_from_BS, rows[:, None], 0).sum(axis=0) for rows in (loss_B, tokens_B)
             )
         tokens = tokens_B.sum()
-        parts = {'z_loss': z_loss * log_z_squared_B.sum()} if z_loss else {}
+        if z_loss:
+            parts['z_loss'] = z_loss * log_z_squared_B.sum()
+        if names := mtp_names(config):
+            losses = _mtp_losses(model, hidden_BTD, batch, dropout_key, config, layout)
+            objective += config.train.mtp_loss_weight / len(losses) * sum(losses)
+            parts |= {name: jax.lax.stop_gradient(loss) for name, loss in zip(names, losses, strict=True)}
         load_LE = None
         if router is not None:
             router_loss, router_parts = router_terms(router, batch['weights'], config.train)
@@ -174,11 +207,40 @@ def make_next_token(
     return next_token
 
 
+def _mtp_losses(
+    model: Decoder,
+    hidden_BTD: jax.Array,
+    batch: Batch,
+    dropout_key: jax.Array | None,
+    config: Config,
+    layout: dict[str, Any],
+) -> list[jax.Array]:
+    """Returns Σ cross-entropy of each module of multi-token prediction. Targets are in the document of their query."""
+    segments_BT = batch['segments']
+    hidden_states = model.mtp_hidden(
+        hidden_BTD,
+        batch['tokens'],
+        segments_BT=segments_BT if config.data.document_mask else None,
+        positions_BT=batch['positions'],
+        # The model splits the key in two, which gives the same keys as folding in 0 and 1.
+        dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, 2),
+    )
+    losses = []
+    for depth, states_BTD in enumerate(hidden_states, start=1):
+        is_same_BT = shift_left(segments_BT, depth) == segments_BT
+        weights_BT = jnp.where(is_same_BT, shift_left(batch['weights'], depth), 0)
+        found = cross_entropy(
+            states_BTD, model.output_kernel(), shift_left(batch['targets'], depth), weights_BT, **layout
+        )
+        losses.append(found.objective)
+    return losses
+
+
 def make_log_probs(
     config: Config, partitioning: Partitioning
 ) -> Callable[[Params, Params | None, Batch, jax.Array | None], TokenLogProbs]:
     """Returns a function (params, slots, batch, dropout key) → log-probabilities of the batch's targets."""
-    hidden = _make_forward(config, partitioning)
+    hidden = make_forward(config, partitioning)
     pipelined = config.accumulation // config.rounds
 
     def log_probs(params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None) -> TokenLogProbs:
@@ -248,7 +310,7 @@ def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
     return policy
 
 
-def _make_forward(
+def make_forward(
     config: Config, partitioning: Partitioning
 ) -> Callable[[Params, Params | None, Batch, jax.Array | None], tuple[jax.Array, Decoder, RouterStats | None]]:
     """Returns a function (params, slots, batch, dropout key) → hidden states, model and statistics of the routers.

@@ -1,4 +1,4 @@
-"""The reference model of DPO and GRPO: a frozen copy of the parameters that a run starts from."""
+"""The reference model: the teacher of distillation, or for DPO and GRPO a copy of the initial parameters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from maxlm.training.optimizers.trainable import Tree
 
 
 def has_reference_params(config: Config) -> bool:
-    """Returns True if the training state contains a copy of the reference parameters.
+    """Returns True if the training state contains the parameters of a reference.
 
-    If a run trains only adapters, the reference is the model without its adapters.
+    Without a teacher, if a run trains only adapters, the reference is the model without its adapters.
     """
+    if config.teacher is not None:
+        return True
     return config.has_reference and not (config.model.lora_rank and not config.optimizer.trainable_params)
+
+
+def reference_config(config: Config) -> Config:
+    """Returns the config whose model is the reference of a resolved config's run."""
+    return config if config.teacher is None else config.of_teacher
 
 
 def stored_dtype(config: Config, kind: str) -> jnp.dtype:
@@ -46,7 +53,9 @@ def reference_params(config: Config, params: Tree, stored: Tree | None) -> Any:
         params: current parameters.
         stored: `TrainState.reference`.
     """
-    return without_adapters(params) if stored is None and config.has_reference else stored
+    if config.teacher is None and not config.has_reference:
+        return None
+    return without_adapters(params) if stored is None else stored
 
 
 def without_adapters(params: Tree) -> Any:

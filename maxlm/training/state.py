@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from maxlm.training.optimizers.optimizer import kind_of, make_optimizer
 from maxlm.training.optimizers.quantized_moments import Blocks, place_moment
 from maxlm.training.optimizers.schedule import Progress
 from maxlm.training.optimizers.trainable import check_patterns, param_paths, trainable
-from maxlm.training.reference import has_reference_params, stored_dtype, to_reference
+from maxlm.training.reference import has_reference_params, reference_config, stored_dtype, to_reference
 from maxlm.training.spike_guard import SpikeStatistics, first_window
 
 Params = Any  # nested dict of arrays
@@ -41,7 +42,7 @@ class TrainState(NamedTuple):
         loss_scale: state of the loss scale; None unless `model.dtype` is float16.
         window: spike statistics; None unless `guard.spike_window` is set.
         reference: parameters of the reference model; None unless `has_reference_params`. They never change and are
-            not part of a checkpoint: a resumed run reads them from `train.init_from`.
+            not part of a checkpoint: a resumed run reads them from `train.init_from` or `distill.teacher`.
         progress: progress of the schedule; None unless `train.hours` or `train.dollars` gives the run length. It
             changes between steps and is not part of a checkpoint: it follows from the decisions of the run.
     """
@@ -97,19 +98,12 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
         InputError: a parameter does not divide over the mesh, or a pattern in `optimizer.frozen_params` or
             `optimizer.trainable_params` matches no parameter.
     """
-    _, variables = nnx.split(abstract_model(config, layout))
-    shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
-    check_patterns(config, param_paths(shapes))
+    params = _abstract_params(config, layout)
+    check_patterns(config, param_paths(params))
 
     def placed(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    memory = HOST if config.mesh.host_offload == 'all' else 'device'
-    params = jax.tree.map(
-        lambda shape, sharding: placed(shape, sharding.with_memory_kind(memory)),
-        shapes,
-        param_shardings(config, layout.of_state),
-    )
     optimizer = optimizer_of(config, layout)
 
     offloaded = config.mesh.host_offload != 'none'
@@ -139,31 +133,46 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     window = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_window(config.guard)))
     reference = None
     if has_reference_params(config):
+        other = reference_config(config)
         reference = jax.tree_util.tree_map_with_path(
-            lambda path, param: param.update(dtype=stored_dtype(config, kind_of(path))), params
+            lambda path, param: param.update(dtype=stored_dtype(other, kind_of(path))), _abstract_params(other, layout)
         )
     progress = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: _first_progress(config)))
     return TrainState(counter, counter, params, opt_state, ema, scale, window, reference, progress)
 
 
+def _abstract_params(config: Config, layout: Layout) -> Params:
+    """Returns the shapes, dtypes and shardings of the parameters."""
+    _, variables = nnx.split(abstract_model(config, layout))
+    shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
+    memory = HOST if config.mesh.host_offload == 'all' else 'device'
+
+    def place(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding.with_memory_kind(memory))
+
+    return jax.tree.map(place, shapes, param_shardings(config, layout.of_state))
+
+
 def init_state(config: Config, layout: Layout) -> TrainState:
     """Returns the state before the first step, created in place on the mesh.
 
-    If the state has a reference, it is a copy of the initial parameters.
+    If the state has a reference, it is a copy of the initial parameters, or None in place of a teacher.
     """
     optimizer = optimizer_of(config, layout)
+    copies_params = has_reference_params(config) and config.teacher is None
 
     def init() -> TrainState:
         params = nnx.to_pure_dict(nnx.state(_make_model(config, layout)))
         zero = jnp.zeros((), jnp.int32)
         ema = params if config.optimizer.ema_decay else None
         scale = first_loss_scale(config.train) if config.model.dtype == 'float16' else None
-        reference = to_reference(config, params) if has_reference_params(config) else None
+        reference = to_reference(config, params) if copies_params else None
         opt_state = optimizer.init(trainable(config, params))
         window, progress = first_window(config.guard), _first_progress(config)
         return TrainState(zero, zero, params, opt_state, ema, scale, window, reference, progress)
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, layout))
+    abstract = abstract_state(dataclasses.replace(config, teacher=None), layout)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(init, out_shardings=shardings)()
 
 

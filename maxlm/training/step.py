@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.config.schema import Config
+from maxlm.config.sections.distill import DistillConfig
 from maxlm.parallel.layout import Layout
 from maxlm.training.gradients import make_gradients, split_micro_batches
 from maxlm.training.loss_scale import loss_factor, update_loss_scale
@@ -72,12 +73,14 @@ def make_train_step(
 def make_eval_step(
     config: Config, layout: Layout, num_sources: int = 0
 ) -> Callable[[Params, Params | None, Batch], LossSums]:
-    """Returns the evaluation step: (params, reference, batch) → sums over the batch, without dropout and z-loss.
+    """Returns the evaluation step: (params, reference, batch) → sums over the batch.
 
-    The argument `reference` is `TrainState.reference`. With `train.loss`, the step computes the cross-entropy, whose
-    values are comparable between runs.
+    It has no dropout, z-loss, multi-token prediction or distillation. The argument `reference` is
+    `TrainState.reference`. With `train.loss`, the step computes the cross-entropy, whose values are comparable between
+    runs.
     """
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, z_loss=0.0, loss=''))
+    train = dataclasses.replace(config.train, z_loss=0.0, loss='', mtp_loss_weight=0.0)
+    config = dataclasses.replace(config, train=train, teacher=None, distill=DistillConfig())
     objective = make_objective(config, layout, num_sources)
 
     def eval_step(params: Params, reference: Params | None, batch: Batch) -> LossSums:

@@ -72,6 +72,8 @@ def test_vocabulary_and_widths():
         ({'platform': 'tpu', 'mesh__stage': 2, 'train__per_device_batch_size': 1}, 'xla'),
         ({'platform': 'gpu', 'model__dtype': 'float32'}, 'xla'),
         ({'platform': 'gpu', 'model__head_dim': 256}, 'xla'),
+        ({'platform': 'gpu', 'model__attention_softcap': 50.0}, 'xla'),
+        ({'platform': 'tpu', 'model__attention_softcap': 50.0}, 'splash'),
         ({'platform': 'gpu', 'model__attention': 'xla'}, 'xla'),
         ({'platform': 'gpu', 'model__attention_sinks': True}, 'xla'),
         ({'platform': 'tpu', 'model__attention_sinks': True}, 'xla'),
@@ -96,6 +98,10 @@ def test_attention_kernel(settings, kernel):
             ['model.attention_sinks=False'],
         ),
         ({'model__attention': 'splash', 'platform': 'gpu'}, ['model.attention=splash', 'gpu', 'auto']),
+        (
+            {'model__attention': 'cudnn', 'platform': 'gpu', 'model__attention_softcap': 50.0},
+            ['model.attention=cudnn', 'attention_softcap=0', '50.0'],
+        ),
         ({'model__attention': 'cudnn', 'platform': 'tpu'}, ['model.attention=cudnn', 'tpu', 'auto']),
         ({'model__attention': 'splash', 'platform': 'tpu', 'model__dtype': 'float16'}, ['splash', 'float16']),
         ({'model__attention': 'splash', 'platform': 'tpu', 'data__seq_len': 2000}, ['2000', '1920 or 2048']),
@@ -128,3 +134,9 @@ def test_share_layers_uses_tensor_parallelism():
     assert {axis: size for axis, size in split.items() if size > 1} == {'fsdp': 2}
     with pytest.raises(InputError, match=r'mesh\.tensor=4.*num_kv_heads'):
         resolve_on(config, platform='cpu', num_devices=4, share_layers=True)
+
+
+def test_the_embedding_multiplier_follows_the_width():
+    assert resolved(model__family='gemma2', model__num_layers=2).model.embedding_multiplier == 8.0
+    assert resolved(model__family='gemma2', model__embedding_multiplier=3.0).model.embedding_multiplier == 3.0
+    assert resolved().model.embedding_multiplier == 1.0

@@ -33,6 +33,19 @@ def model_config(**settings):
         ({'attention_pattern': 'S'}, ['sliding_window=0', 'at least 1']),
         ({'sliding_window': 4}, ['sliding_window=4', 'attention_pattern=L']),
         ({'sliding_window': -1, 'attention_pattern': 'S'}, ['sliding_window=-1', 'at least 0']),
+        ({'attention_pattern': 'LN', 'family': 'gpt2'}, ['attention_pattern=LN', 'learned', 'use L']),
+        ({'norm_placement': 'after'}, ['norm_placement', 'after', 'pre, post, both']),
+        (
+            {'norm_placement': 'post', 'family': 'gpt_neox'},
+            ['norm_placement=post', 'parallel_residual=True', 'norm_placement=pre'],
+        ),
+        ({'norm_unit_offset': True, 'family': 'nanochat'}, ['norm_unit_offset=True', 'norm_use_scale=False']),
+        ({'rope_short_factors': (1.0,)}, ['rope_short_factors has 1 values', 'rope_scaling=none', 'set 0']),
+        (
+            {'rope_scaling': 'longrope', 'rope_short_factors': (1.0,), 'rope_long_factors': (0,)},
+            ['rope_short_factors', 'greater than 0'],
+        ),
+        ({'residual_multiplier': 0.0}, ['residual_multiplier=0.0']),
         ({'logit_softcap': -1.0}, ['logit_softcap=-1.0', 'at least 0']),
         ({'activation': 'relu'}, ['relu', 'relu2']),
         ({'init': 'xavier'}, ['xavier', 'uniform']),
@@ -67,6 +80,8 @@ def test_the_choices_are_listed_once(value, message):
         {'family': 'gpt_neox', 'num_kv_heads': 2, 'head_dim': 16},
         {'family': 'qwen3', 'head_dim': 128},
         {'family': 'nanochat', 'logit_softcap': 0.0},
+        {'family': 'gemma2', 'attention_pattern': 'LS', 'sliding_window': 9},
+        {'family': 'smollm3', 'attention_pattern': 'NL', 'sliding_window': 0},
     ],
 )
 def test_valid_settings_are_accepted(settings):

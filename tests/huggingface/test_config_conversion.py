@@ -8,7 +8,7 @@ import transformers
 
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
-from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import choose_architecture, from_config, to_config
 from tests.small import LATENT, small_config
 
@@ -61,6 +61,72 @@ MODELS = {
         'model__rope_scaling_factor': 4.0,
         'model__rope_mscale_all_dim': 0.7,
     },
+    'qwen2': {'model__family': 'qwen2', 'model__head_dim': 6},
+    'qwen2 in turns': {'model__family': 'qwen2', 'model__attention_pattern': 'LS', 'model__sliding_window': 5},
+    'smollm3': {'model__family': 'smollm3', 'model__num_layers': 6},
+    'smollm3, other settings': {
+        'model__family': 'smollm3',
+        'model__attention_pattern': 'NL',
+        'model__use_bias': True,
+        'model__rope_scaling': 'yarn',
+        'model__rope_scaling_factor': 4.0,
+    },
+    'olmo2': {'model__family': 'olmo2'},
+    'olmo3': {'model__family': 'olmo3', 'model__num_layers': 5},
+    'olmo3, other settings': {
+        'model__family': 'olmo3',
+        'model__attention_pattern': 'SL',
+        'model__sliding_window': 5,
+        'model__rope_scaling': 'yarn',
+        'model__rope_scaling_factor': 4.0,
+        'model__rope_theta': 77.0,
+        'model__rope_local_theta': 77.0,
+    },
+    'olmo3 with scaling in all layers': {
+        'model__family': 'olmo3',
+        'model__attention_pattern': 'SL',
+        'model__rope_scaling': 'linear',
+        'model__rope_scaling_factor': 4.0,
+        'model__rope_local_theta': 0.0,
+    },
+    'granite': {'model__family': 'granite', 'model__head_dim': 6},
+    'granite, other settings': {
+        'model__family': 'granite',
+        'model__attention_multiplier': 0.0,
+        'model__residual_multiplier': 1.0,
+        'model__logits_scaling': 0.5,
+    },
+    # Without the Llama that the auto mode prefers.
+    'phi3': {'model__family': 'phi3', 'model__num_kv_heads': 2},
+    'phi3, other settings': {
+        'model__family': 'phi3',
+        'model__partial_rotary_factor': 0.5,
+        'model__attention_pattern': 'S',
+        'model__sliding_window': 5,
+        'model__rope_scaling': 'longrope',
+        'model__rope_scaling_factor': 4.0,
+        'model__rope_short_factors': (1.0, 1.5),
+        'model__rope_long_factors': (2.0, 8.0),
+        'model__max_positions': 64,
+    },
+    'gemma2': {'model__family': 'gemma2'},
+    'gemma2, other settings': {
+        'model__family': 'gemma2',
+        'model__attention_multiplier': 144**-0.5,
+        'model__attention_softcap': 0.0,
+        'model__logit_softcap': 0.0,
+        'model__attention_pattern': 'LLS',
+        'model__num_layers': 4,
+    },
+    'gemma3_text': {'model__family': 'gemma3', 'model__num_layers': 8},
+    'gemma3_text, other settings': {
+        'model__family': 'gemma3',
+        'model__attention_pattern': 'SL',
+        'model__logit_softcap': 5.0,
+        'model__rope_local_theta': 77.0,
+        'model__rope_scaling': 'linear',
+        'model__rope_scaling_factor': 8.0,
+    },
     'nanochat': {'model__family': 'nanochat', 'model__num_kv_heads': 2, 'model__logit_softcap': 7.0},
     'nanochat without a bound': {'model__family': 'nanochat', 'model__logit_softcap': 0.0, 'model__head_dim': 6},
 }
@@ -105,7 +171,7 @@ def test_round_trip_through_transformers(name):
     assert essentials(from_config(theirs, 'config.json')) == essentials(model)
     # Control: the converter reads the values that Transformers writes.
     key = 'n_layer' if 'gpt2' in name else 'num_hidden_layers'
-    theirs = {**theirs, key: theirs[key] + 1, 'layer_types': None, 'first_k_dense_replace': 99}
+    theirs = {**theirs, key: theirs[key] + 1, 'layer_types': None, 'no_rope_layers': None, 'first_k_dense_replace': 99}
     assert from_config(theirs, 'config.json').num_layers == model.num_layers + 1
 
 
@@ -124,7 +190,8 @@ def test_every_parameter_of_the_table_is_read(kind):
     # A misspelled key in the table would always give its default.
     row, defaults_only = ARCHITECTURES[kind], in_transformers({'model_type': kind})
     for ours, (theirs, _) in row.keys.items():
-        assert theirs in defaults_only or (kind, theirs) == ('nanochat', 'head_dim'), theirs
+        # Attention reads this key of all architectures, also without a default.
+        assert theirs in defaults_only or theirs == 'head_dim', theirs
         assert hasattr(ModelConfig, ours)
 
 
@@ -156,6 +223,36 @@ def test_qwen3_without_a_list_slides_from_a_layer_on():
     assert from_config({**config, 'use_sliding_window': False}, 'config.json').attention_pattern == 'L'
 
 
+@pytest.mark.parametrize(
+    ('kind', 'legacy', 'local_theta'),
+    [
+        (
+            'gemma3_text',
+            {'rope_theta': 9e5, 'rope_local_base_freq': 77.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 8.0}},
+            77.0,
+        ),
+        (
+            'olmo3',
+            {
+                'rope_theta': 500_000,
+                'max_position_embeddings': 65_536,
+                'rope_scaling': {
+                    'rope_type': 'yarn',
+                    'factor': 8.0,
+                    'original_max_position_embeddings': 8192,
+                    'attention_factor': 1.2,
+                },
+            },
+            500_000.0,
+        ),
+    ],
+)
+def test_former_keys_of_positions_by_layer_type(kind, legacy, local_theta):
+    found = from_config({'model_type': kind, **legacy}, 'config.json')
+    assert found == from_config(in_transformers({'model_type': kind, **legacy}), 'config.json')
+    assert (found.rope_scaling_factor, found.rope_local_theta) == (8.0, local_theta)
+
+
 def test_mistral_without_a_window():
     config = {'model_type': 'mistral'}
     assert from_config({**config, 'sliding_window': None}, 'config.json').attention_pattern == 'L'
@@ -176,6 +273,11 @@ def test_mistral_without_a_window():
         # The switches decide, not the name of the family.
         ({'model__family': 'qwen3', 'model__qk_norm': False}, 'llama'),
         ({'model__family': 'llama', 'model__qk_norm': True}, 'qwen3'),
+        ({'model__family': 'llama', 'model__qkv_bias': True}, 'qwen2'),
+        ({'model__family': 'llama', 'model__partial_rotary_factor': 0.5}, 'phi3'),
+        ({'model__family': 'llama', 'model__attention_pattern': 'NL'}, 'smollm3'),
+        ({'model__family': 'llama', 'model__logits_scaling': 2.0}, 'granite'),
+        ({'model__family': 'olmo2', 'model__attention_pattern': 'SL', 'model__sliding_window': 9}, 'olmo3'),
         ({'model__family': 'gpt2', 'model__position_embedding': 'rotary'}, 'gpt_neox'),
         (
             {'model__family': 'gpt_neox', 'model__position_embedding': 'learned', 'model__parallel_residual': False},
@@ -200,7 +302,7 @@ def test_the_settings_determine_the_architecture(overrides, chosen):
                 'model.logit_softcap=15.0',
                 'model.embedding_norm=True',
                 'model.norm_use_scale=False',
-                'GPT-2, GPT-NeoX, Llama, Mistral, Qwen3 and DeepSeek-V3',
+                'GPT-2, GPT-NeoX, Llama, Mistral, Qwen2.5,',
                 '--architecture=nanochat',
             ],
         ),
@@ -211,7 +313,8 @@ def test_the_settings_determine_the_architecture(overrides, chosen):
         ({'model__family': 'gpt_neox', 'model__partial_rotary_factor': 0.3, 'model__head_dim': 32, 'model__dim': 128},
          ['model.partial_rotary_factor=0.3']),
         ({'model__family': 'gpt_neox', 'model__activation': 'swiglu'}, ['model.activation=swiglu']),
-        ({'model__family': 'llama', 'model__partial_rotary_factor': 0.5}, ['model.partial_rotary_factor=0.5']),
+        ({'model__family': 'llama', 'model__partial_rotary_factor': 0.5, 'model__head_dim': 4},
+         ['model.partial_rotary_factor=0.5', 'Llama is the closest']),
         ({'model__family': 'llama', 'model__activation': 'gelu'}, ['model.activation=gelu', 'Llama is the closest']),
         ({'model__family': 'llama', 'model__parallel_residual': True}, ['model.parallel_residual=True']),
         ({'model__family': 'llama', 'model__logit_softcap': 30.0}, ['model.logit_softcap=30.0']),
@@ -220,6 +323,14 @@ def test_the_settings_determine_the_architecture(overrides, chosen):
             ['model.attention_pattern=SL'],
         ),
         ({'model__family': 'qwen3', 'model__use_bias': True}, ['model.use_bias=True']),
+        ({'model__family': 'qwen2', 'model__attention_pattern': 'LN'}, ['model.attention_pattern=LN']),
+        ({'model__family': 'smollm3', 'model__attention_pattern': 'NS', 'model__sliding_window': 5},
+         ['model.attention_pattern=NS']),
+        ({'model__family': 'olmo2', 'model__qk_norm_scope': 'head'}, ['model.qk_norm_scope=head']),
+        ({'model__family': 'gemma2', 'model__embedding_multiplier': 2.0}, ['model.embedding_multiplier=2.0']),
+        ({'model__family': 'gemma2', 'model__attention_multiplier': 0.3}, ['model.attention_multiplier=0.3']),
+        ({'model__family': 'gemma2', 'model__rope_local_theta': 9.0}, ['model.rope_local_theta=9.0']),
+        ({'model__family': 'phi3', 'model__partial_rotary_factor': 0.5, 'model__head_dim': 4}, ['model.head_dim=4']),
     ],
 )  # fmt: skip
 def test_unsupported_models_are_reported_by_key_and_value(overrides, parts):
@@ -242,7 +353,7 @@ def test_a_requested_architecture_is_not_replaced():
 LLAMA = {'model_type': 'llama', 'num_hidden_layers': 2, 'num_attention_heads': 4, 'hidden_size': 32}
 REFUSED = [
     ({}, ['model_type is missing', 'gpt2, gpt_neox, llama']),
-    ({'model_type': 'phi3'}, ['model_type=phi3', 'nanochat']),
+    ({'model_type': 'cohere'}, ['model_type=cohere', 'nanochat']),
     ({'model_type': 'mixtral'}, ['mixtral', 'mixture-of-experts']),
     ({'model_type': 'qwen3_moe'}, ['qwen3_moe', 'mixture-of-experts']),
     ({**LLAMA, 'num_local_experts': 8}, ['num_local_experts=8', 'mixture-of-experts']),
@@ -291,6 +402,26 @@ REFUSED = [
     ({'model_type': 'gpt_neox', 'rotary_pct': 0.3}, ['rotary_pct=0.3', 'of 96 head dims']),
     ({'model_type': 'gpt_neox', 'rotary_pct': 5 / 96}, ['rotary_pct=0.05', 'odd']),
     ({'model_type': 'nanochat', 'attention_bias': True}, ['attention_bias=True']),
+    ({'model_type': 'qwen2', 'num_hidden_layers': 1, 'layer_types': ['sliding_attention']},
+     ['layer_types', 'requires a window']),
+    ({'model_type': 'smollm3', 'num_hidden_layers': 2, 'no_rope_layers': [1]}, ['no_rope_layers=[1]', '2 entries']),
+    ({'model_type': 'smollm3', 'no_rope_layers': 'all'}, ['no_rope_layers', '36 entries']),
+    ({'model_type': 'smollm3', 'use_sliding_window': True}, ['use_sliding_window=True']),
+    ({'model_type': 'smollm3', 'layer_types': ['sliding_attention']}, ['layer_types', 'full_attention']),
+    ({'model_type': 'granite', 'mlp_bias': True}, ['mlp_bias=True', 'attention_bias=False']),
+    ({'model_type': 'olmo2', 'attention_bias': True}, ['attention_bias=True']),
+    ({'model_type': 'olmo3', 'rope_parameters': {'sliding_attention': {'rope_type': 'yarn'}}},
+     ['sliding_attention', "rope_type='yarn'", 'default']),
+    ({'model_type': 'olmo3', 'rope_parameters': {'full_attention': 7}}, ['rope_parameters', 'JSON objects']),
+    ({'model_type': 'phi3', 'rope_scaling': {'type': 'linear', 'factor': 2.0}},
+     ["type='linear'", 'default or longrope']),
+    ({'model_type': 'phi3', 'rope_scaling': {'type': 'longrope', 'short_factor': [1.0]}}, ['long_factor', 'list']),
+    ({'model_type': 'phi3', 'rope_scaling': {'type': 'longrope', 'short_factor': [1.0], 'long_factor': [1.0]}},
+     ['short_factor has 1 values', 'set 48']),
+    ({'model_type': 'gemma2', 'sliding_window': None}, ['sliding_window']),
+    ({'model_type': 'gemma3_text', 'use_bidirectional_attention': True}, ['use_bidirectional_attention=True']),
+    ({'model_type': 'gemma3_text', 'attn_logit_softcapping': 5.0}, ['attn_logit_softcapping=5.0']),
+    ({'model_type': 'gemma3'}, ['model_type=gemma3 is not supported']),
 ]  # fmt: skip
 
 

@@ -25,7 +25,8 @@ from tests.small import small_config
 
 gguf = pytest.importorskip('gguf', reason='the extra gguf')
 
-# Transformers does not read the head dimension from GGUF files of Qwen3; it assumes 128.
+# Transformers does not read the head dimension from GGUF files of Qwen3, and assumes 128. It does not read the scale of
+# scores of Gemma, and assumes that of 256.
 PLAIN = {'model__attention_pattern': 'L', 'model__sliding_window': 0, 'model__rope_scaling': 'none'}
 CASES = {
     'llama': {**MODELS['llama'], 'model__dim': 64, 'model__head_dim': 16, 'model__ffn_dim': 96},
@@ -37,6 +38,17 @@ CASES = {
         'model__num_heads': 2,
         'model__head_dim': 128,
         'model__tie_embeddings': True,
+    },
+    'qwen2': {'model__family': 'qwen2', 'model__num_layers': 1, 'model__num_kv_heads': 2},
+    # Transformers assumes a padding token.
+    'phi3': {'model__family': 'phi3', 'model__num_layers': 1, 'model__num_kv_heads': 2, 'model__vocab_size': 32_001},
+    'gemma2': {'model__family': 'gemma2', 'model__sliding_window': 20, 'model__head_dim': 256},
+    'gemma3': {
+        'model__family': 'gemma3',
+        'model__num_layers': 6,
+        'model__sliding_window': 20,
+        'model__head_dim': 256,
+        'model__num_kv_heads': 1,
     },
 }
 TOKENS = np.arange(40, dtype=np.int32)[None]
@@ -52,7 +64,7 @@ def workdirs(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp('gguf')
     for name, overrides in CASES.items():
         overrides = {'model__vocab_size': tokenizer.vocab_size + 3, **overrides}
-        arrays = parameters(small_config(**overrides), name)
+        arrays = parameters(small_config(**overrides), 'gemma3_text' if name == 'gemma3' else name)
         # Values that float16 can represent, so that nothing is lost.
         rounded = {path: values.astype(np.float16).astype(np.float32) for path, values in arrays.items()}
         make_workdir(folder / name, overrides, tokenizer=tokenizer, changed=rounded, step=7)
@@ -170,6 +182,66 @@ def test_keys(workdirs, tmp_path, tokenizer):
     assert theirs(text)['input_ids'] == tokenizer.encode_batch([text])[0].tolist()
 
 
+GEMMA = {**CASES['gemma2'], 'model__num_layers': 2}
+SMOLLM3 = {'model__family': 'smollm3', 'model__num_layers': 4}
+OLMO3 = {'model__family': 'olmo3', 'model__num_layers': 4, 'model__sliding_window': 9}
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'wanted'),
+    [
+        (
+            {'model__family': 'granite'},
+            {
+                'granite.embedding_scale': 12.0,
+                'granite.residual_scale': 0.22,
+                'granite.attention.scale': 0.015625,
+                'granite.logit_scale': 8.0,
+            },
+        ),
+        (
+            GEMMA,
+            {
+                'gemma2.attention.sliding_window': 20,
+                'gemma2.attn_logit_softcapping': 50.0,
+                'gemma2.final_logit_softcapping': 30.0,
+            },
+        ),
+        (CASES['gemma3'], {'gemma3.rope.freq_base': 1e6, 'gemma3.rope.freq_base_swa': 1e4}),
+        (
+            OLMO3,
+            {
+                'general.architecture': 'olmo2',
+                'olmo2.attention.sliding_window': 9,
+                'olmo2.attention.sliding_window_pattern': [True, True, True, False],
+            },
+        ),
+        (SMOLLM3, {'general.architecture': 'smollm3', 'smollm3.rope.freq_base': 2e6}),
+        (
+            {
+                'model__family': 'phi3',
+                'model__partial_rotary_factor': 0.5,
+                'model__rope_scaling': 'longrope',
+                'model__rope_scaling_factor': 4.0,
+                'model__rope_short_factors': (1.0, 1.5),
+                'model__rope_long_factors': (2.0, 8.0),
+            },
+            {'phi3.rope.dimension_count': 4, 'phi3.rope.scaling.attn_factor': 1.224744871391589},
+        ),
+    ],
+    ids=lambda value: value.get('model__family'),
+)
+def test_keys_of_an_architecture(tmp_path, overrides, wanted):
+    make_workdir(tmp_path / 'run', overrides)
+    export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
+    tensors, keys = read(tmp_path / 'model.gguf')
+    for key, value in wanted.items():
+        assert keys[key] == pytest.approx(value), key
+    longrope = {name: values.tolist() for name, (_, values) in tensors.items() if name.startswith('rope_factors')}
+    factors = {'rope_factors_long.weight': [2.0, 8.0], 'rope_factors_short.weight': [1.0, 1.5]}
+    assert longrope == (factors if 'phi3' in str(wanted) else {})
+
+
 def test_a_chat_template_and_its_end_of_turn(tmp_path):
     tokenizer = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
     make_workdir(tmp_path / 'run', CASES['llama'], tokenizer=tokenizer)
@@ -223,8 +295,20 @@ def test_the_factors_of_llama3_equal_transformers(tmp_path):
 @pytest.mark.parametrize(
     ('overrides', 'words'),
     [
-        (MODELS['gpt2'], ['Llama and Qwen3', 'gpt2']),
+        (MODELS['gpt2'], ['does not support gpt2 models']),
         (MODELS['mistral'], ['model.attention_pattern=S', 'sliding windows']),
+        ({**SMOLLM3, 'model__attention_pattern': 'NL'}, ['model.attention_pattern=NL', 'LLLN']),
+        ({**OLMO3, 'model__rope_local_theta': 9.0}, ['model.rope_local_theta=9.0', '500000.0']),
+        ({**GEMMA, 'model__attention_multiplier': 0.5}, ['model.attention_multiplier=0.5', '0.0625']),
+        ({**GEMMA, 'model__tie_embeddings': False}, ['model.tie_embeddings=False']),
+        ({**GEMMA, 'model__attention_softcap': 0.0}, ['model.attention_softcap=0.0', 'a soft cap']),
+        ({**CASES['gemma3'], 'model__logit_softcap': 5.0}, ['model.logit_softcap=5.0', 'require 0']),
+        ({**OLMO3, 'model__head_dim': 4}, ['model.head_dim=4', 'require 8']),
+        ({**OLMO3, 'model__tie_embeddings': True}, ['model.tie_embeddings=True']),
+        (
+            {**GEMMA, 'model__rope_scaling': 'linear', 'model__rope_scaling_factor': 2.0},
+            ['model.rope_scaling=linear', 'gemma2'],
+        ),
         (
             {**CASES['llama'], 'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
             ['rope_scaling=dynamic'],

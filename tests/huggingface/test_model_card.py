@@ -92,6 +92,8 @@ def test_attention(tmp_path):
     assert '| attention | full context |' in card(tmp_path, model__family='qwen3')
     assert '| attention | the last 8 tokens |' in card(tmp_path, model__attention_pattern='S', **window)
     assert 'SL over the layers: S the last 8' in card(tmp_path, model__attention_pattern='SL', **window)
+    nope = card(tmp_path, model__family='smollm3', model__attention_pattern='LN')
+    assert 'LN over the layers: L full context, N full context without rotary positions |' in nope
 
 
 def test_the_tokens_of_an_available_data_set(dataset, tmp_path):

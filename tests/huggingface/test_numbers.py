@@ -8,7 +8,7 @@ import time
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import from_config
 from maxlm.huggingface.json_fields import display_value
 from maxlm.huggingface.numbers import NUMBERS
@@ -33,6 +33,14 @@ GIVEN = {
     'llama': {'head_dim': 8, 'num_key_value_heads': 2, 'rope_theta': 10_000.0, **EXPERTS},
     'mistral': {'sliding_window': 64},
     'qwen3': {'use_sliding_window': True, 'max_window_layers': 1, 'num_hidden_layers': 2},
+    'qwen2': {'use_sliding_window': True, 'max_window_layers': 1, 'num_hidden_layers': 2},
+    'smollm3': {'no_rope_layer_interval': 2},
+    'olmo2': {},
+    'olmo3': {'sliding_window': 64},
+    'granite': {},
+    'phi3': {'sliding_window': 64},
+    'gemma2': {},
+    'gemma3_text': {'rope_local_base_freq': 1000.0, 'sliding_window_pattern': 3, 'final_logit_softcapping': 5.0},
     'deepseek_v3': {'num_hidden_layers': 2, 'first_k_dense_replace': 2},
     'nanochat': {'final_logit_softcapping': 15.0},
 }

@@ -21,6 +21,14 @@ SWITCHES = {
     'llama with biases': {'model__family': 'llama', 'model__use_bias': True},
     'mistral': {'model__family': 'llama', 'model__attention_pattern': 'S', 'model__sliding_window': 5},
     'qwen3': {'model__family': 'qwen3'},
+    'qwen2': {'model__family': 'qwen2'},
+    'smollm3': {'model__family': 'smollm3', 'model__attention_pattern': 'N'},
+    'olmo2': {'model__family': 'olmo2'},
+    'olmo3': {'model__family': 'olmo3', 'model__attention_pattern': 'S'},
+    'granite': {'model__family': 'granite', 'model__use_bias': True},
+    'phi3': {'model__family': 'phi3', 'model__rope_theta': 99.0},
+    'gemma2': {'model__family': 'gemma2', 'model__attention_pattern': 'S'},
+    'gemma3_text': {'model__family': 'gemma3', 'model__attention_pattern': 'S'},
     'deepseek_v3': {**LATENT, 'model__q_lora_rank': 20},
     'deepseek_v3 with full queries': LATENT,
     'nanochat': {'model__family': 'nanochat'},
@@ -31,7 +39,7 @@ def random_model(name, seed):
     """Returns a model with random sizes, all of them different if its architecture allows it."""
     rng = np.random.default_rng(seed)
     heads, head_dim = int(rng.integers(2, 6)), 4 * int(rng.integers(1, 5))
-    free = name not in ('gpt2', 'gpt_neox') and 'deepseek' not in name
+    free = name not in ('gpt2', 'gpt_neox', 'phi3') and 'deepseek' not in name
     sizes = {
         'model__num_layers': int(rng.integers(1, 4)),
         'model__num_heads': heads,

@@ -12,7 +12,7 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer, bytes_tokenizer, chars_tokenizer, train_bpe
 from maxlm.errors import InputError
-from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import choose_architecture, to_config
 from maxlm.huggingface.tokenizer_files import files_for_export, files_for_import
 from maxlm.workdir.files import EXPORT_FILES

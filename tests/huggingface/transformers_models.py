@@ -46,7 +46,29 @@ def _deepseek(**settings: Any) -> dict[str, Any]:
     return _llama(num_key_value_heads=4, first_k_dense_replace=2, **latents | settings)
 
 
+def _by_type(rope_type: str, local_theta: float, **parameters: Any) -> dict[str, Any]:
+    full = _rope(rope_type, **parameters)['rope_parameters']
+    local = {'rope_type': 'default', 'rope_theta': local_theta}
+    return {'rope_parameters': {'full_attention': full, 'sliding_attention': local}}
+
+
 _YARN = {'factor': 4.0, 'original_max_position_embeddings': 16}
+_GRANITE = {
+    'embedding_multiplier': 3.0,
+    'residual_multiplier': 0.5,
+    'attention_multiplier': 0.25,
+    'logits_scaling': 0.5,
+}
+_MIXED = ['sliding_attention', 'full_attention']
+_CAPS = {'attn_logit_softcapping': 2.0, 'final_logit_softcapping': 3.0}
+_LONGROPE = {
+    'rope_parameters': {
+        'rope_type': 'longrope',
+        'rope_theta': 10_000.0,
+        'short_factor': [1.0, 1.1, 1.3, 1.6],
+        'long_factor': [1.0, 1.5, 4.0, 8.0],
+    }
+}
 _LLAMA3 = {'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 16}
 
 CASES = {
@@ -103,6 +125,52 @@ CASES = {
     'deepseek, dense, full queries, yarn': Case(
         'deepseek_v3',
         _deepseek(q_lora_rank=None, rms_norm_eps=1e-3, **_rope('yarn', **_YARN, mscale=0.7, mscale_all_dim=1.3)),
+    ),
+    'qwen2': Case('qwen2', _llama()),
+    'qwen2 sliding from layer 1, tied': Case(
+        'qwen2',
+        _llama(
+            num_hidden_layers=3,
+            use_sliding_window=True,
+            sliding_window=4,
+            max_window_layers=1,
+            tie_word_embeddings=True,
+        ),
+    ),
+    'smollm3': Case('smollm3', _llama(num_hidden_layers=5, pad_token_id=None)),
+    'smollm3 untied, biases': Case(
+        'smollm3',
+        _llama(no_rope_layers=[0, 1], pad_token_id=None, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
+    ),
+    'olmo2': Case('olmo2', _llama()),
+    'olmo3': Case('olmo3', _llama(num_hidden_layers=5, sliding_window=5)),
+    'olmo3 yarn': Case('olmo3', _llama(sliding_window=5, layer_types=_MIXED, **_by_type('yarn', 7000.0, **_YARN))),
+    'granite': Case('granite', _llama(**_GRANITE)),
+    'granite tied, biases': Case(
+        'granite', _llama(**_GRANITE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
+    ),
+    'phi3': Case('phi3', _llama(pad_token_id=None)),
+    'phi3 sliding, partial': Case(
+        'phi3', _llama(pad_token_id=None, sliding_window=5, partial_rotary_factor=0.5, tie_word_embeddings=True)
+    ),
+    'phi3 longrope': Case('phi3', _llama(pad_token_id=None, original_max_position_embeddings=32, **_LONGROPE)),
+    'phi3 longrope beyond the original context': Case(
+        'phi3', _llama(pad_token_id=None, original_max_position_embeddings=16, **_LONGROPE)
+    ),
+    'gemma2': Case('gemma2', _llama(head_dim=12, query_pre_attn_scalar=5, sliding_window=5, **_CAPS)),
+    'gemma2 without caps': Case(
+        'gemma2', _llama(head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=None, num_hidden_layers=3)
+    ),
+    'gemma3': Case('gemma3_text', _llama(head_dim=16, query_pre_attn_scalar=16, num_hidden_layers=7, sliding_window=4)),
+    'gemma3 linear, soft': Case(
+        'gemma3_text',
+        _llama(
+            head_dim=8,
+            sliding_window=5,
+            layer_types=_MIXED,
+            final_logit_softcapping=3.0,
+            **_by_type('linear', 100.0, factor=4.0),
+        ),
     ),
     'nanochat': Case('nanochat', _llama(num_key_value_heads=4)),
     'nanochat grouped, soft': Case('nanochat', _llama(final_logit_softcapping=3.0, num_attention_heads=8)),

@@ -35,6 +35,26 @@ MODELS: dict[str, dict[str, Any]] = {
         'model__rope_scaling': 'yarn',
         'model__rope_scaling_factor': 4.0,
     },
+    'qwen2': {'model__family': 'qwen2', 'model__tie_embeddings': True},
+    'smollm3': {'model__family': 'smollm3', 'model__attention_pattern': 'NL'},
+    'olmo2': {'model__family': 'olmo2', 'model__num_kv_heads': 2},
+    'olmo3': {
+        'model__family': 'olmo3',
+        'model__attention_pattern': 'SL',
+        'model__sliding_window': 6,
+        'model__rope_scaling': 'yarn',
+        'model__rope_scaling_factor': 4.0,
+    },
+    # Untied, because the scaled embedding of a tied output repeats the last token.
+    'granite': {'model__family': 'granite', 'model__tie_embeddings': False},
+    'phi3': {'model__family': 'phi3', 'model__partial_rotary_factor': 0.5},
+    'gemma2': {'model__family': 'gemma2', 'model__sliding_window': 6},
+    'gemma3': {
+        'model__family': 'gemma3',
+        'model__num_layers': 3,
+        'model__attention_pattern': 'SSL',
+        'model__sliding_window': 6,
+    },
     'deepseek_v3': {**LATENT, 'model__q_lora_rank': 20},
     'nanochat': {'model__family': 'nanochat'},
 }

@@ -37,6 +37,8 @@ FAMILIES = {
     'llama, grouped': {'model__family': 'llama', 'model__num_kv_heads': 2},
     'qwen3': {'model__family': 'qwen3', 'model__num_kv_heads': 1},
     'nanochat': {'model__family': 'nanochat'},
+    'gemma2': {'model__family': 'gemma2', 'model__sliding_window': 5, 'model__dim': 32},
+    'smollm3': {'model__family': 'smollm3', 'model__attention_pattern': 'NL'},
     'linear': {**SCALED, 'model__rope_scaling': 'linear'},
     'yarn': {**SCALED, 'model__rope_scaling': 'yarn'},
     'llama3': {**SCALED, 'model__rope_scaling': 'llama3'},

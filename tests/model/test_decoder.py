@@ -76,6 +76,29 @@ CASES = {
         },
         'loop',
     ),
+    'gemma2, all switches': (
+        {
+            'model__family': 'gemma2',
+            'model__num_kv_heads': 2,
+            'model__sliding_window': 3,
+            'model__rope_local_theta': 77.0,
+            'model__attention_multiplier': 0.7,
+            'model__attention_softcap': 2.0,
+        },
+        'apart',
+    ),
+    'smollm3': ({'model__family': 'smollm3', 'model__attention_pattern': 'NL'}, 'loop'),
+    'olmo3': (
+        {
+            'model__family': 'olmo3',
+            'model__num_layers': 3,
+            'model__attention_pattern': 'SLN',
+            'model__sliding_window': 3,
+            'model__residual_multiplier': 0.5,
+            'model__logits_scaling': 2.0,
+        },
+        'apart',
+    ),
     'mixed windows': (
         {'model__num_layers': 4, 'model__attention_pattern': 'SL', 'model__sliding_window': 3},
         'loop',

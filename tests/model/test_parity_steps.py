@@ -17,9 +17,22 @@ STEPPED = [
     'gpt2',
     'llama one key head, tied',
     'nanochat',
+    'olmo2',
+    'gemma2',
     *(
         pytest.param(name, marks=pytest.mark.nightly)
-        for name in ('neox half rotary', 'llama llama3', 'mistral sliding', 'qwen3 mixed, yarn')
+        for name in (
+            'neox half rotary',
+            'llama llama3',
+            'mistral sliding',
+            'qwen3 mixed, yarn',
+            'qwen2 sliding from layer 1, tied',
+            'smollm3 untied, biases',
+            'olmo3 yarn',
+            'granite tied, biases',
+            'phi3 sliding, partial',
+            'gemma3 linear, soft',
+        )
     ),
 ]
 # Some gradients are zero except for rounding (key bias). Without a large epsilon, Adam's first step would be their

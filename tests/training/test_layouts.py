@@ -107,6 +107,31 @@ NIGHTLY_LAYOUTS = [
         **PADDED,
     },
     {'mesh__stage': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'mesh__zero_stage': 2, 'train__per_device_batch_size': 4},
+    {
+        'mesh__fsdp': 4,
+        'mesh__tensor': 2,
+        'model__family': 'gemma2',
+        'model__sliding_window': 5,
+        'model__rope_local_theta': 77.0,
+    },
+    {
+        'mesh__stage': 2,
+        'mesh__tensor': 2,
+        'mesh__fsdp': 2,
+        'train__per_device_batch_size': 2,
+        'model__family': 'olmo3',
+        'model__attention_pattern': 'SN',
+        'model__sliding_window': 5,
+        'model__norm_placement': 'pre',
+    },
+    {
+        'mesh__context': 2,
+        'mesh__tensor': 2,
+        'mesh__fsdp': 2,
+        'model__family': 'granite',
+        'model__attention_pattern': 'NL',
+        'model__logits_scaling': 0.5,
+    },
     {'mesh__fsdp': 8, 'mesh__host_offload': 'optimizer', 'model__remat_policy': 'offload'},
 ]
 

@@ -9,7 +9,7 @@ import textwrap
 from typing import Any
 
 from maxlm.config.ranges import RANGES
-from maxlm.config.schema import Config
+from maxlm.config.schema import SECTIONS
 from maxlm.config.sections.model import FAMILY
 from maxlm.config.validation import CHOICES
 from tools.docs.markdown import escaped
@@ -61,13 +61,11 @@ def facts(key: str, field: dataclasses.Field[Any]) -> str:
 def config_page() -> str:
     """Returns docs/reference/config.md."""
     lines = [INTRODUCTION]
-    for section in dataclasses.fields(Config):
-        kind = section.default_factory
-        assert isinstance(kind, type), section.name
+    for section, kind in SECTIONS.items():
         comments = field_comments(kind)
-        lines.append(f'## {section.name}\n')
+        lines.append(f'## {section}\n')
         for field in dataclasses.fields(kind):
-            key = f'{section.name}.{field.name}'
+            key = f'{section}.{field.name}'
             lines.append(f'### `{key}` {{ #{key} }}\n')
             lines.append(f'{escaped(comments[field.name])}\n\n{facts(key, field)}\n')
     return '\n'.join(lines)

@@ -11,7 +11,8 @@ FAMILY: Any = None
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    # Preset for the keys below with default FAMILY: gpt2, gpt_neox, llama, qwen3, nanochat (maxlm/config/families.py).
+    # Preset for the keys below with default FAMILY: gpt2, gpt_neox, llama, qwen2, qwen3, smollm3, olmo2, olmo3,
+    # granite, phi3, gemma2, gemma3, nanochat (maxlm/config/families.py).
     family: str = 'gpt2'
     # Number of token ids; 0 = that of the dataset. May be larger than the dataset's, e.g. a round number.
     vocab_size: int = 0
@@ -36,7 +37,8 @@ class ModelConfig:
     qk_rope_head_dim: int = 0
     # Latent attention: width of a value head, at most qk_nope_head_dim + qk_rope_head_dim.
     v_head_dim: int = 0
-    # Inner width of the feed-forward; 0 = 4 · dim, or if gated 8/3 · dim rounded up to a multiple of 128.
+    # Inner width of the feed-forward; 0 = 4 · dim, or for gated activations 8/3 · dim rounded up to a multiple of
+    # 128.
     ffn_dim: int = 0
     # Number of experts of a mixture-of-experts layer, which replaces the feed-forward (Shazeer et al. 2017); 0 = none.
     # docs/experts.md explains all keys of experts.
@@ -80,12 +82,16 @@ class ModelConfig:
     partial_rotary_factor: float = FAMILY
     # Base of the rotary frequencies.
     rope_theta: float = FAMILY
+    # Base of the rotary frequencies of S layers of the attention pattern, which are then not scaled; 0 = as in L
+    # layers.
+    rope_local_theta: float = FAMILY
     # Scaling of rotary frequencies for contexts longer than those of the original training: none | linear | dynamic |
-    # yarn | llama3.
+    # yarn | llama3 | longrope.
     rope_scaling: str = 'none'
     # Factor by which the context is extended.
     rope_scaling_factor: float = 1.0
-    # Context of the original training, used by dynamic, yarn and llama3; 0 = max_positions / rope_scaling_factor.
+    # Context of the original training, used by dynamic, yarn, llama3 and longrope; 0 = max_positions /
+    # rope_scaling_factor.
     original_max_positions: int = 0
     # llama3: a frequency with fewer turns within the original context than low_freq_factor is divided by the factor;
     # one with more turns than high_freq_factor is unchanged.
@@ -96,27 +102,50 @@ class ModelConfig:
     rope_beta_fast: float = 32.0
     # yarn: round the bounds outward to integer pair indices.
     rope_truncate: bool = True
-    # yarn: factor that multiplies queries and keys; 0 = 0.1 · ln(rope_scaling_factor) + 1.
+    # yarn, longrope: factor that multiplies queries and keys; 0 = 0.1 · ln(rope_scaling_factor) + 1, or for longrope
+    # sqrt(1 + ln(rope_scaling_factor) / ln(original_max_positions)).
     rope_attention_factor: float = 0.0
     # yarn with latent attention: scores are multiplied by (0.1 · rope_mscale_all_dim · ln(rope_scaling_factor) + 1)²,
     # as DeepSeek's models require.
     rope_mscale_all_dim: float = 0.0
+    # longrope: divisors of the frequencies of the rotated pairs, within the original context and beyond it.
+    rope_short_factors: tuple = ()
+    rope_long_factors: tuple = ()
     # Normalization layer: layernorm | rmsnorm.
     norm: str = FAMILY
     # Added to the variance before the square root.
     norm_epsilon: float = FAMILY
     # Norms have a learned scale.
     norm_use_scale: bool = FAMILY
-    # Normalize queries and keys per head, before the rotation.
+    # Norm's scale is stored minus 1: the input is multiplied by 1 + scale.
+    norm_unit_offset: bool = FAMILY
+    # Norms of a block: pre (input of attention and feed-forward) | post (their output) | both.
+    norm_placement: str = FAMILY
+    # Normalize queries and keys before the rotation.
     qk_norm: bool = FAMILY
+    # Dimensions of one norm of queries and keys: head | projection (all heads together).
+    qk_norm_scope: str = FAMILY
     # Normalize embeddings before the first block.
     embedding_norm: bool = FAMILY
+    # Factor of the embedding; 0 = sqrt(dim).
+    embedding_multiplier: float = FAMILY
+    # Factor of the outputs of attention and feed-forward before they are added to the residual stream.
+    residual_multiplier: float = FAMILY
+    # Factor of the attention scores q·k; 0 = 1 / sqrt(head_dim).
+    attention_multiplier: float = FAMILY
+    # Soft-cap attention scores to ±attention_softcap with tanh; 0 = off.
+    attention_softcap: float = FAMILY
+    # Divisor of the logits, before the soft cap.
+    logits_scaling: float = FAMILY
     # Soft-cap logits to ±logit_softcap with tanh; 0 = off.
     logit_softcap: float = FAMILY
-    # Activation of the feed-forward: gelu | gelu_tanh | swiglu | swiglu_oai (clamped, as in gpt-oss) | relu2.
+    # Activation of the feed-forward: gelu | gelu_tanh | swiglu | swiglu_oai (clamped, as in gpt-oss) | geglu_tanh |
+    # relu2.
     activation: str = FAMILY
     # Biases in the projections of attention and feed-forward, and in LayerNorm.
     use_bias: bool = FAMILY
+    # Biases in the projections of queries, keys and values, also if use_bias is false.
+    qkv_bias: bool = FAMILY
     # Attention and feed-forward read the same input, and their outputs are added together.
     parallel_residual: bool = FAMILY
     # Use the transposed embedding as the output projection.
@@ -124,10 +153,11 @@ class ModelConfig:
     # Add a learned logit per head to the denominator of the softmax, so that the weights of the keys may sum to less
     # than 1 (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card").
     attention_sinks: bool = FAMILY
-    # Attention range per layer, repeated over the layers: L = full context, S = the last sliding_window tokens.
-    attention_pattern: str = 'L'
+    # Attention per layer, repeated over the layers: L = full context, S = the last sliding_window tokens, N = full
+    # context without rotary positions (NoPE).
+    attention_pattern: str = FAMILY
     # Number of tokens that an S layer attends to, including the query's own token.
-    sliding_window: int = 0
+    sliding_window: int = FAMILY
     # Initialization of the weights: normal | small | uniform (maxlm/model/layers/initializers.py).
     init: str = FAMILY
     # normal: standard deviation; residual outputs use it divided by sqrt(2 · num_layers). uniform: standard deviation
@@ -156,6 +186,9 @@ class ModelConfig:
     lora_alpha: float = 16.0
     # Patterns of the blocks' projections that have adapters: ('attention.*',), ('*.query', '*.value').
     lora_target_modules: tuple = ('*',)
+    # Number of additional tokens that the model learns to predict, each with a module of one block (DeepSeek-AI 2024,
+    # "DeepSeek-V3"); the weight of their loss is train.mtp_loss_weight. Inference does not load the modules. 0 = none.
+    mtp_depth: int = 0
     # Class of your own for the blocks, package.module:Class, a subclass of maxlm.model.blocks.Block; '' = that class
     # itself. Every command that reads the model imports it.
     block: str = ''

@@ -17,6 +17,7 @@ from absl import flags
 from maxlm.config.schema import DataConfig
 from maxlm.data.loader.mixture import Mixture, StagedMixture
 from maxlm.data.loader.shuffle import ShuffledIndex, feistel_permutation
+from maxlm.data.loader.teacher_outputs import TeacherOutputReader
 from maxlm.data.loader.windows import Batch, Sequences
 
 
@@ -92,6 +93,7 @@ class Batches:
         num_batches: maximum number of batches; 0 = all.
         seq_len_schedule: (first step, number of splits) entries in ascending order; () = windows are rows. A window
             split into n gives n rows of T = window / n tokens, so the number of tokens in a batch does not change.
+        teacher: stored outputs of a teacher for the windows of the only source, which are added to the batches.
     """
 
     def __init__(
@@ -104,8 +106,10 @@ class Batches:
         with_sources: bool = False,
         num_batches: int = 0,
         seq_len_schedule: Sequence[tuple[int, int]] = (),
+        teacher: TeacherOutputReader | None = None,
     ):
         self._sources = sources
+        self._teacher = teacher
         self.order = order
         self.global_batch = global_batch
         self._rows = range(global_batch)[rows or slice(None)]
@@ -135,6 +139,8 @@ class Batches:
         ]
         num_splits = self._num_splits(step)
         batch = self._sources[0].windows.batch(streams, num_splits=num_splits)
+        if self._teacher:
+            batch |= self._teacher.batch([None if position is None else position[1] for position in positions])
         if self._with_sources:
             sources = [0 if position is None else self._source(*position) for position in positions]
             batch['sources'] = np.repeat(np.array(sources, np.int32), num_splits)

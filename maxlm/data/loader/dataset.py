@@ -19,6 +19,7 @@ from maxlm.data.loader.mixture import Mixture, SourcesSchedule, StagedMixture
 from maxlm.data.loader.prefetch_plan import upcoming_reads
 from maxlm.data.loader.shuffle import VERSION, ShuffledIndex
 from maxlm.data.loader.source import HUB, OpenedDataset, Source, open_dataset, source_name
+from maxlm.data.loader.teacher_outputs import TeacherOutputReader, open_teacher_outputs
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.storage.retry import OnWarning
@@ -134,6 +135,7 @@ class TrainingData:
         rows: slice | None = None,
         seq_len_schedule: tuple[tuple[int, int], ...] = (),
         sources_schedule: SourcesSchedule = (),
+        teacher: TeacherOutputReader | None = None,
     ) -> Batches:
         """Returns the shuffled, endless batches of the train split. See `Batches` and `mixture` for the arguments.
 
@@ -163,7 +165,24 @@ class TrainingData:
             rows=rows,
             with_sources=bool(self.names),
             seq_len_schedule=seq_len_schedule,
+            teacher=teacher,
         )
+
+    def teacher_outputs(self, config: Config) -> TeacherOutputReader | None:
+        """Returns the stored outputs of a teacher that the config names, if any; see `open_teacher_outputs`.
+
+        Raises:
+            InputError: the outputs do not fit, or the data is in a bucket or still being prepared.
+        """
+        if not config.distill.logits_dir:
+            return None
+        source = self.sources[0]
+        if source.url or source.is_growing:
+            raise InputError(
+                f'distill.logits_dir={config.distill.logits_dir}: {source.display_name} is not a complete local data '
+                'set; copy it to a disk'
+            )
+        return open_teacher_outputs(config, source.dataset, source.windows('train', self.data))
 
     def validation_batches(self, global_batch: int, num_batches: int = 0, rows: slice | None = None) -> Batches:
         """Returns batches of the validation splits, with each window at most once and without source weights.

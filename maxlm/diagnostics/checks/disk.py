@@ -29,6 +29,7 @@ def checkpoint_bytes(config: Config | None) -> int | None:
     from maxlm.config.resolve import resolve
     from maxlm.data.dataset.records import load_manifest
     from maxlm.planning.estimate.state_bytes import planned_state_bytes
+    from maxlm.workdir.teacher import with_teacher
 
     vocabulary = config.model.vocab_size
     path = config.data.sources[0][0].partition('#')[0] if config.data.sources else config.data.path
@@ -52,7 +53,11 @@ def checkpoint_bytes(config: Config | None) -> int | None:
     )
     try:
         resolved = resolve(
-            unsharded, platform='cpu', num_devices=1, vocab_size=vocabulary or DEFAULT_VOCAB_SIZE, windows=1
+            with_teacher(unsharded),
+            platform='cpu',
+            num_devices=1,
+            vocab_size=vocabulary or DEFAULT_VOCAB_SIZE,
+            windows=1,
         )
     except InputError:
         return None

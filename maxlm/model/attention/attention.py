@@ -5,7 +5,10 @@ Shapes: B batch, T query length, S key length, D dim, N query heads, K key/value
 
 from __future__ import annotations
 
+import math
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.schema import ModelConfig
@@ -27,6 +30,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
         D, N, K, H = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
         use_bias = bool(config.use_bias)
+        qkv_bias = use_bias or bool(config.qkv_bias)
         init = initializers(config)
 
         def into_heads(name: str, heads: int, axis: str) -> Linear:
@@ -36,7 +40,7 @@ class Attention(nnx.Module):
                 in_axes=('embed',),
                 out_axes=(axis, 'head_dim'),
                 init=init.projection,
-                use_bias=use_bias,
+                use_bias=qkv_bias,
                 matmul=config.matmul_precision,
                 partitioning=partitioning,
                 rngs=rngs,
@@ -58,9 +62,15 @@ class Attention(nnx.Module):
             rngs=rngs,
             adapter=adapter_of(config, 'attention.out'),
         )
-        # One scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters").
-        self.query_norm = Norm(config, H, rngs=rngs) if config.qk_norm else None
-        self.key_norm = Norm(config, H, rngs=rngs) if config.qk_norm else None
+        # One scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters"), or a
+        # norm over all heads (OLMo Team 2024, "2 OLMo 2 Furious").
+        self.normalizes_heads = config.qk_norm_scope == 'head'
+        query_dim, key_dim = (H, H) if self.normalizes_heads else (N * H, K * H)
+        self.query_norm = Norm(config, query_dim, rngs=rngs) if config.qk_norm else None
+        self.key_norm = Norm(config, key_dim, rngs=rngs) if config.qk_norm else None
+        # Kernels divide scores by sqrt(H), so queries are multiplied by the ratio of the scales.
+        self.query_multiplier = config.attention_multiplier * math.sqrt(H) if config.attention_multiplier else 1.0
+        self.softcap = config.attention_softcap
         # Queries attend to a sink like to a key with this logit and a value of 0.
         zeros = jax.nn.initializers.zeros
         self.sinks = parameter(rngs, (N,), ('heads',), zeros) if config.attention_sinks else None
@@ -94,23 +104,30 @@ class Attention(nnx.Module):
         """
         q_BTNH, k_BTKH, v_BTKH = fused_apply((self.query, self.key, self.value), x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
-            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+            q_BTNH, k_BTKH = self._normalized(self.query_norm, q_BTNH), self._normalized(self.key_norm, k_BTKH)
         if rotary is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
+        if self.query_multiplier != 1:
+            q_BTNH = (q_BTNH.astype(jnp.float32) * self.query_multiplier).astype(q_BTNH.dtype)
         q_BTNH = self.partitioning.constrain(q_BTNH, ('batch', 'length', 'heads', 'head_dim'))
         k_BSKH = self.partitioning.constrain(k_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
         v_BSKH = self.partitioning.constrain(v_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
         sinks_N = None if self.sinks is None else self.sinks[...]
         if tree is not None:
             assert self.partitioning.num_shards('length') == 1, 'tree attention does not support a sharded length'
-            o_BTNH = tree_attention(q_BTNH, k_BSKH, v_BSKH, tree, window=window, sinks_N=sinks_N)
+            o_BTNH = tree_attention(q_BTNH, k_BSKH, v_BSKH, tree, window=window, softcap=self.softcap, sinks_N=sinks_N)
         elif cache is not None:
             assert cache_indices is not None, 'a call with a cache needs the indices of its slots'
             assert mask_BTS is not None, 'a call with a cache needs a mask over its slots'
             assert self.partitioning.num_shards('length') == 1, 'a cache does not support a sharded length'
             cache = cache.write(cache_indices, k_BSKH, v_BSKH)
-            o_BTNH = attend_cached(q_BTNH, cache, cache_indices, mask_BTS, sinks_N=sinks_N)
+            o_BTNH = attend_cached(q_BTNH, cache, cache_indices, mask_BTS, softcap=self.softcap, sinks_N=sinks_N)
         else:
-            inputs = AttentionInputs(q_BTNH, k_BSKH, v_BSKH, mask_BTS, segments_BT, sinks_N)
+            inputs = AttentionInputs(q_BTNH, k_BSKH, v_BSKH, mask_BTS, segments_BT, self.softcap, sinks_N)
             o_BTNH = self.kernel(inputs, window, self.partitioning)
         return self.out(o_BTNH), cache
+
+    def _normalized(self, norm: Norm, x_BTNH: jax.Array) -> jax.Array:
+        if self.normalizes_heads:
+            return norm(x_BTNH)
+        return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)

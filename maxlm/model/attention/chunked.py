@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlm.model.layers.softcap import softcap as capped
+
 # Largest number of query ranges. More ranges would compute fewer masked scores but make the program longer.
 RANGES = 8
 # Smallest number of queries in a range, because products of few rows are slow.
@@ -37,6 +39,7 @@ def attend_blockwise(
     segments_BT: jax.Array | None,
     *,
     window: int,
+    softcap: float = 0.0,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Computes softmax(q·k / sqrt(H)) · v over the keys of the query's document up to its position.
@@ -47,6 +50,7 @@ def attend_blockwise(
         v_BTKH: values.
         segments_BT: number of each token's document; None: each row is one document.
         window: number of last tokens to which a query attends, including itself; 0: all.
+        softcap: limit of the scores (`maxlm.model.layers.softcap`); 0: none.
         sinks_N: logit of each head that joins the denominator of its softmax; None: no sinks.
 
     Returns:
@@ -57,7 +61,8 @@ def attend_blockwise(
     # Heads precede positions, because XLA has fast CPU kernels for products over the last two axes.
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     sinks_KG = None if sinks_N is None else sinks_N.reshape(K, N // K)
-    o_BKGTH = _attend(q_BKGTH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), segments_BT, sinks_KG, window)
+    limits = _Limits(window, softcap)
+    o_BKGTH = _attend(q_BKGTH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), segments_BT, sinks_KG, limits)
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
 
 
@@ -67,6 +72,13 @@ class QueryRange(NamedTuple):
     first: int
     last: int
     start: int
+
+
+class _Limits(NamedTuple):
+    """Static limits of attention: the arguments `window` and `softcap` of `attend_blockwise`."""
+
+    window: int
+    softcap: float
 
 
 class _Keys(NamedTuple):
@@ -104,18 +116,18 @@ def _attend(
     v_BKTH: jax.Array,
     segments_BT: jax.Array | None,
     sinks_KG: jax.Array | None,
-    window: int,
+    limits: _Limits,
 ) -> jax.Array:
-    return _forward(q_BKGTH, k_BKTH, v_BKTH, segments_BT, sinks_KG, window)[0]
+    return _forward(q_BKGTH, k_BKTH, v_BKTH, segments_BT, sinks_KG, limits)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None, window: int
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None, limits: _Limits
 ) -> tuple[Any, Any]:
     outputs = []
-    for part in query_ranges(q.shape[3], window):
+    for part in query_ranges(q.shape[3], limits.window):
         keys = _keys(part, k, v, segments)
-        attend_block = partial(_block_forward, keys, part.start, window)
+        attend_block = partial(_block_forward, keys, part.start, limits)
         outputs.append(
             _by_blocks(lambda _, queries, f=attend_block: (None, f(queries)), None, _queries(part, q, segments))[1]
         )
@@ -127,18 +139,18 @@ def _forward(
     return o, (q, k, v, segments, sinks, o, log_z)
 
 
-def _backward(window: int, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+def _backward(limits: _Limits, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     q, k, v, segments, sinks, o, log_z = residuals
     delta = (o.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
     # The gradient of a score is weight · (gradient of the weight - delta), and the value of a sink is 0.
     of_sinks = None if sinks is None else -(jnp.exp(sinks[None, :, :, None] - log_z) * delta).sum((0, 3))
     q_gradients = []
     of_keys, of_values = [], []
-    for part in query_ranges(q.shape[3], window):
+    for part in query_ranges(q.shape[3], limits.window):
         keys = _keys(part, k, v, segments)
         queries = _queries(part, q, segments, log_z, gradient, delta)
         zeros = (jnp.zeros(keys.k_BKSH.shape, jnp.float32), jnp.zeros(keys.v_BKSH.shape, jnp.float32))
-        sums, q_gradient = _by_blocks(partial(_block_backward, keys, part.start, window), zeros, queries)
+        sums, q_gradient = _by_blocks(partial(_block_backward, keys, part.start, limits), zeros, queries)
         q_gradients.append(q_gradient)
         # A sum of padded arrays is one loop. Adding to a slice would be a scatter, which is sequential on CPUs.
         rest = [(0, 0), (0, 0), (part.start, k.shape[2] - part.last), (0, 0)]
@@ -196,12 +208,13 @@ def _by_blocks(run: Any, carry: Any, queries: _Queries) -> tuple[Any, Any]:
     return carry, jax.tree.map(join, outputs)
 
 
-def _scores(queries: _Queries, keys: _Keys, start: int, window: int) -> jax.Array:
-    """Returns q·k / sqrt(H), float32 [B, K, G, R, S]; masked scores are the smallest finite value."""
+def _scores(queries: _Queries, keys: _Keys, start: int, limits: _Limits) -> jax.Array:
+    """Returns capped q·k / sqrt(H), float32 [B, K, G, R, S]; masked scores are the smallest finite value."""
     # Scores and softmax are float32, because the 8 bits of bfloat16 are too few for a sum over thousands of keys.
     scale = 1 / math.sqrt(queries.q_BKGRH.shape[-1])
     q, k = queries.q_BKGRH, keys.k_BKSH
     scores = scale * jnp.einsum('BKGRH,BKSH->BKGRS', q, k, preferred_element_type=jnp.float32)
+    scores, window = capped(scores, limits.softcap), limits.window
     behind_RS = queries.position_R[:, None] - (start + jnp.arange(k.shape[2]))[None, :]
     sees = (behind_RS >= 0) & (behind_RS < window) if window else behind_RS >= 0
     if queries.segments_BR is not None and keys.segments_BS is not None:
@@ -210,9 +223,9 @@ def _scores(queries: _Queries, keys: _Keys, start: int, window: int) -> jax.Arra
     return jnp.where(sees, scores, jnp.finfo(jnp.float32).min)
 
 
-def _block_forward(keys: _Keys, start: int, window: int, queries: _Queries) -> tuple[jax.Array, jax.Array]:
+def _block_forward(keys: _Keys, start: int, limits: _Limits, queries: _Queries) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs of a block, and the logarithm of the softmax's denominators."""
-    scores = _scores(queries, keys, start, window)
+    scores = _scores(queries, keys, start, limits)
     largest = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - largest)
     z = weights.sum(-1, keepdims=True)
@@ -222,16 +235,20 @@ def _block_forward(keys: _Keys, start: int, window: int, queries: _Queries) -> t
 
 
 def _block_backward(
-    keys: _Keys, start: int, window: int, sums: tuple[jax.Array, jax.Array], queries: _Queries
+    keys: _Keys, start: int, limits: _Limits, sums: tuple[jax.Array, jax.Array], queries: _Queries
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """Adds the gradients of a block's keys and values to `sums`, and returns `sums` and the gradient of its queries."""
     q, gradient = queries.q_BKGRH, queries.gradient_BKGRH
     assert queries.log_z_BKGR is not None
     assert queries.delta_BKGR is not None
     assert gradient is not None
-    weights = jnp.exp(_scores(queries, keys, start, window) - queries.log_z_BKGR[..., None])
+    scores = _scores(queries, keys, start, limits)
+    weights = jnp.exp(scores - queries.log_z_BKGR[..., None])
     by_weight = jnp.einsum('BKGRH,BKSH->BKGRS', gradient, keys.v_BKSH, preferred_element_type=jnp.float32)
     by_score = weights * (by_weight - queries.delta_BKGR[..., None]) * (1 / math.sqrt(q.shape[-1]))
+    if limits.softcap:
+        # The derivative of cap · tanh(x / cap). Masked scores are far below -cap.
+        by_score *= 1 - jnp.square(jnp.maximum(scores / limits.softcap, -1))
     weights, by_score = weights.astype(q.dtype), by_score.astype(q.dtype)
     by_query = jnp.einsum('BKGRS,BKSH->BKGRH', by_score, keys.k_BKSH)
 

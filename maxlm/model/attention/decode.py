@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from maxlm.model.attention.chunked import QUERY_BLOCK
 from maxlm.model.layers.kv_cache import CacheIndices, LayerCache, Slots
+from maxlm.model.layers.softcap import softcap as capped
 
 # Running maximum of scores, sum of weights, and weighted sum of values.
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
@@ -29,6 +30,7 @@ def attend_cached(
     *,
     scale: float | None = None,
     is_latent: bool = False,
+    softcap: float = 0.0,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Returns softmax(scale · q·k) · v over the unmasked slots, [B, T, N, H] in the dtype of q.
@@ -40,12 +42,13 @@ def attend_cached(
         mask_BTS: True where a query attends to a slot.
         scale: factor of the scores; None: 1 / sqrt(H).
         is_latent: the cache is one of latent attention.
+        softcap: limit of the scores; 0: none.
         sinks_N: logit of each head that joins the denominator of its softmax; None: no sinks.
     """
     if len(cache.blocks) == 1:
         slots = cache.read(0, indices.first_row, len(q_BTNH))
-        return attend_slots(q_BTNH, slots, mask_BTS, scale=scale, is_latent=is_latent, sinks_N=sinks_N)
-    return _attend_blocks(q_BTNH, cache, indices, mask_BTS, scale, is_latent, sinks_N)
+        return attend_slots(q_BTNH, slots, mask_BTS, scale=scale, is_latent=is_latent, softcap=softcap, sinks_N=sinks_N)
+    return _attend_blocks(q_BTNH, cache, indices, mask_BTS, scale, is_latent, softcap, sinks_N)
 
 
 def _attend_blocks(
@@ -55,6 +58,7 @@ def _attend_blocks(
     mask_BTS: jax.Array,
     scale: float | None,
     is_latent: bool,
+    softcap: float,
     sinks_N: jax.Array | None,
 ) -> jax.Array:
     """Attends to one block of slots after the other, skipping unused ones (Milakov & Gimelshein 2018)."""
@@ -65,7 +69,7 @@ def _attend_blocks(
     def add(sums: _Sums, block: int, mask_BTs: jax.Array) -> _Sums:
         largest_BKGT, sum_BKGT, o_BKGTH = sums
         slots = cache.read(block, indices.first_row, B)
-        scores_BKGTs = _scores(q_BKGTH, slots, mask_BTs, is_latent)
+        scores_BKGTs = _scores(q_BKGTH, slots, mask_BTs, is_latent, softcap)
         new_BKGT = jnp.maximum(largest_BKGT, scores_BKGTs.max(axis=-1))
         weights_BKGTs = jnp.exp(scores_BKGTs - new_BKGT[..., None])
         before_BKGT = jnp.exp(largest_BKGT - new_BKGT)
@@ -98,6 +102,7 @@ def attend_slots(
     *,
     scale: float | None = None,
     is_latent: bool = False,
+    softcap: float = 0.0,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attends with a mask over queries and slots, one block of queries at a time (Rabe & Staats 2021)."""
@@ -109,7 +114,7 @@ def attend_slots(
 
     def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BKGTH, mask_BTS = block
-        weights_BKGTS = softmax_with_sinks(_scores(q_BKGTH, slots, mask_BTS, is_latent), sinks_KG)
+        weights_BKGTS = softmax_with_sinks(_scores(q_BKGTH, slots, mask_BTS, is_latent, softcap), sinks_KG)
         return _weighted(weights_BKGTS, slots, q_BTNH.dtype, is_latent).astype(q_BTNH.dtype)
 
     if T <= QUERY_BLOCK or T % QUERY_BLOCK:
@@ -137,7 +142,7 @@ def _grouped(q_BTNH: jax.Array, num_kv_heads: int, scale: float | None) -> jax.A
     return q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * scale
 
 
-def _scores(q_BKGTH: jax.Array, slots: Slots, mask_BTS: jax.Array, is_latent: bool) -> jax.Array:
+def _scores(q_BKGTH: jax.Array, slots: Slots, mask_BTS: jax.Array, is_latent: bool, softcap: float) -> jax.Array:
     """Returns masked scores in float32, [B, K, G, T, S]."""
     if is_latent:
         width = slots.key_BKSH.shape[-1]
@@ -145,6 +150,7 @@ def _scores(q_BKGTH: jax.Array, slots: Slots, mask_BTS: jax.Array, is_latent: bo
         scores_BKGTS += _products(q_BKGTH[..., width:], slots.value_BKSH, slots.value_scale_BKS)
     else:
         scores_BKGTS = _products(q_BKGTH, slots.key_BKSH, slots.key_scale_BKS)
+    scores_BKGTS = capped(scores_BKGTS, softcap)
     # The smallest finite value instead of -inf, so that fully masked rows (padding) stay finite.
     return jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
 

@@ -47,6 +47,7 @@ def attend_splash(
     *,
     window: int,
     partitioning: Partitioning,
+    softcap: float = 0.0,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes softmax(q·k / sqrt(H)) · v over the keys of the query's document up to its position.
@@ -57,6 +58,7 @@ def attend_splash(
         v_BTKH: values.
         segments_BT: number of each token's document; None: each row is one document.
         window: number of last tokens to which a query attends, including itself; 0: all.
+        softcap: limit of the scores (`maxlm.model.layers.softcap`); 0: none.
         partitioning: partitioning of the model; each device processes its own rows and heads.
         interpret: if True, interpret the kernel instead of compiling it, which is slow but works on other devices.
 
@@ -65,7 +67,7 @@ def attend_splash(
     """
 
     def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        return _attend(q, k, v, segments, window, interpret)
+        return _attend(q, k, v, segments, window, softcap, interpret)
 
     arrays = [q_BTNH, k_BTKH, v_BTKH] + ([] if segments_BT is None else [segments_BT])
     if partitioning.num_shards('batch') * partitioning.num_shards('heads') > 1:
@@ -78,7 +80,13 @@ def attend_splash(
 
 
 def _attend(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | None, window: int, interpret: bool
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segments_BT: jax.Array | None,
+    window: int,
+    softcap: float,
+    interpret: bool,
 ) -> jax.Array:
     # Imported here, because the import takes half a second.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -100,6 +108,7 @@ def _attend(
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=ATTENDED,
+        attn_logits_soft_cap=softcap or None,
         interpret=interpret,
     )
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from maxlm.model.attention.chunked import query_ranges
 from maxlm.model.attention.decode import softmax_with_sinks
+from maxlm.model.layers.softcap import softcap as capped
 
 
 class TokenTree(NamedTuple):
@@ -37,6 +38,7 @@ def tree_attention(
     tree: TokenTree,
     *,
     window: int,
+    softcap: float = 0.0,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Computes softmax(q·k / sqrt(H)) · v over each token and its ancestors. Gradients are not supported.
@@ -47,6 +49,7 @@ def tree_attention(
         v_BTKH: values.
         tree: trees of the tokens.
         window: number of last tokens of its text to which a query attends, including itself; 0: all.
+        softcap: limit of the scores; 0: none.
         sinks_N: logit of each head that joins the denominator of its softmax; None: no sinks.
 
     Returns:
@@ -71,6 +74,7 @@ def tree_attention(
             k_BKTH[:, :, :last],
             preferred_element_type=jnp.float32,
         )
+        scores_BKGRS = capped(scores_BKGRS, softcap)
         scores_BKGRS = jnp.where(sees_BRS[:, None, None], scores_BKGRS, jnp.finfo(jnp.float32).min)
         weights_BKGRS = softmax_with_sinks(scores_BKGRS, sinks_KG).astype(q_BTNH.dtype)
         parts.append(jnp.einsum('BKGRS,BKSH->BKGRH', weights_BKGRS, v_BKTH[:, :, :last]))

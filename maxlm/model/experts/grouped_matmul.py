@@ -71,7 +71,9 @@ def grouped_matmul(x_RI: jax.Array, kernel_EIO: jax.Array, groups: RowGroups, ki
         y_ERO = x_RI.reshape(len(kernel_EIO), -1, x_RI.shape[1]) @ kernel_EIO
         return y_ERO.reshape(len(x_RI), -1)
     if kind == 'tokamax':
-        product: jax.Array = _tokamax().ragged_dot(x_RI, kernel_EIO, groups.sizes_E)
+        # Without this argument, Tokamax would use XLA's expansion on a device that its kernels do not support.
+        kernels = ('mosaic', 'triton')
+        product: jax.Array = _tokamax().ragged_dot(x_RI, kernel_EIO, groups.sizes_E, implementation=kernels)
         return product
     return jax.lax.ragged_dot(x_RI, kernel_EIO, groups.sizes_E)
 

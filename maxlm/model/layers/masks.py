@@ -11,10 +11,20 @@ import jax.numpy as jnp
 from maxlm.config.schema import ModelConfig
 
 
-def layer_windows(config: ModelConfig) -> list[int]:
-    """Returns the number of last tokens to which each layer attends; 0 for the entire context."""
+def layer_kinds(config: ModelConfig) -> str:
+    """Returns the letter of `model.attention_pattern` of each layer."""
     pattern = config.attention_pattern
-    return [config.sliding_window if pattern[i % len(pattern)] == 'S' else 0 for i in range(config.num_layers)]
+    return ''.join(pattern[i % len(pattern)] for i in range(config.num_layers))
+
+
+def window_of(kind: str, config: ModelConfig) -> int:
+    """Returns the number of last tokens to which a layer attends, given its letter; 0 for the entire context."""
+    return config.sliding_window if kind == 'S' else 0
+
+
+def layer_windows(config: ModelConfig) -> list[int]:
+    """Returns `window_of` for each layer."""
+    return [window_of(kind, config) for kind in layer_kinds(config)]
 
 
 def causal_mask(positions_BT: jax.Array, num_keys: int, window: int) -> jax.Array:

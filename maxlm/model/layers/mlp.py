@@ -1,6 +1,7 @@
 """The MLP (feed-forward layer) of a block.
 
-Activations are GELU (Hendrycks & Gimpel 2016), SwiGLU (Shazeer 2020) and squared ReLU (So et al. 2021, "Primer").
+Activations are GELU (Hendrycks & Gimpel 2016), SwiGLU and GEGLU (Shazeer 2020), and squared ReLU (So et al. 2021,
+"Primer").
 
 Shapes: B batch, T length, D dim, F ffn_dim.
 """
@@ -73,6 +74,11 @@ def swiglu_oai(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
+def geglu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns gelu(gate) · up with the tanh approximation of GELU (Shazeer 2020)."""
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
 def squared_relu(x: jax.Array) -> jax.Array:
     """Returns max(x, 0)² (So et al. 2021, "Primer")."""
     return jnp.square(jax.nn.relu(x))
@@ -85,6 +91,7 @@ ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     'relu2': squared_relu,
     'swiglu': swiglu,
     'swiglu_oai': swiglu_oai,
+    'geglu_tanh': geglu_tanh,
 }
 
 

@@ -38,17 +38,22 @@ class Norm(nnx.Module):
     """Normalizes the last axis.
 
     `model.norm` selects LayerNorm or RMSNorm; `model.norm_use_scale` and `model.use_bias` select the parameters.
+    With `model.norm_unit_offset`, the input is multiplied by 1 + scale.
     """
 
     def __init__(self, config: ModelConfig, dim: int, *, rngs: nnx.Rngs):
         ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
         has_bias = config.norm == 'layernorm' and config.use_bias and config.norm_use_scale
-        self.scale = parameter(rngs, (dim,), ('norm',), ones) if config.norm_use_scale else None
+        self.scale_offset = 1.0 if config.norm_unit_offset else 0.0
+        initial_scale = zeros if config.norm_unit_offset else ones
+        self.scale = parameter(rngs, (dim,), ('norm',), initial_scale) if config.norm_use_scale else None
         self.bias = parameter(rngs, (dim,), ('norm',), zeros) if has_bias else None
         self.kind = NormKind(config.norm == 'layernorm', config.norm_epsilon, config.scan_layers)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale, bias = (None if param is None else param[...] for param in (self.scale, self.bias))
+        if scale is not None and self.scale_offset:
+            scale = scale + self.scale_offset
         with jax.named_scope('norm'):
             return normalize(x, scale, bias, self.kind)
 

@@ -24,13 +24,14 @@ class Rotary(NamedTuple):
 def rotary_angles(positions_BT: jax.Array, config: ModelConfig, length_B: jax.Array | None = None) -> Rotary:
     """Returns the angles position · frequency of the R rotated dims of a head, in float32.
 
-    `length_B` is the number of tokens in each row so far, which dynamic scaling uses. None: the largest position plus
-    one.
+    `length_B` is the number of tokens in each row so far, which dynamic and longrope scaling use. None: the largest
+    position plus one.
     """
-    if config.rope_scaling == 'dynamic':
+    if config.rope_scaling in ('dynamic', 'longrope'):
         if length_B is None:
             length_B = positions_BT.max(axis=1) + 1
-        frequency_BT1P = _dynamic_frequencies(config, length_B)[:, None, None, :]
+        scaled = _dynamic_frequencies if config.rope_scaling == 'dynamic' else _longrope_frequencies
+        frequency_BT1P = scaled(config, length_B)[:, None, None, :]
     else:
         frequency_BT1P = _frequencies(config)[None, None, None, :]
     angle_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequency_BT1P
@@ -89,6 +90,17 @@ def _dynamic_frequencies(config: ModelConfig, length_B: jax.Array) -> jax.Array:
     return theta_B1 ** _exponents(config)[None, :]
 
 
+def _longrope_frequencies(config: ModelConfig, length_B: jax.Array) -> jax.Array:
+    """Returns the radians per position [B, P] of LongRoPE (Ding et al. 2024).
+
+    Each pair has a divisor for rows within the original context and one for longer rows. Cached keys keep the rotation
+    for the length at which they were written, as in other implementations.
+    """
+    short_P, long_P = (jnp.array(x, jnp.float32) for x in (config.rope_short_factors, config.rope_long_factors))
+    is_long_B1 = (length_B > config.original_max_positions)[:, None]
+    return config.rope_theta ** _exponents(config)[None, :] / jnp.where(is_long_B1, long_P[None, :], short_P[None, :])
+
+
 def _exponents(config: ModelConfig) -> jax.Array:
     """Returns the exponents of theta [P] that give the unscaled radians per position of each pair."""
     rotated = _num_rotated(config)
@@ -116,6 +128,15 @@ def _yarn_bounds(config: ModelConfig) -> tuple[float, float]:
 
 
 def _attention_factor(config: ModelConfig) -> float:
+    if config.rope_scaling == 'longrope':
+        return config.rope_attention_factor or longrope_attention_factor(
+            config.rope_scaling_factor, config.original_max_positions
+        )
     if config.rope_scaling != 'yarn':
         return 1.0
     return config.rope_attention_factor or 0.1 * math.log(config.rope_scaling_factor) + 1.0
+
+
+def longrope_attention_factor(factor: float, original_max_positions: int) -> float:
+    """Returns LongRoPE's factor of queries and keys for an extension of the context by `factor`."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_max_positions)) if factor > 1 else 1.0

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from maxlm.config.schema import Config
 from maxlm.parallel.layout import Layout
-from maxlm.training.objectives import BATCH_TYPES, GRPO_TYPES
+from maxlm.training.objectives import BATCH_TYPES, GRPO_TYPES, TEACHER_TYPES
 from maxlm.training.state import TrainState
 from maxlm.training.step import make_train_step
 
@@ -116,6 +116,11 @@ def compile_train_step(
     shape = (config.train.global_batch_size, config.data.seq_len)
     kinds = {**BATCH_TYPES, **(GRPO_TYPES if config.train.objective == 'grpo' else {})}
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in kinds.items()}
+    if config.distill.logits_dir:
+        stored = (*shape, config.distill.top_k)
+        batch |= {
+            name: jax.ShapeDtypeStruct(stored, kind, sharding=layout.batch) for name, kind in TEACHER_TYPES.items()
+        }
     if num_sources:
         batch['sources'] = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=layout.named('batch'))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)

@@ -20,7 +20,7 @@ from maxlm.planning.estimate.parameters import (
     Tables,
     block_kernels,
     block_parameters,
-    layer_kinds,
+    layer_stacks,
     model_parameters,
     tables,
 )
@@ -112,8 +112,8 @@ def _gathers(config: Config) -> list[Transfer]:
     model, mesh, width = config.model, config.mesh, _width(config)
     if mesh.zero_stage < 3 and mesh.host_offload != 'all':
         per_matrix = FLOAT32 if model.matmul_precision == 'fp8' else width
-        all_blocks = [(each, kind.num_layers) for kind in layer_kinds(model) for each in _kernels(config, kind)]
-        rest = model_parameters(model) - sum(kind.num_layers * block_parameters(kind) for kind in layer_kinds(model))
+        all_blocks = [(each, kind.num_layers) for kind in layer_stacks(model) for each in _kernels(config, kind)]
+        rest = model_parameters(model) - sum(kind.num_layers * block_parameters(kind) for kind in layer_stacks(model))
         sizes: dict[tuple[str, ...], float] = {SAVING_AXES: FLOAT32 * rest / (mesh.tensor * mesh.stage)}
         for each, layers in all_blocks:
             size = (FLOAT32 if each.is_float32 else per_matrix) * layers * each.size / mesh.stage

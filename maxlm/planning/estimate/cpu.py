@@ -24,7 +24,7 @@ from maxlm.model.experts.grouped_matmul import RowGroups, block_size, grouped_ma
 from maxlm.model.layers.masks import layer_windows
 from maxlm.model.layers.mlp import swiglu_oai
 from maxlm.planning.estimate.experts import activation_dim, dispatch_bytes, rows_of
-from maxlm.planning.estimate.parameters import block_kernels, layer_kinds, model_parameters
+from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, model_parameters
 from maxlm.planning.estimate.roofline import Efficiency
 from maxlm.planning.estimate.work import estimate_work
 
@@ -70,7 +70,7 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     # Functions that measure products, by size, and how often each size occurs in a micro-batch.
     products: dict[tuple[int, int, int], Callable[[], float]] = {}
     counts: collections.Counter[tuple[int, int, int]] = collections.Counter()
-    for kind in layer_kinds(model):
+    for kind in layer_stacks(model):
         multiplied = round(rows_of(config, kind).multiplied)
         for inputs, outputs, num, _ in block_kernels(kind).values():
             size = (multiplied if num > 1 else tokens, inputs, outputs)
@@ -96,7 +96,7 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     # Attention time besides its products: scores, softmax, transposed operands.
     beside = _attention_seconds(plain, rounds) - work.attention_flops / attention
     # Copies of rows to experts and back, forward and backward.
-    dispatch = sum(dispatch_bytes(plain, kind) * kind.num_layers for kind in layer_kinds(model)) / bandwidth
+    dispatch = sum(dispatch_bytes(plain, kind) * kind.num_layers for kind in layer_stacks(model)) / bandwidth
     seconds_beside = max(0.0, beside) + 3 * plain.accumulation * dispatch
     elementwise = work.memory_bytes / bandwidth / (_elementwise_seconds(plain, rounds) + seconds_beside)
     share = jax.local_device_count()
@@ -203,12 +203,13 @@ def _elementwise_seconds(config: Config, rounds: int) -> float:
     activation = sum(
         _gradient_seconds(_ACTIVATIONS[model.activation], (tokens, round(activation_dim(config, kind))), dtype, rounds)
         * kind.num_layers
-        for kind in layer_kinds(model)
+        for kind in layer_stacks(model)
     )
     loss = _gradient_seconds(_loss, (micro_batch * chunk, model.vocab_size), jnp.dtype(jnp.float32), rounds)
     parameters = jnp.ones(min(COPIED, model_parameters(model)), jnp.float32)
     update = _best(_update, (parameters,) * 4, rounds) * model_parameters(model) / parameters.size
-    return config.accumulation * (model.num_layers * 2 * stream + activation + loss * window / chunk) + update
+    streams = model.num_layers * (3 if model.norm_placement == 'both' else 2) * stream
+    return config.accumulation * (streams + activation + loss * window / chunk) + update
 
 
 def _attention_seconds(config: Config, rounds: int) -> float:
@@ -222,7 +223,7 @@ def _attention_seconds(config: Config, rounds: int) -> float:
     def measured(window: int) -> float:
         def both(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array) -> Any:
             segments = segments_BT if config.data.document_mask else None
-            attend = partial(attend_blockwise, segments_BT=segments, window=window)
+            attend = partial(attend_blockwise, segments_BT=segments, window=window, softcap=model.attention_softcap)
             y, pull = jax.vjp(attend, q_BTNH, k_BTKH, v_BTKH)
             return y, pull(y)
 
@@ -258,6 +259,7 @@ def _update(parameter: jax.Array, gradient: jax.Array, mu: jax.Array, nu: jax.Ar
 _ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     'swiglu': lambda h: jax.nn.silu(h) * h,
     'swiglu_oai': lambda h: swiglu_oai(h, h),
+    'geglu_tanh': lambda h: jax.nn.gelu(h, approximate=True) * h,
     'gelu': lambda h: jax.nn.gelu(h, approximate=False),
     'gelu_tanh': lambda h: jax.nn.gelu(h, approximate=True),
     'relu2': lambda h: jnp.square(jax.nn.relu(h)),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.layers.masks import layer_windows
-from maxlm.planning.estimate.parameters import block_kernels, layer_kinds, weights
+from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, weights
 from maxlm.training.optimizers.trainable import is_trained
 
 # Kinds of parameters that multiply tokens.
@@ -33,18 +33,20 @@ class TokenFlops(NamedTuple):
 
 def matmul_parameters(model: ModelConfig) -> int:
     """Returns the parameters of a resolved model that multiply a token, including the output projection."""
-    blocks = (
-        kind.num_layers * sum(kernel.active_size for kernel in block_kernels(kind).values())
-        for kind in layer_kinds(model)
-    )
-    return sum(blocks) + model.dim * model.vocab_size
+    D, V = model.dim, model.vocab_size
+    stacks = layer_stacks(model)
+    active = [sum(kernel.active_size for kernel in block_kernels(stack).values()) for stack in stacks]
+    blocks = sum(stack.num_layers * size for stack, size in zip(stacks, active, strict=True))
+    # A module of multi-token prediction has a projection and a block, and uses the output projection again.
+    return blocks + D * V + model.mtp_depth * (active[-1] + 2 * D**2 + D * V)
 
 
 def training_flops(model: ModelConfig, window: int) -> TokenFlops:
     """Returns FLOPs per token: 6 per matmul parameter, and 6 · N · (H + value width) per layer and position."""
     dense = 6 * matmul_parameters(model)
     per_position = 6 * model.num_heads * (model.head_dim + model.value_dim)
-    reaches = [min(sliding or window, window) for sliding in layer_windows(model)]
+    windows = layer_windows(model)
+    reaches = [min(sliding or window, window) for sliding in (*windows, *[windows[-1]] * model.mtp_depth)]
     # The first tokens of a sequence attend to fewer positions.
     causal = sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window
     return TokenFlops(causal=dense + per_position * causal, full=dense + per_position * sum(reaches))
@@ -54,7 +56,7 @@ def step_flops(config: Config, window: int) -> TokenFlops:
     """Returns FLOPs per token of a run, which depend on frozen parameters and on a reference model.
 
     The forward pass and the gradient of the inputs take 2 operations each per matmul parameter. The gradient of a
-    trained parameter takes 2 more. A reference model adds a forward pass.
+    trained parameter takes 2 more. A reference model or a teacher adds a forward pass.
     """
     model = config.model
     base = training_flops(model, window)
@@ -64,7 +66,19 @@ def step_flops(config: Config, window: int) -> TokenFlops:
     # An adapter takes three passes.
     dense = 6 * adapters - 2 * frozen
     forward = 1 / 3 if config.has_reference else 0.0
-    return TokenFlops(*(flops * (1 + forward) + dense for flops in base))
+    return TokenFlops(
+        *(
+            flops * (1 + forward) + dense + taught
+            for flops, taught in zip(base, teacher_flops(config, window), strict=True)
+        )
+    )
+
+
+def teacher_flops(config: Config, window: int) -> TokenFlops:
+    """Returns FLOPs per token of the forward pass of a resolved config's teacher; 0 without one."""
+    if config.teacher is None:
+        return TokenFlops(0.0, 0.0)
+    return TokenFlops(*(flops / 3 for flops in training_flops(config.teacher, window)))
 
 
 def tied_head(model: ModelConfig) -> str:

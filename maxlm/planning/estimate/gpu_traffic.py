@@ -94,7 +94,7 @@ def features(config: Config, kind: ModelConfig | None = None) -> Features:
     rotated = heads + kv if model.position_embedding == 'rotary' else 0
     gates = 2 if model.activation in GATED_ACTIVATIONS else 1
     return Features(
-        (1 if model.parallel_residual else 2) * model.dim,
+        (1 if model.parallel_residual else 3 if model.norm_placement == 'both' else 2) * model.dim,
         (gates + 1) * activation_dim(config, kind or model),
         attention + rotated + (attention if model.qk_norm else 0),
     )

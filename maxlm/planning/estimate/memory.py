@@ -20,7 +20,8 @@ from maxlm.parallel.layout import SAVING
 from maxlm.planning.estimate.backends import BACKENDS, SUBLANES, Backend
 from maxlm.planning.estimate.expert_memory import backward_bytes, kernel_elements, saved_bytes
 from maxlm.planning.estimate.experts import is_first
-from maxlm.planning.estimate.parameters import Weight, block_kernels, latent_elements, layer_kinds, weights
+from maxlm.planning.estimate.head import head_memory
+from maxlm.planning.estimate.parameters import Weight, block_kernels, latent_elements, layer_stacks, weights
 from maxlm.planning.estimate.state_bytes import (
     StateBytes,
     moment_bytes,
@@ -72,7 +73,7 @@ class _Sizes(NamedTuple):
         padded_H: H padded to the lanes, for arrays whose last axis it is.
         width: bytes of an element in the compute dtype.
         layers: layers of this kind that run consecutively before recomputation.
-        kind: model with only this kind of layers; see `layer_kinds`.
+        kind: model with only this kind of layers; see `layer_stacks`.
     """
 
     B: int
@@ -106,7 +107,7 @@ def estimate_memory(
         state: bytes of the state if they are already known.
     """
     backend = BACKENDS[platform]
-    kinds = [_sizes(config, backend, kind) for kind in layer_kinds(config.model)]
+    kinds = [_sizes(config, backend, kind) for kind in layer_stacks(config.model)]
     # Where the kind does not matter, that of the last layers is used.
     sizes = kinds[-1]
     state = state or planned_state_bytes(config)
@@ -115,7 +116,8 @@ def estimate_memory(
     gradients = gradient + (_micro_batch_gradient(config, sizes) if config.accumulation > 1 else 0)
     activations, on_host = _saved_activation_bytes(config, kinds, backend)
     copies = _copied_weights(config, sizes, backend)
-    head = _vocabulary(config, sizes, backend)
+    sizes = kinds[-1]
+    head = head_memory(config, (sizes.B, sizes.T, sizes.V), table=backend.table, logits=backend.logits)
     work = max(_layer_work(config, kind, backend, capability) for kind in kinds)
     at_layers = gradients + activations + copies + work + head.table
     at_head = gradient + activations + copies + head.work
@@ -182,7 +184,7 @@ def _micro_batch_gradient(config: Config, sizes: _Sizes) -> int:
 
 def _is_cast(config: Config, weight: Weight) -> bool:
     is_cast = config.mesh.host_offload != 'all' and config.model.matmul_precision != 'fp8'
-    return is_cast and weight.kind == 'matrix'
+    return is_cast and weight.kind == 'matrix' and not weight.name.startswith('mtp.')
 
 
 def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float:
@@ -206,7 +208,7 @@ def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float
         'position',
         'adapter',
     )
-    a, b = [sizes[axis] for axis in names if axis in sizes][:2]
+    a, b = [sizes[axis] for axis in (*names, 'activation') if axis in sizes][:2]
     lanes = backend.lanes
     return min(_up(a, lanes) * _up(b, SUBLANES), _up(b, lanes) * _up(a, SUBLANES)) / (a * b)
 
@@ -229,7 +231,10 @@ def _saved_activation_bytes(config: Config, kinds: list[_Sizes], backend: Backen
     on_host = 0
     if model.remat_policy == 'offload':
         on_host = sum(sizes.layers for sizes in kinds) * stream
-    saved = sum(sizes.layers * _saved_bytes_of_layer(config, sizes, backend) for sizes in kinds)
+    by_layer = [_saved_bytes_of_layer(config, sizes, backend) for sizes in kinds]
+    saved = sum(sizes.layers * size for sizes, size in zip(kinds, by_layer, strict=True))
+    # Of a module of multi-token prediction: its block, both inputs of its projection and the inputs of its norms.
+    saved += model.mtp_depth * (by_layer[-1] + 5 * stream)
     if mesh.stage > 1:
         # The chunk's input of every iteration, and the buffers of all micro-batches, twice, in the loop's carry.
         iterations = mesh.num_pipeline_repeats * config.accumulation + mesh.stage - 1
@@ -262,6 +267,8 @@ def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> fl
         return tokens * (elements + N * H) * width + statistics + of_experts
     # The inputs of norms and products, queries, keys and values, and the inputs of the activation.
     streams = (1 if sizes.parallel else 2) * D + 2 * D + latent_elements(model)
+    if model.norm_placement == 'both':
+        streams += 2 * D
     if model.qk_norm:
         streams += (N + K) * sizes.padded_H
     attention = (N + 2 * K) * sizes.padded_H + N * H
@@ -315,26 +322,6 @@ def _is_split_last(weight: Weight) -> bool:
     return weight.axes[-1] in SAVING
 
 
-class _Vocabulary(NamedTuple):
-    table: int
-    work: int
-
-
-def _vocabulary(config: Config, sizes: _Sizes, backend: Backend) -> _Vocabulary:
-    """Returns the bytes of the embedding during the layers, and of the head's backward pass."""
-    elements = sizes.V * sizes.D
-    tied = sizes.width if config.model.tie_embeddings else 0
-    table = elements * (backend.table + tied)
-    chunk = min(config.loss_chunk, sizes.T)
-    logits = 4 * sizes.B * chunk * sizes.V
-    stream = sizes.B * sizes.T * sizes.D * sizes.width
-    # The gradient of the head is summed in float32. The reduced number of copies was read off the programs of
-    # configs/mix.py. Those of configs/1b.py, which also ties embeddings, have LayerNorm and all copies.
-    copies = backend.logits - (1 if config.model.tie_embeddings and config.model.norm == 'rmsnorm' else 0)
-    work = copies * logits + elements * (4 + sizes.width) + 3 * stream
-    return _Vocabulary(int(table), int(work))
-
-
 def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tuple[int, int] | None) -> int:
     model = config.model
     tokens = sizes.B * sizes.T
@@ -377,4 +364,5 @@ def _update(config: Config, gradient: int) -> int:
 def _batch(config: Config) -> int:
     """Returns the bytes of the batch on a device, with 4 bytes per element."""
     elements = config.train.global_batch_size * config.data.seq_len
-    return 4 * len(BATCH_TYPES) * elements // (config.batch_shards * config.mesh.context)
+    stored = 2 * config.distill.top_k if config.distill.logits_dir else 0
+    return 4 * (len(BATCH_TYPES) + stored) * elements // (config.batch_shards * config.mesh.context)

@@ -15,6 +15,9 @@ from maxlm.parallel.layout import SAVING
 # Kinds of parameters that are matrices or tables.
 MATRICES = ('table', 'head', 'matrix', 'router')
 
+# Projections with a bias if `model.qkv_bias` is set.
+QKV = ('attention.query', 'attention.key', 'attention.value')
+
 
 class Kernel(NamedTuple):
     """Matrices of a block with the same shape.
@@ -57,7 +60,7 @@ class Tables(NamedTuple):
     head: int
 
 
-def layer_kinds(model: ModelConfig) -> list[ModelConfig]:
+def layer_stacks(model: ModelConfig) -> list[ModelConfig]:
     """Returns a model for each kind of layer, dense layers first, with the number of layers of this kind."""
     num_dense = model.num_dense_layers
     if not num_dense:
@@ -67,7 +70,7 @@ def layer_kinds(model: ModelConfig) -> list[ModelConfig]:
 
 
 def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
-    """Returns the matrices of one block of a resolved model without first dense layers; see `layer_kinds`."""
+    """Returns the matrices of one block of a resolved model without first dense layers; see `layer_stacks`."""
     kernels = {} if not model.num_experts else {'router': Kernel(model.dim, model.num_experts)}
     for name, inputs, outputs, _, _, stack, _ in _projections(model):
         of_experts = (model.num_experts, model.num_experts_per_token) if stack else ()
@@ -152,13 +155,28 @@ def weights(model: ModelConfig) -> Iterator[Weight]:
         yield Weight('head.kernel', (D, V), ('embed', 'vocab'), 'head')
     for norm in ('final_norm', *(('embedding_norm',) if model.embedding_norm else ())):
         yield from _norm(model, norm, D)
-    for kind in layer_kinds(model):
-        is_first = model.num_dense_layers > 0 and not kind.num_experts
-        stack, axis = ('dense_blocks', 'dense_layers') if is_first else ('blocks', 'layers')
-        for weight in _of_block(kind):
-            yield weight._replace(
-                name=f'{stack}.{weight.name}', shape=(kind.num_layers, *weight.shape), axes=(axis, *weight.axes)
-            )
+    stacks = layer_stacks(model)
+    for stack in stacks:
+        is_first = model.num_dense_layers > 0 and not stack.num_experts
+        name, axis = ('dense_blocks', 'dense_layers') if is_first else ('blocks', 'layers')
+        for weight in _of_block(stack):
+            yield _stacked(weight, name, stack.num_layers, axis)
+    if model.mtp_depth:
+        for weight in _of_mtp_module(stacks[-1]):
+            yield _stacked(weight, 'mtp', model.mtp_depth, 'layers')
+
+
+def _stacked(weight: Weight, stack: str, layers: int, axis: str) -> Weight:
+    return weight._replace(name=f'{stack}.{weight.name}', shape=(layers, *weight.shape), axes=(axis, *weight.axes))
+
+
+def _of_mtp_module(model: ModelConfig) -> Iterator[Weight]:
+    D = model.dim
+    for norm in ('hidden_norm', 'embedding_norm', 'final_norm'):
+        yield from _norm(model, norm, D)
+    yield Weight('projection.kernel', (2 * D, D), ('embed', 'activation'), 'matrix')
+    for weight in _of_block(model):
+        yield weight._replace(name=f'block.{weight.name}')
 
 
 def _of_block(model: ModelConfig) -> Iterator[Weight]:
@@ -168,7 +186,7 @@ def _of_block(model: ModelConfig) -> Iterator[Weight]:
             rank, rank_axis = (adapter.rank,), ('adapter',)
             yield Weight(f'{name}.lora_a', stack + inputs + rank, stack_axes + in_axes + rank_axis, 'adapter')
             yield Weight(f'{name}.lora_b', stack + rank + outputs, stack_axes + rank_axis + out_axes, 'adapter')
-        if model.use_bias:
+        if model.use_bias or (model.qkv_bias and name in QKV):
             bias_axes = tuple('norm' if axis in SAVING else axis for axis in out_axes)
             yield Weight(f'{name}.bias', stack + outputs, stack_axes + bias_axes, 'vector')
     if model.num_experts:
@@ -177,11 +195,14 @@ def _of_block(model: ModelConfig) -> Iterator[Weight]:
         for name, exists in (('bias', model.router_use_bias), ('balance_bias', model.router_balance_bias)):
             if exists:
                 yield Weight(f'{router}.{name}', (model.num_experts,), ('routes',), 'vector')
-    for norm in ('attention_norm', 'feedforward_norm'):
-        yield from _norm(model, norm, model.dim)
+    kinds = {'pre': ('norm',), 'post': ('post_norm',), 'both': ('norm', 'post_norm')}[model.norm_placement]
+    for branch in ('attention', 'feedforward'):
+        for kind in kinds:
+            yield from _norm(model, f'{branch}_{kind}', model.dim)
     if model.qk_norm:
-        for norm in ('attention.query_norm', 'attention.key_norm'):
-            yield from _norm(model, norm, model.head_dim)
+        for norm, heads in (('query', model.num_heads), ('key', model.num_kv_heads)):
+            num_dims = model.head_dim * (heads if model.qk_norm_scope == 'projection' else 1)
+            yield from _norm(model, f'attention.{norm}_norm', num_dims)
     if model.attention_sinks:
         yield Weight('attention.sinks', (model.num_heads,), ('heads',), 'vector')
     if model.q_lora_rank:

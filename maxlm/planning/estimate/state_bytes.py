@@ -17,7 +17,7 @@ from maxlm.parallel.layout import SAVING, TABLE, splitting_axes
 from maxlm.planning.estimate.parameters import Weight, weights
 from maxlm.training.optimizers.quantized_moments import MIN_SIZE, num_blocks
 from maxlm.training.optimizers.trainable import is_trained
-from maxlm.training.reference import has_reference_params, stored_dtype
+from maxlm.training.reference import has_reference_params, reference_config, stored_dtype
 from maxlm.training.state import TrainState
 
 
@@ -67,10 +67,14 @@ def planned_state_bytes(config: Config, *, with_reference: bool = True) -> State
     for weight in weights(config.model):
         size = shard_size(config, weight, zero=3)
         params += 4 * size
-        if with_reference and has_reference_params(config):
-            reference += size * stored_dtype(config, weight.kind).itemsize
         if is_trained(config, weight.name):
             moments += moment_bytes(config, weight)
+    if with_reference and has_reference_params(config):
+        other = reference_config(config)
+        reference = sum(
+            shard_size(other, weight, zero=3) * stored_dtype(other, weight.kind).itemsize
+            for weight in weights(other.model)
+        )
     average = params if config.optimizer.ema_decay else 0
     offload = config.mesh.host_offload
     if offload == 'all':

@@ -28,7 +28,8 @@ from maxlm.planning.estimate.experts import (
     rows_per_token,
     whole_parameters,
 )
-from maxlm.planning.estimate.parameters import block_kernels, layer_kinds, model_parameters, weights
+from maxlm.planning.estimate.flops import teacher_flops
+from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, model_parameters, weights
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.training.optimizers.muon import ITERATIONS
 
@@ -78,7 +79,7 @@ def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> 
     mesh, tokens = config.mesh, tokens_per_device(config)
     in_blocks = _block_flops(config, tokens)
     return Work(
-        flops=in_blocks + _head_flops(config, tokens) + _muon_flops(config),
+        flops=in_blocks + _head_flops(config, tokens) + _muon_flops(config) + _teacher_flops(config, tokens),
         fp8_flops=in_blocks if config.model.matmul_precision == 'fp8' else 0.0,
         attention_flops=_attention_flops(config, tokens, capability),
         memory_bytes=_activation_bytes(config, tokens, capability) + _weight_bytes(config) + update_bytes(config),
@@ -156,7 +157,7 @@ def forward_passes(config: Config) -> float:
 def _block_flops(config: Config, tokens: float) -> float:
     """Returns FLOPs of blocks: per parameter and token 2 forward, 4 backward, plus recomputation."""
     model, mesh = config.model, config.mesh
-    total = 0.0
+    total = flops = 0.0
     for kind, layers in layers_on_device(config):
         rows = rows_of(config, kind)
         # A kernel of experts multiplies the rows of all experts of a device.
@@ -177,12 +178,20 @@ def _block_flops(config: Config, tokens: float) -> float:
             # A pipeline recomputes a complete chunk of layers from its input.
             flops += 2 * block
         total += flops * layers
-    return tokens * total / mesh.tensor
+    # Modules of multi-token prediction have the last kind of block. Their projections are not split over mesh.tensor.
+    projections = tokens * model.mtp_depth * 12 * model.dim**2
+    return tokens * (total + flops * model.mtp_depth) / mesh.tensor + projections
+
+
+def _teacher_flops(config: Config, tokens: float) -> float:
+    per_token = teacher_flops(config, config.data.seq_len).causal
+    return tokens * per_token / (config.mesh.stage * config.mesh.tensor)
 
 
 def _head_flops(config: Config, tokens: float) -> float:
     """Returns FLOPs of the logits and both of their gradients (`cross_entropy`), shared by the pipeline stages."""
-    return 6 * tokens * config.model.dim * _vocabulary(config) / config.mesh.stage
+    losses = 1 + config.model.mtp_depth
+    return 6 * tokens * losses * config.model.dim * _vocabulary(config) / config.mesh.stage
 
 
 def _vocabulary(config: Config) -> float:
@@ -195,7 +204,7 @@ def _attention_flops(config: Config, tokens: float, capability: tuple[int, int] 
     # About half of the products have the width of the keys, the others that of the values.
     per_position = attention_products(config) * model.num_heads * (model.head_dim + model.value_dim)
     per_layer = per_position * attended_positions(config, capability)
-    return tokens * per_layer * model.num_layers / (mesh.stage * mesh.tensor)
+    return tokens * per_layer * (model.num_layers + model.mtp_depth) / (mesh.stage * mesh.tensor)
 
 
 def _muon_flops(config: Config) -> float:
@@ -208,7 +217,7 @@ def _muon_flops(config: Config) -> float:
     mesh = config.mesh
     parts = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
     flops = 0.0
-    for kind in layer_kinds(config.model):
+    for kind in layer_stacks(config.model):
         for name, kernel in block_kernels(kind).items():
             if name == 'router':
                 continue
@@ -233,7 +242,7 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     model, mesh = config.model, config.mesh
     width = jnp.dtype(model.dtype).itemsize
     heads, kv_heads = model.num_heads * model.head_dim / mesh.tensor, model.num_kv_heads * model.head_dim / mesh.tensor
-    stream = (3 + 3) * 2 * model.dim
+    stream = (3 * (2 if model.norm_placement == 'both' else 1) + 3) * 2 * model.dim
     attention = 2 * heads + 2 * kv_heads
     rotation = 2 * (heads + kv_heads) if model.position_embedding == 'rotary' else 0
     head_norms = 3 * (heads + kv_heads) if model.qk_norm else 0

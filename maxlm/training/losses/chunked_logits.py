@@ -6,6 +6,7 @@ length, X chunks, N positions of a chunk on one device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -100,6 +101,69 @@ class LogitChunks:
         """
         gradient = self._partitioning.constrain_gradient(kernel_gradient.sum((0, 1)), ('embed', 'vocab'))
         return self._partitioning.cut_vocabulary(gradient, ('embed', 'vocab'), vocab_size)
+
+
+def sum_over_chunks(
+    function: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]],
+    hidden_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    inputs: tuple[jax.Array, ...],
+    chunks: LogitChunks,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Sums a function of the logits of each chunk, with gradients computed in the forward pass.
+
+    Only the first result has a gradient, with respect to hidden states and kernel.
+
+    Args:
+        function: (logits [R, P, N, V], inputs [R, P, N, …]) → scalar, and a tuple of arrays [R, P, N]. `function` must
+            not contain `chunks.logits` of an array with a gradient.
+        hidden_BTD: hidden states.
+        kernel_DV: float32 kernel of the head.
+        inputs: arrays [B, T, …].
+        chunks: chunks of the hidden states.
+
+    Returns:
+        The sum of the scalars, and the sums [B] of the arrays over the positions of a row.
+    """
+    vocab_size = kernel_DV.shape[1]
+
+    def total(objectives: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        return objectives.sum(), tuple(chunks.join(x).sum(1) for x in sums)
+
+    @jax.custom_vjp
+    def run(hidden_BTD: jax.Array, kernel_DV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        kernel_RPDV = chunks.spread(kernel_DV)
+
+        def add(_: None, inputs: tuple[jax.Array, ...]) -> tuple[None, Any]:
+            hidden, *rest = inputs
+            return None, function(chunks.logits(hidden, kernel_RPDV), *rest)
+
+        return total(*scan_chunks(add, None, tuple(map(chunks.split, (hidden_BTD, *inputs))))[1])
+
+    def forward(hidden_BTD: jax.Array, kernel_DV: jax.Array) -> tuple[Any, Any]:
+        kernel_RPDV = chunks.spread(kernel_DV)
+
+        def add(kernel_gradient: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
+            hidden, *rest = inputs
+            scores = chunks.logits(hidden, kernel_RPDV)
+            objective, pull_back, sums = jax.vjp(lambda x: function(x, *rest), scores, has_aux=True)
+            (gradient,) = pull_back(jnp.ones((), jnp.float32))
+            kernel_gradient, of_hidden = chunks.add_gradient(kernel_gradient, hidden, kernel_RPDV, gradient)
+            return kernel_gradient, (objective, sums, of_hidden)
+
+        parts = tuple(map(chunks.split, (hidden_BTD, *inputs)))
+        kernel_gradient, (objectives, sums, of_hidden) = scan_chunks(add, chunks.no_gradient(kernel_RPDV), parts)
+        return total(objectives, sums), (chunks.join(of_hidden), chunks.sum_gradient(kernel_gradient, vocab_size))
+
+    def backward(residuals: tuple[jax.Array, jax.Array], cotangents: Any) -> tuple[jax.Array, ...]:
+        # The cotangent of the objective is a scalar, the loss scale. The other outputs have no gradient.
+        (hidden_gradient, kernel_gradient), cotangent = residuals, cotangents[0]
+        return (hidden_gradient * cotangent).astype(hidden_BTD.dtype), kernel_gradient * cotangent
+
+    run.defvjp(forward, backward)
+    with jax.named_scope('loss'):
+        objective, sums = run(hidden_BTD, kernel_DV)
+    return objective, jax.tree.map(jax.lax.stop_gradient, sums)
 
 
 def scan_chunks(add: Any, carry: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, Any]:

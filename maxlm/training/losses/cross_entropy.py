@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.model.decoder import softcap, without_padding
+from maxlm.model.decoder import without_padding
+from maxlm.model.layers.softcap import softcap
 from maxlm.parallel.partitioning import Partitioning
-from maxlm.training.losses.chunked_logits import LogitChunks, scan_chunks
+from maxlm.training.losses.chunked_logits import LogitChunks, sum_over_chunks
 
 
 class Losses(NamedTuple):
@@ -66,47 +67,17 @@ def cross_entropy(
 
     def losses(scores_RPNV: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
         scores = without_padding(softcap(scores_RPNV, logit_softcap), vocab_size)
-        # A sum over a selection, because its gradient is a selection. The gradient of an index would be a scatter.
-        is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
-        log_z = jax.nn.logsumexp(scores, axis=-1)
-        loss = weights * (log_z - jnp.where(is_target, scores, 0).sum(-1))
-        log_z_squared = weights * jnp.square(log_z)
+        loss, log_z_squared = token_sums(scores, targets, weights)
         return (loss + z_loss * log_z_squared if z_loss else loss).sum(), (loss, log_z_squared)
 
-    def total(objectives: jax.Array, sums: tuple[jax.Array, jax.Array]) -> Losses:
-        return Losses(objectives.sum(), *(chunks.join(x).sum(1) for x in sums))
+    objective, sums = sum_over_chunks(losses, hidden_BTD, kernel_DV, (targets_BT, weights_BT), chunks)
+    return Losses(objective, *sums)
 
-    @jax.custom_vjp
-    def run(hidden_BTD: jax.Array, kernel_DV: jax.Array) -> Losses:
-        kernel_RPDV = chunks.spread(kernel_DV)
 
-        def add(_: None, inputs: tuple[jax.Array, ...]) -> tuple[None, Any]:
-            hidden, targets, weights = inputs
-            return None, losses(chunks.logits(hidden, kernel_RPDV), targets, weights)
-
-        return total(*scan_chunks(add, None, tuple(map(chunks.split, (hidden_BTD, targets_BT, weights_BT))))[1])
-
-    def forward(hidden_BTD: jax.Array, kernel_DV: jax.Array) -> tuple[Losses, Any]:
-        kernel_RPDV = chunks.spread(kernel_DV)
-
-        def add(kernel_gradient: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
-            hidden, targets, weights = inputs
-            scores = chunks.logits(hidden, kernel_RPDV)
-            objective, pull_back, sums = jax.vjp(lambda x: losses(x, targets, weights), scores, has_aux=True)
-            (gradient,) = pull_back(jnp.ones((), jnp.float32))
-            kernel_gradient, of_hidden = chunks.add_gradient(kernel_gradient, hidden, kernel_RPDV, gradient)
-            return kernel_gradient, (objective, sums, of_hidden)
-
-        inputs = tuple(map(chunks.split, (hidden_BTD, targets_BT, weights_BT)))
-        kernel_gradient, (objectives, sums, of_hidden) = scan_chunks(add, chunks.no_gradient(kernel_RPDV), inputs)
-        return total(objectives, sums), (chunks.join(of_hidden), chunks.sum_gradient(kernel_gradient, vocab_size))
-
-    def backward(residuals: tuple[jax.Array, jax.Array], cotangent: Losses) -> tuple[jax.Array, ...]:
-        # The cotangent of the objective is a scalar, the loss scale. The other outputs have no gradient.
-        hidden_gradient, kernel_gradient = residuals
-        return (hidden_gradient * cotangent.objective).astype(hidden_BTD.dtype), kernel_gradient * cotangent.objective
-
-    run.defvjp(forward, backward)
-    with jax.named_scope('loss'):
-        found = run(hidden_BTD, kernel_DV)
-    return Losses(found.objective, *map(jax.lax.stop_gradient, found[1:]))
+def token_sums(scores: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns weight · -log softmax(logits)[target] and weight · log² Z of each position, from logits [..., V]."""
+    # A sum over a selection, because its gradient is a selection. The gradient of an index would be a scatter.
+    is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
+    log_z = jax.nn.logsumexp(scores, axis=-1)
+    loss = weights * (log_z - jnp.where(is_target, scores, 0).sum(-1))
+    return loss, weights * jnp.square(log_z)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.errors import InputError
-from maxlm.model.decoder import softcap, without_padding
+from maxlm.model.decoder import without_padding
+from maxlm.model.layers.softcap import softcap
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.losses.chunked_logits import LogitChunks, scan_chunks
 

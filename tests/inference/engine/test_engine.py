@@ -63,7 +63,10 @@ def test_cached_equals_uncached(shared):
         'windows',
         'nanochat',
         'experts',
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ('gpt_neox', 'qwen3', 'linear', 'yarn', 'llama3')),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ('gpt_neox', 'qwen3', 'gemma2', 'smollm3', 'linear', 'yarn', 'llama3')
+        ),
         pytest.param('dynamic', marks=pytest.mark.nightly),
     ],
 )

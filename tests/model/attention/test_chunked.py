@@ -24,10 +24,11 @@ def small(monkeypatch):
         monkeypatch.setattr(chunked, name, value)
 
 
-def dense(q, k, v, mask_BTT):
+def dense(q, k, v, mask_BTT, softcap=0.0):
     N = q.shape[2]
     k, v = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum('BTNH,BSNH->BNTS', q, k) / np.sqrt(H)
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
     weights = jax.nn.softmax(jnp.where(mask_BTT[:, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum('BNTS,BSNH->BTNH', weights, v)
 
@@ -94,6 +95,18 @@ def test_outputs_and_gradients_equal_dense_attention(B, T, N, K, documents, wind
     assert difference(found, of_all_scores(qkv, segments, g, 3)) > 1e-2
     if documents:
         assert difference(found, of_all_scores(qkv, None, g, window)) > 1e-2
+
+
+@pytest.mark.parametrize('T', [18, 90])
+def test_a_soft_cap_of_scores(T, small):
+    qkv, segments, g = inputs(2, T, 4, 2, 3)
+    mask = mask_of(2, T, segments, 9)
+    capped = partial(attend_blockwise, segments_BT=segments, window=9, softcap=0.7)
+    found = jax.jit(partial(with_gradients, capped))(qkv, g)
+    wanted = jax.jit(partial(with_gradients, lambda q, k, v: dense(q, k, v, mask, 0.7)))(qkv, g)
+    assert difference(found, wanted) < 2e-5
+    # Negative control: without the cap.
+    assert difference(found, of_all_scores(qkv, segments, g, 9)) > 1e-2
 
 
 def test_bfloat16_is_near(small):

@@ -1,6 +1,7 @@
 """Splash attention interpreted on CPUs against attention by XLA, and the blocks of scores that it computes."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 
 from maxlm.model.attention import kernels
+from maxlm.model.attention.chunked import attend_blockwise
 from maxlm.model.attention.splash import attend_splash, block_size, num_visible_blocks, supports_length
 from maxlm.parallel.layout import make_layout
 from maxlm.parallel.partitioning import SINGLE_DEVICE
@@ -40,9 +42,11 @@ def value_and_gradients(attend, arrays, *segments):
     return run(*arrays)
 
 
-def by_splash(window, partitioning=SINGLE_DEVICE):
+def by_splash(window, partitioning=SINGLE_DEVICE, softcap=0.0):
     def run(q, k, v, segments):
-        return attend_splash(q, k, v, segments, window=window, partitioning=partitioning, interpret=True)
+        return attend_splash(
+            q, k, v, segments, window=window, softcap=softcap, partitioning=partitioning, interpret=True
+        )
 
     return run
 
@@ -83,6 +87,15 @@ def test_splash_equals_attention(window, kv_heads, segments, monkeypatch):
     assert largest_error(ours, by_mask(wrong, arrays, segments)) > 10 * ERROR
     other = SEGMENTS if segments is None else None
     assert window == 1 or largest_error(ours, by_mask(window, arrays, other)) > 10 * ERROR
+
+
+def test_a_soft_cap_of_scores():
+    arrays = inputs(2)
+    ours = value_and_gradients(by_splash(90, softcap=0.7), arrays, SEGMENTS)
+    chunked = partial(attend_blockwise, window=90, softcap=0.7)
+    assert largest_error(ours, value_and_gradients(chunked, arrays, SEGMENTS)) < ERROR
+    # Negative control: without the cap.
+    assert largest_error(ours, by_mask(90, arrays, SEGMENTS)) > 10 * ERROR
 
 
 def test_every_device_has_its_rows_and_heads():

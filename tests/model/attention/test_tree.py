@@ -14,8 +14,8 @@ H = 8
 
 
 @pytest.mark.parametrize('window', [0, 4])
-@pytest.mark.parametrize('ranges', [1, 5])
-def test_a_text_in_a_tree_equals_the_text_alone(window, ranges, monkeypatch):
+@pytest.mark.parametrize(('ranges', 'softcap'), [(1, 0.0), (5, 0.0), (5, 0.7)])
+def test_a_text_in_a_tree_equals_the_text_alone(window, ranges, softcap, monkeypatch):
     monkeypatch.setattr(chunked, 'RANGES', ranges)
     monkeypatch.setattr(chunked, 'MIN_RANGE', 1)
     texts = [[1, 2, 3, 4], [1, 2, 3, 5, 6, 7, 8, 9], [1, 2, 9, 9], [2, 2]]
@@ -29,9 +29,10 @@ def test_a_text_in_a_tree_equals_the_text_alone(window, ranges, monkeypatch):
 
     @jax.jit
     def run(q, k, v):
-        found = tree_attention(q, k, v, TokenTree(jnp.asarray(ends), jnp.asarray(depths)), window=window)
-        alone = [attend_blockwise(q[:, path], k[:, path], v[:, path], None, window=window) for path in laid.paths]
-        return found, alone, attend_blockwise(q, k, v, None, window=window)
+        limits = {'window': window, 'softcap': softcap}
+        found = tree_attention(q, k, v, TokenTree(jnp.asarray(ends), jnp.asarray(depths)), **limits)
+        alone = [attend_blockwise(q[:, path], k[:, path], v[:, path], None, **limits) for path in laid.paths]
+        return found, alone, attend_blockwise(q, k, v, None, **limits)
 
     found, alone, causal = jax.device_get(run(q, k, v))
     for path, wanted in zip(laid.paths, alone, strict=True):

@@ -24,6 +24,9 @@ MODELS = {
     'latent attention with adapters': {**LATENT, 'model__q_lora_rank': 20, 'model__lora_rank': 3},
     'sinks': {'model__family': 'llama', 'model__attention_sinks': True, 'model__activation': 'swiglu_oai'},
     'nanochat': {'model__family': 'nanochat', 'model__ffn_dim': 40},
+    'qwen2': {'model__family': 'qwen2', 'model__num_kv_heads': 2},
+    'olmo2': {'model__family': 'olmo2', 'model__num_kv_heads': 2, 'model__head_dim': 24},
+    'gemma2': {'model__family': 'gemma2', 'model__num_kv_heads': 2},
     'normalized embedding': {'model__family': 'gpt2', 'model__embedding_norm': True, 'model__qk_norm': True},
     'adapters': {'model__family': 'llama', 'model__lora_rank': 3},
     'some adapters': {'model__family': 'gpt2', 'model__lora_rank': 2, 'model__lora_target_modules': ('attention.*',)},
@@ -43,6 +46,7 @@ MODELS = {
         'model__num_dense_layers': 1,
         'model__lora_rank': 2,
     },
+    'multi-token prediction': {'model__family': 'gpt2', 'model__mtp_depth': 2, 'model__lora_rank': 2},
     'long table': {'model__family': 'gpt2', 'model__max_positions': 48, 'model__vocab_size': 77},
 }
 

@@ -1,4 +1,4 @@
-"""Table of supported Transformers architectures: their keys in config.json and the models that they can express.
+"""Description of an architecture of Transformers, and the architectures that maxlm supported first.
 
 Names and defaults: `configuration_*.py` of Transformers 5.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxlm.config.schema import ModelConfig
-from maxlm.model.layers.masks import layer_windows
+from maxlm.model.layers.masks import layer_kinds, layer_windows
 
 _GELUS = {
     'gelu_new': 'gelu_tanh',
@@ -22,7 +22,7 @@ _GELUS = {
     'gelu_python': 'gelu',
     'relu2': 'relu2',
 }
-_SWIGLU = {'silu': 'swiglu', 'swish': 'swiglu'}
+SWIGLU = {'silu': 'swiglu', 'swish': 'swiglu'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,9 @@ class Architecture:
         fixed_settings: maxlm settings that have only one value in this architecture.
         fixed_keys: keys of config.json for which maxlm supports only one value, which is also their default.
         extra_keys: function from a model to further keys of config.json.
+        window: default of `sliding_window`, which all layers have; None = there are no such layers.
+        pattern: default of `layer_types`, as `model.attention_pattern`; '' = the key does not exist.
+        has_mlp_bias: the key `mlp_bias` exists. It must equal `attention_bias`.
         limits: functions that return an unsupported setting of a model as `model.key=value`, or ''.
     """
 
@@ -52,6 +55,9 @@ class Architecture:
     fixed_keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     extra_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     limits: tuple[Callable[[ModelConfig], str], ...] = ()
+    window: int | None = None
+    pattern: str = ''
+    has_mlp_bias: bool = False
 
 
 def stated(model: ModelConfig, key: str) -> str:
@@ -64,20 +70,24 @@ def _plain_heads(model: ModelConfig) -> str:
     return stated(model, 'head_dim') if model.head_dim * model.num_heads != model.dim else ''
 
 
-def _divided_width(model: ModelConfig) -> str:
+def divided_width(model: ModelConfig) -> str:
     return stated(model, 'num_heads') if model.dim % model.num_heads else ''
 
 
-def _latent_attention(model: ModelConfig) -> str:
-    return '' if model.kv_lora_rank else stated(model, 'kv_lora_rank')
+def full_context(model: ModelConfig) -> str:
+    return stated(model, 'attention_pattern') if set(layer_kinds(model)) != {'L'} else ''
 
 
-def _full_context(model: ModelConfig) -> str:
-    return stated(model, 'attention_pattern') if any(layer_windows(model)) else ''
+def one_window(model: ModelConfig) -> str:
+    return stated(model, 'attention_pattern') if set(layer_kinds(model)) not in ({'L'}, {'S'}) else ''
 
 
-def _one_window(model: ModelConfig) -> str:
-    return stated(model, 'attention_pattern') if len(set(layer_windows(model))) > 1 else ''
+def rotated_layers(model: ModelConfig) -> str:
+    return stated(model, 'attention_pattern') if 'N' in layer_kinds(model) else ''
+
+
+def no_longrope(model: ModelConfig) -> str:
+    return stated(model, 'rope_scaling') if model.rope_scaling == 'longrope' else ''
 
 
 def same_rotated_dims(head_dim: int, fraction: float) -> bool:
@@ -91,19 +101,22 @@ def _same_rotated_dims(model: ModelConfig) -> str:
     )
 
 
-def _window_keys(model: ModelConfig) -> dict[str, Any]:
+def window_keys(model: ModelConfig) -> dict[str, Any]:
     return {'sliding_window': max(layer_windows(model)) or None}
 
 
-def _layer_types(model: ModelConfig) -> dict[str, Any]:
+def layer_types(model: ModelConfig) -> dict[str, Any]:
+    types = ['sliding_attention' if window else 'full_attention' for window in layer_windows(model)]
+    return {**window_keys(model), 'layer_types': types}
+
+
+def qwen_layer_types(model: ModelConfig) -> dict[str, Any]:
     windows = layer_windows(model)
-    types = ['sliding_attention' if window else 'full_attention' for window in windows]
     full = next((i for i, window in enumerate(windows) if window), len(windows))
-    used = {'use_sliding_window': any(windows), 'max_window_layers': full, 'layer_types': types}
-    return {**_window_keys(model), **used}
+    return {**layer_types(model), 'use_sliding_window': any(windows), 'max_window_layers': full}
 
 
-_DECODER_KEYS = {
+DECODER_KEYS = {
     'vocab_size': ('vocab_size', 32_000),
     'dim': ('hidden_size', 4096),
     'num_layers': ('num_hidden_layers', 32),
@@ -118,14 +131,24 @@ _DECODER_KEYS = {
 _PLAIN = {
     'block': '',
     'norm_use_scale': True,
+    'norm_unit_offset': False,
+    'norm_placement': 'pre',
     'qk_norm': False,
+    'qk_norm_scope': 'head',
     'embedding_norm': False,
+    'embedding_multiplier': 1.0,
+    'residual_multiplier': 1.0,
+    'attention_multiplier': 0.0,
+    'attention_softcap': 0.0,
+    'logits_scaling': 1.0,
     'logit_softcap': 0.0,
+    'qkv_bias': False,
+    'rope_local_theta': 0.0,
     'kv_lora_rank': 0,
     'attention_sinks': False,
 }
 _LAYERNORM = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
-_RMSNORM = {
+RMSNORM: dict[str, Any] = {
     'position_embedding': 'rotary',
     'partial_rotary_factor': 1.0,
     'norm': 'rmsnorm',
@@ -153,7 +176,7 @@ GPT2 = Architecture(
     fixed_settings={'position_embedding': 'learned', **_LAYERNORM, 'parallel_residual': False},
     fixed_keys={'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'add_cross_attention': False},
     extra_keys=lambda model: {'embd_pdrop': model.dropout, 'resid_pdrop': model.dropout, 'attn_pdrop': 0.0},
-    limits=(_plain_heads, _divided_width, _full_context),
+    limits=(_plain_heads, divided_width, full_context),
 )
 GPT_NEOX = Architecture(
     'gpt_neox',
@@ -176,20 +199,21 @@ GPT_NEOX = Architecture(
     fixed_settings={'position_embedding': 'rotary', **_LAYERNORM},
     fixed_keys={'attention_bias': True},
     extra_keys=lambda model: {'hidden_dropout': model.dropout, 'attention_dropout': 0.0},
-    limits=(_plain_heads, _divided_width, _full_context, _same_rotated_dims),
+    limits=(_plain_heads, divided_width, full_context, _same_rotated_dims, no_longrope),
 )
 LLAMA = Architecture(
     'llama',
     'LlamaForCausalLM',
     'Llama',
     'llama',
-    keys={**_DECODER_KEYS, 'use_bias': ('attention_bias', False)},
+    keys={**DECODER_KEYS, 'use_bias': ('attention_bias', False)},
     activation=('hidden_act', 'silu'),
-    activations=_SWIGLU,
-    fixed_settings=_RMSNORM,
+    activations=SWIGLU,
+    fixed_settings=RMSNORM,
     extra_keys=lambda model: {'mlp_bias': model.use_bias},
+    has_mlp_bias=True,
     # Heads may have any width in maxlm, but Transformers requires that num_heads divides hidden_size.
-    limits=(_divided_width, _full_context),
+    limits=(divided_width, full_context, no_longrope),
 )
 MISTRAL = Architecture(
     'mistral',
@@ -197,16 +221,17 @@ MISTRAL = Architecture(
     'Mistral',
     'llama',
     keys={
-        **_DECODER_KEYS,
+        **DECODER_KEYS,
         'num_kv_heads': ('num_key_value_heads', 8),
         'ffn_dim': ('intermediate_size', 14_336),
         'max_positions': ('max_position_embeddings', 4096 * 32),
     },
     activation=('hidden_act', 'silu'),
-    activations=_SWIGLU,
-    fixed_settings={**_RMSNORM, 'use_bias': False},
-    extra_keys=_window_keys,
-    limits=(_one_window,),
+    activations=SWIGLU,
+    fixed_settings={**RMSNORM, 'use_bias': False},
+    extra_keys=window_keys,
+    limits=(one_window, no_longrope),
+    window=4096,
 )
 QWEN3 = Architecture(
     'qwen3',
@@ -214,7 +239,7 @@ QWEN3 = Architecture(
     'Qwen3',
     'qwen3',
     keys={
-        **_DECODER_KEYS,
+        **DECODER_KEYS,
         'vocab_size': ('vocab_size', 151_936),
         'num_kv_heads': ('num_key_value_heads', 32),
         'head_dim': ('head_dim', 128),
@@ -222,10 +247,11 @@ QWEN3 = Architecture(
         'max_positions': ('max_position_embeddings', 32_768),
     },
     activation=('hidden_act', 'silu'),
-    activations=_SWIGLU,
-    fixed_settings={**_RMSNORM, 'qk_norm': True, 'use_bias': False},
+    activations=SWIGLU,
+    fixed_settings={**RMSNORM, 'qk_norm': True, 'use_bias': False},
     fixed_keys={'attention_bias': False},
-    extra_keys=_layer_types,
+    extra_keys=qwen_layer_types,
+    limits=(rotated_layers, no_longrope),
 )
 # Transformers normalizes queries and keys after the rotation. The rotation preserves their norm, so the order does not
 # matter. It rotates in the opposite direction, which the layout of the tensors compensates.
@@ -235,7 +261,7 @@ NANOCHAT = Architecture(
     'nanochat',
     'nanochat',
     keys={
-        **_DECODER_KEYS,
+        **DECODER_KEYS,
         'vocab_size': ('vocab_size', 50_304),
         'dim': ('hidden_size', 768),
         'num_layers': ('num_hidden_layers', 12),
@@ -246,47 +272,12 @@ NANOCHAT = Architecture(
     activation=('hidden_act', 'relu2'),
     activations={'relu2': 'relu2', **_GELUS},
     fixed_settings={
-        **{key: value for key, value in _RMSNORM.items() if key != 'logit_softcap'},
+        **{key: value for key, value in RMSNORM.items() if key != 'logit_softcap'},
         'norm_use_scale': False,
         'qk_norm': True,
         'embedding_norm': True,
         'use_bias': False,
     },
     fixed_keys={'attention_bias': False},
-    limits=(_full_context,),
+    limits=(full_context, no_longrope),
 )
-# DeepSeek-AI 2024, "DeepSeek-V3 Technical Report". Only models without experts are supported, in which all layers are
-# among the first, dense layers.
-DEEPSEEK_V3 = Architecture(
-    'deepseek_v3',
-    'DeepseekV3ForCausalLM',
-    'DeepSeek-V3',
-    'llama',
-    keys={
-        **{key: names for key, names in _DECODER_KEYS.items() if key not in ('num_kv_heads', 'head_dim')},
-        'vocab_size': ('vocab_size', 129_280),
-        'dim': ('hidden_size', 7168),
-        'num_layers': ('num_hidden_layers', 61),
-        'num_heads': ('num_attention_heads', 128),
-        'ffn_dim': ('intermediate_size', 18_432),
-        'max_positions': ('max_position_embeddings', 4096),
-        'kv_lora_rank': ('kv_lora_rank', 512),
-        'q_lora_rank': ('q_lora_rank', 1536),
-        'qk_nope_head_dim': ('qk_nope_head_dim', 128),
-        'qk_rope_head_dim': ('qk_rope_head_dim', 64),
-        'v_head_dim': ('v_head_dim', 128),
-    },
-    activation=('hidden_act', 'silu'),
-    activations=_SWIGLU,
-    fixed_settings={**{key: value for key, value in _RMSNORM.items() if key != 'kv_lora_rank'}, 'use_bias': False},
-    fixed_keys={'attention_bias': False, 'rope_interleave': True},
-    extra_keys=lambda model: {
-        'num_key_value_heads': model.num_heads,
-        'q_lora_rank': model.q_lora_rank or None,
-        'first_k_dense_replace': model.num_layers,
-    },
-    limits=(_latent_attention, _full_context),
-)
-ARCHITECTURES = {row.model_type: row for row in (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3, DEEPSEEK_V3, NANOCHAT)}
-# Architectures that other programs also support. Only Transformers supports nanochat, so it must be requested.
-DEFAULT_ARCHITECTURES = (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3, DEEPSEEK_V3)

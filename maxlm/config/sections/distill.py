@@ -1,0 +1,22 @@
+"""Config keys of distillation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    # Checkpoint of the teacher: WORKDIR (latest step), WORKDIR@STEP or the directory of a step. Its size and
+    # architecture may differ from those of the run, but its tokenizer must be the same. '' = no distillation.
+    teacher: str = ''
+    # Directory that maxlm.distill wrote for data.path: the most likely tokens of a teacher, which then does not run in
+    # the step. '' = none.
+    logits_dir: str = ''
+    # Share of the distillation loss in the objective; the rest is the cross-entropy (Hinton et al. 2015, "Distilling
+    # the Knowledge in a Neural Network").
+    weight: float = 0.5
+    # Temperature by which the logits of teacher and student are divided. The loss is multiplied by its square.
+    temperature: float = 1.0
+    # Number of the teacher's most likely tokens that the loss distinguishes; all other tokens count as one. 0 = all.
+    top_k: int = 0

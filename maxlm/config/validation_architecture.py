@@ -1,0 +1,137 @@
+"""Validates the keys of the model's architecture in combination."""
+
+from __future__ import annotations
+
+from maxlm.config.ranges import Range
+from maxlm.config.schema import ModelConfig
+from maxlm.errors import InputError
+
+# Divisor of a rotary frequency.
+FACTOR = Range(0, 1e5, above=True)
+_SIZES = ('qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim')
+
+
+def check_architecture(model: ModelConfig) -> None:
+    """Raises InputError for contradicting settings of latent attention, positions, attention pattern or norms."""
+    _check_latent_attention(model)
+    _check_rotary(model)
+    _check_attention_pattern(model)
+    _check_norms(model)
+
+
+def _check_latent_attention(model: ModelConfig) -> None:
+    if not model.kv_lora_rank:
+        for key in ('q_lora_rank', *_SIZES, 'rope_mscale_all_dim'):
+            if getattr(model, key):
+                raise InputError(
+                    f'model.{key}={getattr(model, key)} requires latent attention; set model.kv_lora_rank, or set '
+                    f'model.{key}=0'
+                )
+        return
+    latent = f'model.kv_lora_rank={model.kv_lora_rank}'
+    for key in _SIZES:
+        if not getattr(model, key):
+            raise InputError(f'model.{key}=0 with {latent}: latent attention requires this size; set it above 0')
+    head_dim = model.qk_nope_head_dim + model.qk_rope_head_dim
+    if model.v_head_dim > head_dim:
+        raise InputError(
+            f'model.v_head_dim={model.v_head_dim} is above model.qk_nope_head_dim + model.qk_rope_head_dim={head_dim}; '
+            f'set it to {head_dim} or less'
+        )
+    required = {
+        'head_dim': (head_dim, model.head_dim or head_dim),
+        'num_kv_heads': (model.num_heads, model.num_kv_heads or model.num_heads),
+        'position_embedding': ('rotary', model.position_embedding),
+        'partial_rotary_factor': (1.0, model.partial_rotary_factor),
+        'use_bias': (False, bool(model.use_bias)),
+        'qk_norm': (False, bool(model.qk_norm)),
+        'attention_sinks': (False, bool(model.attention_sinks)),
+        'attention_multiplier': (0.0, model.attention_multiplier),
+        'attention_softcap': (0.0, model.attention_softcap),
+    }
+    for key, (wanted, found) in required.items():
+        if found != wanted:
+            raise InputError(f'model.{key}={found} with {latent}: latent attention requires model.{key}={wanted}')
+    if 'N' in model.attention_pattern:
+        raise InputError(
+            f'model.attention_pattern={model.attention_pattern} with {latent}: latent attention requires rotary '
+            'positions in all layers; use the letters L and S'
+        )
+    if model.rope_mscale_all_dim and model.rope_scaling != 'yarn':
+        raise InputError(
+            f'model.rope_mscale_all_dim={model.rope_mscale_all_dim} has no effect with '
+            f'model.rope_scaling={model.rope_scaling}; set it to 0, or set model.rope_scaling=yarn'
+        )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    for small, large in (('rope_low_freq_factor', 'rope_high_freq_factor'), ('rope_beta_slow', 'rope_beta_fast')):
+        if getattr(model, small) >= getattr(model, large):
+            raise InputError(
+                f'model.{small}={getattr(model, small)} must be below model.{large}={getattr(model, large)}'
+            )
+    if model.rope_scaling_factor != 1 and model.rope_scaling == 'none':
+        raise InputError(
+            f'model.rope_scaling_factor={model.rope_scaling_factor} has no effect with model.rope_scaling=none; set '
+            'model.rope_scaling to linear, dynamic, yarn, llama3 or longrope'
+        )
+    if model.position_embedding != 'rotary':
+        if model.rope_scaling != 'none':
+            raise InputError(
+                f'model.rope_scaling={model.rope_scaling} requires rotary positions, but '
+                f'model.position_embedding={model.position_embedding}; set model.position_embedding=rotary'
+            )
+        return
+    head_dim = model.qk_rope_head_dim or model.head_dim or model.dim // model.num_heads
+    rotated = round(model.partial_rotary_factor * head_dim)
+    if rotated % 2:
+        raise InputError(
+            f'model.partial_rotary_factor={model.partial_rotary_factor} of head_dim {head_dim} is an odd number of '
+            'dimensions; choose a factor that gives an even number, since rotary positions rotate pairs'
+        )
+    for key in ('rope_short_factors', 'rope_long_factors'):
+        factors, num = getattr(model, key), rotated // 2 if model.rope_scaling == 'longrope' else 0
+        if len(factors) != num or any(type(factor) not in (int, float) or factor not in FACTOR for factor in factors):
+            raise InputError(
+                f'model.{key} has {len(factors)} values with model.rope_scaling={model.rope_scaling}; set {num} '
+                f'numbers, each {FACTOR}'
+            )
+    if model.rope_scaling == 'dynamic' and rotated <= 2:
+        raise InputError(f'model.rope_scaling=dynamic requires at least 4 rotated dimensions, found {rotated}')
+
+
+def _check_attention_pattern(model: ModelConfig) -> None:
+    pattern = model.attention_pattern
+    if not pattern or set(pattern) - set('LSN'):
+        raise InputError(
+            f'model.attention_pattern={pattern!r}: use the letters L (full attention), S (sliding window) and N (full '
+            'attention without rotary positions), e.g. SSSL'
+        )
+    if 'N' in pattern and model.position_embedding != 'rotary':
+        raise InputError(
+            f'model.attention_pattern={pattern} with model.position_embedding={model.position_embedding}: N is for '
+            'rotary positions; use L instead'
+        )
+    if len(pattern) > model.num_layers:
+        raise InputError(
+            f'model.attention_pattern={pattern} has {len(pattern)} letters for {model.num_layers} layers; use at most '
+            'one letter per layer'
+        )
+    if ('S' in pattern) != (model.sliding_window > 0):
+        raise InputError(
+            f'model.sliding_window={model.sliding_window} with model.attention_pattern={pattern}: set a window of at '
+            'least 1 token if the pattern contains S, and 0 otherwise'
+        )
+
+
+def _check_norms(model: ModelConfig) -> None:
+    if model.parallel_residual and model.norm_placement != 'pre':
+        raise InputError(
+            f'model.norm_placement={model.norm_placement} with model.parallel_residual=True: parallel branches have '
+            'only norms of their input; set model.norm_placement=pre'
+        )
+    if model.norm_unit_offset and not model.norm_use_scale:
+        raise InputError(
+            'model.norm_unit_offset=True with model.norm_use_scale=False: the norms have no scale; set '
+            'model.norm_unit_offset=False'
+        )

@@ -1,0 +1,170 @@
+"""Architectures of GGUF files: their metadata, and the models that llama.cpp runs.
+
+The metadata and the layout of rotary positions are those of llama.cpp's convert_hf_to_gguf.py. Files with interleaved
+rotation rotate adjacent elements, where Transformers and maxlm rotate pairs half a head apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from maxlm.config.schema import ModelConfig
+from maxlm.errors import InputError
+from maxlm.model.layers.masks import layer_kinds, layer_windows
+from maxlm.model.layers.rope import longrope_attention_factor
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufArchitecture:
+    """An architecture of GGUF files.
+
+    Attributes:
+        kind: value of `general.architecture`.
+        is_interleaved: rows of queries and keys are permuted for interleaved rotation.
+        pattern: the only attention pattern that llama.cpp runs, which it does not read from the file.
+        add_metadata: function that writes the keys of this architecture.
+    """
+
+    kind: str
+    is_interleaved: bool = False
+    pattern: str = 'L'
+    add_metadata: Callable[[Any, ModelConfig], None] = lambda writer, model: None
+
+
+def _add_multipliers(writer: Any, model: ModelConfig) -> None:
+    writer.add_embedding_scale(model.embedding_multiplier)
+    writer.add_residual_scale(model.residual_multiplier)
+    writer.add_attention_scale(model.attention_multiplier or model.head_dim**-0.5)
+    writer.add_logit_scale(model.logits_scaling)
+
+
+def _add_windows(writer: Any, model: ModelConfig) -> None:
+    writer.add_sliding_window(model.sliding_window)
+    writer.add_sliding_window_pattern([window > 0 for window in layer_windows(model)])
+    writer.add_rope_freq_base_swa(model.rope_local_theta or model.rope_theta)
+
+
+def _add_olmo(writer: Any, model: ModelConfig) -> None:
+    if model.sliding_window:
+        _add_windows(writer, model)
+
+
+def _add_gemma(writer: Any, model: ModelConfig) -> None:
+    _add_windows(writer, model)
+    if model.attention_softcap:
+        writer.add_attn_logit_softcapping(model.attention_softcap)
+        writer.add_final_logit_softcapping(model.logit_softcap)
+
+
+def _add_phi3(writer: Any, model: ModelConfig) -> None:
+    # llama.cpp requires the key.
+    writer.add_sliding_window(0)
+    writer.add_rope_scaling_orig_ctx_len(model.original_max_positions)
+    if model.rope_scaling == 'longrope':
+        factor = longrope_attention_factor(model.rope_scaling_factor, model.original_max_positions)
+        writer.add_rope_scaling_attn_factors(model.rope_attention_factor or factor)
+
+
+# Mistral differs from Llama only by a sliding window, which is rejected. OLMo 3 differs from OLMo 2 by its windows.
+_ARCHITECTURES = {
+    'llama': GgufArchitecture('llama', is_interleaved=True),
+    'mistral': GgufArchitecture('llama', is_interleaved=True),
+    'qwen2': GgufArchitecture('qwen2'),
+    'qwen3': GgufArchitecture('qwen3'),
+    'smollm3': GgufArchitecture('smollm3', is_interleaved=True, pattern='LLLN'),
+    'olmo2': GgufArchitecture('olmo2'),
+    'olmo3': GgufArchitecture('olmo2', pattern='SSSL', add_metadata=_add_olmo),
+    'granite': GgufArchitecture('granite', is_interleaved=True, add_metadata=_add_multipliers),
+    'phi3': GgufArchitecture('phi3', add_metadata=_add_phi3),
+    'gemma2': GgufArchitecture('gemma2', pattern='SL', add_metadata=_add_gemma),
+    'gemma3_text': GgufArchitecture('gemma3', pattern='SSSSSL', add_metadata=_add_gemma),
+}
+# Layers of the 27B models, for which llama.cpp divides scores by sqrt(dim / num_heads) instead of sqrt(head_dim).
+_WIDE_GEMMA = {'gemma2': 46, 'gemma3_text': 62}
+
+
+def gguf_architecture(model: ModelConfig, architecture: str, source: str) -> GgufArchitecture:
+    """Returns the architecture of a model's GGUF file.
+
+    Args:
+        model: resolved model.
+        architecture: its model_type in Transformers.
+        source: path of its config, for messages.
+
+    Raises:
+        InputError: llama.cpp does not run the model. The message names the setting.
+    """
+    if architecture not in _ARCHITECTURES:
+        raise InputError(
+            f'{source}: GGUF export does not support {architecture} models; export it for Transformers instead'
+        )
+    row = _ARCHITECTURES[architecture]
+    found = _unsupported(model, architecture, row)
+    if found:
+        raise InputError(f'{source}: {found}; export the model for Transformers instead')
+    return row
+
+
+def _unsupported(model: ModelConfig, architecture: str, row: GgufArchitecture) -> str:
+    """Returns what llama.cpp does not support of a model, or ''."""
+    kinds = layer_kinds(model)
+    if kinds != (row.pattern * len(kinds))[: len(kinds)]:
+        windows = 'do not support sliding windows' if row.pattern == 'L' else f'require {row.pattern}'
+        return f'model.attention_pattern={model.attention_pattern}: {row.kind} files {windows}'
+    scaling, plain = model.rope_scaling, ModelConfig()
+    changed = [
+        f'model.{key}={getattr(model, key)}'
+        for key in ('rope_beta_slow', 'rope_beta_fast', 'rope_truncate', 'rope_attention_factor')
+        if scaling == 'yarn' and getattr(model, key) != getattr(plain, key)
+    ]
+    if scaling == 'dynamic' or changed:
+        detail = ', '.join(changed) or f'model.rope_scaling={scaling}'
+        return f'{detail}: llama.cpp does not support this position encoding'
+    local = model.rope_local_theta
+    if architecture == 'olmo3' and (local != model.rope_theta if local else scaling != 'none'):
+        return f'model.rope_local_theta={local}: {row.kind} files require {model.rope_theta}, that of the other layers'
+    if row.kind == 'olmo2' and model.head_dim * model.num_heads != model.dim:
+        return f'model.head_dim={model.head_dim}: {row.kind} files require {model.dim // model.num_heads}'
+    if row.kind == 'olmo2' and model.tie_embeddings:
+        return f'model.tie_embeddings=True: {row.kind} files require a separate output'
+    for key in ('attention_softcap', 'logit_softcap'):
+        # llama.cpp always applies both caps to Gemma 2, and never to Gemma 3.
+        value = getattr(model, key)
+        if (row.kind == 'gemma2' and not value) or (row.kind == 'gemma3' and value):
+            return f'model.{key}={value}: {row.kind} files require {"0" if value else "a soft cap"}'
+    if row.kind == 'gemma2' and scaling != 'none':
+        return f'model.rope_scaling={scaling}: {row.kind} files have no scaled positions'
+    if row.kind == 'gemma3' and not local and scaling != 'none':
+        return f'model.rope_local_theta={local}: {row.kind} files do not scale the positions of S layers'
+    if row.kind in ('gemma2', 'gemma3'):
+        is_wide = model.num_layers == _WIDE_GEMMA[architecture]
+        wanted = (model.dim / model.num_heads if is_wide else model.head_dim) ** -0.5
+        if not math.isclose(model.attention_multiplier or model.head_dim**-0.5, wanted, rel_tol=1e-6):
+            return f'model.attention_multiplier={model.attention_multiplier}: {row.kind} files require {wanted:g}'
+        if not model.tie_embeddings:
+            return f'model.tie_embeddings=False: {row.kind} files have no separate output'
+    return ''
+
+
+def frequency_factors(model: ModelConfig) -> dict[str, np.ndarray]:
+    """Returns the divisors of rotary frequencies [num_rotated_pairs] in float32 by the name of their tensor.
+
+    Formula of llama3: Transformers, `modeling_rope_utils.py`.
+    """
+    if model.rope_scaling == 'longrope':
+        tensors = {'rope_factors_long.weight': model.rope_long_factors}
+        tensors['rope_factors_short.weight'] = model.rope_short_factors
+        return {name: np.array(values, np.float32) for name, values in tensors.items()}
+    if model.rope_scaling != 'llama3':
+        return {}
+    frequencies = model.rope_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
+    turns = model.original_max_positions * frequencies / (2 * math.pi)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    ramp = np.clip((turns - low) / (high - low), 0, 1)
+    factors: np.ndarray = 1 / ((1 - ramp) / model.rope_scaling_factor + ramp)
+    return {'rope_freqs.weight': factors.astype(np.float32)}

@@ -1,0 +1,46 @@
+"""Estimates the memory of the embedding and of the output head.
+
+Shapes, all per device: B rows of a micro-batch, T sequence length, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from maxlm.config.schema import Config
+
+
+class HeadMemory(NamedTuple):
+    """Bytes of the embedding during the layers, and of the head's backward pass."""
+
+    table: int
+    work: int
+
+
+def head_memory(config: Config, shape_BTV: tuple[int, int, int], *, table: float, logits: float) -> HeadMemory:
+    """Estimates the memory of a resolved config's embedding and head on a device.
+
+    Args:
+        config: config of the run.
+        shape_BTV: sizes on the device.
+        table: see `maxlm.planning.estimate.memory.Backend`.
+        logits: see `maxlm.planning.estimate.memory.Backend`.
+    """
+    model, (B, T, V) = config.model, shape_BTV
+    width = np.dtype(np.float32).itemsize if model.dtype == 'float32' else 2
+    elements = V * model.dim
+    tied = width if model.tie_embeddings else 0
+    chunk = min(config.loss_chunk, T)
+    stream = B * T * model.dim * width
+    # The gradient of the head is summed in float32. The reduced number of copies was read off the programs of
+    # configs/mix.py. Those of configs/1b.py, which also ties embeddings, have LayerNorm and all copies.
+    copies = logits - (1 if model.tie_embeddings and model.norm == 'rmsnorm' else 0)
+    # Each module of multi-token prediction has a gradient of the head and of its hidden states of its own.
+    losses = 1 + model.mtp_depth
+    work = copies * 4 * B * chunk * V + elements * (4 * losses + width) + (2 + losses) * stream
+    if config.teacher is not None:
+        # The logits of the teacher, its head, and its hidden states in two layouts.
+        work += 4 * B * chunk * V + width * config.teacher.dim * (V + 2 * B * T)
+    return HeadMemory(int(elements * (table + tied)), int(work))
