@@ -27,7 +27,7 @@ from maxlm.huggingface.export_gguf import BLOCK, TYPES, export_gguf
 from maxlm.huggingface.export_model import DTYPE, export_model
 from maxlm.huggingface.export_peft import export_adapter
 from maxlm.huggingface.import_model import import_model
-from maxlm.huggingface.safetensors_io import DTYPES
+from maxlm.huggingface.tensors.safetensors_io import DTYPES
 from maxlm.log import Console
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption

@@ -17,6 +17,14 @@ from maxlm.parallel.layout import Layout, make_layout
 from maxlm.training.state import TrainState, abstract_state
 
 VOCAB = 61
+# Settings of latent attention with four heads of 16 dims; no two sizes are equal.
+LATENT = {
+    'model__family': 'llama',
+    'model__kv_lora_rank': 24,
+    'model__qk_nope_head_dim': 10,
+    'model__qk_rope_head_dim': 6,
+    'model__v_head_dim': 12,
+}
 # Three layers: one dense layer and two with experts.
 EXPERTS = {
     'model__family': 'llama',

@@ -31,6 +31,7 @@ _GPT2: dict[str, object] = {
     'attention_softcap': 0.0,
     'logits_scaling': 1.0,
     'logit_softcap': 0.0,
+    'attention_sinks': False,
     'activation': 'gelu_tanh',
     'use_bias': True,
     'qkv_bias': False,
@@ -187,7 +188,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 
 # Values of model.activation with two input projections.
-GATED_ACTIVATIONS = ('swiglu', 'geglu_tanh')
+GATED_ACTIVATIONS = ('swiglu', 'swiglu_oai', 'geglu_tanh')
 
 
 def projections(model: ModelConfig) -> tuple[str, ...]:
@@ -196,7 +197,10 @@ def projections(model: ModelConfig) -> tuple[str, ...]:
     modules += ['feedforward.experts'] if model.num_experts else []
     modules += ['feedforward.shared'] if model.num_shared_experts else []
     names = ('gate', 'up', 'down') if model.activation in GATED_ACTIVATIONS else ('up', 'down')
-    attention = tuple(f'attention.{name}' for name in ('query', 'key', 'value', 'out'))
+    of_attention = ['query', 'key', 'value', 'out']
+    if model.kv_lora_rank:
+        of_attention = [*(['query_latent'] if model.q_lora_rank else []), 'key_value_latent', *of_attention]
+    attention = tuple(f'attention.{name}' for name in of_attention)
     return (*attention, *(f'{module}.{name}' for module in modules for name in names))
 
 

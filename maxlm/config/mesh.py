@@ -82,6 +82,11 @@ def check_layout(config: Config) -> None:
     if model.num_experts:
         _check_axis(config, 'expert', [('model.num_experts', model.num_experts)])
     if mesh.context > 1:
+        if model.attention_sinks:
+            raise InputError(
+                f'mesh.context={mesh.context} with model.attention_sinks=True: ring attention does not support '
+                'attention sinks; set mesh.context=1'
+            )
         if model.attention_softcap:
             raise InputError(
                 f'mesh.context={mesh.context} with model.attention_softcap={model.attention_softcap}: ring attention '

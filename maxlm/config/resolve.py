@@ -22,6 +22,8 @@ FP8_MULTIPLE = 16
 SPLASH_MULTIPLE = 128
 # `data.seq_len` of a config that describes a model without a run.
 _WINDOW = 1024
+# Requirement of the fused attention kernels.
+_NO_SINKS = 'model.attention_sinks=False; found True'
 
 
 def resolve(
@@ -87,7 +89,7 @@ def resolve(
         model,
         vocab_size=model.vocab_size or vocab_size,
         num_kv_heads=model.num_kv_heads or model.num_heads,
-        head_dim=model.head_dim or model.dim // model.num_heads,
+        head_dim=model.head_dim or model.qk_nope_head_dim + model.qk_rope_head_dim or model.dim // model.num_heads,
         ffn_dim=model.ffn_dim or (gated_dim if model.activation in GATED_ACTIVATIONS else 4 * model.dim),
         max_positions=model.max_positions or window,
         embedding_multiplier=model.embedding_multiplier or math.sqrt(model.dim),
@@ -220,6 +222,12 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
         'model.num_kv_heads · model.head_dim': model.num_kv_heads * model.head_dim // parts,
         'model.ffn_dim': model.ffn_dim // parts,
     }
+    if model.kv_lora_rank:
+        sizes['model.q_lora_rank'] = model.q_lora_rank
+        sizes['model.kv_lora_rank'] = model.kv_lora_rank
+        sizes['model.qk_rope_head_dim'] = model.qk_rope_head_dim
+        sizes['model.num_heads · model.qk_nope_head_dim'] = model.num_heads * model.qk_nope_head_dim // parts
+        sizes['model.num_heads · model.v_head_dim'] = model.num_heads * model.v_head_dim // parts
     for key, size in sizes.items():
         if size % FP8_MULTIPLE:
             below = size // FP8_MULTIPLE * FP8_MULTIPLE
@@ -257,6 +265,8 @@ def _attention_kernel(config: Config, platform: str) -> str:
 
 def _cudnn_needs(model: ModelConfig) -> str:
     """Returns the unmet requirements of cuDNN attention for an error message, or '' if all are met."""
+    if model.attention_sinks:
+        return _NO_SINKS
     # Limits of cuDNN on all supported GPUs.
     if model.attention_softcap:
         return f'model.attention_softcap=0; found {model.attention_softcap}'
@@ -271,6 +281,8 @@ def _cudnn_needs(model: ModelConfig) -> str:
 def _splash_needs(config: Config) -> str:
     """Returns the unmet requirements of splash attention for an error message, or '' if all are met."""
     mesh, window = config.mesh, config.data.seq_len
+    if config.model.attention_sinks:
+        return _NO_SINKS
     if config.model.dtype == 'float16':
         return 'model.dtype=bfloat16 or float32; found float16'
     if mesh.context > 1 or mesh.stage > 1:

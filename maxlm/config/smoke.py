@@ -21,6 +21,12 @@ def shrink(config: ConfigDict) -> ConfigDict:
     model.num_heads = 4
     model.num_kv_heads = max(1, 4 // num_groups)
     model.head_dim = 0
+    if model.kv_lora_rank:
+        model.num_kv_heads = 0
+        model.kv_lora_rank = 32
+        model.q_lora_rank = min(model.q_lora_rank, 48)
+        model.qk_nope_head_dim = model.v_head_dim = 16
+        model.qk_rope_head_dim = 8
     model.ffn_dim = 128
     model.vocab_size = 0
     model.max_positions = 0

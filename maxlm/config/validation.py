@@ -32,7 +32,7 @@ CHOICES = {
     'model.norm_placement': ('pre', 'post', 'both'),
     'model.qk_norm_scope': ('head', 'projection'),
     'model.rope_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope'),
-    'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'geglu_tanh', 'relu2'),
+    'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'swiglu_oai', 'geglu_tanh', 'relu2'),
     'model.router_score': ('softmax', 'sigmoid'),
     'model.expert_group_score': ('max', 'top2'),
     'model.expert_matmul': ('auto', 'ragged_dot', 'tokamax', 'loop'),
@@ -67,6 +67,7 @@ CHOICES = {
         'phi3',
         'gemma2',
         'gemma3_text',
+        'deepseek_v3',
         'nanochat',
     ),
 }
@@ -127,7 +128,7 @@ def validate(config: Config) -> None:
             f'model.num_layers={model.num_layers} with model.scan_layers=False: compiling more than '
             f'{MAX_UNROLLED_LAYERS} unrolled blocks takes too long; set model.scan_layers=True'
         )
-    if not model.head_dim:
+    if not model.head_dim and not model.kv_lora_rank:
         divides('model.num_heads', model.num_heads, 'model.dim', model.dim)
     if model.num_kv_heads:
         divides('model.num_kv_heads', model.num_kv_heads, 'model.num_heads', model.num_heads)

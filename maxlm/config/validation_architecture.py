@@ -8,13 +8,60 @@ from maxlm.errors import InputError
 
 # Divisor of a rotary frequency.
 FACTOR = Range(0, 1e5, above=True)
+_SIZES = ('qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim')
 
 
 def check_architecture(model: ModelConfig) -> None:
-    """Raises InputError for contradicting settings of positions, attention pattern or norms."""
+    """Raises InputError for contradicting settings of latent attention, positions, attention pattern or norms."""
+    _check_latent_attention(model)
     _check_rotary(model)
     _check_attention_pattern(model)
     _check_norms(model)
+
+
+def _check_latent_attention(model: ModelConfig) -> None:
+    if not model.kv_lora_rank:
+        for key in ('q_lora_rank', *_SIZES, 'rope_mscale_all_dim'):
+            if getattr(model, key):
+                raise InputError(
+                    f'model.{key}={getattr(model, key)} requires latent attention; set model.kv_lora_rank, or set '
+                    f'model.{key}=0'
+                )
+        return
+    latent = f'model.kv_lora_rank={model.kv_lora_rank}'
+    for key in _SIZES:
+        if not getattr(model, key):
+            raise InputError(f'model.{key}=0 with {latent}: latent attention requires this size; set it above 0')
+    head_dim = model.qk_nope_head_dim + model.qk_rope_head_dim
+    if model.v_head_dim > head_dim:
+        raise InputError(
+            f'model.v_head_dim={model.v_head_dim} is above model.qk_nope_head_dim + model.qk_rope_head_dim={head_dim}; '
+            f'set it to {head_dim} or less'
+        )
+    required = {
+        'head_dim': (head_dim, model.head_dim or head_dim),
+        'num_kv_heads': (model.num_heads, model.num_kv_heads or model.num_heads),
+        'position_embedding': ('rotary', model.position_embedding),
+        'partial_rotary_factor': (1.0, model.partial_rotary_factor),
+        'use_bias': (False, bool(model.use_bias)),
+        'qk_norm': (False, bool(model.qk_norm)),
+        'attention_sinks': (False, bool(model.attention_sinks)),
+        'attention_multiplier': (0.0, model.attention_multiplier),
+        'attention_softcap': (0.0, model.attention_softcap),
+    }
+    for key, (wanted, found) in required.items():
+        if found != wanted:
+            raise InputError(f'model.{key}={found} with {latent}: latent attention requires model.{key}={wanted}')
+    if 'N' in model.attention_pattern:
+        raise InputError(
+            f'model.attention_pattern={model.attention_pattern} with {latent}: latent attention requires rotary '
+            'positions in all layers; use the letters L and S'
+        )
+    if model.rope_mscale_all_dim and model.rope_scaling != 'yarn':
+        raise InputError(
+            f'model.rope_mscale_all_dim={model.rope_mscale_all_dim} has no effect with '
+            f'model.rope_scaling={model.rope_scaling}; set it to 0, or set model.rope_scaling=yarn'
+        )
 
 
 def _check_rotary(model: ModelConfig) -> None:
@@ -35,7 +82,7 @@ def _check_rotary(model: ModelConfig) -> None:
                 f'model.position_embedding={model.position_embedding}; set model.position_embedding=rotary'
             )
         return
-    head_dim = model.head_dim or model.dim // model.num_heads
+    head_dim = model.qk_rope_head_dim or model.head_dim or model.dim // model.num_heads
     rotated = round(model.partial_rotary_factor * head_dim)
     if rotated % 2:
         raise InputError(

@@ -23,13 +23,15 @@ from maxlm.huggingface.architectures.architecture import (
     stated,
 )
 from maxlm.huggingface.architectures.dense import QWEN2, SMOLLM3
+from maxlm.huggingface.architectures.experts import DEEPSEEK_V3
 from maxlm.huggingface.architectures.table import ARCHITECTURES, DEFAULT_ARCHITECTURES
 from maxlm.huggingface.json_fields import Fields
 from maxlm.huggingface.numbers import NUMBERS
 from maxlm.huggingface.rope import from_rope, to_rope
+from maxlm.huggingface.tensors.dequantize import METHODS
 
 _EXPERTS = ('num_experts', 'num_local_experts', 'n_routed_experts', 'moe_num_experts')
-_EXPERT_TYPES = ('mixtral', 'dbrx', 'jetmoe', 'deepseek_v2', 'deepseek_v3', 'gpt_oss', 'llama4')
+_EXPERT_TYPES = ('mixtral', 'dbrx', 'jetmoe', 'deepseek_v2', 'gpt_oss', 'llama4')
 
 
 def check_supported(config: Fields, supported: Iterable[str]) -> None:
@@ -42,13 +44,24 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
         raise config.error(
             'auto_map', 'the model requires custom code, which maxlm does not run; use a model without auto_map'
         )
-    if values.get('quantization_config'):
+    quantization = values.get('quantization_config') or {}
+    if not isinstance(quantization, dict):
+        raise config.error('quantization_config', 'must be a JSON object')
+    method = quantization.get('quant_method')
+    if quantization and method not in METHODS:
         raise InputError(
-            f'{source}: quantization_config: quantized weights are not supported; use the original float weights'
+            f'{source}: quantization_config: quant_method={method!r:.100} is not supported; use float weights, or '
+            f'weights in {" or ".join(METHODS)}'
         )
-    for key in _EXPERTS:
-        if config.integer(key, 0, null=0):
-            raise config.error(key, 'mixture-of-experts models are not supported; use a dense model')
+    reason = 'mixture-of-experts models are not supported; use a dense model'
+    if kind == DEEPSEEK_V3.model_type:
+        # The first layers have no experts, whatever the number of experts is.
+        if config.integer('first_k_dense_replace', 3) < config.integer('num_hidden_layers', 61):
+            raise config.error('first_k_dense_replace', f'{reason}, in which it equals num_hidden_layers')
+    else:
+        for key in _EXPERTS:
+            if config.integer(key, 0, null=0):
+                raise config.error(key, reason)
     if kind in _EXPERT_TYPES or 'moe' in kind:
         raise InputError(f'{source}: model_type={kind}: mixture-of-experts models are not supported; use a dense model')
     attention = values.get('attn_config')
@@ -62,7 +75,7 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
 
 AUTO = 'auto'
 # Null means "derived from other keys" for these keys, as 0 does in maxlm.
-_NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap', 'attention_softcap')
+_NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap', 'attention_softcap', 'q_lora_rank')
 # Null also means that there is no soft cap.
 _CAPS = ('logit_softcap', 'attention_softcap')
 # Scores are divided by the square root of this key.

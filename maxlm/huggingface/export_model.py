@@ -21,8 +21,8 @@ from maxlm.errors import InputError
 from maxlm.huggingface.config_conversion import choose_architecture, to_config
 from maxlm.huggingface.model_card import NAME as CARD
 from maxlm.huggingface.model_card import model_card
-from maxlm.huggingface.safetensors_io import TensorEntry, entry_bytes, write_tensors
 from maxlm.huggingface.state_dict import Tensor, parameter_shapes, tensors
+from maxlm.huggingface.tensors.safetensors_io import TensorEntry, entry_bytes, write_tensors
 from maxlm.huggingface.tokenizer_files import files_for_export
 from maxlm.log import progress_bar
 from maxlm.model.layers.weight_only_quantization import weights_of

@@ -27,8 +27,8 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.architecture import GPT2
 from maxlm.huggingface.config_conversion import choose_architecture
-from maxlm.huggingface.safetensors_io import SINGLE, TensorEntry, entry_bytes, write_tensors
 from maxlm.huggingface.state_dict import Tensor, tensors
+from maxlm.huggingface.tensors.safetensors_io import SINGLE, TensorEntry, entry_bytes, write_tensors
 from maxlm.log import progress_bar
 from maxlm.model.blocks import is_stacked
 from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_scale

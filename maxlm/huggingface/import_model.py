@@ -18,8 +18,9 @@ from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config
 from maxlm.huggingface.json_fields import Fields, read_object
-from maxlm.huggingface.safetensors_io import TensorFiles
 from maxlm.huggingface.state_dict import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
+from maxlm.huggingface.tensors.dequantize import open_tensors
+from maxlm.huggingface.tensors.safetensors_io import TensorFiles
 from maxlm.huggingface.tokenizer_files import files_for_import
 from maxlm.log import logger, progress_bar
 from maxlm.storage.atomic import check_new, check_space, new_directory
@@ -58,7 +59,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     check_entries(directory, (CONFIG, TOKENIZER, *EXPORT_FILES))
     values = read_object(path)
     check_supported(Fields(values, str(path)), ARCHITECTURES)
-    files = TensorFiles(directory)
+    files = open_tensors(directory, values.get('quantization_config') or {}, str(path))
     model = from_config(values, str(path))
     architecture = values['model_type']
     rows = tensors(architecture, model)

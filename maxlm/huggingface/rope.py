@@ -17,6 +17,8 @@ DEFAULT_THETA = 10_000.0
 DEFAULT_THETAS = {'smollm3': 2_000_000.0, 'olmo3': 500_000.0, 'gemma3_text': 1_000_000.0}
 # GPT-NeoX uses other names. It and Phi-3 rotate a part of each head.
 NEOX, PHI3 = 'gpt_neox', 'phi3'
+# The only architecture here that multiplies scores by mscale².
+DEEPSEEK = 'deepseek_v3'
 NEOX_FRACTION = 0.25
 # Default of original_max_position_embeddings of Phi-3.
 PHI3_POSITIONS = 4096
@@ -85,6 +87,7 @@ def _scaling(model: ModelConfig) -> dict[str, Any] | None:
             'beta_fast': model.rope_beta_fast,
             'truncate': model.rope_truncate,
             **({'attention_factor': attention_factor} if attention_factor else {}),
+            **({'mscale_all_dim': model.rope_mscale_all_dim} if model.rope_mscale_all_dim else {}),
         }
     assert model.rope_scaling == 'none', model.rope_scaling
     return None
@@ -167,6 +170,8 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         settings['rope_beta_fast'] = rope.number('beta_fast', 32.0, null=32.0) or 32.0
         settings['rope_truncate'] = rope.flag('truncate', True)
         settings['rope_attention_factor'] = _attention_factor(rope, factor)
+        if architecture == DEEPSEEK:
+            settings['rope_mscale_all_dim'] = rope.number('mscale_all_dim', 0.0, null=0.0)
     return settings
 
 

@@ -1,8 +1,9 @@
 """Maps the tensors of each architecture to maxlm's parameters.
 
 All layouts are reshapes, transposes or concatenations, so both directions are exact. Rotary pairs are half a head apart
-in maxlm and in all of these architectures, so the order within heads does not change. Only nanochat rotates in the
-opposite direction, so its halves are swapped.
+in maxlm and in most architectures, so the order within heads does not change. Only nanochat rotates in the opposite
+direction, so its halves are swapped, and DeepSeek-V3 rotates adjacent pairs; see
+`maxlm.huggingface.tensors.latent_attention`.
 
 Shapes: D dim, F feed-forward, N query heads, K key/value heads, H head dim, V vocabulary, P positions.
 """
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
+from maxlm.huggingface.tensors.latent_attention import latent_attention
 
 Shape = tuple[int, ...]
 
@@ -28,6 +30,7 @@ PREFIXES = {
     'qwen3': 'model.',
     'nanochat': 'model.',
     **dict.fromkeys(('qwen2', 'smollm3', 'olmo2', 'olmo3', 'granite', 'phi3', 'gemma2', 'gemma3_text'), 'model.'),
+    'deepseek_v3': 'model.',
 }
 HEADS = {'gpt_neox': 'embed_out.weight'}
 # Masks and frequencies that old versions of Transformers saved with the parameters, as patterns of full names.
@@ -77,6 +80,7 @@ def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
         'gpt_neox': (_neox_block, _neox_outside),
         'phi3': (_phi3_block, _llama_outside),
         'nanochat': (_nanochat_block, _llama_outside),
+        'deepseek_v3': (_deepseek_block, _llama_outside),
     }.get(architecture, (_llama_block, _llama_outside))
     specs_before, specs_after = outer_specs(model)
     layers = [row.tensor(layer) for layer in range(model.num_layers) for row in block(model)]
@@ -284,8 +288,7 @@ def _llama_outside(model: ModelConfig) -> tuple[list[_TensorSpec], list[_TensorS
 
 def _llama_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     """Yields tensors with Llama's names, also for related architectures; the model's settings select them."""
-    D, F, H = model.dim, model.ffn_dim, model.head_dim
-    use_bias = bool(model.use_bias)
+    H = model.head_dim
     # With norms before and after the branches, Gemma's names differ from Llama's: `post_attention_layernorm` is applied
     # to the output of attention.
     norms = {
@@ -302,9 +305,22 @@ def _llama_block(model: ModelConfig) -> Iterator[_TensorSpec]:
             layout = _identity(heads * H if all_heads else H)
             source = f'blocks.attention.{name}_norm.scale'
             yield _TensorSpec(f'layers.#.self_attn.{name[0]}_norm.weight', (source,), layout)
+    yield from _llama_feedforward(model)
+
+
+def _llama_feedforward(model: ModelConfig) -> Iterator[_TensorSpec]:
+    D, F, use_bias = model.dim, model.ffn_dim, bool(model.use_bias)
     yield from _linear('layers.#.mlp.gate_proj', 'blocks.feedforward.gate', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.up_proj', 'blocks.feedforward.up', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.down_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)
+
+
+def _deepseek_block(model: ModelConfig) -> Iterator[_TensorSpec]:
+    yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
+    for name, sources, shape, source_shapes, to_hf, from_hf in latent_attention(model):
+        yield _TensorSpec(name, sources, _Layout(shape, source_shapes, to_hf, from_hf))
+    yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
+    yield from _llama_feedforward(model)
 
 
 def _llama_attention(model: ModelConfig, query_key_layout: Callable[[Shape, Shape], _Layout]) -> Iterator[_TensorSpec]:

@@ -25,7 +25,7 @@ from maxlm.inference.cast_params import cast_params
 from maxlm.inference.sampling import log_prob, sample
 from maxlm.model.attention.chunked import QUERY_BLOCK
 from maxlm.model.blocks import BLOCKS
-from maxlm.model.layers.kv_cache import CACHE_AXES, Caches, init_caches
+from maxlm.model.layers.kv_cache import Caches, cache_axes, init_caches
 from maxlm.parallel.host_offload import to_device
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params, abstract_model
@@ -274,7 +274,8 @@ class Sampler:
         return self._placed(jax.tree.map(spread, cache))
 
     def _placed(self, cache: Caches) -> Caches:
-        return jax.tree.map(lambda x: self._layout.constrain(x, CACHE_AXES[: x.ndim]), cache)
+        axes = cache_axes(self._config.model)
+        return jax.tree.map(lambda x: self._layout.constrain(x, axes[: x.ndim]), cache)
 
     def _as_used(self, params: Params) -> Params:
         """Casts parameters once for all tokens. Blocks in host memory are transferred one layer at a time."""

@@ -19,6 +19,7 @@ from maxlm.config.user_function import load_function
 from maxlm.errors import InputError
 from maxlm.model.attention.attention import Attention
 from maxlm.model.attention.chunked import ATTENDED
+from maxlm.model.attention.latent import LatentAttention
 from maxlm.model.attention.tree import TokenTree
 from maxlm.model.experts.expert_linear import ExpertLinear
 from maxlm.model.experts.mixture import MixtureOfExperts
@@ -84,7 +85,8 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
         pre, post = config.norm_placement != 'post', config.norm_placement != 'pre'
         self.attention_norm = Norm(config, config.dim, rngs=rngs) if pre else None
-        self.attention = Attention(config, partitioning=partitioning, rngs=rngs)
+        make_attention = LatentAttention if config.kv_lora_rank else Attention
+        self.attention = make_attention(config, partitioning=partitioning, rngs=rngs)
         self.attention_post_norm = Norm(config, config.dim, rngs=rngs) if post else None
         self.feedforward_norm = Norm(config, config.dim, rngs=rngs) if pre else None
         make_feedforward = MixtureOfExperts if config.num_experts else FeedForward

@@ -38,6 +38,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     'kv_heads': ('tensor',),
     'ffn': ('tensor',),
     'head_dim': (),
+    # Widths of the latents of latent attention. Their up-projections shard them as the model width.
+    'latent': (),
     # Parameters of experts. Each device has all parameters of its experts except those sharded to save memory.
     'experts': ('expert',),
     'expert_embed': ('fsdp', 'context'),

@@ -75,6 +75,8 @@ def test_vocabulary_and_widths():
         ({'platform': 'gpu', 'model__attention_softcap': 50.0}, 'xla'),
         ({'platform': 'tpu', 'model__attention_softcap': 50.0}, 'splash'),
         ({'platform': 'gpu', 'model__attention': 'xla'}, 'xla'),
+        ({'platform': 'gpu', 'model__attention_sinks': True}, 'xla'),
+        ({'platform': 'tpu', 'model__attention_sinks': True}, 'xla'),
     ],
 )
 def test_attention_kernel(settings, kernel):
@@ -91,6 +93,10 @@ def test_attention_kernel(settings, kernel):
         ({'model__vocab_size': 500}, ['model.vocab_size=500', '1000']),
         ({'model__attention': 'cudnn'}, ['cudnn', 'cpu']),
         ({'model__attention': 'cudnn', 'platform': 'gpu', 'model__head_dim': 20}, ['cudnn', '20']),
+        (
+            {'model__attention': 'cudnn', 'platform': 'gpu', 'model__attention_sinks': True},
+            ['model.attention_sinks=False'],
+        ),
         ({'model__attention': 'splash', 'platform': 'gpu'}, ['model.attention=splash', 'gpu', 'auto']),
         (
             {'model__attention': 'cudnn', 'platform': 'gpu', 'model__attention_softcap': 50.0},

@@ -10,7 +10,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import choose_architecture, from_config, to_config
-from tests.small import small_config
+from tests.small import LATENT, small_config
 
 # Keys without an equivalent in config.json: they affect training, or how the same function is computed.
 FREE = {'init', 'init_std', 'dropout', 'dtype', 'remat', 'scan_layers', 'attention', 'matmul'}
@@ -53,6 +53,13 @@ MODELS = {
         'model__num_layers': 5,
         'model__attention_pattern': 'SSL',
         'model__sliding_window': 5,
+    },
+    'deepseek_v3': {**LATENT, 'model__q_lora_rank': 20},
+    'deepseek_v3, full queries, yarn': {
+        **LATENT,
+        'model__rope_scaling': 'yarn',
+        'model__rope_scaling_factor': 4.0,
+        'model__rope_mscale_all_dim': 0.7,
     },
     'qwen2': {'model__family': 'qwen2', 'model__head_dim': 6},
     'qwen2 in turns': {'model__family': 'qwen2', 'model__attention_pattern': 'LS', 'model__sliding_window': 5},
@@ -164,14 +171,16 @@ def test_round_trip_through_transformers(name):
     assert essentials(from_config(theirs, 'config.json')) == essentials(model)
     # Control: the converter reads the values that Transformers writes.
     key = 'n_layer' if 'gpt2' in name else 'num_hidden_layers'
-    theirs = {**theirs, key: theirs[key] + 1, 'layer_types': None, 'no_rope_layers': None}
+    theirs = {**theirs, key: theirs[key] + 1, 'layer_types': None, 'no_rope_layers': None, 'first_k_dense_replace': 99}
     assert from_config(theirs, 'config.json').num_layers == model.num_layers + 1
 
 
 @pytest.mark.parametrize('kind', ARCHITECTURES)
 def test_absent_keys_are_the_defaults_of_transformers(kind):
-    defaults_only = from_config({'model_type': kind}, 'config.json')
-    theirs = in_transformers({'model_type': kind})
+    # By default, DeepSeek-V3 has experts after the first layers.
+    given = {'model_type': kind, **({'first_k_dense_replace': 61} if kind == 'deepseek_v3' else {})}
+    defaults_only = from_config(given, 'config.json')
+    theirs = in_transformers(given)
     assert theirs['model_type'] == kind
     assert defaults_only == from_config(theirs, 'config.json')
 
@@ -350,11 +359,15 @@ REFUSED = [
     ({**LLAMA, 'num_local_experts': 8}, ['num_local_experts=8', 'mixture-of-experts']),
     ({**LLAMA, 'num_experts': 4}, ['num_experts=4']),
     ({**LLAMA, 'n_routed_experts': 2}, ['n_routed_experts=2']),
+    ({'model_type': 'deepseek_v3'}, ['first_k_dense_replace', 'mixture-of-experts']),
+    ({'model_type': 'deepseek_v3', 'first_k_dense_replace': 61, 'rope_interleave': False}, ['rope_interleave=False']),
     ({'model_type': 'bloom'}, ['bloom', 'ALiBi']),
     ({'model_type': 'falcon', 'alibi': True}, ['falcon', 'ALiBi']),
     ({'model_type': 'falcon', 'alibi': False}, ['model_type=falcon is not supported']),
     ({'model_type': 'mpt', 'attn_config': {'alibi': True}}, ['mpt', 'ALiBi']),
     ({**LLAMA, 'quantization_config': {'bits': 4}}, ['quantization_config']),
+    ({**LLAMA, 'quantization_config': {'quant_method': 'awq'}}, ["quant_method='awq'", 'fp8 or mxfp4']),
+    ({**LLAMA, 'quantization_config': [4]}, ['quantization_config=[4]', 'JSON object']),
     ({**LLAMA, 'auto_map': {'AutoConfig': 'x.Y'}}, ['auto_map', 'custom code']),
     ({**LLAMA, 'attention_bias': True}, ['mlp_bias', 'attention_bias=True']),
     ({**LLAMA, 'mlp_bias': True}, ['mlp_bias=True', 'attention_bias=False']),

@@ -41,6 +41,7 @@ GIVEN = {
     'phi3': {'sliding_window': 64},
     'gemma2': {},
     'gemma3_text': {'rope_local_base_freq': 1000.0, 'sliding_window_pattern': 3, 'final_logit_softcapping': 5.0},
+    'deepseek_v3': {'num_hidden_layers': 2, 'first_k_dense_replace': 2},
     'nanochat': {'final_logit_softcapping': 15.0},
 }
 

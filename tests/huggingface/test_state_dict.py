@@ -12,7 +12,7 @@ from maxlm.huggingface.config_conversion import from_config, to_config
 from maxlm.huggingface.state_dict import HEADS, PREFIXES, parameter_shapes, tensors
 from maxlm.model.decoder import Decoder
 from tests.huggingface.transformers_models import name_in_file
-from tests.small import small_config
+from tests.small import LATENT, small_config
 
 SWITCHES = {
     'gpt2': {'model__family': 'gpt2'},
@@ -29,6 +29,8 @@ SWITCHES = {
     'phi3': {'model__family': 'phi3', 'model__rope_theta': 99.0},
     'gemma2': {'model__family': 'gemma2', 'model__attention_pattern': 'S'},
     'gemma3_text': {'model__family': 'gemma3', 'model__attention_pattern': 'S'},
+    'deepseek_v3': {**LATENT, 'model__q_lora_rank': 20},
+    'deepseek_v3 with full queries': LATENT,
     'nanochat': {'model__family': 'nanochat'},
 }
 
@@ -37,7 +39,7 @@ def random_model(name, seed):
     """Returns a model with random sizes, all of them different if its architecture allows it."""
     rng = np.random.default_rng(seed)
     heads, head_dim = int(rng.integers(2, 6)), 4 * int(rng.integers(1, 5))
-    free = name not in ('gpt2', 'gpt_neox', 'phi3')
+    free = name not in ('gpt2', 'gpt_neox', 'phi3') and 'deepseek' not in name
     sizes = {
         'model__num_layers': int(rng.integers(1, 4)),
         'model__num_heads': heads,

@@ -41,6 +41,11 @@ def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
     return {'rope_parameters': {'rope_type': rope_type, 'rope_theta': 10_000.0, **parameters}}
 
 
+def _deepseek(**settings: Any) -> dict[str, Any]:
+    latents = {'kv_lora_rank': 20, 'q_lora_rank': 28, 'qk_nope_head_dim': 10, 'qk_rope_head_dim': 6, 'v_head_dim': 12}
+    return _llama(num_key_value_heads=4, first_k_dense_replace=2, **latents | settings)
+
+
 def _by_type(rope_type: str, local_theta: float, **parameters: Any) -> dict[str, Any]:
     full = _rope(rope_type, **parameters)['rope_parameters']
     local = {'rope_type': 'default', 'rope_theta': local_theta}
@@ -115,6 +120,11 @@ CASES = {
             layer_types=['sliding_attention', 'full_attention'] * 2,
             **_rope('yarn', **_YARN),
         ),
+    ),
+    'deepseek, dense': Case('deepseek_v3', _deepseek()),
+    'deepseek, dense, full queries, yarn': Case(
+        'deepseek_v3',
+        _deepseek(q_lora_rank=None, rms_norm_eps=1e-3, **_rope('yarn', **_YARN, mscale=0.7, mscale_all_dim=1.3)),
     ),
     'qwen2': Case('qwen2', _llama()),
     'qwen2 sliding from layer 1, tied': Case(

@@ -13,7 +13,7 @@ from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.state_dict import parameter_shapes, tensors
-from tests.small import small_config
+from tests.small import LATENT, small_config
 
 # Overrides of a small model by name. Models of one family differ as far as possible.
 MODELS: dict[str, dict[str, Any]] = {
@@ -55,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
         'model__attention_pattern': 'SSL',
         'model__sliding_window': 6,
     },
+    'deepseek_v3': {**LATENT, 'model__q_lora_rank': 20},
     'nanochat': {'model__family': 'nanochat'},
 }
 

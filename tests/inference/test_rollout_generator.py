@@ -22,7 +22,7 @@ from tests.inference.engines import new_engine
 from tests.inference.rollout_pair import MAX_PROMPT, MAX_TOKENS, NUM_SAMPLES, PROMPTS, SETTINGS, STD
 from tests.parameters import random_params
 from tests.processes import Processes
-from tests.small import EXPERTS, small_config, small_layout
+from tests.small import EXPERTS, LATENT, small_config, small_layout
 
 VOCAB = SETTINGS['model__vocab_size']
 FAMILIES = {
@@ -40,6 +40,10 @@ FAMILIES = {
     },
     'llama, experts': EXPERTS,
     'llama, dynamic': {'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
+    'llama, latents, adapters': {
+        **{key: value for key, value in LATENT.items() if key != 'model__family'},
+        'model__lora_rank': 2,
+    },
     'llama, bfloat16': {'model__dtype': 'bfloat16'},
 }
 # Dynamic scaling is left out: keys in a cache keep their first rotation, while one pass rotates all keys again.

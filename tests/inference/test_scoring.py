@@ -24,7 +24,7 @@ from maxlm.inference.scoring import (
 )
 from maxlm.training.state import abstract_model
 from tests.parameters import random_params
-from tests.small import EXPERTS, small_config, small_layout
+from tests.small import EXPERTS, LATENT, small_config, small_layout
 
 CONTEXT = 96
 VOCAB = 257
@@ -35,6 +35,8 @@ FAMILIES = {
     'llama': {'model__family': 'llama', 'model__num_kv_heads': 2, 'model__logit_softcap': 5.0},
     'experts': EXPERTS,
     'windows': {'model__family': 'llama', 'model__sliding_window': 9, 'model__attention_pattern': 'SL'},
+    'latents': LATENT,
+    'sinks': {'model__family': 'llama', 'model__attention_sinks': True},
     'dynamic': {'model__family': 'llama', 'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
 }
 MESHES = {
@@ -186,7 +188,7 @@ def test_identical_texts_are_read_once(found, monkeypatch):
     assert [tree.tokens.tolist() for tree in row] == [[5, 6, 7], [5, 6, 8]]
 
 
-@pytest.mark.parametrize('family', ['llama', 'windows', 'experts'])
+@pytest.mark.parametrize('family', ['llama', 'windows', 'latents', 'sinks', 'experts'])
 def test_common_prefixes_are_read_once(family, monkeypatch):
     """Few-shot examples precede all questions, and a question precedes its answers.
 

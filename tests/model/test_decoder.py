@@ -15,8 +15,9 @@ from flax import nnx
 from maxlm.model.layers.kv_cache import init_caches
 from maxlm.model.layers.masks import layer_windows
 from tests.parameters import decoder_graph, logits, random_params
-from tests.small import small_batch, small_config
+from tests.small import LATENT, small_batch, small_config
 
+SINKS = {'model__family': 'llama', 'model__attention_sinks': True}
 # Settings, and the execution of layers: scanned, unrolled, or with unstacked arrays in the cached call.
 CASES = {
     'gpt2': ({'model__family': 'gpt2'}, 'loop'),
@@ -42,6 +43,39 @@ CASES = {
         'unrolled',
     ),
     'nanochat': ({'model__family': 'nanochat'}, 'apart'),
+    'latent attention': ({**LATENT, 'model__q_lora_rank': 20}, 'apart'),
+    'latent attention, experts': (
+        {
+            **LATENT,
+            'model__num_experts': 4,
+            'model__num_experts_per_token': 2,
+            'model__expert_ffn_dim': 16,
+            'model__num_dense_layers': 1,
+        },
+        'loop',
+    ),
+    'latent attention, full queries, yarn': (
+        {
+            **LATENT,
+            'model__rope_scaling': 'yarn',
+            'model__rope_scaling_factor': 4.0,
+            'model__rope_mscale_all_dim': 0.7,
+            'model__attention_pattern': 'SL',
+            'model__sliding_window': 3,
+        },
+        'loop',
+    ),
+    'sinks': ({**SINKS, 'model__num_kv_heads': 2}, 'apart'),
+    'sinks, clamped, mixed windows': (
+        {
+            **SINKS,
+            'model__activation': 'swiglu_oai',
+            'model__use_bias': True,
+            'model__attention_pattern': 'SL',
+            'model__sliding_window': 3,
+        },
+        'loop',
+    ),
     'gemma2, all switches': (
         {
             'model__family': 'gemma2',

@@ -16,7 +16,7 @@ from maxlm.parallel.layout import TABLE
 from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
-from tests.small import small_batch, small_config, small_layout, small_state
+from tests.small import LATENT, small_batch, small_config, small_layout, small_state
 
 STEPS = 5
 # Compilation dominates the duration of these tests.
@@ -65,6 +65,10 @@ LAYOUTS = [
     {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__host_offload': 'all', 'train__per_device_batch_size': 1, **LLAMA},
 ]
 NIGHTLY_LAYOUTS = [
+    {'mesh__fsdp': 2, 'mesh__tensor': 4, 'model__attention_sinks': True, 'model__activation': 'swiglu_oai'},
+    {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, **LATENT, 'model__q_lora_rank': 20},
+    {'mesh__stage': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'train__per_device_batch_size': 2, **LATENT},
+    {'mesh__fsdp': 4, 'mesh__tensor': 2, 'optimizer__name': 'muon', **LATENT, 'model__q_lora_rank': 20},
     {'mesh__fsdp': 4, 'mesh__tensor': 2, 'optimizer__name': 'muon', 'model__family': 'nanochat', **PADDED},
     {'mesh__data': 8, 'mesh__fsdp': 1},
     {'mesh__fsdp': 8},

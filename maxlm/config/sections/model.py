@@ -26,6 +26,17 @@ class ModelConfig:
     num_kv_heads: int = 0
     # Width of a head; 0 = dim / num_heads.
     head_dim: int = 0
+    # Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): width of the latent from which keys and values of
+    # all heads are computed, and which the cache stores; 0 = attention with keys and values per head.
+    kv_lora_rank: int = 0
+    # Latent attention: width of the latent from which queries are computed; 0 = queries from the residual stream.
+    q_lora_rank: int = 0
+    # Latent attention: dimensions per head of queries and keys without and with rotary positions. The rotated part of a
+    # key is the same for all heads.
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    # Latent attention: width of a value head, at most qk_nope_head_dim + qk_rope_head_dim.
+    v_head_dim: int = 0
     # Inner width of the feed-forward; 0 = 4 · dim, or for gated activations 8/3 · dim rounded up to a multiple of
     # 128.
     ffn_dim: int = 0
@@ -94,6 +105,9 @@ class ModelConfig:
     # yarn, longrope: factor that multiplies queries and keys; 0 = 0.1 · ln(rope_scaling_factor) + 1, or for longrope
     # sqrt(1 + ln(rope_scaling_factor) / ln(original_max_positions)).
     rope_attention_factor: float = 0.0
+    # yarn with latent attention: scores are multiplied by (0.1 · rope_mscale_all_dim · ln(rope_scaling_factor) + 1)²,
+    # as DeepSeek's models require.
+    rope_mscale_all_dim: float = 0.0
     # longrope: divisors of the frequencies of the rotated pairs, within the original context and beyond it.
     rope_short_factors: tuple = ()
     rope_long_factors: tuple = ()
@@ -125,7 +139,8 @@ class ModelConfig:
     logits_scaling: float = FAMILY
     # Soft-cap logits to ±logit_softcap with tanh; 0 = off.
     logit_softcap: float = FAMILY
-    # Activation of the feed-forward: gelu | gelu_tanh | swiglu | geglu_tanh | relu2.
+    # Activation of the feed-forward: gelu | gelu_tanh | swiglu | swiglu_oai (clamped, as in gpt-oss) | geglu_tanh |
+    # relu2.
     activation: str = FAMILY
     # Biases in the projections of attention and feed-forward, and in LayerNorm.
     use_bias: bool = FAMILY
@@ -135,6 +150,9 @@ class ModelConfig:
     parallel_residual: bool = FAMILY
     # Use the transposed embedding as the output projection.
     tie_embeddings: bool = FAMILY
+    # Add a learned logit per head to the denominator of the softmax, so that the weights of the keys may sum to less
+    # than 1 (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card").
+    attention_sinks: bool = FAMILY
     # Attention per layer, repeated over the layers: L = full context, S = the last sliding_window tokens, N = full
     # context without rotary positions (NoPE).
     attention_pattern: str = FAMILY
@@ -176,3 +194,8 @@ class ModelConfig:
     block: str = ''
     # Attention kernel: auto | xla | cudnn (GPU) | splash (TPU). auto = cudnn or splash if supported, otherwise xla.
     attention: str = 'auto'
+
+    @property
+    def value_dim(self) -> int:
+        """Returns the width of a value head of a resolved model."""
+        return self.v_head_dim if self.kv_lora_rank else self.head_dim

@@ -144,6 +144,8 @@ _PLAIN = {
     'logit_softcap': 0.0,
     'qkv_bias': False,
     'rope_local_theta': 0.0,
+    'kv_lora_rank': 0,
+    'attention_sinks': False,
 }
 _LAYERNORM = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
 RMSNORM: dict[str, Any] = {

@@ -17,7 +17,7 @@ from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, SampledTokens, State
 from maxlm.inference.sampling import Rows, Sampling, stack_settings
-from maxlm.model.layers.kv_cache import CACHE_AXES, Caches, init_caches, slots_by_window
+from maxlm.model.layers.kv_cache import Caches, cache_axes, init_caches, slots_by_window
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params
 
@@ -113,7 +113,8 @@ class CompiledFunctions:
             [num_slots] if self.num_row_shards > 1 else sorted({1, *_growing_sizes(MIN_ROWS, num_slots, growth)})
         )
         replicated = layout.named()
-        axes = jax.tree.map(lambda x: CACHE_AXES[: x.ndim], self._cache_shapes(max_context))
+        self._cache_axes = cache_axes(config.model)
+        axes = jax.tree.map(lambda x: self._cache_axes[: x.ndim], self._cache_shapes(max_context))
         cache_shardings = jax.tree.map(lambda names: layout.named(*names), axes, is_leaf=lambda x: type(x) is tuple)
         replicated_fields: Any = [replicated] * (len(State._fields) - 1)
         self._shardings = State(cache_shardings, *replicated_fields)
@@ -238,7 +239,7 @@ class CompiledFunctions:
             x_LBKS = x_LBKS[:, :, :, :num]
         else:
             x_LBKS = jnp.pad(x_LBKS, [(0, num - S if axis == 3 else 0) for axis in range(x_LBKS.ndim)])
-        return self._layout.constrain(x_LBKS, CACHE_AXES[: x_LBKS.ndim])
+        return self._layout.constrain(x_LBKS, self._cache_axes[: x_LBKS.ndim])
 
     def _cache_shapes(self, cache_length: int) -> Caches:
         return jax.eval_shape(partial(self._init_caches, cache_length))

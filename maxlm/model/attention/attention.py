@@ -17,7 +17,7 @@ from maxlm.model.attention.kernels import AttentionInputs, choose_attention_kern
 from maxlm.model.attention.tree import TokenTree, tree_attention
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.kv_cache import CacheIndices, LayerCache
-from maxlm.model.layers.linear import Linear, fused_apply
+from maxlm.model.layers.linear import Linear, fused_apply, parameter
 from maxlm.model.layers.lora import adapter_of
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary, rotate
@@ -71,6 +71,9 @@ class Attention(nnx.Module):
         # Kernels divide scores by sqrt(H), so queries are multiplied by the ratio of the scales.
         self.query_multiplier = config.attention_multiplier * math.sqrt(H) if config.attention_multiplier else 1.0
         self.softcap = config.attention_softcap
+        # Queries attend to a sink like to a key with this logit and a value of 0.
+        zeros = jax.nn.initializers.zeros
+        self.sinks = parameter(rngs, (N,), ('heads',), zeros) if config.attention_sinks else None
         self.kernel = choose_attention_kernel(config, partitioning)
         self.partitioning = partitioning
 
@@ -109,17 +112,18 @@ class Attention(nnx.Module):
         q_BTNH = self.partitioning.constrain(q_BTNH, ('batch', 'length', 'heads', 'head_dim'))
         k_BSKH = self.partitioning.constrain(k_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
         v_BSKH = self.partitioning.constrain(v_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
+        sinks_N = None if self.sinks is None else self.sinks[...]
         if tree is not None:
             assert self.partitioning.num_shards('length') == 1, 'tree attention does not support a sharded length'
-            o_BTNH = tree_attention(q_BTNH, k_BSKH, v_BSKH, tree, window=window, softcap=self.softcap)
+            o_BTNH = tree_attention(q_BTNH, k_BSKH, v_BSKH, tree, window=window, softcap=self.softcap, sinks_N=sinks_N)
         elif cache is not None:
             assert cache_indices is not None, 'a call with a cache needs the indices of its slots'
             assert mask_BTS is not None, 'a call with a cache needs a mask over its slots'
             assert self.partitioning.num_shards('length') == 1, 'a cache does not support a sharded length'
             cache = cache.write(cache_indices, k_BSKH, v_BSKH)
-            o_BTNH = attend_cached(q_BTNH, cache, cache_indices, mask_BTS, softcap=self.softcap)
+            o_BTNH = attend_cached(q_BTNH, cache, cache_indices, mask_BTS, softcap=self.softcap, sinks_N=sinks_N)
         else:
-            inputs = AttentionInputs(q_BTNH, k_BSKH, v_BSKH, mask_BTS, segments_BT, self.softcap)
+            inputs = AttentionInputs(q_BTNH, k_BSKH, v_BSKH, mask_BTS, segments_BT, self.softcap, sinks_N)
             o_BTNH = self.kernel(inputs, window, self.partitioning)
         return self.out(o_BTNH), cache
 

@@ -4,6 +4,8 @@ An array of T × T scores never exists, and most masked scores are not computed.
 up to its end, and with a window only the keys from the window of its first query. The backward pass recomputes
 probabilities from the logarithm of their denominators (Dao et al. 2022, "FlashAttention").
 
+Values may have another width than queries and keys; H then is either width.
+
 Shapes: B batch, T length, S keys, R queries of a range, N query heads, K key/value heads, G = N/K, H head dim.
 """
 
@@ -38,6 +40,7 @@ def attend_blockwise(
     *,
     window: int,
     softcap: float = 0.0,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Computes softmax(q·k / sqrt(H)) · v over the keys of the query's document up to its position.
 
@@ -48,16 +51,19 @@ def attend_blockwise(
         segments_BT: number of each token's document; None: each row is one document.
         window: number of last tokens to which a query attends, including itself; 0: all.
         softcap: limit of the scores (`maxlm.model.layers.softcap`); 0: none.
+        sinks_N: logit of each head that joins the denominator of its softmax; None: no sinks.
 
     Returns:
-        [B, T, N, H] in the dtype of q.
+        [B, T, N, H] in the dtype of q, with the width of the values.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     # Heads precede positions, because XLA has fast CPU kernels for products over the last two axes.
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    o_BKGTH = _attend(q_BKGTH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), segments_BT, _Limits(window, softcap))
-    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    sinks_KG = None if sinks_N is None else sinks_N.reshape(K, N // K)
+    limits = _Limits(window, softcap)
+    o_BKGTH = _attend(q_BKGTH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), segments_BT, sinks_KG, limits)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
 
 
 class QueryRange(NamedTuple):
@@ -103,14 +109,21 @@ class _Queries(NamedTuple):
     delta_BKGR: jax.Array | None = None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(
-    q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, segments_BT: jax.Array | None, limits: _Limits
+    q_BKGTH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTH: jax.Array,
+    segments_BT: jax.Array | None,
+    sinks_KG: jax.Array | None,
+    limits: _Limits,
 ) -> jax.Array:
-    return _forward(q_BKGTH, k_BKTH, v_BKTH, segments_BT, limits)[0]
+    return _forward(q_BKGTH, k_BKTH, v_BKTH, segments_BT, sinks_KG, limits)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, limits: _Limits) -> tuple[Any, Any]:
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None, limits: _Limits
+) -> tuple[Any, Any]:
     outputs = []
     for part in query_ranges(q.shape[3], limits.window):
         keys = _keys(part, k, v, segments)
@@ -119,13 +132,18 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | Non
             _by_blocks(lambda _, queries, f=attend_block: (None, f(queries)), None, _queries(part, q, segments))[1]
         )
     o, log_z = (jnp.concatenate(parts, axis=3) for parts in zip(*outputs, strict=True))
+    if sinks is not None:
+        without, log_z = log_z, jnp.logaddexp(log_z, sinks[None, :, :, None])
+        o = (o * jnp.exp(without - log_z)[..., None]).astype(o.dtype)
     o, log_z = checkpoint_name(o, ATTENDED), checkpoint_name(log_z, ATTENDED)
-    return o, (q, k, v, segments, o, log_z)
+    return o, (q, k, v, segments, sinks, o, log_z)
 
 
 def _backward(limits: _Limits, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    q, k, v, segments, o, log_z = residuals
+    q, k, v, segments, sinks, o, log_z = residuals
     delta = (o.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
+    # The gradient of a score is weight · (gradient of the weight - delta), and the value of a sink is 0.
+    of_sinks = None if sinks is None else -(jnp.exp(sinks[None, :, :, None] - log_z) * delta).sum((0, 3))
     q_gradients = []
     of_keys, of_values = [], []
     for part in query_ranges(q.shape[3], limits.window):
@@ -139,7 +157,7 @@ def _backward(limits: _Limits, residuals: Any, gradient: jax.Array) -> tuple[Any
         of_keys.append(jnp.pad(sums[0], rest))
         of_values.append(jnp.pad(sums[1], rest))
     k_gradient, v_gradient = sum(of_keys[1:], of_keys[0]), sum(of_values[1:], of_values[0])
-    return jnp.concatenate(q_gradients, axis=3), k_gradient.astype(k.dtype), v_gradient.astype(v.dtype), None
+    return jnp.concatenate(q_gradients, axis=3), k_gradient.astype(k.dtype), v_gradient.astype(v.dtype), None, of_sinks
 
 
 _attend.defvjp(_forward, _backward)

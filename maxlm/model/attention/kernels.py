@@ -29,6 +29,7 @@ class AttentionInputs(NamedTuple):
         mask_BTS: True where a query attends to a key; None: causal. A kernel reads either this or `segments_BT`.
         segments_BT: index of the document of each token, with the same meaning as the mask; None: one document.
         softcap: limit of the scores (`maxlm.model.layers.softcap`); 0: none. Only `chunked` and `splash` support it.
+        sinks_N: logit of each head that joins the softmax's denominator, or None. Only `chunked` supports sinks.
     """
 
     q_BTNH: jax.Array
@@ -37,6 +38,7 @@ class AttentionInputs(NamedTuple):
     mask_BTS: jax.Array | None
     segments_BT: jax.Array | None
     softcap: float = 0.0
+    sinks_N: jax.Array | None = None
 
 
 # (inputs, window, partitioning) → softmax(q·k / sqrt(H)) · v, [B, T, N, H] in the dtype of q. `window` is the number of
@@ -57,6 +59,7 @@ def choose_attention_kernel(config: ModelConfig, partitioning: Partitioning) -> 
 
 def ring(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes ring attention over a sequence that is sharded in zigzag order."""
+    assert inputs.sinks_N is None, 'ring attention does not support sinks'
     assert not inputs.softcap, 'ring attention does not support a soft cap of the scores'
 
     (mesh_axis,) = partitioning.mesh_axes('length')
@@ -76,13 +79,14 @@ def ring(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> ja
 def chunked(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes attention in XLA for one block of queries at a time."""
     del partitioning
-    q_BTNH, k_BSKH, v_BSKH, _, segments_BT, softcap = inputs
-    return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, softcap=softcap)
+    q_BTNH, k_BSKH, v_BSKH, _, segments_BT, softcap, sinks_N = inputs
+    return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, softcap=softcap, sinks_N=sinks_N)
 
 
 def splash(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes Splash attention on TPUs, or attention in XLA for unsupported lengths such as short prompts."""
-    q_BTNH, k_BSKH, v_BSKH, _, segments_BT, softcap = inputs
+    q_BTNH, k_BSKH, v_BSKH, _, segments_BT, softcap, sinks_N = inputs
+    assert sinks_N is None, 'splash attention does not support sinks'
     if not supports_length(q_BTNH.shape[1]):
         return chunked(inputs, window, partitioning)
     return attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, softcap=softcap, partitioning=partitioning)
@@ -90,8 +94,9 @@ def splash(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> 
 
 def cudnn(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes cuDNN's flash attention, with a list of documents if the GPU supports it, otherwise with a mask."""
-    q_BTNH, k_BSKH, v_BSKH, mask_BTS, segments_BT, softcap = inputs
+    q_BTNH, k_BSKH, v_BSKH, mask_BTS, segments_BT, softcap, sinks_N = inputs
     assert not softcap, 'cuDNN does not support a soft cap of the scores'
+    assert sinks_N is None, 'cuDNN does not support sinks'
     if segments_BT is not None and supports_documents(q_BTNH, partitioning):
         return attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, partitioning=partitioning)
     mask_BNTS = None

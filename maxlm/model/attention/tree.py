@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.model.attention.chunked import query_ranges
+from maxlm.model.attention.decode import softmax_with_sinks
 from maxlm.model.layers.softcap import softcap as capped
 
 
@@ -31,7 +32,14 @@ class TokenTree(NamedTuple):
 
 
 def tree_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tree: TokenTree, *, window: int, softcap: float = 0.0
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    tree: TokenTree,
+    *,
+    window: int,
+    softcap: float = 0.0,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Computes softmax(q·k / sqrt(H)) · v over each token and its ancestors. Gradients are not supported.
 
@@ -42,14 +50,16 @@ def tree_attention(
         tree: trees of the tokens.
         window: number of last tokens of its text to which a query attends, including itself; 0: all.
         softcap: limit of the scores; 0: none.
+        sinks_N: logit of each head that joins the denominator of its softmax; None: no sinks.
 
     Returns:
-        [B, T, N, H] in the dtype of q.
+        [B, T, N, H] in the dtype of q, with the width of the values.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
     k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+    sinks_KG = None if sinks_N is None else sinks_N.reshape(K, N // K)
     parts = []
     # Tokens within the window of a text may be far away in the row, so ranges start at 0.
     for first, last, _ in query_ranges(T, 0):
@@ -66,7 +76,7 @@ def tree_attention(
         )
         scores_BKGRS = capped(scores_BKGRS, softcap)
         scores_BKGRS = jnp.where(sees_BRS[:, None, None], scores_BKGRS, jnp.finfo(jnp.float32).min)
-        weights_BKGRS = jax.nn.softmax(scores_BKGRS, axis=-1).astype(q_BTNH.dtype)
+        weights_BKGRS = softmax_with_sinks(scores_BKGRS, sinks_KG).astype(q_BTNH.dtype)
         parts.append(jnp.einsum('BKGRS,BKSH->BKGRH', weights_BKGRS, v_BKTH[:, :, :last]))
     o_BKGTH = jnp.concatenate(parts, axis=3)
-    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.masks import layer_windows
 
-# Logical axes of a cache's arrays; scales lack the last.
-CACHE_AXES = ('layers', 'batch', 'kv_heads', 'length', 'head_dim')
 # The number of slots of a sliding-window layer is a multiple of this.
 MULTIPLE = 64
 # Slots of a block of a layer's cache. A call reads complete blocks, at some cost per block.
@@ -26,6 +24,9 @@ class Cache(NamedTuple):
 
     Heads precede slots, because batched matmuls need that order. XLA updates the arrays in place, so a call for one
     token copies no more than it reads. Position p is in slot p mod S.
+
+    Latent attention has one head for all query heads: `key` is the latent, [L, B, 1, S, kv_lora_rank], and `value` is
+    the rotated part of the keys, [L, B, 1, S, qk_rope_head_dim].
     """
 
     key_LBKSH: jax.Array
@@ -121,6 +122,11 @@ class LayerCache(NamedTuple):
         return jax.lax.scatter(x_LBKS, indices, new_BTK, numbers, mode='drop', unique_indices=True)
 
 
+def cache_axes(config: ModelConfig) -> tuple[str, ...]:
+    """Returns the logical axes of a cache's arrays; scales lack the last. Latents are the same for all heads."""
+    return ('layers', 'batch', 'latent' if config.kv_lora_rank else 'kv_heads', 'length', 'head_dim')
+
+
 def _encode(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns 8-bit codes of each head's vector, and its scale [B, T, K]: the largest absolute entry divided by 127."""
     x_BTKH = x_BTKH.astype(jnp.float32)
@@ -150,11 +156,11 @@ def init_caches(
         return min(slots, -(-seen // MULTIPLE) * MULTIPLE)
 
     def make(layers: int, num: int) -> Cache:
-        shape = (layers, batch, config.num_kv_heads, num, config.head_dim)
-        if not int8:
-            return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
-        codes, scales = (lambda: jnp.zeros(shape, jnp.int8)), (lambda: jnp.zeros(shape[:-1], jnp.float32))
-        return Cache(codes(), codes(), scales(), scales())
+        rows = (layers, batch, 1 if config.kv_lora_rank else config.num_kv_heads, num)
+        widths = (config.kv_lora_rank or config.head_dim, config.qk_rope_head_dim or config.head_dim)
+        key, value = (jnp.zeros((*rows, width), jnp.int8 if int8 else config.dtype) for width in widths)
+        scales = (jnp.zeros(rows, jnp.float32), jnp.zeros(rows, jnp.float32)) if int8 else ()
+        return Cache(key, value, *scales)
 
     windows = layer_windows(config)
     if unstacked:

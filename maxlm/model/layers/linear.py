@@ -141,6 +141,17 @@ class Linear(nnx.Module):
         flat = math.prod(x.shape[x.ndim - num_in :])
         return x.reshape(-1, flat) @ matrix.reshape(flat, -1)
 
+    def effective_kernel(self, dtype: jnp.dtype) -> jax.Array:
+        """Returns the kernel [*in_shape, *out_shape] with its adapter, dequantized and gathered, in `dtype`."""
+        kernel = self._gathered_kernel(dtype)
+        if self.is_transposed:
+            kernel = transpose_kernel(kernel, len(self.out_shape))
+        lora_a = self._gathered_lora_a(dtype)
+        if lora_a is None or self.lora_b is None:
+            return kernel
+        lora_b = self._gathered(self.lora_b, (RANK, *self.axes[self.num_in :]), dtype)
+        return kernel + jnp.tensordot(lora_a * self.lora_scale, lora_b, axes=1)
+
     def _gathered_kernel(self, dtype: jnp.dtype) -> jax.Array:
         if self.weights is not None:
             # Only codes and scales are gathered, not the kernel.

@@ -22,6 +22,9 @@ from maxlm.model.layers.linear import Initializer, Linear, fused_apply
 from maxlm.model.layers.lora import adapter_of
 from maxlm.parallel.partitioning import Partitioning
 
+# Largest gate, and largest absolute value of the other input, of `swiglu_oai`.
+SWIGLU_LIMIT = 7.0
+
 
 class FeedForward(nnx.Module):
     """Two projections, dim → ffn_dim → dim, with an activation in between; gated ones have a third projection."""
@@ -65,6 +68,12 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+def swiglu_oai(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns gate · sigmoid(1.702 · gate) · (up + 1) of clamped inputs (OpenAI 2025, gpt-oss, reference code)."""
+    gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
 def geglu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Returns gelu(gate) · up with the tanh approximation of GELU (Shazeer 2020)."""
     return jax.nn.gelu(gate, approximate=True) * up
@@ -81,6 +90,7 @@ ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     'gelu_tanh': partial(jax.nn.gelu, approximate=True),
     'relu2': squared_relu,
     'swiglu': swiglu,
+    'swiglu_oai': swiglu_oai,
     'geglu_tanh': geglu_tanh,
 }
 

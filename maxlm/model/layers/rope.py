@@ -22,7 +22,7 @@ class Rotary(NamedTuple):
 
 
 def rotary_angles(positions_BT: jax.Array, config: ModelConfig, length_B: jax.Array | None = None) -> Rotary:
-    """Returns the angles position · frequency of the R = partial_rotary_factor · head_dim rotated dims, in float32.
+    """Returns the angles position · frequency of the R rotated dims of a head, in float32.
 
     `length_B` is the number of tokens in each row so far, which dynamic and longrope scaling use. None: the largest
     position plus one.
@@ -47,6 +47,11 @@ def rotate(x_BTNH: jax.Array, rotary: Rotary) -> jax.Array:
     cos, sin = rotary
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return jnp.concatenate([turned.astype(x_BTNH.dtype), rest], axis=-1)
+
+
+def score_factor(config: ModelConfig) -> float:
+    """Returns the factor of the scores of latent attention, mscale² (DeepSeek-AI 2024, "DeepSeek-V2", and its code)."""
+    return (0.1 * config.rope_mscale_all_dim * math.log(config.rope_scaling_factor) + 1.0) ** 2
 
 
 def _frequencies(config: ModelConfig) -> jax.Array:
@@ -103,7 +108,7 @@ def _exponents(config: ModelConfig) -> jax.Array:
 
 
 def _num_rotated(config: ModelConfig) -> int:
-    return round(config.partial_rotary_factor * config.head_dim)
+    return config.qk_rope_head_dim or round(config.partial_rotary_factor * config.head_dim)
 
 
 def _yarn_bounds(config: ModelConfig) -> tuple[float, float]:

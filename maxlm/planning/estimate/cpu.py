@@ -22,6 +22,7 @@ from maxlm.hardware.chips import Chip, host_memory, measure_matmul_tflops
 from maxlm.model.attention.chunked import QUERY_BLOCK, attend_blockwise, query_ranges
 from maxlm.model.experts.grouped_matmul import RowGroups, block_size, grouped_matmul
 from maxlm.model.layers.masks import layer_windows
+from maxlm.model.layers.mlp import swiglu_oai
 from maxlm.planning.estimate.experts import activation_dim, dispatch_bytes, rows_of
 from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, model_parameters
 from maxlm.planning.estimate.roofline import Efficiency
@@ -257,6 +258,7 @@ def _update(parameter: jax.Array, gradient: jax.Array, mu: jax.Array, nu: jax.Ar
 
 _ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     'swiglu': lambda h: jax.nn.silu(h) * h,
+    'swiglu_oai': lambda h: swiglu_oai(h, h),
     'geglu_tanh': lambda h: jax.nn.gelu(h, approximate=True) * h,
     'gelu': lambda h: jax.nn.gelu(h, approximate=False),
     'gelu_tanh': lambda h: jax.nn.gelu(h, approximate=True),

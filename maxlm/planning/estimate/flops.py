@@ -42,9 +42,9 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def training_flops(model: ModelConfig, window: int) -> TokenFlops:
-    """Returns FLOPs per token: 6 per matmul parameter, and 12 · N · H per layer and attended position."""
+    """Returns FLOPs per token: 6 per matmul parameter, and 6 · N · (H + value width) per layer and position."""
     dense = 6 * matmul_parameters(model)
-    per_position = 12 * model.num_heads * model.head_dim
+    per_position = 6 * model.num_heads * (model.head_dim + model.value_dim)
     windows = layer_windows(model)
     reaches = [min(sliding or window, window) for sliding in (*windows, *[windows[-1]] * model.mtp_depth)]
     # The first tokens of a sequence attend to fewer positions.

@@ -21,7 +21,7 @@ from maxlm.planning.estimate.backends import BACKENDS, SUBLANES, Backend
 from maxlm.planning.estimate.expert_memory import backward_bytes, kernel_elements, saved_bytes
 from maxlm.planning.estimate.experts import is_first
 from maxlm.planning.estimate.head import head_memory
-from maxlm.planning.estimate.parameters import Weight, layer_stacks, weights
+from maxlm.planning.estimate.parameters import Weight, block_kernels, latent_elements, layer_stacks, weights
 from maxlm.planning.estimate.state_bytes import (
     StateBytes,
     moment_bytes,
@@ -196,7 +196,18 @@ def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float
     if backend.lanes == 1 or weight.kind == 'vector':
         return 1.0
     sizes = dict(zip(weight.axes, shard_shape(config, weight, zero=zero), strict=True))
-    names = ('embed', 'expert_embed', 'head_dim', 'ffn', 'expert_ffn', 'routes', 'vocab', 'position', 'adapter')
+    names = (
+        'embed',
+        'expert_embed',
+        'head_dim',
+        'latent',
+        'ffn',
+        'expert_ffn',
+        'routes',
+        'vocab',
+        'position',
+        'adapter',
+    )
     a, b = [sizes[axis] for axis in (*names, 'activation') if axis in sizes][:2]
     lanes = backend.lanes
     return min(_up(a, lanes) * _up(b, SUBLANES), _up(b, lanes) * _up(a, SUBLANES)) / (a * b)
@@ -207,8 +218,9 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _matrices(config: Config, sizes: _Sizes) -> int:
-    """Returns the elements of the matrices of one layer as they are used."""
-    dense = sizes.D * sizes.H * 2 * (sizes.N + sizes.K) + sizes.D * sizes.F * (3 if sizes.gated else 2)
+    """Returns the elements of the matrices of one layer as they are used. Latents are not sharded over heads."""
+    kernels = [(name, kernel) for name, kernel in block_kernels(sizes.kind).items() if not kernel.is_of_experts]
+    dense = sum(kernel.size // (1 if name.endswith('latent') else config.mesh.tensor) for name, kernel in kernels)
     return dense + kernel_elements(config, sizes.kind)
 
 
@@ -244,7 +256,8 @@ def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> fl
     of_experts = saved_bytes(config, sizes.kind, policy)
     if policy in ('dots', 'dots_no_batch'):
         # The input; q, k, v; the feed-forward activations; the stream after attention, unless the residual is parallel.
-        elements = D + (N + 2 * K) * H + F * (2 if sizes.gated else 1) + (0 if sizes.parallel else D)
+        elements = (1 if sizes.parallel else 2) * D + (N + 2 * K) * H + F * (2 if sizes.gated else 1)
+        elements += latent_elements(model)
         if config.mesh.context > 1:
             # The output of ring attention has no checkpoint name, so a policy cannot save it.
             return tokens * elements * width + of_experts
@@ -253,7 +266,7 @@ def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> fl
             elements = D
         return tokens * (elements + N * H) * width + statistics + of_experts
     # The inputs of norms and products, queries, keys and values, and the inputs of the activation.
-    streams = (1 if sizes.parallel else 2) * D + 2 * D
+    streams = (1 if sizes.parallel else 2) * D + 2 * D + latent_elements(model)
     if model.norm_placement == 'both':
         streams += 2 * D
     if model.qk_norm:

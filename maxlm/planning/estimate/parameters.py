@@ -71,25 +71,17 @@ def layer_stacks(model: ModelConfig) -> list[ModelConfig]:
 
 def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
     """Returns the matrices of one block of a resolved model without first dense layers; see `layer_stacks`."""
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    kernels = {
-        'query': Kernel(model.dim, heads),
-        'key': Kernel(model.dim, kv_heads),
-        'value': Kernel(model.dim, kv_heads),
-        'out': Kernel(heads, model.dim),
-    }
-    into = ('up', 'gate') if model.activation in GATED_ACTIVATIONS else ('up',)
-    if not model.num_experts:
-        kernels |= {'up': Kernel(model.dim, model.ffn_dim), 'down': Kernel(model.ffn_dim, model.dim)}
-        return {**kernels, 'gate': Kernel(model.dim, model.ffn_dim)} if 'gate' in into else kernels
-    kernels['router'] = Kernel(model.dim, model.num_experts)
-    of_experts = (model.num_experts, model.num_experts_per_token)
-    kernels |= {f'experts.{name}': Kernel(model.dim, model.expert_ffn_dim, *of_experts) for name in into}
-    kernels['experts.down'] = Kernel(model.expert_ffn_dim, model.dim, *of_experts)
-    if shared := model.num_shared_experts * model.expert_ffn_dim:
-        kernels |= {f'shared.{name}': Kernel(model.dim, shared) for name in into}
-        kernels['shared.down'] = Kernel(shared, model.dim)
+    kernels = {} if not model.num_experts else {'router': Kernel(model.dim, model.num_experts)}
+    for name, inputs, outputs, _, _, stack, _ in _projections(model):
+        of_experts = (model.num_experts, model.num_experts_per_token) if stack else ()
+        short = name.removeprefix('attention.').removeprefix('feedforward.')
+        kernels[short] = Kernel(math.prod(inputs), math.prod(outputs), *of_experts)
     return kernels
+
+
+def latent_elements(model: ModelConfig) -> int:
+    """Returns the elements per token of the latents of latent attention, before and after their norms."""
+    return 2 * (model.q_lora_rank + model.kv_lora_rank) + model.qk_rope_head_dim
 
 
 def block_parameters(model: ModelConfig) -> int:
@@ -211,19 +203,36 @@ def _of_block(model: ModelConfig) -> Iterator[Weight]:
         for norm, heads in (('query', model.num_heads), ('key', model.num_kv_heads)):
             num_dims = model.head_dim * (heads if model.qk_norm_scope == 'projection' else 1)
             yield from _norm(model, f'attention.{norm}_norm', num_dims)
+    if model.attention_sinks:
+        yield Weight('attention.sinks', (model.num_heads,), ('heads',), 'vector')
+    if model.q_lora_rank:
+        yield from _norm(model, 'attention.query_latent_norm', model.q_lora_rank)
+    if model.kv_lora_rank:
+        yield from _norm(model, 'attention.key_value_latent_norm', model.kv_lora_rank)
 
 
 def _projections(model: ModelConfig) -> Iterator[_Projection]:
-    D, H = (model.dim,), model.head_dim
-    heads, kv_heads = (model.num_heads, H), (model.num_kv_heads, H)
-    wide = ('embed',)
-    for name, outputs, axis in (
-        ('query', heads, 'heads'),
-        ('key', kv_heads, 'kv_heads'),
-        ('value', kv_heads, 'kv_heads'),
-    ):
-        yield _Projection(f'attention.{name}', D, outputs, wide, (axis, 'head_dim'))
-    yield _Projection('attention.out', heads, D, ('heads', 'head_dim'), wide)
+    D, wide = (model.dim,), ('embed',)
+    heads = (model.num_heads, model.head_dim)
+    if model.kv_lora_rank:
+        latent = (model.kv_lora_rank,)
+        if model.q_lora_rank:
+            yield _Projection('attention.query_latent', D, (model.q_lora_rank,), wide, ('latent',))
+        queries_from = (model.q_lora_rank or model.dim,)
+        yield _Projection('attention.query', queries_from, heads, wide, ('heads', 'head_dim'))
+        joint = (model.kv_lora_rank + model.qk_rope_head_dim,)
+        yield _Projection('attention.key_value_latent', D, joint, wide, ('latent',))
+        for name, width in (('key', model.qk_nope_head_dim), ('value', model.v_head_dim)):
+            yield _Projection(f'attention.{name}', latent, (model.num_heads, width), wide, ('heads', 'head_dim'))
+    else:
+        kv_heads = (model.num_kv_heads, model.head_dim)
+        for name, outputs, axis in (
+            ('query', heads, 'heads'),
+            ('key', kv_heads, 'kv_heads'),
+            ('value', kv_heads, 'kv_heads'),
+        ):
+            yield _Projection(f'attention.{name}', D, outputs, wide, (axis, 'head_dim'))
+    yield _Projection('attention.out', (model.num_heads, model.value_dim), D, ('heads', 'head_dim'), wide)
     if not model.num_experts:
         yield from _feedforward(model, 'feedforward', model.ffn_dim)
         return

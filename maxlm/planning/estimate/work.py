@@ -201,7 +201,8 @@ def _vocabulary(config: Config) -> float:
 
 def _attention_flops(config: Config, tokens: float, capability: tuple[int, int] | None) -> float:
     model, mesh = config.model, config.mesh
-    per_position = 2 * attention_products(config) * model.num_heads * model.head_dim
+    # About half of the products have the width of the keys, the others that of the values.
+    per_position = attention_products(config) * model.num_heads * (model.head_dim + model.value_dim)
     per_layer = per_position * attended_positions(config, capability)
     return tokens * per_layer * (model.num_layers + model.mtp_depth) / (mesh.stage * mesh.tensor)
 

@@ -166,7 +166,7 @@ def kind_of(path: tuple[Any, ...]) -> str:
     *modules, name = names(path)
     if name in ('embedding', 'position_embedding'):
         return 'table'
-    if name in ('scale', 'bias', BALANCE_BIAS):
+    if name in ('scale', 'bias', 'sinks', BALANCE_BIAS):
         return 'vector'
     if name in ADAPTERS:
         return 'adapter'

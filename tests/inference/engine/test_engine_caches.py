@@ -83,8 +83,9 @@ def test_slots_in_use_are_read_in_parts(cache, expected, int8, monkeypatch):
 ATTEND_CACHED = attention.attend_cached
 
 
-def fewer_slots(q_BTNH, cache, places, mask_BTS):
-    return ATTEND_CACHED(q_BTNH, cache, places._replace(end=jnp.maximum(places.end - 32, 0)), mask_BTS)
+def fewer_slots(q_BTNH, cache, places, mask_BTS, **settings):
+    places = places._replace(end=jnp.maximum(places.end - 32, 0))
+    return ATTEND_CACHED(q_BTNH, cache, places, mask_BTS, **settings)
 
 
 def test_the_last_slots_in_use_matter(expected, monkeypatch):

@@ -17,12 +17,14 @@ def model_config():
 
 
 @pytest.mark.parametrize(
-    ('int8', 'T', 'first_row', 'num'), [(False, 1, 0, 3), (True, 1, 0, 3), (True, 5, 1, 1), (False, 5, 0, 2)]
+    ('int8', 'T', 'first_row', 'num', 'sinks'),
+    [(False, 1, 0, 3, False), (True, 1, 0, 3, True), (True, 5, 1, 1, False), (False, 5, 0, 2, True)],
 )
-def test_blocks_equal_all_slots(int8, T, first_row, num):
+def test_blocks_equal_all_slots(int8, T, first_row, num, sinks):
     config, rng = model_config(), np.random.default_rng(0)
     k, v = rng.standard_normal((2, ROWS, S, K, H), np.float32)
     q_BTNH = rng.standard_normal((num, T, N, H), np.float32)
+    sinks_N = rng.standard_normal(N, np.float32) if sinks else None
     # 170 of 128 + 128 + 44 slots are in use. Each query sees some of them in two blocks.
     mask_BTS = rng.random((num, T, S)) < 0.5
     mask_BTS[..., 170:] = False
@@ -39,7 +41,7 @@ def test_blocks_equal_all_slots(int8, T, first_row, num):
             filled = LayerCache(blocks, 0).write(everywhere, k, v)
             row = jnp.array(first_row) if first_row else 0
             indices = CacheIndices(jnp.zeros((num, T), int), end, row)
-            found.append(attend_cached(q_BTNH, filled, indices, jnp.asarray(mask_BTS)))
+            found.append(attend_cached(q_BTNH, filled, indices, jnp.asarray(mask_BTS), sinks_N=sinks_N))
         return found
 
     dense, found = attend(q_BTNH, 170)

@@ -8,7 +8,7 @@ from maxlm.config.resolve import resolve
 from maxlm.planning.estimate.flops import matmul_parameters, step_flops, training_flops
 from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
-from tests.small import small_config, small_layout
+from tests.small import LATENT, small_config, small_layout
 
 MODELS = {
     'gpt2': {'model__family': 'gpt2'},
@@ -21,6 +21,7 @@ MODELS = {
     'wide heads': {'model__family': 'llama', 'model__head_dim': 24},
     'squared relu': {'model__family': 'nanochat'},
     'normalized heads': {'model__family': 'qwen3', 'model__head_dim': 24},
+    'latents': {**LATENT, 'model__q_lora_rank': 20},
     'multi-token prediction': {'model__family': 'llama', 'model__mtp_depth': 2},
     'narrow feed-forward': {'model__family': 'llama', 'model__ffn_dim': 40, 'model__num_layers': 3},
 }
@@ -72,6 +73,12 @@ def test_causal_is_the_mean_over_the_window():
     assert flops.causal == dense + sum(by_position) / window
     assert flops.full == dense + by_position[-1]
     assert training_flops(model, 1).causal == training_flops(model, 1).full
+
+
+def test_latent_attention_counts_the_widths_of_keys_and_values():
+    model = small_config(**LATENT).model
+    # Two layers of four heads, with keys of 16 dims and values of 12 dims, attend to one position.
+    assert training_flops(model, 1).full == 6 * (matmul_parameters(model) + 2 * 4 * (16 + 12))
 
 
 def test_sliding_layers_count_their_window():

@@ -9,7 +9,7 @@ from flax import nnx
 from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters, weights
 from maxlm.training.optimizers.optimizer import kind_of, names
 from maxlm.training.state import abstract_model, abstract_state
-from tests.small import small_config, small_layout
+from tests.small import LATENT, small_config, small_layout
 
 EXPERTS = {'model__num_experts': 4, 'model__num_experts_per_token': 2, 'model__expert_ffn_dim': 24}
 MODELS = {
@@ -20,6 +20,9 @@ MODELS = {
     'llama': {'model__family': 'llama', 'model__num_layers': 3},
     'llama with biases': {'model__family': 'llama', 'model__use_bias': True},
     'grouped heads': {'model__family': 'qwen3', 'model__num_kv_heads': 2, 'model__head_dim': 24},
+    'latent attention': LATENT,
+    'latent attention with adapters': {**LATENT, 'model__q_lora_rank': 20, 'model__lora_rank': 3},
+    'sinks': {'model__family': 'llama', 'model__attention_sinks': True, 'model__activation': 'swiglu_oai'},
     'nanochat': {'model__family': 'nanochat', 'model__ffn_dim': 40},
     'qwen2': {'model__family': 'qwen2', 'model__num_kv_heads': 2},
     'olmo2': {'model__family': 'olmo2', 'model__num_kv_heads': 2, 'model__head_dim': 24},

@@ -62,6 +62,8 @@ class TensorFiles:
         self.dtypes: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
+        # Positions of tensors in the files, for `read_bytes`.
+        self._starts: dict[Path, dict[str, int]] = {}
         weight_map = _weight_map(directory)
         names = dict.fromkeys(weight_map.values()) if weight_map else (SINGLE,)
         for path in (directory / name for name in names):
@@ -107,14 +109,33 @@ class TensorFiles:
                     f'{self._paths[name]}: tensor {name} has dtype {self.dtypes[name]}; must be {", ".join(_READABLE)}'
                 )
 
+    def read_bytes(self, name: str, rows: slice) -> np.ndarray:
+        """Returns rows of a tensor whose elements are one byte each, as bytes; NumPy lacks 8-bit floats."""
+        path, row_size = self._paths[name], math.prod(self.shapes[name][1:])
+        try:
+            with path.open('rb') as file:
+                if path not in self._starts:
+                    # The library checked the header when it opened the file.
+                    size = int.from_bytes(file.read(8), 'little')
+                    entries = json.loads(file.read(size)).items()
+                    self._starts[path] = {
+                        key: 8 + size + entry['data_offsets'][0] for key, entry in entries if key != '__metadata__'
+                    }
+                file.seek(self._starts[path][name] + rows.start * row_size)
+                values = np.frombuffer(file.read((rows.stop - rows.start) * row_size), np.uint8)
+                return values.reshape(rows.stop - rows.start, *self.shapes[name][1:])
+        except (OSError, ValueError) as error:
+            raise self._unreadable(name, error) from error
+
     def _read(self, name: str, rows: Any) -> np.ndarray:
         try:
             file = self._files[name]
             return file.get_tensor(name) if rows is ... else file.get_slice(name)[rows]
         except (SafetensorError, OSError) as error:
-            raise InputError(
-                f'{self._paths[name]}: tensor {name} cannot be read ({error}); download it again'
-            ) from error
+            raise self._unreadable(name, error) from error
+
+    def _unreadable(self, name: str, error: Exception) -> InputError:
+        return InputError(f'{self._paths[name]}: tensor {name} cannot be read ({error}); download it again')
 
 
 def write_tensors(

@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from maxlm.errors import InputError
-from maxlm.huggingface import safetensors_io as module
-from maxlm.huggingface.safetensors_io import DTYPES, TensorEntry, TensorFiles, plan_shards, write_tensors
+from maxlm.huggingface.tensors import safetensors_io as module
+from maxlm.huggingface.tensors.safetensors_io import DTYPES, TensorEntry, TensorFiles, plan_shards, write_tensors
 
 TORCH = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
