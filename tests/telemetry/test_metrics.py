@@ -88,7 +88,7 @@ def test_loads_of_experts_are_written_at_few_steps(tmp_path):
         return [line['step'] for line in read_lines(tmp_path / 'expert_loads.jsonl').lines]
 
     steps = write(0, range(1, 301))
-    assert steps[:3] == [1, 2, 3] and steps[-1] == 300
+    assert (steps[:3], steps[-1]) == ([1, 2, 3], 300)
     assert 50 < len(steps) < 100
     # A resumed run drops the lines of the steps that it repeats.
     assert write(150, []) == [step for step in steps if step <= 150]
