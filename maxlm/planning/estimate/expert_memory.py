@@ -10,12 +10,12 @@ from maxlm.planning.estimate.parameters import block_kernels
 
 # Float32 arrays of the router, with one element per token and expert, that are saved for the backward pass.
 ROUTER_ARRAYS = 3
-# Arrays of rows in the backward pass of a layer: rows of experts, and rows that devices exchange.
-ROW_ARRAYS, SENT_ARRAYS = 3.0, 2.0
+# Arrays [R, D] of the rows of experts in the backward pass of a layer, read off programs for TPU v5p.
+ROW_ARRAYS = 3.0
 
 
 def kernel_elements(config: Config, kind: ModelConfig) -> int:
-    """Returns the elements of the experts' matrices of a layer as they are used, and of the router."""
+    """Returns the elements of the experts' matrices of a layer as they are used."""
     mesh = config.mesh
     kernels = [kernel for kernel in block_kernels(kind).values() if kernel.is_of_experts]
     return sum(kernel.size for kernel in kernels) // (mesh.tensor * mesh.expert)
@@ -46,7 +46,7 @@ def backward_bytes(config: Config, kind: ModelConfig, ffn: float) -> float:
         return 0.0
     rows, width = rows_of(config, kind), jnp.dtype(kind.dtype).itemsize
     inner = ffn * kind.expert_ffn_dim / config.mesh.tensor
-    of_rows = rows.stored * (inner + ROW_ARRAYS * kind.dim) + SENT_ARRAYS * rows.sent * kind.dim
+    of_rows = rows.stored * (inner + ROW_ARRAYS * kind.dim)
     return width * of_rows + 4 * ROUTER_ARRAYS * _tokens(config) * kind.num_experts
 
 
