@@ -169,7 +169,8 @@ def _block_flops(config: Config, tokens: float) -> float:
         }
         block = sum(per_token.values())
         of_experts = sum(size for name, size in per_token.items() if kernels[name].is_of_experts)
-        flops = 6.0 * block
+        # The weighted sum of the experts' outputs, and the mean probability of each expert.
+        flops = 6.0 * block + 6 * kind.num_experts_per_token * kind.dim + 4 * kind.num_experts
         if of_experts and kind.expert_matmul == 'ragged_dot' and not kind.expert_capacity_factor:
             # XLA computes the gradient of the kernels as a product of all rows for every expert.
             num_products = rows.stored * kind.num_experts / mesh.expert
@@ -177,7 +178,8 @@ def _block_flops(config: Config, tokens: float) -> float:
         # In a pipeline the stages are a batch dimension of every product, so dots_no_batch saves none of them.
         if model.remat_policy in RECOMPUTED or (model.remat_policy == 'dots_no_batch' and mesh.stage > 1):
             # The last product of a residual branch is not recomputed: at most its sum with the stream is needed.
-            last = per_token.get('down', 0) + (per_token['out'] if model.parallel_residual else 0)
+            down = per_token.get('shared.down' if kind.num_experts else 'down', 0)
+            last = down + (per_token['out'] if model.parallel_residual else 0)
             flops += 2 * (block - last)
         elif model.remat_policy == 'dots_no_batch' or (
             model.remat_policy == 'dots' and not kind.expert_capacity_factor
