@@ -143,10 +143,10 @@ def plan_row(spec: str, target_spec: str, overrides: Sequence[str]) -> str:
         f'`{target_spec}`',
         f'{config.model.expert_capacity_factor:g}',
         f'{forecast.needed / 2**30:.0f}',
-        f'{forecast.tokens_per_second:,.0f}',
+        f'{round(forecast.tokens_per_second, -3):,.0f}',
         f'{forecast.mfu.causal:.0%}',
         f'{cost.hours:.0f}',
-        f'${cost.dollars:,.0f}',
+        f'${round(cost.dollars or 0, -2):,.0f}',
     )
     return f'| {" | ".join(figures)} |'
 

@@ -12,7 +12,7 @@ Hardware:  tiny: any CPU with 2 cores. Others: 8 × H100 80 GB for 8x1b, 16 for 
            package tokamax; or 32 × TPU v5p, 64 for 30b-a3b, with --config.model.expert_capacity_factor=1.25
 Time:      tiny: 400 steps. Others: 100 billion tokens, 4.2M per step; planned for these numbers of H100 (TPU): 114 (58)
            hours for 8x1b, 98 (83) for 16b-a3b, 82 (66) for 30b-a3b
-Cost:      planned: $3,650 ($7,741) for 8x1b, $6,231 ($11,161) for 16b-a3b, $10,525 ($17,712) for 30b-a3b
+Cost:      planned: $3,600 ($7,700) for 8x1b, $6,200 ($11,200) for 16b-a3b, $10,500 ($17,700) for 30b-a3b
 Memory:    planned, GiB per H100 (TPU): 40 (32) for 8x1b, 33 (24) for 16b-a3b, 33 (25) for 30b-a3b
 Expected:  speed and loss are not measured yet; the planned MFU on H100 is 40 % for 8x1b, 31 % for 16b-a3b and 25 % for
            30b-a3b

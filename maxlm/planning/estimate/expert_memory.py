@@ -1,4 +1,7 @@
-"""Memory of the experts of a layer in a training step, on one device."""
+"""Memory of the experts of a layer in a training step, on one device.
+
+Shapes: A selections of experts by tokens, R rows of experts, D width; see `maxlm.planning.estimate.experts`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from maxlm.planning.estimate.parameters import block_kernels
 
 # Float32 arrays of the router, with one element per token and expert, that are saved for the backward pass.
 ROUTER_ARRAYS = 3
-# Arrays [R, D] of the rows of experts in the backward pass of a layer, read off programs for TPU v5p.
-ROW_ARRAYS = 3.0
+# Read off programs for TPU v5p: arrays [R, D] in the backward pass of a layer, and arrays [A, D] that are saved without
+# rematerialization.
+ROW_ARRAYS, SAVED_ROW_ARRAYS = 3.0, 5.5
 
 
 def kernel_elements(config: Config, kind: ModelConfig) -> int:
@@ -34,7 +38,10 @@ def saved_bytes(config: Config, kind: ModelConfig, policy: str) -> float:
         return router
     rows, width = rows_of(config, kind), jnp.dtype(kind.dtype).itemsize
     inner = (3 if kind.activation == 'swiglu' else 2) * kind.expert_ffn_dim / config.mesh.tensor
-    return width * (rows.stored * (kind.dim + inner) + rows.assigned * kind.dim) + ROUTER_ARRAYS * router
+    return (
+        width * (rows.stored * (kind.dim + inner) + SAVED_ROW_ARRAYS * rows.assigned * kind.dim)
+        + ROUTER_ARRAYS * router
+    )
 
 
 def backward_bytes(config: Config, kind: ModelConfig, ffn: float) -> float:

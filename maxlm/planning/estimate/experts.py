@@ -16,7 +16,7 @@ from maxlm.model.experts.grouped_matmul import block_size, padded_rows
 from maxlm.planning.estimate.parameters import expert_parameters, layer_kinds, model_parameters
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """Numbers of rows of a layer with experts, for one micro-batch on a device.
 
     Attributes:
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     multiplied: float
 
 
-NO_ROWS = Rows(0, 0, 0, 0)
+NO_ROWS = ExpertRows(0, 0, 0, 0)
 
 
 def layers_on_device(config: Config) -> list[tuple[ModelConfig, float]]:
@@ -72,7 +72,7 @@ def whole_parameters(config: Config) -> float:
     return (model_parameters(config.model) - elsewhere) / (mesh.stage * mesh.tensor)
 
 
-def rows_of(config: Config, kind: ModelConfig) -> Rows:
+def rows_of(config: Config, kind: ModelConfig) -> ExpertRows:
     """Returns the rows of a layer; see `maxlm.model.experts.dispatch`. A dense layer has none."""
     if not kind.num_experts:
         return NO_ROWS
@@ -82,11 +82,11 @@ def rows_of(config: Config, kind: ModelConfig) -> Rows:
     if kind.expert_capacity_factor:
         capacity = math.ceil(kind.expert_capacity_factor * length * k / E)
         rows = config.train.per_device_batch_size * E * capacity
-        return Rows(min(rows, N * k), rows, rows * (mesh.expert > 1), rows)
+        return ExpertRows(min(rows, N * k), rows, rows * (mesh.expert > 1), rows)
     sent = 0 if mesh.expert == 1 else mesh.expert * N * min(k, E // mesh.expert)
     block = block_size(N * k, E, kind.expert_matmul)
     stored = padded_rows(sent or N * k, E // mesh.expert, block)
-    return Rows(N * k, stored, sent, stored if kind.expert_matmul == 'loop' else N * k)
+    return ExpertRows(N * k, stored, sent, stored if kind.expert_matmul == 'loop' else N * k)
 
 
 def dispatch_bytes(config: Config, kind: ModelConfig) -> float:
