@@ -94,6 +94,7 @@ STATES |= {
 PROGRAMS = {
     'all kept': ({}, 0.10),
     'nothing kept': ({'model__remat_policy': 'full', 'model__family': 'llama'}, 0.15),
+    'experts': ({**EXPERTS, 'model__family': 'llama', 'model__remat_policy': 'full', 'model__num_layers': 3}, 0.10),
     'products kept, stages': (
         {'model__remat_policy': 'dots_no_batch', 'mesh__stage': 2, 'train__per_device_batch_size': 1},
         0.30,
@@ -162,7 +163,7 @@ def test_the_state_is_known_from_shapes(family, layout):
 
 
 @pytest.mark.parametrize(
-    'program', ['all kept', 'nothing kept', pytest.param('products kept, stages', marks=pytest.mark.nightly)]
+    'program', ['all kept', 'nothing kept', 'experts', pytest.param('products kept, stages', marks=pytest.mark.nightly)]
 )
 def test_against_the_compiler_for_cpus(program):
     overrides, error = PROGRAMS[program]
