@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 from maxlm.checkpoint.checksums import corrupt_arrays
-from maxlm.checkpoint.conversion.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.conversion.merge_lora import merge_checkpoint
+from maxlm.checkpoint.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.fetch import fetch_checkpoint
 from maxlm.checkpoint.listing import (
     CheckpointInfo,

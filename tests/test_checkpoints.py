@@ -12,7 +12,7 @@ import pytest
 
 from maxlm import checkpoints
 from maxlm.checkpoint.checksums import corrupt_arrays
-from maxlm.checkpoint.conversion.drop_optimizer import drop_optimizer
+from maxlm.checkpoint.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.checkpoint.params import restore_params
 from maxlm.checkpoint.restore import is_params_only
@@ -211,9 +211,9 @@ def test_an_interrupted_drop_leaves_a_usable_step(copy, states, monkeypatch, sto
     step = copy / CHECKPOINTS_DIR / '4'
     with monkeypatch.context() as patch:
         if stop_at == 'checksums':
-            patch.setattr('maxlm.checkpoint.conversion.drop_optimizer.atomic_write', kill)
+            patch.setattr('maxlm.checkpoint.drop_optimizer.atomic_write', kill)
         elif stop_at == 'rename':
-            patch.setattr('maxlm.checkpoint.conversion.drop_optimizer.StepDirectory.delete_item', kill)
+            patch.setattr('maxlm.checkpoint.drop_optimizer.StepDirectory.delete_item', kill)
         else:
             # The first call clears the trash; the second one deletes the item.
             patch.setattr('maxlm.workdir.step_dirs._remove', mock.Mock(side_effect=[None, KilledError]))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm.checkpoint.conversion.drop_optimizer import drop_optimizer
+from maxlm.checkpoint.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.restore import is_params_only
 from maxlm.data.loader.batches import Batches, TrainingRows
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError

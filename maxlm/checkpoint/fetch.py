@@ -10,7 +10,7 @@ from typing import NamedTuple
 from etils import epath
 
 from maxlm.checkpoint.checksums import ITEM, corrupt_arrays
-from maxlm.checkpoint.conversion.drop_optimizer import OPTIMIZER, drop_optimizer_checksums
+from maxlm.checkpoint.drop_optimizer import OPTIMIZER, drop_optimizer_checksums
 from maxlm.checkpoint.item_metadata import JSON_FILE
 from maxlm.checkpoint.listing import resolve_checkpoint
 from maxlm.checkpoint.manager import find_step

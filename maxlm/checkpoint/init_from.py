@@ -15,15 +15,15 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import checksums
-from maxlm.checkpoint.conversion.upcycle import (
+from maxlm.checkpoint.item_metadata import descriptions, item_metadata, key_name, named_leaves
+from maxlm.checkpoint.params import check_params, is_mtp, params_item, restore_params, unused_mtp
+from maxlm.checkpoint.upcycle import (
     check_upcycling,
     dense_parameters,
     dense_source,
     is_upcycled,
     upcycle,
 )
-from maxlm.checkpoint.item_metadata import descriptions, item_metadata, key_name, named_leaves
-from maxlm.checkpoint.params import check_params, is_mtp, params_item, restore_params, unused_mtp
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.data.tokenizer.extension import extension_error
 from maxlm.data.tokenizer.tokenizer import Tokenizer
@@ -132,7 +132,7 @@ def open_init_checkpoint(
 
     Missing adapters and modules of multi-token prediction are freshly initialized; the checkpoint's modules are ignored
     if the config has none. The vocabulary may be smaller than the run's if the run's tokenizer extends the
-    checkpoint's. A dense checkpoint can initialize a model with experts; see `maxlm.checkpoint.conversion.upcycle`. All
+    checkpoint's. A dense checkpoint can initialize a model with experts; see `maxlm.checkpoint.upcycle`. All
     other parameters must exist with the shapes of the config.
 
     Args:

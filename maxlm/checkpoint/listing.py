@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from maxlm.checkpoint.conversion.drop_optimizer import OPTIMIZER
+from maxlm.checkpoint.drop_optimizer import OPTIMIZER
 from maxlm.checkpoint.item_metadata import JSON_FILE
 from maxlm.checkpoint.manager import VALIDATION_LOSS
 from maxlm.config.loading import from_json

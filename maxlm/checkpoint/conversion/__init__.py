@@ -1,1 +1,1 @@
-"""Conversions of checkpoints: merged adapters, quantized kernels, experts from dense models, parameters alone."""
+"""Readers of checkpoints that merge adapters, or quantize or dequantize kernels, one layer at a time."""
