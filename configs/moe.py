@@ -49,7 +49,7 @@ def get_config(variant: str = 'tiny') -> ConfigDict:
         _set(model, head_dim=128, num_experts=128, num_experts_per_token=8, expert_ffn_dim=768)
     model.remat_policy = 'full'
     # Every device has all experts of a layer while it computes the layer. The plan for H100 with mesh.expert=2 takes 8
-    # to 43 % longer, because the arrays of exchanged rows have room for the largest possible numbers of rows.
+    # to 43 % longer, because the arrays of exchanged rows have the largest possible number of rows.
     config.mesh.fsdp = -1
     config.mesh.zero_stage = 2 if variant == '8x1b' else 3
 

@@ -88,7 +88,7 @@ def test_experts_by_hand():
     tiny, dense = (load(f'configs/{spec}') for spec in ('moe.py:tiny', 'tiny.py'))
     experts = {'num_experts': 0, 'num_experts_per_token': 0, 'expert_ffn_dim': 0, 'ffn_dim': dense.model.ffn_dim}
     assert tiny.model.expert_ffn_dim * tiny.model.num_experts_per_token == dense.model.ffn_dim
-    # Control: apart from the experts, tiny has the settings of configs/tiny.py.
+    # Control: only the experts of tiny differ from configs/tiny.py.
     assert dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, **experts)) == dense != tiny
 
 

@@ -45,16 +45,24 @@ def saved_bytes(config: Config, kind: ModelConfig, policy: str) -> float:
     )
 
 
-def backward_bytes(config: Config, kind: ModelConfig, ffn: float) -> float:
+def backward_bytes(config: Config, kind: ModelConfig, ffn: float, platform: str) -> float:
     """Returns the bytes of temporary arrays in the backward pass of a layer's experts.
 
-    `ffn` is the number of arrays of the feed-forward's width; see `Backend`.
+    Args:
+        config: config of the run.
+        kind: model with only this kind of layers.
+        ffn: number of arrays of the feed-forward's width; see `Backend`.
+        platform: platform of the devices.
     """
     if not kind.num_experts:
         return 0.0
     rows, width = rows_of(config, kind), jnp.dtype(kind.dtype).itemsize
     inner = ffn * kind.expert_ffn_dim / config.mesh.tensor
     of_rows = rows.stored * (inner + ROW_ARRAYS * kind.dim)
+    if platform == 'gpu' and kind.expert_matmul == 'ragged_dot' and not kind.expert_capacity_factor:
+        # XLA expands the rows to all experts. Read off a program for H100.
+        expanded = rows.stored * kind.num_experts / config.mesh.expert
+        of_rows += expanded * (2 * kind.dim + kind.expert_ffn_dim / config.mesh.tensor)
     return width * of_rows + 4 * ROUTER_ARRAYS * _tokens(config) * kind.num_experts
 
 

@@ -129,7 +129,7 @@ def test_experts_exchange_rows(capacity):
     config = small_config(**mesh, **EXPERTS, model__expert_capacity_factor=capacity)
     model, N = config.model, config.train.per_device_batch_size * config.data.seq_len
     # A sequence of 16 tokens with 2 of 4 experts sends 8 rows to an expert, and up to 1.25 times as many. Without a
-    # capacity, there is room for both rows of every token on each of 2 devices.
+    # capacity, both rows of every token could be sent to each of 2 devices.
     rows = config.train.per_device_batch_size * 4 * 10 if capacity else 2 * N * 2
     runs = config.accumulation * model.num_layers
     exchanges = {t.size: t.count for t in estimate_transfers(config) if t.kind == 'all-to-all'}

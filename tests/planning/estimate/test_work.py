@@ -96,7 +96,7 @@ def test_products_of_experts_equal_the_trace(remat, capacity):
     assert estimate_work(dataclasses.replace(config, model=more)).all_flops > traced_flops(config)
 
 
-def test_exchanged_rows_have_room_for_all_tokens():
+def test_all_tokens_could_be_sent_to_each_device():
     config = small_config(num_devices=4, mesh__expert=4, mesh__fsdp=1, **{**SHAPE, **EXPERTS})
     N = config.train.per_device_batch_size * config.data.seq_len
     rows = rows_of(config, layer_kinds(config.model)[1])
