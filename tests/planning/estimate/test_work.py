@@ -11,7 +11,7 @@ from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.planning.estimate.experts import rows_of, whole_parameters
 from maxlm.planning.estimate.flops import matmul_parameters
-from maxlm.planning.estimate.parameters import layer_kinds, model_parameters
+from maxlm.planning.estimate.parameters import layer_stacks, model_parameters
 from maxlm.planning.estimate.work import estimate_work
 from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state
@@ -99,13 +99,13 @@ def test_products_of_experts_equal_the_trace(remat, capacity):
 def test_all_tokens_could_be_sent_to_each_device():
     config = small_config(num_devices=4, mesh__expert=4, mesh__fsdp=1, **{**SHAPE, **EXPERTS})
     N = config.train.per_device_batch_size * config.data.seq_len
-    rows = rows_of(config, layer_kinds(config.model)[1])
+    rows = rows_of(config, layer_stacks(config.model)[1])
     # A token can send one row to each of 4 devices, which have one expert each.
     assert (rows.assigned, rows.sent) == (2 * N, 4 * N)
     assert rows.stored >= rows.sent
     # Other devices have the other experts, so no device has more weights to read than without them.
     alone = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, expert=1, data=4))
-    assert rows_of(alone, layer_kinds(config.model)[1]).sent == 0
+    assert rows_of(alone, layer_stacks(config.model)[1]).sent == 0
     assert whole_parameters(config) < whole_parameters(alone) == model_parameters(config.model)
 
 
