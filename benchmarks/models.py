@@ -1,4 +1,4 @@
-"""Prints the table of models in docs/models.md: `python -m benchmarks.models`.
+"""Prints the tables of models in docs/models.md: `python -m benchmarks.models`.
 
 All values are computed from the config's shapes; nothing is compiled or allocated.
 """
@@ -6,6 +6,7 @@ All values are computed from the config's shapes; nothing is compiled or allocat
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,8 +16,13 @@ from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.parallel.layout import make_layout
+from maxlm.planning.cost import DEFAULT_TERMS
 from maxlm.planning.estimate.flops import training_flops
-from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters
+from maxlm.planning.forecast import estimate
+from maxlm.planning.machine import Machine, usable_memory
+from maxlm.planning.report import cost_of
+from maxlm.planning.targets import parse_target
 from maxlm.training.state import abstract_state
 
 
@@ -44,9 +50,35 @@ MODELS = (
     Model('configs/code.py:30b', '30B'),
     Model('configs/code.py:70b', '70B'),
 )
+# Configs with experts.
+EXPERTS = (
+    Model('configs/moe.py:tiny', '', vocab_size=4096),
+    Model('configs/moe.py:8x1b', ''),
+    Model('configs/moe.py:16b-a3b', '16B-A3B'),
+    Model('configs/moe.py:30b-a3b', '30B-A3B'),
+)
+# Config, target and overrides of the rows of the table of planned runs.
+PLANS = (
+    ('configs/moe.py:8x1b', 'h100:8', ()),
+    ('configs/moe.py:16b-a3b', 'h100:8x2', ()),
+    ('configs/moe.py:30b-a3b', 'h100:8x4', ()),
+    ('configs/moe.py:8x1b', 'v5p:2x4x4', ('model.expert_capacity_factor=1.25',)),
+    ('configs/moe.py:16b-a3b', 'v5p:2x4x4', ('model.expert_capacity_factor=1.25',)),
+    ('configs/moe.py:30b-a3b', 'v5p:4x4x4', ('model.expert_capacity_factor=1.25',)),
+)
 HEADER = (
     '| config | parameters | published as | GFLOPs per token, causal | full | bytes per parameter in training |',
     '|---|---:|---:|---:|---:|---:|',
+)
+
+
+EXPERTS_HEADER = (
+    '| config | parameters | active per token | published as | GFLOPs per token, causal | full |',
+    '|---|---:|---:|---:|---:|---:|',
+)
+PLANS_HEADER = (
+    '| config | on | capacity factor | GiB per device | tokens/s | MFU | hours | cost |',
+    '|---|---|---:|---:|---:|---:|---:|---:|',
 )
 
 
@@ -77,10 +109,54 @@ def row(model: Model) -> str:
     return f'| {" | ".join(figures)} |'
 
 
+def experts_row(model: Model) -> str:
+    """Returns the row of a model with experts."""
+    config = resolved(model)
+    flops = training_flops(config.model, config.data.seq_len)
+    figures = (
+        f'`{model.config}`',
+        f'{count_parameters(config.model):,}',
+        f'{count_active_parameters(config.model):,}',
+        model.published or '–',
+        f'{flops.causal / 1e9:.2f}',
+        f'{flops.full / 1e9:.2f}',
+    )
+    return f'| {" | ".join(figures)} |'
+
+
+def plan_row(spec: str, target_spec: str, overrides: Sequence[str]) -> str:
+    """Returns the row of a planned run, by formulas."""
+    target = parse_target(target_spec)
+    chip = target.chip
+    config = resolve(
+        load(spec, list(overrides)),
+        platform=chip.platform,
+        num_devices=target.num_devices,
+        vocab_size=0,
+        windows=1,
+        capability=chip.capability,
+    )
+    forecast = estimate(config, Machine(target, usable_memory(chip)))
+    cost = cost_of(forecast, DEFAULT_TERMS)
+    figures = (
+        f'`{spec}`',
+        f'`{target_spec}`',
+        f'{config.model.expert_capacity_factor:g}',
+        f'{forecast.needed / 2**30:.0f}',
+        f'{round(forecast.tokens_per_second, -3):,.0f}',
+        f'{forecast.mfu.causal:.0%}',
+        f'{cost.hours:.0f}',
+        f'${round(cost.dollars or 0, -2):,.0f}',
+    )
+    return f'| {" | ".join(figures)} |'
+
+
 def main(argv: list[str]) -> int:
-    """Prints the table as Markdown."""
+    """Prints the tables as Markdown."""
     ArgumentParser(prog='benchmarks.models', allow_abbrev=False, description=__doc__).parse_args(argv)
-    print(*HEADER, *map(row, MODELS), sep='\n')
+    print(*HEADER, *map(row, MODELS), '', sep='\n')
+    print(*EXPERTS_HEADER, *map(experts_row, EXPERTS), '', sep='\n')
+    print(*PLANS_HEADER, *(plan_row(*plan) for plan in PLANS), sep='\n')
     return EXIT_DONE
 
 

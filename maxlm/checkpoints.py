@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from maxlm.checkpoint.checksums import corrupt_arrays
+from maxlm.checkpoint.conversion.merge_lora import merge_checkpoint
 from maxlm.checkpoint.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.fetch import fetch_checkpoint
 from maxlm.checkpoint.listing import (
@@ -31,7 +32,6 @@ from maxlm.checkpoint.listing import (
     resolve_checkpoint,
     run_config,
 )
-from maxlm.checkpoint.merge_lora import merge_checkpoint
 from maxlm.checkpoint.restore import is_params_only
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag

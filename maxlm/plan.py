@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
 
 def _plan(config: Config, target: Target, terms: PricingTerms, options: argparse.Namespace) -> tuple[int, list[str]]:
     """Prints the plan. Returns the exit code and the options that --search has found."""
-    missing = '--estimate' if options.estimate else why_estimated(target, estimate=False)
+    missing = '--estimate' if options.estimate else why_estimated(config, target, estimate=False)
     if options.explain and (missing or target.chip.platform != 'gpu'):
         reason = missing or f'{target.spec} is not a GPU; use a target such as --target=h100:1'
         raise InputError(f'--explain requires a compiled GPU program: {reason}')

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.checkpoint.merge_lora import adapter_shapes
+from maxlm.checkpoint.conversion.merge_lora import adapter_shapes
 from maxlm.config.schema import ModelConfig
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from maxlm import plan
 from maxlm.api import plan as api_plan
+from maxlm.config.loading import load
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
-from maxlm.planning.targets import CompilerMissingError
+from maxlm.planning.targets import CompilerMissingError, parse_target
 from tests.conftest import ROOT
 
 
@@ -131,6 +132,22 @@ def test_a_target_without_a_compiler_is_estimated(run, figures, monkeypatch):
     report = figures('1b.py', 'v4:2x2x4', '--config.model.remat_policy=full')
     assert report['is_estimate']
     assert 'maxlm[tpu]' in report['why_estimated']
+
+
+def test_experts_without_their_kernels_are_estimated(run, figures, monkeypatch):
+    monkeypatch.setattr(api_plan, 'check_compiler', lambda target: None)
+    monkeypatch.setattr(api_plan, 'find_spec', lambda name: None)
+    code, out, _ = run('moe.py:8x1b', 'h100:8')
+    assert code == EXIT_DONE
+    assert '6,873,221,120 parameters (2,041,382,912 active per token), mesh fsdp=8' in out
+    assert 'estimates: the kernels of experts for GPUs need the package tokamax' in out
+    report = figures('moe.py:8x1b', 'h100:8')
+    assert (report['parameters'], report['active_parameters']) == (6_873_221_120, 2_041_382_912)
+    # Control: MFU counts the active parameters, so it is far below 1.
+    assert 0.2 < report['mfu'] < 0.6
+    monkeypatch.setattr(api_plan, 'find_spec', lambda name: name)
+    config = load(f'{ROOT}/configs/moe.py:8x1b')
+    assert not api_plan.why_estimated(config, parse_target('h100:8'), estimate=False)
 
 
 def test_cpu(figures):

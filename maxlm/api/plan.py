@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from typing import Any
 
 from maxlm.api.config import to_config
@@ -68,7 +69,7 @@ class Plan:
         self._config, self._terms = with_teacher(to_config(config)), terms
         self.target: Target = parse_target(target)
         self._data = planned_data(self._config, vocab_size)
-        self.why_estimated = why_estimated(self.target, estimate=estimate)
+        self.why_estimated = why_estimated(self._config, self.target, estimate=estimate)
         self.machine = machine_of(self.target, sample_config(self._config, self._resolve))
         if self._config.train.per_device_batch_size == AUTO:
             self._config = choose_micro_batch(self._config, self.machine, self._resolve, self._forecast)
@@ -138,7 +139,7 @@ class Plan:
         return (estimate if self.why_estimated else compile_ahead)(config, machine=self.machine)
 
 
-def why_estimated(target: Target, *, estimate: bool) -> str:
+def why_estimated(config: Config, target: Target, *, estimate: bool) -> str:
     """Returns the reason why only an estimate is possible; '' if the step can be compiled for the target."""
     if estimate:
         return 'estimate=True'
@@ -146,6 +147,10 @@ def why_estimated(target: Target, *, estimate: bool) -> str:
         check_compiler(target)
     except CompilerMissingError as error:
         return str(error)
+    model = config.model
+    uses_tokamax = model.num_experts and model.expert_matmul in ('auto', 'tokamax') and not model.expert_capacity_factor
+    if uses_tokamax and target.chip.platform == 'gpu' and find_spec('tokamax') is None:
+        return 'the kernels of experts for GPUs need the package tokamax; run `pip install tokamax`'
     return ''
 
 

@@ -17,11 +17,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.item_metadata import descriptions, item_metadata, key_name, named_leaves
 from maxlm.checkpoint.params import check_params, is_mtp, params_item, restore_params, unused_mtp
+from maxlm.checkpoint.upcycle import (
+    check_upcycling,
+    dense_parameters,
+    dense_source,
+    is_upcycled,
+    upcycle,
+)
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.data.tokenizer.extension import extension_error
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
+from maxlm.model.blocks import is_stacked
 from maxlm.model.layers.weight_only_quantization import CODES
 from maxlm.storage.errors import classify_error
 from maxlm.training.optimizers.trainable import ADAPTERS
@@ -65,6 +73,7 @@ class InitCheckpoint(NamedTuple):
         stored: stored shapes, dtypes and shardings of the parameters to load.
         vocab_resize: resize of the vocabulary, or None if its size stays the same.
         tokenizer_mismatch: error text if the run's tokenizer neither equals nor extends the checkpoint's, else ''.
+        upcycled: config of the run if it has experts and the checkpoint is dense, otherwise None.
     """
 
     step: epath.Path
@@ -72,6 +81,7 @@ class InitCheckpoint(NamedTuple):
     stored: Params
     vocab_resize: VocabResize | None
     tokenizer_mismatch: str
+    upcycled: Config | None = None
 
     @property
     def path(self) -> epath.Path:
@@ -81,7 +91,11 @@ class InitCheckpoint(NamedTuple):
     def missing(self, initial: Params) -> dict[str, jax.Array]:
         """Returns the freshly initialized parameters that are missing in the checkpoint, by dotted path."""
         stored = named_leaves(self.stored)
-        return {name: array for name, array in named_leaves(initial).items() if name not in stored}
+        return {name: array for name, array in named_leaves(initial).items() if self.source_of(name) not in stored}
+
+    def source_of(self, name: str) -> str:
+        """Returns the path of the stored parameter from which a parameter of the run is computed."""
+        return name if self.upcycled is None else dense_source(name)
 
     def read(self, abstract: Params, missing: Mapping[str, jax.Array]) -> Params:
         """Reads the initial parameters of a run, sharded like `abstract`. All processes call it together.
@@ -97,8 +111,11 @@ class InitCheckpoint(NamedTuple):
 
         def load_leaf(path: tuple[Any, ...], wanted: jax.ShapeDtypeStruct) -> jax.Array:
             name = '.'.join(map(key_name, path))
-            if name not in loaded:
+            source = self.source_of(name)
+            if source not in loaded:
                 return missing[name]
+            if self.upcycled is not None and is_stacked(name):
+                return upcycle(name, loaded[source], wanted, self.upcycled)
             if self.vocab_resize is None or name not in VOCABULARY:
                 return loaded[name]
             return _resize_table(
@@ -115,7 +132,8 @@ def open_init_checkpoint(
 
     Missing adapters and modules of multi-token prediction are freshly initialized; the checkpoint's modules are ignored
     if the config has none. The vocabulary may be smaller than the run's if the run's tokenizer extends the
-    checkpoint's. All other parameters must exist with the shapes of the config.
+    checkpoint's. A dense checkpoint can initialize a model with experts; see `maxlm.checkpoint.upcycle`. All
+    other parameters must exist with the shapes of the config.
 
     Args:
         step: result of `find_step`.
@@ -141,6 +159,9 @@ def open_init_checkpoint(
     before = _read_run_config(step)
     _check_adapters(path, has, wants, config.model, None if before is None else before.model)
     _check_positions(path, has, wants)
+    upcycled = is_upcycled(has, config.model)
+    if upcycled:
+        check_upcycling(path, has, config)
     vocab_resize, other_tokenizer = _compare_vocabularies(step, path, has, wants, tokenizer)
 
     def as_stored(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
@@ -156,9 +177,9 @@ def open_init_checkpoint(
                 found[key] = value
         return found
 
-    stored = as_stored(abstract)
+    stored = as_stored(dense_parameters(abstract, config.model) if upcycled else abstract)
     check_params(step, stored)
-    return InitCheckpoint(step, item, stored, vocab_resize, other_tokenizer)
+    return InitCheckpoint(step, item, stored, vocab_resize, other_tokenizer, config if upcycled else None)
 
 
 def context_change_text(step: epath.Path, config: Config) -> str:

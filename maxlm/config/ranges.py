@@ -138,6 +138,7 @@ RANGES: dict[str, Range] = {
     'train.loss_chunk_tokens': Range(1, INT32),
     'train.z_loss': WEIGHT,
     'train.load_balancing_loss': WEIGHT,
+    'train.upcycling_noise': WEIGHT,
     'train.router_z_loss': WEIGHT,
     'train.router_bias_rate': WEIGHT,
     'train.mtp_loss_weight': Range(0, WEIGHT.high, above=True),

@@ -116,6 +116,9 @@ class TrainConfig:
     # Checkpoint that initializes the parameters of a new run: WORKDIR (latest step), WORKDIR@STEP or the directory of a
     # step. Parameters missing from it (adapters, rows for new tokens) are freshly initialized.
     init_from: str = ''
+    # Noise of the experts of a model that starts from a dense checkpoint, relative to the standard deviation of each
+    # parameter.
+    upcycling_noise: float = 0.01
     # float16: initial loss scale, which prevents underflow of small gradients. An overflow halves the scale and skips
     # the step; loss_scale_growth_interval steps without overflow double it.
     initial_loss_scale: float = 32768.0

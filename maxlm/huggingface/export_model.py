@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
+from maxlm.checkpoint.conversion.merge_lora import MergedReader
+from maxlm.checkpoint.conversion.quantized import DequantizedReader
 from maxlm.checkpoint.fetch import find_local_step
-from maxlm.checkpoint.merge_lora import MergedReader
 from maxlm.checkpoint.params import params_item
-from maxlm.checkpoint.quantized import DequantizedReader
 from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError

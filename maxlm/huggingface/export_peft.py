@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxlm.checkpoint.conversion.merge_lora import MergedReader
 from maxlm.checkpoint.fetch import find_local_step
-from maxlm.checkpoint.merge_lora import MergedReader
 from maxlm.checkpoint.params import params_item
 from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.config.families import is_of_experts, projections

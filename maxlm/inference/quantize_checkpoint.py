@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from maxlm.checkpoint.conversion.quantized import quantized_arrays
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.item_metadata import named_leaves
 from maxlm.checkpoint.params import params_item, without_mtp
-from maxlm.checkpoint.quantized import quantized_arrays
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.config.loading import to_json
 from maxlm.config.schema import Config

@@ -24,7 +24,7 @@ class BudgetRow(NamedTuple):
     """One model size, trained until the budget is spent.
 
     Attributes:
-        parameters: number of parameters.
+        parameters: number of parameters that a token uses.
         tokens: number of training tokens.
         loss: loss predicted by the law, in nats per token.
         mfu: model FLOPs utilization.
@@ -92,7 +92,8 @@ def plan_budget(
             config, row.step_seconds, chip, row.num_devices, state_bytes=state_bytes, terms=terms
         )
         tokens = tokens_for(config, step_cost, row.num_devices, dollars=dollars, hours=hours, price=price, spot=spot)
-        rows.append(BudgetRow(row.parameters, tokens, law.loss(row.parameters, tokens), row.mfu, row.fits))
+        active = row.active_parameters
+        rows.append(BudgetRow(active, tokens, law.loss(active, tokens), row.mfu, row.fits))
     usable = [row for row in rows if row.fits]
     if not usable:
         raise InputError(_nothing_fits(points, chip))

@@ -1,7 +1,8 @@
 """Scaling law of the loss, and compute-optimal allocation between parameters and tokens.
 
 L(N, D) = E + A / N^α + B / D^β, for N parameters and D tokens, where training takes C = 6 · N · D operations (Hoffmann
-et al. 2022, "Training Compute-Optimal Large Language Models", approach 3).
+et al. 2022, "Training Compute-Optimal Large Language Models", approach 3). Of a model with experts, N counts the
+parameters that a token uses, as C does.
 
 The predicted loss holds for one data set and tokenizer. The split of a budget between N and D transfers to other text;
 to predict losses, refit the law to your own runs.
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.planning.estimate.parameters import count_active_parameters
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import read_config
 
@@ -150,7 +151,7 @@ def read_runs(workdirs: Sequence[Path]) -> list[ScalingRun]:
         loss = _last(lines[path], 'eval/loss') if evaluated else _end(lines[path], train.num_steps)
         if loss is None:
             raise InputError(f'{path}: the last losses are not finite; omit this run')
-        runs.append(ScalingRun(str(path), count_parameters(configs[path].model), tokens, loss))
+        runs.append(ScalingRun(str(path), count_active_parameters(configs[path].model), tokens, loss))
     return runs
 
 

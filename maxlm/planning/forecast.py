@@ -164,6 +164,13 @@ def compiled_work(config: Config, formula: Work, program: Program) -> Work:
     if config.model.attention not in FUSED_ATTENTION or config.mesh.context > 1:
         # The products of attention are ordinary products of the program.
         flops = max(0.0, flops - formula.attention_flops)
+    transfers = list(program.transfers)
+    if config.model.num_experts:
+        # The products of experts are partly in kernels, whose operations are unknown. The number of rows of a ragged
+        # exchange depends on the data.
+        flops = max(flops, formula.flops)
+        if program.has_ragged_exchange:
+            transfers += [each for each in formula.transfers if (each.kind, each.axes) == ('all-to-all', ('expert',))]
     memory_bytes = elementwise_bytes(program.traffic)
     # The program of a pipeline contains the idle iterations, which `Work` excludes.
     busy = 1 - formula.idle
@@ -171,7 +178,7 @@ def compiled_work(config: Config, formula: Work, program: Program) -> Work:
         flops=flops * busy,
         fp8_flops=min(formula.fp8_flops, flops * busy),
         memory_bytes=memory_bytes * busy if program.traffic else formula.memory_bytes,
-        transfers=program.transfers,
+        transfers=transfers,
     )
 
 

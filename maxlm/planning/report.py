@@ -13,7 +13,7 @@ from maxlm.formatting import format_bytes, format_duration, format_si
 from maxlm.hardware.prices import has_price, price_per_hour
 from maxlm.planning.compiled.traffic import bytes_by_cause
 from maxlm.planning.cost import DEFAULT_TERMS, HOUR, Cost, PricingTerms, estimate_cost, estimate_step_cost, tokens_for
-from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters, parameters_text
 from maxlm.planning.estimate.state_bytes import checkpoint_bytes
 from maxlm.planning.explain import program_warnings
 from maxlm.planning.forecast import Forecast
@@ -76,6 +76,8 @@ def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -
     return {
         'target': forecast.target.spec,
         'devices': forecast.target.num_devices,
+        'parameters': count_parameters(forecast.config.model),
+        'active_parameters': count_active_parameters(forecast.config.model),
         'fits': forecast.fits,
         'is_estimate': memory.is_estimate,
         'memory': {
@@ -151,7 +153,7 @@ def _run(forecast: Forecast) -> list[tuple[str, str]]:
         ('target', f'{target.num_devices} × {target.chip.name}{islands}'),
         (
             'run',
-            f'{count_parameters(model):,} parameters, mesh {mesh}; {batch}, model.remat_policy={model.remat_policy}',
+            f'{parameters_text(model)}, mesh {mesh}; {batch}, model.remat_policy={model.remat_policy}',
         ),
     ]
 

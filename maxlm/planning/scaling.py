@@ -14,7 +14,7 @@ from maxlm.errors import InputError
 from maxlm.hardware.chips import Chip
 from maxlm.hardware.prices import has_price, price_per_hour
 from maxlm.planning.estimate.flops import training_flops
-from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters
 
 
 class Prediction(NamedTuple):
@@ -52,6 +52,7 @@ class ScalingRow(NamedTuple):
         fits: whether the step fits into memory.
         hours: hours for the configured number of tokens.
         dollars: price of these hours. None: no price is known.
+        active_parameters: number of parameters that a token uses; `parameters` without experts.
         refusal: reason why there are no figures; then all of them are 0.
     """
 
@@ -69,6 +70,7 @@ class ScalingRow(NamedTuple):
     fits: bool
     hours: float
     dollars: float | None
+    active_parameters: int
     refusal: str = ''
 
     @property
@@ -185,7 +187,11 @@ def resize(model: ModelConfig, shape: Shape) -> ModelConfig:
         wanted = num_heads * model.num_kv_heads / model.num_heads
         divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
         num_kv_heads = min(divisors, key=lambda heads: abs(math.log(heads / wanted)))
-    ffn_dim = round(model.ffn_dim * shape.dim / model.dim / 128) * 128 if model.ffn_dim else 0
+    ffn_dim, expert_ffn_dim = (
+        round(width * shape.dim / model.dim / 128) * 128 for width in (model.ffn_dim, model.expert_ffn_dim)
+    )
+    if model.expert_ffn_dim:
+        expert_ffn_dim = max(128, expert_ffn_dim)
     period = len(model.attention_pattern)
     return dataclasses.replace(
         model,
@@ -195,6 +201,7 @@ def resize(model: ModelConfig, shape: Shape) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads or num_heads,
         ffn_dim=ffn_dim,
+        expert_ffn_dim=expert_ffn_dim,
     )
 
 
@@ -247,7 +254,7 @@ def _at_batch(config: Config, batch: int, data: Data) -> Config:
 def _resolve(config: Config, chip: Chip, num_devices: int, data: Data) -> Config:
     mesh = resolve_mesh(config.mesh, num_devices)
     per_device, limit = (
-        global_batch(config) // (mesh.replica * mesh.data * mesh.fsdp),
+        global_batch(config) // (mesh.replica * mesh.data * mesh.fsdp * mesh.expert),
         config.train.per_device_batch_size,
     )
     if limit and per_device:
@@ -265,7 +272,9 @@ def _point(
     try:
         config = spread(config, chip, num_devices, data)
     except InputError as error:
-        nothing = ScalingRow(kind, num_devices, 0, batch, batch * window, '', 0, 0, 0, 0, 0, False, 0, None, str(error))
+        nothing = ScalingRow(
+            kind, num_devices, 0, batch, batch * window, '', 0, 0, 0, 0, 0, False, 0, None, 0, str(error)
+        )
         return SizePoint(config, nothing)
     prediction = predict(config, chip, num_devices)
     speed = batch * window / prediction.step_seconds
@@ -288,6 +297,7 @@ def _point(
         fits=prediction.fits,
         hours=hours,
         dollars=None if price is None else price * hours * num_devices,
+        active_parameters=count_active_parameters(config.model),
     )
     return SizePoint(config, row)
 

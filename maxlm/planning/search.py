@@ -137,8 +137,8 @@ def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compi
 def candidate_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
     """Yields the configured mesh and the usual meshes of such a target.
 
-    Tensor parallelism stays within a node; replicas and pipeline stages use the slow links; sequences are split only if
-    they are long.
+    Tensor and expert parallelism stay within a node; replicas and pipeline stages use the slow links; sequences are
+    split only if they are long.
     """
     yield config.mesh
     num_devices, islands = target.num_devices, target.num_islands
@@ -146,17 +146,19 @@ def candidate_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
     stages = {1} | {stage for stage in (islands, 2 * islands, 4) if 1 < stage <= config.model.num_layers}
     for tensor in _powers(min(within, 8)):
         for context in _powers(min(within // tensor, 8)) if config.data.seq_len >= LONG else (1,):
-            for stage in sorted(stages) if num_devices > 8 else (1,):
+            experts = _powers(min(within // (tensor * context), 8)) if config.model.num_experts else [1]
+            for expert, stage in itertools.product(experts, sorted(stages) if num_devices > 8 else (1,)):
                 for replica in {1, islands}:
-                    rest, odd = divmod(num_devices, tensor * context * stage * replica)
+                    rest, odd = divmod(num_devices, tensor * context * stage * replica * expert)
                     if odd or not rest:
                         continue
                     pure = tensor == context == stage == 1
-                    for zero in (3, 2, 1) if rest > 1 and pure else (3, 2) if rest > 1 else (3,):
+                    for zero in (3, 2, 1) if rest * expert > 1 and pure else (3, 2) if rest * expert > 1 else (3,):
                         yield MeshConfig(
                             replica=replica,
                             stage=stage,
                             fsdp=rest,
+                            expert=expert,
                             context=context,
                             tensor=tensor,
                             zero_stage=zero,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from maxlm.checkpoint import checksums
-from maxlm.checkpoint.init_from import context_change_text, load_tokenizer, open_init_checkpoint
+from maxlm.checkpoint.init_from import InitCheckpoint, context_change_text, load_tokenizer, open_init_checkpoint
 from maxlm.checkpoint.item_metadata import CorruptCheckpointError, read_json
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import check_params, copy_params, is_mtp, params_item, restore_params
@@ -249,7 +249,8 @@ def restore_or_initialize(
         state = state._replace(reference=read_teacher(config, abstract))
     elif abstract.reference is not None:
         origin = open_init_checkpoint(_origin_of(config), config, abstract.params, tokenizer=tokenizer)
-        missing = origin.missing(init_state(config, layout).params) if config.model.lora_rank else {}
+        has_new_params = config.model.lora_rank or origin.upcycled is not None
+        missing = origin.missing(init_state(config, layout).params) if has_new_params else {}
         params = origin.read(abstract.params, missing)
         state = state._replace(reference=reference_of(config, params, abstract))
     return state, restored.history
@@ -283,12 +284,24 @@ def initialize_state(
     state = state._replace(params=None, ema=None, reference=None)
     params = origin.read(abstract.params, initial)
     logger.info(f'starting with the parameters of {origin.path} and a fresh optimizer')
-    for line in (origin.vocab_resize, _new_modules_text(initial), context_change_text(step, config)):
+    for line in (
+        origin.vocab_resize,
+        _new_modules_text(initial),
+        _upcycled_text(origin),
+        context_change_text(step, config),
+    ):
         if line:
             logger.info(str(line))
     ema = None if abstract.ema is None else copy_params(params)
     reference = reference_of(config, params, abstract) if config.teacher is None else read_teacher(config, abstract)
     return state._replace(params=params, ema=ema, reference=reference)
+
+
+def _upcycled_text(origin: InitCheckpoint) -> str:
+    if origin.upcycled is None:
+        return ''
+    model = origin.upcycled.model
+    return f'each of the {model.num_experts} experts starts as a copy of the feed-forward of its layer, with noise'
 
 
 def _new_modules_text(initial: Mapping[str, jax.Array]) -> str:

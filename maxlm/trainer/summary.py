@@ -15,7 +15,7 @@ from maxlm.hardware.chips import Peak
 from maxlm.hardware.prices import Price
 from maxlm.log import logger
 from maxlm.planning.cost import DEFAULT_TERMS
-from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters, parameters_text
 from maxlm.planning.forecast import Forecast
 from maxlm.planning.report import cost_of, startup_text
 from maxlm.telemetry.cost import HOUR
@@ -29,7 +29,7 @@ from maxlm.trainer.throughput import Throughput
 def headline(config: Config) -> str:
     """Returns the number of parameters, the devices and the mesh in one line."""
     kind = jax.local_devices()[0].device_kind
-    return f'{count_parameters(config.model):,} parameters on {jax.device_count()} × {kind} ({_mesh(config)})'
+    return f'{parameters_text(config.model)} on {jax.device_count()} × {kind} ({_mesh(config)})'
 
 
 def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Price | None) -> dict[str, Any]:
@@ -47,6 +47,7 @@ def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Pri
         'git': checkout(),
         'devices': devices(),
         'parameters': count_parameters(config.model),
+        'active_parameters': count_active_parameters(config.model),
         'mesh': _mesh(config),
         'peak_tflops': peak.tflops or None,
         'peak_source': peak.source,

@@ -8,6 +8,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.checkpoint.streaming import write_step
@@ -16,7 +17,7 @@ from maxlm.errors import InputError
 from maxlm.log import Console
 from maxlm.trainer import checkpointing as starting
 from maxlm.trainer.checkpointing import check_init_from, initialize_state
-from maxlm.training.state import abstract_state, init_state
+from maxlm.training.state import abstract_model, abstract_state, init_state
 from maxlm.workdir.files import CONFIG, TOKENIZER, write_run_files
 from tests.checkpoint.test_manager import config_on, random_state, same, save, zero_state
 from tests.checkpoint.test_streaming import flatten, streamed
@@ -288,3 +289,66 @@ def test_unknown_sequence_length(make, start, tmp_path):
     config['train']['num_steps'], config['model']['max_positions'] = 0, 32
     (tmp_path / 'bare' / CONFIG).write_text(json.dumps(config))
     assert '32 in the checkpoint, 64 in this run' in start(tmp_path / 'bare', **UNTIED, **YARN)[1]
+
+
+DENSE = {'model__family': 'llama', 'model__num_layers': 3, 'model__ffn_dim': 24}
+UPCYCLED = {
+    **DENSE,
+    'model__num_dense_layers': 1,
+    'model__num_experts': 4,
+    'model__num_experts_per_token': 2,
+    'train__load_balancing_loss': 0.0,
+}
+
+
+def hidden(params, **overrides):
+    config = config_on(1, **overrides)
+    graph, _ = nnx.split(abstract_model(config, small_layout(config)))
+    tokens = np.random.default_rng(0).integers(0, 50, (2, 8), dtype=np.int32)
+    return np.asarray(nnx.merge(graph, params)(tokens)[0])
+
+
+@pytest.mark.parametrize('mesh', [{}, {'mesh__expert': 4}])
+def test_experts_start_as_copies_of_a_dense_model(make, start, mesh):
+    workdir, before = make(**DENSE)
+    devices = {'num_devices': 8} if mesh else {}
+    state, out = start(workdir, random=True, train__upcycling_noise=0.0, **UPCYCLED, **mesh, **devices)
+    assert 'each of the 4 experts starts as a copy of the feed-forward of its layer' in out
+    experts = state.params['blocks']['feedforward']['experts']['up']['kernel']
+    up = before['blocks.feedforward.up.kernel']
+    np.testing.assert_array_equal(experts, np.broadcast_to(up[1:, None], experts.shape))
+    np.testing.assert_array_equal(state.params['dense_blocks']['feedforward']['up']['kernel'], up[:1])
+    dense = {}
+    for path, array in before.items():
+        *modules, name = path.split('.')
+        node = dense
+        for module in modules:
+            node = node.setdefault(module, {})
+        node[name] = array
+    expected = hidden(dense, **DENSE)
+    np.testing.assert_allclose(hidden(state.params, **UPCYCLED), expected, atol=1e-4)
+    # Negative control: a single dense layer computes something else.
+    dense['blocks'] = jax.tree.map(lambda leaf: leaf[::-1], dense['blocks'])
+    assert np.abs(hidden(dense, **DENSE) - expected).max() > 0.1
+
+
+def test_copies_of_experts_have_noise(make, start):
+    workdir, before = make(**DENSE)
+    state, _ = start(workdir, random=True, train__upcycling_noise=0.1, **UPCYCLED)
+    up = before['blocks.feedforward.up.kernel']
+    noise = state.params['blocks']['feedforward']['experts']['up']['kernel'] - up[1:, None]
+    np.testing.assert_allclose(noise.std(axis=(2, 3)), 0.1 * up.std(), rtol=0.2)
+    assert np.abs(noise[:, 0] - noise[:, 1]).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ('change', 'words'),
+    [
+        ({'model__num_shared_experts': 1}, 'the checkpoint is dense, so it has no shared experts'),
+        ({'model__expert_ffn_dim': 12}, 'has width 24, but model.expert_ffn_dim=12; set it to 24'),
+    ],
+)
+def test_experts_that_cannot_be_copies(make, start, change, words):
+    workdir, _ = make(**DENSE)
+    with pytest.raises(InputError, match=words):
+        start(workdir, **{**UPCYCLED, **change})

@@ -6,13 +6,14 @@ import functools
 import jax
 import pytest
 
-from benchmarks.models import MODELS, Model, main, resolved, row
+from benchmarks.models import EXPERTS, MODELS, PLANS, Model, experts_row, main, plan_row, resolved, row
 from maxlm import train
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
 from maxlm.huggingface.config_conversion import to_config
 from maxlm.parallel.layout import make_layout
+from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters
 from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 
@@ -24,7 +25,7 @@ SMALL = (
 # Phases after pretraining.
 PHASES = ('configs/code.py:7b-long', 'configs/code.py:7b-instruct', 'configs/code.py:7b-lora')
 SMOKE = [f'configs/{name}.py:smoke' for name in ('1b', 'neox', 'depth', 'mix', 'code')]
-VARIANTS = [*(model.config for model in MODELS), *SMALL, *PHASES, *SMOKE]
+VARIANTS = [*(model.config for model in (*MODELS, *EXPERTS)), *SMALL, *PHASES, *SMOKE]
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,30 @@ def test_another_width_is_detected():
 @pytest.mark.parametrize('model', MODELS, ids=lambda model: model.config)
 def test_the_docs_have_the_figures(model):
     assert row(model) in (ROOT / 'docs/models.md').read_text().splitlines()
+
+
+@pytest.mark.parametrize('model', EXPERTS, ids=lambda model: model.config)
+def test_the_docs_have_the_figures_of_experts(model):
+    assert experts_row(model) in (ROOT / 'docs/models.md').read_text().splitlines()
+
+
+@pytest.mark.parametrize('plan', PLANS, ids=lambda plan: f'{plan[0]} {plan[1]}')
+def test_the_docs_have_the_planned_runs(plan):
+    assert plan_row(*plan) in (ROOT / 'docs/models.md').read_text().splitlines()
+
+
+def test_experts_by_hand():
+    # The size of the released Qwen3-30B-A3B.
+    config = resolved(Model('configs/moe.py:30b-a3b', ''))
+    assert our_parameters(config) == count_parameters(config.model) == 30_532_122_624
+    # A layer has attention 2 · 2048 · 128 · (32 + 4), norms and a router; 8 experts have 3 · 2048 · 768 each.
+    layer = 2 * 2048 * 128 * (32 + 4) + 2 * 128 + 2 * 2048 + 128 * 2048 + 8 * 3 * 2048 * 768
+    assert count_active_parameters(config.model) == 48 * layer + 2 * 151_936 * 2048 + 2048
+    tiny, dense = (load(f'configs/{spec}') for spec in ('moe.py:tiny', 'tiny.py'))
+    experts = {'num_experts': 0, 'num_experts_per_token': 0, 'expert_ffn_dim': 0, 'ffn_dim': dense.model.ffn_dim}
+    assert tiny.model.expert_ffn_dim * tiny.model.num_experts_per_token == dense.model.ffn_dim
+    # Control: only the experts of tiny differ from configs/tiny.py.
+    assert dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, **experts)) == dense != tiny
 
 
 def test_by_hand():
@@ -136,6 +161,7 @@ def test_docstring_states_the_requirements_of_a_run(path):
         ('configs/neox.py:prod', 'production_8gpu'),
         ('configs/mix.py:huge', 'xlarge'),
         ('configs/code.py:7B', '7b'),
+        ('configs/moe.py:30b', '30b-a3b'),
         ('configs/depth.py:deep', 'configs/depth.py:24'),
         ('configs/depth.py:0', 'configs/depth.py:24'),
         ('configs/arithmetic.py:grpo', 'sft, rl'),
@@ -151,7 +177,7 @@ def test_unknown_variant(spec, wanted, capsys, tmp_path):
     assert not workdir.exists()
 
 
-@pytest.mark.parametrize('name', ['neox', 'mix', 'code', 'depth', 'arithmetic', 'synth'])
+@pytest.mark.parametrize('name', ['neox', 'mix', 'code', 'moe', 'depth', 'arithmetic', 'synth'])
 def test_without_a_variant_the_file_chooses(name):
     assert load(f'configs/{name}.py').model.num_layers > 0
 

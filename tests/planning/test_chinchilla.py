@@ -19,7 +19,7 @@ from maxlm.planning.chinchilla import (
     read_runs,
     refit,
 )
-from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters
 from tests.small import small_config
 
 OTHER = Law(2.3, 60.0, 900.0, 0.24, 0.30, 'planted')
@@ -169,6 +169,12 @@ def test_runs_are_read_from_their_workdirs(tmp_path):
     assert [run.loss for run in runs] == [3.1, 2.5]
     assert [run.tokens for run in runs] == [20 * 8 * 16, 40 * 8 * 16]
     assert [run.parameters for run in runs] == [count_parameters(small.model), count_parameters(large.model)]
+
+
+def test_runs_with_experts_have_the_parameters_that_a_token_uses(tmp_path):
+    config = write_run(tmp_path / 'a', LINES, model__num_experts=4, model__num_experts_per_token=1)
+    (run,) = read_runs([tmp_path / 'a'])
+    assert run.parameters == count_active_parameters(config.model) < count_parameters(config.model)
 
 
 def test_training_losses_if_a_run_was_not_evaluated(tmp_path):

@@ -9,7 +9,7 @@ from maxlm.config.loading import build, default
 from maxlm.errors import InputError
 from maxlm.hardware.chips import CHIPS
 from maxlm.planning.estimate.flops import training_flops
-from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters
 from maxlm.planning.scaling import SHAPES, Data, Prediction, Shape, resize, spread, sweep, sweep_sizes
 from maxlm.planning.tables import as_json, scaling_table
 
@@ -201,3 +201,14 @@ def test_the_config_is_not_changed():
     before = dataclasses.asdict(given)
     sweep(given, H100, [8, 64], perfect, DATA)
     assert dataclasses.asdict(given) == before
+
+
+def test_experts_are_resized_with_the_model():
+    experts = {'model__num_experts': 4, 'model__num_experts_per_token': 2, 'model__expert_ffn_dim': 1024}
+    given = config(model__dim=512, model__num_heads=4, **experts)
+    assert resize(given.model, Shape(8, 1024)).expert_ffn_dim == 2048
+    (point,) = sweep_sizes(given, H100, 8, perfect, DATA, shapes=[Shape(8, 1024)])
+    assert point.row.active_parameters == count_active_parameters(point.config.model) < point.row.parameters
+    # Control: all parameters of a dense model are active.
+    (dense,) = sweep_sizes(config(), H100, 8, perfect, DATA, shapes=[Shape(8, 1024)])
+    assert dense.row.active_parameters == dense.row.parameters

@@ -158,3 +158,12 @@ def test_auto_reports_errors_of_the_config():
     odd = config_of('1b.py', 'train.per_device_batch_size=auto', 'train.global_batch_size=12')
     with pytest.raises(InputError, match=r'train\.global_batch_size=12 cannot be split over 8'):
         choose_micro_batch(odd, machine, resolver(machine), Compiler(machine, 1.0))
+
+
+def test_experts_are_split_within_a_node():
+    target = machine_of('h100:8x2').target
+    meshes = list(candidate_meshes(config_of('moe.py:8x1b'), target))
+    assert {mesh.expert for mesh in meshes} == {1, 2, 4, 8}
+    assert all(mesh.expert * mesh.tensor * mesh.context <= 8 for mesh in meshes)
+    # Control: a dense model has no such axis.
+    assert {mesh.expert for mesh in candidate_meshes(config_of('code.py:7b'), target)} == {1}

@@ -80,6 +80,20 @@ def test_samples_are_written_and_truncated_on_resume(tmp_path):
     assert [line['step'] for line in read_lines(tmp_path / SAMPLES_FILE).lines] == [2, 2]
 
 
+def test_loads_of_experts_are_written_at_few_steps(tmp_path):
+    def write(after_step, steps):
+        writer = MetricWriter(tmp_path, after_step=after_step)
+        for step in steps:
+            writer.write_expert_loads(step, 0.0, [[1.0, 0.25]], is_last=step == 300)
+        return [line['step'] for line in read_lines(tmp_path / 'expert_loads.jsonl').lines]
+
+    steps = write(0, range(1, 301))
+    assert (steps[:3], steps[-1]) == ([1, 2, 3], 300)
+    assert 50 < len(steps) < 100
+    # A resumed run drops the lines of the steps that it repeats.
+    assert write(150, []) == [step for step in steps if step <= 150]
+
+
 def test_trackers_receive_the_first_step_of_each_attempt(tmp_path):
     recorder = Recorder()
     for steps, after_step in (([1, 2, 3], 0), ([3], 2)):

@@ -1,1 +1,1 @@
-"""Sections of the config whose keys are declared apart from the main schema."""
+"""Sections of the config that the schema imports."""

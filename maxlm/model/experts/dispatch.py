@@ -131,7 +131,7 @@ from_rows.defvjp(_from_rows_forward, _from_rows_backward)
 class Exchange(NamedTuple):
     """Rows that devices send to each other, so that each device processes the rows of its own experts.
 
-    A device has room for C rows from every device. C is the largest number that can occur, so no row is dropped.
+    The buffer of a device holds C rows from every device. C is the largest number that can occur, so no row is dropped.
 
     Attributes:
         sent: rows that this device sends, C for each device.

@@ -49,6 +49,8 @@ class Program:
         unknown_loops: loops with counted work whose trip count cannot be determined; they count as one iteration.
         traffic: memory traffic by kernel, for a GPU only. In a TPU's program, many arrays are in on-chip memory.
         rematerialized: number of instructions that XLA duplicated to save memory, which compute a value twice.
+        has_ragged_exchange: devices exchange numbers of rows that depend on the data, which `transfers` does not
+            contain.
     """
 
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
@@ -57,6 +59,7 @@ class Program:
     unknown_loops: list[str] = dataclasses.field(default_factory=list)
     traffic: list[Traffic] = dataclasses.field(default_factory=list)
     rematerialized: int = 0
+    has_ragged_exchange: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -93,6 +96,11 @@ def read_program(text: str, mesh_sizes: Mapping[str, int], *, platform: str = ''
     # XLA appends this to the names of instructions that it duplicates.
     program.rematerialized = sum(
         '.remat' in name for computation in module.computations.values() for name in computation
+    )
+    program.has_ragged_exchange = any(
+        instruction.opcode.startswith('ragged-all-to-all')
+        for computation in module.computations.values()
+        for instruction in computation.values()
     )
     if platform == 'gpu':
         program.traffic = read_traffic(module)

@@ -7,9 +7,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """Memory overheads of a compiler, read off compiled programs. All but the last two are numbers of copies.
+    """Memory overheads of a compiler, read off compiled programs. Most are numbers of copies.
 
     Attributes:
+        platform: platform of the devices: cpu, gpu or tpu.
         ffn: arrays [B, T, F] in the compute dtype in the backward pass of a layer whose activation has no gate.
         gated: the same for an activation with a gate.
         gated_again: the same for an activation with a gate if gate and up are recomputed.
@@ -22,6 +23,7 @@ class Backend:
         turns_stacks: stacks that are sharded along their last axis are transposed before they are gathered.
     """
 
+    platform: str
     ffn: float
     gated: float
     gated_again: float
@@ -39,7 +41,7 @@ SUBLANES = 8
 # Fitted to some programs of tests/planning/estimate/programs.json; for CPUs, to a few small programs.
 BACKENDS = {
     # The embedding is gathered, and its gradient is summed, in float32.
-    'gpu': Backend(4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, True),
-    'tpu': Backend(4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 128, False),
-    'cpu': Backend(9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False),
+    'gpu': Backend('gpu', 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, True),
+    'tpu': Backend('tpu', 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 128, False),
+    'cpu': Backend('cpu', 9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False),
 }

@@ -196,7 +196,7 @@ def _experts(config: Config) -> list[Transfer]:
     """Returns the exchanges of rows between the devices of different experts, and sums of the routers' statistics.
 
     Rows are sent to the experts and back, and so are their gradients. Devices wait for them. A policy other than
-    `none` recomputes the rows that experts receive.
+    `none` recomputes the exchange. Without a capacity, each row is sent with the index of its expert.
     """
     model, width = config.model, _width(config)
     transfers = []
@@ -206,9 +206,11 @@ def _experts(config: Config) -> list[Transfer]:
         rows = rows_of(config, kind)
         is_sent_whole = bool(kind.expert_capacity_factor) or kind.expert_matmul == 'loop'
         size = width * kind.dim * (rows.sent if is_sent_whole else rows.assigned)
-        again = 2 * (model.remat_policy != 'none') + 2 * (config.mesh.stage > 1)
+        forwards = 1 + (model.remat_policy != 'none') + (config.mesh.stage > 1)
+        indices = 0 if kind.expert_capacity_factor else 4 * rows.sent
         transfers += [
-            _transfer(config, 'all-to-all', ('expert',), size, (4 + again) * runs, is_async=False),
+            _transfer(config, 'all-to-all', ('expert',), size, (2 * forwards + 2) * runs, is_async=False),
+            _transfer(config, 'all-to-all', ('expert',), indices, forwards * runs, is_async=False),
             # The load of each expert, and the mean probabilities.
             _transfer(config, 'all-reduce', BATCH_AXES, FLOAT32 * kind.num_experts, 2 * runs, is_async=False),
         ]

@@ -329,7 +329,7 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
     ffn = (backend.gated_again if again else backend.gated) if sizes.gated else backend.ffn
     work = tokens * sizes.width * (ffn * sizes.F + backend.stream * sizes.D)
     work += backend.layer * _matrices(config, sizes) * sizes.width
-    work += backward_bytes(config, sizes.kind, ffn)
+    work += backward_bytes(config, sizes.kind, ffn, backend.platform)
     if config.mesh.context > 1:
         return int(work)
     if needs_mask(config, capability):

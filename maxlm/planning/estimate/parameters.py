@@ -65,8 +65,11 @@ def layer_stacks(model: ModelConfig) -> list[ModelConfig]:
     num_dense = model.num_dense_layers
     if not num_dense:
         return [model]
-    dense = dataclasses.replace(model, num_layers=num_dense, num_dense_layers=0, num_experts=0, num_shared_experts=0)
-    return [dense, dataclasses.replace(model, num_layers=model.num_layers - num_dense, num_dense_layers=0)]
+    rest = dataclasses.replace(model, num_layers=model.num_layers - num_dense, num_dense_layers=0)
+    dense = dataclasses.replace(
+        rest, num_layers=num_dense, num_experts=0, num_experts_per_token=0, num_shared_experts=0
+    )
+    return [dense, rest]
 
 
 def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
@@ -87,13 +90,6 @@ def latent_elements(model: ModelConfig) -> int:
 def block_parameters(model: ModelConfig) -> int:
     """Returns the number of elements of the matrices of one block; see `block_kernels`."""
     return sum(kernel.size for kernel in block_kernels(model).values())
-
-
-def feedforward_dim(model: ModelConfig) -> int:
-    """Returns the width of the feed-forward of a block per token, summed over the token's experts."""
-    if not model.num_experts:
-        return model.ffn_dim
-    return (model.num_experts_per_token + model.num_shared_experts) * model.expert_ffn_dim
 
 
 def tables(model: ModelConfig) -> Tables:

@@ -77,7 +77,7 @@ def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> 
         capability: compute capability of the GPUs. None: other devices, or unknown.
     """
     mesh, tokens = config.mesh, tokens_per_device(config)
-    in_blocks = _block_flops(config, tokens)
+    in_blocks = _block_flops(config, tokens, is_gpu=capability is not None)
     return Work(
         flops=in_blocks + _head_flops(config, tokens) + _muon_flops(config) + _teacher_flops(config, tokens),
         fp8_flops=in_blocks if config.model.matmul_precision == 'fp8' else 0.0,
@@ -154,26 +154,39 @@ def forward_passes(config: Config) -> float:
     return 1 + (config.model.remat_policy != 'none') + (config.mesh.stage > 1)
 
 
-def _block_flops(config: Config, tokens: float) -> float:
+def _block_flops(config: Config, tokens: float, *, is_gpu: bool) -> float:
     """Returns FLOPs of blocks: per parameter and token 2 forward, 4 backward, plus recomputation."""
     model, mesh = config.model, config.mesh
     total = flops = 0.0
     for kind, layers in layers_on_device(config):
-        rows = rows_of(config, kind)
+        kernels, rows = block_kernels(kind), rows_of(config, kind)
+        # XLA expands a ragged product to products of all rows for every expert: on TPUs only the gradient of the
+        # kernels, on GPUs all of them.
+        is_expanded = kind.expert_matmul == 'ragged_dot' and not kind.expert_capacity_factor
+        expanded = rows.stored * kind.num_experts / mesh.expert
         # A kernel of experts multiplies the rows of all experts of a device.
+        multiplied = rows_per_token(config, expanded if is_expanded and is_gpu else rows.multiplied)
         per_token = {
-            name: kernel.inputs
-            * kernel.outputs
-            * (rows_per_token(config, rows.multiplied) if kernel.is_of_experts else 1)
-            for name, kernel in block_kernels(kind).items()
+            name: kernel.inputs * kernel.outputs * (multiplied if kernel.is_of_experts else 1)
+            for name, kernel in kernels.items()
         }
         block = sum(per_token.values())
-        flops = 6.0 * block
+        of_experts = sum(size for name, size in per_token.items() if kernels[name].is_of_experts)
+        # The weighted sum of the experts' outputs, and the mean probability of each expert.
+        flops = 6.0 * block + 6 * kind.num_experts_per_token * kind.dim + 4 * kind.num_experts
+        if of_experts and is_expanded and not is_gpu:
+            flops += 2 * of_experts * (expanded / rows.multiplied - 1)
         # In a pipeline the stages are a batch dimension of every product, so dots_no_batch saves none of them.
         if model.remat_policy in RECOMPUTED or (model.remat_policy == 'dots_no_batch' and mesh.stage > 1):
             # The last product of a residual branch is not recomputed: at most its sum with the stream is needed.
-            last = per_token.get('down', 0) + (per_token['out'] if model.parallel_residual else 0)
+            down = per_token.get('shared.down' if kind.num_experts else 'down', 0)
+            last = down + (per_token['out'] if model.parallel_residual else 0)
             flops += 2 * (block - last)
+        elif model.remat_policy == 'dots_no_batch' or (
+            model.remat_policy == 'dots' and not kind.expert_capacity_factor
+        ):
+            # Policies do not save the products of groups of rows.
+            flops += 2 * of_experts
         if mesh.stage > 1:
             # A pipeline recomputes a complete chunk of layers from its input.
             flops += 2 * block

@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.planning.compiled.program import read_program
 from maxlm.planning.estimate.flops import training_flops
+from maxlm.planning.estimate.work import estimate_work
+from maxlm.planning.forecast import compiled_work
 from maxlm.training.state import abstract_state
 from tests.small import small_config, small_layout
 
@@ -303,3 +305,19 @@ def test_not_a_program():
         read_program('HloModule nothing\n', {'data': 1})
     with pytest.raises(ValueError, match='cannot parse a line'):
         read_program('HloModule x\n\nENTRY %main {\n  what is this\n}\n', {'data': 1})
+
+
+def test_unknown_work_of_experts_is_that_of_the_formula():
+    experts = {'model__num_experts': 4, 'model__num_experts_per_token': 2}
+    config = small_config(num_devices=2, mesh__expert=2, mesh__fsdp=1, **experts)
+    formula = estimate_work(config)
+    text = 'HloModule m, num_partitions=2\n\nENTRY main {\n  x = f32[4]{0} parameter(0)\n  ROOT y = f32[4]{0} '
+    ragged, plain = (
+        read_program(f'{text}{operation}(x), replica_groups={{{{0,1}}}}\n}}\n', config.mesh.sizes)
+        for operation in ('ragged-all-to-all', 'all-to-all')
+    )
+    work = compiled_work(config, formula, ragged)
+    assert work.flops == formula.flops
+    assert work.transfers == [each for each in formula.transfers if each.kind == 'all-to-all'] != []
+    # Control: the transfers of other exchanges are in the program.
+    assert compiled_work(config, formula, plain).transfers == plain.transfers != work.transfers

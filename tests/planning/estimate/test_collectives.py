@@ -118,3 +118,28 @@ def test_a_pipeline_sends_the_stream():
     sizes = {(t.kind, t.count): t.size for t in estimate_transfers(config) if t.axes == ('stage',) and t.size > 4}
     # Each of 4 micro-batches and an idle round is sent forward and backward. Then all results are reduced.
     assert sizes == {('collective-permute', 10): stream, ('all-reduce', 2): 4 * stream}
+
+
+EXPERTS = {'model__num_experts': 4, 'model__num_experts_per_token': 2, 'model__expert_ffn_dim': 64}
+
+
+@pytest.mark.parametrize('capacity', [0, 1.25])
+def test_experts_exchange_rows(capacity):
+    mesh = {'num_devices': 4, 'mesh__expert': 2, 'mesh__fsdp': 2}
+    config = small_config(**mesh, **EXPERTS, model__expert_capacity_factor=capacity)
+    model, N = config.model, config.train.per_device_batch_size * config.data.seq_len
+    # A sequence of 16 tokens with 2 of 4 experts sends 8 rows to an expert, and up to 1.25 times as many. Without a
+    # capacity, both rows of every token could be sent to each of 2 devices.
+    rows = config.train.per_device_batch_size * 4 * 10 if capacity else 2 * N * 2
+    runs = config.accumulation * model.num_layers
+    exchanges = {t.size: t.count for t in estimate_transfers(config) if t.kind == 'all-to-all'}
+    indices = {} if capacity else {4.0 * rows: runs}
+    assert exchanges == {4 * rows * model.dim: 4 * runs, **indices}
+    gathers = {(t.axes, t.size) for t in estimate_transfers(config) if t.kind == 'all-gather'}
+    # A device gathers the kernels of its 2 experts, and the router's in float32 over all devices.
+    assert (('fsdp',), 4 * 2 * 2 * model.dim * 64) in gathers
+    assert (('fsdp', 'expert'), 4 * 4 * model.dim) in gathers
+    # Control: without the axis, all experts are gathered and nothing is exchanged.
+    alone = estimate_transfers(small_config(num_devices=4, **EXPERTS))
+    assert {t.kind for t in alone if t.axes == ('expert',)} == set()
+    assert (('fsdp',), 4 * 4 * 2 * model.dim * 64) in {(t.axes, t.size) for t in alone}

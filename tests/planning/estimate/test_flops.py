@@ -108,3 +108,17 @@ def test_frozen_parameters_have_no_gradient_and_a_reference_has_a_forward_pass()
     assert step_flops(adapted, 16).causal == pytest.approx(base.causal - 2 * matrices + 6 * adapters)
     dpo = small_config(model__family='llama', train__objective='dpo', train__init_from='runs/sft')
     assert step_flops(dpo, 16).full == pytest.approx(base.full * 4 / 3)
+
+
+def test_only_the_experts_of_a_token_count():
+    experts = {'model__num_experts': 8, 'model__num_experts_per_token': 2, 'model__expert_ffn_dim': 64}
+    config = small_config(**experts, model__ffn_dim=128)
+    model, dense = config.model, small_config(model__ffn_dim=128).model
+    router = model.num_layers * model.dim * 8
+    # Two experts of half the width have as many parameters as the dense feed-forward.
+    assert matmul_parameters(model) == matmul_parameters(dense) + router
+    assert step_flops(config, 16) == training_flops(model, 16)
+    frozen = small_config(**experts, optimizer__frozen_params=('*.experts',))
+    unfrozen = small_config(**experts)
+    active = model.num_layers * 2 * 2 * model.dim * 64
+    assert step_flops(frozen, 16).causal == step_flops(unfrozen, 16).causal - 2 * active

@@ -4,6 +4,7 @@
 `python -m benchmarks.plan_programs` writes it.
 """
 
+import dataclasses
 import json
 
 import jax
@@ -11,6 +12,8 @@ import pytest
 
 from benchmarks.plan_programs import PROGRAMS as RECORD
 from benchmarks.plan_programs import resolve_for
+from maxlm.config.loading import build, default
+from maxlm.config.resolve import resolve
 from maxlm.parallel.host_offload import HOST
 from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.planning.compiled.memory import memory_of, overflow_of
@@ -94,6 +97,7 @@ STATES |= {
 PROGRAMS = {
     'all kept': ({}, 0.10),
     'nothing kept': ({'model__remat_policy': 'full', 'model__family': 'llama'}, 0.15),
+    'experts': ({**EXPERTS, 'model__family': 'llama', 'model__remat_policy': 'full', 'model__num_layers': 3}, 0.10),
     'products kept, stages': (
         {'model__remat_policy': 'dots_no_batch', 'mesh__stage': 2, 'train__per_device_batch_size': 1},
         0.30,
@@ -162,7 +166,7 @@ def test_the_state_is_known_from_shapes(family, layout):
 
 
 @pytest.mark.parametrize(
-    'program', ['all kept', 'nothing kept', pytest.param('products kept, stages', marks=pytest.mark.nightly)]
+    'program', ['all kept', 'nothing kept', 'experts', pytest.param('products kept, stages', marks=pytest.mark.nightly)]
 )
 def test_against_the_compiler_for_cpus(program):
     overrides, error = PROGRAMS[program]
@@ -182,6 +186,48 @@ def test_against_the_compiler_for_cpus(program):
     # Control: sequences a quarter as long. The bound for pipelines is too wide to distinguish half the length.
     short = small_config(num_devices=8, **{**sizes, **batch, **overrides, 'data__seq_len': 64})
     assert estimate_memory(short, 'cpu').total != pytest.approx(reported.total, rel=error)
+
+
+# Target, overrides → MiB that the compilers reported for a model of 8 layers with 32 experts, 4 per token.
+EXPERT_PROGRAMS = {
+    ('v5p:2x2x1', ('model.remat_policy=full',)): 7787,
+    ('v5p:2x2x1', ('model.remat_policy=full', 'mesh.expert=4', 'mesh.fsdp=1')): 8611,
+    ('v5p:2x2x1', ('model.remat_policy=dots_no_batch',)): 8220,
+    ('v5p:2x2x1', ('model.remat_policy=none',)): 12_710,
+    ('h100:4', ('model.remat_policy=full', 'model.num_layers=2', 'mesh.expert=2', 'mesh.fsdp=2')): 9153,
+}
+EXPERT_MODEL = {
+    **{'family': 'qwen3', 'vocab_size': 32_000, 'num_layers': 8, 'dim': 2048, 'num_heads': 16, 'num_kv_heads': 4},
+    **{'head_dim': 128, 'num_experts': 32, 'num_experts_per_token': 4, 'expert_ffn_dim': 768},
+    'expert_matmul': 'ragged_dot',
+}
+
+
+@pytest.mark.parametrize(('spec', 'overrides'), EXPERT_PROGRAMS)
+def test_experts_match_the_compilers(spec, overrides):
+    target, reported = parse_target(spec), EXPERT_PROGRAMS[spec, overrides]
+    values = default()
+    values.model.update(EXPERT_MODEL)
+    values.data.seq_len = 4096
+    values.train.update(num_steps=1000, global_batch_size=32, per_device_batch_size=1)
+    for override in overrides:
+        key, value = override.split('=')
+        section, name = key.split('.')
+        values[section][name] = type(values[section][name])(value)
+    config = resolve(
+        build(values),
+        platform=target.chip.platform,
+        num_devices=target.num_devices,
+        vocab_size=0,
+        windows=1000,
+        capability=target.chip.capability,
+    )
+    total = estimate_memory(config, target.chip.platform, target.chip.capability).total
+    assert total / 2**20 == pytest.approx(reported, rel=USUAL)
+    # Control: twice the experts need more memory.
+    more = dataclasses.replace(config, model=dataclasses.replace(config.model, num_experts=64))
+    wrong = estimate_memory(more, target.chip.platform, target.chip.capability).total
+    assert wrong / 2**20 != pytest.approx(reported, rel=USUAL)
 
 
 def test_state_on_the_host_is_reported_separately():

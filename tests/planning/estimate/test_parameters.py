@@ -6,7 +6,7 @@ import jax
 import pytest
 from flax import nnx
 
-from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters, weights
+from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters, parameters_text, weights
 from maxlm.training.optimizers.optimizer import kind_of, names
 from maxlm.training.state import abstract_model, abstract_state
 from tests.small import LATENT, small_config, small_layout
@@ -77,5 +77,8 @@ def test_active_parameters_are_those_of_a_model_with_the_experts_of_a_token():
     # The router has a column for every expert.
     router = model.num_layers * model.dim * (model.num_experts - model.num_experts_per_token)
     assert count_active_parameters(model) == count_parameters(used) + router < count_parameters(model)
+    numbers = count_parameters(model), count_parameters(used) + router
+    assert parameters_text(model) == '{:,} parameters ({:,} active per token)'.format(*numbers)
     dense = small_config(model__family='llama').model
     assert count_active_parameters(dense) == count_parameters(dense)
+    assert parameters_text(dense) == f'{count_parameters(dense):,} parameters'

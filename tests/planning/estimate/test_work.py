@@ -9,8 +9,9 @@ import pytest
 
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
+from maxlm.planning.estimate.experts import rows_of, whole_parameters
 from maxlm.planning.estimate.flops import matmul_parameters
-from maxlm.planning.estimate.parameters import model_parameters
+from maxlm.planning.estimate.parameters import layer_stacks, model_parameters
 from maxlm.planning.estimate.work import estimate_work
 from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state
@@ -71,6 +72,55 @@ def test_products_equal_the_trace(family, remat, window):
     # Control: another policy has other matmuls.
     other = dataclasses.replace(config.model, remat_policy='none' if remat in ('full', 'offload') else 'full')
     assert estimate_work(dataclasses.replace(config, model=other)).all_flops != traced_flops(config)
+
+
+EXPERTS = {
+    'model__family': 'llama',
+    'model__num_experts': 4,
+    'model__num_experts_per_token': 2,
+    'model__expert_ffn_dim': 48,
+    'model__num_shared_experts': 1,
+    'model__num_dense_layers': 1,
+}
+
+
+@pytest.mark.parametrize(
+    ('remat', 'capacity'), [('none', 0), ('none', 1.25), ('dots_no_batch', 0), ('dots', 1.25), ('full', 0)]
+)
+def test_products_of_experts_equal_the_trace(remat, capacity):
+    overrides = {'model__remat_policy': remat, 'model__expert_capacity_factor': capacity}
+    config = small_config(**{**SHAPE, **EXPERTS, **overrides})
+    assert estimate_work(config).all_flops == traced_flops(config)
+    # Control: a token with one more expert has more products.
+    more = dataclasses.replace(config.model, num_experts_per_token=3)
+    assert estimate_work(dataclasses.replace(config, model=more)).all_flops > traced_flops(config)
+
+
+def test_all_tokens_could_be_sent_to_each_device():
+    config = small_config(num_devices=4, mesh__expert=4, mesh__fsdp=1, **{**SHAPE, **EXPERTS})
+    N = config.train.per_device_batch_size * config.data.seq_len
+    rows = rows_of(config, layer_stacks(config.model)[1])
+    # A token can send one row to each of 4 devices, which have one expert each.
+    assert (rows.assigned, rows.sent) == (2 * N, 4 * N)
+    assert rows.stored >= rows.sent
+    # Other devices have the other experts, so no device has more weights to read than without them.
+    alone = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, expert=1, data=4))
+    assert rows_of(alone, layer_stacks(config.model)[1]).sent == 0
+    assert whole_parameters(config) < whole_parameters(alone) == model_parameters(config.model)
+
+
+def test_unselected_experts_cost_no_operations_for_kernels_of_groups_of_rows():
+    config = small_config(**{**SHAPE, **EXPERTS})
+    tokamax = dataclasses.replace(config, model=dataclasses.replace(config.model, expert_matmul='tokamax'))
+    more = dataclasses.replace(tokamax, model=dataclasses.replace(tokamax.model, num_experts=8))
+    tokens = config.train.global_batch_size * config.data.seq_len
+    # The router has more outputs, with a mean probability each.
+    router = (6 * config.model.dim + 4) * (8 - 4) * (config.model.num_layers - 1) * tokens
+    assert estimate_work(more).flops == estimate_work(tokamax).flops + router
+    # With XLA's `ragged_dot`, the gradient of the kernels is a product of all rows for every expert.
+    ragged = dataclasses.replace(config, model=dataclasses.replace(config.model, expert_matmul='ragged_dot'))
+    of_experts = 2 * 3 * config.model.dim * config.model.expert_ffn_dim * (config.model.num_layers - 1) * tokens
+    assert estimate_work(ragged).flops == estimate_work(tokamax).flops + 2 * (4 - 1) * of_experts
 
 
 def test_products_of_muon():
