@@ -280,7 +280,7 @@ def test_an_import_without_a_tokenizer_is_reported(model, tmp_path, capsys):
 
 
 CONFIGS = [
-    ({'model_type': 'mixtral'}, ['mixture-of-experts']),
+    ({'model_type': 'dbrx'}, ['model_type=dbrx', 'mixtral']),
     ({'model_type': 'cohere'}, ['model_type=cohere', 'nanochat']),
     ({'model_type': 'bloom'}, ['ALiBi']),
     ({'num_local_experts': 8}, ['num_local_experts=8']),

@@ -157,6 +157,28 @@ _GEMMA3: dict[str, object] = {
     'sliding_window': 512,
 }
 
+# Jiang et al. 2024, "Mixtral of Experts": Llama with experts, which the keys of experts set.
+_MIXTRAL: dict[str, object] = {**_LLAMA, 'rope_theta': 1_000_000.0}
+
+# Yang et al. 2025, "Qwen3 Technical Report": Qwen3 with experts.
+_QWEN3_MOE: dict[str, object] = {**_QWEN3}
+
+# DeepSeek-AI 2024, "DeepSeek-V2" and "DeepSeek-V3 Technical Report": Llama with latent attention and experts. Set the
+# sizes of latent attention and the keys of the router.
+_DEEPSEEK: dict[str, object] = {**_LLAMA, 'norm_epsilon': 1e-6}
+
+# OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card": alternating windows, attention sinks, biases, and experts with
+# a clamped SwiGLU. Set model.router_use_bias.
+_GPT_OSS: dict[str, object] = {
+    **_LLAMA,
+    'rope_theta': 150_000.0,
+    'attention_sinks': True,
+    'activation': 'swiglu_oai',
+    'use_bias': True,
+    'attention_pattern': 'SL',
+    'sliding_window': 128,
+}
+
 # Karpathy 2025, nanochat: norms without parameters, also after the embedding and on queries and keys; squared ReLU
 # (So et al. 2021, "Primer"); logits soft-capped to ±15; untied output; residual outputs initialized to zero.
 _NANOCHAT: dict[str, object] = {
@@ -183,6 +205,11 @@ FAMILIES: dict[str, dict[str, object]] = {
     'phi3': _PHI3,
     'gemma2': _GEMMA2,
     'gemma3': _GEMMA3,
+    'mixtral': _MIXTRAL,
+    'qwen3_moe': _QWEN3_MOE,
+    'deepseek_v2': _DEEPSEEK,
+    'deepseek_v3': _DEEPSEEK,
+    'gpt_oss': _GPT_OSS,
     'nanochat': _NANOCHAT,
 }
 

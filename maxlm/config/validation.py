@@ -67,7 +67,11 @@ CHOICES = {
         'phi3',
         'gemma2',
         'gemma3_text',
+        'mixtral',
+        'qwen3_moe',
+        'deepseek_v2',
         'deepseek_v3',
+        'gpt_oss',
         'nanochat',
     ),
 }

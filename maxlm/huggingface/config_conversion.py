@@ -23,7 +23,7 @@ from maxlm.huggingface.architectures.architecture import (
     stated,
 )
 from maxlm.huggingface.architectures.dense import QWEN2, SMOLLM3
-from maxlm.huggingface.architectures.experts import DEEPSEEK_V3
+from maxlm.huggingface.architectures.experts import DEEPSEEK_V2, QWEN3_MOE
 from maxlm.huggingface.architectures.table import ARCHITECTURES, DEFAULT_ARCHITECTURES
 from maxlm.huggingface.json_fields import Fields
 from maxlm.huggingface.numbers import NUMBERS
@@ -31,7 +31,6 @@ from maxlm.huggingface.rope import from_rope, to_rope
 from maxlm.huggingface.tensors.dequantize import METHODS
 
 _EXPERTS = ('num_experts', 'num_local_experts', 'n_routed_experts', 'moe_num_experts')
-_EXPERT_TYPES = ('mixtral', 'dbrx', 'jetmoe', 'deepseek_v2', 'gpt_oss', 'llama4')
 
 
 def check_supported(config: Fields, supported: Iterable[str]) -> None:
@@ -53,17 +52,10 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
             f'{source}: quantization_config: quant_method={method!r:.100} is not supported; use float weights, or '
             f'weights in {" or ".join(METHODS)}'
         )
-    reason = 'mixture-of-experts models are not supported; use a dense model'
-    if kind == DEEPSEEK_V3.model_type:
-        # The first layers have no experts, whatever the number of experts is.
-        if config.integer('first_k_dense_replace', 3) < config.integer('num_hidden_layers', 61):
-            raise config.error('first_k_dense_replace', f'{reason}, in which it equals num_hidden_layers')
-    else:
+    if kind in ARCHITECTURES and not ARCHITECTURES[kind].expert_keys:
         for key in _EXPERTS:
             if config.integer(key, 0, null=0):
-                raise config.error(key, reason)
-    if kind in _EXPERT_TYPES or 'moe' in kind:
-        raise InputError(f'{source}: model_type={kind}: mixture-of-experts models are not supported; use a dense model')
+                raise config.error(key, f'{kind} models have no experts; set it to 0')
     attention = values.get('attn_config')
     if kind == 'bloom' or values.get('alibi') or (isinstance(attention, dict) and attention.get('alibi')):
         raise InputError(
@@ -126,7 +118,8 @@ def choose_architecture(model: ModelConfig, architecture: str = AUTO) -> Archite
 
 def unsupported_settings(model: ModelConfig, row: Architecture) -> list[str]:
     """Returns the settings of a model that an architecture cannot express, as `model.key=value`."""
-    unsupported = [stated(model, key) for key, value in row.fixed_settings.items() if getattr(model, key) != value]
+    fixed = {**row.fixed_settings, **(row.expert_settings if model.num_experts else {})}
+    unsupported = [stated(model, key) for key, value in fixed.items() if getattr(model, key) != value]
     if model.activation not in row.activations.values():
         unsupported.insert(0, stated(model, 'activation'))
     return unsupported + [found for limit in row.limits if (found := limit(model))]
@@ -140,7 +133,8 @@ def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
     """
     row = choose_architecture(model, architecture)
     config: dict[str, Any] = {'architectures': [row.class_name], 'model_type': row.model_type}
-    config |= {hf_key: getattr(model, key) for key, (hf_key, _) in row.keys.items()}
+    keys = {**row.keys, **(row.expert_keys if model.num_experts else {})}
+    config |= {hf_key: getattr(model, key) for key, (hf_key, _) in keys.items()}
     config |= {row.keys[key][0]: getattr(model, key) or None for key in _CAPS if key in row.keys}
     if 'attention_multiplier' in row.keys:
         multiplier = model.attention_multiplier or model.head_dim**-0.5
@@ -161,11 +155,21 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
     Raises:
         InputError: the model is not supported, or a value is invalid. The message names the keys.
     """
+    if 'num_local_experts' in config and config.get('model_type') == QWEN3_MOE.model_type:
+        # Name in Transformers 5.
+        config = {**config, 'num_experts': config['num_local_experts']}
     fields = Fields(config, source)
     row = _architecture(fields)
     model: dict[str, Any] = {'family': row.family, **row.fixed_settings}
+    keys = dict(row.keys)
+    if _has_experts(fields, row):
+        keys |= row.expert_keys
+        model |= row.expert_settings
+        if row is DEEPSEEK_V2 and not _limits_groups(fields):
+            # Transformers ignores the groups.
+            keys = {key: names for key, names in keys.items() if names[0] not in ('n_group', 'topk_group')}
     kinds = typing.get_type_hints(ModelConfig)
-    for key, (hf_key, fallback) in row.keys.items():
+    for key, (hf_key, fallback) in keys.items():
         null = 0 if key in _NULLABLE else None
         if hf_key not in config and fallback is None:
             model[key] = 0
@@ -184,6 +188,9 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
         multiplier = multiplier**-0.5 if row.keys['attention_multiplier'][0] == _SCALAR else multiplier
         head_dim = model['head_dim'] or max(1, model['dim'] // model['num_heads'])
         model['attention_multiplier'] = 0.0 if multiplier == head_dim**-0.5 else multiplier
+    if 'ffn_dim' not in keys:
+        # All layers have experts.
+        model['ffn_dim'] = model['expert_ffn_dim'] if row.expert_keys else 0
     if row.has_mlp_bias and fields.flag('mlp_bias', False) != model['use_bias']:
         raise fields.error(
             'mlp_bias', f'differs from attention_bias={model["use_bias"]}; only equal values are supported'
@@ -209,8 +216,22 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
 
 def _with_hf_names(message: str, row: Architecture) -> str:
     """Returns a message about keys of maxlm with the keys of config.json."""
-    names = _ROPE_NAMES | {key: hf_key for key, (hf_key, _) in row.keys.items()}
+    names = _ROPE_NAMES | {key: hf_key for key, (hf_key, _) in (*row.keys.items(), *row.expert_keys.items())}
     return re.sub(r'\bmodel\.(\w+)', lambda match: names.get(match[1], match[0]), message)
+
+
+def _has_experts(fields: Fields, row: Architecture) -> bool:
+    if 'num_dense_layers' not in row.expert_keys:
+        return bool(row.expert_keys)
+    hf_key, fallback = row.expert_keys['num_dense_layers']
+    return fields.integer(hf_key, fallback) < fields.integer(*row.keys['num_layers'])
+
+
+def _limits_groups(fields: Fields) -> bool:
+    method = fields.text('topk_method', 'greedy')
+    if method not in ('greedy', 'group_limited_greedy'):
+        raise fields.error('topk_method', 'not supported; use greedy or group_limited_greedy')
+    return method == 'group_limited_greedy'
 
 
 def _architecture(fields: Fields) -> Architecture:

@@ -64,7 +64,7 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
     target = gguf_architecture(model, architecture, str(workdir / CONFIG))
     rows = tensors(architecture, model)
     reader = open_parameters(step_directory, model)
-    check_shapes(reader.shapes, parameter_shapes(rows, model.num_layers), step_directory, workdir / CONFIG)
+    check_shapes(reader.shapes, parameter_shapes(rows), step_directory, workdir / CONFIG)
     kind = target.kind
     names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == kind), model.num_layers)
     types = {tensor.name: _type_of(tensor, dtype, gguf) for tensor in rows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -79,7 +80,7 @@ def export_model(
     row = choose_architecture(config.model, architecture)
     rows = tensors(row.model_type, config.model)
     reader = open_parameters(step_directory, config.model)
-    check_shapes(reader.shapes, parameter_shapes(rows, config.model.num_layers), step_directory, workdir / CONFIG)
+    check_shapes(reader.shapes, parameter_shapes(rows), step_directory, workdir / CONFIG)
     text = files_for_export(workdir, config.model)
     # Versions of Transformers before 5 read `torch_dtype`.
     settings = {**to_config(config.model, architecture), **text.ids, 'dtype': dtype, 'torch_dtype': dtype}
@@ -93,7 +94,9 @@ def export_model(
         dtype=dtype,
         parameters=parameters,
     )
-    entries = [TensorEntry(tensor.name, tensor.shape, _tensor_maker(reader, tensor)) for tensor in rows]
+    # Consecutive tensors of experts have the same source.
+    read = functools.lru_cache(maxsize=1)(reader.read)
+    entries = [TensorEntry(tensor.name, tensor.shape, _tensor_maker(read, tensor)) for tensor in rows]
     size = sum(entry_bytes(entry, dtype) for entry in entries)
     check_space('--output', directory, size)
     with (
@@ -127,8 +130,8 @@ def open_parameters(step_directory: epath.Path, model: ModelConfig) -> MergedRea
     return MergedReader(ParamsReader(step_directory, item), model, str(step_directory))
 
 
-def _tensor_maker(reader: MergedReader | DequantizedReader, tensor: Tensor) -> Callable[[], np.ndarray]:
-    return lambda: tensor.to_hf([reader.read(path, tensor.layer) for path in tensor.sources])
+def _tensor_maker(read: Callable[[str, int | None], np.ndarray], tensor: Tensor) -> Callable[[], np.ndarray]:
+    return lambda: tensor.to_hf([read(path, tensor.layer) for path in tensor.sources])
 
 
 def check_shapes(

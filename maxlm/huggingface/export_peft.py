@@ -23,6 +23,7 @@ from maxlm.checkpoint.conversion.merge_lora import MergedReader
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.params import params_item
 from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.config.families import is_of_experts, projections
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.architecture import GPT2
@@ -31,7 +32,7 @@ from maxlm.huggingface.state_dict import Tensor, tensors
 from maxlm.huggingface.tensors.safetensors_io import SINGLE, TensorEntry, entry_bytes, write_tensors
 from maxlm.log import progress_bar
 from maxlm.model.blocks import is_stacked
-from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_scale
+from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_of, adapter_scale
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.workdir.files import CONFIG, read_config
 
@@ -63,9 +64,9 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
         show: whether to show progress.
 
     Raises:
-        InputError: the model has no adapters, the run also trained other parameters, or its base differs from
-            `train.init_from`; no architecture expresses the model; the checkpoint cannot be read, or the output cannot
-            be written. No files remain.
+        InputError: the model has no adapters or adapters of experts, the run also trained other parameters, or its
+            base differs from `train.init_from`; no architecture expresses the model; the checkpoint cannot be read, or
+            the output cannot be written. No files remain.
     """
     directory = check_new('--output', output)
     step_directory = find_local_step(checkpoint)
@@ -75,6 +76,12 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
     if not model.lora_rank:
         raise InputError(
             f'--checkpoint={checkpoint}: model.lora_rank=0 in {source / CONFIG} (no adapters); use a run with adapters'
+        )
+    found = [path for path in projections(model) if is_of_experts(f'.{path}') and adapter_of(model, path)]
+    if found:
+        raise InputError(
+            f'--checkpoint={checkpoint}: the run has adapters of {", ".join(found)}, and PEFT stores no '
+            'adapters of single experts; export the merged model with `maxlm hf export`'
         )
     row = choose_architecture(model, architecture)
     reader = ParamsReader(step_directory, params_item(step_directory))

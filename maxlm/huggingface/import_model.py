@@ -18,7 +18,7 @@ from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config
 from maxlm.huggingface.json_fields import Fields, read_object
-from maxlm.huggingface.state_dict import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
+from maxlm.huggingface.state_dict import BUFFERS, HEADS, MTP_ARCHITECTURES, PREFIXES, Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tensors.dequantize import open_tensors
 from maxlm.huggingface.tensors.safetensors_io import TensorFiles
 from maxlm.huggingface.tokenizer_files import files_for_import
@@ -68,7 +68,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     if remark:
         logger.info(remark)
     config = config_for_model(dataclasses.asdict(model), str(path))
-    shapes = parameter_shapes(rows, model.num_layers)
+    shapes = parameter_shapes(rows)
     parameters = sum(math.prod(shape) for shape in shapes.values())
     check_space('--output', workdir, 4 * parameters)
     arrays = _arrays(files, rows, names, shapes)
@@ -103,6 +103,8 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
     embedding = next(tensor.name for tensor in rows if tensor.sources == ('embedding',))
     matched: dict[str, str] = {}
     tied = []
+    layers = {_layer_of(name) for name in expected}
+    num_unused = 0
     for name, shape in files.shapes.items():
         # A version of Transformers used this name for the head of all architectures.
         full = head if name == 'lm_head.weight' else name
@@ -115,12 +117,16 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
             matched[full] = name
         elif full == head:
             tied.append(name)
+        elif architecture in MTP_ARCHITECTURES and _layer_of(full) not in layers:
+            num_unused += 1
         elif not any(re.fullmatch(pattern, full) for pattern in BUFFERS[architecture]):
             class_name = ARCHITECTURES[architecture].class_name
             raise InputError(
                 f'{files.path(name)}: tensor {name} {shape} does not belong to {class_name} as defined by config.json; '
                 'use the config.json of these weights'
             )
+    if num_unused:
+        logger.info(f'{source}: {num_unused} tensors of multi-token prediction are not imported')
     for full, tensor in expected.items():
         if full not in matched:
             missing = len(expected) - len(matched)
@@ -143,8 +149,14 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
     return matched
 
 
+def _layer_of(name: str) -> str:
+    """Returns the index of the layer in the name of a tensor, or '' for tensors outside of the layers."""
+    found = re.match(r'model\.layers\.(\d+)\.', name)
+    return found[1] if found else ''
+
+
 class _Part(NamedTuple):
-    """Source of a parameter of one layer: a tensor of the files, and the index of the parameter among its sources."""
+    """Source of a parameter of one layer or expert: a tensor of the files, and the index among its sources."""
 
     tensor: Tensor
     source: int
@@ -153,18 +165,25 @@ class _Part(NamedTuple):
 def _arrays(
     files: TensorFiles, rows: Sequence[Tensor], names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, StreamedArray]:
-    parts: dict[tuple[str, int | None], _Part] = {
-        (path, tensor.layer): _Part(tensor, index) for tensor in rows for index, path in enumerate(tensor.sources)
-    }
+    parts: dict[tuple[str, int | None], list[_Part]] = {}
+    for tensor in rows:
+        for index, path in enumerate(tensor.sources):
+            parts.setdefault((path, tensor.layer), []).append(_Part(tensor, index))
+
+    def part(tensor: Tensor, index: int) -> np.ndarray:
+        name = names[tensor.name]
+        values = files.read(name)
+        if not np.isfinite(values).all():
+            raise InputError(f'{files.path(name)}: tensor {name} has values that are not finite; download it again')
+        return tensor.from_hf(values)[index]
 
     def array(path: str) -> StreamedArray:
         def read(layer: int | None) -> np.ndarray:
-            tensor, index = parts[path, layer]
-            name = names[tensor.name]
-            values = files.read(name)
-            if not np.isfinite(values).all():
-                raise InputError(f'{files.path(name)}: tensor {name} has values that are not finite; download it again')
-            return tensor.from_hf(values)[index]
+            found = parts[path, layer]
+            if found[0].tensor.expert is None:
+                return part(*found[0])
+            # The tensors of the experts are in their order.
+            return np.stack([part(*expert) for expert in found])
 
         return StreamedArray(shapes[path], read, is_stacked=(path, None) not in parts)
 

@@ -75,7 +75,13 @@ NUMBERS: dict[str, Number] = {
     'layer_norm_eps': _float('norm_epsilon'),
     'layer_norm_epsilon': _float('norm_epsilon'),
     'final_logit_softcapping': _float('logit_softcap'),
-    # config.json: experts, whose number must be 0.
+    'num_experts_per_tok': _integer('num_experts_per_token'),
+    'moe_intermediate_size': _integer('expert_ffn_dim'),
+    'n_shared_experts': _COUNT,
+    'n_group': _integer('num_expert_groups'),
+    'topk_group': _integer('num_groups_per_token'),
+    'routed_scaling_factor': _float('routed_scaling_factor'),
+    # config.json: number of experts, which is 0 in dense models.
     'num_experts': _COUNT,
     'num_local_experts': _COUNT,
     'n_routed_experts': _COUNT,

@@ -14,11 +14,19 @@ from maxlm.config.schema import ModelConfig
 from maxlm.huggingface.json_fields import Fields
 
 DEFAULT_THETA = 10_000.0
-DEFAULT_THETAS = {'smollm3': 2_000_000.0, 'olmo3': 500_000.0, 'gemma3_text': 1_000_000.0}
+# Default of rope_parameters of gpt-oss.
+GPT_OSS_ROPE = {'rope_type': 'yarn', 'factor': 32.0, 'truncate': False, 'original_max_position_embeddings': 4096}
+DEFAULT_THETAS = {
+    'mixtral': 1_000_000.0,
+    'gpt_oss': 150_000.0,
+    'smollm3': 2_000_000.0,
+    'olmo3': 500_000.0,
+    'gemma3_text': 1_000_000.0,
+}
 # GPT-NeoX uses other names. It and Phi-3 rotate a part of each head.
 NEOX, PHI3 = 'gpt_neox', 'phi3'
-# The only architecture here that multiplies scores by mscale².
-DEEPSEEK = 'deepseek_v3'
+# Architectures that multiply scores by mscale².
+DEEPSEEK = ('deepseek_v2', 'deepseek_v3')
 NEOX_FRACTION = 0.25
 # Default of original_max_position_embeddings of Phi-3.
 PHI3_POSITIONS = 4096
@@ -105,7 +113,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         InputError: the type of scaling is not supported, or a value is invalid.
     """
     key = 'rope_scaling' if config.values.get('rope_scaling') else 'rope_parameters'
-    values = config.values.get(key) or {}
+    values = config.values.get(key) or (GPT_OSS_ROPE if architecture == 'gpt_oss' else {})
     if not isinstance(values, dict):
         raise config.error(key, 'must be a JSON object')
     local: dict[str, Any] = {}
@@ -170,7 +178,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         settings['rope_beta_fast'] = rope.number('beta_fast', 32.0, null=32.0) or 32.0
         settings['rope_truncate'] = rope.flag('truncate', True)
         settings['rope_attention_factor'] = _attention_factor(rope, factor)
-        if architecture == DEEPSEEK:
+        if architecture in DEEPSEEK:
             settings['rope_mscale_all_dim'] = rope.number('mscale_all_dim', 0.0, null=0.0)
     return settings
 

@@ -10,6 +10,7 @@ Shapes: D dim, F feed-forward, N query heads, K key/value heads, H head dim, V v
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
+from maxlm.huggingface.tensors.experts import MIXTRAL_NAMES, ExpertNames, ExpertTensor, experts, gpt_oss_experts
 from maxlm.huggingface.tensors.latent_attention import latent_attention
 
 Shape = tuple[int, ...]
@@ -30,8 +32,10 @@ PREFIXES = {
     'qwen3': 'model.',
     'nanochat': 'model.',
     **dict.fromkeys(('qwen2', 'smollm3', 'olmo2', 'olmo3', 'granite', 'phi3', 'gemma2', 'gemma3_text'), 'model.'),
-    'deepseek_v3': 'model.',
+    **dict.fromkeys(('mixtral', 'qwen3_moe', 'deepseek_v2', 'deepseek_v3', 'gpt_oss'), 'model.'),
 }
+# Architectures whose files can have modules of multi-token prediction, as layers after the last one.
+MTP_ARCHITECTURES = ('deepseek_v3',)
 HEADS = {'gpt_neox': 'embed_out.weight'}
 # Masks and frequencies that old versions of Transformers saved with the parameters, as patterns of full names.
 _ROTARY_BUFFERS = (r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq', r'model\.rotary_emb\.inv_freq')
@@ -55,8 +59,9 @@ class Tensor(NamedTuple):
         sources: dotted paths of maxlm's parameters.
         source_shapes: their shapes, for one layer unless `layer` is None.
         layer: index into the leading axis of the sources; None if they have no such axis.
+        expert: index into the next axis of the sources, if the tensor contains one expert of several.
         to_hf: arrays of `source_shapes` → one array of `shape`, often a view.
-        from_hf: inverse of `to_hf`.
+        from_hf: inverse of `to_hf`; for a tensor of one expert, it returns only this expert.
     """
 
     name: str
@@ -66,6 +71,11 @@ class Tensor(NamedTuple):
     layer: int | None
     to_hf: Callable[[Sequence[np.ndarray]], np.ndarray]
     from_hf: Callable[[np.ndarray], Sequence[np.ndarray]]
+    expert: int | None = None
+
+    def of_dense_layer(self) -> Tensor:
+        """Returns the tensor with sources in the stack of first dense layers."""
+        return self._replace(sources=tuple(f'dense_{source}' for source in self.sources))
 
 
 def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
@@ -80,10 +90,17 @@ def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
         'gpt_neox': (_neox_block, _neox_outside),
         'phi3': (_phi3_block, _llama_outside),
         'nanochat': (_nanochat_block, _llama_outside),
+        'mixtral': (_mixtral_block, _llama_outside),
+        'deepseek_v2': (_deepseek_block, _llama_outside),
         'deepseek_v3': (_deepseek_block, _llama_outside),
+        'gpt_oss': (_gpt_oss_block, _llama_outside),
     }.get(architecture, (_llama_block, _llama_outside))
     specs_before, specs_after = outer_specs(model)
-    layers = [row.tensor(layer) for layer in range(model.num_layers) for row in block(model)]
+    first = model.num_dense_layers if model.num_experts else 0
+    dense = dataclasses.replace(model, num_experts=0)
+    layers = [row.tensor(layer).of_dense_layer() for layer in range(first) for row in block(dense)]
+    for layer in range(first, model.num_layers):
+        layers += [row.tensor(layer)._replace(layer=layer - first) for row in block(model)]
     prefix = PREFIXES[architecture]
     all_tensors = [*(row.tensor(None) for row in specs_before), *layers, *(row.tensor(None) for row in specs_after)]
     all_tensors = [tensor._replace(name=prefix + tensor.name) for tensor in all_tensors]
@@ -95,10 +112,11 @@ def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
     return all_tensors
 
 
-def parameter_shapes(rows: Sequence[Tensor], num_layers: int) -> dict[str, Shape]:
+def parameter_shapes(rows: Sequence[Tensor]) -> dict[str, Shape]:
     """Returns dotted path → shape of the source parameters of tensors, stacked over layers."""
+    # The last tensor of a parameter is of the last layer.
     return {
-        path: shape if tensor.layer is None else (num_layers, *shape)
+        path: shape if tensor.layer is None else (tensor.layer + 1, *shape)
         for tensor in rows
         for path, shape in zip(tensor.sources, tensor.source_shapes, strict=True)
     }
@@ -117,11 +135,12 @@ class _TensorSpec(NamedTuple):
     name: str
     sources: tuple[str, ...]
     layout: _Layout
+    expert: int | None = None
 
     def tensor(self, layer: int | None) -> Tensor:
         name = self.name if layer is None else self.name.replace('#', str(layer))
         shape, source_shapes, to_hf, from_hf = self.layout
-        return Tensor(name, shape, self.sources, source_shapes, layer, to_hf, from_hf)
+        return Tensor(name, shape, self.sources, source_shapes, layer, to_hf, from_hf, self.expert)
 
 
 def _identity(*shape: int) -> _Layout:
@@ -309,10 +328,33 @@ def _llama_block(model: ModelConfig) -> Iterator[_TensorSpec]:
 
 
 def _llama_feedforward(model: ModelConfig) -> Iterator[_TensorSpec]:
+    if model.num_experts:
+        yield from _expert_specs(experts(model, ExpertNames()))
+        return
     D, F, use_bias = model.dim, model.ffn_dim, bool(model.use_bias)
     yield from _linear('layers.#.mlp.gate_proj', 'blocks.feedforward.gate', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.up_proj', 'blocks.feedforward.up', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.down_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)
+
+
+def _expert_specs(found: Iterator[ExpertTensor]) -> Iterator[_TensorSpec]:
+    for name, sources, shape, source_shapes, to_hf, from_hf, expert in found:
+        yield _TensorSpec(name, sources, _Layout(shape, source_shapes, to_hf, from_hf), expert)
+
+
+def _mixtral_block(model: ModelConfig) -> Iterator[_TensorSpec]:
+    yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
+    yield from _llama_attention(model, _transposed)
+    yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
+    yield from _expert_specs(experts(model, MIXTRAL_NAMES))
+
+
+def _gpt_oss_block(model: ModelConfig) -> Iterator[_TensorSpec]:
+    yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
+    yield _TensorSpec('layers.#.self_attn.sinks', ('blocks.attention.sinks',), _identity(model.num_heads))
+    yield from _llama_attention(model, _transposed)
+    yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
+    yield from _expert_specs(gpt_oss_experts(model))
 
 
 def _deepseek_block(model: ModelConfig) -> Iterator[_TensorSpec]:

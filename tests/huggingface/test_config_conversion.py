@@ -10,10 +10,11 @@ from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import choose_architecture, from_config, to_config
+from tests.huggingface.expert_models import EXPERT_MODELS
 from tests.small import LATENT, small_config
 
 # Keys without an equivalent in config.json: they affect training, or how the same function is computed.
-FREE = {'init', 'init_std', 'dropout', 'dtype', 'remat', 'scan_layers', 'attention', 'matmul'}
+FREE = {'init', 'init_std', 'dropout', 'dtype', 'remat', 'scan_layers', 'attention', 'matmul', 'expert_matmul'}
 MODELS = {
     'gpt2': {'model__family': 'gpt2'},
     'gpt2, other settings': {
@@ -54,9 +55,13 @@ MODELS = {
         'model__attention_pattern': 'SSL',
         'model__sliding_window': 5,
     },
-    'deepseek_v3': {**LATENT, 'model__q_lora_rank': 20},
+    **{f'{name} with experts': overrides for name, overrides in EXPERT_MODELS.items()},
+    'qwen3_moe without normalization': {**EXPERT_MODELS['qwen3_moe'], 'model__router_normalize': False},
+    'deepseek_v2, no groups': {**EXPERT_MODELS['deepseek_v2'], 'model__num_expert_groups': 1},
+    'deepseek_v3': {**LATENT, 'model__family': 'deepseek_v3', 'model__q_lora_rank': 20},
     'deepseek_v3, full queries, yarn': {
         **LATENT,
+        'model__family': 'deepseek_v3',
         'model__rope_scaling': 'yarn',
         'model__rope_scaling_factor': 4.0,
         'model__rope_mscale_all_dim': 0.7,
@@ -177,8 +182,8 @@ def test_round_trip_through_transformers(name):
 
 @pytest.mark.parametrize('kind', ARCHITECTURES)
 def test_absent_keys_are_the_defaults_of_transformers(kind):
-    # By default, DeepSeek-V3 has experts after the first layers.
-    given = {'model_type': kind, **({'first_k_dense_replace': 61} if kind == 'deepseek_v3' else {})}
+    # The only required key.
+    given = {'model_type': kind, **({'num_experts_per_tok': 6} if kind == 'deepseek_v2' else {})}
     defaults_only = from_config(given, 'config.json')
     theirs = in_transformers(given)
     assert theirs['model_type'] == kind
@@ -189,9 +194,9 @@ def test_absent_keys_are_the_defaults_of_transformers(kind):
 def test_every_parameter_of_the_table_is_read(kind):
     # A misspelled key in the table would always give its default.
     row, defaults_only = ARCHITECTURES[kind], in_transformers({'model_type': kind})
-    for ours, (theirs, _) in row.keys.items():
+    for ours, (theirs, _) in (*row.keys.items(), *row.expert_keys.items()):
         # Attention reads this key of all architectures, also without a default.
-        assert theirs in defaults_only or theirs == 'head_dim', theirs
+        assert theirs in defaults_only or theirs in ('head_dim', 'num_experts'), theirs
         assert hasattr(ModelConfig, ours)
 
 
@@ -354,12 +359,18 @@ LLAMA = {'model_type': 'llama', 'num_hidden_layers': 2, 'num_attention_heads': 4
 REFUSED = [
     ({}, ['model_type is missing', 'gpt2, gpt_neox, llama']),
     ({'model_type': 'cohere'}, ['model_type=cohere', 'nanochat']),
-    ({'model_type': 'mixtral'}, ['mixtral', 'mixture-of-experts']),
-    ({'model_type': 'qwen3_moe'}, ['qwen3_moe', 'mixture-of-experts']),
-    ({**LLAMA, 'num_local_experts': 8}, ['num_local_experts=8', 'mixture-of-experts']),
+    ({'model_type': 'dbrx'}, ['model_type=dbrx is not supported', 'mixtral']),
+    ({'model_type': 'qwen3_moe', 'decoder_sparse_step': 2}, ['decoder_sparse_step=2', 'only 1 is supported']),
+    ({'model_type': 'qwen3_moe', 'mlp_only_layers': [0]}, ['mlp_only_layers=[0]', 'only [] is supported']),
+    ({'model_type': 'deepseek_v2'}, ['num_experts_per_tok=0', 'at least 1']),
+    (
+        {'model_type': 'deepseek_v2', 'topk_method': 'noaux_tc', 'num_experts_per_tok': 6},
+        ['topk_method', 'greedy or group_limited_greedy'],
+    ),
+    ({'model_type': 'gpt_oss', 'swiglu_limit': 5.0}, ['swiglu_limit=5.0', 'only 7.0 is supported']),
+    ({**LLAMA, 'num_local_experts': 8}, ['num_local_experts=8', 'llama models have no experts']),
     ({**LLAMA, 'num_experts': 4}, ['num_experts=4']),
     ({**LLAMA, 'n_routed_experts': 2}, ['n_routed_experts=2']),
-    ({'model_type': 'deepseek_v3'}, ['first_k_dense_replace', 'mixture-of-experts']),
     ({'model_type': 'deepseek_v3', 'first_k_dense_replace': 61, 'rope_interleave': False}, ['rope_interleave=False']),
     ({'model_type': 'bloom'}, ['bloom', 'ALiBi']),
     ({'model_type': 'falcon', 'alibi': True}, ['falcon', 'ALiBi']),

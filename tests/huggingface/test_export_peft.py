@@ -32,6 +32,7 @@ CASES = [
     ('gpt_neox', ('*.value', 'attention.out')),
     # For this architecture, PEFT looks for projections of a feed-forward only in experts.
     pytest.param('deepseek_v3', ('attention.*',), marks=pytest.mark.nightly),
+    pytest.param('deepseek_v3 with experts', ('attention.*',), marks=pytest.mark.nightly),
     ('nanochat', ('*',)),
 ]
 
@@ -182,6 +183,11 @@ def refused(folder, capfd, workdir, *parts):
     assert run('export-adapter', f'--checkpoint={workdir}', f'--output={folder / "out"}') == EXIT_BAD_INPUT
     assert_one_line(capfd.readouterr().err, *parts)
     assert sorted(folder.rglob('*')) == before
+
+
+def test_adapters_of_experts(tmp_path, capfd):
+    workdir = make_run(tmp_path, 'mixtral with experts', ('*.experts.up', 'attention.*'))
+    refused(tmp_path, capfd, workdir, 'adapters of feedforward.experts.up,', '`maxlm hf export`')
 
 
 def test_wrong_bases(tmp_path, capfd, made, llama_run):

@@ -41,14 +41,19 @@ GIVEN = {
     'phi3': {'sliding_window': 64},
     'gemma2': {},
     'gemma3_text': {'rope_local_base_freq': 1000.0, 'sliding_window_pattern': 3, 'final_logit_softcapping': 5.0},
-    'deepseek_v3': {'num_hidden_layers': 2, 'first_k_dense_replace': 2},
+    'mixtral': {'sliding_window': 64},
+    'qwen3_moe': {},
+    'deepseek_v2': {'num_hidden_layers': 2, 'num_experts_per_tok': 3, 'topk_method': 'group_limited_greedy'},
+    'deepseek_v3': {'num_hidden_layers': 2, 'first_k_dense_replace': 1},
+    'gpt_oss': {'sliding_window': 64, 'hidden_size': 4096},
     'nanochat': {'final_logit_softcapping': 15.0},
 }
 
 
 def defaults(kind):
     """Returns a config.json of an architecture with every number of its table."""
-    keys = ARCHITECTURES[kind].keys.values()
+    row = ARCHITECTURES[kind]
+    keys = (*row.keys.values(), *row.expert_keys.values())
     return {'model_type': kind, **{theirs: value for theirs, value in keys if value is not None}, **GIVEN[kind]}
 
 

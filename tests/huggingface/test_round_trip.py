@@ -27,11 +27,24 @@ from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import load_model
 from maxlm.inference.sampling import Sampling
 from tests.conftest import ROOT
-from tests.huggingface.transformers_models import CASES, make_model, name_in_file
+from tests.huggingface.transformers_models import CASES, make_model, state_in_file
 from tests.huggingface.workdirs import MODELS, make_workdir, parameters
 
 # One model of Transformers for each architecture.
-ONE_OF_EACH = ('gpt2', 'neox', 'llama', 'mistral sliding', 'qwen3 mixed, yarn', 'nanochat', 'deepseek, dense')
+ONE_OF_EACH = (
+    'gpt2',
+    'neox',
+    'llama',
+    'mistral sliding',
+    'qwen3 mixed, yarn',
+    'nanochat',
+    'deepseek, dense',
+    'mixtral',
+    'qwen3_moe',
+    'deepseek_v2',
+    'deepseek_v3',
+    'gpt_oss',
+)
 
 
 def export(workdir, output, *, dtype='float32', max_shard_size=10**9):
@@ -264,9 +277,20 @@ def test_buffers_of_old_versions_are_ignored(tmp_path, saved, name):
 def test_a_neox_head_under_the_common_name(tmp_path, saved):
     saved('neox').copy_to(tmp_path)
     model, wanted = saved('neox').model, saved('neox').wanted
-    assert name_in_file('lm_head.weight', model) == 'embed_out.weight'
+    assert 'embed_out.weight' in state_in_file(model)
     rewrite(tmp_path / 'theirs', lambda arrays: {name.replace('embed_out', 'lm_head'): a for name, a in arrays.items()})
     assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), wanted)
+
+
+def test_modules_of_multi_token_prediction_are_left_out(tmp_path, saved):
+    saved('deepseek_v3').copy_to(tmp_path)
+    extra = {'model.layers.3.eh_proj.weight': np.ones((2, 2), np.float32)}
+    rewrite(tmp_path / 'theirs', lambda arrays: arrays | extra)
+    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), saved('deepseek_v3').wanted)
+    # Control: layer 2 belongs to the model.
+    rewrite(tmp_path / 'theirs', lambda arrays: arrays | {'model.layers.2.eh_proj.weight': np.ones(2, np.float32)})
+    with pytest.raises(InputError, match=r'model\.layers\.2\.eh_proj'):
+        import_(tmp_path / 'theirs', tmp_path / 'refused')
 
 
 def test_a_tied_head_may_be_present_if_it_equals_the_embedding(tmp_path):

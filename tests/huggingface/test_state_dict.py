@@ -11,7 +11,8 @@ from flax import nnx
 from maxlm.huggingface.config_conversion import from_config, to_config
 from maxlm.huggingface.state_dict import HEADS, PREFIXES, parameter_shapes, tensors
 from maxlm.model.decoder import Decoder
-from tests.huggingface.transformers_models import name_in_file
+from tests.huggingface.expert_models import EXPERT_MODELS
+from tests.huggingface.transformers_models import state_in_file
 from tests.small import LATENT, small_config
 
 SWITCHES = {
@@ -29,6 +30,7 @@ SWITCHES = {
     'phi3': {'model__family': 'phi3', 'model__rope_theta': 99.0},
     'gemma2': {'model__family': 'gemma2', 'model__attention_pattern': 'S'},
     'gemma3_text': {'model__family': 'gemma3', 'model__attention_pattern': 'S'},
+    **{f'{name} with experts': overrides for name, overrides in EXPERT_MODELS.items()},
     'deepseek_v3': {**LATENT, 'model__q_lora_rank': 20},
     'deepseek_v3 with full queries': LATENT,
     'nanochat': {'model__family': 'nanochat'},
@@ -51,7 +53,10 @@ def random_model(name, seed):
         'model__max_positions': int(rng.integers(16, 50)),
         'model__tie_embeddings': bool(rng.integers(2)),
     }
-    return small_config(**SWITCHES[name], **sizes).model
+    if name.endswith('experts'):
+        # Its own sizes, because the keys of experts depend on them.
+        del sizes['model__num_layers'], sizes['model__ffn_dim']
+    return small_config(**{**sizes, **SWITCHES[name]}).model
 
 
 def model_type(name):
@@ -62,7 +67,9 @@ def shapes_in_transformers(config):
     with torch.device('meta'):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     # Transformers' names of saved parameters, without a tied head.
-    shapes = {name_in_file(name, model): tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in state_in_file(model).items()}
+    if model.config.tie_word_embeddings:
+        del shapes[HEADS.get(model.config.model_type, 'lm_head.weight')]
     return shapes, type(model).__name__
 
 
@@ -76,7 +83,7 @@ def test_names_and_shapes_equal_transformers(name, seed):
     assert config['architectures'] == [class_name]
     assert {tensor.name: tensor.shape for tensor in tensors(model_type(name), model)} == theirs
     # Control: another width is detected.
-    wider = dataclasses.replace(model, ffn_dim=model.ffn_dim + 1)
+    wider = dataclasses.replace(model, ffn_dim=model.ffn_dim + 1, expert_ffn_dim=model.expert_ffn_dim + 1)
     assert {tensor.name: tensor.shape for tensor in tensors(model_type(name), wider)} != theirs
 
 
@@ -87,7 +94,7 @@ def test_parameters_equal_those_of_the_decoder(name, seed):
     model = random_model(name, seed)
     state = nnx.state(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
     ours = {'.'.join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}
-    assert parameter_shapes(tensors(model_type(name), model), model.num_layers) == ours
+    assert parameter_shapes(tensors(model_type(name), model)) == ours
 
 
 @pytest.mark.parametrize('name', SWITCHES)
@@ -96,13 +103,17 @@ def test_round_trip(name):
     for tensor in tensors(model_type(name), random_model(name, 1)):
         sources = [rng.standard_normal(shape, np.float32) for shape in tensor.source_shapes]
         array = tensor.to_hf(sources)
+        if tensor.expert is not None:
+            sources = [source[tensor.expert] for source in sources]
         assert array.shape == tensor.shape, tensor.name
         back = tensor.from_hf(array)
         assert len(back) == len(sources)
         for repeated, other in zip(back, sources, strict=True):
             np.testing.assert_array_equal(repeated, other, err_msg=tensor.name)
         # The inverse also holds: no value of the file is lost.
-        np.testing.assert_array_equal(tensor.to_hf(tensor.from_hf(array)), array)
+        back = tensor.from_hf(array)
+        back = back if tensor.expert is None else [dict.fromkeys([tensor.expert], part) for part in back]
+        np.testing.assert_array_equal(tensor.to_hf(back), array)
 
 
 def find(architecture, model, name):

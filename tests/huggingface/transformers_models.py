@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from maxlm.config.schema import ModelConfig
 from maxlm.huggingface.config_conversion import from_config
@@ -43,7 +44,7 @@ def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
 
 def _deepseek(**settings: Any) -> dict[str, Any]:
     latents = {'kv_lora_rank': 20, 'q_lora_rank': 28, 'qk_nope_head_dim': 10, 'qk_rope_head_dim': 6, 'v_head_dim': 12}
-    return _llama(num_key_value_heads=4, first_k_dense_replace=2, **latents | settings)
+    return _llama(**{'num_key_value_heads': 4, 'first_k_dense_replace': 2} | latents | settings)
 
 
 def _by_type(rope_type: str, local_theta: float, **parameters: Any) -> dict[str, Any]:
@@ -52,6 +53,17 @@ def _by_type(rope_type: str, local_theta: float, **parameters: Any) -> dict[str,
     return {'rope_parameters': {'full_attention': full, 'sliding_attention': local}}
 
 
+def _qwen_moe(**settings: Any) -> dict[str, Any]:
+    return _llama(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, **settings)
+
+
+_EXPERTS = {'num_local_experts': 4, 'num_experts_per_tok': 2}
+_DEEPSEEK_EXPERTS = {
+    'n_routed_experts': 8,
+    'num_experts_per_tok': 3,
+    'moe_intermediate_size': 24,
+    'n_shared_experts': 2,
+}
 _YARN = {'factor': 4.0, 'original_max_position_embeddings': 16}
 _GRANITE = {
     'embedding_multiplier': 3.0,
@@ -125,6 +137,50 @@ CASES = {
     'deepseek, dense, full queries, yarn': Case(
         'deepseek_v3',
         _deepseek(q_lora_rank=None, rms_norm_eps=1e-3, **_rope('yarn', **_YARN, mscale=0.7, mscale_all_dim=1.3)),
+    ),
+    'mixtral': Case('mixtral', _llama(**_EXPERTS)),
+    'mixtral sliding, tied': Case('mixtral', _llama(**_EXPERTS, sliding_window=5, tie_word_embeddings=True)),
+    'qwen3_moe': Case('qwen3_moe', _qwen_moe(norm_topk_prob=True)),
+    'qwen3_moe without normalization': Case('qwen3_moe', _qwen_moe(norm_topk_prob=False)),
+    'deepseek_v3': Case(
+        'deepseek_v3',
+        _deepseek(**_DEEPSEEK_EXPERTS, num_hidden_layers=3, first_k_dense_replace=1, n_group=2, topk_group=1),
+    ),
+    'deepseek_v3 without groups': Case(
+        'deepseek_v3',
+        _deepseek(
+            **_DEEPSEEK_EXPERTS,
+            first_k_dense_replace=0,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=False,
+            q_lora_rank=None,
+        ),
+    ),
+    'deepseek_v2': Case(
+        'deepseek_v2',
+        _deepseek(
+            **_DEEPSEEK_EXPERTS,
+            num_hidden_layers=3,
+            first_k_dense_replace=1,
+            topk_method='group_limited_greedy',
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=3.0,
+        ),
+    ),
+    'deepseek_v2 greedy, yarn': Case(
+        'deepseek_v2',
+        _deepseek(
+            **_DEEPSEEK_EXPERTS,
+            first_k_dense_replace=0,
+            q_lora_rank=None,
+            **_rope('yarn', **_YARN, mscale=0.7, mscale_all_dim=0.7),
+        ),
+    ),
+    'gpt_oss': Case('gpt_oss', _llama(**_EXPERTS, head_dim=12, sliding_window=5, **_rope('yarn', **_YARN))),
+    'gpt_oss full attention': Case(
+        'gpt_oss', _llama(**_EXPERTS, head_dim=8, layer_types=['full_attention'] * 2, **_rope('default'))
     ),
     'qwen2': Case('qwen2', _llama()),
     'qwen2 sliding from layer 1, tied': Case(
@@ -206,9 +262,11 @@ def _build(case: Case) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').float().eval()
 
 
-def name_in_file(name: str, model: transformers.PreTrainedModel) -> str:
-    """Returns the saved name of a parameter. Since Transformers 5, GPT-NeoX uses another name in memory."""
-    return name.replace('lm_head.', 'embed_out.') if model.config.model_type == 'gpt_neox' else name
+def state_in_file(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Returns the parameters as they are saved: Transformers 5 uses other names and layouts in memory."""
+    state = revert_weight_conversion(model, model.state_dict())
+    is_neox = model.config.model_type == 'gpt_neox'
+    return {name.replace('lm_head.', 'embed_out.') if is_neox else name: value for name, value in state.items()}
 
 
 def to_maxlm(model: transformers.PreTrainedModel) -> tuple[ModelConfig, dict[str, Any]]:
@@ -216,14 +274,21 @@ def to_maxlm(model: transformers.PreTrainedModel) -> tuple[ModelConfig, dict[str
     config = from_config(model.config.to_dict(), 'config.json')
     config = dataclasses.replace(config, dtype='float32', attention='xla')
     # Copies, because PyTorch's optimizers change parameters in place.
-    state = {name_in_file(name, model): tensor.detach().numpy().copy() for name, tensor in model.state_dict().items()}
-    layers: dict[str, dict[int | None, np.ndarray]] = {}
+    state = {name: tensor.detach().numpy().copy() for name, tensor in state_in_file(model).items()}
+    layers: dict[str, dict[int | None, list[np.ndarray]]] = {}
     for tensor in tensors(model.config.model_type, config):
         for path, array in zip(tensor.sources, tensor.from_hf(state[tensor.name]), strict=True):
-            layers.setdefault(path, {})[tensor.layer] = array
+            layers.setdefault(path, {}).setdefault(tensor.layer, []).append(array)
     params: dict[str, Any] = {}
-    for path, arrays in layers.items():
-        stacked = arrays[None] if None in arrays else np.stack([arrays[i] for i in range(config.num_layers)])
+    of_experts = {
+        path
+        for tensor in tensors(model.config.model_type, config)
+        if tensor.expert is not None
+        for path in tensor.sources
+    }
+    for path, parts in layers.items():
+        arrays = {layer: np.stack(found) if path in of_experts else found[0] for layer, found in parts.items()}
+        stacked = arrays[None] if None in arrays else np.stack([arrays[i] for i in range(len(arrays))])
         *parents, leaf = path.split('.')
         node = params
         for name in parents:
@@ -232,8 +297,8 @@ def to_maxlm(model: transformers.PreTrainedModel) -> tuple[ModelConfig, dict[str
     return config, params
 
 
-def from_maxlm(model: transformers.PreTrainedModel, config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
-    """Returns maxlm's parameters under the names and in the layout of `model`."""
+def from_maxlm(model_type: str, config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
+    """Returns maxlm's parameters under the names and in the layout of saved models."""
 
     def leaf(path: str, layer: int | None) -> np.ndarray:
         node = params
@@ -241,8 +306,7 @@ def from_maxlm(model: transformers.PreTrainedModel, config: ModelConfig, params:
             node = node[name]
         return np.asarray(node if layer is None else node[layer])
 
-    names = {name_in_file(name, model): name for name in model.state_dict()}
     return {
-        names[tensor.name]: tensor.to_hf([leaf(path, tensor.layer) for path in tensor.sources])
-        for tensor in tensors(model.config.model_type, config)
+        tensor.name: tensor.to_hf([leaf(path, tensor.layer) for path in tensor.sources])
+        for tensor in tensors(model_type, config)
     }

@@ -13,6 +13,7 @@ from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.state_dict import parameter_shapes, tensors
+from tests.huggingface.expert_models import EXPERT_MODELS
 from tests.small import LATENT, small_config
 
 # Overrides of a small model by name. Models of one family differ as far as possible.
@@ -55,7 +56,8 @@ MODELS: dict[str, dict[str, Any]] = {
         'model__attention_pattern': 'SSL',
         'model__sliding_window': 6,
     },
-    'deepseek_v3': {**LATENT, 'model__q_lora_rank': 20},
+    **{f'{name} with experts': overrides for name, overrides in EXPERT_MODELS.items()},
+    'deepseek_v3': {**LATENT, 'model__family': 'deepseek_v3', 'model__q_lora_rank': 20},
     'nanochat': {'model__family': 'nanochat'},
 }
 
@@ -63,7 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def parameters(config: Config, architecture: str, seed: int = 0) -> dict[str, np.ndarray]:
     """Returns random parameters by dotted path, of a size that preserves the signal."""
     rng = np.random.default_rng(seed)
-    shapes = parameter_shapes(tensors(architecture, config.model), config.model.num_layers)
+    shapes = parameter_shapes(tensors(architecture, config.model))
 
     def random(path: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = rng.standard_normal(shape, np.float32)
@@ -94,7 +96,7 @@ def make_workdir(
     tokenizer.save(workdir / 'tokenizer.json')
 
     def streamed(path: str) -> StreamedArray:
-        array, stacked = arrays[path], path.startswith('blocks.')
+        array, stacked = arrays[path], path.startswith(('blocks.', 'dense_blocks.'))
         return StreamedArray(array.shape, lambda layer: array if layer is None else array[layer], stacked)
 
     write_step(workdir, step, {path: streamed(path) for path in arrays})

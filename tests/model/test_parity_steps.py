@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maxlm.training.step import make_train_step
-from tests.huggingface.transformers_models import CASES, from_maxlm, make_model, to_maxlm
+from tests.huggingface.transformers_models import CASES, from_maxlm, make_model, state_in_file, to_maxlm
 from tests.model.transformers_logits import BATCH, LENGTH, their_logits
 from tests.parameters import first_state
 from tests.small import small_config, small_layout
@@ -19,6 +19,7 @@ STEPPED = [
     'nanochat',
     'olmo2',
     'gemma2',
+    'mixtral',
     *(
         pytest.param(name, marks=pytest.mark.nightly)
         for name in (
@@ -32,6 +33,7 @@ STEPPED = [
             'granite tied, biases',
             'phi3 sliding, partial',
             'gemma3 linear, soft',
+            'qwen3_moe',
         )
     ),
 ]
@@ -44,6 +46,7 @@ OPTIMIZER = {
     'optimizer__eps': 1e-4,
     'optimizer__weight_decay': 0.5,
     'optimizer__max_grad_norm': 1.0,
+    'train__load_balancing_loss': 0.0,
 }
 
 
@@ -59,14 +62,14 @@ def their_step(model, batch, config):
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{'params': matrices, 'weight_decay': 0.5}, {'params': vectors, 'weight_decay': 0.0}]
     torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4).step()
-    return loss.item(), {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+    return loss.item(), {name: tensor.detach().numpy() for name, tensor in state_in_file(model).items()}
 
 
 @pytest.mark.parametrize('name', STEPPED)
 def test_loss_and_a_step_of_adamw_agree(name):
     model = make_model(CASES[name])
     model_config, params = to_maxlm(model)
-    before = from_maxlm(model, model_config, params)
+    before = from_maxlm(model.config.model_type, model_config, params)
     config = small_config(data__seq_len=LENGTH, train__global_batch_size=3, **OPTIMIZER)
     config = dataclasses.replace(config, model=model_config)
     layout = small_layout(config)
@@ -77,7 +80,7 @@ def test_loss_and_a_step_of_adamw_agree(name):
 
     loss, theirs = their_step(model, BATCH, model_config)
     assert float(metrics['loss']) == pytest.approx(loss, abs=1e-5)
-    for tensor, array in from_maxlm(model, model_config, state.params).items():
+    for tensor, array in from_maxlm(model.config.model_type, model_config, state.params).items():
         np.testing.assert_allclose(array, theirs[tensor], atol=1e-5, err_msg=tensor)
         # Negative control: the step is a hundred times larger than the tolerance.
         assert np.abs(array - before[tensor]).max() > 1e-3, tensor

@@ -36,6 +36,7 @@ class Architecture:
         activation: key of the activation in config.json, and its default.
         activations: name in config.json → name in maxlm. If several names map to one, the first is written.
         fixed_settings: maxlm settings that have only one value in this architecture.
+        expert_keys, expert_settings: as `keys` and `fixed_settings`, for models with experts.
         fixed_keys: keys of config.json for which maxlm supports only one value, which is also their default.
         extra_keys: function from a model to further keys of config.json.
         window: default of `sliding_window`, which all layers have; None = there are no such layers.
@@ -58,6 +59,8 @@ class Architecture:
     window: int | None = None
     pattern: str = ''
     has_mlp_bias: bool = False
+    expert_keys: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
+    expert_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def stated(model: ModelConfig, key: str) -> str:
@@ -146,6 +149,7 @@ _PLAIN = {
     'rope_local_theta': 0.0,
     'kv_lora_rank': 0,
     'attention_sinks': False,
+    'num_experts': 0,
 }
 _LAYERNORM = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
 RMSNORM: dict[str, Any] = {

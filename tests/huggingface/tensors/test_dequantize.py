@@ -105,6 +105,32 @@ def test_an_fp8_checkpoint_is_imported(tmp_path):
         np.testing.assert_array_equal(found.read(path), wanted.read(path))
 
 
+def test_an_mxfp4_checkpoint_is_imported(tmp_path):
+    directory = tmp_path / 'theirs'
+    make_model(CASES['gpt_oss']).save_pretrained(directory)
+    floats = load_file(directory / 'model.safetensors')
+    quantized = dict(floats)
+    for name in [name for name in floats if name.endswith('gate_up_proj')]:
+        num_experts, inputs, outputs = floats[name].shape
+        blocks, scales = mxfp4(num_experts, outputs, inputs // 32)
+        floats[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        del quantized[name]
+        quantized |= {f'{name}_blocks': blocks, f'{name}_scales': scales}
+    save_file(floats, directory / 'model.safetensors')
+    import_model(str(directory), str(tmp_path / 'floats'), show=False)
+    save_file(quantized, directory / 'model.safetensors')
+    config = json.loads((directory / 'config.json').read_text())
+    (directory / 'config.json').write_text(json.dumps({**config, 'quantization_config': MXFP4}))
+    import_model(str(directory), str(tmp_path / 'quantized'), show=False)
+    found, wanted = (ParamsReader(tmp_path / name / 'checkpoints' / '0') for name in ('quantized', 'floats'))
+    assert found.shapes == wanted.shapes
+    for path in wanted.shapes:
+        np.testing.assert_array_equal(found.read(path), wanted.read(path))
+    # Control: gates and up-projections are different columns.
+    gate, up = (found.read(f'blocks.feedforward.experts.{name}.kernel') for name in ('gate', 'up'))
+    assert np.abs(gate - up).max() > 1
+
+
 CODES, SCALES = fp8((130, 130))
 BLOCKS, EXPONENTS = mxfp4(2, 4, 1)
 
