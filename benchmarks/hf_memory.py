@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     directory = Path(tempfile.mkdtemp(prefix='hf_memory_', dir=options.directory))
     try:
         stages = {stage: _run(stage, directory, options.num_layers) for stage in STAGES}
-        shapes = _shapes(directory / 'made', options.num_layers)
+        shapes = _shapes(directory / 'made')
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     largest = 4 * max(math.prod(shape) for shape in shapes.values())
@@ -99,7 +99,7 @@ def _write(directory: Path, num_layers: int) -> None:
         0,
         {
             path: _array(path, shape, num_layers if path.startswith('blocks.') else 0)
-            for path, shape in _shapes(workdir, num_layers).items()
+            for path, shape in _shapes(workdir).items()
         },
     )
 
@@ -147,9 +147,9 @@ STAGES: dict[str, Callable[[Path, int], None]] = {
 }
 
 
-def _shapes(workdir: Path, num_layers: int) -> dict[str, tuple[int, ...]]:
+def _shapes(workdir: Path) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each parameter by dotted path, without the layer axis of stacked parameters."""
-    shapes = parameter_shapes(tensors('llama', read_config(workdir).model), num_layers)
+    shapes = parameter_shapes(tensors('llama', read_config(workdir).model))
     return {path: shape[1:] if path.startswith('blocks.') else shape for path, shape in shapes.items()}
 
 

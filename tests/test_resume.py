@@ -27,7 +27,7 @@ from tests.test_train import arguments, curve, ends, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
-OBJECTIVES = ('next_token', 'instruction', 'dpo', 'grpo')
+OBJECTIVES = ('next_token', 'experts', 'instruction', 'dpo', 'grpo')
 LAST = 6
 SETTINGS = {
     'train__num_steps': LAST,
@@ -40,6 +40,15 @@ SETTINGS = {
 NEXT_TOKEN = {**SETTINGS, 'optimizer__ema_decay': 0.9, 'model__vocab_size': 264, 'data__seq_len': WINDOW}
 # With a constant rate after the warm-up, runs of different lengths share the same step.
 NEXT_TOKEN |= {'optimizer__schedule': 'constant'}
+# The optimizer does not update the bias that balances the loads.
+EXPERTS = {
+    **NEXT_TOKEN,
+    'model__num_experts': 4,
+    'model__num_experts_per_token': 2,
+    'model__router_balance_bias': True,
+    'model__num_layers': 2,
+    'model__num_dense_layers': 1,
+}
 EVERY_STEP = {**NEXT_TOKEN, 'train__num_steps': 4, 'checkpoint__save_interval_steps': 1}
 
 
@@ -86,6 +95,7 @@ def commands(dataset, tmp_path_factory):
     texts, chats = arguments(dataset, '', **NEXT_TOKEN), arguments(preferences / 'chats', '', **NEXT_TOKEN)
     return {
         'next_token': (train.main, without_workdir(texts)),
+        'experts': (train.main, without_workdir(arguments(dataset, '', **EXPERTS))),
         'instruction': (train.main, without_workdir(chats)),
         'dpo': (train.main, preference_arguments(preferences, **SETTINGS)),
         # A stopped run does not evaluate, and GRPO would stop at a step with evaluation.
