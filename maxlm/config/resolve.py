@@ -20,6 +20,8 @@ FP8_CAPABILITY = (8, 9)
 FP8_MULTIPLE = 16
 # Splash attention needs sequence lengths that are multiples of the width of a TPU's vector unit.
 SPLASH_MULTIPLE = 128
+# Platform of each kernel for the products of experts.
+_KERNELS = {'tokamax': 'gpu', 'megablox': 'tpu'}
 # `data.seq_len` of a config that describes a model without a run.
 _WINDOW = 1024
 # Requirement of the fused attention kernels.
@@ -98,7 +100,7 @@ def resolve(
         model = dataclasses.replace(
             model,
             expert_ffn_dim=model.expert_ffn_dim or model.ffn_dim,
-            expert_matmul=_expert_matmul(model.expert_matmul, platform),
+            expert_matmul=_expert_matmul(model.expert_matmul, platform, mesh),
         )
     model = dataclasses.replace(
         model,
@@ -184,7 +186,7 @@ def resolve_on(
     mesh = MeshConfig(fsdp=1, tensor=num_devices) if share_layers else MeshConfig(fsdp=num_devices)
     model = dataclasses.replace(config.model, attention='auto', expert_matmul='auto')
     kernel = _attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform)
-    model = dataclasses.replace(model, attention=kernel, expert_matmul=_expert_matmul('auto', platform))
+    model = dataclasses.replace(model, attention=kernel, expert_matmul=_expert_matmul('auto', platform, mesh))
     if not _multiplies_fp8(platform, capability):
         model = dataclasses.replace(model, matmul_precision='default')
     micro_batch = max(1, config.train.per_device_batch_size)
@@ -239,12 +241,18 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
             )
 
 
-def _expert_matmul(requested: str, platform: str) -> str:
+def _expert_matmul(requested: str, platform: str, mesh: MeshConfig) -> str:
     """Returns `model.expert_matmul` with auto resolved."""
     if requested == 'auto':
-        return {'gpu': 'tokamax', 'tpu': 'ragged_dot'}.get(platform, 'loop')
-    if requested == 'tokamax' and platform == 'cpu':
+        # JAX's batching rule of kernels does not support the stages of a pipeline.
+        tpu = 'ragged_dot' if mesh.stage > 1 else 'megablox'
+        return {'gpu': 'tokamax', 'tpu': tpu}.get(platform, 'loop')
+    if requested in _KERNELS and platform != _KERNELS[requested]:
         raise InputError(f'model.expert_matmul={requested}: not available on {platform} devices; set it to auto')
+    if requested == 'megablox' and mesh.stage > 1:
+        raise InputError(
+            f'model.expert_matmul=megablox does not support mesh.stage={mesh.stage}; set it to auto, or mesh.stage=1'
+        )
     return requested
 
 

@@ -35,7 +35,7 @@ CHOICES = {
     'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'swiglu_oai', 'geglu_tanh', 'relu2'),
     'model.router_score': ('softmax', 'sigmoid'),
     'model.expert_group_score': ('max', 'top2'),
-    'model.expert_matmul': ('auto', 'ragged_dot', 'tokamax', 'loop'),
+    'model.expert_matmul': ('auto', 'ragged_dot', 'tokamax', 'megablox', 'loop'),
     'model.init': ('normal', 'small', 'uniform'),
     'model.dtype': ('bfloat16', 'float16', 'float32'),
     'model.matmul_precision': ('default', 'fp8'),

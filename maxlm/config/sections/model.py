@@ -72,8 +72,8 @@ class ModelConfig:
     # 0 = process every token by all of its experts (dropless). Otherwise, in training and evaluation, an expert accepts
     # up to expert_capacity_factor times its balanced share of each sequence (GShard); other tokens skip it.
     expert_capacity_factor: float = 0.0
-    # Matrix products of experts: auto | ragged_dot (XLA) | tokamax (GPU) | loop (over blocks of rows). auto = tokamax
-    # on GPUs, ragged_dot on TPUs and loop on CPUs.
+    # Matrix products of experts: auto | ragged_dot (XLA) | tokamax (GPU) | megablox (TPU) | loop (over blocks of rows).
+    # auto = tokamax on GPUs, megablox on TPUs (ragged_dot with pipeline stages) and loop on CPUs.
     expert_matmul: str = 'auto'
     # Rows of the learned position table, and the longest context for sampling; 0 = data.seq_len.
     max_positions: int = 0

@@ -1,11 +1,12 @@
 """Matrix products of groups of rows, with a different matrix for each group (Gale et al. 2023, "MegaBlocks").
 
-Rows are sorted by group. Four implementations compute the same products:
+Rows are sorted by group. Five implementations compute the same products:
 
     ragged_dot   `jax.lax.ragged_dot`. XLA has a kernel for it on TPUs, except for the gradient of the matrices, which
                  it expands to a dense product. It expands all products on GPUs and CPUs.
     tokamax      `tokamax.ragged_dot`, with kernels for GPUs. For 16,384 rows, 64 matrices of 2,048 × 1,408 and an H100,
                  it needs 46 MB of temporary memory and XLA's expansion 18.8 GB.
+    megablox     `jax.experimental.pallas.ops.tpu.megablox`, a kernel for TPUs, also for the gradient of the matrices.
     loop         a loop over blocks of rows, each of which belongs to one group. On a CPU it takes about 1.3 times as
                  long as one dense product of the same size, and XLA's expansion more than ten times as long.
     equal        a batched product, for groups of equal size.
@@ -26,6 +27,8 @@ from maxlm.errors import InputError
 
 # Largest number of rows of a block. Larger blocks contain more padding.
 MAX_BLOCK = 128
+# Tiles of the kernel for TPUs. The number of rows is padded to a multiple of the row tile.
+ROW_TILE, SMALL_ROW_TILE, COLUMN_TILE = 512, 128, 1024
 
 
 class RowGroups(NamedTuple):
@@ -71,12 +74,30 @@ def grouped_matmul(x_RI: jax.Array, kernel_EIO: jax.Array, groups: RowGroups, ki
     if kind == 'equal':
         y_ERO = x_RI.reshape(len(kernel_EIO), -1, x_RI.shape[1]) @ kernel_EIO
         return y_ERO.reshape(len(x_RI), -1)
+    if kind == 'megablox':
+        return megablox_matmul(x_RI, kernel_EIO, groups.sizes_E)
     if kind == 'tokamax':
         # Without this argument, Tokamax would use XLA's expansion on a device that its kernels do not support.
         kernels = ('mosaic', 'triton')
         product: jax.Array = _tokamax().ragged_dot(x_RI, kernel_EIO, groups.sizes_E, implementation=kernels)
         return product
     return jax.lax.ragged_dot(x_RI, kernel_EIO, groups.sizes_E)
+
+
+def megablox_matmul(
+    x_RI: jax.Array, kernel_EIO: jax.Array, sizes_E: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """Returns the products of `grouped_matmul` of kind `megablox`; `interpret` runs the kernel without a TPU."""
+    # Imported here, because the import takes a third of a second.
+    from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+    R = len(x_RI)
+    row_tile = SMALL_ROW_TILE if R < ROW_TILE else ROW_TILE
+    tiles = (row_tile, *(min(COLUMN_TILE, size) for size in kernel_EIO.shape[1:]))
+    x_RI = jnp.pad(x_RI, [(0, -R % row_tile), (0, 0)])
+    # `custom_vjp` requires positional arguments: no group offset, no existing output and no transposed matrices.
+    y_RO: jax.Array = gmm(x_RI, kernel_EIO, sizes_E.astype(jnp.int32), x_RI.dtype, tiles, None, None, False, interpret)
+    return y_RO[:R]
 
 
 def looped_matmul(x_RI: jax.Array, kernel_of: Callable[[jax.Array], jax.Array], groups: RowGroups) -> jax.Array:

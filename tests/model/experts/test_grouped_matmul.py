@@ -7,7 +7,14 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.model.experts.dispatch import sort_by_expert, to_rows
-from maxlm.model.experts.grouped_matmul import RowGroups, block_size, grouped_matmul, looped_matmul, padded_rows
+from maxlm.model.experts.grouped_matmul import (
+    RowGroups,
+    block_size,
+    grouped_matmul,
+    looped_matmul,
+    megablox_matmul,
+    padded_rows,
+)
 
 E, IN, OUT = 5, 6, 7
 
@@ -86,3 +93,26 @@ def test_a_missing_package_is_named(monkeypatch):
     x, kernel = inputs(range(2))
     with pytest.raises(InputError, match=r'model\.expert_matmul=tokamax: the package tokamax is not installed'):
         grouped_matmul(x, kernel, RowGroups(jnp.array([2, 0, 0, 0, 0]), 1), 'tokamax')
+
+
+@pytest.mark.parametrize('num_rows', [24, 640])
+def test_kernel_for_tpus(num_rows):
+    """The kernel is interpreted. The rows after the last group are unused."""
+    rng = np.random.default_rng(0)
+    sizes = np.array([num_rows // 4, 0, num_rows // 2, 3, 1])
+    experts = np.repeat(np.arange(E), sizes)
+    used = len(experts)
+    x = jnp.asarray(rng.normal(size=(num_rows, 128)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(E, 128, 128)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(used, 128)), jnp.float32)
+
+    def plain(x, kernel):
+        return (jnp.einsum('RI,RIO->RO', x[:used], kernel[experts]) * weights).sum()
+
+    def grouped(x, kernel):
+        return (megablox_matmul(x, kernel, jnp.asarray(sizes), interpret=True)[:used] * weights).sum()
+
+    expected, found = (jax.value_and_grad(function, argnums=(0, 1))(x, kernel) for function in (plain, grouped))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
+    np.testing.assert_allclose(found[1][0][:used], expected[1][0][:used], atol=1e-3)
+    np.testing.assert_allclose(found[1][1], expected[1][1], atol=1e-3)
