@@ -67,7 +67,7 @@ def test_batches_contain_the_most_likely_tokens_of_the_teacher(dataset, teacher,
         data=dataclasses.replace(model.config.data, seq_len=T),
         train=dataclasses.replace(model.config.train, global_batch_size=4, per_device_batch_size=4),
     )
-    hidden, decoder = make_forward(alone, model.layout)(model.params, None, batch, None)
+    hidden, decoder, _ = make_forward(alone, model.layout)(model.params, None, batch, None)
     log_probs = np.asarray(jax.nn.log_softmax(decoder.logits(hidden) / 2))
     # The last window of a shard may have padding.
     there = batch['segments'] > 0

@@ -19,16 +19,17 @@ from maxlm.checkpoint.params import params_item
 from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
+from maxlm.huggingface.architectures.dense import QWEN2
 from maxlm.huggingface.config_conversion import choose_architecture, to_config
 from maxlm.huggingface.model_card import NAME as CARD
 from maxlm.huggingface.model_card import model_card
 from maxlm.huggingface.state_dict import Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tensors.safetensors_io import TensorEntry, entry_bytes, write_tensors
 from maxlm.huggingface.tokenizer_files import files_for_export
-from maxlm.log import progress_bar
+from maxlm.log import logger, progress_bar
 from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.storage.atomic import check_new, check_space, new_directory
-from maxlm.workdir.files import CONFIG, read_config
+from maxlm.workdir.files import CONFIG, TOKENIZER, TOKENIZER_CONFIG, read_config
 
 DTYPE = 'bfloat16'
 MAX_SHARD_BYTES = 10**9
@@ -82,6 +83,11 @@ def export_model(
     reader = open_parameters(step_directory, config.model)
     check_shapes(reader.shapes, parameter_shapes(rows), step_directory, workdir / CONFIG)
     text = files_for_export(workdir, config.model)
+    if row is QWEN2 and TOKENIZER in text.files and not (workdir / TOKENIZER_CONFIG).is_file():
+        logger.warning(
+            'AutoTokenizer of Transformers splits text for Qwen2 models by rules of its own; load this tokenizer with '
+            'transformers.PreTrainedTokenizerFast'
+        )
     # Versions of Transformers before 5 read `torch_dtype`.
     settings = {**to_config(config.model, architecture), **text.ids, 'dtype': dtype, 'torch_dtype': dtype}
     parameters = sum(math.prod(row.shape) for row in rows)

@@ -105,7 +105,8 @@ def test_steps_equal_those_on_one_device(layout):
     one = {key: value for key, value in {**COMMON, **layout}.items() if not key.startswith('mesh__')}
     one['train__per_device_batch_size'] = config.train.global_batch_size // config.accumulation
     expected, expected_history = on_one_device(tuple(sorted(one.items())))
-    np.testing.assert_allclose(history, expected_history, atol=2e-5)
+    np.testing.assert_allclose(history[0], expected_history[0], rtol=2e-6)
+    np.testing.assert_allclose(history, expected_history, rtol=2e-4)
     for found, there in zip(jax.tree.leaves(moments), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(found, there, atol=1e-5 * np.abs(there).max() + 1e-9)
     # Negative control: training changes the loss far more than this tolerance.
@@ -122,4 +123,4 @@ def test_the_losses_of_the_router_and_its_bias_change_the_steps():
         {'train__router_bias_rate': 0.1},
     ):
         other = on_one_device(tuple(sorted({**settings, **change}.items())))[1]
-        assert np.abs(other - history).max() > 2e-4, change
+        assert np.abs(other / history - 1).max() > 1e-3, change

@@ -117,7 +117,7 @@ class TensorFiles:
                 if path not in self._starts:
                     # The library checked the header when it opened the file.
                     size = int.from_bytes(file.read(8), 'little')
-                    entries = json.loads(file.read(size)).items()
+                    entries = parse_json(file.read(size)).items()
                     self._starts[path] = {
                         key: 8 + size + entry['data_offsets'][0] for key, entry in entries if key != '__metadata__'
                     }
