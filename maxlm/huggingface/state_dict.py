@@ -18,10 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
-from maxlm.huggingface.tensors.experts import MIXTRAL_NAMES, ExpertNames, ExpertTensor, experts, gpt_oss_experts
+from maxlm.huggingface.tensors.experts import MIXTRAL_NAMES, ExpertNames, experts, gpt_oss_experts
 from maxlm.huggingface.tensors.latent_attention import latent_attention
-
-Shape = tuple[int, ...]
+from maxlm.huggingface.tensors.layer_tensor import LayerTensor, Shape
 
 # Prefix of all tensor names except the head's. It is missing if the file contains the model without its head.
 PREFIXES = {
@@ -329,7 +328,7 @@ def _llama_block(model: ModelConfig) -> Iterator[_TensorSpec]:
 
 def _llama_feedforward(model: ModelConfig) -> Iterator[_TensorSpec]:
     if model.num_experts:
-        yield from _expert_specs(experts(model, ExpertNames()))
+        yield from _layer_specs(experts(model, ExpertNames()))
         return
     D, F, use_bias = model.dim, model.ffn_dim, bool(model.use_bias)
     yield from _linear('layers.#.mlp.gate_proj', 'blocks.feedforward.gate', (D,), (F,), use_bias=use_bias)
@@ -337,7 +336,7 @@ def _llama_feedforward(model: ModelConfig) -> Iterator[_TensorSpec]:
     yield from _linear('layers.#.mlp.down_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)
 
 
-def _expert_specs(found: Iterator[ExpertTensor]) -> Iterator[_TensorSpec]:
+def _layer_specs(found: Iterator[LayerTensor]) -> Iterator[_TensorSpec]:
     for name, sources, shape, source_shapes, to_hf, from_hf, expert in found:
         yield _TensorSpec(name, sources, _Layout(shape, source_shapes, to_hf, from_hf), expert)
 
@@ -346,7 +345,7 @@ def _mixtral_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
     yield from _llama_attention(model, _transposed)
     yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
-    yield from _expert_specs(experts(model, MIXTRAL_NAMES))
+    yield from _layer_specs(experts(model, MIXTRAL_NAMES))
 
 
 def _gpt_oss_block(model: ModelConfig) -> Iterator[_TensorSpec]:
@@ -354,13 +353,12 @@ def _gpt_oss_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     yield _TensorSpec('layers.#.self_attn.sinks', ('blocks.attention.sinks',), _identity(model.num_heads))
     yield from _llama_attention(model, _transposed)
     yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
-    yield from _expert_specs(gpt_oss_experts(model))
+    yield from _layer_specs(gpt_oss_experts(model))
 
 
 def _deepseek_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
-    for name, sources, shape, source_shapes, to_hf, from_hf in latent_attention(model):
-        yield _TensorSpec(name, sources, _Layout(shape, source_shapes, to_hf, from_hf))
+    yield from _layer_specs(latent_attention(model))
     yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
     yield from _llama_feedforward(model)
 

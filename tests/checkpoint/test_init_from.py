@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import jax
@@ -10,23 +9,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.checkpoint.manager import Checkpoints
 from maxlm.checkpoint.streaming import write_step
-from maxlm.data.tokenizer.tokenizer import Tokenizer, chars_tokenizer
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.log import Console
-from maxlm.trainer import checkpointing as starting
-from maxlm.trainer.checkpointing import check_init_from, initialize_state
 from maxlm.training.state import abstract_model, abstract_state, init_state
 from maxlm.workdir.files import CONFIG, TOKENIZER, write_run_files
-from tests.checkpoint.test_manager import config_on, random_state, same, save, zero_state
+from tests.checkpoint.conftest import KNOWN, OLD
+from tests.checkpoint.test_manager import config_on, random_state, same, save
 from tests.checkpoint.test_streaming import flatten, streamed
 from tests.small import small_layout
 
-# Embedding rows in the checkpoint, its number of tokens, and embedding rows in the run. The last row of the checkpoint
+# Embedding rows in the checkpoint, of which the first KNOWN are tokens, and in the run. The last row of the checkpoint
 # is padding. Devices do not divide its number of rows.
-ROWS, KNOWN, NEW_ROWS = 61, 60, 72
-OLD = chars_tokenizer([''.join(map(chr, range(ord('A'), ord('A') + KNOWN - 2)))])
+ROWS, NEW_ROWS = 61, 72
 NEW = OLD.with_special_tokens(['<|im_start|>', '<|im_end|>'])
 OTHER = Tokenizer.from_json(OLD.to_json().replace('"A"', '"é"'), name='other')
 UNTIED = {'model__family': 'llama'}
@@ -53,37 +48,6 @@ def make(tmp_path_factory):
         return made[key]
 
     return make
-
-
-@pytest.fixture
-def start(tmp_path, capsys, monkeypatch):
-    """Returns a function that initializes a run from a workdir and returns the initial state and the log.
-
-    Only with `random` are parameters first initialized at random, which takes most of the time.
-    """
-
-    def start(origin, tokenizer=OLD, *, num_devices=2, random=False, **overrides):
-        monkeypatch.setattr(starting, 'init_state', init_state if random else zero_state)
-        config = config_on(num_devices, **overrides)
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(origin)))
-        layout = small_layout(config)
-        abstract = abstract_state(config, layout)
-        tokenizer.save(tmp_path / TOKENIZER)
-        run = tmp_path / 'run'
-        check_init_from(config, abstract.params, run, tokenizer=tmp_path / TOKENIZER)
-        assert not run.exists()
-        capsys.readouterr()
-        with Console(), Checkpoints(run, max_to_keep=3) as checkpoints:
-            state = initialize_state(
-                config, tokenizer=tmp_path / TOKENIZER, layout=layout, abstract=abstract, checkpoints=checkpoints
-            )
-        placed = jax.tree.map(
-            lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, abstract
-        )
-        assert all(jax.tree.leaves(placed))
-        return jax.device_get(state), capsys.readouterr().out
-
-    return start
 
 
 def fresh(**overrides):

@@ -15,7 +15,6 @@ from maxlm.log import Console
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from maxlm.workdir.files import write_run_files
-from tests.checkpoint.test_init_from import start  # noqa: F401
 from tests.checkpoint.test_manager import config_on, random_state, same, save
 from tests.checkpoint.test_streaming import flatten
 from tests.small import small_batch, small_config, small_layout, small_state
@@ -85,14 +84,14 @@ def test_a_quantized_model_and_an_export_have_no_modules(workdirs, tmp_path, cap
     assert exported.parameters == plain.parameters
 
 
-def test_a_run_without_modules_starts_from_a_checkpoint_with_modules(workdirs, start, capsys):  # noqa: F811
+def test_a_run_without_modules_starts_from_a_checkpoint_with_modules(workdirs, start, capsys):
     workdir, params = workdirs[0]
     state, out = start(workdir, tokenizer=tokenizer_of(workdir), **LLAMA)
     assert LEFT_OUT in out
     assert_equal(flatten(state.params), without_modules(params))
 
 
-def test_missing_modules_are_initialized(workdirs, start):  # noqa: F811
+def test_missing_modules_are_initialized(workdirs, start):
     workdir, params = workdirs[1]
     state, out = start(workdir, tokenizer=tokenizer_of(workdir), random=True, **MTP)
     assert 'the modules of multi-token prediction are initialized' in out
@@ -101,14 +100,14 @@ def test_missing_modules_are_initialized(workdirs, start):  # noqa: F811
     assert np.std(found['mtp.projection.kernel']) > 0
 
 
-def test_modules_are_loaded_with_the_model(workdirs, start):  # noqa: F811
+def test_modules_are_loaded_with_the_model(workdirs, start):
     workdir, params = workdirs[0]
     state, out = start(workdir, tokenizer=tokenizer_of(workdir), **MTP)
     assert 'multi-token' not in out
     assert_equal(flatten(state.params), params)
 
 
-def test_another_number_of_modules_is_an_error(workdirs, start):  # noqa: F811
+def test_another_number_of_modules_is_an_error(workdirs, start):
     workdir, _ = workdirs[0]
     with pytest.raises(InputError, match=r'checkpoint of another model: mtp\.'):
         start(workdir, tokenizer=tokenizer_of(workdir), **LLAMA, model__mtp_depth=2)

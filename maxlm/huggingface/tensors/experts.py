@@ -8,27 +8,15 @@ Shapes: E experts, D dim, F feed-forward of an expert, G feed-forward of all sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
+from maxlm.huggingface.tensors.layer_tensor import LayerTensor, Shape
 
-Shape = tuple[int, ...]
 _PATH = 'blocks.feedforward'
-
-
-class ExpertTensor(NamedTuple):
-    """A tensor of any layer; fields as in `maxlm.huggingface.state_dict.Tensor`, with `#` for the layer's index."""
-
-    name: str
-    sources: tuple[str, ...]
-    shape: Shape
-    source_shapes: tuple[Shape, ...]
-    to_hf: Callable[[Sequence[np.ndarray]], np.ndarray]
-    from_hf: Callable[[np.ndarray], Sequence[np.ndarray]]
-    expert: int | None = None
 
 
 class ExpertNames(NamedTuple):
@@ -43,7 +31,7 @@ class ExpertNames(NamedTuple):
 MIXTRAL_NAMES = ExpertNames('layers.#.block_sparse_moe', gate='w1', up='w3', down='w2')
 
 
-def experts(model: ModelConfig, names: ExpertNames) -> Iterator[ExpertTensor]:
+def experts(model: ModelConfig, names: ExpertNames) -> Iterator[LayerTensor]:
     """Yields the tensors of router, experts and shared experts of a layer without biases."""
     D, F, E = model.dim, model.expert_ffn_dim, model.num_experts
     yield _transposed(f'{names.module}.gate.weight', 'router.kernel', (D, E))
@@ -61,7 +49,7 @@ def experts(model: ModelConfig, names: ExpertNames) -> Iterator[ExpertTensor]:
             yield _transposed(name, f'shared.{kind}.kernel', shape)
 
 
-def gpt_oss_experts(model: ModelConfig) -> Iterator[ExpertTensor]:
+def gpt_oss_experts(model: ModelConfig) -> Iterator[LayerTensor]:
     """Yields the tensors of router and experts of a layer of gpt-oss."""
     D, F, E = model.dim, model.expert_ffn_dim, model.num_experts
     yield _transposed('layers.#.mlp.router.weight', 'router.kernel', (D, E))
@@ -72,17 +60,17 @@ def gpt_oss_experts(model: ModelConfig) -> Iterator[ExpertTensor]:
     yield _plain('layers.#.mlp.experts.down_proj_bias', 'experts.down.bias', (E, D))
 
 
-def _plain(name: str, path: str, shape: Shape) -> ExpertTensor:
-    return ExpertTensor(name, (f'{_PATH}.{path}',), shape, (shape,), lambda arrays: arrays[0], lambda array: [array])
+def _plain(name: str, path: str, shape: Shape) -> LayerTensor:
+    return LayerTensor(name, (f'{_PATH}.{path}',), shape, (shape,), lambda arrays: arrays[0], lambda array: [array])
 
 
-def _transposed(name: str, path: str, shape: Shape) -> ExpertTensor:
+def _transposed(name: str, path: str, shape: Shape) -> LayerTensor:
     sources = (f'{_PATH}.{path}',)
-    return ExpertTensor(name, sources, shape[::-1], (shape,), lambda arrays: arrays[0].T, lambda array: [array.T])
+    return LayerTensor(name, sources, shape[::-1], (shape,), lambda arrays: arrays[0].T, lambda array: [array.T])
 
 
-def _of_one_expert(name: str, path: str, shape: Shape, expert: int, num_experts: int) -> ExpertTensor:
-    return ExpertTensor(
+def _of_one_expert(name: str, path: str, shape: Shape, expert: int, num_experts: int) -> LayerTensor:
+    return LayerTensor(
         name,
         (f'{_PATH}.{path}',),
         shape[::-1],
@@ -93,10 +81,10 @@ def _of_one_expert(name: str, path: str, shape: Shape, expert: int, num_experts:
     )
 
 
-def _alternating(name: str, kind: str, shape: Shape) -> ExpertTensor:
+def _alternating(name: str, kind: str, shape: Shape) -> LayerTensor:
     """Returns the tensor whose last axis has an element of the gate, then one of the up-projection, and so on."""
     joint = (*shape[:-1], 2 * shape[-1])
-    return ExpertTensor(
+    return LayerTensor(
         name,
         (f'{_PATH}.experts.gate.{kind}', f'{_PATH}.experts.up.{kind}'),
         joint,

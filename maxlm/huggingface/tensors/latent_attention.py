@@ -9,29 +9,17 @@ positions, V value head dim, I inputs of a projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
+from maxlm.huggingface.tensors.layer_tensor import LayerTensor, Shape
 
-Shape = tuple[int, ...]
 _PREFIX, _PATH = 'layers.#.self_attn', 'blocks.attention'
 
 
-class LatentTensor(NamedTuple):
-    """A tensor of any layer; fields as in `maxlm.huggingface.state_dict.Tensor`, with `#` for the layer's index."""
-
-    name: str
-    sources: tuple[str, ...]
-    shape: Shape
-    source_shapes: tuple[Shape, ...]
-    to_hf: Callable[[Sequence[np.ndarray]], np.ndarray]
-    from_hf: Callable[[np.ndarray], Sequence[np.ndarray]]
-
-
-def latent_attention(model: ModelConfig) -> Iterator[LatentTensor]:
+def latent_attention(model: ModelConfig) -> Iterator[LayerTensor]:
     """Yields the tensors of the attention of a resolved model with latent attention."""
     D, N, C, Q = model.dim, model.num_heads, model.kv_lora_rank, model.q_lora_rank
     P, R, V = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
@@ -44,7 +32,7 @@ def latent_attention(model: ModelConfig) -> Iterator[LatentTensor]:
     yield _kernel('kv_a_proj_with_mqa', 'key_value_latent', (D, C + R), rotated=R)
     yield from _norm('kv_a_layernorm', 'key_value_latent_norm', model, C)
     yield _keys_and_values(C, N, P, V)
-    yield LatentTensor(
+    yield LayerTensor(
         f'{_PREFIX}.o_proj.weight',
         (f'{_PATH}.out.kernel',),
         (D, N * V),
@@ -54,9 +42,9 @@ def latent_attention(model: ModelConfig) -> Iterator[LatentTensor]:
     )
 
 
-def _kernel(name: str, path: str, shape: Shape, *, rotated: int = 0) -> LatentTensor:
+def _kernel(name: str, path: str, shape: Shape, *, rotated: int = 0) -> LayerTensor:
     """Returns the tensor [outputs, I] of a kernel [I, ...outputs], of whose last dims `rotated` are rotated."""
-    return LatentTensor(
+    return LayerTensor(
         f'{_PREFIX}.{name}.weight',
         (f'{_PATH}.{path}.kernel',),
         (int(np.prod(shape[1:])), shape[0]),
@@ -66,7 +54,7 @@ def _kernel(name: str, path: str, shape: Shape, *, rotated: int = 0) -> LatentTe
     )
 
 
-def _keys_and_values(C: int, N: int, P: int, V: int) -> LatentTensor:
+def _keys_and_values(C: int, N: int, P: int, V: int) -> LayerTensor:
     """Returns the tensor with the rows of keys and values of head 0, then of head 1, and so on."""
 
     def to_hf(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -76,14 +64,12 @@ def _keys_and_values(C: int, N: int, P: int, V: int) -> LatentTensor:
         return np.split(array.T.reshape(C, N, P + V), [P], axis=-1)
 
     sources = (f'{_PATH}.key.kernel', f'{_PATH}.value.kernel')
-    return LatentTensor(
-        f'{_PREFIX}.kv_b_proj.weight', sources, (N * (P + V), C), ((C, N, P), (C, N, V)), to_hf, from_hf
-    )
+    return LayerTensor(f'{_PREFIX}.kv_b_proj.weight', sources, (N * (P + V), C), ((C, N, P), (C, N, V)), to_hf, from_hf)
 
 
-def _norm(name: str, path: str, model: ModelConfig, dim: int) -> Iterator[LatentTensor]:
+def _norm(name: str, path: str, model: ModelConfig, dim: int) -> Iterator[LayerTensor]:
     if model.norm_use_scale:
-        yield LatentTensor(
+        yield LayerTensor(
             f'{_PREFIX}.{name}.weight',
             (f'{_PATH}.{path}.scale',),
             (dim,),

@@ -108,7 +108,7 @@ def estimate_memory(
     """
     backend = BACKENDS[platform]
     kinds = [_sizes(config, backend, kind) for kind in layer_stacks(config.model)]
-    # Where the kind does not matter, that of the last layers is used.
+    # Sizes that do not depend on the kind of the layers are those of the last layers.
     sizes = kinds[-1]
     state = state or planned_state_bytes(config)
     gradient, filler = _gradient_and_filler(config, backend)
@@ -116,7 +116,6 @@ def estimate_memory(
     gradients = gradient + (_micro_batch_gradient(config, sizes) if config.accumulation > 1 else 0)
     activations, on_host = _saved_activation_bytes(config, kinds, backend)
     copies = _copied_weights(config, sizes, backend)
-    sizes = kinds[-1]
     head = head_memory(config, (sizes.B, sizes.T, sizes.V), table=backend.table, logits=backend.logits)
     work = max(_layer_work(config, kind, backend, capability) for kind in kinds)
     at_layers = gradients + activations + copies + work + head.table
@@ -233,7 +232,7 @@ def _saved_activation_bytes(config: Config, kinds: list[_Sizes], backend: Backen
         on_host = sum(sizes.layers for sizes in kinds) * stream
     by_layer = [_saved_bytes_of_layer(config, sizes, backend) for sizes in kinds]
     saved = sum(sizes.layers * size for sizes, size in zip(kinds, by_layer, strict=True))
-    # Of a module of multi-token prediction: its block, both inputs of its projection and the inputs of its norms.
+    # A module of multi-token prediction saves its block, both inputs of its projection and the inputs of its norms.
     saved += model.mtp_depth * (by_layer[-1] + 5 * stream)
     if mesh.stage > 1:
         # The chunk's input of every iteration, and the buffers of all micro-batches, twice, in the loop's carry.
