@@ -1,4 +1,4 @@
-"""Trains configs/tiny.py and a chat model with several seeds, and writes the figures of docs/results.md.
+"""Trains tiny models and a chat model with several seeds, and writes the figures of docs/results.md.
 
     python -m benchmarks.runs --workdirs=DIR [--seeds=3] [--output=FILE] [--figures=DIR]
 
@@ -19,22 +19,25 @@ from benchmarks.growth_curves import write_small_png
 from benchmarks.posttraining import call
 from benchmarks.step import machine
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.planning.plots import BLUE, STYLE
+from maxlm.planning.plots import BLUE, ORANGE, STYLE
 from maxlm.telemetry.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TINY = ('--config=configs/tiny.py',)
-# SFT of the tiny model on five epochs of chats, with half the learning rate of pretraining.
-CHAT = (
-    *TINY,
-    '--config.train.num_steps=60',
-    '--config.optimizer.learning_rate=1e-3',
-    '--config.optimizer.min_learning_rate=1e-4',
-    '--config.optimizer.warmup_steps=5',
-    '--config.eval.interval=10',
-)
+ARGUMENTS = {
+    'tiny': ('--config=configs/tiny.py',),
+    'moe': ('--config=configs/moe.py:tiny',),
+    # SFT of the tiny model on five epochs of chats, with half the learning rate of pretraining.
+    'chat': (
+        '--config=configs/tiny.py',
+        '--config.train.num_steps=60',
+        '--config.optimizer.learning_rate=1e-3',
+        '--config.optimizer.min_learning_rate=1e-4',
+        '--config.optimizer.warmup_steps=5',
+        '--config.eval.interval=10',
+    ),
+}
 EXCLUDED = ('site-packages', 'dist-packages', 'test', 'tests', 'encodings', 'pydoc_data')
 
 
@@ -49,7 +52,7 @@ def main(argv: list[str]) -> int:
     if options.seeds < 1:
         raise InputError(f'--seeds={options.seeds}: must be at least 1')
     prepare(options.workdirs)
-    results: dict[str, Any] = {'tiny': [], 'chat': []}
+    results: dict[str, Any] = {name: [] for name in ARGUMENTS}
     for seed in range(options.seeds):
         for name in results:
             result = run(name, seed, options.workdirs)
@@ -58,8 +61,13 @@ def main(argv: list[str]) -> int:
             if options.output:
                 options.output.write_text(json.dumps({'machine': machine(), 'results': results}, indent=1) + '\n')
     if options.figures:
-        for name, result in results.items():
-            write_small_png(curves(result, name), options.figures / f'results_{name}.png')
+        figures = {
+            'tiny': curves({'tiny': results['tiny']}),
+            'moe': curves({'configs/tiny.py': results['tiny'], 'configs/moe.py:tiny': results['moe']}),
+            'chat': curves({'chat': results['chat']}),
+        }
+        for name, figure in figures.items():
+            write_small_png(figure, options.figures / f'results_{name}.png')
     return EXIT_DONE
 
 
@@ -80,10 +88,8 @@ def prepare(directory: Path) -> None:
 def run(name: str, seed: int, directory: Path) -> dict[str, Any]:
     """Trains a model unless its run is complete, and returns the results of the run."""
     workdir = directory / f'{name}-{seed}'
-    if name == 'tiny':
-        words = [*TINY, f'--config.data.path={directory / "data"}']
-    else:
-        words = [*CHAT, f'--config.data.path={directory / "chats"}']
+    words = [*ARGUMENTS[name], f'--config.data.path={directory / ("chats" if name == "chat" else "data")}']
+    if name == 'chat':
         words.append(f'--config.train.init_from={directory / f"tiny-{seed}"}')
     seeds = [f'--config.train.seed={seed}', f'--config.data.seed={seed}']
     call('maxlm.train', *words, f'--workdir={workdir}', *seeds)
@@ -117,8 +123,8 @@ def spread(values: list[float], digits: int = 0) -> str:
     return f'{mean} ± {statistics.stdev(values):,.{digits}f}' if len(values) > 1 else mean
 
 
-def curves(results: list[dict[str, Any]], title: str) -> Figure:
-    """Plots the validation loss over the steps, with a line for each seed."""
+def curves(results: dict[str, list[dict[str, Any]]]) -> Figure:
+    """Plots the validation loss of one or two models over the steps, with a line for each seed."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -127,10 +133,15 @@ def curves(results: list[dict[str, Any]], title: str) -> Figure:
         figure = Figure(figsize=(6.4, 3.2), layout='constrained')
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        for result in results:
-            steps, losses = zip(*result['curve'], strict=True)
-            axes.plot(steps, losses, color=BLUE, marker='o', markersize=3, alpha=0.7)
-        axes.set(xlabel='steps', ylabel='validation loss, nats per token', title=f'{title}, {len(results)} seeds')
+        for (name, runs), color in zip(results.items(), (BLUE, ORANGE), strict=False):
+            for run in runs:
+                steps, losses = zip(*run['curve'], strict=True)
+                axes.plot(steps, losses, color=color, marker='o', markersize=3, alpha=0.7)
+            axes.lines[-1].set_label(name)
+        title = ' and '.join(results)
+        axes.set(xlabel='steps', ylabel='validation loss, nats per token', title=f'{title}, {len(runs)} seeds')
+        if len(results) > 1:
+            axes.legend(frameon=False)
     return figure
 
 

@@ -18,7 +18,7 @@ def row_of(name):
     return [cell.strip() for cell in line.strip('|').split('|')]
 
 
-@pytest.mark.parametrize('name', ['tiny', 'chat'])
+@pytest.mark.parametrize('name', ['tiny', 'moe', 'chat'])
 def test_the_page_has_the_results_of_the_runs(name):
     results = RUNS['results'][name]
     found = summary(results)
@@ -63,8 +63,15 @@ def test_results_are_read_from_a_workdir(tmp_path):
     assert results_of(tmp_path) == expected
     assert spread([1.0, 3.0], 1) == '2.0 ± 1.4'
     assert spread([1234.5]) == '1,234'
-    (axes,) = curves([expected, expected], 'tiny').axes
-    assert [line.get_ydata().tolist() for line in axes.lines] == [[5.0, 4.0]] * 2
+    better = {**expected, 'curve': [[1, 4.5], [2, 3.0]]}
+    (axes,) = curves({'dense': [expected, expected], 'experts': [better]}).axes
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[5.0, 4.0], [5.0, 4.0], [4.5, 3.0]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ['dense', 'experts']
+
+
+def test_experts_beat_the_dense_model_of_the_same_operations():
+    dense, experts = ([result['curve'][-1][1] for result in RUNS['results'][name]] for name in ('tiny', 'moe'))
+    assert all(better < worse for better, worse in zip(experts, dense, strict=True))
 
 
 def test_number_of_seeds():

@@ -86,10 +86,16 @@ def test_experts_by_hand():
     layer = 2 * 2048 * 128 * (32 + 4) + 2 * 128 + 2 * 2048 + 128 * 2048 + 8 * 3 * 2048 * 768
     assert count_active_parameters(config.model) == 48 * layer + 2 * 151_936 * 2048 + 2048
     tiny, dense = (load(f'configs/{spec}') for spec in ('moe.py:tiny', 'tiny.py'))
-    experts = {'num_experts': 0, 'num_experts_per_token': 0, 'expert_ffn_dim': 0, 'ffn_dim': dense.model.ffn_dim}
-    assert tiny.model.expert_ffn_dim * tiny.model.num_experts_per_token == dense.model.ffn_dim
+    used = tiny.model.num_experts_per_token + tiny.model.num_shared_experts
+    assert tiny.model.expert_ffn_dim * used == dense.model.ffn_dim
     # Control: only the experts of tiny differ from configs/tiny.py.
-    assert dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, **experts)) == dense != tiny
+    differing = {
+        field.name
+        for field in dataclasses.fields(tiny.model)
+        if getattr(tiny.model, field.name) != getattr(dense.model, field.name)
+    }
+    assert all(name == 'ffn_dim' or 'expert' in name or 'rout' in name for name in differing)
+    assert dataclasses.replace(tiny, model=dense.model) == dense
 
 
 def test_by_hand():
