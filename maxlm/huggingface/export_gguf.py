@@ -173,11 +173,16 @@ def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str
             f'{source}: file not found, but a GGUF file requires a tokenizer; copy its tokenizer.json there'
         )
     vocab = vocabulary(text.files[TOKENIZER].decode(), model.vocab_size, source)
-    writer.add_tokenizer_model('gpt2')
+    writer.add_tokenizer_model(vocab.model)
     writer.add_tokenizer_pre(vocab.split)
     writer.add_token_list(vocab.tokens)
     writer.add_token_types(vocab.types)
-    writer.add_token_merges(vocab.merges)
+    if vocab.unknown_id is None:
+        writer.add_token_merges(vocab.merges)
+    else:
+        writer.add_token_scores(vocab.scores)
+        writer.add_add_space_prefix(vocab.add_space)
+        writer.add_unk_token_id(vocab.unknown_id)
     writer.add_add_bos_token(vocab.add_bos)
     eos_ids = text.ids['eos_token_id']
     eos_ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]

@@ -6,6 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from flax import nnx
@@ -23,6 +24,7 @@ from maxlm.training.state import abstract_model
 from tests.conftest import ROOT
 from tests.huggingface.expert_models import EXPERT_MODELS
 from tests.huggingface.gguf_files import gguf, read
+from tests.huggingface.sentencepiece_tokenizer import sentencepiece_tokenizer
 from tests.huggingface.workdirs import MODELS, make_workdir, parameters
 from tests.small import small_config
 
@@ -314,6 +316,24 @@ def test_a_chat_template_and_its_end_of_turn(tmp_path):
     assert all(len(part) > 1 for part in merge.split())
 
 
+def test_a_tokenizer_of_sentencepiece(tmp_path):
+    facts = sentencepiece_tokenizer()
+    make_workdir(tmp_path / 'run', {**CASES['llama'], 'model__vocab_size': 300})
+    (tmp_path / 'run' / 'tokenizer.json').write_text(json.dumps(facts))
+    export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
+    _, keys = read(tmp_path / 'model.gguf')
+    assert (keys['tokenizer.ggml.model'], keys['tokenizer.ggml.unknown_token_id']) == ('llama', 0)
+    assert keys['tokenizer.ggml.add_space_prefix'] is True
+    assert 'tokenizer.ggml.merges' not in keys
+    # Transformers derives the merges from the scores.
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file='model.gguf')
+    ours = tokenizers.Tokenizer.from_str(json.dumps(facts))
+    texts = ['then one hen', 'the  tone', 'zo\nthé']
+    ids = [ours.encode(text, add_special_tokens=False).ids for text in texts]
+    assert [theirs(text, add_special_tokens=False)['input_ids'] for text in texts] == ids
+    assert max(map(max, ids)) > 270
+
+
 @pytest.mark.parametrize(
     ('overrides', 'found'),
     [
@@ -417,7 +437,7 @@ def test_invalid_outputs_and_values(tmp_path, monkeypatch):
     refuse(tmp_path, '--output=', 'already exists', output='run')
     refuse(tmp_path, 'not a directory', output='nowhere/model.gguf')
     (tmp_path / 'run' / 'tokenizer.json').write_text(chars_tokenizer(['abc']).to_json())
-    refuse(tmp_path, 'tokenizer type is WordLevel', 'byte-level BPE')
+    refuse(tmp_path, 'tokenizer type is WordLevel', 'only BPE')
     (tmp_path / 'run' / 'tokenizer.json').unlink()
     refuse(tmp_path, 'tokenizer.json', 'file not found')
     monkeypatch.setitem(sys.modules, 'gguf', None)
