@@ -60,7 +60,7 @@ def gguf_tensors(rows: Sequence[Tensor], model: ModelConfig, target: GgufArchite
     found: dict[str, GgufTensor] = {}
     for row in rows:
         for hf_name, shape, sources, convert in _parts(row, model, target):
-            # Names of parameters that are no modules lack this suffix.
+            # The name of attention sinks has no suffix.
             full = hf_name if hf_name.endswith(('.weight', '.bias')) else f'{hf_name}.weight'
             name = names.get_name(full, try_suffixes=('.weight', '.bias'))
             assert name is not None, hf_name
@@ -76,7 +76,7 @@ _Part = tuple[str, Shape, tuple[str, ...], Callable[[Sequence[np.ndarray]], np.n
 def _parts(row: Tensor, model: ModelConfig, target: GgufArchitecture) -> Iterator[_Part]:
     """Yields name, shape, sources and conversion of the tensors that replace a tensor of Transformers."""
     if is_of_experts(row.sources[0]):
-        # Names of all architectures, because gguf knows them for each.
+        # gguf knows these names for the experts of all architectures.
         module = '.'.join(row.name.split('.')[:3]) + '.mlp.experts'
         for source, shape in zip(row.sources, row.source_shapes, strict=True):
             kind, leaf = source.split('.')[-2:]

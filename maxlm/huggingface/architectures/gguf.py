@@ -92,7 +92,7 @@ def _add_deepseek(writer: Any, model: ModelConfig) -> None:
     writer.add_value_length_mla(model.v_head_dim)
     if model.rope_scaling == 'yarn':
         writer.add_rope_scaling_yarn_log_mul(0.1 * model.rope_mscale_all_dim)
-    # llama.cpp requires the three keys, also for a model without experts.
+    # llama.cpp requires these keys also for a model without experts.
     writer.add_leading_dense_block_count(model.num_dense_layers if model.num_experts else model.num_layers)
     writer.add_expert_shared_count(model.num_shared_experts)
     if not model.num_experts:
