@@ -54,6 +54,16 @@ _GPT_NEOX: dict[str, object] = {
     'init': 'small',
 }
 
+# Lozhkov et al. 2024, "StarCoder 2 and The Stack v2": GPT-2 with rotary positions and sliding windows. Set
+# model.num_kv_heads. The rotary base is that of the models of 3B and 7B.
+_STARCODER2: dict[str, object] = {
+    **_GPT2,
+    'position_embedding': 'rotary',
+    'rope_theta': 1_000_000.0,
+    'attention_pattern': 'S',
+    'sliding_window': 4096,
+}
+
 # Touvron et al. 2023, "LLaMA": RMSNorm, SwiGLU, rotary positions on the entire head, no biases, untied output. The
 # paper does not specify initial weights. The released configs use 0.02; residual outputs are scaled as in GPT-2.
 _LLAMA: dict[str, object] = {
@@ -195,6 +205,7 @@ _NANOCHAT: dict[str, object] = {
 FAMILIES: dict[str, dict[str, object]] = {
     'gpt2': _GPT2,
     'gpt_neox': _GPT_NEOX,
+    'starcoder2': _STARCODER2,
     'llama': _LLAMA,
     'qwen2': _QWEN2,
     'qwen3': _QWEN3,

@@ -72,6 +72,7 @@ CHOICES = {
         'deepseek_v2',
         'deepseek_v3',
         'gpt_oss',
+        'starcoder2',
         'nanochat',
     ),
 }

@@ -19,8 +19,9 @@ from maxlm.errors import InputError, os_message
 from maxlm.huggingface.architectures.gguf import frequency_factors, gguf_architecture
 from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.export_model import check_shapes, open_parameters
+from maxlm.huggingface.gguf_tensors import GgufTensor, gguf_tensors
 from maxlm.huggingface.gguf_tokenizer import vocabulary
-from maxlm.huggingface.state_dict import Tensor, parameter_shapes, tensors
+from maxlm.huggingface.state_dict import parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import TextFiles, files_for_export
 from maxlm.log import progress_bar
 from maxlm.storage.atomic import check_space, new_file
@@ -43,7 +44,7 @@ class ExportedGguf(NamedTuple):
 
 
 def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> ExportedGguf:
-    """Writes a checkpoint with its tokenizer and chat template as one file. Vectors are stored in float32.
+    """Writes a checkpoint with its tokenizer and chat template as one file. Vectors and routers are stored in float32.
 
     Args:
         checkpoint: path as accepted by `find_local_step`.
@@ -62,11 +63,12 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
     model = read_config(workdir).model
     architecture = choose_architecture(model).model_type
     target = gguf_architecture(model, architecture, str(workdir / CONFIG))
-    rows = tensors(architecture, model)
+    hf_tensors = tensors(architecture, model)
     reader = open_parameters(step_directory, model)
-    check_shapes(reader.shapes, parameter_shapes(rows), step_directory, workdir / CONFIG)
+    check_shapes(reader.shapes, parameter_shapes(hf_tensors), step_directory, workdir / CONFIG)
     kind = target.kind
     names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == kind), model.num_layers)
+    rows = gguf_tensors(hf_tensors, model, target, names)
     types = {tensor.name: _type_of(tensor, dtype, gguf) for tensor in rows}
     sizes = {tensor.name: _bytes(tensor.shape, types[tensor.name], gguf) for tensor in rows}
     check_space('--output', path, sum(sizes.values()))
@@ -82,39 +84,25 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
         for name, values in factors.items():
             writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
         for tensor in rows:
-            name = names.get_name(tensor.name, try_suffixes=('.weight', '.bias'))
             float32 = np.dtype(np.float32)
-            writer.add_tensor_info(name, tensor.shape, float32, sizes[tensor.name], raw_dtype=types[tensor.name])
+            writer.add_tensor_info(tensor.name, tensor.shape, float32, sizes[tensor.name], raw_dtype=types[tensor.name])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for values in factors.values():
             writer.write_tensor_data(values)
         for tensor in rows:
-            values = tensor.to_hf([reader.read(source, tensor.layer) for source in tensor.sources])
-            if target.is_interleaved:
-                values = interleave_rotary(tensor.name, values, model)
-            if model.norm_unit_offset and tensor.name.endswith('norm.weight'):
-                values = values + 1
-            writer.write_tensor_data(_encode(tensor.name, values, types[tensor.name], gguf))
+            values = tensor.convert([reader.read(source, tensor.layer) for source in tensor.sources])
+            writer.write_tensor_data(_encode(tensor.hf_name, values, types[tensor.name], gguf))
             bar.update()
     quantized_type = gguf.GGMLQuantizationType.Q8_0
     float16_tensors = tuple(
-        tensor.name
+        tensor.hf_name
         for tensor in rows
-        if dtype == 'q8_0' and len(tensor.shape) > 1 and types[tensor.name] != quantized_type
+        if dtype == 'q8_0' and not tensor.is_float32 and types[tensor.name] != quantized_type
     )
     parameters = sum(math.prod(tensor.shape) for tensor in rows)
     return ExportedGguf(path, kind, parameters, path.stat().st_size, float16_tensors)
-
-
-def interleave_rotary(name: str, values: np.ndarray, model: ModelConfig) -> np.ndarray:
-    """Permutes a Transformers tensor for interleaved rotation: interleaves the halves of each query and key head."""
-    heads = {'q_proj': model.num_heads, 'k_proj': model.num_kv_heads}.get(name.split('.')[-2])
-    if heads is None:
-        return values
-    rest = values.shape[1:]
-    return values.reshape(heads, 2, model.head_dim // 2, *rest).swapaxes(1, 2).reshape(values.shape)
 
 
 def _library() -> Any:
@@ -153,13 +141,23 @@ def _add_metadata(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: 
     writer.add_context_length(model.max_positions)
     writer.add_embedding_length(model.dim)
     writer.add_block_count(model.num_layers)
-    writer.add_feed_forward_length(model.ffn_dim)
+    # Without dense layers, some architectures read the width of an expert from this key.
+    has_dense_layers = model.num_dense_layers or not model.num_experts
+    writer.add_feed_forward_length(model.ffn_dim if has_dense_layers else model.expert_ffn_dim)
     writer.add_head_count(model.num_heads)
-    writer.add_head_count_kv(model.num_kv_heads)
-    writer.add_key_length(model.head_dim)
-    writer.add_value_length(model.head_dim)
-    writer.add_rope_dimension_count(round(model.partial_rotary_factor * model.head_dim))
-    writer.add_layer_norm_rms_eps(model.norm_epsilon)
+    if model.kv_lora_rank:
+        # All heads use the same latent, so llama.cpp computes multi-query attention.
+        writer.add_head_count_kv(1)
+        writer.add_key_length(model.kv_lora_rank + model.qk_rope_head_dim)
+        writer.add_value_length(model.kv_lora_rank)
+        writer.add_rope_dimension_count(model.qk_rope_head_dim)
+    else:
+        writer.add_head_count_kv(model.num_kv_heads)
+        writer.add_key_length(model.head_dim)
+        writer.add_value_length(model.head_dim)
+        writer.add_rope_dimension_count(round(model.partial_rotary_factor * model.head_dim))
+    add_epsilon = writer.add_layer_norm_eps if model.norm == 'layernorm' else writer.add_layer_norm_rms_eps
+    add_epsilon(model.norm_epsilon)
     writer.add_rope_freq_base(model.rope_theta)
     # llama3 and longrope scaling is written as tensors.
     kinds = {'linear': gguf.RopeScalingType.LINEAR, 'yarn': gguf.RopeScalingType.YARN}
@@ -175,11 +173,16 @@ def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str
             f'{source}: file not found, but a GGUF file requires a tokenizer; copy its tokenizer.json there'
         )
     vocab = vocabulary(text.files[TOKENIZER].decode(), model.vocab_size, source)
-    writer.add_tokenizer_model('gpt2')
+    writer.add_tokenizer_model(vocab.model)
     writer.add_tokenizer_pre(vocab.split)
     writer.add_token_list(vocab.tokens)
     writer.add_token_types(vocab.types)
-    writer.add_token_merges(vocab.merges)
+    if vocab.unknown_id is None:
+        writer.add_token_merges(vocab.merges)
+    else:
+        writer.add_token_scores(vocab.scores)
+        writer.add_add_space_prefix(vocab.add_space)
+        writer.add_unk_token_id(vocab.unknown_id)
     writer.add_add_bos_token(vocab.add_bos)
     eos_ids = text.ids['eos_token_id']
     eos_ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
@@ -194,9 +197,9 @@ def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str
         writer.add_chat_template(text.files[CHAT_TEMPLATE].decode())
 
 
-def _type_of(tensor: Tensor, dtype: str, gguf: Any) -> Any:
+def _type_of(tensor: GgufTensor, dtype: str, gguf: Any) -> Any:
     types = gguf.GGMLQuantizationType
-    if len(tensor.shape) == 1:
+    if tensor.is_float32:
         return types.F32
     return types.Q8_0 if dtype == 'q8_0' and tensor.shape[-1] % BLOCK == 0 else types.F16
 

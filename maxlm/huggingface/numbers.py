@@ -72,6 +72,7 @@ NUMBERS: dict[str, Number] = {
     'logits_scaling': _float('logits_scaling'),
     'attn_logit_softcapping': _float('attention_softcap'),
     'rms_norm_eps': _float('norm_epsilon'),
+    'norm_epsilon': _float('norm_epsilon'),
     'layer_norm_eps': _float('norm_epsilon'),
     'layer_norm_epsilon': _float('norm_epsilon'),
     'final_logit_softcapping': _float('logit_softcap'),

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
 from maxlm.huggingface.tensors.experts import MIXTRAL_NAMES, ExpertNames, experts, gpt_oss_experts
 from maxlm.huggingface.tensors.latent_attention import latent_attention
@@ -31,7 +32,7 @@ PREFIXES = {
     'qwen3': 'model.',
     'nanochat': 'model.',
     **dict.fromkeys(('qwen2', 'smollm3', 'olmo2', 'olmo3', 'granite', 'phi3', 'gemma2', 'gemma3_text'), 'model.'),
-    **dict.fromkeys(('mixtral', 'qwen3_moe', 'deepseek_v2', 'deepseek_v3', 'gpt_oss'), 'model.'),
+    **dict.fromkeys(('mixtral', 'qwen3_moe', 'deepseek_v2', 'deepseek_v3', 'gpt_oss', 'starcoder2'), 'model.'),
 }
 # Architectures whose files can have modules of multi-token prediction, as layers after the last one.
 MTP_ARCHITECTURES = ('deepseek_v3',)
@@ -331,6 +332,11 @@ def _llama_feedforward(model: ModelConfig) -> Iterator[_TensorSpec]:
         yield from _layer_specs(experts(model, ExpertNames()))
         return
     D, F, use_bias = model.dim, model.ffn_dim, bool(model.use_bias)
+    if model.activation not in GATED_ACTIVATIONS:
+        # Names of StarCoder2.
+        yield from _linear('layers.#.mlp.c_fc', 'blocks.feedforward.up', (D,), (F,), use_bias=use_bias)
+        yield from _linear('layers.#.mlp.c_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)
+        return
     yield from _linear('layers.#.mlp.gate_proj', 'blocks.feedforward.gate', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.up_proj', 'blocks.feedforward.up', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.down_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)

@@ -76,6 +76,15 @@ MODELS = {
         'model__rope_scaling': 'yarn',
         'model__rope_scaling_factor': 4.0,
     },
+    'starcoder2': {'model__family': 'starcoder2', 'model__num_kv_heads': 2},
+    'starcoder2, other settings': {
+        'model__family': 'starcoder2',
+        'model__attention_pattern': 'L',
+        'model__sliding_window': 0,
+        'model__tie_embeddings': False,
+        'model__rope_theta': 77.0,
+        'model__dropout': 0.1,
+    },
     'olmo2': {'model__family': 'olmo2'},
     'olmo3': {'model__family': 'olmo3', 'model__num_layers': 5},
     'olmo3, other settings': {
@@ -285,6 +294,15 @@ def test_mistral_without_a_window():
         ({'model__family': 'olmo2', 'model__attention_pattern': 'SL', 'model__sliding_window': 9}, 'olmo3'),
         ({'model__family': 'gpt2', 'model__position_embedding': 'rotary'}, 'gpt_neox'),
         (
+            {
+                'model__family': 'gpt_neox',
+                'model__partial_rotary_factor': 1.0,
+                'model__parallel_residual': False,
+                'model__num_kv_heads': 2,
+            },
+            'starcoder2',
+        ),
+        (
             {'model__family': 'gpt_neox', 'model__position_embedding': 'learned', 'model__parallel_residual': False},
             'gpt2',
         ),
@@ -421,6 +439,7 @@ REFUSED = [
     ({'model_type': 'smollm3', 'layer_types': ['sliding_attention']}, ['layer_types', 'full_attention']),
     ({'model_type': 'granite', 'mlp_bias': True}, ['mlp_bias=True', 'attention_bias=False']),
     ({'model_type': 'olmo2', 'attention_bias': True}, ['attention_bias=True']),
+    ({'model_type': 'starcoder2', 'use_bias': False}, ['use_bias=False', 'only True is supported']),
     ({'model_type': 'olmo3', 'rope_parameters': {'sliding_attention': {'rope_type': 'yarn'}}},
      ['sliding_attention', "rope_type='yarn'", 'default']),
     ({'model_type': 'olmo3', 'rope_parameters': {'full_attention': 7}}, ['rope_parameters', 'JSON objects']),

@@ -6,6 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from flax import nnx
@@ -14,16 +15,18 @@ from safetensors.numpy import load_file
 from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer, chars_tokenizer, train_bpe
 from maxlm.errors import InputError
-from maxlm.huggingface import export_gguf as exporting
+from maxlm.huggingface import gguf_tensors
+from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.export_gguf import export_gguf
 from maxlm.huggingface.export_model import export_model
 from maxlm.inference.load import load_model
 from maxlm.training.state import abstract_model
 from tests.conftest import ROOT
+from tests.huggingface.expert_models import EXPERT_MODELS
+from tests.huggingface.gguf_files import gguf, read
+from tests.huggingface.sentencepiece_tokenizer import sentencepiece_tokenizer
 from tests.huggingface.workdirs import MODELS, make_workdir, parameters
 from tests.small import small_config
-
-gguf = pytest.importorskip('gguf', reason='the extra gguf')
 
 # Transformers does not read the head dimension from GGUF files of Qwen3, and assumes 128. It does not read the scale of
 # scores of Gemma, and assumes that of 256.
@@ -50,7 +53,24 @@ CASES = {
         'model__head_dim': 256,
         'model__num_kv_heads': 1,
     },
+    # Transformers does not read the rotary base.
+    'starcoder2': {
+        'model__family': 'starcoder2',
+        'model__rope_theta': 10_000.0,
+        'model__num_kv_heads': 2,
+        'model__attention_pattern': 'L',
+        'model__sliding_window': 0,
+    },
+    # Transformers assumes experts of width 768.
+    'qwen3moe': {
+        **EXPERT_MODELS['qwen3_moe'],
+        'model__num_layers': 1,
+        'model__head_dim': 128,
+        'model__num_kv_heads': 2,
+        'model__expert_ffn_dim': 768,
+    },
 }
+YARN = {'model__rope_scaling': 'yarn', 'model__rope_scaling_factor': 2.0}
 TOKENS = np.arange(40, dtype=np.int32)[None]
 
 
@@ -64,7 +84,8 @@ def workdirs(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp('gguf')
     for name, overrides in CASES.items():
         overrides = {'model__vocab_size': tokenizer.vocab_size + 3, **overrides}
-        arrays = parameters(small_config(**overrides), 'gemma3_text' if name == 'gemma3' else name)
+        config = small_config(**overrides)
+        arrays = parameters(config, choose_architecture(config.model).model_type)
         # Values that float16 can represent, so that nothing is lost.
         rounded = {path: values.astype(np.float16).astype(np.float32) for path, values in arrays.items()}
         make_workdir(folder / name, overrides, tokenizer=tokenizer, changed=rounded, step=7)
@@ -100,20 +121,10 @@ def test_transformers_and_maxlm_compute_the_same(workdirs, tmp_path, name):
 
 
 def test_unpermuted_heads_are_detected(workdirs, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, 'interleave_rotary', lambda name, values, model: values)
+    monkeypatch.setattr(gguf_tensors, 'interleave_rotary', lambda name, values, model: values)
     path = tmp_path / 'model.gguf'
     export_gguf(str(workdirs / 'llama'), str(path), dtype='f16', show=False)
     assert np.abs(their_logits(path) - our_logits(workdirs / 'llama')).max() > 0.1
-
-
-def read(path):
-    """Returns {name: (type, float32 values)} and the metadata."""
-    reader = gguf.GGUFReader(path)
-    tensors = {
-        tensor.name: (tensor.tensor_type.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-        for tensor in reader.tensors
-    }
-    return tensors, {key: field.contents() for key, field in reader.fields.items()}
 
 
 @pytest.mark.parametrize(('dtype', 'tolerance'), [('f16', 0), ('q8_0', 0.01)])
@@ -182,6 +193,7 @@ def test_keys(workdirs, tmp_path, tokenizer):
     assert theirs(text)['input_ids'] == tokenizer.encode_batch([text])[0].tolist()
 
 
+DEEPSEEK = EXPERT_MODELS['deepseek_v3']
 GEMMA = {**CASES['gemma2'], 'model__num_layers': 2}
 SMOLLM3 = {'model__family': 'smollm3', 'model__num_layers': 4}
 OLMO3 = {'model__family': 'olmo3', 'model__num_layers': 4, 'model__sliding_window': 9}
@@ -218,6 +230,55 @@ OLMO3 = {'model__family': 'olmo3', 'model__num_layers': 4, 'model__sliding_windo
         ),
         (SMOLLM3, {'general.architecture': 'smollm3', 'smollm3.rope.freq_base': 2e6}),
         (
+            {**EXPERT_MODELS['mixtral'], 'model__ffn_dim': 40},
+            {
+                'general.architecture': 'llama',
+                'llama.expert_count': 4,
+                'llama.expert_used_count': 2,
+                'llama.feed_forward_length': 12,
+            },
+        ),
+        (
+            EXPERT_MODELS['gpt_oss'],
+            {
+                'general.architecture': 'gpt-oss',
+                'gpt-oss.attention.sliding_window': 6,
+                'gpt-oss.expert_feed_forward_length': 12,
+            },
+        ),
+        (
+            DEEPSEEK,
+            {
+                'general.architecture': 'deepseek2',
+                'deepseek2.attention.head_count_kv': 1,
+                'deepseek2.attention.q_lora_rank': 20,
+                'deepseek2.attention.kv_lora_rank': 24,
+                'deepseek2.attention.key_length': 30,
+                'deepseek2.attention.value_length': 24,
+                'deepseek2.attention.key_length_mla': 16,
+                'deepseek2.attention.value_length_mla': 12,
+                'deepseek2.rope.dimension_count': 6,
+                'deepseek2.leading_dense_block_count': 1,
+                'deepseek2.expert_shared_count': 2,
+                'deepseek2.expert_weights_scale': 1.5,
+                'deepseek2.expert_weights_norm': True,
+                'deepseek2.expert_gating_func': 2,
+                'deepseek2.expert_group_count': 2,
+                'deepseek2.expert_group_used_count': 1,
+            },
+        ),
+        # The three keys are required also without experts.
+        (
+            {**MODELS['deepseek_v3'], **YARN, 'model__rope_mscale_all_dim': 0.5, 'model__rope_attention_factor': 1.0},
+            {
+                'deepseek2.leading_dense_block_count': 2,
+                'deepseek2.expert_shared_count': 0,
+                'deepseek2.expert_feed_forward_length': 128,
+                'deepseek2.rope.scaling.yarn_log_multiplier': 0.05,
+            },
+        ),
+        ({'model__family': 'starcoder2', **PLAIN}, {'starcoder2.attention.layer_norm_epsilon': 1e-5}),
+        (
             {
                 'model__family': 'phi3',
                 'model__partial_rotary_factor': 0.5,
@@ -253,6 +314,24 @@ def test_a_chat_template_and_its_end_of_turn(tmp_path):
     # A byte tokenizer has no merges, but the format has no empty list.
     (merge,) = keys['tokenizer.ggml.merges']
     assert all(len(part) > 1 for part in merge.split())
+
+
+def test_a_tokenizer_of_sentencepiece(tmp_path):
+    facts = sentencepiece_tokenizer()
+    make_workdir(tmp_path / 'run', {**CASES['llama'], 'model__vocab_size': 300})
+    (tmp_path / 'run' / 'tokenizer.json').write_text(json.dumps(facts))
+    export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
+    _, keys = read(tmp_path / 'model.gguf')
+    assert (keys['tokenizer.ggml.model'], keys['tokenizer.ggml.unknown_token_id']) == ('llama', 0)
+    assert keys['tokenizer.ggml.add_space_prefix'] is True
+    assert 'tokenizer.ggml.merges' not in keys
+    # Transformers derives the merges from the scores.
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file='model.gguf')
+    ours = tokenizers.Tokenizer.from_str(json.dumps(facts))
+    texts = ['then one hen', 'the  tone', 'zo\nthé']
+    ids = [ours.encode(text, add_special_tokens=False).ids for text in texts]
+    assert [theirs(text, add_special_tokens=False)['input_ids'] for text in texts] == ids
+    assert max(map(max, ids)) > 270
 
 
 @pytest.mark.parametrize(
@@ -305,6 +384,18 @@ def test_the_factors_of_llama3_equal_transformers(tmp_path):
         ({**CASES['gemma3'], 'model__logit_softcap': 5.0}, ['model.logit_softcap=5.0', 'require 0']),
         ({**OLMO3, 'model__head_dim': 4}, ['model.head_dim=4', 'require 8']),
         ({**OLMO3, 'model__tie_embeddings': True}, ['model.tie_embeddings=True']),
+        ({**EXPERT_MODELS['qwen3_moe'], 'model__router_normalize': False}, ['model.router_normalize=False']),
+        ({**EXPERT_MODELS['deepseek_v2'], 'model__q_lora_rank': 20}, ['model.expert_group_score=max', 'top2']),
+        ({**DEEPSEEK, 'model__q_lora_rank': 0}, ['model.q_lora_rank=0', '3 layers', 'above 0']),
+        (
+            {**MODELS['deepseek_v3'], 'model__num_layers': 27, 'model__dim': 8},
+            ['model.q_lora_rank=20', '27 layers', 'require 0'],
+        ),
+        ({**DEEPSEEK, **YARN}, ['model.rope_attention_factor=0.0']),
+        ({**DEEPSEEK, **YARN, 'model__rope_attention_factor': 1.0}, ['model.rope_mscale_all_dim=0.0']),
+        ({**EXPERT_MODELS['gpt_oss'], 'model__attention_pattern': 'LS'}, ['model.attention_pattern=LS', 'SL']),
+        ({'model__family': 'starcoder2'}, ['model.attention_pattern=S', 'sliding windows']),
+        ({'model__family': 'starcoder2', **PLAIN, 'model__activation': 'gelu'}, ['model.activation=gelu']),
         (
             {**GEMMA, 'model__rope_scaling': 'linear', 'model__rope_scaling_factor': 2.0},
             ['model.rope_scaling=linear', 'gemma2'],
@@ -346,7 +437,7 @@ def test_invalid_outputs_and_values(tmp_path, monkeypatch):
     refuse(tmp_path, '--output=', 'already exists', output='run')
     refuse(tmp_path, 'not a directory', output='nowhere/model.gguf')
     (tmp_path / 'run' / 'tokenizer.json').write_text(chars_tokenizer(['abc']).to_json())
-    refuse(tmp_path, 'tokenizer type is WordLevel', 'byte-level BPE')
+    refuse(tmp_path, 'tokenizer type is WordLevel', 'only BPE')
     (tmp_path / 'run' / 'tokenizer.json').unlink()
     refuse(tmp_path, 'tokenizer.json', 'file not found')
     monkeypatch.setitem(sys.modules, 'gguf', None)

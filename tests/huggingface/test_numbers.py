@@ -46,6 +46,7 @@ GIVEN = {
     'deepseek_v2': {'num_hidden_layers': 2, 'num_experts_per_tok': 3, 'topk_method': 'group_limited_greedy'},
     'deepseek_v3': {'num_hidden_layers': 2, 'first_k_dense_replace': 1},
     'gpt_oss': {'sliding_window': 64, 'hidden_size': 4096},
+    'starcoder2': {'sliding_window': 64},
     'nanochat': {'final_logit_softcapping': 15.0},
 }
 

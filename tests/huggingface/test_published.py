@@ -269,6 +269,27 @@ PUBLISHED = {
         {'attention_pattern': 'SSSSSL', 'sliding_window': 512, 'rope_local_theta': 10_000.0, 'qk_norm': True},
         999_885_952,
     ),
+    'starcoder2-3b': (
+        {
+            'hidden_act': 'gelu_pytorch_tanh',
+            'hidden_size': 3072,
+            'intermediate_size': 12288,
+            'max_position_embeddings': 16384,
+            'mlp_type': 'default',
+            'model_type': 'starcoder2',
+            'norm_epsilon': 1e-05,
+            'norm_type': 'layer_norm',
+            'num_attention_heads': 24,
+            'num_hidden_layers': 30,
+            'num_key_value_heads': 2,
+            'rope_theta': 999999.4420358813,
+            'sliding_window': 4096,
+            'use_bias': True,
+            'vocab_size': 49152,
+        },
+        {'attention_pattern': 'S', 'sliding_window': 4096, 'norm': 'layernorm', 'tie_embeddings': True},
+        3_030_371_328,
+    ),
 }
 
 

@@ -44,6 +44,7 @@ ONE_OF_EACH = (
     'deepseek_v2',
     'deepseek_v3',
     'gpt_oss',
+    'starcoder2',
 )
 
 

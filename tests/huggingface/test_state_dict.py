@@ -33,6 +33,7 @@ SWITCHES = {
     **{f'{name} with experts': overrides for name, overrides in EXPERT_MODELS.items()},
     'deepseek_v3': {**LATENT, 'model__q_lora_rank': 20},
     'deepseek_v3 with full queries': LATENT,
+    'starcoder2': {'model__family': 'starcoder2'},
     'nanochat': {'model__family': 'nanochat'},
 }
 
@@ -41,7 +42,7 @@ def random_model(name, seed):
     """Returns a model with random sizes, all of them different if its architecture allows it."""
     rng = np.random.default_rng(seed)
     heads, head_dim = int(rng.integers(2, 6)), 4 * int(rng.integers(1, 5))
-    free = name not in ('gpt2', 'gpt_neox', 'phi3') and 'deepseek' not in name
+    free = name not in ('gpt2', 'gpt_neox', 'phi3', 'starcoder2') and 'deepseek' not in name
     sizes = {
         'model__num_layers': int(rng.integers(1, 4)),
         'model__num_heads': heads,

@@ -228,6 +228,10 @@ CASES = {
             **_by_type('linear', 100.0, factor=4.0),
         ),
     ),
+    'starcoder2': Case('starcoder2', _llama()),
+    'starcoder2 sliding, untied, exact gelu': Case(
+        'starcoder2', _llama(sliding_window=5, tie_word_embeddings=False, hidden_act='gelu', norm_epsilon=1e-3)
+    ),
     'nanochat': Case('nanochat', _llama(num_key_value_heads=4)),
     'nanochat grouped, soft': Case('nanochat', _llama(final_logit_softcapping=3.0, num_attention_heads=8)),
 }

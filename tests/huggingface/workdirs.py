@@ -58,6 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     **{f'{name} with experts': overrides for name, overrides in EXPERT_MODELS.items()},
     'deepseek_v3': {**LATENT, 'model__family': 'deepseek_v3', 'model__q_lora_rank': 20},
+    'starcoder2': {'model__family': 'starcoder2', 'model__num_kv_heads': 2, 'model__sliding_window': 6},
     'nanochat': {'model__family': 'nanochat'},
 }
 

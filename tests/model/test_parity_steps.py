@@ -20,6 +20,7 @@ STEPPED = [
     'olmo2',
     'gemma2',
     'mixtral',
+    'starcoder2',
     *(
         pytest.param(name, marks=pytest.mark.nightly)
         for name in (

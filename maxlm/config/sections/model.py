@@ -11,8 +11,8 @@ FAMILY: Any = None
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    # Preset for the keys below with default FAMILY: gpt2, gpt_neox, llama, qwen2, qwen3, smollm3, olmo2, olmo3,
-    # granite, phi3, gemma2, gemma3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3, gpt_oss, nanochat
+    # Preset for the keys below with default FAMILY: gpt2, gpt_neox, starcoder2, llama, qwen2, qwen3, smollm3, olmo2,
+    # olmo3, granite, phi3, gemma2, gemma3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3, gpt_oss, nanochat
     # (maxlm/config/families.py).
     family: str = 'gpt2'
     # Number of token ids; 0 = that of the dataset. May be larger than the dataset's, e.g. a round number.

@@ -12,7 +12,7 @@ from typing import Any
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.masks import layer_kinds, layer_windows
 
-_GELUS = {
+GELUS = {
     'gelu_new': 'gelu_tanh',
     'gelu_pytorch_tanh': 'gelu_tanh',
     'gelu_fast': 'gelu_tanh',
@@ -151,7 +151,7 @@ _PLAIN = {
     'attention_sinks': False,
     'num_experts': 0,
 }
-_LAYERNORM = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
+LAYERNORM: dict[str, Any] = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
 RMSNORM: dict[str, Any] = {
     'position_embedding': 'rotary',
     'partial_rotary_factor': 1.0,
@@ -176,8 +176,8 @@ GPT2 = Architecture(
         'tie_embeddings': ('tie_word_embeddings', True),
     },
     activation=('activation_function', 'gelu_new'),
-    activations=_GELUS,
-    fixed_settings={'position_embedding': 'learned', **_LAYERNORM, 'parallel_residual': False},
+    activations=GELUS,
+    fixed_settings={'position_embedding': 'learned', **LAYERNORM, 'parallel_residual': False},
     fixed_keys={'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'add_cross_attention': False},
     extra_keys=lambda model: {'embd_pdrop': model.dropout, 'resid_pdrop': model.dropout, 'attn_pdrop': 0.0},
     limits=(_plain_heads, divided_width, full_context),
@@ -199,8 +199,8 @@ GPT_NEOX = Architecture(
         'max_positions': ('max_position_embeddings', 2048),
     },
     activation=('hidden_act', 'gelu'),
-    activations=_GELUS,
-    fixed_settings={'position_embedding': 'rotary', **_LAYERNORM},
+    activations=GELUS,
+    fixed_settings={'position_embedding': 'rotary', **LAYERNORM},
     fixed_keys={'attention_bias': True},
     extra_keys=lambda model: {'hidden_dropout': model.dropout, 'attention_dropout': 0.0},
     limits=(_plain_heads, divided_width, full_context, _same_rotated_dims, no_longrope),
@@ -274,7 +274,7 @@ NANOCHAT = Architecture(
         'logit_softcap': ('final_logit_softcapping', 15.0),
     },
     activation=('hidden_act', 'relu2'),
-    activations={'relu2': 'relu2', **_GELUS},
+    activations={'relu2': 'relu2', **GELUS},
     fixed_settings={
         **{key: value for key, value in RMSNORM.items() if key != 'logit_softcap'},
         'norm_use_scale': False,

@@ -1,4 +1,4 @@
-"""Dense architectures with the tensors of Llama and further switches: Qwen2.5, SmolLM3, OLMo, Granite, Phi and Gemma.
+"""Dense architectures with the names of Llama: Qwen2.5, SmolLM3, OLMo, Granite, Phi, Gemma and StarCoder2.
 
 Names and defaults: `configuration_*.py` of Transformers 5.
 """
@@ -10,6 +10,8 @@ from typing import Any
 from maxlm.config.schema import ModelConfig
 from maxlm.huggingface.architectures.architecture import (
     DECODER_KEYS,
+    GELUS,
+    LAYERNORM,
     QWEN3,
     RMSNORM,
     SWIGLU,
@@ -23,6 +25,7 @@ from maxlm.huggingface.architectures.architecture import (
     rotated_layers,
     same_rotated_dims,
     stated,
+    window_keys,
 )
 from maxlm.model.layers.masks import layer_kinds, layer_windows
 
@@ -250,4 +253,39 @@ GEMMA3 = Architecture(
     limits=(divided_width, rotated_layers, no_longrope, _embedding_by_width, _integer_scalar),
     window=4096,
     pattern='SSSSSL',
+)
+STARCODER2 = Architecture(
+    'starcoder2',
+    'Starcoder2ForCausalLM',
+    'StarCoder2',
+    'starcoder2',
+    keys={
+        **without(DECODER_KEYS, 'head_dim'),
+        'vocab_size': ('vocab_size', 49_152),
+        'dim': ('hidden_size', 3072),
+        'num_layers': ('num_hidden_layers', 30),
+        'num_heads': ('num_attention_heads', 24),
+        'num_kv_heads': ('num_key_value_heads', 2),
+        'ffn_dim': ('intermediate_size', 12_288),
+        'norm_epsilon': ('norm_epsilon', 1e-5),
+        'tie_embeddings': ('tie_word_embeddings', True),
+        'max_positions': ('max_position_embeddings', 4096),
+    },
+    activation=('hidden_act', 'gelu_pytorch_tanh'),
+    activations={'gelu_pytorch_tanh': 'gelu_tanh', **GELUS},
+    fixed_settings={
+        'position_embedding': 'rotary',
+        'partial_rotary_factor': 1.0,
+        **LAYERNORM,
+        'parallel_residual': False,
+    },
+    fixed_keys={'use_bias': True},
+    extra_keys=lambda model: {
+        **window_keys(model),
+        'embedding_dropout': model.dropout,
+        'residual_dropout': model.dropout,
+        'attention_dropout': 0.0,
+    },
+    limits=(_plain_width, one_window, no_longrope),
+    window=0,
 )

@@ -7,6 +7,7 @@ rotation rotate adjacent elements, where Transformers and maxlm rotate pairs hal
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,13 @@ from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.model.layers.masks import layer_kinds, layer_windows
 from maxlm.model.layers.rope import longrope_attention_factor
+
+
+class Gating(enum.Enum):
+    """Values of llama.cpp's `llama_expert_gating_func_type` by `model.router_score`."""
+
+    softmax = 1
+    sigmoid = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +78,44 @@ def _add_phi3(writer: Any, model: ModelConfig) -> None:
         writer.add_rope_scaling_attn_factors(model.rope_attention_factor or factor)
 
 
+def _add_experts(writer: Any, model: ModelConfig) -> None:
+    writer.add_expert_count(model.num_experts)
+    writer.add_expert_used_count(model.num_experts_per_token)
+    writer.add_expert_feed_forward_length(model.expert_ffn_dim)
+
+
+def _add_deepseek(writer: Any, model: ModelConfig) -> None:
+    if model.q_lora_rank:
+        writer.add_q_lora_rank(model.q_lora_rank)
+    writer.add_kv_lora_rank(model.kv_lora_rank)
+    writer.add_key_length_mla(model.qk_nope_head_dim + model.qk_rope_head_dim)
+    writer.add_value_length_mla(model.v_head_dim)
+    if model.rope_scaling == 'yarn':
+        writer.add_rope_scaling_yarn_log_mul(0.1 * model.rope_mscale_all_dim)
+    # llama.cpp requires these keys also for a model without experts.
+    writer.add_leading_dense_block_count(model.num_dense_layers if model.num_experts else model.num_layers)
+    writer.add_expert_shared_count(model.num_shared_experts)
+    if not model.num_experts:
+        writer.add_expert_feed_forward_length(model.ffn_dim)
+        return
+    _add_experts(writer, model)
+    writer.add_expert_weights_scale(model.routed_scaling_factor)
+    writer.add_expert_weights_norm(model.router_normalize)
+    writer.add_expert_gating_func(Gating[model.router_score])
+    if _limits_groups(model):
+        writer.add_expert_group_count(model.num_expert_groups)
+        writer.add_expert_group_used_count(model.num_groups_per_token)
+
+
+def _limits_groups(model: ModelConfig) -> bool:
+    return model.num_groups_per_token < model.num_expert_groups
+
+
+def _add_gpt_oss(writer: Any, model: ModelConfig) -> None:
+    writer.add_sliding_window(model.sliding_window)
+    _add_experts(writer, model)
+
+
 # Mistral differs from Llama only by a sliding window, which is rejected. OLMo 3 differs from OLMo 2 by its windows.
 _ARCHITECTURES = {
     'llama': GgufArchitecture('llama', is_interleaved=True),
@@ -83,7 +129,23 @@ _ARCHITECTURES = {
     'phi3': GgufArchitecture('phi3', add_metadata=_add_phi3),
     'gemma2': GgufArchitecture('gemma2', pattern='SL', add_metadata=_add_gemma),
     'gemma3_text': GgufArchitecture('gemma3', pattern='SSSSSL', add_metadata=_add_gemma),
+    'mixtral': GgufArchitecture('llama', is_interleaved=True, add_metadata=_add_experts),
+    'qwen3_moe': GgufArchitecture('qwen3moe', add_metadata=_add_experts),
+    'deepseek_v2': GgufArchitecture('deepseek2', add_metadata=_add_deepseek),
+    'deepseek_v3': GgufArchitecture('deepseek2', add_metadata=_add_deepseek),
+    'gpt_oss': GgufArchitecture('gpt-oss', pattern='SL', add_metadata=_add_gpt_oss),
+    'starcoder2': GgufArchitecture('starcoder2'),
 }
+# Settings of YaRN that llama.cpp does not read from the file.
+_YARN = {'rope_beta_slow': 1.0, 'rope_beta_fast': 32.0, 'rope_truncate': True, 'rope_attention_factor': 0.0}
+# llama.cpp rounds the bounds also for gpt-oss, which was trained without rounding. DeepSeek multiplies the scores by a
+# factor instead of the queries and keys.
+_YARN_OF = {
+    'gpt-oss': {key: value for key, value in _YARN.items() if key != 'rope_truncate'},
+    'deepseek2': {**_YARN, 'rope_attention_factor': 1.0},
+}
+# Numbers of layers for which llama.cpp expects queries without a latent, as in DeepSeek-V2-Lite.
+_LITE_DEEPSEEK = (26, 27)
 # Layers of the 27B models, for which llama.cpp divides scores by sqrt(dim / num_heads) instead of sqrt(head_dim).
 _WIDE_GEMMA = {'gemma2': 46, 'gemma3_text': 62}
 
@@ -116,11 +178,11 @@ def _unsupported(model: ModelConfig, architecture: str, row: GgufArchitecture) -
     if kinds != (row.pattern * len(kinds))[: len(kinds)]:
         windows = 'do not support sliding windows' if row.pattern == 'L' else f'require {row.pattern}'
         return f'model.attention_pattern={model.attention_pattern}: {row.kind} files {windows}'
-    scaling, plain = model.rope_scaling, ModelConfig()
+    scaling, wanted_yarn = model.rope_scaling, _YARN_OF.get(row.kind, _YARN)
     changed = [
         f'model.{key}={getattr(model, key)}'
-        for key in ('rope_beta_slow', 'rope_beta_fast', 'rope_truncate', 'rope_attention_factor')
-        if scaling == 'yarn' and getattr(model, key) != getattr(plain, key)
+        for key, value in wanted_yarn.items()
+        if scaling == 'yarn' and getattr(model, key) != value
     ]
     if scaling == 'dynamic' or changed:
         detail = ', '.join(changed) or f'model.rope_scaling={scaling}'
@@ -128,6 +190,17 @@ def _unsupported(model: ModelConfig, architecture: str, row: GgufArchitecture) -
     local = model.rope_local_theta
     if architecture == 'olmo3' and (local != model.rope_theta if local else scaling != 'none'):
         return f'model.rope_local_theta={local}: {row.kind} files require {model.rope_theta}, that of the other layers'
+    if row.kind == 'qwen3moe' and not model.router_normalize:
+        return f'model.router_normalize=False: {row.kind} files require True'
+    if row.kind == 'deepseek2' and _limits_groups(model) and model.expert_group_score != 'top2':
+        return f'model.expert_group_score={model.expert_group_score}: {row.kind} files require top2 or a single group'
+    if row.kind == 'deepseek2' and scaling == 'yarn' and not model.rope_mscale_all_dim:
+        return f'model.rope_mscale_all_dim={model.rope_mscale_all_dim}: {row.kind} files with YaRN require a factor'
+    if row.kind == 'deepseek2' and bool(model.q_lora_rank) == (model.num_layers in _LITE_DEEPSEEK):
+        rank = '0' if model.q_lora_rank else 'a rank above 0'
+        return f'model.q_lora_rank={model.q_lora_rank}: {row.kind} files of {model.num_layers} layers require {rank}'
+    if row.kind == 'starcoder2' and model.activation != 'gelu_tanh':
+        return f'model.activation={model.activation}: {row.kind} files require gelu_tanh'
     if row.kind == 'olmo2' and model.head_dim * model.num_heads != model.dim:
         return f'model.head_dim={model.head_dim}: {row.kind} files require {model.dim // model.num_heads}'
     if row.kind == 'olmo2' and model.tie_embeddings:

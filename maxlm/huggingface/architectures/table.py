@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from maxlm.huggingface.architectures.architecture import GPT2, GPT_NEOX, LLAMA, MISTRAL, NANOCHAT, QWEN3
-from maxlm.huggingface.architectures.dense import GEMMA2, GEMMA3, GRANITE, OLMO2, OLMO3, PHI3, QWEN2, SMOLLM3
+from maxlm.huggingface.architectures.dense import (
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    QWEN2,
+    SMOLLM3,
+    STARCODER2,
+)
 from maxlm.huggingface.architectures.experts import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_MOE
 
 # Architectures that other programs also support. Only Transformers supports nanochat, so it must be requested.
@@ -26,5 +36,6 @@ DEFAULT_ARCHITECTURES = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT_OSS,
+    STARCODER2,
 )
 ARCHITECTURES = {row.model_type: row for row in (*DEFAULT_ARCHITECTURES, NANOCHAT)}

@@ -27,6 +27,7 @@ MODELS = {
     'qwen2': {'model__family': 'qwen2', 'model__num_kv_heads': 2},
     'olmo2': {'model__family': 'olmo2', 'model__num_kv_heads': 2, 'model__head_dim': 24},
     'gemma2': {'model__family': 'gemma2', 'model__num_kv_heads': 2},
+    'starcoder2': {'model__family': 'starcoder2', 'model__num_kv_heads': 2},
     'normalized embedding': {'model__family': 'gpt2', 'model__embedding_norm': True, 'model__qk_norm': True},
     'adapters': {'model__family': 'llama', 'model__lora_rank': 3},
     'some adapters': {'model__family': 'gpt2', 'model__lora_rank': 2, 'model__lora_target_modules': ('attention.*',)},
