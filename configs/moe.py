@@ -11,11 +11,11 @@ Variants:  tiny: configs/tiny.py with 8 experts, 2 per token, of half the feed-f
 Hardware:  tiny: any CPU with 2 cores. Others: 8 × H100 80 GB for 8x1b, 16 for 16b-a3b and 32 for 30b-a3b, with
            pip install 'maxlm[experts]'; or 32 × TPU v5p, 64 for 30b-a3b. On TPU, 8x1b is planned with
            --config.model.remat_policy=none --config.train.per_device_batch_size=4
-Time:      tiny: 400 steps. Others: 100 billion tokens, 4.2M per step; planned for these numbers of H100 (TPU): 111 (42)
-           hours for 8x1b, 88 (72) for 16b-a3b, 74 (59) for 30b-a3b
-Cost:      planned: $3,600 ($5,700) for 8x1b, $5,600 ($9,700) for 16b-a3b, $9,400 ($15,700) for 30b-a3b
-Memory:    planned, GiB per H100 (TPU): 51 (67) for 8x1b, 44 (34) for 16b-a3b, 45 (36) for 30b-a3b
-Expected:  speed and loss are not measured yet; the planned MFU on H100 is 41 % for 8x1b, 35 % for 16b-a3b and 28 % for
+Time:      tiny: 400 steps. Others: 100 billion tokens, 4.2M per step; planned for these numbers of H100 (TPU): 118 (42)
+           hours for 8x1b, 92 (72) for 16b-a3b, 75 (58) for 30b-a3b
+Cost:      planned: $3,800 ($5,700) for 8x1b, $5,900 ($9,700) for 16b-a3b, $9,600 ($15,700) for 30b-a3b
+Memory:    planned, GiB per H100 (TPU): 51 (68) for 8x1b, 44 (34) for 16b-a3b, 45 (36) for 30b-a3b
+Expected:  speed and loss are not measured yet; the planned MFU on H100 is 39 % for 8x1b, 33 % for 16b-a3b and 27 % for
            30b-a3b
 
 All plans are estimates by formula; docs/models.md has the table.
@@ -49,8 +49,8 @@ def get_config(variant: str = 'tiny') -> ConfigDict:
         _set(model, family='qwen3', vocab_size=151_936, num_layers=48, dim=2048, num_heads=32, num_kv_heads=4)
         _set(model, head_dim=128, num_experts=128, num_experts_per_token=8, expert_ffn_dim=768)
     model.remat_policy = 'full'
-    # Every device has all experts of a layer while it computes the layer. The plan for H100 with mesh.expert=2 takes 9
-    # to 48 % longer, because the arrays of exchanged rows have the largest possible number of rows.
+    # Every device has all experts of a layer while it computes the layer. The plan for H100 with mesh.expert=2 takes 14
+    # to 50 % longer, because the arrays of exchanged rows have the largest possible number of rows.
     config.mesh.fsdp = -1
     config.mesh.zero_stage = 2 if variant == '8x1b' else 3
 
