@@ -62,9 +62,9 @@ PLANS = (
     ('configs/moe.py:8x1b', 'h100:8', ()),
     ('configs/moe.py:16b-a3b', 'h100:8x2', ()),
     ('configs/moe.py:30b-a3b', 'h100:8x4', ()),
-    ('configs/moe.py:8x1b', 'v5p:2x4x4', ('model.expert_capacity_factor=1.25',)),
-    ('configs/moe.py:16b-a3b', 'v5p:2x4x4', ('model.expert_capacity_factor=1.25',)),
-    ('configs/moe.py:30b-a3b', 'v5p:4x4x4', ('model.expert_capacity_factor=1.25',)),
+    ('configs/moe.py:8x1b', 'v5p:2x4x4', ('model.remat_policy=none', 'train.per_device_batch_size=4')),
+    ('configs/moe.py:16b-a3b', 'v5p:2x4x4', ()),
+    ('configs/moe.py:30b-a3b', 'v5p:4x4x4', ()),
 )
 HEADER = (
     '| config | parameters | published as | GFLOPs per token, causal | full | bytes per parameter in training |',
@@ -77,8 +77,8 @@ EXPERTS_HEADER = (
     '|---|---:|---:|---:|---:|---:|',
 )
 PLANS_HEADER = (
-    '| config | on | capacity factor | GiB per device | tokens/s | MFU | hours | cost |',
-    '|---|---|---:|---:|---:|---:|---:|---:|',
+    '| config | on | settings | GiB per device | tokens/s | MFU | hours | cost |',
+    '|---|---|---|---:|---:|---:|---:|---:|',
 )
 
 
@@ -141,7 +141,7 @@ def plan_row(spec: str, target_spec: str, overrides: Sequence[str]) -> str:
     figures = (
         f'`{spec}`',
         f'`{target_spec}`',
-        f'{config.model.expert_capacity_factor:g}',
+        ', '.join(f'`{each}`' for each in overrides) or 'those of the config',
         f'{forecast.needed / 2**30:.0f}',
         f'{round(forecast.tokens_per_second, -3):,.0f}',
         f'{forecast.mfu.causal:.0%}',

@@ -8,8 +8,8 @@ Recompiles all programs of the target in the file and adds those of --add. With 
 --add that are not in the file. The tests of `maxlm.planning.estimate` compare the estimates with the file, and the
 settings of the shipped configs are the fastest ones in it. --fit fits the coefficients of
 `maxlm.planning.estimate.gpu_traffic` to the programs for GPUs and prints the errors. Needs the target's compiler:
-`pip install 'maxlm[tpu]'` or `'maxlm[cuda12]'`. State in host memory (`mesh.host_offload`) cannot be compiled for an
-absent GPU.
+`pip install 'maxlm[tpu]'` or `'maxlm[cuda12]'`, and `'maxlm[experts]'` for experts on GPUs. State in host memory
+(`mesh.host_offload`) cannot be compiled for an absent GPU.
 """
 
 from __future__ import annotations
@@ -131,9 +131,12 @@ def fit(programs: Sequence[dict[str, Any]]) -> None:
 
 
 def is_fitted(config: Config, target: Target) -> bool:
-    """Returns True for programs of bfloat16 products with fused attention, without mask arrays, FP8 and pipelines."""
+    """Returns True for programs of bfloat16 products with fused attention.
+
+    Programs with mask arrays, FP8, pipelines or experts are not fitted.
+    """
     is_plain = config.model.matmul_precision != 'fp8' and config.mesh.stage == config.mesh.context == 1
-    return is_plain and not needs_mask(config, target.chip.capability)
+    return is_plain and not config.model.num_experts and not needs_mask(config, target.chip.capability)
 
 
 def _figures(compiled: Forecast) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def test_experts_without_their_kernels_are_estimated(run, figures, monkeypatch):
     code, out, _ = run('moe.py:8x1b', 'h100:8')
     assert code == EXIT_DONE
     assert '6,873,221,120 parameters (2,041,382,912 active per token), mesh fsdp=8' in out
-    assert 'estimates: the kernels of experts for GPUs need the package tokamax' in out
+    assert 'estimates: the kernels of experts for GPUs need the package tokamax; run pip install' in out
     report = figures('moe.py:8x1b', 'h100:8')
     assert (report['parameters'], report['active_parameters']) == (6_873_221_120, 2_041_382_912)
     # Control: MFU counts the active parameters, so it is far below 1.
@@ -148,6 +148,7 @@ def test_experts_without_their_kernels_are_estimated(run, figures, monkeypatch):
     monkeypatch.setattr(api_plan, 'find_spec', lambda name: name)
     config = load(f'{ROOT}/configs/moe.py:8x1b')
     assert not api_plan.why_estimated(config, parse_target('h100:8'), estimate=False)
+    assert 'only on the GPU itself' in api_plan.why_estimated(config, parse_target('b200:8'), estimate=False)
 
 
 def test_cpu(figures):

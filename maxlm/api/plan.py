@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from maxlm.api.config import to_config
-from maxlm.config.resolve import resolve
+from maxlm.config.resolve import needs_tokamax, resolve
 from maxlm.config.schema import AUTO, Config
 from maxlm.data.loader.dataset import open_training_data
 from maxlm.errors import InputError
@@ -21,6 +21,8 @@ from maxlm.planning.search import choose_micro_batch, search_layouts, verify_by_
 from maxlm.planning.targets import CompilerMissingError, Target, check_compiler, parse_target
 from maxlm.workdir.teacher import with_teacher
 
+# Compute capability of the first GPUs for which Mosaic does not compile kernels ahead of time (jaxlib 0.10.2).
+BLACKWELL = (10, 0)
 # Default if neither the config nor the data set defines a vocabulary: that of GPT-2.
 USUAL_VOCABULARY = 50_257
 
@@ -147,10 +149,12 @@ def why_estimated(config: Config, target: Target, *, estimate: bool) -> str:
         check_compiler(target)
     except CompilerMissingError as error:
         return str(error)
-    model = config.model
-    uses_tokamax = model.num_experts and model.expert_matmul in ('auto', 'tokamax') and not model.expert_capacity_factor
-    if uses_tokamax and target.chip.platform == 'gpu' and find_spec('tokamax') is None:
-        return 'the kernels of experts for GPUs need the package tokamax; run `pip install tokamax`'
+    chip = target.chip
+    if needs_tokamax(config.model, chip.platform):
+        if find_spec('tokamax') is None:
+            return "the kernels of experts for GPUs need the package tokamax; run pip install 'maxlm[experts]'"
+        if chip.capability and chip.capability >= BLACKWELL:
+            return f'the kernels of experts for {chip.name} compile only on the GPU itself'
     return ''
 
 

@@ -241,6 +241,12 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
             )
 
 
+def needs_tokamax(model: ModelConfig, platform: str) -> bool:
+    """Returns True if the products of experts use the package tokamax on this platform."""
+    is_dropless = model.num_experts > 0 and not model.expert_capacity_factor
+    return is_dropless and platform == 'gpu' and model.expert_matmul in ('auto', 'tokamax')
+
+
 def _expert_matmul(requested: str, platform: str, mesh: MeshConfig) -> str:
     """Returns `model.expert_matmul` with auto resolved."""
     if requested == 'auto':

@@ -9,6 +9,7 @@ V vocabulary, and for caches L layers, S slots, K key/value heads, H head dim.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -109,7 +110,9 @@ class Sampler:
         self._ends = tuple(ends)
         self._max_prompt, self._max_tokens = max_prompt, max_tokens
         self._gather_once = gather_once
-        self._graph, _ = nnx.split(abstract_model(config, layout))
+        # At ZeRO stage 1, the model does not gather its parameters.
+        of_model = dataclasses.replace(layout, zero=1) if gather_once else layout
+        self._graph, _ = nnx.split(abstract_model(config, of_model))
         # Replicated, because every process reads the result.
         self._program = jax.jit(self._draw, static_argnames='group', out_shardings=layout.named())
 

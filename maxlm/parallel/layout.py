@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import MESH_AXES, MeshConfig
 from maxlm.errors import InputError
+from maxlm.parallel.collectives import gather, scatter_gradient
 from maxlm.parallel.partitioning import GATHERED, Axes
 
 # Maps each logical axis to the mesh axes that shard it. An array may use each mesh axis for only one of its axes.
@@ -176,9 +177,45 @@ class Layout:
 
     def per_shard(self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> Callable[..., Any]:
         """See `Partitioning`."""
-        in_specs, out_specs = (jax.tree.map(self.spec, axes, is_leaf=_is_axes) for axes in (tuple(in_axes), out_axes))
+        axes, tree = jax.tree.flatten(tuple(in_axes), is_leaf=_is_axes)
+        # At ZeRO stage 2, devices have complete parameters and shards of the gradients. The shard is a second argument,
+        # because the gradient of an argument of `shard_map` has the shape of the argument.
+        specs, of_gradients = ([layout.spec(each) for each in axes] for layout in (self, self.of_gradients))
+        of_shards = [None if spec == shard else shard for spec, shard in zip(specs, of_gradients, strict=True)]
+
+        def on_device(arrays: list[jax.Array], shards: list[jax.Array | None]) -> Any:
+            gathered = map(self._gathered_on_device, arrays, shards, axes)
+            return function(*jax.tree.unflatten(tree, gathered))
+
         # The function may communicate between devices, so JAX cannot check replication.
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        out_specs = jax.tree.map(self.spec, out_axes, is_leaf=_is_axes)
+        mapped = jax.shard_map(
+            on_device, mesh=self.mesh, in_specs=(specs, of_shards), out_specs=out_specs, check_vma=False
+        )
+
+        def run(*arguments: Any) -> Any:
+            arrays = jax.tree.leaves(arguments)
+            shards: list[jax.Array | None] = []
+            for i, spec in enumerate(of_shards):
+                shards.append(None if spec is None else self.of_gradients.constrain(arrays[i], axes[i]))
+                arrays[i] = arrays[i] if spec is None else jax.lax.stop_gradient(arrays[i])
+            return mapped(arrays, shards)
+
+        return run
+
+    def _gathered_on_device(self, x: jax.Array, shard: jax.Array | None, axes: Axes) -> jax.Array:
+        """Returns the argument of `per_shard` that `function` receives.
+
+        Args:
+            x: shard of the argument, or the complete argument if `shard` is given.
+            shard: array whose gradient is the shard of the gradient.
+            axes: logical axes of the argument.
+        """
+        parts = self.of_gradients.num_shards
+        dims = tuple((dim, TABLE[axis]) for dim, axis in enumerate(axes) if axis in SAVING and parts(axis) > 1)
+        if not dims:
+            return x
+        return checkpoint_name(gather(x, dims), GATHERED) if shard is None else scatter_gradient(x, shard, dims)
 
     def parameter(self, name: str, shape: tuple[int, ...], axes: Sequence[str]) -> NamedSharding:
         """Returns the sharding of a parameter.

@@ -60,6 +60,10 @@ class Partitioning(Protocol):
     def per_shard(self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> Callable[..., Any]:
         """Returns `function(*shards)`, which each device runs on its shards.
 
+        Along the axes that only save memory, each device gathers its arguments first, and the gradients of the
+        arguments are sharded again; see `gathered`. XLA for TPUs would all-reduce the gradients of arguments that are
+        gathered before.
+
         Args:
             function: function of arrays; it may contain collectives over `mesh_axes`.
             in_axes: logical axes of each argument, or a tree of them with the structure of the argument.

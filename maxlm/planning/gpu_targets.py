@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 from maxlm.hardware.chips import Chip
 
@@ -122,29 +124,42 @@ device_description_str: "{gpu.name}"
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """The attributes of a JAX device that the kernels of Tokamax read."""
+
+    device_kind: str
+    compute_capability: str
+    core_count: int
+    platform: str = 'gpu'
+
+
 @contextlib.contextmanager
 def mock_gpu_topology(gpu: GpuTarget) -> Iterator[None]:
-    """Makes JAX's cuDNN attention lower for this GPU instead of for the local devices.
+    """Makes JAX's cuDNN attention and the kernels of Tokamax lower for this GPU instead of for the local devices.
 
-    JAX offers no public option for this: it queries the first local GPU and the loaded cuDNN for supported layouts, and
-    raises an error without a GPU. The patched functions have the same names from JAX 0.10 to 0.12. In a JAX without
+    Neither has a public option for this: they query the first local device and the loaded cuDNN for supported layouts,
+    and raise an error without a GPU. The patched functions have the same names from JAX 0.10 to 0.12. In a JAX without
     them, this raises AttributeError.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
+    from jax.extend import backend
 
-    answers = {
-        'check_compute_capability': lambda capability: gpu.capability >= _numbers(capability),
-        'is_cuda_compute_capability_equal': lambda capability: gpu.capability == _numbers(capability),
-        'check_cudnn_version': lambda: CUDNN_VERSION,
-    }
-    own = {name: getattr(cudnn_attention, name) for name in answers}
+    device = _Device(gpu.name, '.'.join(map(str, gpu.capability)), gpu.cores)
+    answers: list[tuple[ModuleType, str, Callable[..., Any]]] = [
+        (cudnn_attention, 'check_compute_capability', lambda capability: gpu.capability >= _numbers(capability)),
+        (cudnn_attention, 'is_cuda_compute_capability_equal', lambda other: gpu.capability == _numbers(other)),
+        (cudnn_attention, 'check_cudnn_version', lambda: CUDNN_VERSION),
+        (backend, 'get_default_device', lambda: device),
+    ]
+    own = [(module, name, getattr(module, name)) for module, name, _ in answers]
     try:
-        for name, answer in answers.items():
-            setattr(cudnn_attention, name, answer)
+        for module, name, answer in answers:
+            setattr(module, name, answer)
         yield
     finally:
-        for name, answer in own.items():
-            setattr(cudnn_attention, name, answer)
+        for module, name, answer in own:
+            setattr(module, name, answer)
 
 
 def _numbers(capability: str) -> tuple[int, ...]:

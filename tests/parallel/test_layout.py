@@ -223,6 +223,25 @@ def test_gathered_parameter_has_a_sharded_gradient(zero, is_split):
     assert split_by(zero, mesh__fsdp=1, mesh__data=8)[1].gathered(w_DF, axes) is w_DF
 
 
+@pytest.mark.parametrize(('zero', 'gathers', 'scatters'), [(1, 0, 0), (2, 0, 1), (3, 1, 1)])
+def test_gradients_of_arguments_per_shard_are_reduce_scattered(zero, gathers, scatters):
+    layout = make_layout(MeshConfig(data=2, fsdp=2, context=2, zero_stage=zero))
+    axes = [('batch', 'activation'), ('expert_embed', 'ffn')]
+
+    def loss(x_BD, kernel_DF):
+        product = layout.per_shard(lambda x, kernel: jnp.sin(x @ kernel), axes, ('batch', 'ffn'))
+        return product(x_BD, kernel_DF).sum()
+
+    rng = np.random.default_rng(0)
+    x_BD, kernel_DF = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (4, 6)))
+    gradient = jax.jit(jax.grad(loss, argnums=1))
+    np.testing.assert_allclose(gradient(x_BD, kernel_DF), x_BD.T @ jnp.cos(x_BD @ kernel_DF), rtol=1e-5)
+    text = gradient.lower(x_BD, kernel_DF).as_text()
+    # Without a scatter, the complete gradient is all-reduced.
+    assert text.count('stablehlo.all_gather') == gathers
+    assert text.count('stablehlo.reduce_scatter') == scatters
+
+
 @pytest.mark.parametrize(('zero', 'gradient_parts'), [(1, 2), (2, 8), (3, 8)])
 def test_indivisible_vocabulary_is_padded_only_in_use(zero, gradient_parts):
     config, layout = split_by(zero, mesh__data=1, mesh__tensor=2, model__vocab_size=61)

@@ -75,7 +75,14 @@ NIGHTLY_LAYOUTS = [
         **MIXTRAL,
     },
     {'mesh__context': 8, 'mesh__fsdp': 1, **MIXTRAL},
-    {'mesh__stage': 2, 'mesh__tensor': 2, 'mesh__fsdp': 2, 'model__expert_capacity_factor': 0.75, **MIXTRAL},
+    {
+        'mesh__stage': 2,
+        'mesh__tensor': 2,
+        'mesh__fsdp': 2,
+        'model__expert_capacity_factor': 0.75,
+        'train__per_device_batch_size': 2,
+        **MIXTRAL,
+    },
 ]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import maxlm
+from maxlm.config.resolve import needs_tokamax
 from maxlm.diagnostics.checks.drivers import CUDA_PLUGINS, recommended_extra
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, combine, failure, ok, warning
@@ -99,6 +100,8 @@ def needed_extras(context: CheckContext) -> dict[str, str]:
             extras.setdefault(extra, redact(place))
     if getattr(context.config and context.config.metrics, 'wandb', ''):
         extras['wandb'] = 'metrics.wandb'
+    if context.config and needs_tokamax(context.config.model, context.hardware.platform):
+        extras['experts'] = 'model.num_experts'
     if context.hardware.platform == 'tpu':
         extras['tpu'] = context.hardware.description
     if context.hardware.platform == 'gpu' and not any(map(installed_version, CUDA_PLUGINS.values())):

@@ -78,22 +78,21 @@ class ExpertLinear(nnx.Module):
         self.kernel_scales = nnx.Param(found.scales, axes=self.scales_axes)
 
     def arrays(self, dtype: jnp.dtype) -> dict[str, tuple[jax.Array, Axes]]:
-        """Returns the parameters in the compute dtype, gathered along the axes that save memory, with their axes."""
-        gathered = self.partitioning.gathered
+        """Returns the parameters in the compute dtype, with their axes."""
         found: dict[str, tuple[jax.Array, Axes]] = {}
         if self.weights is not None:
             for name, axes in (('kernel_codes', self.codes_axes), ('kernel_scales', self.scales_axes)):
-                found[name] = gathered(getattr(self, name)[...], axes), axes
+                found[name] = getattr(self, name)[...], axes
         else:
             with jax.named_scope('cast'):
-                found['kernel'] = gathered(self.kernel[...].astype(dtype), self.axes), self.axes
+                found['kernel'] = self.kernel[...].astype(dtype), self.axes
         if self.bias is not None:
             found['bias'] = self.bias[...].astype(dtype), self.bias_axes
         if self.lora_a is not None and self.lora_b is not None:
             _, in_axis, out_axis = self.axes
             for name, axes in (('lora_a', ('experts', in_axis, RANK)), ('lora_b', ('experts', RANK, out_axis))):
-                found[name] = gathered(getattr(self, name)[...].astype(dtype), axes), axes
-        return {name: (array, _used(axes)) for name, (array, axes) in found.items()}
+                found[name] = getattr(self, name)[...].astype(dtype), axes
+        return found
 
     def apply(self, arrays: Arrays, x_RI: jax.Array, groups: RowGroups, kind: str) -> jax.Array:
         """Returns the outputs of the rows, [R, O].
@@ -101,7 +100,7 @@ class ExpertLinear(nnx.Module):
         If the inputs are sharded, the outputs of the devices must be added.
 
         Args:
-            arrays: shards of `arrays`.
+            arrays: shards of `arrays`, gathered along the axes that save memory.
             x_RI: rows, sorted by expert.
             groups: rows of each expert.
             kind: implementation of `grouped_matmul`.
@@ -128,8 +127,3 @@ class ExpertLinear(nnx.Module):
         if kind == 'loop':
             return looped_matmul(x_RI, kernel_of, groups)
         return grouped_matmul(x_RI, jax.vmap(kernel_of)(jnp.arange(len(codes))), groups, kind)
-
-
-def _used(axes: Axes) -> Axes:
-    """Returns the axes of a gathered array."""
-    return tuple('activation' if axis == 'expert_embed' else axis for axis in axes)

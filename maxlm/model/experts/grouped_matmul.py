@@ -17,13 +17,12 @@ Shapes: R rows, I inputs, O outputs, E groups, Z rows of a block, X blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from maxlm.errors import InputError
+from maxlm.model.experts.tokamax_matmul import tokamax_matmul
 
 # Largest number of rows of a block. Larger blocks contain more padding.
 MAX_BLOCK = 128
@@ -67,7 +66,7 @@ def grouped_matmul(x_RI: jax.Array, kernel_EIO: jax.Array, groups: RowGroups, ki
         kind: implementation; see the module docstring.
 
     Raises:
-        InputError: the package of the implementation is not installed.
+        InputError: the package of the implementation is not installed, or has no kernel for the device.
     """
     if kind == 'loop':
         return _loop(x_RI, kernel_EIO, _group_of_block(groups, len(x_RI)))
@@ -77,10 +76,7 @@ def grouped_matmul(x_RI: jax.Array, kernel_EIO: jax.Array, groups: RowGroups, ki
     if kind == 'megablox':
         return megablox_matmul(x_RI, kernel_EIO, groups.sizes_E)
     if kind == 'tokamax':
-        # Without this argument, Tokamax would use XLA's expansion on a device that its kernels do not support.
-        kernels = ('mosaic', 'triton')
-        product: jax.Array = _tokamax().ragged_dot(x_RI, kernel_EIO, groups.sizes_E, implementation=kernels)
-        return product
+        return tokamax_matmul(x_RI, kernel_EIO, groups.sizes_E)
     return jax.lax.ragged_dot(x_RI, kernel_EIO, groups.sizes_E)
 
 
@@ -146,15 +142,3 @@ def _backward(saved: tuple[jax.Array, ...], grad_RO: jax.Array) -> tuple[jax.Arr
 
 
 _loop.defvjp(_forward, _backward)
-
-
-def _tokamax() -> ModuleType:
-    try:
-        import tokamax
-    except ImportError as error:
-        raise InputError(
-            'model.expert_matmul=tokamax: the package tokamax is not installed; run `pip install tokamax`, or set '
-            'model.expert_matmul=ragged_dot, which needs much more memory and time on GPUs'
-        ) from error
-    module: ModuleType = tokamax
-    return module

@@ -20,6 +20,7 @@ from maxlm.planning.compiled.trip_counts import Scope, trip_count
 from maxlm.planning.estimate.transfers import KINDS
 
 PRODUCTS, ATTENTION, COMMUNICATION = 'matrix products', 'attention kernels', 'communication'
+EXPERTS = 'inputs and outputs of experts'
 # Causes of traffic by name of a scope (`jax.named_scope`) in the metadata of an instruction. The last scope of a name
 # counts, since scopes are nested.
 SCOPES = {
@@ -30,6 +31,7 @@ SCOPES = {
     'cast': 'casts',
     'gradient_sum': 'gradient sums',
     'attention': 'attention inputs and outputs',
+    'experts': EXPERTS,
 }
 _SCOPE = re.compile(rf'(?:^|[/(])({"|".join(SCOPES)})(?=[/)]|$)')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -179,9 +181,9 @@ class _Reader:
             return COMMUNICATION
         if self._is_product(instruction, computation):
             return PRODUCTS
-        if opcode.startswith('custom-call'):
-            return ATTENTION
         scope, root = self._scope(instruction), self._root(instruction)
+        if opcode.startswith('custom-call'):
+            return PRODUCTS if scope == EXPERTS else ATTENTION
         if root.opcode == 'dynamic-update-slice' or opcode in ('dynamic-slice', 'dynamic-update-slice'):
             return 'saved activations'
         if opcode in ('copy', 'copy-start', 'transpose') or root.opcode in ('copy', 'transpose', 'concatenate'):

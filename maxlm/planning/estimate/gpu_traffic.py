@@ -37,6 +37,9 @@ GRADIENT_COPY = 4.0
 LOGIT, UNALIGNED_LOGIT = 11.8, 10.0
 # Bytes per element of the head's gradient and chunk of the loss: the sum is read and written.
 HEAD_GRADIENT = 8.0
+# Arrays of the inner width of experts that the activation reads and writes, in a forward pass and in the backward pass.
+# The products of experts are kernels, so XLA cannot fuse the activation with them. Read off programs for H100.
+EXPERT_ACTIVATION, EXPERT_ACTIVATION_BACKWARD = 3, 4
 
 
 class Features(NamedTuple):
@@ -81,6 +84,9 @@ def estimate_gpu_traffic(config: Config) -> float:
     for kind, layers in layers_on_device(config):
         elements = sum(factor * size for factor, size in zip(coefficients, features(config, kind), strict=True))
         rows = rows_per_token(config, dispatch_bytes(config, kind)) * (2 + forward_passes(config))
+        if kind.num_experts and not coefficients.feed_forward:
+            arrays = EXPERT_ACTIVATION * forward_passes(config) + EXPERT_ACTIVATION_BACKWARD
+            elements += arrays * activation_dim(config, kind)
         total += (passes * width * elements + rows + beside) * tokens_per_device(config) * layers
     return total + fixed_bytes(config)
 

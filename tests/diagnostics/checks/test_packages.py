@@ -1,5 +1,6 @@
 """Tests installed packages against the requirements in pyproject.toml."""
 
+import dataclasses
 import importlib.metadata
 
 import pytest
@@ -58,6 +59,11 @@ def test_extras_of_the_run_and_the_machine():
 def test_a_gpu_needs_a_plugin_that_its_driver_runs(monkeypatch, driver, plugin, extra):
     monkeypatch.setattr(packages, 'installed_version', lambda name: plugin if 'cuda12' in name else None)
     assert list(needed_extras(case_on(gpus(driver=driver)))) == extra
+    # The kernels of experts are in a package of their own, unless a capacity makes the products equal in size.
+    for model, more in (({}, ['experts']), ({'model__expert_capacity_factor': 1.25}, [])):
+        config = small_config(model__num_experts=4, model__num_experts_per_token=2, **model)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, expert_matmul='auto'))
+        assert list(needed_extras(case_on(gpus(driver=driver), config=config))) == more + extra
 
 
 def test_an_extra_that_is_missing_is_named():

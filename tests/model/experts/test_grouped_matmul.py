@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.errors import InputError
 from maxlm.model.experts.dispatch import sort_by_expert, to_rows
 from maxlm.model.experts.grouped_matmul import (
     RowGroups,
@@ -86,13 +85,6 @@ def test_padding_suffices_for_any_sizes(num_rows):
         sizes = np.bincount(rng.integers(0, rng.integers(1, E + 1), num_rows), minlength=E)
         assert (-(-sizes // block) * block).sum() <= padded_rows(num_rows, E, block)
     assert padded_rows(num_rows, E, 1) == num_rows
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(__import__('sys').modules, 'tokamax', None)
-    x, kernel = inputs(range(2))
-    with pytest.raises(InputError, match=r'model\.expert_matmul=tokamax: the package tokamax is not installed'):
-        grouped_matmul(x, kernel, RowGroups(jnp.array([2, 0, 0, 0, 0]), 1), 'tokamax')
 
 
 @pytest.mark.parametrize('num_rows', [24, 640])

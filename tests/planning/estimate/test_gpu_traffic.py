@@ -33,7 +33,7 @@ def test_estimates_match_the_programs(errors):
 
 
 def test_programs_of_other_kinds_have_larger_errors():
-    """FP8, ring attention, pipelines, and mask arrays of GPUs before Hopper."""
+    """FP8, ring attention, pipelines, experts, and mask arrays of GPUs before Hopper."""
     others = [error for error, fitted in map(error_of, COUNTED) if not fitted]
     assert max(map(abs, others)) < 0.60
 
