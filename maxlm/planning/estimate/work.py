@@ -163,10 +163,10 @@ def _module_flops(config: Config) -> float:
     """Returns FLOPs per token of the modules of multi-token prediction that their blocks do not contain.
 
     The projections are not split over `mesh.tensor`. If blocks are recomputed, the projections are too. The final norm
-    then needs the complete output of the block.
+    then needs the complete output of the block. The mean probability of each expert is not used.
     """
     model = config.model
-    flops = 12.0 * model.dim**2
+    flops = 12.0 * model.dim**2 - 4 * model.num_experts / config.mesh.tensor
     if model.remat_policy in RECOMPUTED:
         kind = layer_stacks(model)[-1]
         last = _last_elements(kind, block_kernels(kind)) + kind.num_experts_per_token * model.dim
@@ -181,7 +181,7 @@ def _teacher_flops(config: Config, tokens: float, *, is_gpu: bool) -> float:
     taught, per_token = config.of_teacher, 0.0
     for kind, layers in layers_on_device(taught):
         elements = sum(multiplied_elements(taught, kind, is_gpu=is_gpu).values())
-        per_token += 2 * layers * (elements + kind.num_experts_per_token * kind.dim)
+        per_token += 2 * layers * (elements + kind.num_experts_per_token * kind.dim + kind.num_experts)
     head = 2 * taught.model.dim * _vocabulary(taught) / config.mesh.stage
     return tokens * (per_token / config.mesh.tensor + head)
 

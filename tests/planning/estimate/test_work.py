@@ -136,9 +136,9 @@ def test_modules_and_a_teacher_move_memory():
     modules = estimate_work(small_config(**SHAPE, model__mtp_depth=2)).memory_bytes
     # Each module has more than the memory traffic of one of 4 layers, because it has logits of its own.
     assert modules - plain > 2 / 5 * plain
-    # A forward pass of the same model has about a third of the traffic of the activations.
+    # A forward pass of the same model has about a third of the traffic of the activations, and no update.
     taught = estimate_work(small_config(**SHAPE, teacher=small_config(**SHAPE).model)).memory_bytes
-    assert 0.15 * plain < taught - plain < 0.4 * plain
+    assert 0.05 * plain < taught - plain < 0.3 * plain
 
 
 def test_all_tokens_could_be_sent_to_each_device():
