@@ -44,20 +44,21 @@ class ParamsReader:
     If the step has checksums, an array is verified as soon as all of it was read: a complete array immediately, a stack
     with its last layer. Earlier layers of a stack are returned unverified.
 
-    Modules of multi-token prediction are left out.
-
     Attributes:
         shapes: dotted path → stored shape, with the layer axis for arrays below `blocks`.
         dtypes: dotted path → dtype.
     """
 
-    def __init__(self, step_directory: Path, item: str = 'params', *, may_be_quantized: bool = False):
+    def __init__(
+        self, step_directory: Path, item: str = 'params', *, may_be_quantized: bool = False, with_mtp: bool = False
+    ):
         """Reads the metadata of the item, but not its arrays.
 
         Args:
             step_directory: result of `find_step`.
             item: `params`, or `ema` for their moving average (`params_item` returns the one to use).
             may_be_quantized: allow dtypes other than float32.
+            with_mtp: include modules of multi-token prediction, which are otherwise left out.
 
         Raises:
             InputError: the item is missing, cannot be read, or has other dtypes.
@@ -65,7 +66,7 @@ class ParamsReader:
         self._path = to_path(step_directory) / item
         tree = item_metadata(self._path)
         described = {leaf.name: leaf for leaf in jax.tree.leaves(tree)}
-        if unused := unused_mtp(described):
+        if not with_mtp and (unused := unused_mtp(described)):
             log_unused_mtp(self._path)
             described = {name: leaf for name, leaf in described.items() if name not in unused}
         for name, leaf in described.items():

@@ -16,7 +16,7 @@ PATHS = MappingProxyType(
         'data.tokenizer': PathOption(may_be_empty=True),
         'data.cache_dir': PathOption(Kind.DIRECTORY),
         'train.init_from': PathOption(Kind.DIRECTORY, ('gs',), may_be_empty=True, advice=_ADVICE),
-        'distill.teacher': PathOption(Kind.DIRECTORY, may_be_empty=True, advice=_ADVICE),
+        'distill.teacher': PathOption(Kind.DIRECTORY, ('gs',), may_be_empty=True, advice=_ADVICE),
         'distill.logits_dir': PathOption(Kind.DIRECTORY, may_be_empty=True),
         'train.compilation_cache_dir': PathOption(Kind.EITHER, may_be_empty=True),
         'checkpoint.remote_dir': PathOption(urls=ANY, may_be_empty=True),

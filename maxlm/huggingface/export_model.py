@@ -24,6 +24,7 @@ from maxlm.huggingface.config_conversion import choose_architecture, to_config
 from maxlm.huggingface.model_card import NAME as CARD
 from maxlm.huggingface.model_card import model_card
 from maxlm.huggingface.state_dict import Tensor, parameter_shapes, tensors
+from maxlm.huggingface.tensors.mtp import MTP_ARCHITECTURES, shared_copies
 from maxlm.huggingface.tensors.safetensors_io import TensorEntry, entry_bytes, write_tensors
 from maxlm.huggingface.tokenizer_files import files_for_export
 from maxlm.log import logger, progress_bar
@@ -80,8 +81,10 @@ def export_model(
     config = read_config(workdir)
     row = choose_architecture(config.model, architecture)
     rows = tensors(row.model_type, config.model)
-    reader = open_parameters(step_directory, config.model)
-    check_shapes(reader.shapes, parameter_shapes(rows), step_directory, workdir / CONFIG)
+    with_mtp = row.model_type in MTP_ARCHITECTURES
+    reader = open_parameters(step_directory, config.model, with_mtp=with_mtp)
+    shapes = parameter_shapes(rows)
+    check_shapes(reader.shapes, shapes, step_directory, workdir / CONFIG)
     text = files_for_export(workdir, config.model)
     if row is QWEN2 and TOKENIZER in text.files and not (workdir / TOKENIZER_CONFIG).is_file():
         logger.warning(
@@ -90,7 +93,10 @@ def export_model(
         )
     # Versions of Transformers before 5 read `torch_dtype`.
     settings = {**to_config(config.model, architecture), **text.ids, 'dtype': dtype, 'torch_dtype': dtype}
-    parameters = sum(math.prod(row.shape) for row in rows)
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    if with_mtp:
+        by_name = {tensor.name: tensor for tensor in rows}
+        rows += [by_name[name]._replace(name=copy) for copy, name in shared_copies(config.model).items()]
     card = model_card(
         name or directory.name,
         workdir=workdir,
@@ -119,12 +125,15 @@ def export_model(
     return Exported(directory, row.class_name, parameters, size)
 
 
-def open_parameters(step_directory: epath.Path, model: ModelConfig) -> MergedReader | DequantizedReader:
+def open_parameters(
+    step_directory: epath.Path, model: ModelConfig, *, with_mtp: bool = False
+) -> MergedReader | DequantizedReader:
     """Opens the parameters of a step as float32 parameters without adapters and quantization.
 
     Args:
         step_directory: path as returned by `find_step`.
         model: model of its config.
+        with_mtp: include modules of multi-token prediction.
 
     Raises:
         InputError: the parameters cannot be read, or do not match the model.
@@ -133,7 +142,7 @@ def open_parameters(step_directory: epath.Path, model: ModelConfig) -> MergedRea
     if weights_of(model) is not None:
         stored = ParamsReader(step_directory, item, may_be_quantized=True)
         return DequantizedReader(stored, model, str(step_directory))
-    return MergedReader(ParamsReader(step_directory, item), model, str(step_directory))
+    return MergedReader(ParamsReader(step_directory, item, with_mtp=with_mtp), model, str(step_directory))
 
 
 def _tensor_maker(read: Callable[[str, int | None], np.ndarray], tensor: Tensor) -> Callable[[], np.ndarray]:

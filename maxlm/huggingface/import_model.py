@@ -18,8 +18,9 @@ from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config
 from maxlm.huggingface.json_fields import Fields, read_object
-from maxlm.huggingface.state_dict import BUFFERS, HEADS, MTP_ARCHITECTURES, PREFIXES, Tensor, parameter_shapes, tensors
+from maxlm.huggingface.state_dict import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tensors.dequantize import open_tensors
+from maxlm.huggingface.tensors.mtp import MTP_ARCHITECTURES, count_modules, shared_copies
 from maxlm.huggingface.tensors.safetensors_io import TensorFiles
 from maxlm.huggingface.tokenizer_files import files_for_import
 from maxlm.log import logger, progress_bar
@@ -62,8 +63,16 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     files = open_tensors(directory, values.get('quantization_config') or {}, str(path))
     model = from_config(values, str(path))
     architecture = values['model_type']
+    if architecture in MTP_ARCHITECTURES:
+        model = dataclasses.replace(model, mtp_depth=count_modules(files.shapes, model.num_layers))
+        configured = values.get('num_nextn_predict_layers', 0)
+        if configured != model.mtp_depth:
+            logger.info(
+                f'{path}: num_nextn_predict_layers={configured!r:.100}, but the files have {model.mtp_depth} modules '
+                'of multi-token prediction, which are imported'
+            )
     rows = tensors(architecture, model)
-    names = match_tensors(files, rows, architecture, str(directory))
+    names = match_tensors(files, rows, architecture, shared_copies(model), str(directory))
     text, remark = files_for_import(directory)
     if remark:
         logger.info(remark)
@@ -92,8 +101,18 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters)
 
 
-def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str, source: str) -> dict[str, str]:
+def match_tensors(
+    files: TensorFiles, rows: Sequence[Tensor], architecture: str, copies: Mapping[str, str], source: str
+) -> dict[str, str]:
     """Maps the name of each tensor of the architecture to its name in the files, which may lack the prefix.
+
+    Args:
+        files: the tensors of the files.
+        rows: the tensors of the architecture.
+        architecture: a model_type.
+        copies: copy → original of the names of tensors that the files may contain twice. A copy that differs is not
+            used, which is logged.
+        source: name of the directory in error messages.
 
     Raises:
         InputError: a tensor is missing, unexpected or duplicated, or has the wrong shape or an unsupported dtype.
@@ -103,8 +122,7 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
     embedding = next(tensor.name for tensor in rows if tensor.sources == ('embedding',))
     matched: dict[str, str] = {}
     tied = []
-    layers = {_layer_of(name) for name in expected}
-    num_unused = 0
+    copied: dict[str, str] = {}
     for name, shape in files.shapes.items():
         # A version of Transformers used this name for the head of all architectures.
         full = head if name == 'lm_head.weight' else name
@@ -117,16 +135,14 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
             matched[full] = name
         elif full == head:
             tied.append(name)
-        elif architecture in MTP_ARCHITECTURES and _layer_of(full) not in layers:
-            num_unused += 1
+        elif full in copies:
+            copied[name] = copies[full]
         elif not any(re.fullmatch(pattern, full) for pattern in BUFFERS[architecture]):
             class_name = ARCHITECTURES[architecture].class_name
             raise InputError(
                 f'{files.path(name)}: tensor {name} {shape} does not belong to {class_name} as defined by config.json; '
                 'use the config.json of these weights'
             )
-    if num_unused:
-        logger.info(f'{source}: {num_unused} tensors of multi-token prediction are not imported')
     for full, tensor in expected.items():
         if full not in matched:
             missing = len(expected) - len(matched)
@@ -139,20 +155,20 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
                 f'{files.path(matched[full])}: tensor {matched[full]} has shape {shape}, but config.json requires '
                 f'{tensor.shape}; use the config.json of these weights'
             )
-    files.check_dtypes([*matched.values(), *tied])
+    files.check_dtypes([*matched.values(), *tied, *copied])
     for name in tied:
         if not files.equal(name, matched[embedding]):
             raise InputError(
                 f'{files.path(name)}: tensor {name} differs from the embedding, but tie_word_embeddings is true; set '
                 'tie_word_embeddings to false in config.json to use the tensor'
             )
+    for name, original in copied.items():
+        if not files.equal(name, matched[original]):
+            logger.warning(
+                f'{files.path(name)}: tensor {name} differs from {original}; the module of multi-token prediction is '
+                f'imported with {original}'
+            )
     return matched
-
-
-def _layer_of(name: str) -> str:
-    """Returns the index of the layer in the name of a tensor, or '' for tensors outside of the layers."""
-    found = re.match(r'model\.layers\.(\d+)\.', name)
-    return found[1] if found else ''
 
 
 class _Part(NamedTuple):

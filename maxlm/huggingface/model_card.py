@@ -143,7 +143,8 @@ def _training_data(workdir: Path, config: Config) -> str:
 def _without_paths(config: Config) -> dict[str, dict[str, object]]:
     values = dataclasses.asdict(config)
     values['data']['sources'] = [(Path(entry).name, weight) for entry, weight in config.data.sources]
-    for section, key in (('data', 'path'), ('data', 'cache_dir'), ('train', 'init_from'), ('export', 'to')):
+    paths = (('data', 'path'), ('data', 'cache_dir'), ('train', 'init_from'), ('export', 'to'))
+    for section, key in (*paths, ('distill', 'teacher'), ('distill', 'logits_dir')):
         values[section][key] = Path(values[section][key]).name
     return values
 

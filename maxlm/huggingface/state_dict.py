@@ -22,6 +22,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.huggingface.tensors.experts import MIXTRAL_NAMES, ExpertNames, experts, gpt_oss_experts
 from maxlm.huggingface.tensors.latent_attention import latent_attention
 from maxlm.huggingface.tensors.layer_tensor import LayerTensor, Shape
+from maxlm.huggingface.tensors.mtp import MTP_ARCHITECTURES, mtp_module
 
 # Prefix of all tensor names except the head's. It is missing if the file contains the model without its head.
 PREFIXES = {
@@ -34,8 +35,6 @@ PREFIXES = {
     **dict.fromkeys(('qwen2', 'smollm3', 'olmo2', 'olmo3', 'granite', 'phi3', 'gemma2', 'gemma3_text'), 'model.'),
     **dict.fromkeys(('mixtral', 'qwen3_moe', 'deepseek_v2', 'deepseek_v3', 'gpt_oss', 'starcoder2'), 'model.'),
 }
-# Architectures whose files can have modules of multi-token prediction, as layers after the last one.
-MTP_ARCHITECTURES = ('deepseek_v3',)
 HEADS = {'gpt_neox': 'embed_out.weight'}
 # Masks and frequencies that old versions of Transformers saved with the parameters, as patterns of full names.
 _ROTARY_BUFFERS = (r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq', r'model\.rotary_emb\.inv_freq')
@@ -73,9 +72,9 @@ class Tensor(NamedTuple):
     from_hf: Callable[[np.ndarray], Sequence[np.ndarray]]
     expert: int | None = None
 
-    def of_dense_layer(self) -> Tensor:
-        """Returns the tensor with sources in the stack of first dense layers."""
-        return self._replace(sources=tuple(f'dense_{source}' for source in self.sources))
+    def in_stack(self, stack: str, index: int) -> Tensor:
+        """Returns the tensor of a layer with sources at an index of another stack than `blocks`."""
+        return self._replace(sources=tuple(source.replace('blocks', stack, 1) for source in self.sources), layer=index)
 
 
 def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
@@ -98,9 +97,12 @@ def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
     specs_before, specs_after = outer_specs(model)
     first = model.num_dense_layers if model.num_experts else 0
     dense = dataclasses.replace(model, num_experts=0)
-    layers = [row.tensor(layer).of_dense_layer() for layer in range(first) for row in block(dense)]
+    layers = [row.tensor(layer).in_stack('dense_blocks', layer) for layer in range(first) for row in block(dense)]
     for layer in range(first, model.num_layers):
         layers += [row.tensor(layer)._replace(layer=layer - first) for row in block(model)]
+    for index in range(model.mtp_depth if architecture in MTP_ARCHITECTURES else 0):
+        rows = (*block(model), *_layer_specs(mtp_module(model)))
+        layers += [row.tensor(model.num_layers + index).in_stack('mtp.block', index) for row in rows]
     prefix = PREFIXES[architecture]
     all_tensors = [*(row.tensor(None) for row in specs_before), *layers, *(row.tensor(None) for row in specs_after)]
     all_tensors = [tensor._replace(name=prefix + tensor.name) for tensor in all_tensors]

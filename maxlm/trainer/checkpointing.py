@@ -187,7 +187,7 @@ def check_teacher(config: Config, abstract: TrainState, *, tokenizer: Path) -> N
         return
     step = find_step(config.distill.teacher, key=TEACHER)
     path = teacher_workdir(config.distill.teacher) / TOKENIZER
-    if path.is_file() and load_tokenizer(epath.Path(path)).sha256 != Tokenizer.load(tokenizer).sha256:
+    if path.is_file() and load_tokenizer(path).sha256 != Tokenizer.load(tokenizer).sha256:
         raise InputError(
             f'{TEACHER}={config.distill.teacher}: the teacher has another tokenizer, {path}, than the data, '
             f'{tokenizer}; prepare the data with --tokenizer {path}'

@@ -16,7 +16,8 @@ from maxlm.config.schema import Config
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import replace_file
 from maxlm.storage.check_directory import check_entries
-from maxlm.storage.regular_files import read_text
+from maxlm.storage.filesystem import is_url, read_bytes
+from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_text
 
 CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
@@ -95,7 +96,7 @@ def write_run_files(workdir: Path, config: Config, tokenizer: Path) -> None:
 
 
 def read_config(workdir: Path) -> Config:
-    """Returns the resolved config of a run.
+    """Returns the resolved config of a run in a directory or at a gs:// URL.
 
     Raises:
         InputError: the config is missing or not valid, or a file next to it is a special file or links outside the
@@ -104,7 +105,8 @@ def read_config(workdir: Path) -> Config:
     path = workdir / CONFIG
     check_entries(workdir, (CONFIG, TOKENIZER, CHAT_TEMPLATE))
     try:
-        return from_json(read_text(path))
+        is_remote = is_url(str(path))
+        return from_json(read_bytes(str(path), limit=MAX_TEXT_BYTES).decode() if is_remote else read_text(path))
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}; choose a workdir of maxlm.train') from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+
+from etils import epath
 
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.workdir.files import read_config
-from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name, to_path
 
 TEACHER = 'distill.teacher'
 
@@ -30,7 +31,7 @@ def with_teacher(config: Config) -> Config:
     return dataclasses.replace(config, teacher=model)
 
 
-def teacher_workdir(checkpoint: str) -> Path:
-    """Returns the workdir of WORKDIR, WORKDIR@STEP or WORKDIR/checkpoints/STEP."""
-    path = Path(split_name(checkpoint)[0])
+def teacher_workdir(checkpoint: str) -> epath.Path:
+    """Returns the workdir of WORKDIR, WORKDIR@STEP or WORKDIR/checkpoints/STEP, local or a gs:// URL."""
+    path = to_path(split_name(checkpoint)[0])
     return path.parent.parent if path.name.isdigit() and path.parent.name == CHECKPOINTS_DIR else path

@@ -6,13 +6,16 @@ the output is the result as JSON.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
 import os
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 # Imported once by the parent process of all scenarios.
 import gcsfs  # noqa: F401
@@ -26,11 +29,17 @@ from maxlm.checkpoint.listing import damaged_steps
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import check_params, restore_params
 from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.config.loading import to_json
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.log import Console
+from maxlm.trainer.checkpointing import check_teacher, read_teacher, reference_metadata
+from maxlm.training.state import abstract_state
 from maxlm.workdir.step_dirs import to_path
-from tests.checkpoint.test_manager import FACTS, abstract_on, random_state, same
+from maxlm.workdir.teacher import with_teacher
+from tests.checkpoint.test_manager import FACTS, abstract_on, config_on, random_state, same
 from tests.gcs_emulator import Emulator
+from tests.small import small_config, small_layout
 
 LOSSES = {1: 3.0, 2: 1.0, 3: 2.0}
 
@@ -100,6 +109,38 @@ def complete_run():
         find_step(f'{URL}@1')
     except InputError as error:
         return {'found': found, 'missing': str(error), 'first_deleted': first_deleted}
+
+
+def teacher():
+    """Distills a checkpoint in the bucket."""
+    small, tokenizer = config_on(2), bytes_tokenizer()
+    with Checkpoints(URL, max_to_keep=2) as checkpoints:
+        save(checkpoints, 1, 2)
+    workdir = to_path(URL)
+    (workdir / 'config.json').write_text(to_json(small))
+    (workdir / 'tokenizer.json').write_text(tokenizer.to_json())
+    tokenizer.save(local := Path(tempfile.mkdtemp()) / 'tokenizer.json')
+
+    def read(name):
+        distill = dataclasses.replace(small.distill, teacher=f'{URL}{name}')
+        model = with_teacher(dataclasses.replace(small, distill=distill)).teacher
+        config = dataclasses.replace(small_config(2, teacher=model, model__num_layers=1), distill=distill)
+        shapes = abstract_state(config, small_layout(config))
+        check_teacher(config, shapes, tokenizer=local)
+        return config, shapes, reference_metadata(config)
+
+    with Console():
+        found = {name: read(name) for name in ('', '@1', '/checkpoints/1')}
+        params = {name: read_teacher(config, shapes) for name, (config, shapes, _) in found.items()}
+    assert same(params[''], state(2).params)
+    assert same(params['@1'], state(1).params)
+    assert same(params['/checkpoints/1'], params['@1'])
+    assert found['@1'][2] == found['/checkpoints/1'][2] != found[''][2]
+    (workdir / 'config.json').unlink()
+    try:
+        read('')
+    except InputError as error:
+        return {'missing': str(error), 'layers': [found[''][0].teacher.num_layers, found[''][0].model.num_layers]}
 
 
 def faults():

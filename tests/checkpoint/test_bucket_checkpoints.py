@@ -55,6 +55,14 @@ def test_a_run_in_a_bucket(run_scenario):
     assert lines == []
 
 
+def test_a_teacher_in_a_bucket(run_scenario):
+    found, lines = run_scenario('teacher')
+    assert found['layers'] == [2, 1]
+    url = 'gs://bucket/runs/teacher'
+    assert found['missing'] == f'distill.teacher={url}: {url}/config.json: No such file or directory'
+    assert next(line for line in lines if 'distilling from the teacher' in line).endswith(f'{url}/checkpoints/2')
+
+
 def test_refused_upload_is_reported_and_training_continues(run_scenario):
     found, lines = run_scenario('faults')
     assert found['messages'] == [

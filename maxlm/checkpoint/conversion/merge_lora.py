@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from maxlm.checkpoint.fetch import find_local_step
-from maxlm.checkpoint.params import params_item, without_mtp
+from maxlm.checkpoint.params import params_item, unused_mtp, without_mtp
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.config.families import is_of_experts
 from maxlm.config.loading import to_json
@@ -75,7 +75,7 @@ def without_adapters(model: ModelConfig) -> ModelConfig:
 
 def adapter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a resolved model's adapters by dotted path, stacked over layers."""
-    state = nnx.state(nnx.eval_shape(lambda: Decoder(without_mtp(model), rngs=nnx.Rngs(0))))
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
     flat = {'.'.join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
     return {name: tuple(variable.shape) for name, variable in flat.items() if name.endswith((LORA_A, LORA_B))}
 
@@ -101,6 +101,8 @@ class MergedReader:
             InputError: the adapters of the step do not match those of the model.
         """
         wanted = adapter_shapes(model) if model.lora_rank else {}
+        for path in unused_mtp(wanted, reader.shapes):
+            del wanted[path]
         stored = {path: shape for path, shape in reader.shapes.items() if path.endswith((LORA_A, LORA_B))}
         for path in sorted(stored.keys() | wanted.keys()):
             if stored.get(path) != wanted.get(path):

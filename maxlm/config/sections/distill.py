@@ -7,8 +7,9 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig:
-    # Checkpoint of the teacher: WORKDIR (latest step), WORKDIR@STEP or the directory of a step. Its size and
-    # architecture may differ from those of the run, but its tokenizer must be the same. '' = no distillation.
+    # Checkpoint of the teacher: WORKDIR (latest step), WORKDIR@STEP or the directory of a step, also in a
+    # bucket (gs://). Its size and architecture may differ from those of the run, but its tokenizer must be the same.
+    # '' = no distillation.
     teacher: str = ''
     # Directory that maxlm.distill wrote for data.path: the most likely tokens of a teacher, which then does not run in
     # the step. '' = none.

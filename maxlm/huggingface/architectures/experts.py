@@ -50,9 +50,10 @@ def _deepseek_v3_keys(model: ModelConfig) -> dict[str, Any]:
     keys = {
         'num_key_value_heads': model.num_heads,
         'q_lora_rank': model.q_lora_rank or None,
-        'num_nextn_predict_layers': 0,
+        'num_nextn_predict_layers': model.mtp_depth,
     }
-    return keys if model.num_experts else {**keys, 'first_k_dense_replace': model.num_layers}
+    # The layers of the modules are dense too.
+    return keys if model.num_experts else {**keys, 'first_k_dense_replace': model.num_layers + model.mtp_depth}
 
 
 _EXPERT_SETTINGS = without(RMSNORM, 'num_experts')

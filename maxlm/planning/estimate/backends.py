@@ -19,8 +19,10 @@ class Backend:
         scores: float32 scores of a block of queries, for attention without a fused kernel.
         table: bytes per element of the embedding during the layers: once gathered for the lookup's gradient.
         logits: float32 logits [B, chunk, V] and their gradients.
+        teacher_logits: the same for the logits of a teacher and the divergence.
         lanes: the last axis of an array is padded to a multiple of this number of elements.
         turns_stacks: stacks that are sharded along their last axis are transposed before they are gathered.
+        keeps_outside_loops: rematerialization saves no memory in blocks outside of a loop over layers.
     """
 
     platform: str
@@ -32,8 +34,10 @@ class Backend:
     scores: float
     table: float
     logits: float
+    teacher_logits: float
     lanes: int
     turns_stacks: bool
+    keeps_outside_loops: bool
 
 
 # Number of rows to which the second to last axis of an array is padded on a TPU.
@@ -41,7 +45,7 @@ SUBLANES = 8
 # Fitted to some programs of tests/planning/estimate/programs.json; for CPUs, to a few small programs.
 BACKENDS = {
     # The embedding is gathered, and its gradient is summed, in float32.
-    'gpu': Backend('gpu', 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, True),
-    'tpu': Backend('tpu', 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 128, False),
-    'cpu': Backend('cpu', 9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False),
+    'gpu': Backend('gpu', 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1.0, 1, True, False),
+    'tpu': Backend('tpu', 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 1.0, 128, False, False),
+    'cpu': Backend('cpu', 9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 4.0, 1, False, True),
 }

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from maxlm.config.mesh import padded_vocabulary, reduces_gradients_once
 from maxlm.config.schema import MESH_AXES, Config, ModelConfig
-from maxlm.planning.estimate.experts import layer_runs, layers_on_device, rows_of
+from maxlm.planning.estimate.experts import layer_runs, layers_on_device, num_modules, rows_of
+from maxlm.planning.estimate.flops import RECOMPUTED
 from maxlm.planning.estimate.parameters import (
     Tables,
     block_kernels,
@@ -45,6 +46,7 @@ def estimate_transfers(config: Config) -> list[Transfer]:
         *_ring(config),
         *_pipeline(config),
         *_muon(config),
+        *_teacher(config),
         # Loss, number of tokens, norms.
         _transfer(config, 'all-reduce', MESH_AXES, FLOAT32, 4, is_async=False),
     ]
@@ -123,20 +125,33 @@ def _gathers(config: Config) -> list[Transfer]:
     directions = 1 if model.remat_policy == 'none' and mesh.stage == 1 else 2
     of = _padded_tables(config)
     per_matrix = 1 if model.matmul_precision == 'fp8' else width
-    # A table that also serves as the output projection is gathered twice.
-    all_weights = width * (of.positions + of.tokens + (of.head or of.tokens))
+    # A table that also serves as the output projection is gathered twice. Each module of multi-token prediction gathers
+    # the output projection again.
+    all_weights = width * (of.positions + of.tokens + (1 + model.mtp_depth) * (of.head or of.tokens))
     blocks = [
         _transfer(
             config,
             'all-gather',
             each.saving_axes,
             (FLOAT32 if each.is_float32 else per_matrix) * each.size,
-            directions * runs,
+            # XLA gathers the block of a module, which is not in a loop, for its recomputation and again for its
+            # gradients.
+            directions * runs + (directions - 1) * num_modules(config, kind) * config.accumulation,
         )
         for kind, runs in layer_runs(config)
         for each in _kernels(config, kind)
     ]
-    return [*blocks, _transfer(config, 'all-gather', SAVING_AXES, all_weights / mesh.tensor, config.rounds)]
+    projections = width * _projection_elements(model)
+    return [
+        *blocks,
+        _transfer(config, 'all-gather', SAVING_AXES, projections, directions * config.rounds),
+        _transfer(config, 'all-gather', SAVING_AXES, all_weights / mesh.tensor, config.rounds),
+    ]
+
+
+def _projection_elements(model: ModelConfig) -> int:
+    """Returns the elements of the projections of multi-token prediction, which `mesh.tensor` does not shard."""
+    return model.mtp_depth * 2 * model.dim**2
 
 
 def _gradients(config: Config) -> list[Transfer]:
@@ -158,7 +173,12 @@ def _gradients(config: Config) -> list[Transfer]:
         for kind, runs in layer_runs(config)
         for each in _kernels(config, kind)
     ]
-    sums += [(FLOAT32 * tokens, SAVING_AXES, config.rounds), (width * both, SAVING_AXES, config.rounds)]
+    # Each module of multi-token prediction has a gradient of the head. All of them have one of the embedding.
+    looked_up = both + (tokens if model.mtp_depth else 0)
+    sums += [
+        (FLOAT32 * tokens * (1 + model.mtp_depth), SAVING_AXES, config.rounds),
+        (width * (looked_up + _projection_elements(model)), SAVING_AXES, config.rounds),
+    ]
     transfers = []
     for size, axes, count in sums:
         saved_over = math.prod(mesh.sizes[axis] for axis in axes)
@@ -178,16 +198,18 @@ def _tensor_sums(config: Config) -> list[Transfer]:
     model, mesh = config.model, config.mesh
     stream = _stream_bytes(config)
     tables_stream = stream * config.accumulation / config.rounds
-    # The embedding lookup, and the gradient of the hidden states.
-    transfers = [_transfer(config, 'all-reduce', ('tensor',), tables_stream, 2 * config.rounds, is_async=False)]
+    # The embedding lookup and the gradient of the hidden states, again for each module of multi-token prediction.
+    sums = 2 * (1 + model.mtp_depth) * config.rounds
+    transfers = [_transfer(config, 'all-reduce', ('tensor',), tables_stream, sums, is_async=False)]
     for kind, runs in layer_runs(config):
         # With a parallel residual, the two halves are added before they are summed over devices. Experts and shared
         # experts are summed separately.
         separate = kind.num_experts > 0 and (kind.parallel_residual or kind.num_shared_experts > 0)
         halves = (1 if kind.parallel_residual else 2) + separate
-        # The last half is not recomputed; see `maxlm.planning.estimate.work`.
-        again = (halves - 1) * (model.remat_policy in ('full', 'offload')) + halves * (mesh.stage > 1)
-        count = (2 * halves + again) * runs
+        # The last half is not recomputed, except in modules; see `maxlm.planning.estimate.work`.
+        recomputes = model.remat_policy in RECOMPUTED
+        again = (halves - 1) * recomputes + halves * (mesh.stage > 1)
+        count = (2 * halves + again) * runs + recomputes * num_modules(config, kind) * config.accumulation
         transfers.append(_transfer(config, 'all-reduce', ('tensor',), stream, count, is_async=False))
     return transfers
 
@@ -297,3 +319,22 @@ def _muon(config: Config) -> list[Transfer]:
                 how, ways = ('all-gather', 1) if axis == 'data' else ('all-to-all', 2)
                 transfers.append(_transfer(config, how, (axis,), size, ways * len(group), is_async=mesh.stage == 1))
     return transfers
+
+
+def _teacher(config: Config) -> list[Transfer]:
+    """Returns the transfers of the teacher's forward pass. Its parameters are sharded at every ZeRO stage."""
+    if config.teacher is None:
+        return []
+    taught = dataclasses.replace(
+        config.of_teacher,
+        model=dataclasses.replace(config.teacher, remat_policy='none'),
+        mesh=dataclasses.replace(config.mesh, zero_stage=3),
+    )
+    # Without rematerialization, half of these are in the forward pass.
+    both = [*_tensor_sums(taught), *_experts(taught), *_vocabulary(taught), *_ring(taught)[:1], *_pipeline(taught)]
+    # Below ZeRO stage 3, parameters are gathered once per step.
+    times = 1 if config.mesh.zero_stage == 3 else config.accumulation
+    return [
+        *(transfer._replace(count=transfer.count / times) for transfer in _gathers(taught)),
+        *(transfer._replace(count=transfer.count / 2) for transfer in both),
+    ]

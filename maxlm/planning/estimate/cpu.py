@@ -54,6 +54,8 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
         InputError: the parameters alone are larger than the machine's memory.
     """
     _check_parameters(config)
+    # Modules of multi-token prediction and a teacher have the operations of layers, which reach the same rates.
+    config = dataclasses.replace(config, teacher=None, model=dataclasses.replace(config.model, mtp_depth=0))
     window = min(config.data.seq_len, SAMPLED)
     rows = max(1, min(config.train.per_device_batch_size, SAMPLED // window))
     if rows < config.train.per_device_batch_size or window < config.data.seq_len:

@@ -38,10 +38,11 @@ NO_ROWS = ExpertRows(0, 0, 0, 0)
 def layers_on_device(config: Config) -> list[tuple[ModelConfig, float]]:
     """Returns the model of each kind of layer, and the number of its layers on a device; see `layer_stacks`.
 
-    Every stage of a pipeline has all of the first dense layers.
+    Every stage of a pipeline has all of the first dense layers. The blocks of modules of multi-token prediction, which
+    pipelines do not support, are of the last kind.
     """
     return [
-        (kind, kind.num_layers / (1 if is_first(config, kind) else config.mesh.stage))
+        (kind, kind.num_layers / (1 if is_first(config, kind) else config.mesh.stage) + num_modules(config, kind))
         for kind in layer_stacks(config.model)
     ]
 
@@ -49,15 +50,26 @@ def layers_on_device(config: Config) -> list[tuple[ModelConfig, float]]:
 def layer_runs(config: Config) -> list[tuple[ModelConfig, float]]:
     """Returns the model of each kind of layer, and how often a device runs such a layer in a step, in one direction.
 
-    In a pipeline a device runs one chunk of its layers in every iteration.
+    In a pipeline a device runs one chunk of its layers in every iteration. Blocks of modules of multi-token prediction
+    count as layers.
     """
     mesh, micro_batches = config.mesh, config.accumulation
     chunks = mesh.stage * mesh.num_pipeline_repeats
     iterations = micro_batches if mesh.stage == 1 else mesh.num_pipeline_repeats * micro_batches + mesh.stage - 1
     return [
-        (kind, kind.num_layers * micro_batches if is_first(config, kind) else kind.num_layers / chunks * iterations)
+        (
+            kind,
+            kind.num_layers * micro_batches
+            if is_first(config, kind)
+            else kind.num_layers / chunks * iterations + num_modules(config, kind) * micro_batches,
+        )
         for kind in layer_stacks(config.model)
     ]
+
+
+def num_modules(config: Config, kind: ModelConfig) -> int:
+    """Returns the number of modules of multi-token prediction whose blocks are of this kind."""
+    return 0 if is_first(config, kind) else config.model.mtp_depth
 
 
 def is_first(config: Config, kind: ModelConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations and parameters of a model from its shapes.
+"""Counts the floating-point operations and parameters of a model from its shapes, and the scores of attention.
 
 A multiply-add is 2 operations. Only matrix products count, as is usual (Kaplan et al. 2020; Chowdhery et al. 2022,
 PaLM, appendix B). The embedding lookup, norms, softmax and rematerialization do not count. Of the experts of a layer,
@@ -10,12 +10,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.model.attention.chunked import query_ranges
+from maxlm.model.attention.splash import block_size, num_visible_blocks
 from maxlm.model.layers.masks import layer_windows
 from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, weights
 from maxlm.training.optimizers.trainable import is_trained
 
 # Kinds of parameters that multiply tokens.
 PRODUCTS = ('matrix', 'router', 'head', 'adapter')
+# Values of model.remat_policy that recompute a block from its input.
+RECOMPUTED = ('full', 'offload')
+# Minimum compute capability of GPUs whose cuDNN accepts document boundaries: Hopper.
+DOCUMENTS_CAPABILITY = (9, 0)
 
 
 class TokenFlops(NamedTuple):
@@ -45,11 +51,16 @@ def training_flops(model: ModelConfig, window: int) -> TokenFlops:
     """Returns FLOPs per token: 6 per matmul parameter, and 6 · N · (H + value width) per layer and position."""
     dense = 6 * matmul_parameters(model)
     per_position = 6 * model.num_heads * (model.head_dim + model.value_dim)
-    windows = layer_windows(model)
-    reaches = [min(sliding or window, window) for sliding in (*windows, *[windows[-1]] * model.mtp_depth)]
+    reaches = [min(sliding or window, window) for sliding in block_windows(model)]
     # The first tokens of a sequence attend to fewer positions.
     causal = sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window
     return TokenFlops(causal=dense + per_position * causal, full=dense + per_position * sum(reaches))
+
+
+def block_windows(model: ModelConfig) -> tuple[int, ...]:
+    """Returns the sliding window of each layer, then of each module of multi-token prediction; 0 = full attention."""
+    windows = layer_windows(model)
+    return (*windows, *windows[-1:] * model.mtp_depth)
 
 
 def step_flops(config: Config, window: int) -> TokenFlops:
@@ -84,3 +95,58 @@ def teacher_flops(config: Config, window: int) -> TokenFlops:
 def tied_head(model: ModelConfig) -> str:
     """Returns the name of the table that is also the head; '' if the head is separate."""
     return 'embedding' if model.tie_embeddings else ''
+
+
+def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
+    """Returns True if a fused kernel takes documents as a mask array; see `maxlm.model.attention.cudnn`."""
+    kernel_masks_documents = capability is not None and capability >= DOCUMENTS_CAPABILITY and config.mesh.stage == 1
+    is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
+    return is_fused and config.data.document_mask and not kernel_masks_documents
+
+
+def attended_positions(config: Config, capability: tuple[int, int] | None = None) -> float:
+    """Returns the scores computed per query of a head: mean over layers and queries.
+
+    A kernel that knows document boundaries computes fewer, depending on the number of documents.
+    """
+    window, windows = config.data.seq_len, block_windows(config.model)
+    reaches = [min(sliding or window, window) for sliding in windows]
+    if config.mesh.context > 1:
+        # Pairs of visible chunks, each computed completely: `maxlm.model.attention.ring`.
+        chunks = 2 * config.mesh.context
+        size = window / chunks
+        pairs = [
+            sum(1 for query in range(chunks) for key in range(query + 1) if (query - key - 1) * size + 1 < reach)
+            for reach in reaches
+        ]
+        return sum(pairs) / len(pairs) * size**2 / window
+    if needs_mask(config, capability):
+        # Masked scores are computed too.
+        return window
+    if config.model.attention == 'cudnn':
+        return sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window / len(reaches)
+    if config.model.attention == 'splash':
+        blocks = sum(num_visible_blocks(window, sliding) for sliding in windows)
+        return blocks * block_size(window) ** 2 / window / len(windows)
+    scores = [
+        (part.last - part.first) * (part.last - part.start)
+        for sliding in windows
+        for part in query_ranges(window, sliding)
+    ]
+    return sum(scores) / window / len(windows)
+
+
+def attention_forwards(config: Config) -> int:
+    """Returns the number of forward computations of attention. Policies can save its results by name."""
+    # Ring attention has no named results.
+    again = ('dots_no_batch', *RECOMPUTED) if config.mesh.context > 1 else RECOMPUTED
+    return 1 + (config.model.remat_policy in again) + (config.mesh.stage > 1)
+
+
+def attention_products(config: Config) -> int:
+    """Returns the products of queries × positions × head dim per head: 7 without rematerialization.
+
+    No kernel saves scores, so the backward pass recomputes them for its 4 products. Splash has two backward kernels,
+    which both recompute scores and the gradients of weights.
+    """
+    return 2 * attention_forwards(config) + (7 if config.model.attention == 'splash' else 5)

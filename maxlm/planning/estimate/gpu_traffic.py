@@ -17,14 +17,17 @@ from maxlm.planning.estimate.experts import (
     activation_dim,
     dispatch_bytes,
     layers_on_device,
+    num_modules,
     rows_per_token,
     whole_parameters,
 )
+from maxlm.planning.estimate.flops import DOCUMENTS_CAPABILITY
 from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.estimate.work import (
     forward_passes,
     quantization_bytes,
     score_bytes,
+    teacher_bytes,
     tokens_per_device,
     update_bytes,
 )
@@ -75,20 +78,29 @@ def estimate_gpu_traffic(config: Config) -> float:
         config: resolved config.
     """
     model = config.model
-    coefficients = COEFFICIENTS[model.scan_layers, SAVED[model.remat_policy]]
     width = jnp.dtype(model.dtype).itemsize
     # A pipeline recomputes a complete chunk of layers.
     passes = 2 if config.mesh.stage > 1 else 1
     beside = quantization_bytes(config) + _unfused_attention_bytes(config)
-    total = 0.0
-    for kind, layers in layers_on_device(config):
-        elements = sum(factor * size for factor, size in zip(coefficients, features(config, kind), strict=True))
-        rows = rows_per_token(config, dispatch_bytes(config, kind)) * (2 + forward_passes(config))
+
+    def elements(kind: ModelConfig, saved: str) -> float:
+        coefficients = COEFFICIENTS[model.scan_layers, saved]
+        found = sum(factor * size for factor, size in zip(coefficients, features(config, kind), strict=True))
         if kind.num_experts and not coefficients.feed_forward:
             arrays = EXPERT_ACTIVATION * forward_passes(config) + EXPERT_ACTIVATION_BACKWARD
-            elements += arrays * activation_dim(config, kind)
-        total += (passes * width * elements + rows + beside) * tokens_per_device(config) * layers
-    return total + fixed_bytes(config)
+            found += arrays * activation_dim(config, kind)
+        return found
+
+    total = 0.0
+    for kind, layers in layers_on_device(config):
+        modules = num_modules(config, kind)
+        of_layers = passes * elements(kind, SAVED[model.remat_policy]) * (layers - modules)
+        # XLA recomputes a block outside of a loop with kernels of its own.
+        of_modules = elements(kind, 'all') * (2 + forward_passes(config)) / 3 * modules
+        rows = rows_per_token(config, dispatch_bytes(config, kind)) * (2 + forward_passes(config))
+        total += (width * (of_layers + of_modules) + (rows + beside) * layers) * tokens_per_device(config)
+    # Masks of fused kernels do not count, as for the layers of the model.
+    return total + fixed_bytes(config) + teacher_bytes(config, DOCUMENTS_CAPABILITY)
 
 
 def features(config: Config, kind: ModelConfig | None = None) -> Features:
@@ -128,7 +140,8 @@ def _loss_bytes(config: Config) -> float:
     chunks = math.ceil(tokens / config.accumulation / config.train.loss_chunk_tokens)
     per_logit = LOGIT + (UNALIGNED_LOGIT if vocabulary % 8 else 0)
     head_gradient = HEAD_GRADIENT * config.accumulation * chunks * model.dim
-    return vocabulary * (tokens * per_logit + head_gradient) / mesh.stage
+    losses = 1 + model.mtp_depth
+    return losses * vocabulary * (tokens * per_logit + head_gradient) / mesh.stage
 
 
 def _unfused_attention_bytes(config: Config) -> float:

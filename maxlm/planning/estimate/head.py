@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.config.schema import Config
+from maxlm.planning.estimate.backends import Backend
 
 
 class HeadMemory(NamedTuple):
@@ -19,14 +20,13 @@ class HeadMemory(NamedTuple):
     work: int
 
 
-def head_memory(config: Config, shape_BTV: tuple[int, int, int], *, table: float, logits: float) -> HeadMemory:
+def head_memory(config: Config, shape_BTV: tuple[int, int, int], backend: Backend) -> HeadMemory:
     """Estimates the memory of a resolved config's embedding and head on a device.
 
     Args:
         config: config of the run.
         shape_BTV: sizes on the device.
-        table: see `maxlm.planning.estimate.memory.Backend`.
-        logits: see `maxlm.planning.estimate.memory.Backend`.
+        backend: overheads of the compiler.
     """
     model, (B, T, V) = config.model, shape_BTV
     width = np.dtype(np.float32).itemsize if model.dtype == 'float32' else 2
@@ -36,11 +36,13 @@ def head_memory(config: Config, shape_BTV: tuple[int, int, int], *, table: float
     stream = B * T * model.dim * width
     # The gradient of the head is summed in float32. The reduced number of copies was read off the programs of
     # configs/mix.py. Those of configs/1b.py, which also ties embeddings, have LayerNorm and all copies.
-    copies = logits - (1 if model.tie_embeddings and model.norm == 'rmsnorm' else 0)
-    # Each module of multi-token prediction has a gradient of the head and of its hidden states of its own.
+    copies = backend.logits - (1 if model.tie_embeddings and model.norm == 'rmsnorm' else 0)
+    # Each module of multi-token prediction has logits and a gradient of the head and of its hidden states of its own.
+    # XLA computes the losses at the same time.
     losses = 1 + model.mtp_depth
+    copies += model.mtp_depth
     work = copies * 4 * B * chunk * V + elements * (4 * losses + width) + (2 + losses) * stream
     if config.teacher is not None:
         # The logits of the teacher, its head, and its hidden states in two layouts.
-        work += 4 * B * chunk * V + width * config.teacher.dim * (V + 2 * B * T)
-    return HeadMemory(int(elements * (table + tied)), int(work))
+        work += backend.teacher_logits * 4 * B * chunk * V + width * config.teacher.dim * (V + 2 * B * T)
+    return HeadMemory(int(elements * (backend.table + tied)), int(work))

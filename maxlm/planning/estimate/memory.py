@@ -6,6 +6,7 @@ experts), N query heads, K key/value heads, H head dim, V vocabulary, L layers.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,8 @@ from maxlm.model.layers.masks import layer_windows
 from maxlm.parallel.layout import SAVING
 from maxlm.planning.estimate.backends import BACKENDS, SUBLANES, Backend
 from maxlm.planning.estimate.expert_memory import backward_bytes, kernel_elements, saved_bytes
-from maxlm.planning.estimate.experts import is_first
+from maxlm.planning.estimate.experts import is_first, rows_of
+from maxlm.planning.estimate.flops import needs_mask
 from maxlm.planning.estimate.head import head_memory
 from maxlm.planning.estimate.parameters import Weight, block_kernels, latent_elements, layer_stacks, weights
 from maxlm.planning.estimate.state_bytes import (
@@ -29,7 +31,6 @@ from maxlm.planning.estimate.state_bytes import (
     shard_shape,
     shard_size,
 )
-from maxlm.planning.estimate.work import needs_mask
 from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.optimizers.trainable import is_trained
 
@@ -97,8 +98,9 @@ def estimate_memory(
 ) -> Memory:
     """Estimates the memory of a resolved config's step without compiling or tracing.
 
-    The peak is the largest of three moments: the backward pass of a layer, that of the head, and the optimizer update.
-    In the first, the activations of all layers and most gradients exist; in the second, the logits exist.
+    The peak is the largest of these moments: the backward pass of a layer, that of the head, the optimizer update, and
+    the forward pass of a layer of the teacher. In the first, the activations of all layers and most gradients exist; in
+    the second, the logits exist.
 
     Args:
         config: config of the run.
@@ -116,11 +118,12 @@ def estimate_memory(
     gradients = gradient + (_micro_batch_gradient(config, sizes) if config.accumulation > 1 else 0)
     activations, on_host = _saved_activation_bytes(config, kinds, backend)
     copies = _copied_weights(config, sizes, backend)
-    head = head_memory(config, (sizes.B, sizes.T, sizes.V), table=backend.table, logits=backend.logits)
+    head = head_memory(config, (sizes.B, sizes.T, sizes.V), backend)
     work = max(_layer_work(config, kind, backend, capability) for kind in kinds)
     at_layers = gradients + activations + copies + work + head.table
     at_head = gradient + activations + copies + head.work
-    fullest = max(at_layers, at_head, gradient + _update(config, gradient))
+    at_teacher = gradients + activations + copies + _teacher_work(config, backend)
+    fullest = max(at_layers, at_head, at_teacher, gradient + _update(config, gradient))
     return Memory(
         parameters=state.parameters,
         moments=state.moments,
@@ -233,7 +236,11 @@ def _saved_activation_bytes(config: Config, kinds: list[_Sizes], backend: Backen
     by_layer = [_saved_bytes_of_layer(config, sizes, backend) for sizes in kinds]
     saved = sum(sizes.layers * size for sizes, size in zip(kinds, by_layer, strict=True))
     # A module of multi-token prediction saves its block, both inputs of its projection and the inputs of its norms.
-    saved += model.mtp_depth * (by_layer[-1] + 5 * stream)
+    of_module = by_layer[-1]
+    if backend.keeps_outside_loops:
+        kept = dataclasses.replace(config, model=dataclasses.replace(model, remat_policy='none'))
+        of_module = _saved_bytes_of_layer(kept, kinds[-1], backend)
+    saved += model.mtp_depth * (of_module + 5 * stream)
     if mesh.stage > 1:
         # The chunk's input of every iteration, and the buffers of all micro-batches, twice, in the loop's carry.
         iterations = mesh.num_pipeline_repeats * config.accumulation + mesh.stage - 1
@@ -314,6 +321,9 @@ def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
     if backend.turns_stacks and _gathers(config):
         split_last = (weight for weight in weights(config.model) if _is_split_last(weight))
         copies += 4 * sum(shard_size(config, weight, zero=3) for weight in split_last)
+    if config.teacher is not None and _gathers_once(config):
+        taught = config.of_teacher
+        copies += sizes.width * sum(shard_size(taught, weight, zero=zero) for weight in weights(taught.model))
     return copies
 
 
@@ -345,6 +355,22 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
         # Gradients of keys and values are summed in float32.
         work += 2 * 4 * tokens * sizes.K * sizes.padded_H
     return int(work)
+
+
+def _teacher_work(config: Config, backend: Backend) -> int:
+    """Returns the bytes of a layer of the teacher in its forward pass: gathered matrices and activations."""
+    if config.teacher is None:
+        return 0
+    taught, largest = config.of_teacher, 0.0
+    for kind in layer_stacks(config.teacher):
+        sizes = _sizes(taught, backend, kind)
+        tokens, rows = sizes.B * sizes.T, rows_of(taught, kind).stored
+        inner = tokens * sizes.F + rows * (kind.expert_ffn_dim / config.mesh.tensor + kind.dim)
+        work = sizes.width * (2 * inner + 4 * tokens * sizes.D + _matrices(taught, sizes) * _gathers(config))
+        if config.teacher.attention == 'xla' and config.mesh.context == 1:
+            work += 4 * sizes.B * sizes.N * _scores_at_once(taught)
+        largest = max(largest, work)
+    return int(largest)
 
 
 def _scores_at_once(config: Config) -> int:

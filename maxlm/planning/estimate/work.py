@@ -8,16 +8,14 @@ Letters: D width, F feed-forward, N query heads, K key/value heads, H head dim, 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.mesh import padded_vocabulary
-from maxlm.config.schema import Config
-from maxlm.model.attention.chunked import query_ranges
-from maxlm.model.attention.splash import block_size, num_visible_blocks
-from maxlm.model.layers.masks import layer_windows
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.planning.estimate.collectives import estimate_transfers
 from maxlm.planning.estimate.experts import (
@@ -28,17 +26,19 @@ from maxlm.planning.estimate.experts import (
     rows_per_token,
     whole_parameters,
 )
-from maxlm.planning.estimate.flops import teacher_flops
-from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, model_parameters, weights
+from maxlm.planning.estimate.flops import (
+    RECOMPUTED,
+    attended_positions,
+    attention_forwards,
+    attention_products,
+    needs_mask,
+)
+from maxlm.planning.estimate.parameters import Kernel, block_kernels, layer_stacks, model_parameters, weights
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.training.optimizers.muon import ITERATIONS
 
 # Stored bytes of one moment per parameter.
 MOMENT_BYTES = {'float32': 4.0, 'bfloat16': 2.0, 'int8': 1.0}
-# Values of model.remat_policy that recompute a block from its input.
-RECOMPUTED = ('full', 'offload')
-# Minimum compute capability of GPUs whose cuDNN accepts document boundaries: Hopper.
-DOCUMENTS_CAPABILITY = (9, 0)
 
 
 class Work(NamedTuple):
@@ -77,12 +77,19 @@ def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> 
         capability: compute capability of the GPUs. None: other devices, or unknown.
     """
     mesh, tokens = config.mesh, tokens_per_device(config)
-    in_blocks = _block_flops(config, tokens, is_gpu=capability is not None)
+    is_gpu = capability is not None
+    in_blocks = _block_flops(config, tokens, is_gpu=is_gpu)
     return Work(
-        flops=in_blocks + _head_flops(config, tokens) + _muon_flops(config) + _teacher_flops(config, tokens),
+        flops=in_blocks
+        + _head_flops(config, tokens)
+        + _muon_flops(config)
+        + _teacher_flops(config, tokens, is_gpu=is_gpu),
         fp8_flops=in_blocks if config.model.matmul_precision == 'fp8' else 0.0,
         attention_flops=_attention_flops(config, tokens, capability),
-        memory_bytes=_activation_bytes(config, tokens, capability) + _weight_bytes(config) + update_bytes(config),
+        memory_bytes=_activation_bytes(config, tokens, capability)
+        + _weight_bytes(config)
+        + update_bytes(config)
+        + teacher_bytes(config, capability),
         host_bytes=_host_bytes(config, tokens),
         idle=bubble_fraction(mesh.stage, mesh.num_pipeline_repeats, config.accumulation) if mesh.stage > 1 else 0.0,
         transfers=estimate_transfers(config),
@@ -94,61 +101,6 @@ def tokens_per_device(config: Config) -> float:
     return config.train.global_batch_size * config.data.seq_len / (config.batch_shards * config.mesh.context)
 
 
-def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
-    """Returns True if a fused kernel takes documents as a mask array; see `maxlm.model.attention.cudnn`."""
-    kernel_masks_documents = capability is not None and capability >= DOCUMENTS_CAPABILITY and config.mesh.stage == 1
-    is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
-    return is_fused and config.data.document_mask and not kernel_masks_documents
-
-
-def attended_positions(config: Config, capability: tuple[int, int] | None = None) -> float:
-    """Returns the scores computed per query of a head: mean over layers and queries.
-
-    A kernel that knows document boundaries computes fewer, depending on the number of documents.
-    """
-    window, windows = config.data.seq_len, layer_windows(config.model)
-    reaches = [min(sliding or window, window) for sliding in windows]
-    if config.mesh.context > 1:
-        # Pairs of visible chunks, each computed completely: `maxlm.model.attention.ring`.
-        chunks = 2 * config.mesh.context
-        size = window / chunks
-        pairs = [
-            sum(1 for query in range(chunks) for key in range(query + 1) if (query - key - 1) * size + 1 < reach)
-            for reach in reaches
-        ]
-        return sum(pairs) / len(pairs) * size**2 / window
-    if needs_mask(config, capability):
-        # Masked scores are computed too.
-        return window
-    if config.model.attention == 'cudnn':
-        return sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window / len(reaches)
-    if config.model.attention == 'splash':
-        blocks = sum(num_visible_blocks(window, sliding) for sliding in windows)
-        return blocks * block_size(window) ** 2 / window / len(windows)
-    scores = [
-        (part.last - part.first) * (part.last - part.start)
-        for sliding in windows
-        for part in query_ranges(window, sliding)
-    ]
-    return sum(scores) / window / len(windows)
-
-
-def attention_forwards(config: Config) -> int:
-    """Returns the number of forward computations of attention. Policies can save its results by name."""
-    # Ring attention has no named results.
-    again = ('dots_no_batch', *RECOMPUTED) if config.mesh.context > 1 else RECOMPUTED
-    return 1 + (config.model.remat_policy in again) + (config.mesh.stage > 1)
-
-
-def attention_products(config: Config) -> int:
-    """Returns the products of queries × positions × head dim per head: 7 without rematerialization.
-
-    No kernel saves scores, so the backward pass recomputes them for its 4 products. Splash has two backward kernels,
-    which both recompute scores and the gradients of weights.
-    """
-    return 2 * attention_forwards(config) + (7 if config.model.attention == 'splash' else 5)
-
-
 def forward_passes(config: Config) -> float:
     """Returns the number of forward computations of a block's elementwise operations."""
     return 1 + (config.model.remat_policy != 'none') + (config.mesh.stage > 1)
@@ -157,31 +109,20 @@ def forward_passes(config: Config) -> float:
 def _block_flops(config: Config, tokens: float, *, is_gpu: bool) -> float:
     """Returns FLOPs of blocks: per parameter and token 2 forward, 4 backward, plus recomputation."""
     model, mesh = config.model, config.mesh
-    total = flops = 0.0
+    total = 0.0
     for kind, layers in layers_on_device(config):
         kernels, rows = block_kernels(kind), rows_of(config, kind)
-        # XLA expands a ragged product to products of all rows for every expert: on TPUs only the gradient of the
-        # kernels, on GPUs all of them.
-        is_expanded = kind.expert_matmul == 'ragged_dot' and not kind.expert_capacity_factor
-        expanded = rows.stored * kind.num_experts / mesh.expert
-        # A kernel of experts multiplies the rows of all experts of a device.
-        multiplied = rows_per_token(config, expanded if is_expanded and is_gpu else rows.multiplied)
-        per_token = {
-            name: kernel.inputs * kernel.outputs * (multiplied if kernel.is_of_experts else 1)
-            for name, kernel in kernels.items()
-        }
+        per_token = multiplied_elements(config, kind, is_gpu=is_gpu)
         block = sum(per_token.values())
         of_experts = sum(size for name, size in per_token.items() if kernels[name].is_of_experts)
         # The weighted sum of the experts' outputs, and the mean probability of each expert.
         flops = 6.0 * block + 6 * kind.num_experts_per_token * kind.dim + 4 * kind.num_experts
-        if of_experts and is_expanded and not is_gpu:
-            flops += 2 * of_experts * (expanded / rows.multiplied - 1)
+        if of_experts and _is_expanded(kind) and not is_gpu:
+            flops += 2 * of_experts * (rows.stored * kind.num_experts / mesh.expert / rows.multiplied - 1)
         # In a pipeline the stages are a batch dimension of every product, so dots_no_batch saves none of them.
         if model.remat_policy in RECOMPUTED or (model.remat_policy == 'dots_no_batch' and mesh.stage > 1):
             # The last product of a residual branch is not recomputed: at most its sum with the stream is needed.
-            down = per_token.get('shared.down' if kind.num_experts else 'down', 0)
-            last = down + (per_token['out'] if model.parallel_residual else 0)
-            flops += 2 * (block - last)
+            flops += 2 * (block - _last_elements(kind, kernels))
         elif model.remat_policy == 'dots_no_batch' or (
             model.remat_policy == 'dots' and not kind.expert_capacity_factor
         ):
@@ -191,14 +132,58 @@ def _block_flops(config: Config, tokens: float, *, is_gpu: bool) -> float:
             # A pipeline recomputes a complete chunk of layers from its input.
             flops += 2 * block
         total += flops * layers
-    # Modules of multi-token prediction have the last kind of block. Their projections are not split over mesh.tensor.
-    projections = tokens * model.mtp_depth * 12 * model.dim**2
-    return tokens * (total + flops * model.mtp_depth) / mesh.tensor + projections
+    return tokens * (total / mesh.tensor + _module_flops(config))
 
 
-def _teacher_flops(config: Config, tokens: float) -> float:
-    per_token = teacher_flops(config, config.data.seq_len).causal
-    return tokens * per_token / (config.mesh.stage * config.mesh.tensor)
+def multiplied_elements(config: Config, kind: ModelConfig, *, is_gpu: bool) -> dict[str, float]:
+    """Returns the elements of each kernel of a block that multiply a token, as a mean over the tokens of a device."""
+    rows = rows_of(config, kind)
+    # XLA expands a ragged product to products of all rows for every expert: on TPUs only the gradient of the kernels,
+    # on GPUs all of them.
+    expanded = rows.stored * kind.num_experts / config.mesh.expert
+    # A kernel of experts multiplies the rows of all experts of a device.
+    multiplied = rows_per_token(config, expanded if _is_expanded(kind) and is_gpu else rows.multiplied)
+    return {
+        name: kernel.inputs * kernel.outputs * (multiplied if kernel.is_of_experts else 1)
+        for name, kernel in block_kernels(kind).items()
+    }
+
+
+def _is_expanded(kind: ModelConfig) -> bool:
+    return kind.expert_matmul == 'ragged_dot' and not kind.expert_capacity_factor
+
+
+def _last_elements(kind: ModelConfig, kernels: Mapping[str, Kernel]) -> int:
+    """Returns the elements of the kernels whose products end a residual branch."""
+    names = ('shared.down' if kind.num_experts else 'down', *(('out',) if kind.parallel_residual else ()))
+    return sum(kernels[name].size for name in names if name in kernels)
+
+
+def _module_flops(config: Config) -> float:
+    """Returns FLOPs per token of the modules of multi-token prediction that their blocks do not contain.
+
+    The projections are not split over `mesh.tensor`. If blocks are recomputed, the projections are too. The final norm
+    then needs the complete output of the block. The mean probability of each expert is not used.
+    """
+    model = config.model
+    flops = 12.0 * model.dim**2 - 4 * model.num_experts / config.mesh.tensor
+    if model.remat_policy in RECOMPUTED:
+        kind = layer_stacks(model)[-1]
+        last = _last_elements(kind, block_kernels(kind)) + kind.num_experts_per_token * model.dim
+        flops += 4 * model.dim**2 + 2 * last / config.mesh.tensor
+    return model.mtp_depth * flops
+
+
+def _teacher_flops(config: Config, tokens: float, *, is_gpu: bool) -> float:
+    """Returns FLOPs of the teacher's forward pass outside of attention."""
+    if config.teacher is None:
+        return 0.0
+    taught, per_token = config.of_teacher, 0.0
+    for kind, layers in layers_on_device(taught):
+        elements = sum(multiplied_elements(taught, kind, is_gpu=is_gpu).values())
+        per_token += 2 * layers * (elements + kind.num_experts_per_token * kind.dim + kind.num_experts)
+    head = 2 * taught.model.dim * _vocabulary(taught) / config.mesh.stage
+    return tokens * (per_token / config.mesh.tensor + head)
 
 
 def _head_flops(config: Config, tokens: float) -> float:
@@ -217,7 +202,13 @@ def _attention_flops(config: Config, tokens: float, capability: tuple[int, int] 
     # About half of the products have the width of the keys, the others that of the values.
     per_position = attention_products(config) * model.num_heads * (model.head_dim + model.value_dim)
     per_layer = per_position * attended_positions(config, capability)
-    return tokens * per_layer * (model.num_layers + model.mtp_depth) / (mesh.stage * mesh.tensor)
+    flops = tokens * per_layer * (model.num_layers + model.mtp_depth)
+    if config.teacher is not None:
+        teacher, positions = config.teacher, attended_positions(config.of_teacher, capability)
+        # The products of queries and keys, and of weights and values.
+        per_position = 2 * teacher.num_heads * (teacher.head_dim + teacher.value_dim)
+        flops += tokens * per_position * positions * teacher.num_layers
+    return flops / (mesh.stage * mesh.tensor)
 
 
 def _muon_flops(config: Config) -> float:
@@ -229,17 +220,19 @@ def _muon_flops(config: Config) -> float:
         return 0.0
     mesh = config.mesh
     parts = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
-    flops = 0.0
-    for kind in layer_stacks(config.model):
-        for name, kernel in block_kernels(kind).items():
+    model, flops = config.model, 0.0
+    kinds = layer_stacks(model)
+    stacks = [(block_kernels(kind), kind.num_layers / mesh.stage) for kind in kinds]
+    if model.mtp_depth:
+        projection = Kernel(2 * model.dim, model.dim)
+        stacks.append(({**block_kernels(kinds[-1]), 'projection': projection}, model.mtp_depth))
+    for kernels, layers in stacks:
+        for name, kernel in kernels.items():
             if name == 'router':
                 continue
             narrow, wide = sorted((kernel.inputs, kernel.outputs))
             # The experts of a layer are spread over devices, or the layers if there are no experts.
-            if kernel.is_of_experts:
-                matrices = math.ceil(kernel.num / parts) * kind.num_layers / mesh.stage
-            else:
-                matrices = math.ceil(kind.num_layers / (mesh.stage * parts))
+            matrices = math.ceil(kernel.num / parts) * layers if kernel.is_of_experts else math.ceil(layers / parts)
             flops += ITERATIONS * (4 * narrow**2 * wide + 2 * narrow**3) * matrices
     return flops
 
@@ -252,26 +245,47 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     keys. The activation reads one or two arrays of F and writes one. Attention reads q, k, v and writes its output. The
     gradient of each reads its inputs and the gradient, and writes: twice the forward amount.
     """
+    model, width = config.model, jnp.dtype(config.model.dtype).itemsize
+    passes = 2 + forward_passes(config)
+    beside = score_bytes(config, capability) + quantization_bytes(config)
+    blocks = sum(layers * (_forward_bytes(config, kind) * passes + beside) for kind, layers in layers_on_device(config))
+    # Logits: written in float32; read for their maximum, for the sum and for the gradient; the gradient is written once
+    #     and read by two products.
+    logits = _vocabulary(config) * (16 + 3 * width) / config.mesh.stage
+    # The embedding: a row is read and written; its gradient is added to the table's in float32.
+    lookup = model.dim * (2 * width + 12)
+    # A module of multi-token prediction has three norms, and copies both inputs of its projection.
+    module = width * (3 * 3 + 2 * 2) * model.dim * passes
+    return tokens * (blocks + (1 + model.mtp_depth) * (logits + lookup) + model.mtp_depth * module)
+
+
+def teacher_bytes(config: Config, capability: tuple[int, int] | None) -> float:
+    """Returns the bytes that the forward pass of the teacher reads and writes in a step, outside of products."""
+    if config.teacher is None:
+        return 0.0
+    taught, mesh = config.of_teacher, config.mesh
+    width, scores = jnp.dtype(config.teacher.dtype).itemsize, score_bytes(taught, capability, is_forward=True)
+    blocks = sum(layers * (_forward_bytes(taught, kind) + scores) for kind, layers in layers_on_device(taught))
+    # Logits are written in float32, and read for their maximum, for the sum and for the divergence.
+    logits = 16 * _vocabulary(taught) / mesh.stage
+    per_token = blocks + logits + 2 * width * taught.model.dim
+    # Sharded parameters are gathered; below ZeRO stage 3, once per step.
+    is_sharded = mesh.fsdp * mesh.expert * mesh.context > 1
+    times = is_sharded * (config.accumulation if mesh.zero_stage == 3 else 1)
+    return tokens_per_device(config) * per_token + times * 2 * width * whole_parameters(taught)
+
+
+def _forward_bytes(config: Config, kind: ModelConfig) -> float:
+    """Returns the bytes per token that the forward pass of a block reads and writes between its products."""
     model, mesh = config.model, config.mesh
-    width = jnp.dtype(model.dtype).itemsize
     heads, kv_heads = model.num_heads * model.head_dim / mesh.tensor, model.num_kv_heads * model.head_dim / mesh.tensor
     stream = (3 * (2 if model.norm_placement == 'both' else 1) + 3) * 2 * model.dim
     attention = 2 * heads + 2 * kv_heads
     rotation = 2 * (heads + kv_heads) if model.position_embedding == 'rotary' else 0
     head_norms = 3 * (heads + kv_heads) if model.qk_norm else 0
-    others = stream + attention + rotation + head_norms
-    blocks = 0.0
-    for kind, layers in layers_on_device(config):
-        activation = (3 if model.activation in GATED_ACTIVATIONS else 2) * activation_dim(config, kind)
-        forward = width * (others + activation) + rows_per_token(config, dispatch_bytes(config, kind))
-        block = forward * (2 + forward_passes(config)) + score_bytes(config, capability) + quantization_bytes(config)
-        blocks += block * layers
-    # Logits: written in float32; read for their maximum, for the sum and for the gradient; the gradient is written once
-    #     and read by two products.
-    logits = _vocabulary(config) * (16 + 3 * width) / mesh.stage
-    # The embedding: a row is read and written; its gradient is added to the table's in float32.
-    lookup = model.dim * (2 * width + 12)
-    return tokens * (blocks + logits + lookup)
+    activation = (3 if model.activation in GATED_ACTIVATIONS else 2) * activation_dim(config, kind)
+    elements = stream + attention + rotation + head_norms + activation
+    return jnp.dtype(model.dtype).itemsize * elements + rows_per_token(config, dispatch_bytes(config, kind))
 
 
 def quantization_bytes(config: Config) -> float:
@@ -289,8 +303,8 @@ def quantization_bytes(config: Config) -> float:
     return (2 * jnp.dtype(model.dtype).itemsize + 1) * (inputs * forward_passes(config) + outputs)
 
 
-def score_bytes(config: Config, capability: tuple[int, int] | None) -> float:
-    """Returns the bytes per token and block of scores that are stored in memory."""
+def score_bytes(config: Config, capability: tuple[int, int] | None, *, is_forward: bool = False) -> float:
+    """Returns the bytes per token and block of scores in memory. `is_forward`: without a backward pass."""
     model, mesh = config.model, config.mesh
     width = jnp.dtype(model.dtype).itemsize
     scores = model.num_heads / mesh.tensor * attended_positions(config, capability)
@@ -298,12 +312,12 @@ def score_bytes(config: Config, capability: tuple[int, int] | None) -> float:
         return 0.0
     if mesh.context == 1 and model.attention == 'cudnn':
         # The mask, which is added to the scores of each head, forward and backward.
-        return 2 * width * scores if needs_mask(config, capability) else 0.0
+        return (1 if is_forward else 2) * width * scores if needs_mask(config, capability) else 0.0
     # Forward: scores are written in float32 and read for maximum and sum; the weights are written and read. Backward:
     #     scores and the gradients of weights are written in float32 and read. They give the weights, which one product
     #     reads, and the gradients of scores, which two products read.
     forward, backward = 12 + 2 * width, 16 + 5 * width
-    return scores * (forward * attention_forwards(config) + backward)
+    return scores * (forward if is_forward else forward * attention_forwards(config) + backward)
 
 
 def _weight_bytes(config: Config) -> float:
@@ -321,7 +335,7 @@ def _weight_bytes(config: Config) -> float:
     gradients = all_weights * 2 * width + summed * (4 + 12)
     # The gradient of the head is summed in float32 over the chunks of the loss.
     chunks = math.ceil(config.data.seq_len / mesh.context / config.loss_chunk)
-    sums = (chunks - 1) * 8 * model.dim * _vocabulary(config) / mesh.stage
+    sums = (1 + model.mtp_depth) * (chunks - 1) * 8 * model.dim * _vocabulary(config) / mesh.stage
     return config.accumulation * (passes + gradients + sums)
 
 

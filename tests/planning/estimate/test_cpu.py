@@ -47,6 +47,15 @@ def test_products_take_their_measured_time(steady):
     assert machine.chip.tflops == 0.1
 
 
+def test_modules_and_a_teacher_take_longer(steady):
+    plain = small_config(model__family='llama')
+    machine = calibrate_cpu(plain)
+    modules = small_config(model__family='llama', model__mtp_depth=2)
+    taught = small_config(model__family='llama', teacher=small_config(model__dim=64).model)
+    assert calibrate_cpu(modules) == calibrate_cpu(taught) == machine
+    assert timed(plain, machine).total < min(timed(modules, machine).total, timed(taught, machine).total)
+
+
 def test_a_real_machine():
     config = small_config()
     machine = calibrate_cpu(config, rounds=1)

@@ -1,5 +1,6 @@
 """Estimated memory traffic of GPUs against compiled programs; `python -m benchmarks.plan_programs` records them."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ from benchmarks.plan_programs import PROGRAMS, is_fitted, resolve_for
 from maxlm.planning.estimate.gpu_traffic import estimate_gpu_traffic
 from maxlm.planning.targets import parse_target
 from tests.conftest import ROOT
+from tests.planning.estimate.test_collectives import program_config
 
 COUNTED = [entry for entry in json.loads((ROOT / PROGRAMS).read_text()) if 'traffic' in entry]
 
@@ -36,6 +38,18 @@ def test_programs_of_other_kinds_have_larger_errors():
     """FP8, ring attention, pipelines, experts, and mask arrays of GPUs before Hopper."""
     others = [error for error, fitted in map(error_of, COUNTED) if not fitted]
     assert max(map(abs, others)) < 0.60
+
+
+# Program → GB that it moves more than the same program without modules and teacher.
+ADDED = {'modules': 2.87, 'modules, all saved': 2.50, 'teacher': 1.57, 'teacher, ZeRO-1': 1.83}
+
+
+@pytest.mark.parametrize('name', ADDED)
+def test_modules_and_teachers_add_the_traffic_of_the_programs(name):
+    config = program_config(name)
+    plain = dataclasses.replace(config, teacher=None, model=dataclasses.replace(config.model, mtp_depth=0))
+    added = estimate_gpu_traffic(config) - estimate_gpu_traffic(plain)
+    assert added / 1e9 == pytest.approx(ADDED[name], rel=0.20)
 
 
 def test_an_unrolled_program_moves_less_than_a_loop():

@@ -92,12 +92,28 @@ STATES |= {
         'train__per_device_batch_size': 1,
         'optimizer__name': 'muon',
     },
+    'multi-token prediction': {'model__mtp_depth': 2, 'mesh__tensor': 2, 'optimizer__ema_decay': 0.9},
+    'a teacher': {'teacher': small_config(model__family='llama', model__vocab_size=64, model__dim=64).model},
 }
 # Overrides of CPU programs, and the maximum relative error of each estimate.
+WIDE = {'model__family': 'llama', 'model__vocab_size': 256, 'model__dim': 512, 'model__num_layers': 3}
 PROGRAMS = {
     'all kept': ({}, 0.10),
     'nothing kept': ({'model__remat_policy': 'full', 'model__family': 'llama'}, 0.15),
     'experts': ({**EXPERTS, 'model__family': 'llama', 'model__remat_policy': 'full', 'model__num_layers': 3}, 0.10),
+    'multi-token prediction': (
+        {'model__family': 'llama', 'model__mtp_depth': 2, 'model__remat_policy': 'full', 'model__num_layers': 3},
+        0.15,
+    ),
+    'a teacher': (
+        {
+            'model__family': 'llama',
+            'model__remat_policy': 'full',
+            'model__num_layers': 3,
+            'teacher': small_config(**WIDE).model,
+        },
+        0.15,
+    ),
     'products kept, stages': (
         {'model__remat_policy': 'dots_no_batch', 'mesh__stage': 2, 'train__per_device_batch_size': 1},
         0.30,
@@ -169,7 +185,8 @@ def test_the_state_is_known_from_shapes(family, layout):
 
 
 @pytest.mark.parametrize(
-    'program', ['all kept', 'nothing kept', 'experts', pytest.param('products kept, stages', marks=pytest.mark.nightly)]
+    'program',
+    [pytest.param(name, marks=pytest.mark.nightly) if name == 'products kept, stages' else name for name in PROGRAMS],
 )
 def test_against_the_compiler_for_cpus(program):
     overrides, error = PROGRAMS[program]

@@ -96,6 +96,51 @@ def test_products_of_experts_equal_the_trace(remat, capacity):
     assert estimate_work(dataclasses.replace(config, model=more)).all_flops > traced_flops(config)
 
 
+WINDOWS = {'model__attention_pattern': 'SL', 'model__sliding_window': 64, 'data__seq_len': 256}
+TEACHERS = {
+    'windows': {**SHAPE, **WINDOWS, 'model__family': 'llama', 'model__num_layers': 3, 'model__dim': 48},
+    'experts': {**SHAPE, **EXPERTS},
+}
+
+
+@pytest.mark.parametrize(
+    'overrides',
+    [
+        {**WINDOWS, 'model__mtp_depth': 2, 'model__remat_policy': 'full', 'model__family': 'llama'},
+        {**EXPERTS, 'model__mtp_depth': 1, 'model__remat_policy': 'full'},
+        {'model__mtp_depth': 2, 'model__remat_policy': 'dots_no_batch'},
+        {'model__mtp_depth': 2, 'optimizer__name': 'muon'},
+    ],
+    ids=['windows', 'experts', 'saved', 'muon'],
+)
+def test_products_of_multi_token_prediction_equal_the_trace(overrides):
+    config = small_config(**{**SHAPE, **overrides})
+    flops = traced_flops(config)
+    assert estimate_work(config).all_flops == flops
+    # Control: without a module, there are fewer products.
+    fewer = dataclasses.replace(config.model, mtp_depth=config.model.mtp_depth - 1)
+    assert estimate_work(dataclasses.replace(config, model=fewer)).all_flops < flops
+
+
+@pytest.mark.parametrize('name', TEACHERS)
+def test_products_of_a_teacher_equal_the_trace(name):
+    teacher = small_config(**TEACHERS[name]).model
+    config = small_config(**SHAPE, data__seq_len=256, teacher=teacher, model__remat_policy='full')
+    flops = traced_flops(config)
+    assert estimate_work(config).all_flops == flops
+    assert estimate_work(dataclasses.replace(config, teacher=None)).all_flops < flops
+
+
+def test_modules_and_a_teacher_move_memory():
+    plain = estimate_work(small_config(**SHAPE)).memory_bytes
+    modules = estimate_work(small_config(**SHAPE, model__mtp_depth=2)).memory_bytes
+    # Each module has more than the memory traffic of one of 4 layers, because it has logits of its own.
+    assert modules - plain > 2 / 5 * plain
+    # A forward pass of the same model has about a third of the traffic of the activations, and no update.
+    taught = estimate_work(small_config(**SHAPE, teacher=small_config(**SHAPE).model)).memory_bytes
+    assert 0.05 * plain < taught - plain < 0.3 * plain
+
+
 def test_all_tokens_could_be_sent_to_each_device():
     config = small_config(num_devices=4, mesh__expert=4, mesh__fsdp=1, **{**SHAPE, **EXPERTS})
     N = config.train.per_device_batch_size * config.data.seq_len
