@@ -1,4 +1,4 @@
-"""Fake kubectl, srun, scontrol, git and nvidia-smi: replies as plan.json specifies, or exits with 0 and no output."""
+"""Fake kubectl, srun, scontrol, git, nvidia-smi and uv: reply as plan.json specifies, or exit with 0 without output."""
 
 import os
 import sys
