@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.programs import PROGRAMS
 
 SOURCES = Path(__file__).parent / 'stand_ins'
-ANSWERING = ('kubectl', 'srun', 'scontrol', 'git', 'nvidia-smi', 'uv')
+ANSWERING = ('kubectl', 'srun', 'scontrol', 'squeue', 'scancel', 'git', 'nvidia-smi', 'uv', 'pip')
 SECRET = 'hf_not-a-real-token-5d41402abc'
 # Scripts poll once or five times a second, and this `sleep` shortens these intervals. It keeps the pauses between
 # attempts, which tests set.

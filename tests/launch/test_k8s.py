@@ -5,6 +5,7 @@ import copy
 import kubernetes_validate
 import pytest
 import yaml
+from jax._src.clusters import cloud_tpu_cluster
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from tests.launch.programs import SECRET
@@ -113,13 +114,28 @@ def test_several_slices(programs):
     validate_jobset(jobset)
     [replicated] = jobset['spec']['replicatedJobs']
     assert replicated['replicas'] == 3
-    # All slices are equal: GKE tells each pod its slice, and JAX numbers the processes.
+    # All slices are equal: GKE sets the slice of each pod, and JAX numbers the processes.
     assert replicated['template']['spec']['completions'] == 4
     assert pod_of(jobset)['nodeSelector']['cloud.google.com/gke-tpu-accelerator'] == 'tpu7x'
     # Each slice has a node pool of its own.
     assert 'alpha.jobset.sigs.k8s.io/exclusive-topology' in jobset['metadata']['annotations']
     [jobset] = render(programs, *command)
     assert jobset['spec']['replicatedJobs'][0]['replicas'] == 1
+
+
+@pytest.mark.parametrize(('slice_', 'numbers'), [('0', (1, 4)), ('1', (3, 4)), (None, (1, 2))])
+def test_jax_numbers_the_processes_of_all_slices(monkeypatch, slice_, numbers):
+    # GKE sets these variables in the pods of a JobSet.
+    variables = {'TPU_WORKER_HOSTNAMES': 'localhost,other', 'TPU_WORKER_ID': '1'}
+    if slice_ is not None:
+        variables |= {'MEGASCALE_NUM_SLICES': '2', 'MEGASCALE_SLICE_ID': slice_}
+        variables['MEGASCALE_COORDINATOR_ADDRESS'] = 'localhost:8080'
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cloud_tpu_cluster, 'get_tpu_env_value_from_metadata', lambda name: None)
+    cluster = cloud_tpu_cluster.GkeTpuCluster
+    assert (cluster.get_process_id(), cluster.get_process_count()) == numbers
+    assert cluster.get_coordinator_address(1, None) == 'localhost:8482'
 
 
 @pytest.mark.parametrize('kind', [GPU, (*TPU, '--topology=4x4')])
