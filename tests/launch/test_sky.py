@@ -11,6 +11,7 @@ import yaml
 
 from maxlm.errors import EXIT_PREEMPTED
 from tests.conftest import ROOT
+from tests.launch.test_shell import shellcheck
 
 pytestmark = pytest.mark.multiprocess
 
@@ -55,12 +56,17 @@ def test_only_preempted_jobs_are_recovered():
     assert [name for name, value in task()['envs'].items() if value is None] == ['CONFIG', 'WORKDIR']
 
 
+def test_shellcheck(tmp_path):
+    for name in ('setup', 'run'):
+        (tmp_path / name).write_text(f'#!/usr/bin/env bash\n{task()[name]}')
+        assert shellcheck(tmp_path / name) == ''
+
+
 @pytest.fixture
 def machine(programs, tmp_path):
     """Returns a function that runs a script of the task in the directory to which SkyPilot copies the repository."""
     (tmp_path / 'launch').symlink_to(ROOT / 'launch')
     (tmp_path / '.venv/bin').mkdir(parents=True)
-    (tmp_path / '.venv/bin/activate').touch()
 
     def run(script, **variables):
         values = {name: value for name, value in task()['envs'].items() if value is not None}
