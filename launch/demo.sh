@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a first model: creates .venv, tokenizes the Python standard library of this machine, trains configs/tiny.py,
-# evaluates on held-out files and prints samples. Only Python packages are downloaded.
+# evaluates on held-out files and prints samples. Only Python packages are downloaded, for CUDA if there is an NVIDIA GPU.
 #
 #   launch/demo.sh [--steps N]     N: number of training steps (default: 350)
 set -euo pipefail
@@ -40,7 +40,14 @@ part() {
 
 part 1 'installation'
 . launch/venv.sh
-maxlm_venv
+# nvidia-smi prints one line per GPU, and fails without a driver.
+if gpus="$(nvidia-smi -L 2>/dev/null | grep '^GPU')"; then
+  echo "found ${gpus%% (UUID*}: using the CUDA build of JAX"
+  maxlm_venv cuda12
+else
+  echo 'found no NVIDIA GPU: using the CPU build of JAX'
+  maxlm_venv
+fi
 # The end of this script lists the next steps.
 export MAXLM_HINTS=0
 

@@ -7,10 +7,19 @@ fault() {
     tail -n 1 "$scratch/fault"
 }
 
-# describe KIND FORMAT: prints a state, MISSING, or UNKNOWN. For UNKNOWN, gcloud's output is kept for `fault`.
+# slices: prints the names that Cloud TPU gives to the slices.
+slices() {
+  if [ "$node_count" -eq 1 ]; then
+    echo "$name"
+  else
+    seq -f "$name-%.0f" 0 $((node_count - 1))
+  fi
+}
+
+# describe KIND NAME FORMAT: prints a state, MISSING, or UNKNOWN. For UNKNOWN, gcloud's output is kept for `fault`.
 describe() {
   local answer
-  if answer="$(gcloud compute tpus "$1" describe "$name" "${place[@]}" --format="value($2)" 2>"$scratch/fault")"; then
+  if answer="$(gcloud compute tpus "$1" describe "$2" "${place[@]}" --format="value($3)" 2>"$scratch/fault")"; then
     echo "$answer"
   elif grep -qiE 'NOT_FOUND|not found' "$scratch/fault"; then
     echo MISSING
@@ -19,12 +28,13 @@ describe() {
   fi
 }
 
-# state: prints the state of the machines: READY, MISSING, GONE (preempted; they can only be deleted), PENDING, STOPPED,
-# UNKNOWN, or REFUSED (the output is kept for `fault`).
+# state: prints the state of the machines: READY, MISSING, GONE (preempted or expired; they can only be deleted), PENDING,
+# STOPPED, UNKNOWN, or REFUSED (the output is kept for `fault`). With several slices it is the state of the first slice
+# that is not READY.
 state() {
-  local answer
+  local answer slice
   if $queued; then
-    answer="$(describe queued-resources state.state)"
+    answer="$(describe queued-resources "$name" state.state)"
     case "$answer" in
       ACTIVE) ;;
       FAILED)
@@ -39,34 +49,41 @@ state() {
       *) echo PENDING && return ;;
     esac
   fi
-  answer="$(describe tpu-vm state)"
-  case "$answer" in
-    READY | MISSING | UNKNOWN) echo "$answer" ;;
-    PREEMPTED | TERMINATED | SUSPENDED | SUSPENDING) echo GONE ;;
-    STOPPED | STOPPING) echo STOPPED ;;
-    *) echo PENDING ;;
-  esac
+  for slice in $(slices); do
+    answer="$(describe tpu-vm "$slice" state)"
+    case "$answer" in
+      READY) ;;
+      # An active request does not create lost machines again.
+      MISSING) if $queued; then echo GONE; else echo MISSING; fi && return ;;
+      UNKNOWN) echo UNKNOWN && return ;;
+      PREEMPTED | TERMINATED | SUSPENDED | SUSPENDING) echo GONE && return ;;
+      STOPPED | STOPPING) echo STOPPED && return ;;
+      *) echo PENDING && return ;;
+    esac
+  done
+  echo READY
 }
 
 # create_once: exit code 0 if the machines were created or exist, 75 if none is available, 1 for other failures. The
 # script exits if there is no quota.
 create_once() {
-  local code=0
+  local code=0 create=(gcloud compute tpus) nodes=("--node-id=$name")
+  # Only the alpha version of gcloud has --provisioning-model and --max-run-duration.
+  [ "$capacity" != --flex-start ] || create=(gcloud alpha compute tpus)
+  [ "$node_count" -eq 1 ] || nodes=("--node-count=$node_count" "--node-prefix=$name")
   if $queued; then
-    set -- queued-resources create "$name" "${place[@]}" "--node-id=$name" "--accelerator-type=$type" \
-      "--runtime-version=$version"
+    create+=(queued-resources create "$name" "${place[@]}" "${nodes[@]}" "--accelerator-type=$type" \
+      "--runtime-version=$version")
   else
-    set -- tpu-vm create "$name" "${place[@]}" "--accelerator-type=$type" "--version=$version"
+    create+=(tpu-vm create "$name" "${place[@]}" "--accelerator-type=$type" "--version=$version")
   fi
-  if $spot; then
-    set -- "$@" --spot
-  fi
+  create+=(${request[@]+"${request[@]}"})
   if $dry_run; then
-    run gcloud compute tpus "$@"
+    run "${create[@]}"
     return
   fi
   log "creating $name: $type in $zone"
-  gcloud compute tpus "$@" >"$scratch/fault" 2>&1 || code=$?
+  "${create[@]}" >"$scratch/fault" 2>&1 || code=$?
   [ "$code" -ne 0 ] || return 0
   classify_fault
 }
@@ -77,7 +94,7 @@ classify_fault() {
   # Quota is tested first, because its message also contains RESOURCE_EXHAUSTED.
   if grep -qi 'quota' "$scratch/fault"; then
     other=--spot
-    if $spot; then other='no --spot'; fi
+    [ "$capacity" != --spot ] || other='no --spot'
     refuse "no quota for $type in $zone: $(fault); request more, or choose another --type, --zone or $other"
   elif grep -qiE 'no more capacity|(not|not have) enough|insufficient|stock|exhausted' "$scratch/fault"; then
     log "no free $type in $zone: $(fault)"
@@ -117,13 +134,17 @@ delete() {
 # wait_ready: waits until the machines are READY. Exit code 75 if they were deleted or preempted, 1 if the state stays
 # unknown.
 wait_ready() {
-  local unknown=0
+  local unknown=0 slice
   while :; do
     case "$(state)" in
       READY) return 0 ;;
       MISSING | GONE) return 75 ;;
       REFUSED) classify_fault && return 75 || return $? ;;
-      STOPPED) run gcloud compute tpus tpu-vm start "$name" "${place[@]}" ;;
+      STOPPED)
+        for slice in $(slices); do
+          run gcloud compute tpus tpu-vm start "$slice" "${place[@]}" || true
+        done
+        ;;
       UNKNOWN)
         unknown=$((unknown + 1))
         if [ "$unknown" -ge 20 ]; then

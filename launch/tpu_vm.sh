@@ -16,12 +16,21 @@
 #   --type T                          v4-32, v5e-16, v5p-8, v6e-64 …: for create and up
 #   --version V                       image of the machines (default: the JAX image for the type)
 #   --spot                            cheaper machines that may be preempted at any time
+#   --reserved                        machines of a reservation of the project
 #   --queued                          use Cloud TPU's queued resources instead of repeating the request
+#   --flex-start --max-run-duration D   queued machines that Cloud TPU deletes after D, such as 12h; at most 7d
+#   --node-count N                    N queued slices of the type, which train together (multislice)
+#   --service-account A               service account of the machines
+#   --internal-ips                    no public addresses; connects through Identity-Aware Proxy
+#   --network N --subnetwork S        VPC network and subnetwork of the machines
 #   --config C --workdir W            for run and up; W is a persistent directory that all workers can reach
 #   --config.KEY=VALUE                passed to maxlm.train; can be repeated
 #   --extra tpu,gcs                   extras of maxlm to install
 #   --poll SECONDS --backoff SECONDS  time between queries (30), and between attempts (60, doubled up to 900)
 #   --dry-run                         print the commands without running them
+#
+# Pass --queued, --flex-start, --node-count and --internal-ips to all commands, because they determine the requests.
+# --flex-start and --node-count imply --queued.
 #
 # Exit codes of gcloud failures: 2 no quota, 75 no machine available (create; up waits), 1 other failures.
 set -euo pipefail
@@ -39,8 +48,12 @@ zone=
 project=
 type=
 version=
-spot=false
 queued=false
+run_duration=
+node_count=1
+internal_ips=false
+capacity=
+request=()
 config=
 workdir=
 overrides=()
@@ -63,8 +76,17 @@ while [ $# -gt 0 ]; do
     --extra) need_value "$1" "$@" && extra="$2" && shift ;;
     --poll) need_value "$1" "$@" && poll="$2" && shift ;;
     --backoff) need_value "$1" "$@" && pause="$2" && shift ;;
-    --spot) spot=true ;;
+    --spot | --reserved | --flex-start)
+      [ -z "$capacity" ] || refuse "$capacity $1: choose one of --spot, --reserved and --flex-start"
+      capacity="${1//_/-}"
+      ;;
     --queued) queued=true ;;
+    --max-run-duration) need_value "$1" "$@" && run_duration="$2" && shift ;;
+    --node-count) need_value "$1" "$@" && node_count="$2" && shift ;;
+    --service-account | --network | --subnetwork)
+      need_value "$1" "$@" && request+=("${1//_/-}=$2") && shift
+      ;;
+    --internal-ips) internal_ips=true ;;
     --dry-run) dry_run=true ;;
     *) refuse "unknown option $1; see the head of launch/tpu_vm.sh" ;;
   esac
@@ -74,8 +96,24 @@ done
 [ -n "$zone" ] || refuse '--zone is missing: where there are TPUs of the type, such as us-central2-b'
 need_number --poll "$poll"
 need_number --backoff "$pause"
+need_number --node-count "$node_count"
+[ "$node_count" -ge 1 ] || refuse "--node-count=$node_count: give 1 or more"
+[ -z "$capacity" ] || [ "$capacity" = --flex-start ] || request+=("$capacity")
+if [ "$capacity" = --flex-start ]; then
+  queued=true
+  request+=(--provisioning-model=flex-start "--max-run-duration=$run_duration")
+fi
+if $internal_ips; then
+  request+=(--internal-ips)
+fi
+[ "$node_count" -eq 1 ] || queued=true
 case "$command" in
   create | up)
+    if [ "$capacity" = --flex-start ]; then
+      [ -n "$run_duration" ] || refuse '--max-run-duration is missing: how long --flex-start machines exist, such as 12h'
+    elif [ -n "$run_duration" ]; then
+      refuse "--max-run-duration=$run_duration: only for --flex-start"
+    fi
     case "$type" in
       '') refuse '--type is missing: v4-32, v5e-16, v5p-8, v6e-64 …' ;;
       v2-* | v3-* | v4-*) : "${version:=tpu-ubuntu2204-base}" ;;
@@ -85,7 +123,12 @@ case "$command" in
         ;;
       v5p-*) : "${version:=v2-alpha-tpuv5}" ;;
       v6e-*) : "${version:=v2-alpha-tpuv6e}" ;;
+      v7x-* | tpu7x-*) refuse "--type=$type: only GKE has TPU7x; use launch/k8s/apply.sh tpu --accelerator tpu7x" ;;
       *) [ -n "$version" ] || refuse "--type=$type: not a type that has a default --version; give one" ;;
+    esac
+    case "$node_count:$type" in
+      1:*) ;;
+      *:v2-* | *:v3-*) refuse "--type=$type --node-count=$node_count: several slices need v4 or later" ;;
     esac
     ;;
 esac
@@ -109,9 +152,28 @@ trap 'rm -rf "$scratch"' EXIT
 log() { echo "tpu_vm: $*"; }
 . "$launch/tpu_machines.sh"
 
-# remote WORKER COMMAND: runs a command on one worker, or on `all`.
+# The arguments of `gcloud … ssh` and `scp` that depend on the machines.
+kind=tpu-vm
+[ "$node_count" -eq 1 ] || kind='queued-resources'
+tpus=(gcloud compute tpus)
+tunnel=()
+if $internal_ips; then
+  # In the released version of gcloud, only queued-resources has this flag.
+  tpus=(gcloud alpha compute tpus)
+  tunnel=(--tunnel-through-iap)
+fi
+
+# connect SSH-OR-SCP WORKER ARGUMENT…: connects to worker 0 of slice 0, or to `all` workers.
+connect() {
+  local verb="$1" workers=("--worker=$2")
+  [ "$node_count" -eq 1 ] || workers+=("--node=$2")
+  shift 2
+  run "${tpus[@]}" "$kind" "$verb" "$@" "${place[@]}" "${workers[@]}" ${tunnel[@]+"${tunnel[@]}"}
+}
+
+# remote WORKER COMMAND: runs a command on worker 0, or on `all`.
 remote() {
-  run gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" "--worker=$1" "--command=$2"
+  connect ssh "$1" "$name" "--command=$2"
 }
 
 # list_files: prints the files of the repository, except .env and files that git ignores: data, runs, environments.
@@ -141,7 +203,7 @@ install() {
     return
   fi
   run env COPYFILE_DISABLE=1 tar -czf "$package" -C "$root" -T "$scratch/files"
-  run gcloud compute tpus tpu-vm scp "$package" "$name:maxlm.tar.gz" "${place[@]}" --worker=all
+  connect scp all "$package" "$name:maxlm.tar.gz"
   # Files that were deleted from the repository must not remain on the workers.
   remote all "set -e; mkdir -p maxlm; cd maxlm; find . -mindepth 1 -maxdepth 1 ! -name .venv ! -name logs ! -name runs \
 ! -name data -exec rm -rf {} +; tar -xzf ../maxlm.tar.gz; bash launch/worker.sh install $(quoted "$extra") $checksum"
@@ -200,7 +262,7 @@ up() {
   while :; do
     case "$(state)" in
       GONE)
-        log "$name was preempted: deleting its remains, then creating it again"
+        log "$name was preempted or has expired: deleting its remains, then creating it again"
         delete || back_off
         continue
         ;;

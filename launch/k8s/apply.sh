@@ -4,9 +4,12 @@
 #   launch/k8s/apply.sh gpu --name N --image I --nodes N [OPTION…] -- ARGUMENTS OF maxlm.train
 #   launch/k8s/apply.sh tpu --name N --image I --accelerator A --topology T [OPTION…] -- ARGUMENTS OF maxlm.train
 #
-#   --accelerator A          tpu-v4-podslice, tpu-v5-lite-podslice, tpu-v5p-slice or tpu-v6e-slice
+#   --accelerator A          tpu-v4-podslice, tpu-v5-lite-podslice, tpu-v5p-slice, tpu-v6e-slice or tpu7x
 #   --topology T             topology of the slice, such as 4x4 or 2x2x4
-#   --nodes N                number of nodes with 8 GPUs; for TPUs, the number of machines (default: four chips each)
+#   --nodes N                number of nodes with 8 GPUs; for TPUs, machines per slice (default: four chips each)
+#   --slices N               number of TPU slices that train together (multislice), each of several machines
+#   --spot                   spot machines of GKE
+#   --queue NAME             local queue of Kueue, which starts the job when the machines are free
 #   --namespace NS           namespace (default: kubectl's)
 #   --claim CLAIM:/MOUNT     PersistentVolumeClaim that all pods share, and its mount path
 #   --secret NAME            Secret whose entries become environment variables of the process
@@ -33,6 +36,9 @@ image=
 nodes=
 accelerator=
 topology=
+slices=1
+spot=false
+queue=
 namespace=
 claim=
 secret=
@@ -48,6 +54,9 @@ while [ $# -gt 0 ]; do
     --nodes) need_value "$1" "$@" && nodes="$2" && shift ;;
     --accelerator) need_value "$1" "$@" && accelerator="$2" && shift ;;
     --topology) need_value "$1" "$@" && topology="$2" && shift ;;
+    --slices) need_value "$1" "$@" && slices="$2" && shift ;;
+    --spot) spot=true ;;
+    --queue) need_value "$1" "$@" && queue="$2" && shift ;;
     --namespace) need_value "$1" "$@" && namespace="$2" && shift ;;
     --claim) need_value "$1" "$@" && claim="$2" && shift ;;
     --secret) need_value "$1" "$@" && secret="$2" && shift ;;
@@ -71,6 +80,7 @@ need_name --name "$name"
 [ -n "$image" ] || refuse '--image is missing: a container image with this repository'
 [[ "$image" =~ ^[A-Za-z0-9][A-Za-z0-9._/:@-]*$ ]] || refuse "--image=$image: not the name of an image"
 [ -z "$namespace" ] || need_name --namespace "$namespace"
+[ -z "$queue" ] || need_name --queue "$queue"
 [ -z "$secret" ] || need_name --secret "$secret"
 [ -z "$service_account" ] || need_name --service-account "$service_account"
 workdir="$(find_workdir "$@")"
@@ -87,19 +97,22 @@ case "$workdir" in
 esac
 
 chips=
+need_number --slices "$slices"
+[ "$slices" -ge 1 ] || refuse "--slices=$slices: give 1 or more"
 if [ "$kind" = tpu ]; then
   case "$accelerator" in
-    tpu-v4-podslice | tpu-v5-lite-podslice | tpu-v5p-slice | tpu-v6e-slice) ;;
+    tpu-v4-podslice | tpu-v5-lite-podslice | tpu-v5p-slice | tpu-v6e-slice | tpu7x) ;;
     *)
-      refuse "--accelerator=$accelerator: give tpu-v4-podslice, tpu-v5-lite-podslice, tpu-v5p-slice or tpu-v6e-slice"
+      refuse "--accelerator=$accelerator: give tpu-v4-podslice, tpu-v5-lite-podslice, tpu-v5p-slice, tpu-v6e-slice or" \
+        tpu7x
       ;;
   esac
   [[ "$topology" =~ ^[1-9][0-9]*x[1-9][0-9]*(x[1-9][0-9]*)?$ ]] ||
     refuse "--topology=$topology: give one such as 4x4 or 2x2x4"
   all_chips=$((${topology//x/*}))
   [ -n "$nodes" ] || nodes=$((all_chips <= 4 ? 1 : all_chips / 4))
-elif [ -n "$accelerator$topology" ]; then
-  refuse '--accelerator and --topology are for tpu'
+elif [ -n "$accelerator$topology" ] || [ "$slices" -gt 1 ]; then
+  refuse '--accelerator, --topology and --slices are for tpu'
 fi
 [ -n "$nodes" ] || refuse '--nodes is missing: how many nodes of 8 GPUs'
 need_number --nodes "$nodes"
@@ -110,6 +123,8 @@ if [ "$kind" = tpu ]; then
     1:1 | 1:4 | 1:8) ;;
     *) refuse "--nodes=$nodes: $topology are $all_chips chips, and machines have 1, 4 or 8 of them" ;;
   esac
+  # GKE connects only slices of several machines.
+  [ "$slices" -eq 1 ] || [ "$nodes" -gt 1 ] || refuse "--slices=$slices: the slice $topology is one machine; give a larger one"
 fi
 
 # string TEXT: prints a YAML string in double quotes. It escapes $(…), which Kubernetes would expand.
@@ -150,6 +165,16 @@ fill nodes "$nodes"
 fill accelerator "$accelerator"
 fill topology "$(string "$topology")"
 fill chips "$chips"
+fill slices "$slices"
+fill queue "${queue:+, kueue.x-k8s.io/queue-name: $queue}"
+if $spot; then
+  [ "$kind" = tpu ] || fill_lines selector "${indent}nodeSelector:" "{{selector}}"
+  fill_lines selector "$indent  cloud.google.com/gke-spot: 'true'"
+  fill_lines toleration "$indent  - {key: cloud.google.com/gke-spot, operator: Exists, effect: NoSchedule}"
+else
+  fill_lines selector
+  fill_lines toleration
+fi
 if [ -n "$service_account" ]; then
   fill_lines service_account "${indent}serviceAccountName: $service_account"
 else

@@ -66,6 +66,27 @@ def test_steps(demo):
     assert training == ['--config=configs/tiny.py', '--workdir=runs/tiny', '--config.train.num_steps=350']
 
 
+@pytest.mark.parametrize(
+    ('answer', 'found', 'installed'),
+    [
+        (
+            {'stdout': 'GPU 0: NVIDIA H100 (UUID: GPU-1)\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n'},
+            'found GPU 0: NVIDIA H100',
+            1,
+        ),
+        # Without a driver, or without a GPU.
+        ({'stdout': 'NVIDIA-SMI has failed\n', 'code': 9}, 'found no NVIDIA GPU', 0),
+        ({'stdout': 'No devices found\n'}, 'found no NVIDIA GPU', 0),
+    ],
+)
+def test_cuda_build_where_nvidia_smi_finds_a_gpu(demo, programs, answer, found, installed):
+    programs.plan(replies=[{'match': 'nvidia-smi -L', **answer}])
+    out, _ = demo('--steps', '1')
+    assert f'\n{found}: using the ' in out
+    # The environment of the fixture already has the CPU build.
+    assert sum(line.endswith('--editable .[cuda12]') for line in programs.lines('python')) == installed
+
+
 def test_commands_take_the_arguments_of_the_steps(demo, tmp_path, monkeypatch, capsys):
     _, (_, *commands) = demo()
     prepared, trained, generated, evaluated = (words[2:] for words in commands)

@@ -5,6 +5,7 @@ import copy
 import kubernetes_validate
 import pytest
 import yaml
+from jax._src.clusters import cloud_tpu_cluster
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from tests.launch.programs import SECRET
@@ -101,6 +102,58 @@ def test_tpu_jobset(programs, options, topology, machines, chips):
     assert container['args'] == list(TRAIN[1:])
 
 
+def pod_of(document):
+    spec = document['spec']
+    spec = spec['replicatedJobs'][0]['template']['spec'] if 'replicatedJobs' in spec else spec
+    return spec['template']['spec']
+
+
+def test_several_slices(programs):
+    command = (*TPU[:5], '--accelerator=tpu7x', '--topology=2x2x4')
+    [jobset] = render(programs, *command, '--slices', '3')
+    validate_jobset(jobset)
+    [replicated] = jobset['spec']['replicatedJobs']
+    assert replicated['replicas'] == 3
+    # All slices are equal: GKE sets the slice of each pod, and JAX numbers the processes.
+    assert replicated['template']['spec']['completions'] == 4
+    assert pod_of(jobset)['nodeSelector']['cloud.google.com/gke-tpu-accelerator'] == 'tpu7x'
+    # Each slice has a node pool of its own.
+    assert 'alpha.jobset.sigs.k8s.io/exclusive-topology' in jobset['metadata']['annotations']
+    [jobset] = render(programs, *command)
+    assert jobset['spec']['replicatedJobs'][0]['replicas'] == 1
+
+
+@pytest.mark.parametrize(('slice_', 'numbers'), [('0', (1, 4)), ('1', (3, 4)), (None, (1, 2))])
+def test_jax_numbers_the_processes_of_all_slices(monkeypatch, slice_, numbers):
+    # GKE sets these variables in the pods of a JobSet.
+    variables = {'TPU_WORKER_HOSTNAMES': 'localhost,other', 'TPU_WORKER_ID': '1'}
+    if slice_ is not None:
+        variables |= {'MEGASCALE_NUM_SLICES': '2', 'MEGASCALE_SLICE_ID': slice_}
+        variables['MEGASCALE_COORDINATOR_ADDRESS'] = 'localhost:8080'
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cloud_tpu_cluster, 'get_tpu_env_value_from_metadata', lambda name: None)
+    cluster = cloud_tpu_cluster.GkeTpuCluster
+    assert (cluster.get_process_id(), cluster.get_process_count()) == numbers
+    assert cluster.get_coordinator_address(1, None) == 'localhost:8482'
+
+
+@pytest.mark.parametrize('kind', [GPU, (*TPU, '--topology=4x4')])
+def test_spot_machines_and_queues(programs, kind):
+    *_, document = render(programs, *kind, '--spot', '--queue', 'team-a', *ALL_OPTIONS)
+    (validate_jobset if document['kind'] == 'JobSet' else validate)(document)
+    pod = pod_of(document)
+    assert pod['nodeSelector']['cloud.google.com/gke-spot'] == 'true'
+    assert {entry['key'] for entry in pod['tolerations']} >= {'cloud.google.com/gke-spot'}
+    assert document['metadata']['labels']['kueue.x-k8s.io/queue-name'] == 'team-a'
+    # A second `kubectl apply` would suspend a running job.
+    assert 'suspend' not in document['spec']
+    # Control: without the options, neither is in the manifest.
+    *_, plain = render(programs, *kind, *ALL_OPTIONS)
+    assert 'gke-spot' not in str(plain)
+    assert 'kueue' not in str(plain)
+
+
 def test_schemas_reject_unknown_keys(programs):
     _, job = render(programs, *GPU)
     job['spec']['podFailurePolcy'] = job['spec'].pop('podFailurePolicy')
@@ -119,9 +172,7 @@ def test_schemas_reject_unknown_keys(programs):
 @pytest.mark.parametrize('kind', [GPU, (*TPU, '--topology=4x4')])
 def test_secrets_and_accounts_are_references(programs, kind):
     *_, document = render(programs, *kind, *ALL_OPTIONS)
-    spec = document['spec']
-    spec = spec['replicatedJobs'][0]['template']['spec'] if 'replicatedJobs' in spec else spec
-    pod = spec['template']['spec']
+    pod = pod_of(document)
     [container] = pod['containers']
     assert container['envFrom'] == [{'secretRef': {'name': 'tokens'}}]
     assert pod['serviceAccountName'] == 'trainer'
@@ -193,6 +244,10 @@ def test_dry_run(programs):
         ((*TPU, '--topology=16'), '--topology=16'),
         ((*TPU, '--topology=4x4', '--nodes=3'), '16 chips'),
         ((*TPU, '--topology=4x4', '--accelerator=tpu-v9'), '--accelerator=tpu-v9'),
+        ((*TPU, '--topology=2x2', '--slices=2'), 'the slice 2x2 is one machine'),
+        ((*TPU, '--topology=4x4', '--slices=0'), '--slices=0'),
+        ((*GPU, '--slices=2'), 'are for tpu'),
+        ((*GPU, '--queue=Team A'), '--queue=Team A'),
     ],
 )
 def test_bad_options(programs, command, words):

@@ -1,27 +1,33 @@
-"""Checks that the scripts accept each launch command of README.md, docs/launch.md and the tutorials."""
+"""Checks that each launch command of README.md, the pages about launching and the tutorials is accepted."""
 
 import re
 import shlex
 
 import pytest
+import yaml
 
+from maxlm.hardware.prices import PRICES
 from tests.conftest import ROOT
 from tests.documentation import code_blocks
 from tests.launch.programs import SECRET
 
 pytestmark = pytest.mark.multiprocess
 
-TEXT = (ROOT / 'docs/launch.md').read_text()
+PAGES = [ROOT / 'docs/launch.md', *sorted((ROOT / 'docs/launch').glob('*.md'))]
 OTHER_PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs/tutorials').glob('*.md'))]
 
 
-def command_lines(text):
-    """Returns the lines of the code blocks of a Markdown text."""
-    return [line for block in code_blocks(text) for line in block.replace('\\\n', ' ').splitlines() if line.strip()]
+def command_lines(page):
+    """Returns the lines of the code blocks of a page. tests/test_readme.py tests the commands of maxlm."""
+    lines = [line for block in code_blocks(page.read_text()) for line in block.replace('\\\n', ' ').splitlines()]
+    return [line for line in lines if line.strip() and not line.startswith('maxlm ')]
 
 
-LAUNCHES = [line for page in OTHER_PAGES for line in command_lines(page.read_text()) if line.startswith('launch/')]
-COMMANDS = list(dict.fromkeys([*command_lines(TEXT), *LAUNCHES]))
+LAUNCHES = [line for page in OTHER_PAGES for line in command_lines(page) if line.startswith('launch/')]
+LINES = list(dict.fromkeys([*(line for page in PAGES for line in command_lines(page)), *LAUNCHES]))
+# Programs of others run as they are, and have fakes. The scripts of maxlm only print what they would run.
+OTHERS = ('sky', 'kubectl', 'squeue', 'scancel', 'pip')
+COMMANDS = [line for line in LINES if line.split()[0] not in OTHERS]
 
 
 def dry(line):
@@ -51,6 +57,33 @@ def test_commands(programs, line):
         assert (ROOT / name).is_file()
 
 
+@pytest.mark.parametrize('line', [line for line in LINES if line not in COMMANDS])
+def test_commands_of_other_programs(programs, line):
+    # The fake sky fails for commands and options that SkyPilot does not have.
+    done = programs.run(*shlex.split(line))
+    assert (done.returncode, done.stderr) == (0, '')
+    [call] = programs.calls()
+    values = dict(re.findall(r"--env (\w+)=('[^']*'|\S+)", line))
+    assert values.keys() <= task_variables().keys()
+    # A job needs both variables, and the config exists.
+    if 'launch' in call['arguments']:
+        assert values.keys() >= {'CONFIG', 'WORKDIR'}
+        assert (ROOT / values['CONFIG']).is_file()
+
+
+def task_variables():
+    return yaml.safe_load((ROOT / 'launch/sky/train.yaml').read_text())['envs']
+
+
+def test_price_table_of_tpus():
+    rows = re.findall(
+        r'^\| (v\w+) \| ([\d.]+) \| ([\d.]+) \|$', (ROOT / 'docs/launch/tpu.md').read_text(), re.MULTILINE
+    )
+    assert [row[0] for row in rows] == ['v4', 'v5e', 'v5p', 'v6e']
+    for chip, on_demand, spot in rows:
+        assert (on_demand, spot) == (f'{PRICES[chip].on_demand:.2f}', f'{PRICES[chip].spot:.2f}')
+
+
 def test_invalid_command_is_rejected(programs):
     line = next(line for line in COMMANDS if '--node-rank' in line)
     assert programs.run(*dry(line.replace('--node-rank', '--rank'))).returncode == 2
@@ -58,8 +91,8 @@ def test_invalid_command_is_rejected(programs):
 
 def test_every_script_is_documented():
     assert LAUNCHES
-    commands = '\n'.join(COMMANDS)
-    for name in ('gpu_node.sh', 'slurm/train.sbatch', 'k8s/apply.sh', 'tpu_vm.sh'):
+    commands = '\n'.join(LINES)
+    for name in ('gpu_node.sh', 'slurm/train.sbatch', 'k8s/apply.sh', 'tpu_vm.sh', 'sky/train.yaml'):
         assert f'launch/{name}' in commands
     for verb in ('create', 'install', 'run', 'logs', 'stop', 'delete', 'up'):
         assert f'launch/tpu_vm.sh {verb} ' in commands

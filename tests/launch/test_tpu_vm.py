@@ -1,55 +1,20 @@
 """Tests launch/tpu_vm.sh with a fake gcloud, whose two workers are directories in which bash runs their commands."""
 
-import shutil
 import tarfile
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.launch.programs import SECRET
+from tests.launch.tpu import MACHINES, TRAIN, TYPE, arguments, made_and_deleted, tpu, verbs
 
 pytestmark = pytest.mark.multiprocess
 
-MACHINES = ('--name', 'pod', '--zone=us-central2-b', '--poll', '0', '--backoff', '0')
-TYPE = ('--type', 'v4-16')
-TRAIN = ('--config=configs/tiny.py', '--workdir=/mnt/runs/run')
 CAPACITY = 'There is no more capacity in the zone "us-central2-b"; you can try in another zone'
 QUOTA = "RESOURCE_EXHAUSTED: Quota limit 'TPUV4PodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone"
 
 
-@pytest.fixture
-def tree(tmp_path):
-    """Returns a small copy of the repository, with files that must not be copied to workers."""
-    root = tmp_path / 'repository'
-    (root / 'configs').mkdir(parents=True)
-    for name in ('pyproject.toml', 'configs/tiny.py'):
-        shutil.copy(ROOT / name, root / name)
-    (root / 'launch').mkdir()
-    for path in (ROOT / 'launch').glob('*.sh'):
-        shutil.copy(path, root / 'launch')
-    for name in ('.env', '.git/config', '.venv/token', 'runs/a/run.log', 'data/x', 'maxlm/__pycache__/x.pyc'):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(SECRET)
-    return root
-
-
-def tpu(programs, tree, command, *options, **environment):
-    return programs.run(tree / 'launch/tpu_vm.sh', command, *MACHINES, *options, cwd='/', **environment)
-
-
-def verbs(programs):
-    """Returns the calls of gcloud about TPUs as (kind, verb), without `describe`."""
-    words = [call['arguments'] for call in programs.calls('gcloud')]
-    pairs = [tuple(line[2:4]) for line in words if line[:2] == ['compute', 'tpus']]
-    return [pair for pair in pairs if pair[1] != 'describe']
-
-
 def worker_directories(programs):
     return sorted((programs.folder / 'workers').iterdir())
-
-
-def arguments(programs, verb):
-    return next(call['arguments'] for call in programs.calls('gcloud') if call['arguments'][3] == verb)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +175,6 @@ def test_delete_twice(programs, tree):
 CREATE, DELETE = ('tpu-vm', 'create'), ('tpu-vm', 'delete')
 
 
-def made_and_deleted(programs):
-    return [pair for pair in verbs(programs) if pair[1] in ('create', 'delete')]
-
-
 @pytest.mark.parametrize('codes', [(0, 0), (0, 2)])
 def test_up_until_training_ends(programs, tree, codes):
     programs.plan(attempts=[{'code': code} for code in codes])
@@ -311,30 +272,6 @@ def test_dry_run(programs, tree, command):
     assert done.returncode == 0, done.stderr
     assert 'would run: gcloud compute tpus tpu-vm' in done.stdout
     assert programs.calls('gcloud') == []
-
-
-@pytest.mark.parametrize(
-    ('options', 'words'),
-    [
-        (['fetch'], 'unknown command fetch'),
-        ([], 'unknown command (none)'),
-        (['create', '--zone=z', '--type=v4-8'], '--name is missing'),
-        (['create', '--name=n', '--type=v4-8'], '--zone is missing'),
-        (['create', '--name=n', '--zone=z'], '--type is missing'),
-        (['create', '--name=n', '--zone=z', '--type=v9-8'], '--type=v9-8'),
-        (['run', '--name=n', '--zone=z', '--workdir=gs://b/r'], '--config is missing'),
-        (['run', '--name=n', '--zone=z', '--config=c'], '--workdir is missing'),
-        (['run', '--name=n', '--zone=z', '--cofnig=c'], 'unknown option --cofnig'),
-        (['create', '--name'], '--name requires a value'),
-    ],
-)
-def test_bad_options(programs, options, words):
-    done = programs.run('launch/tpu_vm.sh', *options)
-    assert done.returncode == 2
-    assert done.stderr.startswith('error: ')
-    assert done.stderr.count('\n') == 1
-    assert words in done.stderr
-    assert programs.calls() == []
 
 
 def test_local_workdir_is_a_warning(programs, tree):

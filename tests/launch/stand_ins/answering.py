@@ -1,4 +1,4 @@
-"""Fake kubectl, srun, scontrol, git and nvidia-smi: replies as plan.json specifies, or exits with 0 and no output."""
+"""Fake programs that reply as plan.json specifies, or exit with 0 and no output: kubectl, Slurm, git, uv and others."""
 
 import os
 import sys

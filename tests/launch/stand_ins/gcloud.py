@@ -1,6 +1,7 @@
-"""Fake gcloud with a slice of two TPU workers, whose home directories are local. `ssh --command` runs bash in them.
+"""Fake gcloud with slices of two TPU workers, whose home directories are local. `ssh --command` runs bash in them.
 
 plan['machines'] and plan['queue'] are the states that `describe` reports, or None if the resource does not exist.
+Arguments that gcloud's reference does not list for a command are errors.
 """
 
 import os
@@ -8,11 +9,44 @@ import sys
 
 from record import FOLDER, Plan, record, reply
 
-WORKERS = [f'{FOLDER}/workers/{number}' for number in range(2)]
 NEXT = {'WAITING_FOR_RESOURCES': 'PROVISIONING', 'PROVISIONING': 'ACTIVE'}
+# From https://cloud.google.com/sdk/gcloud/reference/compute/tpus and …/alpha/compute/tpus.
+GENERAL = 'zone project quiet format verbosity account impersonate-service-account'
+CONNECT = 'worker dry-run force-key-file-overwrite plain ssh-key-file strict-host-key-checking internal-ip'
+CREATE = (
+    'accelerator-type topology type async boot-disk data-disk description labels metadata metadata-from-file network '
+    'subnetwork internal-ips range reserved scopes service-account shielded-secure-boot spot tags'
+)
+QUEUE = (
+    f'{CREATE} runtime-version node-id node-count node-prefix guaranteed valid-after-duration valid-after-time '
+    'valid-until-duration valid-until-time'
+)
+FLAGS = {
+    'tpu-vm create': f'{CREATE} version preemptible queue-count',
+    'tpu-vm delete': 'async',
+    'tpu-vm describe': '',
+    'tpu-vm start': 'async',
+    'tpu-vm ssh': f'{CONNECT} command output-directory ssh-flag',
+    'tpu-vm scp': f'{CONNECT} compress recurse scp-flag',
+    'alpha tpu-vm ssh': f'{CONNECT} command output-directory ssh-flag batch-size tunnel-through-iap',
+    'alpha tpu-vm scp': f'{CONNECT} compress recurse scp-flag batch-size tunnel-through-iap',
+    'queued-resources create': QUEUE,
+    'alpha queued-resources create': f'{QUEUE} best-effort provisioning-model max-run-duration workload-type',
+    'queued-resources delete': 'async force',
+    'queued-resources describe': '',
+    'queued-resources ssh': f'{CONNECT} command output-directory ssh-flag node batch-size tunnel-through-iap',
+    'queued-resources scp': f'{CONNECT} compress recurse scp-flag node batch-size tunnel-through-iap',
+}
+FLAGS |= {f'alpha {name}': FLAGS[name] for name in ('queued-resources ssh', 'queued-resources scp')}
+# Sets of which at most one flag may be given, and of which one must be given.
+EXCLUSIVE = [{'spot', 'reserved', 'provisioning-model'}, {'internal-ip', 'tunnel-through-iap'}]
+ONE_OF = {'queued-resources create': {'node-id', 'node-count'}}
+
 words = sys.argv[1:]
 line = ' '.join(words)
-options = dict(word[2:].split('=', 1) for word in words if word.startswith('--') and '=' in word)
+track = 'alpha ' if words[:1] == ['alpha'] else ''
+words = words[bool(track) :]
+options = {name[2:]: value for name, _, value in (word.partition('=') for word in words if word.startswith('--'))}
 
 
 def fail(message, code=1):
@@ -20,10 +54,33 @@ def fail(message, code=1):
     sys.exit(code)
 
 
+def check_flags(command):
+    if f'{track}{command}' not in FLAGS:
+        fail(f'Invalid choice: {track}{command!r}', 2)
+    unknown = options.keys() - {*f'{GENERAL} {FLAGS[f"{track}{command}"]}'.split()}
+    if unknown:
+        fail(f'unrecognized arguments: {sorted(unknown)}', 2)
+    if any(len(flags & options.keys()) > 1 for flags in EXCLUSIVE):
+        fail(f'At most one of these arguments can be specified: {sorted(options)}', 2)
+    if command in ONE_OF and len(ONE_OF[command] & options.keys()) != 1:
+        fail(f'Exactly one of these arguments must be specified: {sorted(ONE_OF[command])}', 2)
+
+
+def worker_directories():
+    """Returns the directories of the selected workers. With several slices, their names have two numbers."""
+    workers = []
+    for name in sorted(os.listdir(f'{FOLDER}/workers')):
+        node, _, worker = name.rpartition('-')
+        if options['worker'] in ('all', worker) and options.get('node', 'all') in ('all', node):
+            workers.append(f'{FOLDER}/workers/{name}')
+    return workers
+
+
 def make_machines(plan):
     plan['machines'] = 'READY'
-    for directory in WORKERS:
-        os.makedirs(directory)
+    slices = plan.get('slices', 1)
+    for number in range(2 * slices):
+        os.makedirs(f'{FOLDER}/workers/' + (f'{number // 2}-{number % 2}' if slices > 1 else str(number)))
 
 
 def remove_machines(plan):
@@ -35,9 +92,10 @@ def remove_machines(plan):
 
 record()
 with Plan() as plan:
+    kind, verb = words[2:4] if words[:2] == ['compute', 'tpus'] else ('', '')
+    check_flags(f'{kind} {verb}')
     rule = reply(plan, line) or {}
     plan.update(rule.get('then', {}))
-    kind, verb = words[2:4] if words[:2] == ['compute', 'tpus'] else ('', '')
     key = 'queue' if kind == 'queued-resources' else 'machines'
     if 'code' in rule:
         sys.stdout.write(rule.get('stdout', ''))
@@ -55,6 +113,7 @@ with Plan() as plan:
     elif verb == 'create':
         if plan[key] is not None:
             fail('ALREADY_EXISTS: Resource already exists')
+        plan['slices'] = int(options.get('node-count', 1))
         if key == 'queue':
             plan['queue'] = 'WAITING_FOR_RESOURCES'
         else:
@@ -71,8 +130,7 @@ if verb in ('ssh', 'scp'):
     import shutil
     import subprocess
 
-    chosen = WORKERS if options['worker'] == 'all' else [WORKERS[int(options['worker'])]]
-    for directory in chosen:
+    for directory in worker_directories():
         if verb == 'scp':
             shutil.copy(words[4], f'{directory}/{words[5].split(":")[1]}')
             continue
