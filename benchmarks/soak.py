@@ -104,7 +104,10 @@ FAULTS = (
         'notice',
         'preemption or maintenance notice of a metadata server (Google Cloud, AWS, Azure), which may itself fail',
         'the run saves its state and ends with 75; errors of the server have no effect',
-        ('tests/runtime/notices', f'{STOP}test_notice_reaches_other_processes_as_sigterm'),
+        (
+            *(f'tests/runtime/notices/test_{name}.py' for name in ('google', 'aws', 'azure', 'watcher')),
+            f'{STOP}test_notice_reaches_other_processes_as_sigterm',
+        ),
     ),
     Fault(
         'other-mesh',
