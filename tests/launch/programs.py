@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.programs import PROGRAMS
 
 SOURCES = Path(__file__).parent / 'stand_ins'
-ANSWERING = ('kubectl', 'srun', 'scontrol', 'git', 'nvidia-smi')
+ANSWERING = ('kubectl', 'sbatch', 'srun', 'scontrol', 'enroot', 'git', 'nvidia-smi')
 SECRET = 'hf_not-a-real-token-5d41402abc'
 # Scripts poll once or five times a second, and this `sleep` shortens these intervals. It keeps the pauses between
 # attempts, which tests set.
@@ -32,7 +32,10 @@ def _binaries():
     folder.mkdir()
     # The module is compiled once, not at each start.
     py_compile.compile(shutil.copy(SOURCES / 'record.py', folder), doraise=True)
-    sources = dict.fromkeys(ANSWERING, 'answering') | {'gcloud': 'gcloud', 'python': 'python', 'python3': 'python'}
+    sources = dict.fromkeys(ANSWERING, 'answering') | {
+        **{name: name for name in ('gcloud', 'docker', 'python')},
+        'python3': 'python',
+    }
     # Without site-packages and environment variables, Python starts five times as fast.
     scripts = {name: f'#!{sys.executable} -SEs\n' + (SOURCES / f'{it}.py').read_text() for name, it in sources.items()}
     scripts['sleep'] = SLEEP.format(sleep=shutil.which('sleep'))

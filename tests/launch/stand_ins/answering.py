@@ -1,4 +1,7 @@
-"""Fake kubectl, srun, scontrol, git and nvidia-smi: replies as plan.json specifies, or exits with 0 and no output."""
+"""Fake kubectl, sbatch, srun, scontrol, enroot, git and nvidia-smi.
+
+They reply as plan.json specifies, or exit with 0 and no output.
+"""
 
 import os
 import sys
