@@ -106,6 +106,31 @@ def test_context_has_no_secrets_and_data(tmp_path):
     assert context_files(tmp_path) == wanted
 
 
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+def test_an_installation_without_source_finds_the_source_that_is_copied_later(tmp_path):
+    [names, *_] = [value for name, value in STAGES['dependencies'].instructions if name == 'COPY']
+    repository, prefix = tmp_path / 'maxlm', tmp_path / 'venv'
+    repository.mkdir()
+    for name in names.split()[:-1]:
+        shutil.copy(ROOT / name, repository)
+    [_, make] = [value for name, value in STAGES['dependencies'].instructions if name == 'RUN']
+    subprocess.run(['bash', '-euc', make], cwd=repository, check=True)
+    pip = [sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--no-build-isolation', '--ignore-installed']
+    subprocess.run([*pip, f'--prefix={prefix}', '--editable', '.'], cwd=repository, check=True)
+    [packages] = prefix.glob('lib/python*/site-packages')
+    # Without the site packages of the tests, which may contain maxlm.
+    code = (
+        f'import site; site.addsitedir({str(packages)!r}); from maxlm import errors; raise SystemExit(errors.EXIT_DONE)'
+    )
+    find = [sys.executable, '-ISc', code]
+    # Control: only the empty package is installed.
+    assert subprocess.run(find, cwd='/', stderr=subprocess.DEVNULL).returncode == 1
+    shutil.copytree(ROOT / 'maxlm', repository / 'maxlm', dirs_exist_ok=True)
+    assert subprocess.run(find, cwd='/').returncode == 0
+    assert (prefix / 'bin/maxlm').is_file()
+
+
 def test_entry_points():
     assert [exec_form(target, 'ENTRYPOINT') for target in TARGETS[:3]] == [['maxlm']] * 3
     scripts = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['scripts']
