@@ -49,7 +49,8 @@ class MaintenanceWatcher:
         self._stop, self._warn = stop, warn
         self._feeds = machine_feeds() if feeds is None else feeds
         self._closed = threading.Event()
-        self._is_failure_logged = False
+        # Acquired by the first feed that logs a failure, and never released.
+        self._logs_failure = threading.Lock()
 
     def __enter__(self) -> MaintenanceWatcher:
         for source in self._feeds:
@@ -94,10 +95,10 @@ class MaintenanceWatcher:
 
     def _log_failure(self, source: Feed, error: Exception) -> None:
         # All feeds query the same server, so one line is enough.
-        if not self._is_failure_logged:
-            self._is_failure_logged = True
-            logger.warning(
-                '%s: requests to the metadata server of the machine fail (%s); preemption notices cannot be read',
-                source.name,
-                error,
-            )
+        if not self._logs_failure.acquire(blocking=False):
+            return
+        logger.warning(
+            '%s: requests to the metadata server of the machine fail (%s); preemption notices cannot be read',
+            source.name,
+            error,
+        )
