@@ -102,9 +102,12 @@ FAULTS = (
     ),
     Fault(
         'notice',
-        'preemption or maintenance notice of the metadata server, which may itself fail',
+        'preemption or maintenance notice of a metadata server (Google Cloud, AWS, Azure), which may itself fail',
         'the run saves its state and ends with 75; errors of the server have no effect',
-        ('tests/runtime/test_maintenance.py', f'{STOP}test_notice_reaches_other_processes_as_sigterm'),
+        (
+            *(f'tests/runtime/notices/test_{name}.py' for name in ('google', 'aws', 'azure', 'watcher')),
+            f'{STOP}test_notice_reaches_other_processes_as_sigterm',
+        ),
     ),
     Fault(
         'other-mesh',
@@ -324,7 +327,7 @@ def render(results: dict[str, Any]) -> str:
     table = '\n'.join(rows)
     return f"""# Tested faults
 
-On this page you look up the faults that maxlm is tested with, the guarantee for each, and the measurement. Repeat a
+The faults that maxlm is tested with, the guarantee for each, and the measurement. Repeat a
 test with:
 
 ```

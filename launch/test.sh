@@ -4,7 +4,7 @@
 #   launch/test.sh                     lint, type check and all tests except the nightly ones, as in CI
 #   launch/test.sh --fast              lint and the fast tier (tests below 0.5 s)
 #   launch/test.sh --changed [REV]     lint and the tests that depend on changes since REV (default: main)
-#   launch/test.sh --lint              ruff, mypy, codespell, tools.check_prose and the documentation site only
+#   launch/test.sh --lint              ruff, mypy, codespell, hadolint, tools.check_prose and the documentation site only
 #   launch/test.sh --nightly           long tests: full golden curve, exhaustive tables, fuzzing with new examples
 #   launch/test.sh --times             all tests; writes tests/durations.json and prints a table of durations
 #   launch/test.sh --coverage          fast tier; fails if the coverage is below the limit in pyproject.toml
@@ -31,6 +31,8 @@ lint() {
   format
   mypy
   codespell
+  hadolint Dockerfile
+  check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml
   python -m tools.check_prose
   mkdocs build --strict
 }

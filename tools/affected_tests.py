@@ -18,6 +18,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ('maxlm', 'tests', 'benchmarks', 'tools', 'configs')
 # Directories that a test names when it reads all of their files.
 FOLDERS = ('.github/workflows', 'configs', 'docs', 'launch', 'benchmarks/results')
+# Ends of the names of files that are in no directory.
+OF_ROOT = ('.md', '.toml', '.lock', '.yaml', 'Dockerfile', '.dockerignore')
 # Files that every test depends on.
 EVERYTHING = ('pyproject.toml', 'tests/conftest.py', 'tests/cpu.py', 'tests/programs.py')
 MODULE = re.compile(rf'({"|".join(PACKAGES)})(\.\w+)+')
@@ -85,7 +87,7 @@ def _names(source: str) -> Iterable[str]:
 def _exists(root: Path, name: str) -> bool:
     if name in FOLDERS:
         return True
-    return ('/' in name or name.endswith(('.md', '.toml', '.lock'))) and '..' not in name and (root / name).is_file()
+    return ('/' in name or name.endswith(OF_ROOT)) and '..' not in name and (root / name).is_file()
 
 
 def _git(*arguments: str) -> str:

@@ -17,7 +17,7 @@
 #   --render                 print the manifest without sending it
 #   --dry-run                print the manifest and the kubectl command
 #
-# The image must contain this repository, installed, and have its root as the working directory.
+# The image must contain this repository, installed, and have its root as the working directory, as those of Dockerfile.
 set -euo pipefail
 folder="$(cd "$(dirname "$0")" && pwd)"
 . "$folder/../commands.sh"

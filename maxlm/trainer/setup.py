@@ -15,7 +15,7 @@ from maxlm.hardware.chips import Peak, find_peak
 from maxlm.log import progress_bar
 from maxlm.planning.estimate.flops import step_flops
 from maxlm.runtime.heartbeat import Heartbeats
-from maxlm.runtime.maintenance import MaintenanceWatcher
+from maxlm.runtime.notices.watcher import MaintenanceWatcher
 from maxlm.runtime.preemption import StopRequest
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.alerts import PerformanceAlerts

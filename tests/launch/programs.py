@@ -15,7 +15,10 @@ from tests.conftest import ROOT
 from tests.programs import PROGRAMS
 
 SOURCES = Path(__file__).parent / 'stand_ins'
-ANSWERING = ('kubectl', 'srun', 'scontrol', 'squeue', 'scancel', 'git', 'nvidia-smi', 'uv', 'pip')
+ANSWERING = (
+    *('kubectl', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel', 'enroot'),
+    *('git', 'nvidia-smi', 'uv', 'pip'),
+)
 SECRET = 'hf_not-a-real-token-5d41402abc'
 # Scripts poll once or five times a second, and this `sleep` shortens these intervals. It keeps the pauses between
 # attempts, which tests set.
@@ -33,8 +36,10 @@ def _binaries():
     # The module is compiled once, not at each start.
     py_compile.compile(shutil.copy(SOURCES / 'record.py', folder), doraise=True)
     shutil.copy(SOURCES.parent / 'skypilot.json', folder)
-    sources = dict.fromkeys(ANSWERING, 'answering') | dict.fromkeys(('python', 'python3'), 'python')
-    sources |= {'gcloud': 'gcloud', 'sky': 'sky'}
+    sources = dict.fromkeys(ANSWERING, 'answering') | {
+        **{name: name for name in ('gcloud', 'docker', 'sky', 'python')},
+        'python3': 'python',
+    }
     # Without site-packages and environment variables, Python starts five times as fast.
     scripts = {name: f'#!{sys.executable} -SEs\n' + (SOURCES / f'{it}.py').read_text() for name, it in sources.items()}
     scripts['sleep'] = SLEEP.format(sleep=shutil.which('sleep'))

@@ -49,6 +49,26 @@ def test_finished_job(programs, folder):
     ]
 
 
+def test_container(programs, folder):
+    programs.environment |= {'MAXLM_CONTAINER': 'registry#maxlm:1', 'MAXLM_CONTAINER_MOUNTS': '/data:/data'}
+    options = [
+        '--no-container-entrypoint',
+        '--container-image=registry#maxlm:1',
+        f'--container-mounts={folder}:{folder},/data:/data',
+        f'--container-workdir={folder}',
+    ]
+    # The node of the script has no environment, so the newest step is read in the container too.
+    job(programs, folder, {'code': 75}, {'code': 0, 'stdout': '7\n'})
+    train, read = programs.calls('srun')
+    words = ['python', '-m', 'maxlm.train', *TRAIN]
+    assert train['arguments'] == ['--kill-on-bad-exit=0', '--wait=120', *options, *words]
+    assert read['arguments'][:-3] == ['--nodes=1', '--ntasks=1', *options, 'python']
+    assert read['arguments'][-1] == 'run'
+    assert programs.calls('python') == []
+    assert programs.lines('scontrol') == ['scontrol requeue 41']
+    assert (folder / 'maxlm-41.steps').read_text() == '7\n'
+
+
 @pytest.mark.parametrize('code', [75, 137])
 def test_requeue(programs, folder, code):
     done = job(programs, folder, {'code': code})

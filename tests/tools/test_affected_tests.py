@@ -12,11 +12,13 @@ FILES = {
     'maxlm/serve.py': '',
     'launch/demo.sh': '',
     'docs/data.md': '',
+    'Dockerfile': '',
     'tests/conftest.py': 'import maxlm.serve',
     'tests/data/conftest.py': 'from maxlm.serve import Server',
     'tests/data/test_order.py': 'from maxlm.order import Order',
     'tests/test_train.py': "run('-m', 'maxlm.train')",
     'tests/test_demo.py': "root / 'launch/demo.sh'",
+    'tests/test_image.py': "root / 'Dockerfile'",
     'tests/test_docs.py': "(root / 'docs').glob('*.md')",
 }
 
@@ -38,8 +40,12 @@ def graph(tmp_path):
         ('maxlm/serve.py', ['data/test_order.py']),
         ('tests/test_train.py', ['test_train.py']),
         ('launch/demo.sh', ['test_demo.py']),
+        ('Dockerfile', ['test_image.py']),
         ('docs/data.md', ['test_docs.py']),
-        ('tests/conftest.py', ['data/test_order.py', 'test_demo.py', 'test_docs.py', 'test_train.py']),
+        (
+            'tests/conftest.py',
+            ['data/test_order.py', 'test_demo.py', 'test_docs.py', 'test_image.py', 'test_train.py'],
+        ),
         ('README.md', []),
     ],
 )

@@ -1,0 +1,1 @@
+"""Preemption and maintenance notices from the metadata servers of cloud providers."""
