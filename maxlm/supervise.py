@@ -94,7 +94,7 @@ def _elastic_settings(options: argparse.Namespace, command: Sequence[str], workd
     for name in ('min_hosts', 'hosts', 'devices_per_host'):
         value = getattr(options, name)
         if value is None:
-            raise InputError(f'{flag(name)} is missing; it is required with --min-hosts')
+            raise InputError(f'{flag(name)} is missing; give it together with --min-hosts')
         if value < 1:
             raise InputError(f'{flag(name)}={value}: must be at least 1')
     if options.min_hosts > options.hosts:
