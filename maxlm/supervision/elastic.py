@@ -102,16 +102,20 @@ class ElasticSupervisor(Supervisor):
             time.sleep(TICK_SECONDS)
 
     def _tick(self) -> bool:
-        """Sends a heartbeat, reads the other ones, and starts or stops the command. Returns True if the run is done."""
+        """Sends a heartbeat, reads those of the other hosts, and acts on them. Returns True if the run is done."""
         try:
             self._beat()
             hosts = self._registry.hosts()
             newest = self._registry.newest()
+            self._hosts.update(hosts)
+            self._ticks += 1
+            return self._act(newest)
         except OSError as error:
             report(f'{self._policy.workdir} is unavailable: {os_message(error)}')
             return False
-        self._hosts.update(hosts)
-        self._ticks += 1
+
+    def _act(self, newest: Generation) -> bool:
+        """Starts or stops the command. Returns True if another host has completed the run."""
         known, own, counts = self._hosts, self._host.token, self._settings.counts
         if self._pid:
             reason = reason_to_stop(known, self._generation, newest, counts, self._ticks)

@@ -22,15 +22,20 @@ pytestmark = pytest.mark.multiprocess
 GENERATION = r'generation (\d+): rank (\d+) of (\d+) hosts'
 # Seconds without a heartbeat after which a host is lost. Long enough for a machine with other load.
 TIMEOUT = 4
-# Like `maxlm.train`, it exits with 75 after SIGTERM, and with the code in the file `end` once that exists.
+# Like `maxlm.train`, it exits with 75 after SIGTERM. It also exits if the file `end` exists; rank 0 exits with the code in
+# it. Rank 0 also exits with the code in the file `once`, and removes the file.
 COMMAND = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
 print('ready', file=sys.stderr, flush=True)
-end = pathlib.Path('end')
+end, once, is_first = pathlib.Path('end'), pathlib.Path('once'), os.environ['MAXLM_PROCESS_ID'] == '0'
 while not end.exists():
     time.sleep(0.02)
-sys.exit(int(end.read_text()) if os.environ['MAXLM_PROCESS_ID'] == '0' else 75)
+    if is_first and once.exists():
+        code = int(once.read_text())
+        once.unlink()
+        sys.exit(code)
+sys.exit(int(end.read_text()) if is_first else 75)
 """
 
 
@@ -161,6 +166,20 @@ def test_a_host_that_fails_repeatedly_is_left_out(start, tmp_path):
     assert [host.process.poll() for host in remaining] == [None, None]
     (tmp_path / 'end').unlink()
     wait_for_size(remaining, 2)
+
+
+def test_bad_input_after_a_loss_is_tried_again(start, tmp_path):
+    hosts = [start(number, count=2) for number in range(2)]
+    wait_for_size(hosts, 2)
+    lost = rank_0(hosts)
+    lost.kill()
+    hosts.remove(lost)
+    # A process of the lost host may still hold the lock of the workdir.
+    (tmp_path / 'once').write_text(str(EXIT_BAD_INPUT))
+    wait_for_size(hosts, 1, since=2)
+    # Negative control: no host was lost since.
+    (tmp_path / 'once').write_text(str(EXIT_BAD_INPUT))
+    assert hosts[0].process.wait(20) == EXIT_BAD_INPUT
 
 
 def test_configs_that_cannot_shrink_are_refused_at_the_start(start):
