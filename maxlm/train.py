@@ -147,9 +147,6 @@ def start(command: Callable[..., int]) -> NoReturn:
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     disconnect(code)
-    if code in (EXIT_DONE, EXIT_PREEMPTED):
-        # JAX's preemption service restores the default action when it stops.
-        ignore_sigterm()
     sys.exit(code)
 
 

@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from maxlm import supervise, train
-from maxlm.errors import exit_code
+from maxlm.errors import EXIT_FAILED, exit_code
 from maxlm.supervision.elastic import ElasticSupervisor
 from maxlm.trainer import batch_source
 
@@ -41,9 +42,18 @@ class ForkingSupervisor(ElasticSupervisor):
                 yield batch
 
         batch_source.iterate = slow
-        # Raises SystemExit, so the process exits as with `python -m maxlm.train`.
-        train.run()
-        raise AssertionError('train.run returned')
+        code = EXIT_FAILED
+        try:
+            train.run()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # Unlike an exception, this does not leave the contexts of the supervisor.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 if __name__ == '__main__':
