@@ -331,7 +331,7 @@ def render(results: dict[str, Any]) -> str:
     table = '\n'.join(rows)
     return f"""# Tested faults
 
-On this page you look up the faults that maxlm is tested with, the guarantee for each, and the measurement. Repeat a
+The faults that maxlm is tested with, the guarantee for each, and the measurement. Repeat a
 test with:
 
 ```

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.multiprocess
 GENERATION = r'generation (\d+): rank (\d+) of (\d+) hosts'
 # Seconds without a heartbeat after which a host is lost. Long enough for a machine with other load.
 TIMEOUT = 4
+# Seconds for a training process to start on such a machine.
+PATIENCE = 240
 # Like `maxlm.train`, it exits with 75 after SIGTERM. It also exits if the file `end` exists, and rank 0 then exits with
 # the code in it. Rank 0 also exits with the code in the file `once`, and removes the file.
 COMMAND = """
@@ -64,7 +66,7 @@ class Host:
         self.process.wait(10)
 
 
-def wait(hosts, until, seconds=240):
+def wait(hosts, until, seconds=90):
     """Waits until a condition is true, and returns the seconds."""
     began = time.monotonic()
     while not until():
@@ -73,7 +75,7 @@ def wait(hosts, until, seconds=240):
     return time.monotonic() - began
 
 
-def wait_for_size(hosts, size, since=0):
+def wait_for_size(hosts, size, since=0, seconds=90):
     """Waits until all hosts are in the same generation of this size, with a number above `since`; returns the seconds.
 
     Checks the ranks.
@@ -83,9 +85,9 @@ def wait_for_size(hosts, size, since=0):
         numbers, _, sizes = zip(*(host.generation for host in hosts), strict=True)
         return set(sizes) == {size} and len(set(numbers)) == 1 and numbers[0] > since
 
-    seconds = wait(hosts, is_complete)
+    taken = wait(hosts, is_complete, seconds)
     assert sorted(host.generation[1] for host in hosts) == list(range(size))
-    return seconds
+    return taken
 
 
 def rank_0(hosts):
@@ -214,7 +216,7 @@ def test_a_run_continues_with_fewer_hosts(dataset, tmp_path, record_property, co
 
     def wait_for_steps(number):
         last = last_step()
-        return wait(hosts, lambda: last_step() >= last + number)
+        return wait(hosts, lambda: last_step() >= last + number, PATIENCE)
 
     with forking('tests.elastic_host', devices=1) as parent:
 
@@ -223,15 +225,15 @@ def test_a_run_continues_with_fewer_hosts(dataset, tmp_path, record_property, co
             return Host(process, lambda: process.stderr)
 
         hosts = [start(number) for number in range(count)]
-        wait_for_size(hosts, count)
-        wait(hosts, lambda: last_step() >= 6)
+        wait_for_size(hosts, count, seconds=PATIENCE)
+        wait(hosts, lambda: last_step() >= 6, PATIENCE)
         # Rank 0 has the coordinator and the lock of the workdir.
         lost = rank_0(hosts)
         lost.kill()
         hosts.remove(lost)
-        shrinking = wait_for_size(hosts, count - 1) + wait_for_steps(3)
+        shrinking = wait_for_size(hosts, count - 1, seconds=PATIENCE) + wait_for_steps(3)
         hosts.append(start(count))
-        growing = wait_for_size(hosts, count, since=2) + wait_for_steps(3)
+        growing = wait_for_size(hosts, count, since=2, seconds=PATIENCE) + wait_for_steps(3)
         for host in hosts:
             host.process.send_signal(signal.SIGTERM)
         assert [host.process.wait(60) for host in hosts] == [EXIT_PREEMPTED] * count
