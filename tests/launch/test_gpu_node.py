@@ -69,7 +69,7 @@ def test_processes_join(programs, tmp_path, options, expected):
 def test_elastic_nodes(programs, tmp_path):
     config = ('--config.mesh.fsdp=1', '--config.mesh.data=-1', '--config.train.global_batch_size=24')
     options = ('--nodes=3', '--min-nodes=2', '--address=127.0.0.1', '--host-timeout=2', '--per-gpu', '--gpus=2')
-    programs.plan(attempts={'': [{'seconds': 60}] * 4})
+    programs.plan(attempts={'': [{'seconds': 60}] * 6})
     hosts = [programs.start(NODE, *options, *arguments(tmp_path, *config)) for _ in range(3)]
     calls = programs.wait_for(6, ready=True)
     assert len({joined(call)[0] for call in calls}) == 1
