@@ -121,6 +121,13 @@ FAULTS = (
         ),
     ),
     Fault(
+        'elastic',
+        'kill -9 of a host of an elastic run (processes and supervisor), and its return',
+        'the remaining hosts resume, and all hosts after the return; the losses are those of an uninterrupted run '
+        'within 1e-5',
+        ('tests/supervision/test_elastic.py',),
+    ),
+    Fault(
         'damage',
         'bit flip, truncation or deleted file in a checkpoint',
         'detected and named; the newest older intact step is used',

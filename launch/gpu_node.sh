@@ -5,6 +5,10 @@
 #
 #   --nodes N --node-rank R    number of nodes, and rank of this node (0 to N-1)
 #   --coordinator HOST:PORT    a free port of node 0 that all nodes can reach; required with several nodes
+#   --min-nodes M              elastic run: after a node is lost, the run continues with M nodes or more, and a node that
+#                              starts this command joins. --nodes is the maximum. --node-rank and --coordinator are not
+#                              used. The nodes find each other in the workdir
+#   --address HOST --host-timeout SECONDS   options of maxlm.supervise for elastic runs
 #   --per-gpu                  one process per GPU instead of one process per node
 #   --gpus G                   number of GPUs to use (default: all)
 #   --platform cpu --devices D   a trial without GPUs: D virtual devices per process; with --per-gpu, --gpus is the
@@ -26,6 +30,7 @@ launch="$(cd "$(dirname "$0")" && pwd)"
 nodes="${MAXLM_NUM_PROCESSES:-1}"
 node_rank="${MAXLM_PROCESS_ID:-0}"
 coordinator="${MAXLM_COORDINATOR:-}"
+min_nodes=
 per_gpu=false
 gpus=
 platform=gpu
@@ -44,12 +49,13 @@ while [ $# -gt 0 ]; do
     --nodes) need_value "$1" "$@" && nodes="$2" && shift ;;
     --node-rank) need_value "$1" "$@" && node_rank="$2" && shift ;;
     --coordinator) need_value "$1" "$@" && coordinator="$2" && shift ;;
+    --min-nodes) need_value "$1" "$@" && min_nodes="$2" && shift ;;
     --per-gpu) per_gpu=true ;;
     --gpus) need_value "$1" "$@" && gpus="$2" && shift ;;
     --platform) need_value "$1" "$@" && platform="$2" && shift ;;
     --devices) need_value "$1" "$@" && devices="$2" && shift ;;
     --logs) need_value "$1" "$@" && logs="$2" && shift ;;
-    --max-failures | --backoff) need_value "$1" "$@" && restart_options+=("$1" "$2") && shift ;;
+    --max-failures | --backoff | --address | --host-timeout) need_value "$1" "$@" && restart_options+=("$1" "$2") && shift ;;
     --once) once=true ;;
     --grace) need_value "$1" "$@" && grace="$2" && shift ;;
     --monitor) monitor=true ;;
@@ -59,6 +65,16 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+if [ -n "$min_nodes" ] && $once; then
+  # maxlm.supervise has set the variables of the current generation of the elastic run.
+  nodes="${MAXLM_NUM_PROCESSES:-$nodes}"
+  node_rank="${MAXLM_PROCESS_ID:-$node_rank}"
+  coordinator="${MAXLM_COORDINATOR:-$coordinator}"
+elif [ -n "$min_nodes" ]; then
+  need_number --min-nodes "$min_nodes"
+  node_rank=0
+  coordinator=
+fi
 need_number --nodes "$nodes"
 need_number --node-rank "$node_rank"
 need_number --grace "$grace"
@@ -67,7 +83,7 @@ need_number --grace "$grace"
 workdir="$(find_workdir "$@")"
 [ -n "$workdir" ] || refuse '--workdir is missing; arguments of maxlm.train come after --'
 case "$coordinator" in
-  '') [ "$nodes" -eq 1 ] || refuse "--coordinator is missing: with --nodes $nodes give HOST:PORT of node 0" ;;
+  '') [ "$nodes" -eq 1 ] || { [ -n "$min_nodes" ] && ! $once; } || refuse "--coordinator is missing: with --nodes $nodes give HOST:PORT of node 0" ;;
   ?*:[0-9]*) need_number 'the port of --coordinator' "${coordinator##*:}" ;;
   *) refuse "--coordinator=$coordinator: give HOST:PORT" ;;
 esac
@@ -80,17 +96,22 @@ case "$platform" in
   *) refuse "--platform=$platform: give gpu or cpu" ;;
 esac
 
+# count_gpus: prints the number of GPUs that this node uses.
+count_gpus() {
+  if [ -n "$gpus" ]; then
+    echo "$gpus"
+  elif [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+    echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c .
+  else
+    # nvidia-smi prints one line per GPU; lines of MIG slices are indented.
+    nvidia-smi -L 2>/dev/null | grep -c '^GPU' || refuse 'no GPU found by nvidia-smi; give --gpus'
+  fi
+}
+
 processes=1
 if $per_gpu; then
-  if [ -z "$gpus" ]; then
-    [ "$platform" = gpu ] || refuse '--per-gpu with --platform cpu needs --gpus, the number of processes'
-    if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-      gpus="$(echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c .)"
-    else
-      # nvidia-smi prints one line per GPU; lines of MIG slices are indented.
-      gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" || refuse 'no GPU found by nvidia-smi; give --gpus'
-    fi
-  fi
+  [ "$platform" = gpu ] || [ -n "$gpus" ] || refuse '--per-gpu with --platform cpu needs --gpus, the number of processes'
+  gpus="$(count_gpus)"
   need_number --gpus "$gpus"
   processes="$gpus"
 fi
@@ -200,6 +221,18 @@ watch_run() {
   exit "$code"
 }
 
+if [ -n "$min_nodes" ] && ! $once; then
+  if [ "$platform" = cpu ]; then
+    per_host=$((devices * processes))
+  else
+    per_host="$(count_gpus)"
+  fi
+  restart_options+=(--hosts "$nodes" --min-hosts "$min_nodes" --devices-per-host "$per_host")
+fi
+# Options of this script precede the first --, so --once comes first.
+restarts=("${PYTHON:-python}" -m maxlm.supervise ${restart_options[@]+"${restart_options[@]}"} -- bash "$launch/gpu_node.sh"
+  --once ${given[@]+"${given[@]}"})
+
 if $dry_run; then
   export_settings
   # Only variables that this script sets, because the environment may contain secrets.
@@ -207,6 +240,10 @@ if $dry_run; then
     CUDA_DEVICE_MAX_CONNECTIONS CUDA_VISIBLE_DEVICES NCCL_DEBUG NCCL_IB_TIMEOUT; do
     [ -z "${!name:-}" ] || echo "would set: $name=${!name}"
   done
+  if [ -n "$min_nodes" ]; then
+    run "${restarts[@]}"
+    exit 0
+  fi
   for ((number = 0; number < processes; number++)); do
     # shellcheck disable=SC2046 # each variable must become one word
     run env $(join_variables "$number") "${PYTHON:-python}" -m maxlm.train "$@"
@@ -219,9 +256,7 @@ if $monitor; then
   watch_run
 fi
 if ! $once; then
-  # Options of this script precede the first --, so --once comes first.
-  exec "${PYTHON:-python}" -m maxlm.supervise ${restart_options[@]+"${restart_options[@]}"} -- bash "$launch/gpu_node.sh" --once \
-    ${given[@]+"${given[@]}"}
+  exec "${restarts[@]}"
 fi
 export_settings
 [ "$processes" -gt 1 ] || start 0 "$@"

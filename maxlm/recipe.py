@@ -20,7 +20,8 @@ from maxlm.config.loading import load, load_phases, split_overrides
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
 from maxlm.hints import HINTS, print_next
 from maxlm.storage.paths import Kind, PathOption
-from maxlm.supervise import Policy, Supervisor, find_workdir
+from maxlm.supervision.restarts import Policy, find_workdir
+from maxlm.supervision.supervisor import Supervisor
 
 # Commands that take --config and --config.section.key=value.
 TRAINING = ('train', 'grpo')

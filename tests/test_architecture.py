@@ -23,7 +23,7 @@ HEAVY = ('tensorflow', 'clu', 'torch', 'transformers', 'datasets', 'ray', 'rensa
 # Directories of tests of other parts of the project.
 OTHER_TESTS = {(name,) for name in ('benchmarks', 'buckets', 'configs', 'examples', 'golden', 'launch', 'tools')}
 # Commands connect all packages. They only import libraries for options, completion and devices.
-OF_COMMANDS = {'fsspec', 'jax', 'numpy', 'rich', 'shtab', 'tqdm'}
+OF_COMMANDS = {'jax', 'numpy', 'rich', 'shtab', 'tqdm'}
 CONTENTS = re.compile(r'^\| `([\w.]+)` \| ([^|]+) \|$', re.MULTILINE)
 IMPORTS = re.compile(r'^\| `([\w.]+)` \| ([^|]*) \| ([^|]*) \|$', re.MULTILINE)
 

@@ -11,6 +11,7 @@ from maxlm.supervise import main
 from tests.launch.programs import Programs
 
 SUPERVISE = (sys.executable, '-m', 'maxlm.supervise')
+ELASTIC = ('--min-hosts=1', '--hosts=2', '--devices-per-host=1')
 TRAIN = ('python', '-m', 'maxlm.train', '--config=configs/tiny.py')
 
 
@@ -110,6 +111,14 @@ def test_dry_run(capsys):
         (['--backoff=1'], 'no command'),
         (['--backoff=1', '--'], 'no command'),
         (['true'], 'true'),
+        (['--min-hosts=1', '--', *TRAIN], '--hosts is missing'),
+        ([*ELASTIC[:2], '--', *TRAIN], '--devices-per-host is missing'),
+        (['--min-hosts=0', *ELASTIC[1:], '--', *TRAIN], '--min-hosts=0: must be at least 1'),
+        (['--min-hosts=3', *ELASTIC[1:], '--', *TRAIN], '--min-hosts=3: must be at most --hosts=2'),
+        ([*ELASTIC, '--host-timeout=0', '--', *TRAIN], '--host-timeout=0: must be above 0'),
+        ([*ELASTIC, '--', *TRAIN, '--workdir=gs://bucket/run'], '--workdir=gs://bucket/run: the hosts exchange files'),
+        ([*ELASTIC, '--', 'python', '--workdir=runs/x'], 'the command has no --config'),
+        ([*ELASTIC, '--', *TRAIN, '--config.mesh.fsdp=2'], 'mesh fsdp=2 cannot use fewer hosts'),
         (['--', '/nowhere/python'], '/nowhere/python: cannot be started: No such file'),
     ],
 )

@@ -3,7 +3,7 @@
 import fsspec
 import pytest
 
-from maxlm.supervise import Policy, RestartHistory, find_workdir, newest_step, next_action
+from maxlm.supervision.restarts import Policy, RestartHistory, find_workdir, newest_step, next_action
 
 POLICY = Policy(max_failures=3, backoff=10.0)
 

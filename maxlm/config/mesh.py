@@ -112,7 +112,7 @@ def check_layout(config: Config) -> None:
             'model.mtp_depth=0'
         )
     if mesh.stage > 1:
-        _check_stages(config)
+        check_stages(config)
     elif mesh.num_pipeline_repeats > 1:
         raise InputError(
             f'mesh.num_pipeline_repeats={mesh.num_pipeline_repeats} requires pipeline stages; set it to 1, or set '
@@ -134,7 +134,12 @@ def _check_axis(config: Config, axis: str, wholes: list[tuple[str, int]], *, pie
             )
 
 
-def _check_stages(config: Config) -> None:
+def check_stages(config: Config) -> None:
+    """Checks that the pipeline stages divide the layers and the micro-batches of a step.
+
+    Raises:
+        InputError: they do not. The message lists numbers that do.
+    """
     mesh, model = config.mesh, config.model
     # All stages have the first dense layers of a model with experts.
     layers = model.num_layers - model.num_dense_layers

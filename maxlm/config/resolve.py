@@ -9,7 +9,7 @@ from typing import Any
 
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.loading import build, default
-from maxlm.config.mesh import check_layout, resolve_mesh
+from maxlm.config.mesh import check_layout, check_stages, resolve_mesh
 from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig, TrainConfig
 from maxlm.config.validation import divides
 from maxlm.errors import InputError
@@ -26,6 +26,40 @@ _KERNELS = {'tokamax': 'gpu', 'megablox': 'tpu'}
 _WINDOW = 1024
 # Requirement of the fused attention kernels.
 _NO_SINKS = 'model.attention_sinks=False; found True'
+
+
+def resolve_batch(config: Config, mesh: MeshConfig) -> tuple[int, int]:
+    """Returns the global batch size and the batch size per device for a resolved mesh.
+
+    Raises:
+        InputError: a batch cannot be split over the devices.
+    """
+    train = config.train
+    global_batch = train.global_batch_size or train.global_batch_size_tokens // config.data.seq_len
+    shards = mesh.replica * mesh.data * mesh.fsdp * mesh.expert
+    if global_batch % shards:
+        raise InputError(
+            f'train.global_batch_size={global_batch} cannot be split over {shards} devices (mesh '
+            f'replica·data·fsdp·expert); nearest: {max(1, round(global_batch / shards)) * shards}'
+        )
+    # `auto` chooses a divisor.
+    micro_batch = 1 if train.per_device_batch_size == AUTO else train.per_device_batch_size or global_batch // shards
+    if (global_batch // shards) % micro_batch:
+        divides('train.per_device_batch_size', micro_batch, 'the sequences per device', global_batch // shards)
+    return global_batch, micro_batch
+
+
+def check_num_devices(config: Config, num_devices: int) -> None:
+    """Checks that the mesh and the batch of a config that is not resolved fit to a number of devices.
+
+    Raises:
+        InputError: they do not. The message suggests values that work.
+    """
+    mesh = resolve_mesh(config.mesh, num_devices)
+    global_batch, micro_batch = resolve_batch(config, mesh)
+    if mesh.stage > 1:
+        train = dataclasses.replace(config.train, global_batch_size=global_batch, per_device_batch_size=micro_batch)
+        check_stages(dataclasses.replace(config, mesh=mesh, train=train))
 
 
 def resolve(
@@ -53,17 +87,8 @@ def resolve(
     mesh = resolve_mesh(config.mesh, num_devices)
     window = config.data.seq_len
     train = config.train
-    global_batch = train.global_batch_size or train.global_batch_size_tokens // window
-    shards = mesh.replica * mesh.data * mesh.fsdp * mesh.expert
-    if global_batch % shards:
-        raise InputError(
-            f'train.global_batch_size={global_batch} cannot be split over {shards} devices (mesh '
-            f'replica·data·fsdp·expert); nearest: {max(1, round(global_batch / shards)) * shards}'
-        )
     assert train.per_device_batch_size != AUTO, 'a size for train.per_device_batch_size=auto comes from planning'
-    micro_batch = train.per_device_batch_size or global_batch // shards
-    if (global_batch // shards) % micro_batch:
-        divides('train.per_device_batch_size', micro_batch, 'the sequences per device', global_batch // shards)
+    global_batch, micro_batch = resolve_batch(config, mesh)
 
     tokens_per_step = global_batch * window
     if train.num_steps:

@@ -16,9 +16,8 @@ from typing import NamedTuple
 import jax
 
 from maxlm.errors import InputError
-from maxlm.runtime.rendezvous import RendezvousError, rendezvous
+from maxlm.runtime.rendezvous import COORDINATOR, NUM_PROCESSES, PROCESS_ID, RendezvousError, rendezvous
 
-COORDINATOR, NUM_PROCESSES, PROCESS_ID = 'MAXLM_COORDINATOR', 'MAXLM_NUM_PROCESSES', 'MAXLM_PROCESS_ID'
 LOCAL_DEVICES = 'MAXLM_LOCAL_DEVICES'
 
 # Timeout for processes that the cluster starts later.

@@ -15,6 +15,9 @@ from typing import NoReturn
 
 from maxlm.errors import EXIT_PREEMPTED, InputError, os_message
 
+# Environment variables of the processes of a run.
+COORDINATOR, NUM_PROCESSES, PROCESS_ID = 'MAXLM_COORDINATOR', 'MAXLM_NUM_PROCESSES', 'MAXLM_PROCESS_ID'
+
 # Delay between two attempts to reach process 0, and timeout of `accept`.
 RETRY_SECONDS = 0.2
 # Timeout of a line that is normally sent immediately.

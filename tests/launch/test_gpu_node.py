@@ -66,6 +66,28 @@ def test_processes_join(programs, tmp_path, options, expected):
         ]
 
 
+def test_elastic_nodes(programs, tmp_path):
+    config = ('--config.mesh.fsdp=1', '--config.mesh.data=-1', '--config.train.global_batch_size=24')
+    options = ('--nodes=3', '--min-nodes=2', '--address=127.0.0.1', '--host-timeout=2', '--per-gpu', '--gpus=2')
+    programs.plan(attempts={'': [{'seconds': 60}] * 6})
+    hosts = [programs.start(NODE, *options, *arguments(tmp_path, *config)) for _ in range(3)]
+    calls = programs.wait_for(6, ready=True)
+    assert len({joined(call)[0] for call in calls}) == 1
+    # The ranks and the coordinator come from maxlm.supervise.
+    assert sorted(joined(call)[1:] for call in calls) == [('6', str(rank), str(rank % 2)) for rank in range(6)]
+    for host in hosts:
+        host.terminate()
+    for host in hosts:
+        done = programs.finish(host)
+        assert done.returncode == 75, done.stderr
+        assert 'of 3 hosts' in done.stderr
+    dry = programs.run(NODE, '--dry-run', *options, *arguments(tmp_path, *config))
+    assert (
+        'maxlm.supervise --address 127.0.0.1 --host-timeout 2 --hosts 3 --min-hosts 2 --devices-per-host 2'
+        in dry.stdout
+    )
+
+
 def test_gpus_are_counted(programs, tmp_path):
     listed = 'GPU 0: NVIDIA H100 (UUID: GPU-1)\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H100 (UUID: G-2)\n'
     programs.plan(replies=[{'match': 'nvidia-smi -L', 'stdout': listed}])
@@ -233,6 +255,10 @@ def test_dry_run(programs, tmp_path):
         (['--nodes=2', '--coordinator=host:port'], '--coordinator=host:port'),
         (['--nodes=2', '--node-rank=2', '--coordinator=a:1'], 'give 0 to 1'),
         (['--nodes=0'], '--nodes=0'),
+        (['--nodes=2', '--min-nodes=two', '--gpus=1'], '--min-nodes=two'),
+        (['--nodes=2', '--min-nodes=3', '--gpus=1'], '--min-hosts=3: must be at most --hosts=2'),
+        (['--nodes=2', '--min-nodes=1'], 'no GPU found'),
+        (['--nodes=2', '--min-nodes=1', '--once'], '--coordinator is missing'),
         (['--nodes=two'], '--nodes=two'),
         (['--per-gpu'], 'no GPU found'),
         (['--per-gpu', '--gpus=0'], '--gpus=0'),
