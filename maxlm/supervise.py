@@ -77,7 +77,10 @@ def main(argv: list[str]) -> int:
         raise InputError(f'--backoff={options.backoff:g}: must be at least 0')
     policy = Policy(options.max_failures, options.backoff, find_workdir(command))
     supervisor = Supervisor(command, policy)
-    if options.min_hosts is not None:
+    if options.min_hosts is None:
+        if given := [flag(name) for name in ('hosts', 'devices_per_host', 'address') if getattr(options, name)]:
+            raise InputError(f'{", ".join(given)}: only for elastic runs; give --min-hosts too')
+    else:
         supervisor = ElasticSupervisor(command, policy, _elastic_settings(options, command, policy.workdir))
     if options.dry_run:
         print(f'would run: {shlex.join(command)}')
@@ -89,7 +92,7 @@ def _elastic_settings(options: argparse.Namespace, command: Sequence[str], workd
     """Checks the options of elastic runs.
 
     Raises:
-        InputError: an option is missing or invalid, or the config does not fit to the numbers of hosts.
+        InputError: an option is missing or invalid, or the config cannot train on these numbers of hosts.
     """
     for name in ('min_hosts', 'hosts', 'devices_per_host'):
         value = getattr(options, name)

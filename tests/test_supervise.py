@@ -85,7 +85,8 @@ def test_orphans_are_reaped():
     # A subreaper adopts orphans, like process 1 of a container.
     subreaper = 'import ctypes, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); from maxlm.supervise import main; '
     children = 'ps -o stat=,comm= --ppid $PPID'
-    script = f'(sleep 0.3 &); {children} | grep sleep; sleep 0.6; echo later; {children}; exit 2'
+    reaped = f'for _ in $(seq 50); do {children} | grep -q sleep || break; sleep 0.1; done'
+    script = f'(sleep 1 &); {children} | grep sleep; {reaped}; echo later; {children}; exit 2'
     command = [sys.executable, '-c', f'{subreaper}sys.exit(main(sys.argv[1:]))', '--', 'sh', '-c', script]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     before, _, after = done.stdout.partition('later')
@@ -112,6 +113,7 @@ def test_dry_run(capsys):
         (['--backoff=1', '--'], 'no command'),
         (['true'], 'true'),
         (['--min-hosts=1', '--', *TRAIN], '--hosts is missing'),
+        (['--hosts=2', '--', *TRAIN], '--hosts: only for elastic runs'),
         ([*ELASTIC[:2], '--', *TRAIN], '--devices-per-host is missing'),
         (['--min-hosts=0', *ELASTIC[1:], '--', *TRAIN], '--min-hosts=0: must be at least 1'),
         (['--min-hosts=3', *ELASTIC[1:], '--', *TRAIN], '--min-hosts=3: must be at most --hosts=2'),

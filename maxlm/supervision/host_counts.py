@@ -31,8 +31,8 @@ def host_counts(config: Config, *, min_hosts: int, max_hosts: int, devices_per_h
     """Returns the numbers of hosts from `min_hosts` to `max_hosts` with which a config can train, ascending.
 
     Raises:
-        InputError: no data-parallel axis of the mesh is -1, or the config does not fit to the smallest or the largest
-            number of hosts.
+        InputError: no data-parallel axis of the mesh is -1, or the config cannot train on the smallest or the
+            largest number of hosts.
     """
     if all(getattr(config.mesh, axis) != -1 for axis in ELASTIC_AXES):
         sizes = ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size != 1)
