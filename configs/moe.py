@@ -11,8 +11,8 @@ Variants:  tiny: configs/tiny.py with a shared expert and 4 experts, 1 per token
 Hardware:  tiny: any CPU with 2 cores. Others: 8 × H100 80 GB for 8x1b, 16 for 16b-a3b and 32 for 30b-a3b, with
            pip install 'maxlm[experts]'; or 32 × TPU v5p, 64 for 30b-a3b. On TPU, 8x1b is planned with
            --config.model.remat_policy=none --config.train.per_device_batch_size=4
-Time:      tiny: about four minutes. Others: 100 billion tokens, 4.2M per step; planned for these numbers of H100 (TPU): 118 (42)
-           hours for 8x1b, 92 (72) for 16b-a3b, 75 (58) for 30b-a3b
+Time:      tiny: about four minutes. Others: 100 billion tokens, 4.2M per step; planned for these numbers of H100
+           (TPU): 118 (42) hours for 8x1b, 92 (72) for 16b-a3b, 75 (58) for 30b-a3b
 Cost:      planned: $3,800 ($5,700) for 8x1b, $5,900 ($9,700) for 16b-a3b, $9,600 ($15,700) for 30b-a3b
 Memory:    planned, GiB per H100 (TPU): 51 (68) for 8x1b, 44 (34) for 16b-a3b, 45 (36) for 30b-a3b
 Expected:  tiny: validation loss of 4.77 nats per token on the data of configs/tiny.py, which reaches 4.81 (mean of
