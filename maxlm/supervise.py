@@ -76,10 +76,11 @@ def main(argv: list[str]) -> int:
     if not options.backoff >= 0:
         raise InputError(f'--backoff={options.backoff:g}: must be at least 0')
     policy = Policy(options.max_failures, options.backoff, find_workdir(command))
-    supervisor = Supervisor(command, policy)
+    supervisor: Supervisor
     if options.min_hosts is None:
         if given := [flag(name) for name in ('hosts', 'devices_per_host', 'address') if getattr(options, name)]:
             raise InputError(f'{", ".join(given)}: only for elastic runs; give --min-hosts too')
+        supervisor = Supervisor(command, policy)
     else:
         supervisor = ElasticSupervisor(command, policy, _elastic_settings(options, command, policy.workdir))
     if options.dry_run:

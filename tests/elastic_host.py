@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 from maxlm import supervise, train
 from maxlm.errors import EXIT_FAILED, exit_code
@@ -58,5 +59,5 @@ class ForkingSupervisor(ElasticSupervisor):
 
 if __name__ == '__main__':
     os.setpgid(0, 0)
-    supervise.ElasticSupervisor = ForkingSupervisor  # type: ignore[misc]
-    sys.exit(exit_code(supervise.main, sys.argv[1:]))
+    with mock.patch.object(supervise, 'ElasticSupervisor', ForkingSupervisor):
+        sys.exit(exit_code(supervise.main, sys.argv[1:]))

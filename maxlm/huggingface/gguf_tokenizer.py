@@ -22,7 +22,7 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|{numbers}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r'\s+(?!\S)|\s+'
 )
-# Words of o200k, with upper-case letters before lower-case letters.
+# The o200k split separates words before an upper-case letter that follows a lower-case letter.
 _UPPER, _LOWER, _ENDINGS = r'\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}', r'\p{Ll}\p{Lm}\p{Lo}\p{M}', "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _O200K = (
     rf'[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_ENDINGS}|'
@@ -47,7 +47,7 @@ _SPLITS = {
 _SPACE = '▁'
 _REPLACE = {'type': 'Replace', 'pattern': {'String': ' '}, 'content': _SPACE}
 _PREPEND = {'type': 'Sequence', 'normalizers': [{'type': 'Prepend', 'prepend': _SPACE}, _REPLACE]}
-# Without effect after the replacement.
+# This step changes nothing, because the normalizer has replaced all spaces.
 _AFTER_SPACES = {'type': 'Split', 'pattern': {'String': ' '}, 'behavior': 'MergedWithPrevious', 'invert': False}
 _BYTES = [f'<0x{byte:02X}>' for byte in range(256)]
 

@@ -127,7 +127,7 @@ def next_generation(
     if any(host.state != READY for host in members):
         return None
     candidates = members + _newcomers(alive, newest)
-    count = max((count for count in counts if count <= len(candidates)), default=0)
+    count = _largest(counts, len(candidates))
     if not count or candidates[0].token != own:
         return None
     if not members and count < counts[-1] and waited < START_TICKS:
@@ -151,10 +151,14 @@ def reason_to_stop(hosts: Hosts, running: Generation, newest: Generation, counts
     if not hosts.is_done(running) and (losses := list(filter(None, map(hosts.loss, running.hosts)))):
         return ', '.join(losses)
     new = _newcomers(hosts.alive(), running)
-    possible = max((count for count in counts if count <= len(running.hosts) + len(new)), default=0)
-    if age >= LOST_TICKS and possible > len(running.hosts):
+    if age >= LOST_TICKS and _largest(counts, len(running.hosts) + len(new)) > len(running.hosts):
         return f'{", ".join(host.name for host in new)} joined'
     return ''
+
+
+def _largest(counts: Sequence[int], available: int) -> int:
+    """Returns the largest allowed number of hosts that are available, or 0."""
+    return max((count for count in counts if count <= available), default=0)
 
 
 def _newcomers(alive: dict[str, HostState], generation: Generation) -> list[HostState]:

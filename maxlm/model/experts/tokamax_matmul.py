@@ -81,6 +81,7 @@ def _product(
             lhs_RP, rhs, sizes_E, axes, preferred_element_type=lhs_RP.dtype, implementation=kernels
         )
     except (NotImplementedError, ExceptionGroup) as error:
+        # Tokamax raises the error of its only kernel, or a group with the error of each.
         reason = error.exceptions[-1] if isinstance(error, ExceptionGroup) else error
         raise InputError(
             f'model.expert_matmul=tokamax: no kernel for a product of {lhs_RP.dtype} on this device ({reason}); set '

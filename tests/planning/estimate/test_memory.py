@@ -103,8 +103,8 @@ PROGRAMS = {
     'experts': ({**EXPERTS, 'model__family': 'llama', 'model__remat_policy': 'full', 'model__num_layers': 3}, 0.10),
     'multi-token prediction': (
         {'model__family': 'llama', 'model__mtp_depth': 2, 'model__remat_policy': 'full', 'model__num_layers': 3},
-        # jaxlib 0.12 needs a fifth less than the estimate, which fits 0.10.
-        0.28,
+        # From jaxlib 0.12, the program needs a fifth less than estimated.
+        0.15 if jax.__version_info__ < (0, 12) else 0.28,
     ),
     'a teacher': (
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 
-class LoopbackServer:
+class LoopbackServer(abc.ABC):
     """Context manager that serves `values`, with 404 for missing paths. `url` is the value for the endpoint variables.
 
     Attributes:
@@ -52,9 +53,9 @@ class LoopbackServer:
             goal = self.requests[path] + number
             assert self._changed.wait_for(lambda: self.requests[path] >= goal, timeout=30), self.requests
 
+    @abc.abstractmethod
     def answer(self, request: BaseHTTPRequestHandler, path: str) -> tuple[int, str]:
         """Returns the status and the text of a response."""
-        raise NotImplementedError
 
     def _respond(self, request: BaseHTTPRequestHandler) -> None:
         path = urlsplit(request.path).path
