@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from typing import Any, NamedTuple
@@ -152,8 +153,12 @@ def host_memory() -> int:
     return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
 
+@functools.cache
 def measure_matmul_tflops(size: int = 1024, rounds: int = 7, products: int = 4) -> float:
-    """Returns the TFLOP/s of chained `size`³ float32 products on the default device, the best of `rounds`."""
+    """Returns the TFLOP/s of chained `size`³ float32 products on the default device, the best of `rounds`.
+
+    A process measures once: a run needs the result for its plan and for MFU.
+    """
 
     @jax.jit
     def chain(a: jax.Array, b: jax.Array) -> jax.Array:
