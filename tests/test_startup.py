@@ -13,9 +13,9 @@ ALLOWED = {'maxlm'}
 CONFIG = {'absl', 'ml_collections', 'yaml'}
 TERMINAL = {'colorama', 'tenacity', 'tornado', 'tqdm'}
 OF_VERBS = {
-    **dict.fromkeys(('plan', 'doctor'), CONFIG),
-    **dict.fromkeys(('train', 'grpo'), {*CONFIG, 'tqdm'}),
-    **dict.fromkeys(('recipe', 'supervise'), {*CONFIG, *TERMINAL, 'etils'}),
+    **{verb: CONFIG for verb in ('plan', 'doctor')},
+    **{verb: {*CONFIG, 'tqdm'} for verb in ('train', 'grpo')},
+    **{verb: {*CONFIG, *TERMINAL, 'etils'} for verb in ('recipe', 'supervise')},
     'completion': {*CONFIG, 'shtab'},
     'monitor': {*CONFIG, *TERMINAL, 'plotext', 'rich'},
     'report': {*CONFIG, *TERMINAL, 'jinja2', 'markupsafe'},
