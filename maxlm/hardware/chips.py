@@ -154,7 +154,7 @@ def host_memory() -> int:
 
 
 @functools.cache
-def measure_matmul_tflops(size: int = 1024, rounds: int = 7, products: int = 4) -> float:
+def measure_matmul_tflops(size: int = 1024, rounds: int = 4, products: int = 4) -> float:
     """Returns the TFLOP/s of chained `size`³ float32 products on the default device, the best of `rounds`.
 
     A process measures once: a run needs the result for its plan and for MFU.
