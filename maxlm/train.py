@@ -85,7 +85,7 @@ def start(command: Callable[..., int]) -> NoReturn:
     """Runs a training command and exits the process with its exit code."""
     # It affects the entire process and must be called before JAX starts.
     disable_malloc_trim()
-    # Until the command has imported its libraries, which takes seconds.
+    # The command imports its libraries, which takes seconds. Then it installs a handler that raises an exception.
     exit_on_sigterm(importing=True)
     code = exit_code(partial(command, began=process_start_time()), sys.argv[1:])
     if code in (EXIT_DONE, EXIT_PREEMPTED):

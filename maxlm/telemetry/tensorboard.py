@@ -18,8 +18,8 @@ from maxlm.errors import InputError
 class TensorBoard:
     """Tracker for TensorBoard. Each segment of a run writes its own file, which replaces repeated steps.
 
-    A background thread imports TensorFlow and writes. It starts at the first write, because an import that runs at the
-    same time as the first step would delay it by seconds. An error of the thread is raised by a later call.
+    A background thread imports TensorFlow and writes the files. The thread starts at the first write, because the
+    import would delay the first step by seconds. A later call raises the errors of the thread.
     """
 
     def __init__(self, directory: Path, config: Config):
