@@ -6,7 +6,7 @@ import difflib
 import importlib
 import sys
 
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code, exit_on_sigterm
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 
 VERBS = {
     'configs': 'list the shipped configs, or print one to edit it',
@@ -49,9 +49,6 @@ def main() -> None:
         hint = f'did you mean {near[0]!r}?' if near else f'available: {", ".join(VERBS)}'
         print(f'error: unknown command {name!r}; {hint}', file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
-    if name in ('train', 'grpo'):
-        # Must precede the import, which takes seconds.
-        exit_on_sigterm(importing=True)
     sys.argv = [f'maxlm {name}', *sys.argv[2:]]
     importlib.import_module(f'maxlm.{name}').run()
 

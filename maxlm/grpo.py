@@ -6,26 +6,19 @@ responses that score above others to the same prompt (GRPO). Workdir, resuming a
 
 from __future__ import annotations
 
-from maxlm.errors import exit_on_sigterm
-
-if __name__ == '__main__':
-    # Must precede the other imports, which take seconds.
-    exit_on_sigterm(importing=True)
-
-from maxlm.train import start, train
-from maxlm.trainer.rollouts import open_rollouts
+from maxlm.train import parse, start
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:
-    """Trains with GRPO; `began` as in `train`."""
-    return train(
-        argv,
-        open_rollouts,
-        prog='maxlm grpo',
-        description=__doc__,
-        example='--config=configs/arithmetic.py:rl',
-        began=began,
+    """Trains with GRPO; `began` as in `execute`."""
+    options, overrides = parse(
+        argv, prog='maxlm grpo', description=__doc__, example='--config=configs/arithmetic.py:rl'
     )
+
+    from maxlm.commands.train import execute
+    from maxlm.trainer.rollouts import open_rollouts
+
+    return execute(options, overrides, open_rollouts, began=began)
 
 
 def run() -> None:

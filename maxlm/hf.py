@@ -15,85 +15,24 @@ are dequantized.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.formatting import format_bytes
-from maxlm.hints import print_next
-from maxlm.huggingface.architectures.table import ARCHITECTURES
-from maxlm.huggingface.config_conversion import AUTO
-from maxlm.huggingface.export_gguf import BLOCK, TYPES, export_gguf
-from maxlm.huggingface.export_model import DTYPE, export_model
-from maxlm.huggingface.export_peft import export_adapter
-from maxlm.huggingface.import_model import import_model
-from maxlm.huggingface.tensors.safetensors_io import DTYPES
-from maxlm.log import Console
-from maxlm.storage.filesystem import display_path, is_url
+from maxlm.config.schema import ExportConfig
+from maxlm.config.validation import CHOICES
+from maxlm.errors import ArgumentParser, exit_code
+from maxlm.huggingface.tensors.export_dtypes import DEFAULT_DTYPE, GGUF_DTYPES, SAFETENSORS_DTYPES
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
-from maxlm.workdir.files import CONFIG
-from maxlm.workdir.upload_directory import Upload
 
 CHECKPOINT = 'workdir (newest step), WORKDIR@STEP, or directory of one step'
-UNITS = {'': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30}
 
 
 def main(argv: list[str]) -> int:
     """Imports or exports one model."""
     options = _parse(argv)
-    with Console():
-        if options.command == 'import':
-            done = import_model(options.input, options.output, show=True)
-            print(f'{done.workdir}: {done.class_name} of {done.parameters:,} parameters')
-            print_next('maxlm', 'generate', f'--checkpoint={done.workdir}', '--prompt=Hello')
-            return EXIT_DONE
-        if options.command == 'export-adapter':
-            written = export_adapter(
-                options.checkpoint, options.output, base=options.base, architecture=options.architecture, show=True
-            )
-            print(
-                f'{written.directory}: adapters of {written.parameters:,} parameters for {written.class_name} '
-                f'({", ".join(written.targets)})'
-            )
-            print_next(
-                'maxlm',
-                'checkpoints',
-                'merge',
-                f'--checkpoint={options.checkpoint}',
-                f'--output={written.directory}-merged',
-            )
-            return EXIT_DONE
-        if options.command == 'export-gguf':
-            file = export_gguf(options.checkpoint, options.output, dtype=options.dtype, show=True)
-            unquantized = (
-                f'; {len(file.float16_tensors)} matrices in f16, because their row size is not a multiple of {BLOCK}'
-                if file.float16_tensors
-                else ''
-            )
-            print(
-                f'{file.path}: {file.kind} of {file.parameters:,} parameters, {format_bytes(file.bytes)}{unquantized}'
-            )
-            print_next('llama-cli', '-m', str(file.path), '-p', 'Hello')
-            return EXIT_DONE
-        upload = _upload(options)
-        exported = export_model(
-            options.checkpoint,
-            str(upload.folder) if upload else options.output,
-            architecture=options.architecture,
-            dtype=options.dtype,
-            max_shard_size=parse_size(options.max_shard_size),
-            show=True,
-        )
-        if upload:
-            upload.finish(show=True)
-    output = display_path(options.output) if upload else exported.directory
-    print(
-        f'{output}: {exported.class_name} of {exported.parameters:,} parameters, '
-        f'{format_bytes(exported.bytes)} in {options.dtype}'
-    )
-    if not upload:
-        print_next('maxlm', 'serve', f'--checkpoint={output}')
-    return EXIT_DONE
+
+    from maxlm.commands.hf import execute
+
+    return execute(options)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -142,7 +81,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default='~/.cache/maxlm',
         help='local directory for the files before upload, if --output is a URL (%(default)s)',
     )
-    exporter.add_argument('--dtype', choices=list(DTYPES), default=DTYPE, help='dtype of the weights (%(default)s)')
+    exporter.add_argument(
+        '--dtype', choices=SAFETENSORS_DTYPES, default=DEFAULT_DTYPE, help='dtype of the weights (%(default)s)'
+    )
     exporter.add_argument('--max-shard-size', default='1GB', help='maximum size of a file, e.g. 500MB (%(default)s)')
     adapter = command(
         'export-adapter',
@@ -161,8 +102,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for one in (exporter, adapter):
         one.add_argument(
             '--architecture',
-            choices=[AUTO, *ARCHITECTURES],
-            default=AUTO,
+            choices=CHOICES['export.architecture'],
+            default=ExportConfig.architecture,
             help='Transformers architecture (%(default)s: the one of its family, else one that can express the model; '
             'never nanochat, which vLLM does not support)',
         )
@@ -173,33 +114,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     single.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
     single.add_argument('--output', type=PathOption(Kind.FILE), required=True, help='new file')
-    single.add_argument('--dtype', choices=TYPES, default='f16', help='dtype of the matrices (%(default)s)')
+    single.add_argument('--dtype', choices=GGUF_DTYPES, default='f16', help='dtype of the matrices (%(default)s)')
     return parser.parse_args(argv)
-
-
-def _upload(options: argparse.Namespace) -> Upload | None:
-    """Prepares the upload of an export to a bucket; returns None if the output is a local directory."""
-    if not is_url(options.output):
-        return None
-    upload = Upload('--output', options.output, cache=options.cache, last=CONFIG)
-    upload.check_new()
-    # The same checkpoint gives the same bytes, so files that an interrupted upload has sent are not sent again.
-    upload.discard()
-    return upload
-
-
-def parse_size(text: str) -> int:
-    """Parses a size such as 500MB (10⁶) or 1GiB (2³⁰) and returns it in bytes.
-
-    Raises:
-        InputError: the size is invalid or zero.
-    """
-    match = re.fullmatch(r'(\d+(?:\.\d+)?) ?([a-z]*)', text.strip(), re.IGNORECASE)
-    unit = UNITS.get(match[2].upper()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
-    if size < 1:
-        raise InputError(f'--max-shard-size={text}: not a valid size; use e.g. 500MB or 1GB')
-    return size
 
 
 def run() -> None:

@@ -6,8 +6,6 @@ import sys
 
 from maxlm.data.filters.registry import FILTERS
 from maxlm.data.prepare.options import PrepareOptions
-from maxlm.data.prepare.prepare_dataset import prepare_dataset
-from maxlm.data.prepare.summary import skipped_files, training_command
 from maxlm.data.tokenizer.tokenizer import SPECS
 from maxlm.errors import ArgumentParser, exit_code, text_argument
 from maxlm.hints import print_next
@@ -17,6 +15,10 @@ from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 def main(argv: list[str]) -> int:
     """Prepares the data set that `argv` describes. Raises InputError if that is not possible."""
     options = _parse(argv)
+
+    from maxlm.data.prepare.prepare_dataset import prepare_dataset
+    from maxlm.data.prepare.summary import skipped_files, training_command
+
     output = prepare_dataset(options)
     if not options.quiet:
         # File names need not be valid text.

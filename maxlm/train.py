@@ -11,101 +11,46 @@ processes (see `maxlm.runtime.initialize`) is lost or hangs, all processes exit 
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
-from maxlm.errors import exit_on_sigterm
-
-if __name__ == '__main__':
-    # Must precede the other imports, which take seconds.
-    exit_on_sigterm(importing=True)
-
-import jax
-
-from maxlm.config.config_files import default_workdir
-from maxlm.config.loading import load, split_overrides
-from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, exit_code
-from maxlm.hints import print_next
-from maxlm.runtime.heartbeat import Heartbeats, disconnect
-from maxlm.runtime.initialize import initialize
+from maxlm.config.loading import split_overrides
+from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, exit_code, exit_on_sigterm
 from maxlm.runtime.malloc import disable_malloc_trim
-from maxlm.runtime.preemption import ignore_sigterm
-from maxlm.runtime.rendezvous import RendezvousError
 from maxlm.storage.paths import ANY, Kind, PathOption
-from maxlm.telemetry.timeline import Timeline, process_start_time
-from maxlm.trainer.batch_source import open_text
-from maxlm.trainer.run import OpenSource, WorkdirUnavailableError
-from maxlm.trainer.run import run as run_training
-from maxlm.workdir.files import CHAT_TEMPLATE
+from maxlm.telemetry.timeline import process_start_time
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:
-    """Trains on prepared data; `began` as in `train`."""
-    return train(
-        argv,
-        open_text,
-        prog='maxlm train',
-        description=__doc__,
-        example='--config=configs/tiny.py --workdir=runs/first',
-        began=began,
+    """Trains on prepared data; `began` as in `execute`."""
+    options, overrides = parse(
+        argv, prog='maxlm train', description=__doc__, example='--config=configs/tiny.py --workdir=runs/first'
     )
 
+    from maxlm.commands.train import execute
+    from maxlm.trainer.batch_source import open_text
 
-def train(
-    argv: list[str],
-    open_source: OpenSource,
-    *,
-    prog: str,
-    description: str | None,
-    example: str,
-    began: float | None,
-) -> int:
-    """Parses the command line of a training command and trains. Returns the exit code.
+    return execute(options, overrides, open_text, began=began)
+
+
+def parse(argv: list[str], *, prog: str, description: str | None, example: str) -> tuple[argparse.Namespace, list[str]]:
+    """Parses the command line of a training command.
 
     Args:
         argv: arguments of the command.
-        open_source: opens the batch source.
         prog: name of the command.
         description: description of the command for `--help`.
         example: arguments of an example for `--help`.
-        began: start time of the process in seconds since 1970, because startup time also costs money; None means now.
+
+    Returns:
+        The options, and the overrides of the config.
     """
-    timeline = Timeline(began)
     overrides, rest = split_overrides(argv)
-    options = _parser(prog, description, example).parse_args(rest)
-    try:
-        initialize()
-    except RendezvousError as error:
-        error.exit_process()
-    with Heartbeats() as heartbeats, timeline.track_compilation():
-        config = load(options.config, overrides)
-        if not options.workdir:
-            options.workdir = default_workdir(options.config)
-            if jax.process_index() == 0:
-                print(f'workdir: {options.workdir} (choose another with --workdir)', flush=True)
-        try:
-            code = run_training(
-                config,
-                open_source,
-                workdir=options.workdir,
-                resume=options.resume,
-                heartbeats=heartbeats,
-                timeline=timeline,
-            )
-        except WorkdirUnavailableError as error:
-            print(f'error: {error}', file=sys.stderr)
-            if jax.process_count() > 1:
-                heartbeats.exit_all(EXIT_PREEMPTED, str(error))
-            return EXIT_PREEMPTED
-        if code == EXIT_DONE and jax.process_index() == 0:
-            # A URL is not read again for a hint.
-            chat = ['--chat'] if (Path(options.workdir) / CHAT_TEMPLATE).is_file() else []
-            print_next('maxlm', 'generate', f'--checkpoint={options.workdir}', *chat, '--prompt=Hello')
-        return code
+    return _parser(prog, description, example).parse_args(rest), overrides
 
 
 def _parser(prog: str, description: str | None, example: str) -> ArgumentParser:
@@ -140,13 +85,20 @@ def start(command: Callable[..., int]) -> NoReturn:
     """Runs a training command and exits the process with its exit code."""
     # It affects the entire process and must be called before JAX starts.
     disable_malloc_trim()
-    exit_on_sigterm(importing=False)
+    # The command imports its libraries, which takes seconds. Then it installs a handler that raises an exception.
+    exit_on_sigterm(importing=True)
     code = exit_code(partial(command, began=process_start_time()), sys.argv[1:])
     if code in (EXIT_DONE, EXIT_PREEMPTED):
+        from maxlm.runtime.preemption import ignore_sigterm
+
         ignore_sigterm()
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    disconnect(code)
+    # After an invalid argument, JAX is not imported.
+    if 'jax' in sys.modules:
+        from maxlm.runtime.heartbeat import disconnect
+
+        disconnect(code)
     sys.exit(code)
 
 

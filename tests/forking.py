@@ -211,6 +211,10 @@ def main() -> None:
             # The forked process raises the error again and shows it in its output.
             with contextlib.suppress(Exception):
                 importlib.import_module(request['target'].partition(':')[0])
+                if 'maxlm.train' in sys.modules:
+                    # A training command imports these modules only after it has parsed its arguments.
+                    importlib.import_module('maxlm.commands.train')
+                    importlib.import_module('maxlm.trainer.rollouts')
             with warnings.catch_warnings():
                 # Python 3.12 warns about forking because NumPy's BLAS has a thread.
                 warnings.simplefilter('ignore', DeprecationWarning)

@@ -6,6 +6,7 @@ imported all modules, because a new process spends most of its time on imports, 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -21,6 +22,9 @@ from maxlm.data.prepare import partitions
 from maxlm.data.prepare.pipeline import WORK_DIRECTORY
 from maxlm.errors import exit_code
 from tests.preparing import contents
+
+# A command imports its implementation only after it has parsed its arguments.
+importlib.import_module('maxlm.data.prepare.prepare_dataset')
 
 WORDS = 4000
 

@@ -8,6 +8,7 @@ time on imports.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -22,6 +23,10 @@ from maxlm import grpo, train
 from maxlm.checkpoint.manager import saved_steps
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.telemetry.events import read_events
+
+# A command imports its implementation only after it has parsed its arguments.
+for name in ('maxlm.commands.train', 'maxlm.trainer.rollouts'):
+    importlib.import_module(name)
 
 VERBS = {'train': train.main, 'grpo': grpo.main}
 

@@ -93,11 +93,11 @@ class SharedSteps:
         key = ('eval', computed_by(config), layout, num_sources)
         return self._once(key, lambda: make_eval_step(config, layout, num_sources))
 
-    def init_state(self, config: Config, layout: Layout) -> TrainState:
+    def init_state(self, config: Config, layout: Layout, *, compiler_options: dict | None = None) -> TrainState:
         """Returns a copy, because steps donate their input state."""
 
         def make() -> tuple[TrainState, Callable[[TrainState], TrainState]]:
-            state = init_state(config, layout)
+            state = init_state(config, layout, compiler_options=compiler_options)
             shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
             return state, jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
 

@@ -8,6 +8,7 @@ modules. Each attempt writes independently measured durations of its parts to DI
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -29,6 +30,9 @@ from maxlm.evaluation.validation import Validation
 from maxlm.trainer import batch_source
 from maxlm.trainer.metric_logger import Reporter
 from maxlm.workdir.files import goodput_name
+
+# A command imports its implementation only after it has parsed its arguments.
+importlib.import_module('maxlm.commands.train')
 
 EVERY = 10
 LAST = 40

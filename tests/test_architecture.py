@@ -22,8 +22,8 @@ NAMELESS = {'utils', 'helpers', 'common', 'misc'}
 HEAVY = ('tensorflow', 'clu', 'torch', 'transformers', 'datasets', 'ray', 'rensa', 'gcsfs', 's3fs')
 # Directories of tests of other parts of the project.
 OTHER_TESTS = {(name,) for name in ('benchmarks', 'buckets', 'configs', 'examples', 'golden', 'launch', 'tools')}
-# Commands connect all packages. They only import libraries for options, completion and devices.
-OF_COMMANDS = {'jax', 'numpy', 'rich', 'shtab', 'tqdm'}
+# Commands parse arguments. They only import libraries for completion and the terminal.
+OF_COMMANDS = {'rich', 'shtab'}
 CONTENTS = re.compile(r'^\| `([\w.]+)` \| ([^|]+) \|$', re.MULTILINE)
 IMPORTS = re.compile(r'^\| `([\w.]+)` \| ([^|]*) \| ([^|]*) \|$', re.MULTILINE)
 

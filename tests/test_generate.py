@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from maxlm import generate
+from maxlm.commands import generate as command
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.engine.engine import Engine
@@ -42,7 +43,7 @@ def _shared_engines():
         return engines[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, 'Engine', make)
+        patch.setattr(command, 'Engine', make)
         yield
 
 
@@ -221,7 +222,7 @@ def test_the_model_is_in_memory_once(run, workdir, tmp_path, monkeypatch):
 
     found = []
     step = Engine.step
-    monkeypatch.setattr(generate, 'Engine', Engine)
+    monkeypatch.setattr(command, 'Engine', Engine)
     monkeypatch.setattr(Engine, 'step', lambda self: found.append(stacked() - before) or step(self))
     lines = tmp_path / 'lines.jsonl'
     lines.write_text(json.dumps({'prompt': PROMPT}))

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from maxlm import evaluate, hf, train
+from maxlm.commands.hf import parse_size
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.formatting import format_bytes
@@ -122,13 +123,13 @@ def test_options_of_export(workdir, tmp_path, refused, option, parts):
 
 
 def test_sizes():
-    assert hf.parse_size('1GB') == 10**9
-    assert hf.parse_size('1.5 mb') == 1_500_000
-    assert hf.parse_size('2GiB') == 2**31
-    assert hf.parse_size('77') == 77
+    assert parse_size('1GB') == 10**9
+    assert parse_size('1.5 mb') == 1_500_000
+    assert parse_size('2GiB') == 2**31
+    assert parse_size('77') == 77
     for text in ('', '-1GB', '0.1', 'GB', '1GBs', '1 2'):
         with pytest.raises(InputError, match='--max-shard-size'):
-            hf.parse_size(text)
+            parse_size(text)
 
 
 def test_a_model_without_a_matching_architecture(tmp_path, refused):

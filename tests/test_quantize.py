@@ -5,6 +5,7 @@ import re
 import pytest
 
 from maxlm import hf, quantize
+from maxlm.commands import quantize as command
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.inference.quantize_checkpoint import Quantized
 from tests.huggingface.workdirs import MODELS, make_workdir
@@ -55,13 +56,13 @@ def test_the_table(tmp_path):
     done = Quantized(
         tmp_path, 7, memory_before=4_000_000, memory_after=1_250_000, disk_before=3_000_000, disk_after=900_000
     )
-    assert quantize._table(done, 'int8', [2.0, 2.01]).splitlines() == [
+    assert command._table(done, 'int8', [2.0, 2.01]).splitlines() == [
         f'{tmp_path}: step 7 quantized to int8',
         'weights  in memory    on disk    loss  difference',
         'float32   3.81 MiB   2.86 MiB  2.0000',
         'int8      1.19 MiB  878.9 KiB  2.0100     +0.50 %',
     ]
-    assert quantize._table(done, 'int4', []).splitlines()[-1] == 'int4      1.19 MiB  878.9 KiB     -'
+    assert command._table(done, 'int4', []).splitlines()[-1] == 'int4      1.19 MiB  878.9 KiB     -'
 
 
 @pytest.mark.parametrize(

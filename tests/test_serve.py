@@ -336,7 +336,7 @@ def test_the_model_is_in_memory_once(workdir, model, monkeypatch):
         # Compiling all programs takes long and does not change arrays.
         monkeypatch.setattr(Engine, 'warm_up', lambda self, on_program: None)
         monkeypatch.setattr(
-            'maxlm.serving.server.serve_until_stopped', lambda _: found.append(stacked() - before) or EXIT_DONE
+            'maxlm.commands.serve.serve_until_stopped', lambda _: found.append(stacked() - before) or EXIT_DONE
         )
         assert serve.main([f'--checkpoint={workdir}', '--port=0', f'--slots={SLOTS}']) == EXIT_DONE
         return found

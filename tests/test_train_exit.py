@@ -16,8 +16,9 @@ pytestmark = pytest.mark.multiprocess
 PROGRAM = """
 import json, os, signal, sys
 from maxlm import train
+from maxlm.runtime import heartbeat
 
-train.disconnect = lambda code: os.kill(os.getpid(), signal.SIGTERM)
+heartbeat.disconnect = lambda code: os.kill(os.getpid(), signal.SIGTERM)
 codes = []
 for code in map(int, sys.argv[1:]):
     if not (pid := os.fork()):

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from maxlm import train
+from maxlm.commands import train as command
 from maxlm.errors import EXIT_PREEMPTED
 from maxlm.telemetry.events import read_events
 from maxlm.trainer import run as runs
@@ -30,23 +31,23 @@ sys.meta_path.insert(0, Finder())
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ('command', 'code', 'stderr'),
+    ('words', 'code', 'stderr'),
     [
-        (['-m', 'maxlm.train', '--workdir=run'], EXIT_PREEMPTED, LINE),
-        (['-m', 'maxlm.grpo', '--workdir=run'], EXIT_PREEMPTED, LINE),
-        (['-m', 'maxlm', 'train', '--workdir=run'], EXIT_PREEMPTED, LINE),
-        # Negative control: an import alone does not change the signal handler.
-        (['-c', 'import maxlm.train'], -signal.SIGTERM, ''),
+        (['-m', 'maxlm.train', '--config=tiny', '--workdir=run'], EXIT_PREEMPTED, LINE),
+        (['-m', 'maxlm.grpo', '--config=tiny', '--workdir=run'], EXIT_PREEMPTED, LINE),
+        (['-m', 'maxlm', 'train', '--config=tiny', '--workdir=run'], EXIT_PREEMPTED, LINE),
+        # Negative control: imports alone do not change the signal handler.
+        (['-c', 'import maxlm.train, jax'], -signal.SIGTERM, ''),
     ],
     ids=['train', 'grpo', 'maxlm', 'control'],
 )
-def test_sigterm_while_jax_is_imported(tmp_path, command, code, stderr):
+def test_sigterm_while_jax_is_imported(tmp_path, words, code, stderr):
     (tmp_path / 'site').mkdir()
     (tmp_path / 'site/sitecustomize.py').write_text(SITE)
     environment = os.environ | {'PYTHONPATH': os.pathsep.join([str(tmp_path / 'site'), str(ROOT)])}
     cwd = tmp_path / 'empty'
     cwd.mkdir()
-    done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (code, '', stderr)
     assert list(cwd.iterdir()) == []
 
@@ -61,7 +62,7 @@ def test_sigterm_during_setup(dataset, tmp_path, capsys, monkeypatch, moment):
             os.kill(os.getpid(), signal.SIGTERM)
 
     workdir = tmp_path / 'run'
-    monkeypatch.setattr(train if moment == 'load' else runs, moment, interrupted)
+    monkeypatch.setattr(command if moment == 'load' else runs, moment, interrupted)
     monkeypatch.setattr(sys, 'argv', ['maxlm.train', *arguments(dataset, workdir)])
     before = signal.getsignal(signal.SIGTERM)
     try:

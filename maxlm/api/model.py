@@ -21,7 +21,8 @@ from flax import nnx
 from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.huggingface.export_model import DTYPE, MAX_SHARD_BYTES, export_model
+from maxlm.huggingface.export_model import MAX_SHARD_BYTES, export_model
+from maxlm.huggingface.tensors.export_dtypes import DEFAULT_DTYPE
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Delta, Request
 from maxlm.inference.load import load_model
@@ -206,7 +207,7 @@ class Model:
         return -sum(score.log_prob for score in self._scorer.score(requests)) / len(ids)
 
     def save_pretrained(
-        self, directory: str | os.PathLike[str], *, architecture: str = 'auto', dtype: str = DTYPE
+        self, directory: str | os.PathLike[str], *, architecture: str = 'auto', dtype: str = DEFAULT_DTYPE
     ) -> None:
         """Writes the model in the format of Hugging Face Transformers, as `maxlm hf export` does.
 

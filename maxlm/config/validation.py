@@ -11,6 +11,7 @@ from typing import Any
 from maxlm.config.families import FAMILIES
 from maxlm.config.ranges import Range, check_ranges
 from maxlm.config.schema import Config, DataConfig
+from maxlm.config.sections.model import QUANTIZATION_GROUPS
 from maxlm.config.user_function import is_function_name
 from maxlm.config.validation_architecture import check_architecture
 from maxlm.config.validation_experts import check_experts
@@ -39,7 +40,7 @@ CHOICES = {
     'model.init': ('normal', 'small', 'uniform'),
     'model.dtype': ('bfloat16', 'float16', 'float32'),
     'model.matmul_precision': ('default', 'fp8'),
-    'model.weight_quantization': ('float', 'int8', 'int4', 'fp8'),
+    'model.weight_quantization': ('float', *QUANTIZATION_GROUPS),
     'model.remat_policy': ('none', 'dots', 'dots_no_batch', 'full', 'offload'),
     'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
     'optimizer.name': ('adamw', 'muon'),

@@ -27,7 +27,6 @@ from maxlm.log import progress_bar
 from maxlm.storage.atomic import check_space, new_file
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config
 
-TYPES = ('f16', 'q8_0')
 # Number of values of a row that share a scale in q8_0.
 BLOCK = 32
 _LARGEST_FLOAT16 = 65504.0

@@ -32,7 +32,6 @@ from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.workdir.files import CONFIG, TOKENIZER, TOKENIZER_CONFIG, read_config
 
-DTYPE = 'bfloat16'
 MAX_SHARD_BYTES = 10**9
 
 

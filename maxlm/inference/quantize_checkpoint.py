@@ -18,9 +18,10 @@ from maxlm.checkpoint.params import params_item, without_mtp
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.config.loading import to_json
 from maxlm.config.schema import Config
+from maxlm.config.sections.model import QUANTIZATION_GROUPS
 from maxlm.errors import InputError
 from maxlm.log import progress_bar
-from maxlm.model.layers.weight_only_quantization import DEFAULT_GROUPS, Weights
+from maxlm.model.layers.weight_only_quantization import Weights
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.workdir.files import CONFIG, EXPORT_FILES, TOKENIZER, read_config
 
@@ -55,11 +56,11 @@ def parse_weights(kind: str, group: int | None = None) -> Weights:
     Raises:
         InputError: the weight type is unknown, or the group size is negative.
     """
-    if kind not in DEFAULT_GROUPS:
-        raise InputError(f'{kind!r} is not a weight format; use one of {", ".join(DEFAULT_GROUPS)}')
+    if kind not in QUANTIZATION_GROUPS:
+        raise InputError(f'{kind!r} is not a weight format; use one of {", ".join(QUANTIZATION_GROUPS)}')
     if group is not None and group < 0:
         raise InputError(f'--group={group}: must be at least 0 (0 = one scale for all inputs)')
-    return Weights(kind, DEFAULT_GROUPS[kind] if group is None else group)
+    return Weights(kind, QUANTIZATION_GROUPS[kind] if group is None else group)
 
 
 def quantized_config(config: Config, weights: Weights, source: str) -> Config:

@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from maxlm.errors import InputError, os_message
 from maxlm.formatting import format_bytes
 
@@ -49,6 +47,8 @@ def add_compiler() -> bool:
     Raises:
         InputError: MAXLM_GPU_COMPILER names a directory without a compiler for this jaxlib.
     """
+    import jax
+
     folder, version = _folder(), _version()
     found = _installed(folder)
     if found == version:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,11 @@ from maxlm.errors import InputError
 
 
 class TensorBoard:
-    """Tracker for TensorBoard. Each segment of a run writes its own file, which replaces repeated steps."""
+    """Tracker for TensorBoard. Each segment of a run writes its own file, which replaces repeated steps.
+
+    A background thread imports TensorFlow and writes the files. The thread starts at the first write, because the
+    import would delay the first step by seconds. A later call raises the errors of the thread.
+    """
 
     def __init__(self, directory: Path, config: Config):
         """
@@ -23,39 +30,63 @@ class TensorBoard:
         # CLU uses TensorFlow, which prints messages to stderr at import by default.
         os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
         os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
-        try:
-            from clu import metric_writers
-        except ImportError as error:
-            raise InputError(
-                f'metrics.tensorboard=True requires clu and TensorFlow ({error}); install them, or set '
-                'metrics.tensorboard=False'
-            ) from error
-        self._open_writer = lambda: metric_writers.AsyncWriter(metric_writers.SummaryWriter(str(directory)))
+        for package in ('clu', 'tensorflow'):
+            if find_spec(package) is None:
+                raise InputError(
+                    f'metrics.tensorboard=True requires clu and TensorFlow (no module named {package!r}); install '
+                    'them, or set metrics.tensorboard=False'
+                )
         self._directory = directory
         self._config = config
+        # One worker, so that the calls are executed in their order.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix='tensorboard')
+        self._calls: deque[Future[None]] = deque()
+        self._after_step: int | None = None
         self._writer: Any = None
 
     def begin(self, after_step: int, newest_step: int) -> None:
         """See `Tracker`."""
         self.close()
-        if files := sorted(self._directory.glob('events.out.tfevents.*')):
-            _purge_after(files[-1], after_step)
-        self._writer = self._open_writer()
-        self._writer.write_hparams(hparams(self._config))
+        self._after_step = after_step
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
-        self._writer.write_scalars(step, values)
+        self._submit(lambda: self._writer.write_scalars(step, values))
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """See `Tracker`."""
         # TensorBoard renders Markdown. Indented text is shown verbatim.
-        self._writer.write_texts(
-            step, {name: ''.join(f'    {line}\n' for line in text.split('\n')) for name, text in texts.items()}
-        )
+        indented = {name: ''.join(f'    {line}\n' for line in text.split('\n')) for name, text in texts.items()}
+        self._submit(lambda: self._writer.write_texts(step, indented))
 
     def close(self) -> None:
         """See `Tracker`."""
+        self._after_step = None
+        calls, self._calls = self._calls, deque()
+        if calls or self._writer:
+            calls.append(self._thread.submit(self._close_writer))
+        # After an error, the writer is closed before the error is raised.
+        wait(calls)
+        for call in calls:
+            call.result()
+
+    def _submit(self, call: Callable[[], None]) -> None:
+        if self._after_step is not None:
+            self._calls.append(self._thread.submit(self._open_writer, self._after_step))
+            self._after_step = None
+        while self._calls and self._calls[0].done():
+            self._calls.popleft().result()
+        self._calls.append(self._thread.submit(call))
+
+    def _open_writer(self, after_step: int) -> None:
+        from clu import metric_writers
+
+        if files := sorted(self._directory.glob('events.out.tfevents.*')):
+            _purge_after(files[-1], after_step)
+        self._writer = metric_writers.SummaryWriter(str(self._directory))
+        self._writer.write_hparams(hparams(self._config))
+
+    def _close_writer(self) -> None:
         if self._writer:
             self._writer.close()
             self._writer = None

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import jax
-
 from maxlm.telemetry.goodput import ACTIVITIES
 
 # Durations that JAX reports for a new program in addition to tracing. They do not overlap, so no time counts twice.
@@ -78,6 +76,8 @@ class Timeline:
     @contextlib.contextmanager
     def track_compilation(self) -> Iterator[None]:
         """Counts the compilation time of this thread as `compile`, in any phase, while the context is entered."""
+        import jax
+
         thread = threading.get_ident()
 
         # JAX passes the duration by this keyword.

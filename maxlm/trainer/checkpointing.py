@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -40,6 +41,9 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from maxlm.workdir.teacher import TEACHER, teacher_workdir
 
 INIT_FROM = 'train.init_from'
+# XLA options for the initial state on CPUs. The program runs once, and takes four times as long to compile at the
+# default level. Its values are the same.
+INIT_OPTIONS = {'xla_backend_optimization_level': 1}
 
 
 class RunCheckpoints:
@@ -250,7 +254,7 @@ def restore_or_initialize(
     elif abstract.reference is not None:
         origin = open_init_checkpoint(_origin_of(config), config, abstract.params, tokenizer=tokenizer)
         has_new_params = config.model.lora_rank or origin.upcycled is not None
-        missing = origin.missing(init_state(config, layout).params) if has_new_params else {}
+        missing = origin.missing(_random_state(config, layout).params) if has_new_params else {}
         params = origin.read(abstract.params, missing)
         state = state._replace(reference=reference_of(config, params, abstract))
     return state, restored.history
@@ -270,7 +274,7 @@ def initialize_state(
         InputError: the initial checkpoint cannot be read, or has another model or tokenizer.
     """
     imported = checkpoints.is_params_only(0)
-    state = init_state(config, layout)
+    state = _random_state(config, layout)
     if not (imported or config.train.init_from):
         return state if config.teacher is None else state._replace(reference=read_teacher(config, abstract))
     step = checkpoints.directory / '0' if imported else _origin_of(config)
@@ -295,6 +299,13 @@ def initialize_state(
     ema = None if abstract.ema is None else copy_params(params)
     reference = reference_of(config, params, abstract) if config.teacher is None else read_teacher(config, abstract)
     return state._replace(params=params, ema=ema, reference=reference)
+
+
+def _random_state(config: Config, layout: Layout) -> TrainState:
+    options = None
+    if layout.platform == 'cpu' and not any(name in os.environ.get('XLA_FLAGS', '') for name in INIT_OPTIONS):
+        options = INIT_OPTIONS
+    return init_state(config, layout, compiler_options=options)
 
 
 def _upcycled_text(origin: InitCheckpoint) -> str:

@@ -153,10 +153,15 @@ def _abstract_params(config: Config, layout: Layout) -> Params:
     return jax.tree.map(place, shapes, param_shardings(config, layout.of_state))
 
 
-def init_state(config: Config, layout: Layout) -> TrainState:
+def init_state(config: Config, layout: Layout, *, compiler_options: dict[str, Any] | None = None) -> TrainState:
     """Returns the state before the first step, created in place on the mesh.
 
     If the state has a reference, it is a copy of the initial parameters, or None in place of a teacher.
+
+    Args:
+        config: resolved config.
+        layout: layout of the devices.
+        compiler_options: XLA options of the program. JAX accepts them only outside of other traced functions.
     """
     optimizer = optimizer_of(config, layout)
     copies_params = has_reference_params(config) and config.teacher is None
@@ -173,7 +178,7 @@ def init_state(config: Config, layout: Layout) -> TrainState:
 
     abstract = abstract_state(dataclasses.replace(config, teacher=None), layout)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(init, out_shardings=shardings)()
+    return jax.jit(init, out_shardings=shardings, compiler_options=compiler_options)()
 
 
 def with_progress(state: TrainState, progress: Progress, layout: Layout) -> TrainState:

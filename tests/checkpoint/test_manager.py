@@ -54,7 +54,7 @@ def random_state(abstract, *, step, skipped, seed=0):
     return TrainState(*counters, params, opt_state, window=window)
 
 
-def zero_state(config, layout):
+def zero_state(config, layout, *, compiler_options=None):
     """Replaces `init_state`, whose random values do not matter if all parameters are restored."""
     abstract = abstract_state(config, layout)
     return jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract)

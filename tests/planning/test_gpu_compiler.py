@@ -7,6 +7,7 @@ import sys
 import types
 from importlib.metadata import version
 
+import jax
 import pytest
 
 from maxlm import plan
@@ -76,7 +77,7 @@ def test_installed_once_and_found(cache, pip, capfd, monkeypatch):
     assert 'already installed' in capfd.readouterr().err
     monkeypatch.setattr(sys, 'path', list(sys.path))
     with monkeypatch.context() as patch:
-        patch.setattr(gpu_compiler.jax, 'config', types.SimpleNamespace(jax_platforms=None))
+        patch.setattr(jax, 'config', types.SimpleNamespace(jax_platforms=None))
         with pytest.raises(AssertionError, match='CUDA'):
             add_compiler()
     assert add_compiler()

@@ -1,7 +1,10 @@
 """Tests TensorBoard logs: scalars, the config and samples. Repeated steps replace earlier ones."""
 
+import sys
+
 import pytest
 
+from maxlm.errors import InputError
 from maxlm.telemetry.metrics import MetricWriter, read_metrics
 from maxlm.telemetry.tensorboard import TensorBoard, hparams
 from tests.small import small_config
@@ -49,3 +52,38 @@ def test_config_as_hparams():
     assert values['model.dim'] == 48
     assert values['data.sources'] == '()'
     assert {type(value) for value in values.values()} == {bool, int, float, str}
+
+
+def test_a_missing_package_is_reported_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'clu', None)
+    with pytest.raises(InputError, match=r"requires clu and TensorFlow \(no module named 'clu'\)"):
+        TensorBoard(tmp_path, small_config())
+    monkeypatch.undo()
+    # Control: with the packages, nothing is imported and no file is written before the first write.
+    tracker = TensorBoard(tmp_path, small_config())
+    tracker.begin(0, 0)
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_background_thread_is_raised_by_a_later_call(tmp_path, monkeypatch):
+    class Broken:
+        def __init__(self):
+            self.closed = 0
+
+        def write_scalars(self, step, values):
+            raise OSError('disk is full')
+
+        def close(self):
+            self.closed += 1
+
+    writer = Broken()
+    tracker = TensorBoard(tmp_path, small_config())
+    monkeypatch.setattr(tracker, '_open_writer', lambda after_step: setattr(tracker, '_writer', writer))
+    tracker.begin(0, 0)
+    tracker.write(1, 0.0, {'train/loss': 1.0})
+    with pytest.raises(OSError, match='disk is full'):
+        tracker.close()
+    assert writer.closed == 1
+    # Control: without another write, there is no error.
+    tracker.close()

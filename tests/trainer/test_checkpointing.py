@@ -255,3 +255,14 @@ def test_other_tokenizer_of_init_from_is_a_warning(start, tmp_path, origin, data
     shutil.copy(data.tokenizer_path, tmp_path / 'origin' / TOKENIZER)
     _, out = start(tmp_path / 'again', init_from=tmp_path / 'origin')
     assert 'is neither the tokenizer' not in out
+
+
+def test_the_initial_state_is_compiled_with_fewer_optimizations(monkeypatch):
+    config = config_on(2)
+    layout = small_layout(config)
+    # The tests set XLA_FLAGS to a lower level, which takes precedence and gives other values.
+    of_flags = checkpointing._random_state(config, layout)
+    monkeypatch.setenv('XLA_FLAGS', '')
+    state = checkpointing._random_state(config, layout)
+    assert same(state, init_state(config, layout, compiler_options={'xla_backend_optimization_level': 3}))
+    assert not same(state, of_flags)

@@ -7,6 +7,11 @@ from typing import Any
 
 # Default of an architecture key: the model family sets it unless the config does.
 FAMILY: Any = None
+# Formats of quantized weights, and by default the number of inputs that share a scale; 0 means all. The 16 values of
+# int4 need smaller groups.
+QUANTIZATION_GROUPS = {'int8': 0, 'int4': 32, 'fp8': 0}
+# Dtypes of the key-value cache in inference; `model` is model.dtype.
+KV_CACHE_DTYPES = ('model', 'int8')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from maxlm.errors import InputError, os_message
+from maxlm.huggingface.tensors.export_dtypes import SAFETENSORS_DTYPES
 from maxlm.storage.check_directory import check_entries
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_bytes
@@ -25,11 +26,9 @@ from maxlm.storage.regular_files import read_bytes
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
 # Name on the command line and in config.json → name in the header, and NumPy dtype.
-DTYPES: dict[str, tuple[str, Any]] = {
-    'bfloat16': ('BF16', ml_dtypes.bfloat16),
-    'float16': ('F16', np.float16),
-    'float32': ('F32', np.float32),
-}
+DTYPES: dict[str, tuple[str, Any]] = dict(
+    zip(SAFETENSORS_DTYPES, (('BF16', ml_dtypes.bfloat16), ('F16', np.float16), ('F32', np.float32)), strict=True)
+)
 _READABLE = {header: numpy for header, numpy in DTYPES.values()}
 _PICKLES = ('*.bin', '*.pt', '*.pth', '*.ckpt', '*.pkl')
 # Bytes of float32 values that are converted at a time.

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from maxlm.config.sections.model import KV_CACHE_DTYPES
 from maxlm.errors import InputError
 from maxlm.inference.cast_params import cast_params
 from maxlm.inference.detokenizer import TextStream
@@ -28,7 +29,6 @@ from maxlm.inference.engine.slots import CacheLength, Slot, choose_slot
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Rows, Sampling, stack_settings
 
-CACHES = ('model', 'int8')
 # Sampling settings of idle slots.
 _IDLE = Sampling(temperature=0)
 
@@ -77,8 +77,8 @@ class Engine:
             raise InputError(
                 f'max_context={max_context}: must be from 1 to {context}, the context length of the model, or 0 for all'
             )
-        if cache not in CACHES:
-            raise InputError(f'cache={cache}: must be one of {", ".join(CACHES)}')
+        if cache not in KV_CACHE_DTYPES:
+            raise InputError(f'cache={cache}: must be one of {", ".join(KV_CACHE_DTYPES)}')
         for name, value, minimum in (
             ('num_slots', num_slots, 1),
             ('max_queue_size', max_queue_size, 0),

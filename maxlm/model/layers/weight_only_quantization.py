@@ -27,9 +27,6 @@ from maxlm.config.schema import ModelConfig
 
 # Name of a kernel, and names of the parameters that replace it in a quantized projection.
 KERNEL, CODES, SCALES = 'kernel', 'kernel_codes', 'kernel_scales'
-KINDS = ('int8', 'int4', 'fp8')
-# Default number of inputs that share a scale; 0 means all. The 16 values of int4 need smaller groups.
-DEFAULT_GROUPS = {'int8': 0, 'int4': 32, 'fp8': 0}
 # Storage dtypes of the codes. fp8 is stored as bytes, because some libraries do not support the type.
 CODE_DTYPES: dict[str, Any] = {'int8': jnp.int8, 'int4': jnp.uint8, 'fp8': jnp.uint8}
 # bfloat16 has the range of float32. Its low precision is harmless, because codes are chosen for the stored scale.
@@ -49,7 +46,7 @@ class Weights(NamedTuple):
     """Storage format of kernels.
 
     Attributes:
-        kind: one of KINDS.
+        kind: a format of `QUANTIZATION_GROUPS`.
         group: largest number of inputs that share a scale; 0 means all.
     """
 

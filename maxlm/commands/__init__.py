@@ -1,0 +1,1 @@
+"""Implementations of commands, which import libraries only after the arguments are parsed."""

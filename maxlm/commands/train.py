@@ -1,0 +1,68 @@
+"""Runs a training command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import jax
+
+from maxlm.config.config_files import default_workdir
+from maxlm.config.loading import load
+from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, exit_on_sigterm
+from maxlm.hints import print_next
+from maxlm.runtime.heartbeat import Heartbeats
+from maxlm.runtime.initialize import initialize
+from maxlm.runtime.rendezvous import RendezvousError
+from maxlm.telemetry.timeline import Timeline
+from maxlm.trainer.run import OpenSource, WorkdirUnavailableError
+from maxlm.trainer.run import run as run_training
+from maxlm.workdir.files import CHAT_TEMPLATE
+
+
+def execute(
+    options: argparse.Namespace, overrides: list[str], open_source: OpenSource, *, began: float | None = None
+) -> int:
+    """Trains a run and returns the exit code.
+
+    Args:
+        options: parsed arguments.
+        overrides: overrides of the config.
+        open_source: opens the batch source.
+        began: start time of the process in seconds since 1970, because startup time also costs money, if this is the
+            main function of a process. None means now.
+    """
+    if began is not None:
+        # The imports are complete, so the signal can raise an exception.
+        exit_on_sigterm(importing=False)
+    timeline = Timeline(began)
+    try:
+        initialize()
+    except RendezvousError as error:
+        error.exit_process()
+    with Heartbeats() as heartbeats, timeline.track_compilation():
+        config = load(options.config, overrides)
+        if not options.workdir:
+            options.workdir = default_workdir(options.config)
+            if jax.process_index() == 0:
+                print(f'workdir: {options.workdir} (choose another with --workdir)', flush=True)
+        try:
+            code = run_training(
+                config,
+                open_source,
+                workdir=options.workdir,
+                resume=options.resume,
+                heartbeats=heartbeats,
+                timeline=timeline,
+            )
+        except WorkdirUnavailableError as error:
+            print(f'error: {error}', file=sys.stderr)
+            if jax.process_count() > 1:
+                heartbeats.exit_all(EXIT_PREEMPTED, str(error))
+            return EXIT_PREEMPTED
+        if code == EXIT_DONE and jax.process_index() == 0:
+            # A URL is not read again for a hint.
+            chat = ['--chat'] if (Path(options.workdir) / CHAT_TEMPLATE).is_file() else []
+            print_next('maxlm', 'generate', f'--checkpoint={options.workdir}', *chat, '--prompt=Hello')
+        return code
