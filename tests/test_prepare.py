@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import types
 
 import numpy as np
 import pytest
 
 from maxlm.data.dataset.records import load_manifest, verify
-from maxlm.data.prepare import partitions, pipeline
+from maxlm.data.prepare import existing_output, partitions, pipeline
 from maxlm.data.prepare.existing_output import locked
 from maxlm.data.prepare.write_shards import WriteShards
 from maxlm.data.tokenizer.tokenizer import Tokenizer, _encode_batch
@@ -363,11 +364,21 @@ def test_bad_files_in_worker_processes(texts, tmp_path, capsys, small_partitions
     assert not [name for name in contents(tmp_path / 'data') if name.startswith(('.', 'group'))]
 
 
-def test_two_runs_do_not_write_into_one_directory(texts, tmp_path, capsys):
+def test_two_runs_do_not_write_into_one_directory(texts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(existing_output, 'LOCK_SECONDS', 0.1)
     with locked(tmp_path / 'data'):
         assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 2
     assert 'another maxlm.prepare' in capsys.readouterr().err
     assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 0
+
+
+def test_a_run_waits_for_the_workers_of_a_killed_run_to_exit(texts, tmp_path):
+    other = locked(tmp_path / 'data')
+    other.__enter__()
+    release = threading.Timer(0.3, other.__exit__, (None, None, None))
+    release.start()
+    assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 0
+    release.join()
 
 
 @pytest.mark.multiprocess

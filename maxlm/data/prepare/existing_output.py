@@ -7,6 +7,7 @@ import fcntl
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from maxlm.data.prepare.pipeline import PARTITIONS_SKIPPED
 from maxlm.data.prepare.summary import summary
 from maxlm.errors import InputError, os_message
 from maxlm.storage.filesystem import display_path
+
+
+# Time to wait for the lock of an output directory, because the workers of a killed run hold it until they exit.
+LOCK_SECONDS = 5.0
 
 
 class OtherDataError(InputError):
@@ -63,6 +68,23 @@ def published(url: str, made_from: dict[str, Any], *, skip_failed: bool) -> list
     return [line.replace(folder, display_path(url)) for line in lines]
 
 
+def _lock(directory: int) -> None:
+    """Locks an open directory.
+
+    Raises:
+        BlockingIOError: another process has held the lock for `LOCK_SECONDS`.
+    """
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
     """Creates the output directory and locks it against other runs.
@@ -79,7 +101,7 @@ def locked(output: Path) -> Iterator[None]:
         raise InputError(f'--output={output}: {os_message(error)}; use a writable directory') from error
     try:
         try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(directory)
         except BlockingIOError as error:
             raise InputError(
                 f'--output={output}: another maxlm.prepare is writing to it; wait for it, or choose another directory'
