@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +16,10 @@ import jax
 from maxlm.config.schema import AUTO, Config
 from maxlm.hardware.chips import Chip, capability_of, find_chip, host_memory
 from maxlm.parallel.layout import island_of
-from maxlm.planning.estimate.cpu import calibrate_cpu
+from maxlm.planning.estimate.cpu import Cpu, calibrate_cpu, num_cores
 from maxlm.planning.estimate.roofline import Efficiency
 from maxlm.planning.targets import Target
+from maxlm.runtime.compilation_cache import CompilationCache
 
 # Fraction of a GPU's memory that JAX may use: launch/gpu_node.sh sets XLA_PYTHON_CLIENT_MEM_FRACTION to it.
 GPU_SHARE = 0.92
@@ -23,6 +27,9 @@ GPU_SHARE = 0.92
 TPU_SHARE = 0.96
 # Fraction of host memory that a program may use; other processes need memory too.
 CPU_SHARE = 0.8
+# Version of stored calibrations, and the seconds after which a CPU is calibrated again.
+CALIBRATION_VERSION = 1
+CALIBRATION_AGE = 24 * 3600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +71,7 @@ def machine_of(target: Target, config: Config) -> Machine:
     return Machine(target, usable_memory(target.chip))
 
 
-def present_machine(config: Config, *, measured: bool = True) -> Machine:
+def present_machine(config: Config, *, measured: bool = True, cache: CompilationCache | None = None) -> Machine:
     """Returns the present devices, for a resolved config.
 
     The times are nan for an unknown kind of device, and for a CPU that is not measured.
@@ -72,6 +79,7 @@ def present_machine(config: Config, *, measured: bool = True) -> Machine:
     Args:
         config: config of the run.
         measured: measure a CPU, unless its peak is configured. This allocates arrays of the config's sizes.
+        cache: stores the measurement for a day.
     """
     device, num_devices = jax.local_devices()[0], jax.device_count()
     islands = len({island_of(device) for device in jax.devices()})
@@ -80,12 +88,26 @@ def present_machine(config: Config, *, measured: bool = True) -> Machine:
     if known:
         chip = known
     elif device.platform == 'cpu' and measured and not config.metrics.peak_tflops:
-        chip, efficiency = calibrate_cpu(config)
+        chip, efficiency = calibrate_cpu(config) if cache is None else _stored_calibration(config, cache)
     else:
         chip, efficiency = _unknown(device), Efficiency(math.nan, math.nan, math.nan)
     target = Target(f'{chip.name}:{num_devices}', chip, num_devices, islands, (num_devices // islands, islands))
     limit = (device.memory_stats() or {}).get('bytes_limit')
     return Machine(target, limit or usable_memory(chip), efficiency)
+
+
+def _stored_calibration(config: Config, cache: CompilationCache) -> Cpu:
+    """Returns the calibration of this CPU, measured at most `CALIBRATION_AGE` ago."""
+    facts = (CALIBRATION_VERSION, jax.__version__, num_cores(), jax.local_device_count(), config)
+    key = f'calibration-{hashlib.sha256(repr(facts).encode()).hexdigest()}'
+    if stored := cache.get(key):
+        entry = json.loads(stored)
+        if 0 <= time.time() - entry['time'] < CALIBRATION_AGE:
+            return Cpu(Chip(**entry['chip']), Efficiency(**entry['efficiency']))
+    cpu = calibrate_cpu(config)
+    entry = {'time': time.time(), 'chip': dataclasses.asdict(cpu.chip), 'efficiency': cpu.efficiency._asdict()}
+    cache.put(key, json.dumps(entry).encode())
+    return cpu
 
 
 def _unknown(device: Any) -> Chip:

@@ -31,7 +31,7 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-def enable_compilation_cache(cache_dir: str) -> None:
+def enable_compilation_cache(cache_dir: str) -> CompilationCache | None:
     """Enables JAX's persistent compilation cache in a directory.
 
     Call it in all processes of a run, before anything is compiled. If the directory cannot be used, a warning is logged
@@ -39,6 +39,9 @@ def enable_compilation_cache(cache_dir: str) -> None:
 
     Args:
         cache_dir: train.compilation_cache_dir; '' = no cache.
+
+    Returns:
+        The cache, or None if it is disabled or was not changed.
 
     Raises:
         InputError: `cache_dir` is a URL.
@@ -50,9 +53,10 @@ def enable_compilation_cache(cache_dir: str) -> None:
     settings: Any = jax.config
     is_enabled = cache_dir and settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir is None
     directory = _open(cache_dir) if is_enabled else None
-    if _is_shared_by_all(directory):
-        assert directory is not None
-        _install(directory)
+    if not _is_shared_by_all(directory):
+        return None
+    assert directory is not None
+    return _install(directory)
 
 
 class CompilationCache:
@@ -199,11 +203,11 @@ def _is_shared_by_all(directory: Path | None) -> bool:
     return shared
 
 
-def _install(directory: Path) -> None:
+def _install(directory: Path) -> CompilationCache | None:
     # Another version of JAX might bypass this cache and write its own files without checksums.
     if not hasattr(compilation_cache, 'get_file_cache'):
         _warn_disabled(f'jax {jax.__version__} does not support a custom cache')
-        return
+        return None
     programs = CompilationCache(directory, host=_host())
     # JAX has no public API for a custom cache, so this replaces its internal lookup. JAX uses only `get`, `put` and
     # `_path` of the result. The abstract base class is not public either.
@@ -215,6 +219,7 @@ def _install(directory: Path) -> None:
     jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
     # XLA's kernel cache has no checksums either.
     jax.config.update('jax_persistent_cache_enable_xla_caches', '')
+    return programs
 
 
 def _host() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import os
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -29,6 +28,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout
+from maxlm.planning.compiled.compile import device_options
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.run_context import RunContext
@@ -41,9 +41,6 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from maxlm.workdir.teacher import TEACHER, teacher_workdir
 
 INIT_FROM = 'train.init_from'
-# XLA options for the initial state on CPUs. The program runs once, and takes four times as long to compile at the
-# default level. Its values are the same.
-INIT_OPTIONS = {'xla_backend_optimization_level': 1}
 
 
 class RunCheckpoints:
@@ -302,9 +299,8 @@ def initialize_state(
 
 
 def _random_state(config: Config, layout: Layout) -> TrainState:
-    options = None
-    if layout.platform == 'cpu' and not any(name in os.environ.get('XLA_FLAGS', '') for name in INIT_OPTIONS):
-        options = INIT_OPTIONS
+    # On CPUs, the program would take three times as long to compile by default, and its values are the same.
+    options = device_options(layout.mesh.devices.flat[0]) if layout.platform == 'cpu' else None
     return init_state(config, layout, compiler_options=options)
 
 

@@ -21,6 +21,7 @@ from maxlm.planning.forecast import Forecast, compile_for, estimate
 from maxlm.planning.machine import present_machine, sample_config
 from maxlm.planning.report import suggestions_text
 from maxlm.planning.search import Candidate, choose_micro_batch, search_layouts, verify_by_compiling
+from maxlm.runtime.compilation_cache import CompilationCache
 from maxlm.training.run_control import RunControl, ended, with_rates
 from maxlm.training.run_length import at_start
 from maxlm.training.state import TrainState, abstract_state
@@ -110,6 +111,7 @@ def compile_step(
     first_step: int = 0,
     decisions: RunControl = FIRST_DECISIONS,
     compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    cache: CompilationCache | None = None,
 ) -> PreparedStep:
     """Compiles the step with which a run starts or resumes.
 
@@ -120,11 +122,12 @@ def compile_step(
         first_step: step from which the run resumes.
         decisions: decisions of the run so far.
         compiling: returns a context manager that is entered during compilation.
+        cache: stores the measurement of a CPU.
 
     Raises:
         InputError: the step does not fit; the message contains the missing memory and a config that fits, if any.
     """
-    machine = present_machine(sample_config(config, resolve))
+    machine = present_machine(sample_config(config, resolve), cache=cache)
 
     def compiled(resolved: Config) -> Forecast:
         now = with_rates(resolved, decisions)

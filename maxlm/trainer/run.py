@@ -79,7 +79,7 @@ def run(
     """
     config = with_teacher(config)
     with contextlib.ExitStack() as stack:
-        enable_compilation_cache(config.train.compilation_cache_dir)
+        cache = enable_compilation_cache(config.train.compilation_cache_dir)
         source, vocab_size = open_source(config, stack)
         resolver: Callable[[Config], Config] = partial(
             resolve,
@@ -120,6 +120,7 @@ def run(
             first_step=first_step,
             decisions=decisions,
             compiling=partial(timeline.phase, 'compile'),
+            cache=cache,
         )
         try:
             code = _train(prepared, source, context, heartbeats)

@@ -1,15 +1,23 @@
 """Tests forecasts from a config, a machine and a compiler: programs that fit, do not fit, or cannot be compiled."""
 
+import dataclasses
+import time
+
 import jax
 import pytest
 
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import InputError
+from maxlm.hardware.chips import find_chip
 from maxlm.planning import forecast
+from maxlm.planning import machine as planning_machine
+from maxlm.planning.estimate.cpu import Cpu
+from maxlm.planning.estimate.roofline import Efficiency
 from maxlm.planning.forecast import compile_ahead, compile_for, estimate
 from maxlm.planning.machine import Machine, machine_of, present_machine, usable_memory
 from maxlm.planning.targets import parse_target
+from maxlm.runtime.compilation_cache import CompilationCache
 from tests.conftest import ROOT
 from tests.small import small_config, small_layout
 
@@ -98,3 +106,27 @@ def test_a_cpu_is_shared_by_its_devices():
     assert two.available == pytest.approx(2 * four.available, rel=0.01)
     assert two.efficiency is not None
     assert two.target.chip.tflops > 0
+
+
+def test_a_calibration_of_this_cpu_is_stored_for_a_day(tmp_path, monkeypatch):
+    rates = iter((1e9, 2e9, 3e9))
+
+    def calibrate(config):
+        efficiency = Efficiency(products=0.5, attention=0.25, memory=1.0)
+        chip = find_chip('NVIDIA H100 80GB HBM3')
+        return Cpu(dataclasses.replace(chip, memory_bandwidth=next(rates), capability=None), efficiency)
+
+    monkeypatch.setattr(planning_machine, 'calibrate_cpu', calibrate)
+    cache = CompilationCache(tmp_path)
+
+    def bandwidth(**settings):
+        found = present_machine(small_config(**settings), cache=cache)
+        assert found.efficiency == Efficiency(products=0.5, attention=0.25, memory=1.0)
+        return found.target.chip.memory_bandwidth
+
+    assert [bandwidth(), bandwidth()] == [1e9, 1e9]
+    # Another config has operations of other sizes.
+    assert bandwidth(model__dim=64) == 2e9
+    later = time.time() + planning_machine.CALIBRATION_AGE
+    monkeypatch.setattr(planning_machine.time, 'time', lambda: later)
+    assert bandwidth() == 3e9

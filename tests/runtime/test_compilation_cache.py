@@ -13,6 +13,7 @@ import pytest
 from jax._src import compilation_cache
 
 from maxlm import plan
+from maxlm.commands import plan as commands_plan
 from maxlm.errors import InputError
 from maxlm.runtime.compilation_cache import SUFFIX, CompilationCache, enable_compilation_cache
 from tests.conftest import ROOT
@@ -226,7 +227,7 @@ def test_plan_uses_the_cache_for_this_machine_only(monkeypatch, tmp_path):
     def enable(directory):
         raise CacheEnabledError(directory)
 
-    monkeypatch.setattr(plan, 'enable_compilation_cache', enable)
+    monkeypatch.setattr(commands_plan, 'enable_compilation_cache', enable)
     command = [
         f'--config={ROOT}/configs/tiny.py',
         f'--config.train.compilation_cache_dir={tmp_path}',

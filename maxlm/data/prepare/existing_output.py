@@ -20,7 +20,6 @@ from maxlm.data.prepare.summary import summary
 from maxlm.errors import InputError, os_message
 from maxlm.storage.filesystem import display_path
 
-
 # Time to wait for the lock of an output directory, because the workers of a killed run hold it until they exit.
 LOCK_SECONDS = 5.0
 

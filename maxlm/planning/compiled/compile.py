@@ -22,6 +22,8 @@ WHOLE_PRODUCTS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
 # XLA options for all GPUs. Slices that XLA fuses with the kernels of a loop over the layers are read again: since jax
 # 0.12, where this is the default, such a loop moved 1.2 times as much memory.
 GPU_OPTIONS = {'xla_gpu_enable_dynamic_slice_fusion': False}
+# XLA options for CPUs. Compilation takes three quarters of the time of the default level 3, and steps take as long.
+CPU_OPTIONS = {'xla_backend_optimization_level': 2}
 # XLA options by kind of device. benchmarks/tpu_overlap.py measures what each option hides. Other devices have none:
 # their only way to hide gathers is to continue them within products. libtpu calls that unsafe except on v5e, and
 # rejects it since 0.0.50. They hide gradient sums by windowed einsums.
@@ -95,7 +97,8 @@ class CompiledStep(NamedTuple):
 
 def device_options(device: Any) -> dict[str, Any]:
     """Returns the XLA options for a device, except those that the environment variable XLA_FLAGS sets."""
-    options = GPU_OPTIONS if device.platform == 'gpu' else DEVICE_OPTIONS.get(device.device_kind, {})
+    of_platform: dict[str, dict[str, Any]] = {'cpu': CPU_OPTIONS, 'gpu': GPU_OPTIONS}
+    options = of_platform.get(device.platform) or DEVICE_OPTIONS.get(device.device_kind, {})
     flags = os.environ.get('XLA_FLAGS', '')
     return {name: value for name, value in options.items() if name not in flags}
 

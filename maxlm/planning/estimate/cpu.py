@@ -8,12 +8,14 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
@@ -35,6 +37,38 @@ IN_PROGRAM = 0.73
 SAMPLED = 4096
 # Number of elements of an array that exceeds all caches.
 COPIED = 2**24
+
+
+class _Program(NamedTuple):
+    """A function to time, and the shapes and dtypes of its arguments."""
+
+    function: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+
+
+class _Product(NamedTuple):
+    """Size of a matrix product.
+
+    Attributes:
+        rows, inputs, outputs: size of the product, of all experts together.
+        kind: the kind of layer for products of experts; None = a plain product.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int
+    kind: ModelConfig | None = None
+
+    @property
+    def block(self) -> int:
+        """Number of rows of which each expert multiplies a multiple."""
+        return block_size(self.rows, self.kind.num_experts, self.kind.expert_matmul) if self.kind else 1
+
+    @property
+    def measured_rows(self) -> int:
+        """Number of rows in the measurement, where all experts have equal loads."""
+        multiple = self.block * (self.kind.num_experts if self.kind else 1)
+        return -(-self.rows // multiple) * multiple
 
 
 class Cpu(NamedTuple):
@@ -68,39 +102,43 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     tokens = max(1, config.train.per_device_batch_size * window)
     dtype = jnp.dtype(model.dtype)
     peak = measure_matmul_tflops() * 1e12
-    seconds = flops = 0.0
-    # Functions that measure products, by size, and how often each size occurs in a micro-batch.
-    products: dict[tuple[int, int, int], Callable[[], float]] = {}
-    counts: collections.Counter[tuple[int, int, int]] = collections.Counter()
+    # How often each product occurs in a micro-batch.
+    products: collections.Counter[_Product] = collections.Counter()
     for kind in layer_stacks(model):
         multiplied = round(rows_of(config, kind).multiplied)
         for inputs, outputs, num, _ in block_kernels(kind).values():
-            size = (multiplied if num > 1 else tokens, inputs, outputs)
-            seconds_of = partial(_grouped_seconds, kind) if num > 1 else _product_seconds
-            products[size] = partial(seconds_of, size, dtype, rounds)
-            counts[size] += kind.num_layers
-    head = (config.train.per_device_batch_size * config.loss_chunk, model.dim, model.vocab_size)
-    products.setdefault(head, partial(_product_seconds, head, dtype, rounds))
-    repeats: dict[tuple[int, int, int], float] = {**counts, head: counts[head] + tokens / head[0]}
-    for size, count in repeats.items():
-        seconds += count * products[size]()
-        flops += count * 6 * math.prod(size)
+            is_grouped = num > 1
+            product = _Product(multiplied if is_grouped else tokens, inputs, outputs, kind if is_grouped else None)
+            products[product] += kind.num_layers
+    head = _Product(config.train.per_device_batch_size * config.loss_chunk, model.dim, model.vocab_size)
+    repeats: dict[_Product, float] = {**products, head: products[head] + tokens / head.rows}
     ranges = list(query_ranges(window, 0))
     # A block with about the mean number of keys.
     part = ranges[len(ranges) // 2]
     queries = min(QUERY_BLOCK, part.last - part.first)
     heads = config.train.per_device_batch_size * model.num_heads
-    attention = _batched_flops((heads, queries, part.last - part.start, model.head_dim), dtype, rounds)
-    bandwidth = _copy_bytes(rounds)
+    block = (heads, queries, part.last - part.start, model.head_dim)
     # Without rematerialization, like the measured functions.
     plain = dataclasses.replace(config, model=dataclasses.replace(model, remat_policy='none'))
+    programs = {
+        **{size: _product(size, dtype) for size in repeats},
+        'block': _attention_block(block, dtype),
+        'copy': _Program(lambda x: x + 1, (jax.ShapeDtypeStruct((COPIED,), jnp.float32),)),
+        **_attention(plain),
+        **_elementwise(plain),
+    }
+    seconds = _measure(programs, rounds)
+    flops = sum(count * 6 * size.rows * size.inputs * size.outputs for size, count in repeats.items())
+    product_seconds = sum(count * seconds[size] * size.rows / size.measured_rows for size, count in repeats.items())
+    attention = 4 * math.prod(block) / seconds['block']
+    bandwidth = 2 * 4 * COPIED / seconds['copy']
     work = estimate_work(plain)
     # Attention time besides its products: scores, softmax, transposed operands.
-    beside = _attention_seconds(plain, rounds) - work.attention_flops / attention
+    beside = _attention_seconds(plain, seconds) - work.attention_flops / attention
     # Copies of rows to experts and back, forward and backward.
     dispatch = sum(dispatch_bytes(plain, kind) * kind.num_layers for kind in layer_stacks(model)) / bandwidth
     seconds_beside = max(0.0, beside) + 3 * plain.accumulation * dispatch
-    elementwise = work.memory_bytes / bandwidth / (_elementwise_seconds(plain, rounds) + seconds_beside)
+    elementwise = work.memory_bytes / bandwidth / (_elementwise_seconds(plain, seconds) + seconds_beside)
     share = jax.local_device_count()
     chip = Chip(
         name='cpu',
@@ -116,7 +154,7 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
         host_bandwidth=bandwidth / share / 2,
     )
     efficiency = Efficiency(
-        products=IN_PROGRAM * flops / seconds / peak,
+        products=IN_PROGRAM * flops / product_seconds / peak,
         attention=IN_PROGRAM * attention / peak,
         memory=IN_PROGRAM * elementwise,
         overlap=0.0,
@@ -140,108 +178,130 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
-def _best(function: Callable[..., Any], arguments: tuple[jax.Array, ...], rounds: int) -> float:
-    compiled = jax.jit(function).lower(*arguments).compile()
+def _measure(programs: Mapping[Any, _Program], rounds: int) -> dict[Any, float]:
+    """Returns the seconds of each program, the best of `rounds`. All are compiled, in parallel, before one runs."""
+    with ThreadPoolExecutor(num_cores()) as pool:
+        compiling = [
+            pool.submit(jax.jit(function).lower(*arguments).compile) for function, arguments in programs.values()
+        ]
+        compiled = [future.result() for future in compiling]
+    return {
+        name: _best(function, program.arguments, rounds)
+        for (name, program), function in zip(programs.items(), compiled, strict=True)
+    }
+
+
+def _best(compiled: Callable[..., Any], arguments: tuple[jax.ShapeDtypeStruct, ...], rounds: int) -> float:
+    # Unlike jnp.ones, this compiles nothing.
+    arrays = [jax.device_put(np.ones(argument.shape, argument.dtype)) for argument in arguments]
     best = float('inf')
     for _ in range(rounds):
         start = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
+        jax.block_until_ready(compiled(*arrays))
         best = min(best, time.perf_counter() - start)
     return best
 
 
-def _product_seconds(size: tuple[int, ...], dtype: Any, rounds: int) -> float:
-    """Returns the seconds of a product and of the two products of its gradients."""
-    rows, inputs, outputs = size
-    x, kernel = jnp.ones((rows, inputs), dtype), jnp.ones((inputs, outputs), dtype)
-    gradient = jnp.ones((rows, outputs), dtype)
-    return _best(
-        lambda x, kernel, gradient: (x @ kernel, gradient @ kernel.T, x.T @ gradient), (x, kernel, gradient), rounds
-    )
-
-
-def _grouped_seconds(kind: ModelConfig, size: tuple[int, ...], dtype: Any, rounds: int) -> float:
-    """Returns the seconds of the products of all experts of a layer with equal loads, and of their gradients."""
-    rows, inputs, outputs = size
-    block = block_size(rows, kind.num_experts, kind.expert_matmul)
-    rows = -(-rows // (kind.num_experts * block)) * kind.num_experts * block
-    groups = RowGroups(jnp.full(kind.num_experts, rows // kind.num_experts), block)
-    x, gradient = jnp.ones((rows, inputs), dtype), jnp.ones((rows, outputs), dtype)
-    kernel = jnp.ones((kind.num_experts, inputs, outputs), dtype)
+def _product(size: _Product, dtype: Any) -> _Program:
+    """Returns a program of a product and the two products of its gradients."""
+    rows, kind = size.measured_rows, size.kind
+    if kind is None:
+        return _Program(
+            lambda x, kernel, gradient: (x @ kernel, gradient @ kernel.T, x.T @ gradient),
+            _structs(dtype, (rows, size.inputs), (size.inputs, size.outputs), (rows, size.outputs)),
+        )
+    sizes_E = np.full(kind.num_experts, rows // kind.num_experts, np.int32)
 
     def both(x: jax.Array, kernel: jax.Array, gradient: jax.Array) -> Any:
+        groups = RowGroups(jnp.asarray(sizes_E), size.block)
         y, pull = jax.vjp(lambda x, kernel: grouped_matmul(x, kernel, groups, kind.expert_matmul), x, kernel)
         return y, pull(gradient)
 
-    return _best(both, (x, kernel, gradient), rounds) * size[0] / rows
+    kernels = (kind.num_experts, size.inputs, size.outputs)
+    return _Program(both, _structs(dtype, (rows, size.inputs), kernels, (rows, size.outputs)))
 
 
-def _batched_flops(size: tuple[int, int, int, int], dtype: Any, rounds: int) -> float:
-    """Returns the operations per second of the two products of attention."""
+def _attention_block(size: tuple[int, int, int, int], dtype: Any) -> _Program:
+    """Returns a program of the two products of attention."""
     heads, queries, keys, width = size
-    q, k = jnp.ones((heads, queries, width), dtype), jnp.ones((heads, keys, width), dtype)
-    weights = jnp.ones((heads, queries, keys), dtype)
-    seconds = _best(
+    return _Program(
         lambda q, k, weights: (jnp.einsum('NTH,NSH->NTS', q, k), jnp.einsum('NTS,NSH->NTH', weights, k)),
-        (q, k, weights),
-        rounds,
+        _structs(dtype, (heads, queries, width), (heads, keys, width), (heads, queries, keys)),
     )
-    return 4 * math.prod(size) / seconds
 
 
-def _copy_bytes(rounds: int) -> float:
-    """Returns the bytes per second of reading and writing an array that exceeds all caches."""
-    x = jnp.ones(COPIED, jnp.float32)
-    return 2 * x.nbytes / _best(lambda x: x + 1, (x,), rounds)
-
-
-def _elementwise_seconds(config: Config, rounds: int) -> float:
-    """Returns the seconds of norms, activations, loss and update, forward and backward."""
-    model, window, micro_batch = config.model, config.data.seq_len, config.train.per_device_batch_size
-    dtype, tokens = jnp.dtype(model.dtype), micro_batch * window
-    chunk = config.loss_chunk
-    stream = _gradient_seconds(_normalize_and_add, (tokens, model.dim), dtype, rounds)
-    activation = sum(
-        _gradient_seconds(_ACTIVATIONS[model.activation], (tokens, round(activation_dim(config, kind))), dtype, rounds)
-        * kind.num_layers
-        for kind in layer_stacks(model)
-    )
-    loss = _gradient_seconds(_loss, (micro_batch * chunk, model.vocab_size), jnp.dtype(jnp.float32), rounds)
-    parameters = jnp.ones(min(COPIED, model_parameters(model)), jnp.float32)
-    update = _best(_update, (parameters,) * 4, rounds) * model_parameters(model) / parameters.size
-    streams = model.num_layers * (3 if model.norm_placement == 'both' else 2) * stream
-    return config.accumulation * (streams + activation + loss * window / chunk) + update
-
-
-def _attention_seconds(config: Config, rounds: int) -> float:
-    """Returns the seconds of attention in all layers of a step, forward and backward, with the model's kernel."""
+def _attention(config: Config) -> dict[Any, _Program]:
+    """Returns programs of attention, forward and backward, with the model's kernel, one for each window."""
     model, length, rows = config.model, config.data.seq_len, config.train.per_device_batch_size
     dtype = jnp.dtype(model.dtype)
-    q_BTNH = jnp.ones((rows, length, model.num_heads, model.head_dim), dtype)
-    k_BTKH = jnp.ones((rows, length, model.num_kv_heads, model.head_dim), dtype)
-    segments_BT = jnp.zeros((rows, length), jnp.int32)
+    (q_BTNH,) = _structs(dtype, (rows, length, model.num_heads, model.head_dim))
+    (k_BTKH,) = _structs(dtype, (rows, length, model.num_kv_heads, model.head_dim))
+    (segments_BT,) = _structs(jnp.int32, (rows, length))
 
-    def measured(window: int) -> float:
-        def both(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array) -> Any:
-            segments = segments_BT if config.data.document_mask else None
-            attend = partial(attend_blockwise, segments_BT=segments, window=window, softcap=model.attention_softcap)
-            y, pull = jax.vjp(attend, q_BTNH, k_BTKH, v_BTKH)
-            return y, pull(y)
+    def both(window: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array) -> Any:
+        segments = segments_BT if config.data.document_mask else None
+        attend = partial(attend_blockwise, segments_BT=segments, window=window, softcap=model.attention_softcap)
+        y, pull = jax.vjp(attend, q_BTNH, k_BTKH, v_BTKH)
+        return y, pull(y)
 
-        return _best(both, (q_BTNH, k_BTKH, k_BTKH, segments_BT), rounds)
-
-    layers = collections.Counter(layer_windows(model))
-    return sum(measured(window) * number for window, number in layers.items()) * config.accumulation
+    arguments = (q_BTNH, k_BTKH, k_BTKH, segments_BT)
+    return {('attention', window): _Program(partial(both, window), arguments) for window in {*layer_windows(model)}}
 
 
-def _gradient_seconds(function: Callable[..., jax.Array], shape: tuple[int, ...], dtype: Any, rounds: int) -> float:
-    """Returns the seconds of a function and its gradient."""
+def _attention_seconds(config: Config, seconds: Mapping[Any, float]) -> float:
+    """Returns the seconds of attention in all layers of a step."""
+    layers = collections.Counter(layer_windows(config.model))
+    return sum(seconds['attention', window] * number for window, number in layers.items()) * config.accumulation
+
+
+def _elementwise(config: Config) -> dict[Any, _Program]:
+    """Returns programs of norms, activations and loss, forward and backward, and of the update."""
+    model, window, micro_batch = config.model, config.data.seq_len, config.train.per_device_batch_size
+    dtype, tokens = jnp.dtype(model.dtype), micro_batch * window
+    activation = _ACTIVATIONS[model.activation]
+    return {
+        'norm': _with_gradient(_normalize_and_add, (tokens, model.dim), dtype),
+        **{('activation', dim): _with_gradient(activation, (tokens, dim), dtype) for dim in _activation_dims(config)},
+        'loss': _with_gradient(_loss, (micro_batch * config.loss_chunk, model.vocab_size), jnp.float32),
+        'update': _Program(_update, _structs(jnp.float32, (_updated(model),)) * 4),
+    }
+
+
+def _elementwise_seconds(config: Config, seconds: Mapping[Any, float]) -> float:
+    """Returns the seconds of norms, activations, loss and update of a step."""
+    model = config.model
+    norms = model.num_layers * (3 if model.norm_placement == 'both' else 2) * seconds['norm']
+    activations = sum(seconds['activation', dim] * number for dim, number in _activation_dims(config).items())
+    loss = seconds['loss'] * config.data.seq_len / config.loss_chunk
+    update = seconds['update'] * model_parameters(model) / _updated(model)
+    return config.accumulation * (norms + activations + loss) + update
+
+
+def _activation_dims(config: Config) -> collections.Counter[int]:
+    """Returns the sizes of activations, and the number of layers with each size."""
+    dims: collections.Counter[int] = collections.Counter()
+    for kind in layer_stacks(config.model):
+        dims[round(activation_dim(config, kind))] += kind.num_layers
+    return dims
+
+
+def _updated(model: ModelConfig) -> int:
+    """Returns the number of parameters in the measurement of the update."""
+    return min(COPIED, model_parameters(model))
+
+
+def _with_gradient(function: Callable[..., jax.Array], shape: tuple[int, ...], dtype: Any) -> _Program:
+    """Returns a program of a function and its gradient."""
 
     def both(x: jax.Array, gradient: jax.Array) -> Any:
         y, pull = jax.vjp(function, x)
         return y, pull(jnp.broadcast_to(gradient, y.shape).astype(y.dtype))
 
-    return _best(both, (jnp.ones(shape, dtype), jnp.ones((), dtype)), rounds)
+    return _Program(both, _structs(dtype, shape, ()))
+
+
+def _structs(dtype: Any, *shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
 
 def _normalize_and_add(x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import pytest
 
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled import compile as compile_module
-from maxlm.planning.compiled.compile import DEVICE_OPTIONS, CompiledStep, compile_train_step, device_options
+from maxlm.planning.compiled.compile import CompiledStep, compile_train_step, device_options
 from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state, init_state
 from tests.small import small_batch, small_config, small_layout
@@ -72,10 +72,13 @@ def test_the_compiler_receives_device_options_and_ours(monkeypatch):
     monkeypatch.setattr(compile_module, 'make_train_step', lambda *_: None)
     config = small_config()
     layout = make_layout(config.mesh, jax.devices()[:1])
-    monkeypatch.setitem(DEVICE_OPTIONS, jax.devices()[0].device_kind, {'of_device': 'a', 'both': 'b'})
+    monkeypatch.setitem(compile_module.CPU_OPTIONS, 'both', 'b')
+    monkeypatch.setitem(compile_module.CPU_OPTIONS, 'of_device', 'a')
     given_state = {'step': jax.ShapeDtypeStruct((), 'int32', sharding=layout.named())}
     compile_train_step(config, layout, given_state, 2, options={'both': 'ours'})
     assert given['options'] == {'of_device': 'a', 'both': 'ours'}
+    # The level of optimization in XLA_FLAGS of the tests takes precedence.
+    assert 'xla_backend_optimization_level' in compile_module.CPU_OPTIONS
     assert given['donated'] == 0
     shapes = {name: (x.shape, x.dtype) for name, x in given['batch'].items()}
     assert shapes.pop('sources') == ((8,), np.int32)
