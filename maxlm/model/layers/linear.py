@@ -1,4 +1,7 @@
-"""Linear projections, which declare and apply every matrix of the decoder."""
+"""Linear projections, which declare and apply every matrix of the decoder.
+
+Shapes: M rows, I inputs, O outputs; each may have several axes.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,10 @@ class Linear(nnx.Module):
         if not self._is_matrix:
             return jnp.tensordot(x, matrix, axes=num_in)
         flat = math.prod(x.shape[x.ndim - num_in :])
-        return x.reshape(-1, flat) @ matrix.reshape(flat, -1)
+        x, matrix = x.reshape(-1, flat), matrix.reshape(flat, -1)
+        if self.partitioning.platform == 'cpu' and flat > matrix.shape[1]:
+            return _narrowing_matmul(x, matrix)
+        return x @ matrix
 
     def effective_kernel(self, dtype: jnp.dtype) -> jax.Array:
         """Returns the kernel [*in_shape, *out_shape] with its adapter, dequantized and gathered, in `dtype`."""
@@ -200,6 +206,26 @@ class Linear(nnx.Module):
         split = any(self.partitioning.num_shards(axis) > 1 for axis in (*self.axes[self.num_in :], 'length'))
         # Concatenating dequantized kernels would write them to memory.
         return not split and self.matmul != 'fp8' and self.weights is None and not self.is_transposed
+
+
+@jax.custom_vjp
+def _narrowing_matmul(x_MI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+    """Returns x · kernel, [M, O], for a kernel with more inputs than outputs on a CPU.
+
+    The kernel's gradient is computed as (gradientᵀ · x)ᵀ. With 512 inputs, 128 outputs and 768 rows, XLA's product with
+    more columns than rows takes half the time of xᵀ · gradient.
+    """
+    return x_MI @ kernel_IO
+
+
+def _narrowing_backward(residuals: tuple[jax.Array, jax.Array], gradient_MO: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_MI, kernel_IO = residuals
+    of_kernel_OI = jax.lax.dot_general(gradient_MO, x_MI, (((0,), (0,)), ((), ())))
+    # Without the barrier, XLA rewrites this as xᵀ · gradient.
+    return gradient_MO @ kernel_IO.T, jax.lax.optimization_barrier(of_kernel_OI).T
+
+
+_narrowing_matmul.defvjp(lambda x_MI, kernel_IO: (x_MI @ kernel_IO, (x_MI, kernel_IO)), _narrowing_backward)
 
 
 def transpose_kernel(kernel: jax.Array, num_in: int) -> jax.Array:
