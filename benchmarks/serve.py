@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.peer_process import Peer
 from benchmarks.step import machine
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.log import progress_bar
@@ -62,7 +63,10 @@ def main(argv: list[str]) -> int:
     if not clients or not set(clients) <= set(CLIENTS):
         raise InputError(f'--clients={options.clients}: must be some of {",".join(map(str, CLIENTS))}')
     with tempfile.TemporaryDirectory() as folder:
-        peer = Peer(Path(folder) / 'model', SIZES[options.size])
+        peer = Peer(
+            'Transformers',
+            [sys.executable, '-m', 'benchmarks.serve_peer', f'{folder}/model', json.dumps(SIZES[options.size])],
+        )
         server = Server(Path(folder) / 'model')
         try:
             results = measure(server, peer, clients, options.rounds, vocab=SIZES[options.size]['vocab'])
@@ -87,7 +91,7 @@ def measure(server: Server, peer: Peer, clients: list[int], rounds: int, *, voca
     """Measures both sides in turns for each number of clients; `vocab` is the model's vocabulary size."""
     rng = np.random.default_rng(0)
     probe = rng.integers(2, vocab, 20).tolist()
-    ours, theirs = server.ask(probe, SAME)[0], peer.work([probe], 1, [SAME])['tokens'][0]
+    ours, theirs = server.ask(probe, SAME)[0], peer.work(prompts=[probe], batch=1, nums=[SAME])['tokens'][0]
     if ours != theirs:
         raise SystemExit(f'not the same model: {ours} and {theirs}')
     kinds = list(itertools.product(NEW_TOKENS, clients))
@@ -119,7 +123,7 @@ def _best_batch(peer: Peer, prompts: list[list[int]], nums: list[int], clients: 
     sizes = [2**k for k in range(clients.bit_length()) if 2**k <= clients]
     turns = []
     for size in sizes[-2:]:
-        result = peer.work(prompts, size, nums)
+        result = peer.work(prompts=prompts, batch=size, nums=nums)
         rate = sum(nums) / result['seconds']
         turns.append(
             {'tokens_per_second': rate, 'first_token_seconds': statistics.mean(result['first']), 'batch': float(size)}
@@ -196,38 +200,6 @@ class Server:
         self._process.terminate()
         # communicate() waits for the process and closes its pipe.
         self._process.communicate()
-
-
-class Peer:
-    """Transformers in a separate process, which first creates the model."""
-
-    def __init__(self, model: Path, sizes: dict[str, int]):
-        command = [sys.executable, '-m', 'benchmarks.serve_peer', str(model), json.dumps(sizes)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()
-
-    def work(self, prompts: list[list[int]], batch: int, nums: list[int]) -> dict[str, Any]:
-        """Generates greedy responses in batches.
-
-        Returns:
-            Token ids, seconds to the first token of each response, and seconds to the end.
-        """
-        assert self._process.stdin
-        print(json.dumps({'prompts': prompts, 'batch': batch, 'nums': nums}), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def end(self) -> None:
-        """Ends the process."""
-        # communicate() waits for the process and closes its pipes.
-        self._process.communicate()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f'Transformers ended with {self._process.wait()}')
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
 
 def run() -> None:

@@ -29,7 +29,6 @@ from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config
 
 # Number of values of a row that share a scale in q8_0.
 BLOCK = 32
-_LARGEST_FLOAT16 = 65504.0
 
 
 class ExportedGguf(NamedTuple):
@@ -48,7 +47,7 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
     Args:
         checkpoint: path as accepted by `find_local_step`.
         output: path of the new file.
-        dtype: type of matrices: f16 or q8_0 (8 bits, with a scale for every 32 values of a row).
+        dtype: type of matrices: f16, f32 or q8_0 (8 bits, with a scale for every 32 values of a row).
         show: whether to show progress.
 
     Raises:
@@ -132,7 +131,8 @@ def _new_file(path: Path) -> Iterator[Path]:
 
 
 def _add_metadata(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: Any) -> None:
-    file_types = {'f16': gguf.LlamaFileType.MOSTLY_F16, 'q8_0': gguf.LlamaFileType.MOSTLY_Q8_0}
+    kinds = gguf.LlamaFileType
+    file_types = {'f16': kinds.MOSTLY_F16, 'f32': kinds.ALL_F32, 'q8_0': kinds.MOSTLY_Q8_0}
     writer.add_name(name)
     writer.add_file_type(file_types[dtype])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -198,7 +198,7 @@ def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str
 
 def _type_of(tensor: GgufTensor, dtype: str, gguf: Any) -> Any:
     types = gguf.GGMLQuantizationType
-    if tensor.is_float32:
+    if tensor.is_float32 or dtype == 'f32':
         return types.F32
     return types.Q8_0 if dtype == 'q8_0' and tensor.shape[-1] % BLOCK == 0 else types.F16
 
@@ -210,7 +210,8 @@ def _bytes(shape: tuple[int, ...], kind: Any, gguf: Any) -> int:
 
 def _encode(name: str, values: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
     # The scales of blocks are float16 too.
-    if not np.abs(values).max() <= _LARGEST_FLOAT16:
-        raise InputError(f'{name}: a value is not finite or is outside the range of float16; export another step')
+    dtype = 'float32' if kind == gguf.GGMLQuantizationType.F32 else 'float16'
+    if not np.abs(values).max() <= np.finfo(dtype).max:
+        raise InputError(f'{name}: a value is not finite or is outside the range of {dtype}; export another step')
     encoded: np.ndarray = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), kind)
     return encoded

@@ -11,7 +11,7 @@ class Peer:
     def __init__(self, tokens=7):
         self.tokens, self.batches = tokens, []
 
-    def work(self, prompts, batch, nums):
+    def work(self, *, prompts, batch, nums):
         assert len(nums) == len(prompts)
         self.batches.append(batch)
         num_batches = -(-len(prompts) // batch)

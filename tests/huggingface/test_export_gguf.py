@@ -127,7 +127,7 @@ def test_unpermuted_heads_are_detected(workdirs, tmp_path, monkeypatch):
     assert np.abs(their_logits(path) - our_logits(workdirs / 'llama')).max() > 0.1
 
 
-@pytest.mark.parametrize(('dtype', 'tolerance'), [('f16', 0), ('q8_0', 0.01)])
+@pytest.mark.parametrize(('dtype', 'tolerance'), [('f16', 0), ('f32', 0), ('q8_0', 0.01)])
 def test_each_tensor_equals_the_export(workdirs, tmp_path, dtype, tolerance):
     workdir = workdirs / 'llama'
     export_model(
@@ -431,9 +431,12 @@ def refuse(folder, *words, output='model.gguf'):
 
 
 def test_invalid_outputs_and_values(tmp_path, monkeypatch):
-    large = {'final_norm.scale': np.full(64, 1e6, np.float32)}
+    large = {'blocks.feedforward.up.kernel': np.full((2, 64, 96), 1e6, np.float32)}
     make_workdir(tmp_path / 'run', CASES['llama'], changed=large)
-    refuse(tmp_path, 'model.norm.weight', 'outside the range of float16')
+    refuse(tmp_path, 'model.layers.0.mlp.up_proj.weight', 'outside the range of float16')
+    # Control: float32 represents these values.
+    export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f32', show=False)
+    (tmp_path / 'model.gguf').unlink()
     refuse(tmp_path, '--output=', 'already exists', output='run')
     refuse(tmp_path, 'not a directory', output='nowhere/model.gguf')
     (tmp_path / 'run' / 'tokenizer.json').write_text(chars_tokenizer(['abc']).to_json())

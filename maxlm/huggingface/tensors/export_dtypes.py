@@ -5,4 +5,4 @@ from __future__ import annotations
 # Names on the command line and in config.json.
 SAFETENSORS_DTYPES = ('bfloat16', 'float16', 'float32')
 DEFAULT_DTYPE = 'bfloat16'
-GGUF_DTYPES = ('f16', 'q8_0')
+GGUF_DTYPES = ('f16', 'f32', 'q8_0')
