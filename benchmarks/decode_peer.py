@@ -22,7 +22,9 @@ def maxlm(checkpoint: str, quantize: str) -> Continue:
     from maxlm.inference.engine.requests import Request
     from maxlm.inference.load import load_model
     from maxlm.inference.sampling import Sampling
+    from maxlm.runtime.malloc import disable_malloc_trim
 
+    disable_malloc_trim()
     model = load_model(checkpoint, num_devices=1, quantize=quantize)
     engines: dict[int, Engine] = {}
 

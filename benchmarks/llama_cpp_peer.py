@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import llama_cpp
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
@@ -28,12 +28,8 @@ def main(file: str, threads: int, slots: int) -> None:
     context = llama.llama_init_from_model(model, settings)
     if not context:
         raise SystemExit(f'llama.cpp cannot load {file}')
-    try:
-        found = version('llama-cpp-python')
-    except PackageNotFoundError:
-        found = 'unknown'
     system = llama.llama_print_system_info().decode()
-    print(json.dumps({'llama-cpp-python': found, 'system': system, 'threads': threads}), flush=True)
+    print(json.dumps({'llama-cpp-python': llama_cpp.__version__, 'system': system, 'threads': threads}), flush=True)
     for line in sys.stdin:
         print(json.dumps(work(model, context, **json.loads(line))), flush=True)
 

@@ -10,6 +10,7 @@ import argparse
 import sys
 
 from maxlm.errors import ArgumentParser, InputError, exit_code
+from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 
@@ -61,6 +62,7 @@ def _parser() -> ArgumentParser:
 
 def run() -> None:
     """Entry point of `python -m maxlm.distill` and `maxlm distill`."""
+    disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

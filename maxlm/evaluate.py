@@ -11,6 +11,7 @@ import argparse
 import sys
 
 from maxlm.errors import ArgumentParser, InputError, exit_code, flag
+from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.storage.paths import ANY, Kind, PathList, PathOption
 
 
@@ -74,6 +75,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def run() -> None:
     """Entry point of `python -m maxlm.evaluate` and `maxlm evaluate`."""
+    disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

@@ -13,6 +13,7 @@ import sys
 from maxlm.config.sections.model import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, text_argument
 from maxlm.hints import print_next
+from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 
@@ -121,6 +122,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def run() -> None:
     """Entry point of `python -m maxlm.generate` and `maxlm generate`."""
+    disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

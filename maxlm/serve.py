@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from maxlm.config.sections.model import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
 from maxlm.errors import ArgumentParser, InputError, exit_code
+from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.serving.api_key import API_KEY, read_api_key
 from maxlm.storage.paths import ANY, Kind, PathOption
 
@@ -121,6 +122,7 @@ def _check_origin(origin: str) -> None:
 
 def run() -> None:
     """Entry point of `python -m maxlm.serve` and `maxlm serve`."""
+    disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

@@ -84,7 +84,6 @@ def _parser(prog: str, description: str | None, example: str) -> ArgumentParser:
 
 def start(command: Callable[..., int]) -> NoReturn:
     """Runs a training command and exits the process with its exit code."""
-    # It affects the entire process and must be called before JAX starts.
     disable_malloc_trim()
     # Garbage collection takes an eighth of the time of imports and finds nothing. `execute` enables it again.
     gc.disable()

@@ -18,7 +18,8 @@ _ACCELERATORS = ('dev/nvidia0', 'dev/kfd', 'dev/accel0', 'dev/vfio/0')
 def disable_malloc_trim(root: Path = Path('/')) -> bool:
     """Configures glibc's malloc to keep freed memory, which avoids repeated page faults in CPU steps.
 
-    Call it before JAX starts its threads. The resident memory of the process then never shrinks.
+    Products of 8-bit weights took four times as long without it. Call it only in the entry point of a command, before
+    JAX starts its threads: it affects the entire process, whose resident memory then never shrinks.
 
     Returns:
         False if nothing was changed, because the machine has accelerators or does not use glibc.
