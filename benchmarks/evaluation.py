@@ -5,8 +5,8 @@ token after five examples (shared by all questions, or different for each), and 
 float32 weights answers them on all cores, with `maxlm.evaluation.lm_eval_model` and with lm-eval's `HFLM`. `HFLM` runs
 with batches of 1, 8 and 16; its best batch size counts. The time covers the backend, from text to log-probabilities.
 
-The sides run in turns; ratios compare medians over the rounds. A first round compiles all programs and compares the
-results of both sides. Needs maxlm's `dev` extra.
+Each side is a process, which idles while the other one works. The sides run in turns; ratios compare medians over the
+rounds. A first round compiles all programs and compares the results of both sides. Needs maxlm's `dev` extra.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -28,14 +26,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks.evaluation_peer import Turn
+from benchmarks.peer_process import Peer
 from benchmarks.step import machine
 from maxlm.data.tokenizer.special_tokens import END_OF_DOCUMENT
 from maxlm.data.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.evaluation.lm_eval_model import LmEvalModel, harness_model
 from maxlm.huggingface.import_model import import_model
-from maxlm.inference.load import load_model
-from maxlm.inference.scoring import LogprobScorer
 from maxlm.log import progress_bar
 from maxlm.workdir.files import TOKENIZER
 
@@ -61,20 +58,6 @@ class Task(NamedTuple):
     requests: list[tuple[str, ...]]
 
 
-class Turn(NamedTuple):
-    """Results of one side for one task.
-
-    Attributes:
-        seconds: duration.
-        log_probs: log-probability of each request.
-        greedy: True for each request whose tokens are the most likely ones.
-    """
-
-    seconds: float
-    log_probs: list[float]
-    greedy: list[bool]
-
-
 def main(argv: list[str]) -> int:
     """Measures both sides, prints Markdown rows and writes JSON."""
     parser = ArgumentParser(prog='benchmarks.evaluation', allow_abbrev=False, description=__doc__)
@@ -91,15 +74,19 @@ def main(argv: list[str]) -> int:
         raise InputError(f'--rounds={options.rounds}: must be at least 1')
     documents = parse_documents(options.documents)
     jax.config.update('jax_platforms', 'cpu')
-    for name in ('lm_eval', 'absl'):
-        logging.getLogger(name).setLevel(logging.ERROR)
     words = Words(seed=0)
     tasks = make_tasks(words, documents)
     with tempfile.TemporaryDirectory() as folder:
         model, workdir = Path(folder) / 'model', Path(folder) / 'run'
         parameters = write_model(model, words.tokenizer)
         import_model(str(model), str(workdir), show=False)
-        results = measure(maxlm_side(workdir), transformers_side(model), tasks, options.rounds)
+        peer, ours = start('maxlm', workdir)
+        other, theirs = start('transformers', model)
+        try:
+            results = measure(ours, theirs, tasks, options.rounds)
+        finally:
+            peer.end()
+            other.end()
     for line in table(results):
         print(line)
     if options.output:
@@ -219,43 +206,20 @@ def write_model(directory: Path, tokenizer: Tokenizer) -> int:
     return int(model.num_parameters())
 
 
-def maxlm_side(workdir: Path) -> Callable[[Task], Turn]:
-    """Returns a function that answers a task with maxlm's backend."""
-    model = load_model(str(workdir), num_devices=1)
-    backend = harness_model(LmEvalModel(model, LogprobScorer(model), None))
-    return lambda task: answer(backend, task)
+def start(side: str, directory: Path) -> tuple[Peer, Callable[..., Turn]]:
+    """Starts a side of `benchmarks.evaluation_peer`, and returns a function that answers a task with a batch size."""
+    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
+    peer = Peer(side, [sys.executable, '-m', 'benchmarks.evaluation_peer', side, str(directory)], environment)
 
+    def answer(task: Task, batch: int = 0) -> Turn:
+        return Turn(**peer.work(rolling=task.rolling, requests=task.requests, batch=batch))
 
-def transformers_side(directory: Path) -> Callable[[Task, int], Turn]:
-    """Returns a function that answers a task with lm-eval's Transformers backend and a batch size."""
-    import torch
-    from lm_eval.models.huggingface import HFLM
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    settings = {'pretrained': str(directory), 'device': 'cpu', 'dtype': 'float32'}
-    with _silence():
-        backends = {size: HFLM(**settings, batch_size=size) for size in BATCHES}
-    return lambda task, batch: answer(backends[batch], task)
+    return peer, answer
 
 
 def _silence() -> contextlib.AbstractContextManager[Any]:
     """Hides the libraries' progress bars, which would garble the bar of this benchmark."""
     return contextlib.redirect_stderr(io.StringIO())
-
-
-def answer(backend: Any, task: Task) -> Turn:
-    """Runs a task on a backend of lm-eval and measures the time."""
-    from lm_eval.api.instance import Instance
-
-    kind: Any = 'loglikelihood_rolling' if task.rolling else 'loglikelihood'
-    requests = [Instance(kind, {}, arguments, number) for number, arguments in enumerate(task.requests)]
-    with _silence():
-        start = time.perf_counter()
-        found = getattr(backend, kind)(requests, disable_tqdm=True)
-        seconds = time.perf_counter() - start
-    if task.rolling:
-        return Turn(seconds, list(found), [])
-    return Turn(seconds, [log_prob for log_prob, _ in found], [bool(greedy) for _, greedy in found])
 
 
 def measure(
