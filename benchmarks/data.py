@@ -26,6 +26,7 @@ from pathlib import Path
 
 import grain
 import numpy as np
+from array_record.python.array_record_module import ArrayRecordReader
 
 from benchmarks.data_peers import BATCH, WINDOW, MemmapLoader
 from benchmarks.step import machine
@@ -38,7 +39,8 @@ from maxlm.data.dataset.records import (
     dataset_fingerprint,
     save_manifest,
 )
-from maxlm.data.loader.batches import iterate
+from maxlm.data.dataset.token_reader import READER_OPTIONS
+from maxlm.data.loader.batches import TrainingRows, iterate
 from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.loader.shuffle import ShuffledIndex
 from maxlm.data.loader.windows import window_batch
@@ -85,12 +87,14 @@ def main(argv: list[str]) -> int:
                     seconds[name].append(took)
         for peer in peers:
             peer.close()
+        parts = _parts(dataset, options.batches)
 
     rates = {name: options.batches * BATCH * WINDOW / statistics.median(values) for name, values in seconds.items()}
     stacked, floor, own = rates['memmap, slices stacked'], rates['memmap, rows filled'], rates['maxlm']
     print(f'{"loader":<44}{"tokens/s":>16}{"of stacked":>12}{"of filled":>12}')
     for name, rate in rates.items():
         print(f'{name:<44}{rate:>16,.0f}{rate / stacked:>12.2f}{rate / floor:>12.2f}')
+    print('maxlm, µs per window: ' + ', '.join(f'{name} {value:.1f}' for name, value in parts.items()))
     order = {f'{count:.0e}': _order_cost(count) for count in (10**6, 10**9, 10**12)}
     for count, (microseconds, size) in order.items():
         print(f'order of {count} windows: {microseconds:.1f} µs per window, {size / 1024:,.0f} KiB')
@@ -101,6 +105,7 @@ def main(argv: list[str]) -> int:
         'tokens': len(tokens),
         'shards': options.shards,
         'tokens_per_second': rates,
+        'microseconds_per_window': parts,
         'of_memmap_stacked': own / stacked,
         'of_memmap_filled': own / floor,
         'order': {count: {'microseconds': cost[0], 'bytes': cost[1]} for count, cost in order.items()},
@@ -140,6 +145,40 @@ def _own_loaders(at: Path, dataset: DatasetManifest, batches: int) -> dict[str, 
         'maxlm': _turn(batches, lambda: own[next(position)]),
         'maxlm, read ahead by threads': _turn(batches, lambda: next(read_ahead)),
     }
+
+
+def _parts(dataset: DatasetManifest, batches: int) -> dict[str, float]:
+    """Returns the microseconds per window of the parts of maxlm's loader, and of ArrayRecord's own reads."""
+    data = DataConfig(path=str(dataset.path), seq_len=WINDOW)
+    corpus = open_training_data(data)
+    own, windows = corpus.train_batches(BATCH), corpus.sources[0].windows('train', data)
+    order, rows = own.order, iter(range(10**9))
+    assert isinstance(order, TrainingRows)
+    places = [[order.locate(next(rows))[1] for _ in range(BATCH)] for _ in range(batches + 1)]
+    shards = [ArrayRecordReader(str(dataset.path / shard.name), READER_OPTIONS) for shard in windows.shards]
+    per_shard = windows.shard_windows[0]
+
+    def read(place: int) -> bytes:
+        shard, record = divmod(place, per_shard)
+        shards[shard].seek(record)
+        return shards[shard].read()
+
+    streams = [windows.stream(place) for place in places[0]]
+    timed: dict[str, Callable[[list[int]], object]] = {
+        'order': lambda of: [order.locate(next(rows)) for _ in of],
+        'seek and read of ArrayRecord': lambda of: [read(place) for place in of],
+        'complete read': lambda of: [windows.stream(place) for place in of],
+        'arrays': lambda _: windows.batch(streams),
+    }
+    found = {}
+    for name, function in timed.items():
+        turns = []
+        for of in places:
+            start = time.perf_counter()
+            function(of)
+            turns.append((time.perf_counter() - start) / BATCH * 1e6)
+        found[name] = statistics.median(turns)
+    return found
 
 
 def _turn(batches: int, batch: Callable[[], object]) -> Callable[[], float]:

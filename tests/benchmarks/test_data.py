@@ -23,6 +23,8 @@ def test_a_small_run(tmp_path, monkeypatch, capsys):
     assert {'memmap, slices stacked', 'memmap, rows filled', 'maxlm'} <= set(rates)
     assert all(rate > 0 for rate in rates.values())
     assert facts['order']['1e+12']['bytes'] < 2**20
+    parts = facts['microseconds_per_window']
+    assert parts['seek and read of ArrayRecord'] < parts['complete read'] + parts['order'] + parts['arrays']
 
 
 def test_memmap_loader_reads_windows(tmp_path):

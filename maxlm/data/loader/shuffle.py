@@ -37,7 +37,8 @@ def feistel_permutation(position: int, size: int, seed: int) -> int:
     """
     if size <= TABLE_SIZE:
         return int(_table(size, seed)[position])
-    return int(index_shuffle(position, max_index=size - 1, seed=seed, rounds=ROUNDS))
+    # Keyword arguments would take a fifth of the time.
+    return int(index_shuffle(position, size - 1, seed, ROUNDS))
 
 
 @functools.lru_cache(NUM_CACHED_TABLES)
