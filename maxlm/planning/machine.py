@@ -20,6 +20,7 @@ from maxlm.planning.estimate.cpu import Cpu, calibrate_cpu, num_cores
 from maxlm.planning.estimate.roofline import Efficiency
 from maxlm.planning.targets import Target
 from maxlm.runtime.compilation_cache import CompilationCache
+from maxlm.storage.json_text import parse_json
 
 # Fraction of a GPU's memory that JAX may use: launch/gpu_node.sh sets XLA_PYTHON_CLIENT_MEM_FRACTION to it.
 GPU_SHARE = 0.92
@@ -101,7 +102,7 @@ def _stored_calibration(config: Config, cache: CompilationCache) -> Cpu:
     facts = (CALIBRATION_VERSION, jax.__version__, num_cores(), jax.local_device_count(), config)
     key = f'calibration-{hashlib.sha256(repr(facts).encode()).hexdigest()}'
     if stored := cache.get(key):
-        entry = json.loads(stored)
+        entry = parse_json(stored)
         if 0 <= time.time() - entry['time'] < CALIBRATION_AGE:
             return Cpu(Chip(**entry['chip']), Efficiency(**entry['efficiency']))
     cpu = calibrate_cpu(config)
