@@ -50,7 +50,7 @@ def work(model: Any, context: Any, prompts: list[list[int]], num: int) -> dict[s
         if llama.llama_decode(context, batch):
             raise SystemExit('llama_decode failed')
         pointers = (llama.llama_get_logits_ith(context, index) for index, row in enumerate(rows) if row[3])
-        return [int(np.ctypeslib.as_array(pointer, (size,)).argmax()) for pointer in pointers]
+        return [int(np.argmax(np.ctypeslib.as_array(pointer, (size,)))) for pointer in pointers]
 
     tokens = []
     for sequence, prompt in enumerate(prompts):
