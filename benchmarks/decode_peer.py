@@ -1,7 +1,4 @@
-"""One side of `benchmarks.decode_peers`, in a separate process.
-
-python -m benchmarks.decode_peer maxlm|transformers CHECKPOINT [QUANTIZE]
-"""
+"""One side of `benchmarks.decode_peers`, in a separate process: arguments SIDE CHECKPOINT [QUANTIZE]."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     tokens = max(1, config.train.per_device_batch_size * window)
     dtype = jnp.dtype(model.dtype)
     peak = measure_matmul_tflops() * 1e12
-    # How often each product occurs in a micro-batch.
+    # Number of occurrences of each product in a micro-batch.
     products: collections.Counter[_Product] = collections.Counter()
     for kind in layer_stacks(model):
         multiplied = round(rows_of(config, kind).multiplied)
@@ -121,11 +121,11 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     # Without rematerialization, like the measured functions.
     plain = dataclasses.replace(config, model=dataclasses.replace(model, remat_policy='none'))
     programs = {
-        **{size: _product(size, dtype) for size in repeats},
+        **{size: _product_program(size, dtype) for size in repeats},
         'block': _attention_block(block, dtype),
         'copy': _Program(lambda x: x + 1, (jax.ShapeDtypeStruct((COPIED,), jnp.float32),)),
-        **_attention(plain),
-        **_elementwise(plain),
+        **_attention_programs(plain),
+        **_elementwise_programs(plain),
     }
     seconds = _measure(programs, rounds)
     flops = sum(count * 6 * size.rows * size.inputs * size.outputs for size, count in repeats.items())
@@ -179,7 +179,7 @@ def num_cores() -> int:
 
 
 def _measure(programs: Mapping[Any, _Program], rounds: int) -> dict[Any, float]:
-    """Returns the seconds of each program, the best of `rounds`. All are compiled, in parallel, before one runs."""
+    """Returns the shortest time of each program in seconds. The programs are compiled in parallel before they run."""
     with ThreadPoolExecutor(num_cores()) as pool:
         compiling = [
             pool.submit(jax.jit(function).lower(*arguments).compile) for function, arguments in programs.values()
@@ -192,7 +192,7 @@ def _measure(programs: Mapping[Any, _Program], rounds: int) -> dict[Any, float]:
 
 
 def _best(compiled: Callable[..., Any], arguments: tuple[jax.ShapeDtypeStruct, ...], rounds: int) -> float:
-    # Unlike jnp.ones, this compiles nothing.
+    # jnp.ones would compile a program for each shape.
     arrays = [jax.device_put(np.ones(argument.shape, argument.dtype)) for argument in arguments]
     best = float('inf')
     for _ in range(rounds):
@@ -202,7 +202,7 @@ def _best(compiled: Callable[..., Any], arguments: tuple[jax.ShapeDtypeStruct, .
     return best
 
 
-def _product(size: _Product, dtype: Any) -> _Program:
+def _product_program(size: _Product, dtype: Any) -> _Program:
     """Returns a program of a product and the two products of its gradients."""
     rows, kind = size.measured_rows, size.kind
     if kind is None:
@@ -230,7 +230,7 @@ def _attention_block(size: tuple[int, int, int, int], dtype: Any) -> _Program:
     )
 
 
-def _attention(config: Config) -> dict[Any, _Program]:
+def _attention_programs(config: Config) -> dict[Any, _Program]:
     """Returns programs of attention, forward and backward, with the model's kernel, one for each window."""
     model, length, rows = config.model, config.data.seq_len, config.train.per_device_batch_size
     dtype = jnp.dtype(model.dtype)
@@ -254,7 +254,7 @@ def _attention_seconds(config: Config, seconds: Mapping[Any, float]) -> float:
     return sum(seconds['attention', window] * number for window, number in layers.items()) * config.accumulation
 
 
-def _elementwise(config: Config) -> dict[Any, _Program]:
+def _elementwise_programs(config: Config) -> dict[Any, _Program]:
     """Returns programs of norms, activations and loss, forward and backward, and of the update."""
     model, window, micro_batch = config.model, config.data.seq_len, config.train.per_device_batch_size
     dtype, tokens = jnp.dtype(model.dtype), micro_batch * window
