@@ -7,7 +7,7 @@
 #
 # LIMIT is in seconds. A measurement starts only if it fits into the remaining time; the script lists the skipped ones,
 # which are no failure. Files go to OUT (default: benchmarks/results/gpu), PYTHON is the interpreter (default: python3).
-# XLA's autotuning results are kept in OUT/autotune, the profile and the compiled program of 1b in OUT/profile.
+# The profile and the compiled program of 1b are in OUT/profile.
 # Needs a GPU and jax, flax, optax and ml_collections, and torch and transformers for the comparison with PyTorch.
 # Exit codes: 0 all measurements that ran passed, 1 a measurement failed, 2 this machine has no GPU or lacks a package.
 set -euo pipefail
@@ -36,9 +36,6 @@ if jax.default_backend() != "gpu":
 mkdir -p "$out"
 # The fraction that training uses; see launch/gpu_node.sh.
 export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
-mkdir -p "$out/autotune"
-export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_per_fusion_autotune_cache_dir=$out/autotune \
-  --xla_gpu_experimental_autotune_cache_mode=update"
 
 run() { # NAME SECONDS MODULE [ARGUMENT …]: runs in a separate process; a failure does not stop the script
   local name="$1" needs="$2" module="$3" left=$((limit - SECONDS)) code=0
@@ -73,18 +70,26 @@ learning=("${short[@]}" --tokens=text --steps=40 --config.optimizer.warmup_steps
 
 # The values of attention within documents. With wrong values, the speed of a step is meaningless.
 run attention 60 benchmarks.gpu_attention
+# Likewise for the products of experts, which need tokamax.
+if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("tokamax") is None)'; then
+  run experts 40 benchmarks.gpu_experts
+fi
 # The shipped step, with a profile and the compiled program.
 measure 1b 60 configs/1b.py "${learning[@]}" --profile="$out/profile"
+run peers 150 benchmarks.peers_gpu
+measure 1b_fp8 150 configs/1b.py "${learning[@]}" --config.model.matmul_precision=fp8 --beside="$out/1b.json"
+# A model with experts.
+measure 8x1b_4layers 60 configs/moe.py:8x1b "${few[@]}" --config.model.num_layers=4 --config.train.global_batch_size=8 \
+  --config.train.per_device_batch_size=4
+# The memory bandwidth of decoding.
+run decode_1b 60 benchmarks.decode --config=configs/1b.py
+run decode_1b_int8 60 benchmarks.decode --config=configs/1b.py --cache=int8
+
 # Fusions of slices with other kernels, which training turns off.
 measure 1b_slice_fusion 60 configs/1b.py "${few[@]}" "${short[@]}" --xla=xla_gpu_enable_dynamic_slice_fusion=true
 measure 1b_scan 40 configs/1b.py "${few[@]}" "${short[@]}" --config.model.scan_layers=true
 measure 1b_scan_slice_fusion 40 configs/1b.py "${few[@]}" "${short[@]}" --config.model.scan_layers=true \
   --xla=xla_gpu_enable_dynamic_slice_fusion=true
-run peers 240 benchmarks.peers_gpu
-measure 1b_fp8 60 configs/1b.py "${learning[@]}" --config.model.matmul_precision=fp8 --beside="$out/1b.json"
-# The memory bandwidth of decoding.
-run decode_1b 60 benchmarks.decode --config=configs/1b.py
-run decode_1b_int8 60 benchmarks.decode --config=configs/1b.py --cache=int8
 
 # The other sizes.
 measure neox 45 configs/neox.py:tuned_1gpu "${few[@]}" "${short[@]}"

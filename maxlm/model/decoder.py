@@ -17,6 +17,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.model.attention.tree import TokenTree
 from maxlm.model.blocks import ACTIVATION_AXES, Context, block_class, dropout, run_layers, run_layers_unrolled
 from maxlm.model.experts.router import RouterStats
+from maxlm.model.layers.embedding import look_up
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.kv_cache import Cache, CacheIndices, Caches, cache_indices_and_mask, slots_by_window
 from maxlm.model.layers.linear import Linear, parameter, should_transpose, transposed_matmul
@@ -121,12 +122,14 @@ class Decoder(nnx.Module):
         B, T = tokens_BT.shape
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-        x_BTD = self._used(self.embedding[...].astype(config.dtype), ('vocab', 'embed'), is_table=True)[tokens_BT]
+        table_VD = self._used(self.embedding[...].astype(config.dtype), ('vocab', 'embed'))
+        x_BTD = look_up(table_VD, tokens_BT, ('vocab', 'embed'), self.partitioning)
         if config.embedding_multiplier != 1:
             x_BTD = x_BTD * config.embedding_multiplier
         if self.position_embedding is not None:
             table = self.position_embedding[...].astype(config.dtype)
-            x_BTD = x_BTD + self.partitioning.gathered(table, ('position', 'embed'), is_table=True)[positions_BT]
+            table = self.partitioning.gathered(table, ('position', 'embed'))
+            x_BTD = x_BTD + look_up(table, positions_BT, ('position', 'embed'), self.partitioning)
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
         embed_key, blocks_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
@@ -181,7 +184,7 @@ class Decoder(nnx.Module):
             tokens_BT, segments_BT, positions_BT, dropout_key: see `__call__`.
         """
         context = self._context(segments_BT, positions_BT, None, 0, None)
-        table_VD = self._used(self.embedding[...].astype(hidden_BTD.dtype), ('vocab', 'embed'), is_table=True)
+        table_VD = self._used(self.embedding[...].astype(hidden_BTD.dtype), ('vocab', 'embed'))
         results = run_mtp(
             self.mtp, self.config, self.partitioning, hidden_BTD, tokens_BT, table_VD, context, dropout_key=dropout_key
         )
@@ -229,9 +232,9 @@ class Decoder(nnx.Module):
         # The unpadded vocabulary does not divide over the devices, so it is replicated.
         return self.partitioning.constrain(logits_BTV, ('rows', 'length', 'activation'))[..., : self.config.vocab_size]
 
-    def _used(self, table: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
+    def _used(self, table: jax.Array, axes: Axes) -> jax.Array:
         """Returns a vocabulary table for products and lookups, padded and gathered."""
-        return self.partitioning.gathered(self.partitioning.pad_vocabulary(table, axes), axes, is_table=is_table)
+        return self.partitioning.gathered(self.partitioning.pad_vocabulary(table, axes), axes)
 
     def _context(
         self,

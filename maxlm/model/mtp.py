@@ -17,6 +17,7 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.blocks import ACTIVATION_AXES, Context, block_class, rematerialize
+from maxlm.model.layers.embedding import look_up
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.linear import Linear
 from maxlm.model.layers.masks import layer_kinds, window_of
@@ -106,7 +107,8 @@ def run_mtp(
     results = []
     for depth in range(1, config.mtp_depth + 1):
         params = jax.tree.map(lambda leaf, index=depth - 1: leaf[index], nnx.to_pure_dict(stack))
-        embedded_BTD = partitioning.constrain(table_VD[shift_left(tokens_BT, depth)], ACTIVATION_AXES)
+        embedded_BTD = look_up(table_VD, shift_left(tokens_BT, depth), ('vocab', 'embed'), partitioning)
+        embedded_BTD = partitioning.constrain(embedded_BTD, ACTIVATION_AXES)
         key = None if dropout_key is None else jax.random.fold_in(dropout_key, depth)
         hidden_BTD = run(params, hidden_BTD, embedded_BTD, key)
         results.append(hidden_BTD)

@@ -114,7 +114,7 @@ class Layout:
         """See `Partitioning`."""
         return self.of_gradients.constrain(gradient, axes)
 
-    def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
+    def gathered(self, x: jax.Array, axes: Axes) -> jax.Array:
         """See `Partitioning`. The gradient is reduce-scattered over the devices."""
         if not any(axis in SAVING and self.of_state.num_shards(axis) > 1 for axis in axes):
             return x
@@ -128,10 +128,6 @@ class Layout:
             return gather(x), None
 
         def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-            if is_table:
-                # Each device first sums the gradients of its own tokens. To compute the sharded sum directly, XLA would
-                # send parts of all tokens to every device and, with a sharded length, would first gather all tokens.
-                gradient = self.constrain(gradient, whole)
             return (self.constrain_gradient(gradient, axes),)
 
         gather.defvjp(forward, backward)

@@ -33,10 +33,10 @@ class Partitioning(Protocol):
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         """Constrains the sharding of an intermediate value."""
 
-    def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
-        """Returns a parameter for use: unsharded along the axes that only save memory. Its gradient is sharded again.
+    def gathered(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """Returns a parameter for use: unsharded along the axes that only save memory.
 
-        `is_table` means that the parameter is used for row lookups.
+        Its gradient is sharded again.
         """
 
     def constrain_gradient(self, gradient: jax.Array, axes: Axes) -> jax.Array:
@@ -90,8 +90,8 @@ class SingleDevice:
         del axes
         return x
 
-    def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
-        del axes, is_table
+    def gathered(self, x: jax.Array, axes: Axes) -> jax.Array:
+        del axes
         return x
 
     def constrain_gradient(self, gradient: jax.Array, axes: Axes) -> jax.Array:

@@ -15,6 +15,7 @@ from maxlm.errors import EXIT_DONE, InputError
 from maxlm.hardware.chips import capability_of
 from maxlm.huggingface.final_export import FinalExport, check_exportable
 from maxlm.log import logger
+from maxlm.model.experts.kernel_check import check_expert_kernels
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.machine import sample_config
 from maxlm.reporting.page import write_at_end
@@ -93,6 +94,7 @@ def run(
         sample = sample_config(config, resolver)
         check_exportable(sample)
         check_checkpoint_size(sample)
+        check_expert_kernels(sample.model)
         opened = open_run(
             workdir, sample, heartbeats, timeline, resume=resume, at_end=write_at_end, callbacks=tuple(callbacks)
         )

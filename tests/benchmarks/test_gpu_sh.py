@@ -62,14 +62,13 @@ def test_all_measurements_run(run):
     names = list(calls)
     assert set(names) == files
     # The most informative measurements come first.
-    assert names[:9] == [
+    assert names[:8] == [
         'attention',
+        'experts',
         '1b',
-        '1b_slice_fusion',
-        '1b_scan',
-        '1b_scan_slice_fusion',
         'peers',
         '1b_fp8',
+        '8x1b_4layers',
         'decode_1b',
         'decode_1b_int8',
     ]
@@ -79,7 +78,7 @@ def test_all_measurements_run(run):
     assert calls_again == {}
     assert f'--beside={os.path.dirname(calls["1b"][2].removeprefix("--output="))}/1b.json' in calls['1b_fp8']
     modules = {words[1].removeprefix('benchmarks.') for words in calls.values()}
-    assert modules == {'gpu_attention', 'peers_gpu', 'step', 'decode'}
+    assert modules == {'gpu_attention', 'gpu_experts', 'peers_gpu', 'step', 'decode'}
 
 
 def test_configs_and_overrides_are_valid(run):
@@ -111,7 +110,7 @@ def test_measurements_beyond_the_time_limit_are_skipped(run):
     assert done.returncode == 0, done.stderr
     assert calls == {}
     (line,) = (line for line in done.stdout.splitlines() if 'skipped' in line)
-    assert ' attention 1b 1b_slice_fusion 1b_scan 1b_scan_slice_fusion peers 1b_fp8 decode_1b ' in line
+    assert ' attention experts 1b peers 1b_fp8 8x1b_4layers decode_1b decode_1b_int8 1b_slice_fusion ' in line
     # Measurements that need more than the limit are skipped, and all others run.
     done, calls, files = run(110)
     assert done.returncode == 0, done.stderr

@@ -169,7 +169,7 @@ def kernel_calls(function, *arrays):
 
 
 def test_calls_equal_those_of_jax(hopper):
-    q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)
     lengths, offsets = jax.ShapeDtypeStruct((2, 4), jnp.int32), jax.ShapeDtypeStruct((2, 5), jnp.int32)
 
     def theirs(q, k, v, do, lengths, offsets):
@@ -193,7 +193,7 @@ def test_calls_equal_those_of_jax(hopper):
     def ours(q, k, v, do, segments):
         return jax.vjp(lambda q, k, v: by_documents(100)(q, k, v, segments), q, k, v)[1](do)
 
-    found_calls = kernel_calls(ours, q, q, q, q, jax.ShapeDtypeStruct((2, 256), jnp.int32))
+    found_calls = kernel_calls(ours, q, q, q, q, jax.ShapeDtypeStruct((2, 1024), jnp.int32))
     expected_calls = kernel_calls(theirs, q, q, q, q, lengths, offsets)
     assert set(found_calls) == set(expected_calls) == {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'}
     for target, calls in found_calls.items():

@@ -3,6 +3,7 @@
 Rows after the last group are unused.
 """
 
+import dataclasses
 import json
 import sys
 import types
@@ -13,9 +14,12 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
+from maxlm.model.experts import kernel_check
 from maxlm.model.experts import tokamax_matmul as module
+from maxlm.model.experts.kernel_check import check_expert_kernels
 from maxlm.model.experts.tokamax_matmul import tokamax_matmul
 from tests.gpu_compiler import needs_gpu_compiler, run_python
+from tests.small import small_config
 
 SIZES = np.array([3, 0, 4, 0])
 USED, ROWS, WIDTH = SIZES.sum(), 9, 6
@@ -73,11 +77,13 @@ def test_undefined_values_of_the_kernels_change_nothing(tokamax, monkeypatch):
 @pytest.mark.parametrize(
     ('shapes', 'expected'),
     [
-        (((5, 64), (2, 64, 128)), ('mosaic', 'triton')),
+        (((5, 128), (2, 128, 256)), ('mosaic', 'triton')),
+        # Mosaic's products are wrong for this width.
+        (((128, 128), (2, 128, 320)), ('triton',)),
         # A rank of an adapter, and a number of rows that is the width of a transposed operand.
-        (((64, 64), (2, 64, 8)), ('triton',)),
-        (((64, 64), (64, 128)), ('mosaic', 'triton')),
-        (((5, 64), (5, 128)), ('triton',)),
+        (((128, 128), (2, 128, 8)), ('triton',)),
+        (((128, 128), (128, 256)), ('mosaic', 'triton')),
+        (((5, 128), (5, 256)), ('triton',)),
     ],
 )
 def test_mosaic_computes_only_multiples_of_its_width(tokamax, shapes, expected):
@@ -85,6 +91,23 @@ def test_mosaic_computes_only_multiples_of_its_width(tokamax, shapes, expected):
     tokamax.ragged_dot_general = lambda *_, implementation, **__: found.append(implementation)
     module._product(*map(jnp.zeros, shapes), jnp.array([3, 2]), None)
     assert found == [expected]
+
+
+def test_wrong_kernels_are_an_error(tokamax, monkeypatch):
+    config = dataclasses.replace(
+        small_config().model, num_experts=8, expert_ffn_dim=24, expert_matmul='tokamax', dtype='float32'
+    )
+    check_expert_kernels(config)
+    monkeypatch.setattr(kernel_check, 'version', lambda name: '0.0.17')
+    exact = tokamax.ragged_dot_general
+    for wrong in (lambda y: y.at[..., -1].mul(1.1), lambda y: y.at[0].set(jnp.nan)):
+        tokamax.ragged_dot_general = lambda *arguments, wrong=wrong, **rest: wrong(exact(*arguments, **rest))
+        jax.clear_caches()
+        with pytest.raises(InputError, match=r'tokamax 0\.0\.17 are off by .* for matrices of 32 × 24 on cpu; install'):
+            check_expert_kernels(config)
+    # Other implementations and models without experts need no check.
+    check_expert_kernels(dataclasses.replace(config, expert_matmul='loop'))
+    check_expert_kernels(dataclasses.replace(config, num_experts=0))
 
 
 def test_a_missing_package_is_named(monkeypatch):

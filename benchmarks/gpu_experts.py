@@ -1,0 +1,162 @@
+"""Checks and times the matrix products of experts on a GPU.
+
+    python -m benchmarks.gpu_experts [--output=FILE]
+
+The benchmark compares products and gradients of `grouped_matmul` with the formula in float32, for balanced loads,
+skewed loads, experts without rows and unused rows. As a negative control, a row in the group of a different expert must
+cause an error. It then times the kernels of Tokamax against a batched product of equal groups, which needs the same
+operations. Prints tables, writes JSON, and exits with 1 on a mismatch. Needs a GPU, jax, flax, ml_collections and
+tokamax.
+
+Shapes: R rows, I inputs, O outputs, E groups.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.step import machine
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.model.experts.kernel_check import (
+    TOLERANCE,
+    exact_products,
+    product_errors,
+    products_with_gradients,
+    relative_errors,
+)
+
+# Repeated runs show a race between the threads of a kernel.
+RUNS = 5
+OUTPUTS = ('product', 'gradient_of_rows', 'gradient_of_matrices')
+
+
+class Shape(NamedTuple):
+    """Rows, inputs, outputs and groups of a product."""
+
+    R: int
+    I: int  # noqa: E741 - the letter of the axis in every shape
+    O: int  # noqa: E741
+    E: int
+
+
+# The widths of the last shape are no multiples of 128.
+CHECKED = [Shape(1024, 256, 128, 8), Shape(4096, 512, 640, 32), Shape(2048, 192, 320, 16)]
+# One micro-batch of 8x1b, 16b-a3b and 30b-a3b in configs/moe.py: tokens × experts per token.
+TIMED = [Shape(8192, 2048, 8192, 8), Shape(24_576, 2048, 1408, 64), Shape(32_768, 2048, 768, 128)]
+
+
+def main(argv: list[str]) -> int:
+    """Checks the kernels, then times them."""
+    parser = ArgumentParser(prog='benchmarks.gpu_experts', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--output', type=Path, help='JSON file to write')
+    options = parser.parse_args(argv)
+    if jax.default_backend() != 'gpu':
+        raise InputError(f'no GPU: JAX runs on {jax.default_backend()}')
+    checks = check(CHECKED, 'tokamax')
+    mistakes = find_mistakes(checks)
+    print(*mistakes, sep='\n')
+    times = measure(TIMED)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        result = {'machine': machine(), 'mistakes': mistakes, 'checks': checks, 'times': times}
+        options.output.write_text(json.dumps(result, indent=1) + '\n')
+    return EXIT_FAILED if mistakes else EXIT_DONE
+
+
+def check(shapes: list[Shape], kind: str) -> list[dict[str, Any]]:
+    """Returns the largest error of the product and of each gradient over several runs, by shape and loads."""
+    rng = np.random.default_rng(0)
+    results = []
+    for shape in shapes:
+        for name, sizes_E in loads(rng, shape).items():
+            arrays = _arrays(rng, shape)
+            runs = [product_errors(kind, *arrays[:2], sizes_E, arrays[2]) for _ in range(RUNS)]
+            exact, moved = (exact_products(*arrays[:2], sizes, arrays[2]) for sizes in (sizes_E, _move_row(sizes_E)))
+            errors = dict(zip(OUTPUTS, np.max(runs, axis=0).tolist(), strict=True))
+            errors['moved_row'] = max(relative_errors(moved, exact))
+            results.append({**shape._asdict(), 'loads': name, 'errors': errors})
+            print(*shape, f'{name:12}', *(f'{key} {error:.4f}' for key, error in errors.items()))
+    return results
+
+
+def find_mistakes(checks: list[dict[str, Any]]) -> list[str]:
+    """Returns one message for each mistake in the results of `check`."""
+    mistakes = []
+    for result in checks:
+        where = ' '.join(f'{name}={value}' for name, value in result.items() if name != 'errors')
+        errors = result['errors']
+        # The negated comparison also catches NaN.
+        for output in OUTPUTS:
+            if not errors[output] <= TOLERANCE:
+                mistakes.append(f'{where}: {output} is off by {errors[output]:.4f}')
+        if not errors['moved_row'] > 2 * TOLERANCE:
+            mistakes.append(f'{where}: the moved row was not seen, at {errors["moved_row"]:.4f}')
+    return mistakes
+
+
+def loads(rng: np.random.Generator, shape: Shape) -> dict[str, np.ndarray]:
+    """Returns sizes [E] by the name of the loads."""
+    R, E = shape.R, shape.E
+    skewed = np.bincount(np.minimum(rng.geometric(0.4, R) - 1, E - 1), minlength=E)
+    empty = np.zeros(E, np.int64)
+    empty[1::2] = R // (E // 2)
+    all_loads = {
+        'balanced': np.full(E, R // E),
+        'random': np.bincount(rng.integers(0, E, R), minlength=E),
+        'skewed': skewed,
+        'empty': empty,
+        'unused_rows': np.bincount(rng.integers(0, E, 3 * R // 4), minlength=E),
+    }
+    return {name: sizes.astype(np.int32) for name, sizes in all_loads.items()}
+
+
+def measure(shapes: list[Shape], repeats: int = 20) -> list[dict[str, Any]]:
+    """Measures the median milliseconds of a product with its gradients, by shape and implementation."""
+    rng = np.random.default_rng(1)
+    results = []
+    for shape in shapes:
+        arrays = _arrays(rng, shape)
+        sizes = {
+            'equal': np.full(shape.E, shape.R // shape.E, np.int32),
+            'tokamax': np.bincount(rng.integers(0, shape.E, shape.R), minlength=shape.E).astype(np.int32),
+        }
+        times = {}
+        for kind, sizes_E in sizes.items():
+            seconds = []
+            for _ in range(3 + repeats):
+                start = time.perf_counter()
+                jax.block_until_ready(products_with_gradients(kind, *arrays[:2], jnp.asarray(sizes_E), arrays[2]))
+                seconds.append(time.perf_counter() - start)
+            times[kind] = 1e3 * statistics.median(seconds[3:])
+        tflops = {kind: 6e-9 * shape.R * shape.I * shape.O / value for kind, value in times.items()}
+        results.append({**shape._asdict(), 'milliseconds': times, 'tflops': tflops})
+        print(*shape, *(f'{kind} {value:.3f} ms, {tflops[kind]:.0f} TFLOP/s' for kind, value in times.items()))
+    return results
+
+
+def _move_row(sizes_E: np.ndarray) -> np.ndarray:
+    """Returns the sizes after the last row of the largest group moved to the next group."""
+    largest = int(np.argmax(sizes_E[:-1]))
+    moved = sizes_E.copy()
+    moved[largest] -= 1
+    moved[largest + 1] += 1
+    return moved
+
+
+def _arrays(rng: np.random.Generator, shape: Shape) -> tuple[jax.Array, ...]:
+    """Returns random rows, matrices and gradient of the result."""
+    R, I, O, E = shape  # noqa: E741
+    return tuple(jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((R, I), (E, I, O), (R, O)))
+
+
+if __name__ == '__main__':
+    sys.exit(exit_code(main, sys.argv[1:]))
