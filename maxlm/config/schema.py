@@ -235,7 +235,9 @@ class Config:
     @property
     def has_reference(self) -> bool:
         """Returns True if the loss needs the reference model, a copy of the initial parameters."""
-        return self.train.objective == 'dpo' or (self.train.objective == 'grpo' and self.grpo.kl_coef > 0)
+        if self.train.objective == 'dpo':
+            return self.dpo.loss_type != 'orpo'
+        return self.train.objective == 'grpo' and self.grpo.kl_coef > 0
 
     @property
     def by_budget(self) -> bool:

@@ -41,10 +41,15 @@ def check_dpo(config: Config) -> None:
             f'dpo.label_smoothing={dpo.label_smoothing}: must be below 0.5, because at 0.5 or more most pairs would be '
             'reversed'
         )
-    if dpo.label_smoothing and dpo.loss_type == 'ipo':
+    if dpo.label_smoothing and dpo.loss_type != 'sigmoid':
         raise InputError(
-            f'dpo.label_smoothing={dpo.label_smoothing} has no effect with dpo.loss_type=ipo; set it to 0, or set '
-            'dpo.loss_type=sigmoid'
+            f'dpo.label_smoothing={dpo.label_smoothing} has no effect with dpo.loss_type={dpo.loss_type}; set it to 0, '
+            'or set dpo.loss_type=sigmoid'
+        )
+    if dpo.rpo_alpha and dpo.loss_type == 'orpo':
+        raise InputError(
+            f'dpo.rpo_alpha={dpo.rpo_alpha} with dpo.loss_type=orpo, which already contains the cross-entropy of the '
+            'preferred answers; set dpo.rpo_alpha=0'
         )
     if config.train.objective != 'dpo':
         return

@@ -260,14 +260,16 @@ def make_log_probs(
 
 
 def _make_preference(config: Config, partitioning: Partitioning) -> Objective:
-    """Returns the DPO objective; see `preference_terms`."""
+    """Returns the objective of preference pairs; see `preference_terms`."""
     log_probs = make_log_probs(config, partitioning)
 
     def preference(
         params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, LossSums]:
         found = log_probs(params, slots, batch, dropout_key).log_probs_BT
-        reference_BT = jax.lax.stop_gradient(log_probs(reference, None, batch, None).log_probs_BT)
+        reference_BT = None
+        if config.has_reference:
+            reference_BT = jax.lax.stop_gradient(log_probs(reference, None, batch, None).log_probs_BT)
         terms = preference_terms(found, reference_BT, batch['weights'], batch['segments'], config.dpo)
         parts = {name: jax.lax.stop_gradient(getattr(terms, field)) for name, field in DPO_PARTS.items()}
         loss = jax.lax.stop_gradient(terms.objective)

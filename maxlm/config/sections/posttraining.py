@@ -7,10 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class DpoConfig:
-    # Strength of the KL regularization toward the reference, i.e. the initial model. Higher values keep it closer.
+    # Strength of the KL regularization toward the reference, i.e. the initial model. Higher values keep it closer. With
+    # orpo, the weight of the odds ratio beside the cross-entropy (lambda in the paper).
     beta: float = 0.1
     # sigmoid (Rafailov et al. 2023, "Direct Preference Optimization") | ipo (Azar et al. 2023, "A General Theoretical
-    # Paradigm to Understand Learning from Human Preferences").
+    # Paradigm to Understand Learning from Human Preferences") | orpo (Hong et al. 2024, "ORPO: Monolithic Preference
+    # Optimization without Reference Model").
     loss_type: str = 'sigmoid'
     # sigmoid: fraction of the pairs that are assumed to be mislabeled (Mitchell 2023, "conservative DPO").
     label_smoothing: float = 0.0
@@ -52,7 +54,9 @@ class GrpoConfig:
     # Training", recommend False.
     scale_rewards: bool = True
     # Averaging of token losses, named as in TRL: grpo (per response, then over responses: Shao et al. 2024,
-    # "DeepSeekMath") | dapo (over all tokens) | dr_grpo (sum divided by max_completion_length: Liu et al.).
+    # "DeepSeekMath") | dapo (over all tokens) | dr_grpo (sum divided by max_completion_length: Liu et al.) | gspo (one
+    # probability ratio per response, the geometric mean over its tokens, averaged over responses: Zheng et al. 2025,
+    # "Group Sequence Policy Optimization", with epsilon=3e-4 and epsilon_high=4e-4).
     loss_type: str = 'dapo'
     # Number of evaluation prompts, from the beginning of the file; 0 = all.
     eval_num_prompts: int = 0

@@ -1,7 +1,7 @@
-"""DPO and IPO losses of preference pairs, as pure functions.
+"""DPO, IPO and ORPO losses of preference pairs, as pure functions.
 
 Rafailov et al. 2023, "Direct Preference Optimization"; Azar et al. 2023, "A General Theoretical Paradigm to Understand
-Learning from Human Preferences".
+Learning from Human Preferences"; Hong et al. 2024, "ORPO: Monolithic Preference Optimization without Reference Model".
 
 Shapes: B batch, T length, P largest number of pairs in a row; 2 answers of a pair, chosen answer first; S segments,
 C segments computed at the same time; X summed quantities.
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from maxlm.config.sections.posttraining import DpoConfig
 
+# Smallest negative log-probability per token from which ORPO computes odds. The odds of a certain answer are infinite.
+SMALLEST_NLL = 1e-6
 # Segments whose sums are computed at the same time. The memory is C · T numbers per row.
 SEGMENTS_AT_ONCE = 64
 
@@ -23,8 +25,8 @@ SEGMENTS_AT_ONCE = 64
 class PreferenceTerms(NamedTuple):
     """Sums over the pairs of a batch, float32 scalars. Only `objective` has a gradient.
 
-    A reward is beta · (log-probability by the model - log-probability by the reference). With ipo, log-probabilities
-    are means over the tokens of an answer instead of sums.
+    A reward is beta · (log-probability by the model - log-probability by the reference, if there is one). With ipo and
+    orpo, log-probabilities are means over the tokens of an answer instead of sums.
 
     Attributes:
         objective: Σ loss.
@@ -49,7 +51,7 @@ class PreferenceTerms(NamedTuple):
 
 def preference_terms(
     log_probs_BT: jax.Array,
-    reference_BT: jax.Array,
+    reference_BT: jax.Array | None,
     weights_BT: jax.Array,
     segments_BT: jax.Array,
     dpo: DpoConfig,
@@ -62,23 +64,26 @@ def preference_terms(
         h        = log p(y⁺)/r(y⁺) - log p(y⁻)/r(y⁻)
         sigmoid  = -(1 - ε) · log σ(beta · h) - ε · log σ(-beta · h)
         ipo      = (h - 1 / (2 · beta))²
+        orpo     = -log p(y⁺) - beta · log σ(log odds(y⁺)/odds(y⁻)),  odds(y) = p(y) / (1 - p(y))
 
-    The log-probability of an answer is the sum over its tokens. With ipo it is the mean, as in TRL's `DPOTrainer` and
-    recommended by the authors of IPO, so that h does not depend on the length of an answer. Both losses add
-    `rpo_alpha` times the mean cross-entropy of the chosen answer's tokens.
+    The log-probability of an answer is the sum over its tokens. With ipo and orpo it is the mean, as in TRL and
+    recommended by the authors of IPO, so that h does not depend on the length of an answer. The losses sigmoid and ipo
+    add `rpo_alpha` times the mean cross-entropy of the chosen answer's tokens. With orpo there is no reference.
 
     Segments 2i + 1 and 2i + 2 of a row form pair i; the pair exists if both segments have nonzero weights. Rows are
     independent, so only the final sums are communicated between devices.
 
     Args:
         log_probs_BT: log-probabilities of the targets by the model; ignored where the weight is 0.
-        reference_BT: log-probabilities of the targets by the reference.
+        reference_BT: log-probabilities of the targets by the reference; None with orpo.
         weights_BT: 1 at targets of answers, else 0.
         segments_BT: number of the document in its row, counted from 1; 0 in padding.
         dpo: section `dpo` of the config.
     """
     B, T = segments_BT.shape
     # Select before multiplying: positions without a target may contain non-finite values.
+    if reference_BT is None:
+        reference_BT = jnp.zeros_like(log_probs_BT)
     both = (log_probs_BT, jax.lax.stop_gradient(reference_BT))
     weighted = [jnp.where(weights_BT != 0, weights_BT * x_BT, 0) for x_BT in both]
     sums_XBS = _segment_sums(jnp.stack([*weighted, weights_BT]), segments_BT)
@@ -88,13 +93,17 @@ def preference_terms(
     # A non-finite count is not 0, so non-finite weights show in the loss.
     is_pair_BP = (counts_BP2 != 0).all(-1)
     means_BP2 = log_probs_BP2 / jnp.where(counts_BP2 == 0, 1, counts_BP2)
-    if dpo.loss_type == 'ipo':
+    if dpo.loss_type in ('ipo', 'orpo'):
         reference_BP2 = reference_BP2 / jnp.where(counts_BP2 == 0, 1, counts_BP2)
         log_probs_BP2 = means_BP2
     ratios_BP2 = log_probs_BP2 - reference_BP2
     preferred_BP = ratios_BP2[..., 0] - ratios_BP2[..., 1]
     if dpo.loss_type == 'ipo':
         loss_BP = jnp.square(preferred_BP - 1 / (2 * dpo.beta))
+    elif dpo.loss_type == 'orpo':
+        log_odds_BP2 = means_BP2 - jax.nn.log1mexp(jnp.maximum(-means_BP2, SMALLEST_NLL))
+        log_ratio_BP = log_odds_BP2[..., 0] - log_odds_BP2[..., 1]
+        loss_BP = -means_BP2[..., 0] - dpo.beta * jax.nn.log_sigmoid(log_ratio_BP)
     else:
         right_BP, wrong_BP = (jax.nn.log_sigmoid(sign * dpo.beta * preferred_BP) for sign in (1, -1))
         loss_BP = -(1 - dpo.label_smoothing) * right_BP - dpo.label_smoothing * wrong_BP

@@ -1,7 +1,7 @@
 """Advantages and loss of GRPO, as pure functions.
 
-Shao et al. 2024, "DeepSeekMath", with the corrections of Yu et al. 2025, "DAPO", and Liu et al. 2025, "Understanding
-R1-Zero-Like Training".
+Shao et al. 2024, "DeepSeekMath", with the corrections of Yu et al. 2025, "DAPO", Liu et al. 2025, "Understanding
+R1-Zero-Like Training", and Zheng et al. 2025, "Group Sequence Policy Optimization".
 
 Shapes: B batch, T length, N responses, G responses per group (to the same prompt).
 """
@@ -70,7 +70,7 @@ def token_weights(predicted_BT: np.ndarray, active_B: np.ndarray, config: GrpoCo
         config: section `grpo` of the config; `loss_type` is used.
     """
     weights_BT = predicted_BT * active_B[:, None]
-    if config.loss_type == 'grpo':
+    if config.loss_type in ('grpo', 'gspo'):
         weights_BT = weights_BT / np.maximum(predicted_BT.sum(axis=1, keepdims=True), 1)
     return weights_BT.astype(np.float32)
 
@@ -88,8 +88,9 @@ def policy_sums(
 ) -> PolicySums:
     """Sums the loss -min(r · A, clip(r, 1 - epsilon, 1 + epsilon_high) · A) + kl_coef · KL over tokens.
 
-    r is the probability of a token under the trained policy, divided by its probability when it was sampled. KL is the
-    estimator k3 of Schulman 2020, "Approximating KL Divergence": q/p - log(q/p) - 1 with the reference's probability q.
+    r is the probability of a token under the trained policy, divided by its probability when it was sampled. With
+    `loss_type` gspo it is the geometric mean of these quotients over the tokens of the response, the same for all of
+    its tokens. KL is the estimator k3 of Schulman 2020, "Approximating KL Divergence": q/p - log(q/p) - 1 with the reference's probability q.
 
     Args:
         log_probs_BT: log-probabilities of the tokens by the trained policy.
@@ -99,12 +100,16 @@ def policy_sums(
         advantages_BT: advantage of the token's response.
         predicted_BT: 1 at tokens of responses, else 0.
         weights_BT: weights of the tokens in the loss.
-        config: section `grpo` of the config; `epsilon`, `epsilon_high` and `kl_coef` are used.
+        config: section `grpo` of the config; `epsilon`, `epsilon_high`, `kl_coef` and `loss_type` are used.
     """
     # Select before multiplying: positions without a target may contain non-finite values.
     is_predicted = predicted_BT > 0
     log_ratio_BT = jnp.where(is_predicted, log_probs_BT - old_log_probs_BT, 0)
     ratio_BT = jnp.exp(log_ratio_BT)
+    if config.loss_type == 'gspo':
+        lengths_B1 = jnp.maximum(is_predicted.sum(axis=1, keepdims=True), 1)
+        mean_B1 = log_ratio_BT.sum(axis=1, keepdims=True) / lengths_B1
+        ratio_BT = jnp.broadcast_to(jnp.exp(mean_B1), log_ratio_BT.shape)
     bounded_BT = jnp.clip(ratio_BT, 1 - config.epsilon, 1 + config.epsilon_high)
     gain_BT = jnp.minimum(ratio_BT * advantages_BT, bounded_BT * advantages_BT)
     loss_BT = -gain_BT

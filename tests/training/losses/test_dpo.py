@@ -1,8 +1,9 @@
-"""DPO and IPO losses against a NumPy loop over pairs."""
+"""DPO, IPO and ORPO losses against a NumPy loop over pairs."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,13 @@ from maxlm.config.sections.posttraining import DpoConfig
 from maxlm.training.losses.dpo import PreferenceTerms
 from maxlm.training.losses.dpo import preference_terms as terms_without_jit
 
-preference_terms = jax.jit(terms_without_jit, static_argnums=4)
 
-objective_and_gradient = jax.jit(
-    jax.value_and_grad(lambda *given: terms_without_jit(*given).objective), static_argnums=4
-)
+@partial(jax.jit, static_argnums=4)
+def preference_terms(log_probs, reference, weights, segments, dpo):
+    return terms_without_jit(log_probs, None if dpo.loss_type == 'orpo' else reference, weights, segments, dpo)
+
+
+objective_and_gradient = jax.jit(jax.value_and_grad(lambda *given: preference_terms(*given).objective), static_argnums=4)
 
 LOSSES = {
     'sigmoid': DpoConfig(beta=0.3),
@@ -26,6 +29,7 @@ LOSSES = {
     'ipo': DpoConfig(beta=0.4, loss_type='ipo'),
     'with next token': DpoConfig(beta=0.3, rpo_alpha=0.7),
     'ipo with next token': DpoConfig(beta=0.4, loss_type='ipo', rpo_alpha=0.7),
+    'orpo': DpoConfig(beta=0.8, loss_type='orpo'),
 }
 
 
@@ -73,20 +77,31 @@ def expected(pairs, dpo):
     """Returns the terms and the gradient of the objective by the log-probabilities of each response."""
     sums, gradients = np.zeros(len(PreferenceTerms._fields)), []
     for chosen, rejected in pairs:
-        scale = [len(chosen.model), len(rejected.model)] if dpo.loss_type == 'ipo' else [1, 1]
+        scale = [1, 1] if dpo.loss_type == 'sigmoid' else [len(chosen.model), len(rejected.model)]
         model = [chosen.model.sum() / scale[0], rejected.model.sum() / scale[1]]
         reference = [chosen.reference.sum() / scale[0], rejected.reference.sum() / scale[1]]
+        if dpo.loss_type == 'orpo':
+            reference = [0, 0]
         rewards = [dpo.beta * (model[i] - reference[i]) for i in range(2)]
         h = (model[0] - model[1]) - (reference[0] - reference[1])
         if dpo.loss_type == 'ipo':
             loss, slope = (h - 0.5 / dpo.beta) ** 2, 2 * (h - 0.5 / dpo.beta)
+            slopes = [slope, -slope]
+        elif dpo.loss_type == 'orpo':
+            probabilities = np.exp(model)
+            odds = probabilities / (1 - probabilities)
+            preferred = odds[0] / (odds[0] + odds[1])
+            loss = -model[0] - dpo.beta * np.log(preferred)
+            by_odds = -dpo.beta * (1 - preferred) / (1 - probabilities)
+            slopes = [by_odds[0] - 1, -by_odds[1]]
         else:
             probability = 1 / (1 + np.exp(-dpo.beta * h))
             loss = -np.log(probability) * (1 - dpo.label_smoothing) - np.log(1 - probability) * dpo.label_smoothing
             slope = dpo.beta * (probability - (1 - dpo.label_smoothing))
+            slopes = [slope, -slope]
         loss -= dpo.rpo_alpha * chosen.model.mean()
-        gradients.append(slope / scale[0] - dpo.rpo_alpha / len(chosen.model))
-        gradients.append(-slope / scale[1])
+        gradients.append(slopes[0] / scale[0] - dpo.rpo_alpha / len(chosen.model))
+        gradients.append(slopes[1] / scale[1])
         sums += [loss, 1, h > 0, rewards[0] - rewards[1], *rewards, *model]
     return PreferenceTerms(*sums), gradients
 
@@ -166,6 +181,14 @@ def test_a_response_without_partner_is_no_pair():
     assert list(found[1]) == [0.0] * len(found[1])
     _, gradient = objective_and_gradient(*as_jax((log_probs, reference, alone[1], segments)), DpoConfig())
     assert not gradient.any()
+
+
+def test_orpo_of_a_certain_answer_is_finite():
+    log_probs, reference, weights, segments = pack([make_pairs(2)], 64)
+    batch = as_jax((np.where(weights != 0, 0, log_probs), reference, weights, segments))
+    value, gradient = objective_and_gradient(*batch, LOSSES['orpo'])
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
 
 
 def test_a_model_equal_to_its_reference():

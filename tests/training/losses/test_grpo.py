@@ -48,7 +48,9 @@ def by_hand(new, *, config, predicted, old, reference, advantage, weights):
         for t in range(T):
             if not predicted[b, t]:
                 continue
-            r, a, w = np.exp(float(new[b, t]) - float(old[b, t])), float(advantage[b]), float(weights[b, t])
+            log_ratios = np.float64(new[b]) - np.float64(old[b])
+            a, w, each = float(advantage[b]), float(weights[b, t]), predicted[b] > 0
+            r = np.exp(log_ratios[each].mean() if config.loss_type == 'gspo' else log_ratios[t])
             low, high = 1 - config.epsilon, 1 + config.epsilon_high
             bounded = min(max(r, low), high)
             loss -= w * min(r * a, bounded * a)
@@ -61,7 +63,7 @@ def by_hand(new, *, config, predicted, old, reference, advantage, weights):
     return loss, gradient
 
 
-@pytest.mark.parametrize('loss_type', ['grpo', 'dapo', 'dr_grpo'])
+@pytest.mark.parametrize('loss_type', ['grpo', 'dapo', 'dr_grpo', 'gspo'])
 @pytest.mark.parametrize('kl_coef', [0.0, 0.3])
 def test_loss_and_gradient_equal_the_formula(loss_type, kl_coef):
     config = dataclasses.replace(CONFIG, loss_type=loss_type, kl_coef=kl_coef, epsilon_high=0.28)
