@@ -78,9 +78,11 @@ def check(shapes: list[Shape], kind: str) -> list[dict[str, Any]]:
     results = []
     for shape in shapes:
         for name, sizes_E in loads(rng, shape).items():
-            arrays = _arrays(rng, shape)
-            runs = [product_errors(kind, *arrays[:2], sizes_E, arrays[2]) for _ in range(RUNS)]
-            exact, moved = (exact_products(*arrays[:2], sizes, arrays[2]) for sizes in (sizes_E, _move_row(sizes_E)))
+            x_RI, kernel_EIO, grad_RO = _arrays(rng, shape)
+            runs = [product_errors(kind, x_RI, kernel_EIO, sizes_E, grad_RO) for _ in range(RUNS)]
+            exact, moved = (
+                exact_products(x_RI, kernel_EIO, sizes, grad_RO) for sizes in (sizes_E, _move_row(sizes_E))
+            )
             errors = dict(zip(OUTPUTS, np.max(runs, axis=0).tolist(), strict=True))
             errors['moved_row'] = max(relative_errors(moved, exact))
             results.append({**shape._asdict(), 'loads': name, 'errors': errors})

@@ -90,7 +90,8 @@ def policy_sums(
 
     r is the probability of a token under the trained policy, divided by its probability when it was sampled. With
     `loss_type` gspo it is the geometric mean of these quotients over the tokens of the response, the same for all of
-    its tokens. KL is the estimator k3 of Schulman 2020, "Approximating KL Divergence": q/p - log(q/p) - 1 with the reference's probability q.
+    its tokens. KL is the estimator k3 of Schulman 2020, "Approximating KL Divergence": q/p - log(q/p) - 1 with the
+    reference's probability q.
 
     Args:
         log_probs_BT: log-probabilities of the tokens by the trained policy.

@@ -21,7 +21,9 @@ def preference_terms(log_probs, reference, weights, segments, dpo):
     return terms_without_jit(log_probs, None if dpo.loss_type == 'orpo' else reference, weights, segments, dpo)
 
 
-objective_and_gradient = jax.jit(jax.value_and_grad(lambda *given: preference_terms(*given).objective), static_argnums=4)
+objective_and_gradient = jax.jit(
+    jax.value_and_grad(lambda *given: preference_terms(*given).objective), static_argnums=4
+)
 
 LOSSES = {
     'sigmoid': DpoConfig(beta=0.3),
