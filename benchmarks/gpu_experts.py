@@ -40,12 +40,12 @@ OUTPUTS = ('product', 'gradient_of_rows', 'gradient_of_matrices')
 
 
 class Shape(NamedTuple):
-    """Rows, inputs, outputs and groups of a product."""
+    """Sizes of a product."""
 
-    R: int
-    I: int  # noqa: E741 - the letter of the axis in every shape
-    O: int  # noqa: E741
-    E: int
+    rows: int
+    inputs: int
+    outputs: int
+    groups: int
 
 
 # The widths of the last shape are no multiples of 128.
@@ -80,9 +80,7 @@ def check(shapes: list[Shape], kind: str) -> list[dict[str, Any]]:
         for name, sizes_E in loads(rng, shape).items():
             x_RI, kernel_EIO, grad_RO = _arrays(rng, shape)
             runs = [product_errors(kind, x_RI, kernel_EIO, sizes_E, grad_RO) for _ in range(RUNS)]
-            exact, moved = (
-                exact_products(x_RI, kernel_EIO, sizes, grad_RO) for sizes in (sizes_E, _move_row(sizes_E))
-            )
+            exact, moved = (exact_products(x_RI, kernel_EIO, sizes, grad_RO) for sizes in (sizes_E, _move_row(sizes_E)))
             errors = dict(zip(OUTPUTS, np.max(runs, axis=0).tolist(), strict=True))
             errors['moved_row'] = max(relative_errors(moved, exact))
             results.append({**shape._asdict(), 'loads': name, 'errors': errors})
@@ -107,7 +105,7 @@ def find_mistakes(checks: list[dict[str, Any]]) -> list[str]:
 
 def loads(rng: np.random.Generator, shape: Shape) -> dict[str, np.ndarray]:
     """Returns sizes [E] by the name of the loads."""
-    R, E = shape.R, shape.E
+    R, E = shape.rows, shape.groups
     skewed = np.bincount(np.minimum(rng.geometric(0.4, R) - 1, E - 1), minlength=E)
     empty = np.zeros(E, np.int64)
     empty[1::2] = R // (E // 2)
@@ -128,8 +126,8 @@ def measure(shapes: list[Shape], repeats: int = 20) -> list[dict[str, Any]]:
     for shape in shapes:
         arrays = _arrays(rng, shape)
         sizes = {
-            'equal': np.full(shape.E, shape.R // shape.E, np.int32),
-            'tokamax': np.bincount(rng.integers(0, shape.E, shape.R), minlength=shape.E).astype(np.int32),
+            'equal': np.full(shape.groups, shape.rows // shape.groups, np.int32),
+            'tokamax': np.bincount(rng.integers(0, shape.groups, shape.rows), minlength=shape.groups).astype(np.int32),
         }
         times = {}
         for kind, sizes_E in sizes.items():
@@ -139,7 +137,7 @@ def measure(shapes: list[Shape], repeats: int = 20) -> list[dict[str, Any]]:
                 jax.block_until_ready(products_with_gradients(kind, *arrays[:2], jnp.asarray(sizes_E), arrays[2]))
                 seconds.append(time.perf_counter() - start)
             times[kind] = 1e3 * statistics.median(seconds[3:])
-        tflops = {kind: 6e-9 * shape.R * shape.I * shape.O / value for kind, value in times.items()}
+        tflops = {kind: 6e-9 * shape.rows * shape.inputs * shape.outputs / value for kind, value in times.items()}
         results.append({**shape._asdict(), 'milliseconds': times, 'tflops': tflops})
         print(*shape, *(f'{kind} {value:.3f} ms, {tflops[kind]:.0f} TFLOP/s' for kind, value in times.items()))
     return results
@@ -156,8 +154,9 @@ def _move_row(sizes_E: np.ndarray) -> np.ndarray:
 
 def _arrays(rng: np.random.Generator, shape: Shape) -> tuple[jax.Array, ...]:
     """Returns random rows, matrices and gradient of the result."""
-    R, I, O, E = shape  # noqa: E741
-    return tuple(jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((R, I), (E, I, O), (R, O)))
+    matrix = (shape.inputs, shape.outputs)
+    sizes = ((shape.rows, shape.inputs), (shape.groups, *matrix), (shape.rows, shape.outputs))
+    return tuple(jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in sizes)
 
 
 if __name__ == '__main__':

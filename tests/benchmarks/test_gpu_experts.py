@@ -6,7 +6,7 @@ import numpy as np
 from benchmarks.gpu_experts import OUTPUTS, Shape, check, find_mistakes
 from maxlm.model.experts import kernel_check
 
-SHAPE = Shape(R=64, I=16, O=8, E=4)
+SHAPE = Shape(rows=64, inputs=16, outputs=8, groups=4)
 
 
 def test_correct_products_pass_and_wrong_ones_are_detected(monkeypatch):

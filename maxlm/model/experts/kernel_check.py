@@ -20,7 +20,7 @@ from maxlm.model.experts.grouped_matmul import RowGroups, grouped_matmul
 
 # Largest error, relative to the norm of the array. Results in bfloat16 have an error of 0.0017.
 TOLERANCE = 0.01
-# Groups of the check: aligned and unaligned starts, groups without rows and rows after the last group.
+# Sizes of the groups: aligned and unaligned starts, and groups without rows. UNUSED rows follow the last group.
 SIZES = np.array([128, 75, 0, 138, 1, 109, 0, 40], np.int32)
 UNUSED = 21
 
@@ -38,8 +38,8 @@ def check_expert_kernels(config: ModelConfig) -> None:
     rng = np.random.default_rng(0)
     rows = int(SIZES.sum()) + UNUSED
     dtype = jnp.dtype(config.dtype)
-    for I, O in ((config.dim, config.expert_ffn_dim), (config.expert_ffn_dim, config.dim)):  # noqa: E741 - axes
-        shapes = ((rows, I), (len(SIZES), I, O), (rows, O))
+    for inputs, outputs in ((config.dim, config.expert_ffn_dim), (config.expert_ffn_dim, config.dim)):
+        shapes = ((rows, inputs), (len(SIZES), inputs, outputs), (rows, outputs))
         x_RI, kernel_EIO, grad_RO = (jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes)
         errors = product_errors(config.expert_matmul, x_RI, kernel_EIO, SIZES, grad_RO)
         # The negated comparison also catches NaN.
@@ -47,8 +47,8 @@ def check_expert_kernels(config: ModelConfig) -> None:
             device = jax.local_devices()[0].device_kind
             raise InputError(
                 f'model.expert_matmul=tokamax: the kernels of tokamax {version("tokamax")} are off by '
-                f'{max(errors):.2%} for matrices of {I} × {O} on {device}; install another version of tokamax, or set '
-                'model.expert_matmul=ragged_dot, which needs much more memory and time on GPUs'
+                f'{max(errors):.2%} for matrices of {inputs} × {outputs} on {device}; install another version of '
+                'tokamax, or set model.expert_matmul=ragged_dot, which needs much more memory and time on GPUs'
             )
 
 
