@@ -14,7 +14,7 @@ Hardware:  tiny: any CPU with 2 cores. Others: 8 × H100 80 GB for 8x1b, 16 for 
 Time:      tiny: about four minutes. Others: 100 billion tokens, 4.2M per step; planned for these numbers of H100
            (TPU): 118 (42) hours for 8x1b, 92 (72) for 16b-a3b, 75 (58) for 30b-a3b
 Cost:      planned: $3,800 ($5,700) for 8x1b, $5,900 ($9,700) for 16b-a3b, $9,600 ($15,700) for 30b-a3b
-Memory:    planned, GiB per H100 (TPU): 51 (68) for 8x1b, 44 (34) for 16b-a3b, 45 (36) for 30b-a3b
+Memory:    planned, GiB per H100 (TPU): 50 (68) for 8x1b, 44 (34) for 16b-a3b, 45 (36) for 30b-a3b
 Expected:  tiny: validation loss of 4.77 nats per token on the data of configs/tiny.py, which reaches 4.81 (mean of
            three seeds). Others: speed and loss are not measured yet; the planned MFU on H100 is 39 % for 8x1b, 33 %
            for 16b-a3b and 27 % for 30b-a3b

@@ -44,11 +44,25 @@ def test_the_page_has_the_results_of_rewards(name, task):
     assert cells[3] == str(results[0]['evaluations'][-1]['step'])
 
 
-def test_there_are_no_results_of_accelerators():
-    for device in ('GPUs', 'TPUs'):
-        section = PAGE.split(f'## Runs on {device}')[1].split('## ')[0]
-        assert 'No results yet' in section
-        assert '```' in section
+def test_the_page_has_the_results_of_gpus():
+    section = PAGE.split('## Runs on GPUs')[1].split('## ')[0]
+    step, fp8, peers, decode = (
+        json.loads((ROOT / f'benchmarks/results/{name}_h200.json').read_text())
+        for name in ('1b', '1b_fp8', 'peers', 'decode_1b')
+    )
+    assert f'{1e3 * step["step_seconds"]:.0f} ms, {step["tokens_per_second"]:,.0f}'[:-2] in section
+    assert f'{step["mfu_causal"]:.1%}'.replace('%', ' % MFU') in section
+    assert f'{1e3 * fp8["step_seconds"]:.0f} ms, {fp8["beside"]["speed"]:.2f} times as fast' in section
+    assert f'{fp8["beside"]["loss"]:.3f} instead of {fp8["beside"]["other_loss"]:.3f}' in section
+    times = [f'{1e3 * peers["sides"][side]["step_seconds"]:.0f} ms' for side in ('maxlm', 'torch')]
+    assert f'{" and ".join(times)}, so {peers["ratio"]:.2f} of its speed' in section
+    assert f'{decode["results"][0]["tokens_per_second"]:.0f} tokens/s for one sequence' in section
+
+
+def test_there_are_no_results_of_tpus():
+    section = PAGE.split('## Runs on TPUs')[1].split('## ')[0]
+    assert 'No results yet' in section
+    assert '```' in section
     assert RUNS['machine']['device'] == 'cpu'
 
 
