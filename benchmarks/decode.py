@@ -100,6 +100,7 @@ def measure(
             state, _, _ = programs.prefill(params, state, [made], with_top=False)
     rest = PendingPrompt(np.zeros(slots, np.uint32), np.zeros(slots, np.uint32))
     rows, rest = programs.to_devices((stack_settings([GREEDY] * slots), rest))
+    no_mask = programs.token_mask([None] * slots)
     calls = -(-passes // MAX_PASSES)
     # The first pass compiles, the second warms up. Passes beyond the last position are equally fast, because each pass
     # reads all positions.
@@ -107,7 +108,7 @@ def measure(
     seconds = []
     for _ in range(calls + 2):
         start_time = time.perf_counter()
-        state, drawn = programs.decode(params, state, left, rows, rest, with_top=False)
+        state, drawn = programs.decode(params, state, left, rows, rest, no_mask, with_top=False)
         jax.block_until_ready(drawn)
         seconds.append((time.perf_counter() - start_time) / MAX_PASSES)
     median = statistics.median(seconds[2:])

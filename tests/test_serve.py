@@ -1,7 +1,9 @@
 """`maxlm.serve` with a model: responses equal those of the engine; output and errors of the command."""
 
 import concurrent.futures
+import functools
 import itertools
+import json
 import os
 import re
 import signal
@@ -11,7 +13,10 @@ import sys
 import threading
 
 import httpx
+import hypothesis
+import hypothesis.strategies as st
 import jax
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -194,6 +199,77 @@ def test_fifty_concurrent_requests(complete, generate, engine):
         assert texts[number] == generate(prompts[number].encode(), 5 + number % 9, **settings)[0].text
     assert len(set(texts)) > 40
     assert (engine.state.running, engine.state.waiting) == (0, 0)
+
+
+LEAVES = st.one_of(
+    st.sampled_from([{'type': 'boolean'}, {'type': 'null'}, {'const': 'é'}]),
+    st.integers(-5, 5).map(lambda low: {'type': 'integer', 'minimum': low, 'maximum': low + 99}),
+    st.integers(0, 4).map(lambda num: {'type': 'string', 'maxLength': num}),
+    st.lists(st.text(max_size=4), min_size=1, max_size=3, unique=True).map(lambda values: {'enum': values}),
+    st.just({'type': 'string', 'pattern': '^[a-f]{2}-[0-9]{1,3}$'}),
+)
+
+
+def object_of(fields):
+    return {'type': 'object', 'properties': fields, 'required': [*fields], 'additionalProperties': False}
+
+
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map(lambda options: {'anyOf': options}),
+        inner.map(lambda items: {'type': 'array', 'items': items, 'maxItems': 2}),
+        st.dictionaries(st.text(min_size=1, max_size=3), inner, max_size=3).map(object_of),
+    ),
+    max_leaves=4,
+)
+
+
+@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.given(schema=SCHEMAS, seed=st.integers(0, 99))
+def test_every_response_follows_its_schema(client, schema, seed):
+    response_format = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': schema, 'strict': True}}
+    response = client.chat.completions.create(
+        model='tiny',
+        messages=[{'role': 'user', 'content': 'JSON'}],
+        response_format=response_format,
+        seed=seed,
+        max_tokens=200,
+    )
+    (choice,) = response.choices
+    assert choice.finish_reason == 'stop'
+    jsonschema.validate(json.loads(choice.message.content), schema)
+
+
+def test_json_objects_and_streams(client):
+    chat = functools.partial(
+        client.chat.completions.create, model='tiny', messages=[{'role': 'user', 'content': 'JSON'}], temperature=0
+    )
+    assert chat(response_format={'type': 'json_object'}, max_tokens=20).choices[0].message.content.startswith('{')
+    schema = {'type': 'array', 'items': {'enum': ['ä', 'b']}, 'minItems': 3, 'maxItems': 3}
+    wanted = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': schema}}
+    whole = chat(response_format=wanted).choices[0].message.content
+    assert len(json.loads(whole)) == 3
+    parts = [chunk.choices[0].delta.content or '' for chunk in chat(response_format=wanted, stream=True)]
+    assert ''.join(parts) == whole
+    # A second choice has a different text and follows the schema too.
+    response = client.completions.create(
+        model='tiny', prompt='a', n=8, seed=1, temperature=50, max_tokens=30, extra_body={'response_format': wanted}
+    )
+    texts = {choice.text for choice in response.choices}
+    assert len(texts) > 1
+    assert {len(json.loads(text)) for text in texts} == {3}
+
+
+def test_invalid_schemas_are_named(client):
+    for schema, words in (({'type': 'nothing'}, 'nothing'), ({'$ref': 'http://127.0.0.1:9/x'}, 'does not fetch')):
+        response_format = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': schema}}
+        with pytest.raises(openai.BadRequestError) as info:
+            client.chat.completions.create(
+                model='tiny', messages=[{'role': 'user', 'content': 'x'}], response_format=response_format
+            )
+        assert info.value.param == 'response_format'
+        assert words in info.value.body['message']
 
 
 @pytest.mark.parametrize('stream', [False, True])

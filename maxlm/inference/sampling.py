@@ -1,6 +1,6 @@
 """Samples the next token from logits.
 
-Shapes: B rows, V vocabulary, C reported top tokens.
+Shapes: B rows, V vocabulary, W words of 32 tokens, C reported top tokens.
 """
 
 from __future__ import annotations
@@ -62,6 +62,18 @@ class Sampling:
             raise InputError(f'min_p={self.min_p}: must be from 0 to 1')
         if not self.repetition_penalty > 0:
             raise InputError(f'repetition_penalty={self.repetition_penalty}: must be above 0')
+
+
+class TokenMask(NamedTuple):
+    """Allowed tokens of each row.
+
+    Attributes:
+        words_BW: int32; bit i of word w is 1 if token 32·w + i is allowed.
+        is_active: False if all tokens are allowed in all rows.
+    """
+
+    words_BW: Array
+    is_active: Array | bool
 
 
 class Rows(NamedTuple):
@@ -168,6 +180,17 @@ def apply_penalties(logits_BV: jax.Array, rows: Rows, in_prompt_BV: jax.Array, c
     return (
         logits_BV - rows.presence_penalty_B[:, None] * is_generated_BV - rows.frequency_penalty_B[:, None] * counts_BV
     )
+
+
+def apply_mask(logits_BV: jax.Array, mask: TokenMask) -> jax.Array:
+    """Returns the logits with -inf for tokens that the mask excludes."""
+
+    def masked() -> jax.Array:
+        V = logits_BV.shape[1]
+        bits_BW32 = jnp.asarray(mask.words_BW)[:, :, None] >> jnp.arange(32)[None, None, :]
+        return jnp.where((bits_BW32.reshape(len(bits_BW32), -1)[:, :V] & 1) == 1, logits_BV, -jnp.inf)
+
+    return jax.lax.cond(mask.is_active, masked, lambda: logits_BV)
 
 
 def has_penalty(rows: Rows) -> jax.Array:

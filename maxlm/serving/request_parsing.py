@@ -11,6 +11,7 @@ from maxlm.data.chat.jinja import ChatError
 from maxlm.data.tokenizer.longest_token import longest_token
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.inference.engine.grammar import json_grammar
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.prompts import infill_prompt
 from maxlm.inference.sampling import Sampling
@@ -25,6 +26,7 @@ from maxlm.serving.schema.generation import (
     completion_prompts,
     message_text,
 )
+from maxlm.serving.schema.response_format import response_schema
 
 
 class ModelDetails(NamedTuple):
@@ -200,6 +202,7 @@ def _engine_request(
         )
     if limit is not None and max_allowed and limit > max_allowed:
         raise ApiError(400, f'max_tokens={limit}: must be at most {max_allowed}', param='max_tokens')
+    schema = response_schema(api_request.response_format)
     try:
         request = Request(
             prompt=tuple(ids),
@@ -210,6 +213,7 @@ def _engine_request(
             stops=api_request.stops,
             top_log_probs=top_log_probs,
             ignore_eos=bool(api_request.ignore_eos),
+            grammar='' if schema is None else json_grammar(schema),
         )
         served.engine.check(request)
     except InputError as error:

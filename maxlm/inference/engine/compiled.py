@@ -15,8 +15,9 @@ import numpy as np
 
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
+from maxlm.inference.engine.grammar import ALL_TOKENS, num_words
 from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, SampledTokens, State
-from maxlm.inference.sampling import Rows, Sampling, stack_settings
+from maxlm.inference.sampling import Rows, Sampling, TokenMask, stack_settings
 from maxlm.model.layers.kv_cache import Caches, cache_axes, init_caches, slots_by_window
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params
@@ -46,6 +47,7 @@ class PrefillChunk(NamedTuple):
         sampling: sampling settings of the request.
         seed: seed of the request.
         sample: index of the sample in the request.
+        mask: tokens that may follow the prompt, see `TokenMask`; None = all.
     """
 
     tokens: Sequence[int]
@@ -55,6 +57,7 @@ class PrefillChunk(NamedTuple):
     sampling: Sampling
     seed: int
     sample: int
+    mask: np.ndarray | None = None
 
 
 class CompiledFunctions:
@@ -97,6 +100,7 @@ class CompiledFunctions:
                 f'num_slots={num_slots}: must be a positive multiple of {self.num_row_shards}, the number of devices'
             )
         self._config, self._layout = config.model, layout
+        self._no_masks: dict[int, TokenMask] = {}
         self._runner = ModelRunner(config, layout, num_ids=num_ids, max_passes=MAX_PASSES)
         self._num_ids = num_ids
         self.num_slots, self.max_context = num_slots, max_context
@@ -164,6 +168,18 @@ class CompiledFunctions:
                 caches[index] = self._resize_array(caches[index], num=like.shape[3])
         return state._replace(caches=jax.tree.unflatten(tree, caches))
 
+    def token_mask(self, masks: Sequence[np.ndarray | None]) -> TokenMask:
+        """Stacks the masks of rows; None allows all tokens. Without any mask, nothing is transferred."""
+        words = np.full((len(masks), num_words(self._num_ids)), ALL_TOKENS)
+        if any(mask is not None for mask in masks):
+            for row, mask in enumerate(masks):
+                if mask is not None:
+                    words[row] = mask
+            return TokenMask(words, np.True_)
+        if len(masks) not in self._no_masks:
+            self._no_masks[len(masks)] = self.to_devices(TokenMask(words, np.False_))
+        return self._no_masks[len(masks)]
+
     def copy_slot(self, state: State, source: int, slot: int) -> State:
         """Copies keys and values of one slot to another."""
         return self._copy_slot(state, np.int32(source), np.int32(slot))
@@ -196,16 +212,26 @@ class CompiledFunctions:
                 for name in ('seed', 'sample')
             )
         )
-        return self._prefill(params, state, tokens_PT, placement, in_prompt_PV, rows, seeds, with_top)
+        mask = self.token_mask([chunk.mask for chunk in chunks] + [None] * padding)
+        return self._prefill(params, state, tokens_PT, placement, in_prompt_PV, rows, seeds, mask, with_top)
 
     def decode(
-        self, params: Params, state: State, num_tokens: np.ndarray, rows: Rows, seeds: PendingPrompt, *, with_top: bool
+        self,
+        params: Params,
+        state: State,
+        num_tokens: np.ndarray,
+        rows: Rows,
+        seeds: PendingPrompt,
+        mask: TokenMask,
+        *,
+        with_top: bool,
     ) -> tuple[State, SampledTokens]:
         """Generates `num_tokens` tokens for each of the first slots.
 
-        `num_tokens` is int32 and at most MAX_PASSES. `num_tokens`, `rows` and `seeds` have `num_rows` entries.
+        `num_tokens` is int32, at most MAX_PASSES, and at most 1 if a row has a mask. `num_tokens`, `rows`, `seeds` and
+        `mask` have `num_rows` entries.
         """
-        return self._decode(params, state, num_tokens, rows, seeds, with_top)
+        return self._decode(params, state, num_tokens, rows, seeds, mask, with_top)
 
     def warm_up_calls(self) -> Iterator[tuple[str, int, Callable[[Params, State], tuple[State, Any]]]]:
         """Yields name, cache length and a compiling call of every program. The calls leave slots empty."""
@@ -213,7 +239,8 @@ class CompiledFunctions:
         def decode(num: int, params: Params, state: State) -> tuple[State, SampledTokens]:
             seeds = PendingPrompt(np.zeros(num, np.uint32), np.zeros(num, np.uint32))
             rows, seeds = self.to_devices((stack_settings([Sampling()] * num), seeds))
-            return self.decode(params, state, np.zeros(num, np.int32), rows, seeds, with_top=False)
+            mask = self.token_mask([None] * num)
+            return self.decode(params, state, np.zeros(num, np.int32), rows, seeds, mask, with_top=False)
 
         def prefill(size: int, params: Params, state: State) -> tuple[State, SampledTokens]:
             chunk = PrefillChunk([0] * size, 0, self.num_slots, [], Sampling(), 0, 0)

@@ -11,6 +11,7 @@ import collections
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -20,11 +21,12 @@ from maxlm.config.sections.model import KV_CACHE_DTYPES
 from maxlm.errors import InputError
 from maxlm.inference.cast_params import cast_params
 from maxlm.inference.detokenizer import TextStream
-from maxlm.inference.engine.compiled import MAX_PASSES, CompiledFunctions, PrefillChunk
+from maxlm.inference.engine.compiled import MAX_PASSES, CompiledFunctions
 from maxlm.inference.engine.decode_burst import DecodeBurst
+from maxlm.inference.engine.grammar import Grammars
 from maxlm.inference.engine.model_runner import PendingPrompt, SampledTokens
 from maxlm.inference.engine.requests import Completion, Delta, EngineState, FinishReason, QueueFullError, Request
-from maxlm.inference.engine.sequence import ActiveSequence, FinishedRequest, RequestHandle, generated_tokens
+from maxlm.inference.engine.sequence import ActiveSequence, FinishedRequests, RequestHandle, generated_tokens
 from maxlm.inference.engine.slots import CacheLength, Slot, choose_slot
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Rows, Sampling, stack_settings
@@ -79,11 +81,8 @@ class Engine:
             )
         if cache not in KV_CACHE_DTYPES:
             raise InputError(f'cache={cache}: must be one of {", ".join(KV_CACHE_DTYPES)}')
-        for name, value, minimum in (
-            ('num_slots', num_slots, 1),
-            ('max_queue_size', max_queue_size, 0),
-            ('chunk', chunk, 1),
-        ):
+        minimums = {'num_slots': (num_slots, 1), 'max_queue_size': (max_queue_size, 0), 'chunk': (chunk, 1)}
+        for name, (value, minimum) in minimums.items():
             if value < minimum:
                 raise InputError(f'{name}={value}: must be at least {minimum}')
         num_shards = model.layout.num_shards('batch')
@@ -100,6 +99,7 @@ class Engine:
         self._params = self._compiled.prepare(cast_params(model.params, model.config, model.layout))
         self._tokenizer, self._stop_token_ids = model.tokenizer, frozenset(model.stop_token_ids)
         self._num_ids = min(model.tokenizer.vocab_size, model.config.model.vocab_size)
+        self._grammars = Grammars(model.tokenizer, self._stop_token_ids)
         self._max_queue_size = max_queue_size
         rings = self._compiled.ring_slots()
         # Positions after a shared prefix that can be written before a ring buffer overwrites positions it still needs.
@@ -157,6 +157,8 @@ class Engine:
             )
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._num_ids:
             raise InputError(f'token ids of the prompt must be from 0 to {self._num_ids - 1}')
+        if request.grammar:
+            self._grammars.start(request.grammar)
 
     def submit(self, request: Request, listener: Callable[[Delta], None]) -> RequestHandle:
         """Queues a request. `step` calls `listener` until each sample has a delta with a finish reason.
@@ -167,7 +169,13 @@ class Engine:
         """
         self.check(request)
         samples = [
-            ActiveSequence(request, number, listener, TextStream(self._tokenizer, request.prompt, request.stops))
+            ActiveSequence(
+                request,
+                number,
+                listener,
+                TextStream(self._tokenizer, request.prompt, request.stops),
+                self._grammars.start(request.grammar) if request.grammar else None,
+            )
             for number in range(request.num_samples)
         ]
         with self._condition:
@@ -197,6 +205,11 @@ class Engine:
         self._drop_cancelled()
         num_pending = len(self._pending)
         self._prefill()
+        if any(sample.matcher is not None for sample in self._running):
+            # A grammar needs the last token before it can restrict the next one.
+            while self._pending:
+                self._process_output(self._pending.popleft())
+            num_pending = 0
         self._decode()
         # Results of earlier calls; those of this step are read after the next dispatch.
         for _ in range(num_pending):
@@ -224,24 +237,14 @@ class Engine:
         Raises:
             InputError: a request does not fit. Nothing is generated in this case.
         """
-        results = [[FinishedRequest() for _ in range(request.num_samples)] for request in requests]
         for request in requests:
             self.check(request)
-
-        def listener_for(number: int) -> Callable[[Delta], None]:
-            def listener(delta: Delta) -> None:
-                results[number][delta.sample].add(delta)
-                is_done = all(result.finish_reason for result in results[number])
-                if on_done is not None and delta.finish_reason and is_done:
-                    on_done(number)
-
-            return listener
-
+        finished = FinishedRequests([request.num_samples for request in requests], on_done)
         for number, request in enumerate(requests):
-            self.submit(request, listener_for(number))
+            self.submit(request, partial(finished.add, number))
         while self.step():
             pass
-        return [[result.completion() for result in request_results] for request_results in results]
+        return finished.completions()
 
     @property
     def _has_work(self) -> bool:
@@ -266,7 +269,7 @@ class Engine:
             if not samples:
                 return
             self._resize(self._cache_length.fit(max(len(sample.request.prompt) for sample in samples)))
-            chunks = [self._next_chunk(sample) for sample in samples]
+            chunks = [sample.next_chunk(self._compiled.chunk) for sample in samples]
             with_top = any(sample.request.top_log_probs for sample in samples)
             self._state, sampled, sums_PD = self._compiled.prefill(self._params, self._state, chunks, with_top=with_top)
             budget -= max(len(chunk.tokens) for chunk in chunks)
@@ -308,13 +311,6 @@ class Engine:
         self._counts['prompt'] += len(sample.request.prompt)
         self._counts['cached'] += shared
 
-    def _next_chunk(self, sample: ActiveSequence) -> PrefillChunk:
-        request, slot = sample.request, sample.slot
-        assert slot is not None, 'a sample that is filled has a slot'
-        start = len(slot.content)
-        tokens = request.prompt[start : start + self._compiled.chunk]
-        return PrefillChunk(tokens, start, slot.number, request.prompt, request.sampling, request.seed, sample.number)
-
     def _decode(self) -> None:
         """Dispatches a decoding call for every sequence that is prefilled and needs more tokens."""
         active = [
@@ -325,7 +321,8 @@ class Engine:
         if not active:
             return
         remaining = [sample.request.max_tokens - sample.num_dispatched for _, sample in active]
-        passes = self._burst.num_passes(remaining, has_prefill=self._has_prefill)
+        matchers = {number: sample.matcher for number, sample in active if sample.matcher is not None}
+        passes = 1 if matchers else self._burst.num_passes(remaining, has_prefill=self._has_prefill)
         num_rows = self._compiled.num_rows(max(number for number, _ in active))
         num_tokens = np.zeros(num_rows, np.int32)
         settings = [(_IDLE, 0, 0)] * num_rows
@@ -341,8 +338,11 @@ class Engine:
             with_top |= bool(request.top_log_probs)
         self._resize(self._cache_length.fit(max_length, passes))
         rows, seeds = self._sampling_rows(settings)
+        mask = self._compiled.token_mask(
+            [matchers[number].mask() if number in matchers else None for number in range(num_rows)]
+        )
         self._state, sampled = self._compiled.decode(
-            self._params, self._state, num_tokens, rows, seeds, with_top=with_top
+            self._params, self._state, num_tokens, rows, seeds, mask, with_top=with_top
         )
         self._counts['passes'] += passes
         samples = [(number, sample, int(num_tokens[number])) for number, sample in active]

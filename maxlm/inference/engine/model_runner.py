@@ -17,6 +17,8 @@ from maxlm.inference.engine.requests import MAX_TOP_LOG_PROBS
 from maxlm.inference.sampling import (
     Array,
     Rows,
+    TokenMask,
+    apply_mask,
     apply_penalties,
     has_penalty,
     log_prob,
@@ -114,6 +116,7 @@ class ModelRunner:
         in_prompt_PV: jax.Array,
         rows: Rows,
         seeds: PendingPrompt,
+        mask: TokenMask,
         with_top: jax.Array,
     ) -> tuple[State, SampledTokens, jax.Array]:
         """Prefills chunks in one pass, samples the token after each, and sums its hidden states, float32 [P, D].
@@ -139,7 +142,7 @@ class ModelRunner:
         hidden_P1D = jnp.take_along_axis(hidden_PTD, last_P[:, None, None], axis=1)
         counts_PV = jnp.zeros((P, self._num_ids), jnp.int32)
         keys_P = sampling_keys(seeds.seed_B, seeds.sample_B, length_P - 1)
-        sampled = self._sample(decoder, hidden_P1D, keys_P, rows, in_prompt_PV, counts_PV, with_top)
+        sampled = self._sample(decoder, hidden_P1D, keys_P, rows, in_prompt_PV, counts_PV, mask, with_top)
         token_P = sampled.token_NB[0]
         counts_PV = counts_PV.at[jnp.arange(P), token_P].add(1)
 
@@ -162,9 +165,13 @@ class ModelRunner:
         num_tokens_B: jax.Array,
         rows: Rows,
         seeds: PendingPrompt,
+        mask: TokenMask,
         with_top: jax.Array,
     ) -> tuple[State, SampledTokens]:
-        """Samples `num_tokens_B` tokens for each of the first slots. The number of passes is the maximum."""
+        """Samples `num_tokens_B` tokens for each of the first slots. The number of passes is the maximum.
+
+        The mask applies to all of the passes, so a masked row must have only one.
+        """
         num = len(num_tokens_B)
         start_B, in_prompt_BV = state.length_B[:num], state.in_prompt_BV[:num]
         decoder, blocks = self._build_decoder(params)
@@ -182,7 +189,7 @@ class ModelRunner:
                 blocks=blocks,
             )
             keys_B = sampling_keys(seeds.seed_B, seeds.sample_B, length_B)
-            sampled = self._sample(decoder, hidden_B1D, keys_B, rows, in_prompt_BV, counts_BV, with_top)
+            sampled = self._sample(decoder, hidden_B1D, keys_B, rows, in_prompt_BV, counts_BV, mask, with_top)
             new_B = sampled.token_NB[0]
             return (
                 caches,
@@ -237,6 +244,7 @@ class ModelRunner:
         rows: Rows,
         in_prompt_BV: jax.Array,
         counts_BV: jax.Array,
+        mask: TokenMask,
         with_top: jax.Array,
     ) -> SampledTokens:
         """Samples one token per row."""
@@ -246,7 +254,7 @@ class ModelRunner:
             lambda: apply_penalties(logits_BV, rows, in_prompt_BV, counts_BV),
             lambda: logits_BV,
         )
-        token_B = sample_rows(penalized_BV, keys_B, rows)
+        token_B = sample_rows(apply_mask(penalized_BV, mask), keys_B, rows)
         _, _, no_ids_1BC, no_log_probs_1BC = self._empty_samples(1, len(token_B))
         ids_BC, log_probs_BC = jax.lax.cond(
             with_top,

@@ -36,6 +36,8 @@ class Request:
         top_log_probs: None = no log-probabilities; 0 = those of the generated tokens; k = also those of the k most
             likely tokens.
         ignore_eos: continue after an end token.
+        grammar: grammar of the continuation in the format of llguidance, e.g. from
+            `maxlm.inference.engine.grammar.json_grammar`; '' = any text. A continuation ends when its text is complete.
         embed: compute the embedding of the prompt, the mean of its last hidden states, instead of a continuation.
 
     Raises:
@@ -50,6 +52,7 @@ class Request:
     stops: tuple[str, ...] = ()
     top_log_probs: int | None = None
     ignore_eos: bool = False
+    grammar: str = ''
     embed: bool = False
 
     def __post_init__(self) -> None:
@@ -60,6 +63,8 @@ class Request:
                 raise InputError('embed: requires max_tokens=0 and num_samples=1')
         elif self.max_tokens < 1:
             raise InputError(f'max_tokens={self.max_tokens}: must be at least 1')
+        if self.grammar and (self.ignore_eos or self.embed):
+            raise InputError('grammar: not supported with ignore_eos or embed')
         if not 0 <= self.seed < 2**32:
             raise InputError(f'seed={self.seed}: must be at least 0 and below 2³² = {2**32}')
         if not 1 <= self.num_samples <= MAX_SAMPLES:

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 
 from maxlm.inference.detokenizer import TextStream
+from maxlm.inference.engine.compiled import PrefillChunk
+from maxlm.inference.engine.grammar import TokenMatcher
 from maxlm.inference.engine.requests import Completion, Delta, FinishReason, GeneratedToken, Request
 from maxlm.inference.engine.slots import Slot
 
@@ -23,6 +25,7 @@ class ActiveSequence:
         number: index of the sample in the request.
         listener: callback that receives the deltas.
         text: incremental text.
+        matcher: position in the grammar of the request, or None without a grammar.
         slot: cache slot, or None while waiting.
         num_dispatched: number of tokens dispatched to the devices.
         num_generated: number of tokens received.
@@ -36,6 +39,7 @@ class ActiveSequence:
     number: int
     listener: Callable[[Delta], None]
     text: TextStream
+    matcher: TokenMatcher | None = None
     slot: Slot | None = None
     num_dispatched: int = 0
     num_generated: int = 0
@@ -64,6 +68,8 @@ class ActiveSequence:
                 # The model has read the previous token to generate this one.
                 self.slot.content.append(self.last_token)
             self.num_generated += 1
+            if self.matcher is not None and not self.matcher.accept(token.id):
+                return Delta(self.number, text, tuple(new_tokens), 'failed')
             if token.id in stop_token_ids and not self.request.ignore_eos:
                 return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'stop')
             self.last_token = token.id
@@ -71,9 +77,22 @@ class ActiveSequence:
             text += self.text.add(token.id)
             if self.text.stopped:
                 return Delta(self.number, text, tuple(new_tokens), 'stop')
+            if self.matcher is not None and self.matcher.is_complete:
+                return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'stop')
             if self.num_generated == self.request.max_tokens:
                 return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'length')
         return Delta(self.number, text, tuple(new_tokens), None)
+
+    def next_chunk(self, max_length: int) -> PrefillChunk:
+        """Returns the next part of the prompt to prefill, of at most `max_length` tokens."""
+        request, slot = self.request, self.slot
+        assert slot is not None, 'a sample that is filled has a slot'
+        start = len(slot.content)
+        tokens = request.prompt[start : start + max_length]
+        mask = None if self.matcher is None else self.matcher.mask()
+        return PrefillChunk(
+            tokens, start, slot.number, request.prompt, request.sampling, request.seed, self.number, mask
+        )
 
     @property
     def reusable_tokens(self) -> np.ndarray:
@@ -103,22 +122,37 @@ class RequestHandle:
         self._wake()
 
 
-class FinishedRequest:
-    """Collects the deltas of one sample."""
+class FinishedRequests:
+    """Collects the deltas of all samples of several requests."""
 
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._tokens: list[GeneratedToken] = []
-        self.finish_reason: FinishReason | None = None
+    def __init__(self, num_samples: Sequence[int], on_done: Callable[[int], None] | None = None):
+        """Initializes the collection.
 
-    def add(self, delta: Delta) -> None:
-        self._texts.append(delta.text)
-        self._tokens += delta.tokens
-        self.finish_reason = delta.finish_reason
+        Args:
+            num_samples: number of samples of each request.
+            on_done: called with the index of each completed request.
+        """
+        self._deltas: list[list[list[Delta]]] = [[[] for _ in range(num)] for num in num_samples]
+        self._on_done = on_done
 
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None, 'a sample ends before the engine has nothing to do'
-        return Completion(''.join(self._texts), tuple(self._tokens), self.finish_reason)
+    def add(self, number: int, delta: Delta) -> None:
+        """Adds a delta of the request with this index."""
+        samples = self._deltas[number]
+        samples[delta.sample].append(delta)
+        is_done = all(deltas and deltas[-1].finish_reason for deltas in samples)
+        if self._on_done is not None and delta.finish_reason and is_done:
+            self._on_done(number)
+
+    def completions(self) -> list[list[Completion]]:
+        """Returns the samples of each request, all of which have ended."""
+        return [[_completion(deltas) for deltas in samples] for samples in self._deltas]
+
+
+def _completion(deltas: Sequence[Delta]) -> Completion:
+    finish_reason = deltas[-1].finish_reason
+    assert finish_reason is not None, 'a sample ends before the engine has nothing to do'
+    tokens = tuple(token for delta in deltas for token in delta.tokens)
+    return Completion(''.join(delta.text for delta in deltas), tokens, finish_reason)
 
 
 def generated_tokens(request: Request, arrays: Sequence[np.ndarray]) -> Iterator[GeneratedToken]:

@@ -15,7 +15,12 @@ SERVER = 'server_error'
 # Maximum length of a message, because messages quote client input.
 MAX_MESSAGE = 500
 # Parameter names of the engine → names of the API.
-_API_PARAMETERS = {'num_samples': 'n', 'stops': 'stop', 'top_log_probs': 'logprobs'}
+_API_PARAMETERS = {
+    'num_samples': 'n',
+    'stops': 'stop',
+    'top_log_probs': 'logprobs',
+    'grammar': 'response_format',
+}
 
 
 class ApiError(Exception):

@@ -13,6 +13,7 @@ from pydantic import FailFast, Field, ValidationError, WithJsonSchema
 from maxlm.inference.engine.requests import MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOG_PROBS
 from maxlm.serving.schema.base import OPTIONAL_TEXTS_SCHEMA, PROMPTS_SCHEMA, RequestObject, parse_prompts
 from maxlm.serving.schema.errors import ApiError, from_validation_error
+from maxlm.serving.schema.response_format import RESPONSE_FORMAT_SCHEMA
 
 MAX_SEED = 2**32 - 1
 # Lower temperatures would overflow float32 logits.
@@ -43,7 +44,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     'modalities': (None, ['text']),
     'prompt_logprobs': (None,),
     'reasoning_effort': (None, 'none'),
-    'response_format': (None, {'type': 'text'}),
     'stop_token_ids': (None, []),
     'structured_outputs': (None,),
     'tool_choice': (None, 'none', 'auto'),
@@ -106,6 +106,10 @@ class RequestBase(RequestObject):
         None, description=f'A string or up to {MAX_STOPS} strings that end a choice and are not part of it.'
     )
     ignore_eos: bool | None = Field(None, description='Continue after an end token.')
+    # Validated by `response_schema`.
+    response_format: Annotated[Any, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)] = Field(
+        None, description='Restrict each choice to a JSON object, or to JSON that follows a schema.'
+    )
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -1,0 +1,138 @@
+"""Grammars that restrict generated tokens, such as a JSON schema, with llguidance (https://github.com/guidance-ai/llguidance).
+
+Shapes: B rows, W words of 32 tokens each.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Collection, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
+
+# Number of compiled grammars to keep. The next request often has the same one.
+CACHE_SIZE = 64
+# A word of a mask that allows all of its tokens.
+ALL_TOKENS = np.int32(-1)
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """Returns the grammar of the JSON values that a JSON schema allows, for `Request.grammar`.
+
+    The JSON has no spaces or line breaks between its elements. A model could otherwise continue with them forever.
+
+    Raises:
+        InputError: the schema is no JSON object. `Grammars.start` reports other mistakes.
+    """
+    compact = {'whitespace_flexible': False, 'item_separator': ',', 'key_separator': ':'}
+    try:
+        text = json.dumps(schema, allow_nan=False)
+        grammar: str = _library().LLMatcher.grammar_from_json_schema(text, overrides=compact)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f'grammar: the schema is not valid JSON: {" ".join(str(error).split())[:200]}') from error
+    return grammar
+
+
+def num_words(num_ids: int) -> int:
+    """Returns W, the number of words of a mask."""
+    return -(-num_ids // 32)
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int]):
+        """Initializes the compiler. `end_ids` are the ids that may end a text."""
+        self._tokenizer, self._end_ids = tokenizer, sorted(end_ids)
+        self._lock = threading.Lock()
+        # Created at the first grammar. For 128,000 ids this takes a fraction of a second.
+        self._vocabulary: Any = None
+        self._compile = functools.lru_cache(CACHE_SIZE)(self._compile_now)
+
+    def start(self, grammar: str) -> TokenMatcher:
+        """Returns a matcher at the beginning of a text.
+
+        Raises:
+            InputError: the grammar is invalid or too complex, or the tokenizer has no texts.
+        """
+        return TokenMatcher(self._compile(grammar).deep_copy(), num_words(self._tokenizer.vocab_size))
+
+    def _compile_now(self, grammar: str) -> Any:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+        matcher = _library().LLMatcher(self._vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise InputError(f'grammar: {" ".join(matcher.get_error().split())[:300]}')
+        return matcher
+
+    def _make_vocabulary(self) -> Any:
+        tokenizer = self._tokenizer
+        if tokenizer.kind == 'ids':
+            raise InputError('grammar: the tokens of this model have no text, so grammars are not supported')
+        source: Any = tokenizer.to_json()
+        if tokenizer.kind == 'chars':
+            source = _library().TokenizerWrapper(_CharTokenizer(tokenizer))
+        try:
+            return _library().LLTokenizer(source, n_vocab=tokenizer.vocab_size, eos_token=self._end_ids)
+        except ValueError as error:
+            reason = ' '.join(str(error).split())[:200]
+            raise InputError(f'grammar: the tokenizer of this model is not supported: {reason}') from error
+
+
+class TokenMatcher:
+    """Position of one text in a grammar."""
+
+    def __init__(self, matcher: Any, size: int):
+        self._matcher, self._size = matcher, size
+
+    def mask(self) -> np.ndarray:
+        """Returns the tokens that may follow, as bits of int32 [W]. If the text is complete, only end tokens may."""
+        words = np.empty(self._size, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return words
+
+    def accept(self, token: int) -> bool:
+        """Adds a token to the text. Returns False if the grammar does not allow it."""
+        accepted: bool = self._matcher.consume_token(token)
+        return accepted
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no token other than an end token may follow."""
+        complete: bool = self._matcher.is_stopped()
+        return complete
+
+
+class _CharTokenizer:
+    """A tokenizer of characters, with the attributes that llguidance needs."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = tokenizer.end_of_document, None
+        self.special_token_ids = list(tokenizer.special_tokens)
+        self.tokens = [
+            tokenizer.special_tokens[index].content.encode()
+            if index in tokenizer.special_tokens
+            else tokenizer.decode([index]).encode()
+            for index in range(tokenizer.vocab_size)
+        ]
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode_batch([text])[0].tolist()
+        return ids
+
+
+def _library() -> ModuleType:
+    # Loading the library takes 20 ms, and most servers need no grammar.
+    import llguidance
+
+    module: ModuleType = llguidance
+    return module

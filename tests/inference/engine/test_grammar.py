@@ -1,0 +1,90 @@
+"""Generation that follows a grammar: every text parses and validates, alone and beside other requests."""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer, chars_tokenizer, ids_tokenizer
+from maxlm.errors import InputError
+from maxlm.inference.engine.grammar import Grammars, json_grammar
+from maxlm.inference.engine.requests import Request
+from maxlm.inference.sampling import Sampling
+from tests.inference.engines import GREEDY, PROMPTS, engine, generate, requests_of
+
+FAMILY = 'llama, grouped'
+SCHEMA = {
+    'type': 'object',
+    'properties': {
+        'name': {'type': 'string', 'maxLength': 3},
+        'size': {'type': 'integer', 'minimum': 0, 'maximum': 99},
+        'kinds': {'type': 'array', 'items': {'enum': ['a', 'bc']}, 'maxItems': 2},
+    },
+    'required': ['name', 'size', 'kinds'],
+    'additionalProperties': False,
+}
+
+
+def request(sampling=GREEDY, **settings):
+    return Request(tuple(PROMPTS[1]), 80, sampling, grammar=json_grammar(SCHEMA), **settings)
+
+
+@pytest.mark.parametrize('sampling', [GREEDY, Sampling(temperature=2.0, top_k=20), Sampling(repetition_penalty=1.5)])
+def test_texts_validate(sampling):
+    (completions,) = engine(FAMILY).complete([request(sampling, seed=3, num_samples=6)])
+    for completion in completions:
+        assert completion.finish_reason == 'stop'
+        jsonschema.validate(json.loads(completion.text), SCHEMA)
+    if sampling.temperature:
+        assert len({completion.text for completion in completions}) > 1
+    # Control: without the grammar, this model writes no JSON.
+    (free,) = engine(FAMILY).complete([Request(tuple(PROMPTS[1]), 20, sampling)])
+    with pytest.raises(ValueError, match=r'.'):
+        json.loads(free[0].text)
+
+
+def test_other_requests_are_not_changed():
+    some = engine(FAMILY)
+    alone = generate(some, PROMPTS)
+    both = some.complete([*requests_of(PROMPTS), request()])
+    assert [row[0].ids for row in both[:-1]] == alone
+    assert both[-1][0].text == some.complete([request()])[0][0].text
+
+
+def test_a_text_ends_at_max_tokens():
+    ((completion,),) = engine(FAMILY).complete([Request(tuple(PROMPTS[0]), 3, GREEDY, grammar=json_grammar(SCHEMA))])
+    assert completion.finish_reason == 'length'
+    assert completion.text.startswith('{"')
+
+
+@pytest.mark.parametrize('tokenizer', [bytes_tokenizer(), chars_tokenizer(['{}[]":,nameskidzbc0123456789'])])
+def test_masks_allow_what_the_grammar_allows(tokenizer):
+    matcher = Grammars(tokenizer, [tokenizer.end_of_document]).start(json_grammar({'enum': ['ab', 'ac']}))
+
+    def allowed():
+        bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder='little')
+        assert not bits[tokenizer.vocab_size :].any()
+        return np.flatnonzero(bits).tolist()
+
+    def ids(text):
+        return tokenizer.encode_batch([text])[0].tolist()
+
+    assert allowed() == ids('"')
+    assert all(map(matcher.accept, ids('"a')))
+    assert sorted(allowed()) == sorted(ids('bc'))
+    assert all(map(matcher.accept, ids('c"')))
+    assert matcher.is_complete
+    assert allowed() == [tokenizer.end_of_document]
+    assert not matcher.accept(ids('a')[0])
+
+
+def test_invalid_grammars_are_rejected():
+    some = engine(FAMILY)
+    for schema, message in (({'type': 'nothing'}, 'grammar: .*nothing'), ({'$ref': 'http://a/b'}, 'grammar: ')):
+        with pytest.raises(InputError, match=message):
+            some.complete([Request((1,), 5, grammar=json_grammar(schema))])
+    with pytest.raises(InputError, match='grammar: the tokens of this model have no text'):
+        Grammars(ids_tokenizer(100, 0), [0]).start(json_grammar(SCHEMA))
+    with pytest.raises(InputError, match='grammar: not supported with ignore_eos'):
+        Request((1,), 5, grammar='x', ignore_eos=True)
