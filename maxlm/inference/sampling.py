@@ -73,7 +73,7 @@ class TokenMask(NamedTuple):
     """
 
     words_BW: Array
-    is_active: Array | bool
+    is_active: Array
 
 
 class Rows(NamedTuple):

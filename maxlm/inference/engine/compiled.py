@@ -175,9 +175,9 @@ class CompiledFunctions:
             for row, mask in enumerate(masks):
                 if mask is not None:
                     words[row] = mask
-            return TokenMask(words, np.True_)
+            return TokenMask(words, np.array(True))
         if len(masks) not in self._no_masks:
-            self._no_masks[len(masks)] = self.to_devices(TokenMask(words, np.False_))
+            self._no_masks[len(masks)] = self.to_devices(TokenMask(words, np.array(False)))
         return self._no_masks[len(masks)]
 
     def copy_slot(self, state: State, source: int, slot: int) -> State:

@@ -36,7 +36,7 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
         text = json.dumps(schema, allow_nan=False)
         grammar: str = _library().LLMatcher.grammar_from_json_schema(text, overrides=compact)
     except (ValueError, RecursionError) as error:
-        raise InputError(f'grammar: the schema is not valid JSON: {" ".join(str(error).split())[:200]}') from error
+        raise InputError(f'grammar: the schema must be valid JSON: {" ".join(str(error).split())[:200]}') from error
     return grammar
 
 
@@ -70,13 +70,14 @@ class Grammars:
                 self._vocabulary = self._make_vocabulary()
         matcher = _library().LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise InputError(f'grammar: {" ".join(matcher.get_error().split())[:300]}')
+            reason = ' '.join(matcher.get_error().split())[:300]
+            raise InputError(f'grammar: {reason}; change this part of the schema')
         return matcher
 
     def _make_vocabulary(self) -> Any:
         tokenizer = self._tokenizer
         if tokenizer.kind == 'ids':
-            raise InputError('grammar: the tokens of this model have no text, so grammars are not supported')
+            raise InputError('grammar: the tokens of this model have no text; remove the grammar')
         source: Any = tokenizer.to_json()
         if tokenizer.kind == 'chars':
             source = _library().TokenizerWrapper(_CharTokenizer(tokenizer))
@@ -84,7 +85,9 @@ class Grammars:
             return _library().LLTokenizer(source, n_vocab=tokenizer.vocab_size, eos_token=self._end_ids)
         except ValueError as error:
             reason = ' '.join(str(error).split())[:200]
-            raise InputError(f'grammar: the tokenizer of this model is not supported: {reason}') from error
+            raise InputError(
+                f'grammar: the tokenizer of this model is not supported ({reason}); remove the grammar'
+            ) from error
 
 
 class TokenMatcher:

@@ -64,7 +64,7 @@ class Request:
         elif self.max_tokens < 1:
             raise InputError(f'max_tokens={self.max_tokens}: must be at least 1')
         if self.grammar and (self.ignore_eos or self.embed):
-            raise InputError('grammar: not supported with ignore_eos or embed')
+            raise InputError('grammar: not supported with ignore_eos or embed; remove one of them')
         if not 0 <= self.seed < 2**32:
             raise InputError(f'seed={self.seed}: must be at least 0 and below 2³² = {2**32}')
         if not 1 <= self.num_samples <= MAX_SAMPLES:
