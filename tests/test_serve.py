@@ -42,7 +42,7 @@ from tests.serving.test_hostile import check
 from tests.starting import make_start
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
-CONTEXT = 256
+CONTEXT = 768
 SLOTS = 4
 NUM_HOSTILE = 500
 
@@ -146,7 +146,7 @@ def test_completions_equal_those_of_the_engine(complete, generate, model):
 
 
 def test_embeddings_are_normalized_means_of_hidden_states(client, model):
-    texts = ['Once', 'Twice upon a time', (string.ascii_letters * 9)[:CONTEXT]]
+    texts = ['Once', 'Twice upon a time', (string.ascii_letters * 15)[:CONTEXT]]
     answer = client.embeddings.create(model='tiny', input=texts)
     graph, _ = nnx.split(abstract_model(model.config, model.layout))
     decoder = nnx.merge(graph, model.params)
@@ -261,6 +261,78 @@ def test_json_objects_and_streams(client):
     assert {len(json.loads(text)) for text in texts} == {3}
 
 
+WEATHER = {
+    'type': 'object',
+    'properties': {'city': {'enum': ['Bonn', 'Köln']}, 'days': {'type': 'integer', 'minimum': 1, 'maximum': 9}},
+    'required': ['city', 'days'],
+    'additionalProperties': False,
+}
+TOOLS = [
+    {'type': 'function', 'function': {'name': 'weather', 'description': 'Forecast', 'parameters': WEATHER}},
+    {'type': 'function', 'function': {'name': 'time'}},
+]
+
+
+@pytest.fixture
+def chat(client):
+    return functools.partial(
+        client.chat.completions.create, model='tiny', messages=HELLO, tools=TOOLS, seed=5, max_tokens=150
+    )
+
+
+@pytest.mark.parametrize('temperature', [0, 1, 30])
+@pytest.mark.parametrize('choice', ['required', {'type': 'function', 'function': {'name': 'weather'}}])
+def test_required_tool_calls_follow_their_schemas(chat, temperature, choice):
+    response = chat(tool_choice=choice, temperature=temperature, parallel_tool_calls=False, n=4)
+    for each in response.choices:
+        assert each.finish_reason == 'tool_calls'
+        assert each.message.content is None
+        (call,) = each.message.tool_calls
+        assert call.type == 'function'
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == 'weather':
+            jsonschema.validate(arguments, WEATHER)
+        else:
+            assert choice == 'required'
+            assert (call.function.name, arguments) == ('time', {})
+
+
+def test_streamed_tool_calls_equal_those_of_the_response(chat):
+    settings = {'tool_choice': 'required', 'parallel_tool_calls': False, 'temperature': 1}
+    (wanted,) = chat(**settings).choices[0].message.tool_calls
+    chunks = list(chat(**settings, stream=True))
+    (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert (call.index, call.type) == (0, 'function')
+    assert call.function.model_dump() == wanted.function.model_dump()
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == 'tool_calls'
+
+
+def test_tools_and_their_results_are_in_the_prompt(chat, model):
+    arguments = {'city': 'Bonn', 'days': 2}
+
+    def conversation(arguments):
+        call = {'id': 'call_1', 'type': 'function', 'function': {'name': 'weather', 'arguments': arguments}}
+        return [
+            *HELLO,
+            {'role': 'assistant', 'content': '', 'tool_calls': [call]},
+            {'role': 'tool', 'tool_call_id': 'call_1', 'content': 'rain'},
+        ]
+
+    # Arguments are a string in the API and an object in templates.
+    messages = conversation(json.dumps(arguments))
+    rendered = model.chat.render_prompt(conversation(arguments), tools=TOOLS)
+    assert '"description": "Forecast"' in rendered.text
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}\n</tool_call>' in rendered.text
+    response = chat(messages=messages, max_tokens=5)
+    assert response.usage.prompt_tokens == len(model.chat.encode_rendered(rendered))
+    # With tool_choice=none the tools are not shown.
+    without = chat(messages=messages, max_tokens=5, tool_choice='none')
+    assert without.usage.prompt_tokens < response.usage.prompt_tokens
+    # This model writes no calls of its own.
+    assert without.choices[0].message.tool_calls is response.choices[0].message.tool_calls is None
+
+
 def test_invalid_schemas_are_named(client):
     for schema, words in (({'type': 'nothing'}, 'nothing'), ({'$ref': 'http://127.0.0.1:9/x'}, 'does not fetch')):
         response_format = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': schema}}
@@ -371,7 +443,7 @@ def test_the_command(workdir, model, tmp_path):
         (['--host=256.1.1.1'], '--host=256.1.1.1'),
         (['--port=x'], "--port: invalid int value: 'x'"),
         (['--slots=0'], 'num_slots=0'),
-        (['--max-model-len=257'], 'max_context=257'),
+        (['--max-model-len=769'], 'max_context=769'),
         (['--max-model-len=-1'], 'max_context=-1'),
         (['--kv-cache-dtype=float64'], "--kv-cache-dtype: invalid choice: 'float64'"),
         (['--max-tokens=-1'], '--max-tokens=-1: must be'),

@@ -213,6 +213,7 @@ def _completion_response(
         step=service.served.step,
         token_decoder=service.token_decoder,
         with_log_probs=engine_requests.requests[0].top_log_probs is not None,
+        has_tools=engine_requests.has_tools,
         echoes=[echo for echo in engine_requests.echoes for _ in range(num_samples)],
     )
     options = api_request.stream_options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.jinja import ChatError
@@ -15,6 +15,7 @@ from maxlm.inference.engine.grammar import json_grammar
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.prompts import infill_prompt
 from maxlm.inference.sampling import Sampling
+from maxlm.inference.tool_calls import BEGIN
 from maxlm.serving.engine_thread import EngineLike
 from maxlm.serving.schema.errors import ApiError, from_input_error
 from maxlm.serving.schema.generation import (
@@ -27,6 +28,7 @@ from maxlm.serving.schema.generation import (
     message_text,
 )
 from maxlm.serving.schema.response_format import response_schema
+from maxlm.serving.schema.tools import call_options, prompt_calls
 
 
 class ModelDetails(NamedTuple):
@@ -59,10 +61,17 @@ class ServedModel(NamedTuple):
 
 
 class EngineRequests(NamedTuple):
-    """Engine requests of one API request, and the text to echo before each response ('' = none)."""
+    """Engine requests of one API request.
+
+    Attributes:
+        requests: one request per prompt.
+        echoes: text to echo before each response; '' = none.
+        has_tools: responses may contain tool calls.
+    """
 
     requests: list[Request]
     echoes: list[str]
+    has_tools: bool = False
 
 
 def parse_completion_request(api_request: CompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
@@ -120,16 +129,41 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
         ApiError: a parameter is invalid, the prompt does not fit, the model has no chat template, or the template
             rejects the conversation.
     """
-    ids = conversation_ids(api_request.messages, served)
+    options = call_options(api_request.tools, api_request.tool_choice, api_request.parallel_tool_calls)
+    if options is not None:
+        check_tools(api_request, served)
+    ids = conversation_ids(api_request.messages, served, tools=() if options is None else options.tools)
     top_log_probs = (api_request.top_logprobs or 0) if api_request.logprobs else None
     limit = api_request.max_completion_tokens if api_request.max_tokens is None else api_request.max_tokens
     request = _engine_request(
-        ids, api_request, served, limit=limit, max_allowed=max_tokens, top_log_probs=top_log_probs, param='messages'
+        ids,
+        api_request,
+        served,
+        limit=limit,
+        max_allowed=max_tokens,
+        top_log_probs=top_log_probs,
+        param='messages',
+        grammar='' if options is None else options.grammar,
     )
-    return EngineRequests([request], [''])
+    return EngineRequests([request], [''], has_tools=options is not None)
 
 
-def conversation_ids(messages: Sequence[Message], served: ServedModel) -> list[int]:
+def check_tools(api_request: ChatCompletionRequest, served: ServedModel) -> None:
+    """Raises ApiError if the model or other parameters do not support tools."""
+    if response_schema(api_request.response_format) is not None:
+        raise ApiError(400, 'tools: not supported with response_format; remove one of them', param='tools')
+    if served.chat is not None:
+        # As a special token, the beginning of a call would not be in the text of the response.
+        is_special = any(token.content == BEGIN for token in served.tokenizer.special_tokens.values())
+        if is_special or BEGIN not in served.chat.template.source:
+            raise ApiError(
+                400, f'tools: the chat template of {served.name} has no calls in {BEGIN}; remove tools', param='tools'
+            )
+
+
+def conversation_ids(
+    messages: Sequence[Message], served: ServedModel, *, tools: Sequence[dict[str, Any]] = ()
+) -> list[int]:
     """Returns the token ids of a conversation and the beginning of its next message.
 
     Raises:
@@ -147,11 +181,17 @@ def conversation_ids(messages: Sequence[Message], served: ServedModel) -> list[i
             'role': message.role,
             'content': message_text(message, number, max_parts=served.engine.max_context),
             **({'name': message.name} if message.name else {}),
+            **({'tool_call_id': message.tool_call_id} if message.tool_call_id else {}),
+            **(
+                {'tool_calls': prompt_calls(message.tool_calls, f'messages[{number}].tool_calls')}
+                if message.tool_calls
+                else {}
+            ),
         }
         for number, message in enumerate(messages)
     ]
     try:
-        rendered = served.chat.render_prompt(turns)
+        rendered = served.chat.render_prompt(turns, tools=tools)
         # Check the length after rendering, because a template may omit much of its input.
         check_size(rendered.text, served, 'messages')
         return served.chat.encode_rendered(rendered).tolist()
@@ -190,6 +230,7 @@ def _engine_request(
     max_allowed: int,
     top_log_probs: int | None,
     param: str,
+    grammar: str = '',
 ) -> Request:
     available = served.engine.max_context - len(ids)
     if available < (limit or 1):
@@ -213,7 +254,7 @@ def _engine_request(
             stops=api_request.stops,
             top_log_probs=top_log_probs,
             ignore_eos=bool(api_request.ignore_eos),
-            grammar='' if schema is None else json_grammar(schema),
+            grammar=grammar if schema is None else json_grammar(schema),
         )
         served.engine.check(request)
     except InputError as error:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.inference.engine.requests import Delta, GeneratedToken
+from maxlm.inference.tool_calls import ToolCall, ToolCallParser
 
 # OpenAI's value for impossible tokens, because JSON has no infinity.
 _MIN_LOG_PROB = -9999.0
@@ -57,8 +58,19 @@ class ResponseBuilder:
         token_decoder: TokenDecoder,
         with_log_probs: bool,
         echoes: Sequence[str],
+        has_tools: bool = False,
     ):
-        """Initializes the builder. `echoes` contains the prefix text of each choice."""
+        """Initializes the builder.
+
+        Args:
+            chat: build chat completions instead of completions.
+            model: name of the model.
+            step: step of the checkpoint.
+            token_decoder: decoder of single tokens.
+            with_log_probs: return log-probabilities.
+            echoes: prefix text of each choice.
+            has_tools: the text may contain tool calls.
+        """
         self.chat = chat
         self._token_decoder, self._with_log_probs, self._echoes = token_decoder, with_log_probs, echoes
         self._object = 'chat.completion' if chat else 'text_completion'
@@ -68,6 +80,7 @@ class ResponseBuilder:
             'model': model,
             'system_fingerprint': f'step-{step}',
         }
+        self._parsers = [ToolCallParser() for _ in echoes] if has_tools else None
         # Number of characters of each choice so far, for `text_offset`.
         self._offsets = [len(echo) for echo in echoes]
 
@@ -84,9 +97,16 @@ class ResponseBuilder:
 
     def chunk(self, choice: int, delta: Delta) -> dict[str, Any]:
         """Returns the stream chunk for one delta of a choice."""
-        text = {'delta': {'content': delta.text} if delta.text else {}} if self.chat else {'text': delta.text}
+        finish_reason: str | None = delta.finish_reason
+        text: dict[str, Any] = {'text': delta.text}
+        if self.chat:
+            content, calls, finish_reason = self._split(choice, delta.text, finish_reason)
+            # The number of calls before this delta.
+            first = self._parsers[choice].num_calls - len(calls) if self._parsers else 0
+            numbered = [{'index': first + i, **call.fields} for i, call in enumerate(calls)]
+            text = {'delta': ({'content': content} if content else {}) | ({'tool_calls': numbered} if calls else {})}
         log_probs = self._log_probs(choice, delta.tokens)
-        return self._chunk([{'index': choice, **text, 'logprobs': log_probs, 'finish_reason': delta.finish_reason}])
+        return self._chunk([{'index': choice, **text, 'logprobs': log_probs, 'finish_reason': finish_reason}])
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
         """Returns the usage chunk, the last one of a stream."""
@@ -97,17 +117,29 @@ class ResponseBuilder:
         choices = []
         for index, (echo, choice_deltas) in enumerate(zip(self._echoes, deltas, strict=True)):
             text = ''.join(delta.text for delta in choice_deltas)
-            content = (
-                {'message': {'role': 'assistant', 'content': text, 'refusal': None}}
-                if self.chat
-                else {'text': echo + text}
-            )
+            finish_reason: str | None = choice_deltas[-1].finish_reason
+            content: dict[str, Any] = {'text': echo + text}
+            if self.chat:
+                answer, calls, finish_reason = self._split(index, text, finish_reason)
+                fields = {'tool_calls': [call.fields for call in calls]} if calls else {}
+                # OpenAI's content is null if there are only calls.
+                message = {'role': 'assistant', 'content': answer or (None if calls else ''), 'refusal': None}
+                content = {'message': message | fields}
             tokens = tuple(itertools.chain.from_iterable(delta.tokens for delta in choice_deltas))
             log_probs = self._log_probs(index, tokens)
-            choices.append(
-                {'index': index, **content, 'logprobs': log_probs, 'finish_reason': choice_deltas[-1].finish_reason}
-            )
+            choices.append({'index': index, **content, 'logprobs': log_probs, 'finish_reason': finish_reason})
         return {**self._base_fields, 'object': self._object, 'choices': choices, 'usage': usage}
+
+    def _split(self, choice: int, text: str, finish_reason: str | None) -> tuple[str, list[ToolCall], str | None]:
+        """Returns the content, the tool calls and the finish reason of a new text of a choice."""
+        if self._parsers is None:
+            return text, [], finish_reason
+        parser = self._parsers[choice]
+        pieces = parser.feed(text, is_last=finish_reason is not None)
+        if finish_reason == 'stop' and parser.num_calls:
+            finish_reason = 'tool_calls'
+        calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
+        return ''.join(piece for piece in pieces if isinstance(piece, str)), calls, finish_reason
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -107,11 +107,14 @@ class PendingRequest:
                 self._service.metrics.token.observe((now - self._first_token_time) / (tokens_per_choice - 1))
         self._deltas.put_nowait((first_choice + delta.sample, delta))
 
-    @staticmethod
-    def _checked(item: tuple[int, Delta] | ApiError) -> tuple[int, Delta]:
+    def _checked(self, item: tuple[int, Delta] | ApiError) -> tuple[int, Delta]:
         if isinstance(item, ApiError):
             raise item
         if item[1].finish_reason == 'failed':
+            if not self._service.engine_thread.failed:
+                raise ApiError(
+                    500, 'the schema is too complex to continue the response; simplify it', kind=SERVER, code='grammar'
+                )
             raise ApiError(500, 'the engine failed; the server is shutting down', kind=SERVER, code='engine_failed')
         if item[1].finish_reason == 'cancelled':
             raise ApiError(503, 'the request was cancelled', kind=SERVER, code='cancelled')

@@ -221,6 +221,9 @@ def test_models(client):
     assert refused(openai.NotFoundError, 404, lambda: client.models.retrieve('other')).code == 'model_not_found'
 
 
+TOOLS = [{'type': 'function', 'function': {'name': 'f'}}]
+
+
 @pytest.mark.parametrize(
     ('kind', 'settings', 'param', 'words'),
     [
@@ -241,7 +244,27 @@ def test_models(client):
             'messages[0].content[0]',
             "found type 'image_url'",
         ),
-        ('chat', {'tools': [{'type': 'function'}]}, 'tools', 'is not supported'),
+        ('chat', {'tools': [{'type': 'function'}]}, 'tools[0].function', 'field required'),
+        ('chat', {'tools': [{'type': 'x', 'function': {'name': 'f'}}]}, 'tools[0].type', 'must be function'),
+        ('chat', {'tools': [{'type': 'function', 'function': {'name': 'a b'}}]}, 'tools[0].function.name', 'up to 64'),
+        ('chat', {'tools': 2 * TOOLS}, 'tools[1].function.name', 'must be a new name'),
+        ('chat', {'tools': 129 * TOOLS}, 'tools', 'at most 128'),
+        ('chat', {'tool_choice': 'required'}, 'tool_choice', 'requires tools'),
+        ('chat', {'tools': TOOLS, 'tool_choice': 'always'}, 'tool_choice', 'must be none'),
+        (
+            'chat',
+            {'tools': TOOLS, 'tool_choice': {'type': 'function', 'function': {'name': 'g'}}},
+            'tool_choice',
+            'must name',
+        ),
+        ('chat', {'tools': TOOLS, 'response_format': {'type': 'json_object'}}, 'tools', 'remove one of them'),
+        (
+            'chat',
+            {'messages': [{'role': 'assistant', 'tool_calls': [{'function': {'name': 'f', 'arguments': '1'}}]}]},
+            'messages[0].tool_calls[0]',
+            'a string with a JSON object',
+        ),
+        ('completion', {'extra_body': {'tools': TOOLS}}, 'tools', 'is not supported'),
         ('chat', {'response_format': {'type': 'xml'}}, 'response_format.type', "found 'xml'"),
         ('chat', {'response_format': {'type': 'json_schema'}}, 'response_format.json_schema', 'with a JSON schema'),
         (

@@ -14,11 +14,12 @@ from maxlm.inference.engine.requests import MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOG_
 from maxlm.serving.schema.base import OPTIONAL_TEXTS_SCHEMA, PROMPTS_SCHEMA, RequestObject, parse_prompts
 from maxlm.serving.schema.errors import ApiError, from_validation_error
 from maxlm.serving.schema.response_format import RESPONSE_FORMAT_SCHEMA
+from maxlm.serving.schema.tools import CHOICE_SCHEMA, MAX_TOOLS, Tool
 
 MAX_SEED = 2**32 - 1
 # Lower temperatures would overflow float32 logits.
 MIN_TEMPERATURE = 1e-3
-ROLES = ('system', 'developer', 'user', 'assistant')
+ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 _MAX_INT32 = 2**31 - 1
 # Unsupported parameters → values that have no effect and are accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -46,20 +47,22 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     'reasoning_effort': (None, 'none'),
     'stop_token_ids': (None, []),
     'structured_outputs': (None,),
-    'tool_choice': (None, 'none', 'auto'),
-    'tools': (None, []),
     'truncate_prompt_tokens': (None,),
     'use_beam_search': (None, False),
     'verbosity': (None, 'medium'),
     'web_search_options': (None,),
 }
 _UNSUPPORTED_IN_CHAT = {'echo': (None, False), 'suffix': (None,), 'prompt': (None,)}
-_UNSUPPORTED_IN_COMPLETIONS = {'messages': (None,), 'max_completion_tokens': (None,), 'top_logprobs': (None,)}
+_UNSUPPORTED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    'messages': (None,),
+    'max_completion_tokens': (None,),
+    'top_logprobs': (None,),
+    'tool_choice': (None, 'none', 'auto'),
+    'tools': (None, []),
+}
 _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     'audio': (None,),
     'function_call': (None,),
-    'tool_call_id': (None,),
-    'tool_calls': (None, []),
 }
 
 
@@ -157,9 +160,14 @@ class Message(RequestObject):
 
     role: str = Field(description=f'One of {", ".join(ROLES)}.')
     # Validated by `message_text`.
-    content: Annotated[Any, WithJsonSchema({'anyOf': [{'type': 'string'}, _PARTS_SCHEMA]})] = Field(
-        description='A text, or a list of parts of type text.'
+    content: Annotated[Any, WithJsonSchema({'anyOf': [{'type': 'string'}, _PARTS_SCHEMA, {'type': 'null'}]})] = Field(
+        None, description='A text, or a list of parts of type text. May be absent in a message with tool calls.'
     )
+    # Validated by `prompt_calls`.
+    tool_calls: Annotated[Any, WithJsonSchema({'type': ['array', 'null'], 'items': {'type': 'object'}})] = Field(
+        None, description='Tool calls of the assistant.'
+    )
+    tool_call_id: str | None = Field(None, max_length=200, description='In a message of role tool: id of its call.')
     name: str | None = Field(None, max_length=200, description='Name of the author, for chat templates that use it.')
 
 
@@ -172,6 +180,12 @@ class ChatCompletionRequest(RequestBase):
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOG_PROBS, description='Number of most likely tokens to return. Requires logprobs.'
     )
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, description='Functions that the model may call.')
+    # Validated by `call_options`.
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = Field(
+        None, description='Whether the model may, must or must not call functions, or which one it must call.'
+    )
+    parallel_tool_calls: bool | None = Field(None, description='Allow several calls in one choice. Default: true.')
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -237,6 +251,8 @@ def message_text(message: Message, message_index: int, *, max_parts: int) -> str
     param = f'messages[{message_index}].content'
     if isinstance(message.content, str):
         return message.content
+    if message.content is None and message.tool_calls:
+        return ''
     if not isinstance(message.content, list):
         raise ApiError(400, f'{param}: must be a string or a list of parts of type text', param=param)
     _check_length(param, message.content, max_parts)

@@ -67,7 +67,7 @@ def test_the_reference_describes_every_parameter():
         'top_p': 'number above 0 to 1',
         'top_k': 'integer from 0 to 2147483647',
         'prompt': 'string or array of string or array of integer from 0 or array of array of integer from 0',
-        'messages': 'array of object with role, content, name',
+        'messages': 'array of object with role, content, tool_calls, tool_call_id, name',
         'encoding_format': '&quot;float&quot; or &quot;base64&quot;',
     }.items():
         assert re.search(rf'<code>{name}</code>(?: <b>required</b>)?</th><td>{re.escape(kind)}</td><td>\w', text), name

@@ -1,0 +1,111 @@
+"""Tool calls in generated text, in the format of Hermes and Qwen: `<tool_call>`, a JSON object and `</tool_call>`."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from maxlm.storage.json_text import parse_json
+
+BEGIN, END = '<tool_call>', '</tool_call>'
+# Chat templates write the object with `json.dumps`.
+_WHITESPACE = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}
+
+
+class ToolCall(NamedTuple):
+    """A call of a function. `arguments` is a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The call as an object of OpenAI's API."""
+        return {'id': self.id, 'type': 'function', 'function': {'name': self.name, 'arguments': self.arguments}}
+
+
+def call_grammar(functions: Mapping[str, Mapping[str, Any]], *, is_required: bool, is_single: bool) -> str:
+    """Returns the grammar of a text that may contain tool calls, for `Request.grammar`.
+
+    Args:
+        functions: JSON schema of the arguments of each function, by name.
+        is_required: the text consists of calls only. Otherwise text before and between calls is free.
+        is_single: the text contains at most one call.
+    """
+    calls = [_call_schema(name, arguments) for name, arguments in functions.items()]
+    schema = json.dumps({'x-guidance': _WHITESPACE, 'anyOf': calls}, ensure_ascii=False)
+    rest = f'"\\n" %json {schema} "\\n{END}"'
+    if is_required:
+        start = 'call' if is_single else 'call ("\\n" call)*'
+        return f'%llguidance {{}}\nstart: {start}\ncall: "{BEGIN}" {rest}\n'
+    start = 'call | TEXT' if is_single else 'call* TEXT'
+    return f'%llguidance {{}}\nstart: {start}\nTEXT: /(.|\\n)*/\nbegin[lazy]: TEXT "{BEGIN}"\ncall: begin {rest}\n'
+
+
+def _call_schema(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        'type': 'object',
+        'properties': {'name': {'const': name}, 'arguments': arguments},
+        'required': ['name', 'arguments'],
+        'additionalProperties': False,
+    }
+
+
+class ToolCallParser:
+    """Splits the text of one choice into content and tool calls while it is generated.
+
+    Attributes:
+        num_calls: number of calls so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._rest = ''
+
+    def feed(self, text: str, *, is_last: bool) -> list[str | ToolCall]:
+        """Returns the pieces of content and the calls that are complete, in order.
+
+        The possible beginning of a call, and whitespace before it, are withheld. At the end of a text, an incomplete
+        call is content.
+        """
+        self._rest += text
+        pieces: list[str | ToolCall] = []
+        while True:
+            before, begin, after = self._rest.partition(BEGIN)
+            body, end, rest = after.partition(END)
+            call = self._parse(body) if end else None
+            if not begin or not end:
+                break
+            if call is None:
+                pieces.append(before + begin + body + end)
+            else:
+                pieces += [piece for piece in (before.rstrip(), call) if piece]
+            self._rest = rest
+        held = 0 if is_last else self._num_held()
+        content, self._rest = self._rest[: len(self._rest) - held], self._rest[len(self._rest) - held :]
+        # Line breaks between and after calls are no content.
+        if content.strip() or (content and not self.num_calls):
+            pieces.append(content)
+        return pieces
+
+    def _num_held(self) -> int:
+        """Returns the number of characters at the end that may belong to a call."""
+        place = self._rest.find(BEGIN)
+        if place < 0:
+            lengths = (length for length in range(len(BEGIN) - 1, 0, -1) if self._rest.endswith(BEGIN[:length]))
+            place = len(self._rest) - next(lengths, 0)
+        return len(self._rest) - len(self._rest[:place].rstrip())
+
+    def _parse(self, body: str) -> ToolCall | None:
+        try:
+            call = parse_json(body)
+        except ValueError:
+            return None
+        if not isinstance(call, dict) or not isinstance(call.get('name'), str):
+            return None
+        self.num_calls += 1
+        arguments = json.dumps(call.get('arguments', {}), ensure_ascii=False)
+        return ToolCall(f'call_{uuid.uuid4().hex}', call['name'], arguments)

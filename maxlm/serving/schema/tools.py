@@ -1,0 +1,150 @@
+"""Tools of chat requests: functions that the model may call instead of, or in addition to, an answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from maxlm.inference.tool_calls import call_grammar
+from maxlm.serving.schema.base import RequestObject
+from maxlm.serving.schema.errors import ApiError
+from maxlm.storage.json_text import parse_json
+
+MAX_TOOLS = 128
+_NAME = re.compile(r'[a-zA-Z0-9_-]{1,64}')
+CHOICES = ('none', 'auto', 'required')
+CHOICE_SCHEMA: dict[str, Any] = {
+    'anyOf': [
+        {'enum': [*CHOICES, None]},
+        {
+            'type': 'object',
+            'properties': {
+                'type': {'const': 'function'},
+                'function': {'type': 'object', 'properties': {'name': {'type': 'string'}}, 'required': ['name']},
+            },
+            'required': ['type', 'function'],
+        },
+    ]
+}
+
+
+class Function(RequestObject):
+    """A function that the model may call."""
+
+    name: str = Field(description='Name: up to 64 letters, digits, underscores and hyphens.')
+    description: str | None = Field(None, description='Description for the model.')
+    parameters: dict[str, Any] | None = Field(None, description='JSON schema of the arguments, an object.')
+    strict: bool | None = Field(None, description='The schema is followed with and without this option.')
+
+
+class Tool(RequestObject):
+    """A tool that the model may use."""
+
+    type: str = Field(description='function')
+    function: Function = Field(description='The function.')
+
+
+class CallOptions(NamedTuple):
+    """Tool calls that a response may contain.
+
+    Attributes:
+        tools: tools that the prompt shows, as JSON.
+        grammar: grammar of the response.
+    """
+
+    tools: list[dict[str, Any]]
+    grammar: str
+
+
+def call_options(tools: Sequence[Tool] | None, choice: Any, parallel: bool | None) -> CallOptions | None:
+    """Returns the tool calls that a response may contain, or None if it may contain none.
+
+    Args:
+        tools: parameter `tools`.
+        choice: parameter `tool_choice`.
+        parallel: parameter `parallel_tool_calls`.
+
+    Raises:
+        ApiError: a parameter is invalid.
+    """
+    functions = _functions(tools or ())
+    named = None
+    if isinstance(choice, dict):
+        function = choice.get('function')
+        named = function.get('name') if isinstance(function, dict) else None
+        if choice.get('type') != 'function' or named not in functions:
+            raise ApiError(
+                400, 'tool_choice: must name a function of tools, or be none, auto or required', param='tool_choice'
+            )
+    elif choice is not None and choice not in CHOICES:
+        raise ApiError(
+            400,
+            'tool_choice: must be none, auto, required or {"type": "function", "function": {"name": "…"}}',
+            param='tool_choice',
+        )
+    if not functions:
+        if choice == 'required':
+            raise ApiError(400, 'tool_choice=required: requires tools', param='tool_choice')
+        return None
+    if choice == 'none':
+        return None
+    allowed = functions if named is None else {named: functions[named]}
+    grammar = call_grammar(
+        {name: _arguments_schema(function) for name, function in allowed.items()},
+        is_required=choice == 'required' or named is not None,
+        is_single=parallel is False or named is not None,
+    )
+    return CallOptions([tool.model_dump(exclude_none=True) for tool in tools or ()], grammar)
+
+
+def _functions(tools: Sequence[Tool]) -> dict[str, Function]:
+    functions: dict[str, Function] = {}
+    for index, tool in enumerate(tools):
+        param = f'tools[{index}]'
+        if tool.type != 'function':
+            raise ApiError(400, f'{param}.type={tool.type[:50]!r}: must be function', param=f'{param}.type')
+        name = tool.function.name
+        if not _NAME.fullmatch(name) or name in functions:
+            raise ApiError(
+                400,
+                f'{param}.function.name={name[:80]!r}: must be a new name of up to 64 letters, digits, _ and -',
+                param=f'{param}.function.name',
+            )
+        functions[name] = tool.function
+    return functions
+
+
+def _arguments_schema(function: Function) -> Mapping[str, Any]:
+    """Returns the JSON schema of a function's arguments. Without a schema, there are none."""
+    if function.parameters is None:
+        return {'type': 'object', 'properties': {}, 'additionalProperties': False}
+    return function.parameters
+
+
+def prompt_calls(calls: Any, param: str) -> list[dict[str, Any]]:
+    """Returns the tool calls of an earlier message in the form that chat templates take.
+
+    Raises:
+        ApiError: a call is malformed.
+    """
+    if not isinstance(calls, list) or len(calls) > MAX_TOOLS:
+        raise ApiError(400, f'{param}: must be a list of at most {MAX_TOOLS} calls', param=param)
+    result = []
+    for index, call in enumerate(calls):
+        function = call.get('function') if isinstance(call, dict) else None
+        name = function.get('name') if isinstance(function, dict) else None
+        try:
+            arguments = parse_json(function['arguments']) if isinstance(function, dict) else None
+        except (KeyError, TypeError, ValueError, AttributeError):
+            arguments = None
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise ApiError(
+                400,
+                f'{param}[{index}]: must have a function with a name and arguments, a string with a JSON object',
+                param=f'{param}[{index}]',
+            )
+        result.append({'type': 'function', 'function': {'name': name, 'arguments': arguments}})
+    return result
