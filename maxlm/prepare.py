@@ -115,7 +115,7 @@ def _parse(argv: list[str]) -> PrepareOptions:
         metavar='SPEC',
         help=f'{SPECS}; bpe trains on up to 32 MB of the text (%(default)s)',
     )
-    names = f'quality filters to apply: {", ".join(FILTERS)}, or your own package.module:function'
+    names = f'filters to apply: {", ".join(FILTERS)}, decontaminate:PATH, or your own package.module:function'
     made('--filter', nargs='+', action='extend', metavar='NAME', help=names)
     made(
         '--deduplicate',

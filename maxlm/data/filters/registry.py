@@ -1,4 +1,4 @@
-"""Registry of filters by name, and filters of the user, `package.module:function`."""
+"""Registry of filters: filters by name, `decontaminate:PATH`, and `package.module:function` of the user."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import Filter, FilterResult
 from maxlm.data.filters.c4_fineweb import c4, fineweb
 from maxlm.data.filters.code import code
+from maxlm.data.filters.decontaminate import PREFIX, checksum, decontaminate
 from maxlm.data.filters.gopher_quality import gopher_quality
 from maxlm.data.filters.gopher_repetition import gopher_repetition
 from maxlm.errors import InputError
@@ -53,11 +54,17 @@ def user_filter(name: str) -> Filter:
 
 
 def describe_filters(names: Sequence[str]) -> list[str]:
-    """Returns the names of filters, with a checksum of the module for each filter of the user.
+    """Returns the names of filters, with checksums of the files that they depend on.
 
-    The result changes if a module is edited. The filters must be loaded.
+    The result changes if the module of a user's filter or an evaluation text is edited. The filters must be loaded.
     """
-    return [f'{name} with checksum {module_checksum(name)}' if is_function_name(name) else name for name in names]
+
+    def describe(name: str) -> str:
+        if name.startswith(PREFIX):
+            return f'{PREFIX} texts with checksum {checksum(name)}'
+        return f'{name} with checksum {module_checksum(name)}' if is_function_name(name) else name
+
+    return [describe(name) for name in names]
 
 
 def make_cleaner(names: Sequence[str]) -> Filter:
@@ -91,8 +98,11 @@ def make_cleaner(names: Sequence[str]) -> Filter:
 def _find(name: str) -> Filter:
     if name in FILTERS:
         return FILTERS[name]
+    if name.startswith(PREFIX):
+        return decontaminate(name)
     if is_function_name(name):
         return user_filter(name)
     near = difflib.get_close_matches(name, FILTERS, n=1)
-    remedy = f'did you mean {near[0]!r}?' if near else f'use package.module:function or one of {", ".join(FILTERS)}'
+    names = f'package.module:function, {PREFIX}PATH or one of {", ".join(FILTERS)}'
+    remedy = f'did you mean {near[0]!r}?' if near else f'use {names}'
     raise InputError(f'filter {name!r} does not exist; {remedy}')

@@ -45,8 +45,8 @@ def test_no_filter_keeps_everything():
         (['gopher_qualty'], "filter 'gopher_qualty' does not exist; did you mean 'gopher_quality'?"),
         (
             ['?'],
-            "filter '?' does not exist; use package.module:function or one of gopher_quality, gopher_repetition, c4, "
-            'fineweb, code',
+            "filter '?' does not exist; use package.module:function, decontaminate:PATH or one of gopher_quality, "
+            'gopher_repetition, c4, fineweb, code',
         ),
         (['c4', 'code', 'c4'], "filter 'c4' is given twice; give it once"),
     ],
