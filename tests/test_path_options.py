@@ -35,6 +35,7 @@ NO_PATHS = {
     'recipe inputs': 'NAME=PATH, checked by the phases',
     'recipe --max-failures': 'a number',
     'prepare --exclude': 'patterns of names',
+    'prepare --filter': 'names; the path of decontaminate is checked by the filter',
     'prepare --max-files': 'a number',
     'prepare --max-record-mib': 'a number',
     'prepare --token-dtype': 'a choice',

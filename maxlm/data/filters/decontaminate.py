@@ -21,6 +21,7 @@ from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import Filter, FilterResult
 from maxlm.errors import InputError, os_message
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.paths import PathOption
 
 # Name of the filter; its argument is the path of evaluation texts.
 PREFIX = 'decontaminate:'
@@ -35,13 +36,13 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 def decontaminate(name: str) -> Filter:
     """Returns the filter `decontaminate:PATH`.
 
-    PATH is a file or a directory of files. Every text in a line of a .jsonl file or in a .json file is an evaluation
-    text, such as a question and each of its answers, and so is every paragraph of a .txt file.
+    PATH is a file or a directory of files. Every text in the JSON of a .jsonl or .json file is an evaluation text, such
+    as a question and each of its answers. So is every paragraph of a .txt file.
 
     Raises:
         InputError: PATH cannot be read or has no texts of at least 8 words.
     """
-    path = Path(name.removeprefix(PREFIX)).expanduser()
+    path = _path_of(name)
     # The checksum makes the cache depend on the contents.
     phrases = _phrases(path, checksum(name))
     if not phrases:
@@ -65,7 +66,7 @@ def decontaminate(name: str) -> Filter:
 def checksum(name: str) -> str:
     """Returns a checksum of the files of the filter."""
     digest = hashlib.sha256()
-    for file in _files(Path(name.removeprefix(PREFIX)).expanduser()):
+    for file in _files(_path_of(name)):
         digest.update(_read(file))
     return digest.hexdigest()
 
@@ -84,13 +85,20 @@ def _phrases(path: Path, checksum: str) -> dict[int, np.ndarray]:
     return {num: np.unique(np.concatenate(found[num])) for num in sorted(found, reverse=True)}
 
 
+def _path_of(name: str) -> Path:
+    try:
+        return Path(PathOption().checked(name.removeprefix(PREFIX)))
+    except ValueError as error:
+        raise InputError(f'{PREFIX}{error}') from error
+
+
 def _files(path: Path) -> list[Path]:
     files = sorted(file for file in path.rglob('*') if file.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files:
         raise InputError(f'{PREFIX}{path}: the directory has no {", ".join(SUFFIXES)} file; give evaluation texts')
     for file in files:
         if file.suffix not in SUFFIXES:
-            raise InputError(f'{PREFIX}{path}: must be a local {", ".join(SUFFIXES)} file, or a directory of them')
+            raise InputError(f'{PREFIX}{path}: must be a {", ".join(SUFFIXES)} file, or a directory of them')
     return files
 
 

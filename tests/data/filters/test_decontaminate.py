@@ -71,5 +71,15 @@ def test_bad_texts_are_named(tmp_path, content, words):
         file.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(InputError, match=words):
         decontaminate(f'decontaminate:{file}')
-    with pytest.raises(InputError, match='must be a local'):
-        decontaminate('decontaminate:gs://bucket/texts')
+
+
+def test_other_paths_are_rejected(path, tmp_path):
+    (tmp_path / 'empty').mkdir()
+    for name, words in (
+        ('gs://bucket/texts.jsonl', 'gs://bucket/texts.jsonl.*give a local file'),
+        (f'{tmp_path}/a.parquet', 'must be a .jsonl'),
+        (f'{tmp_path}/empty', 'the directory has no .jsonl'),
+    ):
+        with pytest.raises(InputError, match=words):
+            decontaminate(f'decontaminate:{name}')
+    assert decontaminate(f'decontaminate:file://{path}')
