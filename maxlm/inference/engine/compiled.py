@@ -175,7 +175,8 @@ class CompiledFunctions:
             for row, mask in enumerate(masks):
                 if mask is not None:
                     words[row] = mask
-            return TokenMask(words, np.array(True))
+            # On the devices like the masks below, so that the same program is called.
+            return self.to_devices(TokenMask(words, np.array(True)))
         if len(masks) not in self._no_masks:
             self._no_masks[len(masks)] = self.to_devices(TokenMask(words, np.array(False)))
         return self._no_masks[len(masks)]

@@ -11,6 +11,7 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine.decode_burst import DecodeBurst
 from maxlm.inference.engine.engine import Engine
+from maxlm.inference.engine.grammar import json_grammar
 from maxlm.inference.engine.requests import QueueFullError, Request
 from maxlm.inference.engine.slots import Slot
 from maxlm.inference.sampling import Sampling
@@ -90,6 +91,7 @@ def test_everything_is_compiled_before_it_is_needed():
     rows = generate(some, PROMPTS)
     assert rows == [likeliest('gpt2', prompt, row) for prompt, row in zip(PROMPTS, rows, strict=True)]
     some.complete(requests_of(PROMPTS, Sampling(top_p=0.5, min_p=0.1), top_log_probs=5))
+    some.complete(requests_of(PROMPTS, grammar=json_grammar({'type': 'integer'})))
     assert (some._compiled._prefill._cache_size(), some._compiled._decode._cache_size()) == sizes
 
 
