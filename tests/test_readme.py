@@ -156,7 +156,7 @@ def test_commands_with_a_model_run(runs, monkeypatch, capsys):
     # tests/test_serve.py runs the loop of the server and compiles all programs.
     monkeypatch.setattr(Engine, 'warm_up', lambda self, on_program: None)
     served = []
-    monkeypatch.setattr('maxlm.serving.server.serve_until_stopped', lambda running: served.append(running) or EXIT_DONE)
+    monkeypatch.setattr('maxlm.commands.serve.serve_until_stopped', lambda running: served.append(running) or EXIT_DONE)
     outputs = []
     for line in lines:
         module, *argv = shlex.split(line)[2:]
