@@ -116,11 +116,16 @@ def check(kernels: dict[str, Kernel], leak: Kernel, shapes: list[Shape]) -> list
     return results
 
 
+def case_of(check: dict[str, Any]) -> str:
+    """Returns the shape and the input of a check, for messages."""
+    return ' '.join(f'{name}={value}' for name, value in check.items() if name != 'errors')
+
+
 def find_mistakes(checks: list[dict[str, Any]]) -> list[str]:
     """Returns one message for each mistake in the results of `check`."""
     mistakes = []
     for result in checks:
-        where = ' '.join(f'{name}={value}' for name, value in result.items() if name != 'errors')
+        where = case_of(result)
         errors = result['errors']
         # The negated comparison also catches NaN.
         if not errors['documents'] <= TOLERANCE:

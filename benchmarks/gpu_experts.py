@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu_attention import case_of
 from benchmarks.step import machine
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.model.experts.kernel_check import (
@@ -92,10 +93,9 @@ def find_mistakes(checks: list[dict[str, Any]]) -> list[str]:
     """Returns one message for each mistake in the results of `check`."""
     mistakes = []
     for result in checks:
-        where = ' '.join(f'{name}={value}' for name, value in result.items() if name != 'errors')
-        errors = result['errors']
-        # The negated comparison also catches NaN.
+        where, errors = case_of(result), result['errors']
         for output in OUTPUTS:
+            # The negated comparison also catches NaN.
             if not errors[output] <= TOLERANCE:
                 mistakes.append(f'{where}: {output} is off by {errors[output]:.4f}')
         if not errors['moved_row'] > 2 * TOLERANCE:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from maxlm.parallel.partitioning import Axes, Partitioning
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def look_up(table_VD: jax.Array, indices_BT: jax.Array, axes: Axes, partitioning: Partitioning) -> jax.Array:
     """Returns `table_VD[indices_BT]`, with a gradient that is summed in float32.
 
@@ -24,11 +25,6 @@ def look_up(table_VD: jax.Array, indices_BT: jax.Array, axes: Axes, partitioning
         axes: logical axes of the table.
         partitioning: partitioning of the model.
     """
-    return _look_up(table_VD, indices_BT, axes, partitioning)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _look_up(table_VD: jax.Array, indices_BT: jax.Array, axes: Axes, partitioning: Partitioning) -> jax.Array:
     del axes, partitioning
     return table_VD[indices_BT]
 
@@ -36,7 +32,7 @@ def _look_up(table_VD: jax.Array, indices_BT: jax.Array, axes: Axes, partitionin
 def _forward(
     table_VD: jax.Array, indices_BT: jax.Array, axes: Axes, partitioning: Partitioning
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _look_up(table_VD, indices_BT, axes, partitioning), (table_VD, indices_BT)
+    return look_up(table_VD, indices_BT, axes, partitioning), (table_VD, indices_BT)
 
 
 def _backward(
@@ -84,4 +80,4 @@ def _sum_flat(num_rows: int, indices_BT: jax.Array, gradient_BTD: jax.Array) -> 
     return sums.reshape(num_rows, D)
 
 
-_look_up.defvjp(_forward, _backward)
+look_up.defvjp(_forward, _backward)
