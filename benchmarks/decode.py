@@ -108,7 +108,7 @@ def measure(
     seconds = []
     for _ in range(calls + 2):
         start_time = time.perf_counter()
-        state, drawn = programs.decode(params, state, left, rows, rest, no_mask, with_top=False)
+        state, drawn, _ = programs.decode(params, state, left, rows, rest, no_mask, with_top=False)
         jax.block_until_ready(drawn)
         seconds.append((time.perf_counter() - start_time) / MAX_PASSES)
     median = statistics.median(seconds[2:])

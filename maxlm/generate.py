@@ -80,6 +80,12 @@ def _parser() -> ArgumentParser:
         help='dtype of the key-value cache (default model)',
     )
     parser.add_argument(
+        '--num-draft-tokens',
+        type=int,
+        default=0,
+        help='tokens drafted per pass from the preceding text; 0 = none (default)',
+    )
+    parser.add_argument(
         '--quantize',
         choices=('', *QUANTIZATION_GROUPS),
         default='',

@@ -68,6 +68,12 @@ def _parser() -> ArgumentParser:
         help='dtype of the key-value cache (default %(default)s)',
     )
     parser.add_argument(
+        '--num-draft-tokens',
+        type=int,
+        default=0,
+        help='tokens drafted per pass from the preceding text; 0 = none (default)',
+    )
+    parser.add_argument(
         '--tensor-parallel-size',
         type=int,
         default=1,

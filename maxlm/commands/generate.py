@@ -98,7 +98,12 @@ def _prompt(model: LoadedModel, text: str, options: argparse.Namespace) -> list[
 
 def _with_engine(model: LoadedModel, options: argparse.Namespace, samples: int) -> tuple[Engine, LoadedModel]:
     """Returns an engine for `samples` samples, and the model without the parameters that the engine owns."""
-    engine = Engine(model, num_slots=min(options.slots, samples), cache=options.kv_cache_dtype)
+    engine = Engine(
+        model,
+        num_slots=min(options.slots, samples),
+        cache=options.kv_cache_dtype,
+        num_draft_tokens=options.num_draft_tokens,
+    )
     return engine, model.without_params()
 
 

@@ -54,6 +54,7 @@ def execute(options: argparse.Namespace, api_key: str) -> int:
             max_context=options.max_model_len,
             cache=options.kv_cache_dtype,
             max_queue_size=options.max_queue_size,
+            num_draft_tokens=options.num_draft_tokens,
         )
         details = ModelDetails(
             num_parameters=count_parameters(model.config.model),

@@ -194,9 +194,9 @@ def apply_mask(logits_BV: jax.Array, mask: TokenMask) -> jax.Array:
 
 
 def has_penalty(rows: Rows) -> jax.Array:
-    """Returns True if any row has a penalty."""
+    """Returns True for each row with a penalty, bool [B]."""
     has_additive_B = (rows.presence_penalty_B != 0) | (rows.frequency_penalty_B != 0)
-    return ((rows.repetition_penalty_B != 1) | has_additive_B).any()
+    return jnp.asarray((rows.repetition_penalty_B != 1) | has_additive_B)
 
 
 def log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:

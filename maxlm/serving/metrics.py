@@ -60,19 +60,20 @@ class _EngineCollector(Collector):
         state = self._state()
         tokens = CounterMetricFamily(
             'maxlm_tokens',
-            'Number of prompt tokens, prompt tokens found in the key-value cache, and generated tokens',
+            'Number of prompt tokens, prompt tokens found in the key-value cache, generated tokens, drafted tokens and '
+            'accepted drafted tokens',
             labels=('kind',),
         )
         for kind, value in (
             ('prompt', state.prompt_tokens),
             ('shared', state.cached_tokens),
             ('drawn', state.generated_tokens),
+            ('drafted', state.draft_tokens),
+            ('accepted', state.accepted_tokens),
         ):
             tokens.add_metric((kind,), value)
         yield tokens
-        yield CounterMetricFamily(
-            'maxlm_passes', 'Number of decoding steps, each of one token per slot', value=state.passes
-        )
+        yield CounterMetricFamily('maxlm_passes', 'Number of forward passes for decoding', value=state.passes)
         yield GaugeMetricFamily('maxlm_slots', 'Maximum number of concurrent samples', value=state.num_slots)
         yield GaugeMetricFamily('maxlm_running', 'Number of running samples', value=state.running)
         yield GaugeMetricFamily('maxlm_waiting', 'Number of samples waiting for a slot', value=state.waiting)

@@ -224,7 +224,7 @@ def test_penalties():
 
     def found(**settings):
         rows = stack_settings([Sampling(**settings)])
-        assert bool(has_penalty(rows)) == bool(settings)
+        assert has_penalty(rows).tolist() == [bool(settings)]
         return np.asarray(apply_penalties(jnp.asarray(logits), rows, in_prompt, counts))[0]
 
     np.testing.assert_allclose(found(), logits[0])

@@ -126,7 +126,7 @@ class FakeEngine:
     @property
     def state(self):
         counts = (len(self._running), len(self._waiting), self._prompt_tokens, 0, self._drawn_tokens, self._runner)
-        return EngineState(self.num_slots, *counts)
+        return EngineState(self.num_slots, *counts, draft_tokens=0, accepted_tokens=0)
 
 
 def embedding_of(prompt):

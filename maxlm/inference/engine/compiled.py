@@ -16,7 +16,8 @@ import numpy as np
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.inference.engine.grammar import ALL_TOKENS, num_words
-from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, SampledTokens, State
+from maxlm.inference.engine.model_runner import DecodeCounts, ModelRunner, PendingPrompt, SampledTokens, State
+from maxlm.inference.engine.prompt_lookup import MAX_DRAFT_TOKENS
 from maxlm.inference.sampling import Rows, Sampling, TokenMask, stack_settings
 from maxlm.model.layers.kv_cache import Caches, cache_axes, init_caches, slots_by_window
 from maxlm.parallel.layout import Layout
@@ -32,7 +33,7 @@ MIN_CACHE_LENGTH = 256
 MIN_ROWS = 4
 # Growth factor of rows and tokens on a CPU.
 CPU_GROWTH = 2
-# Maximum number of tokens generated per slot in one call.
+# Maximum number of passes of a call, if each accepts all drafted tokens.
 MAX_PASSES = 8
 
 
@@ -61,7 +62,11 @@ class PrefillChunk(NamedTuple):
 
 
 class CompiledFunctions:
-    """Compiled functions for one model and number of slots. Holds no state."""
+    """Compiled functions for one model and number of slots. Holds no state.
+
+    Attributes:
+        max_tokens: maximum number of tokens generated per slot in one call.
+    """
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class CompiledFunctions:
         max_context: int,
         int8: bool,
         chunk: int,
+        num_draft_tokens: int = 0,
     ):
         """Defines the compiled functions.
 
@@ -80,14 +86,20 @@ class CompiledFunctions:
             config: resolved config.
             layout: layout of the parameters.
             num_ids: vocabulary size of the tokenizer. A model may have additional padding ids without text.
-            num_slots: number of slots, a multiple of the devices that rows are sharded over.
+            num_slots: number of slots, rounded up to a multiple of the devices that rows are sharded over.
             max_context: maximum number of positions per slot.
             int8: store keys and values in 8 bits.
             chunk: maximum number of prompt tokens per prefill call.
+            num_draft_tokens: number of tokens drafted per decoding pass; 0 = none.
 
         Raises:
-            InputError: the mesh shards layers or sequence length, or the slots cannot be sharded evenly.
+            InputError: a number is out of range, or the mesh shards layers or sequence length.
         """
+        for name, value in {'num_slots': num_slots, 'chunk': chunk}.items():
+            if value < 1:
+                raise InputError(f'{name}={value}: must be at least 1')
+        if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise InputError(f'num_draft_tokens={num_draft_tokens}: must be from 0 to {MAX_DRAFT_TOKENS}')
         for axis, what in {'stage': 'layers', 'context': 'sequence length'}.items():
             if layout.mesh.shape[axis] > 1:
                 raise InputError(
@@ -95,14 +107,14 @@ class CompiledFunctions:
                     f'the {what}; set it to 1'
                 )
         self.num_row_shards = layout.num_shards('batch')
-        if num_slots < 1 or num_slots % self.num_row_shards:
-            raise InputError(
-                f'num_slots={num_slots}: must be a positive multiple of {self.num_row_shards}, the number of devices'
-            )
+        num_slots = -(-num_slots // self.num_row_shards) * self.num_row_shards
         self._config, self._layout = config.model, layout
         self._no_masks: dict[int, TokenMask] = {}
-        self._runner = ModelRunner(config, layout, num_ids=num_ids, max_passes=MAX_PASSES)
-        self._num_ids = num_ids
+        self.max_tokens = MAX_PASSES * (1 + num_draft_tokens)
+        self._runner = ModelRunner(
+            config, layout, num_ids=num_ids, max_tokens=self.max_tokens, num_draft_tokens=num_draft_tokens
+        )
+        self._num_ids, self._num_draft_tokens = num_ids, num_draft_tokens
         self.num_slots, self.max_context = num_slots, max_context
         self._is_int8 = int8
         self.chunk = min(chunk, max_context)
@@ -126,7 +138,7 @@ class CompiledFunctions:
         self._prefill = jit(self._runner.prefill, out_shardings=(self._shardings, replicated, replicated))
         self._copy_slot = jax.jit(self._runner.copy_slot, donate_argnames='state', out_shardings=self._shardings)
         self._resize_array = jax.jit(self._resize, static_argnames='num')
-        self._decode = jit(self._runner.decode, out_shardings=(self._shardings, replicated))
+        self._decode = jit(self._runner.decode, out_shardings=(self._shardings, replicated, replicated))
 
     def init_state(self) -> State:
         """Returns empty slots at the smallest cache length."""
@@ -134,7 +146,9 @@ class CompiledFunctions:
         def init() -> State:
             B, V = self.num_slots, self._num_ids
             caches, zeros = self._init_caches(self.cache_lengths[0]), jnp.zeros(B, jnp.int32)
-            return State(caches, zeros, zeros, jnp.zeros((B, V), bool), jnp.zeros((B, V), jnp.int32))
+            in_prompt_BV, counts_BV = jnp.zeros((B, V), bool), jnp.zeros((B, V), jnp.int32)
+            history_BS = jnp.zeros((B, self.max_context if self._num_draft_tokens else 0), jnp.int32)
+            return State(caches, zeros, zeros, in_prompt_BV, counts_BV, history_BS)
 
         return jax.jit(init, out_shardings=self._shardings)()
 
@@ -226,11 +240,11 @@ class CompiledFunctions:
         mask: TokenMask,
         *,
         with_top: bool,
-    ) -> tuple[State, SampledTokens]:
+    ) -> tuple[State, SampledTokens, DecodeCounts]:
         """Generates `num_tokens` tokens for each of the first slots.
 
-        `num_tokens` is int32, at most MAX_PASSES, and at most 1 if a row has a mask. `num_tokens`, `rows`, `seeds` and
-        `mask` have `num_rows` entries.
+        `num_tokens` is int32, at most `max_tokens`, and at most 1 if a row has a mask. `num_tokens`, `rows`, `seeds`
+        and `mask` have `num_rows` entries.
         """
         return self._decode(params, state, num_tokens, rows, seeds, mask, with_top)
 
@@ -241,7 +255,7 @@ class CompiledFunctions:
             seeds = PendingPrompt(np.zeros(num, np.uint32), np.zeros(num, np.uint32))
             rows, seeds = self.to_devices((stack_settings([Sampling()] * num), seeds))
             mask = self.token_mask([None] * num)
-            return self.decode(params, state, np.zeros(num, np.int32), rows, seeds, mask, with_top=False)
+            return self.decode(params, state, np.zeros(num, np.int32), rows, seeds, mask, with_top=False)[:2]
 
         def prefill(size: int, params: Params, state: State) -> tuple[State, SampledTokens]:
             chunk = PrefillChunk([0] * size, 0, self.num_slots, [], Sampling(), 0, 0)
@@ -277,7 +291,7 @@ class CompiledFunctions:
             self._config,
             self.num_slots,
             cache_length,
-            chunk=self.chunk,
+            chunk=max(self.chunk, 1 + self._num_draft_tokens),
             int8=self._is_int8,
             unstacked=self._runner.are_layers_unstacked,
         )

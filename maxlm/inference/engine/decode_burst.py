@@ -1,4 +1,4 @@
-"""Multi-step decoding: the number of tokens per decoding call."""
+"""Multi-step decoding: the number of tokens of each row per decoding call."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from collections.abc import Callable, Sequence
 
 # Target upper bound of the duration of a call, because new requests wait for its end.
 MAX_BURST_SECONDS = 0.08
-# Number of passes of the call after one in which a sample ends: its client may send the next request.
+# Number of tokens of the call after one in which a sample ends: its client may send the next request.
 SHORT_BURST = 2
 # EMA weight of the newest call.
 _EMA_WEIGHT = 0.25
 
 
 class DecodeBurst:
-    """Chooses the number of passes per decode call.
+    """Chooses the number of tokens per decode call.
 
-    More passes per call reduce host overhead but delay new requests, which wait for the end of the call.
+    More tokens per call reduce host overhead but delay new requests, which wait for the end of the call.
     """
 
-    def __init__(self, max_passes: int, clock: Callable[[], float] = time.perf_counter):
-        """Initializes the policy with the maximum number of passes per call and a clock in seconds."""
-        self._max_passes, self._clock = max_passes, clock
+    def __init__(self, max_tokens: int, clock: Callable[[], float] = time.perf_counter):
+        """Initializes the policy with the maximum number of tokens per call and a clock in seconds."""
+        self._max_tokens, self._clock = max_tokens, clock
         # Time of the last result that the host received.
         self._last_result = -math.inf
-        # EMA of the seconds per pass.
-        self._pass_seconds: float | None = None
+        # EMA of the seconds per token.
+        self._token_seconds: float | None = None
         self._frees_slot = False
 
-    def num_passes(self, remaining: Sequence[int], *, has_prefill: bool) -> int:
-        """Returns the number of passes of the next call.
+    def num_tokens(self, remaining: Sequence[int], *, has_prefill: bool) -> int:
+        """Returns the number of tokens of the next call.
 
         Args:
             remaining: number of tokens left for each active sample.
             has_prefill: a prefill chunk is waiting.
         """
-        if has_prefill or self._pass_seconds is None:
+        if has_prefill or self._token_seconds is None:
             num = 1
         else:
             # The burst ends at the latest when the first sample ends and frees its slot.
-            max_fitting = int(MAX_BURST_SECONDS / max(self._pass_seconds, 1e-6))
-            num = min(self._max_passes, max(1, max_fitting), *remaining)
+            max_fitting = int(MAX_BURST_SECONDS / max(self._token_seconds, 1e-6))
+            num = min(self._max_tokens, max(1, max_fitting), *remaining)
         if self._frees_slot:
             num = min(num, SHORT_BURST)
         self._frees_slot = num == min(remaining)
@@ -51,14 +51,14 @@ class DecodeBurst:
         """Returns the time of a dispatch."""
         return self._clock()
 
-    def record(self, dispatched: float, passes: int) -> None:
-        """Records the arrival of the result of a call dispatched at `dispatched`; `passes` is 0 for a prefill."""
+    def record(self, dispatched: float, tokens: int) -> None:
+        """Records the arrival of the result of a call dispatched at `dispatched`; `tokens` is 0 for a prefill."""
         now = self._clock()
         started, self._last_result = max(dispatched, self._last_result), now
-        if passes:
-            seconds = (now - started) / passes
-            self._pass_seconds = (
+        if tokens:
+            seconds = (now - started) / tokens
+            self._token_seconds = (
                 seconds
-                if self._pass_seconds is None
-                else self._pass_seconds + _EMA_WEIGHT * (seconds - self._pass_seconds)
+                if self._token_seconds is None
+                else self._token_seconds + _EMA_WEIGHT * (seconds - self._token_seconds)
             )

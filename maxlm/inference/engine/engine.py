@@ -21,10 +21,10 @@ from maxlm.config.sections.model import KV_CACHE_DTYPES
 from maxlm.errors import InputError
 from maxlm.inference.cast_params import cast_params
 from maxlm.inference.detokenizer import TextStream
-from maxlm.inference.engine.compiled import MAX_PASSES, CompiledFunctions
+from maxlm.inference.engine.compiled import CompiledFunctions
 from maxlm.inference.engine.decode_burst import DecodeBurst
 from maxlm.inference.engine.grammar import Grammars
-from maxlm.inference.engine.model_runner import PendingPrompt, SampledTokens
+from maxlm.inference.engine.model_runner import DecodeCounts, PendingPrompt, SampledTokens
 from maxlm.inference.engine.requests import Completion, Delta, EngineState, FinishReason, QueueFullError, Request
 from maxlm.inference.engine.sequence import ActiveSequence, FinishedRequests, RequestHandle, generated_tokens
 from maxlm.inference.engine.slots import CacheLength, Slot, choose_slot
@@ -41,7 +41,8 @@ class _Pending(NamedTuple):
     sampled: SampledTokens
     samples: list[tuple[int, ActiveSequence, int]]
     dispatched: float
-    passes: int  # 0: prefill
+    num_tokens: int  # Per row; 0: prefill
+    counts: DecodeCounts | None
 
 
 class Engine:
@@ -60,6 +61,7 @@ class Engine:
         cache: str = 'model',
         max_queue_size: int = 0,
         chunk: int = 512,
+        num_draft_tokens: int = 0,
     ):
         """Initializes the engine.
 
@@ -70,6 +72,7 @@ class Engine:
             cache: store keys and values in the compute dtype (`model`) or in 8 bits (`int8`).
             max_queue_size: maximum number of samples that wait for a slot; 0 = unlimited.
             chunk: maximum number of prompt tokens prefilled between two tokens of running samples.
+            num_draft_tokens: number of tokens drafted per pass from the preceding text, see `prompt_lookup`; 0 = none.
 
         Raises:
             InputError: an argument is out of range, or the mesh does not support a cache.
@@ -81,20 +84,18 @@ class Engine:
             )
         if cache not in KV_CACHE_DTYPES:
             raise InputError(f'cache={cache}: must be one of {", ".join(KV_CACHE_DTYPES)}')
-        minimums = {'num_slots': (num_slots, 1), 'max_queue_size': (max_queue_size, 0), 'chunk': (chunk, 1)}
-        for name, (value, minimum) in minimums.items():
-            if value < minimum:
-                raise InputError(f'{name}={value}: must be at least {minimum}')
-        num_shards = model.layout.num_shards('batch')
+        if max_queue_size < 0:
+            raise InputError(f'max_queue_size={max_queue_size}: must be at least 0')
         self.max_context = max_context or context
         self._compiled = CompiledFunctions(
             model.config,
             model.layout,
             num_ids=model.tokenizer.vocab_size,
-            num_slots=-(-num_slots // num_shards) * num_shards,
+            num_slots=num_slots,
             max_context=self.max_context,
             int8=cache == 'int8',
             chunk=chunk,
+            num_draft_tokens=num_draft_tokens,
         )
         self._params = self._compiled.prepare(cast_params(model.params, model.config, model.layout))
         self._tokenizer, self._stop_token_ids = model.tokenizer, frozenset(model.stop_token_ids)
@@ -111,26 +112,19 @@ class Engine:
         self._running: list[ActiveSequence] = []
         self._prefilling: list[ActiveSequence] = []
         self._pending: collections.deque[_Pending] = collections.deque()
-        self._burst = DecodeBurst(MAX_PASSES)
+        self._burst = DecodeBurst(self._compiled.max_tokens)
         self._cache_length = CacheLength(self._compiled.cache_lengths)
         self._settings: tuple[list[tuple[Sampling, int, int]], tuple[Rows, PendingPrompt]] | None = None
         self._condition = threading.Condition()
         self._clock = 0
-        self._counts = collections.Counter[str]()
+        self._counts = collections.Counter(dict.fromkeys(EngineState._fields[3:], 0))
 
     @property
     def state(self) -> EngineState:
         """Queue lengths and counters."""
         with self._condition:
-            return EngineState(
-                num_slots=len(self._slots),
-                running=len(self._running),
-                waiting=len(self._waiting),
-                prompt_tokens=self._counts['prompt'],
-                cached_tokens=self._counts['cached'],
-                generated_tokens=self._counts['generated'],
-                passes=self._counts['passes'],
-            )
+            waiting = len(self._waiting)
+            return EngineState(len(self._slots), len(self._running), waiting, **self._counts)
 
     @property
     def cache_bytes(self) -> int:
@@ -284,7 +278,7 @@ class Engine:
                     self._prefilling.remove(sample)
                     sample.num_dispatched = 1
                     finished.append((row, sample, 1))
-            self._pending.append(_Pending(sampled, finished, self._burst.now(), 0))
+            self._pending.append(_Pending(sampled, finished, self._burst.now(), 0, None))
 
     def _pop_waiting(self) -> ActiveSequence | None:
         with self._condition:
@@ -308,8 +302,8 @@ class Engine:
         slot.content = source.content[:shared]
         sample.slot = slot
         self._prefilling.append(sample)
-        self._counts['prompt'] += len(sample.request.prompt)
-        self._counts['cached'] += shared
+        self._counts['prompt_tokens'] += len(sample.request.prompt)
+        self._counts['cached_tokens'] += shared
 
     def _decode(self) -> None:
         """Dispatches a decoding call for every sequence that is prefilled and needs more tokens."""
@@ -322,31 +316,30 @@ class Engine:
             return
         remaining = [sample.request.max_tokens - sample.num_dispatched for _, sample in active]
         matchers = {number: sample.matcher for number, sample in active if sample.matcher is not None}
-        passes = 1 if matchers else self._burst.num_passes(remaining, has_prefill=self._has_prefill)
+        tokens = 1 if matchers else self._burst.num_tokens(remaining, has_prefill=self._has_prefill)
         num_rows = self._compiled.num_rows(max(number for number, _ in active))
         num_tokens = np.zeros(num_rows, np.int32)
         settings = [(_IDLE, 0, 0)] * num_rows
         max_length, with_top = max((len(sample.request.prompt) for sample in self._prefilling), default=1), False
         for number, sample in active:
             request = sample.request
-            num_tokens[number] = min(passes, request.max_tokens - sample.num_dispatched)
+            num_tokens[number] = min(tokens, request.max_tokens - sample.num_dispatched)
             settings[number] = request.sampling, request.seed, sample.number
             sample.num_dispatched += int(num_tokens[number])
             length = len(request.prompt) + sample.num_dispatched - 1
             self._slots[number].num_written = max(self._slots[number].num_written, length)
             max_length = max(max_length, length)
             with_top |= bool(request.top_log_probs)
-        self._resize(self._cache_length.fit(max_length, passes))
+        self._resize(self._cache_length.fit(max_length, tokens))
         rows, seeds = self._sampling_rows(settings)
         mask = self._compiled.token_mask(
             [matchers[number].mask() if number in matchers else None for number in range(num_rows)]
         )
-        self._state, sampled = self._compiled.decode(
+        self._state, sampled, counts = self._compiled.decode(
             self._params, self._state, num_tokens, rows, seeds, mask, with_top=with_top
         )
-        self._counts['passes'] += passes
         samples = [(number, sample, int(num_tokens[number])) for number, sample in active]
-        self._pending.append(_Pending(sampled, samples, self._burst.now(), passes))
+        self._pending.append(_Pending(sampled, samples, self._burst.now(), tokens, counts))
 
     def _resize(self, cache_length: int) -> None:
         if cache_length != self._cache_length.size:
@@ -372,15 +365,17 @@ class Engine:
         if not pending.samples:
             return
         with_top = any(sample.request.top_log_probs for _, sample, _ in pending.samples)
-        arrays = jax.device_get(pending.sampled if with_top else pending.sampled[:2])
-        self._burst.record(pending.dispatched, pending.passes)
+        arrays, counts = jax.device_get((pending.sampled if with_top else pending.sampled[:2], pending.counts))
+        self._burst.record(pending.dispatched, pending.num_tokens)
+        if counts is not None:
+            self._counts.update({name: int(value) for name, value in counts._asdict().items()})
         for row, sample, num in pending.samples:
             if sample.finish_reason is not None:
                 continue
             num_before = sample.num_generated
             tokens = generated_tokens(sample.request, [x[:num, row] for x in arrays])
             delta = sample.append_tokens(tokens, self._stop_token_ids)
-            self._counts['generated'] += sample.num_generated - num_before
+            self._counts['generated_tokens'] += sample.num_generated - num_before
             if delta.finish_reason is not None:
                 self._release(sample, delta.finish_reason)
             sample.listener(delta)

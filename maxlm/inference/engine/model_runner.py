@@ -1,10 +1,12 @@
 """Prefill and decode steps of a model over cache slots.
 
-Shapes: B slots, P prompts per call, T tokens of a chunk, D dim, V vocabulary, C reported top tokens, N passes per call.
+Shapes: B slots, P prompts per call, T tokens of a row in a pass, D dim, V vocabulary, C reported top tokens, N tokens
+generated per call, S positions, K drafted tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.schema import Config
+from maxlm.inference.engine.prompt_lookup import find_drafts, num_accepted
 from maxlm.inference.engine.requests import MAX_TOP_LOG_PROBS
 from maxlm.inference.sampling import (
     Array,
@@ -49,6 +52,7 @@ class State(NamedTuple):
         length_B: number of tokens in the cache.
         in_prompt_BV: True where the prompt contains the token.
         counts_BV: number of occurrences in the continuation.
+        history_BS: tokens of prompt and continuation, including `token_B`; without positions unless tokens are drafted.
     """
 
     caches: Caches
@@ -56,12 +60,13 @@ class State(NamedTuple):
     length_B: jax.Array
     in_prompt_BV: jax.Array
     counts_BV: jax.Array
+    history_BS: jax.Array
 
 
 class SampledTokens(NamedTuple):
-    """Tokens and log-probabilities of a call, by pass and row.
+    """Tokens and log-probabilities of a call, by number in the call and row.
 
-    Entries of passes that were not requested are 0, as are the top tokens if no request needs them.
+    Entries of tokens that were not requested are 0, as are the top tokens if no request needs them.
     """
 
     token_NB: jax.Array
@@ -70,17 +75,44 @@ class SampledTokens(NamedTuple):
     top_log_probs_NBC: jax.Array
 
 
+class DecodeCounts(NamedTuple):
+    """Counts of a decode call, int32 scalars.
+
+    Attributes:
+        passes: forward passes.
+        draft_tokens: drafted tokens, over all rows.
+        accepted_tokens: drafted tokens that were equal to the sampled tokens.
+    """
+
+    passes: Array
+    draft_tokens: Array
+    accepted_tokens: Array
+
+
+class _Decoding(NamedTuple):
+    """State of the loop of a decode call. `done_B` is the number of tokens generated so far."""
+
+    caches: Caches
+    done_B: jax.Array
+    token_B: jax.Array
+    counts_BV: jax.Array
+    history_BS: jax.Array
+    sampled: SampledTokens
+    counts: DecodeCounts
+
+
 class ModelRunner:
     """Prefill and decode steps of one model as functions of parameters and state. `CompiledFunctions` compiles them."""
 
-    def __init__(self, config: Config, layout: Layout, *, num_ids: int, max_passes: int):
+    def __init__(self, config: Config, layout: Layout, *, num_ids: int, max_tokens: int, num_draft_tokens: int):
         """Initializes the runner.
 
         Args:
             config: resolved config.
             layout: layout of the parameters.
             num_ids: vocabulary size of the tokenizer. A model may have additional padding ids without text.
-            max_passes: maximum number of tokens generated per slot in one call.
+            max_tokens: maximum number of tokens generated per slot in one call.
+            num_draft_tokens: number of tokens drafted per pass; 0 = none.
         """
         self._config = config.model
         self.are_layers_unstacked = uses_unstacked_layers(config)
@@ -90,7 +122,7 @@ class ModelRunner:
         self._transposed_axes = decoder.mark_transposed_kernels() if self.are_layers_unstacked else {}
         self._graph, abstract = nnx.split(decoder)
         self._abstract_blocks = {name: tree for name, tree in nnx.to_pure_dict(abstract).items() if name in STACKS}
-        self._num_ids, self._max_passes = num_ids, max_passes
+        self._num_ids, self._max_tokens, self._num_draft_tokens = num_ids, max_tokens, num_draft_tokens
         # One program for all parameters compiles faster than one program per shape.
         self._split_blocks = jax.jit(self._unstack)
 
@@ -104,8 +136,11 @@ class ModelRunner:
         return {**other_params, BLOCKS: self._split_blocks(stacks)}
 
     def copy_slot(self, state: State, source: jax.Array, slot: jax.Array) -> State:
-        """Copies keys and values of one slot to another."""
-        return state._replace(caches=jax.tree.map(lambda x: x.at[:, slot].set(x[:, source]), state.caches))
+        """Copies tokens, keys and values of one slot to another."""
+        return state._replace(
+            caches=jax.tree.map(lambda x: x.at[:, slot].set(x[:, source]), state.caches),
+            history_BS=state.history_BS.at[slot].set(state.history_BS[source]),
+        )
 
     def prefill(
         self,
@@ -141,20 +176,25 @@ class ModelRunner:
         last_P = jnp.maximum(count_P - 1, 0)
         hidden_P1D = jnp.take_along_axis(hidden_PTD, last_P[:, None, None], axis=1)
         counts_PV = jnp.zeros((P, self._num_ids), jnp.int32)
-        keys_P = sampling_keys(seeds.seed_B, seeds.sample_B, length_P - 1)
-        sampled = self._sample(decoder, hidden_P1D, keys_P, rows, in_prompt_PV, counts_PV, mask, with_top)
+        position_P1 = length_P[:, None] - 1
+        sampled = self._sample(decoder, hidden_P1D, position_P1, rows, seeds, in_prompt_PV, counts_PV, mask, with_top)
         token_P = sampled.token_NB[0]
         counts_PV = counts_PV.at[jnp.arange(P), token_P].add(1)
 
         def scatter(x_B: jax.Array, new_P: jax.Array) -> jax.Array:
             return x_B.at[slot_P].set(new_P, mode='drop')
 
+        history_BS = state.history_BS
+        if self._num_draft_tokens:
+            history_BS = history_BS.at[slot_P[:, None], positions_PT].set(tokens_PT, mode='drop')
+            history_BS = history_BS.at[slot_P, length_P].set(token_P, mode='drop')
         state = State(
             caches,
             scatter(state.token_B, token_P),
             scatter(state.length_B, length_P),
             scatter(state.in_prompt_BV, in_prompt_PV),
             scatter(state.counts_BV, counts_PV),
+            history_BS,
         )
         return state, sampled, hidden_sum_PD
 
@@ -167,54 +207,94 @@ class ModelRunner:
         seeds: PendingPrompt,
         mask: TokenMask,
         with_top: jax.Array,
-    ) -> tuple[State, SampledTokens]:
-        """Samples `num_tokens_B` tokens for each of the first slots. The number of passes is the maximum.
+    ) -> tuple[State, SampledTokens, DecodeCounts]:
+        """Samples `num_tokens_B` tokens for each of the first slots.
 
-        The mask applies to all of the passes, so a masked row must have only one.
+        A pass generates one token per row, and one more for each drafted token that is accepted. The mask applies to
+        all passes, so a masked row must have only one token. Rows with penalties accept no drafts.
         """
-        num = len(num_tokens_B)
+        num, K = len(num_tokens_B), self._num_draft_tokens
         start_B, in_prompt_BV = state.length_B[:num], state.in_prompt_BV[:num]
         decoder, blocks = self._build_decoder(params)
 
-        def run(step: jax.Array, carry: Any) -> Any:
-            caches, token_B, counts_BV, sampled_N = carry
-            active_B = step < num_tokens_B
-            length_B = start_B + step
-            hidden_B1D, caches, _ = decoder(
-                token_B[:, None],
-                # The stored position of an inactive slot may be out of range.
-                positions_BT=jnp.where(active_B, length_B, 0)[:, None],
-                cache=caches,
-                length_B=jnp.where(active_B, length_B + 1, 0),
+        def run(decoding: _Decoding) -> _Decoding:
+            if not K:
+                return advance(decoding.token_B[:, None], jnp.zeros_like(num_tokens_B), decoding)
+            drafts_BK, is_found_B = find_drafts(decoding.history_BS, start_B + decoding.done_B + 1, K)
+            has_draft_B = is_found_B & ~has_penalty(rows)
+            num_drafted_B = jnp.where(has_draft_B, num_tokens_B - decoding.done_B - 1, 0).clip(0, K)
+            inputs_BT = jnp.concatenate([decoding.token_B[:, None], drafts_BK], axis=1)
+            # A pass over drafts takes longer for all rows, and a call lasts until its slowest row is complete.
+            num_active = (num_tokens_B > decoding.done_B).sum()
+            is_useful = ((num_drafted_B > 0).sum() * 2 >= num_active) & (num_drafted_B > 0).any()
+            num_drafted_B = jnp.where(is_useful, num_drafted_B, 0)
+            decoding = _run_if(is_useful, partial(advance, inputs_BT, num_drafted_B), decoding)
+            return _run_if(~is_useful, partial(advance, inputs_BT[:, :1], num_drafted_B), decoding)
+
+        def advance(inputs_BT: jax.Array, num_drafted_B: jax.Array, decoding: _Decoding) -> _Decoding:
+            """Runs one pass over the last token of each row and its drafts."""
+            T = inputs_BT.shape[1]
+            remaining_B = num_tokens_B - decoding.done_B
+            length_B = start_B + decoding.done_B
+            # The stored position of an inactive slot may be out of range.
+            positions_BT = jnp.where(remaining_B > 0, length_B, 0)[:, None] + jnp.arange(T)[None, :]
+            hidden_BTD, caches, _ = decoder(
+                inputs_BT,
+                positions_BT=positions_BT,
+                cache=decoding.caches,
+                length_B=jnp.where(remaining_B > 0, length_B + jnp.minimum(T, remaining_B), 0),
                 blocks=blocks,
             )
-            keys_B = sampling_keys(seeds.seed_B, seeds.sample_B, length_B)
-            sampled = self._sample(decoder, hidden_B1D, keys_B, rows, in_prompt_BV, counts_BV, mask, with_top)
-            new_B = sampled.token_NB[0]
-            return (
+            sampled = self._sample(
+                decoder, hidden_BTD, positions_BT, rows, seeds, in_prompt_BV, decoding.counts_BV, mask, with_top
+            )
+            accepted_B = jnp.minimum(num_accepted(sampled.token_NB, inputs_BT[:, 1:].T), num_drafted_B)
+            new_B = jnp.minimum(1 + accepted_B, remaining_B)
+            is_new_TB = jnp.arange(T)[:, None] < new_B[None, :]
+            index_TB = jnp.where(is_new_TB, decoding.done_B[None, :] + jnp.arange(T)[:, None], self._max_tokens)
+            row_1B = jnp.arange(num)[None, :]
+            last_B = jnp.take_along_axis(sampled.token_NB, jnp.maximum(new_B - 1, 0)[None, :], axis=0)[0]
+            history_BS, counts = decoding.history_BS, decoding.counts
+            if K:
+                S = history_BS.shape[1]
+                new_position_TB = jnp.where(is_new_TB, positions_BT.T + 1, S)
+                history_BS = history_BS.at[row_1B, new_position_TB].set(sampled.token_NB, mode='drop')
+            return _Decoding(
                 caches,
-                jnp.where(active_B, new_B, token_B),
-                counts_BV.at[jnp.arange(num), new_B].add(active_B),
+                decoding.done_B + new_B,
+                jnp.where(new_B > 0, last_B, decoding.token_B),
+                decoding.counts_BV.at[row_1B, sampled.token_NB].add(is_new_TB),
+                history_BS,
                 jax.tree.map(
-                    lambda x_N, x_1: jax.lax.dynamic_update_slice_in_dim(x_N, x_1, step, 0), sampled_N, sampled
+                    lambda x_N, new_T: x_N.at[index_TB, row_1B].set(new_T, mode='drop'), decoding.sampled, sampled
+                ),
+                DecodeCounts(
+                    counts.passes + 1,
+                    counts.draft_tokens + num_drafted_B.sum(),
+                    counts.accepted_tokens + accepted_B.sum(),
                 ),
             )
 
-        init_carry = (
+        zero = jnp.zeros((), jnp.int32)
+        decoding = _Decoding(
             state.caches,
+            jnp.zeros_like(num_tokens_B),
             state.token_B[:num],
             state.counts_BV[:num],
-            self._empty_samples(self._max_passes, num),
+            state.history_BS[:num],
+            self._empty_samples(self._max_tokens, num),
+            DecodeCounts(zero, zero, zero),
         )
-        caches, token_B, counts_BV, sampled = jax.lax.fori_loop(0, num_tokens_B.max(), run, init_carry)
+        decoding = jax.lax.while_loop(lambda decoding: (decoding.done_B < num_tokens_B).any(), run, decoding)
         state = State(
-            caches,
-            state.token_B.at[:num].set(token_B),
+            decoding.caches,
+            state.token_B.at[:num].set(decoding.token_B),
             state.length_B.at[:num].add(num_tokens_B),
             state.in_prompt_BV,
-            state.counts_BV.at[:num].set(counts_BV),
+            state.counts_BV.at[:num].set(decoding.counts_BV),
+            state.history_BS.at[:num].set(decoding.history_BS),
         )
-        return state, sampled
+        return state, decoding.sampled, decoding.counts
 
     def _transpose(self, path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         return transpose_kernel(x, self._transposed_axes.get(tuple(entry.key for entry in path), 0))
@@ -239,37 +319,57 @@ class ModelRunner:
     def _sample(
         self,
         decoder: Any,
-        hidden_B1D: jax.Array,
-        keys_B: jax.Array,
+        hidden_BTD: jax.Array,
+        position_BT: jax.Array,
         rows: Rows,
+        seeds: PendingPrompt,
         in_prompt_BV: jax.Array,
         counts_BV: jax.Array,
         mask: TokenMask,
         with_top: jax.Array,
     ) -> SampledTokens:
-        """Samples one token per row."""
-        logits_BV = decoder.logits(hidden_B1D)[:, 0, : self._num_ids]
-        penalized_BV = jax.lax.cond(
-            has_penalty(rows),
-            lambda: apply_penalties(logits_BV, rows, in_prompt_BV, counts_BV),
-            lambda: logits_BV,
+        """Samples the token after each position, N = T. Penalties and mask apply only to the first token of a row."""
+        B, T = position_BT.shape
+        logits_TBV = decoder.logits(hidden_BTD)[..., : self._num_ids].swapaxes(0, 1)
+        first_BV = jax.lax.cond(
+            has_penalty(rows).any(),
+            lambda: apply_penalties(logits_TBV[0], rows, in_prompt_BV, counts_BV),
+            lambda: logits_TBV[0],
         )
-        token_B = sample_rows(apply_mask(penalized_BV, mask), keys_B, rows)
+        first_BV = apply_mask(first_BV, mask)
+        # From here on, each position of each row is a row.
+        allowed_BV = jnp.concatenate([first_BV, logits_TBV[1:].reshape(-1, self._num_ids)])
+        logits_BV = logits_TBV.reshape(-1, self._num_ids)
+        rows, seeds = jax.tree.map(lambda x_B: jnp.tile(x_B, T), (rows, seeds))
+        keys_B = sampling_keys(seeds.seed_B, seeds.sample_B, position_BT.T.reshape(-1))
+        token_B = sample_rows(allowed_BV, keys_B, rows)
         _, _, no_ids_1BC, no_log_probs_1BC = self._empty_samples(1, len(token_B))
         ids_BC, log_probs_BC = jax.lax.cond(
             with_top,
             lambda: top_log_probs(logits_BV, no_ids_1BC.shape[-1]),
             lambda: (no_ids_1BC[0], no_log_probs_1BC[0]),
         )
-        return SampledTokens(*(x[None] for x in (token_B, log_prob(logits_BV, token_B), ids_BC, log_probs_BC)))
+        sampled = SampledTokens(token_B, log_prob(logits_BV, token_B), ids_BC, log_probs_BC)
+        return jax.tree.map(lambda x_B: x_B.reshape(T, B, *x_B.shape[1:]), sampled)
 
-    def _empty_samples(self, passes: int, num_rows: int) -> SampledTokens:
-        """Returns zeros in the shape of `passes` passes over `num_rows` rows."""
-        top_shape = (passes, num_rows, min(MAX_TOP_LOG_PROBS, self._num_ids))
+    def _empty_samples(self, num_tokens: int, num_rows: int) -> SampledTokens:
+        """Returns zeros in the shape of `num_tokens` tokens in each of `num_rows` rows."""
+        top_shape = (num_tokens, num_rows, min(MAX_TOP_LOG_PROBS, self._num_ids))
         ids, log_probs = (partial(jnp.zeros, dtype=dtype) for dtype in (jnp.int32, jnp.float32))
         return SampledTokens(
-            ids((passes, num_rows)), log_probs((passes, num_rows)), ids(top_shape), log_probs(top_shape)
+            ids((num_tokens, num_rows)), log_probs((num_tokens, num_rows)), ids(top_shape), log_probs(top_shape)
         )
+
+
+def _run_if(condition: jax.Array, run: Callable[[_Decoding], _Decoding], decoding: _Decoding) -> _Decoding:
+    """Returns `run(decoding)` if the condition is true, and `decoding` otherwise.
+
+    XLA copies the operands of a conditional, but updates those of a loop in place.
+    """
+    _, decoding = jax.lax.while_loop(
+        lambda carry: carry[0], lambda carry: (jnp.zeros((), bool), run(carry[1])), (condition, decoding)
+    )
+    return decoding
 
 
 def uses_unstacked_layers(config: Config) -> bool:

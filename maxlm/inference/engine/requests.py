@@ -130,7 +130,9 @@ class EngineState(NamedTuple):
         prompt_tokens: number of prompt tokens.
         cached_tokens: number of prompt tokens whose keys and values were cached.
         generated_tokens: number of generated tokens.
-        passes: number of decoding steps.
+        passes: number of forward passes for decoding, each for all running samples.
+        draft_tokens: number of drafted tokens.
+        accepted_tokens: number of drafted tokens that were equal to the sampled tokens.
     """
 
     num_slots: int
@@ -140,3 +142,5 @@ class EngineState(NamedTuple):
     cached_tokens: int
     generated_tokens: int
     passes: int
+    draft_tokens: int
+    accepted_tokens: int

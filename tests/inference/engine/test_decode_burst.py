@@ -17,7 +17,7 @@ def measured_burst(seconds, *, most=8, calls=1):
     """Returns a `DecodeBurst` that has measured `calls` calls of two passes of `seconds` each, and its clock."""
     clock = Clock()
     burst = DecodeBurst(most, clock)
-    assert burst.num_passes([50, 60], has_prefill=False) == 1
+    assert burst.num_tokens([50, 60], has_prefill=False) == 1
     for _ in range(calls):
         start = burst.now()
         clock.now += 2 * seconds
@@ -26,19 +26,19 @@ def measured_burst(seconds, *, most=8, calls=1):
 
 
 def test_a_call_takes_at_most_the_maximum_time():
-    assert measured_burst(0.001)[0].num_passes([50, 60], has_prefill=False) == 8
-    assert measured_burst(MAX_BURST_SECONDS / 3.5)[0].num_passes([50, 60], has_prefill=False) == 3
-    assert measured_burst(10)[0].num_passes([50, 60], has_prefill=False) == 1
+    assert measured_burst(0.001)[0].num_tokens([50, 60], has_prefill=False) == 8
+    assert measured_burst(MAX_BURST_SECONDS / 3.5)[0].num_tokens([50, 60], has_prefill=False) == 3
+    assert measured_burst(10)[0].num_tokens([50, 60], has_prefill=False) == 1
 
 
 def test_a_waiting_prompt_shortens_the_call():
     burst, _ = measured_burst(0.001)
-    assert [burst.num_passes([50], has_prefill=is_next) for is_next in (True, False)] == [1, 8]
+    assert [burst.num_tokens([50], has_prefill=is_next) for is_next in (True, False)] == [1, 8]
 
 
 def test_a_call_ends_with_the_first_sample_and_the_next_is_short():
     burst, _ = measured_burst(0.001)
-    assert [burst.num_passes(left, has_prefill=False) for left in ([5, 40], [35], [33], [25, 1], [24])] == [
+    assert [burst.num_tokens(left, has_prefill=False) for left in ([5, 40], [35], [33], [25, 1], [24])] == [
         5,
         SHORT_BURST,
         8,
@@ -57,7 +57,7 @@ def test_time_before_a_call_does_not_count():
         burst.record(first, passes)
         clock.now += 0.02
         burst.record(second, 2)
-        assert burst.num_passes([50], has_prefill=False) == int(MAX_BURST_SECONDS / 0.01)
+        assert burst.num_tokens([50], has_prefill=False) == int(MAX_BURST_SECONDS / 0.01)
 
 
 @pytest.mark.parametrize('calls', [1, 30])
@@ -67,4 +67,4 @@ def test_changed_times_are_followed(calls):
         start = burst.now()
         clock.now += 0.05
         burst.record(start, 1)
-    assert (burst.num_passes([50], has_prefill=False) == 1) == (calls > 1)
+    assert (burst.num_tokens([50], has_prefill=False) == 1) == (calls > 1)

@@ -102,7 +102,7 @@ def test_the_number_of_tokens_of_a_call_does_not_matter(shared, draw, monkeypatc
     expected = generate(shared, PROMPTS), generate(shared, PROMPTS, **sampled)
     rng = np.random.default_rng(0)
     number = {'one': lambda: 1, 'most': lambda: 8, 'any': lambda: int(rng.integers(1, 9))}[draw]
-    monkeypatch.setattr(DecodeBurst, 'num_passes', lambda self, remaining, has_prefill: min(number(), max(remaining)))
+    monkeypatch.setattr(DecodeBurst, 'num_tokens', lambda self, remaining, has_prefill: min(number(), max(remaining)))
     assert (generate(shared, PROMPTS), generate(shared, PROMPTS, **sampled)) == expected
     # If a sample ends within a call, later tokens are discarded and the slot serves the next request.
     with monkeypatch.context() as patch:
