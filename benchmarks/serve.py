@@ -132,10 +132,15 @@ def _best_batch(peer: Peer, prompts: list[list[int]], nums: list[int], clients: 
 
 
 class Server:
-    """`maxlm.serve` in a separate process."""
+    """`maxlm.serve` in a separate process, with additional options.
 
-    def __init__(self, model: Path):
-        command = [sys.executable, '-m', 'maxlm.serve', f'--checkpoint={model}', '--port=0', f'--slots={max(CLIENTS)}']
+    Attributes:
+        address: host and port.
+    """
+
+    def __init__(self, model: Path, *options: str):
+        slots = f'--slots={max(CLIENTS)}'
+        command = [sys.executable, '-m', 'maxlm.serve', f'--checkpoint={model}', '--port=0', slots, *options]
         environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self._process.stdout
@@ -145,11 +150,11 @@ class Server:
         )
         if not found:
             raise SystemExit(f'the server ended with {self._process.wait()}')
-        self._address = found[1], int(found[2])
+        self.address = found[1], int(found[2])
 
     def ask(self, prompt: list[int], num: int) -> tuple[list[int], float, float]:
         """Returns the token ids of a greedy response, and the seconds to its first and last token."""
-        connection = http.client.HTTPConnection(*self._address, timeout=600)
+        connection = http.client.HTTPConnection(*self.address, timeout=600)
         body = {'prompt': prompt, 'max_tokens': num, 'temperature': 0, 'stream': True, 'ignore_eos': True}
         start = time.perf_counter()
         connection.request('POST', '/v1/completions', json.dumps(body), {'Content-Type': 'application/json'})
