@@ -23,7 +23,13 @@ def main(argv: list[str]) -> int:
     if not options.quiet:
         # File names need not be valid text.
         print('\n'.join([*output.summary, *skipped_files(output.not_text)]).encode(errors='backslashreplace').decode())
-        command = training_command(options.output, output.format, options.pack_seq_len, tokenizer=options.tokenizer)
+        command = training_command(
+            options.output,
+            output.format,
+            options.pack_seq_len,
+            tokenizer=options.tokenizer,
+            has_labels=output.has_labels,
+        )
         print_next(*command)
     return 0
 

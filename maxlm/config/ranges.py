@@ -188,6 +188,8 @@ RANGES: dict[str, Range] = {
     'dpo.beta': Range(0, WEIGHT.high, above=True),
     'dpo.label_smoothing': FRACTION_BELOW_1,
     'dpo.rpo_alpha': WEIGHT,
+    'dpo.desirable_weight': WEIGHT,
+    'dpo.undesirable_weight': WEIGHT,
     'grpo.num_generations': Range(2, 10**5),
     'grpo.prompts_per_rollout': Range(0, 10**6),
     'grpo.max_completion_length': Range(0, 2**24),

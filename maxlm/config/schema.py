@@ -240,6 +240,11 @@ class Config:
         return self.train.objective == 'grpo' and self.grpo.kl_coef > 0
 
     @property
+    def has_reference_point(self) -> bool:
+        """Returns True if the loss needs the KL divergence from the reference model before the gradient: KTO."""
+        return self.train.objective == 'dpo' and self.dpo.loss_type == 'kto'
+
+    @property
     def by_budget(self) -> bool:
         """Returns True if the run length is given in hours or dollars and is therefore determined during the run."""
         return bool(self.train.hours or self.train.dollars)

@@ -48,7 +48,7 @@ CHOICES = {
     'optimizer.schedule': ('cosine', 'linear', 'wsd', 'constant'),
     'optimizer.weight_decay_mask': ('matrices', 'projections', 'all'),
     'train.objective': ('next_token', 'dpo', 'grpo'),
-    'dpo.loss_type': ('sigmoid', 'ipo', 'orpo'),
+    'dpo.loss_type': ('sigmoid', 'ipo', 'orpo', 'kto', 'apo_zero_unpaired'),
     'grpo.loss_type': ('grpo', 'dapo', 'dr_grpo', 'gspo'),
     'mesh.zero_stage': (1, 2, 3),
     'mesh.host_offload': ('none', 'optimizer', 'all'),

@@ -51,6 +51,16 @@ def check_dpo(config: Config) -> None:
             f'dpo.rpo_alpha={dpo.rpo_alpha} with dpo.loss_type=orpo, which already contains the cross-entropy of the '
             'preferred answers; set dpo.rpo_alpha=0'
         )
+    if dpo.rpo_alpha and dpo.takes_labels:
+        raise InputError(
+            f'dpo.rpo_alpha={dpo.rpo_alpha} has no effect with dpo.loss_type={dpo.loss_type}; set dpo.rpo_alpha=0'
+        )
+    for key in ('desirable_weight', 'undesirable_weight'):
+        if (weight := getattr(dpo, key)) != 1 and not dpo.takes_labels:
+            raise InputError(
+                f'dpo.{key}={weight} has no effect with dpo.loss_type={dpo.loss_type}; set it to 1, or set '
+                'dpo.loss_type=kto'
+            )
     if config.train.objective != 'dpo':
         return
     if not data.document_mask:

@@ -55,8 +55,12 @@ METRICS: dict[str, Metric] = {
         'nats/token',
         'distillation: KL divergence of the model from its teacher at distill.temperature, times its square',
     ),
-    # DPO: means over the pairs of the step.
-    'train/rewards/accuracies': Metric('', 'DPO: fraction of pairs whose chosen response has the higher reward'),
+    # DPO: means over the pairs of the step. KTO: means over the desirable (chosen) or undesirable (rejected) answers.
+    'train/rewards/accuracies': Metric(
+        '',
+        'DPO: fraction of pairs whose chosen response has the higher reward; KTO: fraction of responses whose '
+        'log-probability ratio is above (desirable) or below (undesirable) the reference point',
+    ),
     'train/rewards/margins': Metric('', 'DPO: reward of the chosen response minus that of the rejected response'),
     'train/rewards/chosen': Metric(
         '', 'DPO: reward of the chosen response: dpo.beta · its log-probability relative to the reference model'
@@ -64,6 +68,9 @@ METRICS: dict[str, Metric] = {
     'train/rewards/rejected': Metric('', 'DPO: reward of the rejected response'),
     'train/logps/chosen': Metric('nats', 'DPO: log-probability of the chosen response'),
     'train/logps/rejected': Metric('nats', 'DPO: log-probability of the rejected response'),
+    'train/reference_point': Metric(
+        'nats', 'KTO: KL divergence from the reference model, estimated from mismatched responses; at least 0'
+    ),
     # GRPO: means over the tokens of the step's responses.
     'train/clip_fraction': Metric('', 'GRPO: fraction of tokens clipped by the probability ratio'),
     'train/entropy': Metric('nats', 'GRPO: entropy of the next-token distribution'),
@@ -94,6 +101,7 @@ METRICS: dict[str, Metric] = {
     'eval/rewards/rejected': Metric('', 'DPO: train/rewards/rejected on the validation split'),
     'eval/logps/chosen': Metric('nats', 'DPO: train/logps/chosen on the validation split'),
     'eval/logps/rejected': Metric('nats', 'DPO: train/logps/rejected on the validation split'),
+    'eval/reference_point': Metric('nats', 'KTO: train/reference_point on the validation split'),
     'eval/pass_at_1': Metric('', 'GRPO: fraction of correct responses among those sampled at temperature 1 (pass@1)'),
     'eval/pass_at_k': Metric(
         '', 'GRPO: fraction of prompts with a correct response among grpo.eval_num_generations samples'

@@ -278,7 +278,8 @@ def open_text(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches,
     if hub_entries(config.data):
         _prepare_hub(config, stack)
     corpus = open_training_data(config.data, with_sources=config.metrics.per_source_loss)
-    check_objective(config, corpus.first)
+    for source in corpus.sources:
+        check_objective(config, source.dataset)
     corpus.teacher_outputs(config)
     return TextBatches(corpus), corpus.first.vocab_size
 

@@ -1,4 +1,4 @@
-"""Training objectives: next-token cross-entropy, optionally with distillation, DPO and GRPO.
+"""Training objectives: next-token cross-entropy, optionally with distillation, DPO, KTO and GRPO.
 
 An objective is a function of parameters and a micro-batch. It returns sums, so each token has the same weight,
 regardless of how the batch is split into micro-batches.
@@ -27,6 +27,7 @@ from maxlm.training.losses.cross_entropy import cross_entropy
 from maxlm.training.losses.distillation import StoredOutputs, TeacherOutputs, distillation
 from maxlm.training.losses.dpo import preference_terms
 from maxlm.training.losses.grpo import policy_sums
+from maxlm.training.losses.kto import answer_terms
 from maxlm.training.losses.log_probs import TokenLogProbs, TokenLoss, token_log_probs, token_losses
 from maxlm.training.losses.router import ROUTER_PARTS, router_terms
 from maxlm.training.state import Params, abstract_model
@@ -52,12 +53,12 @@ class LossSums(NamedTuple):
 
     Attributes:
         loss: the reported loss, in nats; next-token loss excludes the z-loss.
-        weight: denominator of the mean loss: number of predicted tokens, number of pairs, or sum of token weights.
+        weight: denominator of the mean loss: number of predicted tokens, pairs or answers, or sum of token weights.
         tokens: number of predicted tokens.
         source_loss: [S] loss of the rows of each source; [0] if the batch has no `sources`.
         source_tokens: [S] predicted tokens of each source; [0] if the batch has no `sources`.
         parts: sums of the additional metrics, by metric name; see `aux_names`.
-        parts_count: denominator of the means of `parts`.
+        parts_count: denominator of the means of `parts`, or one for each of them by name.
         load_LE: number of tokens that selected each expert, by layer with experts; None without experts and with
             objectives other than the next token.
     """
@@ -68,8 +69,12 @@ class LossSums(NamedTuple):
     source_loss: jax.Array
     source_tokens: jax.Array
     parts: dict[str, jax.Array]
-    parts_count: jax.Array
+    parts_count: jax.Array | dict[str, jax.Array]
     load_LE: jax.Array | None = None
+
+    def part_count(self, name: str) -> jax.Array:
+        """Returns the denominator of the mean of a part."""
+        return self.parts_count[name] if isinstance(self.parts_count, dict) else self.parts_count
 
 
 # (params, reference, slots, batch, dropout key) → the minimized sum and the `LossSums`. Only the first has a gradient.
@@ -80,7 +85,8 @@ Objective = Callable[[Params, Params | None, Params | None, Batch, jax.Array | N
 def make_objective(config: Config, partitioning: Partitioning, num_sources: int = 0) -> Objective:
     """Returns the objective of a resolved config."""
     if config.train.objective == 'dpo':
-        return _make_preference(config, partitioning)
+        make = _make_labeled if config.dpo.takes_labels else _make_preference
+        return make(config, partitioning)
     if config.train.objective == 'grpo':
         return _make_policy(config, partitioning)
     return make_next_token(config, partitioning, num_sources, z_loss=config.train.z_loss)
@@ -89,7 +95,7 @@ def make_objective(config: Config, partitioning: Partitioning, num_sources: int 
 def aux_names(config: Config) -> tuple[str, ...]:
     """Returns the names of the objective's additional metrics, which are the keys of `LossSums.parts`."""
     if config.train.objective == 'dpo':
-        return tuple(DPO_PARTS)
+        return tuple(labeled_parts(config) if config.dpo.takes_labels else DPO_PARTS)
     if config.train.objective == 'grpo':
         return (*GRPO_PARTS, *(('kl',) if config.grpo.kl_coef else ()))
     router = tuple(ROUTER_PARTS) if config.model.num_experts else ()
@@ -112,7 +118,21 @@ DPO_PARTS = {
     'logps/chosen': 'chosen_log_prob',
     'logps/rejected': 'rejected_log_prob',
 }
+# Name of the metric → fields of `AnswerTerms`: the sum and its denominator.
+LABELED_PARTS = {
+    'rewards/accuracies': ('accuracy', 'answers'),
+    'rewards/chosen': ('chosen_reward', 'desirable'),
+    'rewards/rejected': ('rejected_reward', 'undesirable'),
+    'logps/chosen': ('chosen_log_prob', 'desirable'),
+    'logps/rejected': ('rejected_log_prob', 'undesirable'),
+}
 GRPO_PARTS = ('clip_fraction', 'entropy', 'approx_kl')
+
+
+def labeled_parts(config: Config) -> dict[str, tuple[str, str]]:
+    """Returns the parts of the losses of answers with labels, in the form of `LABELED_PARTS`."""
+    point = {'reference_point': ('reference_point', 'answers')} if config.has_reference_point else {}
+    return {**LABELED_PARTS, **point}
 
 
 def zero_sums(config: Config, num_sources: int = 0) -> LossSums:
@@ -122,7 +142,8 @@ def zero_sums(config: Config, num_sources: int = 0) -> LossSums:
     model, load_LE = config.model, None
     if model.num_experts and config.train.objective == 'next_token':
         load_LE = jnp.zeros((model.num_layers - model.num_dense_layers, model.num_experts))
-    return LossSums(zero, zero, zero, by_source, by_source, parts, zero, load_LE)
+    has_labels = config.train.objective == 'dpo' and config.dpo.takes_labels
+    return LossSums(zero, zero, zero, by_source, by_source, parts, parts if has_labels else zero, load_LE)
 
 
 def make_next_token(
@@ -277,6 +298,27 @@ def _make_preference(config: Config, partitioning: Partitioning) -> Objective:
         return terms.objective, LossSums(loss, terms.pairs, tokens, none, none, parts, terms.pairs)
 
     return preference
+
+
+def _make_labeled(config: Config, partitioning: Partitioning) -> Objective:
+    """Returns the objective of answers with labels; see `answer_terms`. KTO needs `reference_point` in the batch."""
+    log_probs = make_log_probs(config, partitioning)
+
+    def labeled(
+        params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, LossSums]:
+        found = log_probs(params, slots, batch, dropout_key).log_probs_BT
+        reference_BT = jax.lax.stop_gradient(log_probs(reference, None, batch, None).log_probs_BT)
+        point_B = batch['reference_point'] if config.has_reference_point else None
+        terms = answer_terms(found, reference_BT, batch['weights'], batch['segments'], point_B, config.dpo)
+        parts, counts = (
+            {name: getattr(terms, fields[place]) for name, fields in labeled_parts(config).items()} for place in (0, 1)
+        )
+        tokens, none = batch['weights'].sum(), jnp.zeros(0)
+        loss = jax.lax.stop_gradient(terms.objective)
+        return terms.objective, LossSums(loss, terms.answers, tokens, none, none, parts, counts)
+
+    return labeled
 
 
 def _make_policy(config: Config, partitioning: Partitioning) -> Objective:

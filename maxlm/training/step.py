@@ -20,6 +20,7 @@ from maxlm.training.loss_scale import loss_factor, update_loss_scale
 from maxlm.training.objectives import Batch, LossSums, make_objective, zero_sums
 from maxlm.training.optimizers.offload import global_norm
 from maxlm.training.reference import reference_params
+from maxlm.training.reference_point import make_reference_point
 from maxlm.training.spike_guard import check_spike
 from maxlm.training.state import Metrics, Params, TrainState
 from maxlm.training.update import balance_loads, make_update, mean_and_clip
@@ -32,6 +33,7 @@ def make_train_step(
 
     If `num_sources` > 0, batches contain `sources` [B], and the metrics contain `source_loss` and `source_tokens` [S].
     """
+    with_reference_point = make_reference_point(config, layout)
     gradients = make_gradients(config, layout, num_sources)
     update = make_update(config, layout)
 
@@ -39,6 +41,7 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
         # The loss scale applies to a mean, because the gradients of a sum would overflow float16.
         factor = loss_factor(state.loss_scale, config.rounds / batch['tokens'].size)
+        batch = with_reference_point(state.params, reference_params(config, state.params, state.reference), batch)
         sums, grads = gradients(state, batch, key, factor)
 
         # Micro-batches contribute sums, so each token has the same weight in the mean.
@@ -60,7 +63,7 @@ def make_train_step(
             'skipped': ~ok,
             'spike': is_finite & ~ok,
             **scaling,
-            **{name: total / jnp.maximum(sums.parts_count, 1) for name, total in sums.parts.items()},
+            **{name: total / jnp.maximum(sums.part_count(name), 1) for name, total in sums.parts.items()},
             **({} if sums.load_LE is None else {'expert_load': sums.load_LE}),
             **({'source_loss': sums.source_loss, 'source_tokens': sums.source_tokens} if num_sources else {}),
         }
@@ -81,10 +84,12 @@ def make_eval_step(
     """
     train = dataclasses.replace(config.train, z_loss=0.0, loss='', mtp_loss_weight=0.0)
     config = dataclasses.replace(config, train=train, teacher=None, distill=DistillConfig())
+    with_reference_point = make_reference_point(config, layout)
     objective = make_objective(config, layout, num_sources)
 
     def eval_step(params: Params, reference: Params | None, batch: Batch) -> LossSums:
         reference = reference_params(config, params, reference)
+        batch = with_reference_point(params, reference, batch)
 
         def accumulate(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, objective(params, reference, None, micro_batch, None)[1]), None

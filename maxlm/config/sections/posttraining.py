@@ -12,13 +12,24 @@ class DpoConfig:
     beta: float = 0.1
     # sigmoid (Rafailov et al. 2023, "Direct Preference Optimization") | ipo (Azar et al. 2023, "A General Theoretical
     # Paradigm to Understand Learning from Human Preferences") | orpo (Hong et al. 2024, "ORPO: Monolithic Preference
-    # Optimization without Reference Model").
+    # Optimization without Reference Model") | kto (Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic
+    # Optimization") | apo_zero_unpaired (D'Oosterlinck et al. 2024, "Anchored Preference Optimization and Contrastive
+    # Revisions"). The last two take single answers with labels, and also pairs.
     loss_type: str = 'sigmoid'
     # sigmoid: fraction of the pairs that are assumed to be mislabeled (Mitchell 2023, "conservative DPO").
     label_smoothing: float = 0.0
     # Weight of the mean cross-entropy of the preferred answers (Pang et al. 2024, "Iterative Reasoning Preference
     # Optimization"); 0 = none.
     rpo_alpha: float = 0.0
+    # kto, apo_zero_unpaired: weights of the losses of desirable (chosen) and undesirable (rejected) answers. With
+    # unequal numbers of answers, raise the weight of the rarer kind.
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    @property
+    def takes_labels(self) -> bool:
+        """Returns True if the loss is that of single answers with labels instead of pairs."""
+        return self.loss_type in ('kto', 'apo_zero_unpaired')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,8 +109,9 @@ class ChatEncoder:
 
         The loss covers the messages of the assistant in conversations, and all of a text after its prompt. A preference
         pair is encoded as two consecutive documents: the prompt with the chosen answer, and the prompt with the
-        rejected answer. The loss covers both answers. The result is empty if the answers are equal, an answer is empty,
-        or a text has no tokens.
+        rejected answer. The loss covers both answers. For an answer with a label, the missing answer is a document of
+        one token without loss. The result is empty if the answers are equal, an answer is empty, or a text has no
+        tokens.
 
         Returns:
             For each document its tokens, or the error if the template does not accept it.
@@ -128,7 +129,7 @@ class ChatEncoder:
     def _try(self, document: Document) -> list[list[_Piece]] | ChatError:
         try:
             if document.preference is not None:
-                return [self._pieces_of(each) for each in (document.preference.chosen, document.preference.rejected)]
+                return [self._pieces_of(each) for each in document.preference.conversations]
             if document.conversation is not None:
                 return [self._pieces_of(document.conversation)]
         except ChatError as error:
@@ -142,12 +143,17 @@ class ChatEncoder:
         self, document: Document, parts: Sequence[tuple[Sequence[_Piece], Sequence[np.ndarray]]]
     ) -> TokenDocument:
         encoded = [self._encoded(document, pieces, ids) for pieces, ids in parts]
-        if document.preference is None:
+        preference = document.preference
+        if preference is None:
             return encoded[0]
-        chosen, rejected = (answer.tokens for answer in encoded)
+        answers = [answer.tokens for answer in encoded]
         # The tokens are compared too, because a template may strip the answers.
-        is_decided = document.preference.has_answers and not np.array_equal(chosen, rejected)
-        return TokenDocument(np.concatenate([chosen, rejected] if is_decided else [chosen[:0]]), ())
+        if not preference.has_answers or (len(answers) == 2 and np.array_equal(*answers)):
+            return TokenDocument(answers[0][:0], ())
+        if len(answers) == 1:
+            missing = encode_flags(np.array([self.tokenizer.end_of_document]), np.array([False]))
+            answers = [*answers, missing] if preference.rejected is None else [missing, *answers]
+        return TokenDocument(np.concatenate(answers), ())
 
     def _encoded(self, document: Document, pieces: Sequence[_Piece], ids: Sequence[np.ndarray]) -> TokenDocument:
         if document.tokens is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -46,9 +47,16 @@ class PairCounts(ChatCounts):
 
     Attributes:
         undecided: number of pairs that were skipped because the answers are equal or one is empty.
+        labeled: number of single answers with a label, which count as pairs in the other counts.
     """
 
     undecided: int = 0
+    labeled: int = 0
+
+
+def num_labeled(chat: Mapping[str, Mapping[str, int]]) -> int:
+    """Returns the number of single answers with a label in a data set; see `DatasetManifest.chat`."""
+    return sum(counts.get('labeled', 0) for counts in chat.values())
 
 
 class Packer:

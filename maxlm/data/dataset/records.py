@@ -126,7 +126,7 @@ class DatasetManifest:
         chat_template_sha256: checksum of CHAT_TEMPLATE_FILE; '' = no template.
         chat: fields of `ChatCounts` or `PairCounts` for each split.
         preferences: True if each two documents of a sequence are the chosen and the rejected answer to one prompt, in
-                        this order. The last document of a sequence may be padding.
+                        this order. A missing answer has one token. The last document of a sequence may be padding.
     """
 
     path: Path
@@ -342,7 +342,8 @@ def _parse_manifest(path: Path, facts: Any) -> DatasetManifest:
         if split.documents and not split.tokens:
             raise TypeError(f'{name} has documents without tokens')
         if dataset.chat:
-            _build(PairCounts if dataset.preferences else ChatCounts, dataset.chat[name])
+            kind, absent = (PairCounts, {'labeled': 0}) if dataset.preferences else (ChatCounts, {})
+            _build(kind, {**absent, **dataset.chat[name]})
     if dataset.preferences and not (dataset.masked and dataset.packed_window):
         raise TypeError('preferences that are not masked and packed')
     return dataset

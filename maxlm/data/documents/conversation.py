@@ -196,7 +196,8 @@ def _to_messages(entry: Mapping[str, Any], key: str, role: str) -> list[dict[str
 def _refuse_label(entry: Mapping[str, Any]) -> None:
     if isinstance(entry.get('label'), bool):
         raise ValueError(
-            "'label' marks completions as good or bad, and bad completions cannot be trained on; remove them"
+            "'label' marks completions as good or bad, and bad completions must not be imitated; use "
+            '--format=preference and train with dpo.loss_type=kto, or remove them'
         )
 
 

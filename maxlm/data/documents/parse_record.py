@@ -1,4 +1,4 @@
-"""Converts records of JSONL, Parquet and data sets to documents: texts, conversations or preference pairs."""
+"""Converts records of JSONL, Parquet and data sets to documents: texts, conversations or preferences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def entry_format(entry: Any, options: ReadOptions) -> str:
         return 'chat'
     if _has_text(entry, options.text_key):
         return 'text'
-    # Preference pairs come first, because their records may also contain a conversation.
+    # Preferences come first, because their records may also contain a conversation.
     return 'preference' if has_preference(entry) else 'chat' if has_format(entry) else 'text'
 
 
@@ -44,7 +44,7 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
     if options.format == 'preference':
         preference = parse_preference(named)
         if preference is None:
-            raise ValueError(f'no preference pair: a record must have {PREFERENCE_FORMATS}; {list_fields(entry)}')
+            raise ValueError(f'no preference: a record must have {PREFERENCE_FORMATS}; {list_fields(entry)}')
         return Document(name, source, preference.text, preference=preference, metadata=_scalars(entry))
     has_text = _has_text(entry, options.text_key)
     has_messages = isinstance(entry, dict) and bool(options.messages_field) and options.messages_field in entry
@@ -52,7 +52,7 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
         return _parse_chat(name, source, entry, named, options)
     if not has_text:
         hint = 'use --format=chat for conversations' if has_format(named) else 'set --text-field to the text field'
-        hint = 'use --format=preference for preference pairs' if has_preference(named) else hint
+        hint = 'use --format=preference for preferences' if has_preference(named) else hint
         raise ValueError(f'no text at the key {options.text_key!r}; {list_fields(entry)}; {hint}')
     text = entry.pop(options.text_key)
     _refuse_surrogates(text)

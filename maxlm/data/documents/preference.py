@@ -1,9 +1,10 @@
-r"""Preferences: a prompt with a chosen and a rejected answer, and parsers of their record formats.
+r"""Preferences: a prompt with a chosen and a rejected answer, or one answer with a label, and parsers of their formats.
 
     explicit    {"prompt": "…", "chosen": "…", "rejected": "…"}
     messages    {"prompt": [{"role": "user", "content": "…"}, …], "chosen": [{"role": "assistant", …}], "rejected": […]}
     implicit    {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": […]}, with a common prefix
     dialogues   {"chosen": "\n\nHuman: …\n\nAssistant: …", "rejected": "…"}, with a common prefix (Anthropic's HH)
+    labeled     {"prompt": "…", "completion": "…", "label": true}, or messages; false marks a rejected answer
 
 A prompt is a text or messages at `prompt`, `question`, `instruction` (with `input`) or ShareGPT's `conversations`. An
 answer is a text, a message or messages. Messages have OpenAI's or ShareGPT's format. `tools` and `system` have the
@@ -19,50 +20,64 @@ from typing import Any
 
 from maxlm.data.documents.conversation import Conversation, Message, make_conversation, parse_messages, system_of
 
-# Required keys of a preference, and alternative keys of its prompt.
+# Required keys of a pair and of an answer with a label, and alternative keys of a pair's prompt.
 ANSWERS = ('chosen', 'rejected')
+LABELED = ('prompt', 'completion', 'label')
 PROMPTS = ('prompt', 'question', 'instruction', 'conversations')
 # Description of a preference in error messages.
-FORMATS = '"chosen" and "rejected", each an answer to a "prompt" or a conversation with a common beginning'
+FORMATS = (
+    '"chosen" and "rejected", each an answer to a "prompt" or a conversation with a common beginning; or "prompt", '
+    '"completion" and a "label" that is true or false'
+)
 _TURN = re.compile(r'\n\n(Human|Assistant):')
 _SPEAKERS = {'Human': 'user', 'Assistant': 'assistant'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Preference:
-    """A prompt and two answers.
+    """A prompt and two answers, or one answer with a label.
 
     Attributes:
-        chosen: the prompt with the better answer.
-        rejected: the prompt with the worse answer.
+        chosen: the prompt with the better answer or with an answer labeled as desirable; None = no such answer.
+        rejected: the prompt with the worse answer or with an answer labeled as undesirable; None = no such answer.
         prompt: number of messages of the prompt, which is the same in both. The loss covers only the answers.
     """
 
-    chosen: Conversation
-    rejected: Conversation
+    chosen: Conversation | None
+    rejected: Conversation | None
     prompt: int
+
+    @property
+    def conversations(self) -> list[Conversation]:
+        """The prompt with each answer: one or two conversations."""
+        return [answer for answer in (self.chosen, self.rejected) if answer is not None]
 
     @property
     def text(self) -> str:
         """Contents of the messages, with the prompt once. See `Conversation.text`."""
-        other = (message['content'] for message in self.rejected.messages[self.prompt :])
-        return '\n\n'.join([self.chosen.text, *other])
+        first, *rest = self.conversations
+        others = (message['content'] for other in rest for message in other.messages[self.prompt :])
+        return '\n\n'.join([first.text, *others])
 
     @property
     def has_answers(self) -> bool:
-        """Returns True if neither answer is empty."""
+        """Returns True if no answer is empty."""
         return all(
             any(
                 learned and (message['content'].strip() or message.get('tool_calls') or message.get('function_call'))
                 for message, learned in zip(conversation.messages, conversation.learned, strict=True)
             )
-            for conversation in (self.chosen, self.rejected)
+            for conversation in self.conversations
         )
 
 
 def has_preference(entry: Any) -> bool:
-    """Returns True if a record has the keys of a preference."""
-    return isinstance(entry, dict) and all(key in entry for key in ANSWERS)
+    """Returns True if a record has the keys of a pair of answers, or of an answer with a label."""
+    return isinstance(entry, dict) and (all(key in entry for key in ANSWERS) or _has_label(entry))
+
+
+def _has_label(entry: Mapping[str, Any]) -> bool:
+    return all(key in entry for key in LABELED) and isinstance(entry['label'], bool)
 
 
 def parse_preference(entry: Any) -> Preference | None:
@@ -74,6 +89,9 @@ def parse_preference(entry: Any) -> Preference | None:
     if not has_preference(entry):
         return None
     prompt = _prompt(entry)
+    # A pair with a label is a pair.
+    if not all(key in entry for key in ANSWERS):
+        return _parse_labeled(entry, prompt)
     answers = [_answer(entry, key) for key in ANSWERS]
     whole = [answer[0]['role'] != 'assistant' for answer in answers]
     if any(whole):
@@ -91,14 +109,30 @@ def parse_preference(entry: Any) -> Preference | None:
         prompt, answers = answers[0][:common], [answer[common:] for answer in answers]
     if not prompt:
         raise ValueError(f"no prompt; add one of {', '.join(PROMPTS)}, or a prompt in 'chosen' and 'rejected'")
+    prompt = _with_system(entry, prompt)
+    chosen, rejected = (_conversation(entry, key, prompt, answer) for key, answer in zip(ANSWERS, answers, strict=True))
+    return Preference(chosen, rejected, len(prompt))
+
+
+def _parse_labeled(entry: Mapping[str, Any], prompt: Sequence[Message]) -> Preference:
+    answer = _answer(entry, 'completion')
+    if answer[0]['role'] != 'assistant':
+        raise ValueError("'completion' must begin with a message of the assistant")
+    if not prompt:
+        raise ValueError("'prompt' contains no messages; add one")
+    prompt = _with_system(entry, prompt)
+    conversation = _conversation(entry, 'completion', prompt, answer)
+    answers = (conversation, None) if entry['label'] else (None, conversation)
+    return Preference(*answers, len(prompt))
+
+
+def _with_system(entry: Mapping[str, Any], prompt: Sequence[Message]) -> list[Message]:
+    """Returns the prompt with the system message of the record, if the prompt has none."""
     if prompt[-1]['role'] == 'assistant':
         raise ValueError(
             'the prompt ends with an assistant message, so there is nothing to answer; remove that message'
         )
-    if prompt[0]['role'] != 'system':
-        prompt = [*system_of(entry), *prompt]
-    chosen, rejected = (_conversation(entry, key, prompt, answer) for key, answer in zip(ANSWERS, answers, strict=True))
-    return Preference(chosen, rejected, len(prompt))
+    return [*(system_of(entry) if prompt[0]['role'] != 'system' else []), *prompt]
 
 
 def _conversation(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from maxlm.config.schema import Config, DataConfig
+from maxlm.data.chat.packing import num_labeled
 from maxlm.data.dataset.cache_policy import PlannedRead
 from maxlm.data.dataset.records import DatasetManifest
 from maxlm.data.dataset.shard_cache import Fetcher
@@ -31,7 +32,8 @@ def check_objective(config: Config, dataset: DatasetManifest) -> None:
     """Checks that `train.objective` matches the type of the dataset.
 
     Raises:
-        InputError: the objective needs preference data and the dataset has none, or the reverse.
+        InputError: the objective needs preference data and the dataset has none, or the reverse; or the loss needs
+            pairs and the dataset has single answers with labels.
     """
     objective = config.train.objective
     if objective == PREFERENCE_OBJECTIVE and not dataset.preferences:
@@ -43,6 +45,11 @@ def check_objective(config: Config, dataset: DatasetManifest) -> None:
         raise InputError(
             f'train.objective={objective}: {dataset.path} contains preferences, whose rejected answers must not be '
             f'trained on; set train.objective={PREFERENCE_OBJECTIVE}, or use other data'
+        )
+    if objective == PREFERENCE_OBJECTIVE and not config.dpo.takes_labels and num_labeled(dataset.chat):
+        raise InputError(
+            f'dpo.loss_type={config.dpo.loss_type}: {dataset.path} contains single answers with labels, which form no '
+            'pairs; set dpo.loss_type=kto, or use other data'
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from maxlm.data.chat.packing import num_labeled
 from maxlm.data.dataset.preparation import PARTIAL_MANIFEST, Announcer
 from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest, load_manifest
 from maxlm.data.documents.field_names import parse_roles
@@ -46,11 +47,13 @@ class PreparedOutput(NamedTuple):
         summary: lines that describe the data set.
         not_text: files of the inputs that were skipped because they contain no text.
         format: format of the records: text, chat or preference.
+        has_labels: the data set is a local directory and contains single answers with labels.
     """
 
     summary: list[str]
     not_text: list[Entry]
     format: str
+    has_labels: bool
 
 
 def prepare_dataset(options: PrepareOptions) -> PreparedOutput:
@@ -68,9 +71,10 @@ def prepare_dataset(options: PrepareOptions) -> PreparedOutput:
     recipe, partitions = _recipe(options, training, validation), make_partitions(training, validation)
     if isinstance(options.output, Path):
         lines = _prepare(options, options.output, recipe, partitions)
+        has_labels = num_labeled(load_manifest(options.output, complete=False).chat) > 0
     else:
-        lines = _publish(options, options.output, recipe, partitions)
-    return PreparedOutput(lines, not_text, recipe.reading.options.format)
+        lines, has_labels = _publish(options, options.output, recipe, partitions), False
+    return PreparedOutput(lines, not_text, recipe.reading.options.format, has_labels)
 
 
 def _prepare(

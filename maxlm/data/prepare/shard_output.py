@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from maxlm.data.chat.packing import ChatCounts, Packer, PairCounts
-from maxlm.data.chat.token_flags import TokenDocument, is_target, token_ids
+from maxlm.data.chat.token_flags import TokenDocument, is_document_start, is_target, token_ids
 from maxlm.data.dataset.records import Shard, ShardWriter, token_dtype
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 
@@ -113,6 +113,9 @@ class MarkedOutput(SplitOutput):
     def add(self, document: TokenDocument, text: str) -> None:
         """Adds a document of tokens with flags. An empty preference pair is counted as undecided."""
         if len(document.tokens) > 1:
+            if isinstance(self._chat, PairCounts):
+                # Only the document that replaces a missing answer has one token.
+                self._chat.labeled += int(is_document_start(document.tokens[[1, -1]]).any())
             self._pending += self._packer.add(document) if self._packer else [document.tokens]
         elif isinstance(self._chat, PairCounts):
             self._chat.undecided += 1

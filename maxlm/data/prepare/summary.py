@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxlm.data.chat.packing import num_labeled
 from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.formats.input_file import suffix_of
@@ -33,7 +34,9 @@ def summary(dataset: DatasetManifest, message: str, *, cleaned: bool) -> list[st
                 f'  {name}: empty: {note}; add text or use --validation' if note else f'  {name}: empty; {remedy}'
             )
             continue
-        what = 'pairs' if dataset.preferences else 'documents'
+        what = 'documents'
+        if dataset.preferences:
+            what = 'answers with labels' if num_labeled(dataset.chat) else 'pairs'
         size = f'{split.text_bytes / split.tokens:.2f} bytes per token, ' if split.text_bytes else ''
         lines.append(
             f'  {name}: {split.documents:,} {what}, {split.tokens:,} tokens, {size}'
@@ -85,13 +88,16 @@ def _chat_line(counts: dict[str, int], tokens: int) -> str:
     return ', '.join(parts)
 
 
-def training_command(output: str | Path, what: str, window: int, *, tokenizer: str = '') -> list[str]:
+def training_command(
+    output: str | Path, what: str, window: int, *, tokenizer: str = '', has_labels: bool = False
+) -> list[str]:
     """Returns a command that trains on a prepared data set.
 
     Args:
         output: path or URL of the data set.
         what: format of the records: text, chat or preference.
         window: length of packed sequences; 0 = not packed.
+        has_labels: the data set contains single answers with labels.
         tokenizer: value of `--tokenizer`. Post-training starts from the model of the workdir that contains it.
     """
     command = ['maxlm', 'train', '--config=tiny', f'--config.data.path={output}']
@@ -99,6 +105,8 @@ def training_command(output: str | Path, what: str, window: int, *, tokenizer: s
         command.append(f'--config.data.seq_len={window}')
     if what == 'preference':
         command.append('--config.train.objective=dpo')
+    if has_labels:
+        command.append('--config.dpo.loss_type=kto')
     if what != 'text':
         base = Path(tokenizer).parent
         command.insert(3, f'--workdir=runs/{Path(str(output)).name}')

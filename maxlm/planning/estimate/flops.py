@@ -67,7 +67,8 @@ def step_flops(config: Config, window: int) -> TokenFlops:
     """Returns FLOPs per token of a run, which depend on frozen parameters and on a reference model.
 
     The forward pass and the gradient of the inputs take 2 operations each per matmul parameter. The gradient of a
-    trained parameter takes 2 more. A reference model or a teacher adds a forward pass.
+    trained parameter takes 2 more. A reference model or a teacher adds a forward pass. The reference point of KTO adds
+    one of the model and one of its reference.
     """
     model = config.model
     base = training_flops(model, window)
@@ -77,6 +78,7 @@ def step_flops(config: Config, window: int) -> TokenFlops:
     # An adapter takes three passes.
     dense = 6 * adapters - 2 * frozen
     forward = 1 / 3 if config.has_reference else 0.0
+    forward += 2 / 3 if config.has_reference_point else 0.0
     return TokenFlops(
         *(
             flops * (1 + forward) + dense + taught

@@ -80,16 +80,7 @@ def preference_terms(
         segments_BT: number of the document in its row, counted from 1; 0 in padding.
         dpo: section `dpo` of the config.
     """
-    B, T = segments_BT.shape
-    # Select before multiplying: positions without a target may contain non-finite values.
-    if reference_BT is None:
-        reference_BT = jnp.zeros_like(log_probs_BT)
-    both = (log_probs_BT, jax.lax.stop_gradient(reference_BT))
-    weighted = [jnp.where(weights_BT != 0, weights_BT * x_BT, 0) for x_BT in both]
-    sums_XBS = _segment_sums(jnp.stack([*weighted, weights_BT]), segments_BT)
-    pairs_per_row = -(-T // 2)
-    sums_XBS = jnp.pad(sums_XBS, [(0, 0), (0, 0), (0, 2 * pairs_per_row - T)])
-    log_probs_BP2, reference_BP2, counts_BP2 = sums_XBS.reshape(3, B, pairs_per_row, 2)
+    log_probs_BP2, reference_BP2, counts_BP2 = answer_sums(log_probs_BT, reference_BT, weights_BT, segments_BT)
     # A non-finite count is not 0, so non-finite weights show in the loss.
     is_pair_BP = (counts_BP2 != 0).all(-1)
     means_BP2 = log_probs_BP2 / jnp.where(counts_BP2 == 0, 1, counts_BP2)
@@ -122,8 +113,27 @@ def preference_terms(
     return PreferenceTerms(total(loss_BP), *(jax.lax.stop_gradient(total(x_BP)) for x_BP in sums))
 
 
+def answer_sums(
+    log_probs_BT: jax.Array, reference_BT: jax.Array | None, weights_BT: jax.Array, segments_BT: jax.Array
+) -> jax.Array:
+    """Returns the log-probability by the model, that by the reference, and the length of each answer, [3, B, P, 2].
+
+    The arguments are those of `preference_terms`. The length of an answer that does not exist is 0.
+    """
+    B, T = segments_BT.shape
+    # Select before multiplying: positions without a target may contain non-finite values.
+    if reference_BT is None:
+        reference_BT = jnp.zeros_like(log_probs_BT)
+    both = (log_probs_BT, jax.lax.stop_gradient(reference_BT))
+    weighted = [jnp.where(weights_BT != 0, weights_BT * x_BT, 0) for x_BT in both]
+    sums_XBS = segment_sums(jnp.stack([*weighted, weights_BT]), segments_BT)
+    pairs_per_row = -(-T // 2)
+    sums_XBS = jnp.pad(sums_XBS, [(0, 0), (0, 0), (0, 2 * pairs_per_row - T)])
+    return sums_XBS.reshape(3, B, pairs_per_row, 2)
+
+
 @jax.custom_vjp
-def _segment_sums(x_XBT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+def segment_sums(x_XBT: jax.Array, segments_BT: jax.Array) -> jax.Array:
     """Returns the sums over segments 1 … T of each row, [X, B, S] with S = T.
 
     Each sum runs over a selection in a fixed order, so it is deterministic; `jax.ops.segment_sum` is not on a GPU. The
@@ -141,7 +151,7 @@ def _segment_sums(x_XBT: jax.Array, segments_BT: jax.Array) -> jax.Array:
 
 
 def _sums_forward(x_XBT: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _segment_sums(x_XBT, segments_BT), segments_BT
+    return segment_sums(x_XBT, segments_BT), segments_BT
 
 
 def _sums_backward(segments_BT: jax.Array, cotangent_XBS: jax.Array) -> tuple[jax.Array, None]:
@@ -149,4 +159,4 @@ def _sums_backward(segments_BT: jax.Array, cotangent_XBS: jax.Array) -> tuple[ja
     return jnp.take_along_axis(of_padding_first, segments_BT[None], axis=2), None
 
 
-_segment_sums.defvjp(_sums_forward, _sums_backward)
+segment_sums.defvjp(_sums_forward, _sums_backward)

@@ -273,8 +273,8 @@ def test_incompatible_options_are_rejected(tmp_path, capsys):
         ('x.jsonl', ['--fim-rate', 0.5], ['--fim-rate=0.5', 'preferences']),
         ('x.jsonl', ['--format', 'text', '--pack-seq-len', 0], ['use --format=preference']),
         ('plain.txt', ['--format', 'preference'], ['--format=preference', 'plain.txt is not JSONL']),
-        ('chat.jsonl', ['--format', 'preference'], ['chat.jsonl:1: no preference pair', '"chosen" and "rejected"']),
-        ('mixed.jsonl', [], ['mixed.jsonl:4: no preference pair']),
+        ('chat.jsonl', ['--format', 'preference'], ['chat.jsonl:1: no preference', '"chosen" and "rejected"']),
+        ('mixed.jsonl', [], ['mixed.jsonl:4: no preference']),
     ]:
         assert prepare(tmp_path / source, tmp_path / 'data', *options) == EXIT_BAD_INPUT
         error = capsys.readouterr().err
