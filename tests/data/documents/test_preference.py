@@ -44,6 +44,45 @@ def test_all_formats_give_the_same_preference(record):
     assert (swapped.chosen, swapped.rejected) == (preference.rejected, preference.chosen)
 
 
+LABELED = {
+    'texts': {'prompt': 'Hello', 'completion': 'Hi', 'label': True},
+    'messages': {'prompt': GOOD[:1], 'completion': GOOD[1:], 'label': True},
+    'a message': {'prompt': GOOD[:1], 'completion': GOOD[1], 'label': True},
+    'dialogue': {'prompt': '\n\nHuman: Hello\n\nAssistant:', 'completion': 'Hi', 'label': True},
+}
+
+
+@pytest.mark.parametrize('record', LABELED.values(), ids=LABELED)
+def test_answers_with_labels(record):
+    preference = parse_preference(record)
+    assert (list(preference.chosen.messages), preference.rejected) == (GOOD, None)
+    assert preference.chosen.learned == (False, True)
+    assert (preference.prompt, preference.text, preference.has_answers) == (1, 'Hello\n\nHi', True)
+    other = parse_preference({**record, 'label': False})
+    assert (other.chosen, other.rejected) == (None, preference.chosen)
+    # A pair with a label is a pair.
+    assert parse_preference({**record, **RECORDS['texts']}).rejected is not None
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'completion': GOOD}, "'completion' must begin with a message of the assistant"),
+        ({'prompt': GOOD}, 'the prompt ends with an assistant message'),
+        ({'prompt': []}, "'prompt' contains no messages"),
+    ],
+)
+def test_malformed_answers_with_labels(change, message):
+    with pytest.raises(ValueError, match=message):
+        parse_preference({**LABELED['texts'], **change})
+
+
+def test_a_label_is_true_or_false():
+    assert has_preference(LABELED['texts'])
+    for label in (1, 'true', None):
+        assert not has_preference({**LABELED['texts'], 'label': label})
+
+
 def test_only_turns_after_the_common_prefix_are_targets():
     turns = [user('a'), assistant('b'), user('c')]
     chosen, rejected = [*turns, assistant('d')], [*turns, assistant('e'), user('f'), assistant('g')]

@@ -292,6 +292,69 @@ def test_incompatible_options_are_rejected(tmp_path, capsys):
     assert dataset.made_from['format'] == 'preference'
 
 
+def write_labels(path, count=30, seed=4):
+    """Writes answers with alternating labels as texts and messages; returns (prompt, answer, label) of each."""
+    rng, lines, texts = random.Random(seed), [], []
+    for number in range(count):
+        _, (prompt, chosen, rejected) = record(rng, 'texts', number)
+        label = number % 3 == 0
+        answer = chosen if label else rejected
+        texts.append((prompt, answer, label))
+        given = {'prompt': prompt, 'completion': answer}
+        if number % 2:
+            given['prompt'] = [{'role': 'user', 'content': prompt}]
+            given['completion'] = [{'role': 'assistant', 'content': answer}]
+        lines.append(json.dumps({**given, 'label': label}))
+    path.write_text('\n'.join(lines))
+    return texts
+
+
+def labels_in(corpus, batches, num):
+    """Returns (prompt, answer, label) of each answer of the batches; the number of the segment gives the label."""
+    tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
+    found = []
+    for step in range(num):
+        batch = batches[step]
+        tokens, targets, weights, segments = (batch[name] for name in ('tokens', 'targets', 'weights', 'segments'))
+        for row, segment in sorted({(row, segments[row, place]) for row, place in np.argwhere(weights > 0)}):
+            places = np.flatnonzero((segments[row] == segment) & (weights[row] > 0))
+            before = (segments[row] == segment) & (np.arange(tokens.shape[1]) <= places[0])
+            answer = tokenizer.decode(targets[row, places])
+            found.append((tokenizer.decode(tokens[row, before]), answer, segment % 2 == 1))
+    return found
+
+
+def test_labels_are_preserved(tmp_path, capsys):
+    texts = write_labels(tmp_path / 'x.jsonl')
+    arguments = ['--input', tmp_path / 'x.jsonl', '--tokenizer', 'bytes', '--pack-seq-len', WINDOW, '--workers', 1]
+    assert run(*arguments, '--validation-fraction', 0.2, '--output', tmp_path / 'data') == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'data')
+    verify(dataset)
+    assert dataset.preferences
+    assert [dataset.chat[name]['labeled'] for name in dataset.splits] == [s.documents for s in dataset.splits.values()]
+    assert sum(split.documents for split in dataset.splits.values()) == len(texts)
+    assert 'answers with labels' in capsys.readouterr().out
+    corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), seq_len=WINDOW))
+    validation = corpus.validation_batches(2)
+    found = labels_in(corpus, corpus.train_batches(1), corpus.training_windows)
+    found += labels_in(corpus, validation, len(validation))
+    template = '<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n'
+    wanted = [(template.format(prompt), f'{answer}<|im_end|>', label) for prompt, answer, label in texts]
+    assert sorted(found) == sorted(wanted)
+
+
+def test_losses_of_pairs_reject_labels(tmp_path, prepared):
+    write_labels(tmp_path / 'x.jsonl')
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'labels') == EXIT_DONE
+    labels, pairs = load_manifest(tmp_path / 'labels'), load_manifest(prepared / 'pairs')
+    with pytest.raises(InputError, match=r'dpo.loss_type=sigmoid: .*labels contains single answers.*loss_type=kto'):
+        check_objective(config_of('dpo', labels.path), labels)
+    config = config_of('dpo', labels.path)
+    kto = dataclasses.replace(config, dpo=dataclasses.replace(config.dpo, loss_type='kto'))
+    for dataset in (labels, pairs):
+        check_objective(kto, dataset)
+
+
 @pytest.fixture(scope='module')
 def prepared(tmp_path_factory):
     """Prepares one file as preferences and as conversations; returns the directory of both data sets."""

@@ -1,5 +1,7 @@
 """Tests the operation counts of a model, against its parameters and by hand for one published shape."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -108,6 +110,9 @@ def test_frozen_parameters_have_no_gradient_and_a_reference_has_a_forward_pass()
     assert step_flops(adapted, 16).causal == pytest.approx(base.causal - 2 * matrices + 6 * adapters)
     dpo = small_config(model__family='llama', train__objective='dpo', train__init_from='runs/sft')
     assert step_flops(dpo, 16).full == pytest.approx(base.full * 4 / 3)
+    # The reference point of KTO adds a forward pass of both models.
+    kto = dataclasses.replace(dpo, dpo=dataclasses.replace(dpo.dpo, loss_type='kto'))
+    assert step_flops(kto, 16).full == pytest.approx(base.full * 2)
 
 
 def test_only_the_experts_of_a_token_count():
