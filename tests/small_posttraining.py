@@ -1,4 +1,4 @@
-"""Data and arguments for small SFT, DPO and GRPO runs."""
+"""Data and arguments for small SFT, DPO, KTO and GRPO runs."""
 
 from __future__ import annotations
 
@@ -62,10 +62,25 @@ def make_preferences(directory: Path, pairs: int = 400) -> None:
     for _ in range(pairs):
         prompt, chosen, rejected = (''.join(rng.choices(letters, k=3)) for letters in ('abc', 'abcxy', 'abcz'))
         lines.append(json.dumps({'prompt': prompt, 'chosen': chosen, 'rejected': f'z{rejected}'}))
-    (directory / 'pairs.jsonl').write_text('\n'.join(lines))
-    flags = ['--format=preference', '--tokenizer=bytes', f'--pack-seq-len={WINDOW}', '--validation-fraction=0.2']
-    assert prepare('--input', directory / 'pairs.jsonl', '--output', directory / 'data', *flags) == EXIT_DONE
+    _prepare_preferences(directory / 'pairs.jsonl', lines, directory / 'data')
     make_start(directory / 'sft', directory / 'data/tokenizer.json')
+
+
+def make_labels(directory: Path) -> None:
+    """Writes `labels`, the answers of `make_preferences` with labels, in random order."""
+    lines = []
+    for line in (directory / 'pairs.jsonl').read_text().splitlines():
+        pair = json.loads(line)
+        for answer, label in (('chosen', True), ('rejected', False)):
+            lines.append(json.dumps({'prompt': pair['prompt'], 'completion': pair[answer], 'label': label}))
+    random.Random(1).shuffle(lines)
+    _prepare_preferences(directory / 'labels.jsonl', lines, directory / 'labels')
+
+
+def _prepare_preferences(path: Path, lines: list[str], output: Path) -> None:
+    path.write_text('\n'.join(lines))
+    flags = ['--format=preference', '--tokenizer=bytes', f'--pack-seq-len={WINDOW}', '--validation-fraction=0.2']
+    assert prepare('--input', path, '--output', output, *flags) == EXIT_DONE
 
 
 def make_chats(directory: Path, tokenizer: Path) -> None:

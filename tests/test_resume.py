@@ -19,6 +19,7 @@ from tests.small_posttraining import (
     WINDOW,
     grpo_arguments,
     make_chats,
+    make_labels,
     make_preferences,
     make_prompts,
     preference_arguments,
@@ -27,7 +28,7 @@ from tests.test_train import arguments, curve, ends, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
-OBJECTIVES = ('next_token', 'experts', 'instruction', 'dpo', 'grpo')
+OBJECTIVES = ('next_token', 'experts', 'instruction', 'dpo', 'kto', 'grpo')
 LAST = 6
 SETTINGS = {
     'train__num_steps': LAST,
@@ -90,6 +91,7 @@ def commands(dataset, tmp_path_factory):
     preferences.mkdir()
     prompts.mkdir()
     make_preferences(preferences)
+    make_labels(preferences)
     make_chats(preferences, preferences / 'data/tokenizer.json')
     make_prompts(prompts)
     texts, chats = arguments(dataset, '', **NEXT_TOKEN), arguments(preferences / 'chats', '', **NEXT_TOKEN)
@@ -98,6 +100,10 @@ def commands(dataset, tmp_path_factory):
         'experts': (train.main, without_workdir(arguments(dataset, '', **EXPERTS))),
         'instruction': (train.main, without_workdir(chats)),
         'dpo': (train.main, preference_arguments(preferences, **SETTINGS)),
+        'kto': (
+            train.main,
+            preference_arguments(preferences, **SETTINGS, data__path=preferences / 'labels', dpo__loss_type='kto'),
+        ),
         # A stopped run does not evaluate, and GRPO would stop at a step with evaluation.
         'grpo': (grpo.main, grpo_arguments(prompts, **{**SETTINGS, 'eval__interval': LAST})),
     }
@@ -161,7 +167,7 @@ def test_a_run_that_ended_early_resumes_exactly(
     monkeypatch.undo()
     assert exit_code(main, command) == EXIT_DONE
     assert_same_runs(
-        tmp_path, uninterrupted(objective), ('params',) if objective in ('dpo', 'grpo') else ('params', 'ema')
+        tmp_path, uninterrupted(objective), ('params',) if objective in ('dpo', 'kto', 'grpo') else ('params', 'ema')
     )
     first = (1, 'preempted', EXIT_PREEMPTED) if how == 'stopped' else (1, 'failed', EXIT_FAILED)
     assert ends(tmp_path) == [first, (2, 'finished', EXIT_DONE)]

@@ -1,4 +1,4 @@
-"""DPO from the command line: learning and reference model."""
+"""DPO and KTO from the command line: learning and reference model."""
 
 import math
 import shutil
@@ -11,7 +11,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.training.state import abstract_state
 from maxlm.workdir.files import read_config
 from tests.small import small_layout
-from tests.small_posttraining import make_preferences, preference_arguments
+from tests.small_posttraining import make_labels, make_preferences, preference_arguments
 from tests.starting import make_start
 from tests.test_train import curve, params_of
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures('shared_steps')
 def start(tmp_path_factory):
     directory = tmp_path_factory.mktemp('start')
     make_preferences(directory)
+    make_labels(directory)
     return directory
 
 
@@ -50,6 +51,24 @@ def test_the_reward_margin_increases(finished):
     assert lines[12]['eval/rewards/accuracies'] > 0.9 > lines[1]['train/rewards/accuracies']
     assert 'train/perplexity' not in lines[12]
     assert 'validation loss 0.4' in (finished / 'run.log').read_text()
+
+
+@pytest.mark.parametrize('data', ['labels', 'data'])
+def test_kto_learns_from_labels_and_pairs(start, tmp_path, data):
+    settings = {'data__path': start / data, 'dpo__loss_type': 'kto', 'dpo__beta': 0.5}
+    assert run(start, tmp_path, **settings) == EXIT_DONE
+    lines = curve(tmp_path)
+    # Initially the model equals its reference: each loss is 1 - σ(0).
+    assert lines[1]['train/loss'] == pytest.approx(0.5, abs=1e-6)
+    assert lines[1]['train/reference_point'] == pytest.approx(0, abs=1e-6)
+    assert lines[12]['train/loss'] < 0.48
+    for split in ('train', 'eval'):
+        assert lines[12][f'{split}/rewards/chosen'] > 0 > lines[12][f'{split}/rewards/rejected']
+        assert lines[12][f'{split}/rewards/accuracies'] > 0.9
+    # A sequence contains two answers, which are not mismatched if they are a pair.
+    points = [lines[step]['train/reference_point'] for step in range(1, 13)]
+    assert (max(points) > 0) == (data == 'labels')
+    assert min(points) >= 0
 
 
 def test_another_reference_is_refused(start, finished, tmp_path, capsys):
