@@ -26,7 +26,9 @@ _METRICS = (
     # Metrics of GRPO and DPO runs.
     _Metric('rollout/reward', 'Reward', 'mean over responses'),
     _Metric('eval/accuracy', 'Accuracy', '% of held-out prompts', factor=100, scale='zero', smooth=False),
-    _Metric('eval/rewards/accuracies', 'Accuracy', '% of held-out pairs', factor=100, scale='zero', smooth=False),
+    _Metric(
+        'eval/rewards/accuracies', 'Accuracy', '% of held-out pairs or answers', factor=100, scale='zero', smooth=False
+    ),
     _Metric('rollout/mean_length', 'Response length', 'tokens', scale='zero'),
     _Metric('train/entropy', 'Entropy', 'nats per sampled token', scale='zero'),
     _Metric('train/kl', 'KL divergence from the initial model', 'nats per token', scale='zero'),

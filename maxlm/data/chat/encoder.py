@@ -148,7 +148,8 @@ class ChatEncoder:
             return encoded[0]
         answers = [answer.tokens for answer in encoded]
         # The tokens are compared too, because a template may strip the answers.
-        if not preference.has_answers or (len(answers) == 2 and np.array_equal(*answers)):
+        are_equal = len(answers) == 2 and np.array_equal(answers[0], answers[1])
+        if are_equal or not preference.has_answers:
             return TokenDocument(answers[0][:0], ())
         if len(answers) == 1:
             missing = encode_flags(np.array([self.tokenizer.end_of_document]), np.array([False]))

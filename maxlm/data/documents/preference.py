@@ -114,7 +114,7 @@ def parse_preference(entry: Any) -> Preference | None:
     return Preference(chosen, rejected, len(prompt))
 
 
-def _parse_labeled(entry: Mapping[str, Any], prompt: Sequence[Message]) -> Preference:
+def _parse_labeled(entry: Mapping[str, Any], prompt: Sequence[dict[str, Any]]) -> Preference:
     answer = _answer(entry, 'completion')
     if answer[0]['role'] != 'assistant':
         raise ValueError("'completion' must begin with a message of the assistant")
@@ -122,11 +122,12 @@ def _parse_labeled(entry: Mapping[str, Any], prompt: Sequence[Message]) -> Prefe
         raise ValueError("'prompt' contains no messages; add one")
     prompt = _with_system(entry, prompt)
     conversation = _conversation(entry, 'completion', prompt, answer)
-    answers = (conversation, None) if entry['label'] else (None, conversation)
-    return Preference(*answers, len(prompt))
+    if entry['label']:
+        return Preference(conversation, None, len(prompt))
+    return Preference(None, conversation, len(prompt))
 
 
-def _with_system(entry: Mapping[str, Any], prompt: Sequence[Message]) -> list[Message]:
+def _with_system(entry: Mapping[str, Any], prompt: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the prompt with the system message of the record, if the prompt has none."""
     if prompt[-1]['role'] == 'assistant':
         raise ValueError(

@@ -90,7 +90,8 @@ def answer_terms(
     accuracy, point = (
         jax.lax.stop_gradient(totals(x_BP2).sum()) for x_BP2 in ((gains_BP2 > 0).astype(jnp.float32), point_BP2)
     )
-    return AnswerTerms(totals(loss_BP2).sum(), counts.sum(), *counts, accuracy, *rewards, *log_probs, point)
+    sums = [counts.sum(), *counts, accuracy, *rewards, *log_probs, point]
+    return AnswerTerms(totals(loss_BP2).sum(), *sums)
 
 
 def mismatched_answers(batch: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from maxlm.data.documents.preference import has_preference, parse_preference
+from tests.conftest import ROOT
 
 
 def user(content):
@@ -75,6 +78,12 @@ def test_answers_with_labels(record):
 def test_malformed_answers_with_labels(change, message):
     with pytest.raises(ValueError, match=message):
         parse_preference({**LABELED['texts'], **change})
+
+
+def test_documented_answers_with_labels():
+    lines = (ROOT / 'docs/posttraining.md').read_text().splitlines()
+    found = [parse_preference(json.loads(line)) for line in lines if line.startswith('{"prompt"')]
+    assert [preference.rejected is None for preference in found] == [True, False]
 
 
 def test_a_label_is_true_or_false():
