@@ -12,11 +12,12 @@ from maxlm.parallel.layout import Layout
 from maxlm.training.gradients import split_micro_batches
 from maxlm.training.losses.kto import mismatched_answers
 from maxlm.training.objectives import Batch, make_log_probs
+from maxlm.training.reference import reference_params
 from maxlm.training.state import Params
 
 
 def make_reference_point(config: Config, layout: Layout) -> Callable[[Params, Params | None, Batch], Batch]:
-    """Returns a function (parameters, reference, batch) → batch with `reference_point`, float32 [B].
+    """Returns a function (parameters, `TrainState.reference`, batch) → batch with `reference_point`, float32 [B].
 
     The reference point is max(0, mean of log p(y'|x)/q(y'|x)) over the answers y' of `mismatched_answers`, where q is
     the reference (Ethayarajh et al. 2024, section 4.1). It has the same value in all rows. The mean is over the global
@@ -24,10 +25,11 @@ def make_reference_point(config: Config, layout: Layout) -> Callable[[Params, Pa
     batch unchanged.
     """
     if not config.has_reference_point:
-        return lambda params, reference, batch: batch
+        return lambda params, stored, batch: batch
     log_probs = make_log_probs(config, layout)
 
-    def with_reference_point(params: Params, reference: Params | None, batch: Batch) -> Batch:
+    def with_reference_point(params: Params, stored: Params | None, batch: Batch) -> Batch:
+        reference = reference_params(config, params, stored)
         permuted, count = mismatched_answers(batch)
 
         def add(total: jax.Array, micro_batch: Batch) -> tuple[jax.Array, None]:
@@ -39,6 +41,6 @@ def make_reference_point(config: Config, layout: Layout) -> Callable[[Params, Pa
 
         total, _ = jax.lax.scan(add, jnp.zeros(()), split_micro_batches(permuted, config.rounds, layout))
         point = jnp.maximum(total / jnp.maximum(count, 1), 0)
-        return {**batch, 'reference_point': jnp.full(batch['tokens'].shape[0], jax.lax.stop_gradient(point))}
+        return {**batch, 'reference_point': jnp.full(batch['tokens'].shape[0], point)}
 
     return with_reference_point

@@ -41,7 +41,7 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
         # The loss scale applies to a mean, because the gradients of a sum would overflow float16.
         factor = loss_factor(state.loss_scale, config.rounds / batch['tokens'].size)
-        batch = with_reference_point(state.params, reference_params(config, state.params, state.reference), batch)
+        batch = with_reference_point(state.params, state.reference, batch)
         sums, grads = gradients(state, batch, key, factor)
 
         # Micro-batches contribute sums, so each token has the same weight in the mean.
@@ -88,8 +88,8 @@ def make_eval_step(
     objective = make_objective(config, layout, num_sources)
 
     def eval_step(params: Params, reference: Params | None, batch: Batch) -> LossSums:
-        reference = reference_params(config, params, reference)
         batch = with_reference_point(params, reference, batch)
+        reference = reference_params(config, params, reference)
 
         def accumulate(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, objective(params, reference, None, micro_batch, None)[1]), None
