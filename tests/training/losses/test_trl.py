@@ -39,7 +39,6 @@ def table(seed, scale=1.0):
 
 
 POLICY, REFERENCE = table(0), table(1)
-# Some of its probability ratios to the policy are clipped, and some are not.
 OLD_POLICY = POLICY + table(2, 0.15)
 
 
@@ -325,6 +324,12 @@ def grpo_loss(settings, policy):
     )
     is_budget = grpo.loss_type == 'dr_grpo'
     return sums.objective / (len(RESPONSES) * LONGEST if is_budget else weights.sum())
+
+
+def test_some_ratios_are_clipped():
+    batch = pack(*([response] for response in RESPONSES))
+    ratios = np.exp(log_probs(POLICY, batch) - log_probs(OLD_POLICY, batch))[batch['weights'] > 0]
+    assert 0.2 < ((ratios < 0.9) | (ratios > 1.15)).mean() < 0.8
 
 
 @pytest.mark.parametrize('name', REWARDS)
