@@ -20,7 +20,7 @@ from maxlm.evaluation.statistics import Measure, mean_of
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.sampling import Sampling
 from maxlm.rewards.scorer import RewardScorer, is_correct, pass_at_k
-from maxlm.storage.json_text import parse_json
+from maxlm.storage.json_text import parse_lines
 from maxlm.storage.regular_files import read_bytes
 
 # Stop strings of Chen et al. 2021, "Evaluating Large Language Models Trained on Code", which mark the end of the
@@ -197,8 +197,7 @@ KINDS: dict[str, tuple[Callable[[Mapping[str, Any]], Problem | None], tuple[str,
 def _read_rows(path: str) -> list[dict[str, Any]]:
     try:
         content = read_bytes(path)
-        text = (gzip.decompress(content) if path.endswith('.gz') else content).decode()
-        rows = [parse_json(line) for line in text.splitlines() if line.strip()]
+        rows = [row for _, row in parse_lines(gzip.decompress(content) if path.endswith('.gz') else content)]
     except (OSError, EOFError) as error:
         reason = os_message(error) if isinstance(error, OSError) else 'unexpected end of file'
         raise InputError(f'{path}: {reason}; choose a readable file') from error

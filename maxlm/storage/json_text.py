@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 # Deep enough for every format that maxlm reads, and far below Python's recursion limit.
@@ -27,6 +28,31 @@ def parse_json(text: str | bytes) -> Any:
     if decoded.count('[') + decoded.count('{') > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise ValueError(_TOO_DEEP)
     return value
+
+
+def parse_lines(content: bytes) -> Iterator[tuple[int, Any]]:
+    """Yields (line number from 1, value) of each line of JSON Lines that is not blank. The last needs no newline.
+
+    Only newlines separate lines: JSON strings may contain the other separators of `str.splitlines`.
+
+    Raises:
+        ValueError: a line is not JSON. The message has its number.
+    """
+    for number, line in enumerate(content.split(b'\n'), start=1):
+        if line.strip():
+            try:
+                yield number, parse_json(line)
+            except ValueError as error:
+                raise ValueError(f'line {number} is not valid JSON: {error}') from error
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yields every string in a JSON value, except the keys of objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(each)
 
 
 _TOO_DEEP = f'arrays or objects are nested deeper than {MAX_DEPTH} levels'

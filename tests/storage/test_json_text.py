@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from maxlm.storage.json_text import MAX_DEPTH, parse_json
+from maxlm.storage.json_text import MAX_DEPTH, parse_json, parse_lines, strings_in
 
 BRACKETS = [('[', ']'), ('{"a":', '}'), ('[{"a":', '}]')]
 
@@ -34,3 +34,14 @@ def test_wide_is_not_deep():
 def test_not_json(text):
     with pytest.raises(ValueError):
         parse_json(text)
+
+
+def test_lines_end_at_newlines_only():
+    content = '{"a": "x\u2028y"}\n\n 3 \r\n[1]'.encode()
+    assert list(parse_lines(content)) == [(1, {'a': 'x\u2028y'}), (3, 3), (4, [1])]
+    with pytest.raises(ValueError, match='line 3 is not valid JSON'):
+        list(parse_lines(b'1\n\n{'))
+
+
+def test_strings_of_a_value():
+    assert list(strings_in({'a': ['b', {'c': 'd'}, 3, None], 'e': 'f'})) == ['b', 'd', 'f']

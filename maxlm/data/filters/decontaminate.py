@@ -13,14 +13,13 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import Filter, FilterResult
 from maxlm.errors import InputError, os_message
-from maxlm.storage.json_text import parse_json
+from maxlm.storage.json_text import parse_json, parse_lines, strings_in
 from maxlm.storage.paths import PathOption
 
 # Name of the filter; its argument is the path of evaluation texts.
@@ -36,8 +35,9 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 def decontaminate(name: str) -> Filter:
     """Returns the filter `decontaminate:PATH`.
 
-    PATH is a file or a directory of files. Every text in the JSON of a .jsonl or .json file is an evaluation text, such
-    as a question and each of its answers. So is every paragraph of a .txt file.
+    PATH is a file or a directory of files, for example an evaluation bundle of the CORE metric. Every text in the JSON
+    of a .jsonl or .json file is an evaluation text, such as a question and each of its answers. So is every paragraph
+    of a .txt file.
 
     Raises:
         InputError: PATH cannot be read or has no texts of at least 8 words.
@@ -111,23 +111,16 @@ def _read(file: Path) -> bytes:
 
 def _texts(file: Path) -> Iterator[str]:
     try:
-        content = _read(file).decode()
+        content = _read(file)
         if file.suffix == '.txt':
-            yield from re.split(r'\n\s*\n', content)
-            return
-        for line in content.splitlines() if file.suffix == '.jsonl' else [content]:
-            if line.strip():
-                yield from _strings(parse_json(line))
+            yield from re.split(r'\n\s*\n', content.decode())
+        elif file.suffix == '.json':
+            yield from strings_in(parse_json(content))
+        else:
+            for _, value in parse_lines(content):
+                yield from strings_in(value)
     except (ValueError, UnicodeDecodeError) as error:
         raise InputError(f'{PREFIX}{file}: {error}; give JSON or text in UTF-8') from error
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _strings(each)
 
 
 def _word_hashes(words: Sequence[str]) -> np.ndarray:
