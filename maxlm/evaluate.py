@@ -2,7 +2,8 @@
 
 A checkpoint is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. Several checkpoints are
 compared in one table. Without --tasks, reports the loss on held-out data. With --tasks, runs lm-eval benchmarks, task
-files, humaneval:FILE, mbpp:FILE or needle, and reports the loss only if --data is given.
+files, core:DIRECTORY (the CORE metric), humaneval:FILE, mbpp:FILE or needle, and reports the loss only if --data is
+given. --export-texts writes the texts of lm-eval tasks, for `maxlm prepare --filter decontaminate:FILE`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from maxlm.storage.paths import ANY, Kind, PathList, PathOption
 def main(argv: list[str]) -> int:
     """Prints loss, perplexity, bits per byte, and the unigram entropy that a model must beat; or a table."""
     options = _parse(argv)
+    if options.export_texts:
+        from maxlm.commands.evaluate import export_texts
+
+        return export_texts(options)
     if len(set(options.checkpoint)) < len(options.checkpoint):
         raise InputError('--checkpoint: the same checkpoint is given twice; remove one')
 
@@ -34,12 +39,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         epilog='example: python -m maxlm.evaluate --checkpoint=runs/first --tasks=arc_easy',
     )
     add = parser.add_argument
-    add(
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument(
         '--checkpoint',
-        required=True,
         action='append',
         type=PathOption(Kind.DIRECTORY, ANY),
         help='workdir, WORKDIR@STEP or directory of one step; repeatable, others are compared with the first',
+    )
+    subject.add_argument(
+        '--export-texts',
+        type=PathOption(Kind.FILE),
+        metavar='FILE',
+        help='.jsonl file for the documents of the lm-eval tasks in --tasks; evaluates nothing',
     )
     add('--data', type=PathOption(Kind.DIRECTORY, ANY), help="data set of maxlm.prepare (default: the run's)")
     add('--num-batches', type=int, default=0, help='number of validation batches; 0 = all (default)')
@@ -47,7 +58,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         '--tasks',
         type=PathList(PathOption()),
         default='',
-        help='comma-separated lm-eval tasks, task files, humaneval:FILE, mbpp:FILE, needle',
+        help='comma-separated lm-eval tasks, task files, core:DIRECTORY, humaneval:FILE, mbpp:FILE, needle',
     )
     folder = PathOption(Kind.DIRECTORY, may_be_empty=True)
     add('--tasks-path', type=folder, default='', help='folder of task files that --tasks can select by name')
@@ -64,6 +75,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add('--output', type=folder, default='', help='folder for results, samples, table and figures')
     add('--json', action='store_true', help='print one JSON object')
     options = parser.parse_args(argv)
+    if options.export_texts and not (options.tasks and options.export_texts.endswith('.jsonl')):
+        raise InputError(f'--export-texts={options.export_texts}: needs --tasks and a name that ends in .jsonl')
     if options.num_batches < 0:
         raise InputError(f'--num-batches={options.num_batches}: must be at least 0 (0 = all)')
     for name, least in {'limit': 1, 'num_fewshot': 0, 'samples': 1, 'needle_trials': 1, 'num_slots': 1}.items():

@@ -12,6 +12,9 @@ import pytest
 
 from maxlm import evaluate, prepare, train
 from maxlm.data.dataset.records import load_manifest
+from maxlm.data.documents.document import Document
+from maxlm.data.filters.base import FilterResult
+from maxlm.data.filters.decontaminate import decontaminate
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.evaluation import runner
 from maxlm.inference.scoring import Likelihood, LogprobScorer
@@ -279,6 +282,38 @@ def test_benchmarks_and_the_loss_in_one_table(run, evaluation, dataset, tmp_path
     assert {name.partition('/')[0] for name in checkpoint['tasks']} == {'local_letters', 'local_rolling'}
     results = json.loads((tmp_path / 'out/run@4/results_4.json').read_text())
     assert results['results']['local_letters']['acc,none'] == checkpoint['tasks']['local_letters/acc']['value']
+
+
+def test_texts_of_tasks_are_exported_for_decontamination(tmp_path, capfd):
+    pytest.importorskip('lm_eval', reason="needs the extra 'eval': pip install 'maxlm[eval]'")
+    docs = documents(4)
+    tasks = write_tasks(tmp_path / 'tasks', docs, ['choice', 'rolling'])
+    file = tmp_path / 'texts.jsonl'
+    assert evaluate.main([f'--export-texts={file}', f'--tasks={tasks}', '--limit=3']) == EXIT_DONE
+    assert capfd.readouterr().out == f'{file}: 6 documents\n'
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line['task'] for line in lines] == ['local_choice'] * 3 + ['local_rolling'] * 3
+    for line, doc in zip(lines[:3], docs, strict=False):
+        assert set(line['text']) == {doc['question'], *doc['choices'], doc['text'], doc['written']}
+    long = max((doc['text'] for doc in docs[:3]), key=len)
+    remove = decontaminate(f'decontaminate:{file}')
+    # Control: the fourth document was not exported.
+    assert [type(remove(Document('', '', text))) for text in (f'Read this: {long}!', docs[3]['text'])] == [
+        FilterResult,
+        Document,
+    ]
+
+
+def test_bad_exports_are_refused(tmp_path, capfd):
+    for options, message in (
+        ([], 'one of the arguments --checkpoint --export-texts is required'),
+        ([f'--export-texts={tmp_path}/a.jsonl', '--checkpoint=runs/x'], 'not allowed with argument'),
+        ([f'--export-texts={tmp_path}/a.jsonl'], 'needs --tasks and a name that ends in .jsonl'),
+        ([f'--export-texts={tmp_path}/a.json', '--tasks=arc'], 'needs --tasks and a name that ends in .jsonl'),
+        ([f'--export-texts={tmp_path}/a.jsonl', '--tasks=core:x'], 'directly to maxlm prepare --filter decontaminate:'),
+    ):
+        assert exit_code(evaluate.main, options) == EXIT_BAD_INPUT
+        assert message in capfd.readouterr().err
 
 
 def test_bad_task_options(run, tmp_path, monkeypatch, workdir):

@@ -16,6 +16,7 @@ from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, InputError, os_message
 from maxlm.evaluation.code import ProgramsConfig
+from maxlm.evaluation.lm_eval_tasks import Benchmarks
 from maxlm.evaluation.perplexity import HeldOut, bits_per_byte, draw_positions, make_token_losses, measure
 from maxlm.evaluation.runner import EvalOptions, EvalResult, EvalRun, parse_tasks
 from maxlm.evaluation.statistics import Measure, exponential_of
@@ -24,6 +25,8 @@ from maxlm.hints import print_next
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.log import Console, progress_bar
 from maxlm.runtime.compilation_cache import enable_compilation_cache
+from maxlm.storage.atomic import atomic_write
+from maxlm.storage.json_text import strings_in
 from maxlm.telemetry.metrics import perplexity
 
 
@@ -61,6 +64,28 @@ def execute(options: argparse.Namespace) -> int:
         print(json.dumps(_as_json(found)) if options.json else table_text(columns))
     if not options.json:
         print_next('maxlm', 'generate', f'--checkpoint={options.checkpoint[0]}', '--prompt=Hello')
+    return EXIT_DONE
+
+
+def export_texts(options: argparse.Namespace) -> int:
+    """Writes a line {"task", "text"} for each document of lm-eval tasks, where the text is a list of all its strings.
+
+    Raises:
+        InputError: a task is not an lm-eval task or cannot be loaded, or the file cannot be written.
+    """
+    file, parsed = options.export_texts, parse_tasks(options.tasks)
+    if parsed.core or parsed.suites or parsed.needle:
+        raise InputError(
+            f'--export-texts={file}: --tasks={options.tasks} has tasks that are not of lm-eval; remove them, and give '
+            'the path of other evaluation texts directly to maxlm prepare --filter decontaminate:PATH'
+        )
+    benchmarks = Benchmarks(parsed.benchmarks, folder=options.tasks_path, limit=options.limit)
+    lines = [
+        json.dumps({'task': task, 'text': list(dict.fromkeys(strings_in(document)))}, ensure_ascii=False) + '\n'
+        for task, document in benchmarks.documents()
+    ]
+    atomic_write(Path(file), ''.join(lines))
+    print(json.dumps({'documents': len(lines)}) if options.json else f'{file}: {len(lines):,} documents')
     return EXIT_DONE
 
 

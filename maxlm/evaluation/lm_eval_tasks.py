@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import logging
 import math
@@ -117,14 +118,22 @@ class Benchmarks:
         Raises:
             InputError: the data of a task cannot be loaded.
         """
-        try:
-            loaded = self._manager.load(list(self._names))['tasks']
-        except Exception as error:  # raised by data sets, the Hub or a task file
-            raise InputError(
-                f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_one_line(error)}; '
-                'check the task and its data'
-            ) from error
-        return {name: task.get_config('output_type') for name, task in loaded.items()}
+        return {name: task.get_config('output_type') for name, task in self._load().items()}
+
+    def documents(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yields (task, document) for each document that is evaluated. Groups are expanded.
+
+        Raises:
+            InputError: the data of a task cannot be loaded.
+        """
+        with _as_input_errors(self._key, self._names):
+            for name, task in self._load().items():
+                for document in itertools.islice(task.eval_docs, self._settings['limit']):
+                    yield name, document
+
+    def _load(self) -> Mapping[str, Any]:
+        with _as_input_errors(self._key, self._names):
+            return self._manager.load(list(self._names))['tasks']
 
     def run(self, lm_eval_model: LmEvalModel) -> dict[str, Any]:
         """Runs lm-eval's `simple_evaluate` and returns its results.
@@ -139,23 +148,33 @@ class Benchmarks:
         os.environ['DISABLE_MULTIPROC'] = '1'
         # lm-eval prints text and progress bars, which must not appear in logs.
         output = sys.stderr if sys.stderr.isatty() else io.StringIO()
-        try:
-            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), _quiet_git():
-                results = simple_evaluate(
-                    model,
-                    tasks=list(self._names),
-                    task_manager=self._manager,
-                    bootstrap_iters=BOOTSTRAPS,
-                    **self._settings,
-                )
-        except (InputError, AssertionError, MemoryError):
-            raise
-        except Exception as error:  # raised by data sets, the Hub or a task file
-            raise InputError(
-                f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_one_line(error)}; '
-                'check the task and its data'
-            ) from error
+        with (
+            _as_input_errors(self._key, self._names),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+            _quiet_git(),
+        ):
+            results = simple_evaluate(
+                model,
+                tasks=list(self._names),
+                task_manager=self._manager,
+                bootstrap_iters=BOOTSTRAPS,
+                **self._settings,
+            )
         return dict(results)
+
+
+@contextlib.contextmanager
+def _as_input_errors(key: str, names: Sequence[str]) -> Iterator[None]:
+    """Converts errors of data sets, the Hub and task files to errors of one line."""
+    try:
+        yield
+    except (InputError, AssertionError, MemoryError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f'{key}={",".join(names)}: {type(error).__name__}: {_one_line(error)}; check the task and its data'
+        ) from error
 
 
 @contextlib.contextmanager

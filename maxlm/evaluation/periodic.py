@@ -1,16 +1,18 @@
-"""lm-eval tasks during training, on the mesh and parameters of the run."""
+"""lm-eval tasks and the CORE metric during training, on the mesh and parameters of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.evaluation.core import evaluate_core
+from maxlm.evaluation.core_bundle import CoreTask, open_bundle, split_bundle
 from maxlm.evaluation.lm_eval_model import LmEvalModel
 from maxlm.evaluation.lm_eval_tasks import Benchmarks, measures
+from maxlm.evaluation.statistics import Measure
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.scoring import LogprobScorer
 from maxlm.parallel.layout import Layout
@@ -22,10 +24,18 @@ PREFIX = 'eval/tasks/'
 class Tasks:
     """Runs the tasks of `eval.tasks`. All processes must take part, and all receive the same scores."""
 
-    def __init__(self, benchmarks: Benchmarks, config: Config, layout: Layout, tokenizer_path: Path):
-        self._benchmarks = benchmarks
+    def __init__(
+        self,
+        benchmarks: Benchmarks | None,
+        core: Sequence[CoreTask],
+        config: Config,
+        layout: Layout,
+        tokenizer_path: Path,
+    ):
+        self._benchmarks, self._core = benchmarks, core
+        self._tokenizer = Tokenizer.load(tokenizer_path)
         # The step is unused here.
-        model = LoadedModel(config, layout, None, Tokenizer.load(tokenizer_path), tokenizer_path, 0)
+        model = LoadedModel(config, layout, None, self._tokenizer, tokenizer_path, 0)
         self._scorer = LogprobScorer(model)
         self._lm_eval_model = LmEvalModel(model, self._scorer, None)
 
@@ -33,15 +43,20 @@ class Tasks:
         """Runs the tasks and returns {metric: value}.
 
         Raises:
-            InputError: the data of a task cannot be loaded.
+            InputError: the data of a task cannot be loaded, or an answer is longer than the context of the model.
         """
         self._scorer.params = params
+        found: list[Measure] = []
         try:
-            results: Mapping[str, Any] = self._benchmarks.run(self._lm_eval_model)
+            if self._core:
+                prefix = self._lm_eval_model.prefix_token_id
+                found += evaluate_core(self._core, self._scorer, self._tokenizer, prefix).measures
+            if self._benchmarks is not None:
+                found += measures(self._benchmarks.run(self._lm_eval_model))
         finally:
             # Release the parameters, because the next training step replaces them.
             self._scorer.params = None
-        return {PREFIX + measure.name: measure.value for measure in measures(results)}
+        return {PREFIX + measure.name: measure.value for measure in found}
 
 
 def open_tasks(config: Config, layout: Layout, tokenizer_path: Path) -> Tasks | None:
@@ -53,14 +68,21 @@ def open_tasks(config: Config, layout: Layout, tokenizer_path: Path) -> Tasks | 
     if not config.eval.tasks:
         return None
     limit = config.eval.tasks_limit or None
-    benchmarks = Benchmarks(config.eval.tasks, limit=limit, key='eval.tasks')
+    bundle, names = split_bundle(config.eval.tasks, 'eval.tasks')
+    core = open_bundle(bundle, limit=limit, key='eval.tasks') if bundle else []
+    benchmarks = _open_benchmarks(names, limit) if names else None
+    return Tasks(benchmarks, core, config, layout, tokenizer_path)
+
+
+def _open_benchmarks(names: Sequence[str], limit: int | None) -> Benchmarks:
+    benchmarks = Benchmarks(names, limit=limit, key='eval.tasks')
     generative = [name for name, kind in benchmarks.output_types().items() if kind == 'generate_until']
     if generative:
         raise InputError(
             f'eval.tasks: {", ".join(generative)} generates text, which requires a key-value cache in addition to the '
             f'training state; use log-likelihood tasks here, and run this one with maxlm.evaluate'
         )
-    return Tasks(benchmarks, config, layout, tokenizer_path)
+    return benchmarks
 
 
 def task_text(scores: Mapping[str, float]) -> str:

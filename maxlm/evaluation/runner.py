@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxlm.errors import InputError, os_message
-from maxlm.evaluation.code import KINDS, ProgramResults, ProgramsConfig, open_suite, solve
+from maxlm.evaluation.code import KINDS, ProgramsConfig, open_suite, solve
+from maxlm.evaluation.core import evaluate_core
+from maxlm.evaluation.core_bundle import open_bundle, split_bundle
 from maxlm.evaluation.lm_eval_model import LmEvalModel
 from maxlm.evaluation.lm_eval_tasks import Benchmarks, measures, write_results
 from maxlm.evaluation.needle import NeedleConfig, NeedleResults, default_lengths, draw_needles, find_needles
@@ -29,30 +31,33 @@ class ParsedTasks(NamedTuple):
         benchmarks: task names and paths for lm-eval.
         suites: (kind, path) of code benchmarks.
         needle: run the needle-in-a-haystack test.
+        core: path of the evaluation bundle of the CORE metric; '' = none.
     """
 
     benchmarks: tuple[str, ...]
     suites: tuple[tuple[str, str], ...]
     needle: bool
+    core: str = ''
 
 
 def parse_tasks(text: str) -> ParsedTasks:
     """Parses a comma-separated list such as `arc_easy,tasks/mine.yaml,humaneval:HumanEval.jsonl,needle`.
 
     Raises:
-        InputError: an item is empty.
+        InputError: an item is empty, or there are several evaluation bundles.
     """
     parts = [part.strip() for part in text.split(',')]
     if not all(parts):
         raise InputError(f'--tasks={text}: must be comma-separated names, e.g. arc_easy,humaneval:HumanEval.jsonl')
     suites, benchmarks = [], []
-    for part in dict.fromkeys(parts):
+    core, parts = split_bundle(list(dict.fromkeys(parts)), '--tasks')
+    for part in parts:
         kind, separator, path = part.partition(':')
         if kind in KINDS and separator and path:
             suites.append((kind, path))
         elif part != NEEDLE:
             benchmarks.append(part)
-    return ParsedTasks(tuple(benchmarks), tuple(suites), NEEDLE in parts)
+    return ParsedTasks(tuple(benchmarks), tuple(suites), NEEDLE in parts, core)
 
 
 class EvalOptions(NamedTuple):
@@ -80,11 +85,18 @@ class EvalOptions(NamedTuple):
 
 
 class EvalResult(NamedTuple):
-    """Results of one model. `measures` contains all numbers; the other fields are written to files."""
+    """Results of one model. `measures` contains all numbers; the other fields are written to files.
+
+    Attributes:
+        measures: all metrics.
+        benchmarks: results of lm-eval.
+        records: one JSON object per program or example, by task.
+        needles: results of the needle-in-a-haystack test.
+    """
 
     measures: list[Measure]
     benchmarks: dict[str, Any] | None
-    programs: dict[str, ProgramResults]
+    records: dict[str, list[dict[str, Any]]]
     needles: NeedleResults | None
 
     def write(self, folder: Path, *, step: int, title: str) -> None:
@@ -93,8 +105,8 @@ class EvalResult(NamedTuple):
             write_results(self.benchmarks, folder, step=step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, results in self.programs.items():
-                lines = (json.dumps(record, ensure_ascii=False) + '\n' for record in results.records)
+            for name, records in self.records.items():
+                lines = (json.dumps(record, ensure_ascii=False) + '\n' for record in records)
                 (folder / f'samples_{name}_{step}.jsonl').write_text(''.join(lines), encoding='utf-8')
             if self.needles is not None:
                 draw_needles(self.needles, f'Needle in a haystack: {title}').savefig(
@@ -111,6 +123,7 @@ class EvalRun:
         """Opens the tasks. Raises InputError if a task does not exist or a required package is not installed."""
         self._config, self._needle = config, parsed.needle
         self._suites = [open_suite(kind, path, limit=config.limit) for kind, path in parsed.suites]
+        self._core = open_bundle(parsed.core, limit=config.limit) if parsed.core else []
         self._benchmarks: Benchmarks | None = None
         if parsed.benchmarks:
             self._benchmarks = Benchmarks(
@@ -132,15 +145,21 @@ class EvalRun:
             raise InputError('--apply-chat-template: the checkpoint has no chat template; omit the option')
         chat = model.chat if config.chat else None
         scorer, engine = LogprobScorer(model), _LazyEngine(model, config.num_slots, show=show)
+        lm_eval_model = LmEvalModel(model, scorer, engine, show=show)
         all_measures: list[Measure] = []
+        records: dict[str, list[dict[str, Any]]] = {}
+        if self._core:
+            core = evaluate_core(self._core, scorer, model.tokenizer, lm_eval_model.prefix_token_id, show=show)
+            all_measures += core.measures
+            records |= core.records
         results = None
         if self._benchmarks is not None:
-            results = self._benchmarks.run(LmEvalModel(model, scorer, engine, show=show))
+            results = self._benchmarks.run(lm_eval_model)
             all_measures += measures(results)
-        programs = {}
         for suite in self._suites:
-            programs[suite.name] = solve(suite, engine, model.tokenizer, config.programs, chat=chat)
-            all_measures += programs[suite.name].measures
+            programs = solve(suite, engine, model.tokenizer, config.programs, chat=chat)
+            all_measures += programs.measures
+            records[suite.name] = programs.records
         needles = None
         if self._needle:
             lengths = config.needle_lengths or default_lengths(scorer.max_length)
@@ -148,7 +167,7 @@ class EvalRun:
                 scorer, model.tokenizer, NeedleConfig(lengths, trials=config.needle_trials), show=show
             )
             all_measures += needles.measures
-        return EvalResult(all_measures, results, programs, needles)
+        return EvalResult(all_measures, results, records, needles)
 
 
 class _LazyEngine:

@@ -108,7 +108,7 @@ METRICS: dict[str, Metric] = {
     ),
     'eval/length': Metric('tokens', 'GRPO: mean length of the greedy responses'),
     'eval/loss/*': Metric('nats/token', 'eval/loss over the tokens of one source'),
-    'eval/tasks/*': Metric('', 'metric of a benchmark in eval.tasks, named as in lm-eval, e.g. arc_easy/acc'),
+    'eval/tasks/*': Metric('', 'metric of a benchmark in eval.tasks, named as by maxlm.evaluate, e.g. arc_easy/acc'),
     'eval/tokens/*': Metric('tokens', 'target tokens of one source in the evaluation'),
     'data/fraction/*': Metric('', 'fraction of all windows so far that are from one source'),
     'data/epoch/*': Metric('epochs', 'passes over one source so far'),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 
@@ -11,6 +12,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.evaluation.periodic import task_text
 from maxlm.telemetry.metrics import read_metrics
 from tests.conftest import ROOT
+from tests.evaluation.core_bundles import write_bundle
 from tests.evaluation.harness_tasks import documents, write_tasks
 from tests.test_train import arguments
 
@@ -42,6 +44,31 @@ def test_a_run_reports_its_tasks(dataset, tmp_path, capfd):
     assert {f'eval/tasks/{name}': part['value'] for name, part in found['tasks'].items()} == pytest.approx(
         last, rel=1e-4
     )
+
+
+def test_a_run_reports_the_core_metric(dataset, tmp_path, capfd, monkeypatch):
+    # Bundles do not need lm-eval.
+    monkeypatch.setitem(sys.modules, 'lm_eval', None)
+    bundle = write_bundle(tmp_path / 'bundle')
+    settings = {'train__num_steps': 3, 'eval__tasks': f"('core:{bundle}',)", 'eval__tasks_interval': 3}
+    settings['eval__tasks_limit'] = 8
+    assert train.main(arguments(dataset, tmp_path / 'run', **settings)) == EXIT_DONE
+    (line,) = [line for line in read_metrics(tmp_path / 'run') if 'eval/tasks/core' in line]
+    given = [f'--checkpoint={tmp_path / "run"}', f'--tasks=core:{bundle}', '--limit=8', '--json']
+    capfd.readouterr()
+    assert evaluate.main([*given, f'--output={tmp_path / "out"}']) == EXIT_DONE
+    (found,) = json.loads(capfd.readouterr().out)['checkpoints']
+    values = {f'eval/tasks/{name}': part['value'] for name, part in found['tasks'].items()}
+    assert values == {name: value for name, value in line.items() if 'tasks' in name}
+    assert set(values) >= {'eval/tasks/core', 'eval/tasks/core/choice/acc', 'eval/tasks/core/words/centered'}
+    records = (tmp_path / 'out/run@3/samples_core_choice_3.jsonl').read_text().splitlines()
+    assert [sorted(json.loads(record)) for record in records] == [['correct', 'gold', 'line', 'losses']] * 8
+    correct = [json.loads(record)['correct'] for record in records]
+    assert values['eval/tasks/core/choice/acc'] == sum(correct) / 8
+    # Control: a missing bundle is an error before the first step.
+    (bundle / 'core.yaml').unlink()
+    assert exit_code(train.main, arguments(dataset, tmp_path / 'other', **settings)) == EXIT_BAD_INPUT
+    assert f'{bundle}/core.yaml: No such file' in capfd.readouterr().err
 
 
 @needs_lm_eval

@@ -16,6 +16,7 @@ from maxlm.evaluation.runner import ParsedTasks, parse_tasks
             'humaneval:x.jsonl,mbpp:y/z.jsonl.gz',
             ParsedTasks((), (('humaneval', 'x.jsonl'), ('mbpp', 'y/z.jsonl.gz')), False),
         ),
+        ('core:data/bundle,needle,a', ParsedTasks(('a',), (), True, 'data/bundle')),
         # Without a file, the name refers to lm-eval's task.
         ('humaneval,needle', ParsedTasks(('humaneval',), (), True)),
     ],
@@ -28,3 +29,9 @@ def test_parts(text, found):
 def test_empty_parts(text):
     with pytest.raises(InputError, match='must be comma-separated names'):
         parse_tasks(text)
+
+
+def test_several_bundles():
+    with pytest.raises(InputError, match='--tasks=core:a,core:b: only one core:DIRECTORY is supported'):
+        parse_tasks('core:a,core:b')
+    assert parse_tasks('core:a,core:a').core == 'a'

@@ -22,7 +22,7 @@ class EvalConfig:
     # Maximum number of tokens per continuation.
     sample_max_tokens: int = 64
     # lm-eval benchmarks scored by likelihood, as names (need the extra `eval` and access to the hub) or as paths of
-    # task files: ('arc_easy', 'tasks/mine.yaml').
+    # task files: ('arc_easy', 'tasks/mine.yaml'). `core:DIRECTORY` is the CORE metric of an evaluation bundle.
     tasks: tuple = ()
     # Steps between two runs of the benchmarks, which also run at the last step; 0 = never.
     tasks_interval: int = 0

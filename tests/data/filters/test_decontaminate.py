@@ -9,6 +9,7 @@ from maxlm.data.filters.base import FilterResult
 from maxlm.data.filters.decontaminate import decontaminate
 from maxlm.data.filters.registry import describe_filters, make_cleaner
 from maxlm.errors import InputError
+from tests.evaluation.core_bundles import write_bundle
 
 LONG = 'a train leaves the city of Bonn at noon and arrives in Rome after nine hours of travel'
 WORDS = LONG.split()
@@ -50,6 +51,18 @@ def test_other_documents_are_kept(path):
     ]
     for text in others:
         assert result(path, text) == Document('x', '', text)
+
+
+def test_the_examples_of_a_bundle_are_found(tmp_path):
+    bundle = write_bundle(tmp_path / 'bundle')
+    file = bundle / 'eval_data/part/choice.jsonl'
+    # The separator U+2028 is text within JSON.
+    row = {'query': f'Read.\u2028{LONG}', 'choices': [SHORT, 'Rome'], 'gold': 0}
+    file.write_text(f'{file.read_text()}\n{json.dumps(row, ensure_ascii=False)}')
+    for text in (' '.join(WORDS[2:15]), SHORT):
+        assert isinstance(result(bundle, f'We said: {text}.'), FilterResult)
+    # Control: the labels of tasks and their random baselines are not evaluation texts.
+    assert isinstance(result(bundle, (bundle / 'core.yaml').read_text()), Document)
 
 
 def test_the_description_depends_on_the_texts(path):
