@@ -14,9 +14,10 @@ import numpy as np
 
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
-from maxlm.errors import EXIT_DONE, InputError, os_message
+from maxlm.errors import EXIT_DONE, InputError
 from maxlm.evaluation.code import ProgramsConfig
 from maxlm.evaluation.lm_eval_tasks import Benchmarks
+from maxlm.evaluation.output import output_directory
 from maxlm.evaluation.perplexity import HeldOut, bits_per_byte, draw_positions, make_token_losses, measure
 from maxlm.evaluation.runner import EvalOptions, EvalResult, EvalRun, parse_tasks
 from maxlm.evaluation.statistics import Measure, exponential_of
@@ -238,13 +239,10 @@ def _as_json(found: list[Evaluated]) -> dict[str, Any]:
 
 def _write(folder: Path, found: list[Evaluated]) -> None:
     """Writes evaluation.json, table.txt and, if losses were measured, positions.png."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with output_directory(folder):
         (folder / 'evaluation.json').write_text(json.dumps(_as_json(found), indent=2) + '\n', encoding='utf-8')
         table = table_text([Column(one.name, one.measures) for one in found])
         (folder / 'table.txt').write_text(table + '\n', encoding='utf-8')
         curves = {one.name: one.held_out.by_position() for one in found if one.held_out is not None}
         if curves:
             draw_positions(curves, 'Loss by number of context tokens').savefig(folder / 'positions.png', dpi=150)
-    except OSError as error:
-        raise InputError(f'--output={folder}: {os_message(error)}; choose a writable directory') from error

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError
 from maxlm.evaluation.lm_eval_model import INSTALL_HINT, LmEvalModel, harness_model
+from maxlm.evaluation.output import output_directory, to_json, write_samples
 from maxlm.evaluation.statistics import Measure, exponential_of, mean_of
 
 # Number of bootstrap samples for standard errors of metrics that are not means.
@@ -237,21 +238,12 @@ def write_results(results: Mapping[str, Any], folder: Path, *, step: int) -> Non
     Raises:
         InputError: the files cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with output_directory(folder):
         without_samples = {name: value for name, value in results.items() if name != 'samples'}
-        text = json.dumps(without_samples, indent=2, default=_to_json, ensure_ascii=False)
+        text = json.dumps(without_samples, indent=2, default=to_json, ensure_ascii=False)
         (folder / f'results_{step}.json').write_text(text + '\n', encoding='utf-8')
         for task, samples in results.get('samples', {}).items():
-            lines = (json.dumps(sample, default=_to_json, ensure_ascii=False) + '\n' for sample in samples)
-            (folder / f'samples_{task}_{step}.jsonl').write_text(''.join(lines), encoding='utf-8')
-    except OSError as error:
-        raise InputError(f'--output={folder}: {os_message(error)}; choose a writable directory') from error
-
-
-def _to_json(value: Any) -> Any:
-    """Converts NumPy scalars to numbers and other objects to strings."""
-    return value.item() if hasattr(value, 'item') else str(value)
+            write_samples(folder, task, step, samples)
 
 
 def _one_line(error: Exception) -> str:

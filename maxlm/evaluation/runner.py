@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError
 from maxlm.evaluation.code import KINDS, ProgramsConfig, open_suite, solve
 from maxlm.evaluation.core import evaluate_core
 from maxlm.evaluation.core_bundle import open_bundle, split_bundle
 from maxlm.evaluation.lm_eval_model import LmEvalModel
 from maxlm.evaluation.lm_eval_tasks import Benchmarks, measures, write_results
 from maxlm.evaluation.needle import NeedleConfig, NeedleResults, default_lengths, draw_needles, find_needles
+from maxlm.evaluation.output import output_directory, write_samples
 from maxlm.evaluation.statistics import Measure
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Completion, Request
@@ -103,17 +103,13 @@ class EvalResult(NamedTuple):
         """Writes results and responses of each task. Raises InputError if a file cannot be written."""
         if self.benchmarks is not None:
             write_results(self.benchmarks, folder, step=step)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+        with output_directory(folder):
             for name, records in self.records.items():
-                lines = (json.dumps(record, ensure_ascii=False) + '\n' for record in records)
-                (folder / f'samples_{name}_{step}.jsonl').write_text(''.join(lines), encoding='utf-8')
+                write_samples(folder, name, step, records)
             if self.needles is not None:
                 draw_needles(self.needles, f'Needle in a haystack: {title}').savefig(
                     folder / f'needle_{step}.png', dpi=150
                 )
-        except OSError as error:
-            raise InputError(f'--output={folder}: {os_message(error)}; choose a writable directory') from error
 
 
 class EvalRun:

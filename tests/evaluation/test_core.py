@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer, train_bpe
 from maxlm.errors import InputError
@@ -20,9 +19,8 @@ from maxlm.evaluation.core_bundle import open_bundle
 from maxlm.evaluation.statistics import difference
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.scoring import LogprobScorer
-from maxlm.training.state import abstract_model
 from tests.evaluation.core_bundles import TASKS, write_bundle
-from tests.parameters import random_params
+from tests.parameters import decoder_graph, logits, random_params
 from tests.small import small_config, small_layout
 
 TOKENIZER = chars_tokenizer(['abcdef \nx:'])
@@ -47,14 +45,9 @@ def scorer():
 
 @functools.cache
 def forward():
-    graph, _ = nnx.split(abstract_model(model().config, model().layout))
-
-    @jax.jit
-    def logits(params, tokens_1T):
-        decoder = nnx.merge(graph, params)
-        return decoder.logits(decoder(tokens_1T)[0])[0]
-
-    return lambda tokens: np.asarray(logits(model().params, np.array([tokens], np.int32)), np.float64)
+    """Returns a function that computes the logits of a token sequence, float64 [tokens, V]."""
+    compute = jax.jit(functools.partial(logits, decoder_graph(model().config.model)))
+    return lambda tokens: np.asarray(compute(model().params, np.array([tokens], np.int32))[0], np.float64)
 
 
 @pytest.fixture(scope='module')
@@ -101,10 +94,10 @@ def slow_record(line, gold, texts, starts):
         # The first index after the prefix token. One choice may be the beginning of another.
         num = max(1, len(text) - start)
         tokens = tokens[-(CONTEXT + 1) :]
-        logits = forward()([*tokens[:-1], *[0] * (CONTEXT + 1 - len(tokens))])
+        logits_TV = forward()([*tokens[:-1], *[0] * (CONTEXT + 1 - len(tokens))])
         found = []
         for place in range(len(tokens) - num, len(tokens)):
-            row = logits[place - 1]
+            row = logits_TV[place - 1]
             found.append(math.log(np.exp(row - row.max()).sum()) + row.max() - row[tokens[place]])
             greedy.append(int(row.argmax()) == tokens[place])
         losses.append(sum(found) / len(found))
