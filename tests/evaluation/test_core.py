@@ -16,7 +16,7 @@ from maxlm.errors import InputError
 from maxlm.evaluation import core
 from maxlm.evaluation.core import evaluate_core
 from maxlm.evaluation.core_bundle import open_bundle
-from maxlm.evaluation.statistics import difference
+from maxlm.evaluation.statistics import difference, mean_of
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.scoring import LogprobScorer
 from tests.evaluation.core_bundles import TASKS, write_bundle
@@ -113,6 +113,7 @@ def test_scores_equal_separate_forward_passes(bundle, monkeypatch):
     tasks = open_bundle(str(bundle))
     results = run(tasks)
     values = {measure.name: measure.value for measure in results.measures}
+    errors = {measure.name: measure.error for measure in results.measures}
     centered = []
     for label, _, _, _, percent, num in TASKS:
         slow = [slow_record(*example) for example in prompts(bundle, label)]
@@ -124,6 +125,8 @@ def test_scores_equal_separate_forward_passes(bundle, monkeypatch):
         assert values[f'core/{label}/acc'] == pytest.approx(accuracy)
         centered.append((accuracy - percent / 100) / (1 - percent / 100))
         assert values[f'core/{label}/centered'] == pytest.approx(centered[-1])
+        error = math.sqrt(accuracy * (1 - accuracy) / (num - 1)) / (1 - percent / 100)
+        assert errors[f'core/{label}/centered'] == pytest.approx(error)
     assert values['core'] == pytest.approx(sum(centered) / len(TASKS))
     assert len(values) == 1 + 2 * len(TASKS)
     # Control: other few-shot examples change the scores of the tasks that have them.
@@ -137,19 +140,17 @@ def test_prompts_are_longer_than_the_context(bundle):
     assert min(lengths) < CONTEXT < max(lengths)
 
 
-def test_errors_are_those_of_examples(bundle):
-    tasks = open_bundle(str(bundle))
-    first = {measure.name: measure for measure in run(tasks).measures}
-    errors = []
-    for label, _, _, _, percent, num in TASKS:
-        accuracy = first[f'core/{label}/acc'].value
-        errors.append(math.sqrt(accuracy * (1 - accuracy) / (num - 1)) / (1 - percent / 100))
-        assert first[f'core/{label}/centered'].error == pytest.approx(errors[-1])
-    # Differences between tasks are not an error: the tasks of a bundle are not a sample.
-    assert first['core'].error == pytest.approx(math.hypot(*errors) / len(TASKS), rel=0.03)
-    assert np.ptp([first[f'core/{label}/centered'].value for label, *_ in TASKS]) > 2 * first['core'].error
-    change = difference(first['core'], first['core'])
-    assert (change.value, change.error) == (0, None)
+def test_errors_are_those_of_examples():
+    # The tasks of a bundle are not a sample: their means, which differ by 0.8, are not an error.
+    tasks = [mean_of(name, np.arange(100) < num) for name, num in (('a', 10), ('b', 90))]
+    total = core._core(tasks)
+    assert total.value == pytest.approx(0.5)
+    assert total.error == pytest.approx(math.hypot(*(task.error for task in tasks)) / 2, rel=0.01)
+    # Two models that differ in one example of a task.
+    other = core._core([mean_of('a', np.arange(100) < 11), tasks[1]])
+    change = difference(total, other)
+    assert change.value == pytest.approx(0.005)
+    assert change.error == pytest.approx(mean_of('', np.arange(100) < 1).error / 2, rel=0.01)
 
 
 def test_the_limit_selects_few_shot_examples_too(bundle):
@@ -170,9 +171,10 @@ def test_answers_are_split_by_tokens(tmp_path):
         json.dumps({'context_options': ['bad cab', 'bead cab'], 'continuation': 'cafe', 'gold': 0})
     )
     (folder / 'eval_data/part/words.jsonl').write_text(json.dumps({'context': ' bad \n', 'continuation': 'cab cafe'}))
+    tasks = [task._replace(delimiter=task.delimiter or ' ') for task in open_bundle(str(folder))]
     choice, schema, words = (
         [[tokenizer.decode(part) for part in request] for request in core._requests(task, 0, tokenizer, 256)]
-        for task in (task._replace(delimiter=task.delimiter or ' ') for task in open_bundle(str(folder)))
+        for task in tasks
     )
     start = tokenizer.decode([256])
     # The common start of the choices belongs to the context. The third choice keeps its last token.
@@ -183,8 +185,10 @@ def test_answers_are_split_by_tokens(tmp_path):
     ]
     # The common end of the contexts is scored too.
     assert schema == [[f'{start}bad', ' cab cafe'], [f'{start}bead', ' cab cafe']]
-    # The space after the context is in the first token of the continuation.
+    # The space after the context is in the first token of the continuation, or a scored token itself.
     assert words == [[f'{start}bad', ' cab cafe']]
+    ((context, continuation),) = core._requests(tasks[2], 0, TOKENIZER, PREFIX)
+    assert (TOKENIZER.decode(context[1:]), TOKENIZER.decode(continuation)) == ('bad', ' cab cafe')
 
 
 def replace(file, old, new):
