@@ -71,11 +71,11 @@ def split_bundle(tasks: Sequence[str], key: str) -> tuple[str, list[str]]:
     """Returns the path of the bundle in a list of tasks, '' if there is none, and the other tasks.
 
     Raises:
-        InputError: there are several bundles, which would report the same names.
+        InputError: there are several bundles, which would report the same names, or the path is empty.
     """
     paths = [task.removeprefix(PREFIX) for task in tasks if task.startswith(PREFIX)]
-    if len(paths) > 1:
-        raise InputError(f'{key}={",".join(tasks)}: only one {PREFIX}DIRECTORY is supported; remove one')
+    if len(paths) > 1 or '' in paths:
+        raise InputError(f'{key}={",".join(tasks)}: give the path of one bundle, {PREFIX}DIRECTORY')
     return ''.join(paths), [task for task in tasks if not task.startswith(PREFIX)]
 
 

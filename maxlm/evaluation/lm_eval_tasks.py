@@ -150,7 +150,7 @@ class Benchmarks:
         # lm-eval prints text and progress bars, which must not appear in logs.
         output = sys.stderr if sys.stderr.isatty() else io.StringIO()
         with (
-            _as_input_errors(self._key, self._names),
+            _as_input_errors(self._key, self._names, AssertionError, MemoryError),
             contextlib.redirect_stdout(output),
             contextlib.redirect_stderr(output),
             _quiet_git(),
@@ -166,13 +166,13 @@ class Benchmarks:
 
 
 @contextlib.contextmanager
-def _as_input_errors(key: str, names: Sequence[str]) -> Iterator[None]:
-    """Converts errors of data sets, the Hub and task files to errors of one line."""
+def _as_input_errors(key: str, names: Sequence[str], *own: type[Exception]) -> Iterator[None]:
+    """Converts errors of data sets, the Hub and task files to errors of one line, except those of the types `own`."""
     try:
         yield
-    except (InputError, AssertionError, MemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, (InputError, *own)):
+            raise
         raise InputError(
             f'{key}={",".join(names)}: {type(error).__name__}: {_one_line(error)}; check the task and its data'
         ) from error

@@ -31,7 +31,8 @@ def test_empty_parts(text):
         parse_tasks(text)
 
 
-def test_several_bundles():
-    with pytest.raises(InputError, match='--tasks=core:a,core:b: only one core:DIRECTORY is supported'):
-        parse_tasks('core:a,core:b')
+@pytest.mark.parametrize('text', ['core:a,core:b', 'core:'])
+def test_a_single_bundle_is_required(text):
+    with pytest.raises(InputError, match=f'--tasks={text}: give the path of one bundle, core:DIRECTORY'):
+        parse_tasks(text)
     assert parse_tasks('core:a,core:a').core == 'a'
