@@ -55,6 +55,33 @@ def test_the_reward_increases(finished):
     assert (finished / 'report.html').stat().st_size > 1000
 
 
+@pytest.fixture(scope='module')
+def asynchronous(start, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp('asynchronous') / 'run'
+    assert run(start, workdir, grpo__async_rollouts=True) == EXIT_DONE
+    return workdir
+
+
+def test_asynchronous_rollouts_learn_from_older_responses(asynchronous, finished):
+    lines, synchronous = curve(asynchronous), curve(finished)
+    firsts = (1, 3, 5, 7)
+    assert [lines[step]['rollout/staleness'] for step in firsts] == [0, 2, 2, 2]
+    assert lines[7]['rollout/reward'] > lines[1]['rollout/reward'] + 0.2
+    # The first two rollouts are generated with the initial parameters.
+    same = [lines[step]['rollout/entropy'] == synchronous[step]['rollout/entropy'] for step in firsts]
+    assert same == [True, False, False, False]
+    # The importance weights of a rollout are those before its first step, in which no ratio is clipped.
+    weights = [lines[step]['train/importance_weight'] for step in range(1, 9)]
+    assert weights[:2] == pytest.approx([1, 1], abs=1e-4)
+    assert all(abs(weight - 1) > 1e-3 for weight in weights[2:])
+    assert [lines[step]['train/clip_fraction'] for step in firsts] == [0] * 4
+    assert [lines[step]['train/approx_kl'] > 1e-6 for step in firsts] == [False, True, True, True]
+    assert all(0 <= lines[step]['train/importance_truncated_fraction'] < 0.5 for step in range(1, 9))
+    # Negative control: the second steps clip ratios, in both runs.
+    assert lines[2]['train/clip_fraction'] == synchronous[2]['train/clip_fraction'] > 0
+    assert 'train/importance_weight' not in synchronous[1]
+
+
 def test_equal_rewards_change_no_parameters(start, tmp_path):
     """Negative control: without reward differences within groups, parameters do not change."""
     assert run(start, tmp_path, grpo__reward='0*length', eval__interval=0) == EXIT_DONE
@@ -120,12 +147,13 @@ def test_another_mesh_learns_the_same(start, finished, tmp_path):
 
 @pytest.mark.multiprocess
 @pytest.mark.nightly
-def test_two_processes_write_and_learn_the_same(start, finished, tmp_path):
-    words = [*grpo_arguments(start), f'--workdir={tmp_path / "run"}']
+@pytest.mark.parametrize('is_async', [False, True])
+def test_two_processes_write_and_learn_the_same(start, finished, asynchronous, tmp_path, is_async):
+    words = [*grpo_arguments(start, grpo__async_rollouts=is_async), f'--workdir={tmp_path / "run"}']
     with Processes(2, 4, words, logs=tmp_path, module='maxlm.grpo') as processes:
         codes = processes.wait()
         assert codes == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
-    lines, wanted = curve(tmp_path / 'run'), curve(finished)
+    lines, wanted = curve(tmp_path / 'run'), curve(asynchronous if is_async else finished)
     assert lines.keys() == wanted.keys()
     for step, line in wanted.items():
         for name in ('train/loss', 'train/grad_norm', 'rollout/reward', 'rollout/mean_length', 'eval/accuracy'):
@@ -156,6 +184,10 @@ def test_two_processes_write_and_learn_the_same(start, finished, tmp_path):
         ({'grpo__prompts_per_rollout': 16}, 'has only 8 prompts'),
         ({'guard__spike_window': 128}, 'guard.spike_window=128: not supported by maxlm.grpo; set it to 0'),
         ({'train__num_steps': 0, 'train__hours': 1}, 'train.hours=1.0: not supported by maxlm.grpo'),
+        (
+            {'grpo__importance_sampling_cap': 3.0},
+            'grpo.importance_sampling_cap=3 has no effect with grpo.async_rollouts=False',
+        ),
         ({'eval__interval': 3}, 'eval.interval=3 is not a multiple of 2, the number of steps per rollout'),
         ({'grpo__eval_prompts': ''}, "grpo.eval_prompts='' with eval.interval"),
         ({'mesh__stage': 2}, 'mesh.stage'),

@@ -15,6 +15,7 @@ from maxlm.checkpoint.manager import saved_steps
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
 from maxlm.telemetry.events import read_events
 from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.rollouts import RolloutBatches
 from tests.small_posttraining import (
     WINDOW,
     grpo_arguments,
@@ -28,7 +29,7 @@ from tests.test_train import arguments, curve, ends, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
-OBJECTIVES = ('next_token', 'experts', 'instruction', 'dpo', 'kto', 'grpo')
+OBJECTIVES = ('next_token', 'experts', 'instruction', 'dpo', 'kto', 'grpo', 'grpo_async')
 LAST = 6
 SETTINGS = {
     'train__num_steps': LAST,
@@ -95,6 +96,8 @@ def commands(dataset, tmp_path_factory):
     make_chats(preferences, preferences / 'data/tokenizer.json')
     make_prompts(prompts)
     texts, chats = arguments(dataset, '', **NEXT_TOKEN), arguments(preferences / 'chats', '', **NEXT_TOKEN)
+    # A stopped run does not evaluate, and GRPO would stop at a step with evaluation.
+    rewarded = {**SETTINGS, 'eval__interval': LAST}
     return {
         'next_token': (train.main, without_workdir(texts)),
         'experts': (train.main, without_workdir(arguments(dataset, '', **EXPERTS))),
@@ -104,8 +107,8 @@ def commands(dataset, tmp_path_factory):
             train.main,
             preference_arguments(preferences, **SETTINGS, data__path=preferences / 'labels', dpo__loss_type='kto'),
         ),
-        # A stopped run does not evaluate, and GRPO would stop at a step with evaluation.
-        'grpo': (grpo.main, grpo_arguments(prompts, **{**SETTINGS, 'eval__interval': LAST})),
+        'grpo': (grpo.main, grpo_arguments(prompts, **rewarded)),
+        'grpo_async': (grpo.main, grpo_arguments(prompts, **rewarded, grpo__async_rollouts=True)),
     }
 
 
@@ -162,12 +165,14 @@ def test_a_run_that_ended_early_resumes_exactly(
         expected = 2
     else:
         assert exit_code(main, command) == EXIT_PREEMPTED
-        expected = 4 if objective == 'grpo' else step
+        expected = 4 if objective.startswith('grpo') else step
     assert max(saved_steps(tmp_path)) == expected
     monkeypatch.undo()
     assert exit_code(main, command) == EXIT_DONE
     assert_same_runs(
-        tmp_path, uninterrupted(objective), ('params',) if objective in ('dpo', 'kto', 'grpo') else ('params', 'ema')
+        tmp_path,
+        uninterrupted(objective),
+        ('params', 'ema') if 'optimizer.ema_decay' in ' '.join(words) else ('params',),
     )
     first = (1, 'preempted', EXIT_PREEMPTED) if how == 'stopped' else (1, 'failed', EXIT_FAILED)
     assert ends(tmp_path) == [first, (2, 'finished', EXIT_DONE)]
@@ -175,6 +180,19 @@ def test_a_run_that_ended_early_resumes_exactly(
     assert resumed == [expected]
     # Negative control: training changes the parameters.
     assert not same(params_of(tmp_path, 2), params_of(tmp_path, LAST))
+
+
+def test_asynchronous_rollouts_need_the_responses_of_the_checkpoint(commands, uninterrupted, tmp_path, monkeypatch):
+    """Negative control: the parameters of the checkpoint generate other responses than the older ones."""
+    main, words = commands['grpo_async']
+    shutil.copytree(uninterrupted('grpo_async'), tmp_path / 'run')
+    for step in (4, LAST):
+        shutil.rmtree(tmp_path / f'run/checkpoints/{step}')
+    monkeypatch.setattr(RolloutBatches, 'load_state_arrays', lambda self, arrays: None)
+    assert exit_code(main, [*words, f'--workdir={tmp_path / "run"}']) == EXIT_DONE
+    lines, expected = curve(tmp_path / 'run'), curve(uninterrupted('grpo_async'))
+    assert (expected[3]['rollout/staleness'], lines[3]['rollout/staleness']) == (2, 0)
+    assert lines[3]['train/loss'] != expected[3]['train/loss']
 
 
 @pytest.fixture(scope='module')

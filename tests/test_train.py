@@ -78,6 +78,8 @@ CLOCKED = (
     'memory/',
     'rollout/tokens_per_second',
     'rollout/reward_seconds',
+    'rollout/hidden_reward_seconds',
+    'rollout/wait_seconds',
 )
 
 

@@ -23,6 +23,9 @@ TIMEOUT_SECONDS = 3600
 # Timeout for the remaining writer threads after one of them failed.
 LINGER_SECONDS = 10.0
 
+# Item with the arrays of the batch source. It is missing if the source has none.
+SOURCE = 'source'
+
 # Format of operating-system errors in TensorStore's messages.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _MAX_REASON_CHARS = 160
@@ -47,7 +50,9 @@ class AsyncSave:
             barrier_sync_fn=transaction.barrier,
             create_directories_asynchronously=jax.process_count() > 1,
         )
-        handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in ('params', 'ema', 'optimizer')}
+        handlers: dict[str, Any] = {
+            name: ocp.StandardCheckpointHandler() for name in ('params', 'ema', 'optimizer', SOURCE)
+        }
         handlers |= {name: ocp.JsonCheckpointHandler() for name in ('progress', 'data', 'checksums')}
         composite = ocp.CompositeCheckpointHandler(
             composite_options=ocp.CompositeOptions(async_options=options), **handlers

@@ -1,11 +1,11 @@
 """Saves and restores checkpoints with Orbax. Each step consists of separate items.
 
-    WORKDIR/checkpoints/<step>/{params, ema, optimizer, progress, data, checksums}
+    WORKDIR/checkpoints/<step>/{params, ema, optimizer, source, progress, data, checksums}
 
 Parameters are a separate item, so sampling, evaluation and download need not read the optimizer state. `ema` exists if
-the run kept a moving average of the parameters. The workdir may be gs://bucket/run; `StepDirectory` defines the layout
-and the commit marker. Restored items are verified against their checksums. A corrupt step is set aside once an older
-step was found to be intact, and is never deleted.
+the run kept a moving average of the parameters, `source` if the batch source has a state. The workdir may be a bucket.
+`StepDirectory` defines the layout and the commit marker. Restored items are verified against their checksums. A corrupt
+step is set aside once an older step was found to be intact, and is never deleted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from maxlm.checkpoint import checksums
-from maxlm.checkpoint.async_save import AsyncSave, failure_reason
+from maxlm.checkpoint.async_save import SOURCE, AsyncSave, failure_reason
 from maxlm.checkpoint.item_metadata import REMEDY, CorruptCheckpointError, read_json
 from maxlm.checkpoint.params import chunked_by_layer
 from maxlm.checkpoint.restore import RestoredState, is_params_only, items_of, restore_step
@@ -125,6 +125,7 @@ class Checkpoints:
         *,
         validation_loss: float | None = None,
         history: Mapping[str, Any] | None = None,
+        source: Mapping[str, np.ndarray] | None = None,
         wait_for_previous: bool = True,
     ) -> bool:
         """Copies the state off the device and writes it in the background, unless the step is already saved.
@@ -137,6 +138,7 @@ class Checkpoints:
             fingerprint: data fingerprint: the facts that determine the order of the data.
             validation_loss: validation loss of this state, if it was evaluated.
             history: other JSON data of the run. `restore` returns {} if it was empty.
+            source: arrays of the batch source, equal in all processes.
             wait_for_previous: wait until the previous save ends. If False and the previous save does not end within
                 `BUSY_TIMEOUT_SECONDS`, the step is not saved and `on_failure` is called.
 
@@ -152,7 +154,7 @@ class Checkpoints:
         if step in self._complete:
             return True
         began = time.monotonic()
-        trees = items_of(state)
+        trees = items_of(state) | ({SOURCE: dict(source)} if source else {})
         started = checksums.start_checksums(trees)
         progress: dict[str, Any] = {'step': step, 'skipped': int(state.skipped), checksums.ITEM: checksums.VERSION}
         if state.loss_scale is not None:
@@ -237,9 +239,8 @@ class Checkpoints:
                     self._complete -= failures.keys()
             return restored
         if failures:
-            newest = failures[max(failures)]
             others = f'; all {len(failures)} checkpoints are damaged' if len(failures) > 1 else ''
-            raise InputError(newest + others)
+            raise InputError(failures[max(failures)] + others)
         return None
 
     def restore(self, step: int, abstract: TrainState, *, loss_scale: float = 1.0) -> RestoredState:

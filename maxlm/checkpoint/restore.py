@@ -12,7 +12,15 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from maxlm.checkpoint import checksums
-from maxlm.checkpoint.item_metadata import REMEDY, CorruptCheckpointError, read_json, translate_errors
+from maxlm.checkpoint.async_save import SOURCE
+from maxlm.checkpoint.item_metadata import (
+    REMEDY,
+    CorruptCheckpointError,
+    item_metadata,
+    named_leaves,
+    read_json,
+    translate_errors,
+)
 from maxlm.checkpoint.params import check_tree, copy_params, read_arrays, verify_items
 from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.errors import InputError
@@ -31,11 +39,13 @@ class RestoredState(NamedTuple):
         state: the train state.
         fingerprint: data fingerprint: the facts that determine the order of the data.
         history: other JSON data of the run.
+        source: arrays of the batch source; {} if the step has none.
     """
 
     state: TrainState
     fingerprint: dict[str, Any]
     history: dict[str, Any]
+    source: dict[str, np.ndarray]
 
 
 def is_params_only(path: epath.Path) -> bool:
@@ -95,7 +105,7 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
         )
         ema = copy_params(trees['params'])
     state = TrainState(step_counter, skipped, trees['params'], trees['optimizer'], ema, scale, window)
-    return RestoredState(state, fingerprint, progress.get('history') or {})
+    return RestoredState(state, fingerprint, progress.get('history') or {}, trees.get(SOURCE, {}))
 
 
 def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict, dict, dict | None]:
@@ -118,6 +128,10 @@ def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict,
     wanted = items_of(abstract)
     if not (path / 'ema').is_dir():
         wanted.pop('ema', None)
+    if (path / SOURCE).is_dir():
+        # Its shapes depend on the step, not on the config.
+        leaves = named_leaves(item_metadata(path / SOURCE))
+        wanted[SOURCE] = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
     for item, tree in wanted.items():
         check_tree(path / item, tree, stored=stored)
     return {item: read_arrays(path / item, tree) for item, tree in wanted.items()}, progress, fingerprint, stored

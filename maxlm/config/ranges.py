@@ -194,6 +194,7 @@ RANGES: dict[str, Range] = {
     'grpo.prompts_per_rollout': Range(0, 10**6),
     'grpo.max_completion_length': Range(0, 2**24),
     'grpo.num_iterations': COUNT_FROM_1,
+    'grpo.importance_sampling_cap': Range(1, 1000),
     'grpo.epsilon': FRACTION,
     'grpo.epsilon_high': WEIGHT,
     'grpo.kl_coef': WEIGHT,

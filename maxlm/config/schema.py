@@ -245,6 +245,20 @@ class Config:
         return self.train.objective == 'dpo' and self.dpo.loss_type == 'kto'
 
     @property
+    def steps_per_rollout(self) -> int:
+        """Returns the number of GRPO steps that train on the same rollout (resolved configs only)."""
+        rows = self.grpo.prompts_per_rollout * self.grpo.num_generations
+        return self.grpo.num_iterations * (rows // self.train.global_batch_size)
+
+    @property
+    def has_proximal(self) -> bool:
+        """Returns True if GRPO batches contain log-probabilities before the first update (resolved configs only).
+
+        If one step trains on each rollout, they are those of the policy itself.
+        """
+        return self.grpo.async_rollouts and self.steps_per_rollout > 1
+
+    @property
     def by_budget(self) -> bool:
         """Returns True if the run length is given in hours or dollars and is therefore determined during the run."""
         return bool(self.train.hours or self.train.dollars)

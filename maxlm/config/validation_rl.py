@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 from maxlm.config.families import projections
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.errors import InputError
 
 
@@ -122,6 +123,11 @@ def check_grpo(config: Config) -> None:
         raise InputError(
             "grpo.eval_prompts='' with eval.interval: set grpo.eval_prompts to a file of prompts, or set "
             'eval.interval=0'
+        )
+    if grpo.importance_sampling_cap != GrpoConfig.importance_sampling_cap and not grpo.async_rollouts:
+        raise InputError(
+            f'grpo.importance_sampling_cap={grpo.importance_sampling_cap:g} has no effect with '
+            'grpo.async_rollouts=False; set grpo.async_rollouts=True or remove the key'
         )
     if grpo.max_completion_length >= window:
         raise InputError(

@@ -76,6 +76,10 @@ METRICS: dict[str, Metric] = {
     'train/entropy': Metric('nats', 'GRPO: entropy of the next-token distribution'),
     'train/approx_kl': Metric('nats', 'GRPO: KL divergence from the model that generated the responses'),
     'train/kl': Metric('nats', 'GRPO: KL divergence from the initial model'),
+    'train/importance_weight': Metric('', 'GRPO with grpo.async_rollouts: truncated importance weight'),
+    'train/importance_truncated_fraction': Metric(
+        '', 'GRPO with grpo.async_rollouts: fraction of tokens whose importance weight is truncated'
+    ),
     'train/loss_scale': Metric('', 'float16 loss scale used in the step'),
     'train/learning_rate': Metric(
         '', 'learning rate of the step; learning rates with other peaks are proportional to it'
@@ -150,6 +154,12 @@ METRICS: dict[str, Metric] = {
     'rollout/entropy': Metric('nats', 'mean negative log-probability of the sampled tokens'),
     'rollout/tokens_per_second': Metric('tokens/s', 'tokens generated per second of generation'),
     'rollout/reward_seconds': Metric('s', 'time spent scoring the responses'),
+    # Only with grpo.async_rollouts.
+    'rollout/hidden_reward_seconds': Metric(
+        's', 'part of rollout/reward_seconds during which the next rollout was generated'
+    ),
+    'rollout/wait_seconds': Metric('s', 'time spent waiting for generation while no responses were scored'),
+    'rollout/staleness': Metric('steps', 'optimizer steps between the sampling of the responses and their first step'),
     'rollout/epoch': Metric('epochs', 'passes over the prompts so far'),
     # Means of the readings on the first host since the previous line.
     'device/utilization_percent': Metric('%', 'utilization, mean over devices'),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from maxlm.config.schema import Config
 from maxlm.data.loader.background import background_preparation, hub_entries
@@ -148,6 +150,12 @@ class BatchSource(Protocol):
     def can_checkpoint_after(self, step: int) -> bool:
         """Returns True if a run can resume after this step, because the next batches depend on no earlier state."""
 
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """Returns arrays, equal in all processes, with which a resumed run continues; {} if none are needed."""
+
+    def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Continues with the `state_arrays` of the restored checkpoint."""
+
     def sources(self, config: Config) -> SourceMetrics:
         """Returns the metrics per source."""
 
@@ -238,6 +246,14 @@ class TextBatches:
         """Returns True."""
         del step
         return True
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """Returns {}."""
+        return {}
+
+    def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Does nothing."""
+        del arrays
 
     def sources(self, config: Config) -> SourceMetrics:
         """See `BatchSource`."""

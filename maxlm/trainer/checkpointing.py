@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
 from maxlm.checkpoint import checksums
@@ -60,7 +61,7 @@ class RunCheckpoints:
         """Returns the state of the newest checkpoint, or the initial state, and the decisions of the run so far."""
         reads = self._checkpoints.latest_step() is not None or self._config.train.init_from
         with self._recorder.timeline.phase('restore') if reads else contextlib.nullcontext():
-            state, history = restore_or_initialize(
+            state, history, source = restore_or_initialize(
                 self._config,
                 tokenizer=self._source.tokenizer_path,
                 layout=self._layout,
@@ -68,6 +69,7 @@ class RunCheckpoints:
                 checkpoints=self._checkpoints,
                 facts=self._fingerprint,
             )
+        self._source.load_state_arrays(source)
         # Used for workdirs without metrics.
         self.best_loss = float(history.get('best_loss', math.inf))
         return state, at_start(from_json(history.get('decisions')), self._config, int(state.step))
@@ -102,6 +104,7 @@ class RunCheckpoints:
                 self._fingerprint,
                 validation_loss=validation_loss,
                 history=history,
+                source=self._source.state_arrays(),
                 wait_for_previous=required,
             )
         if started:
@@ -224,8 +227,8 @@ def restore_or_initialize(
     abstract: TrainState,
     checkpoints: Checkpoints,
     facts: dict[str, Any],
-) -> tuple[TrainState, Mapping[str, Any]]:
-    """Returns the state before the next step, and the history saved with it.
+) -> tuple[TrainState, Mapping[str, Any], Mapping[str, np.ndarray]]:
+    """Returns the state before the next step, and the history and `BatchSource.state_arrays` saved with it.
 
     Args:
         config: resolved config.
@@ -240,9 +243,11 @@ def restore_or_initialize(
     """
     restored = checkpoints.restore_newest(abstract, loss_scale=config.train.initial_loss_scale)
     if restored is None:
-        return initialize_state(
-            config, tokenizer=tokenizer, layout=layout, abstract=abstract, checkpoints=checkpoints
-        ), {}
+        return (
+            initialize_state(config, tokenizer=tokenizer, layout=layout, abstract=abstract, checkpoints=checkpoints),
+            {},
+            {},
+        )
     _check_same_data(restored.fingerprint, facts, allow_dataset_change=config.data.allow_dataset_change)
     logger.info(f'resuming from step {int(restored.state.step)}')
     state = restored.state
@@ -254,7 +259,7 @@ def restore_or_initialize(
         missing = origin.missing(_random_state(config, layout).params) if has_new_params else {}
         params = origin.read(abstract.params, missing)
         state = state._replace(reference=reference_of(config, params, abstract))
-    return state, restored.history
+    return state, restored.history, restored.source
 
 
 def initialize_state(

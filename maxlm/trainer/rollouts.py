@@ -4,6 +4,11 @@ In a rollout the current model generates several responses to each of some promp
 responses, `grpo.num_iterations` times. Prompts, random keys and order depend only on seeds and the step number, so a
 resumed run repeats them exactly.
 
+With `grpo.async_rollouts`, a thread generates the next rollout while the main thread scores the responses of this one.
+The steps of this rollout start when both have ended, because they donate the parameters. Checkpoints contain the
+generated responses, so that a resumed run trains on the same ones. Rewards run in the main thread, because rewards of
+the user may need signals for time limits.
+
 Shapes: N responses of a rollout (the responses to one prompt are consecutive), T length, R largest number of tokens of
 a response.
 """
@@ -13,13 +18,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from maxlm.checkpoint.manager import find_step
 from maxlm.config.schema import Config
@@ -30,16 +35,18 @@ from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.validation import Evaluation
+from maxlm.inference.rollout import Rollout
+from maxlm.inference.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows
 from maxlm.inference.rollout_generator import Responses, Sampler
 from maxlm.parallel.layout import Layout
 from maxlm.rewards.prompts import Prompts, load_encoder, read_prompts
 from maxlm.rewards.rewards import Task, UserRewardError
-from maxlm.rewards.scorer import RewardScorer, accuracy, check_tasks, mean_pass_at_k
+from maxlm.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
 from maxlm.trainer.batch_source import SourceUpdate
 from maxlm.trainer.checkpointing import INIT_FROM
 from maxlm.trainer.samples import Sample
 from maxlm.trainer.source_metrics import NullSourceMetrics, SourceMetrics
-from maxlm.training.losses.grpo import advantages, token_weights
+from maxlm.training.objectives import PROXIMAL
 from maxlm.training.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params
 from maxlm.workdir.files import TOKENIZER
@@ -84,6 +91,9 @@ class RolloutBatches:
         self._batches: deque[Batch] = deque()
         self._layout: Layout | None = None
         self._sampler: Sampler | None = None
+        self._proximal: Callable[[Params, Batch], np.ndarray] | None = None
+        # The next rollout, if its responses are already generated.
+        self._next: Rollout | None = None
         self._samples: list[Sample] = []
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
@@ -111,7 +121,7 @@ class RolloutBatches:
     def open(self, config: Config, layout: Layout) -> None:
         """See `BatchSource`."""
         self._config, self._layout = config, layout
-        updates = self.updates
+        updates = config.steps_per_rollout
         if config.eval.interval % updates:
             raise InputError(
                 f'eval.interval={config.eval.interval} is not a multiple of {updates}, the number of steps '
@@ -125,12 +135,8 @@ class RolloutBatches:
             max_tokens=self._grpo.max_completion_length,
             gather_once=self._grpo.gather_params_for_generation,
         )
-
-    @property
-    def updates(self) -> int:
-        """Returns the number of steps that train on the same rollout; the config must be resolved."""
-        rows = self._grpo.prompts_per_rollout * self._grpo.num_generations
-        return self._grpo.num_iterations * (rows // self._config.train.global_batch_size)
+        if config.has_proximal:
+            self._proximal = make_proximal(config, layout)
 
     @contextlib.contextmanager
     def batches(
@@ -160,30 +166,46 @@ class RolloutBatches:
 
     def can_checkpoint_after(self, step: int) -> bool:
         """See `BatchSource`."""
-        return step % self.updates == 0
+        return step % self._config.steps_per_rollout == 0
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """See `BatchSource`."""
+        return {} if self._next is None else self._next.to_arrays()
+
+    def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `BatchSource`."""
+        self._next = Rollout.from_arrays(arrays) if arrays else None
 
     def prepare(self, step: int, state: TrainState) -> SourceUpdate:
         """See `BatchSource`."""
-        config, grpo = self._config, self._grpo
-        sampler, layout = self._made
-        number, done = divmod(step - 1, self.updates)
-        indices = self._prompts.indices(number, grpo.prompts_per_rollout, config.data.seed)
-        rows = len(indices) * grpo.num_generations
+        config, grpo, updates = self._config, self._grpo, self._config.steps_per_rollout
+        _, layout = self._made
+        number, done = divmod(step - 1, updates)
+        each = [index for index in self._indices(number) for _ in range(grpo.num_generations)]
+        rows, following = len(each), None
         began = time.perf_counter()
-        responses = sampler(
-            state.params,
-            [self._prompts.ids[index].tolist() for index in indices],
-            seed=config.train.seed,
-            first_row=number * rows,
-            num_samples=grpo.num_generations,
-        )
+        rollout = self._next if grpo.async_rollouts else None
+        if rollout is None or (rollout.number, len(rollout.responses.num_B)) != (number, rows):
+            rollout = self._generate(number, step - 1, state.params)
+        # A checkpoint after an error in a reward contains these responses.
+        self._next = rollout if grpo.async_rollouts else None
+        responses = rollout.responses
         drawn = time.perf_counter()
-        each = [index for index in indices for _ in range(grpo.num_generations)]
-        texts = self._texts(responses)
-        scores = self._scores(self._prompts, texts, [self._prompts.tasks[index] for index in each], grpo.reward)
-        scored = time.perf_counter()
-        rewards_N = scores['']
-        batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
+        with ThreadPoolExecutor(1, thread_name_prefix='rollout') as executor:
+            if grpo.async_rollouts and (number + 1) * updates < config.train.num_steps:
+                following = executor.submit(self._generate, number + 1, step - 1, state.params)
+            texts = self._texts(responses)
+            scores = self._scores(self._prompts, texts, [self._prompts.tasks[index] for index in each], grpo.reward)
+            scored = time.perf_counter()
+            if following is not None and jax.process_count() > 1:
+                # The collectives of the two threads must have the same order in all processes.
+                wait([following])
+            found = gather_scores(scores, rows)
+            rewards_N = found['']
+            batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
+        if self._proximal is not None:
+            batch[PROXIMAL] = self._proximal(state.params, batch)
+        self._next = following and following.result()
         local = layout.local_rows(config.train.global_batch_size)
         for order in self._orders(number, rows)[done:]:
             self._batches.append({name: values[order[local]] for name, values in batch.items()})
@@ -191,17 +213,24 @@ class RolloutBatches:
         metrics = {
             'rollout/reward': float(rewards_N.mean()),
             'rollout/reward_std': float(groups.std(axis=1).mean()),
-            **{f'rollout/reward/{name}': float(part.mean()) for name, part in scores.items() if name},
+            **{f'rollout/reward/{name}': float(part.mean()) for name, part in found.items() if name},
             'rollout/frac_reward_zero_std': float((np.ptp(groups, axis=1) == 0).mean()),
             'rollout/mean_length': float(responses.num_B.mean()),
             'rollout/clipped_ratio': 1 - float(responses.ended_B.mean()),
             'rollout/entropy': float(-responses.log_probs_BR.sum() / responses.drawn),
-            'rollout/tokens_per_second': responses.drawn / (drawn - began),
+            'rollout/tokens_per_second': responses.drawn / (rollout.ended - rollout.began),
             'rollout/reward_seconds': scored - drawn,
-            'rollout/epoch': (number + 1) * len(indices) / self._prompts.num_prompts,
+            'rollout/epoch': (number + 1) * grpo.prompts_per_rollout / self._prompts.num_prompts,
         }
+        if grpo.async_rollouts:
+            ended = self._next.ended if self._next else drawn
+            metrics |= {
+                'rollout/hidden_reward_seconds': max(0.0, min(scored, ended) - drawn),
+                'rollout/wait_seconds': drawn - began + max(0.0, ended - scored),
+                'rollout/staleness': float(step - 1 - rollout.step),
+            }
         text = (
-            f'{rows} responses to {len(indices)} prompts: reward {metrics["rollout/reward"]:.3f}, '
+            f'{rows} responses to {grpo.prompts_per_rollout} prompts: reward {metrics["rollout/reward"]:.3f}, '
             f'{metrics["rollout/frac_reward_zero_std"]:.0%} of groups with equal rewards, '
             f'mean length {metrics["rollout/mean_length"]:.1f} tokens, '
             f'{metrics["rollout/tokens_per_second"]:,.0f} tokens/s'
@@ -238,7 +267,7 @@ class RolloutBatches:
         reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch_size
         likeliest = sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
         texts = self._texts(likeliest)
-        rewards_N = self._scores(prompts, texts, tasks, reward)['']
+        rewards_N = self._rewards(prompts, texts, tasks, reward)
         parts = {'accuracy': accuracy(rewards_N), 'length': float(likeliest.num_B.mean())}
         tokens = likeliest.drawn
         if samples := grpo.eval_num_generations:
@@ -247,7 +276,7 @@ class RolloutBatches:
                 params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
             each = [task for task in tasks for _ in range(samples)]
-            rewards_N = self._scores(prompts, self._texts(drawn), each, reward)['']
+            rewards_N = self._rewards(prompts, self._texts(drawn), each, reward)
             parts['pass_at_1'] = accuracy(rewards_N)
             parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
@@ -272,6 +301,23 @@ class RolloutBatches:
         assert self._layout is not None
         return self._sampler, self._layout
 
+    def _indices(self, number: int) -> list[int]:
+        """Returns the indices of the prompts of a rollout."""
+        return self._prompts.indices(number, self._grpo.prompts_per_rollout, self._config.data.seed)
+
+    def _generate(self, number: int, step: int, params: Params) -> Rollout:
+        """Generates the responses of a rollout with the parameters after `step` updates."""
+        sampler, _ = self._made
+        began = time.perf_counter()
+        responses = sampler(
+            params,
+            [self._prompts.ids[index].tolist() for index in self._indices(number)],
+            seed=self._config.train.seed,
+            first_row=number * self._grpo.prompts_per_rollout * self._grpo.num_generations,
+            num_samples=self._grpo.num_generations,
+        )
+        return Rollout(number, step, responses, began, time.perf_counter())
+
     def _asked(self, prompts: Prompts, index: int) -> str:
         return self._tokenizer.decode(prompts.ids[index].tolist())
 
@@ -282,14 +328,17 @@ class RolloutBatches:
             for row, length in zip(responses.tokens_BR, lengths, strict=True)
         ]
 
-    def _scores(
-        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str
-    ) -> dict[str, np.ndarray]:
-        """Returns `gather_scores`. Raises InputError if a reward of the user fails; the message names the prompt."""
+    def _scores(self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str) -> Scores:
+        """Scores the responses in `scored_rows`. InputError if a reward of the user fails; it names the prompt."""
+        mine = scored_rows(len(texts))
         try:
-            return gather_scores(self._scorer, texts, tasks, reward)
+            return self._scorer.score(texts[mine], tasks[mine], reward=reward)
         except UserRewardError as error:
             raise InputError(f'{prompts.location_of(error.task)}: {error}') from error
+
+    def _rewards(self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str) -> np.ndarray:
+        """Returns the rewards of all responses, float32 [N]."""
+        return gather_scores(self._scores(prompts, texts, tasks, reward), len(texts))['']
 
     def _orders(self, number: int, rows: int) -> list[np.ndarray]:
         """Returns the row indices of each step that trains on a rollout."""
@@ -298,64 +347,6 @@ class RolloutBatches:
             shuffled = np.random.default_rng([self._config.data.seed, number, epoch]).permutation(rows)
             orders += list(shuffled.reshape(-1, self._config.train.global_batch_size))
         return orders
-
-
-def response_batch(
-    config: Config,
-    prompts: Sequence[np.ndarray],
-    responses: Responses,
-    rewards_N: np.ndarray,
-) -> Batch:
-    """Returns a batch of training rows, each a prompt followed by a response.
-
-    Args:
-        config: config of the run; `data.seq_len` is T.
-        prompts: token ids of the prompt of each response.
-        responses: N responses.
-        rewards_N: reward of each response. Groups with equal rewards have weight 0.
-
-    Returns:
-        Arrays [N, T] of BATCH_TYPES and GRPO_TYPES.
-    """
-    advantages_N = advantages(rewards_N, config.grpo)
-    T, N = config.data.seq_len, len(prompts)
-    batch: Batch = {name: np.zeros((N, T), np.int32) for name in ('tokens', 'targets', 'segments', 'positions')}
-    batch |= {name: np.zeros((N, T), np.float32) for name in ('predicted', 'old_log_probs', 'advantages')}
-    for row, prompt in enumerate(prompts):
-        num, start = int(responses.num_B[row]), len(prompt)
-        ids = np.concatenate([prompt.astype(np.int32), responses.tokens_BR[row, :num]])
-        length = len(ids) - 1
-        batch['tokens'][row, :length], batch['targets'][row, :length] = ids[:-1], ids[1:]
-        batch['segments'][row, :length] = 1
-        batch['positions'][row, :length] = np.arange(length)
-        # The last token of the prompt predicts the first token of the response.
-        predicts = slice(start - 1, start - 1 + num)
-        batch['predicted'][row, predicts] = 1
-        batch['old_log_probs'][row, predicts] = responses.log_probs_BR[row, :num]
-        batch['advantages'][row, predicts] = advantages_N[row]
-    groups = rewards_N.reshape(-1, config.grpo.num_generations)
-    active_N = np.repeat(np.ptp(groups, axis=1) > 0, config.grpo.num_generations)
-    batch['weights'] = token_weights(batch['predicted'], active_N, config.grpo)
-    return batch
-
-
-def gather_scores(
-    scorer: RewardScorer, texts: Sequence[str], tasks: Sequence[Task], reward: str
-) -> dict[str, np.ndarray]:
-    """Returns rewards float32 [N] by key: '' for the total, and the name of each component. Equal on all processes.
-
-    Each response is scored by one process, because a second execution of a slow program can have another result.
-    """
-    processes, process = jax.process_count(), jax.process_index()
-    share = -(-len(texts) // processes)
-    mine = slice(process * share, (process + 1) * share)
-    scores = scorer.score(texts[mine], tasks[mine], reward=reward)
-    found = {'': scores.rewards, **scores.components}
-    if processes == 1:
-        return found
-    padded = {name: np.pad(values, (0, share - len(values))) for name, values in found.items()}
-    gathered = multihost_utils.process_allgather(padded, tiled=True)
-    return {name: np.asarray(values)[: len(texts)] for name, values in gathered.items()}
 
 
 def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:

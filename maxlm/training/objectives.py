@@ -44,6 +44,8 @@ BATCH_TYPES = {
 }
 # Additional arrays of a batch of GRPO responses, each [B, T]; see `policy_sums`. `weights` are then the loss weights.
 GRPO_TYPES = {'predicted': jnp.float32, 'advantages': jnp.float32, 'old_log_probs': jnp.float32}
+# Array of a GRPO batch if `Config.has_proximal`, [B, T].
+PROXIMAL = 'proximal_log_probs'
 # Arrays of the stored outputs of a teacher (distill.logits_dir), each [B, T, distill.top_k]; see `StoredOutputs`.
 TEACHER_TYPES = {'teacher_ids': jnp.int32, 'teacher_log_probs': jnp.float32}
 
@@ -97,7 +99,8 @@ def aux_names(config: Config) -> tuple[str, ...]:
     if config.train.objective == 'dpo':
         return tuple(labeled_parts(config) if config.dpo.takes_labels else DPO_PARTS)
     if config.train.objective == 'grpo':
-        return (*GRPO_PARTS, *(('kl',) if config.grpo.kl_coef else ()))
+        off_policy = OFF_POLICY_PARTS if config.grpo.async_rollouts else ()
+        return (*GRPO_PARTS, *off_policy, *(('kl',) if config.grpo.kl_coef else ()))
     router = tuple(ROUTER_PARTS) if config.model.num_experts else ()
     distilled = ('distill_kl',) if config.teacher is not None or config.distill.logits_dir else ()
     return (*(('z_loss',) if config.train.z_loss else ()), *distilled, *mtp_names(config), *router)
@@ -127,6 +130,7 @@ LABELED_PARTS = {
     'logps/rejected': ('rejected_log_prob', 'undesirable'),
 }
 GRPO_PARTS = ('clip_fraction', 'entropy', 'approx_kl')
+OFF_POLICY_PARTS = ('importance_weight', 'importance_truncated_fraction')
 
 
 def labeled_parts(config: Config) -> dict[str, tuple[str, str]]:
@@ -340,11 +344,14 @@ def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
             predicted_BT=batch['predicted'],
             weights_BT=batch['weights'],
             config=config.grpo,
+            proximal_BT=batch[PROXIMAL] if config.has_proximal else None,
         )
         weight = batch['weights'].sum()
         if config.grpo.loss_type == 'dr_grpo':
             weight = (batch['weights'].max(axis=1) * config.grpo.max_completion_length).sum()
         parts = {'clip_fraction': sums.clipped, 'entropy': sums.entropy, 'approx_kl': sums.old_kl}
+        if config.grpo.async_rollouts:
+            parts |= dict(zip(OFF_POLICY_PARTS, (sums.importance, sums.truncated), strict=True))
         if reference is not None:
             parts['kl'] = sums.reference_kl
         loss = jax.lax.stop_gradient(sums.objective)

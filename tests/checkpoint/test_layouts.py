@@ -105,7 +105,7 @@ def same(tree, other):
 @pytest.mark.parametrize(('saved', 'wanted'), PAIRS)
 def test_training_continues_in_another_layout(runs, saved, wanted):
     (run, workdir), (other, _) = runs[saved], runs[wanted]
-    state, facts, _ = restore(workdir, other.abstract)
+    state, facts, *_ = restore(workdir, other.abstract)
     assert facts == {'layout': saved}
     # The state is bit-identical, and in the memory kind of the layout.
     assert same(state._replace(loss_scale=None), run.states[-1]._replace(loss_scale=None))

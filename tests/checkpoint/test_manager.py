@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from maxlm.checkpoint.async_save import AsyncSave
+from maxlm.checkpoint.checksums import corrupt_arrays
 from maxlm.checkpoint.manager import Checkpoints, find_step
 from maxlm.checkpoint.params import params_item, restore_params
 from maxlm.checkpoint.retention_policy import RetentionPolicy
@@ -99,7 +100,7 @@ def copy(saved, tmp_path):
 
 def test_sharded_state_is_restored_bit_for_bit(saved, eight):
     abstract = abstract_on(8)
-    state, facts, _ = restore(saved, abstract)
+    state, facts, *_ = restore(saved, abstract)
     assert same(state, eight)
     assert facts == FACTS
     assert (int(state.step), int(state.skipped)) == (7, 2)
@@ -154,6 +155,24 @@ def test_ema_is_a_separate_item(saved, eight, averaged):
     assert restore(saved, abstract_on(8))[0].ema is None
     assert params_item(saved / CHECKPOINTS_DIR / '7') == 'params'
     assert not (saved / CHECKPOINTS_DIR / '7' / 'ema').exists()
+
+
+def test_arrays_of_the_batch_source_are_a_separate_item(saved, eight, tmp_path):
+    abstract = abstract_on(8)
+    source = {'tokens': np.arange(6, dtype=np.int32).reshape(2, 3), 'log_probs': np.array([-0.5], np.float32)}
+    source['ended'] = np.array([True, False])
+    with Checkpoints(tmp_path, max_to_keep=1) as checkpoints:
+        checkpoints.save(7, eight, FACTS, source=source)
+        restored = checkpoints.restore(7, abstract)
+    assert restored.source.keys() == source.keys()
+    assert same(restored.source, source)
+    # Negative control: a step without them.
+    assert restore(saved, abstract).source == {}
+    # Their damage is detected.
+    item = tmp_path / CHECKPOINTS_DIR / '7' / 'source'
+    assert corrupt_arrays(item.parent)[0] == []
+    shutil.rmtree(item)
+    assert len(corrupt_arrays(item.parent)[0]) == 1
 
 
 def test_newly_enabled_ema_starts_at_the_parameters(saved, eight, capsys):
@@ -375,7 +394,7 @@ def test_truncated_file_is_detected_or_unused(copy, eight, item):
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
         try:
-            state, facts, _ = restore(copy, abstract_on(1))
+            state, facts, *_ = restore(copy, abstract_on(1))
         except InputError as error:
             refusals.append(str(error))
         else:

@@ -72,7 +72,7 @@ def start(data, capsys, monkeypatch):
         check_init_from(config, abstract.params, workdir)
         capsys.readouterr()
         with Console(), Checkpoints(workdir, max_to_keep=3) as checkpoints:
-            state, _ = restore_or_initialize(
+            state, *_ = restore_or_initialize(
                 config,
                 tokenizer=data.tokenizer_path,
                 layout=layout,

@@ -1,134 +1,175 @@
-"""Tests the conversion of responses to training rows."""
+"""Order of generation, rewards and steps in synchronous and asynchronous GRPO."""
 
+import json
+import threading
 import types
 
-import jax
 import numpy as np
 import pytest
 
-from maxlm.config.sections.posttraining import GrpoConfig
-from maxlm.inference.rollout_generator import Responses, Sampler
-from maxlm.rewards.scorer import RewardScorer
-from maxlm.trainer.rollouts import gather_scores, response_batch
-from maxlm.training.losses.grpo import advantages
-from maxlm.training.objectives import make_log_probs
-from maxlm.training.state import init_state
+from maxlm.data.tokenizer.tokenizer import chars_tokenizer
+from maxlm.errors import InputError
+from maxlm.inference.rollout_generator import Responses
+from maxlm.rewards.prompts import read_prompts
+from maxlm.rewards.rewards import UserRewardError
+from maxlm.rewards.scorer import Scores
+from maxlm.trainer import rollouts
+from maxlm.trainer.rollouts import RolloutBatches
 from tests.small import small_config, small_layout
 
-T, R = 24, 10
-PROMPTS = [[3, 5, 7], [11], [2, 4, 6, 8, 10, 12, 14]]
+T, R, ROWS, NUM_ROLLOUTS = 12, 4, 4, 3
+# Time after which a test fails that waits for the other thread.
+TIMEOUT_SECONDS = 60
 
 
-def config_of(**overrides):
-    return small_config(
-        data__seq_len=T,
-        train__global_batch_size=6,
-        grpo__num_generations=2,
-        grpo__max_completion_length=R,
-        model__init_std=0.3,
-        **overrides,
-    )
+class Fakes:
+    """A sampler, whose tokens are the number of the rollout, and a scorer. Both record their calls.
+
+    With `overlap`, a rollout is not generated before the previous one is being scored, and not scored before the next
+    one is being generated. A sequential loop would time out.
+    """
+
+    def __init__(self, *, overlap):
+        self.events = []
+        self.is_generating, self.is_scoring = ([threading.Event() for _ in range(NUM_ROLLOUTS)] for _ in range(2))
+        self._overlap = overlap
+        self.error = None
+
+    def __call__(self, params, prompts, *, seed, first_row, num_samples):
+        number = first_row // ROWS
+        self.events.append(f'generate {number} by {params}')
+        self.is_generating[number].set()
+        if self._overlap and number:
+            assert self.is_scoring[number - 1].wait(TIMEOUT_SECONDS)
+        log_probs = np.full((ROWS, R), -1, np.float32)
+        return Responses(np.full((ROWS, R), number, np.int32), log_probs, np.full(ROWS, R), np.zeros(ROWS, bool), R)
+
+    def score(self, responses, tasks, *, reward):
+        number = int(responses[0][0])
+        self.is_scoring[number].set()
+        if self._overlap and number + 1 < NUM_ROLLOUTS:
+            assert self.is_generating[number + 1].wait(TIMEOUT_SECONDS)
+        self.events.append(f'score {number}')
+        if self.error:
+            raise self.error
+        return Scores(np.arange(len(responses), dtype=np.float32), {})
 
 
-@pytest.fixture(scope='module', params=['gpt2', 'llama'])
-def sampled(request):
-    """Returns a model, its responses to each prompt, and the rows that contain them."""
-    config = config_of(model__family=request.param)
-    layout = small_layout(config)
-    params = init_state(config, layout).params
-    responses = Sampler(config, layout, ends=(1, 13), max_prompt=T - R, max_tokens=R)(
-        params, PROMPTS, seed=0, num_samples=2
-    )
-    prompts = [np.array(prompt, np.uint32) for prompt in PROMPTS for _ in range(2)]
-    rewards = np.array([1, 0, 1, 1, 0, 1], np.float32)
-    return config, layout, params, responses, response_batch(config, prompts, responses, rewards)
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Returns a function that opens rollouts of two steps each, and returns them and their fakes."""
+
+    def make(*, overlap=False, global_batch_size=2, **overrides):
+        config = small_config(
+            data__seq_len=T,
+            train__objective='grpo',
+            train__num_steps=2 * NUM_ROLLOUTS,
+            train__global_batch_size=global_batch_size,
+            grpo__num_generations=2,
+            grpo__prompts_per_rollout=2,
+            grpo__max_completion_length=R,
+            grpo__reward='length',
+            **overrides,
+        )
+        tokenizer = chars_tokenizer(['0123456789'])
+        tokenizer.save(tmp_path / 'tokenizer.json')
+        (tmp_path / 'prompts.jsonl').write_text('\n'.join(json.dumps({'prompt': digit}) for digit in '4567'))
+        prompts = read_prompts(str(tmp_path / 'prompts.jsonl'), tokenizer, T - R)
+        fakes = Fakes(overlap=overlap)
+
+        def proximal(params, batch):
+            fakes.events.append(f'proximal {params}')
+            return batch['weights']
+
+        monkeypatch.setattr(rollouts, 'Sampler', lambda *_, **__: fakes)
+        monkeypatch.setattr(rollouts, 'make_proximal', lambda *_: proximal)
+        tokenizer_path = tmp_path / 'tokenizer.json'
+        source = RolloutBatches(
+            config, prompts=prompts, eval_prompts=None, scorer=fakes, tokenizer_path=tokenizer_path, ends=(1,)
+        )
+        source.open(config, small_layout(config))
+        return source, fakes
+
+    return make
 
 
-def test_step_recomputes_the_log_probabilities_of_the_sampler(sampled):
-    config, layout, params, responses, batch = sampled
-    placed = layout.put_batch(batch, 6)
-    log_probs = jax.jit(make_log_probs(config, layout))
-    found = np.asarray(log_probs(params, None, placed, None).log_probs_BT)
-    predicted = batch['predicted'] > 0
-    assert predicted.sum() == responses.drawn
-    assert np.abs(found - batch['old_log_probs'])[predicted].max() < 1e-4
-    # Negative control: values of the neighboring token differ.
-    for shift in (-1, 1):
-        shifted = np.roll(batch['old_log_probs'], shift, axis=1)
-        assert np.abs(found - shifted)[predicted].max() > 0.1
-    other = layout.put_batch({**batch, 'targets': (batch['targets'] + 1) % 61}, 6)
-    wrong = np.asarray(log_probs(params, None, other, None).log_probs_BT)
-    assert np.abs(wrong - batch['old_log_probs'])[predicted].max() > 0.1
+def prepare(source, step):
+    """Prepares the rollout before a step. The parameters are the text θ with the number of updates."""
+    return source.prepare(step, types.SimpleNamespace(params=f'θ{step - 1}')).metrics
 
 
-def test_packed_responses_have_the_same_log_probabilities(sampled):
-    """Checks that responses in one row do not attend to each other, like packed documents."""
-    config, layout, params, _, batch = sampled
-    lengths = (batch['segments'] > 0).sum(axis=1)
-    packed = {name: np.zeros((3, 2 * T), rows.dtype) for name, rows in batch.items()}
-    for row in range(6):
-        start = 0 if row % 2 == 0 else lengths[row - 1]
-        columns = slice(start, start + lengths[row])
-        for name, rows in batch.items():
-            packed[name][row // 2, columns] = rows[row, : lengths[row]]
-        packed['segments'][row // 2, columns] = 1 + row % 2
-    wide = small_config(
-        data__seq_len=2 * T, train__global_batch_size=3, model__family=config.model.family, model__max_positions=2 * T
-    )
-    if config.model.position_embedding == 'learned':
-        # Positions restart in each document, so padding the table does not change the result.
-        params = {**params, 'position_embedding': np.pad(np.asarray(params['position_embedding']), [(0, T), (0, 0)])}
-    log_probs = jax.jit(make_log_probs(wide, layout))
-    found = np.asarray(log_probs(params, None, layout.put_batch(packed, 3), None).log_probs_BT)
-    predicted = packed['predicted'] > 0
-    assert np.abs(found - packed['old_log_probs'])[predicted].max() < 1e-4
-    together = {**packed, 'segments': np.minimum(packed['segments'], 1)}
-    found = np.asarray(log_probs(params, None, layout.put_batch(together, 3), None).log_probs_BT)
-    assert np.abs(found - packed['old_log_probs'])[predicted].max() > 0.01
+def run(source, events):
+    """Prepares all rollouts, trains on them, and returns the metrics."""
+    metrics = []
+    with source.batches(0, None, None, layout=None, alarm=None, on_wait=None) as batches:
+        for step in range(1, 2 * NUM_ROLLOUTS + 1):
+            if source.has_work_before(step):
+                metrics.append(prepare(source, step))
+            next(batches)
+            events.append(f'step {step}')
+    return metrics
 
 
-def test_rows_are_prompts_and_responses(sampled):
-    config, _, _, responses, batch = sampled
-    repeated = [prompt for prompt in PROMPTS for _ in range(2)]
-    expected = advantages(np.array([1, 0, 1, 1, 0, 1], np.float32), config.grpo)
-    for row, prompt in enumerate(repeated):
-        num = responses.num_B[row]
-        ids = [*prompt, *responses.tokens_BR[row, :num]]
-        assert batch['tokens'][row, : len(ids) - 1].tolist() == ids[:-1]
-        where = batch['predicted'][row] > 0
-        assert batch['targets'][row, where].tolist() == responses.tokens_BR[row, :num].tolist()
-        assert set(batch['advantages'][row, where]) == {expected[row]}
-        assert batch['positions'][row, : len(ids) - 1].tolist() == list(range(len(ids) - 1))
-        assert not batch['segments'][row, len(ids) - 1 :].any()
-        # Responses to the second prompt have equal rewards, so their weights are zero.
-        assert (batch['weights'][row] > 0).tolist() == (where & (row not in (2, 3))).tolist()
+def test_synchronous_rollouts_use_the_newest_parameters(make):
+    source, fakes = make()
+    metrics = run(source, fakes.events)
+    assert fakes.events == [
+        *('generate 0 by θ0', 'score 0', 'step 1', 'step 2'),
+        *('generate 1 by θ2', 'score 1', 'step 3', 'step 4'),
+        *('generate 2 by θ4', 'score 2', 'step 5', 'step 6'),
+    ]
+    assert 'rollout/staleness' not in metrics[0]
+    assert source.state_arrays() == {}
 
 
-def test_each_process_scores_its_share(monkeypatch):
-    texts, tasks = [f'{number}' for number in range(5)], [{'answer': str(n % 2)} for n in range(5)]
-    with RewardScorer('numeric') as scorer:
-        expected = gather_scores(scorer, texts, tasks, 'numeric')
-        assert expected[''].tolist() == [1, 1, 0, 0, 0]
-        shares = []
-        monkeypatch.setattr(jax, 'process_count', lambda: 2)
-        for process in range(2):
-            monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
-            monkeypatch.setattr(
-                'maxlm.trainer.rollouts.multihost_utils',
-                types.SimpleNamespace(process_allgather=lambda tree, tiled: shares.append(tree) or tree),
-            )
-            gather_scores(scorer, texts, tasks, 'numeric')
-    assert [len(share['']) for share in shares] == [3, 3]
-    assert [*shares[0][''], *shares[1]['']][:5] == expected[''].tolist()
+def test_asynchronous_rollouts_are_generated_during_the_rewards(make):
+    source, fakes = make(overlap=True, grpo__async_rollouts=True)
+    metrics = run(source, fakes.events)
+    assert fakes.events == [
+        'generate 0 by θ0',
+        # Steps start when the generation has ended, because they donate the parameters.
+        *('generate 1 by θ0', 'score 0', 'proximal θ0', 'step 1', 'step 2'),
+        *('generate 2 by θ2', 'score 1', 'proximal θ2', 'step 3', 'step 4'),
+        *('score 2', 'proximal θ4', 'step 5', 'step 6'),
+    ]
+    assert [line['rollout/staleness'] for line in metrics] == [0, 2, 2]
+    assert [line['rollout/hidden_reward_seconds'] > 0 for line in metrics] == [True, True, False]
+    # The last rollout has no next one.
+    assert source.state_arrays() == {}
 
 
-def test_truncated_response_fits():
-    config = config_of()
-    tokens = np.full((2, R), 9, np.int32)
-    responses = Responses(tokens, np.full((2, R), -1, np.float32), np.array([R, R]), np.array([False, False]), 0)
-    prompt = np.arange(T - R, dtype=np.uint32)
-    batch = response_batch(config, [prompt, prompt], responses, np.array([0, 1], np.float32))
-    assert batch['predicted'].sum(axis=1).tolist() == [R, R]
-    assert batch['segments'].sum() == 2 * (T - 1)
-    assert GrpoConfig().loss_type == 'dapo'
-    assert batch['weights'].sum() == 2 * R
+def test_one_step_per_rollout_needs_no_proximal_pass(make):
+    source, fakes = make(grpo__async_rollouts=True, global_batch_size=ROWS)
+    prepare(source, 1)
+    assert sorted(fakes.events) == ['generate 0 by θ0', 'generate 1 by θ0', 'score 0']
+
+
+def test_a_checkpoint_contains_the_next_responses(make):
+    source, _ = make(grpo__async_rollouts=True)
+    prepare(source, 1)
+    resumed, fakes = make(grpo__async_rollouts=True)
+    resumed.load_state_arrays(source.state_arrays())
+    assert prepare(resumed, 3)['rollout/staleness'] == 2
+    assert sorted(fakes.events[:2]) == ['generate 2 by θ2', 'score 1']
+    # Responses of another rollout are not used.
+    other, fakes = make(grpo__async_rollouts=True)
+    other.load_state_arrays(source.state_arrays())
+    assert prepare(other, 5)['rollout/staleness'] == 0
+    assert fakes.events[0] == 'generate 2 by θ4'
+    # A synchronous run does not use them either.
+    synchronous, fakes = make()
+    synchronous.load_state_arrays(source.state_arrays())
+    prepare(synchronous, 3)
+    assert fakes.events == ['generate 1 by θ2', 'score 1']
+
+
+def test_a_checkpoint_after_a_failed_reward_contains_the_same_responses(make):
+    source, fakes = make(grpo__async_rollouts=True)
+    prepare(source, 1)
+    before = source.state_arrays()
+    assert before['numbers'][0] == 1
+    fakes.error = UserRewardError('the reward failed', source._prompts.tasks[0])
+    with pytest.raises(InputError, match='the reward failed'):
+        prepare(source, 3)
+    for name, array in source.state_arrays().items():
+        np.testing.assert_array_equal(array, before[name])

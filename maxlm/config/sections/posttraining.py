@@ -53,10 +53,17 @@ class GrpoConfig:
     # Gather sharded parameters once per rollout instead of once per token. This is faster, but each device then holds
     # all parameters in the compute dtype.
     gather_params_for_generation: bool = False
+    # Generate the next rollout while the responses of this one are scored. Its responses are then sampled one rollout
+    # earlier, with the parameters before the updates of this rollout; importance weights correct for the difference.
+    async_rollouts: bool = False
+    # With async_rollouts: upper bound of the importance weights (Yao et al. 2025, "Your Efficient RL Framework Secretly
+    # Brings You Off-Policy RL Training": 2).
+    importance_sampling_cap: float = 2.0
     # Number of optimization passes over the same responses.
     num_iterations: int = 1
     # Clipping range of the probability ratio, 1 - epsilon to 1 + epsilon_high (Yu et al. 2025, "DAPO": 0.2 and 0.28).
-    # The ratio compares a token's probability with that at sampling time.
+    # The ratio compares a token's probability with that at sampling time, or with async_rollouts before the first
+    # update by the responses.
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     # Weight of the KL divergence from the initial model; 0 = none, and no copy of the initial model.

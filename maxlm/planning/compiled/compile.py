@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from maxlm.config.schema import Config
 from maxlm.parallel.layout import Layout
-from maxlm.training.objectives import BATCH_TYPES, GRPO_TYPES, TEACHER_TYPES
+from maxlm.training.objectives import BATCH_TYPES, GRPO_TYPES, PROXIMAL, TEACHER_TYPES
 from maxlm.training.state import TrainState
 from maxlm.training.step import make_train_step
 
@@ -118,6 +118,8 @@ def compile_train_step(
     start = time.perf_counter()
     shape = (config.train.global_batch_size, config.data.seq_len)
     kinds = {**BATCH_TYPES, **(GRPO_TYPES if config.train.objective == 'grpo' else {})}
+    if config.train.objective == 'grpo' and config.has_proximal:
+        kinds[PROXIMAL] = jnp.float32
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in kinds.items()}
     if config.distill.logits_dir:
         stored = (*shape, config.distill.top_k)

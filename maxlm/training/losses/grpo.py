@@ -1,7 +1,8 @@
 """Advantages and loss of GRPO, as pure functions.
 
 Shao et al. 2024, "DeepSeekMath", with the corrections of Yu et al. 2025, "DAPO", Liu et al. 2025, "Understanding
-R1-Zero-Like Training", and Zheng et al. 2025, "Group Sequence Policy Optimization".
+R1-Zero-Like Training", and Zheng et al. 2025, "Group Sequence Policy Optimization". For asynchronous rollouts, Fu et
+al. 2025, "AReaL", and Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
 
 Shapes: B batch, T length, N responses, G responses per group (to the same prompt).
 """
@@ -32,6 +33,8 @@ class PolicySums(NamedTuple):
         entropy: Σ entropy of the softmax.
         old_kl: Σ estimated KL divergence from the policy that sampled the token.
         reference_kl: Σ estimated KL divergence from the reference.
+        importance: Σ importance weight.
+        truncated: number of tokens whose importance weight is truncated.
     """
 
     objective: jax.Array
@@ -40,6 +43,8 @@ class PolicySums(NamedTuple):
     entropy: jax.Array
     old_kl: jax.Array
     reference_kl: jax.Array
+    importance: jax.Array
+    truncated: jax.Array
 
 
 def advantages(rewards_N: np.ndarray, config: GrpoConfig) -> np.ndarray:
@@ -85,13 +90,20 @@ def policy_sums(
     predicted_BT: jax.Array,
     weights_BT: jax.Array,
     config: GrpoConfig,
+    proximal_BT: jax.Array | None = None,
 ) -> PolicySums:
-    """Sums the loss -min(r · A, clip(r, 1 - epsilon, 1 + epsilon_high) · A) + kl_coef · KL over tokens.
+    """Sums the loss -w · min(r · A, clip(r, 1 - epsilon, 1 + epsilon_high) · A) + kl_coef · KL over tokens.
 
-    r is the probability of a token under the trained policy, divided by its probability when it was sampled. With
-    `loss_type` gspo it is the geometric mean of these quotients over the tokens of the response, the same for all of
-    its tokens. KL is the estimator k3 of Schulman 2020, "Approximating KL Divergence": q/p - log(q/p) - 1 with the
-    reference's probability q.
+    r is the probability of a token under the trained policy, divided by its probability when it was sampled, and w is
+    1. With `loss_type` gspo, r is the geometric mean of these quotients over the tokens of the response, the same for
+    all of its tokens. KL is the estimator k3 of Schulman 2020, "Approximating KL Divergence": q/p - log(q/p) - 1 with
+    the reference's probability q.
+
+    With `async_rollouts`, the policy that sampled the tokens is older than the proximal policy, which is the policy
+    before the first update by these responses. This is the decoupled objective of Fu et al. 2025: r is relative to the
+    proximal policy, and w = min(p/b, importance_sampling_cap) without gradient, with the probabilities p by the
+    proximal policy and b at sampling time. The truncation is that of Yao et al. 2025. With gspo, p/b is also the
+    geometric mean over the tokens of the response.
 
     Args:
         log_probs_BT: log-probabilities of the tokens by the trained policy.
@@ -101,19 +113,36 @@ def policy_sums(
         advantages_BT: advantage of the token's response.
         predicted_BT: 1 at tokens of responses, else 0.
         weights_BT: weights of the tokens in the loss.
-        config: section `grpo` of the config; `epsilon`, `epsilon_high`, `kl_coef` and `loss_type` are used.
+        config: section `grpo` of the config; `epsilon`, `epsilon_high`, `kl_coef`, `loss_type`, `async_rollouts` and
+            `importance_sampling_cap` are used.
+        proximal_BT: with `async_rollouts`, log-probabilities by the proximal policy. None in the first step after a
+            rollout, in which the trained policy is the proximal policy.
     """
     # Select before multiplying: positions without a target may contain non-finite values.
     is_predicted = predicted_BT > 0
-    log_ratio_BT = jnp.where(is_predicted, log_probs_BT - old_log_probs_BT, 0)
-    ratio_BT = jnp.exp(log_ratio_BT)
-    if config.loss_type == 'gspo':
+
+    def ratio(log_ratio_BT: jax.Array) -> jax.Array:
+        if config.loss_type != 'gspo':
+            return jnp.exp(log_ratio_BT)
         lengths_B1 = jnp.maximum(is_predicted.sum(axis=1, keepdims=True), 1)
         mean_B1 = log_ratio_BT.sum(axis=1, keepdims=True) / lengths_B1
-        ratio_BT = jnp.broadcast_to(jnp.exp(mean_B1), log_ratio_BT.shape)
+        return jnp.broadcast_to(jnp.exp(mean_B1), log_ratio_BT.shape)
+
+    old_log_ratio_BT = jnp.where(is_predicted, log_probs_BT - old_log_probs_BT, 0)
+    log_ratio_BT = old_log_ratio_BT
+    importance_BT = jnp.ones_like(log_ratio_BT)
+    truncated_BT = jnp.zeros_like(log_ratio_BT)
+    if config.async_rollouts:
+        if proximal_BT is None:
+            proximal_BT = jax.lax.stop_gradient(log_probs_BT)
+        log_ratio_BT = jnp.where(is_predicted, log_probs_BT - proximal_BT, 0)
+        full_BT = ratio(jnp.where(is_predicted, proximal_BT - old_log_probs_BT, 0))
+        importance_BT = jnp.minimum(full_BT, config.importance_sampling_cap)
+        truncated_BT = (full_BT > config.importance_sampling_cap).astype(jnp.float32)
+    ratio_BT = ratio(log_ratio_BT)
     bounded_BT = jnp.clip(ratio_BT, 1 - config.epsilon, 1 + config.epsilon_high)
     gain_BT = jnp.minimum(ratio_BT * advantages_BT, bounded_BT * advantages_BT)
-    loss_BT = -gain_BT
+    loss_BT = -importance_BT * gain_BT if config.async_rollouts else -gain_BT
     reference_kl_BT = jnp.zeros_like(loss_BT)
     if reference_BT is not None:
         reference_kl_BT = _k3(jnp.where(is_predicted, reference_BT - log_probs_BT, 0))
@@ -127,8 +156,10 @@ def policy_sums(
         tokens=total(predicted_BT),
         clipped=total((bounded_BT * advantages_BT < ratio_BT * advantages_BT).astype(jnp.float32)),
         entropy=total(entropies_BT),
-        old_kl=total(_k3(-log_ratio_BT)),
+        old_kl=total(_k3(-old_log_ratio_BT)),
         reference_kl=total(reference_kl_BT),
+        importance=total(importance_BT),
+        truncated=total(truncated_BT),
     )
 
 

@@ -105,6 +105,80 @@ def test_first_epoch_gives_the_policy_gradient():
     assert np.abs(moved + weights * advantage[:, None]).max() > 1e-2
 
 
+# One response of three tokens with advantage 2, cap 2 and clipping to 0.8 … 1.2: probabilities at sampling time, by the
+# proximal and by the trained policy; loss, gradient, sum of the importance weights and number of truncated ones.
+TABLE = {
+    # Importance weights 0.5, 3 and 0.5, and ratios 1.5, 1 and 0.5.
+    'dapo': (
+        ([[0.2, 0.2, 0.8]], [[0.1, 0.6, 0.4]], [[0.15, 0.6, 0.2]]),
+        (-2 * (0.5 * 1.2 + 2 * 1 + 0.5 * 0.5), [0, -2 * 2 * 1, -2 * 0.5 * 0.5], 3, 1),
+    ),
+    # Geometric means: importance weight 51.2^⅓ > 2, ratio 1.1^⅓.
+    'gspo': (
+        ([[0.1, 0.1, 0.1]], [[0.4, 0.8, 0.16]], [[0.4, 0.8, 0.176]]),
+        (-2 * 3 * 2 * 1.1 ** (1 / 3), [-2 * 2 * 1.1 ** (1 / 3)] * 3, 6, 3),
+    ),
+}
+OLD, PROXIMAL, NEW = np.log(TABLE['dapo'][0])
+
+
+def decoupled(new, proximal, *, config, old=OLD, advantage=2.0):
+    sums = policy_sums(
+        jnp.asarray(new, jnp.float32),
+        jnp.ones_like(new),
+        None,
+        old_log_probs_BT=jnp.asarray(old, jnp.float32),
+        advantages_BT=jnp.full(np.shape(new), advantage),
+        predicted_BT=jnp.ones(np.shape(new)),
+        weights_BT=jnp.ones(np.shape(new)),
+        config=config,
+        proximal_BT=None if proximal is None else jnp.asarray(proximal, jnp.float32),
+    )
+    return sums.objective, sums
+
+
+@pytest.mark.parametrize('loss_type', TABLE)
+def test_decoupled_loss_equals_a_table(loss_type):
+    config = dataclasses.replace(CONFIG, async_rollouts=True, loss_type=loss_type)
+    probabilities, (loss, slope, importance, truncated) = TABLE[loss_type]
+    old, proximal, new = np.log(probabilities)
+    (found, sums), gradient = jax.value_and_grad(decoupled, has_aux=True)(new, proximal, config=config, old=old)
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+    np.testing.assert_allclose(gradient[0], slope, rtol=1e-5)
+    np.testing.assert_allclose([sums.importance, sums.truncated], [importance, truncated], rtol=1e-5)
+    # The KL divergence from the policy that sampled the tokens does not depend on the proximal policy.
+    np.testing.assert_allclose(sums.old_kl, (np.exp(old - new) - 1 - (old - new)).sum(), rtol=1e-5)
+    # Negative controls: the synchronous loss, and another cap.
+    plain = decoupled(new, None, config=dataclasses.replace(config, async_rollouts=False), old=old)[0]
+    other = decoupled(new, proximal, config=dataclasses.replace(config, importance_sampling_cap=4.0), old=old)[0]
+    assert min(abs(plain - loss), abs(other - loss)) > 0.1
+
+
+@pytest.mark.parametrize('loss_type', TABLE)
+def test_one_step_per_rollout_needs_no_proximal_log_probabilities(loss_type):
+    """The first step has the ratio 1 and the gradient -w · A."""
+    config = dataclasses.replace(CONFIG, async_rollouts=True, loss_type=loss_type)
+    (found, sums), gradient = jax.value_and_grad(decoupled, has_aux=True)(NEW, None, config=config)
+    again, slope = jax.value_and_grad(decoupled, has_aux=True)(NEW, NEW, config=config)
+    np.testing.assert_allclose(found, again[0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, slope, rtol=1e-6)
+    each = [0.75, 2, 0.25] if loss_type == 'dapo' else [(0.75 * 3 * 0.25) ** (1 / 3)] * 3
+    np.testing.assert_allclose(sums.importance, sum(each), rtol=1e-5)
+    np.testing.assert_allclose(gradient[0], -2 * np.array(each), rtol=1e-5)
+
+
+@pytest.mark.parametrize('loss_type', ['grpo', 'dapo', 'dr_grpo', 'gspo'])
+def test_decoupled_loss_with_weights_of_one_is_the_synchronous_loss(loss_type):
+    config = dataclasses.replace(CONFIG, loss_type=loss_type)
+    decoupled_config = dataclasses.replace(config, async_rollouts=True)
+    (wanted, _), slope = jax.value_and_grad(decoupled, has_aux=True)(NEW, None, config=config)
+    (found, sums), gradient = jax.value_and_grad(decoupled, has_aux=True)(NEW, OLD, config=decoupled_config)
+    assert (found, sums.importance, sums.truncated) == (wanted, 3, 0)
+    np.testing.assert_array_equal(gradient, slope)
+    # Negative control: a proximal policy that differs from that at sampling time.
+    assert decoupled(NEW, PROXIMAL, config=decoupled_config)[0] != wanted
+
+
 def test_advantages_are_relative_to_the_group():
     found = advantages(REWARDS, CONFIG)
     deviation = np.std([1, 0, 0, 1], ddof=1) + EPSILON

@@ -1,0 +1,111 @@
+"""Converts scored responses to a batch of GRPO.
+
+Shapes: B rows of a program, N responses of a rollout (the responses to one prompt are consecutive), T length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxlm.config.schema import Config
+from maxlm.data.loader.windows import Batch
+from maxlm.inference.rollout_generator import Responses
+from maxlm.parallel.layout import Layout
+from maxlm.rewards.scorer import Scores
+from maxlm.training.losses.grpo import advantages, token_weights
+from maxlm.training.objectives import BATCH_TYPES, make_log_probs
+from maxlm.training.state import Params
+from maxlm.training.update import working_params
+
+
+def response_batch(
+    config: Config,
+    prompts: Sequence[np.ndarray],
+    responses: Responses,
+    rewards_N: np.ndarray,
+) -> Batch:
+    """Returns a batch of training rows, each a prompt followed by a response.
+
+    Args:
+        config: config of the run; `data.seq_len` is T.
+        prompts: token ids of the prompt of each response.
+        responses: N responses.
+        rewards_N: reward of each response. Groups with equal rewards have weight 0.
+
+    Returns:
+        Arrays [N, T] of BATCH_TYPES and GRPO_TYPES.
+    """
+    advantages_N = advantages(rewards_N, config.grpo)
+    T, N = config.data.seq_len, len(prompts)
+    batch: Batch = {name: np.zeros((N, T), np.int32) for name in ('tokens', 'targets', 'segments', 'positions')}
+    batch |= {name: np.zeros((N, T), np.float32) for name in ('predicted', 'old_log_probs', 'advantages')}
+    for row, prompt in enumerate(prompts):
+        num, start = int(responses.num_B[row]), len(prompt)
+        ids = np.concatenate([prompt.astype(np.int32), responses.tokens_BR[row, :num]])
+        length = len(ids) - 1
+        batch['tokens'][row, :length], batch['targets'][row, :length] = ids[:-1], ids[1:]
+        batch['segments'][row, :length] = 1
+        batch['positions'][row, :length] = np.arange(length)
+        # The last token of the prompt predicts the first token of the response.
+        predicts = slice(start - 1, start - 1 + num)
+        batch['predicted'][row, predicts] = 1
+        batch['old_log_probs'][row, predicts] = responses.log_probs_BR[row, :num]
+        batch['advantages'][row, predicts] = advantages_N[row]
+    groups = rewards_N.reshape(-1, config.grpo.num_generations)
+    active_N = np.repeat(np.ptp(groups, axis=1) > 0, config.grpo.num_generations)
+    batch['weights'] = token_weights(batch['predicted'], active_N, config.grpo)
+    return batch
+
+
+def make_proximal(config: Config, layout: Layout) -> Callable[[Params, Batch], np.ndarray]:
+    """Returns a function (parameters, batch [N, T]) → log-probabilities of its targets, float32 [N, T].
+
+    The program processes as many rows at a time as a micro-batch of the training step has. All processes call the
+    function together with the same batch and receive all results.
+    """
+    rows = config.train.per_device_batch_size * config.batch_shards
+    log_probs = make_log_probs(config, layout)
+
+    def run(params: Params, batch_BT: dict[str, jax.Array]) -> jax.Array:
+        return log_probs(working_params(config, layout, params), None, batch_BT, None).log_probs_BT
+
+    program = jax.jit(run, out_shardings=layout.named())
+
+    def proximal(params: Params, batch: Batch) -> np.ndarray:
+        local = layout.local_rows(rows)
+        parts = []
+        for start in range(0, len(batch['tokens']), rows):
+            part = {name: batch[name][start : start + rows][local] for name in BATCH_TYPES}
+            parts.append(program(params, layout.put_batch(part, rows)))
+        return np.concatenate(jax.device_get(parts))
+
+    return proximal
+
+
+def gather_scores(scores: Scores, count: int) -> dict[str, np.ndarray]:
+    """Returns rewards float32 [N] by key: '' for the total, and the name of each component. Equal on all processes.
+
+    Args:
+        scores: scores of the responses in `scored_rows` of this process.
+        count: N.
+    """
+    found = {'': scores.rewards, **scores.components}
+    if jax.process_count() == 1:
+        return found
+    share = -(-count // jax.process_count())
+    padded = {name: np.pad(values, (0, share - len(values))) for name, values in found.items()}
+    gathered = multihost_utils.process_allgather(padded, tiled=True)
+    return {name: np.asarray(values)[:count] for name, values in gathered.items()}
+
+
+def scored_rows(count: int) -> slice:
+    """Returns the share of `count` responses that this process scores.
+
+    Each response is scored by one process, because a second execution of a slow program can have another result.
+    """
+    share = -(-count // jax.process_count())
+    return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
