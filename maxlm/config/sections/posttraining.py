@@ -53,8 +53,8 @@ class GrpoConfig:
     # Gather sharded parameters once per rollout instead of once per token. This is faster, but each device then holds
     # all parameters in the compute dtype.
     gather_params_for_generation: bool = False
-    # Generate the next rollout while the responses of this one are scored. Its responses are then sampled one rollout
-    # earlier, with the parameters before the updates of this rollout; importance weights correct for the difference.
+    # Generate the next rollout while the responses of this one are scored, with the parameters before the updates by
+    # this one. Importance weights correct the loss for the difference.
     async_rollouts: bool = False
     # With async_rollouts: upper bound of the importance weights (Yao et al. 2025, "Your Efficient RL Framework Secretly
     # Brings You Off-Policy RL Training": 2).
