@@ -205,7 +205,7 @@ class RolloutBatches:
             batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
         if self._proximal is not None:
             batch[PROXIMAL] = self._proximal(state.params, batch)
-        self._next = following and following.result()
+        self._next = following.result() if following else None
         local = layout.local_rows(config.train.global_batch_size)
         for order in self._orders(number, rows)[done:]:
             self._batches.append({name: values[order[local]] for name, values in batch.items()})
