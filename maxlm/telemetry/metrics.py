@@ -156,7 +156,7 @@ METRICS: dict[str, Metric] = {
     'rollout/reward_seconds': Metric('s', 'time spent scoring the responses'),
     # Only with grpo.async_rollouts.
     'rollout/hidden_reward_seconds': Metric(
-        's', 'part of rollout/reward_seconds during which the next rollout was generated'
+        's', 'part of rollout/reward_seconds during which the previous step ran or the next rollout was generated'
     ),
     'rollout/wait_seconds': Metric('s', 'time spent waiting for generation while no responses were scored'),
     'rollout/staleness': Metric('steps', 'optimizer steps between the sampling of the responses and their first step'),

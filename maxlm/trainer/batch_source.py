@@ -100,11 +100,13 @@ class SourceUpdate(NamedTuple):
         metrics: metrics to write.
         text: line to log.
         samples: samples to log.
+        overlap: seconds of the work during which the device still ran the previous step.
     """
 
     metrics: dict[str, float]
     text: str
     samples: list[Sample]
+    overlap: float = 0.0
 
 
 class BatchSource(Protocol):

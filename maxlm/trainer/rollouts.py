@@ -4,10 +4,10 @@ In a rollout the current model generates several responses to each of some promp
 responses, `grpo.num_iterations` times. Prompts, random keys and order depend only on seeds and the step number, so a
 resumed run repeats them exactly.
 
-With `grpo.async_rollouts`, a thread generates the next rollout while the main thread scores the responses of this one.
-The steps of this rollout start when both have ended, because they donate the parameters. Checkpoints contain the
-generated responses, so that a resumed run trains on the same ones. Rewards run in the main thread, because rewards of
-the user may need signals for time limits.
+With `grpo.async_rollouts`, the main thread scores the responses of a rollout while the device ends the last step of the
+previous one and then generates the next one, which a thread waits for. The steps of this rollout start when both have
+ended, because they donate the parameters. Checkpoints contain the generated responses, so that a resumed run trains on
+the same ones. Rewards run in the main thread, because rewards of the user may need signals for time limits.
 
 Shapes: N responses of a rollout (the responses to one prompt are consecutive), T length, R largest number of tokens of
 a response.
@@ -182,7 +182,7 @@ class RolloutBatches:
         _, layout = self._made
         number, done = divmod(step - 1, updates)
         each = [index for index in self._indices(number) for _ in range(grpo.num_generations)]
-        rows, following = len(each), None
+        rows = len(each)
         began = time.perf_counter()
         rollout = self._next if grpo.async_rollouts else None
         if rollout is None or (rollout.number, len(rollout.responses.num_B)) != (number, rows):
@@ -192,12 +192,12 @@ class RolloutBatches:
         responses = rollout.responses
         drawn = time.perf_counter()
         with ThreadPoolExecutor(1, thread_name_prefix='rollout') as executor:
-            if grpo.async_rollouts and (number + 1) * updates < config.train.num_steps:
-                following = executor.submit(self._generate, number + 1, step - 1, state.params)
+            has_next = grpo.async_rollouts and (number + 1) * updates < config.train.num_steps
+            following = executor.submit(self._generate_next, number + 1 if has_next else None, step - 1, state.params)
             texts = self._texts(responses)
             scores = self._scores(self._prompts, texts, [self._prompts.tasks[index] for index in each], grpo.reward)
             scored = time.perf_counter()
-            if following is not None and jax.process_count() > 1:
+            if jax.process_count() > 1:
                 # The collectives of the two threads must have the same order in all processes.
                 wait([following])
             found = gather_scores(scores, rows)
@@ -205,7 +205,7 @@ class RolloutBatches:
             batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
         if self._proximal is not None:
             batch[PROXIMAL] = self._proximal(state.params, batch)
-        self._next = following.result() if following else None
+        trained, self._next = following.result()
         local = layout.local_rows(config.train.global_batch_size)
         for order in self._orders(number, rows)[done:]:
             self._batches.append({name: values[order[local]] for name, values in batch.items()})
@@ -223,10 +223,10 @@ class RolloutBatches:
             'rollout/epoch': (number + 1) * grpo.prompts_per_rollout / self._prompts.num_prompts,
         }
         if grpo.async_rollouts:
-            ended = self._next.ended if self._next else drawn
+            ended = self._next.ended if self._next else trained
             metrics |= {
                 'rollout/hidden_reward_seconds': max(0.0, min(scored, ended) - drawn),
-                'rollout/wait_seconds': drawn - began + max(0.0, ended - scored),
+                'rollout/wait_seconds': drawn - began + max(0.0, ended - max(scored, trained)),
                 'rollout/staleness': float(step - 1 - rollout.step),
             }
         text = (
@@ -239,7 +239,7 @@ class RolloutBatches:
             Sample(self._asked(self._prompts, each[row]), f'{texts[row]} (reward {rewards_N[row]:.2f})')
             for row in range(SHOWN)
         ]
-        return SourceUpdate(metrics, text, samples)
+        return SourceUpdate(metrics, text, samples, overlap=trained - drawn)
 
     def sources(self, config: Config) -> SourceMetrics:
         """See `BatchSource`."""
@@ -317,6 +317,16 @@ class RolloutBatches:
             num_samples=self._grpo.num_generations,
         )
         return Rollout(number, step, responses, began, time.perf_counter())
+
+    def _generate_next(self, number: int | None, step: int, params: Params) -> tuple[float, Rollout | None]:
+        """Waits for the parameters, and generates the rollout `number`; None generates none.
+
+        Returns:
+            The time at which the parameters were ready, and the rollout.
+        """
+        jax.block_until_ready(params)
+        trained = time.perf_counter()
+        return trained, None if number is None else self._generate(number, step, params)
 
     def _asked(self, prompts: Prompts, index: int) -> str:
         return self._tokenizer.decode(prompts.ids[index].tolist())

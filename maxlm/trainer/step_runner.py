@@ -168,10 +168,18 @@ class StepRunner:
 
     def _prepare(self, step: int, state: TrainState) -> None:
         """Lets the source generate batches from the state."""
-        with self._watchdog.waiting():
-            self._reporter.flush()
-        with self._throughput.paused('rollout'), self._timeline.phase('rollout'), self._watchdog.phase():
+        if not self._config.grpo.async_rollouts:
+            with self._watchdog.waiting():
+                self._reporter.flush()
+        with (
+            self._throughput.paused('rollout') as exclude,
+            self._timeline.phase('rollout'),
+            self._watchdog.phase(),
+        ):
             written = self._source.prepare(step, state)
+            exclude(written.overlap)
+        self._timeline.move(written.overlap, 'rollout', 'step')
+        self._reporter.flush()
         self._reporter.wrote(step, written.metrics, written.text)
         self._reporter.sampled(step, written.samples)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from maxlm.hardware.chips import Peak
 from maxlm.planning.estimate.flops import TokenFlops
@@ -50,14 +50,16 @@ class Throughput:
         self._mark = now
 
     @contextlib.contextmanager
-    def paused(self, what: str, *, name: str = '') -> Iterator[None]:
+    def paused(self, what: str, *, name: str = '') -> Iterator[Callable[[float], None]]:
         """Excludes the time of a `with` block from the time of steps, and reports it as `perf/WHAT_seconds`.
 
-        The time is stored in `pauses` under `name`, which defaults to `what`.
+        The time is stored in `pauses` under `name`, which defaults to `what`. The yielded function takes seconds at the
+        beginning of the block that still count as time of steps.
         """
         start = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - start
+        overlaps: list[float] = []
+        yield overlaps.append
+        seconds = time.perf_counter() - start - sum(overlaps)
         self._mark += seconds
         self.pauses[name or what] = seconds
         for sums in (self._interval, self._total):

@@ -133,9 +133,23 @@ def test_asynchronous_rollouts_are_generated_during_the_rewards(make):
         *('score 2', 'proximal θ4', 'step 5', 'step 6'),
     ]
     assert [line['rollout/staleness'] for line in metrics] == [0, 2, 2]
-    assert [line['rollout/hidden_reward_seconds'] > 0 for line in metrics] == [True, True, False]
+    assert all(line['rollout/hidden_reward_seconds'] > 0 for line in metrics[:2])
     # The last rollout has no next one.
     assert source.state_arrays() == {}
+
+
+def test_rewards_are_computed_while_the_previous_step_runs(make):
+    source, fakes = make(overlap=True, grpo__async_rollouts=True)
+
+    class RunningParams(str):
+        def block_until_ready(self):
+            assert fakes.is_scoring[1].wait(TIMEOUT_SECONDS)
+            fakes.events.append('the step ends')
+
+    prepare(source, 1)
+    update = source.prepare(3, types.SimpleNamespace(params=RunningParams('θ2')))
+    assert fakes.events[4:] == ['the step ends', 'generate 2 by θ2', 'score 1', 'proximal θ2']
+    assert 0 < update.overlap < update.metrics['rollout/reward_seconds']
 
 
 def test_one_step_per_rollout_needs_no_proximal_pass(make):
