@@ -7,10 +7,15 @@ import shutil
 import pytest
 
 from maxlm import grpo, train
+from maxlm.data.chat.template import CHATML
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.inference.tool_calls import ToolCall
+from maxlm.inference.tools.environment import ToolEnvironment
 from tests.conftest import ROOT
 from tests.processes import Processes
 from tests.small_posttraining import grpo_arguments, make_prompts
+from tests.starting import make_start
 from tests.test_train import curve
 from tests.user_modules import write_module
 
@@ -118,6 +123,53 @@ def test_a_failing_reward_of_the_user_is_one_line(start, tmp_path, monkeypatch, 
     assert f'mine.jsonl:3: the reward {name}:f raised ZeroDivisionError' in error
 
 
+@pytest.mark.multiprocess
+def test_a_response_cannot_stop_a_run_with_rewards_in_the_sandbox(start, tmp_path, monkeypatch):
+    body = 'import os\ndef f(response, prompt):\n    return 1.0 if response == "0" else os._exit(1)'
+    name = write_module(tmp_path, monkeypatch, body)
+    settings = user_prompts(tmp_path, 1, 1, 1, 1) | {'grpo__sandbox_functions': True}
+    assert run(start, tmp_path / 'run', grpo__reward=f'{name}:f', **settings) == EXIT_DONE
+    assert curve(tmp_path / 'run')[1]['rollout/reward'] == 0
+    log = (tmp_path / 'run/run.log').read_text()
+    assert f'responses get reward 0: the reward {name}:f ended its process in the sandbox (exit code 1)' in log
+    # A reward that fails for the first prompt stops the run before compilation.
+    (tmp_path / f'{name}.py').write_text('def f(response, prompt):\n    return "text"')
+    assert run(start, tmp_path / 'bad', grpo__reward=f'{name}:f', **settings) == EXIT_BAD_INPUT
+
+
+@pytest.mark.multiprocess
+def test_the_documented_tool(tmp_path, monkeypatch):
+    page = (ROOT / 'docs/posttraining.md').read_text().split('### Tools')[1]
+    body = re.search(r'```\n(def .*?)```', page, re.DOTALL)[1]
+    tools = re.search(r'--config.grpo.tools=\"(.*)\" ', page)[1]
+    write_module(tmp_path, monkeypatch, body, name='my_tools')
+    tokenizer = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
+    tokenizer.save(tmp_path / 'tokenizer.json')
+    (tmp_path / 'chat_template.jinja').write_text(CHATML)
+    make_start(tmp_path / 'sft', tmp_path / 'tokenizer.json', model__max_positions=576)
+    (end,) = (index for index, token in tokenizer.special_tokens.items() if token.content == '<|im_end|>')
+    call = ToolCall('', 'calculate', '{"expression": "6 * 7"}')
+    # A random model writes no calls.
+    monkeypatch.setattr(ToolEnvironment, '_calls', lambda _, turn: [call] if turn[-1] == end else [])
+    settings = user_prompts(tmp_path, *range(4)) | {
+        'grpo__tools': tools,
+        'grpo__sandbox_functions': True,
+        'grpo__reward': '0*format',
+        'grpo__max_completion_length': 200,
+        'grpo__max_tool_calls': 1,
+        'data__seq_len': 576,
+        'model__vocab_size': 0,
+        'model__max_positions': 576,
+        'train__num_steps': 1,
+    }
+    assert run(tmp_path, tmp_path / 'run', **settings) == EXIT_DONE
+    line = curve(tmp_path / 'run')[1]
+    assert 0 < line['rollout/tool_calls'] <= 1
+    assert line['rollout/tool_errors'] == 0
+    # The loss covers only tokens of the model.
+    assert line['train/approx_kl'] < 1e-9
+
+
 def test_the_reference_is_the_initial_model(start, tmp_path):
     settings = {'grpo__kl_coef': 0.5, 'eval__interval': 0}
     assert run(start, tmp_path / 'once', **settings) == EXIT_DONE
@@ -170,6 +222,10 @@ def test_two_processes_write_and_learn_the_same(start, finished, asynchronous, t
         ({'grpo__prompts': '/nowhere.jsonl'}, '/nowhere.jsonl'),
         ({'grpo__reward': 'lenght'}, 'lenght'),
         ({'grpo__reward': 'no_such_module:f'}, "no module 'no_such_module'"),
+        ({'grpo__reward': 'no_such_module:f', 'grpo__sandbox_functions': True}, "no module 'no_such_module'"),
+        ({'grpo__tools': "('calculate',)"}, "grpo.tools: 'calculate' is not the name of a function"),
+        ({'grpo__tools': "('math:exp',)", 'grpo__async_rollouts': True}, 'grpo.tools with grpo.async_rollouts=True'),
+        ({'grpo__tools': "('math:exp',)"}, "grpo.tools=('math:exp',): the model has no chat template"),
         ({'grpo__eval_reward': 'length + math:zzz'}, "has no 'zzz'"),
         ({'grpo__reward': 'numeric'}, "prompts.jsonl:1: the reward numeric requires the key 'answer'"),
         (

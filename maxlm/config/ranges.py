@@ -193,6 +193,7 @@ RANGES: dict[str, Range] = {
     'grpo.num_generations': Range(2, 10**5),
     'grpo.prompts_per_rollout': Range(0, 10**6),
     'grpo.max_completion_length': Range(0, 2**24),
+    'grpo.max_tool_calls': COUNT_FROM_1,
     'grpo.num_iterations': COUNT_FROM_1,
     'grpo.importance_sampling_cap': Range(1, 1000),
     'grpo.epsilon': FRACTION,

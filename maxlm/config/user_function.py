@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -25,14 +25,14 @@ def is_function_name(name: str) -> bool:
 
 
 def load_function(
-    name: str, *, kind: str, arguments: tuple[str, ...], keywords: tuple[str, ...] = ()
+    name: str, *, kind: str, arguments: tuple[str, ...] | None, keywords: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
     """Imports a function from the working directory, PYTHONPATH or an installed package.
 
     Args:
         name: `package.module:function`.
         kind: use of the function in messages, e.g. `reward`.
-        arguments: descriptions of the positional arguments that the function must accept.
+        arguments: descriptions of the positional arguments that the function must accept; None = any arguments.
         keywords: names of the keyword arguments that it must accept.
 
     Raises:
@@ -47,6 +47,8 @@ def load_function(
     function = getattr(module, attribute)
     if not callable(function):
         raise InputError(f'{where}: {attribute!r} is a {type(function).__name__}; it must be a function')
+    if arguments is None:
+        return function
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
@@ -77,21 +79,51 @@ def describe_exception(error: BaseException) -> str:
     return f'{type(error).__name__}{f": {text}" if text else ""}{at}'
 
 
-def _import(name: str, module_name: str, kind: str) -> ModuleType:
+def import_directory(name: str, *, kind: str) -> str | None:
+    """Returns the real path of the directory from which a function's module is imported, without importing it.
+
+    Args:
+        name: `package.module:function`.
+        kind: use of the function in messages, e.g. `reward`.
+
+    Returns:
+        The directory that contains the module or its outermost package; None for modules without a file.
+
+    Raises:
+        InputError: the module does not exist.
+    """
+    _add_working_directory()
+    package = name.partition(':')[0].partition('.')[0]
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        raise InputError(_not_found(name, package, kind))
+    paths = list(spec.submodule_search_locations or ()) or ([spec.origin] if spec.origin and spec.has_location else [])
+    return os.path.dirname(os.path.realpath(paths[0])) if paths else None
+
+
+def _add_working_directory() -> None:
     # The command `maxlm` does not have the working directory in sys.path, unlike `python -m maxlm`. It comes last, so
     # that its files cannot hide installed packages.
     if not {'', os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
         importlib.invalidate_caches()
+
+
+def _not_found(name: str, module: str, kind: str) -> str:
+    return (
+        f'{kind} {name}: no module {module!r} in {os.getcwd()}, PYTHONPATH or the installed packages; start '
+        'the command in the directory that contains it, or add that directory to PYTHONPATH'
+    )
+
+
+def _import(name: str, module_name: str, kind: str) -> ModuleType:
+    _add_working_directory()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f'{missing}.'):
-            raise InputError(
-                f'{kind} {name}: no module {missing!r} in {os.getcwd()}, PYTHONPATH or the installed packages; start '
-                'the command in the directory that contains it, or add that directory to PYTHONPATH'
-            ) from error
+            raise InputError(_not_found(name, missing, kind)) from error
         raise InputError(
             f'{kind} {name}: {module_name} imports {missing!r}, which is not installed; install it'
         ) from error

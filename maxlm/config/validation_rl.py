@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from maxlm.config.families import projections
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.posttraining import GrpoConfig
+from maxlm.config.user_function import is_function_name
 from maxlm.errors import InputError
 
 
@@ -134,6 +135,17 @@ def check_grpo(config: Config) -> None:
             f'grpo.max_completion_length={grpo.max_completion_length} leaves no tokens for a prompt in '
             f'data.seq_len={window}; lower it'
         )
+    if grpo.tools and grpo.async_rollouts:
+        raise InputError(
+            'grpo.tools with grpo.async_rollouts=True: tool calls are not supported in asynchronous rollouts; set '
+            'grpo.async_rollouts=False'
+        )
+    for name in grpo.tools:
+        if not isinstance(name, str) or not is_function_name(name):
+            raise InputError(
+                f"grpo.tools: {name!r} is not the name of a function; use 'package.module:function', e.g. "
+                "('my_tools:calculate',)"
+            )
     rows, global_batch = (
         grpo.prompts_per_rollout * grpo.num_generations,
         train.global_batch_size or train.global_batch_size_tokens // window,

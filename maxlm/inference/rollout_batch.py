@@ -39,7 +39,7 @@ def response_batch(
     Returns:
         Arrays [N, T] of BATCH_TYPES and GRPO_TYPES.
     """
-    advantages_N = advantages(rewards_N, config.grpo)
+    advantages_N, generated_NR = advantages(rewards_N, config.grpo), responses.generated
     T, N = config.data.seq_len, len(prompts)
     batch: Batch = {name: np.zeros((N, T), np.int32) for name in ('tokens', 'targets', 'segments', 'positions')}
     batch |= {name: np.zeros((N, T), np.float32) for name in ('predicted', 'old_log_probs', 'advantages')}
@@ -52,13 +52,22 @@ def response_batch(
         batch['positions'][row, :length] = np.arange(length)
         # The last token of the prompt predicts the first token of the response.
         predicts = slice(start - 1, start - 1 + num)
-        batch['predicted'][row, predicts] = 1
+        batch['predicted'][row, predicts] = generated_NR[row, :num]
         batch['old_log_probs'][row, predicts] = responses.log_probs_BR[row, :num]
         batch['advantages'][row, predicts] = advantages_N[row]
     groups = rewards_N.reshape(-1, config.grpo.num_generations)
     active_N = np.repeat(np.ptp(groups, axis=1) > 0, config.grpo.num_generations)
     batch['weights'] = token_weights(batch['predicted'], active_N, config.grpo)
     return batch
+
+
+def step_rows(config: Config, number: int, rows: int) -> list[np.ndarray]:
+    """Returns the row indices of each step that trains on the rollout `number` of `rows` responses."""
+    orders = []
+    for epoch in range(config.grpo.num_iterations):
+        shuffled = np.random.default_rng([config.data.seed, number, epoch]).permutation(rows)
+        orders += list(shuffled.reshape(-1, config.train.global_batch_size))
+    return orders
 
 
 def make_proximal(config: Config, layout: Layout) -> Callable[[Params, Batch], np.ndarray]:

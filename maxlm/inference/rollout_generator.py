@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from flax import nnx
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.inference.cast_params import cast_params
+from maxlm.inference.rollout_shape import plan_runs
 from maxlm.inference.sampling import log_prob, sample
 from maxlm.model.attention.chunked import QUERY_BLOCK
 from maxlm.model.blocks import BLOCKS
@@ -30,6 +31,20 @@ from maxlm.model.layers.kv_cache import Caches, cache_axes, init_caches
 from maxlm.parallel.host_offload import to_device
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params, abstract_model
+
+
+class ToolUse(NamedTuple):
+    """Tool calls in responses.
+
+    Attributes:
+        generated_BR: True for tokens of the model, False for results of tools and after the end of a response.
+        num_calls_B: number of calls per row.
+        num_errors_B: number of calls per row that failed.
+    """
+
+    generated_BR: np.ndarray
+    num_calls_B: np.ndarray
+    num_errors_B: np.ndarray
 
 
 class Responses(NamedTuple):
@@ -42,6 +57,7 @@ class Responses(NamedTuple):
         num_B: number of tokens per row, including the end token.
         ended_B: True if the response has an end token, False if it was cut off.
         passes: number of decoding steps over all calls of the program.
+        tools: tool calls and their results among the tokens; None without tools.
     """
 
     tokens_BR: np.ndarray
@@ -49,11 +65,25 @@ class Responses(NamedTuple):
     num_B: np.ndarray
     ended_B: np.ndarray
     passes: int
+    tools: ToolUse | None = None
+
+    @property
+    def generated(self) -> np.ndarray:
+        """True for tokens of the model, False for results of tools and after the end of a response: bool [B, R]."""
+        if self.tools is not None:
+            return self.tools.generated_BR
+        return np.arange(self.tokens_BR.shape[1]) < self.num_B[:, None]
+
+    @property
+    def last_turns(self) -> np.ndarray:
+        """Index of the first token after the last result of a tool: int [B]."""
+        is_result = ~self.generated & (np.arange(self.tokens_BR.shape[1]) < self.num_B[:, None])
+        return np.max(np.arange(1, is_result.shape[1] + 1) * is_result, axis=1)
 
     @property
     def drawn(self) -> int:
         """Number of generated tokens in all rows."""
-        return int(self.num_B.sum())
+        return int(self.generated.sum())
 
 
 class _Drawing(NamedTuple):
@@ -79,6 +109,7 @@ class Sampler:
         ends: Sequence[int],
         max_prompt: int,
         max_tokens: int,
+        max_length: int = 0,
         gather_once: bool = False,
     ):
         """Initializes the sampler.
@@ -89,6 +120,8 @@ class Sampler:
             ends: token ids that end a response.
             max_prompt: maximum number of prompt tokens.
             max_tokens: maximum number of response tokens.
+            max_length: maximum number of tokens of prompt and response together, if all calls have limits that comply
+                with it; 0 = `max_prompt` + `max_tokens`.
             gather_once: gather sharded parameters once per call instead of once per token. Each device then holds all
                 parameters in the compute dtype.
 
@@ -100,7 +133,8 @@ class Sampler:
         for name, value in {'max_prompt': max_prompt, 'max_tokens': max_tokens}.items():
             if value < 1:
                 raise InputError(f'{name}={value}: must be at least 1')
-        if max_prompt + max_tokens > context:
+        self._max_length = max_length or max_prompt + max_tokens
+        if self._max_length > context:
             raise InputError(
                 f'max_tokens={max_tokens}: prompts have up to {max_prompt} tokens and the context length of the model '
                 f'is {context}; {max(0, context - max_prompt)} tokens remain for the response; '
@@ -159,26 +193,36 @@ class Sampler:
         )
         # A prompt is prefilled once for each group of its samples.
         filled = [prompt for prompt in prompts for _ in range(num_samples // group)]
-        parts: list[list[np.ndarray]] = []
-        passes = 0
-        for start in range(0, len(filled), P):
-            tokens, lengths = self._pad(filled[start : start + P], P)
-            rows = self._layout.named('batch')
-            numbers = np.array([seed, first_row + start * group]).astype(np.uint32)
-            drawn = self._program(
+        runs = [
+            self._run(params, filled[start : start + P], P, (seed, first_row + start * group), temperature, group)
+            for start in range(0, len(filled), P)
+        ]
+        return join_runs(runs, len(prompts) * num_samples)
+
+    def _run(
+        self,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        P: int,
+        seed_and_first_row: tuple[int, int],
+        temperature: float,
+        group: int,
+        *row_and_limit_2P: jax.Array,
+    ) -> Any:
+        """Runs the program and returns its result on the host."""
+        tokens, lengths = self._pad(prompts, P)
+        rows = self._layout.named('batch')
+        return jax.device_get(
+            self._program(
                 params,
                 self._put(tokens, rows),
                 self._put(lengths, rows),
-                self._put(numbers),
+                self._put(np.array(seed_and_first_row).astype(np.uint32)),
                 self._put(np.array(temperature, np.float32)),
+                *row_and_limit_2P,
                 group=group,
             )
-            *arrays, run_passes = jax.device_get(drawn)
-            parts.append(arrays)
-            passes += int(run_passes)
-        B = len(prompts) * num_samples
-        tokens_BR, log_probs_BR, num_B, ended_B = (np.concatenate(part)[:B] for part in zip(*parts, strict=True))
-        return Responses(tokens_BR, log_probs_BR, num_B, ended_B, passes)
+        )
 
     def _draw(
         self,
@@ -187,16 +231,19 @@ class Sampler:
         length_P: jax.Array,
         seed_and_first_row: jax.Array,
         temperature: jax.Array,
+        row_and_limit_2P: jax.Array | None = None,
         *,
         group: int,
     ) -> tuple[jax.Array, ...]:
-        """Returns the fields of `Responses` for `group` samples of each prompt; a prompt of length 0 is padding."""
+        """Returns the fields of `Responses` for `group` samples of each prompt; a prompt of length 0 is padding.
+
+        With `row_and_limit_2P`, the row index and the maximum number of tokens of each prompt, `group` is 1.
+        """
         R, B = self._max_tokens, length_P.size * group
         params = self._as_used(params)
         seed, first_row = seed_and_first_row
-        row_keys_B = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(
-            first_row + jnp.arange(B, dtype=jnp.uint32)
-        )
+        row_B = jnp.arange(B, dtype=jnp.uint32) if row_and_limit_2P is None else row_and_limit_2P[0]
+        row_keys_B = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(first_row + row_B)
         ends = jnp.asarray(self._ends, jnp.int32)
 
         def next_token(logits_BV: jax.Array, position_B: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -210,10 +257,13 @@ class Sampler:
             position_B = length_B + drawing.num_columns - 1
             token_B, log_prob_B = next_token(logits_BV, position_B)
             going_B = ~drawing.ended_B
+            ended_B = drawing.ended_B | jnp.isin(token_B, ends)
+            if row_and_limit_2P is not None:
+                ended_B |= drawing.num_columns + 1 >= row_and_limit_2P[1].astype(jnp.int32)
             return drawing._replace(
                 num_columns=drawing.num_columns + 1,
                 token_B=token_B,
-                ended_B=drawing.ended_B | jnp.isin(token_B, ends),
+                ended_B=ended_B,
                 num_B=drawing.num_B + going_B,
                 tokens_BR=drawing.tokens_BR.at[:, drawing.num_columns].set(jnp.where(going_B, token_B, 0)),
                 log_probs_BR=drawing.log_probs_BR.at[:, drawing.num_columns].set(jnp.where(going_B, log_prob_B, 0)),
@@ -224,6 +274,9 @@ class Sampler:
 
         def advance(drawing: _Drawing) -> _Drawing:
             position_B = length_B + drawing.num_columns - 1
+            if row_and_limit_2P is not None:
+                # Rows that have ended would leave the cache.
+                position_B = jnp.minimum(position_B, self._max_length - 1)
             hidden_B1D, cache = self._forward(
                 params, drawing.token_B[:, None], position_B[:, None], drawing.cache, position_B + 1
             )
@@ -270,7 +323,7 @@ class Sampler:
         """Repeats the cache for `group` samples of each prompt and adds slots for their tokens."""
 
         def spread(x_LPKTH: jax.Array) -> jax.Array:
-            more = max(0, self._max_prompt + self._max_tokens - x_LPKTH.shape[3])
+            more = max(0, self._max_length - x_LPKTH.shape[3])
             x_LPKSH = jnp.pad(x_LPKTH, [(0, 0), (0, 0), (0, 0), (0, more), (0, 0)])
             return jnp.repeat(x_LPKSH, group, axis=1)
 
@@ -322,6 +375,13 @@ class Sampler:
                 raise InputError(f'prompt {number} (counting from 0): token ids must be from 0 to {V - 1}')
 
 
+def join_runs(runs: Sequence[Any], num: int) -> Responses:
+    """Returns the first `num` responses of the results of the program."""
+    *parts, passes = zip(*runs, strict=True)
+    tokens_BR, log_probs_BR, num_B, ended_B = (np.concatenate(part)[:num] for part in parts)
+    return Responses(tokens_BR, log_probs_BR, num_B, ended_B, sum(map(int, passes)))
+
+
 def _check_mesh(layout: Layout) -> None:
     for axis, what in {'stage': 'layers', 'context': 'sequence length'}.items():
         if size := layout.mesh.shape[axis] - 1:
@@ -329,38 +389,3 @@ def _check_mesh(layout: Layout) -> None:
                 f'mesh.{axis}={size + 1}: rollouts need a key-value cache, which does not support a mesh that '
                 f'shards the {what}; set it to 1'
             )
-
-
-def plan_runs(
-    num_prompts: int, num_samples: int, rows_per_run: int, *, shards: int, lengths: tuple[int, int]
-) -> tuple[int, int]:
-    """Chooses the batch shape of `Sampler`.
-
-    The prompts of a call are sharded over `shards` devices; empty prompts pad the batch. If there are few prompts,
-    prefilling a prompt several times, each time for some of its samples, can be cheaper.
-
-    Args:
-        num_prompts: number of prompts.
-        num_samples: number of samples per prompt.
-        rows_per_run: maximum number of rows per call; 0 = unlimited.
-        shards: number of devices that the batch is sharded over.
-        lengths: lengths of prompt and response, which determine the cost.
-
-    Returns:
-        Number of samples that share one prefilled prompt, and number of prompts per call.
-    """
-
-    def choices() -> Iterator[tuple[int, int, int]]:
-        T, R = lengths
-        for group in range(1, num_samples + 1):
-            most = rows_per_run // group // shards if rows_per_run else num_prompts * num_samples
-            if num_samples % group or not most:
-                continue
-            # A unit is one prompt per device.
-            units = -(-num_prompts * (num_samples // group) // shards)
-            runs = -(-units // most)
-            P = -(-units // runs) * shards
-            yield runs * P * (T + group * R), -group, P
-
-    _, group, P = min(choices())
-    return -group, P

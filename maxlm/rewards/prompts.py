@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,10 +105,12 @@ def load_encoder(workdir: Path) -> ChatEncoder | Tokenizer:
     return Tokenizer.load(workdir / TOKENIZER)
 
 
-def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -> Prompts:
+def read_prompts(
+    path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int, *, tools: Sequence[Mapping[str, Any]] = ()
+) -> Prompts:
     """Reads prompts from a JSONL file, local or in a bucket, plain or compressed with gzip or Zstandard.
 
-    Prompts of more than `max_tokens` tokens are dropped with one warning.
+    Prompts of more than `max_tokens` tokens are dropped with one warning. `tools` are added to those of each prompt.
 
     Raises:
         InputError: the file cannot be read, a line is not a prompt, or no prompt is short enough. The message names the
@@ -118,7 +120,7 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
     ids, tasks, lines, too_long = [], [], [], []
     for number, entry in read_objects(path):
         try:
-            prompt = _encode(entry, encoder)
+            prompt = _encode(entry, encoder, tools)
         except (ValueError, InputError) as error:
             raise InputError(f'{name}:{number}: {error}') from error
         if len(prompt) > max_tokens:
@@ -143,7 +145,9 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
     return Prompts(path, tuple(ids), tuple(tasks), tuple(lines), len(too_long))
 
 
-def _encode(entry: Mapping[str, Any], encoder: ChatEncoder | Tokenizer) -> np.ndarray:
+def _encode(
+    entry: Mapping[str, Any], encoder: ChatEncoder | Tokenizer, more_tools: Sequence[Mapping[str, Any]]
+) -> np.ndarray:
     """Returns the ids of a prompt, uint32 [number of tokens]. ValueError or InputError if the entry is not a prompt."""
     present = [key for key in PROMPT_KEYS if key in entry]
     if len(present) != 1:
@@ -171,4 +175,4 @@ def _encode(entry: Mapping[str, Any], encoder: ChatEncoder | Tokenizer) -> np.nd
     tools = entry.get(TOOLS) or []
     if not isinstance(tools, list):
         raise ValueError(f'"tools" must be a list, not {type(tools).__name__}')
-    return encoder.encode_prompt(messages, tools=tools)
+    return encoder.encode_prompt(messages, tools=[*tools, *more_tools])

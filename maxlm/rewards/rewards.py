@@ -23,7 +23,6 @@ from __future__ import annotations
 import ast
 import difflib
 import math
-import numbers
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +31,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.config.user_function import FUNCTION_NAME, describe_exception, is_function_name, load_function
+from maxlm.config.user_function import FUNCTION_NAME, is_function_name, load_function
 from maxlm.errors import InputError
+from maxlm.log import logger
 from maxlm.rewards.answer_parsing import choice_of, last_number, marked_answer, number_of, plain
 from maxlm.rewards.code_task import extract_code, run_tasks
+from maxlm.sandbox.functions import FunctionCall, FunctionPool, UserFunction
 from maxlm.sandbox.pool import SandboxPool
+from maxlm.sandbox.program.function_call import FunctionResult, call_function
 
 Task = Mapping[str, Any]
 DEFAULT_TOLERANCE = 1e-6
@@ -172,30 +174,60 @@ def user_reward(name: str) -> BatchReward:
         InputError: the function cannot be imported. The returned reward raises UserRewardError if the function raises
             an exception or returns anything but a finite number.
     """
-    function = load_function(name, kind='reward', arguments=('response', 'prompt'))
-
-    def reward(response: str, task: Task) -> float:
-        try:
-            value = function(response, dict(task))
-        except Exception as error:
-            raise UserRewardError(
-                f'the reward {name} raised {describe_exception(error)}; fix the function', task
-            ) from error
-        is_number = isinstance(value, numbers.Real | np.bool_)
-        # Rewards are stored as float32.
-        if is_number and -MAX_REWARD <= value <= MAX_REWARD:
-            return float(value)
-        raise UserRewardError(f'the reward {name} returned {str(value)[:80]!r}; return a finite float', task)
-
-    return per_response(reward)
+    function = load_function(**user_function(name)._asdict())
+    return per_response(
+        lambda response, task: _value(name, call_function(function, response, dict(task)), task),
+    )
 
 
-def find_reward(name: str) -> BatchReward:
-    """Returns the reward of this name. Raises InputError if it does not exist."""
+def user_function(name: str) -> UserFunction:
+    """Returns the reward `package.module:function` for `FunctionPool`."""
+    return UserFunction(name, 'reward', ('response', 'prompt'))
+
+
+def sandboxed_reward(name: str, functions: FunctionPool, *, is_check: bool) -> BatchReward:
+    """Returns a reward of the user that runs in the sandbox, see `user_reward`.
+
+    A response must not be able to stop a run, so a call that fails has the reward 0, and one warning counts these
+    calls. With `is_check`, it raises UserRewardError instead.
+    """
+
+    def reward(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None) -> list[float]:
+        calls = [FunctionCall(name, (response, dict(task))) for response, task in zip(responses, tasks, strict=True)]
+        values, errors = [], []
+        for result, task in zip(functions.call(calls), tasks, strict=True):
+            try:
+                values.append(_value(name, result, task))
+            except UserRewardError as error:
+                if is_check:
+                    raise
+                values.append(0.0)
+                errors.append(str(error))
+        if errors:
+            logger.warning(f'{len(errors)} of {len(calls)} responses get reward 0: {errors[0]}')
+        return values
+
+    return reward
+
+
+def _value(name: str, result: FunctionResult, task: Task) -> float:
+    if result.error:
+        raise UserRewardError(f'the reward {name} {result.error}; fix the function', task)
+    # Rewards are stored as float32.
+    if result.number is not None and -MAX_REWARD <= result.number <= MAX_REWARD:
+        return result.number
+    raise UserRewardError(f'the reward {name} returned {result.text[:80]!r}; return a finite float', task)
+
+
+def find_reward(name: str, functions: FunctionPool | None = None, *, is_check: bool = False) -> BatchReward:
+    """Returns the reward of this name. Raises InputError if it does not exist.
+
+    Rewards of the user run in `functions` if given, see `sandboxed_reward`.
+    """
     if name in REWARDS:
         return REWARDS[name]
     if is_function_name(name):
-        return user_reward(name)
+        return user_reward(name) if functions is None else sandboxed_reward(name, functions, is_check=is_check)
     close = difflib.get_close_matches(name, REWARDS, 1)
     hint = f'did you mean {close[0]}?' if close else f'use package.module:function or one of: {", ".join(REWARDS)}'
     raise InputError(f'unknown reward {name!r}; {hint}')
@@ -214,13 +246,28 @@ class RewardSum(NamedTuple):
     weights: dict[str, float]
 
     @property
+    def user_functions(self) -> list[UserFunction]:
+        """Returns the rewards of the user."""
+        return [user_function(name) for name in self.weights if is_function_name(name)]
+
+    @property
     def needs_sandbox(self) -> bool:
         """Returns True if a reward of the sum runs programs."""
         return bool(NEED_SANDBOX & set(self.weights))
 
-    def score(self, responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None = None) -> list[Score]:
-        """Scores each response by its task. InputError if a reward fails or a task lacks a key that it requires."""
-        columns = {name: find_reward(name)(responses, tasks, pool) for name in self.weights}
+    def score(
+        self,
+        responses: Sequence[str],
+        tasks: Sequence[Task],
+        pool: SandboxPool | None = None,
+        functions: FunctionPool | None = None,
+    ) -> list[Score]:
+        """Scores each response by its task, with the rewards of the user in `functions` if given.
+
+        Raises:
+            InputError: a reward fails or a task lacks a key that it requires.
+        """
+        columns = {name: find_reward(name, functions)(responses, tasks, pool) for name in self.weights}
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [Score(sum(self.weights[name] * value for name, value in row.items()), row) for row in rows]
 
@@ -229,8 +276,8 @@ WEIGHT = r'(\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)\s*\*\s*'
 TERM = re.compile(rf'\s*([+-])?\s*(?:{WEIGHT})?({FUNCTION_NAME.pattern}|[A-Za-z_]\w*)\s*')
 
 
-def parse_reward(text: str) -> RewardSum:
-    """Parses a sum of rewards, e.g. `numeric + 0.1*length`, and imports the rewards of the user.
+def parse_reward(text: str, *, is_imported: bool = True) -> RewardSum:
+    """Parses a sum of rewards, e.g. `numeric + 0.1*length`, and imports the rewards of the user if `is_imported`.
 
     Raises:
         InputError: the text is not a valid sum, or a reward cannot be imported.
@@ -245,7 +292,8 @@ def parse_reward(text: str) -> RewardSum:
             raise InputError(f'reward {text!r}: expected a sum such as numeric + 0.1*length at {found}')
         sign, weight, name = match.groups()
         try:
-            find_reward(name)
+            if is_imported or not is_function_name(name):
+                find_reward(name)
         except InputError as error:
             raise InputError(f'reward {text!r}: {error}') from error
         if name in weights:

@@ -6,7 +6,6 @@ Shapes: N responses, P prompts, S samples of a prompt.
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from maxlm.log import logger
 from maxlm.rewards.code_task import sandbox_jobs
 from maxlm.rewards.prompts import Prompts
 from maxlm.rewards.rewards import NEED_SANDBOX, REWARDS, Score, Task, find_reward, parse_reward
+from maxlm.sandbox.functions import FunctionPool, num_cores
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool
 from maxlm.sandbox.program.unit_tests import count_tests
@@ -46,22 +46,31 @@ class RewardScorer:
     The sandbox is started only if a reward runs programs. Use the scorer as a context manager, or call `close`.
     """
 
-    def __init__(self, reward: str, *rewards: str, workers: int | None = None, limits: SandboxLimits | None = None):
+    def __init__(
+        self,
+        reward: str,
+        *rewards: str,
+        workers: int | None = None,
+        limits: SandboxLimits | None = None,
+        functions: FunctionPool | None = None,
+    ):
         """
         Args:
             reward: default sum of rewards, see `parse_reward`.
             rewards: further sums for `score`; they share the sandbox.
             workers: number of programs that run at the same time; defaults to the number of cores of this process.
             limits: resource limits of programs.
+            functions: sandbox of the rewards of the user; None = they run in this process.
 
         Raises:
             InputError: a sum cannot be parsed, or this machine cannot isolate untrusted programs.
         """
         self._default = reward
-        self._sums = {text: parse_reward(text) for text in (reward, *rewards)}
+        self._functions = functions
+        self._sums = {text: parse_reward(text, is_imported=functions is None) for text in (reward, *rewards)}
         self._pool: SandboxPool | None = None
         if any(total.needs_sandbox for total in self._sums.values()):
-            self._pool = SandboxPool(_num_cores() if workers is None else workers, limits=limits)
+            self._pool = SandboxPool(num_cores() if workers is None else workers, limits=limits)
             logger.info(f'programs run in a {self._pool.sandbox}')
 
     def __enter__(self) -> RewardScorer:
@@ -83,7 +92,7 @@ class RewardScorer:
         Equal responses to the same task object are scored once.
 
         Raises:
-            UserRewardError: a reward of the user failed.
+            UserRewardError: a reward of the user failed in this process.
             InputError: a task lacks a key that a reward requires; `check_tasks` detects this in advance.
         """
         total = self._sums[reward or self._default]
@@ -91,7 +100,7 @@ class RewardScorer:
         first_index = {key: index for index, key in reversed(list(enumerate(keys)))}
         indices = list(first_index.values())
         unique_scores = total.score(
-            [responses[index] for index in indices], [tasks[index] for index in indices], self._pool
+            [responses[index] for index in indices], [tasks[index] for index in indices], self._pool, self._functions
         )
         by_key: dict[tuple[str, int], Score] = dict(zip(first_index, unique_scores, strict=True))
         scores = [by_key[key] for key in keys]
@@ -101,18 +110,18 @@ class RewardScorer:
         return Scores(np.array([score.total for score in scores], np.float32), components)
 
 
-def check_tasks(prompts: Prompts, reward: str) -> None:
+def check_tasks(prompts: Prompts, reward: str, functions: FunctionPool | None = None) -> None:
     """Checks before training that each task has valid values for all keys that a sum of rewards requires.
 
-    A reward of the user is only called for the first task, because it may be slow.
+    A reward of the user is only called for the first task, because it may be slow. It runs in `functions` if given.
 
     Raises:
         InputError: the sum cannot be parsed, a reward of the user fails, or a task lacks a key or has an invalid value.
             The message names its line.
     """
-    names = parse_reward(reward).weights
+    names = parse_reward(reward, is_imported=functions is None).weights
     checks = [_CHECKS[name] for name in names if name in REWARDS]
-    user_checks = [_check_by(name) for name in names if name not in REWARDS]
+    user_checks = [_check_by(name, functions) for name in names if name not in REWARDS]
     for index, task in enumerate(prompts.tasks):
         for check in checks if index else [*checks, *user_checks]:
             try:
@@ -121,9 +130,9 @@ def check_tasks(prompts: Prompts, reward: str) -> None:
                 raise InputError(f'{prompts.location(index)}: {error}') from error
 
 
-def _check_by(name: str) -> Callable[[Task], None]:
+def _check_by(name: str, functions: FunctionPool | None = None) -> Callable[[Task], None]:
     def check(task: Task) -> None:
-        find_reward(name)([PROBE_RESPONSE], [task], None)
+        find_reward(name, functions, is_check=True)([PROBE_RESPONSE], [task], None)
 
     return check
 
@@ -193,8 +202,3 @@ def mean_pass_at_k(rewards_PS: np.ndarray, k: int) -> float:
     """Returns the mean of pass@k over prompts, estimated from S samples each; raises the errors of `pass_at_k`."""
     S = rewards_PS.shape[1]
     return float(np.mean([pass_at_k(S, int(c), k) for c in is_correct(rewards_PS).sum(axis=1)]))
-
-
-def _num_cores() -> int:
-    # The affinity can contain fewer cores than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1

@@ -21,7 +21,7 @@ import resource
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from maxlm.sandbox import landlock, python_paths, seccomp, syscalls
@@ -38,7 +38,8 @@ MECHANISMS = (*NAMESPACES, PROCESS_NAMESPACE, 'own user', 'user namespace', 'lan
 ROOT = 'root'
 # Candidates for the mount point of the new root. Their files are hidden only in the worker's mount namespace.
 MOUNT_POINTS = ('/mnt', '/media', '/srv', '/opt', '/tmp')
-WORK_FOLDER = '/tmp'
+# Candidates for a program's directory. It hides files below the same path.
+WORK_FOLDERS = ('/tmp', '/sandbox')
 # User ids without an account. Random ids isolate a program from leftovers of earlier programs.
 FIRST_USER, NUM_USERS = 0x40000000, 1 << 28
 # Number of sandbox processes, which count toward the process limit if all processes have the same user.
@@ -70,14 +71,18 @@ class Confinement:
         users: user ids of tests and program if the worker may change users, else None.
     """
 
-    def __init__(self, without: frozenset[str], folder: str | None = None):
-        """Sets up the worker's part. `folder` contains the programs' directories if there is no mount namespace."""
+    def __init__(self, without: frozenset[str], readable: Sequence[str] = ()):
+        """Sets up the worker's part. Programs may read the `readable` directories in addition to Python's files."""
         self.without = without
-        self.folder = folder
+        # Contains the programs' directories if there is no mount namespace.
+        self.folder: str | None = None
         self.enabled: set[str] = set()
         self.refused: dict[str, str] = {}
         self.users: Users | None = None
-        self.readable = python_paths.readable_paths()
+        self.readable = python_paths.readable_paths(readable)
+        self.work_folder = next(
+            folder for folder in WORK_FOLDERS if not any(is_within(path, folder) for path in self.readable)
+        )
         self.devices = python_paths.devices()
         if not sys.platform.startswith('linux'):
             self.refused = dict.fromkeys(MECHANISMS, 'requires Linux')
@@ -123,7 +128,7 @@ class Confinement:
         """Mounts a read-only root directory that contains Python's files at their usual paths."""
         paths = [*self.readable, *self.devices]
         points = (point for point in MOUNT_POINTS if os.path.isdir(point))
-        free = (point for point in points if not any(path.startswith(f'{point}/') for path in paths))
+        free = (point for point in points if not any(is_within(path, point) for path in paths))
         point = next(free, None)
         if point is None:
             raise OSError('no directory is available as a mount point')
@@ -133,7 +138,7 @@ class Confinement:
         syscalls.mount('tmpfs', point, 'tmpfs', flags, 'size=1m,nr_inodes=1000,mode=755')
         for path in paths:
             target = point + path
-            inside = path == base_prefix or path.startswith(f'{base_prefix}/')
+            inside = is_within(path, base_prefix)
             source = os.path.join('.', os.path.relpath(path, base_prefix)) if inside else path
             if os.path.isdir(source):
                 os.makedirs(target)
@@ -145,8 +150,8 @@ class Confinement:
         for path, target in links.items():
             if not os.path.lexists(point + path):
                 os.symlink(target, point + path)
-        os.makedirs(point + WORK_FOLDER, exist_ok=True)
-        os.symlink(WORK_FOLDER, f'{point}/dev/shm')
+        os.makedirs(point + self.work_folder, exist_ok=True)
+        os.symlink(self.work_folder, f'{point}/dev/shm')
         syscalls.change_root(point)
         syscalls.mount('none', '/', None, flags | syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY)
 
@@ -176,8 +181,8 @@ class Confinement:
             return folder
         syscalls.unshare(syscalls.CLONE_NEWNS)
         options = f'size={limits.disk_bytes},nr_inodes={limits.files + 1},mode=777'
-        syscalls.mount('tmpfs', WORK_FOLDER, 'tmpfs', syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
-        return WORK_FOLDER
+        syscalls.mount('tmpfs', self.work_folder, 'tmpfs', syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+        return self.work_folder
 
     def enter(self, limits: SandboxLimits, folder: str, *, is_program: bool) -> None:
         """Isolates this process permanently: no privileges, limits, one directory. Raises IsolationError on failure."""
@@ -203,6 +208,11 @@ class Confinement:
                 )
             except OSError as error:
                 raise IsolationError('seccomp', error) from error
+
+
+def is_within(path: str, folder: str) -> bool:
+    """Returns True if a path is a directory or below it."""
+    return path == folder or path.startswith(f'{folder}/')
 
 
 def drop_to_user(user: int) -> None:

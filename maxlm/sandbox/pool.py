@@ -40,7 +40,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import maxlm
 from maxlm.errors import InputError
@@ -164,10 +164,10 @@ class Sandbox(NamedTuple):
 class SandboxWorker:
     """Process of one worker, as seen by its pool."""
 
-    def __init__(self, without: Sequence[str]):
-        """Starts the process. Call `wait` before sending programs."""
+    def __init__(self, settings: str):
+        """Starts the process with JSON settings. Call `wait` before sending programs."""
         self.connection, child_socket = socket.socketpair()
-        root, settings = str(Path(maxlm.__file__).parent.parent), json.dumps({'without': list(without)})
+        root = str(Path(maxlm.__file__).parent.parent)
         with child_socket:
             self.process = subprocess.Popen(
                 [sys.executable, *INTERPRETER_OPTIONS, '-c', BOOTSTRAP, root, str(child_socket.fileno()), settings],
@@ -184,7 +184,12 @@ class SandboxWorker:
         self.buffer = bytearray()
 
     def wait(self) -> Sandbox:
-        """Waits until the worker is ready and returns its guarantees. Raises RuntimeError if it cannot run programs."""
+        """Waits until the worker is ready and returns its guarantees.
+
+        Raises:
+            RuntimeError: it cannot run programs.
+            InputError: it cannot import a function.
+        """
         self.connection.settimeout(START_SECONDS)
         try:
             _, hello = monitor.receive(self.connection)
@@ -195,6 +200,8 @@ class SandboxWorker:
         if 'failed' in hello:
             self.stop()
             raise RuntimeError(f'a sandbox worker did not start: {hello["failed"]}')
+        if 'invalid' in hello:
+            raise InputError(hello['invalid'])
         return Sandbox(tuple(hello['has']), hello['refused'])
 
     def send(self, program: SandboxJob, limits: SandboxLimits) -> None:
@@ -245,6 +252,9 @@ class SandboxPool:
         limits: SandboxLimits | None = None,
         required: Iterable[str] = REQUIRED,
         without: Iterable[str] = (),
+        functions: Sequence[Mapping[str, Any]] = (),
+        path: Sequence[str] = (),
+        readable: Sequence[str] = (),
     ):
         """Starts the workers.
 
@@ -253,21 +263,28 @@ class SandboxPool:
             limits: limits of programs that have none.
             required: guarantees without which the pool does not start.
             without: mechanisms to disable, for tests; with `root`, workers drop root first.
+            functions: arguments of `load_function` for each function that workers import before their first program.
+            path: directories that programs search for modules after the standard library.
+            readable: files and directories that programs may read in addition to Python's files.
 
         Raises:
-            InputError: an argument is invalid, or the machine cannot enforce a required guarantee.
+            InputError: an argument is invalid, a function cannot be imported, or the machine cannot enforce a required
+                guarantee.
         """
         if workers < 1:
             raise InputError(f'workers={workers}: a sandbox requires at least 1')
         self.limits = (limits or SandboxLimits()).checked()
-        self.without = check_names(without, MECHANISMS, 'mechanism')
+        disabled = check_names(without, MECHANISMS, 'mechanism')
+        self.settings = json.dumps(
+            {'without': disabled, 'functions': functions, 'path': path, 'readable': readable}, default=list
+        )
         required_guarantees = check_names(required, (*ALWAYS_ENFORCED, *GUARANTEES), 'guarantee')
         self.lock = threading.Lock()
         self.workers: list[SandboxWorker] = []
         self.finalizer = weakref.finalize(self, stop_all, self.workers)
         try:
             for _ in range(workers):
-                self.workers.append(SandboxWorker(self.without))
+                self.workers.append(SandboxWorker(self.settings))
             sandboxes = [worker.wait() for worker in self.workers]
         except BaseException:
             self.close()
@@ -357,7 +374,7 @@ class SandboxPool:
     def replace(self, worker_index: int) -> None:
         """Replaces a worker that has died or does not respond."""
         self.workers[worker_index].stop(immediately=True)
-        self.workers[worker_index] = SandboxWorker(self.without)
+        self.workers[worker_index] = SandboxWorker(self.settings)
         self.workers[worker_index].wait()
 
 

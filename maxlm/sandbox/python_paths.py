@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Iterable
 
 # Installation prefixes that contain more than Python.
 SHARED_PREFIXES = ('/', '/usr', '/usr/local')
@@ -48,10 +49,17 @@ def without_nested(paths: set[str]) -> list[str]:
     return outermost
 
 
-def readable_paths() -> list[str]:
-    """Returns real paths of the directories and files that a program may read. None is below another."""
+def readable_paths(more: Iterable[str] = ()) -> list[str]:
+    """Returns real paths of the directories and files that a program may read, with `more`. None is below another."""
     files = {path for path in LINKER_FILES if os.path.exists(path)}
-    return without_nested(python_folders() | system_folders() | files)
+    return without_nested(python_folders() | system_folders() | files | set(more))
+
+
+def package_folders() -> list[str]:
+    """Returns the directories of the installed packages of this process."""
+    paths = sysconfig.get_paths()
+    folders = dict.fromkeys(os.path.realpath(paths[name]) for name in ('purelib', 'platlib'))
+    return [folder for folder in folders if os.path.isdir(folder)]
 
 
 def devices() -> list[str]:

@@ -21,11 +21,14 @@ import sys
 import tempfile
 from typing import NoReturn
 
+from maxlm.config.user_function import load_function
+from maxlm.errors import InputError
 from maxlm.sandbox import cgroup, monitor, syscalls
 from maxlm.sandbox.files import remove
 from maxlm.sandbox.fork import MAX_DESCRIPTORS
 from maxlm.sandbox.isolation import Confinement, probe
 from maxlm.sandbox.process_tree import ProcessTree, reap
+from maxlm.sandbox.program.function_call import SINGLE_THREAD
 
 # Modules imported most often by programs and tests.
 PRELOADED_MODULES = (
@@ -64,7 +67,7 @@ def main(arguments: list[str]) -> NoReturn:
             cgroup_parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             refused['cgroup'] = str(error)
-        confinement = Confinement(without)
+        confinement = Confinement(without, settings['readable'])
         if 'mount namespace' not in confinement.enabled:
             folder = confinement.folder = os.path.realpath(tempfile.mkdtemp(prefix='maxlm-sandbox-'))
             os.chmod(folder, 0o711)
@@ -81,12 +84,28 @@ def main(arguments: list[str]) -> NoReturn:
     gc.freeze()
     server_pid = os.fork()
     if server_pid == 0:
-        serve(connection, confinement, tree, cgroup_parent, hello)
+        serve(connection, confinement, tree, cgroup_parent, hello | import_functions(settings))
     connection.close()
     os.waitpid(server_pid, 0)
     if folder is not None:
         remove(folder)
     os._exit(0)
+
+
+def import_functions(settings: dict) -> dict:
+    """Imports the functions of the user, so that each call starts with them. Returns their error for the pool, or {}.
+
+    It runs in the server, because a process with threads, which a module may start, cannot create namespaces.
+    """
+    sys.path += settings['path']
+    os.environ.update(SINGLE_THREAD)
+    try:
+        for function in settings['functions']:
+            load_function(**function)
+    except InputError as error:
+        return {'invalid': str(error)}
+    gc.freeze()
+    return {}
 
 
 def serve(

@@ -160,6 +160,8 @@ METRICS: dict[str, Metric] = {
     ),
     'rollout/wait_seconds': Metric('s', 'time spent waiting for generation while no responses were scored'),
     'rollout/staleness': Metric('steps', 'optimizer steps between the sampling of the responses and their first step'),
+    'rollout/tool_calls': Metric('', 'mean number of tool calls of a response'),
+    'rollout/tool_errors': Metric('', 'fraction of tool calls that failed'),
     'rollout/epoch': Metric('epochs', 'passes over the prompts so far'),
     # Means of the readings on the first host since the previous line.
     'device/utilization_percent': Metric('%', 'utilization, mean over devices'),

@@ -36,9 +36,12 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.validation import Evaluation
 from maxlm.inference.rollout import Rollout
-from maxlm.inference.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows
+from maxlm.inference.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows, step_rows
 from maxlm.inference.rollout_generator import Responses, Sampler
+from maxlm.inference.tools.environment import ToolEnvironment, open_tools
+from maxlm.inference.tools.sampler import ToolSampler, tool_metrics
 from maxlm.parallel.layout import Layout
+from maxlm.rewards.open_functions import open_functions
 from maxlm.rewards.prompts import Prompts, load_encoder, read_prompts
 from maxlm.rewards.rewards import Task, UserRewardError
 from maxlm.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
@@ -69,6 +72,7 @@ class RolloutBatches:
         scorer: RewardScorer,
         tokenizer_path: Path,
         ends: Sequence[int],
+        tools: ToolEnvironment | None = None,
     ):
         """
         Args:
@@ -78,19 +82,20 @@ class RolloutBatches:
             scorer: scorer for `grpo.reward`, and for `grpo.eval_reward` if it is set.
             tokenizer_path: path of the model's tokenizer.
             ends: token ids that end a response.
+            tools: tools that the model may call.
         """
         self._config, self._grpo = config, config.grpo
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._scorer = scorer
         self.tokenizer_path = tokenizer_path
         self._tokenizer = Tokenizer.load(tokenizer_path)
-        self._ends = tuple(ends)
+        self._ends, self._tools = tuple(ends), tools
         self.windows_per_epoch: int | None = (
             prompts.num_prompts * self._grpo.num_generations * self._grpo.num_iterations
         )
         self._batches: deque[Batch] = deque()
         self._layout: Layout | None = None
-        self._sampler: Sampler | None = None
+        self._sampler: Sampler | ToolSampler | None = None
         self._proximal: Callable[[Params, Batch], np.ndarray] | None = None
         # The next rollout, if its responses are already generated.
         self._next: Rollout | None = None
@@ -110,6 +115,7 @@ class RolloutBatches:
             'seed': self._config.data.seed,
             'global_batch': config.train.global_batch_size,
             'order': VERSION,
+            **({'grpo.tools': list(self._grpo.tools)} if self._grpo.tools else {}),
         }
 
     def facts(self, config: Config) -> dict[str, Any]:
@@ -137,6 +143,8 @@ class RolloutBatches:
         )
         if config.has_proximal:
             self._proximal = make_proximal(config, layout)
+        if self._tools is not None:
+            self._sampler = ToolSampler(self._sampler, self._tools, config, layout, ends=self._ends)
 
     @contextlib.contextmanager
     def batches(
@@ -207,7 +215,7 @@ class RolloutBatches:
             batch[PROXIMAL] = self._proximal(state.params, batch)
         trained, self._next = following.result()
         local = layout.local_rows(config.train.global_batch_size)
-        for order in self._orders(number, rows)[done:]:
+        for order in step_rows(config, number, rows)[done:]:
             self._batches.append({name: values[order[local]] for name, values in batch.items()})
         groups = rewards_N.reshape(-1, grpo.num_generations)
         metrics = {
@@ -220,6 +228,7 @@ class RolloutBatches:
             'rollout/entropy': float(-responses.log_probs_BR.sum() / responses.drawn),
             'rollout/tokens_per_second': responses.drawn / (rollout.ended - rollout.began),
             'rollout/reward_seconds': scored - drawn,
+            **tool_metrics(responses),
             'rollout/epoch': (number + 1) * grpo.prompts_per_rollout / self._prompts.num_prompts,
         }
         if grpo.async_rollouts:
@@ -235,8 +244,9 @@ class RolloutBatches:
             f'mean length {metrics["rollout/mean_length"]:.1f} tokens, '
             f'{metrics["rollout/tokens_per_second"]:,.0f} tokens/s'
         )
+        shown = texts if responses.tools is None else self._texts(responses._replace(tools=None))
         samples = [
-            Sample(self._asked(self._prompts, each[row]), f'{texts[row]} (reward {rewards_N[row]:.2f})')
+            Sample(self._asked(self._prompts, each[row]), f'{shown[row]} (reward {rewards_N[row]:.2f})')
             for row in range(SHOWN)
         ]
         return SourceUpdate(metrics, text, samples, overlap=trained - drawn)
@@ -295,7 +305,7 @@ class RolloutBatches:
         return ''
 
     @property
-    def _made(self) -> tuple[Sampler, Layout]:
+    def _made(self) -> tuple[Sampler | ToolSampler, Layout]:
         """Returns the objects created by `open`."""
         assert self._sampler is not None
         assert self._layout is not None
@@ -334,8 +344,8 @@ class RolloutBatches:
     def _texts(self, responses: Responses) -> list[str]:
         lengths = responses.num_B - responses.ended_B
         return [
-            self._tokenizer.decode(row[:length].tolist())
-            for row, length in zip(responses.tokens_BR, lengths, strict=True)
+            self._tokenizer.decode(row[start:length].tolist())
+            for row, start, length in zip(responses.tokens_BR, responses.last_turns, lengths, strict=True)
         ]
 
     def _scores(self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str) -> Scores:
@@ -350,14 +360,6 @@ class RolloutBatches:
         """Returns the rewards of all responses, float32 [N]."""
         return gather_scores(self._scores(prompts, texts, tasks, reward), len(texts))['']
 
-    def _orders(self, number: int, rows: int) -> list[np.ndarray]:
-        """Returns the row indices of each step that trains on a rollout."""
-        orders = []
-        for epoch in range(self._grpo.num_iterations):
-            shuffled = np.random.default_rng([self._config.data.seed, number, epoch]).permutation(rows)
-            orders += list(shuffled.reshape(-1, self._config.train.global_batch_size))
-        return orders
-
 
 def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:
     """Opens the rollouts of a config; see `maxlm.trainer.run.OpenSource`."""
@@ -368,10 +370,13 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
     ends = {tokenizer.end_of_document, *([encoder.end_of_turn] if isinstance(encoder, ChatEncoder) else [])}
     grpo = config.grpo
     eval_reward = grpo.eval_reward or grpo.reward
+    functions = open_functions(grpo, stack)
+    tools = open_tools(grpo, encoder, functions)
 
     def read(path: str, reward: str) -> Prompts:
-        prompts = read_prompts(path, encoder, config.data.seq_len - grpo.max_completion_length)
-        check_tasks(prompts, reward)
+        room = config.data.seq_len - grpo.max_completion_length
+        prompts = read_prompts(path, encoder, room, tools=tools.schemas if tools else ())
+        check_tasks(prompts, reward, functions)
         return prompts
 
     prompts = read(grpo.prompts, grpo.reward)
@@ -381,7 +386,7 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
             f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only '
             f'{prompts.num_prompts} prompts; use at most {prompts.num_prompts}'
         )
-    scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward))
+    scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward, functions=functions))
     source = RolloutBatches(
         config,
         prompts=prompts,
@@ -389,5 +394,6 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
         scorer=scorer,
         tokenizer_path=origin / TOKENIZER,
         ends=sorted(ends),
+        tools=tools,
     )
     return source, tokenizer.vocab_size

@@ -15,7 +15,8 @@ from flax import nnx
 from maxlm.errors import InputError
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.rollout_generator import Sampler, plan_runs
+from maxlm.inference.rollout_generator import Sampler
+from maxlm.inference.rollout_shape import plan_runs
 from maxlm.inference.sampling import Sampling
 from maxlm.training.state import abstract_model
 from tests.inference.engines import new_engine

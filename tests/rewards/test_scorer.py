@@ -11,7 +11,9 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.rewards import rewards
 from maxlm.rewards.prompts import Prompts
+from maxlm.rewards.rewards import user_function
 from maxlm.rewards.scorer import RewardScorer, accuracy, check_tasks, is_correct, mean_pass_at_k, pass_at_k
+from maxlm.sandbox.functions import FunctionPool
 from maxlm.sandbox.limits import SandboxLimits
 from tests.user_modules import write_module
 
@@ -162,6 +164,47 @@ def test_a_reward_of_the_user_is_called_once_before_training(tmp_path, monkeypat
     module = write_module(tmp_path, monkeypatch, 'calls = []\ndef f(*given):\n    calls.append(given)\n    return True')
     check_tasks(prompts_of({'a': 1}, {'a': 2}), f'{module}:f')
     assert sys.modules[module].calls == [('0', {'a': 1})]
+
+
+SANDBOXED = """
+import os
+def f(response, prompt):
+    prompt['seen'] = True
+    if response == 'kill':
+        os._exit(1)
+    if response.startswith('/'):
+        with open(response) as file:
+            return len(file.read())
+    return prompt['value'] / (int(response) or prompt.get('zero', 0))
+"""
+
+
+@pytest.mark.multiprocess
+def test_rewards_of_the_user_in_the_sandbox(tmp_path, monkeypatch, caplog):
+    name = f'{write_module(tmp_path, monkeypatch, SANDBOXED)}:f'
+    (tmp_path.parent / 'secret').write_text('x')
+    task = {'value': 6.0, 'zero': 1, 'target_length': 999}
+    responses = ['2', str(tmp_path.parent / 'secret'), 'x', 'kill', '2']
+    with (
+        FunctionPool([user_function(name)], workers=2) as functions,
+        RewardScorer(f'length + 0.5*{name}', functions=functions) as scorer,
+    ):
+        check_tasks(prompts_of(task), name, functions)
+        with caplog.at_level(logging.WARNING, logger='maxlm'):
+            scores = scorer.score(responses, [task] * 5)
+        # Check before training: the response 0 divides by zero.
+        with pytest.raises(
+            InputError, match=rf'^p\.jsonl:1: the reward {name} raised ZeroDivisionError.*fix the function'
+        ):
+            check_tasks(prompts_of({'value': 1}), name, functions)
+    assert scores.components[name].tolist() == [3.0, 0.0, 0.0, 0.0, 3.0]
+    assert scores.rewards[0] == 1.5
+    assert 'seen' not in task
+    assert f'3 of 4 responses get reward 0: the reward {name} ' in caplog.text
+    # The module is not imported in this process.
+    assert name.partition(':')[0] not in sys.modules
+    # Negative control: in this process, the same response reads the file.
+    assert RewardScorer(name).score(responses[1:2], [task]).rewards.tolist() == [1.0]
 
 
 def test_accuracy_counts_full_rewards():

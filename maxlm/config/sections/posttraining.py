@@ -43,6 +43,14 @@ class GrpoConfig:
     reward: str = 'exact'
     # Reward for evaluations; a response counts as correct if its reward is 1. '' = grpo.reward.
     eval_reward: str = ''
+    # Functions of the user that the model may call ('package.module:function', see docs/posttraining.md); () = none.
+    tools: tuple = ()
+    # Maximum number of tool calls of a response.
+    max_tool_calls: int = 8
+    # Run the functions of the user in grpo.reward, grpo.eval_reward and grpo.tools in the sandbox, without network,
+    # environment variables or other files, and with limits on time and memory. A reward that fails during training is
+    # 0.
+    sandbox_functions: bool = False
     # Number of responses sampled per prompt from the unmodified model distribution (a group; G in the paper).
     num_generations: int = 16
     # Number of prompts per rollout. num_generations · prompts_per_rollout must be a multiple of

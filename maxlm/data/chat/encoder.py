@@ -91,13 +91,17 @@ class ChatEncoder:
         """
         return self.encode_rendered(self.render_prompt(messages, tools=tools))
 
-    def render_prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> Rendered:
-        """Returns the text of `encode_prompt` before tokenization.
+    def render_prompt(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), add_generation_prompt: bool = True
+    ) -> Rendered:
+        """Returns the text of `encode_prompt` before tokenization, by default with the generation prompt.
 
         Raises:
             ChatError: the template does not accept the messages.
         """
-        return self.template.render(messages, special=tuple(self._special), tools=tools, add_generation_prompt=True)
+        return self.template.render(
+            messages, special=tuple(self._special), tools=tools, add_generation_prompt=add_generation_prompt
+        )
 
     def encode_rendered(self, rendered: Rendered) -> np.ndarray:
         """Returns the token ids of the result of `render_prompt`: uint32 [number of tokens]."""

@@ -1,0 +1,1 @@
+"""Rollouts in which the model calls tools."""
