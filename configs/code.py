@@ -6,18 +6,19 @@ Command:   python -m maxlm.recipe --config=configs/code.py:7b code=CODE chats=CH
 Variants:  7b · 13b · 30b · 70b pretrain 6.7, 13.0, 32.5 and 69.0 billion parameters with sequences of 4096 tokens;
            7b-32gb is 7b for devices with 32 GB, such as TPU v4;
            7b-long continues runs/code-7b with sequences of 8192, then 16 384 tokens;
-           7b-instruct fine-tunes runs/code-7b-long on conversations; 7b-lora does so with LoRA adapters of rank 16;
+           7b-instruct fine-tunes runs/code-7b-long on conversations; 7b-lora does so with LoRA adapters of rank 16,
+           and 7b-qlora with adapters beside kernels in 4 bits;
            7b-rl trains runs/code-7b-instruct with GRPO on programming tasks: a response is rewarded if its program can
            be parsed and passes the tests of the task;
            smoke, smoke-long, smoke-instruct and smoke-rl: the same phases with two narrow layers, on a CPU
 Data:      CHATS.jsonl has conversations, TASKS.jsonl has prompts with `tests` (docs/posttraining.md)
-Hardware:  H100 80 GB: at least 8 for 7b, 16 for 13b, 32 for 30b, 64 for 70b, 1 for 7b-lora; or a TPU pod slice with
-           the same memory
+Hardware:  H100 80 GB: at least 8 for 7b, 16 for 13b, 32 for 30b, 64 for 70b, 1 for 7b-lora and 7b-qlora; or a TPU pod
+           slice with the same memory
 Time:      200 billion tokens, 4.2M per step; --config.train.num_tokens=N sets another length. 7b-long: 21 billion
-           tokens, 2.1M per step; 7b-instruct and 7b-lora: 2 epochs, 262k tokens per step; 7b-rl: 200 steps of 1024
-           responses to 64 prompts
+           tokens, 2.1M per step; 7b-instruct, 7b-lora and 7b-qlora: 2 epochs, 262k tokens per step; 7b-rl: 200 steps
+           of 1024 responses to 64 prompts
 Memory:    compiled ahead of time, GiB per H100: 7b 62 and 7b-32gb 18 on 8, 13b 55 on 16, 30b 38 on 32, 70b 50 on 64;
-           7b-long 25 on 8, 7b-instruct 20 on 8, 7b-lora 31 on one
+           7b-long 25 on 8, 7b-instruct 20 on 8, 7b-lora 43 and 7b-qlora 10 on one
 Expected:  speed and loss are not measured yet
 
 Shapes and learning rates follow Touvron et al. 2023, "LLaMA" and "Llama 2". Long context follows Rozière et al. 2023,
@@ -41,7 +42,7 @@ SHAPES = {
     '70b': (80, 8192, 64, 8, 28_672, 1.5e-4),
 }
 # Phases after pretraining, which need the memory-saving settings.
-PHASES = ('long', 'instruct', 'lora', 'rl')
+PHASES = ('long', 'instruct', 'lora', 'qlora', 'rl')
 
 
 def get_phases(variant: str = '7b') -> list[str]:
@@ -77,10 +78,12 @@ def get_config(variant: str = '7b') -> ConfigDict:
         SETTINGS_80_GB[variant](config)
     if phase in PHASES:
         continue_at_long_context(config, shape)
-    if phase in ('instruct', 'lora', 'rl'):
+    if phase in ('instruct', 'lora', 'qlora', 'rl'):
         follow_instructions(config, shape)
-    if phase == 'lora':
+    if phase in ('lora', 'qlora'):
         with_adapters(config)
+    if phase == 'qlora':
+        config.model.weight_quantization = 'int4'
     if phase == 'rl':
         learn_from_tests(config, shape)
     if shape == 'smoke':

@@ -5,7 +5,7 @@ Shapes: V rows of the vocabulary, D dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +74,7 @@ class InitCheckpoint(NamedTuple):
         vocab_resize: resize of the vocabulary, or None if its size stays the same.
         tokenizer_mismatch: error text if the run's tokenizer neither equals nor extends the checkpoint's, else ''.
         upcycled: config of the run if it has experts and the checkpoint is dense, otherwise None.
+        load: reads the arrays of `stored` by dotted path if they differ from those of the step, otherwise None.
     """
 
     step: epath.Path
@@ -82,6 +83,7 @@ class InitCheckpoint(NamedTuple):
     vocab_resize: VocabResize | None
     tokenizer_mismatch: str
     upcycled: Config | None = None
+    load: Callable[[], dict[str, jax.Array]] | None = None
 
     @property
     def path(self) -> epath.Path:
@@ -107,7 +109,7 @@ class InitCheckpoint(NamedTuple):
         Raises:
             InputError: the parameters cannot be read, or differ from the saved ones.
         """
-        loaded = named_leaves(restore_params(self.step, self.stored, item=self.item))
+        loaded = self.load() if self.load else named_leaves(restore_params(self.step, self.stored, item=self.item))
 
         def load_leaf(path: tuple[Any, ...], wanted: jax.ShapeDtypeStruct) -> jax.Array:
             name = '.'.join(map(key_name, path))
@@ -151,12 +153,13 @@ def open_init_checkpoint(
     if (sums := checksums.read_checksums(step)) is not None:
         # A corrupt description could be mistaken for another model.
         checksums.check_descriptions(path, sums, descriptions(has))
-    if any(name.endswith(f'.{CODES}') for name in has):
+    if config.model.weight_quantization == 'float' and any(name.endswith(f'.{CODES}') for name in has):
         raise InputError(
-            f'{path}: quantized weights cannot be trained; set train.init_from to the checkpoint before quantization'
+            f'{path}: quantized weights cannot be trained; set train.init_from to the checkpoint before quantization, '
+            'or train adapters with model.lora_rank and model.weight_quantization'
         )
     has = {name: leaf for name, leaf in has.items() if name not in unused_mtp(has, wants)}
-    before = _read_run_config(step)
+    before = read_run_config(step)
     _check_adapters(path, has, wants, config.model, None if before is None else before.model)
     _check_positions(path, has, wants)
     upcycled = is_upcycled(has, config.model)
@@ -189,7 +192,7 @@ def context_change_text(step: epath.Path, config: Config) -> str:
         step: initial checkpoint of the run. The config of its workdir states how it was trained.
         config: resolved config of the run.
     """
-    before = _read_run_config(step)
+    before = read_run_config(step)
     if before is None:
         return ''
     # An imported model has no num_steps, and its data.seq_len is not its training length.
@@ -242,7 +245,7 @@ def _scaling(model: ModelConfig, trained_at: int) -> str:
     return f'{scaling} of {model.original_max_positions}'
 
 
-def _read_run_config(step: epath.Path) -> Config | None:
+def read_run_config(step: epath.Path) -> Config | None:
     """Returns the config of the run that wrote a step, or None if it is missing or cannot be read."""
     workdir = step.parent.parent
     if not (workdir / CONFIG).exists():

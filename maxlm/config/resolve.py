@@ -11,6 +11,7 @@ from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.loading import build, default
 from maxlm.config.mesh import check_layout, check_stages, resolve_mesh
 from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig, TrainConfig
+from maxlm.config.sections.model import QUANTIZATION_GROUPS
 from maxlm.config.validation import divides
 from maxlm.errors import InputError
 
@@ -120,6 +121,7 @@ def resolve(
         ffn_dim=model.ffn_dim or (gated_dim if model.activation in GATED_ACTIVATIONS else 4 * model.dim),
         max_positions=model.max_positions or window,
         embedding_multiplier=model.embedding_multiplier or math.sqrt(model.dim),
+        quantization_group_size=model.quantization_group_size or QUANTIZATION_GROUPS.get(model.weight_quantization, 0),
     )
     if model.num_experts:
         model = dataclasses.replace(

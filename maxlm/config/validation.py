@@ -143,11 +143,6 @@ def validate(config: Config) -> None:
             'model.matmul_precision=fp8 with model.dtype=float16: results would exceed the range of float16; set '
             'model.dtype=bfloat16'
         )
-    if model.weight_quantization != 'float':
-        raise InputError(
-            f'model.weight_quantization={model.weight_quantization}: quantized weights cannot be trained; set it to '
-            'float, and quantize the trained checkpoint with `maxlm quantize`'
-        )
     check_architecture(model)
     check_adapters(model)
     check_experts(config)

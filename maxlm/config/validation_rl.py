@@ -94,10 +94,42 @@ def check_trained(config: Config) -> None:
             f'mesh.host_offload={config.mesh.host_offload} with {key}: frozen parameters have no optimizer state to '
             'offload; set mesh.host_offload=none'
         )
+    check_qlora(config)
     if config.has_reference and not config.train.init_from:
         why = 'train.objective=dpo' if config.train.objective == 'dpo' else f'grpo.kl_coef={config.grpo.kl_coef:g}'
         raise InputError(
             f"{why} requires a reference model, but train.init_from is ''; set train.init_from to a checkpoint"
+        )
+
+
+def check_qlora(config: Config) -> None:
+    """Checks that a model with quantized kernels has adapters to train and kernels to quantize.
+
+    Raises:
+        InputError: it has not, or other keys do not support quantized kernels.
+    """
+    model = config.model
+    quantized = f'model.weight_quantization={model.weight_quantization}'
+    if model.weight_quantization == 'float':
+        return
+    if not model.lora_rank:
+        raise InputError(
+            f'{quantized}: quantized weights cannot be trained; set model.lora_rank to train adapters, or set it to '
+            'float, and quantize the trained checkpoint with `maxlm quantize`'
+        )
+    if not config.train.init_from:
+        raise InputError(
+            f"{quantized} requires kernels to quantize, but train.init_from is ''; set train.init_from to a checkpoint"
+        )
+    if model.matmul_precision == 'fp8':
+        raise InputError(
+            f'{quantized} with model.matmul_precision=fp8: quantized kernels are multiplied in model.dtype; set '
+            'model.matmul_precision=default'
+        )
+    if model.mtp_depth:
+        raise InputError(
+            f'{quantized} with model.mtp_depth={model.mtp_depth}: modules of multi-token prediction are not '
+            'quantized; set model.mtp_depth=0'
         )
 
 

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxlm.checkpoint.conversion.merge_lora import open_parameters
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError, os_message
 from maxlm.huggingface.architectures.gguf import frequency_factors, gguf_architecture
 from maxlm.huggingface.config_conversion import choose_architecture
-from maxlm.huggingface.export_model import check_shapes, open_parameters
+from maxlm.huggingface.export_model import check_shapes
 from maxlm.huggingface.gguf_tensors import GgufTensor, gguf_tensors
 from maxlm.huggingface.gguf_tokenizer import vocabulary
 from maxlm.huggingface.state_dict import parameter_shapes, tensors

@@ -10,14 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from etils import epath
 
-from maxlm.checkpoint.conversion.merge_lora import MergedReader
-from maxlm.checkpoint.conversion.quantized import DequantizedReader
+from maxlm.checkpoint.conversion.merge_lora import open_parameters
 from maxlm.checkpoint.fetch import find_local_step
-from maxlm.checkpoint.params import params_item
-from maxlm.checkpoint.streaming import ParamsReader
-from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.dense import QWEN2
 from maxlm.huggingface.config_conversion import choose_architecture, to_config
@@ -28,7 +23,6 @@ from maxlm.huggingface.tensors.mtp import MTP_ARCHITECTURES, shared_copies
 from maxlm.huggingface.tensors.safetensors_io import TensorEntry, entry_bytes, write_tensors
 from maxlm.huggingface.tokenizer_files import files_for_export
 from maxlm.log import logger, progress_bar
-from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.workdir.files import CONFIG, TOKENIZER, TOKENIZER_CONFIG, read_config
 
@@ -122,26 +116,6 @@ def export_model(
             partial, entries, dtype=dtype, max_shard_size=max_shard_size, on_written=lambda name: bar.update()
         )
     return Exported(directory, row.class_name, parameters, size)
-
-
-def open_parameters(
-    step_directory: epath.Path, model: ModelConfig, *, with_mtp: bool = False
-) -> MergedReader | DequantizedReader:
-    """Opens the parameters of a step as float32 parameters without adapters and quantization.
-
-    Args:
-        step_directory: path as returned by `find_step`.
-        model: model of its config.
-        with_mtp: include modules of multi-token prediction.
-
-    Raises:
-        InputError: the parameters cannot be read, or do not match the model.
-    """
-    item = params_item(step_directory)
-    if weights_of(model) is not None:
-        stored = ParamsReader(step_directory, item, may_be_quantized=True)
-        return DequantizedReader(stored, model, str(step_directory))
-    return MergedReader(ParamsReader(step_directory, item, with_mtp=with_mtp), model, str(step_directory))
 
 
 def _tensor_maker(read: Callable[[str, int | None], np.ndarray], tensor: Tensor) -> Callable[[], np.ndarray]:

@@ -14,15 +14,17 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.checkpoint.conversion.merge_lora import MergedReader
+from maxlm.checkpoint.conversion.merge_lora import open_parameters
+from maxlm.checkpoint.conversion.quantized import quantized_arrays
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.params import params_item
-from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.checkpoint.streaming import ParamsReader, StreamedArray
 from maxlm.config.families import is_of_experts, projections
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
@@ -33,6 +35,7 @@ from maxlm.huggingface.tensors.safetensors_io import SINGLE, TensorEntry, entry_
 from maxlm.log import progress_bar
 from maxlm.model.blocks import is_stacked
 from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_of, adapter_scale
+from maxlm.model.layers.weight_only_quantization import CODES, weights_of
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.workdir.files import CONFIG, read_config
 
@@ -84,9 +87,10 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
             'adapters of single experts; export the merged model with `maxlm hf export`'
         )
     row = choose_architecture(model, architecture)
-    reader = ParamsReader(step_directory, params_item(step_directory))
-    base_reader = MergedReader(reader, model, str(step_directory))
-    _check_base(config, reader, list(base_reader.shapes), base)
+    reader = ParamsReader(step_directory, params_item(step_directory), may_be_quantized=weights_of(model) is not None)
+    # Checks the adapters of the step.
+    open_parameters(step_directory, model)
+    _check_base(config, reader, base)
     adapters = _target_adapters(tensors(row.model_type, model), reader, is_conv1d=row is GPT2)
     entries = [entry for adapter in adapters for entry in adapter.entries]
     parameters = sum(math.prod(entry.shape) for entry in entries)
@@ -207,7 +211,7 @@ def _settings(model: ModelConfig, parts: Sequence[_TargetAdapter], base: str, *,
     }
 
 
-def _check_base(config: Config, reader: ParamsReader, paths: Sequence[str], base: str) -> None:
+def _check_base(config: Config, reader: ParamsReader, base: str) -> None:
     """Raises InputError unless the model without its adapters is available as a base model."""
     if config.optimizer.trainable_params:
         raise InputError(
@@ -221,21 +225,38 @@ def _check_base(config: Config, reader: ParamsReader, paths: Sequence[str], base
     if not name:
         raise InputError(f"train.init_from='': the run did not start from a base model that PEFT can load; {advice}")
     started = f'train.init_from={name}: the base model of the run'
+    weights = weights_of(config.model)
     try:
         directory = find_local_step(name)
-        other = ParamsReader(directory, params_item(directory))
+        other = ParamsReader(directory, params_item(directory), may_be_quantized=weights is not None)
+        arrays = _arrays(other)
+        if weights is not None and arrays.keys().isdisjoint(path for path in reader.shapes if path.endswith(CODES)):
+            # The run quantized the kernels of its base.
+            arrays = quantized_arrays(other, config.model, weights, str(directory))
     except InputError as error:
         raise InputError(f'{started} cannot be read ({error}); {advice}') from None
-    if any(path.endswith((LORA_A, LORA_B)) for path in other.shapes):
+    if any(path.endswith((LORA_A, LORA_B)) for path in arrays):
         raise InputError(f'{started} has adapters, so its export is not the base of these adapters; {advice}')
-    # Compare shapes first, because that does not read the tensors.
-    differing = [path for path in paths if other.shapes.get(path) != reader.shapes[path]]
+    found = {path: array for path, array in _arrays(reader).items() if not path.endswith((LORA_A, LORA_B))}
+    # Compare shapes first, because that does not read the tensors. Codes precede scales, which are computed with them.
+    paths = sorted(found)
+    differing = [path for path in paths if path not in arrays or arrays[path].shape != found[path].shape]
     for path in differing or paths:
-        if differing or not _same_values(reader, other, path):
+        if differing or not _same_values(found[path], arrays[path]):
             raise InputError(f'{started} and the run differ in {path}; {advice}')
 
 
-def _same_values(reader: ParamsReader, other: ParamsReader, path: str) -> bool:
-    layers = range(reader.shapes[path][0]) if is_stacked(path) else (None,)
+def _arrays(reader: ParamsReader) -> dict[str, StreamedArray]:
+    return {
+        path: StreamedArray(shape, partial(reader.read, path), is_stacked(path), reader.dtypes[path])
+        for path, shape in reader.shapes.items()
+    }
+
+
+def _same_values(array: StreamedArray, other: StreamedArray) -> bool:
+    layers = range(array.shape[0]) if array.is_stacked and other.is_stacked else (None,)
     # A moving average of constant parameters may differ in the last digits.
-    return all(np.allclose(reader.read(path, layer), other.read(path, layer), rtol=1e-5, atol=1e-8) for layer in layers)
+    return all(
+        np.allclose(array.read(layer).astype(np.float32), other.read(layer).astype(np.float32), rtol=1e-5, atol=1e-8)
+        for layer in layers
+    )

@@ -85,7 +85,9 @@ METRICS: dict[str, Metric] = {
         '', 'learning rate of the step; learning rates with other peaks are proportional to it'
     ),
     'train/grad_norm': Metric('', 'global norm of the gradient before clipping'),
-    'train/param_norm': Metric('', 'global norm of the parameters after the step'),
+    'train/param_norm': Metric(
+        '', 'global norm of the parameters after the step; with quantized kernels, of the trained ones'
+    ),
     'train/tokens': Metric('tokens', 'token positions in all batches so far'),
     'train/epoch': Metric('epochs', 'passes over the training split so far'),
     'train/skipped_steps': Metric(

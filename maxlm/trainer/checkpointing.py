@@ -17,7 +17,8 @@ import numpy as np
 from etils import epath
 
 from maxlm.checkpoint import checksums
-from maxlm.checkpoint.init_from import InitCheckpoint, context_change_text, load_tokenizer, open_init_checkpoint
+from maxlm.checkpoint.conversion.quantized_init import open_initial
+from maxlm.checkpoint.init_from import InitCheckpoint, context_change_text, load_tokenizer
 from maxlm.checkpoint.item_metadata import CorruptCheckpointError, read_json
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import check_params, copy_params, is_mtp, params_item, restore_params
@@ -171,7 +172,7 @@ def check_init_from(config: Config, abstract: Params, workdir: Path, *, tokenize
     if config.train.init_from and not saved_steps(workdir):
         origin = find_step(config.train.init_from, key=INIT_FROM)
         try:
-            open_init_checkpoint(origin, config, abstract, tokenizer=tokenizer)
+            open_initial(origin, config, abstract, tokenizer=tokenizer)
         except InputError as error:
             raise InputError(f'{INIT_FROM}={config.train.init_from}: {error}') from None
 
@@ -254,7 +255,7 @@ def restore_or_initialize(
     if config.teacher is not None:
         state = state._replace(reference=read_teacher(config, abstract))
     elif abstract.reference is not None:
-        origin = open_init_checkpoint(_origin_of(config), config, abstract.params, tokenizer=tokenizer)
+        origin = open_initial(_origin_of(config), config, abstract.params, tokenizer=tokenizer)
         has_new_params = config.model.lora_rank or origin.upcycled is not None
         missing = origin.missing(_random_state(config, layout).params) if has_new_params else {}
         params = origin.read(abstract.params, missing)
@@ -282,7 +283,7 @@ def initialize_state(
     step = checkpoints.directory / '0' if imported else _origin_of(config)
     if imported:
         _check_same_tokenizer(step, tokenizer)
-    origin = open_init_checkpoint(step, config, abstract.params, tokenizer=tokenizer)
+    origin = open_initial(step, config, abstract.params, tokenizer=tokenizer)
     if origin.tokenizer_mismatch:
         logger.warning(origin.tokenizer_mismatch)
     # Random parameters are freed before the checkpoint is read, except parameters that are missing from it.

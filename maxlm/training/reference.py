@@ -13,6 +13,8 @@ from maxlm.model.layers.lora import LORA_B
 from maxlm.training.optimizers.optimizer import kind_of
 from maxlm.training.optimizers.trainable import Tree
 
+FLOAT32 = jnp.dtype(jnp.float32)
+
 
 def has_reference_params(config: Config) -> bool:
     """Returns True if the training state contains the parameters of a reference.
@@ -29,11 +31,14 @@ def reference_config(config: Config) -> Config:
     return config if config.teacher is None else config.of_teacher
 
 
-def stored_dtype(config: Config, kind: str) -> jnp.dtype:
-    """Returns the dtype in which a reference parameter of this kind is stored.
+def stored_dtype(config: Config, kind: str, dtype: jnp.dtype = FLOAT32) -> jnp.dtype:
+    """Returns the dtype in which a reference parameter of this kind, which has this dtype in training, is stored.
 
-    It is the compute dtype of the model, so outputs are unchanged. FP8 matmuls quantize the float32 parameter.
+    It is the compute dtype of the model, so outputs are unchanged. FP8 matmuls quantize the float32 parameter. Codes
+    and scales of quantized kernels keep their dtypes.
     """
+    if kind == 'codes':
+        return dtype
     rounded = kind == 'matrix' and config.model.matmul_precision == 'fp8'
     return jnp.dtype(jnp.float32 if kind == 'vector' or rounded else config.model.dtype)
 
@@ -41,7 +46,7 @@ def stored_dtype(config: Config, kind: str) -> jnp.dtype:
 def to_reference(config: Config, params: Tree) -> Any:
     """Returns a copy of the parameters in the dtypes given by `stored_dtype`."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, param: jnp.array(param, stored_dtype(config, kind_of(path)), copy=True), params
+        lambda path, param: jnp.array(param, stored_dtype(config, kind_of(path), param.dtype), copy=True), params
     )
 
 

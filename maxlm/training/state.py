@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
 from maxlm.model.decoder import Decoder
+from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.parallel.host_offload import HOST
 from maxlm.parallel.layout import Layout
 from maxlm.parallel.partitioning import Partitioning
@@ -135,7 +136,8 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     if has_reference_params(config):
         other = reference_config(config)
         reference = jax.tree_util.tree_map_with_path(
-            lambda path, param: param.update(dtype=stored_dtype(other, kind_of(path))), _abstract_params(other, layout)
+            lambda path, param: param.update(dtype=stored_dtype(other, kind_of(path), param.dtype)),
+            _abstract_params(other, layout),
         )
     progress = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: _first_progress(config)))
     return TrainState(counter, counter, params, opt_state, ema, scale, window, reference, progress)
@@ -156,7 +158,8 @@ def _abstract_params(config: Config, layout: Layout) -> Params:
 def init_state(config: Config, layout: Layout, *, compiler_options: dict[str, Any] | None = None) -> TrainState:
     """Returns the state before the first step, created in place on the mesh.
 
-    If the state has a reference, it is a copy of the initial parameters, or None in place of a teacher.
+    If the state has a reference, it is a copy of the initial parameters, or None in place of a teacher. Quantized
+    kernels are 0, because a run reads them from a checkpoint, and random kernels would need memory in float32.
 
     Args:
         config: resolved config.
@@ -168,6 +171,10 @@ def init_state(config: Config, layout: Layout, *, compiler_options: dict[str, An
 
     def init() -> TrainState:
         params = nnx.to_pure_dict(nnx.state(_make_model(config, layout)))
+        if weights_of(config.model) is not None:
+            params = jax.tree_util.tree_map_with_path(
+                lambda path, param: jnp.zeros_like(param) if kind_of(path) == 'codes' else param, params
+            )
         zero = jnp.zeros((), jnp.int32)
         ema = params if config.optimizer.ema_decay else None
         scale = first_loss_scale(config.train) if config.model.dtype == 'float16' else None

@@ -19,6 +19,7 @@ from maxlm.training.gradients import make_gradients, split_micro_batches
 from maxlm.training.loss_scale import loss_factor, update_loss_scale
 from maxlm.training.objectives import Batch, LossSums, make_objective, zero_sums
 from maxlm.training.optimizers.offload import global_norm
+from maxlm.training.optimizers.trainable import measured_params
 from maxlm.training.reference import reference_params
 from maxlm.training.reference_point import make_reference_point
 from maxlm.training.spike_guard import check_spike
@@ -58,7 +59,7 @@ def make_train_step(
             'loss': loss,
             'tokens': sums.tokens,
             'grad_norm': grad_norm,
-            'param_norm': jax.named_scope('optimizer')(global_norm)(params),
+            'param_norm': jax.named_scope('optimizer')(global_norm)(measured_params(config, params)),
             'learning_rate': learning_rate,
             'skipped': ~ok,
             'spike': is_finite & ~ok,

@@ -1,9 +1,11 @@
-"""Tests that configs for training quantized weights are rejected."""
+"""Tests which configs for training with quantized weights are rejected."""
 
 import pytest
 
 from maxlm.errors import InputError
 from tests.small import small_config
+
+QLORA = {'model__lora_rank': 2, 'model__weight_quantization': 'int4'}
 
 
 @pytest.mark.parametrize(
@@ -12,6 +14,12 @@ from tests.small import small_config
         (
             {'model__weight_quantization': 'int8'},
             ['model.weight_quantization=int8', 'cannot be trained', 'maxlm quantize'],
+        ),
+        (QLORA, ['model.weight_quantization=int4', "train.init_from is ''"]),
+        ({**QLORA, 'train__init_from': 'runs/base', 'model__mtp_depth': 1}, ['model.mtp_depth=1', 'not quantized']),
+        (
+            {**QLORA, 'train__init_from': 'runs/base', 'model__matmul_precision': 'fp8'},
+            ['model.matmul_precision=fp8', 'model.matmul_precision=default'],
         ),
         ({'model__weight_quantization': 'int3'}, ['model.weight_quantization', "'int3'", 'int4']),
         ({'model__quantization_group_size': -1}, ['model.quantization_group_size=-1', 'at least 0']),
@@ -23,6 +31,13 @@ def test_invalid_settings_are_rejected(settings, words):
     for word in words:
         assert word in str(error.value)
     assert '\n' not in str(error.value)
+
+
+def test_adapters_train_beside_quantized_kernels():
+    model = small_config(**QLORA, train__init_from='runs/base').model
+    assert (model.weight_quantization, model.quantization_group_size) == ('int4', 32)
+    larger = small_config(**QLORA, train__init_from='runs/base', model__quantization_group_size=64).model
+    assert larger.quantization_group_size == 64
 
 
 def test_floats_are_the_default():

@@ -23,7 +23,7 @@ SMALL = (
     *(f'configs/{kind}.py:{variant}' for kind in ('arithmetic', 'synth') for variant in ('sft', 'rl')),
 )
 # Phases after pretraining.
-PHASES = ('configs/code.py:7b-long', 'configs/code.py:7b-instruct', 'configs/code.py:7b-lora')
+PHASES = tuple(f'configs/code.py:7b-{phase}' for phase in ('long', 'instruct', 'lora', 'qlora'))
 SMOKE = [f'configs/{name}.py:smoke' for name in ('1b', 'neox', 'depth', 'mix', 'code')]
 VARIANTS = [*(model.config for model in (*MODELS, *EXPERTS)), *SMALL, *PHASES, *SMOKE]
 
@@ -204,9 +204,10 @@ def test_the_table_is_printed(capsys):
 
 def test_a_phase_uses_the_model_of_the_previous_phase():
     """Settings of the initial checkpoint must match, except context, positions and vocabulary."""
-    before, long, chat, lora = (load(spec) for spec in ('configs/code.py:7b', *PHASES))
+    before, long, chat, lora, qlora = (load(spec) for spec in ('configs/code.py:7b', *PHASES))
     may_differ = {'remat_policy', 'scan_layers', 'rope_theta', 'max_positions', 'vocab_size', 'lora_rank'}
-    for earlier, later in ((before, long), (long, chat), (chat, lora)):
+    may_differ |= {'weight_quantization'}
+    for earlier, later in ((before, long), (long, chat), (chat, lora), (lora, qlora)):
         models = [dataclasses.asdict(config.model) for config in (earlier, later)]
         changed = {key for key in models[0] if models[0][key] != models[1][key]}
         assert changed
@@ -215,7 +216,7 @@ def test_a_phase_uses_the_model_of_the_previous_phase():
         assert later.train.init_from
     assert (before.train.init_from, before.model.max_positions) == ('', 0)
     assert (long.data.seq_len, long.model.max_positions, chat.model.max_positions) == (16_384,) * 3
-    assert {config.train.init_from for config in (chat, lora)} == {'runs/code-7b-long'}
+    assert {config.train.init_from for config in (chat, lora, qlora)} == {'runs/code-7b-long'}
 
 
 @pytest.mark.parametrize('spec', VARIANTS)

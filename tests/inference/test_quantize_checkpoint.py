@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxlm.checkpoint.conversion.merge_lora import open_parameters
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.config.loading import to_json
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.validation import evaluate
-from maxlm.huggingface.export_model import export_model, open_parameters
+from maxlm.huggingface.export_model import export_model
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import parse_weights, quantize_checkpoint
 from maxlm.model.blocks import is_stacked

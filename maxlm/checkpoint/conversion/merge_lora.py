@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from flax import nnx
 
+from maxlm.checkpoint.conversion.quantized import DequantizedReader
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.params import params_item, unused_mtp, without_mtp
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
@@ -29,6 +31,7 @@ from maxlm.log import progress_bar
 from maxlm.model.blocks import is_stacked
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_scale
+from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.workdir.files import CONFIG, EXPORT_FILES, TOKENIZER, read_config
 
@@ -63,13 +66,15 @@ def merge(params: Mapping[str, Any], model: ModelConfig, *, is_expert: bool = Fa
 
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
-    """Returns the model config without adapters and without modules of multi-token prediction."""
+    """Returns the model config without adapters, modules of multi-token prediction and quantized kernels."""
     plain = ModelConfig()
     return dataclasses.replace(
         without_mtp(model),
         lora_rank=plain.lora_rank,
         lora_alpha=plain.lora_alpha,
         lora_target_modules=plain.lora_target_modules,
+        weight_quantization=plain.weight_quantization,
+        quantization_group_size=plain.quantization_group_size,
     )
 
 
@@ -89,7 +94,7 @@ class MergedReader:
         shapes: dotted path → stored shape, without adapters.
     """
 
-    def __init__(self, reader: ParamsReader, model: ModelConfig, source: str):
+    def __init__(self, reader: ParamsReader | DequantizedReader, model: ModelConfig, source: str):
         """Reads the shapes of the step's arrays, but not the arrays.
 
         Args:
@@ -130,9 +135,28 @@ class MergedReader:
         return added
 
 
+def open_parameters(step_directory: epath.Path, model: ModelConfig, *, with_mtp: bool = False) -> MergedReader:
+    """Opens the parameters of a step as float32 parameters without adapters and quantization.
+
+    Args:
+        step_directory: path as returned by `find_step`.
+        model: model of its config.
+        with_mtp: include modules of multi-token prediction.
+
+    Raises:
+        InputError: the parameters cannot be read, or do not match the model.
+    """
+    item, source = params_item(step_directory), str(step_directory)
+    if weights_of(model) is None:
+        return MergedReader(ParamsReader(step_directory, item, with_mtp=with_mtp), model, source)
+    stored = ParamsReader(step_directory, item, may_be_quantized=True)
+    return MergedReader(DequantizedReader(stored, model, source), model, source)
+
+
 def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult:
     """Creates a workdir whose step 0 contains a checkpoint's model with merged adapters. Processes one layer at a time.
 
+    Quantized kernels are dequantized.
     The new config contains the model and the run's data.seq_len. The tokenizer and chat template are copied.
 
     Args:
@@ -153,7 +177,7 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult
             f'--checkpoint={checkpoint}: model.lora_rank=0 in {source / CONFIG}, so there are no adapters to merge; '
             'choose a checkpoint with adapters'
         )
-    reader = MergedReader(ParamsReader(step_directory, params_item(step_directory)), config.model, str(step_directory))
+    reader = open_parameters(step_directory, config.model)
     parameters = sum(math.prod(shape) for shape in reader.shapes.values())
     check_space('--output', workdir, 4 * parameters)
     stacked = {path: is_stacked(path) for path in reader.shapes}

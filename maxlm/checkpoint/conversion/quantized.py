@@ -100,6 +100,14 @@ def _quantized_kernel(
     }
 
 
+def kernel_shape(codes_shape: tuple[int, ...], path: str, num_in: int, kind: str) -> tuple[int, ...]:
+    """Returns the shape of the kernel with this dotted path and `num_in` input axes from the shape of its codes."""
+    shape = list(codes_shape)
+    # Two int4 codes share a byte along the last input axis, which follows those of layers and experts.
+    shape[num_in + is_of_experts(path)] *= 2 if kind == 'int4' else 1
+    return tuple(shape)
+
+
 class DequantizedReader:
     """Reads the parameters of a quantized model's step like `ParamsReader`, with dequantized kernels.
 
@@ -132,10 +140,7 @@ class DequantizedReader:
                         f'{source}: parameter {name} has dtype {reader.dtypes.get(name, "none (missing)")}; '
                         f'model.weight_quantization={weights.kind} requires {dtype}'
                     )
-            num_layers, *shape = reader.shapes[f'{module}.{CODES}']
-            # Two int4 codes share a byte along this axis.
-            shape[num_in - 1 + is_of_experts(path)] *= 2 if weights.kind == 'int4' else 1
-            self.shapes[path] = (num_layers, *shape)
+            self.shapes[path] = kernel_shape(reader.shapes[f'{module}.{CODES}'], path, num_in, weights.kind)
 
     def read(self, path: str, layer: int | None = None) -> np.ndarray:
         """Reads one array in float32, or one layer of it. A kernel requires `layer`."""

@@ -176,10 +176,11 @@ class ModelConfig:
     # Matrix products of the blocks' projections: default (in the compute dtype) | fp8 (8-bit floats in forward and
     # backward pass: maxlm/model/layers/fp8.py). fp8 needs Ada, Hopper or newer GPUs; CPUs emulate it slowly.
     matmul_precision: str = 'default'
-    # Storage of the blocks' kernels: float (float32, required for training) | int8 | int4 | fp8, as written by
-    # maxlm.quantize (maxlm/model/layers/weight_only_quantization.py).
+    # Storage of the blocks' kernels: float (float32) | int8 | int4 | fp8, as written by maxlm.quantize
+    # (maxlm/model/layers/weight_only_quantization.py). Training with int8, int4 or fp8 requires lora_rank and quantizes
+    # the kernels of train.init_from (Dettmers et al. 2023, "QLoRA").
     weight_quantization: str = 'float'
-    # Number of inputs of a projection that share a scale; 0 = all.
+    # Number of inputs of a projection that share a scale; 0 = all, and in training 32 for int4.
     quantization_group_size: int = 0
     # Activations of a block kept for the backward pass: none (no rematerialization, keep all) | dots | dots_no_batch |
     # full (keep only the block's inputs) | offload (keep only the inputs, in host memory).

@@ -5,6 +5,8 @@ Shapes: E experts, I inputs, O outputs, R rows sorted by expert, A rank of adapt
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +14,15 @@ from flax import nnx
 from maxlm.model.experts.grouped_matmul import RowGroups, grouped_matmul, looped_matmul
 from maxlm.model.layers.linear import RANK, Initializer, parameter
 from maxlm.model.layers.lora import Adapter
-from maxlm.model.layers.weight_only_quantization import Codes, Weights, code_shapes, dequantize, quantize
+from maxlm.model.layers.weight_only_quantization import (
+    Codes,
+    Weights,
+    apply_frozen,
+    check_kernel,
+    code_shapes,
+    dequantize,
+    quantize,
+)
 from maxlm.parallel.partitioning import Axes, Partitioning
 
 # Arrays of a projection by the names of its parameters, as one device uses them.
@@ -62,7 +72,7 @@ class ExpertLinear(nnx.Module):
     def quantize_kernel(self, weights: Weights) -> None:
         """Replaces the kernel by codes and scales. Axes that do not divide over their devices are replicated."""
         assert self.weights is None, 'the kernel is quantized already'
-        assert self.lora_a is None, 'a kernel with an adapter beside it stays'
+        check_kernel(self.kernel.shape[1:2], weights)
 
         def axes_of(shape: tuple[int, ...]) -> Axes:
             parts = map(self.partitioning.num_shards, self.axes)
@@ -119,11 +129,17 @@ class ExpertLinear(nnx.Module):
     def _product(self, arrays: Arrays, x_RI: jax.Array, groups: RowGroups, kind: str) -> jax.Array:
         if self.weights is None:
             return grouped_matmul(x_RI, arrays['kernel'], groups, kind)
-        quantization, codes, scales = self.weights.kind, arrays['kernel_codes'], arrays['kernel_scales']
+        kernel_of = partial(dequantize, num_in=1, kind=self.weights.kind, dtype=x_RI.dtype)
 
-        def kernel_of(expert: jax.Array) -> jax.Array:
-            return dequantize(Codes(codes[expert], scales[expert]), 1, quantization, x_RI.dtype)
+        def product(x_RI: jax.Array, kernel_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+            return grouped_matmul(x_RI, kernel_EIO, groups._replace(sizes_E=sizes_E), kind)
 
-        if kind == 'loop':
-            return looped_matmul(x_RI, kernel_of, groups)
-        return grouped_matmul(x_RI, jax.vmap(kernel_of)(jnp.arange(len(codes))), groups, kind)
+        def looped(x_RI: jax.Array, stored: Codes, sizes_E: jax.Array) -> jax.Array:
+            def of_expert(expert: jax.Array) -> jax.Array:
+                return kernel_of(Codes(*(array[expert] for array in stored)))
+
+            return looped_matmul(x_RI, of_expert, groups._replace(sizes_E=sizes_E))
+
+        stored = Codes(arrays['kernel_codes'], arrays['kernel_scales'])
+        forward = looped if kind == 'loop' else None
+        return apply_frozen(product, jax.vmap(kernel_of), x_RI, stored, groups.sizes_E, forward=forward)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,15 @@ from flax import nnx
 
 from maxlm.model.layers import fp8
 from maxlm.model.layers.lora import Adapter
-from maxlm.model.layers.weight_only_quantization import Codes, Weights, code_shapes, dequantize, quantize
+from maxlm.model.layers.weight_only_quantization import (
+    Codes,
+    Weights,
+    apply_frozen,
+    check_kernel,
+    code_shapes,
+    dequantize,
+    quantize,
+)
 from maxlm.parallel.partitioning import Partitioning
 
 Initializer = Callable[..., jax.Array]
@@ -92,7 +101,7 @@ class Linear(nnx.Module):
     def quantize_kernel(self, weights: Weights) -> None:
         """Replaces the kernel by codes and scales. Axes that do not divide over their devices are replicated."""
         assert self.weights is None, 'the kernel is quantized already'
-        assert self.lora_a is None, 'a kernel with an adapter beside it stays'
+        check_kernel(self.kernel.shape[: self.num_in], weights)
 
         def axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
             parts = map(self.partitioning.num_shards, self.axes)
@@ -114,8 +123,11 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         rows = x.shape[: x.ndim - self.num_in]
         flat = self.num_inputs
+        if self.weights is not None:
+            y = apply_frozen(partial(self._product, num_in=self.num_in), self._kernel_of(x.dtype), x, self._codes())
+            return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
         kernel = self._gathered_kernel(x.dtype)
-        if self.matmul == 'fp8' and self.weights is None:
+        if self.matmul == 'fp8':
             # Only the codes are gathered, one byte each. `kernel` is used only for its gradient.
             codes = fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
             codes = codes._replace(bits=self.partitioning.gathered(codes.bits, self.axes).reshape(flat, -1))
@@ -160,13 +172,19 @@ class Linear(nnx.Module):
 
     def _gathered_kernel(self, dtype: jnp.dtype) -> jax.Array:
         if self.weights is not None:
-            # Only codes and scales are gathered, not the kernel.
-            codes = self.partitioning.gathered(self.kernel_codes[...], self.codes_axes)
-            scales = self.partitioning.gathered(self.kernel_scales[...], self.scales_axes)
-            return dequantize(Codes(codes, scales), self.num_in, self.weights.kind, dtype)
+            return self._kernel_of(dtype)(self._codes())
         num = self.num_in
         axes = (*self.axes[num:], *self.axes[:num]) if self.is_transposed else self.axes
         return self._gathered(self.kernel, axes, dtype)
+
+    def _codes(self) -> Codes:
+        # Only codes and scales are gathered, not the kernel.
+        codes = self.partitioning.gathered(self.kernel_codes[...], self.codes_axes)
+        return Codes(codes, self.partitioning.gathered(self.kernel_scales[...], self.scales_axes))
+
+    def _kernel_of(self, dtype: jnp.dtype) -> Callable[[Codes], jax.Array]:
+        assert self.weights is not None
+        return partial(dequantize, num_in=self.num_in, kind=self.weights.kind, dtype=dtype)
 
     def _gathered(self, param: nnx.Param, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
         # Conversion to the compute dtype before the gather halves the communication.

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from maxlm.config.families import is_of_experts, projections
 from maxlm.config.schema import ModelConfig
+from maxlm.errors import InputError
 
 # Name of a kernel, and names of the parameters that replace it in a quantized projection.
 KERNEL, CODES, SCALES = 'kernel', 'kernel_codes', 'kernel_scales'
@@ -109,6 +110,15 @@ def quantization_error(in_shape: tuple[int, ...], weights: Weights) -> str:
     return ''
 
 
+def check_kernel(in_shape: tuple[int, ...], weights: Weights) -> None:
+    """Raises InputError if a kernel with these inputs cannot be stored in this format."""
+    if reason := quantization_error(in_shape, weights):
+        raise InputError(
+            f'model.weight_quantization={weights.kind}: a kernel has {reason}; choose another format, or another '
+            'model.quantization_group_size'
+        )
+
+
 def code_shapes(shape: tuple[int, ...], num_in: int, weights: Weights) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shapes of codes and scales of a kernel whose first `num_in` axes are inputs."""
     in_shape, out_shape = shape[:num_in], shape[num_in:]
@@ -163,6 +173,46 @@ def dequantize(stored: Codes, num_in: int, kind: str, dtype: Any) -> jax.Array:
     grouped = values.reshape(*shape[:axis], groups, inputs // groups, *shape[num_in:])
     scales = jnp.expand_dims(stored.scales.astype(jnp.float32), num_in)
     return (grouped * scales).reshape(shape).astype(dtype)
+
+
+def apply_frozen(
+    product: Callable[..., jax.Array],
+    kernel_of: Callable[[Codes], jax.Array],
+    x: jax.Array,
+    stored: Codes,
+    *more: Any,
+    forward: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """Returns `product(x, kernel_of(stored), *more)`, which is differentiable with respect to x alone.
+
+    The backward pass dequantizes the kernel again (Dettmers et al. 2023, "QLoRA"). JAX's own derivative would save the
+    dequantized kernels of all layers.
+
+    Args:
+        product: function that is linear in x.
+        kernel_of: `dequantize`, perhaps for several kernels.
+        x: inputs.
+        stored: codes and scales.
+        more: other arrays of the product, which have no gradient.
+        forward: function (x, stored, *more) that computes the same without a gradient; None: the product.
+    """
+    shape, dtype = x.shape, x.dtype
+
+    @jax.custom_vjp
+    def apply(x: jax.Array, stored: Codes, *more: Any) -> jax.Array:
+        return product(x, kernel_of(stored), *more) if forward is None else forward(x, stored, *more)
+
+    def save(x: jax.Array, stored: Codes, *more: Any) -> tuple[jax.Array, Any]:
+        return apply(x, stored, *more), (stored, more)
+
+    def backward(saved: Any, gradient: jax.Array) -> tuple[Any, ...]:
+        stored, more = saved
+        # The gradient of a linear function does not depend on x.
+        _, vjp = jax.vjp(lambda x: product(x, kernel_of(stored), *more), jnp.zeros(shape, dtype))
+        return *vjp(gradient), None, *[None] * len(more)
+
+    apply.defvjp(save, backward)
+    return apply(x, stored, *more)
 
 
 def stored_bytes(shape: tuple[int, ...], num_in: int, weights: Weights) -> int:

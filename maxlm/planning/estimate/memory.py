@@ -26,10 +26,12 @@ from maxlm.planning.estimate.head import head_memory
 from maxlm.planning.estimate.parameters import Weight, block_kernels, latent_elements, layer_stacks, weights
 from maxlm.planning.estimate.state_bytes import (
     StateBytes,
+    is_quantized,
     moment_bytes,
     planned_state_bytes,
     shard_shape,
     shard_size,
+    stored_bytes,
 )
 from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.optimizers.trainable import is_trained
@@ -170,7 +172,7 @@ def _gradient_and_filler(config: Config, backend: Backend) -> tuple[int, int]:
         trained = is_trained(config, weight.name)
         if trained:
             gradient += 4 * shard_size(config, weight, zero=zero) * _tiled(config, weight, zero, backend)
-        filler += 4 * shard_size(config, weight, zero=3) * (_tiled(config, weight, 3, backend) - 1)
+        filler += stored_bytes(config, weight, zero=3) * (_tiled(config, weight, 3, backend) - 1)
         filler += trained * moment_bytes(config, weight) * (_tiled(config, weight, 3, backend) - 1)
     return int(gradient), int(filler)
 
@@ -186,7 +188,8 @@ def _micro_batch_gradient(config: Config, sizes: _Sizes) -> int:
 
 def _is_cast(config: Config, weight: Weight) -> bool:
     is_cast = config.mesh.host_offload != 'all' and config.model.matmul_precision != 'fp8'
-    return is_cast and weight.kind == 'matrix' and not weight.name.startswith('mtp.')
+    is_kernel = weight.kind == 'matrix' and not is_quantized(weight)
+    return is_cast and is_kernel and not weight.name.startswith('mtp.')
 
 
 def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float:
@@ -315,12 +318,12 @@ def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
         for weight in weights(config.model):
             is_cast = _is_cast(config, weight) and sizes.width < 4
             if is_cast or is_gathered:
-                copies += (sizes.width if is_cast else 4) * shard_size(config, weight, zero=zero)
+                copies += stored_bytes(config, weight, zero=zero, width=sizes.width if is_cast else 4)
             if is_kept and weight.kind == 'matrix':
-                copies += sizes.width * shard_size(config, weight, zero=1)
+                copies += stored_bytes(config, weight, zero=1, width=sizes.width)
     if backend.turns_stacks and _gathers(config):
         split_last = (weight for weight in weights(config.model) if _is_split_last(weight))
-        copies += 4 * sum(shard_size(config, weight, zero=3) for weight in split_last)
+        copies += sum(stored_bytes(config, weight, zero=3) for weight in split_last)
     if config.teacher is not None and _gathers_once(config):
         taught = config.of_teacher
         copies += sizes.width * sum(shard_size(taught, weight, zero=zero) for weight in weights(taught.model))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.lora import adapter_of
+from maxlm.model.layers.weight_only_quantization import CODES, KERNEL, weights_of
 from maxlm.parallel.layout import SAVING
 
 # Kinds of parameters that are matrices or tables.
@@ -102,6 +103,8 @@ def tables(model: ModelConfig) -> Tables:
 class Weight(NamedTuple):
     """A parameter of the decoder. Parameters of blocks are stacked over layers.
 
+    Codes and scales of a quantized kernel are one parameter, with the name of the codes and the shape of the kernel.
+
     Attributes:
         name: dotted path in the tree of parameters.
         shape: shape of the array.
@@ -176,8 +179,9 @@ def _of_mtp_module(model: ModelConfig) -> Iterator[Weight]:
 
 
 def _of_block(model: ModelConfig) -> Iterator[Weight]:
+    kernel = KERNEL if weights_of(model) is None else CODES
     for name, inputs, outputs, in_axes, out_axes, stack, stack_axes in _projections(model):
-        yield Weight(f'{name}.kernel', stack + inputs + outputs, stack_axes + in_axes + out_axes, 'matrix')
+        yield Weight(f'{name}.{kernel}', stack + inputs + outputs, stack_axes + in_axes + out_axes, 'matrix')
         if adapter := adapter_of(model, name):
             rank, rank_axis = (adapter.rank,), ('adapter',)
             yield Weight(f'{name}.lora_a', stack + inputs + rank, stack_axes + in_axes + rank_axis, 'adapter')

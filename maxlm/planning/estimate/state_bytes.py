@@ -10,8 +10,18 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from maxlm.config.schema import Config, MeshConfig
+from maxlm.model.layers.weight_only_quantization import (
+    CODE_DTYPES,
+    CODES,
+    KERNEL,
+    SCALE_DTYPE,
+    code_shapes,
+    quantized_kernels,
+    weights_of,
+)
 from maxlm.parallel.host_offload import HOST
 from maxlm.parallel.layout import SAVING, TABLE, splitting_axes
 from maxlm.planning.estimate.parameters import Weight, weights
@@ -65,14 +75,13 @@ def planned_state_bytes(config: Config, *, with_reference: bool = True) -> State
     """Returns the bytes of a resolved config's state from its shapes, without counters (a few bytes)."""
     params = moments = reference = 0
     for weight in weights(config.model):
-        size = shard_size(config, weight, zero=3)
-        params += 4 * size
+        params += stored_bytes(config, weight, zero=3)
         if is_trained(config, weight.name):
             moments += moment_bytes(config, weight)
     if with_reference and has_reference_params(config):
         other = reference_config(config)
         reference = sum(
-            shard_size(other, weight, zero=3) * stored_dtype(other, weight.kind).itemsize
+            stored_bytes(other, weight, zero=3, width=stored_dtype(other, weight.kind).itemsize)
             for weight in weights(other.model)
         )
     average = params if config.optimizer.ema_decay else 0
@@ -82,6 +91,37 @@ def planned_state_bytes(config: Config, *, with_reference: bool = True) -> State
     if offload == 'optimizer':
         return StateBytes(params + reference, 0, average, moments)
     return StateBytes(params + reference, moments, average, 0)
+
+
+def is_quantized(weight: Weight) -> bool:
+    """Returns True if a weight stands for the codes and scales of a quantized kernel."""
+    return weight.name.endswith(CODES)
+
+
+def stored_bytes(config: Config, weight: Weight, *, zero: int, width: int = 4) -> int:
+    """Returns the bytes of a parameter's shard, with sharding at ZeRO stage `zero` and `width` bytes per element.
+
+    A quantized kernel is stored as codes and scales, whatever the width.
+    """
+    if not is_quantized(weight):
+        return width * shard_size(config, weight, zero=zero)
+    quantization = weights_of(config.model)
+    assert quantization is not None
+    num_in = quantized_kernels(config.model)[f'{weight.name.rpartition(".")[0]}.{KERNEL}']
+    # The axes of layers and experts precede the kernel.
+    num_stacks = 1 + weight.is_of_experts
+    stack, kernel = weight.shape[:num_stacks], weight.shape[num_stacks:]
+
+    def size_of(shape: tuple[int, ...]) -> int:
+        # As in `Linear.quantize_kernel`, axes that do not divide over their devices are replicated.
+        pairs = zip(stack + shape, weight.axes, strict=True)
+        axes = tuple('norm' if size % _num_shards(config, axis, 3) else axis for size, axis in pairs)
+        return shard_size(config, weight._replace(shape=stack + shape, axes=axes), zero=zero)
+
+    codes, scales = code_shapes(kernel, num_in, quantization)
+    return np.dtype(CODE_DTYPES[quantization.kind]).itemsize * size_of(codes) + np.dtype(
+        SCALE_DTYPE
+    ).itemsize * size_of(scales)
 
 
 def shard_size(config: Config, weight: Weight, *, zero: int) -> int:

@@ -14,6 +14,7 @@ from maxlm.config.schema import Config
 from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.errors import InputError
 from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
+from maxlm.model.layers.weight_only_quantization import CODES, SCALES
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.muon import scale_by_muon
 from maxlm.training.optimizers.quantized_moments import init_moment, rounding_seed, update_moments
@@ -158,7 +159,8 @@ def scale_by_rates(schedule: optax.Schedule, ratios: Mapping[str, float]) -> opt
 def kind_of(path: tuple[Any, ...]) -> str:
     """Returns the kind of a parameter, from the names of its path.
 
-    The kinds are table, head, matrix (of a block), router (of a layer with experts), adapter (of a matrix) and vector.
+    The kinds are table, head, matrix (of a block), router (of a layer with experts), adapter (of a matrix), vector and
+    codes (codes or scales of a quantized matrix).
 
     Raises:
         InputError: the parameter has an unknown name.
@@ -170,6 +172,8 @@ def kind_of(path: tuple[Any, ...]) -> str:
         return 'vector'
     if name in ADAPTERS:
         return 'adapter'
+    if name in (CODES, SCALES):
+        return 'codes'
     if name != 'kernel':
         # Only blocks of the user (`model.block`) have other names.
         raise InputError(f'parameter {".".join(names(path))}: rename it to kernel (a matrix), scale or bias (a vector)')

@@ -10,14 +10,15 @@ from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.model.experts.router import BALANCE_BIAS
 from maxlm.model.layers.lora import LORA_A, LORA_B
+from maxlm.model.layers.weight_only_quantization import CODES, SCALES, weights_of
 
 Tree = Mapping[str, Any]
 ADAPTERS = (LORA_A, LORA_B)
 
 
 def is_trained(config: Config, name: str) -> bool:
-    """Returns True if the optimizer trains the parameter with this dotted name."""
-    if name.endswith(BALANCE_BIAS):
+    """Returns True if the optimizer trains the parameter with this dotted name. Quantized kernels are never trained."""
+    if name.endswith((BALANCE_BIAS, CODES, SCALES)):
         return False
     if name.endswith(ADAPTERS) or any(_matches(name, pattern) for pattern in config.optimizer.trainable_params):
         return True
@@ -33,8 +34,14 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
     names = list(names)
     for key in ('frozen_params', 'trainable_params'):
         for pattern in getattr(config.optimizer, key):
-            if not any(_matches(name, pattern) for name in names):
+            matches = [name for name in names if _matches(name, pattern)]
+            if not matches:
                 raise InputError(f'optimizer.{key}: {pattern!r} matches no parameter; choose from: {", ".join(names)}')
+            if key == 'trainable_params' and all(name.endswith((CODES, SCALES)) for name in matches):
+                raise InputError(
+                    f'optimizer.{key}: {pattern!r} matches only quantized kernels, which cannot be trained; set '
+                    'model.weight_quantization=float, or remove the pattern'
+                )
     if not any(is_trained(config, name) for name in names):
         raise InputError(
             f'optimizer.frozen_params={config.optimizer.frozen_params!r} freezes all parameters; leave at least one '
@@ -59,6 +66,11 @@ def trainable(config: Config, params: Tree) -> Any:
         return found
 
     return part(params, '')
+
+
+def measured_params(config: Config, params: Tree) -> Any:
+    """Returns the parameters whose norm is reported: all, or the trainable ones if the others have codes."""
+    return params if weights_of(config.model) is None else trainable(config, params)
 
 
 def merge_trainable(params: Tree, trained: Tree) -> Any:

@@ -31,6 +31,7 @@ COUNTERS = 64
 # Maximum relative errors of estimates.
 USUAL, SMALL_PROGRAM_ON_TPU, UNROLLED, EXPERTS_ON_ONE_GPU = 0.10, 0.25, 0.22, 0.22
 FAMILIES = ('gpt2', 'gpt_neox', 'llama', 'qwen3', 'nanochat')
+QLORA = {'model__lora_rank': 4, 'model__weight_quantization': 'int8', 'train__init_from': 'runs/base'}
 STATES = {
     'all over fsdp': {},
     'optimizer state alone': {'mesh__zero_stage': 1},
@@ -62,6 +63,21 @@ STATES |= {
         'optimizer__trainable_params': ('embedding',),
         'optimizer__moment_dtype': 'int8',
     },
+    'quantized kernels': {**QLORA, 'optimizer__ema_decay': 0.9},
+    'quantized kernels and tables, a reference': {
+        **QLORA,
+        'model__weight_quantization': 'int4',
+        'mesh__tensor': 2,
+        'optimizer__trainable_params': ('embedding',),
+        'train__objective': 'dpo',
+        'model__dtype': 'bfloat16',
+    },
+    'kernels whose groups do not divide': {
+        **QLORA,
+        'model__weight_quantization': 'int4',
+        'mesh__tensor': 2,
+        'model__dim': 48,
+    },
     'frozen blocks': {'optimizer__frozen_params': ('blocks',), 'optimizer__ema_decay': 0.9},
     'a reference': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__dtype': 'bfloat16'},
     'no second copy': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__lora_rank': 4},
@@ -74,6 +90,7 @@ EXPERTS = {
 }
 STATES |= {
     'experts': EXPERTS,
+    'quantized experts': {**EXPERTS, **QLORA, 'mesh__expert': 2, 'mesh__tensor': 2},
     'experts on different devices': {**EXPERTS, 'mesh__expert': 4, 'model__router_balance_bias': True},
     'experts, tensor, first dense layer': {
         **EXPERTS,
@@ -100,6 +117,8 @@ WIDE = {'model__family': 'llama', 'model__vocab_size': 256, 'model__dim': 512, '
 PROGRAMS = {
     'all kept': ({}, 0.10),
     'nothing kept': ({'model__remat_policy': 'full', 'model__family': 'llama'}, 0.15),
+    'quantized kernels': ({**QLORA, 'model__family': 'llama', 'model__remat_policy': 'full'}, 0.15),
+    'quantized kernels, all kept': ({**QLORA, 'model__weight_quantization': 'int4', 'model__family': 'llama'}, 0.15),
     'experts': ({**EXPERTS, 'model__family': 'llama', 'model__remat_policy': 'full', 'model__num_layers': 3}, 0.10),
     'multi-token prediction': (
         {'model__family': 'llama', 'model__mtp_depth': 2, 'model__remat_policy': 'full', 'model__num_layers': 3},
