@@ -22,6 +22,8 @@ OWN_MESSAGES = {
     'sandbox/fork.py': 'pipe between processes of a sandbox',
     'sandbox/pool.py': 'pipe from the supervisor of a sandbox',
     'sandbox/worker.py': 'command line from the pool of sandboxes',
+    'sandbox/program/function_call.py': 'pipe from the pool of sandboxes',
+    'inference/tools/environment.py': 'broadcast between the processes of a run',
     'checkpoint/manager.py': 'broadcast between the processes of a run',
     'runtime/heartbeat.py': 'key-value store of the processes of a run',
     'telemetry/wandb.py': 'pipe from the parent process',

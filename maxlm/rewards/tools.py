@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +51,7 @@ class Tools:
         self.schemas: list[dict[str, Any]] = []
         for name, result in zip(names, results, strict=True):
             try:
-                self.schemas.append(json.loads(result.text))
+                self.schemas.append(parse_json(result.text))
             except ValueError:
                 raise InputError(f'tool {name}: {result.error or result.text}; fix the function') from None
 

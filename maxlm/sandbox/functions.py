@@ -24,6 +24,7 @@ from maxlm.sandbox.limits import MIB, SandboxLimits
 from maxlm.sandbox.pool import ExecutionResult, SandboxJob, SandboxPool
 from maxlm.sandbox.program.function_call import PROGRAM, FunctionResult
 from maxlm.sandbox.python_paths import package_folders
+from maxlm.storage.json_text import parse_json
 
 
 class UserFunction(NamedTuple):
@@ -99,7 +100,7 @@ class FunctionPool:
     def _result(self, result: ExecutionResult) -> FunctionResult:
         if result.status == 'passed':
             try:
-                return FunctionResult(*json.loads(result.stdout.rstrip().rpartition('\n')[2]))
+                return FunctionResult(*parse_json(result.stdout.rstrip().rpartition('\n')[2]))
             except (ValueError, TypeError):
                 pass
         limits = self._pool.limits
