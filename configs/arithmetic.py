@@ -5,7 +5,8 @@ Command:   python -m examples.tasks arithmetic --output data/arithmetic
                --tokenizer bytes --pack-seq-len 64 --output data/arithmetic/chats
            python -m maxlm.train --config=configs/arithmetic.py:sft --workdir=runs/arithmetic-sft
            python -m maxlm.grpo --config=configs/arithmetic.py:rl --workdir=runs/arithmetic-rl
-Variants:  sft · rl, which starts from runs/arithmetic-sft
+Variants:  sft · rl, which starts from runs/arithmetic-sft · sft-5m and rl-5m, the same with 5M parameters in the
+           workdirs runs/arithmetic-sft-5m and runs/arithmetic-rl-5m
 Hardware:  any CPU with 2 cores
 Time:      sft about 100 seconds, rl two minutes (docs/posttraining.md)
 Cost:      nothing
@@ -18,18 +19,19 @@ from ml_collections import ConfigDict
 from maxlm.config.loading import default
 from maxlm.errors import InputError
 
-VARIANTS = ('sft', 'rl')
+VARIANTS = ('sft', 'rl', 'sft-5m', 'rl-5m')
 
 
 def get_config(variant: str = 'sft') -> ConfigDict:
     if variant not in VARIANTS:
         raise InputError(f'configs/arithmetic.py has no variant {variant!r}; there are: {", ".join(VARIANTS)}')
+    stage, _, size = variant.partition('-')
     config = default()
 
     config.model.family = 'llama'
-    config.model.num_layers = 2
-    config.model.dim = 128
-    config.model.num_heads = 4
+    config.model.num_layers = 6 if size else 2
+    config.model.dim = 256 if size else 128
+    config.model.num_heads = 8 if size else 4
     config.model.dtype = 'float32'  # two CPU cores are slower in bfloat16
     config.model.scan_layers = False  # scanning copies each layer's parameters out of the stacked arrays
     config.model.tie_embeddings = True
@@ -41,18 +43,18 @@ def get_config(variant: str = 'sft') -> ConfigDict:
     config.checkpoint.max_to_keep = 2
     config.optimizer.weight_decay = 0.01
 
-    if variant == 'sft':
-        config.train.num_steps = 600
+    if stage == 'sft':
+        config.train.num_steps = 300 if size else 600
         config.train.global_batch_size = 64
         config.eval.interval = 200
-        config.optimizer.learning_rate = 3e-3
-        config.optimizer.min_learning_rate = 3e-4
+        config.optimizer.learning_rate = 1e-3 if size else 3e-3
+        config.optimizer.min_learning_rate = 1e-4 if size else 3e-4
         config.optimizer.warmup_steps = 50
         config.checkpoint.save_interval_steps = 200
         return config
 
     config.train.objective = 'grpo'
-    config.train.init_from = 'runs/arithmetic-sft'
+    config.train.init_from = 'runs/arithmetic-sft-5m' if size else 'runs/arithmetic-sft'
     config.train.num_steps = 60
     config.train.global_batch_size = 512
     config.train.log_every = 5

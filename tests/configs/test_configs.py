@@ -21,6 +21,7 @@ FILES = sorted((ROOT / 'configs').glob('*.py'))
 SMALL = (
     *('configs/tiny.py', 'configs/neox.py:test', 'configs/neox.py:production', 'configs/neox.py:tuned'),
     *(f'configs/{kind}.py:{variant}' for kind in ('arithmetic', 'synth') for variant in ('sft', 'rl')),
+    *(f'configs/arithmetic.py:{variant}-5m' for variant in ('sft', 'rl')),
 )
 # Phases after pretraining.
 PHASES = tuple(f'configs/code.py:7b-{phase}' for phase in ('long', 'instruct', 'lora', 'qlora'))
@@ -170,7 +171,7 @@ def test_docstring_states_the_requirements_of_a_run(path):
         ('configs/moe.py:30b', '30b-a3b'),
         ('configs/depth.py:deep', 'configs/depth.py:24'),
         ('configs/depth.py:0', 'configs/depth.py:24'),
-        ('configs/arithmetic.py:grpo', 'sft, rl'),
+        ('configs/arithmetic.py:grpo', 'sft, rl, sft-5m, rl-5m'),
         ('configs/synth.py:dpo', 'sft, rl'),
     ],
 )

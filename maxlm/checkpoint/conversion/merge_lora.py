@@ -156,8 +156,8 @@ def open_parameters(step_directory: epath.Path, model: ModelConfig, *, with_mtp:
 def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult:
     """Creates a workdir whose step 0 contains a checkpoint's model with merged adapters. Processes one layer at a time.
 
-    Quantized kernels are dequantized.
-    The new config contains the model and the run's data.seq_len. The tokenizer and chat template are copied.
+    Quantized kernels are dequantized. The new config contains the model and the run's data.seq_len. The tokenizer and
+    chat template are copied.
 
     Args:
         checkpoint: argument of `find_local_step`.

@@ -1,0 +1,31 @@
+"""Tests the comparison of synchronous and asynchronous rollouts."""
+
+import pytest
+
+from benchmarks.async_rollouts import curves, line_of, summary
+
+
+def test_rewards_and_accuracies_by_time():
+    lines = [{'step': 0, 'time': 95.0, 'eval/accuracy': 0.25}]
+    for step in range(21):
+        lines.append(
+            {
+                'step': step + 1,
+                'time': 100.0 + 90 * step,
+                'rollout/reward': 0.2 if step < 11 else 0.8,
+                'rollout/reward_seconds': 2.0,
+                'rollout/hidden_reward_seconds': 0.5,
+            }
+        )
+    lines.append({'step': 21, 'time': 1900.0, 'eval/accuracy': 0.75})
+    found = summary(lines)
+    assert found['rewards'][2] == (3.0, 0.2)
+    assert found['accuracies'] == [(0.0, 0.25), (30.0, 0.75)]
+    # The mean reward of the last ten rollouts is 0.6 higher than the first, half an hour later.
+    assert found['gain_per_hour'] == pytest.approx(1.2)
+    assert (found['reward_seconds'], found['hidden_seconds']) == (42, 10.5)
+    result = {'seconds': 2000.0, **found}
+    assert 'reward +1.20 per hour, accuracy 0.250 → 0.750' in line_of('synchronous', result)
+    (axes,) = curves({'synchronous': result, 'asynchronous': result}).axes
+    assert len(axes.lines) == 4
+    assert axes.lines[0].get_xdata()[-1] == 30
