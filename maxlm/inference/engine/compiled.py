@@ -33,7 +33,7 @@ MIN_CACHE_LENGTH = 256
 MIN_ROWS = 4
 # Growth factor of rows and tokens on a CPU.
 CPU_GROWTH = 2
-# Maximum number of passes of a call, if each accepts all drafted tokens.
+# A call generates at most the tokens of this many passes that accept all drafted tokens.
 MAX_PASSES = 8
 
 
