@@ -23,9 +23,10 @@ from benchmarks.step import machine
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.inference.engine.prompt_lookup import MAX_DRAFT_TOKENS
 
-# Each item has keys without alternatives, and strings of any text.
+# Each item has keys without alternatives, and strings of any text. The array is longer than a response.
 SCHEMA = {
     'type': 'array',
+    'minItems': 1000,
     'items': {
         'type': 'object',
         'properties': {'name': {'type': 'string'}, 'number': {'type': 'integer'}},

@@ -16,7 +16,7 @@ import numpy as np
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.inference.engine.grammar import ALL_TOKENS, num_words
-from maxlm.inference.engine.model_runner import DecodeCounts, ModelRunner, PendingPrompt, SampledTokens, State
+from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, SampledTokens, State
 from maxlm.inference.engine.prompt_lookup import MAX_DRAFT_TOKENS
 from maxlm.inference.sampling import Rows, Sampling, TokenMask, stack_settings
 from maxlm.model.layers.kv_cache import Caches, cache_axes, init_caches, slots_by_window
@@ -240,8 +240,8 @@ class CompiledFunctions:
         mask: TokenMask,
         *,
         with_top: bool,
-    ) -> tuple[State, SampledTokens, DecodeCounts]:
-        """Generates `num_tokens` tokens for each of the first slots.
+    ) -> tuple[State, SampledTokens, jax.Array]:
+        """Generates `num_tokens` tokens for each of the first slots, and returns the `DecodeCounts` as int32 [3].
 
         `num_tokens` is int32, at most `max_tokens`, and at most 1 if a row has a mask. `num_tokens`, `rows`, `seeds`
         and `mask` have `num_rows` entries.

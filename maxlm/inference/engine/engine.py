@@ -42,7 +42,7 @@ class _Pending(NamedTuple):
     samples: list[tuple[int, ActiveSequence, int]]
     dispatched: float
     num_tokens: int  # Per row; 0: prefill
-    counts: DecodeCounts | None
+    counts: jax.Array | None
 
 
 class Engine:
@@ -368,7 +368,7 @@ class Engine:
         arrays, counts = jax.device_get((pending.sampled if with_top else pending.sampled[:2], pending.counts))
         self._burst.record(pending.dispatched, pending.num_tokens)
         if counts is not None:
-            self._counts.update({name: int(value) for name, value in counts._asdict().items()})
+            self._counts.update(dict(zip(DecodeCounts._fields, counts.tolist(), strict=True)))
         for row, sample, num in pending.samples:
             if sample.finish_reason is not None:
                 continue

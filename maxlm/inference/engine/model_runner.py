@@ -207,8 +207,8 @@ class ModelRunner:
         seeds: PendingPrompt,
         mask: TokenMask,
         with_top: jax.Array,
-    ) -> tuple[State, SampledTokens, DecodeCounts]:
-        """Samples `num_tokens_B` tokens for each of the first slots.
+    ) -> tuple[State, SampledTokens, jax.Array]:
+        """Samples `num_tokens_B` tokens for each of the first slots, and returns the `DecodeCounts` as int32 [3].
 
         A pass generates one token per row, and one more for each drafted token that is accepted. The mask applies to
         all passes, so a masked row must have only one token. Rows with penalties accept no drafts.
@@ -294,7 +294,8 @@ class ModelRunner:
             state.counts_BV.at[:num].set(decoding.counts_BV),
             state.history_BS.at[:num].set(decoding.history_BS),
         )
-        return state, decoding.sampled, decoding.counts
+        # One array, because the host reads each array separately.
+        return state, decoding.sampled, jnp.stack(decoding.counts)
 
     def _transpose(self, path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         return transpose_kernel(x, self._transposed_axes.get(tuple(entry.key for entry in path), 0))
