@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
                 '--config.metrics.tensorboard=False',
                 '--config.metrics.device_stats_interval_seconds=0',
                 f'--config.grpo.async_rollouts={name == "asynchronous"}',
-                *overrides,
+                *(f'--config.{override}' for override in overrides),
             )
             results[name] = {'seconds': seconds, **summary(read_metrics(Path(directory) / 'run'))}
         print(line_of(name, results[name]), flush=True)
