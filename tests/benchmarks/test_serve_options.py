@@ -1,11 +1,13 @@
 """Tests the benchmark of the server's options."""
 
 import itertools
+import json
 
 import pytest
 
 from benchmarks import serve_options
 from maxlm.errors import EXIT_BAD_INPUT, exit_code
+from tests.conftest import ROOT
 
 
 def test_ratios_compare_medians(monkeypatch):
@@ -29,6 +31,18 @@ def test_ratios_compare_medians(monkeypatch):
     found = serve_options.measure('plain', 'drafting', 8, 3)
     assert (found['draft_ratio'], found['grammar_ratio'], found['accepted_per_pass']) == (1.5, 1.4, 2)
     assert found['turns']['drafts'] == [150, 200, 140]
+
+
+def test_documented_results():
+    results = json.loads((ROOT / 'benchmarks/results/serve_options_cpu2.json').read_text())['results']
+    page = (ROOT / 'docs/serving.md').read_text()
+    for found in results:
+        # Repeated text is decoded at least 1.3 times as fast with drafts.
+        assert found['draft_ratio'] >= 1.3
+        assert (
+            f'| {found["clients"]} | {found["plain"]:.0f} | {found["drafts"]:.0f} ({found["draft_ratio"]:.2f} ×) | '
+            f'{found["accepted_per_pass"]:.1f} | {found["grammar_ratio"]:.2f} × |'
+        ) in page
 
 
 @pytest.mark.parametrize(
