@@ -102,7 +102,7 @@ def curves(results: dict[str, Any]) -> Figure:
             minutes, accuracies = zip(*result['accuracies'], strict=True)
             axes.plot(minutes, accuracies, 'o--', color=COLORS[name], markersize=4, label=f'{name}: held-out accuracy')
         axes.set(xlabel='minutes since the first rollout', ylabel='reward, accuracy', ylim=(0, 1))
-        axes.legend(loc='lower right', frameon=False)
+        axes.legend(loc='lower left', frameon=False)
     return figure
 
 

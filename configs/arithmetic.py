@@ -8,10 +8,11 @@ Command:   python -m examples.tasks arithmetic --output data/arithmetic
 Variants:  sft · rl, which starts from runs/arithmetic-sft · sft-5m and rl-5m, the same with 5M parameters in the
            workdirs runs/arithmetic-sft-5m and runs/arithmetic-rl-5m
 Hardware:  any CPU with 2 cores
-Time:      sft about 100 seconds, rl two minutes (docs/posttraining.md)
+Time:      sft about 100 seconds, rl two minutes; sft-5m ten minutes, rl-5m six (docs/posttraining.md)
 Cost:      nothing
 Expected:  accuracy on 200 held-out problems over three seeds: greedy answers 0.49–0.52 after sft and 0.81–0.86 after
-           rl, sampled answers 0.54–0.58 and 0.75–0.81
+           rl, sampled answers 0.54–0.58 and 0.75–0.81. With 5M parameters and one seed, greedy answers 0.50 after
+           sft-5m and 0.66 after rl-5m
 """
 
 from ml_collections import ConfigDict

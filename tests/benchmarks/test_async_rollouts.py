@@ -1,8 +1,12 @@
 """Tests the comparison of synchronous and asynchronous rollouts."""
 
+import json
+import re
+
 import pytest
 
 from benchmarks.async_rollouts import curves, line_of, summary
+from tests.conftest import ROOT
 
 
 def test_rewards_and_accuracies_by_time():
@@ -29,3 +33,16 @@ def test_rewards_and_accuracies_by_time():
     (axes,) = curves({'synchronous': result, 'asynchronous': result}).axes
     assert len(axes.lines) == 4
     assert axes.lines[0].get_xdata()[-1] == 30
+
+
+@pytest.mark.parametrize('name', ['arithmetic_5m', 'synth'])
+def test_documented_results(name):
+    results = json.loads((ROOT / f'benchmarks/results/async_rollouts_{name}_cpu2.json').read_text())['results']
+    page = (ROOT / 'docs/posttraining.md').read_text()
+    for mode, found in results.items():
+        first, last = found['accuracies'][0][1], found['accuracies'][-1][1]
+        assert last > first + 0.1
+        accuracy = rf'{first:.3f} → {last:.3f}'
+        assert re.search(
+            rf'\| {mode} \| {found["seconds"]:.0f} \| .* {accuracy} \| {found["gain_per_hour"]:.2f} \|', page
+        )
