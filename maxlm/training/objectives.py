@@ -87,8 +87,7 @@ Objective = Callable[[Params, Params | None, Params | None, Batch, jax.Array | N
 def make_objective(config: Config, partitioning: Partitioning, num_sources: int = 0) -> Objective:
     """Returns the objective of a resolved config."""
     if config.train.objective == 'dpo':
-        make = _make_labeled if config.dpo.takes_labels else _make_preference
-        return make(config, partitioning)
+        return _make_preference(config, partitioning)
     if config.train.objective == 'grpo':
         return _make_policy(config, partitioning)
     return make_next_token(config, partitioning, num_sources, z_loss=config.train.z_loss)
@@ -285,7 +284,10 @@ def make_log_probs(
 
 
 def _make_preference(config: Config, partitioning: Partitioning) -> Objective:
-    """Returns the objective of preference pairs; see `preference_terms`."""
+    """Returns the objective of preferences: of pairs, see `preference_terms`, or of answers with labels.
+
+    For answers with labels, see `answer_terms`. KTO needs `reference_point` in the batch.
+    """
     log_probs = make_log_probs(config, partitioning)
 
     def preference(
@@ -295,34 +297,32 @@ def _make_preference(config: Config, partitioning: Partitioning) -> Objective:
         reference_BT = None
         if config.has_reference:
             reference_BT = jax.lax.stop_gradient(log_probs(reference, None, batch, None).log_probs_BT)
-        terms = preference_terms(found, reference_BT, batch['weights'], batch['segments'], config.dpo)
-        parts = {name: jax.lax.stop_gradient(getattr(terms, field)) for name, field in DPO_PARTS.items()}
-        loss = jax.lax.stop_gradient(terms.objective)
-        tokens, none = batch['weights'].sum(), jnp.zeros(0)
-        return terms.objective, LossSums(loss, terms.pairs, tokens, none, none, parts, terms.pairs)
+        make_sums = _labeled_sums if config.dpo.takes_labels else _pair_sums
+        return make_sums(config, found, reference_BT, batch)
 
     return preference
 
 
-def _make_labeled(config: Config, partitioning: Partitioning) -> Objective:
-    """Returns the objective of answers with labels; see `answer_terms`. KTO needs `reference_point` in the batch."""
-    log_probs = make_log_probs(config, partitioning)
+def _pair_sums(
+    config: Config, found_BT: jax.Array, reference_BT: jax.Array | None, batch: Batch
+) -> tuple[jax.Array, LossSums]:
+    terms = preference_terms(found_BT, reference_BT, batch['weights'], batch['segments'], config.dpo)
+    parts = {name: jax.lax.stop_gradient(getattr(terms, field)) for name, field in DPO_PARTS.items()}
+    loss, tokens, none = jax.lax.stop_gradient(terms.objective), batch['weights'].sum(), jnp.zeros(0)
+    return terms.objective, LossSums(loss, terms.pairs, tokens, none, none, parts, terms.pairs)
 
-    def labeled(
-        params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, LossSums]:
-        found = log_probs(params, slots, batch, dropout_key).log_probs_BT
-        reference_BT = jax.lax.stop_gradient(log_probs(reference, None, batch, None).log_probs_BT)
-        point_B = batch['reference_point'] if config.has_reference_point else None
-        terms = answer_terms(found, reference_BT, batch['weights'], batch['segments'], point_B, config.dpo)
-        parts, counts = (
-            {name: getattr(terms, fields[place]) for name, fields in labeled_parts(config).items()} for place in (0, 1)
-        )
-        tokens, none = batch['weights'].sum(), jnp.zeros(0)
-        loss = jax.lax.stop_gradient(terms.objective)
-        return terms.objective, LossSums(loss, terms.answers, tokens, none, none, parts, counts)
 
-    return labeled
+def _labeled_sums(
+    config: Config, found_BT: jax.Array, reference_BT: jax.Array | None, batch: Batch
+) -> tuple[jax.Array, LossSums]:
+    assert reference_BT is not None, 'losses of answers with labels have a reference'
+    point_B = batch['reference_point'] if config.has_reference_point else None
+    terms = answer_terms(found_BT, reference_BT, batch['weights'], batch['segments'], point_B, config.dpo)
+    parts, counts = (
+        {name: getattr(terms, fields[place]) for name, fields in labeled_parts(config).items()} for place in (0, 1)
+    )
+    loss, tokens, none = jax.lax.stop_gradient(terms.objective), batch['weights'].sum(), jnp.zeros(0)
+    return terms.objective, LossSums(loss, terms.answers, tokens, none, none, parts, counts)
 
 
 def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
