@@ -14,8 +14,9 @@ from tokenizers.processors import TemplateProcessing
 from maxlm.config.schema import ModelConfig
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.setup import DEFAULT_TEMPLATE, make_chat_recipe
+from maxlm.data.tokenizer.library import only_map
 from maxlm.data.tokenizer.text_boundaries import TextBoundaries, added_prefix
-from maxlm.data.tokenizer.tokenizer import Tokenizer, only_map
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.json_fields import Fields, read_object
 from maxlm.storage.json_text import parse_json
@@ -80,7 +81,7 @@ def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
     if GENERATION not in files or ends != ids['eos_token_id']:
         files[GENERATION] = _json({**generation, 'eos_token_id': ends})
     ids['eos_token_id'] = ends
-    return TextFiles(files, ids, tokenizer and tokenizer.boundaries)
+    return TextFiles(files, ids, None if tokenizer is None else tokenizer.boundaries)
 
 
 def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
