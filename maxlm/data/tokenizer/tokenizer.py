@@ -164,6 +164,16 @@ class Tokenizer:
             'beginning_of_text_source': boundaries.beginning_source,
         }
 
+    def describe_boundaries(self) -> dict[str, str]:
+        """Returns `end of text` and, if there is one, `beginning of text`, with their sources."""
+        names = self.boundary_names
+        labels = {'end of text': 'end_of_text', 'beginning of text': 'beginning_of_text'}
+        return {
+            label: f'{" ".join(f"`{token}`" for token in names[key])} ({names[f"{key}_source"]})'
+            for label, key in labels.items()
+            if names[key]
+        }
+
     @property
     def context_free_prefix(self) -> list[int]:
         """Ids before a text that is scored from its first token: the beginning of text, or the end of a document."""
