@@ -39,7 +39,7 @@ class LmEvalModel:
         """Initializes the model. Without `engine`, it cannot generate text."""
         self._model, self._scorer, self._engine, self._show = model, scorer, engine, show
         # Templates write special tokens as text.
-        self._tokenizer = tokenizers.Tokenizer.from_str(model.tokenizer.to_json())
+        self._tokenizer = tokenizers.Tokenizer.from_str(model.tokenizer.marked_json())
         self._tokenizer.encode_special_tokens = model.chat is None
         # Empty after the use of a chat template, which writes its own.
         self._beginning = list(model.tokenizer.beginning_of_document)
