@@ -7,6 +7,7 @@ written. Formulas: Transformers, `modeling_rope_utils.py`; maxlm: `maxlm/model/l
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -139,7 +140,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         if kind != 'default':
             # Transformers fails to run such a model.
             raise InputError(f'{message}; set it to 1.0')
-        logger.warning(f'{message} in Transformers, which ignores the key, and so does maxlm')
+        _warn_once(f'{message} in Transformers, which ignores the key, and so does maxlm')
         fraction = 1.0
     settings: dict[str, Any] = {'rope_theta': theta, 'partial_rotary_factor': fraction, **local}
     if architecture == PHI3 and kind in ('su', 'yarn'):
@@ -188,6 +189,11 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         if architecture in DEEPSEEK:
             settings['rope_mscale_all_dim'] = rope.number('mscale_all_dim', 0.0, null=0.0)
     return settings
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _by_layer_type(config: Fields, architecture: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -32,6 +32,8 @@ WANDB_ID_FILE = 'wandb_id'
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 SPECIAL_TOKENS = 'special_tokens_map.json'
 GENERATION = 'generation_config.json'
+# The config.json of the imported model, whose name is that of the run's config.
+HF_CONFIG = 'hf_config.json'
 EXPORT_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION)
 
 
