@@ -1,10 +1,15 @@
 """Tests that keys of config.json change logits as in Transformers, and that an export writes them again."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from maxlm.data.tokenizer.tokenizer import train_bpe
+from maxlm.errors import InputError
+from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import from_config, to_config
 from tests.conftest import ROOT
 from tests.huggingface.test_round_trip import export, our_texts, their_texts
@@ -130,3 +135,80 @@ def test_scores_scaled_by_layer_generate_the_same_text(tmp_path):
     assert our_texts(tmp_path / 'ours') == theirs
     # Control: the same weights without the settings.
     assert our_texts(tmp_path / 'other') != theirs
+
+
+# Keys without an effect on the logits of a causal language model in Transformers.
+IRRELEVANT = {
+    *('architectures', 'bos_token_id', 'eos_token_id', 'pad_token_id', 'use_cache', 'initializer_range', 'dtype'),
+    *('attention_dropout', 'attn_pdrop', 'embd_pdrop', 'resid_pdrop', 'hidden_dropout', 'residual_dropout'),
+    *('embedding_dropout', 'classifier_dropout', 'router_jitter_noise', 'router_aux_loss_coef', 'output_router_logits'),
+    *('pretraining_tp', 'reorder_and_upcast_attn', 'is_decoder', 'num_mtp_layers', 'num_nextn_predict_layers'),
+    *('summary_type', 'summary_use_proj', 'summary_activation', 'summary_proj_to_labels', 'summary_first_dropout'),
+    # Only models with scaled positions read it.
+    'original_max_position_embeddings',
+}
+# Other keys that have an effect only beside a switch.
+SWITCHES = {
+    'use_sliding_window': {'sliding_window': 4, 'max_window_layers': 0, 'layer_types': None},
+    'num_experts': {'num_local_experts': None},
+    'sliding_window': {'use_sliding_window': True, 'max_window_layers': 0, 'layer_types': None},
+    'max_window_layers': {'use_sliding_window': True, 'layer_types': None},
+    'no_rope_layer_interval': {'no_rope_layers': None},
+    'n_group': {'topk_method': 'group_limited_greedy', 'topk_group': 1},
+    'topk_group': {'topk_method': 'group_limited_greedy', 'n_group': 2},
+}
+_DEEPSEEK = {
+    'kv_lora_rank': 20,
+    'qk_nope_head_dim': 10,
+    'qk_rope_head_dim': 6,
+    'v_head_dim': 12,
+    'n_routed_experts': 8,
+    'num_experts_per_tok': 3,
+    'n_group': 2,
+    'topk_group': 1,
+    'first_k_dense_replace': 1,
+}
+
+
+def outcome(values):
+    """Returns the model of a config.json, or the error."""
+    try:
+        return from_config(values, 'config.json')
+    except InputError as error:
+        return str(error)
+
+
+def other_values(value):
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, (int, float)):
+        return [value * 2, value / 2 + 0.25]
+    if isinstance(value, str):
+        return ['relu', 'tanh']
+    if isinstance(value, list):
+        return [[*reversed(value)], [0], ['sliding_attention'] * len(value)]
+    if isinstance(value, dict):
+        return [{**value, 'rope_theta': 3.0}, {'full_attention': {'rope_theta': 3.0}}]
+    return [True, 4, [1], 5.0]
+
+
+@pytest.mark.parametrize('model_type', ARCHITECTURES)
+def test_every_key_of_transformers_is_read_refused_or_irrelevant(model_type):
+    sizes = {**_SIZES.get(model_type, _LLAMA), **(_DEEPSEEK if 'deepseek' in model_type else {})}
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    common = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
+    keys = {field.name for field in dataclasses.fields(config)} - common
+    assert len(keys) > 10
+    ignored = set()
+    for key in keys - IRRELEVANT | {'is_causal', 'per_layer_config', 'tie_word_embeddings'}:
+        values = {**config.to_dict(), **SWITCHES.get(key, {})}
+        values = {name: value for name, value in values.items() if value is not None}
+        changed = [outcome({**values, key: value}) for value in other_values(getattr(config, key, None))]
+        # An error without a change is the refusal of the switch.
+        if not isinstance(outcome(values), str) and all(result == outcome(values) for result in changed):
+            ignored.add(key)
+    # All heads of latent attention have keys of their own.
+    assert ignored <= ({'num_key_value_heads', 'head_dim'} if 'deepseek' in model_type else set())
+    # Control: an unknown key is ignored.
+    assert outcome({**config.to_dict(), 'unknown': True}) == outcome(config.to_dict())
+    assert not isinstance(outcome(config.to_dict()), str)
