@@ -89,6 +89,7 @@ class LatentAttention(nnx.Module):
         tree: TokenTree | None,
         cache_indices: CacheIndices | None,
         rotary: Rotary | None,
+        score_divisor: jax.Array | None,
         window: int,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
