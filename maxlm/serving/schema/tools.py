@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from maxlm.data.documents.tools import parse_tools
 from maxlm.inference.tool_calls import call_grammar
 from maxlm.serving.schema.base import RequestObject
 from maxlm.serving.schema.errors import ApiError
-from maxlm.storage.json_text import parse_json
 
 MAX_TOOLS = 128
 _NAME = re.compile(r'[a-zA-Z0-9_-]{1,64}')
@@ -97,7 +97,11 @@ def call_options(tools: Sequence[Tool] | None, choice: Any, parallel: bool | Non
         is_required=choice == 'required' or named is not None,
         is_single=parallel is False or named is not None,
     )
-    return CallOptions([tool.model_dump(exclude_none=True) for tool in tools or ()], grammar)
+    try:
+        shown = parse_tools([tool.model_dump(exclude_none=True) for tool in tools or ()])
+    except ValueError as error:
+        raise ApiError(400, str(error), param='tools') from error
+    return CallOptions(shown, grammar)
 
 
 def _functions(tools: Sequence[Tool]) -> dict[str, Function]:
@@ -122,29 +126,3 @@ def _arguments_schema(function: Function) -> Mapping[str, Any]:
     if function.parameters is None:
         return {'type': 'object', 'properties': {}, 'additionalProperties': False}
     return function.parameters
-
-
-def prompt_calls(calls: Any, param: str) -> list[dict[str, Any]]:
-    """Returns the tool calls of an earlier message in the form that chat templates take.
-
-    Raises:
-        ApiError: a call is malformed.
-    """
-    if not isinstance(calls, list) or len(calls) > MAX_TOOLS:
-        raise ApiError(400, f'{param}: must be a list of at most {MAX_TOOLS} calls', param=param)
-    result = []
-    for index, call in enumerate(calls):
-        function = call.get('function') if isinstance(call, dict) else None
-        name = function.get('name') if isinstance(function, dict) else None
-        try:
-            arguments = parse_json(function['arguments']) if isinstance(function, dict) else None
-        except (KeyError, TypeError, ValueError, AttributeError):
-            arguments = None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise ApiError(
-                400,
-                f'{param}[{index}]: must have a function with a name and arguments, a string with a JSON object',
-                param=f'{param}[{index}]',
-            )
-        result.append({'type': 'function', 'function': {'name': name, 'arguments': arguments}})
-    return result

@@ -125,7 +125,7 @@ def test_other_fields_of_a_record():
     preference = parse_preference(record)
     assert [message['content'] for message in preference.chosen.messages] == ['S', 'i\n\nj', '']
     assert preference.rejected.messages[-1]['content'] == ' No \n\nHuman: x'
-    assert preference.chosen.tools == preference.rejected.tools == ({'name': 'f'},)
+    assert preference.chosen.tools == preference.rejected.tools == ({'type': 'function', 'function': {'name': 'f'}},)
     assert preference.has_answers
     weights = {'prompt': 'a', 'chosen': [assistant('b', weight=0), user('c'), assistant('d')], 'rejected': 'e'}
     assert parse_preference(weights).chosen.learned == (False, False, False, True)
@@ -162,7 +162,7 @@ def test_records_without_a_preference(record):
         ({'chosen': GOOD[:1], 'rejected': BAD}, 'differ before an assistant answer'),
         ({'prompt': 'p', 'chosen': [assistant('a', weight=0)], 'rejected': 'b'}, "'chosen': no assistant message"),
         ({'prompt': 'p', 'chosen': 'a', 'rejected': '\ud800'}, "'rejected': contains an unpaired surrogate"),
-        ({'prompt': 'p', 'chosen': 'a', 'rejected': 'b', 'tools': 'x'}, "'tools' must be a list, not str"),
+        ({'prompt': 'p', 'chosen': 'a', 'rejected': 'b', 'tools': 'x'}, "'tools' is a text that is not JSON"),
     ],
 )
 def test_errors_give_the_reason(record, reason):
