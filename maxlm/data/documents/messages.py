@@ -43,6 +43,8 @@ SPEAKERS = {
 RENAMING = 'or map other names with maxlm prepare --roles'
 # Keys of tool calls in OpenAI's format.
 CALLS, OLD_CALL = 'tool_calls', 'function_call'
+# Names of the reasoning of a message. Templates read the first two, so Transformers sets both.
+_REASONINGS = ('reasoning_content', 'thinking', 'reasoning')
 # Reasoning before a call in LLaMA-Factory's format.
 _REASONING = re.compile(r'\s*(<think>.*?</think>)\s*', re.DOTALL)
 
@@ -92,6 +94,9 @@ def normalize_message(message: Message) -> dict[str, Any]:
         found = repr(fields['weight'])[:200]
         raise MessageError('weight', f'has weight {found}; use 1 to train on it, or 0 to exclude it', of_message=True)
     text = _text(content, content_key, is_result=role == 'tool')
+    reasoning = next((fields[key] for key in _REASONINGS if key in fields), None)
+    if reasoning is not None:
+        fields = {'thinking': reasoning, **fields, 'reasoning_content': reasoning}
     return {**fields, 'role': role, 'content': text, **({CALLS: calls} if calls else {})}
 
 
@@ -186,7 +191,7 @@ def _calls_in_content(content: Any, key: str) -> tuple[Any, list[dict[str, Any]]
     try:
         calls = [parse_call(call) for call in parse_calls(content[reasoning.end() :] if reasoning else content)]
     except ValueError as error:
-        raise MessageError(key, f'must be a call or calls as JSON, but {error}') from error
+        raise MessageError(key, f'must be a call or calls as JSON, which {error}') from error
     return reasoning.group(1) if reasoning else '', calls
 
 

@@ -23,7 +23,7 @@ def parse_arguments(arguments: Any) -> dict[str, Any]:
         arguments: an object, or a JSON text of an object.
 
     Raises:
-        ValueError: the arguments are not an object, or not JSON.
+        ValueError: the arguments are not an object, or not JSON. The subject of the message is the call.
     """
     for _ in range(_MAX_ENCODED):
         if not isinstance(arguments, str):
@@ -31,14 +31,14 @@ def parse_arguments(arguments: Any) -> dict[str, Any]:
         try:
             arguments = parse_json(arguments) if arguments.strip() else None
         except ValueError as error:
-            raise ValueError(f'its arguments are not JSON ({error})') from error
+            raise ValueError(f'has arguments that are not JSON ({error})') from error
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        raise ValueError(f'its arguments must be an object or a string with a JSON object, not {_kind(arguments)}')
+        raise ValueError(f'must have an object or a string with a JSON object as arguments, not {_kind(arguments)}')
     try:
         to_json(arguments)
     except ValueError as error:
-        raise ValueError(f'its arguments are not JSON: {error}') from error
+        raise ValueError(f'has arguments that are not JSON ({error})') from error
     return arguments
 
 
@@ -49,7 +49,7 @@ def parse_call(call: Any) -> dict[str, Any]:
         call: a call of OpenAI's API, or an object with `name` and `arguments`, or the JSON text of one of them.
 
     Raises:
-        ValueError: the call is malformed. The message has no subject.
+        ValueError: the call is malformed. The subject of the message is the call.
     """
     call = _decoded(call)
     function = _decoded(call.get('function', call)) if isinstance(call, dict) else None
@@ -65,7 +65,7 @@ def parse_calls(calls: Any) -> list[Any]:
     """Returns a list of calls that are not parsed: the list itself, its JSON text, or a single call; empty for None.
 
     Raises:
-        ValueError: the value is none of them. The message has no subject.
+        ValueError: the value is none of them. The subject of the message is the value.
     """
     calls = _decoded(calls)
     if not calls:

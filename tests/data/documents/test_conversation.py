@@ -60,7 +60,10 @@ def test_records_without_a_conversation(record):
         ({'messages': [{**HELLO[1], 'weight': 0.5}]}, 'message 0 .* weight 0.5'),
         ({'messages': [HELLO[0], {'role': 'bot', 'content': 'Hi'}]}, "message 1 of 'messages' has the role 'bot'"),
         ({'messages': [HELLO[0], {'role': 'assistant'}]}, "the 'content' of message 1 of 'messages' is missing"),
-        ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, r"the 'content\[0\]' of message 0 .* found type 'image_url'"),
+        (
+            {'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]},
+            r"the 'content\[0\]' of message 0 .* found type 'image_url'",
+        ),
         ({'messages': [HELLO[0], {'role': 'assistant', 'content': '\ud800'}]}, 'unpaired surrogate'),
         ({'messages': HELLO, 'tools': 'f'}, "'tools' is a text that is not JSON"),
         ({'conversations': [{'from': 'me', 'value': 'Hi'}]}, "message 0 of 'conversations' is 'from' 'me'"),

@@ -47,6 +47,7 @@ def test_all_formats_give_the_same_preference(record):
     assert (swapped.chosen, swapped.rejected) == (preference.rejected, preference.chosen)
 
 
+RECORDS_OF_SHAREGPT = [{'from': 'human', 'value': 'Hello'}, {'from': 'gpt', 'value': 'Hi'}]
 LABELED = {
     'texts': {'prompt': 'Hello', 'completion': 'Hi', 'label': True},
     'messages': {'prompt': GOOD[:1], 'completion': GOOD[1:], 'label': True},
@@ -86,10 +87,19 @@ def test_documented_answers_with_labels():
     assert [preference.rejected is None for preference in found] == [True, False]
 
 
-def test_a_label_is_true_or_false():
-    assert has_preference(LABELED['texts'])
-    for label in (1, 'true', None):
-        assert not has_preference({**LABELED['texts'], 'label': label})
+def test_the_label_of_a_conversation_marks_its_last_message():
+    for record in (
+        {'messages': GOOD},
+        {'conversations': RECORDS_OF_SHAREGPT},
+        {'instruction': 'Hello', 'output': 'Hi'},
+    ):
+        assert parse_preference({**record, 'label': True}).chosen == parse_preference(LABELED['texts']).chosen
+    turns = [*GOOD, user('a'), assistant('b')]
+    preference = parse_preference({'messages': turns, 'label': False})
+    assert (preference.prompt, preference.rejected.learned) == (3, (False, False, False, True))
+    for messages in (GOOD[1:], [*GOOD, user('a')], []):
+        with pytest.raises(ValueError, match="'label' marks the last message, which must be an answer"):
+            parse_preference({'messages': messages, 'label': True})
 
 
 def test_only_turns_after_the_common_prefix_are_targets():
