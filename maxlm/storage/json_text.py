@@ -40,7 +40,7 @@ def to_json(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError('an unpaired surrogate is not valid text') from None
+        raise ValueError('an unpaired surrogate is not valid text; remove it') from None
     except TypeError as error:
         raise ValueError(str(error)) from None
     except RecursionError:

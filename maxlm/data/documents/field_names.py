@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from maxlm.data.documents.messages import ROLES
+from maxlm.data.documents.messages import ROLES, text_or_messages
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.errors import InputError
 from maxlm.storage.json_text import parse_json
@@ -73,8 +73,9 @@ def _renamed(messages: Any, roles: Mapping[str, str]) -> Any:
     if isinstance(messages, str):
         found = _decoded(messages)
         renamed = found if isinstance(found, str) else _renamed(found, roles)
-        # Other texts keep their spelling.
-        return messages if renamed == found else json.dumps(renamed, ensure_ascii=False)
+        text = json.dumps(renamed, ensure_ascii=False)
+        # A text that contains no messages is not changed.
+        return messages if renamed == found or isinstance(text_or_messages(text), str) else text
     if isinstance(messages, list):
         return [_renamed(message, roles) for message in messages]
     if not isinstance(messages, dict):

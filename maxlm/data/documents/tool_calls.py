@@ -31,14 +31,14 @@ def parse_arguments(arguments: Any) -> dict[str, Any]:
         try:
             arguments = parse_json(arguments) if arguments.strip() else None
         except ValueError as error:
-            raise ValueError(f'has arguments that are not JSON ({error})') from error
+            raise ValueError(f'has arguments that are not JSON ({error}); use a JSON object') from error
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise ValueError(f'must have an object or a string with a JSON object as arguments, not {_kind(arguments)}')
     try:
         to_json(arguments)
     except ValueError as error:
-        raise ValueError(f'has arguments that are not JSON ({error})') from error
+        raise ValueError(f'has arguments that are not JSON ({error}); use a JSON object') from error
     return arguments
 
 
@@ -81,7 +81,7 @@ def _decoded(value: Any) -> Any:
     try:
         return parse_json(value) if value.strip() else None
     except ValueError as error:
-        raise ValueError(f'is a text that is not JSON ({error})') from error
+        raise ValueError(f'is a text that is not JSON ({error}); use JSON') from error
 
 
 def _kind(value: Any) -> str:

@@ -54,7 +54,7 @@ def parse_field(text: str, label: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise ValueError(f'{label!r} is a text that is not JSON ({error})') from error
+        raise ValueError(f'{label!r} is a text that is not JSON ({error}); use JSON') from error
 
 
 def _tool(tool: Any, label: str) -> Any:
