@@ -7,9 +7,11 @@ import json
 import pytest
 
 from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.chat.jinja import ChatError
 from maxlm.data.chat.template import ChatTemplate
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.documents.conversation import parse_conversation
+from maxlm.data.documents.document import Document
 from maxlm.data.documents.preference import parse_preference
 from maxlm.errors import InputError
 from maxlm.inference.prompts import chat_prompt
@@ -27,6 +29,7 @@ from tests.conformance.tool_messages import (
     OSLO,
     SERVED,
     TOKENIZER,
+    TOOL,
     called,
     calling,
     encoded,
@@ -154,6 +157,25 @@ def test_templates_get_the_same_fields_in_training_and_in_the_server():
     assert served(given, SERVED._replace(chat=chat)) == text
     conversation = parse_conversation({'messages': given})
     assert chat.render_prompt(conversation.messages).text == text
+
+
+def test_a_template_that_omits_calls_is_an_error():
+    source = (
+        "{{ tools | tojson }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    chat = ChatEncoder(TOKENIZER, ChatTemplate(source, name='test'))
+
+    def encode(**record):
+        (found,) = chat.encode_documents([Document('x', 's', conversation=parse_conversation(record))])
+        return found
+
+    for given in (calling('{}'), {'role': 'assistant', 'function_call': BOTH[0]}):
+        error = encode(messages=[ASK, given], tools=[TOOL])
+        assert isinstance(error, ChatError)
+        assert "the chat template does not show the tool call 'w'" in str(error)
+        # Only turns with loss matter.
+        assert not isinstance(encode(messages=[ASK, {**given, 'weight': 0}, ASK, DONE]), ChatError)
 
 
 @pytest.mark.parametrize('message', {**MESSAGES, **SHAREGPT})
