@@ -228,6 +228,7 @@ BROKEN = {
     'NaN': (calling('{"a": NaN}'), 'tool_calls[0]', 'JSON has no NaN'),
     'overflow': (calling('{"a": 1e400}'), 'tool_calls[0]', 'JSON has no NaN, Infinity'),
     'surrogate': (calling('{"a": "\\ud800"}'), 'tool_calls[0]', 'surrogate'),
+    'name': ({'role': 'assistant', 'function_call': '{"name": "\\ud800"}'}, 'function_call', 'a name or id'),
     'second call': (called(OSLO, wrapped('w', '{')), 'tool_calls[1]', 'has arguments that are not JSON'),
     'no name': ({'role': 'assistant', 'tool_calls': [{'function': {'arguments': '{}'}}]}, 'tool_calls[0]', 'a name'),
     'no function': ({'role': 'assistant', 'tool_calls': [3]}, 'tool_calls[0]', 'must have a function'),

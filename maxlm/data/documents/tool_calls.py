@@ -57,6 +57,10 @@ def parse_call(call: Any) -> dict[str, Any]:
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(name, str) or not name:
         raise ValueError('must have a function with a name and arguments, an object or a string with a JSON object')
     identity = {} if call.get('id') is None else {'id': call['id']}
+    try:
+        to_json([name, identity])
+    except ValueError as error:
+        raise ValueError(f'has a name or id that is not JSON ({error}); use text') from error
     arguments = parse_arguments(function.get('arguments'))
     return {**identity, 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
 

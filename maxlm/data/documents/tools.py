@@ -62,6 +62,16 @@ def _tool(tool: Any, label: str) -> Any:
     tool = without_null_fields(parse_field(tool, label)) if isinstance(tool, str) else tool
     if not isinstance(tool, dict):
         raise ValueError(f'{label!r} must be an object, not {type(tool).__name__}')
+    tool = _wrapped(tool, label)
+    try:
+        to_json(tool)
+    except ValueError as error:
+        raise ValueError(f'{label!r} is not JSON: {error}') from error
+    return tool
+
+
+def _wrapped(tool: dict[str, Any], label: str) -> dict[str, Any]:
+    """Returns a function in the form that chat templates take; a tool of another kind is unchanged."""
     is_wrapped = 'function' in tool
     if tool.get('type', 'function') != 'function' or not (is_wrapped or 'name' in tool):
         return tool
@@ -76,12 +86,7 @@ def _tool(tool: Any, label: str) -> Any:
         function['parameters'] = parameters
     elif isinstance(parameters, str):
         del function['parameters']
-    tool = {'type': 'function', 'function': function, **(rest if is_wrapped else {})}
-    try:
-        to_json(tool)
-    except ValueError as error:
-        raise ValueError(f'{label!r} is not JSON: {error}') from error
-    return tool
+    return {'type': 'function', 'function': function, **(rest if is_wrapped else {})}
 
 
 def _object(value: Any, label: str) -> dict[str, Any]:
