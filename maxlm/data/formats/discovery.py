@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from maxlm.data.documents.read_options import MAX_RECORD_BYTES
 from maxlm.data.formats import hf_datasets, tfds
 from maxlm.data.formats.input_file import KIND_SUFFIXES, TEXT_SUFFIXES, InputFile, kind_of, text_files
+from maxlm.data.formats.tokens.archive_layout import MASK, describes_tokens
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
@@ -68,6 +69,7 @@ def find_inputs(
         files = _files_of(os.fspath(path), tuple(exclude), max_record_bytes, on_skipped)
         inputs.append(files[: max_files or len(files)])
     _refuse_shared_files(inputs)
+    _refuse_masks([file for given in inputs for file in given])
     files = [file for given in inputs for file in given]
     if _repeated(file.name for file in files):
         files = [dataclasses.replace(file, name=f'{file.source}/{file.name}') for file in files]
@@ -232,6 +234,15 @@ def _refuse_mixed(given: str, files: Sequence[InputFile]) -> None:
             f'{display_path(given)} contains token files ({tokens.name}) and text ({text.name}); skip one kind '
             f"with --exclude '*{suffixes[0]}' or --exclude '*{suffixes[1]}'"
         )
+
+
+def _refuse_masks(files: Sequence[InputFile]) -> None:
+    for file in files:
+        if file.kind == 'tokens' and describes_tokens(PurePosixPath(file.name).stem):
+            raise InputError(
+                f'{display_path(file.path)} describes tokens, by its name; save it with its tokens in one .npz as '
+                f"{MASK}, or skip it with --exclude '{PurePosixPath(file.name).name}'"
+            )
 
 
 def _identity(file: InputFile) -> str:
