@@ -43,9 +43,10 @@ SMALL_MEMORY = ('production', 'tuned_24gb')
 
 
 def get_phases(variant: str = 'production_8gpu') -> list[str]:
-    options = {'test': '--max-files 5 ', 'smoke': '--tokenizer bpe:300 '}.get(variant, '')
+    tokenizer = {'test': 'bpe:8192', 'smoke': 'bpe:300'}.get(variant, 'bpe:50257')
+    limit = ' --max-files 5' if variant == 'test' else ''
     return [
-        f'prepare --input {{text}} --output data/neox-{variant} {options or "--tokenizer bpe:50257 "}'.strip(),
+        f'prepare --input {{text}} --output data/neox-{variant} --tokenizer {{tokenizer:{tokenizer}}}{limit}',
         f'train --config={{config}}:{variant}',
     ]
 

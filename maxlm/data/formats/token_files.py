@@ -18,6 +18,7 @@ from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.tokens.archive_layout import ZIP_ERRORS, ArchiveLayout, array_name, find_layout
 from maxlm.data.formats.tokens.kept_spans import Companions, kept_spans
 from maxlm.data.formats.tokens.token_arrays import TokenArray, TokenFileError, open_npy, open_raw
+from maxlm.errors import InputError
 from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path
@@ -59,18 +60,34 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
             if _is_archive(file):
                 yield from _read_archive(content, file, start, stop, options, on_bad)
                 return
-            size = content.seek(0, os.SEEK_END)
-            content.seek(0)
             try:
-                if file.name.lower().endswith('.npy'):
-                    array = open_npy(content, size)
-                else:
-                    array = open_raw(content, size, options.token_dtype)
+                array = _open_array(content, file, options.token_dtype)
                 yield from _read_array(array, file, file.name, path, start, stop, options, on_bad)
             except TokenFileError as error:
                 on_bad(file.name, f'{path}: {error}')
     except StorageError as error:
         on_bad(file.name, str(error))
+
+
+def check_token_file(file: InputFile, token_dtype: str) -> None:
+    """Raises InputError if the header of a file, or the names of the arrays of an archive, make it unreadable."""
+    path = display_path(file.path)
+    try:
+        if _is_archive(file):
+            _layout(file)
+            return
+        with filesystem.open_file(file.path) as content:
+            _open_array(content, file, token_dtype)
+    except TokenFileError as error:
+        raise InputError(f'{path}: {error}') from error
+    except ZIP_ERRORS as error:
+        raise InputError(_damaged_archive(path, error)) from error
+
+
+def _open_array(content: BinaryIO, file: InputFile, token_dtype: str) -> TokenArray:
+    size = content.seek(0, os.SEEK_END)
+    content.seek(0)
+    return open_npy(content, size) if file.name.lower().endswith('.npy') else open_raw(content, size, token_dtype)
 
 
 def _layout(file: InputFile) -> ArchiveLayout:
@@ -92,7 +109,7 @@ def _read_archive(
         on_bad(file.name, f'{path}: {error}')
         return
     except ZIP_ERRORS as error:
-        on_bad(file.name, f'{path}: not a readable .npz file ({error}); fetch it again')
+        on_bad(file.name, _damaged_archive(path, error))
         return
     for member in layout.streams[start:stop]:
         name, label = f'{file.name}:{member.filename.removesuffix(".npy")}', f'{path}, array {member.filename}'
@@ -112,6 +129,10 @@ def _read_archive(
             on_bad(name, f'{label}: {error}')
         except ZIP_ERRORS as error:
             on_bad(name, f'{label}: damaged or truncated ({error}); fetch it again')
+
+
+def _damaged_archive(path: str, error: Exception) -> str:
+    return f'{path}: not a readable .npz file ({error}); fetch it again'
 
 
 def _open_member(
