@@ -84,7 +84,7 @@ def parse(argv: list[str]) -> PrepareOptions:
         dest='text_key',
         type=text_argument,
         metavar='NAME',
-        help='text field: key in JSONL, column in Parquet and data sets (%(default)s)',
+        help='text field: key in JSONL, column in Parquet and data sets; meta.text if nested (%(default)s)',
     )
     metadata = 'columns of Parquet and of data sets that filters receive as metadata'
     what('--metadata-fields', nargs='+', type=text_argument, metavar='NAME', help=metadata)

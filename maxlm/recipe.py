@@ -28,6 +28,12 @@ from maxlm.supervision.supervisor import Supervisor
 
 # Commands that take --config and --config.section.key=value.
 TRAINING = ('train', 'grpo')
+# Ends of errors that name options of a phase, which the user of a recipe does not write.
+HINTS_BY_ERROR = {
+    'give its tokenizer.json': ', as in tokenizer=ids:50257:50256',
+    'add --token-dtype': ', as in text="DIR --token-dtype=uint16"',
+    'choose another --output': '; in a recipe, remove that directory or start in another one',
+}
 
 
 def fields_of(phases: Sequence[str]) -> dict[str, str]:
@@ -141,12 +147,7 @@ def check_inputs(phases: Sequence[Sequence[str]], configs: Sequence[Config | Non
                         for _ in read_objects(path):
                             pass
         except InputError as error:
-            # The user does not write the arguments of the phase.
-            hints = {
-                'give its tokenizer.json': 'tokenizer=ids:50257:50256',
-                '--token-dtype': 'text="DIR --token-dtype=uint16"',
-            }
-            hint = next((f', as in {words}' for words in (hints[key] for key in hints if key in str(error))), '')
+            hint = next((hint for words, hint in HINTS_BY_ERROR.items() if words in str(error)), '')
             raise InputError(f'phase {number} of {len(phases)} ({verb}): {error}{hint}') from error
 
 
