@@ -184,8 +184,10 @@ def _column_fault(schema: Any, options: ReadOptions) -> str:
     # Extension types such as `arrow.json` are stored as another type.
     kind = getattr(kind, 'storage_type', kind)
     kind = kind.value_type if not isinstance(kind, dict) and is_type.is_dictionary(kind) else kind
-    texts = (is_type.is_string, is_type.is_large_string, is_type.is_string_view, is_type.is_null)
-    texts += (is_type.is_binary, is_type.is_large_binary, is_type.is_binary_view)
+    texts = (
+        *(is_type.is_string, is_type.is_large_string, is_type.is_string_view, is_type.is_null),
+        *(is_type.is_binary, is_type.is_large_binary, is_type.is_binary_view),
+    )
     if isinstance(kind, dict):
         kind = f'a struct of {", ".join(kind)}'
     elif any(is_text(kind) for is_text in texts):
