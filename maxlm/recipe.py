@@ -32,6 +32,7 @@ TRAINING = ('train', 'grpo')
 HINTS_BY_ERROR = {
     'give its tokenizer.json': ', as in tokenizer=ids:50257:50256',
     'add --token-dtype': ', as in text="DIR --token-dtype=uint16"',
+    '--exclude': ', as in text="DIR --exclude=README.md"',
     'choose another --output': '; in a recipe, remove that directory or start in another one',
 }
 

@@ -105,6 +105,8 @@ def test_documents_end_at_the_end_token_and_keep_their_place(tmp_path):
         ({'train': STREAM, 'validation': STREAM}, 'the arrays train, validation, and none'),
         ({'attention_mask': MASK}, 'the array attention_mask, and none is known'),
         ({'loss_mask': MASK}, 'the array loss_mask, and none is known'),
+        ({'train_lengths': LENGTHS}, 'the array train_lengths, and none is known'),
+        ({'ids': IDS, 'mask': MASK}, 'the array mask beside the tokens ids'),
         ({'input_ids': IDS, 'loss_mask': MASK}, 'loss_mask beside the tokens input_ids, with an unknown meaning'),
         ({'tokens': IDS, 'loss_weights': MASK.astype(float)}, 'loss_weights beside the tokens tokens'),
         ({'input_ids': IDS, 'position_ids': MASK, 'doc': LENGTHS}, 'the arrays position_ids, doc beside'),

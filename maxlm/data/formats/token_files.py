@@ -153,8 +153,7 @@ def _open_companions(archive: zipfile.ZipFile, layout: ArchiveLayout, stack: con
     return Companions(
         mask=opened(layout.mask, 'iubf') if layout.mask else None,
         labels=opened(layout.labels, 'iu') if layout.labels else None,
-        lengths=[opened(member, 'iu') for member in layout.lengths],
-        names=[array_name(member) for member in layout.lengths],
+        lengths={array_name(member): opened(member, 'iu') for member in layout.lengths},
     )
 
 

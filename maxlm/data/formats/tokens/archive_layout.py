@@ -78,7 +78,7 @@ def find_layout(archive: zipfile.ZipFile) -> ArchiveLayout:
     tokens = [member for member in arrays if array_name(member) in TOKENS]
     unknown = [member for member in arrays if not _has_role(array_name(member))]
     if not tokens:
-        candidates = [member for member in unknown if not _is_mask(array_name(member))]
+        candidates = [member for member in unknown if not describes_tokens(array_name(member))]
         if 1 < len(candidates) == len(arrays) and _is_series(candidates):
             _refuse_other_roles(archive, candidates)
             return ArchiveLayout(tuple(members))
@@ -98,20 +98,18 @@ def find_layout(archive: zipfile.ZipFile) -> ArchiveLayout:
             f'contains {list_names(unknown)} beside the tokens {array_name(tokens[0])}, with an unknown meaning; save '
             f'the file without {"it" if len(unknown) == 1 else "them"}; {REMEDY}'
         )
-    named = {name: [each for each in arrays if array_name(each) in names] for name, names in _ROLES.items()}
-    for name in (MASK, LABELS):
-        if len(named[name]) > 1:
-            raise TokenFileError(f'contains several arrays {name}; save one')
+    masks, labels = ([each for each in arrays if array_name(each) == name] for name in (MASK, LABELS))
+    for group in (masks, labels):
+        if len(group) > 1:
+            raise TokenFileError(f'contains {list_names(group)} for the same tokens; save one')
+    lengths = [each for each in arrays if array_name(each) in LENGTHS]
     return ArchiveLayout(
-        tuple(member for member in members if member in tokens or member not in arrays),
-        mask=next(iter(named[MASK]), None),
-        labels=next(iter(named[LABELS]), None),
+        tuple(member for member in members if member in tokens or not member.filename.endswith('.npy')),
+        mask=masks[0] if masks else None,
+        labels=labels[0] if labels else None,
         # A single number describes all rows.
-        lengths=tuple(each for each in named[LENGTHS[0]] if not _is_metadata(archive, each, None)),
+        lengths=tuple(each for each in lengths if not _is_metadata(archive, each, None)),
     )
-
-
-_ROLES = {MASK: (MASK,), LABELS: (LABELS,), LENGTHS[0]: LENGTHS}
 
 
 def array_name(member: zipfile.ZipInfo) -> str:

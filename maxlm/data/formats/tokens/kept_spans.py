@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -21,16 +21,15 @@ class _RowError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Companions:
-    """Arrays that describe the tokens of an archive; see `ArchiveLayout`. `names` are those of `lengths`."""
+    """Arrays that describe the tokens of an archive; see `ArchiveLayout`. `lengths` maps names to arrays."""
 
     mask: TokenArray | None
     labels: TokenArray | None
-    lengths: Sequence[TokenArray]
-    names: Sequence[str]
+    lengths: Mapping[str, TokenArray]
 
 
 def kept_spans(tokens: TokenArray, companions: Companions, on_bad: OnBadRow) -> Iterator[tuple[int, int]]:
-    """Yields the first and the last + 1 token of each document or row without its padding, which is empty if all is.
+    """Yields [start, stop) of the tokens of each document or row without its padding; empty if all is padding.
 
     The mask determines the padding. Lengths must agree with it, or be the padded length. Without a mask, lengths
     determine the padding, which must be one repeated token after the other tokens. Lengths whose sum is the length of
@@ -39,37 +38,37 @@ def kept_spans(tokens: TokenArray, companions: Companions, on_bad: OnBadRow) -> 
     Raises:
         TokenFileError: the shape of an array does not match the tokens, or lengths do not add up to the tokens.
     """
-    mask, labels = companions.mask, companions.labels
+    mask, labels, lengths = companions.mask, companions.labels, companions.lengths
+    if labels is not None and tokens.has_rows and labels.shape == tokens.shape[:1]:
+        # Classes of the rows.
+        labels = None
     for name, array in {'attention_mask': mask, 'labels': labels}.items():
-        # Labels of classes have one value per row.
-        is_class = name == 'labels' and array is not None and tokens.has_rows and array.shape == tokens.shape[:1]
-        if array is not None and array.shape != tokens.shape and not is_class:
+        if array is not None and array.shape != tokens.shape:
             raise TokenFileError(
                 f'{name} has the shape {array.shape}, and the tokens {tokens.shape}; save equal shapes'
             )
-    if labels is not None and labels.shape != tokens.shape:
-        labels = None
-    lengths = companions.lengths
-    documents = None if tokens.has_rows else next((each for each in lengths if each.length > 1), None)
-    if documents is not None:
-        rows = _divided(tokens, documents, companions)
-        lengths = ()
+    if not tokens.has_rows and any(each.length > 1 for each in lengths.values()):
+        rows, lengths = _divided(tokens, lengths), {}
     else:
         rows = _rows(tokens)
-        for name, each in zip(companions.names, lengths, strict=True):
-            count = tokens.shape[0] if tokens.has_rows else 1
-            if each.length != count:
-                raise TokenFileError(f'{name} has {each.length} values for {count} rows of tokens; save one per row')
+        num_rows = tokens.shape[0] if tokens.has_rows else 1
+        for name, each in lengths.items():
+            if each.length != num_rows:
+                raise TokenFileError(f'{name} has {each.length} values for {num_rows} rows of tokens; save one per row')
     for row, (begin, finish) in enumerate(rows):
         try:
-            if mask is not None:
-                start, stop = _span_of_mask(mask, begin, finish)
-            else:
-                start, stop = begin, finish
-            for name, each in zip(companions.names, lengths, strict=False):
-                start, stop = _check_length(
-                    tokens, int(each.read(row, row + 1)[0]), name, (begin, finish), (start, stop), mask
-                )
+            start, stop = (begin, finish) if mask is None else _span_of_mask(mask, begin, finish)
+            for name, each in lengths.items():
+                length = int(each.read(row, row + 1)[0])
+                if not 0 <= length <= finish - begin:
+                    raise _RowError(f'{name} is {length}, and the row has {finish - begin} tokens; correct it')
+                # Tokenizers of Hugging Face return the padded length.
+                if length in (finish - begin, stop - start):
+                    continue
+                if mask is not None:
+                    raise _RowError(f'{name} is {length}, and attention_mask has {stop - start} tokens; correct one')
+                _check_padding(tokens, begin + length, stop, f'{name} is {length}')
+                stop = begin + length
             if labels is not None:
                 _refuse_excluded(labels, start, stop)
         except _RowError as error:
@@ -85,11 +84,11 @@ def _rows(tokens: TokenArray) -> Iterator[tuple[int, int]]:
         yield row * width, (row + 1) * width
 
 
-def _divided(tokens: TokenArray, lengths: TokenArray, companions: Companions) -> Iterator[tuple[int, int]]:
-    """Yields the documents of a stream that `lengths` divides."""
-    name = companions.names[list(companions.lengths).index(lengths)]
-    if len(companions.lengths) > 1:
-        raise TokenFileError(f'contains several arrays of lengths: {", ".join(companions.names)}; save one')
+def _divided(tokens: TokenArray, arrays: Mapping[str, TokenArray]) -> Iterator[tuple[int, int]]:
+    """Yields the documents of a stream that an array of lengths divides."""
+    if len(arrays) > 1:
+        raise TokenFileError(f'contains several arrays of lengths: {", ".join(arrays)}; save one')
+    ((name, lengths),) = arrays.items()
     total = 0
     for values in _values(lengths, 0, lengths.length):
         if values.min() < 0:
@@ -123,30 +122,13 @@ def _span_of_mask(mask: TokenArray, begin: int, finish: int) -> tuple[int, int]:
     return first, last
 
 
-def _check_length(
-    tokens: TokenArray,
-    length: int,
-    name: str,
-    row: tuple[int, int],
-    span: tuple[int, int],
-    mask: TokenArray | None,
-) -> tuple[int, int]:
-    """Returns the span of tokens after a comparison with their length."""
-    (begin, finish), (start, stop) = row, span
-    if not 0 <= length <= finish - begin:
-        raise _RowError(f'{name} is {length}, and the row has {finish - begin} tokens; save the number of its tokens')
-    # Tokenizers of Hugging Face return the padded length.
-    if length in (finish - begin, stop - start):
-        return span
-    if mask is not None:
-        raise _RowError(f'{name} is {length}, and attention_mask has {stop - start} tokens; correct one of them')
-    padding = {int(value) for values in _values(tokens, begin + length, stop) for value in np.unique(values)[:2]}
+def _check_padding(tokens: TokenArray, start: int, stop: int, what: str) -> None:
+    """Raises _RowError if the tokens after a length are not one repeated token."""
+    padding = {int(value) for values in _values(tokens, start, stop) for value in np.unique(values)[:2]}
     if len(padding) > 1:
         raise _RowError(
-            f'{name} is {length}, but the tokens after it are not one repeated token; pad on the right, or save '
-            'attention_mask'
+            f'{what}, but the tokens after it are not one repeated token; pad on the right, or save attention_mask'
         )
-    return start, begin + length
 
 
 def _refuse_excluded(labels: TokenArray, start: int, stop: int) -> None:
