@@ -35,7 +35,7 @@ def test_packed_data_has_its_own_length(tmp_path):
     assert data.manifest == made.manifest
     assert data.manifest.packed_window == 64
     assert data.num_windows(maxlm.Config.get('tiny', {'data.seq_len': 64})) == 1
-    with pytest.raises(InputError, match='packed into sequences of 64 tokens; set data.seq_len=64'):
+    with pytest.raises(InputError, match=r'packed into sequences of 64 tokens; set data\.seq_len=64'):
         data.num_windows(maxlm.Config.get('tiny', {'data.seq_len': 32}))
 
 

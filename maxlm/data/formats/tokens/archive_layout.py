@@ -128,15 +128,12 @@ def describes_tokens(name: str) -> bool:
     """Returns True if a file name without its suffix is that of a mask, labels or lengths instead of tokens."""
     name = name.lower()
     roles = (MASK, LABELS, *LENGTHS, *IGNORED)
-    return _is_mask(name) or name in roles or name.endswith(tuple(f'_{role}' for role in roles))
+    is_mask = re.fullmatch(r'(.*[^a-z])?masks?[^a-z]*', name) is not None
+    return is_mask or name in roles or name.endswith(tuple(f'_{role}' for role in roles))
 
 
 def _has_role(name: str) -> bool:
     return name in (*TOKENS, MASK, LABELS, *LENGTHS, *IGNORED)
-
-
-def _is_mask(name: str) -> bool:
-    return re.fullmatch(r'(.*[^a-z])?masks?[^a-z]*', name) is not None
 
 
 def _is_metadata(archive: zipfile.ZipFile, member: zipfile.ZipInfo, tokens: NpyHeader | None) -> bool:
