@@ -169,7 +169,7 @@ def _refuse_saved(entries: Collection[Entry]) -> None:
     arrow = [entry.name for entry in entries if entry.name.endswith('.arrow')]
     for entry in sorted(entries, key=lambda entry: entry.name.count('/')):
         folder, _, name = entry.name.rpartition('/')
-        if name in hf_datasets.SAVED_FILES and any(other.startswith(f'{folder}/') for other in arrow):
+        if name in hf_datasets.SAVED_FILES and any(other.startswith(folder and f'{folder}/') for other in arrow):
             given = entry.path.removesuffix(f'/{name}')
             raise InputError(
                 f'{display_path(given)} was written by save_to_disk; {_as_dataset(given)}, or skip it with --exclude'

@@ -22,7 +22,7 @@ MASK = 'attention_mask'
 LABELS = 'labels'
 LENGTHS = (
     *('length', 'lengths', 'input_length', 'input_lengths', 'seq_length', 'seq_lengths', 'sequence_length'),
-    *('sequence_lengths', 'seq_len', 'seq_lens', 'num_tokens'),
+    *('sequence_lengths', 'seq_len', 'seq_lens', 'num_tokens', 'document_lengths', 'doc_lengths'),
 )
 # Outputs of Hugging Face tokenizers that do not change which tokens are trained on.
 IGNORED = (
@@ -144,7 +144,8 @@ def _is_metadata(archive: zipfile.ZipFile, member: zipfile.ZipInfo, tokens: NpyH
     header = _header(archive, member)
     if header is None:
         return False
-    if header.shape == () or header.dtype.kind in 'SUMm':
+    is_number = header.shape == () or (header.shape == (1,) and tokens is not None and tokens.shape[:1] > (1,))
+    if is_number or header.dtype.kind in 'SUMm':
         return True
     return tokens is not None and (
         header.dtype.kind == 'O' or (header.dtype.kind == 'f' and header.shape != tokens.shape)
