@@ -154,6 +154,7 @@ def test_arrays_without_a_clear_meaning_are_refused_by_name(tmp_path, arrays, me
         ),
         ({'lengths': [3, 7, 1]}, 'row 1: lengths is 7, and the row has 6 tokens'),
         ({'lengths': [3, 4, 1]}, 'row 1: lengths is 4, but the tokens after it are not one repeated token'),
+        ({'lengths': [3, 5, 1], 'num_tokens': [3, 4, 1]}, 'row 1: num_tokens is 4, and other lengths have 5 tokens'),
         ({'attention_mask': MASK, 'lengths': [3, 5, 1]}, 'row 1: lengths is 5, and attention_mask has 6 tokens'),
         (
             {'labels': IDS * [1, 1, 1, 1, 1, 1] - 100 * np.eye(3, 6, 1, int) * [[0], [1], [0]]},

@@ -79,7 +79,8 @@ def check_token_file(file: InputFile, token_dtype: str) -> None:
         with filesystem.open_file(file.path) as content:
             _open_array(content, file, token_dtype)
     except TokenFileError as error:
-        raise InputError(f'{path}: {error}') from error
+        message = f'{path}: {error}'
+        raise InputError(message) from error
     except ZIP_ERRORS as error:
         raise InputError(_damaged_archive(path, error)) from error
 

@@ -65,8 +65,9 @@ def kept_spans(tokens: TokenArray, companions: Companions, on_bad: OnBadRow) -> 
                 # Tokenizers of Hugging Face return the padded length.
                 if length in (finish - begin, stop - start):
                     continue
-                if mask is not None:
-                    raise _RowError(f'{name} is {length}, and attention_mask has {stop - start} tokens; correct one')
+                if mask is not None or stop - start < finish - begin:
+                    other = 'attention_mask has' if mask is not None else 'other lengths have'
+                    raise _RowError(f'{name} is {length}, and {other} {stop - start} tokens; correct one')
                 _check_padding(tokens, begin + length, stop, f'{name} is {length}')
                 stop = begin + length
             if labels is not None:
