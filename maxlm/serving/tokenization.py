@@ -18,7 +18,7 @@ def tokenize(request: TokenizeRequest, served: ServedModel, token_decoder: Token
         ApiError: the text cannot be tokenized, or the conversation cannot be rendered.
     """
     if request.messages:
-        ids = conversation_ids(request.messages, served)
+        ids = conversation_ids(request.messages, served, options=request)
     else:
         try:
             ids = served.tokenizer.encode_batch([request.prompt or ''])[0].tolist()
