@@ -215,7 +215,7 @@ def test_detokenize_inverts_tokenize(post):
         ('/tokenize', {}, 'prompt', 'either prompt or messages'),
         ('/tokenize', {'prompt': 'a', 'messages': [{'role': 'user', 'content': 'a'}]}, 'prompt', 'either'),
         ('/tokenize', {'messages': [{'role': 'robot', 'content': 'a'}]}, 'messages[0].role', 'must be one of'),
-        ('/tokenize', {'prompt': 'a', 'add_generation_prompt': False}, 'add_generation_prompt', 'True'),
+        ('/tokenize', {'prompt': 'a', 'add_generation_prompt': 1}, 'add_generation_prompt', 'boolean'),
         ('/tokenize', {'prompt': 'a', 'chat_template': 'x'}, 'chat_template', 'not supported'),
         ('/tokenize', {'prompt': 5}, 'prompt', 'string'),
         ('/detokenize', {'tokens': [259]}, 'tokens', 'from 0 to 258'),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from maxlm.data.chat.marks import CLOSE, mark
+from maxlm.data.chat.marks import CLOSE, mark, read_marks
 from maxlm.data.chat.rendered import ChatError
 from maxlm.data.chat.turns import Render
 from maxlm.data.documents.conversation import Message
@@ -23,11 +23,12 @@ def render_continued(messages: Sequence[Message], render: Render) -> str:
         raise ChatError('continue_final_message: the last message has no text to continue; add it')
     end = mark(CLOSE)
     # The space after the mark shows whether the template strips the content.
-    text = render([*messages[:-1], {**messages[-1], 'content': f'{content}{end} '}])
-    if content.strip() not in text or end not in text:
+    output = render([*messages[:-1], {**messages[-1], 'content': f'{content}{end} '}])
+    before, found, after = output.rpartition(end)
+    text = read_marks(before).text
+    if not found or content.strip() not in text:
         raise ChatError(
             'continue_final_message: the chat template changes the last message, so it cannot be continued; '
             'send another last message, or set continue_final_message to false'
         )
-    before, _, after = text.rpartition(end)
-    return before if after.startswith(' ') else before.rstrip()
+    return text if after.startswith(' ') else text.rstrip()

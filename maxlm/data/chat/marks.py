@@ -20,8 +20,10 @@ OPEN, CLOSE, NAME, GENERATION, END_GENERATION = '\ufdd1', '\ufdd2', '\ufdd3', '\
 _STOP = '\ufdd6'
 _DIGITS = [chr(0xFDE0 + digit) for digit in range(16)]
 _PATTERN = re.compile(f'{MARK}([{OPEN}-{END_GENERATION}])([{_DIGITS[0]}-{_DIGITS[-1]}]*){_STOP}')
-# Sets of marks, most first. A template that tests the start of a text needs a later one.
-MARKINGS = ((OPEN, CLOSE, NAME), (CLOSE, NAME), (CLOSE,))
+# Member of a set of marks: empty contents are marked too.
+_EMPTY = ''
+# Sets of marks, most first. A template that tests the start of a content, or its length, needs a later one.
+MARKINGS = ((OPEN, CLOSE, NAME, _EMPTY), (OPEN, CLOSE, NAME), (CLOSE, NAME), (CLOSE,))
 
 
 class Mark(NamedTuple):
@@ -59,7 +61,7 @@ def mark(kind: str, owner: int = -1) -> str:
 
 
 def mark_messages(messages: Sequence[Message], kinds: Sequence[str]) -> list[Message]:
-    """Returns the messages with marks of `kinds` in their contents. Empty contents get no marks."""
+    """Returns the messages with marks of `kinds`, one of MARKINGS."""
     return [_mark_message(message, owner, kinds) for owner, message in enumerate(messages)]
 
 
@@ -90,7 +92,7 @@ def messages_in(marks: Sequence[Mark], start: int, stop: int) -> set[int]:
 def _mark_message(message: Message, owner: int, kinds: Sequence[str]) -> Message:
     marked = dict(message)
     content = message.get('content')
-    if isinstance(content, str) and (core := content.strip()):
+    if isinstance(content, str) and ((core := content.strip()) or _EMPTY in kinds):
         before = mark(OPEN, owner) if OPEN in kinds else ''
         start = content.index(core)
         marked['content'] = f'{content[:start]}{before}{core}{mark(CLOSE, owner)}{content[start + len(core) :]}'

@@ -142,7 +142,8 @@ class TurnFinder:
             assert there is not None
             stop = here.start + self._num_common(here, there)
             ends = [end for begin, end in self._tokens if max(start, here.start) <= begin and end <= stop]
-            if ends:
+            # Without a mark, the last token may precede the content.
+            if ends and (self._is_marked(owner) or self._is_usual(ends[-1])):
                 return ends[-1]
         else:
             here = self._aligned(owner + 1, None)[0]
@@ -152,6 +153,14 @@ class TurnFinder:
         if is_last or self._closes_messages(owner, start, following[0]):
             return following[0][1]
         raise ChatError(NO_END)
+
+    def _is_marked(self, owner: int) -> bool:
+        return any(mark.owner == owner and mark.kind in (CLOSE, NAME) for mark in self._marks)
+
+    def _is_usual(self, stop: int) -> bool:
+        """Returns True if the token that ends at a position ends turns of another conversation; True if unknown."""
+        usual = [found.group() for found in self._special.finditer(self._usual_end)]
+        return not usual or self.text.endswith(usual[-1], 0, stop)
 
     def _closes_messages(self, owner: int, start: int, token: tuple[int, int]) -> bool:
         """Returns True if a token also ends the message before a turn, and another token begins the turn."""
@@ -221,8 +230,12 @@ class TurnFinder:
 
 def mark_visibly(messages: Sequence[Message], render: Render, text: str) -> tuple[list[Message], tuple[Mark, ...]]:
     """Returns the messages with marks that do not change the output, and the marks in the output."""
+    tried: list[Message] = []
     for kinds in MARKINGS:
         marked = mark_messages(messages, kinds)
+        if marked == tried:
+            continue
+        tried = marked
         try:
             output = read_marks(render(marked))
         except ChatError:
