@@ -29,7 +29,9 @@ def _roles(user: str, assistant: str, prompt: str = '', *, begin: str = '', end:
         return expression.replace('@', '" + m.content + "').replace('~', '" + m.content | trim + "')
 
     branches = [('user', user), ('assistant', assistant), ('system', system or user)]
-    body = ''.join(f'{{% if m.role == "{role}" %}}{{{{ {message(pattern)} }}}}{{% endif %}}' for role, pattern in branches)
+    body = ''.join(
+        f'{{% if m.role == "{role}" %}}{{{{ {message(pattern)} }}}}{{% endif %}}' for role, pattern in branches
+    )
     begin, prompt, end = (json.dumps(text, ensure_ascii=False) for text in (begin, prompt, end))
     return (
         f'{{{{ {begin} }}}}{{% for m in messages %}}{body}{{% endfor %}}'
@@ -47,7 +49,7 @@ def _chatml(*, begin: str = '', content: str = 'm.content', prompt: str = '') ->
 # Removes reasoning.
 _ANSWER = "(m.content.split('</think>')[-1].lstrip('\\n') if m.role == 'assistant' else m.content)"
 _QWEN3 = (
-    "{% set ns = namespace(query=0) %}{% for m in messages %}"
+    '{% set ns = namespace(query=0) %}{% for m in messages %}'
     "{% if m.role == 'user' %}{% set ns.query = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
     "{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% set think = '' %}{% set text = m.content %}"
     "{% if m.reasoning_content is string %}{% set think = m.reasoning_content %}{% elif '</think>' in text %}"
@@ -55,7 +57,8 @@ _QWEN3 = (
     "{% set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}{% if loop.index0 > ns.query %}"
     "{{ '<think>\\n' + think + '\\n</think>\\n\\n' }}{% endif %}{{ text }}{% else %}{{ m.content }}{% endif %}"
     "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    '{% endif %}'
 )
 _MISTRAL = (
     "{{ bos_token }}{% set ns = namespace(last=0, system='') %}{% for m in messages %}{% if m.role == 'user' %}"
@@ -63,7 +66,7 @@ _MISTRAL = (
     "{% endfor %}{% for m in messages %}{% if m.role == 'user' %}{% if loop.index0 == ns.last %}"
     "{{ '[AVAILABLE_TOOLS][][/AVAILABLE_TOOLS][INST]' + ns.system + m.content + '[/INST]' }}{% else %}"
     "{{ '[INST]' + m.content + '[/INST]' }}{% endif %}{% elif m.role == 'assistant' %}"
-    "{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    '{{ m.content + eos_token }}{% endif %}{% endfor %}'
 )
 _LLAMA2 = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -79,7 +82,7 @@ _OLMO = (
 )
 _HARMONY = (
     "{{ '<|start|>system<|message|>Date: 2025<|end|>' }}{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% if loop.last and not add_generation_prompt %}{% if m.thinking %}"
+    '{% if loop.last and not add_generation_prompt %}{% if m.thinking %}'
     "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}{% else %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}{% else %}"
@@ -98,8 +101,8 @@ _R1 = (
     "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"
 )
 _GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n'"
-    " + m.content | trim + '<end_of_turn>\\n' }}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role)"
+    " + '\\n' + m.content | trim + '<end_of_turn>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
 )
 _IM = '<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟦yo<|im_end|>⟧\n'
@@ -112,7 +115,12 @@ _DS = '<｜end▁of▁sentence｜>'
 
 def _twice(user: str, assistant: str, begin: str = '', end: str = '') -> str:
     """Returns the text of CONVERSATION in a template with these patterns."""
-    turns = [user.replace('@', 'hi'), assistant.replace('@', 'yo'), user.replace('@', 'ok?'), assistant.replace('@', 'ok!')]
+    turns = [
+        user.replace('@', 'hi'),
+        assistant.replace('@', 'yo'),
+        user.replace('@', 'ok?'),
+        assistant.replace('@', 'ok!'),
+    ]
     return begin + ''.join(turns) + end
 
 
@@ -131,7 +139,9 @@ PUBLIC = {
     'phi-4': _simple('<|im_start|>user<|im_sep|>@<|im_end|>', '<|im_start|>assistant<|im_sep|>', '<|im_end|>'),
     'llama-2': Public(_LLAMA2, EOS, _twice('<s>[INST] @ [/INST]', '⟦ @ </s>⟧')),
     'llama-3': _simple(f'{_L3_USER}~<|eot_id|>', _L3, '<|eot_id|>', begin='<|begin_of_text|>', content='~'),
-    'llama-4': _simple('<|header_start|>user<|header_end|>\n\n~<|eot|>', '<|header_start|>assistant<|header_end|>\n\n', '<|eot|>'),
+    'llama-4': _simple(
+        '<|header_start|>user<|header_end|>\n\n~<|eot|>', '<|header_start|>assistant<|header_end|>\n\n', '<|eot|>'
+    ),
     'mistral-v1': _simple('[INST] @ [/INST]', '', EOS, begin=BOS),
     'mistral-v3': Public(
         _MISTRAL, EOS, '<s>[INST]hi[/INST]⟦yo</s>⟧[AVAILABLE_TOOLS][][/AVAILABLE_TOOLS][INST]ok?[/INST]⟦ok!</s>⟧'
@@ -142,7 +152,7 @@ PUBLIC = {
     'chatml': Public(_chatml(), '<|im_end|>', _IM),
     'internlm2': Public(_chatml(begin='{{ bos_token }}'), '<|im_end|>', BOS + _IM),
     'qwen2.5': Public(
-        _chatml(begin="{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe Qwen.<|im_end|>\\n' }}{% endif %}"),
+        _chatml(begin="{{ '<|im_start|>system\\nBe Qwen.<|im_end|>\\n' if messages[0].role != 'system' }}"),
         '<|im_end|>',
         '<|im_start|>system\nBe Qwen.<|im_end|>\n' + _IM,
     ),
@@ -207,18 +217,21 @@ PUBLIC = {
     'glm-4 with an end': Public(
         _roles('<|user|>\n@', '<|assistant|>\n@', '<|assistant|>', end='<|endoftext|>'), '<|endoftext|>', None
     ),
-    'nemotron-mini': Public(_roles('<extra_id_1>User\n@\n', '<extra_id_1>Assistant\n@\n', '<extra_id_1>Assistant\n'), '', None),
+    'nemotron-mini': Public(
+        _roles('<extra_id_1>User\n@\n', '<extra_id_1>Assistant\n@\n', '<extra_id_1>Assistant\n'), '', None
+    ),
 }
 # Special tokens of all templates, in one tokenizer.
-SPECIAL = tuple(
-    dict.fromkeys(
-        '<s> </s> <|end|> <|endoftext|> <|user|> <|assistant|> <|system|> <|im_start|> <|im_end|> <|im_sep|> [INST] [/INST] '
-        '<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|header_start|> <|header_end|> <|eot|> '
-        '[AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] <start_of_turn> <end_of_turn> <|START_OF_TURN_TOKEN|> <|USER_TOKEN|> '
-        '<|CHATBOT_TOKEN|> <|END_OF_TURN_TOKEN|> <|START_RESPONSE|> <|END_RESPONSE|> <|start_of_role|> <|end_of_role|> '
-        '<|end_of_text|> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <|start|> <|message|> <|channel|> <|return|> '
-        '[|user|] [|assistant|] [|endofturn|] <|hy_User|> <|hy_Assistant|> <|hy_2|> <|hy_begin|> <|hy_end|> <|bom|> '
-        '<|eom|> <|startoftext|> <|user_start|> <|user_end|> <|assistant_start|> <|assistant_end|> <|bos|> '
-        '<|end_of_turn|> [gMASK] <sop> <extra_id_1>'.split()
-    )
+# fmt: off
+SPECIAL = (
+    '<s>', '</s>', '<|end|>', '<|endoftext|>', '<|user|>', '<|assistant|>', '<|system|>', '<|im_start|>',
+    '<|im_end|>', '<|im_sep|>', '[INST]', '[/INST]', '<|begin_of_text|>', '<|start_header_id|>', '<|end_header_id|>',
+    '<|eot_id|>', '<|header_start|>', '<|header_end|>', '<|eot|>', '[AVAILABLE_TOOLS]', '[/AVAILABLE_TOOLS]',
+    '<start_of_turn>', '<end_of_turn>', '<|START_OF_TURN_TOKEN|>', '<|USER_TOKEN|>', '<|CHATBOT_TOKEN|>',
+    '<|END_OF_TURN_TOKEN|>', '<|START_RESPONSE|>', '<|END_RESPONSE|>', '<|start_of_role|>', '<|end_of_role|>',
+    '<|end_of_text|>', '<｜end▁of▁sentence｜>', '<｜User｜>', '<｜Assistant｜>', '<|start|>', '<|message|>',
+    '<|channel|>', '<|return|>', '[|user|]', '[|assistant|]', '[|endofturn|]', '<|hy_User|>', '<|hy_Assistant|>',
+    '<|hy_2|>', '<|hy_begin|>', '<|hy_end|>', '<|bom|>', '<|eom|>', '<|startoftext|>', '<|user_start|>', '<|user_end|>',
+    '<|assistant_start|>', '<|assistant_end|>', '<|bos|>', '<|end_of_turn|>', '[gMASK]', '<sop>', '<extra_id_1>',
 )
+# fmt: on

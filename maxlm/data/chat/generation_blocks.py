@@ -67,9 +67,7 @@ def _has_end(text: str, span: Span, special: tuple[str, ...]) -> bool:
     return text[slice(*span)].rstrip().endswith(special)
 
 
-def _with_end(
-    text: str, span: Span, following: int, special: tuple[str, ...], end_of_turn: Callable[[], str]
-) -> Span:
+def _with_end(text: str, span: Span, following: int, special: tuple[str, ...], end_of_turn: Callable[[], str]) -> Span:
     """Extends a block by the special token that follows it, unless it ends with one, or another block of its turn.
 
     Args:

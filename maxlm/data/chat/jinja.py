@@ -268,7 +268,7 @@ def _hide(
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Copies the reasoning of a message to the names that templates read, and removes absent values, as Transformers."""
+    """Copies reasoning to the names that templates read, and removes absent values, like Transformers."""
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[name] for name in _REASONING if name in present), None)
     return present if reasoning is None else {'thinking': reasoning, **present, 'reasoning_content': reasoning}

@@ -26,7 +26,7 @@ _EMPTY = ''
 MARKINGS = ((OPEN, CLOSE, NAME, _EMPTY), (OPEN, CLOSE, NAME), (CLOSE, NAME), (CLOSE,))
 
 
-class Mark(NamedTuple):
+class TextMark(NamedTuple):
     """A mark in an output.
 
     Attributes:
@@ -44,7 +44,7 @@ class MarkedText(NamedTuple):
     """An output without its marks, and the marks in ascending order of their positions."""
 
     text: str
-    marks: tuple[Mark, ...]
+    marks: tuple[TextMark, ...]
 
     def blocks(self) -> list[tuple[int, int]]:
         """Returns start and end of each `{% generation %}` block. Raises ChatError if blocks overlap."""
@@ -73,11 +73,11 @@ def read_marks(output: str) -> MarkedText:
         length += found.start() - place
         place = found.end()
         digits = ''.join(f'{_DIGITS.index(digit):x}' for digit in found[2])
-        marks.append(Mark(length, found[1], int(digits, 16) if digits else -1))
+        marks.append(TextMark(length, found[1], int(digits, 16) if digits else -1))
     return MarkedText(''.join([*parts, output[place:]]), tuple(marks))
 
 
-def messages_in(marks: Sequence[Mark], start: int, stop: int) -> set[int]:
+def messages_in(marks: Sequence[TextMark], start: int, stop: int) -> set[int]:
     """Returns the indices of the messages whose contents have a part in the positions [start, stop)."""
     opened: dict[int, int] = {}
     found = set()

@@ -73,8 +73,16 @@ TEMPLATES = {'chatml': CHATML, 'llama3': LLAMA3}
 VARIABLES = ('bos_token', 'eos_token', 'pad_token', 'unk_token')
 # Variables that callers cannot set: arguments of `apply_chat_template`, and variables that have their own values.
 RESERVED = frozenset(
-    (*VARIABLES, 'messages', 'tools', 'add_generation_prompt', 'continue_final_message', 'chat_template')
-    + ('conversation', 'tokenize', 'return_dict', 'return_tensors', 'return_assistant_tokens_mask')
+    {
+        *VARIABLES,
+        'messages',
+        'tools',
+        'add_generation_prompt',
+        'continue_final_message',
+        'chat_template',
+        'conversation',
+    }
+    | {'tokenize', 'return_dict', 'return_tensors', 'return_assistant_tokens_mask'}
 )
 # Texts that are recognized as special tokens in a template.
 _SPECIAL = re.compile(r'<\|[^<>|\s]+\|>|<(?:start|end)_of_turn>')

@@ -15,8 +15,18 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from maxlm.data.chat.marks import (
+    CLOSE,
+    MARKINGS,
+    NAME,
+    OPEN,
+    MarkedText,
+    TextMark,
+    mark_messages,
+    messages_in,
+    read_marks,
+)
 from maxlm.data.chat.rendered import ChatError, Span
-from maxlm.data.chat.marks import CLOSE, MARKINGS, NAME, OPEN, Mark, MarkedText, mark_messages, messages_in, read_marks
 from maxlm.data.documents.conversation import Message
 
 NO_END = 'the chat template ends an assistant turn without a special token, so the model would not learn to stop'
@@ -96,8 +106,9 @@ class TurnFinder:
 
     def _start(self, owner: int) -> int:
         here, _ = self._aligned(owner, None)
-        role = self._messages[owner - 1]['role'] if owner else ''
-        known = self._prompts.get(role)
+        # A prompt after a mark does not contain other messages.
+        role = self._messages[owner - 1]['role'] if self._is_marked(owner - 1) else ''
+        known = self._prompts.get(role) if role else None
         if known is not None and self.text.startswith(known, here.start):
             return here.start + len(known)
         marked = self._read(self._messages[:owner], add_generation_prompt=True)
@@ -228,7 +239,7 @@ class TurnFinder:
         return is_token_end or self.text[place - 1 : place].isspace()
 
 
-def mark_visibly(messages: Sequence[Message], render: Render, text: str) -> tuple[list[Message], tuple[Mark, ...]]:
+def mark_visibly(messages: Sequence[Message], render: Render, text: str) -> tuple[list[Message], tuple[TextMark, ...]]:
     """Returns the messages with marks that do not change the output, and the marks in the output."""
     tried: list[Message] = []
     for kinds in MARKINGS:
@@ -245,7 +256,7 @@ def mark_visibly(messages: Sequence[Message], render: Render, text: str) -> tupl
     return list(messages), ()
 
 
-def _ends(marks: Sequence[Mark], stop: int) -> dict[int, list[int]]:
+def _ends(marks: Sequence[TextMark], stop: int) -> dict[int, list[int]]:
     """Returns the positions of the ends of each message before `stop`."""
     found: dict[int, list[int]] = {}
     for place, kind, owner in marks:
