@@ -194,7 +194,7 @@ def test_templates_are_loaded_by_name_and_file(tmp_path):
         ('{% set ns = namespace() %}{% set ns._x = 1 %}', "no name '_x'"),
         ("{{ namespace(**{'__call__': 1}) }}", "no name '__call__'"),
         ('{% for i in range(10 ** 9) %}{% endfor %}', 'Range too big'),
-        ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
+        ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined, because prepared data must not depend"),
     ],
 )
 def test_template_errors_have_one_line(source, reason):
