@@ -255,7 +255,7 @@ def test_turns_are_those_of_trl(name):
     template = JinjaTemplate(set_variables(text, VARIABLES))
     special = tuple(dict.fromkeys([BOS, EOS, *TOKEN.findall(text)]))
     num = 0
-    for conversation in (*(messages(*OTHERS[kind]) for kind in ('one', 'spaces', 'tables')), TOOLS):
+    for conversation in (*(messages(*OTHERS[kind]) for kind in ('one', 'system', 'spaces', 'tables')), TOOLS):
         try:
             rendered, spans = transformers_spans(training, conversation)
             prompt = template.render(conversation[:1], add_generation_prompt=True).text
