@@ -158,12 +158,13 @@ class TurnFinder:
                 return ends[-1]
         else:
             here = self._aligned(owner + 1, None)[0]
-        following = [(a, b) for a, b in self._tokens if a >= max(start, here.start)]
-        if not following:
+        # The last turn may end with a token that no other turn ends with.
+        following = next((token for token in self._tokens if token[0] >= max(start, here.start)), None)
+        if following is None or not (self._is_marked(owner) or (self._usual_end and self._is_usual(following[1]))):
             raise ChatError(NO_END)
-        if is_last or self._closes_messages(owner, start, following[0]):
-            return following[0][1]
-        raise ChatError(NO_END)
+        if not is_last and not self._closes_messages(owner, start, following):
+            raise ChatError(NO_END)
+        return following[1]
 
     def _is_marked(self, owner: int) -> bool:
         return any(mark.owner == owner and mark.kind in (CLOSE, NAME) for mark in self._marks)
@@ -177,7 +178,7 @@ class TurnFinder:
         """Returns True if a token also ends the message before a turn, and another token begins the turn."""
         before = self._aligned(owner, None)[0].start
         tokens = [self.text[a:b] for a, b in self._tokens if before <= a and b <= start]
-        return bool(self._marks) and before > 0 and len(tokens) > 1 and tokens[0] == self.text[slice(*token)]
+        return before > 0 and len(tokens) > 1 and tokens[0] == self.text[slice(*token)]
 
     def _followed(self) -> MarkedText | None:
         """Returns the output with another message; None if the template accepts no other message."""

@@ -112,6 +112,17 @@ def test_a_block_is_not_extended_by_the_token_that_begins_the_next_message():
         marked(source)
 
 
+def test_an_empty_turn_with_tokens_before_its_content():
+    """A token of the header does not end a turn, even if the template tests its content."""
+    header = "<|call|>{{ '!' if m.content }}{{ m.content }}"
+    empty = [{**message, 'content': ''} if message['role'] == 'assistant' else message for message in MESSAGES]
+    assert marked(EACH + header + END, empty).count('⟦<|call|><|end|>⟧') == 2
+    last = "{{ '</s>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endfor %}" + PROMPT
+    for messages in (empty, empty[:2]):
+        with pytest.raises(ChatError, match='without a special token'):
+            marked(EACH + header + last, messages)
+
+
 def test_calls_and_results():
     calls = (
         '{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}'
