@@ -204,8 +204,7 @@ TOOLS = [
 ]
 TOKEN = re.compile(r'<\|[^<>|\s]+\|>|<｜[^<>｜\s]+｜>|<(?:start|end)_of_(?:turn|utterance)>|<\|[a-z_]+>|<[a-z_]+\|>')
 # Templates whose blocks also contain the header, or a token at the end of the conversation; or that need images.
-DIFFERENT = {'phi3', 'phi3_5', 'deepseek_r1_distill', 'gptoss', 'glm4moe', 'diffusion_gemma'}
-DIFFERENT |= {'idefics3', 'smolvlm', 'llava_next'}
+DIFFERENT = {'phi3', 'phi3_5', 'deepseek_r1_distill', 'glm4moe', 'diffusion_gemma', 'idefics3', 'smolvlm', 'llava_next'}
 
 
 def trl_names():

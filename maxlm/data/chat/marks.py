@@ -20,7 +20,7 @@ OPEN, CLOSE, NAME, GENERATION, END_GENERATION = '\ufdd1', '\ufdd2', '\ufdd3', '\
 _STOP = '\ufdd6'
 _DIGITS = [chr(0xFDE0 + digit) for digit in range(16)]
 _PATTERN = re.compile(f'{MARK}([{OPEN}-{END_GENERATION}])([{_DIGITS[0]}-{_DIGITS[-1]}]*){_STOP}')
-# Member of a set of marks: empty contents are marked too.
+# Member of a set of marks: empty contents of messages without tool calls are marked too.
 _EMPTY = ''
 # Sets of marks, most first. A template that tests the start of a content, or its length, needs a later one.
 MARKINGS = ((OPEN, CLOSE, NAME, _EMPTY), (OPEN, CLOSE, NAME), (CLOSE, NAME), (CLOSE,))
@@ -91,12 +91,12 @@ def messages_in(marks: Sequence[TextMark], start: int, stop: int) -> set[int]:
 
 def _mark_message(message: Message, owner: int, kinds: Sequence[str]) -> Message:
     marked = dict(message)
-    content = message.get('content')
-    if isinstance(content, str) and ((core := content.strip()) or _EMPTY in kinds):
+    content, calls = message.get('content'), message.get('tool_calls')
+    is_marked = _EMPTY in kinds and not calls
+    if isinstance(content, str) and ((core := content.strip()) or is_marked):
         before = mark(OPEN, owner) if OPEN in kinds else ''
         start = content.index(core)
         marked['content'] = f'{content[:start]}{before}{core}{mark(CLOSE, owner)}{content[start + len(core) :]}'
-    calls = message.get('tool_calls')
     if NAME in kinds and isinstance(calls, Sequence) and not isinstance(calls, str):
         marked['tool_calls'] = [_mark_call(call, owner) for call in calls]
     return marked

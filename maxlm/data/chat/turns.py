@@ -208,12 +208,13 @@ class TurnFinder:
         """Returns this output and another one after the last mark of messages before `stop` that both contain."""
         ours = _ends(self._marks, stop)
         theirs = ours if other is None else _ends(other.marks, stop)
-        here, there = 0, 0
-        owner = max(ours.keys() & theirs.keys(), default=-1)
-        if owner >= 0:
-            # A later message may repeat a name.
-            number = min(len(ours[owner]), len(theirs[owner])) - 1
-            here, there = ours[owner][number], theirs[owner][number]
+        # A later message may repeat a name.
+        pairs = [
+            (owner, *list(zip(places, theirs[owner, kind], strict=False))[-1])
+            for (owner, kind), places in ours.items()
+            if (owner, kind) in theirs
+        ]
+        _, here, there = max(pairs, default=(-1, 0, 0))
         return _Tail(self.text, here), None if other is None else _Tail(other.text, there)
 
     def _num_common(self, a: _Tail, b: _Tail) -> int:
@@ -257,10 +258,10 @@ def mark_visibly(messages: Sequence[Message], render: Render, text: str) -> tupl
     return list(messages), ()
 
 
-def _ends(marks: Sequence[TextMark], stop: int) -> dict[int, list[int]]:
-    """Returns the positions of the ends of each message before `stop`."""
-    found: dict[int, list[int]] = {}
+def _ends(marks: Sequence[TextMark], stop: int) -> dict[tuple[int, str], list[int]]:
+    """Returns the positions of the ends of contents and names, by message before `stop` and kind."""
+    found: dict[tuple[int, str], list[int]] = {}
     for place, kind, owner in marks:
         if kind in (CLOSE, NAME) and owner < stop:
-            found.setdefault(owner, []).append(place)
+            found.setdefault((owner, kind), []).append(place)
     return found
