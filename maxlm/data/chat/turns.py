@@ -124,12 +124,13 @@ class TurnFinder:
         assert without is not None
         header = self._num_common(prompt, without)
         limit = min((mark.place for mark in self._marks if mark.owner >= owner), default=len(self.text))
-        if num < header:
-            # The template adds a text to the last message.
+        if num <= header:
+            # The template adds a text to the last message, or between messages.
             place = self.text.find(expected[header:], here.start, limit) if self._marks and expected[header:] else -1
-            if place < 0:
+            if place >= 0:
+                return place + len(expected) - header
+            if num < header:
                 raise ChatError(_CHANGED)
-            return place + len(expected) - header
         opens = [mark.place for mark in self._marks if mark.owner == owner and mark.kind == OPEN]
         place = here.start + num
         if opens and place >= opens[0]:

@@ -57,6 +57,13 @@ def test_a_text_that_the_template_adds_to_the_last_message():
     assert marked(EACH + '{{ m.content }}' + hint + END) == expected
 
 
+def test_a_text_that_the_template_adds_between_messages():
+    source = "{% for m in messages %}{{ '\n' if not loop.first }}<|{{ m.role }}|>{{ m.content }}" + END
+    messages = [*MESSAGES[:2], MESSAGES[3]]
+    expected = '<|user|>question 1<|end|>\n<|assistant|>⟦answer é<|end|>⟧\n<|assistant|>⟦answer 2<|end|>⟧'
+    assert marked(source, messages) == expected
+
+
 def test_an_end_of_the_last_turn_only():
     other = "{{ '</s>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endfor %}" + PROMPT
     assert marked(EACH + '{{ m.content }}' + other) == f'{USER_1}⟦answer é<|end|>⟧{USER_2}⟦answer 2</s>⟧'
