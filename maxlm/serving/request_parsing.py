@@ -25,6 +25,7 @@ from maxlm.serving.schema.generation import (
     CompletionRequest,
     Message,
     RequestBase,
+    TemplateOptions,
     check_sizes,
     completion_prompts,
 )
@@ -133,7 +134,8 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
     options = call_options(api_request.tools, api_request.tool_choice, api_request.parallel_tool_calls)
     if options is not None:
         check_tools(api_request, served)
-    ids = conversation_ids(api_request.messages, served, tools=() if options is None else options.tools)
+    tools = () if options is None else options.tools
+    ids = conversation_ids(api_request.messages, served, tools=tools, options=api_request)
     top_log_probs = (api_request.top_logprobs or 0) if api_request.logprobs else None
     limit = api_request.max_completion_tokens if api_request.max_tokens is None else api_request.max_tokens
     request = _engine_request(
@@ -163,9 +165,13 @@ def check_tools(api_request: ChatCompletionRequest, served: ServedModel) -> None
 
 
 def conversation_ids(
-    messages: Sequence[Message], served: ServedModel, *, tools: Sequence[dict[str, Any]] = ()
+    messages: Sequence[Message],
+    served: ServedModel,
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    options: TemplateOptions | None = None,
 ) -> list[int]:
-    """Returns the token ids of a conversation and the beginning of its next message.
+    """Returns the token ids of a conversation, by default with the beginning of its next message.
 
     Raises:
         ApiError: the model has no chat template, the template rejects the conversation, or the text is too long.
@@ -178,8 +184,16 @@ def conversation_ids(
             code='no_chat_template',
         )
     turns = [_turn(message, number, served) for number, message in enumerate(messages)]
+    continues = bool(options and options.continue_final_message)
+    begins_answer = options is None or options.add_generation_prompt is not False
     try:
-        rendered = served.chat.render_prompt(turns, tools=tools)
+        rendered = served.chat.render_prompt(
+            turns,
+            tools=tools,
+            add_generation_prompt=not continues and begins_answer,
+            continue_final_message=continues,
+            template_kwargs=options.chat_template_kwargs if options else None,
+        )
         # Check the length after rendering, because a template may omit much of its input.
         check_size(rendered.text, served, 'messages')
         return served.chat.encode_rendered(rendered).tolist()
