@@ -105,7 +105,7 @@ def read_config(workdir: Path) -> Config:
             workdir.
     """
     path = workdir / CONFIG
-    check_entries(workdir, (CONFIG, TOKENIZER, CHAT_TEMPLATE, HF_CONFIG))
+    check_entries(workdir, (CONFIG, TOKENIZER, CHAT_TEMPLATE))
     try:
         is_remote = is_url(str(path))
         return from_json(read_bytes(str(path), limit=MAX_TEXT_BYTES).decode() if is_remote else read_text(path))

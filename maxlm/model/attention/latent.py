@@ -95,7 +95,7 @@ class LatentAttention(nnx.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         """Returns the attention output [B, T, D] and the updated cache. Arguments: see `Attention`."""
         assert rotary is not None, 'latent attention has rotary positions'
-        assert score_divisor is None, 'latent attention has no divisors of layers'
+        assert score_divisor is None, 'only GPT-2 scales the scores of each layer'
         if self.query_latent is not None and self.query_latent_norm is not None:
             latent_BTQ, latent_BTc = fused_apply((self.query_latent, self.key_value_latent), x_BTD)
             q_BTNH = self.query(self.query_latent_norm(latent_BTQ))
