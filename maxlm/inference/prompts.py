@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxlm.data.chat.jinja import ChatError
+from maxlm.data.tokenizer.parse_special import encode_with_special
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel
 from maxlm.workdir.files import CHAT_TEMPLATE
 
 
-def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a text to continue."""
-    (ids,) = tokenizer.encode_batch([text])
+def text_prompt(tokenizer: Tokenizer, text: str, *, parse_special: bool = False) -> list[int]:
+    """Returns the token ids of a text to continue.
+
+    With `parse_special`, names of special tokens become their ids; otherwise they are ordinary characters.
+    """
+    ids = encode_with_special(tokenizer, text) if parse_special else tokenizer.encode_batch([text])[0]
     return ids.tolist()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from maxlm.errors import InputError
+from maxlm.inference.prompts import text_prompt
+from maxlm.serving.log_probs import TokenDecoder
 from maxlm.serving.request_parsing import ServedModel, conversation_ids
-from maxlm.serving.responses import TokenDecoder
 from maxlm.serving.schema.errors import ApiError
 from maxlm.serving.schema.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -21,7 +22,8 @@ def tokenize(request: TokenizeRequest, served: ServedModel, token_decoder: Token
         ids = conversation_ids(request.messages, served)
     else:
         try:
-            ids = served.tokenizer.encode_batch([request.prompt or ''])[0].tolist()
+            is_parsed = served.parse_special if request.parse_special is None else request.parse_special
+            ids = text_prompt(served.tokenizer, request.prompt or '', parse_special=is_parsed)
         except InputError as error:
             raise ApiError(400, f'prompt: {error}', param='prompt') from error
     texts = [token_decoder.decode(i).text for i in ids] if request.return_token_strs else None
@@ -38,3 +40,26 @@ def detokenize(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any
     if not all(0 <= i < vocab_size for i in request.tokens):
         raise ApiError(400, f'tokens: token ids must be from 0 to {vocab_size - 1}', param='tokens')
     return {'prompt': served.tokenizer.decode(request.tokens)}
+
+
+def tokenizer_info(served: ServedModel) -> dict[str, Any]:
+    """Returns facts about the tokenizer for clients that tokenize with this server, such as lm-eval.
+
+    They encode the names of special tokens with /tokenize, so these must become ids.
+
+    Raises:
+        ApiError: the server encodes names of special tokens as text.
+    """
+    if not served.parse_special:
+        raise ApiError(
+            404, 'tokenizer_info: requires a server with --parse-special; restart it with this option', code='not_found'
+        )
+    end = served.tokenizer.special_tokens[served.tokenizer.end_of_document].content
+    return {
+        'tokenizer_class': 'PreTrainedTokenizerFast',
+        'model_max_length': served.engine.max_context,
+        'bos_token': None,
+        'eos_token': end,
+        'pad_token': None,
+        'chat_template': None if served.chat is None else served.chat.template.source,
+    }

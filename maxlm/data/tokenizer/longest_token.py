@@ -18,15 +18,23 @@ _BYTE = re.compile(r'<0x[0-9A-Fa-f]{2}>')
 
 
 @functools.lru_cache(8)
-def longest_token(tokenizer: Tokenizer) -> int | None:
+def longest_token(tokenizer: Tokenizer, *, parse_special: bool = False) -> int | None:
     """Returns the maximum number of text bytes that one token can represent, or None if there is no limit.
 
-    A text with more than N times that number of bytes therefore has more than N tokens.
+    A text with more than N times that number of bytes therefore has more than N tokens. With `parse_special`, the text
+    may contain names of special tokens.
     """
-    if tokenizer.kind in ('bytes', 'chars'):
-        return 1 if tokenizer.kind == 'bytes' else _MAX_CHARACTER_BYTES
-    # The numbers of an ids tokenizer may be separated by any amount of whitespace.
-    return None if tokenizer.kind == 'ids' else _longest(json.loads(tokenizer.to_json()))
+    if tokenizer.kind == 'ids':
+        # The numbers may be separated by any amount of whitespace.
+        return None
+    special = tokenizer.special_tokens.values() if parse_special else ()
+    if any(token.lstrip or token.rstrip or token.normalized for token in special):
+        return None
+    if tokenizer.kind == 'library':
+        longest = _longest(json.loads(tokenizer.to_json()))
+    else:
+        longest = 1 if tokenizer.kind == 'bytes' else _MAX_CHARACTER_BYTES
+    return longest and max([longest, *(len(token.content.encode()) for token in special)])
 
 
 def _longest(facts: dict[str, Any]) -> int | None:

@@ -206,9 +206,7 @@ class ModelRunner:
         """Returns the result of `score_positions` for hidden states of `prefill`."""
         decoder, _ = self._build_decoder(params)
         num_top = min(MAX_TOP_LOG_PROBS, self._num_ids)
-        return score_positions(
-            decoder.logits, hidden_PTD, target_PT, with_top, num_ids=self._num_ids, num_top=num_top
-        )
+        return score_positions(decoder.logits, hidden_PTD, target_PT, with_top, num_ids=self._num_ids, num_top=num_top)
 
     def decode(
         self,

@@ -10,8 +10,8 @@ import numpy as np
 from maxlm.errors import InputError
 from maxlm.inference.sampling import Sampling
 
-# 'stop': end token or stop string; 'length': max_tokens reached; 'cancelled': request cancelled; 'failed': the grammar or
-# the engine failed.
+# 'stop': end token or stop string; 'length': max_tokens reached; 'cancelled': request cancelled; 'failed': the grammar
+# or the engine failed.
 FinishReason = Literal['stop', 'length', 'cancelled', 'failed']
 MAX_SAMPLES = 128
 MAX_TOP_LOG_PROBS = 20

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens from hidden states, with the logits of a few positions in memory at a time.
 
-Shapes: P prompts per call, T tokens of a chunk, M positions of a block, R = P·M rows, D dim, V vocabulary, C reported top
-tokens.
+Shapes: P prompts per call, T tokens of a chunk, M positions of a block, R = P·M rows, D dim, V vocabulary, C reported
+top tokens.
 """
 
 from __future__ import annotations

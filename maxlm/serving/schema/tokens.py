@@ -42,6 +42,9 @@ class TokenizeRequest(RequestObject):
     add_generation_prompt: Literal[True] | None = Field(
         None, description='End a conversation with the beginning of the response. Only true is supported.'
     )
+    parse_special: bool | None = Field(
+        None, description='Encode names of special tokens in prompt as their ids. Default: that of the server.'
+    )
     return_token_strs: bool | None = Field(None, description='Also return the text of each token.')
 
 
@@ -67,5 +70,7 @@ def parse_tokenize(body: bytes, *, max_context: int) -> TokenizeRequest:
     request = parse_request(TokenizeRequest, body)
     if (request.prompt is None) == (not request.messages):
         raise ApiError(400, 'prompt: send either prompt or messages', param='prompt')
+    if request.messages and request.parse_special:
+        raise ApiError(400, 'parse_special: not supported with messages; remove it', param='parse_special')
     check_messages(request.messages, max_context=max_context)
     return request

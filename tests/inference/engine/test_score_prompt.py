@@ -65,9 +65,7 @@ def test_a_continuation_follows_the_scores(monkeypatch):
     beside = [Request(tuple(PROMPTS[0]), 30, GREEDY)]
     for prompt, ids, deltas in zip(PROMPTS, alone, scored(some, PROMPTS, 12, beside), strict=True):
         assert [token.id for delta in deltas for token in delta.tokens] == ids
-        np.testing.assert_allclose(
-            deltas[0].prompt_scores.log_prob_T, reference(FAMILY, prompt), rtol=1e-4, atol=2e-4
-        )
+        np.testing.assert_allclose(deltas[0].prompt_scores.log_prob_T, reference(FAMILY, prompt), rtol=1e-4, atol=2e-4)
         assert all(delta.prompt_scores is None for delta in deltas[1:])
 
 
