@@ -123,7 +123,7 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError('--suffix cannot be combined with --chat or --interactive; remove one of them')
     if options.parse_special and (options.chat or options.suffix is not None):
         raise InputError(
-            '--parse-special cannot be combined with --chat or --suffix, which place special tokens themselves'
+            '--parse-special cannot be combined with --chat or --suffix, which add special tokens; remove one of them'
         )
     if options.num_samples < 1:
         raise InputError(f'--num-samples={options.num_samples}: must be at least 1')

@@ -12,9 +12,9 @@ from maxlm.inference.engine.requests import Delta, QueueFullError, Request
 from maxlm.serving.encoding import Encoders, draining_error, timeout_error
 from maxlm.serving.engine_thread import EngineThread, StreamHandle
 from maxlm.serving.limits import BodyReader, ServerLimits
-from maxlm.serving.log_probs import TokenDecoder
 from maxlm.serving.metrics import Metrics
 from maxlm.serving.request_parsing import ServedModel
+from maxlm.serving.responses import TokenDecoder
 from maxlm.serving.schema.errors import SERVER, ApiError
 
 # Maximum value of Retry-After.

@@ -6,8 +6,8 @@ from typing import Any
 
 from maxlm.errors import InputError
 from maxlm.inference.prompts import text_prompt
-from maxlm.serving.log_probs import TokenDecoder
 from maxlm.serving.request_parsing import ServedModel, conversation_ids
+from maxlm.serving.responses import TokenDecoder
 from maxlm.serving.schema.errors import ApiError
 from maxlm.serving.schema.tokens import DetokenizeRequest, TokenizeRequest
 

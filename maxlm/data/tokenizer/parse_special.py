@@ -39,7 +39,7 @@ def encode_with_special(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 @functools.lru_cache(8)
 def _library(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
-    """Returns the library's tokenizer, which recognizes special tokens unless told otherwise."""
+    """Returns the library's tokenizer, which recognizes special tokens by default."""
     library = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     # A tokenizer.json may store both, but they are no part of the mapping from text to ids.
     library.no_truncation()
