@@ -1,8 +1,10 @@
 """lm-eval scores tasks through the server as `maxlm evaluate` scores them in its process."""
 
 import contextlib
+import json
 
 import httpx
+import jsonschema
 import pytest
 
 from maxlm.evaluation.lm_eval_model import LmEvalModel
@@ -124,6 +126,43 @@ def test_lm_eval_scores_through_the_server(model, engine, tasks, ours, kinds, se
     # Control: the answers are neither all equal, nor all right or wrong.
     assert len({round(score[0], 4) for score in responses(ours, 'local_choice')}) > 10
     assert 0 < numbers(ours, 'local_choice')['acc,none'] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_dead_end_of_a_schema_is_an_error(model, engine, stream):
+    schema = {
+        'type': 'object',
+        'properties': {'score': {'type': 'integer', 'minimum': 10, 'maximum': 99}},
+        'patternProperties': {'^score$': {'minimum': 0}},
+        'required': ['score'],
+        'additionalProperties': False,
+    }
+    response_format = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': schema}}
+    ends = set()
+    with serving(model, engine) as server:
+        for seed in range(12):
+            body = {'prompt': 'amber', 'max_tokens': 40, 'seed': seed, 'response_format': response_format}
+            answer = httpx.post(f'{server.url}/v1/completions', json=body | {'stream': stream})
+            if stream:
+                events = [line.removeprefix('data: ') for line in answer.text.split('\n\n') if line]
+                parts = [json.loads(event) for event in events if event != '[DONE]']
+                text = ''.join(part['choices'][0]['text'] for part in parts if 'choices' in part)
+                error = parts[-1].get('error')
+                assert (error is None) == (events[-1] == '[DONE]')
+            else:
+                error, text = answer.json().get('error'), ''
+                assert answer.status_code == (500 if error else 200)
+                if not error:
+                    text = answer.json()['choices'][0]['text']
+            if error:
+                assert (error['type'], error['code']) == ('server_error', 'grammar')
+                assert 'the schema allows no token after the text so far' in error['message']
+            else:
+                jsonschema.validate(json.loads(text), schema)
+            ends.add(error is None)
+    # The model takes the wrong comma in some samples.
+    assert ends == {True, False}
 
 
 @pytest.mark.slow

@@ -7,22 +7,20 @@ from maxlm.errors import InputError
 from maxlm.inference.engine import score_positions
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.scoring import LogprobScorer, ScoringRequest
-from tests.inference.engines import CONTEXT, GREEDY, NUM_IDS, PROMPTS, engine, generate, load, naive_logits, new_engine
+from tests.inference.engines import (
+    CONTEXT,
+    GREEDY,
+    NUM_IDS,
+    PROMPTS,
+    engine,
+    generate,
+    load,
+    new_engine,
+    prompt_log_probs,
+    score_prompts,
+)
 
 FAMILY = 'llama, grouped'
-
-
-def scored(some, prompts, max_tokens=0, beside=(), **settings):
-    """Returns the deltas of each prompt."""
-    deltas = {number: [] for number in range(len(prompts))}
-    for request in beside:
-        some.submit(request, lambda delta: None)
-    for number, prompt in enumerate(prompts):
-        request = Request(tuple(prompt), max_tokens, GREEDY, score_prompt=True, **settings)
-        some.submit(request, lambda delta, number=number: deltas[number].append(delta))
-    while some.step():
-        pass
-    return [deltas[number] for number in range(len(prompts))]
 
 
 def reference(family, prompt):
@@ -35,21 +33,20 @@ def reference(family, prompt):
 @pytest.mark.parametrize('family', [FAMILY, 'gemma2', 'experts'])
 def test_scores_equal_those_of_the_scorer(family):
     # Prompts of one token, of one chunk, and of several chunks.
-    for prompt, (delta,) in zip(PROMPTS, scored(engine(family), PROMPTS), strict=True):
+    for prompt, (delta,) in zip(PROMPTS, score_prompts(engine(family), PROMPTS), strict=True):
         assert (delta.text, delta.tokens, delta.finish_reason) == ('', (), 'length')
         np.testing.assert_allclose(delta.prompt_scores.log_prob_T, reference(family, prompt), rtol=1e-4, atol=2e-4)
         assert delta.prompt_scores.top_ids_TC.shape == (len(prompt) - 1, 0)
     # Control: the scores are not those of another prompt.
     other = reference(family, [*PROMPTS[1][:-1], 7])
-    (delta,) = scored(engine(family), PROMPTS[1:2])[0]
+    (delta,) = score_prompts(engine(family), PROMPTS[1:2])[0]
     assert abs(delta.prompt_scores.log_prob_T[-1] - other[-1]) > 1e-3
 
 
 def test_most_likely_tokens():
-    (delta,) = scored(engine(FAMILY), PROMPTS[2:], top_log_probs=3)[0]
+    (delta,) = score_prompts(engine(FAMILY), PROMPTS[2:], top_log_probs=3)[0]
     # All ids of the model share the probability, but only ids of the tokenizer have a text.
-    logits = naive_logits(FAMILY, PROMPTS[2], num_ids=1023)[:-1].astype(np.float64)
-    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    log_probs = prompt_log_probs(FAMILY, PROMPTS[2])
     best = np.argsort(-log_probs[:, :NUM_IDS], axis=1)[:, :3]
     assert (delta.prompt_scores.top_ids_TC == best).all()
     expected = np.take_along_axis(log_probs, best, axis=1)
@@ -63,7 +60,7 @@ def test_a_continuation_follows_the_scores(monkeypatch):
     alone = generate(some, PROMPTS)
     # The prompts are in the cache now, but their logits are not.
     beside = [Request(tuple(PROMPTS[0]), 30, GREEDY)]
-    for prompt, ids, deltas in zip(PROMPTS, alone, scored(some, PROMPTS, 12, beside), strict=True):
+    for prompt, ids, deltas in zip(PROMPTS, alone, score_prompts(some, PROMPTS, 12, beside), strict=True):
         assert [token.id for delta in deltas for token in delta.tokens] == ids
         np.testing.assert_allclose(deltas[0].prompt_scores.log_prob_T, reference(FAMILY, prompt), rtol=1e-4, atol=2e-4)
         assert all(delta.prompt_scores is None for delta in deltas[1:])
@@ -71,7 +68,7 @@ def test_a_continuation_follows_the_scores(monkeypatch):
 
 def test_a_prompt_may_fill_the_context():
     prompt = [5] * CONTEXT
-    (delta,) = scored(engine(FAMILY), [prompt])[0]
+    (delta,) = score_prompts(engine(FAMILY), [prompt])[0]
     assert len(delta.prompt_scores.log_prob_T) == CONTEXT - 1
     with pytest.raises(InputError, match='max_tokens=1: the prompt has 100 tokens'):
         engine(FAMILY).check(Request(tuple(prompt), 1, score_prompt=True))
