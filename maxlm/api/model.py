@@ -138,13 +138,15 @@ class Model:
 
         Args:
             prompt: a text to continue, or messages to answer.
-            max_tokens, seed, stop, parse_special, **sampling: see `generate`. Messages never have special tokens.
+            max_tokens, seed, stop, parse_special, **sampling: see `generate`.
 
         Raises:
             InputError: as `generate` and `chat`.
         """
         if isinstance(prompt, str):
             ids = text_prompt(self.tokenizer, prompt, parse_special=parse_special)
+        elif parse_special:
+            raise InputError('parse_special: applies to texts, not to messages; remove it')
         else:
             ids = chat_prompt(self._model, prompt)
         names = [field.name for field in dataclasses.fields(Sampling)]
