@@ -117,7 +117,7 @@ def test_errors_can_be_retried(tab, server):
 
 
 def test_a_conversation_that_is_too_long_loses_its_oldest_messages(browser):
-    engine = FakeEngine(reply=REPLY, max_context=300)
+    engine = FakeEngine(reply=REPLY, max_context=330)
     with ServerThread(served_by(engine)) as server:
         with_page(browser, server.url)
         set_up(browser, temperature=0, max_tokens=20)
@@ -126,7 +126,7 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_messages(browser):
             finished(browser, number)
         send(browser, '4' * 120)
         browser.until('document.querySelector(".error")')
-        assert 'The context length is 300 tokens' in browser.texts('.error span')[0]
+        assert 'The context length is 330 tokens' in browser.texts('.error span')[0]
         assert browser.texts('.error button') == ['Retry', 'Leave out oldest messages']
         browser.run('document.querySelectorAll(".error button")[1].click(), 0')
         finished(browser, 4)
