@@ -13,17 +13,28 @@ from maxlm.inference.load import LoadedModel
 from maxlm.workdir.files import CHAT_TEMPLATE
 
 
-def text_prompt(tokenizer: Tokenizer, text: str, *, parse_special: bool = False) -> list[int]:
+def text_prompt(
+    tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True, parse_special: bool = False
+) -> list[int]:
     """Returns the token ids of a text to continue.
 
-    With `parse_special`, names of special tokens become their ids; otherwise they are ordinary characters.
+    Args:
+        tokenizer: tokenizer of the model.
+        text: the text.
+        add_special_tokens: put the beginning of text before it, unless the parsed text begins with it.
+        parse_special: names of special tokens become their ids; otherwise they are ordinary characters.
     """
-    ids = encode_with_special(tokenizer, text) if parse_special else tokenizer.encode_batch([text])[0]
-    return ids.tolist()
+    beginning = list(tokenizer.beginning_of_document) if add_special_tokens else []
+    if not parse_special:
+        (ids,) = tokenizer.encode_batch([text])
+        return [*beginning, *ids.tolist()]
+    parsed = encode_with_special(tokenizer, text).tolist()
+    # A rendered chat often begins with the token, and a model does not expect it twice.
+    return parsed if parsed[: len(beginning)] == beginning else [*beginning, *parsed]
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """Returns the token ids of a fill-in-the-middle prompt: prefix, suffix, middle.
+    """Returns the token ids of a fill-in-the-middle prompt: beginning of text, prefix, suffix, middle.
 
     This is the order in which `maxlm.data.tokenizer.fim` trains the model.
 
@@ -36,7 +47,8 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
         )
     (prefix_ids,), (suffix_ids,) = tokenizer.encode_batch([prefix]), tokenizer.encode_batch_inside([suffix])
     prefix_id, middle_id, suffix_id = tokenizer.infill_ids
-    return [prefix_id, *prefix_ids.tolist(), suffix_id, *suffix_ids.tolist(), middle_id]
+    beginning = tokenizer.beginning_of_document
+    return [*beginning, prefix_id, *prefix_ids.tolist(), suffix_id, *suffix_ids.tolist(), middle_id]
 
 
 def chat_prompt(model: LoadedModel, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -99,7 +99,7 @@ def parse_completion_request(api_request: CompletionRequest, served: ServedModel
         if isinstance(prompt, str):
             check_size(prompt + (api_request.suffix or ''), served, 'prompt', parse_special=parse_special)
     try:
-        ids = [_encode_prompt(prompt, api_request.suffix, tokenizer, parse_special=parse_special) for prompt in prompts]
+        ids = [_encode_prompt(prompt, api_request, tokenizer, parse_special=parse_special) for prompt in prompts]
     except InputError as error:
         raise ApiError(400, str(error), param='prompt' if api_request.suffix is None else 'suffix') from error
     echoes = ['' for _ in ids]
@@ -227,14 +227,19 @@ def check_size(text: str, served: ServedModel, param: str, *, parse_special: boo
 
 
 def _encode_prompt(
-    prompt: str | list[int], suffix: str | None, tokenizer: Tokenizer, *, parse_special: bool
+    prompt: str | list[int], api_request: CompletionRequest, tokenizer: Tokenizer, *, parse_special: bool
 ) -> list[int]:
-    if suffix is not None:
+    if api_request.suffix is not None:
         if not isinstance(prompt, str):
             raise InputError('suffix: the prompt must be a string')
-        return infill_prompt(tokenizer, prompt, suffix)
+        return infill_prompt(tokenizer, prompt, api_request.suffix)
     if isinstance(prompt, str):
-        return text_prompt(tokenizer, prompt, parse_special=parse_special)
+        return text_prompt(
+            tokenizer,
+            prompt,
+            add_special_tokens=api_request.add_special_tokens is not False,
+            parse_special=parse_special,
+        )
     return prompt
 
 

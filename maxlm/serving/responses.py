@@ -97,7 +97,14 @@ class _CompletionLogProbs:
             yield self._row(end.id, end.log_prob, end.top, self._offset)
 
     def _prompt_rows(self, scores: PromptScores) -> Iterator[tuple[str, float | None, dict[str, float] | None, int]]:
-        stream, offset = TextStream(self._token_decoder.tokenizer, (), ()), 0
+        tokenizer = self._token_decoder.tokenizer
+        beginning = tuple(tokenizer.beginning_of_document)
+        # The beginning of text that precedes a text prompt is no part of its echo.
+        is_hidden = tuple(self._prompt[: len(beginning)]) == beginning and not self._echo.startswith(
+            tokenizer.decode(beginning)
+        )
+        num_hidden = len(beginning) if is_hidden else 0
+        stream, offset = TextStream(tokenizer, (), ()), 0
         values = zip(
             scores.log_prob_T.tolist(), scores.top_ids_TC.tolist(), scores.top_log_probs_TC.tolist(), strict=True
         )
@@ -110,7 +117,7 @@ class _CompletionLogProbs:
             else:
                 # Nothing precedes the first token.
                 yield self._token_decoder.decode(token_id).text, None, None, place
-            offset += len(stream.add(token_id))
+            offset += len(stream.add(token_id)) if index >= num_hidden else 0
 
     def _row(
         self, token_id: int, log_prob: float, top: Iterable[tuple[int, float]], offset: int

@@ -22,8 +22,12 @@ def tokenize(request: TokenizeRequest, served: ServedModel, token_decoder: Token
         ids = conversation_ids(request.messages, served)
     else:
         try:
-            is_parsed = served.parse_special if request.parse_special is None else request.parse_special
-            ids = text_prompt(served.tokenizer, request.prompt or '', parse_special=is_parsed)
+            ids = text_prompt(
+                served.tokenizer,
+                request.prompt or '',
+                add_special_tokens=request.add_special_tokens is not False,
+                parse_special=served.parse_special if request.parse_special is None else request.parse_special,
+            )
         except InputError as error:
             raise ApiError(400, f'prompt: {error}', param='prompt') from error
     texts = [token_decoder.decode(i).text for i in ids] if request.return_token_strs else None
@@ -54,12 +58,13 @@ def tokenizer_info(served: ServedModel) -> dict[str, Any]:
         raise ApiError(
             404, 'tokenizer_info: requires a server with --parse-special; restart it with this option', code='not_found'
         )
-    end = served.tokenizer.special_tokens[served.tokenizer.end_of_document].content
+    tokenizer = served.tokenizer
+    beginning = tokenizer.beginning_of_document
     return {
         'tokenizer_class': 'PreTrainedTokenizerFast',
         'model_max_length': served.engine.max_context,
-        'bos_token': None,
-        'eos_token': end,
+        'bos_token': tokenizer.special_tokens[beginning[-1]].content if beginning else None,
+        'eos_token': tokenizer.special_tokens[tokenizer.end_of_document].content,
         'pad_token': None,
         'chat_template': None if served.chat is None else served.chat.template.source,
     }

@@ -4,21 +4,22 @@ import math
 
 import numpy as np
 import pytest
+import tokenizers
 
-from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
+from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 from maxlm.inference.engine.requests import Delta, GeneratedToken, PromptScores
 from maxlm.serving.responses import ResponseBuilder, TokenDecoder, usage
 
 TOKENIZER = bytes_tokenizer()
 
 
-def response_to(prompt, echo, deltas):
+def response_to(prompt, echo, deltas, tokenizer=TOKENIZER):
     """Returns the only choice of a response."""
     builder = ResponseBuilder(
         chat=False,
         model='tiny',
         step=1,
-        token_decoder=TokenDecoder(TOKENIZER),
+        token_decoder=TokenDecoder(tokenizer),
         with_log_probs=True,
         echoes=[echo],
         prompts=[prompt],
@@ -53,6 +54,20 @@ def test_offsets_are_places_in_the_text(text, answer, offsets):
     assert choice['text'] == text + answer
     for start, name in zip(offsets, choice['logprobs']['tokens'], strict=True):
         assert name in (choice['text'][start], '\ufffd')
+
+
+@pytest.mark.parametrize(
+    ('echo', 'offsets'), [('ab', [0, 0, 1]), ('<|begin|>ab', [0, 9, 10])], ids=['a text prompt', 'a parsed prompt']
+)
+def test_a_beginning_of_text_is_listed_but_not_part_of_the_echo(echo, offsets):
+    library = tokenizers.Tokenizer.from_str(TOKENIZER.to_json())
+    library.add_special_tokens(['<|begin|>'])
+    boundaries = TOKENIZER.boundaries._replace(beginning=(257,))
+    prompt = (257, 97, 98)
+    delta = Delta(0, '', (), 'length', prompt_scores=scores(prompt))
+    lists = response_to(prompt, echo, [delta], Tokenizer(library, boundaries))['logprobs']
+    assert lists['tokens'] == ['<|begin|>', 'a', 'b']
+    assert lists['text_offset'] == offsets
 
 
 def test_the_end_token_is_listed_but_not_part_of_the_text():

@@ -27,21 +27,18 @@ def longest_token(tokenizer: Tokenizer, *, parse_special: bool = False) -> int |
     if tokenizer.kind == 'ids':
         # The numbers may be separated by any amount of whitespace.
         return None
-    special = tokenizer.special_tokens.values() if parse_special else ()
-    if any(token.lstrip or token.rstrip or token.normalized for token in special):
-        return None
     if tokenizer.kind == 'library':
-        longest = _longest(json.loads(tokenizer.to_json()))
-    else:
-        longest = 1 if tokenizer.kind == 'bytes' else _MAX_CHARACTER_BYTES
-    return longest and max([longest, *(len(token.content.encode()) for token in special)])
+        return _longest(json.loads(tokenizer.to_json()), parse_special=parse_special)
+    special = tokenizer.special_tokens.values() if parse_special else ()
+    longest = 1 if tokenizer.kind == 'bytes' else _MAX_CHARACTER_BYTES
+    return max([longest, *(len(token.content.encode()) for token in special)])
 
 
-def _longest(facts: dict[str, Any]) -> int | None:
+def _longest(facts: dict[str, Any], *, parse_special: bool) -> int | None:
     model, steps = facts['model'], _steps(facts['pre_tokenizer'], 'pretokenizers')
     if model['type'] != 'BPE' or not all(_keeps_text(step) for step in steps):
         return None
-    added = [token for token in facts['added_tokens'] if not token['special']]
+    added = [token for token in facts['added_tokens'] if parse_special or not token['special']]
     if any(token['lstrip'] or token['rstrip'] or token['normalized'] for token in added):
         return None
     vocab = model['vocab']

@@ -10,9 +10,8 @@ import functools
 import numpy as np
 import tokenizers
 
+from maxlm.data.tokenizer.library import encode_batch, only_map
 from maxlm.data.tokenizer.tokenizer import Tokenizer
-from maxlm.errors import InputError, surrogate_in
-from maxlm.storage.errors import catch_panics
 
 
 def encode_with_special(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -27,21 +26,15 @@ def encode_with_special(tokenizer: Tokenizer, text: str) -> np.ndarray:
     if tokenizer.kind == 'ids':
         # Its special tokens are named by numbers, which are also parts of other numbers.
         return tokenizer.encode_batch([text])[0]
-    try:
-        with catch_panics('tokenizers'):
-            ids = _library(tokenizer).encode(text, add_special_tokens=False).ids
-    except Exception as error:  # the library raises bare Exception
-        if (place := surrogate_in(text)) >= 0:
-            raise InputError(f'the text is not valid UTF-8 at character {place}; remove the character') from error
-        raise InputError(f'the tokenizer cannot encode a text: {error}; use another tokenizer') from error
-    return np.array(ids, np.uint32)
+    return encode_batch(_library(tokenizer), [text])[0]
 
 
 @functools.lru_cache(8)
 def _library(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
-    """Returns the library's tokenizer, which recognizes special tokens by default."""
+    """Returns the library's tokenizer, which recognizes special tokens by default, with the flags of the file."""
     library = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    # A tokenizer.json may store both, but they are no part of the mapping from text to ids.
-    library.no_truncation()
-    library.no_padding()
+    only_map(library)
+    # The files of a model may name a token of the vocabulary that tokenizer.json does not mark as special.
+    added = library.get_added_tokens_decoder()
+    library.add_special_tokens([token for index, token in tokenizer.special_tokens.items() if index not in added])
     return library

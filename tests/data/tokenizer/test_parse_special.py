@@ -1,5 +1,7 @@
 """Texts with names of special tokens get the same ids as from Transformers."""
 
+import json
+
 import numpy as np
 import pytest
 import tokenizers
@@ -8,6 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from maxlm.data.tokenizer.parse_special import encode_with_special
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, chars_tokenizer, ids_tokenizer
 from maxlm.errors import InputError
+from maxlm.inference.prompts import text_prompt
 
 NAMES = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
 FIM = ('<|fim_prefix|>', '<|fim_suffix|>', '<|fim_middle|>')
@@ -40,8 +43,7 @@ def library(kind, flags):
             made.normalizer = normalizers.Sequence([normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])
         else:
             made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme='first', split=False)
-    made.add_special_tokens([AddedToken(name, normalized=False, special=True, **flags) for name in NAMES])
-    made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in FIM])
+    made.add_special_tokens([AddedToken(name, normalized=False, special=True, **flags) for name in (*NAMES, *FIM)])
     return made
 
 
@@ -83,6 +85,23 @@ def test_truncation_and_padding_of_the_file_are_not_applied():
     made.enable_truncation(5)
     made.enable_padding(length=200, pad_id=1)
     assert encode_with_special(Tokenizer.from_json(made.to_str(), name='test'), long).tolist() == expected
+
+
+def test_a_beginning_of_text_is_not_added_twice(tmp_path):
+    made = library('byte level', {})
+    start = made.token_to_id('<|im_start|>')
+    made.save(str(tmp_path / 'tokenizer.json'))
+    config = {'bos_token': '<|im_start|>', 'eos_token': '<|endoftext|>', 'add_bos_token': True}
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(tmp_path / 'tokenizer.json')
+    assert list(tokenizer.beginning_of_document) == [start]
+    for text in ('Hi', CHAT):
+        (plain,) = tokenizer.encode_batch([text])
+        assert text_prompt(tokenizer, text) == [start, *plain.tolist()]
+        parsed = encode_with_special(tokenizer, text).tolist()
+        assert text_prompt(tokenizer, text, parse_special=True, add_special_tokens=False) == parsed
+        expected = parsed if text == CHAT else [start, *parsed]
+        assert text_prompt(tokenizer, text, parse_special=True) == expected
 
 
 def test_other_kinds():
