@@ -114,13 +114,7 @@ def _model_facts(model: ModelConfig) -> dict[str, str]:
 
 def _token_facts(workdir: Path) -> dict[str, str]:
     with contextlib.suppress(InputError):
-        names = Tokenizer.load(workdir / TOKENIZER).boundary_names
-        facts = {'end of text': 'end_of_text', 'beginning of text': 'beginning_of_text'}
-        return {
-            label: f'{" ".join(f"`{token}`" for token in names[key])} ({names[f"{key}_source"]})'
-            for label, key in facts.items()
-            if names[key]
-        }
+        return Tokenizer.load(workdir / TOKENIZER).describe_boundaries()
     return {}
 
 

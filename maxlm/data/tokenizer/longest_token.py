@@ -28,7 +28,8 @@ def longest_token(tokenizer: Tokenizer, *, parse_special: bool = False) -> int |
         # The numbers may be separated by any amount of whitespace.
         return None
     if tokenizer.kind == 'library':
-        return _longest(json.loads(tokenizer.to_json()), parse_special=parse_special)
+        source = tokenizer.to_json() if parse_special else tokenizer.marked_json()
+        return _longest(json.loads(source), parse_special=parse_special)
     special = tokenizer.special_tokens.values() if parse_special else ()
     longest = 1 if tokenizer.kind == 'bytes' else _MAX_CHARACTER_BYTES
     return max([longest, *(len(token.content.encode()) for token in special)])
