@@ -77,7 +77,7 @@ class Grammars:
         first = TokenMatcher(matcher.deep_copy(), num_words(self._tokenizer.vocab_size))
         first.mask()
         if first.failure:
-            raise InputError(f'grammar: the schema allows no text ({first.failure}); change it')
+            raise InputError('grammar: no token of this model begins a text that the schema allows; change the schema')
         return matcher
 
     def _make_vocabulary(self) -> Any:

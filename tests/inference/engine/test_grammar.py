@@ -4,6 +4,7 @@ import collections
 import json
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 
@@ -152,5 +153,9 @@ def test_invalid_grammars_are_rejected():
             some.complete([Request((1,), 5, grammar=json_grammar(schema))])
     with pytest.raises(InputError, match='grammar: the tokens of this model have no text'):
         Grammars(ids_tokenizer(100, 0), [0]).start(json_grammar(SCHEMA))
+    # llguidance itself accepts these grammars of no text.
+    for rules in ('start: A\nA: /a/ & /b/', 'start: x\nx: x "a"'):
+        with pytest.raises(InputError, match='grammar: no token of this model begins a text'):
+            some.check(Request((1,), 5, grammar=llguidance.LLMatcher.grammar_from_lark(rules)))
     with pytest.raises(InputError, match='grammar: not supported with ignore_eos'):
         Request((1,), 5, grammar='x', ignore_eos=True)
