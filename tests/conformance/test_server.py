@@ -10,10 +10,12 @@ import pytest
 from maxlm.evaluation.lm_eval_model import LmEvalModel
 from maxlm.evaluation.lm_eval_tasks import Benchmarks
 from maxlm.huggingface.export_model import export_model
+from maxlm.huggingface.import_model import import_model
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import load_model
 from maxlm.inference.scoring import LogprobScorer
 from maxlm.serving.request_parsing import ServedModel
+from tests.conformance.special_tokens import Files, write_model
 from tests.evaluation.harness_tasks import documents, write_tasks
 from tests.huggingface.workdirs import make_workdir
 from tests.serving.fake_engine import DETAILS
@@ -126,6 +128,31 @@ def test_lm_eval_scores_through_the_server(model, engine, tasks, ours, kinds, se
     # Control: the answers are neither all equal, nor all right or wrong.
     assert len({round(score[0], 4) for score in responses(ours, 'local_choice')}) > 10
     assert 0 < numbers(ours, 'local_choice')['acc,none'] < 1
+
+
+@pytest.mark.slow
+def test_texts_with_a_beginning_of_text(tmp_path, monkeypatch):
+    monkeypatch.setattr('lm_eval.evaluator.add_env_info', lambda results: None)
+    files = Files({'eos_token': '</s>', 'bos_token': '<s>'}, post=(('<s>',), ()))
+    source = write_model(tmp_path / 'source', files)
+    import_model(str(source), str(tmp_path / 'run'), show=False)
+    model = load_model(str(tmp_path / 'run'), num_devices=1)
+    docs = [{**doc, 'question': doc['question'][:20]} for doc in documents(6)]
+    tasks = write_tasks(tmp_path / 'tasks', docs, ('choice',))
+    engine = Engine(model, num_slots=2)
+    expected = Benchmarks([str(tasks)]).run(LmEvalModel(model, LogprobScorer(model), None))
+    settings = {'tokenizer_backend': 'huggingface', 'tokenizer': str(source)}
+    with serving((model, source), engine) as server:
+        found = through_server(server, tasks, ['choice'], add_bos_token=True, **settings)
+        without = through_server(server, tasks, ['choice'], **settings)
+        # The server adds the token to texts, with the same log-probabilities and offsets in the echo.
+        body = {'prompt': 'ab', 'echo': True, 'logprobs': 0, 'max_tokens': 0}
+        choice = httpx.post(f'{server.url}/v1/completions', json=body).json()['choices'][0]
+    check_equal(found, expected, ['choice'])
+    with pytest.raises(AssertionError):
+        check_equal(without, expected, ['choice'])
+    assert (choice['text'], choice['logprobs']['tokens']) == ('ab', ['<s>', 'a', 'b'])
+    assert choice['logprobs']['text_offset'] == [0, 0, 1]
 
 
 @pytest.mark.slow

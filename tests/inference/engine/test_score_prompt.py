@@ -66,6 +66,19 @@ def test_a_continuation_follows_the_scores(monkeypatch):
         assert all(delta.prompt_scores is None for delta in deltas[1:])
 
 
+def test_an_end_token_is_reported(monkeypatch):
+    some = engine(FAMILY)
+    ((first, *_),) = generate(some, PROMPTS[1:2])
+    monkeypatch.setattr(some, '_stop_token_ids', frozenset({first}))
+    (delta,) = score_prompts(some, PROMPTS[1:2], max_tokens=1, top_log_probs=1)[0]
+    assert (delta.text, delta.tokens, delta.finish_reason, delta.end_token.id) == ('', (), 'stop', first)
+    assert delta.end_token.top == ((first, delta.end_token.log_prob),)
+    monkeypatch.undo()
+    # Control: otherwise it is a token of the text.
+    (delta,) = score_prompts(some, PROMPTS[1:2], max_tokens=1, top_log_probs=1)[0]
+    assert ([token.id for token in delta.tokens], delta.finish_reason, delta.end_token) == ([first], 'length', None)
+
+
 def test_a_prompt_may_fill_the_context():
     prompt = [5] * CONTEXT
     (delta,) = score_prompts(engine(FAMILY), [prompt])[0]
@@ -82,3 +95,17 @@ def test_a_cancelled_prompt_has_no_scores():
     while some.step():
         pass
     assert [(delta.finish_reason, delta.prompt_scores) for delta in deltas] == [('cancelled', None)]
+
+
+def test_running_samples_continue_while_a_prompt_is_scored():
+    some, order = engine(FAMILY), []
+    some.submit(Request(tuple(PROMPTS[0]), 40, GREEDY), lambda delta: order.append('token'))
+    while len(order) < 2:
+        some.step()
+    order.clear()
+    some.submit(Request(tuple(PROMPTS[2]), 0, score_prompt=True), lambda delta: order.append('scores'))
+    while some.step():
+        pass
+    # A step reads one chunk of the prompt, which has three, and generates a token.
+    assert order.index('scores') >= 2
+    assert order.count('scores') == 1
