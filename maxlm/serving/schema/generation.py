@@ -42,6 +42,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     'logits_processors': (None, []),
     'min_tokens': (None, 0),
     'modalities': (None, ['text']),
+    'parse_special': (None, False),
     'prompt_logprobs': (None,),
     'reasoning_effort': (None, 'none'),
     'stop_token_ids': (None, []),
@@ -143,8 +144,21 @@ class CompletionRequest(RequestBase):
     )
     add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL_TOKENS)
     echo: bool | None = Field(None, description='Begin each choice with its prompt.')
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=_MAX_INT32,
+        description='Maximum number of tokens of a choice; 0 requires echo. Default: the rest of the context.',
+    )
     logprobs: int | None = Field(
-        None, ge=0, le=MAX_TOP_LOG_PROBS, description='Return log-probabilities, and this number of most likely tokens.'
+        None,
+        ge=0,
+        le=MAX_TOP_LOG_PROBS,
+        description='Return log-probabilities, and this number of most likely tokens. With echo, also of the prompt.',
+    )
+    parse_special: bool | None = Field(
+        None,
+        description='Encode names of special tokens in text prompts as their ids. Default: that of the server.',
     )
 
 
@@ -215,6 +229,18 @@ def parse_completion(body: bytes) -> CompletionRequest:
     # best_of equal to n has no effect.
     reject_unsupported(request, UNSUPPORTED | {'best_of': (None, request.n or 1)} | _UNSUPPORTED_IN_COMPLETIONS)
     _check_consistency(request)
+    if request.max_tokens == 0 and not request.echo:
+        raise ApiError(
+            400, 'max_tokens=0: requires echo=true, since the choices would be empty otherwise', param='max_tokens'
+        )
+    if request.suffix is not None and request.parse_special:
+        raise ApiError(
+            400,
+            'parse_special: not supported with suffix; write the fill-in-the-middle tokens in the prompt',
+            param='parse_special',
+        )
+    if request.suffix is not None and request.echo and request.logprobs is not None:
+        raise ApiError(400, 'echo: not supported with suffix and logprobs; remove one of them', param='echo')
     return request
 
 

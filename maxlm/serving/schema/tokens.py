@@ -47,6 +47,9 @@ class TokenizeRequest(TemplateOptions):
         [], description='A conversation, which the chat template renders. Replaces prompt.'
     )
     add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL_TOKENS)
+    parse_special: bool | None = Field(
+        None, description='Encode names of special tokens in prompt as their ids. Default: that of the server.'
+    )
     return_token_strs: bool | None = Field(None, description='Also return the text of each token.')
 
 
@@ -72,6 +75,8 @@ def parse_tokenize(body: bytes, *, max_context: int) -> TokenizeRequest:
     request = parse_request(TokenizeRequest, body)
     if (request.prompt is None) == (not request.messages):
         raise ApiError(400, 'prompt: send either prompt or messages', param='prompt')
+    if request.messages and request.parse_special:
+        raise ApiError(400, 'parse_special: not supported with messages; remove it', param='parse_special')
     check_messages(request.messages, max_context=max_context)
     check_template_options(request)
     return request
