@@ -25,7 +25,8 @@ from maxlm.storage.errors import TransientStorageError
 from maxlm.telemetry.metrics import Callback
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
-from maxlm.trainer.checkpointing import check_init_from, check_teacher, newest_decisions
+from maxlm.trainer.checkpointing import GLOBAL_BATCH, check_init_from, check_teacher
+from maxlm.trainer.continuation import newest_progress, trained_before, with_batch_size
 from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step
 from maxlm.trainer.run_context import RunContext, open_run
 from maxlm.trainer.training_loop import TrainingLoop
@@ -114,7 +115,13 @@ def run(
                 checkpoints=context.checkpoints,
                 record_event=context.recorder.record_event,
             )
-        first_step, decisions = newest_decisions(context.checkpoints)
+        first_step, decisions, data = newest_progress(context.checkpoints)
+        config = source.continued(config, data)
+        if source.follows_batch_size and data:
+            now = sample.train.global_batch_size
+            decisions = with_batch_size(decisions, first_step, before=data.get(GLOBAL_BATCH, now), now=now)
+            # The rest of a length in tokens or epochs.
+            resolver = partial(resolver, trained=trained_before(decisions))
         prepared = compile_step(
             config,
             resolver,

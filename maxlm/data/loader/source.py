@@ -61,6 +61,7 @@ class Source:
             data.seq_len,
             shards=self.shards(split),
             isolate_documents=data.document_mask,
+            train_first_token=data.train_first_token,
             marked=marked,
             fetched=bool(self.url),
             max_open=max_open,
