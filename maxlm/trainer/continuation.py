@@ -135,8 +135,8 @@ def schedule_change(
         return None
     old = read_config(workdir)
     values = {key: (flatten(old)[key], flatten(config)[key]) for key in SCHEDULE_KEYS}
-    if config.by_budget and old.by_budget:
-        # The length follows from the budget.
+    if config.by_budget or old.by_budget:
+        # The length follows from the budget, which is named.
         del values['train.num_steps']
     changes = [f'{key} was {one} and is {two}' for key, (one, two) in values.items() if one != two]
     if not changes:

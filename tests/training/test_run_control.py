@@ -211,9 +211,8 @@ def test_completed_runs():
 def test_decisions_round_trip_through_json():
     for decisions in (
         RunControl(),
-        RunControl(
-            ((3, 5), (9, 12)), 2, 0.25, 700, 1.5, 7.25, 1.25, 3.125, 4, 55, 0.5, 0.1, 3.0, 0.3, ((0, 0, 8), (9, 11, 16))
-        ),
+        RunControl(((3, 5), (9, 12)), 2, 0.25, 700, 1.5, 7.25, 1.25, 3.125, 4, 55, 0.5, 0.1, 3.0, 0.3),
+        RunControl(batch_sizes=((0, 0, 8), (9, 11, 16))),
     ):
         assert from_json(json.loads(json.dumps(to_json(decisions)))) == decisions
     assert from_json(None) == RunControl()
