@@ -22,7 +22,10 @@ from maxlm.checkpoint.init_from import InitCheckpoint, context_change_text, load
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import check_params, copy_params, is_mtp, params_item, restore_params
 from maxlm.config.schema import Config
-from maxlm.data.loader.skipped_batches import skip_steps
+from maxlm.data.loader.batch_rows import BatchRows
+from maxlm.data.loader.batches import check_same_data
+from maxlm.data.loader.position import Position
+from maxlm.data.loader.skipped_batches import data_index, skip_steps
 from maxlm.data.loader.teacher_outputs import read_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -30,14 +33,14 @@ from maxlm.log import logger
 from maxlm.parallel.layout import Layout
 from maxlm.planning.compiled.compile import device_options
 from maxlm.trainer.batch_source import BatchSource
-from maxlm.trainer.continuation import batch_size_text, check_same_data, schedule_change, with_batch_size
 from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.run_context import RunContext
 from maxlm.training.reference import reference_config, to_reference
 from maxlm.training.run_control import Rollback, RunControl, from_json, rolled_back, to_json
 from maxlm.training.run_length import at_start
+from maxlm.training.schedule_change import schedule_change
 from maxlm.training.state import Params, TrainState, init_state
-from maxlm.workdir.files import TOKENIZER
+from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
 from maxlm.workdir.teacher import TEACHER, teacher_workdir
 
 INIT_FROM = 'train.init_from'
@@ -83,9 +86,15 @@ class RunCheckpoints:
         decisions = at_start(before, self._config, step)
         if step and self._source.follows_batch_size and (size := data.get(GLOBAL_BATCH, now)) != now:
             decisions = with_batch_size(decisions, step, before=size, now=now)
-            self._report('batch', batch_size_text(decisions, step, before=size, now=now), step)
-        if step and jax.process_index() == 0:
-            change = schedule_change(self._workdir, self._config, before, decisions, step, int(state.skipped))
+            row = BatchRows.of(now, decisions.batch_sizes).first_row(data_index(step, decisions.skips))
+            text = (
+                f'train.global_batch_size was {size} and is {now}: step {step + 1} continues with sequence {row + 1:,} '
+                'of the data, the first that was not read'
+            )
+            self._report('batch', text, step)
+        if step and jax.process_index() == 0 and (self._workdir / CONFIG).is_file():
+            old, skipped = read_config(self._workdir), int(state.skipped)
+            change = schedule_change(old, self._config, before=before, now=decisions, step=step, skipped=skipped)
             if change:
                 text, old_rate, rate = change
                 self._report('schedule', text, step, old_learning_rate=old_rate, learning_rate=rate)
@@ -162,6 +171,14 @@ class RunCheckpoints:
     def wait(self) -> int | None:
         """Waits for pending saves and returns the step of the newest complete checkpoint."""
         return self._checkpoints.wait()
+
+
+def with_batch_size(decisions: RunControl, step: int, *, before: int, now: int) -> RunControl:
+    """Returns the decisions of a run that resumes with another global batch size; see `Position.after_change`."""
+    if before == now:
+        return decisions
+    sizes, skips = Position(decisions.batch_sizes, decisions.skips).after_change(step, before=before, now=now)
+    return decisions._replace(batch_sizes=sizes, skips=skips)
 
 
 def check_init_from(config: Config, abstract: Params, workdir: Path, *, tokenizer: Path | None = None) -> None:

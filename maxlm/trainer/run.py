@@ -11,6 +11,7 @@ import jax
 
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
+from maxlm.data.loader.batch_rows import trained_before
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.hardware.chips import capability_of
 from maxlm.huggingface.final_export import FinalExport, check_exportable
@@ -25,10 +26,9 @@ from maxlm.storage.errors import TransientStorageError
 from maxlm.telemetry.metrics import Callback
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
-from maxlm.trainer.checkpointing import GLOBAL_BATCH, check_init_from, check_teacher
-from maxlm.trainer.continuation import newest_progress, trained_before, with_batch_size
+from maxlm.trainer.checkpointing import GLOBAL_BATCH, check_init_from, check_teacher, with_batch_size
 from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step
-from maxlm.trainer.run_context import RunContext, open_run
+from maxlm.trainer.run_context import RunContext, newest_progress, open_run
 from maxlm.trainer.training_loop import TrainingLoop
 from maxlm.training.run_control import Rollback, ended
 from maxlm.training.state import abstract_state
@@ -121,7 +121,7 @@ def run(
             now = sample.train.global_batch_size
             decisions = with_batch_size(decisions, first_step, before=data.get(GLOBAL_BATCH, now), now=now)
             # The rest of a length in tokens or epochs.
-            resolver = partial(resolver, trained=trained_before(decisions))
+            resolver = partial(resolver, trained=trained_before(decisions.batch_sizes))
         prepared = compile_step(
             config,
             resolver,

@@ -50,7 +50,9 @@ def sequences_after(step: int, global_batch: int, changes: Changes) -> int:
     return BatchRows(tuple((first, size) for first, _, size in changes) or ((0, global_batch),)).first_row(step)
 
 
-def changed(changes: Changes, *, step: int, batch: int, before: int, now: int) -> Changes:
-    """Returns the changes with batches of `now` rows instead of `before` from a step and its batch on."""
-    earlier = [change for change in changes or ((0, 0, before),) if change[1] < batch]
-    return (*earlier, (step, batch, now))
+def trained_before(changes: Changes) -> tuple[int, int]:
+    """Returns the number of steps and of sequences before the last change of the batch size."""
+    if not changes:
+        return 0, 0
+    step, _, _ = changes[-1]
+    return step, sequences_after(step, 0, changes)

@@ -7,8 +7,8 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Generator, Sequence
-from typing import Protocol
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Protocol
 
 import grain
 import numpy as np
@@ -20,6 +20,8 @@ from maxlm.data.loader.mixture import Mixture, StagedMixture
 from maxlm.data.loader.shuffle import ShuffledIndex, feistel_permutation
 from maxlm.data.loader.teacher_outputs import TeacherOutputReader
 from maxlm.data.loader.windows import Batch, Sequences
+from maxlm.errors import InputError
+from maxlm.log import logger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +193,22 @@ def iterate(
         steps = steps.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.num_workers))
     with contextlib.closing(iter(steps)) as iterator:
         yield from iterator
+
+
+def check_same_data(stored: Mapping[str, Any], present: Mapping[str, Any], *, allow_dataset_change: bool) -> None:
+    """Checks that the data order is unchanged, because the step is the position in the data only for the same order.
+
+    Raises:
+        InputError: it has changed.
+    """
+    changes = fingerprint_changes(dict(stored), dict(present))
+    if changes and not allow_dataset_change:
+        raise InputError(
+            f'the run cannot resume with different data: {changes}; restore the previous data, use a new workdir, or '
+            f'set data.allow_dataset_change=True to continue at the same step of the new data order'
+        )
+    if changes:
+        logger.warning(f'resuming with different data (data.allow_dataset_change=True): {changes}')
 
 
 def fingerprint_changes(stored: dict[str, object], present: dict[str, object]) -> str:

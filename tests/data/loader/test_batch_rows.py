@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from maxlm.data.loader.batch_rows import BatchRows, changed, sequences_after
+from maxlm.data.loader.batch_rows import BatchRows, sequences_after
 
 
 def test_a_constant_batch_size_multiplies():
@@ -23,16 +23,3 @@ def test_each_row_is_in_one_batch(sizes):
     owners = [batch for batch, length in enumerate(lengths) for _ in range(length)]
     assert [rows.batch_of(row) for row in range(len(owners))] == owners
     assert [rows.first_row(batch) for batch in range(len(lengths))] == [0, *itertools.accumulate(lengths)][:-1]
-
-
-def test_changes_follow_each_other():
-    once = changed((), step=10, batch=12, before=4, now=8)
-    assert once == ((0, 0, 4), (10, 12, 8))
-    # Two batches were skipped before step 10, so 40 sequences are trained and 48 are read.
-    assert sequences_after(10, 8, once) == 40
-    assert BatchRows.of(8, once).first_row(12) == 48
-    twice = changed(once, step=15, batch=17, before=8, now=2)
-    assert twice == (*once, (15, 17, 2))
-    assert sequences_after(16, 2, twice) == 40 + 5 * 8 + 2
-    # A second change without a step in between replaces the first one.
-    assert changed(twice, step=15, batch=17, before=2, now=3) == (*once, (15, 17, 3))

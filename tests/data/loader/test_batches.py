@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxlm.config.schema import DataConfig
-from maxlm.data.loader.batches import fingerprint_changes, iterate
+from maxlm.data.loader.batches import check_same_data, fingerprint_changes, iterate
 from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.loader.windows import Sequences
 from maxlm.errors import InputError
@@ -243,3 +243,10 @@ def test_changes_of_the_fingerprint_are_named():
     assert fingerprint_changes(stored, dict(stored)) == ''
     changes = fingerprint_changes(stored, {'window': 32, 'global_batch': 16, 'seed': 3, 'weight web': 0.5})
     assert changes == 'window was 16 and is 32; global_batch was 8 and is 16; weight web was None and is 0.5'
+
+
+def test_changed_data_is_refused_unless_allowed():
+    check_same_data({'seed': 1}, {'seed': 1}, allow_dataset_change=False)
+    with pytest.raises(InputError, match='cannot resume with different data: seed was 1 and is 2'):
+        check_same_data({'seed': 1}, {'seed': 2}, allow_dataset_change=False)
+    check_same_data({'seed': 1}, {'seed': 2}, allow_dataset_change=True)
