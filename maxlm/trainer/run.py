@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -83,7 +83,7 @@ def run(
     with contextlib.ExitStack() as stack:
         cache = enable_compilation_cache(config.train.compilation_cache_dir)
         source, vocab_size = open_source(config, stack)
-        resolver: Callable[[Config], Config] = partial(
+        resolver: partial[Config] = partial(
             resolve,
             platform=jax.default_backend(),
             num_devices=jax.device_count(),

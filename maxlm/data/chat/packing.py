@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from maxlm.data.chat.token_flags import DOCUMENT_START_BIT, IGNORE_BIT, TokenDocument, token_ids
+from maxlm.data.chat.token_flags import DOCUMENT_START_BIT, ID_MASK, IGNORE_BIT, TokenDocument
 
 # Maximum number of open sequences. More would reduce padding but need more memory.
 MAX_OPEN_SEQUENCES = 512
@@ -115,7 +115,7 @@ class Packer:
             # The padding is appended to the last document, so that it is not counted as a document.
             documents[-1] = np.concatenate([documents[-1], padding])
             self._counts.padding += free
-        self._has_end = token_ids(documents[-1][-1]) == token_ids(self._end)
+        self._has_end = bool(documents[-1][-1] & ID_MASK == self._end & ID_MASK)
         return documents
 
     def _parts(self, document: TokenDocument) -> list[np.ndarray]:
