@@ -9,7 +9,7 @@ from maxlm.data.loader.skipped_batches import Skips, data_index, merged
 
 
 class Position(NamedTuple):
-    """What determines the rows of the next batches of a run.
+    """Batch sizes and skipped batches of a run, which determine the rows of its next batches.
 
     Attributes:
         changes: sizes of the global batch so far.
