@@ -22,7 +22,6 @@ from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.export_model import MAX_SHARD_BYTES, export_model
-from maxlm.huggingface.tensors.export_dtypes import DEFAULT_DTYPE
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Delta, Request
 from maxlm.inference.load import load_model
@@ -82,6 +81,16 @@ class Model:
     @property
     def step(self) -> int:
         return self._model.step
+
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """Tokens at the beginning and the end of a text, and the files and keys that name them."""
+        return self.tokenizer.boundary_names
+
+    def __repr__(self) -> str:
+        """Returns a description with the checkpoint, its step and the special tokens."""
+        tokens = ', '.join(f'{name}={value!r}' for name, value in self.special_tokens.items())
+        return f'Model({self._checkpoint!r}, step={self.step}, {tokens})'
 
     def generate(
         self, prompt: str, *, max_tokens: int = 128, seed: int = 0, stop: Sequence[str] = (), **sampling: Any
@@ -193,28 +202,30 @@ class Model:
     def loss(self, text: str) -> float:
         """Returns the mean cross-entropy of the tokens of a text, in nats per token.
 
-        A text may be longer than the context. The first token is predicted from the end of a document, as in training.
+        A text may be longer than the context. The first token is predicted from the beginning of text if the tokenizer
+        has such a token, and otherwise from the end of a document, as in training.
 
         Raises:
             InputError: the text has no tokens.
         """
-        ids = text_prompt(self.tokenizer, text)
+        (encoded,) = self.tokenizer.encode_batch([text])
+        ids = encoded.tolist()
         if not ids:
             raise InputError('the text is empty; provide at least one character')
         if self._scorer is None:
             self._scorer = LogprobScorer(self._model)
-        requests = windows(ids, self.tokenizer.end_of_document, self._scorer.max_length)
+        requests = windows(ids, self.tokenizer.context_free_prefix, self._scorer.max_length)
         return -sum(score.log_prob for score in self._scorer.score(requests)) / len(ids)
 
     def save_pretrained(
-        self, directory: str | os.PathLike[str], *, architecture: str = 'auto', dtype: str = DEFAULT_DTYPE
+        self, directory: str | os.PathLike[str], *, architecture: str = 'auto', dtype: str = 'auto'
     ) -> None:
         """Writes the model in the format of Hugging Face Transformers, as `maxlm hf export` does.
 
         Args:
             directory: directory to create.
             architecture: a model type of Transformers, or `auto`.
-            dtype: type of the tensors: float32, bfloat16 or float16.
+            dtype: type of the tensors: float32, bfloat16 or float16; `auto`: that of the imported model, or bfloat16.
 
         Raises:
             InputError: the directory exists, or no architecture of Transformers can express the model.

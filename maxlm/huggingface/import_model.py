@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config
 from maxlm.huggingface.json_fields import Fields, read_object
+from maxlm.huggingface.original_config import kept_config
 from maxlm.huggingface.state_dict import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tensors.dequantize import open_tensors
 from maxlm.huggingface.tensors.mtp import MTP_ARCHITECTURES, count_modules, shared_copies
@@ -26,15 +28,16 @@ from maxlm.huggingface.tokenizer_files import files_for_import
 from maxlm.log import logger, progress_bar
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.storage.check_directory import check_entries
-from maxlm.workdir.files import CONFIG, EXPORT_FILES, TOKENIZER
+from maxlm.workdir.files import CONFIG, EXPORT_FILES, HF_CONFIG, TOKENIZER
 
 
 class Imported(NamedTuple):
-    """Summary of an import."""
+    """Summary of an import. `boundaries` describes the tokens at the beginning and the end of a text."""
 
     workdir: Path
     class_name: str
     parameters: int
+    boundaries: dict[str, str]
 
 
 def import_model(source: str, output: str, *, show: bool) -> Imported:
@@ -73,9 +76,9 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
             )
     rows = tensors(architecture, model)
     names = match_tensors(files, rows, architecture, shared_copies(model), str(directory))
-    text, remark = files_for_import(directory)
-    if remark:
-        logger.info(remark)
+    text = files_for_import(directory)
+    if text.remark:
+        logger.info(text.remark)
     config = config_for_model(dataclasses.asdict(model), str(path))
     shapes = parameter_shapes(rows)
     parameters = sum(math.prod(shape) for shape in shapes.values())
@@ -87,7 +90,8 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
         progress_bar('import', total=steps, unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(config), encoding='utf-8')
-        for name, content in text.items():
+        (partial / HF_CONFIG).write_text(json.dumps(kept_config(values, directory), indent=2), encoding='utf-8')
+        for name, content in text.files.items():
             (partial / name).write_bytes(content)
 
         def with_progress(array: StreamedArray) -> StreamedArray:
@@ -98,7 +102,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
             return dataclasses.replace(array, read=read)
 
         write_step(partial, 0, {name: with_progress(array) for name, array in arrays.items()})
-    return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters)
+    return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters, text.described)
 
 
 def match_tensors(

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxlm.data.chat.jinja import ChatError
+from maxlm.data.documents.messages import parse_messages
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel
 from maxlm.workdir.files import CHAT_TEMPLATE
 
 
-def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a text to continue."""
+def text_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Returns the token ids of a text to continue, by default after the beginning of text."""
     (ids,) = tokenizer.encode_batch([text])
-    return ids.tolist()
+    return [*(tokenizer.beginning_of_document if add_special_tokens else ()), *ids.tolist()]
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """Returns the token ids of a fill-in-the-middle prompt: prefix, suffix, middle.
+    """Returns the token ids of a fill-in-the-middle prompt: beginning of text, prefix, suffix, middle.
 
     This is the order in which `maxlm.data.tokenizer.fim` trains the model.
 
@@ -32,21 +32,30 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
         )
     (prefix_ids,), (suffix_ids,) = tokenizer.encode_batch([prefix]), tokenizer.encode_batch_inside([suffix])
     prefix_id, middle_id, suffix_id = tokenizer.infill_ids
-    return [prefix_id, *prefix_ids.tolist(), suffix_id, *suffix_ids.tolist(), middle_id]
+    beginning = tokenizer.beginning_of_document
+    return [*beginning, prefix_id, *prefix_ids.tolist(), suffix_id, *suffix_ids.tolist(), middle_id]
 
 
-def chat_prompt(model: LoadedModel, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def chat_prompt(
+    model: LoadedModel, messages: Sequence[Mapping[str, Any]] | str, *, tools: Sequence[Any] = ()
+) -> list[int]:
     """Returns the token ids of a conversation, followed by the generation prompt of the assistant.
 
+    Args:
+        model: the model.
+        messages: messages, or their JSON text; see `maxlm.data.documents.messages`.
+        tools: tools for the chat template, in the form of `parse_tools`.
+
     Raises:
-        InputError: the model has no chat template, or the template rejects the messages.
+        InputError: the model has no chat template, a message is malformed, or the template rejects the messages.
     """
-    if model.chat is None:
-        raise InputError(
-            f'{model.tokenizer_path.parent} has no usable {CHAT_TEMPLATE}; use a model trained on conversations '
-            f'(maxlm.prepare --format=chat) or imported with a chat template'
-        )
     try:
-        return model.chat.encode_prompt([dict(message) for message in messages]).tolist()
-    except ChatError as error:
+        turns = parse_messages(messages, 'messages')
+        if model.chat is None:
+            raise InputError(
+                f'{model.tokenizer_path.parent} has no usable {CHAT_TEMPLATE}; use a model trained on conversations '
+                f'(maxlm.prepare --format=chat) or imported with a chat template'
+            )
+        return model.chat.encode_prompt(turns, tools=tools).tolist()
+    except ValueError as error:
         raise InputError(str(error)) from error

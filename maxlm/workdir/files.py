@@ -21,6 +21,8 @@ from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_text
 
 CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
+# Exists with the tokenizers of other models.
+TEXT_BOUNDARIES = 'text_boundaries.json'
 # Exists in runs on conversations.
 CHAT_TEMPLATE = 'chat_template.jinja'
 METRICS_FILE = 'metrics.jsonl'
@@ -32,7 +34,11 @@ WANDB_ID_FILE = 'wandb_id'
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 SPECIAL_TOKENS = 'special_tokens_map.json'
 GENERATION = 'generation_config.json'
+# The config.json of the imported model, whose name is that of the run's config.
+HF_CONFIG = 'hf_config.json'
 EXPORT_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION)
+# Files that belong to the model, in addition to its config.
+MODEL_FILES = (TOKENIZER, TEXT_BOUNDARIES, HF_CONFIG, *EXPORT_FILES)
 
 
 def goodput_name(process: int) -> str:
@@ -85,12 +91,13 @@ def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, 
 
 
 def write_run_files(workdir: Path, config: Config, tokenizer: Path) -> None:
-    """Writes the resolved config, the tokenizer and its chat template into the workdir of a new run."""
+    """Writes the resolved config, the tokenizer, its boundaries and its chat template into the workdir of a new run."""
     try:
         replace_file(workdir / CONFIG, to_json(config))
         shutil.copyfile(tokenizer, workdir / TOKENIZER)
-        if (template := tokenizer.with_name(CHAT_TEMPLATE)).is_file():
-            shutil.copyfile(template, workdir / CHAT_TEMPLATE)
+        for name in (TEXT_BOUNDARIES, CHAT_TEMPLATE):
+            if (path := tokenizer.with_name(name)).is_file():
+                shutil.copyfile(path, workdir / name)
     except OSError as error:
         raise _workdir_error(workdir, error) from error
 
@@ -103,7 +110,7 @@ def read_config(workdir: Path) -> Config:
             workdir.
     """
     path = workdir / CONFIG
-    check_entries(workdir, (CONFIG, TOKENIZER, CHAT_TEMPLATE))
+    check_entries(workdir, (CONFIG, *MODEL_FILES))
     try:
         is_remote = is_url(str(path))
         return from_json(read_bytes(str(path), limit=MAX_TEXT_BYTES).decode() if is_remote else read_text(path))

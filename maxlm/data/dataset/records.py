@@ -14,16 +14,15 @@ import json
 import math
 import os
 import typing
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxlm.data.chat.packing import ChatCounts, PairCounts
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
+from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import atomic_write
 from maxlm.storage.json_text import parse_json
@@ -37,8 +36,8 @@ STREAM, STREAM_INPUTS = 'stream', 'stream_inputs'
 UNMASKED: dict[str, Any] = {'masked': False, 'packed_window': 0, 'chat_template_sha256': '', 'chat': {}}
 # Fields that only the manifest of a data set with preferences contains, with their defaults.
 NO_PREFERENCES: dict[str, Any] = {'preferences': False}
-# Records are read one at a time in random order, so grouping does not help. Fast compression hardly shrinks token ids.
-WRITER_OPTIONS = 'group_size:1,uncompressed'
+# Fields that only the manifest of a data set with the tokenizer of another model contains, with their defaults.
+OWN_TOKENIZER: dict[str, Any] = {'beginning_of_document': (), 'text_boundaries_sha256': ''}
 # Bounds of the integers in the manifest. Two of the 32 bits of a token are reserved for flags: see `token_flags`.
 BOUNDS = {'vocab_size': (1, 2**30), 'block': (1, 2**31 - 1), 'packed_window': (0, 2**31 - 1)}
 BOUNDS_OF_COUNTS = (0, 2**62)
@@ -127,6 +126,8 @@ class DatasetManifest:
         chat: fields of `ChatCounts` or `PairCounts` for each split.
         preferences: True if each two documents of a sequence are the chosen and the rejected answer to one prompt, in
                         this order. A missing answer has one token. The last document of a sequence may be padding.
+        beginning_of_document: ids at the beginning of each text document; empty for most tokenizers.
+        text_boundaries_sha256: checksum of TEXT_BOUNDARIES_FILE; '' = the names of the tokens determine the boundaries.
     """
 
     path: Path
@@ -146,6 +147,8 @@ class DatasetManifest:
     chat_template_sha256: str = ''
     chat: dict[str, Any] = dataclasses.field(default_factory=dict)
     preferences: bool = False
+    beginning_of_document: tuple[int, ...] = ()
+    text_boundaries_sha256: str = ''
 
     @property
     def tokenizer_path(self) -> Path:
@@ -163,9 +166,15 @@ class DatasetManifest:
 
     @property
     def tokenizer_checksums(self) -> dict[str, str]:
-        """Checksums of the files in addition to the shards: the tokenizer and, if there is one, the chat template."""
-        template = {CHAT_TEMPLATE_FILE: self.chat_template_sha256} if self.chat_template_sha256 else {}
-        return {self.tokenizer_file: self.tokenizer_sha256, **template}
+        """Checksums of the files in addition to the shards: the tokenizer, and its boundaries and chat template."""
+        optional = {
+            TEXT_BOUNDARIES_FILE: self.text_boundaries_sha256,
+            CHAT_TEMPLATE_FILE: self.chat_template_sha256,
+        }
+        return {
+            self.tokenizer_file: self.tokenizer_sha256,
+            **{name: checksum for name, checksum in optional.items() if checksum},
+        }
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -173,72 +182,15 @@ def token_dtype(vocab_size: int) -> str:
     return 'uint16' if vocab_size <= 2**16 else 'uint32'
 
 
-class ShardWriter:
-    """Writes one shard. The file is renamed to its final name when it is complete and synced.
-
-    Use it as a context manager. An exception deletes the partial file.
-    """
-
-    def __init__(self, path: Path, *, source: str, block: int, dtype: str):
-        self._path = path
-        self._source = source
-        # A unique name, because a lost worker on a disconnected node may still write the same shard.
-        self._partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.partial')
-        self._block = block
-        self._dtype = np.dtype(dtype).newbyteorder('<')
-        self._pending = np.empty(0, self._dtype)
-        self._tokens = 0
-        self._documents = 0
-        self._writer = ArrayRecordWriter(os.fspath(self._partial), WRITER_OPTIONS)
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is not None:
-            self._partial.unlink(missing_ok=True)
-
-    def write(self, documents: Sequence[np.ndarray]) -> None:
-        """Appends documents: arrays [number of tokens] that end with the end-of-document token."""
-        self._documents += len(documents)
-        self._tokens += sum(map(len, documents))
-        pending = np.concatenate([self._pending, *documents]).astype(self._dtype)
-        start = 0
-        # A record needs one token after the block, which is the last target.
-        while len(pending) - start > self._block:
-            self._write_record(pending[start : start + self._block + 1])
-            start += self._block
-        self._pending = pending[start:]
-
-    def finish(self) -> Shard:
-        """Writes the last record, renames the file and returns its description."""
-        # A single remaining token is already the last target of the previous record.
-        if len(self._pending) > 1:
-            self._write_record(self._pending)
-        try:
-            self._writer.close()
-            checksum, size = _sync_and_hash(self._partial)
-            os.replace(self._partial, self._path)
-        except (RuntimeError, OSError) as error:
-            raise InputError(
-                f'{self._path}: cannot be written: {reason_of(error)}; check permissions and disk space'
-            ) from error
-        return Shard(self._path.name, self._source, self._tokens, self._documents, size, checksum)
-
-    def _write_record(self, tokens: np.ndarray) -> None:
-        try:
-            self._writer.write(tokens.tobytes())
-        except RuntimeError as error:
-            raise InputError(
-                f'{self._path}: cannot be written: {reason_of(error)}; check permissions and disk space'
-            ) from error
-
-
 def save_manifest(dataset: DatasetManifest, name: str = MANIFEST_NAME) -> None:
     """Writes the manifest atomically. `dataset.json` completes the data set."""
     facts = {'format_version': FORMAT_VERSION, **dataclasses.asdict(dataset)}
     del facts['path']
-    for field in (*(() if dataset.masked else UNMASKED), *(() if dataset.preferences else NO_PREFERENCES)):
+    for field in (
+        *(() if dataset.masked else UNMASKED),
+        *(() if dataset.preferences else NO_PREFERENCES),
+        *(() if dataset.text_boundaries_sha256 else OWN_TOKENIZER),
+    ):
         del facts[field]
     atomic_write(dataset.path / name, (json.dumps(facts, indent=1) + '\n').encode())
 
@@ -324,13 +276,16 @@ def _parse_manifest(path: Path, facts: Any) -> DatasetManifest:
         )
         for name, split in facts['splits'].items()
     }
-    facts = {**({} if 'masked' in facts else UNMASKED), **NO_PREFERENCES, **facts}
-    dataset = _build(DatasetManifest, {**facts, 'path': path, 'splits': splits, 'left_out': tuple(facts['left_out'])})
+    facts = {**({} if 'masked' in facts else UNMASKED), **NO_PREFERENCES, **OWN_TOKENIZER, **facts}
+    tuples = {name: tuple(facts[name]) for name in ('left_out', 'beginning_of_document')}
+    dataset = _build(DatasetManifest, {**facts, 'path': path, 'splits': splits, **tuples})
     dtypes = ('uint32',) if dataset.masked else ('uint16', 'uint32')
     if set(splits) != {'train', 'validation'} or dataset.dtype not in dtypes:
         raise TypeError('invalid splits or dtype')
     if dataset.end_of_document >= dataset.vocab_size or dataset.vocab_size - 1 > np.iinfo(dataset.dtype).max:
         raise TypeError(f'vocab_size is {dataset.vocab_size}, end_of_document {dataset.end_of_document}')
+    if not all(type(i) is int and 0 <= i < dataset.vocab_size for i in dataset.beginning_of_document):
+        raise TypeError(f'beginning_of_document is {str(dataset.beginning_of_document)[:200]}')
     for entry in dataset.left_out:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ('name', 'reason')):
             raise TypeError('left_out is not a list of names and reasons')
@@ -382,12 +337,6 @@ def _size(directory: Path, name: str) -> int:
         return (directory / name).stat().st_size
     except OSError as error:
         raise InputError(f'{directory / name}: {os_message(error)}; {remedy(directory)}') from error
-
-
-def _sync_and_hash(path: Path) -> tuple[str, int]:
-    with path.open('rb') as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, 'sha256').hexdigest(), file.tell()
 
 
 def reason_of(error: Exception) -> str:

@@ -290,8 +290,10 @@ class TrainingData:
         weighted_sources = []
         # All rows of a batch have the same format, with or without token flags.
         marked = any(source.dataset.masked for source in self.sources)
+        # A data set that was prepared by an earlier version has no such ids in its texts.
+        beginning = max((source.dataset.beginning_of_document for source in self.sources), key=len)
         for number, source in enumerate(self.sources):
-            windows = source.windows(split, self.data, marked=marked)
+            windows = source.windows(split, self.data, beginning_of_document=beginning, marked=marked)
             if self.data.sources:
                 names = [number] * len(windows.shards)
             else:
@@ -370,7 +372,7 @@ def _check_same_tokenizer(a: DatasetManifest, b: DatasetManifest) -> None:
     if a.tokenizer_sha256 == b.tokenizer_sha256:
         return
     # Compare the loaded tokenizers: equivalent files from other tools can differ in their bytes.
-    if Tokenizer.load(a.tokenizer_path).sha256 != Tokenizer.load(b.tokenizer_path).sha256:
+    if Tokenizer.load(a.tokenizer_path).ids_sha256 != Tokenizer.load(b.tokenizer_path).ids_sha256:
         raise InputError(
             f'data.sources: {a.path} and {b.path} have different tokenizers; prepare one with --tokenizer '
             f'{a.tokenizer_path} or the other with --tokenizer {b.tokenizer_path}'

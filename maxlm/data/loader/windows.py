@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,7 @@ class Sequences:
         shards: Sequence[Shard] | None = None,
         isolate_documents: bool = True,
         train_first_token: bool = True,
+        beginning_of_document: Sequence[int] | None = None,
         marked: bool = False,
         fetched: bool = False,
         max_open: int = OPEN_SHARDS,
@@ -43,6 +45,7 @@ class Sequences:
             window: number of tokens in a window.
             shards: shards of the split to use; None = all.
             isolate_documents, train_first_token: see `window_batch`.
+            beginning_of_document: see `window_batch`; None = the ids of the dataset.
             marked: add token flags to streams of a dataset without flags, to mix them with a dataset that has flags.
             fetched, max_open: see `TokenReader`.
         """
@@ -51,7 +54,12 @@ class Sequences:
         self.window = window
         self._end_of_document = dataset.end_of_document
         self._isolate_documents = isolate_documents
-        self._train_first_token = train_first_token
+        if beginning_of_document is None:
+            beginning_of_document = dataset.beginning_of_document
+        self._targets: dict[str, Any] = {
+            'train_first_token': train_first_token,
+            'beginning_of_document': tuple(beginning_of_document),
+        }
         # True if streams contain token flags.
         self.marked = marked or dataset.masked
         self._adds_flags = marked and not dataset.masked
@@ -89,7 +97,7 @@ class Sequences:
         stream = self._reader.read(shard, start, stop)
         if not self._adds_flags:
             return stream
-        return encode_stream_flags(stream, self._end_of_document, train_first_token=self._train_first_token)
+        return encode_stream_flags(stream, self._end_of_document, **self._targets)
 
     def __getitem__(self, number: int) -> Batch:
         """Returns one window as a batch without batch axis, arrays [T]. Raises the same errors as `stream`."""
@@ -102,7 +110,7 @@ class Sequences:
             self.window,
             end_of_document=self._end_of_document,
             isolate_documents=self._isolate_documents,
-            train_first_token=self._train_first_token,
+            **self._targets,
             marked=self.marked,
             num_splits=num_splits,
         )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 
@@ -129,6 +130,20 @@ def test_tokens_that_begin_every_text_are_never_targets():
     assert found[True, ()] == [1] * 8
     assert found[False, ()] == found[True, (begin,)] == found[False, (begin,)] == [1, 1, 1, 0, 1, 1, 1, 1]
     assert found[True, (begin, prefix)] == found[False, (begin, prefix)] == [0, 1, 1, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize('marked', [False, True])
+def test_the_tokens_before_every_text_come_from_the_dataset(make_dataset, marked):
+    begin = 7
+    dataset = make_dataset([[[begin, 1, 2], [begin, 3]]])
+    with_ids = dataclasses.replace(dataset, beginning_of_document=(begin,))
+    assert Sequences(dataset, 'train', 6, marked=marked)[0]['weights'].tolist() == [1] * 6
+    for windows in (
+        Sequences(with_ids, 'train', 6, marked=marked),
+        Sequences(dataset, 'train', 6, marked=marked, beginning_of_document=(begin,)),
+    ):
+        assert windows[0]['targets'].tolist() == [1, 2, END, begin, 3, END]
+        assert windows[0]['weights'].tolist() == [1, 1, 1, 0, 1, 1]
 
 
 def test_records_contain_overlapping_blocks(make_dataset, random_shards):
