@@ -92,7 +92,6 @@ def test_an_error_of_the_background_thread_is_raised_by_a_later_call(tmp_path, m
     tracker.close()
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_killed_process_keeps_its_last_steps(tmp_path):
     program = """
