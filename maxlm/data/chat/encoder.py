@@ -17,7 +17,7 @@ import numpy as np
 from maxlm.data.chat.escape import special_token_pattern
 from maxlm.data.chat.rendered import ChatError, Rendered, Span
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE, ChatTemplate
-from maxlm.data.chat.token_flags import TokenDocument, encode_flags
+from maxlm.data.chat.token_flags import IGNORE_BIT, TokenDocument, encode_flags
 from maxlm.data.documents.conversation import Conversation
 from maxlm.data.documents.document import Document
 from maxlm.data.documents.messages import CALLS, Message
@@ -184,6 +184,9 @@ class ChatEncoder:
         if preference is None:
             return encoded[0]
         answers = [answer.tokens for answer in encoded]
+        for answer in answers:
+            # Only the documents of a pair may predict its targets.
+            answer[:1] |= IGNORE_BIT
         # The tokens are compared too, because a template may strip the answers.
         are_equal = len(answers) == 2 and np.array_equal(answers[0], answers[1])
         if are_equal or not preference.has_answers:
