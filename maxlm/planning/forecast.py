@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 
+from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.parallel.layout import Layout
@@ -25,6 +27,8 @@ from maxlm.training.state import abstract_state
 
 # Values of model.attention whose products are in a fused kernel.
 FUSED_ATTENTION = ('cudnn', 'splash')
+# Minimum fraction of the step that another dtype must save to be suggested.
+WORTHWHILE = 0.1
 
 
 class Forecast(NamedTuple):
@@ -75,7 +79,7 @@ class Forecast(NamedTuple):
             self.config.data.seq_len,
             tokens_per_second=self.tokens_per_second,
             num_devices=target.num_devices,
-            tflops=target.chip.tflops,
+            tflops=target.chip.peak(self.config.model.dtype).tflops,
         )
 
 
@@ -87,6 +91,31 @@ def estimate(config: Config, machine: Machine) -> Forecast:
         work = work._replace(memory_bytes=estimate_gpu_traffic(config))
     memory = estimate_memory(config, chip.platform, chip.capability)
     return Forecast(config, machine.target, memory, machine.available, work, _time(config, machine, work))
+
+
+def faster_dtype(forecast: Forecast) -> tuple[str, float] | None:
+    """Returns a 16-bit dtype in which the step of a float32 config is faster, with the estimated seconds of its step.
+
+    Returns None for another dtype, for a CPU, and if the step is not at least `WORTHWHILE` shorter.
+    """
+    config, target = forecast.config, forecast.target
+    chip = target.chip
+    if config.model.dtype != 'float32' or chip.platform == 'cpu':
+        return None
+    dtype = max(('bfloat16', 'float16'), key=lambda name: chip.peak(name).tflops)
+    # Fused attention kernels need 16 bits.
+    model = dataclasses.replace(config.model, dtype=dtype, attention='auto')
+    changed = resolve(
+        dataclasses.replace(config, model=model),
+        platform=chip.platform,
+        num_devices=target.num_devices,
+        vocab_size=model.vocab_size,
+        windows=1,
+        capability=chip.capability,
+    )
+    machine = Machine(target, forecast.available)
+    before, after = (estimate(each, machine).time.total for each in (config, changed))
+    return (dtype, forecast.time.total * after / before) if after <= (1 - WORTHWHILE) * before else None
 
 
 def compile_ahead(config: Config, machine: Machine) -> Forecast:
@@ -197,5 +226,6 @@ def _time(config: Config, machine: Machine, work: Work) -> StepTime:
         num_devices=target.num_devices,
         num_islands=target.num_islands,
         mesh_sizes=config.mesh.sizes,
+        dtype=config.model.dtype,
         efficiency=machine.efficiency,
     )
