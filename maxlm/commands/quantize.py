@@ -9,12 +9,12 @@ from pathlib import Path
 import jax
 
 from maxlm.checkpoint.fetch import find_local_step
+from maxlm.commands.generate_hint import print_generate
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.evaluation.validation import evaluate
 from maxlm.formatting import format_bytes
-from maxlm.hints import print_next
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import Quantized, parse_weights, quantize_checkpoint
 from maxlm.log import Console, progress_bar
@@ -35,7 +35,7 @@ def execute(options: argparse.Namespace) -> int:
             both = options.checkpoint, str(done.workdir)
             losses = [_loss(checkpoint, corpus, options.num_batches) for checkpoint in both]
     print(_table(done, weights.kind, losses))
-    print_next('maxlm', 'generate', f'--checkpoint={done.workdir}', '--prompt=Hello')
+    print_generate(done.workdir)
     return EXIT_DONE
 
 
