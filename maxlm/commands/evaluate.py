@@ -25,7 +25,6 @@ from maxlm.evaluation.statistics import Measure, exponential_of
 from maxlm.evaluation.table import Column, table_json, table_text
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.log import Console, progress_bar
-from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.atomic import atomic_write
 from maxlm.storage.json_text import strings_in
 from maxlm.telemetry.metrics import perplexity
@@ -52,7 +51,6 @@ def execute(options: argparse.Namespace) -> int:
     for checkpoint in options.checkpoint:
         with Console():
             model = load_model(checkpoint, num_devices=jax.device_count())
-        enable_compilation_cache(model.config.train.compilation_cache_dir)
         found.append(_evaluate(checkpoint, model, assessment, options))
         del model
     if options.output:

@@ -18,7 +18,6 @@ from maxlm.formatting import format_bytes
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import Quantized, parse_weights, quantize_checkpoint
 from maxlm.log import Console, progress_bar
-from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.training.step import make_eval_step
 from maxlm.workdir.files import TOKENIZER, read_config
 
@@ -62,7 +61,6 @@ def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
 def _loss(checkpoint: str, corpus: TrainingData, num_batches: int) -> float:
     """Returns the loss of text in nats per token, even if the model was last trained on another objective."""
     model = load_model(checkpoint, num_devices=jax.device_count())
-    enable_compilation_cache(model.config.train.compilation_cache_dir)
     config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
     global_batch = config.train.global_batch_size
     batches = corpus.validation_batches(global_batch, num_batches, model.layout.local_rows(global_batch))
