@@ -84,6 +84,7 @@ def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -
             **{kind: getattr(memory, kind) for kind in KINDS},
             'total': memory.total,
             'host': memory.host,
+            'process': forecast.process,
             'available': forecast.available,
             'chip': forecast.target.chip.memory,
         },
@@ -177,6 +178,8 @@ def _memory(forecast: Forecast) -> list[tuple[str, str]]:
         ),
         ('', kinds),
     ]
+    if forecast.process:
+        lines.append(('', f'with {format_bytes(forecast.process)} of the process: libraries and compiled programs'))
     if memory.host:
         lines.append(('', f'plus {format_bytes(memory.host)} of host memory per device'))
     return lines

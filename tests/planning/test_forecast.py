@@ -39,7 +39,8 @@ def test_a_program_of_this_machine():
     found = compile_for(config, this_machine, small_layout(config))
     assert found.fits
     assert found.compiled is not None
-    assert found.needed == found.compiled.total_bytes()
+    assert found.needed == found.compiled.total_bytes() + found.process
+    assert found.process > 0
     # Control: the estimate differs and is marked as an estimate.
     estimated = estimate(config, this_machine)
     assert estimated.memory.is_estimate
@@ -63,7 +64,7 @@ def test_a_program_that_exceeds_the_memory(monkeypatch):
     found = compile_for(config, this_machine, small_layout(config))
     assert not found.fits
     assert found.compiled is None
-    assert found.needed == pytest.approx(81.26 * 2**30)
+    assert found.needed == pytest.approx(81.26 * 2**30 + found.process)
     assert found.available <= 30.75 * 2**30
     assert found.memory.parameters == estimate(config, this_machine).memory.parameters
 
