@@ -77,7 +77,8 @@ class Chip:
         GPUs since Ampere multiply float32 in TF32 at half of the rate, or without matrix units at the precision
         `highest`. TPUs multiply float32 in 1, 3 or 6 bfloat16 passes at the precision default, `high` and `highest`.
         """
-        precision = jax.config.jax_default_matmul_precision or 'default'
+        settings: Any = jax.config
+        precision = settings.jax_default_matmul_precision or 'default'
         if dtype == 'float32' and self.platform == 'tpu':
             passes = PASSES.get(precision, 1)
             return Peak(self.tflops / passes, f'float32 in {passes} bfloat16 passes' if passes > 1 else 'bfloat16')

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
@@ -19,6 +20,7 @@ from maxlm.planning.compiled.program import Program, read_program
 from maxlm.planning.compiled.traffic import elementwise_bytes
 from maxlm.planning.estimate.gpu_traffic import estimate_gpu_traffic
 from maxlm.planning.estimate.memory import Memory, estimate_memory
+from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.estimate.roofline import Mfu, StepTime, mfu, step_time
 from maxlm.planning.estimate.work import Work, estimate_work
 from maxlm.planning.machine import Machine
@@ -69,6 +71,9 @@ class Forecast(NamedTuple):
         if self.target.chip.platform != 'cpu':
             return 0
         size = PROCESS_BYTES + (TENSORBOARD_BYTES if self.config.metrics.tensorboard else 0)
+        if self.config.train.objective == 'grpo':
+            # The program of the rollouts holds a copy of the matrices.
+            size += model_parameters(self.config.model) * jnp.dtype(self.config.model.dtype).itemsize
         return size // self.target.num_devices
 
     @property
