@@ -29,8 +29,8 @@ from maxlm.training.state import abstract_state
 
 # Values of model.attention whose products are in a fused kernel.
 FUSED_ATTENTION = ('cudnn', 'splash')
-# Memory of a process on a CPU with JAX, compiled programs and read buffers, and of TensorFlow, which writes the files of
-# TensorBoard. Measured with a model of 135M parameters and Python 3.11.
+# Memory of a process on a CPU with JAX, compiled programs and read buffers, and of TensorFlow, which writes the files
+# of TensorBoard. Measured with a model of 135M parameters and Python 3.11.
 PROCESS_BYTES = 900 * 2**20
 TENSORBOARD_BYTES = 600 * 2**20
 # Minimum fraction of the step that another dtype must save to be suggested.
