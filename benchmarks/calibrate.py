@@ -122,6 +122,7 @@ def predict(point: Published, calibration: Calibration) -> float:
         num_devices=point.num_devices,
         num_islands=point.num_islands,
         mesh_sizes=point.config.mesh.sizes,
+        dtype=point.config.model.dtype,
         efficiency=efficiency,
     ).total
 

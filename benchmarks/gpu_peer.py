@@ -78,7 +78,7 @@ def prepare_maxlm(task: Task) -> Peer:
         return {'peak': stats.get('peak_bytes_in_use'), 'held': held, 'limit': stats.get('bytes_limit')}
 
     def describe() -> dict[str, Any]:
-        return {**machine(), 'peak_tflops': find_peak(0.0).tflops}
+        return {**machine(), 'peak_tflops': find_peak(0.0, 'bfloat16').tflops}
 
     return Peer(lambda: maxlm(task.config), describe, memory)
 

@@ -81,6 +81,7 @@ class Case:
             num_devices=1,
             num_islands=1,
             mesh_sizes=self.config.mesh.sizes,
+            dtype=self.config.model.dtype,
             efficiency=cpu.efficiency,
         )
         self.cpu = cpu

@@ -144,7 +144,7 @@ def measure(
     counted = seconds[warmup:]
     median = statistics.median(counted)
     devices = jax.device_count()
-    peak = find_peak(config.metrics.peak_tflops)
+    peak = find_peak(config.metrics.peak_tflops, config.model.dtype)
     flops = training_flops(config.model, window)
     tokens_per_second = global_batch * window / median
     device = jax.local_devices()[0]

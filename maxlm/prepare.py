@@ -16,8 +16,9 @@ def main(argv: list[str]) -> int:
     """Prepares the data set that `argv` describes. Raises InputError if that is not possible."""
     options = parse(argv)
 
+    from maxlm.commands.training_hint import training_command
     from maxlm.data.prepare.prepare_dataset import prepare_dataset
-    from maxlm.data.prepare.summary import skipped_files, training_command
+    from maxlm.data.prepare.summary import skipped_files
 
     output = prepare_dataset(options)
     if not options.quiet:
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
             output.format,
             options.pack_seq_len,
             tokenizer=options.tokenizer,
-            has_labels=output.has_labels,
+            dataset=output.dataset,
         )
         print_next(*command)
     return 0

@@ -238,7 +238,7 @@ def test_two_processes_write_and_learn_the_same(start, finished, asynchronous, t
             'grpo.num_generations = 40 responses are not a multiple of train.global_batch_size=16',
         ),
         ({'grpo__prompts_per_rollout': 16}, 'has only 8 prompts'),
-        ({'guard__spike_window': 128}, 'guard.spike_window=128: not supported by maxlm.grpo; set it to 0'),
+        ({'guard__spike_window': 64}, 'guard.spike_window=64: not supported by maxlm.grpo; set it to 0'),
         ({'train__num_steps': 0, 'train__hours': 1}, 'train.hours=1.0: not supported by maxlm.grpo'),
         (
             {'grpo__importance_sampling_cap': 3.0},

@@ -7,7 +7,6 @@ import shlex
 import pytest
 
 from maxlm import configs, plan, prepare, recipe, report
-from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError
 from maxlm.hints import HINTS, print_next
 from tests.conftest import ROOT
@@ -67,7 +66,7 @@ def test_prepare_continues_with_training_on_its_output(next_words, tmp_path):
     (tmp_path / 'a.txt').write_text('some text\n' * 200)
     options = ['--input', tmp_path / 'a.txt', '--workers', 1, '--tokenizer', 'bytes']
     words = next_words(prepare.main, *options, '--output', tmp_path / 'out')
-    assert words == ['maxlm', 'train', '--config=tiny', f'--config.data.path={tmp_path}/out']
+    assert words == ['maxlm', 'train', '--config=tiny', '--workdir=runs/out', f'--config.data.path={tmp_path}/out']
     # Again: the data is already prepared.
     assert next_words(prepare.main, *options, '--output', tmp_path / 'out') == words
     assert next_words(prepare.main, *options, '--output', tmp_path / 'quiet', '--quiet') == []
@@ -84,20 +83,6 @@ def test_prepared_pairs_continue_with_their_objective(next_words, tmp_path):
         '--config.data.seq_len=128',
         '--config.train.objective=dpo',
         '--config.train.init_from=WORKDIR',
-    ]
-
-
-def test_conversations_continue_from_the_model_of_their_tokenizer(next_words, tmp_path):
-    line = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}\n'
-    (tmp_path / 'chats.jsonl').write_text(line * 40)
-    bytes_tokenizer().save(tmp_path / 'tokenizer.json')
-    options = ['--input', tmp_path / 'chats.jsonl', '--workers', 1, '--tokenizer', tmp_path / 'tokenizer.json']
-    assert next_words(prepare.main, *options, '--output', tmp_path / 'a')[-1] == '--config.train.init_from=WORKDIR'
-    (tmp_path / 'checkpoints').mkdir()
-    assert next_words(prepare.main, *options, '--output', tmp_path / 'b')[3:] == [
-        '--workdir=runs/b',
-        f'--config.data.path={tmp_path}/b',
-        f'--config.train.init_from={tmp_path}',
     ]
 
 

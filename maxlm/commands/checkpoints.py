@@ -13,6 +13,7 @@ from maxlm.checkpoint.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.fetch import fetch_checkpoint
 from maxlm.checkpoint.listing import CheckpointInfo, damaged_steps, list_checkpoints, resolve_checkpoint, run_config
 from maxlm.checkpoint.restore import is_params_only
+from maxlm.commands.generate_hint import print_generate
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.formatting import format_bytes
@@ -57,7 +58,7 @@ def _list(options: argparse.Namespace) -> int:
     for workdir in dict.fromkeys(resolve_checkpoint(given).workdir for given in options.workdirs):
         if names := damaged_steps(workdir):
             print(f'{display_path(workdir)}: damaged and set aside: {", ".join(names)}')
-    print_next('maxlm', 'generate', f'--checkpoint={rows[-1][0]}', '--prompt=Hello')
+    print_generate(rows[-1][0])
     return EXIT_DONE
 
 
@@ -78,7 +79,7 @@ def _verify(options: argparse.Namespace) -> int:
                 print(status.format(f'{workdir}@{one.step}'))
     if num_damaged:
         return EXIT_FAILED
-    print_next('maxlm', 'generate', f'--checkpoint={options.workdirs[0]}', '--prompt=Hello')
+    print_generate(options.workdirs[0])
     return EXIT_DONE
 
 
@@ -132,14 +133,14 @@ def _fetch(options: argparse.Namespace) -> int:
     if found.errors:
         return EXIT_FAILED
     print(f'{found.directory}: {format_bytes(found.bytes)}, {found.num_checksums} checksums verified')
-    print_next('maxlm', 'generate', f'--checkpoint={options.output}', '--prompt=Hello')
+    print_generate(options.output)
     return EXIT_DONE
 
 
 def _merge(options: argparse.Namespace) -> int:
     merged = merge_checkpoint(options.checkpoint, options.output, show=True)
     print(f'{merged.workdir}@0: {merged.parameters:,} parameters, with adapters merged')
-    print_next('maxlm', 'generate', f'--checkpoint={merged.workdir}', '--prompt=Hello')
+    print_generate(merged.workdir)
     return EXIT_DONE
 
 

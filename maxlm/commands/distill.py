@@ -17,7 +17,6 @@ from maxlm.hints import print_next
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.teacher_pass import store_teacher_outputs, teacher_manifest
 from maxlm.log import Console
-from maxlm.runtime.compilation_cache import enable_compilation_cache
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -29,7 +28,6 @@ def execute(options: argparse.Namespace) -> int:
         corpus = open_training_data(data, with_sources=False)
         model = load_model(options.teacher, num_devices=jax.device_count())
         _check(model, corpus, options)
-        enable_compilation_cache(model.config.train.compilation_cache_dir)
         manifest = teacher_manifest(
             options.teacher, model, corpus, top_k=options.top_k, temperature=options.temperature
         )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from maxlm.commands.generate_hint import print_generate
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, InputError
@@ -22,10 +23,8 @@ from maxlm.evaluation.perplexity import HeldOut, bits_per_byte, draw_positions, 
 from maxlm.evaluation.runner import EvalOptions, EvalResult, EvalRun, parse_tasks
 from maxlm.evaluation.statistics import Measure, exponential_of
 from maxlm.evaluation.table import Column, table_json, table_text
-from maxlm.hints import print_next
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.log import Console, progress_bar
-from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.atomic import atomic_write
 from maxlm.storage.json_text import strings_in
 from maxlm.telemetry.metrics import perplexity
@@ -52,7 +51,6 @@ def execute(options: argparse.Namespace) -> int:
     for checkpoint in options.checkpoint:
         with Console():
             model = load_model(checkpoint, num_devices=jax.device_count())
-        enable_compilation_cache(model.config.train.compilation_cache_dir)
         found.append(_evaluate(checkpoint, model, assessment, options))
         del model
     if options.output:
@@ -64,7 +62,7 @@ def execute(options: argparse.Namespace) -> int:
         columns = [Column(one.name, one.measures) for one in found]
         print(json.dumps(_as_json(found)) if options.json else table_text(columns))
     if not options.json:
-        print_next('maxlm', 'generate', f'--checkpoint={options.checkpoint[0]}', '--prompt=Hello')
+        print_generate(options.checkpoint[0])
     return EXIT_DONE
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from maxlm.commands.training_hint import training_command
 from maxlm.data.dataset.records import MANIFEST_NAME
 from maxlm.data.dataset.remote_manifest import with_checksums
-from maxlm.data.prepare.summary import training_command
 from maxlm.errors import InputError
 from maxlm.hints import print_next
 from maxlm.log import BYTES, progress_bar

@@ -16,7 +16,6 @@ from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.inference.sampling import Sampling
 from maxlm.log import Console, progress_bar
-from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.regular_files import read_text
 
 
@@ -33,7 +32,6 @@ def execute(options: argparse.Namespace) -> None:
 
     with Console():
         model = load_model(options.checkpoint, num_devices=1, quantize=options.quantize)
-    enable_compilation_cache(model.config.train.compilation_cache_dir)
 
     def request(ids: list[int]) -> Request:
         return Request(

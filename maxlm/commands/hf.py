@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
+from maxlm.commands.generate_hint import print_generate
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.formatting import format_bytes
 from maxlm.hints import print_next
@@ -26,7 +27,7 @@ def execute(options: argparse.Namespace) -> int:
             print(f'{done.workdir}: {done.class_name} of {done.parameters:,} parameters')
             for label, tokens in done.boundaries.items():
                 print(f'  {label}: {tokens}')
-            print_next('maxlm', 'generate', f'--checkpoint={done.workdir}', '--prompt=Hello')
+            print_generate(options.output)
             return EXIT_DONE
         if options.command == 'export-adapter':
             written = export_adapter(

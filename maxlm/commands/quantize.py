@@ -9,16 +9,15 @@ from pathlib import Path
 import jax
 
 from maxlm.checkpoint.fetch import find_local_step
+from maxlm.commands.generate_hint import print_generate
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.evaluation.validation import evaluate
 from maxlm.formatting import format_bytes
-from maxlm.hints import print_next
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import Quantized, parse_weights, quantize_checkpoint
 from maxlm.log import Console, progress_bar
-from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.training.step import make_eval_step
 from maxlm.workdir.files import TOKENIZER, read_config
 
@@ -35,7 +34,7 @@ def execute(options: argparse.Namespace) -> int:
             both = options.checkpoint, str(done.workdir)
             losses = [_loss(checkpoint, corpus, options.num_batches) for checkpoint in both]
     print(_table(done, weights.kind, losses))
-    print_next('maxlm', 'generate', f'--checkpoint={done.workdir}', '--prompt=Hello')
+    print_generate(done.workdir)
     return EXIT_DONE
 
 
@@ -62,7 +61,6 @@ def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
 def _loss(checkpoint: str, corpus: TrainingData, num_batches: int) -> float:
     """Returns the loss of text in nats per token, even if the model was last trained on another objective."""
     model = load_model(checkpoint, num_devices=jax.device_count())
-    enable_compilation_cache(model.config.train.compilation_cache_dir)
     config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
     global_batch = config.train.global_batch_size
     batches = corpus.validation_batches(global_batch, num_batches, model.layout.local_rows(global_batch))

@@ -12,7 +12,7 @@ from maxlm.inference.load import load_model
 from maxlm.inference.resolve_model import default_model_name, resolved_checkpoint
 from maxlm.log import Console, logger
 from maxlm.planning.estimate.parameters import count_parameters
-from maxlm.runtime.compilation_cache import enable_compilation_cache
+from maxlm.runtime.malloc import trim_malloc
 from maxlm.serving.api_key import API_KEY
 from maxlm.serving.limits import ServerLimits
 from maxlm.serving.request_parsing import ModelDetails, ServedModel
@@ -47,7 +47,6 @@ def execute(options: argparse.Namespace, api_key: str) -> int:
                 quantize=options.quantize,
                 share_layers=options.tensor_parallel_size > 1,
             )
-        enable_compilation_cache(model.config.train.compilation_cache_dir)
         engine = Engine(
             model,
             num_slots=options.slots,
@@ -65,6 +64,7 @@ def execute(options: argparse.Namespace, api_key: str) -> int:
         )
         model = model.without_params()
         engine.warm_up(lambda name: logger.info(f'compiling: {name}'))
+        trim_malloc()
         name = options.served_model_name or default_model_name(options.checkpoint)
         served = ServedModel(
             name, model.step, model.tokenizer, model.chat, engine, details, parse_special=options.parse_special

@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from pathlib import Path
 
 import jax
 
+from maxlm.commands.generate_hint import print_generate
 from maxlm.config.config_files import default_workdir
 from maxlm.config.loading import load
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, exit_on_sigterm
-from maxlm.hints import print_next
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.initialize import initialize
 from maxlm.runtime.rendezvous import RendezvousError
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.run import OpenSource, WorkdirUnavailableError
 from maxlm.trainer.run import run as run_training
-from maxlm.workdir.files import CHAT_TEMPLATE
 
 
 def execute(
@@ -66,7 +64,5 @@ def execute(
                 heartbeats.exit_all(EXIT_PREEMPTED, str(error))
             return EXIT_PREEMPTED
         if code == EXIT_DONE and jax.process_index() == 0:
-            # A URL is not read again for a hint.
-            chat = ['--chat'] if (Path(options.workdir) / CHAT_TEMPLATE).is_file() else []
-            print_next('maxlm', 'generate', f'--checkpoint={options.workdir}', *chat, '--prompt=Hello')
+            print_generate(options.workdir)
         return code

@@ -28,6 +28,7 @@ from maxlm.config.ranges import check_ranges
 from maxlm.config.schema import AUTO, SECTIONS, Config, ModelConfig
 from maxlm.config.sections.model import FAMILY
 from maxlm.config.validation import EXCLUSIVE, check_choice, nearest, validate
+from maxlm.config.validation_rl import with_grpo_defaults
 from maxlm.errors import InputError, os_message
 from maxlm.renames import current_config, current_key, report_renamed
 from maxlm.storage.json_text import parse_json
@@ -144,10 +145,10 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def build(values: ConfigDict) -> Config:
-    """Converts a ConfigDict to a validated, frozen Config, with the settings of the model family filled in."""
+    """Converts a ConfigDict to a validated, frozen Config, with the settings of family and objective filled in."""
     config = _freeze(values)
     validate(config)
-    return check_paths(config)
+    return check_paths(with_grpo_defaults(config))
 
 
 def from_json(text: str) -> Config:

@@ -1,11 +1,14 @@
-"""Validates the config keys of fine-tuning and post-training: LoRA, frozen parameters, DPO and GRPO."""
+"""Validates and completes the config keys of post-training: LoRA, frozen parameters, DPO and GRPO."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from fnmatch import fnmatchcase
 
 from maxlm.config.families import projections
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.config.user_function import is_function_name
 from maxlm.errors import InputError
@@ -133,6 +136,23 @@ def check_qlora(config: Config) -> None:
         )
 
 
+def with_grpo_defaults(config: Config) -> Config:
+    """Returns a config in which keys with their general default have the default of GRPO, if that is the objective.
+
+    The loss of GRPO is no measure of progress, and its batches depend on the model, so there is no spike window and no
+    rollback. A rollout has the fewest prompts whose responses fill complete batches.
+    """
+    if config.train.objective != 'grpo':
+        return config
+    guard, grpo, train = config.guard, config.grpo, config.train
+    off = {key: 0 for key in ('spike_window', 'max_rollbacks') if getattr(guard, key) == getattr(GuardConfig, key)}
+    rows = train.global_batch_size or train.global_batch_size_tokens // config.data.seq_len
+    if rows and not grpo.prompts_per_rollout:
+        prompts = math.lcm(rows, grpo.num_generations) // grpo.num_generations
+        grpo = dataclasses.replace(grpo, prompts_per_rollout=prompts)
+    return dataclasses.replace(config, guard=dataclasses.replace(guard, **off), grpo=grpo)
+
+
 def check_grpo(config: Config) -> None:
     """Checks the config of a maxlm.grpo run.
 
@@ -144,14 +164,15 @@ def check_grpo(config: Config) -> None:
         raise InputError(
             f'train.objective={train.objective}: maxlm.grpo requires train.objective=grpo; set it, or use maxlm.train'
         )
-    for key, value in {
+    required = {
         'train.init_from': train.init_from,
         'grpo.prompts': grpo.prompts,
-        'grpo.prompts_per_rollout': grpo.prompts_per_rollout,
         'grpo.max_completion_length': grpo.max_completion_length,
-    }.items():
-        if not value:
-            raise InputError(f'{key}={value!r}: maxlm.grpo requires a value; set {key}')
+    }
+    if missing := {key: value for key, value in required.items() if not value}:
+        found = ', '.join(f'{key}={value!r}' for key, value in missing.items())
+        values = 'a value' if len(missing) == 1 else 'values'
+        raise InputError(f'{found}: maxlm.grpo requires {values}; set {" and ".join(missing)}')
     if config.eval.interval and not grpo.eval_prompts:
         raise InputError(
             "grpo.eval_prompts='' with eval.interval: set grpo.eval_prompts to a file of prompts, or set "

@@ -14,6 +14,26 @@ import jax.numpy as jnp
 from maxlm.config.resolve import FP8_CAPABILITY
 from maxlm.formatting import GIB
 
+# Compute capability from which on GPUs multiply bfloat16 and TF32 on matrix units.
+AMPERE = (8, 0)
+# Number of bfloat16 products of a float32 product on a TPU, by JAX's precision; absent = 1.
+PASSES = {
+    **dict.fromkeys(('high', 'bfloat16_3x', 'tensorfloat32'), 3),
+    **dict.fromkeys(('highest', 'float32'), 6),
+}
+
+
+class Peak(NamedTuple):
+    """Peak throughput of a device, the denominator of MFU.
+
+    Attributes:
+        tflops: peak of one device; 0 = unknown.
+        source: origin of the figure, for the log.
+    """
+
+    tflops: float
+    source: str
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -23,7 +43,8 @@ class Chip:
         name: name in `--target=NAME:…`.
         platform: gpu, tpu or cpu.
         kind: part of JAX's `device_kind`.
-        tflops: dense bfloat16 peak.
+        tflops: dense peak of 16-bit floats on matrix units (bfloat16; float16 on GPUs before Ampere), or the measured
+            peak of a CPU. `peak` returns that of a dtype.
         memory: device memory in bytes.
         memory_bandwidth: read bandwidth of the device memory.
         per_node: number of devices with fast links between them: a GPU node, or the TPU chips of one host.
@@ -33,6 +54,7 @@ class Chip:
         host_bandwidth: between a device and the memory of its host, in one direction.
         torus: number of torus dimensions of a TPU, for compilation targets; 0 = GPU or CPU.
         capability: (major, minor) compute capability of a GPU; None = unknown, or not a GPU.
+        float32_tflops: float32 peak of a GPU without its matrix units.
     """
 
     name: str
@@ -47,6 +69,27 @@ class Chip:
     host_bandwidth: float
     torus: int = 0
     capability: tuple[int, int] | None = None
+    float32_tflops: float = 0.0
+
+    def peak(self, dtype: str) -> Peak:
+        """Returns the peak of matrix products in a dtype, at JAX's default precision (`jax_default_matmul_precision`).
+
+        GPUs since Ampere multiply float32 in TF32 at half of the rate, or without matrix units at the precision
+        `highest`. TPUs multiply float32 in 1, 3 or 6 bfloat16 passes at the precision default, `high` and `highest`.
+        """
+        settings: Any = jax.config
+        precision = settings.jax_default_matmul_precision or 'default'
+        if dtype == 'float32' and self.platform == 'tpu':
+            passes = PASSES.get(precision, 1)
+            return Peak(self.tflops / passes, f'float32 in {passes} bfloat16 passes' if passes > 1 else 'bfloat16')
+        if self.platform != 'gpu' or self.capability is None:
+            return Peak(self.tflops, 'bfloat16')
+        has_matrix_units = self.capability >= AMPERE or dtype == 'float16'
+        if dtype != 'float32' and has_matrix_units:
+            return Peak(self.tflops, dtype)
+        if self.capability >= AMPERE and PASSES.get(precision, 1) < PASSES['highest']:
+            return Peak(self.tflops / 2, 'TF32')
+        return Peak(self.float32_tflops, 'float32')
 
     @property
     def fp8_tflops(self) -> float:
@@ -59,6 +102,7 @@ def _gpu(
     name: str,
     kind: str,
     tflops: float,
+    float32_tflops: float,
     gb: float,
     tb_s: float,
     link_gb_s: float,
@@ -66,7 +110,7 @@ def _gpu(
 ) -> Chip:
     network, host = others.get('network_gb_s', 12.5), others.get('host_gb_s', 25.0)
     chip = Chip(name, 'gpu', kind, tflops, int(gb * 1e9), tb_s * 1e12, 8, link_gb_s * 1e9, network * 1e9, host * 1e9)
-    return dataclasses.replace(chip, capability=capability)
+    return dataclasses.replace(chip, capability=capability, float32_tflops=float32_tflops)
 
 
 def _tpu(name: str, kind: str, tflops: float, gib: int, tb_s: float, link_gb_s: float, **others: float) -> Chip:
@@ -80,22 +124,22 @@ def _tpu(name: str, kind: str, tflops: float, gib: int, tb_s: float, link_gb_s: 
 # Sources: NVIDIA datasheets (a link is NVLink or PCIe in one direction; the network has 400, 200 or 100 Gb/s per GPU);
 # Google Cloud pages on TPU architecture; Austin et al. 2025, "How to Scale Your Model", chapter 2.
 CHIPS: tuple[Chip, ...] = (
-    _gpu((9, 0), 'h100-pcie', 'H100 PCIe', 756.0, 80, 2.0, 64, host_gb_s=50),
-    _gpu((9, 0), 'h100-nvl', 'H100 NVL', 835.0, 94, 3.9, 64, host_gb_s=50),
-    _gpu((9, 0), 'h100', 'H100', 989.4, 84.9, 3.35, 450, network_gb_s=50, host_gb_s=50),
-    _gpu((9, 0), 'gh200', 'GH200', 989.4, 96, 4.0, 450, network_gb_s=50, host_gb_s=400),
-    _gpu((9, 0), 'h200', 'H200', 989.4, 150.1, 4.8, 450, network_gb_s=50, host_gb_s=50),
-    _gpu((10, 0), 'b200', 'B200', 2250.0, 191.5, 7.7, 900, network_gb_s=50, host_gb_s=50),
-    _gpu((8, 0), 'a100-40', 'A100-SXM4-40GB', 312.0, 42.4, 1.555, 300, network_gb_s=25),
-    _gpu((8, 0), 'a100', 'A100', 312.0, 85.0, 2.039, 300, network_gb_s=25),
-    _gpu((8, 6), 'a10g', 'A10G', 125.0, 24, 0.6, 25),
-    _gpu((8, 9), 'l40s', 'L40S', 362.0, 48, 0.864, 25),
-    _gpu((8, 9), 'l40', 'L40', 181.0, 48, 0.864, 25),
-    _gpu((8, 9), 'l4', 'L4', 121.0, 24, 0.3, 25),
-    _gpu((7, 0), 'v100', 'V100', 125.0, 16, 0.9, 150),
-    _gpu((8, 9), 'rtx4090', 'RTX 4090', 165.2, 24, 1.008, 25),
-    _gpu((8, 6), 'rtx3090', 'RTX 3090', 71.0, 24, 0.936, 25),
-    _gpu((8, 6), 'rtx3080', 'RTX 3080', 59.5, 10, 0.76, 25),
+    _gpu((9, 0), 'h100-pcie', 'H100 PCIe', 756.0, 51.2, 80, 2.0, 64, host_gb_s=50),
+    _gpu((9, 0), 'h100-nvl', 'H100 NVL', 835.0, 60, 94, 3.9, 64, host_gb_s=50),
+    _gpu((9, 0), 'h100', 'H100', 989.4, 66.9, 84.9, 3.35, 450, network_gb_s=50, host_gb_s=50),
+    _gpu((9, 0), 'gh200', 'GH200', 989.4, 66.9, 96, 4.0, 450, network_gb_s=50, host_gb_s=400),
+    _gpu((9, 0), 'h200', 'H200', 989.4, 66.9, 150.1, 4.8, 450, network_gb_s=50, host_gb_s=50),
+    _gpu((10, 0), 'b200', 'B200', 2250.0, 75, 191.5, 7.7, 900, network_gb_s=50, host_gb_s=50),
+    _gpu((8, 0), 'a100-40', 'A100-SXM4-40GB', 312.0, 19.5, 42.4, 1.555, 300, network_gb_s=25),
+    _gpu((8, 0), 'a100', 'A100', 312.0, 19.5, 85.0, 2.039, 300, network_gb_s=25),
+    _gpu((8, 6), 'a10g', 'A10G', 125.0, 31.2, 24, 0.6, 25),
+    _gpu((8, 9), 'l40s', 'L40S', 362.0, 91.6, 48, 0.864, 25),
+    _gpu((8, 9), 'l40', 'L40', 181.0, 90.5, 48, 0.864, 25),
+    _gpu((8, 9), 'l4', 'L4', 121.0, 30.3, 24, 0.3, 25),
+    _gpu((7, 0), 'v100', 'V100', 125.0, 15.7, 16, 0.9, 150),
+    _gpu((8, 9), 'rtx4090', 'RTX 4090', 165.2, 82.6, 24, 1.008, 25),
+    _gpu((8, 6), 'rtx3090', 'RTX 3090', 71.0, 35.6, 24, 0.936, 25),
+    _gpu((8, 6), 'rtx3080', 'RTX 3080', 59.5, 29.8, 10, 0.76, 25),
     _tpu('v2', 'TPU v2', 22.5, 8, 0.35, 62.5),
     _tpu('v3', 'TPU v3', 61.5, 16, 0.45, 82),
     _tpu('v4lite', 'TPU v4 lite', 138.0, 8, 0.615, 90),
@@ -106,18 +150,6 @@ CHIPS: tuple[Chip, ...] = (
     _tpu('v6e', 'TPU v6', 918.0, 32, 1.64, 180, network_gb_s=12.5, host_gb_s=32),
     _tpu('v7x', 'TPU7x', 1153.5, 96, 3.7, 200, network_gb_s=6.25, host_gb_s=16),
 )
-
-
-class Peak(NamedTuple):
-    """Peak throughput of a device, the denominator of MFU.
-
-    Attributes:
-        tflops: peak of one device; 0 = unknown.
-        source: origin of the figure, for the log.
-    """
-
-    tflops: float
-    source: str
 
 
 def find_chip(device_kind: str) -> Chip | None:
@@ -134,8 +166,8 @@ def capability_of(device: Any) -> tuple[int, int] | None:
     return major, minor
 
 
-def find_peak(configured_tflops: float) -> Peak:
-    """Returns the peak of the local devices: configured, from the datasheet, or measured on a CPU."""
+def find_peak(configured_tflops: float, dtype: str) -> Peak:
+    """Returns the peak of the local devices in a dtype: configured, from the datasheet, or measured on a CPU."""
     device = jax.local_devices()[0]
     if configured_tflops:
         return Peak(configured_tflops, 'metrics.peak_tflops')
@@ -144,7 +176,8 @@ def find_peak(configured_tflops: float) -> Peak:
         return Peak(measure_matmul_tflops() / jax.local_device_count(), 'measured: 1024³ float32 products on this CPU')
     chip = find_chip(device.device_kind)
     if chip:
-        return Peak(chip.tflops, f'{device.device_kind}, bfloat16 datasheet')
+        peak = chip.peak(dtype)
+        return Peak(peak.tflops, f'{device.device_kind}, {peak.source} datasheet')
     return Peak(0.0, f'unknown for {device.device_kind}; set metrics.peak_tflops')
 
 

@@ -20,6 +20,7 @@ from maxlm.hardware.chips import capability_of
 from maxlm.inference.quantize_checkpoint import parse_weights, quantized_config, read_quantized
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout, make_layout
+from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.training.state import abstract_model, param_shardings
 from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER, read_config
 
@@ -57,7 +58,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_layers: bool = False) -> LoadedModel:
-    """Loads a model from a checkpoint.
+    """Loads a model from a checkpoint, and enables the compilation cache of its run.
 
     Loads the EMA of the parameters if the run kept one, and no modules of multi-token prediction. Logs a warning if a
     chat template cannot be used.
@@ -76,6 +77,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
     step_directory = find_local_step(checkpoint)
     workdir = step_directory.parent.parent
     saved_config = read_config(workdir)
+    enable_compilation_cache(saved_config.train.compilation_cache_dir)
     saved_config = dataclasses.replace(saved_config, model=without_mtp(saved_config.model))
     tokenizer_path = workdir / TOKENIZER
     if not tokenizer_path.is_file():

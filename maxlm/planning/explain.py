@@ -48,7 +48,7 @@ def explain(forecast: Forecast, efficiency: Efficiency | None = None) -> str:
     efficiency = efficiency or efficiency_of(chip)
     bandwidth = chip.memory_bandwidth * efficiency.memory
     time, work, kernels = forecast.time, forecast.work, elementwise_kernels(program.traffic)
-    attention = work.attention_flops / (chip.tflops * 1e12 * efficiency.attention)
+    attention = work.attention_flops / (chip.peak(forecast.config.model.dtype).tflops * 1e12 * efficiency.attention)
     rows = [
         Row(cause, f'{_number(size / 1e9)} GB', size / bandwidth) for cause, size in bytes_by_cause(kernels).items()
     ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.parallel.layout import Layout
@@ -17,6 +20,7 @@ from maxlm.planning.compiled.program import Program, read_program
 from maxlm.planning.compiled.traffic import elementwise_bytes
 from maxlm.planning.estimate.gpu_traffic import estimate_gpu_traffic
 from maxlm.planning.estimate.memory import Memory, estimate_memory
+from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.estimate.roofline import Mfu, StepTime, mfu, step_time
 from maxlm.planning.estimate.work import Work, estimate_work
 from maxlm.planning.machine import Machine
@@ -25,6 +29,12 @@ from maxlm.training.state import abstract_state
 
 # Values of model.attention whose products are in a fused kernel.
 FUSED_ATTENTION = ('cudnn', 'splash')
+# Memory of a process on a CPU with JAX, compiled programs and read buffers, and of TensorFlow, which writes the files
+# of TensorBoard. Measured with a model of 135M parameters and Python 3.11.
+PROCESS_BYTES = 900 * 2**20
+TENSORBOARD_BYTES = 600 * 2**20
+# Minimum fraction of the step that another dtype must save to be suggested.
+WORTHWHILE = 0.1
 
 
 class Forecast(NamedTuple):
@@ -53,8 +63,22 @@ class Forecast(NamedTuple):
     formula: Work | None = None
 
     @property
+    def process(self) -> int:
+        """Returns a device's share of the process's memory beside the arrays of the step, if the device is a CPU.
+
+        Accelerators have a memory of their own, so it is 0 for them.
+        """
+        if self.target.chip.platform != 'cpu':
+            return 0
+        size = PROCESS_BYTES + (TENSORBOARD_BYTES if self.config.metrics.tensorboard else 0)
+        if self.config.train.objective == 'grpo':
+            # The program of the rollouts holds a copy of the matrices.
+            size += model_parameters(self.config.model) * jnp.dtype(self.config.model.dtype).itemsize
+        return size // self.target.num_devices
+
+    @property
     def needed(self) -> int:
-        return self.memory.total
+        return self.memory.total + self.process
 
     @property
     def fits(self) -> bool:
@@ -75,7 +99,7 @@ class Forecast(NamedTuple):
             self.config.data.seq_len,
             tokens_per_second=self.tokens_per_second,
             num_devices=target.num_devices,
-            tflops=target.chip.tflops,
+            tflops=target.chip.peak(self.config.model.dtype).tflops,
         )
 
 
@@ -87,6 +111,31 @@ def estimate(config: Config, machine: Machine) -> Forecast:
         work = work._replace(memory_bytes=estimate_gpu_traffic(config))
     memory = estimate_memory(config, chip.platform, chip.capability)
     return Forecast(config, machine.target, memory, machine.available, work, _time(config, machine, work))
+
+
+def faster_dtype(forecast: Forecast) -> tuple[str, float] | None:
+    """Returns a 16-bit dtype in which the step of a float32 config is faster, with the estimated seconds of its step.
+
+    Returns None for another dtype, for a CPU, and if the step is not at least `WORTHWHILE` shorter.
+    """
+    config, target = forecast.config, forecast.target
+    chip = target.chip
+    if config.model.dtype != 'float32' or chip.platform == 'cpu':
+        return None
+    dtype = max(('bfloat16', 'float16'), key=lambda name: chip.peak(name).tflops)
+    # Fused attention kernels need 16 bits.
+    model = dataclasses.replace(config.model, dtype=dtype, attention='auto')
+    changed = resolve(
+        dataclasses.replace(config, model=model),
+        platform=chip.platform,
+        num_devices=target.num_devices,
+        vocab_size=model.vocab_size,
+        windows=1,
+        capability=chip.capability,
+    )
+    machine = Machine(target, forecast.available)
+    before, after = (estimate(each, machine).time.total for each in (config, changed))
+    return (dtype, forecast.time.total * after / before) if after <= (1 - WORTHWHILE) * before else None
 
 
 def compile_ahead(config: Config, machine: Machine) -> Forecast:
@@ -197,5 +246,6 @@ def _time(config: Config, machine: Machine, work: Work) -> StepTime:
         num_devices=target.num_devices,
         num_islands=target.num_islands,
         mesh_sizes=config.mesh.sizes,
+        dtype=config.model.dtype,
         efficiency=machine.efficiency,
     )

@@ -115,7 +115,7 @@ def _unknown(device: Any) -> Chip:
     memory = host_memory() // jax.local_device_count() if device.platform == 'cpu' else sys.maxsize
     nan = math.nan
     chip = Chip(device.device_kind, device.platform, device.device_kind, nan, memory, nan, 1, nan, nan, nan)
-    return dataclasses.replace(chip, capability=capability_of(device))
+    return dataclasses.replace(chip, capability=capability_of(device), float32_tflops=nan)
 
 
 def usable_memory(chip: Chip) -> int:

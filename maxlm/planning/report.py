@@ -16,7 +16,7 @@ from maxlm.planning.cost import DEFAULT_TERMS, HOUR, Cost, PricingTerms, estimat
 from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters, parameters_text
 from maxlm.planning.estimate.state_bytes import checkpoint_bytes
 from maxlm.planning.explain import program_warnings
-from maxlm.planning.forecast import Forecast
+from maxlm.planning.forecast import Forecast, faster_dtype
 from maxlm.planning.search import Override
 
 KINDS = ('parameters', 'moments', 'average', 'gradients', 'activations', 'temporary', 'batch')
@@ -84,6 +84,7 @@ def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -
             **{kind: getattr(memory, kind) for kind in KINDS},
             'total': memory.total,
             'host': memory.host,
+            'process': forecast.process,
             'available': forecast.available,
             'chip': forecast.target.chip.memory,
         },
@@ -177,6 +178,8 @@ def _memory(forecast: Forecast) -> list[tuple[str, str]]:
         ),
         ('', kinds),
     ]
+    if forecast.process:
+        lines.append(('', f'with {format_bytes(forecast.process)} of the process: libraries and compiled programs'))
     if memory.host:
         lines.append(('', f'plus {format_bytes(memory.host)} of host memory per device'))
     return lines
@@ -211,10 +214,21 @@ def _time(forecast: Forecast) -> list[tuple[str, str]]:
         f'{name} {seconds:.3g}' for name, seconds in time._asdict().items() if seconds > 0.0005 * time.total
     )
     share = f'; MFU {causal:.1%} (causal attention), {full:.1%} (full attention)' if causal else ''
-    return [
+    lines = [
         ('time', f'{time.total:.3g} s per step (estimated): {parts}'),
         ('speed', f'{forecast.tokens_per_second:,.0f} tokens/s{share}'),
     ]
+    if faster := faster_dtype(forecast):
+        dtype, seconds = faster
+        source = forecast.target.chip.peak(forecast.config.model.dtype).source
+        lines.append(
+            (
+                '',
+                f'model.dtype=float32 multiplies in {source}; model.dtype={dtype} would take about {seconds:.3g} s per '
+                f'step ({seconds / time.total:.0%})',
+            )
+        )
+    return lines
 
 
 def _cost(cost: Cost) -> list[tuple[str, str]]:

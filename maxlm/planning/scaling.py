@@ -291,7 +291,7 @@ def _point(
         mesh=' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device',
         step_seconds=prediction.step_seconds,
         tokens_per_second=speed,
-        mfu=speed * flops / (num_devices * chip.tflops * 1e12),
+        mfu=speed * flops / (num_devices * chip.peak(config.model.dtype).tflops * 1e12),
         efficiency=0.0,
         memory_bytes=prediction.memory_bytes,
         fits=prediction.fits,

@@ -36,5 +36,14 @@ def disable_malloc_trim(root: Path = Path('/')) -> bool:
     return False
 
 
+def trim_malloc() -> None:
+    """Returns freed memory of glibc's malloc to the operating system, also after `disable_malloc_trim`.
+
+    Call it after phases that free much memory, such as compilation and the restore of a checkpoint.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _has_accelerator(root: Path) -> bool:
     return os.environ.get('JAX_PLATFORMS') != 'cpu' and any((root / name).exists() for name in _ACCELERATORS)

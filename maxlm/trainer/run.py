@@ -22,6 +22,7 @@ from maxlm.planning.machine import sample_config
 from maxlm.reporting.page import write_at_end
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.runtime.heartbeat import Heartbeats
+from maxlm.runtime.malloc import trim_malloc
 from maxlm.storage.errors import TransientStorageError
 from maxlm.telemetry.metrics import Callback
 from maxlm.telemetry.timeline import Timeline
@@ -149,7 +150,10 @@ def run(
 def _train(prepared: PreparedStep, source: BatchSource, context: RunContext, heartbeats: Heartbeats) -> int:
     with contextlib.ExitStack() as stack:
         loop = TrainingLoop(stack, prepared, source, context, heartbeats)
+        # Each phase frees fragments that later arrays do not fit into.
+        trim_malloc()
         state, decisions = loop.restore()
+        trim_malloc()
         if reason := ended(prepared.config, decisions, int(state.step)):
             logger.info(f'nothing to do: {reason}')
             context.recorder.set_outcome('finished', f'nothing to do: {reason}', EXIT_DONE)

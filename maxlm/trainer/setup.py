@@ -69,7 +69,7 @@ def open_services(
 ) -> Services:
     """Records the start of the run, and opens its services in `stack`."""
     config, recorder = prepared.config, context.recorder
-    peak = find_peak(config.metrics.peak_tflops)
+    peak = find_peak(config.metrics.peak_tflops, config.model.dtype)
     facts = start_facts(prepared, source, peak, recorder.price)
     recorder.record_event('started', headline(config), **facts)
     if compiled := prepared.forecast.compiled:

@@ -10,6 +10,7 @@ from maxlm.data.chat.template import CHATML
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
+from maxlm.inference import load
 from maxlm.inference.load import load_model
 from maxlm.log import Console
 from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER, write_run_files
@@ -97,3 +98,11 @@ def test_a_chat_template_comes_with_the_model(make, capsys):
     with Console():
         assert load_model(str(workdir), num_devices=1).chat is None
     assert 'without a chat template' in capsys.readouterr().out
+
+
+def test_the_compilation_cache_of_the_run_is_enabled(make, monkeypatch):
+    seen = []
+    monkeypatch.setattr(load, 'enable_compilation_cache', seen.append)
+    workdir, _, _ = make(averaged=False)
+    load_model(str(workdir), num_devices=8)
+    assert seen == [config_on(8).train.compilation_cache_dir]

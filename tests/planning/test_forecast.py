@@ -14,7 +14,7 @@ from maxlm.planning import forecast
 from maxlm.planning import machine as planning_machine
 from maxlm.planning.estimate.cpu import Cpu
 from maxlm.planning.estimate.roofline import Efficiency
-from maxlm.planning.forecast import compile_ahead, compile_for, estimate
+from maxlm.planning.forecast import compile_ahead, compile_for, estimate, faster_dtype
 from maxlm.planning.machine import Machine, machine_of, present_machine, usable_memory
 from maxlm.planning.targets import parse_target
 from maxlm.runtime.compilation_cache import CompilationCache
@@ -39,7 +39,8 @@ def test_a_program_of_this_machine():
     found = compile_for(config, this_machine, small_layout(config))
     assert found.fits
     assert found.compiled is not None
-    assert found.needed == found.compiled.total_bytes()
+    assert found.needed == found.compiled.total_bytes() + found.process
+    assert found.process > 0
     # Control: the estimate differs and is marked as an estimate.
     estimated = estimate(config, this_machine)
     assert estimated.memory.is_estimate
@@ -63,7 +64,7 @@ def test_a_program_that_exceeds_the_memory(monkeypatch):
     found = compile_for(config, this_machine, small_layout(config))
     assert not found.fits
     assert found.compiled is None
-    assert found.needed == pytest.approx(81.26 * 2**30)
+    assert found.needed == pytest.approx(81.26 * 2**30 + found.process)
     assert found.available <= 30.75 * 2**30
     assert found.memory.parameters == estimate(config, this_machine).memory.parameters
 
@@ -98,6 +99,23 @@ def test_larger_settings_are_slower():
     more = estimate(resolved('code.py:7b', nodes), nodes)
     # Each device updates fewer parameters, so four nodes can be slightly more than four times as fast.
     assert base.time.total / 4.2 < more.time.total < base.time.total / 2
+
+
+@pytest.mark.parametrize(('spec', 'wanted'), [('h100:1', 'bfloat16'), ('v4:2x2x1', 'bfloat16'), ('v100:1', 'float16')])
+def test_a_faster_dtype_is_named(spec, wanted):
+    on = machine(spec)
+    slow = estimate(resolved('1b.py', on, 'model.dtype=float32'), on)
+    dtype, seconds = faster_dtype(slow)
+    assert dtype == wanted
+    # The figure is that of a plan with the dtype.
+    assert seconds == pytest.approx(estimate(resolved('1b.py', on, f'model.dtype={dtype}'), on).time.total)
+    assert seconds < 0.9 * slow.time.total
+    # TF32 has half of the bfloat16 rate, and float32 on a V100 an eighth of the float16 rate; TPUs have no such loss.
+    kernel = f'model.attention={slow.config.model.attention}'
+    compute = estimate(resolved('1b.py', on, f'model.dtype={dtype}', kernel), on).time.compute
+    assert slow.time.compute == pytest.approx(compute * {'h100:1': 2, 'v4:2x2x1': 1, 'v100:1': 125 / 15.7}[spec])
+    # Control: a config in a 16-bit dtype.
+    assert faster_dtype(estimate(resolved('1b.py', on, f'model.dtype={dtype}'), on)) is None
 
 
 def test_a_cpu_is_shared_by_its_devices():

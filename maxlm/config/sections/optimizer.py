@@ -53,14 +53,15 @@ class OptimizerConfig:
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
     # Number of recent good steps used to detect loss and gradient-norm spikes. Once the window is full, steps with
-    # spikes are skipped. 0 = skip only non-finite steps.
+    # spikes are skipped. 0 = skip only non-finite steps. With train.objective=grpo, 128 also means 0.
     spike_window: int = 128
     # Robust standard deviations above the median from which on a step counts as a spike.
     spike_threshold: float = 10.0
     # Number of consecutive steps with a spike or a non-finite value after which the run rolls back or, after
     # max_rollbacks rollbacks, stops with exit code 1. Each of these steps is skipped.
     max_consecutive_skips: int = 20
-    # Maximum number of rollbacks to a checkpoint before the bad steps. A rollback skips their batches. 0 = stop.
+    # Maximum number of rollbacks to a checkpoint before the bad steps. A rollback skips their batches. 0 = stop. With
+    # train.objective=grpo, 2 also means 0.
     max_rollbacks: int = 2
     # Number of steps before the first bad step whose batches are also skipped after a rollback.
     rollback_skip_steps: int = 20

@@ -54,7 +54,7 @@ class GrpoConfig:
     # Number of responses sampled per prompt from the unmodified model distribution (a group; G in the paper).
     num_generations: int = 16
     # Number of prompts per rollout. num_generations · prompts_per_rollout must be a multiple of
-    # train.global_batch_size, the number of responses in one optimizer step.
+    # train.global_batch_size, the number of responses in one optimizer step. 0 = the fewest prompts for which it is.
     prompts_per_rollout: int = 0
     # Maximum number of tokens per response; the remaining tokens of data.seq_len are for the prompt.
     max_completion_length: int = 0

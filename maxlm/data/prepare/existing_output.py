@@ -52,8 +52,8 @@ def check_same_data(dataset: DatasetManifest, name: str, made_from: dict[str, An
         )
 
 
-def published(url: str, made_from: dict[str, Any], *, skip_failed: bool) -> list[str]:
-    """Returns the summary of a data set in a bucket.
+def published(url: str, made_from: dict[str, Any], *, skip_failed: bool) -> tuple[list[str], DatasetManifest]:
+    """Returns the summary and the manifest of a data set in a bucket.
 
     Raises:
         OtherDataError: it was made from other inputs or options.
@@ -64,7 +64,7 @@ def published(url: str, made_from: dict[str, Any], *, skip_failed: bool) -> list
         dataset = load_manifest(folder, complete=False)
         check_same_data(dataset, display_path(url), made_from, skip_failed=skip_failed)
         lines = summary(dataset, f'{display_path(url)} is already prepared from these inputs', cleaned=False)
-    return [line.replace(folder, display_path(url)) for line in lines]
+    return [line.replace(folder, display_path(url)) for line in lines], dataset
 
 
 def _lock(directory: int) -> None:

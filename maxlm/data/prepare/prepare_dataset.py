@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from maxlm.data.chat.packing import num_labeled
 from maxlm.data.dataset.preparation import PARTIAL_MANIFEST, Announcer
 from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest, load_manifest
 from maxlm.data.documents.field_names import parse_roles
@@ -48,13 +47,13 @@ class PreparedOutput(NamedTuple):
         summary: lines that describe the data set.
         not_text: files of the inputs that were skipped because they contain no text.
         format: format of the records: text, chat or preference.
-        has_labels: the data set is a local directory and contains single answers with labels.
+        dataset: manifest of the data set.
     """
 
     summary: list[str]
     not_text: list[Entry]
     format: str
-    has_labels: bool
+    dataset: DatasetManifest
 
 
 def prepare_dataset(options: PrepareOptions) -> PreparedOutput:
@@ -66,11 +65,10 @@ def prepare_dataset(options: PrepareOptions) -> PreparedOutput:
     training, validation, not_text = _find(options)
     recipe, partitions = _recipe(options, training, validation), make_partitions(training, validation)
     if isinstance(options.output, Path):
-        lines = _prepare(options, options.output, recipe, partitions)
-        has_labels = num_labeled(load_manifest(options.output, complete=False).chat) > 0
+        lines, dataset = _prepare(options, options.output, recipe, partitions)
     else:
-        lines, has_labels = _publish(options, options.output, recipe, partitions), False
-    return PreparedOutput(lines, not_text, recipe.reading.options.format, has_labels)
+        lines, dataset = _publish(options, options.output, recipe, partitions)
+    return PreparedOutput(lines, not_text, recipe.reading.options.format, dataset)
 
 
 def check_preparation(options: PrepareOptions, *, has_tokenizer: bool = True) -> int | None:
@@ -124,18 +122,20 @@ def _find_prepared(options: PrepareOptions, output: Path, recipe: PrepareConfig)
 
 def _prepare(
     options: PrepareOptions, output: Path, recipe: PrepareConfig, partitions: Sequence[Partition]
-) -> list[str]:
-    """Prepares the data set in the directory `output` and returns its summary."""
+) -> tuple[list[str], DatasetManifest]:
+    """Prepares the data set in the directory `output` and returns its summary and manifest."""
     with locked(output):
         dataset = _find_prepared(options, output, recipe)
         message = f'{output} is already prepared from these inputs' if dataset else f'wrote {output}'
         dataset = dataset or _make(options, output, recipe, partitions)
         remove_leftovers(dataset, cleaned=bool(recipe.cleaning))
-    return summary(dataset, message, cleaned=bool(recipe.cleaning))
+    return summary(dataset, message, cleaned=bool(recipe.cleaning)), dataset
 
 
-def _publish(options: PrepareOptions, url: str, recipe: PrepareConfig, partitions: Sequence[Partition]) -> list[str]:
-    """Prepares the data set in the cache, uploads it to `url` and returns its summary."""
+def _publish(
+    options: PrepareOptions, url: str, recipe: PrepareConfig, partitions: Sequence[Partition]
+) -> tuple[list[str], DatasetManifest]:
+    """Prepares the data set in the cache, uploads it to `url` and returns its summary and manifest."""
     from maxlm.workdir.upload_directory import Upload  # needs fsspec
 
     upload = Upload('--output', url, cache=options.cache, last=MANIFEST_NAME)
@@ -143,13 +143,13 @@ def _publish(options: PrepareOptions, url: str, recipe: PrepareConfig, partition
         return published(url, recipe.made_from, skip_failed=options.skip_failed)
     upload.begin()
     try:
-        lines = _prepare(options, upload.folder, recipe, partitions)
+        lines, dataset = _prepare(options, upload.folder, recipe, partitions)
     except OtherDataError:
         # The cached data set was prepared for this URL from other inputs, and was not uploaded.
         upload.discard()
-        lines = _prepare(options, upload.folder, recipe, partitions)
+        lines, dataset = _prepare(options, upload.folder, recipe, partitions)
     upload.finish(show=not options.quiet)
-    return [line.replace(str(upload.folder), display_path(url)) for line in lines]
+    return [line.replace(str(upload.folder), display_path(url)) for line in lines], dataset
 
 
 def _recipe(options: PrepareOptions, training: Sequence[InputFile], validation: Sequence[InputFile]) -> PrepareConfig:

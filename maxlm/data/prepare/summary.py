@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from maxlm.data.chat.packing import num_labeled
 from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest
@@ -14,7 +13,6 @@ from maxlm.data.prepare.pipeline import CLEANING_FILE, VALIDATION_NOTE
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.storage.filesystem import Entry, display_path
 from maxlm.storage.regular_files import read_text
-from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
 # Number of skipped documents that are printed. dataset.json lists all of them.
 SKIPPED_SHOWN = 10
@@ -53,6 +51,11 @@ def summary(dataset: DatasetManifest, message: str, *, cleaned: bool) -> list[st
     if dataset.text_boundaries_sha256:
         tokens = Tokenizer.load(dataset.tokenizer_path).describe_boundaries()
         lines += [f'  {label}: {text}' for label, text in tokens.items()]
+    if dataset.chat and not dataset.packed_window:
+        lines.append(
+            '  not packed: training sequences begin and end inside conversations, so some answers lose their question; '
+            'to keep conversations whole, prepare again with --pack-seq-len N (data.seq_len of training)'
+        )
     if cleaned:
         path = dataset.path / CLEANING_FILE
         try:
@@ -90,29 +93,3 @@ def _chat_line(counts: dict[str, int], tokens: int) -> str:
     if is_pairs and counts['undecided']:
         parts.append(f'{counts["undecided"]:,} pairs are skipped because their answers are equal or one is empty')
     return ', '.join(parts)
-
-
-def training_command(
-    output: str | Path, what: str, window: int, *, tokenizer: str = '', has_labels: bool = False
-) -> list[str]:
-    """Returns a command that trains on a prepared data set.
-
-    Args:
-        output: path or URL of the data set.
-        what: format of the records: text, chat or preference.
-        window: length of packed sequences; 0 = not packed.
-        has_labels: the data set contains single answers with labels.
-        tokenizer: value of `--tokenizer`. Post-training starts from the model of the workdir that contains it.
-    """
-    command = ['maxlm', 'train', '--config=tiny', f'--config.data.path={output}']
-    if window:
-        command.append(f'--config.data.seq_len={window}')
-    if what == 'preference':
-        command.append('--config.train.objective=dpo')
-    if has_labels:
-        command.append('--config.dpo.loss_type=kto')
-    if what != 'text':
-        base = Path(tokenizer).parent
-        command.insert(3, f'--workdir=runs/{Path(str(output)).name}')
-        command.append(f'--config.train.init_from={base if (base / CHECKPOINTS_DIR).is_dir() else "WORKDIR"}')
-    return command

@@ -31,7 +31,7 @@ MIN_CHUNK = 32
 MIN_CACHE_LENGTH = 256
 # Minimum number of rows of a decode call with more than one row: smaller matmuls are not faster.
 MIN_ROWS = 4
-# Growth factor of rows and tokens on a CPU.
+# Growth factor of rows on a CPU.
 CPU_GROWTH = 2
 # A call generates at most the tokens of this many passes that accept all drafted tokens.
 MAX_PASSES = 8
@@ -119,15 +119,19 @@ class CompiledFunctions:
         self.num_slots, self.max_context = num_slots, max_context
         self._is_int8 = int8
         self.chunk = min(chunk, max_context)
-        growth = CPU_GROWTH if jax.default_backend() == 'cpu' else GROWTH
+        is_cpu = jax.default_backend() == 'cpu'
         # Every pass reads the full cache length, except with unstacked layers.
         self.cache_lengths = (
             [max_context] if self._runner.are_layers_unstacked else _growing_sizes(MIN_CACHE_LENGTH, max_context)
         )
-        self.chunk_sizes = _growing_sizes(min(MIN_CHUNK, self.chunk), self.chunk, growth)
+        self.chunk_sizes = _growing_sizes(min(MIN_CHUNK, self.chunk), self.chunk)
+        # The time of a pass on a CPU is proportional to its tokens. Chunks of several rows have the same size.
+        self._limits_padding = is_cpu and self.num_row_shards == 1
         # A decode call covers the first slots, or all slots if rows are sharded over devices.
         self.row_counts = (
-            [num_slots] if self.num_row_shards > 1 else sorted({1, *_growing_sizes(MIN_ROWS, num_slots, growth)})
+            [num_slots]
+            if self.num_row_shards > 1
+            else sorted({1, *_growing_sizes(MIN_ROWS, num_slots, CPU_GROWTH if is_cpu else GROWTH)})
         )
         replicated = layout.named()
         self._cache_axes = cache_axes(config.model)
@@ -158,6 +162,17 @@ class CompiledFunctions:
     def prepare(self, params: Params) -> Params:
         """Converts parameters to the form that the compiled functions take."""
         return self._runner.prepare(params)
+
+    def chunk_length(self, num_tokens: int) -> int:
+        """Returns the number of tokens of the next prefill call, if `num_tokens` tokens are to be prefilled.
+
+        On a CPU, a chunk that would fill half of a size or less is split, so that padding at most doubles a call.
+        """
+        num_tokens = min(num_tokens, self.chunk)
+        size = _smallest_fitting(self.chunk_sizes, num_tokens)
+        if not self._limits_padding or 2 * num_tokens > size or size == self.chunk_sizes[0]:
+            return num_tokens
+        return max(smaller for smaller in self.chunk_sizes if smaller < size)
 
     def num_rows(self, highest_slot: int) -> int:
         """Returns the number of rows of the decode call that includes the slot `highest_slot`."""

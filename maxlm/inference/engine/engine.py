@@ -262,7 +262,7 @@ class Engine:
             if not samples:
                 return
             self._resize(self._cache_length.fit(max(len(sample.request.prompt) for sample in samples)))
-            chunks = [sample.next_chunk(self._compiled.chunk) for sample in samples]
+            chunks = [sample.next_chunk(self._compiled.chunk_length(sample.num_unfilled)) for sample in samples]
             with_top = any(sample.request.top_log_probs for sample in samples)
             self._state, sampled, sums_PD, hidden_PTD = self._compiled.prefill(
                 self._params, self._state, chunks, with_top=with_top

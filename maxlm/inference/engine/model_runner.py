@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxlm.config.schema import Config
@@ -124,8 +125,6 @@ class ModelRunner:
         self._graph, abstract = nnx.split(decoder)
         self._abstract_blocks = {name: tree for name, tree in nnx.to_pure_dict(abstract).items() if name in STACKS}
         self._num_ids, self._max_tokens, self._num_draft_tokens = num_ids, max_tokens, num_draft_tokens
-        # One program for all parameters compiles faster than one program per shape.
-        self._split_blocks = jax.jit(self._unstack)
 
     def prepare(self, params: Params) -> Params:
         """Converts parameters to the form that `prefill` and `decode` take."""
@@ -134,7 +133,13 @@ class ModelRunner:
         other_params = {name: tree for name, tree in params.items() if name not in STACKS}
         other_params = jax.tree_util.tree_map_with_path(self._transpose, other_params)
         stacks = {name: params[name] for name in STACKS if name in params}
-        return {**other_params, BLOCKS: self._split_blocks(stacks)}
+        if any(len(x.devices()) > 1 for x in jax.tree.leaves(stacks)):
+            # One program for all parameters compiles faster than one program per shape.
+            return {**other_params, BLOCKS: jax.jit(self._unstack)(stacks)}
+        # NumPy copies the layers of a single device without a program. Views would keep the stacks in memory.
+        device = next(iter(jax.tree.leaves(stacks)[0].devices()))
+        blocks = self._unstack(jax.tree.map(np.asarray, stacks))
+        return {**other_params, BLOCKS: jax.tree.map(lambda x: jax.device_put(np.array(x, order='C'), device), blocks)}
 
     def copy_slot(self, state: State, source: jax.Array, slot: jax.Array) -> State:
         """Copies tokens, keys and values of one slot to another."""

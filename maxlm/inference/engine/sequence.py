@@ -98,6 +98,12 @@ class ActiveSequence:
                 return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'length')
         return Delta(self.number, text, tuple(new_tokens), None)
 
+    @property
+    def num_unfilled(self) -> int:
+        """Number of tokens of the prompt that are not prefilled."""
+        assert self.slot is not None, 'a sample that is filled has a slot'
+        return len(self.request.prompt) - len(self.slot.content)
+
     def next_chunk(self, max_length: int) -> PrefillChunk:
         """Returns the next part of the prompt to prefill, of at most `max_length` tokens."""
         request, slot = self.request, self.slot

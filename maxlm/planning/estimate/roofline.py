@@ -148,6 +148,7 @@ def step_time(
     num_devices: int,
     num_islands: int,
     mesh_sizes: Mapping[str, int],
+    dtype: str,
     efficiency: Efficiency | None = None,
 ) -> StepTime:
     """Returns the time of a step.
@@ -158,14 +159,15 @@ def step_time(
         num_devices: number of devices in the run.
         num_islands: nodes of GPUs or slices of TPUs, with fast links within.
         mesh_sizes: `mesh.sizes` of the resolved config.
+        dtype: dtype of the products (model.dtype).
         efficiency: constants that replace the chip's fitted ones.
 
     Raises:
         InputError: the mesh cannot be split over `num_islands` islands.
     """
     efficiency = efficiency or efficiency_of(chip)
-    peak = chip.tflops * 1e12
-    # Products of 8-bit floats are assumed to reach the same fraction of their own peak.
+    peak = chip.peak(dtype).tflops * 1e12
+    # Products of other dtypes are assumed to reach the same fraction of their own peak.
     products = (work.flops - work.fp8_flops) / peak + work.fp8_flops / (chip.fp8_tflops * 1e12)
     compute = products / efficiency.products + work.attention_flops / (peak * efficiency.attention)
     memory = work.memory_bytes / (chip.memory_bandwidth * efficiency.memory)

@@ -16,6 +16,7 @@ def timed(config, machine):
         num_devices=1,
         num_islands=1,
         mesh_sizes=config.mesh.sizes,
+        dtype=config.model.dtype,
         efficiency=machine.efficiency,
     )
 

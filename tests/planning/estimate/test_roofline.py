@@ -44,6 +44,7 @@ def timed(config, chip=H100, *, devices=8, islands=1, efficiency=None):
         num_devices=devices,
         num_islands=islands,
         mesh_sizes=config.mesh.sizes,
+        dtype=config.model.dtype,
         efficiency=efficiency,
     )
 
@@ -76,7 +77,9 @@ def test_products_of_8_bits_take_half_of_the_time():
 
     def compute(work, chip):
         sizes = {axis: 1 for axis in planned().mesh.sizes}
-        return step_time(work, chip, num_devices=1, num_islands=1, mesh_sizes=sizes, efficiency=IDEAL).compute
+        return step_time(
+            work, chip, num_devices=1, num_islands=1, mesh_sizes=sizes, dtype='bfloat16', efficiency=IDEAL
+        ).compute
 
     in_fp8 = work._replace(fp8_flops=work.flops)
     assert compute(in_fp8, H100) == compute(work, H100) / 2
@@ -186,7 +189,9 @@ def test_utilization():
     assert half == pytest.approx((of.causal / 2, of.full / 2))
     # At full efficiency and with matmuls only, utilization is the ratio of the model's operations to all operations.
     ideal = estimate_work(config)._replace(memory_bytes=0.0, transfers=[])
-    seconds = step_time(ideal, H100, num_devices=8, num_islands=1, mesh_sizes=config.mesh.sizes, efficiency=IDEAL)
+    seconds = step_time(
+        ideal, H100, num_devices=8, num_islands=1, mesh_sizes=config.mesh.sizes, dtype='bfloat16', efficiency=IDEAL
+    )
     bound = mfu(
         config,
         2048,
